@@ -1,0 +1,37 @@
+# Two commands do all the set-up: `make demo` and `make test`.
+SHELL := /bin/bash
+.DEFAULT_GOAL := help
+UV := $(shell command -v uv 2>/dev/null || echo python3 -m uv)
+RUN := $(UV) run --frozen --no-sync
+BACKEND ?= local
+PYTEST_ARGS ?=
+ARGS ?=
+
+.PHONY: help setup system demo test lint format bench clean
+
+help:  ## what there is
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
+
+system:  ## install the system packages that slots need (root on Debian or Ubuntu), else name them
+	@bash scripts/system.sh
+
+setup: system  ## the Python environment, from the lock file
+	@bash scripts/venv.sh
+
+demo: setup  ## the main job on the local backend: every example task, scored, no Docker
+	@$(RUN) python -m examples.demo --backend $(BACKEND) $(ARGS)
+
+test: setup  ## every test, on real parts
+	@bash scripts/test.sh $(PYTEST_ARGS)
+
+lint: setup  ## ruff, pyright strict, import-linter
+	@bash scripts/lint.sh
+
+format: setup  ## let ruff format and fix
+	@$(RUN) ruff format . && $(RUN) ruff check --fix .
+
+bench: setup  ## measure, beside fork+exec, a fresh bwrap and SWE-ReX in the same run
+	@$(RUN) python -m benchmarks $(ARGS)
+
+clean:  ## remove what the targets made in this folder
+	@rm -rf .venv .pytest_cache .ruff_cache .hypothesis .import_linter_cache site dist data runs bench-results .coverage*

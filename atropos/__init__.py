@@ -1,0 +1,1 @@
+"""Sandbox slots for agentic reinforcement learning."""

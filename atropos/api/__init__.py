@@ -1,0 +1,1 @@
+"""HTTP services: ToolServer and executor API."""

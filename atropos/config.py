@@ -1,0 +1,56 @@
+"""Settings that travel to a sandbox server: each has one name, one default and one place."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field, SecretStr
+
+
+class SlotLimits(BaseModel):
+    """What one slot may use. Sizes in MiB of 1,048,576 bytes.
+
+    A volume's pages count as the slot's memory, so `disk_mib` above `memory_mib` can't be filled: the memory limit
+    ends the program that tries.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    memory_mib: int = Field(default=1024, ge=32, description="memory, its files in the volume included")
+    pids: int = Field(default=256, ge=8, description="processes and threads at once")
+    cpu_weight: int = Field(default=100, ge=1, le=10_000, description="share of the CPU against the other slots")
+    cpu_quota: float | None = Field(default=None, gt=0, description="most cores used; None: no ceiling")
+    disk_mib: int = Field(default=512, ge=8, description="bytes the slot may write, /tmp and /dev/shm included")
+    inodes: int = Field(default=262_144, ge=1000, description="files and folders the slot may make")
+    open_files: int = Field(default=4096, ge=64, description="descriptors a process may hold")
+    output_bytes: int = Field(default=1_000_000, ge=1000, description="output kept of a command: its head and tail")
+    wall_s: float = Field(default=3600, gt=0, description="longest a command may run")
+
+
+class ServerConfig(BaseModel):
+    """One sandbox server (one container). Read from JSON by `python -m atropos.sandbox`."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    host: str = Field(default="127.0.0.1", description="address to listen on")
+    port: int = Field(default=0, ge=0, le=65_535, description="0: any free one, told in the ready line")
+    token: SecretStr = Field(description="bearer token that every client must send")
+    slots: int = Field(default=8, ge=1, le=1000)
+    warm: int | None = Field(
+        default=None, ge=0, description="sandboxes started ahead beside the leased; None: by slots"
+    )
+    limits: SlotLimits = SlotLimits()
+    base: str | None = Field(
+        default=None, description="root file system of the slots; None: /rootfs, else the host's /usr"
+    )
+    bases: dict[str, str] = Field(default_factory=dict, description="further root file systems by name")
+    volume: Literal["memory", "disk"] = "memory"
+    allow_network: bool = Field(default=False, description="whether leases may ask for (filtered) egress")
+    egress_allow: tuple[str, ...] = Field(default=("public",), description="host names, *.suffixes or 'public'")
+    require_sandbox: bool = False
+    require_stateful_sandbox: bool = False
+    max_retired: int | None = Field(default=None, ge=1, description="retired slots that end the server; None: half")
+    heartbeat_s: float = Field(default=5.0, gt=0)
+    drain_s: float = Field(default=30.0, ge=0, description="how long leases may go on after SIGTERM")
+    die_with_parent: bool = Field(default=False, description="end when the process that started the server ends")
+    state_dir: str | None = Field(default=None, description="scratch mount point; None: /run/atropos or a temp dir")

@@ -1,0 +1,108 @@
+"""The infrastructure's failures, one type per boundary.
+
+A program that fails in a slot is a *result*. What stands here is different: the infrastructure could not do what it
+promised, so whatever the caller was measuring is not known. An environment drops or retries the trajectory and never
+scores it (truth 4).
+"""
+
+from __future__ import annotations
+
+
+class SandboxError(Exception):
+    """The infrastructure failed; nothing may be concluded about the model.
+
+    Attributes:
+        code: the stable name of the failure on the wire and in metrics.
+        retryable: whether the same work, on another slot, may well succeed.
+    """
+
+    code = "sandbox_error"
+    retryable = True
+
+
+class AcquireTimeout(SandboxError):
+    """No slot came free within the time a lease may wait."""
+
+    code = "acquire_timeout"
+
+
+class SlotLost(SandboxError):
+    """The slot, or the container around it, is gone; the call never started, or its effects are gone with the slot."""
+
+    code = "slot_lost"
+
+
+class LeaseExpired(SandboxError):
+    """The lease ended (expired, was released, or belongs to an older epoch); the slot may be somebody else's."""
+
+    code = "lease_expired"
+    retryable = False
+
+
+class OutcomeUnknown(SandboxError):
+    """The call may or may not have run, and nobody can tell; it was not run again."""
+
+    code = "outcome_unknown"
+    retryable = False
+
+
+class BackendUnavailable(SandboxError):
+    """Containers could not be started, reached or listed."""
+
+    code = "backend_unavailable"
+
+
+class IsolationUnavailable(SandboxError):
+    """This host or container can't give the isolation that is promised; the message names the missing setting."""
+
+    code = "isolation_unavailable"
+    retryable = False
+
+
+class ToolServerUnavailable(SandboxError):
+    """The ToolServer could not be reached or answered nonsense."""
+
+    code = "tool_server_unavailable"
+
+
+class PoolFull(SandboxError):
+    """A container has no free slot right now (409 on the wire); the pool tries another."""
+
+    code = "full"
+
+    def __init__(self, message: str, *, free: int = 0) -> None:
+        super().__init__(message)
+        self.free = free
+
+
+class NotSupported(SandboxError):
+    """The sandbox server doesn't do this, by configuration or by version; the message names it."""
+
+    code = "not_supported"
+    retryable = False
+
+
+class ConfigError(ValueError):
+    """The programmer's or operator's mistake: names the field and what would be right."""
+
+
+BY_CODE: dict[str, type[SandboxError]] = {
+    kind.code: kind
+    for kind in (
+        SandboxError,
+        AcquireTimeout,
+        SlotLost,
+        LeaseExpired,
+        OutcomeUnknown,
+        BackendUnavailable,
+        IsolationUnavailable,
+        ToolServerUnavailable,
+        PoolFull,
+        NotSupported,
+    )
+}
+
+
+def from_code(code: str, message: str) -> SandboxError:
+    """The exception that a code on the wire stands for; an unknown code is a plain `SandboxError`."""
+    return BY_CODE.get(code, SandboxError)(message)

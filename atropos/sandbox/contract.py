@@ -1,0 +1,89 @@
+"""What the server knows of the machinery that makes sandboxes: two protocols, so that each side is tested alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    import asyncio
+
+    from atropos.wire import Feature, Operation, OpResult
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A frozen volume. `path` is its upper directory, ready to be a lower one."""
+
+    id: str
+    path: str
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Stopped:
+    """What stopping a sandbox found. Not `clean`: something could not be confirmed gone, so its slot is retired."""
+
+    clean: bool
+    seconds: float
+    detail: str = ""
+
+
+class Sandbox(Protocol):
+    """One live sandbox on one volume, from its start to its end; never reused."""
+
+    name: str
+    died: asyncio.Future[str]
+    """Done, with the reason, when the sandbox ended without `stop` being asked."""
+
+    async def run(self, call_id: str, operation: Operation) -> OpResult:
+        """Run one operation. Cancelling this task kills what it started.
+
+        Raises:
+            SlotLost: the sandbox ended, or broke its protocol, before the operation was handed to it.
+            OutcomeUnknown: it ended while the operation ran.
+        """
+        ...
+
+    def cancel(self, call_id: str) -> None:
+        """Kill what the call started; its `run` then returns a result that says `cancelled`."""
+        ...
+
+    async def stop(self) -> Stopped:
+        """Kill everything in it, confirm, detach its mounts, remove its cgroups. Bounded in time; idempotent."""
+        ...
+
+    async def freeze(self, layer_id: str) -> Layer:
+        """End the sandbox and turn its volume into a read-only layer.
+
+        Raises:
+            SandboxError: a writer was left, so that the volume can't be trusted; it is dropped.
+        """
+        ...
+
+
+class Host(Protocol):
+    """Makes sandboxes on this machine. One a server."""
+
+    async def probe(self) -> Sequence[Feature]:
+        """Try every isolation property from inside a throw-away sandbox."""
+        ...
+
+    async def start(
+        self, name: str, *, layers: Sequence[Layer] = (), base: str | None = None, network: bool = False
+    ) -> Sandbox:
+        """Start a sandbox on a fresh volume over `layers` (topmost first) over the base.
+
+        Raises:
+            SandboxError: it could not be started; nothing of it is left.
+        """
+        ...
+
+    async def drop_layer(self, layer: Layer) -> None:
+        """Forget a layer on which nothing stands any more."""
+        ...
+
+    async def aclose(self) -> None:
+        """Undo what was set up for the server as a whole. Every sandbox has been stopped before."""
+        ...

@@ -1,0 +1,1 @@
+"""The slot pool: leases on sandboxes in containers that a backend provides."""

@@ -1,0 +1,1 @@
+"""Where containers come from: local processes, Docker, Nomad."""

@@ -1,0 +1,1 @@
+"""Tools, their registry and the executor that routes calls to slots."""

@@ -1,0 +1,483 @@
+"""What travels between a client and a sandbox server: one definition for both ends.
+
+Every message is a frozen pydantic model that refuses unknown fields. Bytes travel as base64 in JSON (`WireBytes`).
+One WebSocket (`/v1/stream`) carries frames: a frame is a JSON array of messages, each with its `kind`. HTTP carries
+leases, snapshots, health, capabilities and metrics, and `POST /v1/leases/{id}/calls` the same calls for people with curl.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
+
+VERSION = 1
+MAX_FRAME_BYTES = 64 * 1024 * 1024
+"""Largest WebSocket frame either end accepts, in bytes."""
+MAX_FILE_BYTES = 32 * 1024 * 1024
+"""Largest content of one file read or write on the wire, in bytes; larger files go in pieces (`offset`, `append`)."""
+MAX_COMMAND_BYTES = 2 * 1024 * 1024
+"""Longest command or stdin text; the kernel refuses a longer argument anyway, so it is passed by a file."""
+
+Limit = Literal["memory", "pids", "disk", "inodes", "time", "output", "files", "cpu"]
+"""The name of the limit that stopped or truncated a program."""
+
+
+class Message(BaseModel):
+    """Base of everything on the wire: frozen, unknown fields refused."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", ser_json_bytes="base64", val_json_bytes="base64")
+
+
+# ---------------------------------------------------------------------------------------------------------- operations
+
+
+class Exec(Message):
+    """Run a shell command line (`/bin/bash -c`, or sh where there is no bash) in its own session and wait for it."""
+
+    op: Literal["exec"] = "exec"
+    command: str
+    timeout_s: float | None = Field(default=None, gt=0, description="None: the server's wall-time limit")
+    workdir: str | None = Field(default=None, description="None: /workspace")
+    env: dict[str, str] = Field(default_factory=dict)
+    clean_env: bool = Field(default=False, description="start from the slot's first environment and PATH alone")
+    stdin: bytes | None = None
+    split: bool = Field(default=False, description="stdout and stderr apart, besides the combined output")
+    max_output_bytes: int | None = Field(default=None, gt=0)
+
+
+class ReadFile(Message):
+    """Read a file's bytes, from `offset`, at most `max_bytes`."""
+
+    op: Literal["read_file"] = "read_file"
+    path: str
+    offset: int = Field(default=0, ge=0)
+    max_bytes: int = Field(default=MAX_FILE_BYTES, gt=0, le=MAX_FILE_BYTES)
+
+
+class WriteFile(Message):
+    """Write a file, making its parents; replaced atomically unless `append`. `if_sha256`: only if unchanged since."""
+
+    op: Literal["write_file"] = "write_file"
+    path: str
+    data: bytes
+    mode: int | None = Field(default=None, ge=0, le=0o7777)
+    append: bool = False
+    if_sha256: str | None = Field(default=None, description="refuse with error 'changed' when the file is another")
+
+
+class Search(Message):
+    """Search file contents by regular expression, or names alone when `pattern` is empty; bounded in every way."""
+
+    op: Literal["search"] = "search"
+    pattern: str
+    path: str = "."
+    glob: str | None = None
+    max_matches: int = Field(default=200, gt=0, le=10_000)
+    context: int = Field(default=0, ge=0, le=20)
+    ignore_case: bool = False
+
+
+class Untar(Message):
+    """Unpack an uncompressed tar archive under `path` (made when missing)."""
+
+    op: Literal["untar"] = "untar"
+    path: str
+    data: bytes
+
+
+class Tar(Message):
+    """Pack a file or folder as an uncompressed tar archive of at most `max_bytes`."""
+
+    op: Literal["tar"] = "tar"
+    path: str
+    max_bytes: int = Field(default=MAX_FILE_BYTES, gt=0, le=MAX_FILE_BYTES)
+
+
+class Quiesce(Message):
+    """Kill every process in the slot but the runner; files stay."""
+
+    op: Literal["quiesce"] = "quiesce"
+
+
+class ProcStart(Message):
+    """Start a background process whose output is kept in a rolling buffer; with `pty`, on a terminal of its own."""
+
+    op: Literal["proc_start"] = "proc_start"
+    command: str
+    workdir: str | None = None
+    env: dict[str, str] = Field(default_factory=dict)
+    pty: bool = False
+    rows: int = Field(default=24, ge=1, le=1000)
+    cols: int = Field(default=80, ge=1, le=1000)
+    buffer_bytes: int = Field(default=200_000, ge=1024, le=4_000_000)
+
+
+class ProcRead(Message):
+    """State and output of a background process.
+
+    Waits up to `wait_s` until it exits, or for output beyond `offset` (`until="output"`), or until no output came for
+    `quiet_s`. Offsets count every byte the process ever wrote.
+    """
+
+    op: Literal["proc_read"] = "proc_read"
+    id: str
+    offset: int = Field(default=0, ge=0)
+    max_bytes: int = Field(default=200_000, gt=0, le=4_000_000)
+    wait_s: float = Field(default=0, ge=0)
+    until: Literal["exit", "output", "quiet"] = "exit"
+    quiet_s: float = Field(default=0.3, gt=0)
+
+
+class ProcWrite(Message):
+    """Write to a background process's stdin or terminal; optionally close it or change the window size."""
+
+    op: Literal["proc_write"] = "proc_write"
+    id: str
+    data: bytes = b""
+    eof: bool = False
+    rows: int | None = Field(default=None, ge=1, le=1000)
+    cols: int | None = Field(default=None, ge=1, le=1000)
+
+
+class ProcKill(Message):
+    """Send a signal to a background process's whole session; `TERM` is followed by `KILL` after a grace time."""
+
+    op: Literal["proc_kill"] = "proc_kill"
+    id: str
+    signal: Literal["TERM", "KILL", "INT", "HUP", "QUIT", "USR1", "USR2"] = "TERM"
+
+
+class ProcList(Message):
+    """All background processes of the lease, ended ones included."""
+
+    op: Literal["proc_list"] = "proc_list"
+
+
+Operation = Annotated[
+    Exec
+    | ReadFile
+    | WriteFile
+    | Search
+    | Untar
+    | Tar
+    | Quiesce
+    | ProcStart
+    | ProcRead
+    | ProcWrite
+    | ProcKill
+    | ProcList,
+    Field(discriminator="op"),
+]
+
+
+# ------------------------------------------------------------------------------------------------------------- results
+
+
+class ExecResult(Message):
+    """How a command ended. `exit_code` is -N when signal N ended it; None only when it never started."""
+
+    kind: Literal["exec_result"] = "exec_result"
+    exit_code: int | None
+    output: bytes = Field(description="stdout and stderr in the order written; head and tail when truncated")
+    stdout: bytes | None = None
+    stderr: bytes | None = None
+    timed_out: bool = False
+    cancelled: bool = False
+    truncated: bool = False
+    dropped_bytes: int = Field(default=0, ge=0)
+    limit: Limit | None = None
+    duration_s: float = Field(ge=0)
+
+
+class FileResult(Message):
+    """A read file: its bytes from the offset asked for, and the file's whole size."""
+
+    kind: Literal["file_result"] = "file_result"
+    data: bytes
+    size: int
+    mode: int
+    sha256: str | None = Field(default=None, description="of the whole file, when it was read whole")
+
+
+class Done(Message):
+    """An operation without an answer of its own succeeded; `count` says how many (bytes, files, processes)."""
+
+    kind: Literal["done"] = "done"
+    count: int = 0
+
+
+class Match(Message):
+    """One matching line (or, for a search by name, a file: line 0)."""
+
+    path: str
+    line: int
+    text: str
+    context: bool = False
+
+
+class SearchResult(Message):
+    """Matches in path and line order; `truncated` when a bound ended the search."""
+
+    kind: Literal["search_result"] = "search_result"
+    matches: tuple[Match, ...]
+    files: int
+    truncated: bool = False
+
+
+class ProcState(Message):
+    """A background process: output from `offset` on, and how it ended, if it did."""
+
+    kind: Literal["proc_state"] = "proc_state"
+    id: str
+    command: str
+    pid: int
+    running: bool
+    exit_code: int | None = None
+    output: bytes = b""
+    offset: int = Field(default=0, description="of the first byte in `output`")
+    total_bytes: int = Field(default=0, description="written by the process so far")
+    dropped_bytes: int = Field(default=0, description="that fell out of the rolling buffer before `offset`")
+    uptime_s: float = 0
+    pty: bool = False
+    limit: Limit | None = None
+
+
+class ProcListing(Message):
+    """The lease's background processes, oldest first, without output."""
+
+    kind: Literal["proc_listing"] = "proc_listing"
+    processes: tuple[ProcState, ...]
+
+
+class OpError(Message):
+    """The operation could not be done inside the slot: a value that the model may read, not an infrastructure fault."""
+
+    kind: Literal["op_error"] = "op_error"
+    error: Literal[
+        "not_found",
+        "is_directory",
+        "not_directory",
+        "not_regular",
+        "permission",
+        "exists",
+        "changed",
+        "too_large",
+        "bad_pattern",
+        "bad_path",
+        "no_space",
+        "timeout",
+        "unknown_process",
+        "not_supported",
+        "limit",
+        "io",
+    ]
+    message: str
+    limit: Limit | None = None
+
+
+OpResult = Annotated[
+    ExecResult | FileResult | Done | SearchResult | ProcState | ProcListing | OpError, Field(discriminator="kind")
+]
+OP_RESULT: TypeAdapter[OpResult] = TypeAdapter(OpResult)
+OPERATION: TypeAdapter[Operation] = TypeAdapter(Operation)
+
+
+# ---------------------------------------------------------------------------------------------------- frames on a stream
+
+
+class Hello(Message):
+    """The client's first message."""
+
+    kind: Literal["hello"] = "hello"
+    version: int = VERSION
+    client_id: str = Field(min_length=1, max_length=200)
+
+
+class Welcome(Message):
+    """The server's first message."""
+
+    kind: Literal["welcome"] = "welcome"
+    version: int = VERSION
+    boot_id: str
+    heartbeat_s: float
+
+
+class Call(Message):
+    """One operation in one leased slot. `call_id` is the idempotency key: sent again, it is not run again."""
+
+    kind: Literal["call"] = "call"
+    call_id: str = Field(min_length=1, max_length=200)
+    lease_id: str
+    epoch: int
+    operation: Operation
+
+
+class Cancel(Message):
+    """Give a call up: its processes are killed and its result says `cancelled`."""
+
+    kind: Literal["cancel"] = "cancel"
+    call_id: str
+
+
+class Ack(Message):
+    """The client has these results; the journal may forget them."""
+
+    kind: Literal["ack"] = "ack"
+    call_ids: tuple[str, ...]
+
+
+class Heartbeat(Message):
+    """Either end is alive; from a client it renews all its leases."""
+
+    kind: Literal["heartbeat"] = "heartbeat"
+    seq: int = 0
+
+
+class Reply(Message):
+    """The result of a call."""
+
+    kind: Literal["reply"] = "reply"
+    call_id: str
+    result: OpResult
+
+
+class Fault(Message):
+    """A call that has no result because the infrastructure failed; `code` is one of `atropos.errors.BY_CODE`."""
+
+    kind: Literal["fault"] = "fault"
+    call_id: str
+    code: str
+    message: str
+
+
+class LeaseEnded(Message):
+    """The server ended a lease that this client held (its slot broke, it expired, the container drains)."""
+
+    kind: Literal["lease_ended"] = "lease_ended"
+    lease_id: str
+    epoch: int
+    code: str
+    message: str
+
+
+class Draining(Message):
+    """The server takes no new leases and will end; what runs may finish until `deadline_s` from now."""
+
+    kind: Literal["draining"] = "draining"
+    deadline_s: float | None = None
+
+
+ClientMessage = Annotated[Hello | Call | Cancel | Ack | Heartbeat, Field(discriminator="kind")]
+ServerMessage = Annotated[Welcome | Reply | Fault | Heartbeat | LeaseEnded | Draining, Field(discriminator="kind")]
+CLIENT_FRAME: TypeAdapter[list[ClientMessage]] = TypeAdapter(list[ClientMessage])
+SERVER_FRAME: TypeAdapter[list[ServerMessage]] = TypeAdapter(list[ServerMessage])
+
+
+# ---------------------------------------------------------------------------------------------------------------- HTTP
+
+
+class LeaseRequest(Message):
+    """POST /v1/leases. `lease_id` is chosen by the client, so that asking again gives the same lease."""
+
+    lease_id: str = Field(min_length=8, max_length=100, pattern=r"^[A-Za-z0-9_-]+$")
+    client_id: str = Field(min_length=1, max_length=200)
+    trajectory_id: str = Field(default="", max_length=500)
+    ttl_s: float = Field(default=60, gt=0, le=86_400)
+    snapshot: str | None = None
+    base: str | None = None
+    network: bool = False
+
+
+class Lease(Message):
+    """The exclusive right to a slot. `epoch` only grows on a server; a call with an older one is refused."""
+
+    lease_id: str
+    slot: str
+    epoch: int
+    boot_id: str
+    ttl_s: float
+    limit_note: str | None = Field(default=None, description="what this slot lacks, e.g. 'no memory limit'")
+
+
+class ReleaseResult(Message):
+    """DELETE /v1/leases/{id}: `clean` is False when the slot had to be retired."""
+
+    released: bool
+    clean: bool = True
+    reset_s: float = 0
+
+
+class SnapshotInfo(Message):
+    """A frozen workspace that leases can start from."""
+
+    snapshot_id: str
+    layers: int
+    bytes: int
+    users: int = Field(default=0, description="leases standing on it now")
+
+
+class CallRequest(Message):
+    """POST /v1/leases/{id}/calls, for people with curl."""
+
+    call_id: str | None = None
+    epoch: int | None = None
+    operation: Operation
+
+
+class Feature(Message):
+    """One isolation property, tried at start from inside a throw-away slot."""
+
+    name: str
+    ok: bool
+    required: bool = Field(description="without it no slot starts, whatever the configuration")
+    detail: str = ""
+    fix: str = Field(default="", description="the kernel or container setting that gives it")
+
+
+class Capabilities(Message):
+    """GET /v1/capabilities."""
+
+    version: int = VERSION
+    boot_id: str
+    backend_note: str = ""
+    kernel: str
+    features: tuple[Feature, ...]
+    limits: dict[str, float | int | str | None]
+    stateful: bool = Field(description="sessions that live between calls work")
+    isolated: bool = Field(description="every feature, cgroup limits included, is there")
+
+
+class Status(Message):
+    """GET /v1/status: one consistent count of everything."""
+
+    boot_id: str
+    version: int = VERSION
+    slots: int
+    free: int
+    leased: int
+    warming: int
+    retired: int
+    draining: bool
+    clients: int
+    leases: tuple[dict[str, Any], ...] = ()
+    snapshots: tuple[SnapshotInfo, ...] = ()
+    uptime_s: float
+    counters: dict[str, float] = Field(default_factory=dict)
+
+
+class Health(Message):
+    """GET /v1/health, without a token."""
+
+    status: Literal["starting", "ok", "draining", "broken"]
+    boot_id: str
+    version: int = VERSION
+    detail: str = ""
+
+
+class Problem(Message):
+    """The body of every HTTP answer that isn't 2xx."""
+
+    code: str
+    message: str
+    free: int | None = None

@@ -1,0 +1,10 @@
+#!/usr/bin/env bash
+# What CI and pre-commit run.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+export PATH="$PWD/.venv/bin:$PATH"
+ruff format --check .
+ruff check .
+lint-imports --no-cache >/tmp/lint-imports.$$ 2>&1 || { cat /tmp/lint-imports.$$; rm -f /tmp/lint-imports.$$; exit 1; }
+rm -f /tmp/lint-imports.$$
+pyright --pythonpath .venv/bin/python

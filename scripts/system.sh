@@ -1,0 +1,26 @@
+#!/usr/bin/env bash
+# System packages: installed when root on Debian or Ubuntu, else named exactly.
+set -euo pipefail
+declare -A need=([bwrap]=bubblewrap [unshare]=util-linux [git]=git [cc]=gcc)
+missing=()
+for command in "${!need[@]}"; do
+  command -v "$command" >/dev/null 2>&1 || missing+=("${need[$command]}")
+done
+ldconfig -p 2>/dev/null | grep -q 'libseccomp\.so\.2' || missing+=(libseccomp2)
+for extra in ${ATROPOS_SYSTEM_PACKAGES:-}; do
+  dpkg -s "$extra" >/dev/null 2>&1 || missing+=("$extra")
+done
+[ ${#missing[@]} -eq 0 ] && exit 0
+if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null 2>&1; then
+  echo "installing ${missing[*]}"
+  export DEBIAN_FRONTEND=noninteractive
+  log=$(mktemp)
+  { apt-get update -qq && apt-get install -y -qq --no-install-recommends "${missing[@]}"; } >"$log" 2>&1 \
+    || { cat "$log" >&2; echo "apt-get could not install: ${missing[*]}" >&2; exit 1; }
+  rm -f "$log"
+else
+  echo "missing system packages: ${missing[*]}" >&2
+  echo "on Debian or Ubuntu:  sudo apt-get install ${missing[*]}" >&2
+  echo "elsewhere: install the packages that provide these programs, then run make again" >&2
+  exit 1
+fi

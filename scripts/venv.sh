@@ -1,0 +1,24 @@
+#!/usr/bin/env bash
+# The Python environment from the lock file; uv is fetched with pip where it is missing.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+python=${ATROPOS_PYTHON:-}
+if [ -z "$python" ]; then
+  for candidate in python3.11 python3.12 python3.13 python3; do
+    if command -v "$candidate" >/dev/null 2>&1 \
+      && "$candidate" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 14))' 2>/dev/null; then
+      python=$candidate; break
+    fi
+  done
+fi
+[ -n "$python" ] || { echo "Python 3.11, 3.12 or 3.13 is needed (set ATROPOS_PYTHON to one)" >&2; exit 1; }
+if command -v uv >/dev/null 2>&1; then uv=(uv)
+elif "$python" -m uv --version >/dev/null 2>&1; then uv=("$python" -m uv)
+else
+  echo "installing uv with pip"
+  "$python" -m pip install --quiet --root-user-action=ignore uv 2>/dev/null \
+    || "$python" -m pip install --quiet --user --break-system-packages uv \
+    || { echo "uv could not be installed with pip; see the uv documentation, then run make again" >&2; exit 1; }
+  uv=("$python" -m uv)
+fi
+"${uv[@]}" sync --frozen --quiet --all-extras --python "$python"
