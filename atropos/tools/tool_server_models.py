@@ -1,0 +1,113 @@
+"""What travels between an executor and a ToolServer: one definition for both ends.
+
+`GET /health` (no token), `GET /tools`, `POST /execute`, `POST /batch` (answers stream back one JSON line a call, each
+as it finishes), `DELETE /trajectories/{trajectory_id}`. Every answer that isn't 2xx is an `atropos.wire.Problem`; 429
+and 503 carry `Retry-After` in seconds.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+VERSION = 1
+MAX_BATCH = 1000
+"""Most calls in one batch."""
+MAX_REQUEST_BYTES = 8 * 1024 * 1024
+"""Largest request body the server reads; a longer one is refused with 413."""
+
+
+class Message(BaseModel):
+    """Base of what travels here: frozen, unknown fields refused."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class ExternalCall(Message):
+    """One call of an external tool, the body of `POST /execute`.
+
+    `call_id` is the idempotency key: while the server remembers it, the same id attaches to the running call or gets
+    the finished call's answer, and nothing is run again. `boot_id` is set when a call is *sent again*: a server that
+    was started anew since can't know whether the call ran, and answers 409 `outcome_unknown` instead of running it.
+    """
+
+    trajectory_id: str = Field(min_length=1, max_length=500)
+    call_id: str = Field(min_length=1, max_length=200)
+    name: str = Field(min_length=1, max_length=200)
+    arguments: dict[str, Any] = Field(default_factory=dict)
+    timeout_s: float | None = Field(default=None, gt=0, le=3600, description="None: the tool's own")
+    boot_id: str | None = Field(default=None, max_length=100)
+
+
+class ExternalResult(Message):
+    """How an external tool ended: a value that the model reads, a tool's own failure included."""
+
+    success: bool
+    output: str = ""
+    error: str | None = None
+    timed_out: bool = False
+    truncated: bool = False
+    data: dict[str, Any] | None = Field(default=None, description="the same answer for programs, where the tool has it")
+    duration_s: float = Field(default=0, ge=0)
+
+
+class ExecuteAnswer(Message):
+    """The 200 answer of `POST /execute`, and a finished call's line of `POST /batch`."""
+
+    kind: Literal["result"] = "result"
+    call_id: str
+    boot_id: str
+    result: ExternalResult
+
+
+class ExecuteRefusal(Message):
+    """A batch line for a call that was not run, or whose outcome is not known: what `/execute` says by its status."""
+
+    kind: Literal["refusal"] = "refusal"
+    call_id: str
+    boot_id: str
+    status: int = Field(description="the HTTP status that `/execute` would have answered")
+    code: str
+    message: str
+    retry_after_s: float | None = None
+
+
+class BatchRequest(Message):
+    """`POST /batch`: calls of any trajectories. One trajectory's calls run in the order given."""
+
+    calls: tuple[ExternalCall, ...] = Field(min_length=1, max_length=MAX_BATCH)
+
+
+class ToolInfo(Message):
+    """One tool of `GET /tools`."""
+
+    name: str
+    toolset: str
+    schema_: dict[str, Any] = Field(alias="schema", description="OpenAI function-calling schema")
+    timeout_s: float
+    read_only: bool = Field(default=False, description="changes nothing: safe to run twice")
+
+    model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=True)
+
+
+class ToolList(Message):
+    """`GET /tools`."""
+
+    version: int = VERSION
+    boot_id: str
+    tools: tuple[ToolInfo, ...]
+
+
+class ToolServerHealth(Message):
+    """`GET /health`."""
+
+    status: Literal["ok", "draining"]
+    boot_id: str
+    version: int = VERSION
+
+
+class TrajectoryEnded(Message):
+    """`DELETE /trajectories/{id}`: whether there was anything to end."""
+
+    ended: bool
