@@ -1,0 +1,5 @@
+"""`python -m atropos.cli`."""
+
+from atropos.cli.app import main
+
+main()

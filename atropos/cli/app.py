@@ -1,0 +1,63 @@
+"""Puts the sub-commands together, and turns every expected failure into one line and an exit code."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+from pydantic import ValidationError
+from rich.console import Console
+
+from atropos.cli.doctor import doctor
+from atropos.cli.execute import execute
+from atropos.errors import ConfigError, IsolationUnavailable, SandboxError
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+app.command("doctor")(doctor)
+app.command("exec")(execute)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        from importlib.metadata import version
+
+        typer.echo(f"atropos {version('atropos')}")
+        raise typer.Exit
+
+
+@app.callback()
+def root(
+    _version_wanted: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and end.")
+    ] = False,
+) -> None:
+    """Sandbox slots for agentic reinforcement learning."""
+
+
+def describe(error: ValidationError) -> str:
+    """A pydantic error in one line: each field with what is wrong about it."""
+    return "; ".join(
+        f"{'.'.join(str(part) for part in item['loc']) or 'value'}: {item['msg']}" for item in error.errors()
+    )
+
+
+def main() -> None:
+    """Run the command line; the exit codes are this package's."""
+    stderr = Console(stderr=True, highlight=False)
+    try:
+        app()
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except ValidationError as error:
+        stderr.print(f"atropos: {describe(error)}", markup=False)
+        sys.exit(2)
+    except ConfigError as error:
+        stderr.print(f"atropos: {error}", markup=False)
+        sys.exit(2)
+    except IsolationUnavailable as error:
+        stderr.print(f"atropos: {error}", markup=False)
+        sys.exit(3)
+    except SandboxError as error:
+        stderr.print(f"atropos: {error} ({error.code})", markup=False)
+        sys.exit(70)

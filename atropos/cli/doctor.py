@@ -1,0 +1,207 @@
+"""`atropos doctor`: what this host can isolate, tried for real, and the fix for each gap."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import platform
+import secrets
+import shutil
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from atropos.config import ServerConfig
+from atropos.errors import IsolationUnavailable
+from atropos.wire import Capabilities
+
+START_LIMIT_S = 60.0
+"""Longest that a server may take to start on a busy machine before doctor gives up."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the report. `needed`: without it no slot starts."""
+
+    name: str
+    ok: bool
+    needed: bool
+    detail: str = ""
+    fix: str = ""
+
+
+def doctor(
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+    base: Annotated[str | None, typer.Option(help="A root file system to start the slots from.")] = None,
+) -> None:
+    """Try what this host can isolate, and name the fix for each gap.
+
+    Ends with 0 when slots start with everything isolated, 1 when they start but something optional is missing,
+    3 when they can't start.
+    """
+    found = [*programs(), *asyncio.run(isolation(base)), *engines()]
+    broken = any(item.needed and not item.ok for item in found)
+    lacking = any(not item.ok and item.name not in ENGINES for item in found)
+    if as_json:
+        typer.echo(json.dumps({"ok": not broken, "findings": [asdict(item) for item in found]}, indent=2))
+    else:
+        show(found, broken=broken, lacking=lacking)
+    raise typer.Exit(3 if broken else 1 if lacking else 0)
+
+
+def programs() -> list[Finding]:
+    """Whether the programs and the Python that slots need are there."""
+    version = platform.python_version()
+    findings = [
+        Finding(
+            "python", (3, 11) <= sys.version_info[:2] < (3, 14), needed=True, detail=version, fix="Python 3.11–3.13"
+        ),
+        Finding("kernel", ok=True, needed=True, detail=platform.release()),
+    ]
+    for program, package in (("bwrap", "bubblewrap"), ("git", "git")):
+        where = shutil.which(program)
+        findings.append(
+            Finding(
+                program,
+                ok=where is not None,
+                needed=program == "bwrap",
+                detail=where or "not found",
+                fix="" if where else f"install {package} (Debian, Ubuntu: apt-get install {package})",
+            )
+        )
+    return findings
+
+
+async def isolation(base: str | None) -> list[Finding]:
+    """Start a real sandbox server with one slot, and report what its probe found."""
+    if shutil.which("bwrap") is None:
+        return []
+    try:
+        capabilities = await probe(base)
+    except IsolationUnavailable as error:
+        return [Finding("slots", ok=False, needed=True, detail=str(error), fix="see the reason on the left")]
+    return [
+        Finding(feature.name, feature.ok, feature.required, feature.detail, "" if feature.ok else feature.fix)
+        for feature in capabilities.features
+    ]
+
+
+async def probe(base: str | None = None) -> Capabilities:
+    """The capabilities of a server that is started for this question alone.
+
+    Raises:
+        IsolationUnavailable: it did not start; the message is its own last line.
+    """
+    import httpx
+
+    token = secrets.token_urlsafe(16)
+    config = ServerConfig.model_validate(
+        {"token": token, "slots": 1, "warm": 0, "base": base, "drain_s": 0, "die_with_parent": True}
+    )
+    document = config.model_dump(mode="json") | {"token": token}
+    server = await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-m",
+        "atropos.sandbox",
+        "--config",
+        "-",
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    assert server.stdin is not None
+    assert server.stdout is not None
+    assert server.stderr is not None
+    try:
+        server.stdin.write(json.dumps(document).encode())
+        server.stdin.close()
+        try:
+            line = await asyncio.wait_for(server.stdout.readline(), START_LIMIT_S)
+        except TimeoutError:
+            raise IsolationUnavailable(f"the sandbox server did not start within {START_LIMIT_S:.0f} s") from None
+        if not line:
+            said = (await server.stderr.read()).decode(errors="replace").strip().splitlines()
+            raise IsolationUnavailable(said[-1] if said else "the sandbox server ended without a word")
+        port = int(json.loads(line)["port"])
+        async with httpx.AsyncClient(trust_env=False, headers={"Authorization": f"Bearer {token}"}) as client:
+            answer = await client.get(f"http://127.0.0.1:{port}/v1/capabilities")
+            answer.raise_for_status()
+            return Capabilities.model_validate_json(answer.content)
+    finally:
+        if server.returncode is None:
+            server.terminate()
+            try:
+                await asyncio.wait_for(server.communicate(), 20)
+            except TimeoutError:
+                server.kill()
+                await server.wait()
+
+
+ENGINES = ("docker", "nomad")
+
+
+def engines() -> list[Finding]:
+    """Whether the other backends could be used from here; neither is needed for the local one."""
+    import os
+    import socket
+
+    docker = os.environ.get("DOCKER_HOST", "unix:///var/run/docker.sock")
+    reached = False
+    if docker.startswith("unix://"):
+        with socket.socket(socket.AF_UNIX) as connection:
+            connection.settimeout(2)
+            reached = Path(docker[7:]).exists() and connection.connect_ex(docker[7:]) == 0
+    address = os.environ.get("NOMAD_ADDR", "http://localhost:4646")
+    return [
+        Finding(
+            "docker",
+            reached,
+            needed=False,
+            detail=docker,
+            fix="" if reached else "start a Docker engine (only for backend docker)",
+        ),
+        nomad(address),
+    ]
+
+
+def nomad(address: str) -> Finding:
+    """Whether a Nomad agent answers at `address`."""
+    import httpx
+
+    try:
+        answer = httpx.get(f"{address}/v1/status/leader", timeout=2, trust_env=False)
+        ok, detail = answer.status_code in {200, 403}, f"{address} answered {answer.status_code}"
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        ok, detail = False, f"{address}: {error or type(error).__name__}"
+    return Finding(
+        "nomad",
+        ok,
+        needed=False,
+        detail=detail,
+        fix="" if ok else "start an agent, or set NOMAD_ADDR (only for backend nomad)",
+    )
+
+
+def show(found: list[Finding], *, broken: bool, lacking: bool) -> None:
+    """The findings as a table, and one line that sums them up."""
+    table = Table(title="What this host can isolate", title_justify="left", show_lines=False)
+    for column in ("", "what", "detail", "fix"):
+        table.add_column(column, overflow="fold")
+    for item in found:
+        mark = "[green]✓[/]" if item.ok else "[red]✗[/]" if item.needed else "[yellow]–[/]"
+        table.add_row(mark, item.name, item.detail.replace("[", "\\["), item.fix.replace("[", "\\["))
+    console = Console()
+    console.print(table)
+    if broken:
+        console.print("[red]Slots can't start here: mend the lines marked ✗.[/]")
+    elif lacking:
+        console.print(
+            "[yellow]Slots start here; what is marked – is missing (require_sandbox would refuse to start).[/]"
+        )
+    else:
+        console.print("[green]Slots start here with every isolation feature.[/]")

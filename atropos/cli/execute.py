@@ -1,0 +1,90 @@
+"""`atropos exec`: one command in a fresh slot, as a smoke test and for scripts."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from atropos.config import SlotLimits
+from atropos.errors import ConfigError
+
+
+def execute(
+    command: Annotated[str, typer.Argument(help="A shell command line.")],
+    timeout_s: Annotated[float, typer.Option("--timeout", min=0.001, help="Seconds before it is killed.")] = 60.0,
+    backend: Annotated[str, typer.Option(help="local, docker or nomad.")] = "local",
+    base: Annotated[str | None, typer.Option(help="A root file system to start from (local backend).")] = None,
+    upload: Annotated[Path | None, typer.Option(help="A file or folder to put into /workspace first.")] = None,
+    memory_mib: Annotated[int, typer.Option(help="Memory of the slot in MiB.")] = 1024,
+    network: Annotated[bool, typer.Option("--network", help="Allow filtered egress.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the whole result as JSON.")] = False,
+) -> None:
+    """Run one command in a fresh, isolated slot; its exit code becomes this command's (124 when it timed out)."""
+    if upload is not None and not upload.exists():
+        raise ConfigError(f"--upload: there is no {upload}")
+    settings: dict[str, Any] = {
+        "backend": backend,
+        "slots_per_container": 1,
+        "min_containers": 1,
+        "max_containers": 1,
+        "allow_network": network,
+        "limits": SlotLimits(memory_mib=memory_mib),
+        "base": base,
+    }
+    stdin = None if sys.stdin.isatty() else sys.stdin.buffer
+    data = stdin.read() if stdin is not None and not _is_empty(stdin) else None
+    with contextlib.suppress(asyncio.CancelledError):
+        raise typer.Exit(asyncio.run(_run(command, timeout_s, settings, upload, data, as_json=as_json)))
+
+
+def _is_empty(stream: Any) -> bool:
+    """Whether stdin is /dev/null or closed, which need not be sent."""
+    try:
+        return os.path.samestat(os.fstat(stream.fileno()), os.stat("/dev/null"))
+    except (OSError, ValueError):
+        return True
+
+
+async def _run(
+    command: str, timeout_s: float, settings: dict[str, Any], upload: Path | None, stdin: bytes | None, *, as_json: bool
+) -> int:
+    from atropos.slots import SlotPool, SlotPoolConfig
+
+    async with (
+        SlotPool(SlotPoolConfig.model_validate(settings)) as pool,
+        pool.lease("atropos-exec") as slot,
+    ):
+        if upload is not None:
+            await slot.upload(upload, "/workspace" if upload.is_dir() else f"/workspace/{upload.name}")
+        result = await slot.exec(command, timeout_s=timeout_s, stdin=stdin, split=not as_json)
+    if as_json:
+        typer.echo(
+            json.dumps(
+                {
+                    "exit_code": result.exit_code,
+                    "output": result.output,
+                    "timed_out": result.timed_out,
+                    "truncated": result.truncated,
+                    "limit": result.limit,
+                    "duration_s": result.duration_s,
+                }
+            )
+        )
+    else:
+        sys.stdout.write(result.stdout or "")
+        sys.stderr.write(result.stderr or "")
+        if result.limit is not None:
+            sys.stderr.write(f"atropos: stopped by the slot's {result.limit} limit\n")
+        if result.timed_out:
+            sys.stderr.write(f"atropos: timed out after {timeout_s:g} s\n")
+    if result.timed_out:
+        return 124
+    code = result.exit_code if result.exit_code is not None else 1
+    return 128 - code if code < 0 else code

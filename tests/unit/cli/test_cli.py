@@ -1,0 +1,83 @@
+"""The command line's words and exit codes, as a shell sees them."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+
+def atropos(
+    *arguments: str, env: dict[str, str] | None = None, stdin: bytes = b""
+) -> subprocess.CompletedProcess[bytes]:
+    return subprocess.run(
+        [sys.executable, "-m", "atropos.cli", *arguments],
+        input=stdin,
+        capture_output=True,
+        timeout=120,
+        env={**os.environ, **(env or {})},
+        check=False,
+    )
+
+
+def test_help_and_version_answer_without_loading_atroposlib() -> None:
+    assert b"doctor" in atropos("--help").stdout
+    assert atropos("--version").stdout.startswith(b"atropos ")
+    loaded = subprocess.run(
+        [sys.executable, "-c", "import atropos.cli, sys; print('atroposlib' in sys.modules, 'torch' in sys.modules)"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert loaded.stdout.split() == ["False", "False"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["exec"], b"Missing argument"),
+        (["nonsense"], b"No such command"),
+        (["exec", "true", "--timeout", "0"], b"--timeout"),
+        (["exec", "true", "--upload", "/no/such/file"], b"/no/such/file"),
+        (["exec", "true", "--backend", "cloud"], b"backend"),
+        (["exec", "true", "--memory-mib", "1"], b"memory_mib"),
+    ],
+)
+def test_wrong_usage_is_one_clear_message_and_code_2(arguments: list[str], said: bytes) -> None:
+    done = atropos(*arguments)
+    assert done.returncode == 2
+    assert said in done.stderr
+    assert b"Traceback" not in done.stderr
+
+
+def test_exec_passes_output_stdin_and_exit_code_on() -> None:
+    done = atropos("exec", "cat; echo to-stderr >&2; exit 7", stdin=b"from stdin\n")
+    assert (done.returncode, done.stdout, done.stderr) == (7, b"from stdin\n", b"to-stderr\n")
+
+
+def test_exec_says_that_it_timed_out() -> None:
+    done = atropos("exec", "sleep 60", "--timeout", "0.3")
+    assert done.returncode == 124
+    assert b"timed out after 0.3 s" in done.stderr
+
+
+def test_doctor_reports_every_feature_and_its_fix() -> None:
+    done = atropos("doctor", "--json")
+    report = json.loads(done.stdout)
+    assert done.returncode in {0, 1}, done
+    assert report["ok"] is True
+    names = {item["name"] for item in report["findings"]}
+    assert {"python", "bwrap", "docker", "nomad"} <= names
+    assert len(names) >= 12
+    assert all(item["ok"] or item["fix"] for item in report["findings"])
+
+
+def test_doctor_names_a_missing_bwrap(tmp_path: object) -> None:
+    done = atropos("doctor", "--json", env={"PATH": str(tmp_path)})
+    assert done.returncode == 3
+    bwrap = next(item for item in json.loads(done.stdout)["findings"] if item["name"] == "bwrap")
+    assert not bwrap["ok"]
+    assert "bubblewrap" in bwrap["fix"]
