@@ -50,6 +50,8 @@ class ServerConfig(BaseModel):
     require_sandbox: bool = False
     require_stateful_sandbox: bool = False
     max_retired: int | None = Field(default=None, ge=1, description="retired slots that end the server; None: half")
+    max_snapshots: int = Field(default=64, ge=0, description="snapshots kept at once; one more is refused")
+    max_snapshot_mib: int = Field(default=4096, ge=0, description="bytes that snapshots may hold together")
     heartbeat_s: float = Field(default=5.0, gt=0)
     drain_s: float = Field(default=30.0, ge=0, description="how long leases may go on after SIGTERM")
     die_with_parent: bool = Field(default=False, description="end when the process that started the server ends")

@@ -292,6 +292,7 @@ class Hello(Message):
     kind: Literal["hello"] = "hello"
     version: int = VERSION
     client_id: str = Field(min_length=1, max_length=200)
+    connection: int = Field(default=0, ge=0, description="grows with each connection: a delayed older one is refused")
 
 
 class Welcome(Message):
@@ -307,6 +308,7 @@ class Call(Message):
     """One operation in one leased slot. `call_id` is the idempotency key: sent again, it is not run again."""
 
     kind: Literal["call"] = "call"
+    resent: bool = Field(default=False, description="may have been sent before, on a connection that was lost")
     call_id: str = Field(min_length=1, max_length=200)
     lease_id: str
     epoch: int
@@ -368,8 +370,17 @@ class Draining(Message):
     deadline_s: float | None = None
 
 
+class Capacity(Message):
+    """A slot came free; sent to clients that were refused (409) since they last got one, as a hint to ask again."""
+
+    kind: Literal["capacity"] = "capacity"
+    free: int
+
+
 ClientMessage = Annotated[Hello | Call | Cancel | Ack | Heartbeat, Field(discriminator="kind")]
-ServerMessage = Annotated[Welcome | Reply | Fault | Heartbeat | LeaseEnded | Draining, Field(discriminator="kind")]
+ServerMessage = Annotated[
+    Welcome | Reply | Fault | Heartbeat | LeaseEnded | Draining | Capacity, Field(discriminator="kind")
+]
 CLIENT_FRAME: TypeAdapter[list[ClientMessage]] = TypeAdapter(list[ClientMessage])
 SERVER_FRAME: TypeAdapter[list[ServerMessage]] = TypeAdapter(list[ServerMessage])
 
@@ -415,6 +426,19 @@ class SnapshotInfo(Message):
     layers: int
     bytes: int
     users: int = Field(default=0, description="leases standing on it now")
+
+
+class SnapshotRequest(Message):
+    """POST /v1/leases/{id}/snapshot. The client chooses the id, so that asking again does not freeze twice."""
+
+    snapshot_id: str | None = Field(default=None, min_length=8, max_length=100, pattern=r"^[A-Za-z0-9_-]+$")
+    epoch: int | None = None
+
+
+class DrainRequest(Message):
+    """POST /v1/drain. `deadline_s`: how long leases may go on; None: the server's own `drain_s`."""
+
+    deadline_s: float | None = Field(default=None, ge=0)
 
 
 class CallRequest(Message):
