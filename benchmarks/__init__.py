@@ -1,0 +1,1 @@
+"""Measures atropos beside its peers, in one run on one machine: `python -m benchmarks`."""

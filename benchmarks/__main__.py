@@ -1,0 +1,55 @@
+"""`python -m benchmarks [--quick] [--only NAME] [--json FILE]`."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from . import machine, report
+from .cases import CASES, Context
+from .stats import Row
+
+
+async def _measure(names: list[str], context: Context) -> list[Row]:
+    rows: list[Row] = []
+    for name in names:
+        context.say(name)
+        try:
+            async for made in CASES[name](context):
+                rows.append(made)  # noqa: PERF401 - a case that fails halfway keeps what it measured
+        except Exception as error:
+            context.problems.append(f"{name}: {type(error).__name__}: {error}")
+    return rows
+
+
+def main(
+    quick: Annotated[bool, typer.Option("--quick", help="a tenth of the samples: is everything there?")] = False,
+    only: Annotated[list[str] | None, typer.Option(help=f"a case, may be given again: {', '.join(CASES)}")] = None,
+    json_path: Annotated[Path | None, typer.Option("--json", help="where the JSON goes")] = None,
+    no_peers: Annotated[bool, typer.Option("--no-peers", help="our side alone, for profiling")] = False,
+) -> None:
+    """Measure atropos beside fork+exec, a fresh bwrap a call and SWE-ReX 1.4.0, in one run on this machine."""
+    console = Console()
+    names = only or list(CASES)
+    if unknown := [name for name in names if name not in CASES]:
+        console.print(f"--only {unknown[0]}: there is no such case; there are {', '.join(CASES)}")
+        raise typer.Exit(2)
+    path = json_path or Path("bench-results") / f"{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}.json"
+    described = machine.describe()
+    with console.status("starting") as status:
+        context = Context(scale=0.1 if quick else 1.0, say=status.update, skip_peers=no_peers)
+        rows = asyncio.run(_measure(names, context))
+    report.show(console, described, rows, context.problems)
+    report.write(path, described, rows, context.problems)
+    console.print(f"written to {path}")
+    if context.problems:
+        raise typer.Exit(1)
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,263 @@
+"""The cases: each measures one number of DESIGN.md, and its peers beside it."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass, field
+
+from . import ours, peers, swe_rex
+from .stats import Row, row
+
+Progress = Callable[[str], None]
+Case = Callable[["Context"], AsyncIterator[Row]]
+
+
+@dataclass
+class Context:
+    """What every case gets.
+
+    Attributes:
+        scale: factor on all sample counts; 1.0 for a full run.
+        say: tells what is being done now.
+        skip_peers: leave the peers out (profiling our side alone).
+    """
+
+    scale: float
+    say: Progress
+    skip_peers: bool = False
+    problems: list[str] = field(default_factory=list)
+
+    def n(self, full: int, least: int = 8) -> int:
+        return max(least, int(full * self.scale))
+
+
+async def sequential(ctx: Context) -> AsyncIterator[Row]:
+    """One call after the other. Subjects take turns, so that a slow minute of the machine hits them all."""
+    n, rounds = ctx.n(400), 3
+    samples: dict[str, list[float]] = {}
+
+    def add(subject: str, new: list[float]) -> None:
+        samples.setdefault(subject, []).extend(new)
+
+    async with ours.executor(1) as runner:
+        slot = await runner.slot("bench")
+
+        async def direct(_: int) -> None:
+            result = await slot.exec(peers.COMMAND)
+            if result.output != "hi\n":
+                raise RuntimeError(f"slot.exec answered {result!r}")
+
+        async def through_tools(_: int) -> None:
+            await ours.execute(runner, "bench")
+
+        await ours.closed_loop(through_tools, 1, 30)
+        if ctx.skip_peers:
+            add("atropos executor", (await ours.closed_loop(through_tools, 1, n * rounds))[0])
+        else:
+            async with swe_rex.running() as rex:
+
+                async def kept(_: int) -> None:
+                    await rex.call()
+
+                await ours.closed_loop(kept, 1, 30)
+                await rex.own_client(1, 30)
+                for number in range(rounds):
+                    ctx.say(f"sequential calls, round {number + 1} of {rounds}")
+                    add("atropos executor", (await ours.closed_loop(through_tools, 1, n))[0])
+                    add("swe-rex, kept connection", (await ours.closed_loop(kept, 1, n))[0])
+                    add("swe-rex, its own client", (await rex.own_client(1, n))[0])
+                    add("atropos slot.exec", (await ours.closed_loop(direct, 1, n))[0])
+                    add("fork+exec bash", peers.timed(peers.fork_exec, n)[0])
+                    add("fork+exec sh", peers.timed(peers.fork_exec_sh, n)[0])
+                    if peers.bwrap_works():
+                        add("a fresh bwrap a call", peers.timed(peers.fresh_bwrap, n // 2)[0])
+        await runner.release_trajectory("bench", reset_workspace=True)
+    for subject, values in samples.items():
+        yield row("sequential call", subject, values, base=subject == "atropos executor")
+
+
+async def throughput(ctx: Context) -> AsyncIterator[Row]:
+    """Closed loops of 1, 8 and 32 trajectories, a call in flight each."""
+    rounds = 3
+    async with ours.executor(32) as runner, swe_rex.running() as rex:
+
+        async def mine(index: int) -> None:
+            await ours.execute(runner, f"bench-{index}")
+
+        async def kept(_: int) -> None:
+            await rex.call()
+
+        await ours.closed_loop(mine, 32, 320)
+        await ours.closed_loop(kept, 32, 64)
+        for parallel in (1, 8, 32):
+            n = ctx.n(1600 if parallel > 1 else 800, least=parallel * 4)
+            subjects: dict[str, Callable[[], Awaitable[tuple[list[float], float]]]] = {
+                "atropos executor": lambda n=n, p=parallel: ours.closed_loop(mine, p, n),
+            }
+            if not ctx.skip_peers:
+                subjects["swe-rex, kept connection"] = lambda n=n, p=parallel: ours.closed_loop(kept, p, n // 2)
+                subjects["swe-rex, its own client"] = lambda n=n, p=parallel: rex.own_client(p, n // 2)
+            taken: dict[str, tuple[list[float], float]] = {}
+            for number in range(rounds):
+                for subject, measure in subjects.items():
+                    ctx.say(f"throughput of {parallel}: {subject}, round {number + 1} of {rounds}")
+                    new, seconds = await measure()
+                    old, before = taken.get(subject, ([], 0.0))
+                    taken[subject] = (old + new, before + seconds)
+            for subject, (values, seconds) in taken.items():
+                yield row(
+                    f"throughput, {parallel} trajector{'y' if parallel == 1 else 'ies'}",
+                    subject,
+                    values,
+                    throughput=len(values) / seconds,
+                    base=subject == "atropos executor",
+                )
+
+
+async def acquire(ctx: Context) -> AsyncIterator[Row]:
+    """Leases on a warm pool, given back in between; and forks of a prepared workspace."""
+    samples: list[float] = []
+    forks: list[float] = []
+    async with ours.pool(8) as pool:
+        for index in range(ctx.n(200)):
+            start = time.perf_counter()
+            slot = await pool.acquire(f"acquire-{index}")
+            samples.append(time.perf_counter() - start)
+            await slot.release()
+            await asyncio.sleep(0.05)  # an acquire on a *warm* pool: let it start the next sandbox ahead
+        yield row("acquire, warm pool", "atropos", samples, base=True)
+        try:
+            async with pool.lease("fork-origin") as slot:
+                await slot.exec("seq 1000 | xargs touch")
+                snapshot = await slot.snapshot()
+            for index in range(ctx.n(60)):
+                start = time.perf_counter()
+                slot = await pool.acquire(f"fork-{index}", snapshot=snapshot)
+                forks.append(time.perf_counter() - start)
+                seen = await slot.exec("ls | wc -l")
+                await slot.release()
+                if seen.output.strip() != "1000":
+                    raise RuntimeError(f"a fork saw {seen.output!r} files instead of 1000")
+        except Exception as error:
+            ctx.problems.append(f"fork: {type(error).__name__}: {error}")
+    if forks:
+        yield row("fork of a prepared workspace", "atropos", forks, base=True)
+
+
+async def reset(ctx: Context) -> AsyncIterator[Row]:
+    """From release to the next lease of the *only* slot, whatever the last trajectory left behind."""
+    for files in (1, 10_000, 100_000):
+        times = ctx.n({1: 60, 10_000: 20, 100_000: 6}[files], least=3)
+        samples: list[float] = []
+        async with ours.pool(1) as pool:
+            slot = await pool.acquire("reset-first")
+            for index in range(times):
+                ctx.say(f"release with {files:,} files, {index + 1} of {times}")
+                made = await slot.exec(
+                    f"mkdir -p d && cd d && seq {files} | xargs -n 5000 touch && ls -U | wc -l", timeout_s=120
+                )
+                if made.output.strip() != str(files):
+                    raise RuntimeError(f"could not make {files} files: {made.output!r}")
+                start = time.perf_counter()
+                await slot.release()
+                slot = await pool.acquire(f"reset-{index}")
+                samples.append(time.perf_counter() - start)
+                left = await slot.exec("ls -A | wc -l")
+                if left.output.strip() != "0":
+                    raise RuntimeError(f"a released slot still had {left.output!r} files")
+            await slot.release()
+        yield row(f"release to lease, {files:,} files", "atropos", samples, base=True)
+
+
+NOISE = {
+    "sleep": "sleep 5",
+    "output flood": "timeout 5 cat /dev/zero",
+    "fork storm": "for i in $(seq 20); do (timeout 5 bash -c 'while :; do /bin/true; done') & done; wait",
+    "busy loop": "timeout 5 bash -c 'while :; do :; done'",
+}
+
+
+async def neighbour(ctx: Context) -> AsyncIterator[Row]:
+    """Four trajectories with a call every 10 ms: alone, and beside one that misbehaves in the same container."""
+    n = ctx.n(400)
+    async with ours.executor(8) as runner:
+
+        async def paced(index: int) -> list[float]:
+            samples: list[float] = []
+            for _ in range(n // 4):
+                start = time.perf_counter()
+                await ours.execute(runner, f"quiet-{index}")
+                samples.append(time.perf_counter() - start)
+                await asyncio.sleep(0.01)
+            return samples
+
+        async def victims() -> list[float]:
+            return [s for taken in await asyncio.gather(*(paced(i) for i in range(4))) for s in taken]
+
+        await victims()
+        quiet = row("neighbour: quiet", "atropos", await victims(), base=True)
+        yield quiet
+        for name, command in NOISE.items():
+            ctx.say(f"neighbour: {name}")
+            slot = await runner.slot(f"noisy-{name}")
+            task = asyncio.create_task(slot.exec(command, timeout_s=10))
+            await asyncio.sleep(0.1)
+            samples = await victims()
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+            await runner.release_trajectory(f"noisy-{name}", reset_workspace=True)
+            loud = row(f"neighbour: {name}", "atropos", samples, base=True)
+            yield Row(**{**loud.as_json(), "note": f"p99 {loud.p99 / quiet.p99:.2f}x of quiet"})
+
+
+async def memory(ctx: Context) -> AsyncIterator[Row]:
+    """PSS of everything the pool started: the difference between many slots and few, a slot."""
+    few, many = 2, 34
+    totals: dict[int, int] = {}
+    details: dict[str, int] = {}
+    for slots in (few, many):
+        ctx.say(f"memory of {slots} idle slots")
+        async with ours.pool(slots) as pool:
+            leases = [await pool.acquire(f"memory-{i}") for i in range(slots)]
+            for slot in leases:
+                await slot.exec("true")
+            await asyncio.sleep(0.5)
+            found = {pid: ours.pss_bytes(pid) for pid in ours.our_processes()}
+            totals[slots] = sum(found.values())
+            details[f"processes_{slots}"] = len(found)
+            for slot in leases:
+                await slot.release()
+    slot_mb = (totals[many] - totals[few]) / (many - few) / 1e6
+    server_mb = totals[few] / 1e6 - few * slot_mb
+    extra = {"server_mb": server_mb, "total_bytes": totals, **details}
+    note = f"the server besides: {server_mb:.1f} MB"
+    yield Row("memory of an idle slot (PSS)", "atropos", "MB", 1, slot_mb, slot_mb, slot_mb, None, True, note, extra)
+
+
+async def cold(ctx: Context) -> AsyncIterator[Row]:
+    """From nothing to 32 leased slots, each having answered a call."""
+    samples: list[float] = []
+    for index in range(ctx.n(5, least=2)):
+        ctx.say(f"32 slots from nothing, {index + 1}")
+        start = time.perf_counter()
+        async with ours.pool(32) as pool:
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(pool.acquire(f"cold-{i}")) for i in range(32)]
+            slots = [task.result() for task in tasks]
+            await asyncio.gather(*(slot.exec("true") for slot in slots))
+            samples.append(time.perf_counter() - start)
+            await asyncio.gather(*(slot.release() for slot in slots))
+    yield row("32 slots ready from nothing", "atropos", samples, unit="s", base=True)
+
+
+CASES: dict[str, Case] = {
+    "sequential": sequential,
+    "throughput": throughput,
+    "acquire": acquire,
+    "reset": reset,
+    "neighbour": neighbour,
+    "memory": memory,
+    "cold": cold,
+}

@@ -1,0 +1,98 @@
+"""A run as a table for people and as JSON for programs."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from .stats import Row
+
+GOALS: dict[str, str] = {
+    "sequential call": "p50 1.2 ms and at most 0.75 of swe-rex's",
+    "throughput, 32 trajectories": "1,800 calls/s and at least 2.5x swe-rex's",
+    "32 slots ready from nothing": "0.8 s",
+    "acquire, warm pool": "2 ms",
+    "release to lease, 1 files": "10 ms",
+    "release to lease, 10,000 files": "10 ms",
+    "release to lease, 100,000 files": "10 ms",
+    "fork of a prepared workspace": "10 ms",
+    "memory of an idle slot (PSS)": "6 MB",
+}
+
+
+def ratios(rows: Sequence[Row]) -> list[dict[str, Any]]:
+    """Each peer against our row of the same case: how much longer it takes, how many more calls we do."""
+    found: list[dict[str, Any]] = []
+    for base in (r for r in rows if r.base):
+        for peer in (r for r in rows if r.case == base.case and not r.base):
+            ratio: dict[str, Any] = {"case": base.case, "of": base.subject, "to": peer.subject}
+            ratio["p50"] = base.p50 / peer.p50 if peer.p50 else math.nan
+            ratio["p99"] = base.p99 / peer.p99 if peer.p99 else math.nan
+            if base.throughput and peer.throughput:
+                ratio["throughput"] = base.throughput / peer.throughput
+            found.append(ratio)
+    return found
+
+
+def _number(value: float, unit: str) -> str:
+    return f"{value:,.2f} {unit}" if value < 1000 else f"{value:,.0f} {unit}"
+
+
+def table(rows: Sequence[Row]) -> Table:
+    """One line a row; a peer's line says our ratio to it."""
+    made = Table(title="atropos beside its peers, in one run", header_style="bold")
+    for name, justify in (("case", "left"), ("subject", "left"), ("n", "right"), ("p50", "right"), ("p95", "right")):
+        made.add_column(name, justify=justify)
+    for name in ("p99", "calls/s", "ours/theirs p50", "ours/theirs calls"):
+        made.add_column(name, justify="right")
+    made.add_column("goal or note")
+    by_pair = {(r["case"], r["to"]): r for r in ratios(rows)}
+    previous = ""
+    for r in rows:
+        if previous and r.case != previous:
+            made.add_section()
+        ratio = by_pair.get((r.case, r.subject), {})
+        goal = GOALS.get(r.case, "") if r.base else ""
+        made.add_row(
+            r.case if r.case != previous else "",
+            f"[bold]{r.subject}[/bold]" if r.base else r.subject,
+            f"{r.n:,}",
+            _number(r.p50, r.unit),
+            _number(r.p95, r.unit),
+            _number(r.p99, r.unit),
+            f"{r.throughput:,.0f}" if r.throughput else "",
+            f"{ratio['p50']:.2f}" if "p50" in ratio else "",
+            f"{ratio['throughput']:.2f}" if "throughput" in ratio else "",
+            "; ".join(part for part in (goal, r.note) if part),
+        )
+        previous = r.case
+    return made
+
+
+def show(console: Console, machine: dict[str, Any], rows: Sequence[Row], problems: Sequence[str]) -> None:
+    """Print the run."""
+    console.print(
+        f"{machine['cpu']}, {machine['cores']} cores, Linux {machine['kernel']}, Python {machine['python']}, "
+        f"{machine['bubblewrap']}, load before {machine['load_before']:.2f}"
+    )
+    console.print(table(rows))
+    for problem in problems:
+        console.print(f"[red]not measured:[/red] {problem}")
+
+
+def write(path: Path, machine: dict[str, Any], rows: Sequence[Row], problems: Sequence[str]) -> None:
+    """Write the run as JSON."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    body = {
+        "machine": machine,
+        "rows": [r.as_json() for r in rows],
+        "ratios": ratios(rows),
+        "not_measured": list(problems),
+    }
+    path.write_text(json.dumps(body, indent=1) + "\n")

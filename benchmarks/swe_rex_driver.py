@@ -1,0 +1,36 @@
+"""Runs inside SWE-ReX's own environment, with SWE-ReX's own client: prints JSON samples. Started by `swe_rex.py`.
+
+Usage: python swe_rex_driver.py PORT TOKEN COMMAND < one JSON {"parallel": N, "n": N} a line > one JSON answer a line
+"""
+
+import asyncio
+import json
+import sys
+import time
+
+from swerex.runtime.abstract import Command
+from swerex.runtime.remote import RemoteRuntime
+
+
+async def main() -> None:
+    port, token, command = int(sys.argv[1]), sys.argv[2], sys.argv[3]
+    runtime = RemoteRuntime(host="http://127.0.0.1", port=port, auth_token=token)
+    loop = asyncio.get_running_loop()
+
+    async def worker(count: int, samples: list) -> None:
+        for _ in range(count):
+            start = time.perf_counter()
+            answer = await runtime.execute(Command(command=command, shell=True))
+            samples.append(time.perf_counter() - start)
+            assert answer.stdout == "hi\n", answer
+
+    while line := await loop.run_in_executor(None, sys.stdin.readline):
+        order = json.loads(line)
+        samples: list = []
+        began = time.perf_counter()
+        await asyncio.gather(*(worker(order["n"] // order["parallel"], samples) for _ in range(order["parallel"])))
+        seconds = time.perf_counter() - began
+        print(json.dumps({"samples": samples, "seconds": seconds}), flush=True)
+
+
+asyncio.run(main())
