@@ -1,0 +1,1 @@
+"""Examples: a scripted policy server, tasks, and the demo that joins them."""

@@ -1,0 +1,243 @@
+"""The policy over HTTP: OpenAI chat completions, and /generate as atroposlib's vLLM and SGLang classes call it.
+
+Stateless: an answer follows from its prompt and seed. The tokens are *sampled*: the text is cut into tokens in one of
+many valid ways, with made-up logprobs, so that a client that tokenizes the text again gets other tokens, and a test
+sees it. `--log` writes every answer's tokens, the truth to compare a training batch with.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import random
+import time
+import uuid
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TextIO
+
+from aiohttp import web
+from tokenizers import Tokenizer
+
+from examples.policy.play import Policy, Turn
+from examples.policy.tokenizer import FOLDER, IM_END, IM_START
+
+FAULTS = ("none", "503", "400", "nonsense", "slow", "reset")
+MODEL = "scripted-policy"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How the server behaves.
+
+    Attributes:
+        fault: what goes wrong, one of `FAULTS`.
+        fault_rate: how often, 0 to 1. Health and model listing are never hit.
+        delay_s: time that every answer takes.
+        odd_tokens: how often a token is split into smaller ones.
+    """
+
+    fault: str = "none"
+    fault_rate: float = 1.0
+    delay_s: float = 0.0
+    odd_tokens: float = 0.1
+
+
+class PolicyServer:
+    """The aiohttp application and what it needs."""
+
+    def __init__(self, policy: Policy, settings: Settings | None = None, log: Path | None = None) -> None:
+        self.policy = policy
+        self.settings = settings or Settings()
+        self.tokenizer = Tokenizer.from_file(str(FOLDER / "tokenizer.json"))
+        self.start_id = self.tokenizer.token_to_id(IM_START)
+        self.end_id = self.tokenizer.token_to_id(IM_END)
+        self._log: TextIO | None = log.open("a") if log else None
+        self._faults = random.Random(7)
+
+    def application(self) -> web.Application:
+        """Routes; the vLLM class strips `/v1` from the base URL for /generate and /health."""
+        app = web.Application(client_max_size=64 * 1024 * 1024, middlewares=[self._middleware])
+        app.router.add_get("/health", self._health)
+        for prefix in ("", "/v1"):
+            app.router.add_get(f"{prefix}/models", self._models)
+            app.router.add_post(f"{prefix}/chat/completions", self._chat)
+            app.router.add_post(f"{prefix}/completions", self._completions)
+        app.router.add_post("/generate", self._generate)
+        return app
+
+    # ------------------------------------------------------------------------------------------------------- faults
+
+    @web.middleware
+    async def _middleware(
+        self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+    ) -> web.StreamResponse:
+        if request.method == "GET":
+            return await handler(request)
+        settings = self.settings
+        if settings.delay_s:
+            await asyncio.sleep(settings.delay_s)
+        if settings.fault == "none" or self._faults.random() >= settings.fault_rate:
+            try:
+                return await handler(request)
+            except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+                return web.json_response({"error": {"message": f"bad request: {error!r}"}}, status=400)
+        if settings.fault in {"503", "400"}:
+            return web.json_response({"error": {"message": "asked to fail"}}, status=int(settings.fault))
+        if settings.fault == "nonsense":
+            return web.json_response({"hello": "world"})
+        if settings.fault == "slow":
+            await asyncio.sleep(3600)
+        if request.transport is not None:
+            request.transport.abort()
+        return web.Response()
+
+    # ------------------------------------------------------------------------------------------------------- answers
+
+    async def _health(self, _request: web.Request) -> web.Response:
+        return web.json_response({"status": "ok"})
+
+    async def _models(self, _request: web.Request) -> web.Response:
+        return web.json_response({"object": "list", "data": [{"id": MODEL, "object": "model", "owned_by": "atropos"}]})
+
+    async def _chat(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        messages: list[dict[str, Any]] = body["messages"]
+        turn = self.policy.answer(messages, body.get("seed"))
+        limit = body.get("max_completion_tokens") or body.get("max_tokens")
+        structured = bool(body.get("tools")) and bool(turn.calls)
+        text = turn.text if structured else turn.render()
+        ids = self.tokenizer.encode(text).ids
+        reason = "tool_calls" if structured else "stop"
+        if limit is not None and len(ids) > limit:
+            ids, reason, structured = ids[:limit], "length", False
+            text = self.tokenizer.decode(ids, skip_special_tokens=False)
+        message: dict[str, Any] = {"role": "assistant", "content": text}
+        if structured:
+            message["tool_calls"] = _openai_calls(turn)
+        prompt_tokens = sum(len(str(m.get("content") or "")) for m in messages) // 4
+        return web.json_response(
+            {
+                "id": f"chatcmpl-{uuid.uuid4().hex}",
+                "object": "chat.completion",
+                "created": int(time.time()),
+                "model": MODEL,
+                "choices": [
+                    {"index": i, "message": message, "finish_reason": reason} for i in range(int(body.get("n") or 1))
+                ],
+                "usage": {
+                    "prompt_tokens": prompt_tokens,
+                    "completion_tokens": len(ids),
+                    "total_tokens": prompt_tokens + len(ids),
+                },
+            }
+        )
+
+    async def _completions(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        prompt = body["prompt"]
+        ids = self.tokenizer.encode(prompt if isinstance(prompt, str) else "".join(prompt)).ids
+        out, _, reason = self.sample(ids, body.get("seed"), body.get("max_tokens"), None)
+        text = self.tokenizer.decode(out, skip_special_tokens=True)
+        choice = {"index": 0, "text": text, "finish_reason": reason, "logprobs": None}
+        return web.json_response(
+            {
+                "id": f"cmpl-{uuid.uuid4().hex}",
+                "object": "text_completion",
+                "created": int(time.time()),
+                "model": MODEL,
+                "choices": [choice],
+                "usage": {
+                    "prompt_tokens": len(ids),
+                    "completion_tokens": len(out),
+                    "total_tokens": len(ids) + len(out),
+                },
+            }
+        )
+
+    async def _generate(self, request: web.Request) -> web.Response:
+        """The vLLM form has `prompt: {prompt_token_ids}`, SGLang's has `input_ids` and `sampling_params`."""
+        body = await request.json()
+        if "input_ids" in body:
+            params = body.get("sampling_params") or {}
+            prompt = [int(token) for token in body["input_ids"]]
+            limit = params.get("max_new_tokens")
+            ids, logprobs, reason = self.sample(prompt, params.get("seed"), limit, params.get("temperature"))
+            meta = {
+                "output_token_logprobs": [[lp, token, None] for token, lp in zip(ids, logprobs, strict=True)],
+                "finish_reason": {"type": reason},
+            }
+            return web.json_response({"text": self.tokenizer.decode(ids), "meta_info": meta})
+        prompt = [int(token) for token in body["prompt"]["prompt_token_ids"]]
+        answers = [
+            self.sample(prompt, body.get("seed"), body.get("max_tokens"), body.get("temperature"), index)
+            for index in range(int(body.get("n") or 1))
+        ]
+        return web.json_response(
+            {
+                "text": [self.tokenizer.decode(ids) for ids, _, _ in answers],
+                "logprobs": [
+                    [[{str(token): lp}] for token, lp in zip(ids, lps, strict=True)] for ids, lps, _ in answers
+                ],
+                "finish_reasons": [reason for _, _, reason in answers],
+            }
+        )
+
+    def sample(
+        self, prompt: list[int], seed: int | None, limit: int | None, temperature: float | None, index: int = 0
+    ) -> tuple[list[int], list[float], str]:
+        """Token ids, their logprobs and the finish reason for this prompt."""
+        turn = self.policy.answer(self.messages(prompt), seed)
+        key = hashlib.sha256(json.dumps([prompt, seed, index, temperature]).encode()).digest()
+        rng = random.Random(key)
+        ids = [*self._cut(turn.render(), rng), self.end_id]
+        reason = "stop"
+        if limit is not None and len(ids) > limit:
+            ids, reason = ids[:limit], "length"
+        logprobs = [-round(rng.expovariate(2.0), 6) for _ in ids]
+        if self._log:
+            self._log.write(json.dumps({"prompt": prompt, "ids": ids, "logprobs": logprobs, "finish": reason}) + "\n")
+            self._log.flush()
+        return ids, logprobs, reason
+
+    def _cut(self, text: str, rng: random.Random) -> list[int]:
+        """The text as tokens, some of them split in two: a sampling model isn't bound to the shortest spelling."""
+        ids: list[int] = []
+        for token in self.tokenizer.encode(text, add_special_tokens=False).ids:
+            piece = self.tokenizer.id_to_token(token)
+            if len(piece) > 1 and token not in (self.start_id, self.end_id) and rng.random() < self.settings.odd_tokens:
+                cut = rng.randrange(1, len(piece))
+                parts = [self.tokenizer.token_to_id(piece[:cut]), self.tokenizer.token_to_id(piece[cut:])]
+                if None not in parts:
+                    ids.extend(parts)
+                    continue
+            ids.append(token)
+        return ids
+
+    def messages(self, prompt: list[int]) -> list[dict[str, Any]]:
+        """The conversation that ChatML token ids stand for, read by special token ids and never by text."""
+        messages: list[dict[str, Any]] = []
+        block: list[int] | None = None
+        for token in prompt:
+            if token == self.start_id:
+                block = []
+            elif token == self.end_id and block is not None:
+                role, _, content = self.tokenizer.decode(block, skip_special_tokens=False).partition("\n")
+                messages.append({"role": role, "content": content})
+                block = None
+            elif block is not None:
+                block.append(token)
+        return messages
+
+
+def _openai_calls(turn: Turn) -> list[dict[str, Any]]:
+    return [
+        {
+            "id": f"call_{uuid.uuid4().hex[:12]}",
+            "type": "function",
+            "function": {"name": call["name"], "arguments": json.dumps(call["arguments"])},
+        }
+        for call in turn.calls
+    ]
