@@ -7,7 +7,7 @@ BACKEND ?= local
 PYTEST_ARGS ?=
 ARGS ?=
 
-.PHONY: help setup system demo test lint format bench clean
+.PHONY: help setup system demo image nomad test lint format bench clean
 
 help:  ## what there is
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -20,6 +20,12 @@ setup: system  ## the Python environment, from the lock file
 
 demo: setup  ## the main job on the local backend: every example task, scored, no Docker
 	@$(RUN) python -m examples.demo --backend $(BACKEND) $(ARGS)
+
+image:  ## the sandbox image, into the Docker engine (DOCKER_HOST)
+	@bash docker/sandbox/build.sh
+
+nomad:  ## a Nomad binary of the pinned version, built with Go where none is installed
+	@bash scripts/nomad.sh
 
 test: setup  ## every test, on real parts
 	@bash scripts/test.sh $(PYTEST_ARGS)

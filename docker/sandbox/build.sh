@@ -1,0 +1,70 @@
+#!/usr/bin/env bash
+# Builds the sandbox image: `docker/sandbox/build.sh [TAG]`, TAG atropos-sandbox:local by default.
+#
+# Nothing is done when an image of this content is there already. The slow half (base.Dockerfile) is kept as a tar in
+# ~/.cache/atropos, so that an engine with an empty store needs seconds. Where no image registry can be reached, Debian
+# itself is made with debootstrap, from ATROPOS_DEBIAN_MIRROR.
+set -euo pipefail
+cd "$(dirname "$0")/../.."
+tag=${1:-atropos-sandbox:local}
+cache=${ATROPOS_CACHE:-${XDG_CACHE_HOME:-$HOME/.cache}/atropos}
+mirror=${ATROPOS_DEBIAN_MIRROR:-http://deb.debian.org/debian}
+debian=${ATROPOS_DEBIAN_IMAGE:-debian:trixie-slim}
+started=$SECONDS
+mkdir -p "$cache"
+scratch=$(mktemp -d)
+trap 'rm -rf "$scratch"' EXIT
+export DOCKER_BUILDKIT=${DOCKER_BUILDKIT:-0} # plain builds: the newer builder is a plugin that not every client has
+
+quietly() { # run a command, show what it printed only when it fails
+  "$@" >"$scratch/log" 2>&1 || { tail -n 40 "$scratch/log" >&2; echo "failed: $*" >&2; return 1; }
+}
+hash_of() { { for file in "$@"; do echo "$file"; cat "$file"; done; } | sha256sum | cut -c1-16; }
+
+docker version --format '{{.Server.Version}}' >/dev/null || { echo "no Docker engine answers; start dockerd" >&2; exit 1; }
+here=docker/sandbox
+base_content=$(hash_of $here/base.Dockerfile $here/dpkg-slim $here/apt-slim $here/shift_owner.py)
+mapfile -t sources < <(find atropos/__init__.py atropos/errors.py atropos/wire.py atropos/config.py atropos/sandbox -name '*.py' | LC_ALL=C sort)
+content=$base_content-$(hash_of $here/Dockerfile $here/init.py $here/healthcheck.py $here/seccomp.json "${sources[@]}")
+if [ "$(docker image inspect --format '{{index .Config.Labels "atropos.content"}}' "$tag" 2>/dev/null)" = "$content" ]; then
+  echo "$tag is up to date ($content)"
+  exit 0
+fi
+
+debian_image() { # the image that base.Dockerfile stands on, from the store, a registry, or Debian's own packages
+  docker image inspect "$debian" >/dev/null 2>&1 && return
+  timeout 30 docker pull --quiet "$debian" >/dev/null 2>&1 && return
+  echo "no image registry gives $debian: making it with debootstrap from $mirror"
+  command -v debootstrap >/dev/null || { echo "debootstrap is missing: apt-get install debootstrap" >&2; return 1; }
+  [ "$(id -u)" = 0 ] || { echo "debootstrap needs root; or load an image named $debian first" >&2; return 1; }
+  quietly debootstrap --variant=minbase trixie "$scratch/debian" "$mirror"
+  cp $here/dpkg-slim "$scratch/debian/etc/dpkg/dpkg.cfg.d/slim"
+  (cd "$scratch/debian" && rm -rf var/cache/apt/archives/*.deb var/lib/apt/lists/* var/log/* usr/share/doc/* \
+    usr/share/man/* usr/share/info/* usr/share/locale/*)
+  tar -C "$scratch/debian" -c . | docker import --change 'CMD ["bash"]' - "$debian" >/dev/null
+  rm -rf "$scratch/debian"
+}
+
+base=atropos-sandbox-base:$base_content
+if ! docker image inspect "$base" >/dev/null 2>&1; then
+  if [ -f "$cache/image-$base_content.tar" ]; then
+    echo "loading the base from $cache"
+    quietly docker load --input "$cache/image-$base_content.tar" || rm -f "$cache/image-$base_content.tar"
+  fi
+fi
+if ! docker image inspect "$base" >/dev/null 2>&1; then
+  debian_image
+  echo "building the base (Debian packages; about a minute)"
+  quietly docker build --network host --build-arg "DEBIAN=$debian" -f $here/base.Dockerfile -t "$base" $here
+  if docker save --output "$cache/image-$base_content.tar.part$$" "$base"; then
+    mv "$cache/image-$base_content.tar.part$$" "$cache/image-$base_content.tar"
+    find "$cache" -name 'image-*.tar*' ! -name "image-$base_content.tar" -mmin +1440 -delete
+  fi
+fi
+
+mkdir -p "$scratch/context/$here"
+cp $here/{init.py,healthcheck.py,seccomp.json} "$scratch/context/$here/"
+tar -c "${sources[@]}" | tar -x -C "$scratch/context"
+quietly docker build --build-arg "BASE=$base" --build-arg "CONTENT=$content" -f $here/Dockerfile -t "$tag" "$scratch/context"
+size=$(docker image inspect --format '{{.Size}}' "$tag")
+echo "$tag is built ($content): $((size / 1000000)) MB, $((SECONDS - started)) s"

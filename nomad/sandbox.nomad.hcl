@@ -1,0 +1,252 @@
+# The sandbox job: the one definition that both the backend and a person use.
+#
+#   nomad var put nomad/jobs/atropos-sandbox-agent-env token=$(openssl rand -hex 32)
+#   nomad job run -var count=2 nomad/sandbox.nomad.hcl
+#
+# The backend reads this file through /v1/jobs/parse with variables. Clients need nomad/client-plugin.hcl, and
+# docker/sandbox/seccomp.json at the path that `seccomp_profile` names.
+
+variable "job_id" {
+  description = "Name of the job; pools with the same sandbox_job_id share its containers."
+  type        = string
+  default     = "atropos-sandbox-agent-env"
+}
+
+variable "count" {
+  description = "Containers to start with; pools scale it from there."
+  type        = number
+  default     = 1
+}
+
+variable "image" {
+  description = "Sandbox image, as `make image` builds it."
+  type        = string
+  default     = "atropos-sandbox:local"
+}
+
+variable "force_pull" {
+  description = "Ask the registry for a tag even when the client has it."
+  type        = bool
+  default     = false
+}
+
+variable "slots" {
+  description = "Slots in a container."
+  type        = number
+  default     = 10
+}
+
+variable "slot_memory_mib" {
+  description = "Memory of one slot, in MiB, the files it writes included."
+  type        = number
+  default     = 1024
+}
+
+variable "slot_pids" {
+  description = "Processes and threads in one slot."
+  type        = number
+  default     = 256
+}
+
+variable "config" {
+  description = "More settings of the sandbox server (atropos.config.ServerConfig) as a JSON object; they win."
+  type        = string
+  default     = "{}"
+}
+
+variable "memory_mib" {
+  description = "Memory of a container in MiB; 0: 256 for the server, and slots x slot_memory_mib. Less is over-commit."
+  type        = number
+  default     = 0
+}
+
+variable "cpu_mhz" {
+  description = "CPU share that a container reserves, in MHz; idle CPU is used beyond it."
+  type        = number
+  default     = 500
+}
+
+variable "pids" {
+  description = "Processes and threads in a container; 0: 512 for the server, and slots x slot_pids."
+  type        = number
+  default     = 0
+}
+
+variable "kill_timeout" {
+  description = "How long leases may go on after a stop; a client's max_kill_timeout (30s) bounds it."
+  type        = string
+  default     = "30s"
+}
+
+variable "host_network" {
+  description = "Use the client's own network instead of Docker's bridge: no port mapping, and no wall between the two."
+  type        = bool
+  default     = false
+}
+
+variable "static_port" {
+  description = "The same port on every client; 0: any free one, so that a client can hold several containers."
+  type        = number
+  default     = 0
+}
+
+variable "seccomp_profile" {
+  description = "Path of docker/sandbox/seccomp.json on the clients."
+  type        = string
+  default     = "/etc/atropos/seccomp.json"
+}
+
+variable "security_opt" {
+  description = "More Docker security options, e.g. [\"apparmor=unconfined\"] where AppArmor refuses mounts."
+  type        = list(string)
+  default     = []
+}
+
+variable "region" {
+  type    = string
+  default = "global"
+}
+
+variable "namespace" {
+  type    = string
+  default = "default"
+}
+
+variable "datacenters" {
+  type    = list(string)
+  default = ["*"]
+}
+
+variable "node_pool" {
+  description = "Node pool to place containers in."
+  type        = string
+  default     = "default"
+}
+
+variable "priority" {
+  type    = number
+  default = 50
+}
+
+variable "constraints" {
+  description = "Further placement constraints: [{attribute = \"$${node.class}\", operator = \"=\", value = \"sandbox\"}]."
+  type        = list(object({ attribute = string, operator = string, value = string }))
+  default     = []
+}
+
+locals {
+  limits = { memory_mib = var.slot_memory_mib, pids = var.slot_pids }
+  config = jsondecode(var.config)
+  server = merge({ slots = var.slots, limits = local.limits, drain_s = 25 }, local.config)
+}
+
+job "sandbox" {
+  id          = var.job_id
+  name        = var.job_id
+  type        = "service"
+  region      = var.region
+  namespace   = var.namespace
+  datacenters = var.datacenters
+  node_pool   = var.node_pool
+  priority    = var.priority
+
+  constraint {
+    attribute = "${attr.kernel.name}"
+    value     = "linux"
+  }
+
+  dynamic "constraint" {
+    for_each = var.constraints
+    content {
+      attribute = constraint.value.attribute
+      operator  = constraint.value.operator
+      value     = constraint.value.value
+    }
+  }
+
+  # A deployment in progress would make scaling answer 400; containers are replaced by draining, not by deployments.
+  update {
+    max_parallel = 0
+  }
+
+  group "sandbox" {
+    count = var.count
+
+    network {
+      port "http" {
+        to     = var.host_network ? -1 : 8787
+        static = var.static_port
+      }
+    }
+
+    # A crashed server comes back in its allocation at once; a crash loop goes elsewhere.
+    restart {
+      attempts         = 3
+      interval         = "1m"
+      delay            = "1s"
+      mode             = "fail"
+      render_templates = false
+    }
+
+    reschedule {
+      delay          = "5s"
+      delay_function = "exponential"
+      max_delay      = "1m"
+      unlimited      = true
+    }
+
+    # A node's drain moves containers one after the other; each one's leases get kill_timeout.
+    migrate {
+      max_parallel     = 1
+      health_check     = "task_states"
+      min_healthy_time = "1s"
+      healthy_deadline = "2m"
+    }
+
+    spread {
+      attribute = "${node.unique.id}"
+    }
+
+    task "server" {
+      driver       = "docker"
+      kill_signal  = "SIGTERM"
+      kill_timeout = var.kill_timeout
+
+      config {
+        image        = var.image
+        force_pull   = var.force_pull
+        ports        = ["http"]
+        network_mode = var.host_network ? "host" : "bridge"
+        cgroupns     = "private"
+        pids_limit   = var.pids > 0 ? var.pids : 512 + var.slots * var.slot_pids
+        cap_drop     = ["all"]
+        cap_add      = ["sys_admin", "setuid", "setgid", "setpcap", "chown", "dac_override"]
+        security_opt = concat(["seccomp=${var.seccomp_profile}"], var.security_opt)
+      }
+
+      env {
+        ATROPOS_CONFIG     = jsonencode(local.server)
+        ATROPOS_PORT       = var.host_network ? "$${NOMAD_PORT_http}" : "8787"
+        ATROPOS_TOKEN_FILE = "$${NOMAD_SECRETS_DIR}/token"
+      }
+
+      # The bearer token: `nomad var put nomad/jobs/<job_id> token=...`, or the backend makes it.
+      template {
+        data        = "{{ with nomadVar \"nomad/jobs/${var.job_id}\" }}{{ .token }}{{ end }}"
+        destination = "$${NOMAD_SECRETS_DIR}/token"
+        perms       = "0400"
+        change_mode = "noop"
+      }
+
+      logs {
+        max_files     = 2
+        max_file_size = 5
+      }
+
+      resources {
+        cpu    = var.cpu_mhz
+        memory = var.memory_mib > 0 ? var.memory_mib : 256 + var.slots * var.slot_memory_mib
+      }
+    }
+  }
+}

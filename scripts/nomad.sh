@@ -1,0 +1,32 @@
+#!/usr/bin/env bash
+# Prints the path of a nomad binary of the pinned version; builds it with Go into ~/.cache/atropos where there is none.
+# (No package registry carries Nomad's binary. Version 2 has no installable Go module, so 1.11.3 is what is pinned.)
+set -euo pipefail
+cd "$(dirname "$0")/.."
+version=$(awk '$1 == "github.com/hashicorp/nomad" { print substr($2, 2) }' nomad/build/go.mod)
+cache=${ATROPOS_CACHE:-${XDG_CACHE_HOME:-$HOME/.cache}/atropos}
+binary=$cache/nomad-$version
+
+for candidate in "${ATROPOS_NOMAD:-}" "$binary" "$(command -v nomad || true)"; do
+  if [ -n "$candidate" ] && [ -x "$candidate" ] && "$candidate" version 2>/dev/null | grep -q "^Nomad v$version"; then
+    echo "$candidate"
+    exit 0
+  fi
+done
+
+go=$(command -v go || true)
+[ -n "$go" ] || [ ! -x /usr/local/go/bin/go ] || go=/usr/local/go/bin/go
+if [ -z "$go" ]; then
+  echo "Nomad $version is not installed, and Go, which would build it, is missing: install Go 1.26 or Nomad $version" >&2
+  exit 1
+fi
+command -v cc >/dev/null || { echo "building Nomad needs a C compiler: apt-get install gcc libc6-dev" >&2; exit 1; }
+echo "building Nomad $version with Go (3 minutes once; then it is kept in $cache)" >&2
+mkdir -p "$cache"
+log=$(mktemp)
+part=$binary.part$$
+trap 'rm -f "$log" "$part"' EXIT
+(cd nomad/build && CGO_ENABLED=1 GOFLAGS=-mod=readonly "$go" build -trimpath -tags release -ldflags '-s -w' -o "$part" github.com/hashicorp/nomad) \
+  >"$log" 2>&1 || { tail -n 30 "$log" >&2; echo "Nomad could not be built" >&2; exit 1; }
+mv "$part" "$binary"
+echo "$binary"
