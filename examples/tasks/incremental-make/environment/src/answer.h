@@ -1,0 +1,4 @@
+#ifndef ANSWER
+#define ANSWER 42
+int answer(void);
+#endif

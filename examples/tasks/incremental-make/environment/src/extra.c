@@ -1,0 +1,4 @@
+int unused(void)
+{
+    return 0;
+}

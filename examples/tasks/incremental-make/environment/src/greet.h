@@ -1,0 +1,2 @@
+#include "answer.h"
+const char *greeting(void);
