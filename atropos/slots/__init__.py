@@ -1,1 +1,9 @@
 """The slot pool: leases on sandboxes in containers that a backend provides."""
+
+from atropos.slots.config import SlotPoolConfig
+from atropos.slots.pool import SlotPool
+from atropos.slots.results import ExecResult, SlotFileError
+from atropos.slots.slot import Slot, Snapshot
+from atropos.slots.stats import PoolStats
+
+__all__ = ["ExecResult", "PoolStats", "Slot", "SlotFileError", "SlotPool", "SlotPoolConfig", "Snapshot"]

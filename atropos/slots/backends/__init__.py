@@ -1,1 +1,24 @@
 """Where containers come from: local processes, Docker, Nomad."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from atropos.slots.backends.base import Backend
+    from atropos.slots.config import SlotPoolConfig
+
+
+def make_backend(config: SlotPoolConfig) -> Backend:
+    """The backend that a pool's configuration names; only its own dependencies are imported."""
+    if config.backend == "docker":
+        from atropos.slots.backends.docker import DockerBackend  # pyright: ignore[reportMissingImports]
+
+        return DockerBackend(config)
+    if config.backend == "nomad":
+        from atropos.slots.backends.nomad import NomadBackend  # pyright: ignore[reportMissingImports]
+
+        return NomadBackend(config)
+    from atropos.slots.backends.local import LocalBackend
+
+    return LocalBackend(config)

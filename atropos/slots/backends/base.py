@@ -64,6 +64,10 @@ class Backend(ABC):
     def trouble(self) -> str:
         """Why containers are not coming, in the engine's own words; empty when nothing is wrong."""
 
+    def failure(self) -> Exception | None:
+        """Why no container will ever come (a `SandboxError` or `ConfigError`); None while trying again makes sense."""
+        return None
+
     async def retire(self, container: Container) -> None:
         """Replace a container that is alive but not to be used again (too many retired slots, no answer).
 

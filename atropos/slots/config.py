@@ -1,0 +1,121 @@
+"""The settings of a slot pool: each has one name, one default and one place."""
+
+from __future__ import annotations
+
+import json
+from typing import Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, model_validator
+
+from atropos.config import ServerConfig, SlotLimits
+from atropos.errors import ConfigError
+
+
+class SlotPoolConfig(BaseModel):
+    """What a `SlotPool` is made of. Frozen; unknown fields are refused.
+
+    Raises:
+        ConfigError: a field is wrong; one line that names it and says what would be right.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    backend: Literal["local", "docker", "nomad"] = Field(default="local", description="what makes containers exist")
+    slots_per_container: int = Field(default=10, ge=1, le=1000)
+    min_containers: int = Field(default=1, ge=0, le=100_000, description="kept even when idle")
+    max_containers: int = Field(default=10, ge=1, le=100_000)
+    acquire_timeout_s: float = Field(default=30.0, gt=0, description="longest an acquire waits for a slot")
+    start_timeout_s: float = Field(default=60.0, gt=0, description="longest `start` waits for the first container")
+    idle_container_s: float = Field(default=60.0, gt=0, description="unused for this long, a container may be closed")
+
+    limits: SlotLimits = SlotLimits()
+    lease_ttl_s: float = Field(default=60.0, gt=0, le=86_400, description="a dead client's leases end after this")
+    warm: int | None = Field(default=None, ge=0, description="sandboxes started ahead in a container; None: by slots")
+    base: str | None = Field(default=None, description="root file system of the slots, as ServerConfig.base")
+    bases: dict[str, str] = Field(default_factory=dict, description="further root file systems by name")
+    volume: Literal["memory", "disk"] = "memory"
+    allow_network: bool = Field(default=False, description="leases may ask for (filtered) egress")
+    egress_allow: tuple[str, ...] = ("public",)
+    require_sandbox: bool = Field(default=False, description="refuse containers that lack any isolation feature")
+    require_stateful_sandbox: bool = Field(default=False, description="refuse containers without lasting sessions")
+    batch_window_ms: float = Field(default=20, ge=0, le=10_000, description="longest a call may wait to be batched")
+    max_batch_size: int = Field(default=200, ge=1, le=10_000, description="most calls in a frame")
+
+    image: str = Field(default="atropos-sandbox:local", min_length=1, description="docker and nomad")
+    job_id: str = Field(default="atropos-sandbox-agent-env", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,100}$")
+    nomad_address: str | None = Field(default=None, description="None: NOMAD_ADDR, else http://localhost:4646")
+    docker_host: str | None = Field(default=None, description="None: DOCKER_HOST, else the local engine")
+    privileged: bool = Field(default=False, description="kept for compatibility; True is refused")
+    purge_job_on_start: bool = False
+    purge_job_on_shutdown: bool = True
+
+    def __init__(self, **data: Any) -> None:
+        try:
+            super().__init__(**data)
+        except ValidationError as error:
+            raise ConfigError(one_line(error)) from None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _accept_acquire_timeout(cls, data: Any) -> Any:
+        """`acquire_timeout` is another spelling of `acquire_timeout_s`."""
+        if isinstance(data, dict) and "acquire_timeout" in data:
+            values: dict[str, Any] = dict(data)
+            short = values.pop("acquire_timeout")
+            if values.setdefault("acquire_timeout_s", short) != short:
+                raise ValueError("acquire_timeout and acquire_timeout_s differ: give one of them")
+            return values
+        return data
+
+    @model_validator(mode="after")
+    def _check_together(self) -> Self:
+        if self.max_containers < self.min_containers:
+            raise ValueError(
+                f"max_containers ({self.max_containers}) is less than min_containers ({self.min_containers}): "
+                "raise the first or lower the second"
+            )
+        if self.privileged:
+            raise ValueError(
+                "privileged: sandbox containers are never privileged (a slot needs user namespaces, not host rights); "
+                "set it to False"
+            )
+        if self.base in self.bases:
+            raise ValueError(f"base: {self.base!r} is also a name in bases; give a path, or rename the entry")
+        return self
+
+    def server_config(self, token: str, **changes: Any) -> ServerConfig:
+        """What each of this pool's sandbox servers is told; `changes` are fields of `ServerConfig`."""
+        values: dict[str, Any] = {
+            "token": SecretStr(token),
+            "slots": self.slots_per_container,
+            "warm": self.warm,
+            "limits": self.limits,
+            "base": self.base,
+            "bases": self.bases,
+            "volume": self.volume,
+            "allow_network": self.allow_network,
+            "egress_allow": self.egress_allow,
+            "require_sandbox": self.require_sandbox,
+            "require_stateful_sandbox": self.require_stateful_sandbox,
+            "heartbeat_s": min(5.0, self.lease_ttl_s / 4),
+        }
+        return ServerConfig(**{**values, **changes})
+
+
+def server_json(config: ServerConfig) -> bytes:
+    """The configuration as `python -m atropos.sandbox` reads it, its token included: never log it."""
+    return json.dumps({**config.model_dump(mode="json"), "token": config.token.get_secret_value()}).encode()
+
+
+def one_line(error: ValidationError) -> str:
+    """A validation error as one line: each wrong field, what is wrong, and what was given."""
+    parts: list[str] = []
+    for item in error.errors(include_url=False):
+        field = ".".join(str(place) for place in item["loc"])
+        text = item["msg"].removeprefix("Value error, ").removeprefix("Assertion failed, ")
+        if item["type"] == "extra_forbidden":
+            text = "no such setting"
+        elif field and item["type"] != "missing":
+            text = f"{text[:1].lower()}{text[1:]} (got {item['input']!r:.80})"
+        parts.append(f"{field}: {text}" if field else text)
+    return "; ".join(parts)

@@ -1,0 +1,197 @@
+"""Keeps a pool's containers in line with its backend and its demand: two loops, each over plain decisions."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from typing import TYPE_CHECKING
+
+from atropos.errors import BackendUnavailable, SandboxError
+from atropos.slots.link import Link
+from atropos.slots.scaling import Limits, PoolState, plan
+
+if TYPE_CHECKING:
+    from atropos.slots.backends.base import Backend, Container
+    from atropos.slots.link import ClientFactory
+    from atropos.slots.pool import SlotPool
+
+log = logging.getLogger("atropos.slots")
+
+ASK_AGAIN_S = 5.0
+"""Containers that were asked for and did not come are asked for again after this: somebody else may have shrunk the job."""
+RELINK_S = 5.0
+"""How long a server that was lost may take to answer anew (it was restarted in place) before it is replaced."""
+REFUSED_S = (0.5, 10.0)
+"""First and longest pause after the backend refused to scale."""
+
+
+class Keeper:
+    """Watches the backend, connects what it has, and asks it for more or less."""
+
+    def __init__(self, pool: SlotPool, backend: Backend, make_client: ClientFactory) -> None:
+        self.pool = pool
+        self.backend = backend
+        self.links: dict[str, Link] = {}
+        self.condemned: set[str] = set()
+        self.asked = 0
+        self.trouble = ""
+        self.limits = Limits(
+            min_containers=pool.config.min_containers,
+            max_containers=pool.config.max_containers,
+            slots_per_container=pool.config.slots_per_container,
+            idle_s=pool.config.idle_container_s,
+        )
+        self._make_client = make_client
+        self._kicked = asyncio.Event()
+        self._seen = 0
+        self._asked_at = 0.0
+
+    # -------------------------------------------------------------------------------------------------- reconcile
+
+    async def watch(self) -> None:
+        """Follow the backend's containers until cancelled."""
+        while True:
+            await self.backend.changed()
+            self.reconcile()
+            self.pool.moved()
+
+    def reconcile(self) -> None:
+        """Connect what is new and running; let go of what the backend says is gone.
+
+        Unknown is not empty: a failed poll leaves `containers()` as it was.
+        """
+        listed = {container.id: container for container in self.backend.containers()}
+        self._seen = sum(container.state in {"starting", "running"} for container in listed.values())
+        for key, link in list(self.links.items()):
+            now = listed.get(key)
+            if now is None or now.state == "dead":
+                self.drop(link, (now.detail if now else "") or "the backend has it no more")
+            else:
+                link.container = now
+                if now.state == "ending":
+                    self.pool.closing(link)
+        for key, container in listed.items():
+            if container.state == "running" and container.url and key not in self.links and key not in self.condemned:
+                self._connect(container)
+        self.condemned &= listed.keys()
+        self.kick()
+
+    def _connect(self, container: Container, patience_s: float | None = None) -> None:
+        patience_s = self.pool.config.start_timeout_s if patience_s is None else patience_s
+        link = self.links[container.id] = Link(self.pool, container, self._make_client, patience_s=patience_s)
+        link.task = self.pool.tasks.spawn(link.live(), f"container {container.id}")
+
+    def drop(self, link: Link, reason: str) -> None:
+        """Forget a container; its leases end as lost."""
+        if self.links.pop(link.container.id, None) is not None:
+            log.info("container %s is gone: %s", link.container.id, reason)
+        link.lose(reason)
+        self.pool.serve()
+        self.kick()
+
+    def relink(self, link: Link, reason: str) -> None:
+        """A server was lost while its container is still listed: it may have been restarted in place."""
+        if link.gone is not None:
+            return
+        self.drop(link, reason)
+        if any(one.id == link.container.id and one.state == "running" for one in self.backend.containers()):
+            self._connect(link.container, RELINK_S)
+
+    async def condemn(self, link: Link, reason: str) -> None:
+        """A container that is listed but can't be used: let go of it, and have the backend replace it."""
+        if link.gone is not None:
+            return
+        self.condemned.add(link.container.id)
+        self.drop(link, reason)
+        try:
+            await self.backend.retire(link.container)
+        except (SandboxError, NotImplementedError) as error:
+            self.trouble = f"container {link.container.id} could not be replaced: {error}"
+            log.warning("%s", self.trouble)
+
+    # ---------------------------------------------------------------------------------------------------- scaling
+
+    def kick(self) -> None:
+        """Demand or supply changed: plan again."""
+        self._kicked.set()
+
+    @property
+    def containers(self) -> int:
+        """Asked for or seen, and not told to end."""
+        return max(self._seen, self.asked)
+
+    def state(self) -> PoolState:
+        """What scaling decides on."""
+        fleet = self.pool.fleet
+        return PoolState(
+            containers=self.containers,
+            ready=fleet.ready,
+            free=fleet.free,
+            waiting=fleet.waiting,
+            needed=self._needed(),
+        )
+
+    def _needed(self) -> int:
+        """How many containers reach to the highest one in use. Only asked about when nothing waits."""
+        fleet = self.pool.fleet
+        if fleet.waiting:
+            return self.containers
+        limit = self.pool.now() - self.limits.idle_s
+        busy = (seat.index + 1 for seat in fleet.seats.values() if seat.busy or seat.idle_since > limit)
+        return max(busy, default=0)
+
+    async def scale(self) -> None:
+        """Ask the backend for what `plan` says, until cancelled; a refusal is told and tried again, ever less often."""
+        pause, longest = REFUSED_S
+        while True:
+            self._kicked.clear()
+            decided = plan(self.state(), self.limits)
+            grow = decided.target > self.containers or self._missing(decided.target)
+            if grow or (decided.target < self.containers and await self._really_idle(decided.target)):
+                try:
+                    await self.ask(decided.target, decided.reason)
+                    pause = REFUSED_S[0]
+                except BackendUnavailable as error:
+                    self.trouble = str(error)
+                    log.warning("the backend refused %d containers: %s", decided.target, error)
+                    await asyncio.sleep(pause * random.uniform(0.7, 1.3))
+                    pause = min(pause * 2, longest)
+                    self.kick()
+            try:
+                async with asyncio.timeout(min(ASK_AGAIN_S, max(0.05, self.limits.idle_s / 4))):
+                    await self._kicked.wait()
+                await asyncio.sleep(0)
+            except TimeoutError:
+                pass
+
+    def _missing(self, target: int) -> bool:
+        """Whether containers that were asked for a while ago are not to be seen."""
+        return self._seen < target and self.pool.now() > self._asked_at + ASK_AGAIN_S
+
+    async def ask(self, count: int, reason: str) -> None:
+        """Tell the backend how many there should be."""
+        if count != self.asked:
+            log.info("asking for %d containers (was %d): %s", count, self.containers, reason)
+        before = self.asked
+        self.asked = count
+        self._asked_at = self.pool.now()
+        try:
+            await self.backend.scale(count)
+        except BaseException:
+            self.asked = before
+            raise
+        self.trouble = ""
+        self._seen = sum(container.state in {"starting", "running"} for container in self.backend.containers())
+
+    async def _really_idle(self, target: int) -> bool:
+        """Whether no other client holds leases in the containers that shrinking to `target` would end."""
+        for link in [link for link in self.links.values() if link.seat.index >= target]:
+            try:
+                status = await link.client.status()
+            except SandboxError:
+                return False
+            if status.leased or link.seat.busy:
+                link.seat.idle_since = self.pool.now()
+                return False
+        return True

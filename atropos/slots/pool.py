@@ -1,0 +1,568 @@
+"""The slot pool: trajectories in, leased slots out."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import secrets
+import time
+from collections.abc import AsyncGenerator, Coroutine
+from contextlib import asynccontextmanager
+from typing import Any, Self, TypeVar
+
+from atropos import wire
+from atropos.errors import (
+    AcquireTimeout,
+    BackendUnavailable,
+    ConfigError,
+    LeaseExpired,
+    NotSupported,
+    PoolFull,
+    SandboxError,
+    SlotLost,
+)
+from atropos.slots.backends import make_backend
+from atropos.slots.backends.base import Backend, Container
+from atropos.slots.config import SlotPoolConfig
+from atropos.slots.fleet import Fleet, Seat, Ticket
+from atropos.slots.keeper import Keeper
+from atropos.slots.link import Client, ClientFactory, Link
+from atropos.slots.slot import Slot, Snapshot
+from atropos.slots.stats import Counters, Percentiles, PoolStats
+from atropos.slots.tasks import Tasks
+
+log = logging.getLogger("atropos.slots")
+T = TypeVar("T")
+
+RELEASE_WAIT_S = 10.0
+"""How long `Slot.release` waits for the server's word; the release itself goes on behind it."""
+RELEASE_TRIES = 6
+"""Attempts to give a slot back before its container is taken for broken."""
+STOP_RELEASE_S = 2.0
+"""How long `stop` waits for slots to be given back one by one; a container that ends ends its leases anyway."""
+
+
+class SlotPool:
+    """Leases slots in containers that a backend provides, and keeps as many containers as the demand asks for.
+
+    Use it as `async with SlotPool(config) as pool`, or `start` and `stop` it. One event loop owns it.
+
+    Args:
+        config: what it is made of.
+        backend: where containers come from; None: what the configuration names.
+        make_client: how a container is connected to; None: `SandboxClient`.
+    """
+
+    def __init__(
+        self,
+        config: SlotPoolConfig | None = None,
+        *,
+        backend: Backend | None = None,
+        make_client: ClientFactory | None = None,
+    ) -> None:
+        self.config = config or SlotPoolConfig()
+        self.client_id = f"{os.uname().nodename[:60]}-{os.getpid()}-{secrets.token_hex(6)}"
+        self.fleet = Fleet()
+        self.counters = Counters()
+        self.tasks = Tasks("pool")
+        self.backend = backend or make_backend(self.config)
+        self.keeper = Keeper(self, self.backend, make_client or self._sandbox_client)
+        self._loops = Tasks("pool")
+        self._state = "new"
+        self._refusal: Exception | None = None
+        self.doubtful: set[Link] = set()
+        self._waiters: dict[Ticket, asyncio.Future[None]] = {}
+        self._moved = asyncio.Event()
+        self._stopping: asyncio.Task[None] | None = None
+
+    def __repr__(self) -> str:
+        s = self.stats()
+        text = (
+            f"<SlotPool {self.config.backend} {self._state}: {s.ready} of {s.containers} containers ready, "
+            f"{s.slots} slots ({s.free} free, {s.leased} leased, {s.retired} retired), {s.waiting} waiting"
+        )
+        return f"{text}; {s.trouble}>" if s.trouble else f"{text}>"
+
+    # ------------------------------------------------------------------------------------------------------- life
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.stop()
+
+    async def start(self) -> None:
+        """Start the backend and wait until `min_containers` can be leased from; fewer do where the rest is in trouble.
+
+        Raises:
+            ConfigError: a setting is wrong.
+            IsolationUnavailable: the host or the containers can't isolate; says what is missing.
+            BackendUnavailable: no container came within `start_timeout_s`; says why. Nothing is left then.
+        """
+        if self._state != "new":
+            raise RuntimeError(f"the pool is {self._state}: a pool is started once")
+        self._state = "starting"
+        try:
+            await self.backend.start()
+            self._loops.spawn(self._guard(self.keeper.watch()), "watch")
+            self.keeper.reconcile()
+            if self.keeper.containers < self.config.min_containers:
+                await self.keeper.ask(self.config.min_containers, "start")
+            self.keeper.reconcile()
+            await self._first_containers()
+            self._loops.spawn(self._guard(self.keeper.scale()), "scale")
+        except BaseException:
+            try:
+                await self.stop()
+            except Exception:
+                log.exception("after a failed start, not everything could be ended")
+            raise
+        self._state = "running"
+
+    async def _first_containers(self) -> None:
+        deadline = self.now() + self.config.start_timeout_s
+        while self.fleet.ready < self.config.min_containers:
+            self._moved.clear()
+            if (failure := self._failure()) is not None:
+                raise failure
+            if self.fleet.ready and self.backend.trouble():
+                log.warning("starting with %d containers: %s", self.fleet.ready, self.backend.trouble())
+                return
+            try:
+                async with asyncio.timeout_at(deadline):
+                    await self._moved.wait()
+            except TimeoutError:
+                if self.fleet.ready:
+                    log.warning("starting with %d of %d containers", self.fleet.ready, self.config.min_containers)
+                    return
+                reason = self.backend.trouble() or self.keeper.trouble or "the backend gives no reason"
+                text = f"no container could be leased from within start_timeout_s ({self.config.start_timeout_s:g} s)"
+                raise BackendUnavailable(f"{text}: {reason}") from None
+
+    async def stop(self, *, purge_job: bool | None = None) -> None:
+        """End all leases, close all connections, and let go of the containers. Idempotent; goes on when cancelled.
+
+        Args:
+            purge_job: whether this pool's containers are ended; None: as `purge_job_on_shutdown` says.
+        """
+        if self._stopping is None:
+            if self._state == "new":
+                self._state = "stopped"
+                return
+            purge = self.config.purge_job_on_shutdown if purge_job is None else purge_job
+            self._stopping = asyncio.create_task(self._stop(purge=purge), name="pool: stop")
+        await asyncio.shield(self._stopping)
+
+    async def _stop(self, *, purge: bool) -> None:
+        self._state = "stopping"
+        for ticket in list(self._waiters):
+            self.fleet.withdraw(ticket)
+            self.strand(ticket, BackendUnavailable("the pool was stopped"))
+        await self._loops.cancel()
+        links = list(self.keeper.links.values())
+        held = [slot for link in links for slot in link.slots.values()]
+        try:
+            for slot in held:
+                self._begin_release(slot)
+            for snapshot in [snapshot for link in links for snapshot in link.snapshots]:
+                self.tasks.spawn(snapshot.drop(), f"drop {snapshot.id}")
+            waits = [slot.releasing for slot in held if slot.releasing is not None]
+            if waits:
+                await asyncio.wait(waits, timeout=STOP_RELEASE_S)
+            for link in links:
+                link.lose("the pool was stopped")
+            self.keeper.links.clear()
+            await self.tasks.settle(STOP_RELEASE_S)
+        finally:
+            try:
+                await self.backend.aclose(purge=purge)
+            finally:
+                self._state = "stopped"
+
+    # ------------------------------------------------------------------------------------------------------ leases
+
+    @asynccontextmanager
+    async def lease(
+        self,
+        trajectory_id: str,
+        snapshot: Snapshot | None = None,
+        base: str | None = None,
+        network: bool | None = None,
+        *,
+        timeout_s: float | None = None,
+    ) -> AsyncGenerator[Slot]:
+        """A slot for the length of an `async with` block. Arguments and errors as `acquire`."""
+        slot = await self.acquire(trajectory_id, snapshot, base, network, timeout_s=timeout_s)
+        try:
+            yield slot
+        finally:
+            await slot.release()
+
+    async def acquire(
+        self,
+        trajectory_id: str,
+        snapshot: Snapshot | None = None,
+        base: str | None = None,
+        network: bool | None = None,
+        *,
+        timeout_s: float | None = None,
+    ) -> Slot:
+        """Lease a slot; first come, first served. Cancelling leaks nothing: a lease granted late is given back.
+
+        Args:
+            trajectory_id: for the server's status and logs; one trajectory may hold several slots.
+            snapshot: start from this frozen workspace, in the container that holds it.
+            base: another root file system, by its name in `bases`.
+            network: filtered egress; None: as the pool's `allow_network`.
+            timeout_s: None: `acquire_timeout_s`.
+
+        Raises:
+            AcquireTimeout: no slot came free; says how many containers, slots and waiters there are, and why.
+            SlotLost: the snapshot is gone.
+            NotSupported, ConfigError: the container can't give what was asked for.
+            BackendUnavailable: the pool is not running, or was stopped.
+        """
+        self._require_running()
+        wanted = self.config.allow_network if network is None else network
+        self._check_request(base, network=wanted)
+        started = self.now()
+        timeout_s = self.config.acquire_timeout_s if timeout_s is None else timeout_s
+        ticket = self.fleet.ticket(self._pin(snapshot))
+        try:
+            async with asyncio.timeout(timeout_s):
+                while True:
+                    self._pin(snapshot)
+                    if (link := await self._seat(ticket)) is None:
+                        continue
+                    request = wire.LeaseRequest(
+                        lease_id=secrets.token_hex(12),
+                        client_id=self.client_id,
+                        trajectory_id=trajectory_id[:500],
+                        ttl_s=self.config.lease_ttl_s,
+                        snapshot=snapshot.id if snapshot else None,
+                        base=base,
+                        network=wanted,
+                    )
+                    if (slot := await self._granted(self._grant(link, request))) is not None:
+                        self.counters.acquire_s.append(self.now() - started)
+                        return slot
+        except TimeoutError:
+            self.counters.timeouts += 1
+            raise AcquireTimeout(f"no slot came free within {timeout_s:g} s: {self._situation()}") from None
+
+    def _check_request(self, base: str | None, *, network: bool) -> None:
+        if base is not None and base not in self.config.bases:
+            known = ", ".join(sorted(self.config.bases)) or "none"
+            raise ConfigError(f"base: {base!r} is not among the pool's bases ({known}): add it to SlotPoolConfig.bases")
+        if network and not self.config.allow_network:
+            raise ConfigError("network: the pool allows none: set SlotPoolConfig.allow_network")
+
+    def _pin(self, snapshot: Snapshot | None) -> Seat | None:
+        if snapshot is None:
+            return None
+        if snapshot.dropped:
+            raise SlotLost(f"snapshot {snapshot.id} was dropped")
+        if snapshot.link.pool is not self:
+            raise ConfigError(f"snapshot {snapshot.id} is another pool's")
+        if snapshot.link.gone is not None:
+            raise SlotLost(f"the container that holds snapshot {snapshot.id} is gone: {snapshot.link.gone}")
+        return snapshot.link.seat
+
+    async def _seat(self, ticket: Ticket) -> Link | None:
+        """Wait for a container with a slot for this ticket; one slot is reserved there then. None: it is gone again."""
+        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiters[ticket] = future
+        self.fleet.ask(ticket)
+        try:
+            self.serve()
+            if ticket.seat is None and not future.done():
+                self._look_for_room(ticket)
+            await future
+        except BaseException:
+            self.fleet.withdraw(ticket)
+            if ticket.seat is not None:
+                self.fleet.forgone(ticket.seat)
+                self.serve()
+            raise
+        finally:
+            self._waiters.pop(ticket, None)
+        assert ticket.seat is not None
+        link = self.keeper.links.get(ticket.seat.key)
+        return link if link is not None and link.seat is ticket.seat else None
+
+    def _look_for_room(self, ticket: Ticket) -> None:
+        """Nothing is known to be free: ask for containers, and ask those whose count is in doubt."""
+        if (failure := self._failure()) is not None and not self.keeper.links:
+            self.fleet.withdraw(ticket)
+            self.strand(ticket, failure)
+        self.keeper.kick()
+        while self.doubtful:
+            self.doubtful.pop().look(wait=True)
+
+    async def _grant(self, link: Link, request: wire.LeaseRequest) -> Slot | None:
+        """Turn a reservation into a lease; None: look elsewhere. Runs to its end whatever becomes of the caller."""
+        seat = link.seat
+        try:
+            lease = await link.client.acquire(request)
+        except PoolFull as error:
+            self.fleet.refused(seat, free=error.free)
+            link.look(wait=True)
+            if error.free > 0:
+                await asyncio.sleep(0.01)  # it refuses though it says that it has room: not at full speed
+            return None
+        except NotSupported:
+            self.fleet.forgone(seat)
+            self.serve()
+            raise
+        except SandboxError as error:
+            log.info("container %s gave no lease: %s", link.container.id, error)
+            self.fleet.refused(seat, free=0)
+            if link.gone is None:
+                self.tasks.spawn(self._take_back(link, request), f"take back {request.lease_id}")
+            elif request.snapshot is not None:
+                raise SlotLost(f"the container that holds snapshot {request.snapshot} is gone: {link.gone}") from None
+            return None
+        except BaseException:
+            self.fleet.doubted(seat)
+            raise
+        if link.gone is not None:
+            return None
+        self.fleet.granted(seat)
+        self.counters.leases += 1
+        slot = link.slots[lease.lease_id] = Slot(link, lease, request.trajectory_id)
+        return slot
+
+    async def _granted(self, grant: Coroutine[Any, Any, Slot | None]) -> Slot | None:
+        """Await a grant; when the caller is cancelled meanwhile, what was granted is given back."""
+        task = self.tasks.spawn(grant, "grant", awaited=True)
+        try:
+            return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            task.add_done_callback(self._unwanted)
+            raise
+
+    def _unwanted(self, task: asyncio.Task[Slot | None]) -> None:
+        if not task.cancelled() and task.exception() is None and (slot := task.result()) is not None:
+            self._begin_release(slot)
+        self.serve()
+
+    async def _take_back(self, link: Link, request: wire.LeaseRequest) -> None:
+        """The answer to an acquire was lost: by its id, ask again what became of it, and end it."""
+        for attempt in range(RELEASE_TRIES):
+            if link.gone is not None:
+                return
+            try:
+                lease = await link.client.acquire(request)
+                await link.client.release(lease)
+            except PoolFull:
+                break
+            except SandboxError:
+                await asyncio.sleep(0.1 * 2**attempt)
+            else:
+                break
+        link.look()
+
+    # ---------------------------------------------------------------------------------------------------- releases
+
+    async def release(self, slot: Slot) -> None:
+        """As `Slot.release`."""
+        task = self._begin_release(slot)
+        if task is not None and not task.done():
+            await asyncio.wait([task], timeout=RELEASE_WAIT_S)  # which cancels nothing when it is cancelled
+
+    def _begin_release(self, slot: Slot) -> asyncio.Task[None] | None:
+        if slot.releasing is None and slot.lost is None:
+            slot.end(LeaseExpired(f"slot {slot.name} was released"))
+            slot.releasing = self.tasks.spawn(self._return(slot), f"release {slot.name}")
+        return slot.releasing
+
+    async def _return(self, slot: Slot) -> None:
+        """Give a slot back until the server confirms it; a server that never does is replaced."""
+        link = slot.link
+        for attempt in range(RELEASE_TRIES):
+            if link.gone is not None:
+                return
+            try:
+                result = await link.client.release(slot.lease)
+            except (LeaseExpired, SlotLost):
+                self._returned(slot, clean=False)
+                return
+            except SandboxError as error:
+                log.info("slot %s could not be given back yet: %s", slot.name, error)
+                await asyncio.sleep(0.1 * 2**attempt)
+                continue
+            self.counters.reset_s.append(result.reset_s)
+            self._returned(slot, clean=result.clean and result.released)
+            return
+        await self.keeper.condemn(link, f"slot {slot.name} could not be given back")
+
+    def _returned(self, slot: Slot, *, clean: bool) -> None:
+        link = slot.link
+        self.counters.releases += 1
+        if link.slots.pop(slot.lease.lease_id, None) is None:
+            return
+        self.fleet.returned(link.seat, clean=clean, now=self.now())
+        if not clean:
+            link.look()
+        self.serve()
+
+    # --------------------------------------------------------------------------------------------------- snapshots
+
+    async def snapshot(self, slot: Slot) -> Snapshot:
+        """As `Slot.snapshot`."""
+        if slot.lost is not None:
+            raise type(slot.lost)(*slot.lost.args)
+        task = self.tasks.spawn(self._freeze(slot), f"snapshot {slot.name}", awaited=True)
+        try:
+            return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            task.add_done_callback(self._unwanted_snapshot)
+            raise
+
+    async def _freeze(self, slot: Slot) -> Snapshot:
+        link = slot.link
+        info = await link.client.snapshot(slot.lease)
+        snapshot = Snapshot(link, info)
+        if link.gone is None:
+            link.snapshots.add(snapshot)
+            link.seat.pins += 1
+        return snapshot
+
+    def _unwanted_snapshot(self, task: asyncio.Task[Snapshot]) -> None:
+        if not task.cancelled() and task.exception() is None:
+            self.tasks.spawn(task.result().drop(), "drop a snapshot that nobody waits for")
+
+    async def drop_snapshot(self, snapshot: Snapshot) -> None:
+        """As `Snapshot.drop`."""
+        link = snapshot.link
+        if link.gone is not None or snapshot not in link.snapshots:
+            return
+        link.snapshots.discard(snapshot)
+        link.seat.pins -= 1
+        link.seat.idle_since = self.now()
+        with contextlib.suppress(SandboxError):  # an unknown or lost one is as good as dropped
+            await link.client.drop_snapshot(snapshot.id)
+
+    # --------------------------------------------------------------------------------- what links and keeper report
+
+    def now(self) -> float:
+        """The pool's clock: monotonic seconds."""
+        return time.monotonic()
+
+    def serve(self) -> None:
+        """Hand free slots to those who wait."""
+        for ticket in self.fleet.match():
+            future = self._waiters[ticket]
+            if not future.done():
+                future.set_result(None)
+
+    def strand(self, ticket: Ticket, error: Exception) -> None:
+        """A waiting acquire can't be served any more."""
+        future = self._waiters.get(ticket)
+        if future is not None and not future.done():
+            future.set_exception(error)
+
+    def joined(self, link: Link, status: wire.Status) -> None:
+        """A container is connected and can be leased from."""
+        self.fleet.join(link.seat, slots=status.slots, free=status.free, now=self.now())
+        link.seat.retired = status.retired
+        if link.unaccounted:
+            self.doubtful.add(link)
+        if status.draining:
+            self.closing(link)
+        self.moved()
+        self.serve()
+        self.keeper.kick()
+
+    def counted(self, link: Link, status: wire.Status) -> None:
+        """A container gave its own count."""
+        self.fleet.counted(link.seat, slots=status.slots, free=status.free, retired=status.retired)
+        if status.draining:
+            self.closing(link)
+        self.serve()
+
+    def closing(self, link: Link) -> None:
+        """A container takes no new leases; it will be replaced or end."""
+        for ticket in self.fleet.close(link.seat):
+            self.strand(ticket, SlotLost(f"container {link.container.id}, which holds the snapshot, is ending"))
+        self.keeper.kick()
+
+    def moved(self) -> None:
+        """Something that `start`, or an acquire in line, may wait for has changed."""
+        self._moved.set()
+        if (failure := self._failure()) is not None and not self.keeper.links:
+            for ticket in list(self._waiters):
+                self.fleet.withdraw(ticket)
+                self.strand(ticket, failure)
+
+    def refuse(self, error: Exception) -> None:
+        """Containers come, and are not what was asked for."""
+        self._refusal = error
+        self.moved()
+
+    # --------------------------------------------------------------------------------------------------- situation
+
+    def stats(self) -> PoolStats:
+        """One consistent count of everything."""
+        fleet, counters = self.fleet, self.counters
+        return PoolStats(
+            containers=self.keeper.containers,
+            ready=fleet.ready,
+            slots=sum(seat.slots for seat in fleet.seats.values()),
+            free=fleet.free,
+            leased=fleet.leased + fleet.reserved,
+            retired=sum(seat.retired for seat in fleet.seats.values()),
+            waiting=fleet.waiting + fleet.pinned_waiting,
+            snapshots=sum(len(link.snapshots) for link in self.keeper.links.values()),
+            leases=counters.leases,
+            releases=counters.releases,
+            lost=counters.lost,
+            timeouts=counters.timeouts,
+            acquire=Percentiles.of(counters.acquire_s),
+            reset=Percentiles.of(counters.reset_s),
+            trouble=self.trouble(),
+        )
+
+    def trouble(self) -> str:
+        """Why containers are not coming; empty when all is well."""
+        failure = self._failure()
+        return (str(failure) if failure else "") or self.backend.trouble() or self.keeper.trouble
+
+    def _failure(self) -> Exception | None:
+        return self.backend.failure() or self._refusal
+
+    def _situation(self) -> str:
+        s = self.stats()
+        text = (
+            f"{s.ready} of {s.containers} containers ready (at most {self.config.max_containers}), "
+            f"{s.slots} slots ({s.free} free, {s.leased} leased, {s.retired} retired), {s.waiting} waiting"
+        )
+        return f"{text}; backend: {s.trouble}" if s.trouble else text
+
+    def _require_running(self) -> None:
+        if self._state != "running":
+            how = "start it first, or use `async with`" if self._state == "new" else "it gives no more slots"
+            raise BackendUnavailable(f"the pool is {self._state}: {how}")
+
+    async def _guard(self, loop: Coroutine[Any, Any, None]) -> None:
+        """A loop that must not end: a programming error in it stops the pool from giving slots, and says so."""
+        try:
+            await loop
+        except Exception as error:
+            log.exception("the pool's own loop failed")
+            self.refuse(SandboxError(f"the pool's own loop failed: {error!r}"))
+
+    def _sandbox_client(self, container: Container, on_lease_ended: Any) -> Client:
+        from atropos.slots.client import SandboxClient  # pyright: ignore[reportMissingImports]
+
+        return SandboxClient(
+            container.url,
+            container.token,
+            client_id=self.client_id,
+            batch_window_ms=self.config.batch_window_ms,
+            max_batch_size=self.config.max_batch_size,
+            on_lease_ended=on_lease_ended,
+        )

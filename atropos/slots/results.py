@@ -1,0 +1,100 @@
+"""What operations in a slot give back: programs' ends as values, files' errors as Python's own."""
+
+from __future__ import annotations
+
+import errno
+import os
+from dataclasses import dataclass
+
+from atropos import wire
+
+
+@dataclass(frozen=True)
+class ExecResult:
+    """How a command ended: a value, whatever happened.
+
+    Attributes:
+        exit_code: -N when signal N ended it; None when it never started (`error` says why).
+        output: stdout and stderr in the order written, head and tail when `truncated`; not UTF-8 is replaced.
+        output_bytes: the same, as it was.
+        stdout / stderr: apart, when `split` was asked for.
+        dropped_bytes: how much is missing from a truncated output.
+        limit: the limit that ended or truncated it, e.g. "memory"; None when none did.
+        duration_s: from start to end, as the slot saw it.
+        error: why it never started, e.g. a workdir that isn't there.
+    """
+
+    exit_code: int | None
+    output: str
+    output_bytes: bytes
+    stdout: str | None = None
+    stderr: str | None = None
+    timed_out: bool = False
+    cancelled: bool = False
+    truncated: bool = False
+    dropped_bytes: int = 0
+    limit: wire.Limit | None = None
+    duration_s: float = 0.0
+    error: str | None = None
+
+    @property
+    def ok(self) -> bool:
+        """Whether it ran and exited with 0."""
+        return self.exit_code == 0
+
+    @classmethod
+    def of(cls, result: wire.OpResult) -> ExecResult:
+        """From what the wire brought."""
+        if isinstance(result, wire.OpError):
+            text = result.message
+            return cls(None, text, text.encode(), limit=result.limit, error=f"{result.error}: {text}")
+        if not isinstance(result, wire.ExecResult):
+            raise TypeError(f"an exec was answered with {result.kind}")
+        return cls(
+            exit_code=result.exit_code,
+            output=result.output.decode(errors="replace"),
+            output_bytes=result.output,
+            stdout=None if result.stdout is None else result.stdout.decode(errors="replace"),
+            stderr=None if result.stderr is None else result.stderr.decode(errors="replace"),
+            timed_out=result.timed_out,
+            cancelled=result.cancelled,
+            truncated=result.truncated,
+            dropped_bytes=result.dropped_bytes,
+            limit=result.limit,
+            duration_s=result.duration_s,
+        )
+
+
+class SlotFileError(OSError):
+    """A file operation that the slot refused, with `errno` as the system would have set it.
+
+    A missing file, a folder in the place of a file and a refused permission come as Python's own subclasses
+    (`FileNotFoundError` …), so `except OSError` catches all of them. None of them is an infrastructure failure.
+    """
+
+
+_ERRNO: dict[str, int] = {
+    "not_found": errno.ENOENT,
+    "is_directory": errno.EISDIR,
+    "not_directory": errno.ENOTDIR,
+    "not_regular": errno.EINVAL,
+    "permission": errno.EACCES,
+    "exists": errno.EEXIST,
+    "changed": errno.ESTALE,
+    "too_large": errno.EFBIG,
+    "bad_path": errno.EINVAL,
+    "no_space": errno.ENOSPC,
+    "timeout": errno.ETIMEDOUT,
+    "not_supported": errno.EOPNOTSUPP,
+    "limit": errno.EDQUOT,
+}
+_OWN = (errno.ENOENT, errno.EISDIR, errno.ENOTDIR, errno.EACCES, errno.EEXIST)
+
+
+def file_error(problem: wire.OpError, path: str) -> OSError:
+    """The exception for a file operation that failed in the slot."""
+    number = _ERRNO.get(problem.error, errno.EIO)
+    text = problem.message or os.strerror(number)
+    if number in _OWN:
+        return OSError(number, text, path)  # the constructor picks the subclass
+    return SlotFileError(number, text, path)

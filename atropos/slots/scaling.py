@@ -1,0 +1,64 @@
+"""How many containers there should be: data in, data out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Limits:
+    """The bounds of scaling. `idle_s`: a container unused for this long may be closed."""
+
+    min_containers: int
+    max_containers: int
+    slots_per_container: int
+    idle_s: float = 60.0
+
+
+@dataclass(frozen=True)
+class PoolState:
+    """What scaling decides on.
+
+    Attributes:
+        containers: asked for or seen, and not told to end; those that are still coming included.
+        ready: of these, the ones whose slots can be leased.
+        free: slots that can be leased now.
+        waiting: acquires that any container could serve; those bound to a snapshot's container are not among them.
+        needed: how many containers reach up to the highest-index one that is in use, or was within `idle_s`.
+    """
+
+    containers: int
+    ready: int
+    free: int
+    waiting: int
+    needed: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The number of containers to ask for; unchanged from the state's `containers` means: do nothing."""
+
+    target: int
+    reason: str = ""
+
+
+def plan(state: PoolState, limits: Limits) -> Plan:
+    """How many containers there should be.
+
+    Grows by what waits beyond the slots that are free or coming; shrinks only while nothing waits, and only by the
+    highest-index containers that have long been idle, since those are the ones a backend ends first.
+    """
+    coming = max(0, state.containers - state.ready) * limits.slots_per_container
+    lacking = state.waiting - state.free - coming
+    if lacking > 0:
+        wanted = state.containers + -(-lacking // limits.slots_per_container)
+        target = min(wanted, limits.max_containers)
+        if target > state.containers:
+            return Plan(target, f"{state.waiting} waiting, {state.free} slots free, {coming} coming")
+    if state.containers < limits.min_containers:
+        return Plan(limits.min_containers, "below min_containers")
+    if state.waiting == 0 and state.ready >= state.containers:
+        target = max(limits.min_containers, state.needed)
+        if target < state.containers:
+            return Plan(target, f"{state.containers - target} idle for {limits.idle_s:g} s")
+    return Plan(state.containers)
