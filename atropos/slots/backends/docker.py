@@ -1,0 +1,362 @@
+"""Containers in a Docker engine, the local one or the one that DOCKER_HOST names.
+
+Rules for what an earlier run left (labels `atropos.pool` and `atropos.spec` tell): running and made of the same parts
+is adopted; stopped is removed; running but made of other parts is removed when no live client works on it, and left
+alone otherwise. Several processes may share a pool: a container that another one is connected to is never taken away.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+import secrets
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+from atropos.errors import BackendUnavailable, ConfigError, SandboxError
+from atropos.slots.backends.base import Backend, Container
+from atropos.slots.backends.docker_engine import DockerEngine, Found
+from atropos.slots.backends.server_http import ServerHttp, in_use, shared
+from atropos.slots.backends.spec import ContainerSpec, owner
+from atropos.slots.backends.supervise import ChangeFlag, Patience
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+READY_S = 60.0
+"""How long a started container may take until its server answers, in seconds."""
+LOOK_AGAIN_S = 15.0
+"""How often the list is read even when no event came, in seconds."""
+BEING_MADE_S = 120.0
+"""A container that was created and not started within this time was left behind by a killed process, in seconds."""
+ASK_AGAIN_S = 0.5
+LONGEST_DRAIN_S = 3600.0
+NAME = re.compile(r"^[a-zA-Z0-9][a-zA-Z0-9_.-]{0,99}$")
+
+
+@dataclass
+class _Member:
+    """A container of the pool that is wanted or on its way out."""
+
+    container: Container
+    engine_id: str = ""
+    busy: bool = False
+    """Whether a task of this backend is bringing it up or ending it."""
+
+
+def missing(indexes: Iterable[int], target: int) -> list[int]:
+    """The lowest free places for as many containers as are missing."""
+    taken = set(indexes)
+    free = (index for index in range(target + len(taken)) if index not in taken)
+    return [next(free) for _ in range(target - len(taken))]
+
+
+class DockerBackend(Backend):
+    """Keeps `scale(n)` containers of one spec running under one pool name."""
+
+    name = "docker"
+
+    def __init__(
+        self, spec: ContainerSpec, *, pool: str, docker_host: str | None = None, purge_on_start: bool = False
+    ) -> None:
+        if not NAME.match(pool):
+            raise ConfigError(f"sandbox_job_id {pool!r} must be letters, digits, '.', '_' and '-', at most 100")
+        self._spec = spec
+        self._pool = pool
+        self._purge_on_start = purge_on_start
+        self._engine = DockerEngine(pool, docker_host)
+        self._threads = ThreadPoolExecutor(max_workers=8, thread_name_prefix="docker")
+        self._http = ServerHttp()
+        self._members: dict[str, _Member] = {}
+        self._target = 0
+        self._image_id = ""
+        self._owner = owner()
+        self._trouble = ""
+        self._crashes = Patience()
+        self._changed = ChangeFlag()
+        self._wake = ChangeFlag()
+        self._stream: Any = None
+        self._main: asyncio.Task[None] | None = None
+        self._group: asyncio.TaskGroup | None = None
+
+    def __repr__(self) -> str:
+        return f"DockerBackend({self._pool}: {len(self._live())} of {self._target} containers{self._trouble and ', '}{self._trouble})"
+
+    # ------------------------------------------------------------------------------------------------------ contract
+
+    async def start(self) -> None:
+        """Connect, find the image, and sort out what an earlier run left."""
+        await self._blocking(self._engine.connect)
+        self._image_id = await self._blocking(lambda: self._engine.image_id(self._spec.image))
+        if self._purge_on_start:
+            await self._purge()
+        await self._sort_out()
+        self._main = asyncio.create_task(self._run(), name=f"docker backend {self._pool}")
+
+    async def scale(self, count: int) -> None:
+        """Set the number of containers; they come and go in the background."""
+        if self._main is None or self._main.done():
+            raise BackendUnavailable("the Docker backend is not running")
+        self._target = count
+        self._wake.set()
+
+    def containers(self) -> Sequence[Container]:
+        """The pool's containers by index."""
+        return sorted((member.container for member in self._members.values()), key=lambda c: (c.index, c.id))
+
+    async def changed(self) -> None:
+        """Wait until `containers()` may answer differently."""
+        await self._changed.wait()
+
+    def trouble(self) -> str:
+        """Why containers are not coming."""
+        return self._trouble
+
+    async def retire(self, container: Container) -> None:
+        """End a container whatever its state; another takes its place at once."""
+        member = self._members.get(container.id)
+        if member is None or member.container.state == "ending" or self._group is None:
+            return
+        self._put(member, state="ending", detail="retired")
+        self._group.create_task(self._end(member, within_s=min(5.0, self._spec.stop_s)))
+        self._wake.set()
+
+    async def aclose(self, *, purge: bool) -> None:
+        """Stop looking after the containers; with `purge`, remove those that no other live client uses."""
+        if self._main is not None:
+            self._main.cancel()
+            await asyncio.gather(self._main, return_exceptions=True)
+        try:
+            if purge:
+                await self._purge()
+        finally:
+            await self._http.close()
+            self._members.clear()
+            await asyncio.to_thread(self._engine.close)
+            self._threads.shutdown(wait=False, cancel_futures=True)
+
+    # ---------------------------------------------------------------------------------------------------- the machinery
+
+    async def _blocking(self, call: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._threads, call)
+
+    def _live(self) -> list[_Member]:
+        return [member for member in self._members.values() if member.container.state != "ending"]
+
+    def _put(self, member: _Member, **changes: Any) -> None:
+        member.container = replace(member.container, **changes)
+        self._changed.set()
+
+    def _forget(self, member: _Member) -> None:
+        if self._members.pop(member.container.id, None) is not None:
+            self._changed.set()
+            self._wake.set()
+
+    async def _run(self) -> None:
+        loop = asyncio.get_running_loop()
+        try:
+            async with asyncio.TaskGroup() as group:
+                self._group = group
+                group.create_task(self._watch(loop))
+                group.create_task(self._look_after())
+        except* SandboxError:
+            log.exception("the Docker backend of %s stopped", self._pool)
+        finally:
+            self._group = None
+
+    async def _watch(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Turn Docker's events into looks at the list; the list is the truth, an event only says when to read it."""
+        patience = Patience(first_s=0.2, longest_s=5)
+        try:
+            while True:
+                try:
+                    await self._blocking(
+                        lambda: self._engine.watch(
+                            lambda: loop.call_soon_threadsafe(self._wake.set), lambda s: setattr(self, "_stream", s)
+                        )
+                    )
+                    patience.worked()
+                except BackendUnavailable as error:
+                    self._trouble = str(error)
+                await asyncio.sleep(patience.failed())
+        finally:
+            if self._stream is not None:
+                self._stream.close()
+
+    async def _look_after(self) -> None:
+        unreachable = Patience(first_s=0.2, longest_s=5)
+        while True:
+            try:
+                found = await self._blocking(self._engine.found)
+                if unreachable.failures:
+                    unreachable.worked()
+                    self._trouble = ""
+                await self._compare(found)
+            except BackendUnavailable as error:
+                self._trouble = str(error)
+                await asyncio.sleep(unreachable.failed())
+                continue
+            self._correct()
+            await self._wake.wait(min(LOOK_AGAIN_S, self._crashes.left_s or LOOK_AGAIN_S))
+
+    async def _compare(self, found: list[Found]) -> None:
+        """Notice what came or ended without this backend's doing."""
+        by_name = {item.name: item for item in found}
+        for member in list(self._members.values()):
+            item = by_name.get(member.container.id)
+            if member.busy or (item is not None and item.state == "running"):
+                continue
+            words = await self._blocking(lambda item=item: self._bury(item)) if item else "removed by somebody else"
+            self._mourn(member, words)
+        for item in found:
+            if item.state == "running" and item.name not in self._members:
+                await self._adopt(item)
+
+    def _bury(self, item: Found) -> str:
+        words = self._engine.last_words(item.id)
+        self._engine.end(item.id, within_s=0)
+        return words
+
+    def _mourn(self, member: _Member, words: str) -> None:
+        log.warning("container %s ended: %s", member.container.id, words)
+        self._trouble = f"container {member.container.id} ended: {words}"
+        self._crashes.failed()
+        self._forget(member)
+
+    def _correct(self) -> None:
+        """Start what is missing, end what is too much."""
+        if self._group is None:
+            return
+        live = self._live()
+        if len(live) < self._target and not self._crashes.left_s:
+            taken = [member.container.index for member in self._members.values()]
+            for index in missing(taken, self._target + len(taken) - len(live)):
+                member = _Member(self._fresh(index), busy=True)
+                self._members[member.container.id] = member
+                self._changed.set()
+                self._group.create_task(self._bring_up(member))
+        for member in sorted(live, key=lambda m: -m.container.index)[: max(0, len(live) - self._target)]:
+            if not member.busy:
+                self._put(member, state="ending", detail="no longer needed")
+                self._group.create_task(self._drain(member))
+
+    def _fresh(self, index: int) -> Container:
+        name = f"{self._pool}-{index}-{secrets.token_hex(3)}"
+        return Container(id=name, index=index, url=None, token=secrets.token_hex(32), state="starting")
+
+    async def _bring_up(self, member: _Member) -> None:
+        """Make a container and wait until its server answers."""
+        container = member.container
+        try:
+            await self._blocking(
+                lambda: self._engine.create(
+                    self._spec,
+                    name=container.id,
+                    index=container.index,
+                    image_id=self._image_id,
+                    owner=self._owner,
+                    token=container.token,
+                )
+            )
+        except BackendUnavailable as error:
+            self._trouble = str(error)
+            self._crashes.failed()
+            await self._remove(container.id)
+            self._forget(member)
+            return
+        if await self._until_ready(member):
+            self._crashes.worked()
+            self._trouble = ""
+            self._put(member, state="running", detail="")
+            self._wake.set()
+        member.busy = False
+
+    async def _until_ready(self, member: _Member) -> bool:
+        """Whether the server answered in time; a container that ended instead is buried here."""
+        name = member.container.id
+        deadline = asyncio.get_running_loop().time() + READY_S
+        words = f"its server did not answer within {READY_S:.0f} s"
+        while asyncio.get_running_loop().time() < deadline:
+            item = await self._find(name)
+            if item is None or item.state != "running":
+                words = await self._blocking(lambda item=item: self._bury(item)) if item else "removed by somebody else"
+                break
+            member.engine_id = item.id
+            if item.url is not None:
+                self._put(member, url=item.url)
+                if await self._http.until_healthy(item.url, within_s=1.0):
+                    return True
+        else:
+            await self._remove(name)
+        self._mourn(member, words)
+        return False
+
+    async def _find(self, name: str) -> Found | None:
+        found = await self._blocking(self._engine.found)
+        return next((item for item in found if item.name == name), None)
+
+    async def _drain(self, member: _Member) -> None:
+        """End a container that is no longer needed, once its last lease has ended.
+
+        One that another process is connected to stays: that process may be about to use it.
+        """
+        container = member.container
+        if container.url is not None:
+            if shared(await self._http.status(container.url, container.token)):
+                self._put(member, state="running", detail="used by another process")
+                return
+            await self._http.drain(container.url, container.token, LONGEST_DRAIN_S)
+            while (status := await self._http.status(container.url, container.token)) and status.leased:
+                await asyncio.sleep(ASK_AGAIN_S)
+        await self._end(member, within_s=self._spec.stop_s)
+
+    async def _end(self, member: _Member, *, within_s: float) -> None:
+        member.busy = True
+        await self._remove(member.container.id, within_s=within_s)
+        self._forget(member)
+
+    async def _remove(self, name: str, *, within_s: float = 0) -> None:
+        try:
+            await self._blocking(lambda: self._engine.end(name, within_s=within_s))
+        except BackendUnavailable as error:
+            self._trouble = str(error)
+
+    # ------------------------------------------------------------------------------------------- what others left or use
+
+    async def _sort_out(self) -> None:
+        """Apply the rules of the module's docstring to what is there at the start."""
+        for item in await self._blocking(self._engine.found):
+            if item.state == "running":
+                await self._adopt(item)
+            elif item.state != "created" or item.age_s > BEING_MADE_S:
+                await self._remove(item.name)
+
+    async def _adopt(self, item: Found) -> None:
+        token = await self._blocking(lambda: self._engine.token(item.id))
+        if token is not None and item.url is not None and item.spec == self._spec.fingerprint(self._image_id):
+            if await self._http.until_healthy(item.url, within_s=5.0):
+                container = Container(item.name, item.index, item.url, token, "running", "adopted")
+                self._members[item.name] = _Member(container, item.id)
+                self._changed.set()
+                return
+        elif token and item.url and in_use(await self._http.status(item.url, token)):
+            log.warning("container %s is made of other parts and in use: left alone", item.name)
+            return
+        await self._remove(item.name, within_s=1)
+
+    async def _purge(self) -> None:
+        """Remove every container of the pool that no live client works on."""
+
+        async def one(item: Found) -> None:
+            token = await self._blocking(lambda: self._engine.token(item.id)) if item.url else None
+            if token and item.url and in_use(await self._http.status(item.url, token)):
+                log.warning("container %s is in use by another client: not purged", item.name)
+                return
+            await self._remove(item.name, within_s=self._spec.stop_s)
+
+        async with asyncio.TaskGroup() as group:
+            for item in await self._blocking(self._engine.found):
+                if item.state != "created" or item.age_s > BEING_MADE_S or item.owner == self._owner:
+                    group.create_task(one(item))

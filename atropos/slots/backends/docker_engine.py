@@ -1,0 +1,221 @@
+"""The one place that talks to Docker. Blocking; `DockerBackend` calls it from threads."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import tarfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, cast
+from urllib.parse import urlsplit
+
+import docker
+import requests
+from docker.errors import APIError, DockerException, ImageNotFound, NotFound
+
+from atropos.errors import BackendUnavailable, ConfigError
+from atropos.slots.backends.assets import asset
+from atropos.slots.backends.spec import CAP_ADD, CONTAINER_PORT, ContainerSpec
+
+POOL, OWNER, INDEX, SPEC = "atropos.pool", "atropos.owner", "atropos.index", "atropos.spec"
+"""Labels: which pool a container belongs to, who made it, its place in the scaling order, and what it is made of."""
+TOKEN_DIR, TOKEN_FILE = "/run", "atropos-secret/token"
+ANSWER_S = 60
+"""How long Docker may take to answer, in seconds; starting a container on a busy disk is the slowest."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """A container of the pool as Docker lists it."""
+
+    id: str
+    name: str
+    index: int
+    spec: str
+    owner: str
+    state: str
+    age_s: float
+    url: str | None
+
+
+class DockerEngine:
+    """A connection to one Docker engine, for one pool's containers."""
+
+    def __init__(self, pool: str, docker_host: str | None = None) -> None:
+        self._pool = pool
+        self._host = docker_host
+        self._client: Any = None
+        self._address = ""
+
+    def connect(self) -> None:
+        """Connect and ask for the version.
+
+        Raises:
+            BackendUnavailable: no engine answers; the message names DOCKER_HOST.
+        """
+        with self._told():
+            if self._host:
+                self._client = docker.DockerClient(base_url=self._host, timeout=ANSWER_S)
+            else:
+                self._client = docker.from_env(timeout=ANSWER_S)
+            self._client.version()
+        base: str = self._client.api.base_url
+        local = "unix" in (self._host or base) or base.startswith("http+docker://localunixsocket")
+        self._address = "" if local else (urlsplit(self._host or base).hostname or "")
+
+    @contextmanager
+    def _told(self) -> Iterator[None]:
+        """Turn what the SDK raises into one typed error that says what Docker said."""
+        try:
+            yield
+        except APIError as error:
+            raise BackendUnavailable(f"Docker refused: {error.explanation or error}") from error
+        except (DockerException, requests.RequestException, OSError) as error:
+            where = self._host or "the address in DOCKER_HOST, or unix:///var/run/docker.sock"
+            raise BackendUnavailable(
+                f"no Docker engine answers at {where} (start dockerd, or set DOCKER_HOST): {error}"
+            ) from error
+
+    def image_id(self, image: str) -> str:
+        """The id of an image, pulled when it isn't there and its name points to a registry.
+
+        Raises:
+            ConfigError: there is no such image.
+        """
+        with self._told():
+            try:
+                return str(self._client.images.get(image).id)
+            except ImageNotFound:
+                pass
+        try:
+            if not image.endswith(":local"):
+                return str(self._client.images.pull(image).id)
+            reason = "it is built locally"
+        except (DockerException, requests.RequestException) as error:
+            reason = str(getattr(error, "explanation", None) or error)
+        raise ConfigError(f"sandbox_image: Docker has no image {image!r} ({reason}); build it with `make image`")
+
+    def found(self) -> list[Found]:
+        """All containers of the pool, in any state."""
+        with self._told():
+            rows = self._client.api.containers(all=True, filters={"label": f"{POOL}={self._pool}"})
+        return [self._read(row) for row in rows]
+
+    def _read(self, row: dict[str, Any]) -> Found:
+        labels = row["Labels"]
+        index = labels.get(INDEX, "0")
+        return Found(
+            id=row["Id"],
+            name=row["Names"][0].lstrip("/") if row["Names"] else row["Id"][:12],
+            index=int(index) if re.fullmatch(r"\d+", index) else 0,
+            spec=labels.get(SPEC, ""),
+            owner=labels.get(OWNER, ""),
+            state=row["State"],
+            age_s=max(0.0, time.time() - row["Created"]),
+            url=self._url(row),
+        )
+
+    def _url(self, row: dict[str, Any]) -> str | None:
+        """A local engine's containers are met on Docker's bridge, a remote one's on a published port."""
+        if self._address:
+            ports = [port["PublicPort"] for port in row.get("Ports") or [] if port.get("PublicPort")]
+            return f"http://{self._address}:{ports[0]}" if ports else None
+        for network in (row.get("NetworkSettings", {}).get("Networks") or {}).values():
+            if network.get("IPAddress"):
+                return f"http://{network['IPAddress']}:{CONTAINER_PORT}"
+        return None
+
+    def create(self, spec: ContainerSpec, *, name: str, index: int, image_id: str, owner: str, token: str) -> None:
+        """Make and start a container with exactly the privileges that its root phase needs.
+
+        The token is copied into it before it starts: an environment variable would be shown by `docker inspect`.
+        """
+        with self._told():
+            profile = json.dumps(json.loads(asset("docker/sandbox/seccomp.json").read_text()))
+            memory = f"{spec.container_memory_mib}m"
+            container = self._client.containers.create(
+                image_id,
+                name=name,
+                labels={POOL: self._pool, OWNER: owner, INDEX: str(index), SPEC: spec.fingerprint(image_id)},
+                environment={"ATROPOS_CONFIG": json.dumps(spec.config()), "ATROPOS_PORT": str(CONTAINER_PORT)},
+                cap_drop=["ALL"],
+                cap_add=list(CAP_ADD),
+                security_opt=[f"seccomp={profile}"],
+                cgroupns="private",
+                pids_limit=spec.container_pids,
+                mem_limit=memory,
+                memswap_limit=memory,
+                log_config={"Type": "json-file", "Config": {"max-size": "5m", "max-file": "2"}},
+                ports={f"{CONTAINER_PORT}/tcp": None} if self._address else None,
+            )
+            container.put_archive(TOKEN_DIR, _archive(TOKEN_FILE, token.encode()))
+            container.start()
+
+    def token(self, container_id: str) -> str | None:
+        """The bearer token that a container was made with; None when it has none."""
+        with self._told():
+            try:
+                chunks, _ = self._client.api.get_archive(container_id, f"{TOKEN_DIR}/{TOKEN_FILE}")
+            except NotFound:
+                return None
+            with tarfile.open(fileobj=io.BytesIO(b"".join(chunks))) as archive:
+                member = archive.extractfile(archive.getmembers()[0])
+                return member.read().decode().strip() if member else None
+
+    def last_words(self, container_id: str) -> str:
+        """How an ended container ended: its exit code and the last line it printed."""
+        with self._told():
+            try:
+                state = self._client.api.inspect_container(container_id)["State"]
+                log = self._client.api.logs(container_id, tail=5).decode(errors="replace").strip()
+            except NotFound:
+                return "removed by somebody else"
+        line = log.splitlines()[-1][:500] if log else "it printed nothing"
+        killed = ", killed for memory" if state.get("OOMKilled") else ""
+        return f"exit code {state.get('ExitCode')}{killed}: {state.get('Error') or line}"
+
+    def end(self, container_id: str, *, within_s: float) -> None:
+        """Stop a container (SIGTERM, then SIGKILL after `within_s` seconds) and remove it; gone already is fine."""
+        with self._told():
+            try:
+                if within_s > 0:
+                    self._client.api.stop(container_id, timeout=int(within_s))
+                self._client.api.remove_container(container_id, force=True, v=True)
+            except NotFound:
+                pass
+            except APIError as error:
+                if error.status_code != requests.codes.conflict:  # 409: its removal is already in progress
+                    raise
+
+    def watch(self, on_event: Callable[[], None], on_open: Callable[[Any], None]) -> None:
+        """Call `on_event` whenever one of the pool's containers changes; returns when the stream ends or is closed."""
+        filters = {"type": "container", "label": f"{POOL}={self._pool}"}
+        with self._told():
+            stream = cast("Any", self._client.api.events(decode=True, filters=filters))
+            on_open(stream)
+            on_event()
+            for event in stream:
+                if not str(event.get("status", "")).startswith("exec_"):
+                    on_event()
+
+    def close(self) -> None:
+        """Close the connection."""
+        if self._client is not None:
+            self._client.close()
+
+
+def _archive(name: str, data: bytes) -> bytes:
+    """A tar with one file that only root reads."""
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w") as archive:
+        folder = tarfile.TarInfo(name.rpartition("/")[0])
+        folder.type, folder.mode = tarfile.DIRTYPE, 0o700
+        archive.addfile(folder)
+        entry = tarfile.TarInfo(name)
+        entry.size, entry.mode = len(data), 0o400
+        archive.addfile(entry, io.BytesIO(data))
+    return buffer.getvalue()

@@ -1,0 +1,88 @@
+"""The few questions a backend asks a sandbox server: does it answer, who uses it, let it drain.
+
+Calls and leases are not its business: those travel by `atropos.slots.client`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+import aiohttp
+from pydantic import ValidationError
+
+from atropos.wire import DrainRequest, Health, Status
+
+ANSWER_S = 3.0
+"""How long a server may take to answer one of these questions, in seconds."""
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.02, 0.5
+
+
+class ServerHttp:
+    """Asks sandbox servers over HTTP. One a backend; close it when done."""
+
+    def __init__(self) -> None:
+        self._session: aiohttp.ClientSession | None = None
+
+    def _open(self) -> aiohttp.ClientSession:
+        if self._session is None or self._session.closed:
+            timeout = aiohttp.ClientTimeout(total=ANSWER_S)
+            self._session = aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(force_close=True))
+        return self._session
+
+    async def close(self) -> None:
+        """Close the connections."""
+        if self._session is not None:
+            await self._session.close()
+
+    async def healthy(self, url: str) -> bool:
+        """Whether the server answers and takes work, or drains; False when it is not there (yet), starts or is broken."""
+        try:
+            async with self._open().get(f"{url}/v1/health") as answer:
+                health = Health.model_validate_json(await answer.read())
+        except (aiohttp.ClientError, TimeoutError, OSError, ValidationError):
+            return False
+        return health.status in {"ok", "draining"}
+
+    async def until_healthy(self, url: str, within_s: float) -> bool:
+        """Wait for the first good answer; False when `within_s` seconds went by without one."""
+        pause = FIRST_PAUSE_S
+        try:
+            async with asyncio.timeout(within_s):
+                while not await self.healthy(url):
+                    await asyncio.sleep(pause)
+                    pause = min(pause * 1.3, LONGEST_PAUSE_S)
+        except TimeoutError:
+            return False
+        return True
+
+    async def status(self, url: str, token: str) -> Status | None:
+        """Slots, leases and clients of a server; None when it doesn't say."""
+        try:
+            async with self._open().get(f"{url}/v1/status", headers=_bearer(token)) as answer:
+                return Status.model_validate_json(await answer.read()) if answer.ok else None
+        except (aiohttp.ClientError, TimeoutError, OSError, ValidationError):
+            return None
+
+    async def drain(self, url: str, token: str, deadline_s: float) -> bool:
+        """Ask a server to take no new leases; its leases may go on for `deadline_s` seconds. False: it didn't answer."""
+        body = DrainRequest(deadline_s=deadline_s).model_dump_json()
+        headers = _bearer(token) | {"Content-Type": "application/json"}
+        try:
+            async with self._open().post(f"{url}/v1/drain", data=body, headers=headers) as answer:
+                return answer.ok
+        except (aiohttp.ClientError, TimeoutError, OSError):
+            return False
+
+
+def _bearer(token: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {token}"}
+
+
+def in_use(status: Status | None) -> bool:
+    """Whether a live client works on the server: one that is connected. Leases of the dead run out by themselves."""
+    return status is not None and status.clients > 0
+
+
+def shared(status: Status | None) -> bool:
+    """Whether somebody beside the asking pool (which is connected itself) works on the server."""
+    return status is not None and status.clients > 1
