@@ -27,11 +27,12 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 READY_S = 60.0
 """How long a started container may take until its server answers, in seconds."""
+SETTLE_S = 3.0
+"""How long a pool may take to connect to a container that was there before it, in seconds."""
 LOOK_AGAIN_S = 15.0
 """How often the list is read even when no event came, in seconds."""
 BEING_MADE_S = 120.0
 """A container that was created and not started within this time was left behind by a killed process, in seconds."""
-ASK_AGAIN_S = 0.5
 LONGEST_DRAIN_S = 3600.0
 NAME = re.compile(r"^[a-zA-Z0-9][a-zA-Z0-9_.-]{0,99}$")
 
@@ -41,9 +42,10 @@ class _Member:
     """A container of the pool that is wanted or on its way out."""
 
     container: Container
-    engine_id: str = ""
     busy: bool = False
     """Whether a task of this backend is bringing it up or ending it."""
+    settled_at: float = 0.0
+    """From when on its `clients` count this pool's own connection; an adopted one isn't taken away before."""
 
 
 def missing(indexes: Iterable[int], target: int) -> list[int]:
@@ -70,6 +72,7 @@ class DockerBackend(Backend):
         self._threads = ThreadPoolExecutor(max_workers=8, thread_name_prefix="docker")
         self._http = ServerHttp()
         self._members: dict[str, _Member] = {}
+        self._strangers: set[str] = set()
         self._target = 0
         self._image_id = ""
         self._owner = owner()
@@ -93,7 +96,9 @@ class DockerBackend(Backend):
         if self._purge_on_start:
             await self._purge()
         await self._sort_out()
-        self._main = asyncio.create_task(self._run(), name=f"docker backend {self._pool}")
+        up = asyncio.Event()
+        self._main = asyncio.create_task(self._run(up), name=f"docker backend {self._pool}")
+        await up.wait()
 
     async def scale(self, count: int) -> None:
         """Set the number of containers; they come and go in the background."""
@@ -129,8 +134,10 @@ class DockerBackend(Backend):
             self._main.cancel()
             await asyncio.gather(self._main, return_exceptions=True)
         try:
-            if purge:
+            if purge and self._image_id:
                 await self._purge()
+        except* BackendUnavailable as errors:
+            log.error("containers of %s may be left: %s", self._pool, errors.exceptions[0])  # noqa: TRY400 (no traceback)
         finally:
             await self._http.close()
             self._members.clear()
@@ -154,11 +161,12 @@ class DockerBackend(Backend):
             self._changed.set()
             self._wake.set()
 
-    async def _run(self) -> None:
+    async def _run(self, up: asyncio.Event) -> None:
         loop = asyncio.get_running_loop()
         try:
             async with asyncio.TaskGroup() as group:
                 self._group = group
+                up.set()
                 group.create_task(self._watch(loop))
                 group.create_task(self._look_after())
         except* SandboxError:
@@ -168,15 +176,18 @@ class DockerBackend(Backend):
 
     async def _watch(self, loop: asyncio.AbstractEventLoop) -> None:
         """Turn Docker's events into looks at the list; the list is the truth, an event only says when to read it."""
+
+        def on_event() -> None:
+            loop.call_soon_threadsafe(self._wake.set)
+
+        def on_open(stream: Any) -> None:
+            self._stream = stream
+
         patience = Patience(first_s=0.2, longest_s=5)
         try:
             while True:
                 try:
-                    await self._blocking(
-                        lambda: self._engine.watch(
-                            lambda: loop.call_soon_threadsafe(self._wake.set), lambda s: setattr(self, "_stream", s)
-                        )
-                    )
+                    await self._blocking(lambda: self._engine.watch(on_event, on_open))
                     patience.worked()
                 except BackendUnavailable as error:
                     self._trouble = str(error)
@@ -237,8 +248,9 @@ class DockerBackend(Backend):
                 self._members[member.container.id] = member
                 self._changed.set()
                 self._group.create_task(self._bring_up(member))
+        now = asyncio.get_running_loop().time()
         for member in sorted(live, key=lambda m: -m.container.index)[: max(0, len(live) - self._target)]:
-            if not member.busy:
+            if not member.busy and member.settled_at <= now:
                 self._put(member, state="ending", detail="no longer needed")
                 self._group.create_task(self._drain(member))
 
@@ -280,10 +292,9 @@ class DockerBackend(Backend):
         words = f"its server did not answer within {READY_S:.0f} s"
         while asyncio.get_running_loop().time() < deadline:
             item = await self._find(name)
-            if item is None or item.state != "running":
+            if item is None or item.state not in {"running", "created"}:
                 words = await self._blocking(lambda item=item: self._bury(item)) if item else "removed by somebody else"
                 break
-            member.engine_id = item.id
             if item.url is not None:
                 self._put(member, url=item.url)
                 if await self._http.until_healthy(item.url, within_s=1.0):
@@ -308,8 +319,7 @@ class DockerBackend(Backend):
                 self._put(member, state="running", detail="used by another process")
                 return
             await self._http.drain(container.url, container.token, LONGEST_DRAIN_S)
-            while (status := await self._http.status(container.url, container.token)) and status.leased:
-                await asyncio.sleep(ASK_AGAIN_S)
+            await self._http.until_idle(container.url, container.token)
         await self._end(member, within_s=self._spec.stop_s)
 
     async def _end(self, member: _Member, *, within_s: float) -> None:
@@ -334,17 +344,20 @@ class DockerBackend(Backend):
                 await self._remove(item.name)
 
     async def _adopt(self, item: Found) -> None:
+        """Take a running container in, or remove it; one that may be on its way up, or is in use, is left alone."""
         token = await self._blocking(lambda: self._engine.token(item.id))
-        if token is not None and item.url is not None and item.spec == self._spec.fingerprint(self._image_id):
-            if await self._http.until_healthy(item.url, within_s=5.0):
-                container = Container(item.name, item.index, item.url, token, "running", "adopted")
-                self._members[item.name] = _Member(container, item.id)
-                self._changed.set()
-                return
+        same = item.spec == self._spec.fingerprint(self._image_id)
+        if token and item.url and same and await self._http.healthy(item.url):
+            container = Container(item.name, item.index, item.url, token, "running", "adopted")
+            settled_at = asyncio.get_running_loop().time() + SETTLE_S
+            self._members[item.name] = _Member(container, settled_at=settled_at)
+            self._changed.set()
         elif token and item.url and in_use(await self._http.status(item.url, token)):
-            log.warning("container %s is made of other parts and in use: left alone", item.name)
-            return
-        await self._remove(item.name, within_s=1)
+            if item.name not in self._strangers:
+                log.warning("container %s is made of other parts and in use: left alone", item.name)
+            self._strangers.add(item.name)
+        elif item.age_s > READY_S:
+            await self._remove(item.name, within_s=1)
 
     async def _purge(self) -> None:
         """Remove every container of the pool that no live client works on."""

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import re
 import tarfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 from urllib.parse import urlsplit
 
 import docker
@@ -63,12 +64,11 @@ class DockerEngine:
             else:
                 self._client = docker.from_env(timeout=ANSWER_S)
             self._client.version()
-        base: str = self._client.api.base_url
-        local = "unix" in (self._host or base) or base.startswith("http+docker://localunixsocket")
-        self._address = "" if local else (urlsplit(self._host or base).hostname or "")
+        parts = urlsplit(self._host or os.environ.get("DOCKER_HOST") or "unix://")
+        self._address = "" if parts.scheme == "unix" else (parts.hostname or "")
 
     @contextmanager
-    def _told(self) -> Iterator[None]:
+    def _told(self) -> Generator[None]:
         """Turn what the SDK raises into one typed error that says what Docker said."""
         try:
             yield
@@ -171,12 +171,16 @@ class DockerEngine:
         with self._told():
             try:
                 state = self._client.api.inspect_container(container_id)["State"]
-                log = self._client.api.logs(container_id, tail=5).decode(errors="replace").strip()
+                log = self._log(container_id, stdout=False) or self._log(container_id, stdout=True)
             except NotFound:
                 return "removed by somebody else"
         line = log.splitlines()[-1][:500] if log else "it printed nothing"
         killed = ", killed for memory" if state.get("OOMKilled") else ""
         return f"exit code {state.get('ExitCode')}{killed}: {state.get('Error') or line}"
+
+    def _log(self, container_id: str, *, stdout: bool) -> str:
+        text: bytes = self._client.api.logs(container_id, stdout=stdout, stderr=True, tail=5)
+        return text.decode(errors="replace").strip()
 
     def end(self, container_id: str, *, within_s: float) -> None:
         """Stop a container (SIGTERM, then SIGKILL after `within_s` seconds) and remove it; gone already is fine."""
@@ -195,7 +199,7 @@ class DockerEngine:
         """Call `on_event` whenever one of the pool's containers changes; returns when the stream ends or is closed."""
         filters = {"type": "container", "label": f"{POOL}={self._pool}"}
         with self._told():
-            stream = cast("Any", self._client.api.events(decode=True, filters=filters))
+            stream = self._client.api.events(decode=True, filters=filters)
             on_open(stream)
             on_event()
             for event in stream:

@@ -63,6 +63,11 @@ class ServerHttp:
         except (aiohttp.ClientError, TimeoutError, OSError, ValidationError):
             return None
 
+    async def until_idle(self, url: str, token: str) -> None:
+        """Wait until no lease is left on a draining server, or it doesn't answer any more."""
+        while (status := await self.status(url, token)) is not None and status.leased:  # noqa: ASYNC110 (another process)
+            await asyncio.sleep(LONGEST_PAUSE_S)
+
     async def drain(self, url: str, token: str, deadline_s: float) -> bool:
         """Ask a server to take no new leases; its leases may go on for `deadline_s` seconds. False: it didn't answer."""
         body = DrainRequest(deadline_s=deadline_s).model_dump_json()
