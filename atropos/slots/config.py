@@ -44,6 +44,15 @@ class SlotPoolConfig(BaseModel):
     image: str = Field(default="atropos-sandbox:local", min_length=1, description="docker and nomad")
     job_id: str = Field(default="atropos-sandbox-agent-env", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,100}$")
     nomad_address: str | None = Field(default=None, description="None: NOMAD_ADDR, else http://localhost:4646")
+    nomad_variables: dict[str, str] = Field(
+        default_factory=dict,
+        description="more variables of nomad/sandbox.nomad.hcl, as `nomad job run -var` takes them",
+    )
+    container_memory_mib: int | None = Field(
+        default=None,
+        ge=64,
+        description="docker and nomad; None: the server's and all slots' limits. Less is over-commit",
+    )
     docker_host: str | None = Field(default=None, description="None: DOCKER_HOST, else the local engine")
     privileged: bool = Field(default=False, description="kept for compatibility; True is refused")
     purge_job_on_start: bool = False

@@ -14,14 +14,17 @@ import secrets
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from atropos.errors import BackendUnavailable, ConfigError, SandboxError
 from atropos.slots.backends.base import Backend, Container
-from atropos.slots.backends.docker_engine import DockerEngine, Found
+from atropos.slots.backends.docker_engine import REMOVED, DockerEngine, Ending, Found
 from atropos.slots.backends.server_http import ServerHttp, in_use, shared
-from atropos.slots.backends.spec import ContainerSpec, owner
+from atropos.slots.backends.spec import ContainerSpec, hopeless, owner
 from atropos.slots.backends.supervise import ChangeFlag, Patience
+
+if TYPE_CHECKING:
+    from atropos.slots.config import SlotPoolConfig
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -76,6 +79,8 @@ class DockerBackend(Backend):
         self._target = 0
         self._image_id = ""
         self._owner = owner()
+        self._ever_ready = False
+        self._failure: Exception | None = None
         self._trouble = ""
         self._crashes = Patience()
         self._changed = ChangeFlag()
@@ -89,6 +94,13 @@ class DockerBackend(Backend):
 
     # ------------------------------------------------------------------------------------------------------ contract
 
+    @classmethod
+    def from_pool(cls, config: SlotPoolConfig) -> Self:
+        """The backend that a pool's configuration describes."""
+        spec = ContainerSpec.from_pool(config)
+        host = config.docker_host
+        return cls(spec, pool=config.job_id, docker_host=host, purge_on_start=config.purge_job_on_start)
+
     async def start(self) -> None:
         """Connect, find the image, and sort out what an earlier run left."""
         await self._blocking(self._engine.connect)
@@ -96,6 +108,7 @@ class DockerBackend(Backend):
         if self._purge_on_start:
             await self._purge()
         await self._sort_out()
+        self._target = len(self._members)
         up = asyncio.Event()
         self._main = asyncio.create_task(self._run(up), name=f"docker backend {self._pool}")
         await up.wait()
@@ -118,6 +131,10 @@ class DockerBackend(Backend):
     def trouble(self) -> str:
         """Why containers are not coming."""
         return self._trouble
+
+    def failure(self) -> Exception | None:
+        """The servers refuse their configuration or this engine's isolation, or none ever came up."""
+        return self._failure
 
     async def retire(self, container: Container) -> None:
         """End a container whatever its state; another takes its place at once."""
@@ -219,21 +236,25 @@ class DockerBackend(Backend):
             item = by_name.get(member.container.id)
             if member.busy or (item is not None and item.state == "running"):
                 continue
-            words = await self._blocking(lambda item=item: self._bury(item)) if item else "removed by somebody else"
-            self._mourn(member, words)
+            self._mourn(member, await self._blocking(lambda item=item: self._bury(item)) if item else REMOVED)
         for item in found:
             if item.state == "running" and item.name not in self._members:
                 await self._adopt(item)
+                self._target = max(
+                    self._target, len(self._live())
+                )  # another process asked for it; `scale` may lower it
 
-    def _bury(self, item: Found) -> str:
-        words = self._engine.last_words(item.id)
+    def _bury(self, item: Found) -> Ending:
+        ending = self._engine.last_words(item.id)
         self._engine.end(item.id, within_s=0)
-        return words
+        return ending
 
-    def _mourn(self, member: _Member, words: str) -> None:
-        log.warning("container %s ended: %s", member.container.id, words)
-        self._trouble = f"container {member.container.id} ended: {words}"
+    def _mourn(self, member: _Member, ending: Ending) -> None:
+        log.warning("container %s ended: %s", member.container.id, ending.words)
+        self._trouble = f"container {member.container.id} ended: {ending.words}"
         self._crashes.failed()
+        if not self._ever_ready:
+            self._failure = hopeless(ending.code, self._trouble, self._crashes.failures)
         self._forget(member)
 
     def _correct(self) -> None:
@@ -242,8 +263,7 @@ class DockerBackend(Backend):
             return
         live = self._live()
         if len(live) < self._target and not self._crashes.left_s:
-            taken = [member.container.index for member in self._members.values()]
-            for index in missing(taken, self._target + len(taken) - len(live)):
+            for index in missing((member.container.index for member in live), self._target):
                 member = _Member(self._fresh(index), busy=True)
                 self._members[member.container.id] = member
                 self._changed.set()
@@ -281,6 +301,7 @@ class DockerBackend(Backend):
         if await self._until_ready(member):
             self._crashes.worked()
             self._trouble = ""
+            self._ever_ready = True
             self._put(member, state="running", detail="")
             self._wake.set()
         member.busy = False
@@ -289,11 +310,11 @@ class DockerBackend(Backend):
         """Whether the server answered in time; a container that ended instead is buried here."""
         name = member.container.id
         deadline = asyncio.get_running_loop().time() + READY_S
-        words = f"its server did not answer within {READY_S:.0f} s"
+        ending = Ending(None, f"its server did not answer within {READY_S:.0f} s")
         while asyncio.get_running_loop().time() < deadline:
             item = await self._find(name)
             if item is None or item.state not in {"running", "created"}:
-                words = await self._blocking(lambda item=item: self._bury(item)) if item else "removed by somebody else"
+                ending = await self._blocking(lambda item=item: self._bury(item)) if item else REMOVED
                 break
             if item.url is not None:
                 self._put(member, url=item.url)
@@ -301,7 +322,7 @@ class DockerBackend(Backend):
                     return True
         else:
             await self._remove(name)
-        self._mourn(member, words)
+        self._mourn(member, ending)
         return False
 
     async def _find(self, name: str) -> Found | None:

@@ -43,6 +43,17 @@ class Found:
     url: str | None
 
 
+@dataclass(frozen=True)
+class Ending:
+    """How a container ended: its exit code, where it had one, and the last line it printed."""
+
+    code: int | None
+    words: str
+
+
+REMOVED = Ending(None, "removed by somebody else")
+
+
 class DockerEngine:
     """A connection to one Docker engine, for one pool's containers."""
 
@@ -166,17 +177,17 @@ class DockerEngine:
                 member = archive.extractfile(archive.getmembers()[0])
                 return member.read().decode().strip() if member else None
 
-    def last_words(self, container_id: str) -> str:
-        """How an ended container ended: its exit code and the last line it printed."""
+    def last_words(self, container_id: str) -> Ending:
+        """How an ended container ended."""
         with self._told():
             try:
                 state = self._client.api.inspect_container(container_id)["State"]
                 log = self._log(container_id, stdout=False) or self._log(container_id, stdout=True)
             except NotFound:
-                return "removed by somebody else"
+                return REMOVED
         line = log.splitlines()[-1][:500] if log else "it printed nothing"
         killed = ", killed for memory" if state.get("OOMKilled") else ""
-        return f"exit code {state.get('ExitCode')}{killed}: {state.get('Error') or line}"
+        return Ending(state.get("ExitCode"), f"exit code {state.get('ExitCode')}{killed}: {state.get('Error') or line}")
 
     def _log(self, container_id: str, *, stdout: bool) -> str:
         text: bytes = self._client.api.logs(container_id, stdout=stdout, stderr=True, tail=5)

@@ -7,9 +7,13 @@ import json
 import os
 import socket
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from atropos.config import ServerConfig
+from atropos.errors import BackendUnavailable, ConfigError, IsolationUnavailable
+
+if TYPE_CHECKING:
+    from atropos.slots.config import SlotPoolConfig
 
 SERVER_MEMORY_MIB = 256
 """Memory of a container beside its slots': the server and its warm sandboxes' processes, in MiB."""
@@ -21,6 +25,10 @@ CAP_ADD = ("SYS_ADMIN", "SETUID", "SETGID", "SETPCAP", "CHOWN", "DAC_OVERRIDE")
 """For the container's root phase alone; the server gives them up before it listens."""
 STOP_MARGIN_S = 5
 """How much longer than the server's own drain an engine waits before it kills, in seconds."""
+BAD_CONFIG, NO_ISOLATION = 2, 3
+"""Exit codes of the server that trying again can't change."""
+HOPELESS = 5
+"""Failed starts in a row, with no server ever ready, after which the fault is taken to be in the set-up."""
 _PLACED_BY_ENGINE = {"host", "port", "token", "die_with_parent", "state_dir", "base"}
 
 
@@ -38,9 +46,18 @@ class ContainerSpec:
     memory_mib: int | None = None
     snapshots_mib: int = 0
 
+    @classmethod
+    def from_pool(cls, config: SlotPoolConfig) -> ContainerSpec:
+        """What a pool's configuration asks for."""
+        return cls(config.image, config.server_config(token="-"), memory_mib=config.container_memory_mib)
+
     def config(self) -> dict[str, Any]:
         """The server's settings as ATROPOS_CONFIG carries them: only those that differ from the defaults."""
-        config = self.server.model_dump(mode="json", exclude_defaults=True, exclude=_PLACED_BY_ENGINE)
+        config = self.server.model_dump(mode="json", exclude_defaults=True, exclude=BAD_CONFIG, NO_ISOLATION = 2, 3
+"""Exit codes of the server that trying again can't change."""
+HOPELESS = 5
+"""Failed starts in a row, with no server ever ready, after which the fault is taken to be in the set-up."""
+_PLACED_BY_ENGINE)
         if self.server.base is not None:
             config["base"] = self.server.base
         return config | {"slots": self.server.slots}
@@ -68,6 +85,15 @@ class ContainerSpec:
             [image_id or self.image, self.config(), self.container_memory_mib, self.container_pids], sort_keys=True
         )
         return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def hopeless(code: int | None, words: str, failures: int) -> Exception | None:
+    """Why no container will ever come, judged by how the first ones ended; None: trying again makes sense."""
+    if code == BAD_CONFIG:
+        return ConfigError(words)
+    if code == NO_ISOLATION:
+        return IsolationUnavailable(words)
+    return BackendUnavailable(words) if failures >= HOPELESS else None
 
 
 def owner() -> str:
