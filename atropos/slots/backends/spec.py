@@ -53,11 +53,7 @@ class ContainerSpec:
 
     def config(self) -> dict[str, Any]:
         """The server's settings as ATROPOS_CONFIG carries them: only those that differ from the defaults."""
-        config = self.server.model_dump(mode="json", exclude_defaults=True, exclude=BAD_CONFIG, NO_ISOLATION = 2, 3
-"""Exit codes of the server that trying again can't change."""
-HOPELESS = 5
-"""Failed starts in a row, with no server ever ready, after which the fault is taken to be in the set-up."""
-_PLACED_BY_ENGINE)
+        config = self.server.model_dump(mode="json", exclude_defaults=True, exclude=_PLACED_BY_ENGINE)
         if self.server.base is not None:
             config["base"] = self.server.base
         return config | {"slots": self.server.slots}
