@@ -130,6 +130,16 @@ class Keeper:
             free=fleet.free,
             waiting=fleet.waiting,
             needed=self._needed(),
+            closing=self._closing(),
+        )
+
+    def _closing(self) -> int:
+        """How many run on but take no new leases."""
+        if len(self.pool.fleet.seats) == self.pool.fleet.ready:
+            return 0
+        return sum(
+            link.container.state == "running" and link.seat.key in self.pool.fleet.seats and not link.seat.open
+            for link in self.links.values()
         )
 
     def _needed(self) -> int:

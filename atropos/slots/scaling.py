@@ -22,6 +22,7 @@ class PoolState:
     Attributes:
         containers: asked for or seen, and not told to end; those that are still coming included.
         ready: of these, the ones whose slots can be leased.
+        closing: of these, the ones that take no new leases any more.
         free: slots that can be leased now.
         waiting: acquires that any container could serve; those bound to a snapshot's container are not among them.
         needed: how many containers reach up to the highest-index one that is in use, or was within `idle_s`.
@@ -32,6 +33,7 @@ class PoolState:
     free: int
     waiting: int
     needed: int
+    closing: int = 0
 
 
 @dataclass(frozen=True)
@@ -48,7 +50,7 @@ def plan(state: PoolState, limits: Limits) -> Plan:
     Grows by what waits beyond the slots that are free or coming; shrinks only while nothing waits, and only by the
     highest-index containers that have long been idle, since those are the ones a backend ends first.
     """
-    coming = max(0, state.containers - state.ready) * limits.slots_per_container
+    coming = max(0, state.containers - state.ready - state.closing) * limits.slots_per_container
     lacking = state.waiting - state.free - coming
     if lacking > 0:
         wanted = state.containers + -(-lacking // limits.slots_per_container)
@@ -57,7 +59,7 @@ def plan(state: PoolState, limits: Limits) -> Plan:
             return Plan(target, f"{state.waiting} waiting, {state.free} slots free, {coming} coming")
     if state.containers < limits.min_containers:
         return Plan(limits.min_containers, "below min_containers")
-    if state.waiting == 0 and state.ready >= state.containers:
+    if state.waiting == 0 and state.ready + state.closing >= state.containers:
         target = max(limits.min_containers, state.needed)
         if target < state.containers:
             return Plan(target, f"{state.containers - target} idle for {limits.idle_s:g} s")

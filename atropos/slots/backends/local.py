@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from atropos.errors import BackendUnavailable, ConfigError, IsolationUnavailable
 from atropos.slots.backends.base import Backend, Container
-from atropos.slots.backends.supervision import ServerProcess, start_time
+from atropos.slots.backends.supervision import COMMAND, ServerProcess, start_time
 from atropos.slots.tasks import Tasks
 
 if TYPE_CHECKING:
@@ -42,8 +42,9 @@ class LocalBackend(Backend):
 
     name = "local"
 
-    def __init__(self, config: SlotPoolConfig) -> None:
+    def __init__(self, config: SlotPoolConfig, *, command: Sequence[str] = COMMAND) -> None:
         self.config = config
+        self.command = command
         self.scratch: Path | None = None
         self.ever_ready = False
         self._places: dict[int, _Place] = {}
@@ -198,7 +199,7 @@ class _Place:
         config = self._backend.config.server_config(
             token, die_with_parent=True, state_dir=str(state_dir), drain_s=DRAIN_S
         )
-        server = await ServerProcess.start(config)
+        server = await ServerProcess.start(config, self._backend.command)
         try:
             self.container = Container(server.id, self._index, None, token, "starting")
             self._backend.news()

@@ -10,6 +10,7 @@ import os
 import signal
 import sys
 from collections import deque
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -29,6 +30,7 @@ KEPT_LINES, KEPT_LINE_CHARS = 200, 2000
 KILL_WAIT_S = 5.0
 """How long a killed process may take to be reaped before it is reported."""
 
+COMMAND = (sys.executable, "-m", "atropos.sandbox", "--config", "-")
 PASSED_ON = ("PATH", "HOME", "USER", "LOGNAME", "TMPDIR", "LD_LIBRARY_PATH", "XDG_RUNTIME_DIR", "LANG", "LC_ALL", "TZ")
 """What a server gets of this process's environment: no secret of the trainer's belongs there."""
 
@@ -63,7 +65,7 @@ class ServerProcess:
         self._stdout: asyncio.Task[None] | None = None
 
     @classmethod
-    async def start(cls, config: ServerConfig) -> ServerProcess:
+    async def start(cls, config: ServerConfig, command: Sequence[str] = COMMAND) -> ServerProcess:
         """Start it and hand it its configuration, token included, on stdin.
 
         Raises:
@@ -71,11 +73,7 @@ class ServerProcess:
         """
         try:
             process = await asyncio.create_subprocess_exec(
-                sys.executable,
-                "-m",
-                "atropos.sandbox",
-                "--config",
-                "-",
+                *command,
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.PIPE,

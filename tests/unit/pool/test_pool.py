@@ -1,0 +1,420 @@
+"""Races and faults of the pool, against modelled servers."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+
+import pytest
+
+from atropos.errors import (
+    AcquireTimeout,
+    BackendUnavailable,
+    ConfigError,
+    IsolationUnavailable,
+    LeaseExpired,
+    NotSupported,
+    SlotLost,
+)
+from tests.unit.pool.model import model_pool, settled, until
+
+
+async def test_a_slot_is_leased_used_and_given_back():
+    pool, backend = model_pool()
+    async with pool:
+        async with pool.lease("t") as slot:
+            assert (await slot.exec("true")).output == slot.name
+            assert (backend.held, pool.stats().leased) == (1, 1)
+        assert (backend.held, pool.stats().leased, pool.stats().free) == (0, 0, 2)
+        with pytest.raises(LeaseExpired):
+            await slot.exec("true")
+    assert backend.closed is True
+    assert not pool.tasks._tasks
+
+
+async def test_a_second_release_does_nothing():
+    pool, backend = model_pool()
+    async with pool:
+        slot = await pool.acquire("t")
+        await asyncio.gather(slot.release(), slot.release())
+        await slot.release()
+        assert pool.stats().releases == 1
+        assert pool.stats().free == 2
+
+
+async def test_waiters_are_served_first_come_first_served():
+    pool, _ = model_pool(slots=1, containers=1)
+    order = []
+
+    async def one(n):
+        async with pool.lease(f"t{n}"):
+            order.append(n)
+            await asyncio.sleep(0)
+
+    async with pool:
+        tasks = []
+        for n in range(20):
+            tasks.append(asyncio.create_task(one(n)))
+            await asyncio.sleep(0)
+        await asyncio.gather(*tasks)
+    assert order == list(range(20))
+
+
+async def test_a_refused_acquire_keeps_its_place_in_the_line():
+    pool, backend = model_pool(slots=1, containers=1)
+    async with pool:
+        (server,) = backend.servers.values()
+        server.foreign = 1  # another client took the slot without our knowing
+        order = []
+
+        async def one(n):
+            async with pool.lease(f"t{n}"):
+                order.append(n)
+
+        tasks = [asyncio.create_task(one(n)) for n in range(5)]
+        await until(lambda: pool.fleet.waiting == 5, "five in line")
+        server.foreign = 0
+        await asyncio.gather(*tasks)
+        assert order == list(range(5))
+
+
+async def test_demand_opens_containers_up_to_the_maximum_and_idleness_closes_them():
+    pool, backend = model_pool(slots=2, containers=3, idle_container_s=0.2)
+    async with pool:
+        slots = await asyncio.gather(*(pool.acquire(f"t{n}") for n in range(6)))
+        assert max(backend.asked) == 3
+        assert len({slot.container for slot in slots}) == 3
+        await asyncio.gather(*(slot.release() for slot in slots))
+        await until(lambda: len(backend.listed) == 1, "the idle ones closed")
+        assert pool.stats().containers == 1
+
+
+async def test_a_container_in_use_is_not_closed_and_low_ones_fill_first():
+    pool, backend = model_pool(slots=2, containers=2, idle_container_s=0.1)
+    async with pool:
+        slots = [await pool.acquire(f"t{n}") for n in range(4)]
+        high = next(slot for slot in slots if slot.container.startswith("c1"))
+        for slot in slots:
+            if slot is not high:
+                await slot.release()
+        await asyncio.sleep(0.3)
+        assert len(backend.listed) == 2
+        async with pool.lease("again") as low:
+            assert low.container.startswith("c0")
+        assert (await high.exec("true")).ok
+        await high.release()
+        await until(lambda: len(backend.listed) == 1, "the idle one closed")
+
+
+async def test_another_clients_leases_keep_a_container_open():
+    pool, backend = model_pool(slots=2, containers=2, idle_container_s=0.05)
+    async with pool:
+        slots = await asyncio.gather(*(pool.acquire(f"t{n}") for n in range(4)))
+        backend.servers[next(key for key in backend.servers if key.startswith("c1"))].foreign = 1
+        await asyncio.gather(*(slot.release() for slot in slots))
+        await asyncio.sleep(0.3)
+        assert len(backend.listed) == 2
+
+
+async def test_an_acquire_that_times_out_says_what_there_is_and_why():
+    pool, backend = model_pool(slots=1, containers=1)
+    async with pool:
+        async with pool.lease("holder"):
+            backend.sick = "no node has memory left"
+            with pytest.raises(AcquireTimeout, match=r"1 of 1 containers.*1 leased.*waiting.*no node has memory left"):
+                await pool.acquire("late", timeout_s=0.05)
+        async with pool.lease("next"):
+            pass
+        assert pool.stats().timeouts == 1
+
+
+@pytest.mark.parametrize("moment", [0, 0.001, 0.003, 0.005, 0.008, 0.012])
+async def test_cancelled_acquire_leaks_no_slot(moment):
+    pool, backend = model_pool(slots=2, containers=1)
+    backend.delay_s = 0.004
+    async with pool:
+        for _ in range(6):
+            task = asyncio.create_task(pool.acquire("t"))
+            await asyncio.sleep(moment)
+            task.cancel()
+            try:
+                await (await task).release()
+            except asyncio.CancelledError:
+                pass
+        await settled(pool)
+        assert backend.held == 0
+        assert (pool.stats().free, pool.fleet.reserved, pool.fleet.waiting) == (2, 0, 0)
+
+
+async def test_an_acquire_whose_answer_was_lost_is_taken_back():
+    pool, backend = model_pool(slots=1, containers=1)
+    async with pool:
+        (server,) = backend.servers.values()
+        server.lose_answers = 1
+        async with pool.lease("t"):
+            assert len(server.holder) == 1
+        await settled(pool)
+        assert server.holder == {}
+        assert pool.stats().free == 1
+
+
+async def test_a_cancelled_release_goes_on():
+    pool, backend = model_pool(slots=1, containers=1)
+    backend.delay_s = 0.01
+    async with pool:
+        slot = await pool.acquire("t")
+        task = asyncio.create_task(slot.release())
+        await asyncio.sleep(0.001)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        async with pool.lease("next"):
+            pass
+    assert backend.held == 0
+
+
+async def test_a_lost_container_ends_its_leases_at_once_and_others_never_notice():
+    pool, backend = model_pool(slots=1, containers=2, min_containers=2)
+    async with pool:
+        a, b = [await pool.acquire(f"t{n}") for n in range(2)]
+        backend.vanish(a.container)
+        await until(lambda: a.lost is not None, "the loss")
+        with pytest.raises(SlotLost):
+            await a.exec("true")
+        assert (await b.exec("true")).ok
+        await a.release()  # which is nothing
+        assert pool.stats().lost == 1
+
+
+async def test_waiters_go_elsewhere_when_their_container_dies():
+    pool, backend = model_pool(slots=1, containers=1)
+    async with pool:
+        slot = await pool.acquire("holder")
+        tasks = [asyncio.create_task(pool.acquire(f"t{n}")) for n in range(1)]
+        await asyncio.sleep(0.01)
+        backend.vanish(slot.container)
+        await backend.scale(1)
+        (other,) = await asyncio.gather(*tasks)
+        assert other.container != slot.container
+        await other.release()
+
+
+async def test_a_server_that_is_lost_and_does_not_come_back_is_replaced(monkeypatch):
+    monkeypatch.setattr("atropos.slots.keeper.RELINK_S", 0.1)
+    pool, backend = model_pool(slots=1, containers=1)
+    async with pool:
+        slot = await pool.acquire("t")
+        backend.servers[slot.container].kill()
+        async with pool.lease("next") as other:
+            assert other.container != slot.container
+        assert backend.retired == [slot.container]
+
+
+async def test_a_server_restarted_in_place_is_used_again():
+    pool, backend = model_pool(slots=1, containers=1)
+    async with pool:
+        slot = await pool.acquire("t")
+        server = backend.servers[slot.container]
+        server.kill()
+        server.alive, server.name, server.holder, server.leases = True, "reborn", {}, {}
+        async with pool.lease("next") as other:
+            assert other.container == slot.container
+            assert other.lease.boot_id == "reborn"
+        assert slot.lost is not None
+        assert backend.retired == []
+
+
+async def test_an_unclean_slot_is_not_leased_again():
+    pool, backend = model_pool(slots=2, containers=1)
+    async with pool:
+        (server,) = backend.servers.values()
+        slot = await pool.acquire("t")
+        server.unclean = True
+        await slot.release()
+        server.unclean = False
+        for n in range(5):
+            async with pool.lease(f"t{n}") as other:
+                assert other.name != slot.name
+        assert pool.stats().retired == 1
+
+
+async def test_a_lease_that_the_server_ends_is_lost_and_its_slot_is_used_again():
+    pool, backend = model_pool(slots=1, containers=1)
+    async with pool:
+        (server,) = backend.servers.values()
+        slot = await pool.acquire("t")
+        server.tell(slot.lease.lease_id, "slot_lost")
+        assert isinstance(slot.lost, SlotLost)
+        async with pool.lease("next"):
+            pass
+        await slot.release()
+
+
+async def test_a_draining_container_takes_nothing_new_and_demand_opens_another():
+    pool, backend = model_pool(slots=2, containers=2, idle_container_s=60)
+    async with pool:
+        (server,) = backend.servers.values()
+        slot = await pool.acquire("t")
+        server.draining = True
+        link = slot.link
+        link.look()
+        await until(lambda: not link.seat.open, "closing")
+        async with pool.lease("next") as other:
+            assert other.container != slot.container
+        assert (await slot.exec("true")).ok
+        await slot.release()
+
+
+async def test_start_fails_with_the_backends_own_words_and_leaves_nothing():
+    pool, backend = model_pool()
+    backend.never = True
+    backend.fatal = IsolationUnavailable("kernel.unprivileged_userns_clone is 0: set it to 1")
+    with pytest.raises(IsolationUnavailable, match="unprivileged_userns_clone"):
+        await pool.start()
+    assert backend.closed is True
+    assert not pool.tasks._tasks
+    assert not pool._loops._tasks
+    with pytest.raises(BackendUnavailable, match="stopped"):
+        await pool.acquire("t")
+
+
+async def test_start_that_finds_no_container_in_time_says_why():
+    pool, backend = model_pool(start_timeout_s=0.1)
+    backend.never = True
+    backend.sick = "image missing"
+    with pytest.raises(BackendUnavailable, match=r"start_timeout_s.*image missing"):
+        await pool.start()
+
+
+async def test_waiters_hear_of_a_fatal_failure_at_once():
+    pool, backend = model_pool(slots=1, containers=1)
+    async with pool:
+        slot = await pool.acquire("t")
+        waiting = asyncio.create_task(pool.acquire("u"))
+        await asyncio.sleep(0.01)
+        backend.never = True
+        backend.fatal = IsolationUnavailable("no more")
+        backend.vanish(slot.container)
+        with pytest.raises(IsolationUnavailable):
+            await waiting
+
+
+async def test_a_backend_that_refuses_to_grow_is_asked_again(monkeypatch):
+    monkeypatch.setattr("atropos.slots.keeper.REFUSED_S", (0.01, 0.05))
+    pool, backend = model_pool(slots=1, containers=2)
+    async with pool:
+        async with pool.lease("a"):
+            backend.refuse = BackendUnavailable("quota")
+            waiting = asyncio.create_task(pool.acquire("b"))
+            await until(lambda: len(backend.asked) >= 3, "a second try")
+            assert "quota" in pool.trouble()
+            backend.refuse = None
+            await (await waiting).release()
+
+
+async def test_containers_that_somebody_else_removed_are_asked_for_again(monkeypatch):
+    monkeypatch.setattr("atropos.slots.keeper.ASK_AGAIN_S", 0.05)
+    pool, backend = model_pool(slots=1, containers=1)
+    async with pool:
+        backend.vanish(next(iter(backend.listed)))
+        async with pool.lease("t"):
+            pass
+
+
+async def test_stop_ends_waiting_acquires_and_gives_slots_back():
+    pool, backend = model_pool(slots=1, containers=1)
+    await pool.start()
+    slot = await pool.acquire("t")
+    waiting = asyncio.create_task(pool.acquire("u"))
+    await asyncio.sleep(0.01)
+    await asyncio.gather(pool.stop(purge_job=False), pool.stop())
+    with pytest.raises(BackendUnavailable, match="stopped"):
+        await waiting
+    assert slot.lost is not None
+    assert backend.held == 0
+    assert backend.closed is False
+    await slot.release()
+
+
+async def test_what_a_container_does_not_support_is_told_and_nothing_leaks():
+    pool, backend = model_pool(slots=1, containers=1)
+    async with pool:
+        (server,) = backend.servers.values()
+        server.refuse = NotSupported("no snapshots here")
+        with pytest.raises(NotSupported):
+            await pool.acquire("t")
+        server.refuse = None
+        async with pool.lease("u"):
+            pass
+
+
+async def test_unknown_bases_and_networks_are_the_programmers_mistake():
+    pool, _ = model_pool(bases={"ml": "/srv/ml"})
+    async with pool:
+        with pytest.raises(ConfigError, match=r"base: 'x'.*ml"):
+            await pool.acquire("t", base="x")
+        with pytest.raises(ConfigError, match="allow_network"):
+            await pool.acquire("t", network=True)
+
+
+async def test_forks_land_where_their_snapshot_is_and_wait_for_it_alone():
+    pool, backend = model_pool(slots=2, containers=2, min_containers=2)
+    async with pool:
+        slot = await pool.acquire("t")
+        snapshot = await slot.snapshot()
+        async with pool.lease("f1", snapshot=snapshot) as fork:
+            assert fork.container == slot.container
+            waiting = asyncio.create_task(pool.acquire("f2", snapshot=snapshot))
+            await asyncio.sleep(0.01)
+            assert not waiting.done()
+            async with pool.lease("other") as other:
+                assert other.container != slot.container
+        second = await waiting
+        assert second.container == slot.container
+        lost = asyncio.create_task(pool.acquire("f3", snapshot=snapshot))
+        await asyncio.sleep(0.01)
+        backend.vanish(slot.container)
+        with pytest.raises(SlotLost, match="snapshot"):
+            await lost
+        with pytest.raises(SlotLost, match="snapshot"):
+            await pool.acquire("f4", snapshot=snapshot)
+        await snapshot.drop()
+
+
+async def test_random_traffic_with_cancellations_and_dying_containers_leaks_nothing():
+    rng = random.Random(11)
+    pool, backend = model_pool(slots=3, containers=4, acquire_timeout_s=30, idle_container_s=0.05)
+    backend.delay_s, backend.jitter = 0.001, rng
+    outcomes = {"ok": 0, "cancelled": 0, "lost": 0}
+
+    async def trajectory(n):
+        try:
+            async with pool.lease(f"t{n}") as slot:
+                for _ in range(rng.randrange(4)):
+                    assert (await slot.exec("x")).output == slot.name
+            outcomes["ok"] += 1
+        except (SlotLost, LeaseExpired):
+            outcomes["lost"] += 1
+        except asyncio.CancelledError:
+            outcomes["cancelled"] += 1
+
+    async with pool:
+        tasks = []
+        for n in range(400):
+            tasks.append(asyncio.create_task(trajectory(n)))
+            if rng.random() < 0.3:
+                asyncio.get_running_loop().call_later(rng.random() * 0.03, tasks[-1].cancel)
+            if rng.random() < 0.02 and backend.listed:
+                key = rng.choice(list(backend.listed))
+                index = backend.listed[key].index
+                backend.vanish(key)
+                backend.open(index)
+            if rng.random() < 0.3:
+                await asyncio.sleep(0.002)
+        await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 30)
+        await settled(pool)
+        assert backend.held == 0
+        assert (pool.fleet.leased, pool.fleet.reserved, pool.fleet.waiting) == (0, 0, 0)
+        assert pool.fleet.free == sum(seat.free for seat in pool.fleet.seats.values())
+        assert outcomes["ok"] > 100
+    assert not pool.tasks._tasks
