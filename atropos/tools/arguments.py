@@ -1,0 +1,155 @@
+"""A model's arguments: from what it wrote to a checked object, or to a message that says what would be right."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from typing import Any, TypeVar, cast
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+MAX_ARGUMENT_BYTES = 16 * 1024 * 1024
+"""Longest JSON text of a call's arguments that is parsed at all, in bytes."""
+_SHOWN = 120
+_Model = TypeVar("_Model", bound=BaseModel)
+
+
+class Arguments(BaseModel):
+    """Base of a tool's arguments: frozen, and an unknown one is refused by name."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class BadArguments(Exception):
+    """The model's arguments are wrong; the message says what would be right."""
+
+
+def parse_object(tool: str, arguments: dict[str, Any] | str) -> dict[str, Any]:
+    """The arguments as an object.
+
+    Raises:
+        BadArguments: they are not a JSON object.
+    """
+    if isinstance(arguments, dict):
+        return arguments
+    if not arguments.strip():
+        return {}
+    if len(arguments) > MAX_ARGUMENT_BYTES:
+        raise BadArguments(f"{tool}: the arguments are {len(arguments):,} characters; at most {MAX_ARGUMENT_BYTES:,}")
+    value: Any = arguments
+    for _ in range(2):  # some models encode the object twice
+        if not isinstance(value, str):
+            break
+        try:
+            value = json.loads(value, strict=False)
+        except (ValueError, RecursionError) as error:
+            raise BadArguments(
+                f"{tool}: the arguments are not valid JSON ({_json_trouble(error)}); "
+                'write one JSON object, such as {"name": "value"}'
+            ) from None
+    if not isinstance(value, dict):
+        raise BadArguments(f"{tool}: the arguments must be a JSON object, not {json_kind(value)}")
+    return cast("dict[str, Any]", value)
+
+
+def check(tool: str, model: type[_Model], arguments: dict[str, Any]) -> _Model:
+    """The arguments as the tool's own model.
+
+    Raises:
+        BadArguments: with every field that is wrong, and what the tool takes.
+    """
+    try:
+        return model.model_validate(arguments)
+    except ValidationError as error:
+        problems = [_problem(model, detail) for detail in error.errors(include_url=False)[:10]]
+        raise BadArguments(f"{tool}: {'; '.join(problems)}. {usage(tool, model)}") from None
+    except RecursionError:
+        raise BadArguments(f"{tool}: the arguments are nested too deeply. {usage(tool, model)}") from None
+
+
+def usage(tool: str, model: type[BaseModel]) -> str:
+    """One line: the arguments a tool takes, with types."""
+    parts: list[str] = []
+    schema = parameters(model)
+    required = set(schema.get("required", ()))
+    for name, field in schema["properties"].items():
+        kind = field.get("type") or "/".join(str(one.get("type", "object")) for one in field.get("anyOf", ())) or "any"
+        if "enum" in field:
+            kind = "one of " + ", ".join(json.dumps(value) for value in field["enum"])
+        parts.append(f"{name} ({kind}{', required' if name in required else ''})")
+    return f"{tool} takes: {', '.join(parts)}" if parts else f"{tool} takes no arguments"
+
+
+def parameters(model: type[BaseModel]) -> dict[str, Any]:
+    """A pydantic model as the JSON schema that models are shown: no titles, `None` not offered, references resolved."""
+    schema = model.model_json_schema()
+    definitions = schema.pop("$defs", {})
+    shown = _simplify(schema, definitions, 0)
+    shown.setdefault("properties", {})
+    shown.pop("description", None)
+    return shown
+
+
+def _simplify(node: Any, definitions: dict[str, Any], depth: int) -> Any:
+    if isinstance(node, list):
+        return [_simplify(one, definitions, depth) for one in cast("list[Any]", node)]
+    if not isinstance(node, dict):
+        return node
+    fields = cast("dict[str, Any]", node)
+    if "$ref" in fields and depth < 8:
+        target = definitions.get(str(fields["$ref"]).rsplit("/", 1)[-1], {})
+        merged = {**target, **{key: value for key, value in fields.items() if key != "$ref"}}
+        return _simplify(merged, definitions, depth + 1)
+    result: dict[str, Any] = {}
+    for key, value in fields.items():
+        if key == "title" and isinstance(value, str):
+            continue
+        if key == "properties":
+            result[key] = {name: _simplify(one, definitions, depth) for name, one in value.items()}
+        elif not (key == "default" and value is None):
+            result[key] = _simplify(value, definitions, depth)
+    options = [one for one in result.get("anyOf", ()) if one.get("type") != "null"]
+    if len(options) == 1 and len(result["anyOf"]) == 2:
+        del result["anyOf"]
+        result = {**options[0], **result}
+    return result
+
+
+def _problem(model: type[BaseModel], detail: Any) -> str:
+    where = ".".join(str(part) for part in detail["loc"]) or "the arguments"
+    kind, given = detail["type"], detail.get("input")
+    if kind == "missing":
+        return f"'{where}' is missing"
+    if kind == "extra_forbidden":
+        close = difflib.get_close_matches(where, list(model.model_fields), n=1, cutoff=0.6)
+        hint = f" (did you mean '{close[0]}'?)" if close else ""
+        return f"'{shorten(where)}' is not an argument{hint}"
+    message = str(detail["msg"]).removeprefix("Value error, ")
+    return f"'{where}' is wrong: {message} (got {shorten(describe(given))})"
+
+
+def describe(value: Any) -> str:
+    """A value as the model would recognise it, without surrogates."""
+    try:
+        text = json.dumps(value)
+    except (TypeError, ValueError, RecursionError):
+        text = type(value).__name__
+    return text
+
+
+def shorten(text: str, most: int = _SHOWN) -> str:
+    """A text of at most `most` characters, for a message."""
+    clean = text.encode("utf-8", "backslashreplace").decode()
+    return clean if len(clean) <= most else f"{clean[:most]}… ({len(clean):,} characters)"
+
+
+def json_kind(value: Any) -> str:
+    """What JSON calls a value."""
+    kinds = {bool: "a boolean", str: "a string", int: "a number", float: "a number", list: "a list"}
+    return "null" if value is None else kinds.get(type(value), "an object")
+
+
+def _json_trouble(error: Exception) -> str:
+    if isinstance(error, json.JSONDecodeError):
+        return f"{error.msg} at character {error.pos}"
+    return "nested too deeply" if isinstance(error, RecursionError) else str(error)[:_SHOWN]

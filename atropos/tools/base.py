@@ -1,0 +1,290 @@
+"""What a tool is: one class, or one decorated async function with typed arguments."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, Protocol, cast
+
+from pydantic import BaseModel, ConfigDict, Field, create_model
+
+from atropos import wire
+from atropos.errors import ConfigError
+from atropos.tools.arguments import Arguments, parameters
+from atropos.tools.models import ToolResult, ToolSchema
+
+_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}\Z")
+"""OpenAI's rule for a function's name."""
+
+
+class ToolError(Exception):
+    """Raised by a tool to tell the model what went wrong: it becomes a `ToolResult`, never an exception."""
+
+    def __init__(self, message: str, *, limit: wire.Limit | None = None) -> None:
+        super().__init__(message)
+        self.limit: wire.Limit | None = limit
+
+
+class ToolSlot(Protocol):
+    """What tools need of a slot; `atropos.slots.Slot` has it and more."""
+
+    async def run(self, operation: Any, *, call_id: str | None = None) -> Any:
+        """Run one `atropos.wire` operation and return its result."""
+        ...
+
+    async def release(self) -> Any:
+        """Give the slot back."""
+        ...
+
+
+class ToolLimits(BaseModel):
+    """Bounds of what a model may ask for and of what it is shown. Times in seconds."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    command_timeout_s: float = Field(default=120, gt=0, description="of a terminal command that names none")
+    max_timeout_s: float = Field(default=600, gt=0, description="longest a terminal command may ask for")
+    max_wait_s: float = Field(default=120, gt=0, description="longest a wait for a process or a screen may ask for")
+    max_output_bytes: int = Field(default=50_000, ge=1000, description="of one result, as head and tail")
+    max_sessions: int = Field(default=16, ge=1, description="terminal sessions of one trajectory")
+    max_recording_bytes: int = Field(default=8_000_000, ge=1000, description="of one session's recording")
+    record_sessions: bool = Field(default=False, description="record every terminal session, asked for or not")
+
+
+@dataclass
+class ToolScope:
+    """What surrounds one call: whose it is, its slot, and what tools keep between calls of one lease.
+
+    Attributes:
+        trajectory_id: whose call this is.
+        call_id: the call's id.
+        limits: the executor's bounds.
+        state: kept from call to call, forgotten with the lease; keyed by the tool's own name.
+    """
+
+    trajectory_id: str
+    call_id: str
+    limits: ToolLimits = field(default_factory=ToolLimits)
+    state: dict[str, Any] = field(default_factory=dict[str, Any])
+    _slot: ToolSlot | None = None
+
+    @property
+    def slot(self) -> Any:
+        """The trajectory's slot (an `atropos.slots.Slot`); only sandboxed tools have one."""
+        if self._slot is None:
+            raise ConfigError("an external tool has no slot; declare it with sandboxed=True")
+        return self._slot
+
+    async def run(self, operation: Any) -> Any:
+        """Run a wire operation in the slot.
+
+        Raises:
+            ToolError: the operation was refused in the slot: the model's business.
+            SandboxError: the infrastructure failed.
+        """
+        result = await self.slot.run(operation)
+        if isinstance(result, wire.OpError):
+            raise ToolError(result.message, limit=result.limit)
+        return result
+
+
+class Tool(ABC):
+    """A tool. Subclass it, or decorate a function with `tool`.
+
+    Attributes:
+        name: what the model calls it: letters, digits, `_` and `-`.
+        description: what the model reads about it.
+        arguments: the pydantic model of its arguments.
+        toolsets: the groups it belongs to; `default` puts it among the default tools.
+        sandboxed: whether it works in the trajectory's slot; else it runs on the ToolServer.
+        read_only: changes nothing, so that running it twice is harmless.
+        timeout_s: longest a call may take before its result says so; None: no bound of the tool's own.
+    """
+
+    name: str
+    description: str
+    arguments: type[BaseModel]
+    toolsets: tuple[str, ...] = ()
+    sandboxed: bool = True
+    read_only: bool = False
+    timeout_s: float | None = None
+
+    @abstractmethod
+    async def run(self, arguments: Any, scope: ToolScope) -> Any:
+        """Do it.
+
+        Returns:
+            A `ToolResult`, or text, or anything that JSON can say.
+
+        Raises:
+            ToolError: the model should read what went wrong.
+            SandboxError: the infrastructure failed; the caller gets the exception.
+        """
+
+    @cached_property
+    def schema(self) -> ToolSchema:
+        """The tool as a model is told of it."""
+        return ToolSchema(name=self.name, description=self.description, parameters=parameters(self.arguments))
+
+    def __repr__(self) -> str:
+        return f"<Tool {self.name} {'sandboxed' if self.sandboxed else 'external'} {'/'.join(self.toolsets)}>"
+
+
+class FunctionTool(Tool):
+    """A decorated function as a tool; calling it calls the function."""
+
+    def __init__(self, function: Callable[..., Awaitable[Any]], **fields: Any) -> None:
+        self.function = function
+        self._by_model: str | None = None
+        self._injected: tuple[str, ...] = ()
+        for name, value in fields.items():
+            setattr(self, name, value)
+        if not self.description:
+            raise ConfigError(f"tool {self.name!r}: give the function a docstring, or description=...")
+        self._read_signature(fields.get("arguments"))
+        self.__doc__ = self.description
+
+    def _read_signature(self, model: type[BaseModel] | None) -> None:
+        if not inspect.iscoroutinefunction(self.function):
+            raise ConfigError(f"tool {self.name!r}: the function must be `async def`")
+        wanted: dict[str, Any] = {}
+        injected: list[str] = []
+        for name, parameter in inspect.signature(self.function).parameters.items():
+            if parameter.kind in {parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD, parameter.POSITIONAL_ONLY}:
+                raise ConfigError(f"tool {self.name!r}: parameter {name!r} must be named, not * or positional-only")
+            if name in {"slot", "scope"}:
+                injected.append(name)
+                continue
+            kind = model if name == "arguments" and model else self._annotation(parameter)
+            if isinstance(kind, type) and issubclass(kind, BaseModel) and self._by_model is None and not wanted:
+                self._by_model, self.arguments = name, kind
+                continue
+            wanted[name] = (kind, ... if parameter.default is parameter.empty else parameter.default)
+        if self._by_model is not None and wanted:
+            raise ConfigError(f"tool {self.name!r}: take one arguments model, or plain parameters, not both")
+        if self._by_model is None:
+            self.arguments = create_model(f"{self.name}_arguments", __base__=Arguments, **wanted)
+        self._injected = tuple(injected)
+
+    def _annotation(self, parameter: inspect.Parameter) -> Any:
+        if parameter.annotation is parameter.empty:
+            raise ConfigError(f"tool {self.name!r}: parameter {parameter.name!r} needs a type")
+        if not isinstance(parameter.annotation, str):
+            return parameter.annotation
+        try:
+            return eval(parameter.annotation, self.function.__globals__)  # noqa: S307 - the author's own annotation
+        except Exception as error:
+            raise ConfigError(
+                f"tool {self.name!r}: the type of {parameter.name!r} can't be resolved ({error}); "
+                "define it at module level, or pass arguments=Model to @tool"
+            ) from None
+
+    async def run(self, arguments: Any, scope: ToolScope) -> Any:
+        """Call the function with its arguments, and with the slot or scope where it names them."""
+        injected = {name: scope if name == "scope" else scope.slot for name in self._injected}
+        if self._by_model is not None:
+            return await self.function(**{self._by_model: arguments}, **injected)
+        given = {name: getattr(arguments, name) for name in type(arguments).model_fields}
+        return await self.function(**given, **injected)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Awaitable[Any]:
+        """Call the plain function."""
+        return self.function(*args, **kwargs)
+
+
+def tool(
+    name: str | None = None,
+    *,
+    description: str | None = None,
+    arguments: type[BaseModel] | None = None,
+    toolsets: tuple[str, ...] | list[str] = ("custom",),
+    sandboxed: bool = True,
+    read_only: bool = False,
+    timeout_s: float | None = None,
+) -> Callable[[Callable[..., Awaitable[Any]]], FunctionTool]:
+    """Make a tool of an async function.
+
+    Its parameters are the arguments (or one parameter is a pydantic model of them); a parameter named `slot` gets the
+    trajectory's slot, one named `scope` the `ToolScope`. The docstring's first paragraph is the description.
+
+        @tool(toolsets=("text",))
+        async def count_words(slot, path: str) -> str:
+            "Count the words of a file."
+            return str(len((await slot.read_file(path)).split()))
+
+    Raises:
+        ConfigError: the function can't be a tool; the message says what to change.
+    """
+
+    def wrap(function: Callable[..., Awaitable[Any]]) -> FunctionTool:
+        text = description or (inspect.getdoc(function) or "").split("\n\n")[0].replace("\n", " ")
+        fields: dict[str, Any] = {"arguments": arguments} if arguments is not None else {}
+        made = FunctionTool(
+            function,
+            name=name or getattr(function, "__name__", ""),
+            description=text,
+            toolsets=tuple(toolsets),
+            sandboxed=sandboxed,
+            read_only=read_only,
+            timeout_s=timeout_s,
+            **fields,
+        )
+        check_tool(made)
+        return made
+
+    return wrap
+
+
+def check_tool(candidate: Tool) -> None:
+    """Refuse a tool that could not be offered.
+
+    Raises:
+        ConfigError: its name, description or arguments are no good.
+    """
+    name = getattr(candidate, "name", None)
+    if not isinstance(name, str) or not _NAME.match(name):
+        raise ConfigError(f"tool name {name!r}: use 1 to 64 letters, digits, '_' or '-'")
+    if not getattr(candidate, "description", None):
+        raise ConfigError(f"tool {name!r}: description is missing")
+    model = getattr(candidate, "arguments", None)
+    if not (isinstance(model, type) and issubclass(model, BaseModel)):
+        raise ConfigError(f"tool {name!r}: arguments must be a pydantic model")
+    if candidate.timeout_s is not None and candidate.timeout_s <= 0:
+        raise ConfigError(f"tool {name!r}: timeout_s must be above 0")
+
+
+def as_result(value: Any) -> ToolResult:
+    """What a tool returned, as a result."""
+    if isinstance(value, ToolResult):
+        return value
+    if value is None:
+        return ToolResult(success=True)
+    if isinstance(value, str):
+        return ToolResult(success=True, output=value.encode("utf-8", "replace").decode())
+    if isinstance(value, BaseModel):
+        value = value.model_dump(mode="json")
+    try:
+        text = json.dumps(value, ensure_ascii=False, default=str)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ToolError(f"the tool's answer can't be written as JSON: {error}") from None
+    data = cast("dict[str, Any]", value) if isinstance(value, dict) else {"value": value}
+    return ToolResult(success=True, output=text.encode("utf-8", "replace").decode(), data=data)
+
+
+__all__ = [
+    "Arguments",
+    "FunctionTool",
+    "Tool",
+    "ToolError",
+    "ToolLimits",
+    "ToolScope",
+    "ToolSlot",
+    "as_result",
+    "check_tool",
+    "tool",
+]

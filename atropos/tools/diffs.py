@@ -1,0 +1,271 @@
+"""Unified diffs as models write them: parsed leniently, applied exactly or not at all. No I/O here."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from dataclasses import dataclass, field
+
+_HUNK = re.compile(r"@@+ ?(?:-(\d+)(?:,\d+)? \+\d+(?:,\d+)?)?")
+_NEAR = 0.6
+"""Similarity from which a piece of a file is told as the near miss of what was looked for."""
+MAX_COMPARED = 4000
+"""Lines of a file that a near miss is looked for in."""
+
+
+class PatchError(Exception):
+    """The change can't be applied; the message says why and what would be right."""
+
+
+@dataclass
+class Hunk:
+    """One place's change: lines with their sign (' ', '-' or '+'), without line ends."""
+
+    start: int | None
+    lines: list[tuple[str, str]] = field(default_factory=list[tuple[str, str]])
+    no_newline_old: bool = False
+    no_newline_new: bool = False
+
+    @property
+    def old(self) -> list[str]:
+        """What must stand in the file."""
+        return [text for sign, text in self.lines if sign != "+"]
+
+    @property
+    def new(self) -> list[str]:
+        """What stands there afterwards."""
+        return [text for sign, text in self.lines if sign != "-"]
+
+
+@dataclass
+class FileChange:
+    """The change of one file. `old_path` None: it is made; `new_path` None: it is deleted."""
+
+    old_path: str | None
+    new_path: str | None
+    hunks: list[Hunk] = field(default_factory=list[Hunk])
+    mode: int | None = None
+
+    @property
+    def path(self) -> str:
+        """The file's name, the new one where it is renamed."""
+        return self.new_path or self.old_path or ""
+
+
+def parse(text: str) -> list[FileChange]:
+    """The changes in a unified diff of one or several files, as git or diff writes it.
+
+    Line counts in the `@@` headers are not relied on: models get them wrong, and the lines say it all.
+
+    Raises:
+        PatchError: it is no unified diff.
+    """
+    changes: list[FileChange] = []
+    git: dict[str, str] = {}
+    lines = text.replace("\r\n", "\n").split("\n")
+    if lines and not lines[-1]:
+        lines.pop()
+    index = 0
+    while index < len(lines):
+        line = lines[index]
+        if line.startswith("diff --git "):
+            _finish_git(git, changes)
+            git = {"header": line}
+        elif line.startswith("--- ") and index + 1 < len(lines) and lines[index + 1].startswith("+++ "):
+            change = _named(line, lines[index + 1], git)
+            git = {}
+            index = _hunks(lines, index + 2, change)
+            changes.append(change)
+            continue
+        elif line.startswith(("rename from ", "rename to ", "new file mode ", "deleted file mode ", "new mode ")):
+            key = next(
+                key
+                for key in ("rename from", "rename to", "new file mode", "deleted file mode", "new mode")
+                if line.startswith(key)
+            )
+            git[key] = line[len(key) + 1 :].strip()
+        elif line.startswith(("GIT binary patch", "Binary files ")):
+            raise PatchError("the diff changes a binary file, which patch can't do; write the file another way")
+        elif line.startswith("@@"):
+            raise PatchError(f"line {index + 1} of the diff: a hunk without '--- a/FILE' and '+++ b/FILE' before it")
+        index += 1
+    _finish_git(git, changes)
+    if not changes:
+        raise PatchError("this is no unified diff: no '--- a/FILE' line followed by a '+++ b/FILE' line")
+    return changes
+
+
+def _finish_git(git: dict[str, str], changes: list[FileChange]) -> None:
+    """A git header without hunks: a pure rename, an empty new file, a deleted empty file."""
+    if "rename from" in git and "rename to" in git:
+        changes.append(FileChange(git["rename from"], git["rename to"]))
+    elif "header" in git and ("new file mode" in git or "deleted file mode" in git):
+        match = re.match(r"diff --git a/(.*) b/(.*)$", git["header"])
+        if match is not None:
+            made = "new file mode" in git
+            changes.append(FileChange(None if made else match[1], match[2] if made else None, mode=_mode(git)))
+
+
+def _named(old: str, new: str, git: dict[str, str]) -> FileChange:
+    old_path, new_path = _path(old[4:]), _path(new[4:])
+    both = (old_path or "a/").startswith("a/") and (new_path or "b/").startswith("b/")
+    if both:  # git's prefixes; a diff without them names the files as they are
+        old_path = old_path and old_path[2:]
+        new_path = new_path and new_path[2:]
+    if old_path is None and new_path is None:
+        raise PatchError("a file in the diff is /dev/null on both sides")
+    return FileChange(old_path, new_path, mode=_mode(git))
+
+
+def _mode(git: dict[str, str]) -> int | None:
+    text = git.get("new file mode") or git.get("new mode")
+    try:
+        return int(text, 8) & 0o777 if text else None
+    except ValueError:
+        return None
+
+
+def _path(text: str) -> str | None:
+    name = text.split("\t", 1)[0].strip()
+    if len(name) > 1 and name[0] == name[-1] == '"':
+        name = name[1:-1]
+    if not name:
+        raise PatchError("a file in the diff has no name")
+    return None if name == "/dev/null" else name
+
+
+def _hunks(lines: list[str], index: int, change: FileChange) -> int:
+    """Read the hunks that follow a file's header; where they end."""
+    while index < len(lines) and lines[index].startswith("@@"):
+        match = _HUNK.match(lines[index])
+        start = int(match[1]) if match and match[1] else None
+        hunk = Hunk(start)
+        index += 1
+        while index < len(lines):
+            line = lines[index]
+            if line.startswith(("@@", "diff --git ")) or _header(lines, index):
+                break
+            if line.startswith("\\"):
+                _mark_end(hunk)
+            elif line[:1] in {" ", "+", "-"}:
+                hunk.lines.append((line[0], line[1:]))
+            elif not line:
+                hunk.lines.append((" ", ""))  # editors and models strip the blank of an empty line
+            else:
+                break
+            index += 1
+        while hunk.lines and hunk.lines[-1] == (" ", "") and _between(lines, index):
+            hunk.lines.pop()  # blank lines between two files belong to neither
+        if not hunk.lines:
+            raise PatchError(f"a hunk of {change.path} is empty")
+        change.hunks.append(hunk)
+    if not change.hunks and change.old_path == change.new_path:
+        raise PatchError(f"the diff has no hunk ('@@ -1,3 +1,4 @@') for {change.path}")
+    return index
+
+
+def _header(lines: list[str], index: int) -> bool:
+    return (
+        lines[index].startswith("--- ")
+        and index + 1 < len(lines)
+        and lines[index + 1].startswith("+++ ")
+        and (index + 2 >= len(lines) or lines[index + 2].startswith("@@"))
+    )
+
+
+def _between(lines: list[str], index: int) -> bool:
+    return index >= len(lines) or lines[index].startswith("diff --git ") or _header(lines, index)
+
+
+def _mark_end(hunk: Hunk) -> None:
+    if hunk.lines:
+        sign = hunk.lines[-1][0]
+        hunk.no_newline_old |= sign in {" ", "-"}
+        hunk.no_newline_new |= sign in {" ", "+"}
+
+
+def apply(text: str, change: FileChange) -> str:
+    """A file's text after a change.
+
+    Each hunk is looked for from where its header says outwards, exactly; the header's line number may be wrong, the
+    lines may not.
+
+    Raises:
+        PatchError: a hunk's lines are not in the file; the message shows what is there instead.
+    """
+    ends = "\r\n" if "\r\n" in text and "\n" not in text.replace("\r\n", "") else "\n"
+    body = text.replace("\r\n", "\n") if ends == "\r\n" else text
+    lines = body.split("\n")
+    final_newline = not body or body.endswith("\n")
+    if lines and not lines[-1]:
+        lines.pop()
+    shift, floor = 0, 0
+    for number, hunk in enumerate(change.hunks, 1):
+        old, new = hunk.old, hunk.new
+        guess = max((hunk.start or 1) - 1, 0) + shift if old else _insertion(hunk, len(lines), shift)
+        at = _find(lines, old, guess, floor)
+        if at is None:
+            raise PatchError(_missed(change.path, number, len(change.hunks), lines, old))
+        reaches_end = at + len(old) == len(lines)
+        lines[at : at + len(old)] = new
+        shift, floor = shift + len(new) - len(old), at + len(new)
+        if reaches_end and (hunk.no_newline_old or hunk.no_newline_new):
+            final_newline = not hunk.no_newline_new
+    result = "\n".join(lines) + ("\n" if final_newline and lines else "")
+    return result.replace("\n", ends) if ends == "\r\n" else result
+
+
+def _insertion(hunk: Hunk, count: int, shift: int) -> int:
+    # `@@ -N,0 @@` inserts after line N.
+    return count if hunk.start is None else min(max(hunk.start + shift, 0), count)
+
+
+def _find(lines: list[str], old: list[str], guess: int, floor: int) -> int | None:
+    if not old:
+        return max(guess, floor)
+    last = len(lines) - len(old)
+    first = old[0]
+    candidates = [at for at in range(floor, last + 1) if lines[at] == first and lines[at : at + len(old)] == old]
+    return min(candidates, key=lambda at: abs(at - guess), default=None)
+
+
+def _missed(path: str, number: int, total: int, lines: list[str], old: list[str]) -> str:
+    which = f"hunk {number} of {total} does not apply to {path}" if total > 1 else f"the hunk does not apply to {path}"
+    return f"{which}: {near_miss(lines, old)}. Nothing was changed"
+
+
+def near_miss(lines: list[str], wanted: list[str]) -> str:
+    """What to tell of lines that are not in a file: how they differ from the most similar ones there."""
+    if not lines:
+        return "the file is empty"
+    squeezed = [" ".join(one.split()) for one in lines]
+    target = [" ".join(one.split()) for one in wanted]
+    for at in range(len(lines) - len(wanted) + 1):
+        if squeezed[at : at + len(wanted)] == target:
+            return f"lines {at + 1} to {at + len(wanted)} differ in white space only; there stands:\n{_show(lines, at, len(wanted))}"
+    at, ratio = _closest(squeezed[:MAX_COMPARED], target)
+    if ratio < _NEAR:
+        return "nothing like it is in the file; read it again, it may have changed"
+    return f"the most similar place is line {at + 1}, where stands:\n{_show(lines, at, len(wanted))}"
+
+
+def _closest(lines: list[str], wanted: list[str]) -> tuple[int, float]:
+    """The index at which the lines are most like the wanted ones, and how much, judged line by line."""
+    wanted = wanted[:40]
+    anchor = max(range(len(wanted)), key=lambda index: len(wanted[index]))
+    matcher = difflib.SequenceMatcher(autojunk=False)
+    matcher.set_seq2(wanted[anchor][:500])
+    best, best_ratio = 0, 0.0
+    for index, line in enumerate(lines):
+        matcher.set_seq1(line[:500])
+        if matcher.real_quick_ratio() <= best_ratio or matcher.quick_ratio() <= best_ratio:
+            continue
+        ratio = matcher.ratio()
+        if ratio > best_ratio:
+            best, best_ratio = max(index - anchor, 0), ratio
+    return best, best_ratio
+
+
+def _show(lines: list[str], at: int, count: int) -> str:
+    shown = lines[at : at + min(count, 20)]
+    return "\n".join(f"{number:>6}|{line[:300]}" for number, line in enumerate(shown, at + 1))

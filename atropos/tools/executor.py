@@ -1,0 +1,472 @@
+"""From a trajectory's tool call to its result: lease, order, routing, and which failures are whose."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections import OrderedDict
+from collections.abc import AsyncGenerator, Callable, Coroutine
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any, Protocol, Self
+
+from pydantic import BaseModel, ConfigDict, Field, SecretStr
+
+from atropos.errors import ConfigError, LeaseExpired, NotSupported, OutcomeUnknown, SandboxError
+from atropos.tools.arguments import BadArguments, check, parse_object
+from atropos.tools.base import Tool, ToolError, ToolLimits, ToolScope, ToolSlot, as_result
+from atropos.tools.external import ExternalTool
+from atropos.tools.models import ToolCall, ToolResult, new_call_id
+from atropos.tools.registry import ToolRegistry
+from atropos.tools.remote import ToolServerClient
+from atropos.tools.stats import ExecutorStats, Meter
+from atropos.tools.terminal import due_notes
+
+REMEMBERED = 8
+"""Results a trajectory remembers, so that a call sent again under its id is not run again."""
+MAX_WAITING = 256
+"""Calls of one trajectory that may wait for their turn."""
+INTERRUPT_S = 5.0
+"""How long a release waits for interrupted calls before it takes their slot away."""
+FINISH_S = 5.0
+"""How long a release lets tools put away what they kept (recordings)."""
+
+_log = logging.getLogger(__name__)
+
+
+class ToolPool(Protocol):
+    """What the executor needs of an `atropos.slots.SlotPool`."""
+
+    async def acquire(self, trajectory_id: str, *, snapshot: Any = None, network: bool | None = None) -> Any:
+        """A slot, exclusively."""
+        ...
+
+
+class ToolExecutorConfig(BaseModel):
+    """How calls are run. The pool's own settings (slots, limits, backend) are not repeated here."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    batch_window_ms: float = Field(default=20, ge=0, description="longest a call may wait to share a frame")
+    max_batch_size: int = Field(default=200, ge=1, description="most calls in a frame")
+    allow_network: bool | None = Field(default=None, description="filtered egress for programs; None: as the pool says")
+    require_sandbox: bool = Field(default=False, description="refuse slots that lack any isolation feature")
+    require_stateful_sandbox: bool = Field(default=False, description="refuse slots without background processes")
+    tool_server_url: str | None = Field(default=None, description="http(s) URL, or 'inprocess'")
+    tool_server_token: SecretStr | None = None
+    tool_server_timeout_s: float = Field(default=180, gt=0, description="longest an external call may take")
+    limits: ToolLimits = ToolLimits()
+
+
+@dataclass(eq=False)
+class _Trajectory:
+    """One trajectory's lease and queue. Everything here ends with its release."""
+
+    id: str
+    turn: asyncio.Lock = field(default_factory=asyncio.Lock)
+    slot: ToolSlot | None = None
+    state: dict[str, Any] = field(default_factory=dict[str, Any])
+    broken: SandboxError | None = None
+    released: bool = False
+    external: bool = False
+    calls: dict[asyncio.Task[Any], int] = field(default_factory=dict["asyncio.Task[Any]", int])
+    interrupted: set[asyncio.Task[Any]] = field(default_factory=set["asyncio.Task[Any]"])
+    idle: asyncio.Event = field(default_factory=asyncio.Event)
+    answered: OrderedDict[str, tuple[ToolCall, ToolResult | None]] = field(
+        default_factory=OrderedDict[str, "tuple[ToolCall, ToolResult | None]"]
+    )
+
+
+class ToolExecutor:
+    """Runs tool calls: each trajectory's in the order given, different trajectories' at once.
+
+    A result is what the model reads. An exception is the infrastructure's failure (`SandboxError`): the trajectory is
+    then broken, every further call of it fails alike, and it must be released.
+    """
+
+    def __init__(
+        self,
+        pool: ToolPool,
+        tools: ToolRegistry,
+        config: ToolExecutorConfig | None = None,
+        *,
+        tool_server_app: Callable[[], Any] | None = None,
+    ) -> None:
+        self.pool = pool
+        self.tools = tools
+        self.config = config or ToolExecutorConfig()
+        self._trajectories: dict[str, _Trajectory] = {}
+        self._releases: dict[_Trajectory, asyncio.Task[None]] = {}
+        self._meter = Meter()
+        self._state = "new"
+        self._server: ToolServerClient | None = None
+        if self.config.tool_server_url is not None:
+            self._server = ToolServerClient(
+                self.config.tool_server_url,
+                self.config.tool_server_token,
+                timeout_s=self.config.tool_server_timeout_s,
+                app_factory=tool_server_app,
+            )
+        elif tools.external:
+            names = ", ".join(tool.name for tool in tools.external)
+            raise ConfigError(f"tool_server_url: {names} run on a ToolServer; set it to a URL or 'inprocess'")
+
+    # ------------------------------------------------------------------------------------------------ life
+
+    async def start(self) -> None:
+        """Get ready; with a ToolServer, learn its tools.
+
+        Raises:
+            ToolServerUnavailable: the ToolServer can't be reached.
+            ConfigError: it offers none of the tools of a toolset that was asked for.
+        """
+        if self._state != "new":
+            raise RuntimeError(f"the executor is {self._state}; make a new one")
+        if self._server is not None:
+            self._adopt(await self._server.start())
+        self._state = "open"
+
+    def _adopt(self, offered: list[Any]) -> None:
+        """The ToolServer is the authority on which external tools there are and what they take."""
+        by_name = {info.name: info for info in offered}
+        missing = [tool for tool in self.tools.external if tool.name not in by_name]
+        for info in offered:
+            mine = self.tools.get(info.name)
+            if mine is not None and mine.sandboxed:
+                _log.warning("the ToolServer's tool %r is hidden by the sandboxed tool of that name", info.name)
+            elif mine is not None or self.tools.wants(info.toolset):
+                function = info.schema_.get("function", info.schema_)
+                made = ExternalTool(
+                    info.name,
+                    str(function.get("description") or info.name),
+                    info.toolset,
+                    parameters=function.get("parameters") or {"type": "object", "properties": {}},
+                    read_only=info.read_only,
+                    timeout_s=info.timeout_s,
+                )
+                self.tools.register(made, replace=True)
+        for tool in missing:
+            _log.warning("the ToolServer does not offer %r: the model is not told of it", tool.name)
+            self.tools.remove(tool.name)
+        left = {toolset for tool in self.tools.external for toolset in tool.toolsets}
+        for toolset in {toolset for tool in missing for toolset in tool.toolsets} & {*self.tools.enabled}:
+            if toolset not in left:
+                raise ConfigError(f"enabled_toolsets: the ToolServer offers no tool of {toolset!r}")
+
+    async def close(self) -> None:
+        """Release every trajectory and close the way to the ToolServer. Outlives cancellation; idempotent."""
+        if self._state == "closed":
+            return
+        self._state = "closed"
+        await _outlive(self._close())
+
+    async def _close(self) -> None:
+        for trajectory in list(self._trajectories.values()):
+            self._begin_release(trajectory)
+        await asyncio.gather(*self._releases.values(), return_exceptions=True)
+        if self._server is not None:
+            await self._server.close()
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    # ------------------------------------------------------------------------------------------------ calls
+
+    async def execute(self, trajectory_id: str, call: ToolCall) -> ToolResult:
+        """Run one call, after the trajectory's earlier ones.
+
+        A call with the id, name and arguments of a recent one is not run again: it gets that one's result.
+
+        Raises:
+            SandboxError: the infrastructure failed; nothing may be concluded about the model.
+            LeaseExpired: the trajectory was released while the call ran or waited.
+            RuntimeError: the executor is not open.
+        """
+        trajectory = self._trajectory(trajectory_id)
+        started = time.perf_counter()
+        checked = self._check(call)
+        async with self._call(trajectory):
+            result = await self._run(trajectory, call, checked)
+        self._meter.count(call.name if call.name in self.tools else "(unknown)", result, time.perf_counter() - started)
+        return result
+
+    def _check(self, call: ToolCall) -> tuple[Tool, Any, dict[str, Any]] | ToolResult:
+        tool = self.tools.get(call.name)
+        if tool is None:
+            return ToolResult.failure(self.tools.unknown(call.name))
+        try:
+            given = parse_object(tool.name, call.arguments)
+            arguments = check(tool.name, tool.arguments, given) if tool.sandboxed else None
+        except BadArguments as error:
+            return ToolResult.failure(str(error))
+        return tool, arguments, given
+
+    async def _run(
+        self, trajectory: _Trajectory, call: ToolCall, checked: tuple[Tool, Any, dict[str, Any]] | ToolResult
+    ) -> ToolResult:
+        if isinstance(checked, ToolResult):
+            return checked
+        known = trajectory.answered.get(call.id)
+        if known is not None and known[0] == call:
+            if known[1] is None:
+                raise OutcomeUnknown(
+                    f"call {call.id} of {trajectory.id} was given up while it ran; it is not run again"
+                )
+            return known[1]
+        tool, arguments, given = checked
+        slot = await self._leased(trajectory) if tool.sandboxed else None
+        answer: ToolResult | None = None
+        remember = True
+        try:
+            if slot is not None:
+                result = await self._in_slot(trajectory, call, tool, arguments, slot)
+            else:
+                result = await self._on_server(trajectory, tool, given)
+            answer = result
+        except SandboxError as error:
+            remember = isinstance(error, OutcomeUnknown)
+            raise
+        finally:
+            if remember:
+                trajectory.answered[call.id] = (call, answer)
+                while len(trajectory.answered) > REMEMBERED:
+                    trajectory.answered.popitem(last=False)
+        return result
+
+    async def _in_slot(
+        self, trajectory: _Trajectory, call: ToolCall, tool: Tool, arguments: Any, slot: ToolSlot
+    ) -> ToolResult:
+        scope = ToolScope(trajectory.id, call.id, self.config.limits, trajectory.state, slot)
+        try:
+            result = await run_tool(tool, arguments, scope)
+            if "process" in trajectory.state:
+                note = await due_notes(scope, asyncio.get_running_loop().time())
+                if note:
+                    result = result.model_copy(update={"output": f"{result.output}\n{note}".lstrip("\n")})
+        except SandboxError as error:
+            if not isinstance(error, NotSupported):
+                trajectory.broken = error
+            raise
+        return result
+
+    async def _on_server(self, trajectory: _Trajectory, tool: Tool, given: dict[str, Any]) -> ToolResult:
+        if self._server is None:
+            raise ConfigError(f"tool {tool.name!r} is external; set tool_server_url")
+        trajectory.external = True
+        # A fresh id on the wire: models repeat theirs, and to the server the same id is the same call.
+        return await self._server.execute(trajectory.id, new_call_id(), tool.name, given, timeout_s=tool.timeout_s)
+
+    # ------------------------------------------------------------------------------------------------ leases
+
+    async def slot(self, trajectory_id: str) -> Any:
+        """The trajectory's slot, acquired where it has none: for set-up and verification around the model's calls.
+
+        Raises:
+            AcquireTimeout: no slot came free in time.
+            SandboxError: the trajectory is broken, or no slot could be had.
+        """
+        trajectory = self._trajectory(trajectory_id)
+        async with self._call(trajectory):
+            return await self._leased(trajectory)
+
+    async def start_from(self, trajectory_id: str, snapshot: Any) -> Any:
+        """Lease the trajectory's slot as a fork of a snapshot.
+
+        Raises:
+            RuntimeError: the trajectory has a slot already.
+            SandboxError: no slot could be had.
+        """
+        trajectory = self._trajectory(trajectory_id)
+        async with self._call(trajectory):
+            if trajectory.slot is not None:
+                raise RuntimeError(f"trajectory {trajectory_id!r} has a slot already; release it first")
+            return await self._leased(trajectory, snapshot)
+
+    async def _leased(self, trajectory: _Trajectory, snapshot: Any = None) -> ToolSlot:
+        if trajectory.slot is None:
+            options: dict[str, Any] = {} if snapshot is None else {"snapshot": snapshot}
+            if self.config.allow_network is not None:
+                options["network"] = self.config.allow_network
+            slot = await self.pool.acquire(trajectory.id, **options)
+            if trajectory.released:  # the acquire did not heed its interruption
+                await slot.release()
+                raise LeaseExpired(f"trajectory {trajectory.id!r} was released while it waited for a slot")
+            trajectory.slot = slot
+            return slot
+        return trajectory.slot
+
+    async def release_trajectory(self, trajectory_id: str, reset_workspace: bool = True) -> None:
+        """End a trajectory: its calls are interrupted, its slot goes back and is reset.
+
+        Calls that run or wait end with `LeaseExpired`. A call made after this is the first of a new trajectory of that
+        name, in another slot. Releasing an unknown or released trajectory does nothing but wait for a release that is
+        under way. Outlives cancellation.
+
+        Args:
+            trajectory_id: whose it was.
+            reset_workspace: whether to wait until the slot is back. The slot never keeps anything either way.
+        """
+        trajectory = self._trajectories.get(trajectory_id)
+        if trajectory is not None:
+            task = self._begin_release(trajectory)
+            if reset_workspace:
+                await asyncio.shield(task)
+            return
+        pending = [task for one, task in self._releases.items() if one.id == trajectory_id]
+        if pending and reset_workspace:
+            await asyncio.shield(asyncio.gather(*pending))
+
+    def _begin_release(self, trajectory: _Trajectory) -> asyncio.Task[None]:
+        self._trajectories.pop(trajectory.id, None)
+        trajectory.released = True
+        task = asyncio.get_running_loop().create_task(self._release(trajectory), name=f"release {trajectory.id}")
+        self._releases[trajectory] = task
+        task.add_done_callback(lambda _: self._releases.pop(trajectory, None))
+        return task
+
+    async def _release(self, trajectory: _Trajectory) -> None:
+        for task in list(trajectory.calls):
+            trajectory.interrupted.add(task)
+            task.cancel()
+        if trajectory.calls:
+            trajectory.idle.clear()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(INTERRUPT_S):
+                    await trajectory.idle.wait()
+        try:
+            await self._put_away(trajectory)
+            if trajectory.slot is not None:
+                await trajectory.slot.release()
+            if trajectory.external and self._server is not None:
+                await self._server.end_trajectory(trajectory.id)
+        except SandboxError as error:
+            # The slot went with its container: the pool knows, and there is nothing left to give back.
+            _log.info("release of %s: %s", trajectory.id, error)
+        except Exception:
+            _log.exception("release of trajectory %s failed", trajectory.id)
+
+    async def _put_away(self, trajectory: _Trajectory) -> None:
+        """Let tools finish what they kept, while the slot is still there."""
+        scope = ToolScope(trajectory.id, "release", self.config.limits, trajectory.state, trajectory.slot)
+        for kept in trajectory.state.values():
+            finish = getattr(kept, "finish", None)
+            if finish is None or trajectory.broken is not None:
+                continue
+            try:
+                async with asyncio.timeout(FINISH_S):
+                    await finish(scope)
+            except (SandboxError, ToolError, TimeoutError) as error:
+                _log.info("release of %s: a tool could not finish: %s", trajectory.id, error)
+
+    # ------------------------------------------------------------------------------------------------ turns
+
+    def _trajectory(self, trajectory_id: str) -> _Trajectory:
+        if self._state != "open":
+            raise RuntimeError(f"the executor is {'not started' if self._state == 'new' else 'closed'}")
+        trajectory = self._trajectories.get(trajectory_id)
+        if trajectory is None:
+            if not trajectory_id or len(trajectory_id) > 500:
+                raise ConfigError("trajectory_id: 1 to 500 characters")
+            trajectory = self._trajectories[trajectory_id] = _Trajectory(trajectory_id)
+        if len(trajectory.calls) >= MAX_WAITING:
+            raise RuntimeError(f"trajectory {trajectory_id!r} has {MAX_WAITING} calls waiting; await some first")
+        return trajectory
+
+    @contextlib.asynccontextmanager
+    async def _call(self, trajectory: _Trajectory) -> AsyncGenerator[None]:
+        """One call's turn. A release interrupts it, which shows as `LeaseExpired` and not as a cancellation."""
+        task = asyncio.current_task()
+        assert task is not None
+        cancelling = task.cancelling()
+        trajectory.calls[task] = trajectory.calls.get(task, 0) + 1
+        try:
+            async with trajectory.turn:
+                if trajectory.broken is not None:
+                    raise type(trajectory.broken)(
+                        f"trajectory {trajectory.id!r} is broken and must be released: {trajectory.broken}"
+                    ) from trajectory.broken
+                yield
+            if task in trajectory.interrupted:
+                raise asyncio.CancelledError  # the tool swallowed it
+        except BaseException:
+            if task in trajectory.interrupted and task.uncancel() <= cancelling:
+                raise LeaseExpired(f"trajectory {trajectory.id!r} was released while the call ran") from None
+            raise
+        finally:
+            del trajectory.calls[task]
+            trajectory.interrupted.discard(task)
+            if not trajectory.calls:
+                trajectory.idle.set()
+
+    # ------------------------------------------------------------------------------------------------ sight
+
+    def recordings(self, trajectory_id: str) -> dict[str, str]:
+        """The trajectory's terminal sessions that were recorded, by name, as asciinema v2 text."""
+        trajectory = self._trajectories.get(trajectory_id)
+        sessions = None if trajectory is None else trajectory.state.get("session")
+        return {} if sessions is None else sessions.recordings()
+
+    def stats(self) -> ExecutorStats:
+        """Counts and times since the start, and what is going on now."""
+        return self._meter.stats(
+            trajectories=len(self._trajectories),
+            leased=sum(one.slot is not None for one in self._trajectories.values()),
+            broken=sum(one.broken is not None for one in self._trajectories.values()),
+            running=sum(len(one.calls) for one in self._trajectories.values()),
+            releasing=len(self._releases),
+        )
+
+    def __repr__(self) -> str:
+        return f"<ToolExecutor {self._state}, {len(self._trajectories)} trajectories, {len(self.tools)} tools>"
+
+
+async def run_tool(tool: Tool, arguments: Any, scope: ToolScope) -> ToolResult:
+    """Run a tool on checked arguments: whatever goes wrong in the tool itself becomes a result.
+
+    Raises:
+        SandboxError: the infrastructure failed.
+    """
+    started = time.perf_counter()
+    try:
+        if tool.timeout_s is None:
+            result = as_result(await tool.run(arguments, scope))
+        else:
+            async with asyncio.timeout(tool.timeout_s) as bound:
+                result = as_result(await tool.run(arguments, scope))
+            del bound
+    except ToolError as error:
+        result = ToolResult.failure(str(error), limit=error.limit)
+    except SandboxError:
+        raise
+    except TimeoutError:
+        result = ToolResult.failure(f"{tool.name} took longer than {tool.timeout_s:g} s", timed_out=True)
+    except Exception as error:
+        _log.exception("tool %s failed", tool.name)
+        result = ToolResult.failure(f"the tool {tool.name} failed: {type(error).__name__}: {error}"[:1000])
+    if result.duration_s == 0:
+        result = result.model_copy(update={"duration_s": time.perf_counter() - started})
+    return result
+
+
+async def _outlive(work: Coroutine[Any, Any, None]) -> None:
+    """Finish `work` even when the caller is cancelled meanwhile; the cancellation follows it."""
+    task = asyncio.get_running_loop().create_task(work)
+    cancelled: asyncio.CancelledError | None = None
+    while not task.done():
+        try:
+            await asyncio.shield(task)
+        except asyncio.CancelledError as error:
+            if task.cancelled():
+                raise
+            cancelled = error
+    if cancelled is not None:
+        raise cancelled
+    task.result()

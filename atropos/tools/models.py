@@ -1,0 +1,120 @@
+"""A tool call, its result, and the schema that tells a model of a tool."""
+
+from __future__ import annotations
+
+import json
+import re
+import uuid
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from atropos.wire import Limit
+
+_FRAMING = re.compile(r"<(?=\||/?tool_(?:call|response))")
+"""What would end the frame around a result, or pass for a special token of a chat template."""
+
+
+def new_call_id() -> str:
+    """A fresh id for a tool call: unique, and short enough for any wire."""
+    return f"call_{uuid.uuid4().hex[:24]}"
+
+
+class ToolCall(BaseModel):
+    """One call that a model asked for.
+
+    Attributes:
+        name: the tool's name as the model wrote it; it need not exist.
+        arguments: an object, or the text the model wrote where an object should stand. The executor parses text and
+            answers an error that the model can read when it isn't a JSON object.
+        id: the idempotency key. Unique within a trajectory.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    name: str
+    arguments: dict[str, Any] | str = Field(default_factory=dict)
+    id: str = Field(default_factory=new_call_id, min_length=1, max_length=200)
+
+
+class ToolResult(BaseModel):
+    """How a call ended, as a value: what the program did, or what was wrong with the call.
+
+    Attributes:
+        success: whether the tool did what it was asked; for a command, whether it exited with 0.
+        output: what the model reads. Text in any case: undecodable bytes are replaced.
+        error: what went wrong, and what would be right; None on success.
+        exit_code: of a command; -N when signal N ended it; None where there is none.
+        timed_out: the time ran out, and `output` is what had come by then.
+        truncated: the output is its head and tail; `dropped_bytes` were left out between them.
+        limit: the slot's limit that stopped or truncated the program.
+        duration_s: seconds spent in the tool, as measured where it ran.
+        data: the same answer for programs, where the tool has one; never shown to the model.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    success: bool
+    output: str = ""
+    error: str | None = None
+    exit_code: int | None = None
+    timed_out: bool = False
+    truncated: bool = False
+    dropped_bytes: int = Field(default=0, ge=0)
+    limit: Limit | None = None
+    duration_s: float = Field(default=0, ge=0)
+    data: dict[str, Any] | None = None
+
+    @classmethod
+    def failure(cls, error: str, **fields: Any) -> ToolResult:
+        """A result that says what went wrong."""
+        return cls(success=False, error=error, **fields)
+
+    def for_model(self) -> dict[str, Any]:
+        """What the model is told: fields that say nothing are left out."""
+        shown: dict[str, Any] = {"success": self.success}
+        if self.output or self.error is None:
+            shown["output"] = self.output
+        if self.error is not None:
+            shown["error"] = self.error
+        if self.exit_code is not None:
+            shown["exit_code"] = self.exit_code
+        if self.timed_out:
+            shown["timed_out"] = True
+        if self.truncated:
+            shown["truncated"] = True
+            shown["dropped_bytes"] = self.dropped_bytes
+        if self.limit is not None:
+            shown["limit"] = self.limit
+        return shown
+
+    def to_json(self) -> str:
+        """What the model is told, as one JSON object: the content of an OpenAI tool message."""
+        return json.dumps(self.for_model(), ensure_ascii=False)
+
+    def to_xml(self, *, name: str | None = None) -> str:
+        r"""What the model is told in the Hermes format: a JSON object in a `<tool_response>` element.
+
+        Nothing that a program prints can end the element or write a chat template's special token: `<` is written
+        `\u003c` (JSON's own escape) before `|`, `tool_call` and `tool_response`.
+        """
+        shown = self.for_model() if name is None else {"name": name, **self.for_model()}
+        text = json.dumps(shown, ensure_ascii=False)
+        return f"<tool_response>\n{_FRAMING.sub(lambda _: chr(92) + 'u003c', text)}\n</tool_response>"
+
+
+class ToolSchema(BaseModel):
+    """A tool as OpenAI's function calling describes it."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    name: str
+    description: str
+    parameters: dict[str, Any]
+
+    def to_openai(self) -> dict[str, Any]:
+        """The entry of a request's `tools` list."""
+        return {
+            "type": "function",
+            "function": {"name": self.name, "description": self.description, "parameters": self.parameters},
+        }

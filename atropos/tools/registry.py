@@ -1,0 +1,191 @@
+"""Which tools there are, and which of them a model is offered."""
+
+from __future__ import annotations
+
+import difflib
+import logging
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from importlib.metadata import entry_points
+from typing import Any, cast
+
+from atropos.errors import ConfigError
+from atropos.tools.base import Tool, check_tool
+from atropos.tools.toolsets import EXTERNAL, TOOLSETS
+
+ENTRY_POINTS = "atropos.tools"
+"""The entry point group: a `Tool`, a list of them, or a function without arguments that returns either."""
+
+_log = logging.getLogger(__name__)
+
+
+class ToolRegistry:
+    """The tools that a model is offered, by name, in a stable order."""
+
+    def __init__(
+        self, tools: Iterable[Tool] = (), *, enabled: Sequence[str] = (), disabled: Sequence[str] = ()
+    ) -> None:
+        self.enabled: tuple[str, ...] = tuple(enabled)
+        self.disabled: tuple[str, ...] = tuple(disabled)
+        self._tools: dict[str, Tool] = {}
+        for tool in tools:
+            self.register(tool)
+
+    def register(self, tool: Tool, *, replace: bool = False) -> None:
+        """Offer one more tool.
+
+        Raises:
+            ConfigError: it can't be offered, or another has its name.
+        """
+        check_tool(tool)
+        if not replace and self._tools.get(tool.name, tool) is not tool:
+            raise ConfigError(f"tool {tool.name!r}: another tool has that name; choose another, or replace=True")
+        self._tools[tool.name] = tool
+
+    def remove(self, name: str) -> None:
+        """Offer a tool no more; an unknown name changes nothing."""
+        self._tools.pop(name, None)
+
+    def get(self, name: str) -> Tool | None:
+        """The tool of that name, if it is offered."""
+        return self._tools.get(name)
+
+    def unknown(self, name: str) -> str:
+        """What to tell a model that asked for a tool that isn't there."""
+        shown = name[:100].encode("utf-8", "backslashreplace").decode()
+        close = difflib.get_close_matches(shown, self._tools, n=1, cutoff=0.6)
+        hint = f" Did you mean {close[0]!r}?" if close else ""
+        return f"there is no tool {shown!r}.{hint} The tools are: {', '.join(self._tools) or 'none'}"
+
+    def wants(self, toolset: str) -> bool:
+        """Whether a toolset that is found out later (an MCP server's) was asked for."""
+        names = {toolset, toolset.split(":", 1)[0], toolset.split("-", 1)[0]}
+        return bool(names & {*self.enabled} or "all" in self.enabled) and not names & {*self.disabled}
+
+    def schemas(self) -> list[dict[str, Any]]:
+        """Every tool in OpenAI's function-calling form, as a request's `tools`."""
+        return [tool.schema.to_openai() for tool in self]
+
+    @property
+    def names(self) -> list[str]:
+        """The tools' names."""
+        return list(self._tools)
+
+    @property
+    def external(self) -> list[Tool]:
+        """The tools that run on a ToolServer."""
+        return [tool for tool in self if not tool.sandboxed]
+
+    def __iter__(self) -> Iterator[Tool]:
+        return iter(list(self._tools.values()))
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._tools
+
+    def __len__(self) -> int:
+        return len(self._tools)
+
+    def __repr__(self) -> str:
+        return f"<ToolRegistry {', '.join(self._tools) or 'empty'}>"
+
+
+def build_tool_registry(
+    enabled_toolsets: Sequence[str] | None = None,
+    disabled_toolsets: Sequence[str] | None = None,
+    tool_server_url: str | None = None,
+    *,
+    tools: Iterable[Tool] = (),
+) -> ToolRegistry:
+    """The tools of some toolsets.
+
+    Args:
+        enabled_toolsets: names of toolsets; None or empty means `default`, `all` everything there is.
+        disabled_toolsets: taken away from those; a tool that is in one of them is not offered.
+        tool_server_url: where external tools run: a URL, or `inprocess`. None: there are none.
+        tools: one's own, offered in any case unless a disabled toolset has them.
+
+    Raises:
+        ConfigError: an unknown toolset, one that needs a ToolServer where there is none, or no tool is left.
+    """
+    for field, given in (("enabled_toolsets", enabled_toolsets), ("disabled_toolsets", disabled_toolsets)):
+        if isinstance(given, str):
+            raise ConfigError(f"{field}: write a list of names, not the text {given!r}")
+    own = list(tools)
+    catalogue = _catalogue(own)
+    enabled = list(enabled_toolsets or ["default"])
+    disabled = list(disabled_toolsets or [])
+    known = {*TOOLSETS, *(name for tool in catalogue for name in tool.toolsets)}
+    for field, names in (("enabled_toolsets", enabled), ("disabled_toolsets", disabled)):
+        for name in names:
+            if name not in known and not (tool_server_url and name.startswith("mcp")):
+                raise ConfigError(f"{field}: unknown toolset {name!r}; known: {', '.join(sorted(known))}")
+    if tool_server_url is None:
+        lacking = [name for name in enabled if name in EXTERNAL]
+        if lacking:
+            raise ConfigError(
+                f"enabled_toolsets: {lacking[0]!r} runs on a ToolServer; set tool_server_url to its URL or 'inprocess'"
+            )
+    chosen = ToolRegistry(enabled=enabled, disabled=disabled)
+    everything = "all" in enabled
+    mine = {id(tool) for tool in own}
+    for tool in catalogue:
+        groups = {*tool.toolsets}
+        if groups & {*disabled} or "all" in disabled:
+            continue
+        if not (everything or id(tool) in mine or groups & {*enabled}):
+            continue
+        if tool.sandboxed or tool_server_url is not None:
+            chosen.register(tool)
+        elif id(tool) in mine:
+            raise ConfigError(
+                f"tool {tool.name!r} is external; set tool_server_url to a ToolServer's URL or 'inprocess'"
+            )
+        else:
+            _log.warning("tool %r is left out: it is external and there is no tool_server_url", tool.name)
+    if not chosen and not any(name.startswith("mcp") for name in enabled):
+        raise ConfigError(f"disabled_toolsets: {', '.join(disabled)} leaves no tool of {', '.join(enabled)}")
+    return chosen
+
+
+def user_tools(*, sandboxed: bool | None = None) -> list[Tool]:
+    """The tools that installed packages offer by the entry point group `atropos.tools`.
+
+    Raises:
+        ConfigError: an entry point can't be loaded or is no tool.
+    """
+    found: list[Tool] = []
+    for point in entry_points(group=ENTRY_POINTS):
+        try:
+            value = point.load()
+        except Exception as error:
+            raise ConfigError(f"entry point {point.name!r} of {ENTRY_POINTS} can't be loaded: {error}") from error
+        found += tools_of(value, f"entry point {point.name!r} of {ENTRY_POINTS}")
+    return [tool for tool in found if sandboxed is None or tool.sandboxed is sandboxed]
+
+
+def tools_of(value: Any, where: str) -> list[Tool]:
+    """The tools in a `Tool`, a list of them, a `Tool` class, or a function that returns one of these.
+
+    Raises:
+        ConfigError: it is none of these.
+    """
+    if isinstance(value, Tool):
+        return [value]
+    if callable(value):
+        return tools_of(cast("Callable[[], Any]", value)(), where)
+    if isinstance(value, list | tuple):
+        return [tool for one in cast("Sequence[Any]", value) for tool in tools_of(one, where)]
+    raise ConfigError(f"{where}: expected a Tool, a list of them or a function that returns them, not {value!r:.80}")
+
+
+def _catalogue(own: list[Tool]) -> list[Tool]:
+    from atropos.tools.builtin import sandbox_tools
+    from atropos.tools.external import external_tools
+
+    names = {tool.name for tool in own}
+    every = [*sandbox_tools(), *external_tools()]
+    built_in = {tool.name for tool in every}
+    installed = user_tools()
+    for tool in installed:
+        if tool.name in built_in:
+            raise ConfigError(f"tool {tool.name!r} of an entry point has a built-in tool's name; choose another")
+    return [tool for tool in [*every, *installed] if tool.name not in names] + own

@@ -1,0 +1,241 @@
+"""The way to a ToolServer: what may be sent again, what may not, and whose failure it was."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import logging
+import random
+from collections.abc import Callable
+from contextlib import AsyncExitStack
+from typing import Any
+from urllib.parse import quote
+
+import httpx
+from pydantic import SecretStr, ValidationError
+
+from atropos.errors import ConfigError, OutcomeUnknown, ToolServerUnavailable
+from atropos.tools.models import ToolResult
+from atropos.tools.tool_server_models import (
+    VERSION,
+    ExecuteAnswer,
+    ExternalCall,
+    ExternalResult,
+    ToolInfo,
+    ToolList,
+)
+from atropos.wire import Problem
+
+INPROCESS = "inprocess"
+"""The `tool_server_url` that means: run the ToolServer's application in this process."""
+MAX_ATTEMPTS = 6
+"""Sends of one call at most, while that is safe."""
+MAX_DELAY_S = 10.0
+"""Longest pause between two attempts, also where the server asks for a longer one."""
+
+_log = logging.getLogger(__name__)
+
+
+class ToolServerClient:
+    """One ToolServer, over HTTP or in this process.
+
+    A call is sent again only where that can't run it twice: it never left, or the server refused it (429, 503), or the
+    connection broke and the server is asked for the same id, which it runs once at most.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        token: SecretStr | None = None,
+        *,
+        timeout_s: float = 180.0,
+        app_factory: Callable[[], Any] | None = None,
+    ) -> None:
+        self.url = url
+        self.timeout_s = timeout_s
+        self._token = token
+        self._factory = app_factory
+        self._stack = AsyncExitStack()
+        self._http: httpx.AsyncClient | None = None
+        self._boot_id: str | None = None
+        if url != INPROCESS and not url.startswith(("http://", "https://")):
+            raise ConfigError(f"tool_server_url: {url!r} is neither an http(s) URL nor 'inprocess'")
+
+    async def start(self) -> list[ToolInfo]:
+        """Connect and learn which tools there are.
+
+        Raises:
+            ToolServerUnavailable: it can't be reached, refuses the token, or answers nonsense.
+        """
+        headers = {}
+        if self._token is not None:
+            headers["Authorization"] = f"Bearer {self._token.get_secret_value()}"
+        transport: httpx.AsyncBaseTransport | None = None
+        base = self.url
+        if self.url == INPROCESS:
+            app = self._factory() if self._factory is not None else _default_app(self._token)
+            await self._stack.enter_async_context(app.router.lifespan_context(app))
+            transport, base = httpx.ASGITransport(app=app), "http://inprocess"
+        self._http = await self._stack.enter_async_context(
+            httpx.AsyncClient(
+                base_url=base,
+                headers=headers,
+                transport=transport,
+                timeout=httpx.Timeout(self.timeout_s, connect=10.0, pool=None),
+                limits=httpx.Limits(max_connections=1000, max_keepalive_connections=100),
+                trust_env=False,
+            )
+        )
+        try:
+            answer = await self._get_tools()
+        except BaseException:
+            await self.close()
+            raise
+        self._boot_id = answer.boot_id
+        return list(answer.tools)
+
+    async def _get_tools(self) -> ToolList:
+        for attempt in range(MAX_ATTEMPTS):
+            try:
+                response = await self._client.get("/tools", timeout=15.0)
+            except httpx.TransportError as error:
+                if attempt + 1 == 3:
+                    raise self._unavailable(f"can't be reached: {_said(error)}") from error
+                await _pause(attempt, None)
+                continue
+            if response.status_code in {429, 503} and attempt + 1 < MAX_ATTEMPTS:
+                await _pause(attempt, response)
+                continue
+            if response.status_code != 200:
+                raise self._refused(response)
+            try:
+                tools = ToolList.model_validate_json(response.content)
+            except ValidationError as error:
+                raise self._unavailable(f"answered nonsense to GET /tools: {error.error_count()} problems") from error
+            if tools.version != VERSION:
+                raise self._unavailable(f"speaks version {tools.version} of the protocol, this client {VERSION}")
+            return tools
+        raise self._unavailable("stayed too busy to list its tools")
+
+    async def execute(
+        self, trajectory_id: str, call_id: str, name: str, arguments: dict[str, Any], *, timeout_s: float | None = None
+    ) -> ToolResult:
+        """Run one external call.
+
+        Raises:
+            ToolServerUnavailable: the server could not be reached or did not keep to its protocol; the call did not
+                run, or, where the server's memory of it is gone with a restart, see next.
+            OutcomeUnknown: the call may have run and nobody can tell.
+        """
+        call = ExternalCall(
+            trajectory_id=trajectory_id, call_id=call_id, name=name, arguments=arguments, timeout_s=timeout_s
+        )
+        sent_before = False  # whether an earlier attempt may have reached the server
+        failure = "stayed too busy"
+        for attempt in range(MAX_ATTEMPTS):
+            body = call if not sent_before else call.model_copy(update={"boot_id": self._boot_id})
+            try:
+                response = await self._client.post(
+                    "/execute", content=body.model_dump_json(), headers={"Content-Type": "application/json"}
+                )
+            except (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout) as error:
+                failure = f"can't be reached: {_said(error)}"
+            except httpx.TransportError as error:
+                sent_before = True
+                failure = f"broke the connection: {_said(error)}"
+            else:
+                if response.status_code == 200:
+                    return self._answer(response, call_id)
+                if response.status_code not in {429, 502, 503, 504}:
+                    self._raise_for(response, sent_before=sent_before)
+                if response.status_code in {502, 504}:
+                    sent_before = True  # a proxy's answer: the server behind it may be at work
+                failure = f"answered {response.status_code}: {_problem(response)}"
+                await _pause(attempt, response)
+                continue
+            await _pause(attempt, None)
+        if sent_before:
+            raise OutcomeUnknown(f"the ToolServer at {self.url} {failure}; call {call_id} may have run")
+        raise self._unavailable(failure)
+
+    async def end_trajectory(self, trajectory_id: str) -> None:
+        """Let the server forget what it keeps for a trajectory; a failure is logged, its TTL ends it anyway."""
+        try:
+            await self._client.delete(f"/trajectories/{quote(trajectory_id, safe='')}", timeout=10.0)
+        except httpx.HTTPError as error:
+            _log.warning("the ToolServer was not told that trajectory %s ended: %s", trajectory_id, _said(error))
+
+    async def close(self) -> None:
+        """Close the connections, and the application where it runs in this process."""
+        self._http = None
+        await self._stack.aclose()
+
+    @property
+    def _client(self) -> httpx.AsyncClient:
+        if self._http is None:
+            raise RuntimeError("the ToolServer client is not started, or closed")
+        return self._http
+
+    def _answer(self, response: httpx.Response, call_id: str) -> ToolResult:
+        try:
+            answer = ExecuteAnswer.model_validate_json(response.content)
+        except ValidationError as error:
+            raise self._unavailable(f"answered nonsense to call {call_id}: {error.error_count()} problems") from error
+        self._boot_id = answer.boot_id
+        return external_result(answer.result)
+
+    def _raise_for(self, response: httpx.Response, *, sent_before: bool) -> None:
+        problem = _problem(response)
+        if response.status_code == 409:
+            raise OutcomeUnknown(f"the ToolServer at {self.url}: {problem}")
+        if response.status_code >= 500 or sent_before:
+            raise OutcomeUnknown(f"the ToolServer at {self.url} answered {response.status_code}: {problem}")
+        raise self._refused(response)
+
+    def _refused(self, response: httpx.Response) -> ToolServerUnavailable:
+        cure = "; check tool_server_token" if response.status_code in {401, 403} else ""
+        return self._unavailable(f"answered {response.status_code}: {_problem(response)}{cure}")
+
+    def _unavailable(self, why: str) -> ToolServerUnavailable:
+        return ToolServerUnavailable(f"the ToolServer at {self.url} {why}")
+
+
+def external_result(result: ExternalResult) -> ToolResult:
+    """An external tool's answer as any other tool's."""
+    return ToolResult(
+        success=result.success,
+        output=result.output,
+        error=result.error,
+        timed_out=result.timed_out,
+        truncated=result.truncated,
+        data=result.data,
+        duration_s=result.duration_s,
+    )
+
+
+def _default_app(token: SecretStr | None) -> Any:
+    # By name: the API stands above the tools, and this is the one place where they meet.
+    create_app = importlib.import_module("atropos.api.tool_server").create_app
+    return create_app(token=token)
+
+
+def _problem(response: httpx.Response) -> str:
+    try:
+        return Problem.model_validate_json(response.content).message
+    except ValidationError:
+        return response.text[:200] or response.reason_phrase
+
+
+def _said(error: Exception) -> str:
+    return str(error) or type(error).__name__
+
+
+async def _pause(attempt: int, response: httpx.Response | None) -> None:
+    asked = 0.0
+    if response is not None:
+        try:
+            asked = float(response.headers.get("Retry-After", 0))
+        except ValueError:
+            asked = 0.0
+    backoff = 0.1 * 2**attempt * random.uniform(0.5, 1.5)
+    await asyncio.sleep(min(max(asked, backoff), MAX_DELAY_S))

@@ -1,0 +1,77 @@
+"""Counts and times of tool calls."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from atropos.tools.models import ToolResult
+
+SAMPLES = 2048
+"""Latest calls that the percentiles are taken over."""
+
+
+@dataclass(frozen=True)
+class ToolStats:
+    """One tool's calls: how many, how many without success, and seconds in total."""
+
+    calls: int
+    errors: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class ExecutorStats:
+    """What an executor did and does. Times in seconds, over the latest calls, waiting for their turn included."""
+
+    calls: int
+    errors: int
+    trajectories: int
+    leased: int
+    broken: int
+    running: int
+    releasing: int
+    p50_s: float
+    p95_s: float
+    p99_s: float
+    tools: Mapping[str, ToolStats] = field(default_factory=dict[str, ToolStats])
+
+
+class Meter:
+    """Adds up calls; cheap enough for each one."""
+
+    def __init__(self) -> None:
+        self._tools: dict[str, list[float]] = {}
+        self._latest: deque[float] = deque(maxlen=SAMPLES)
+
+    def count(self, name: str, result: ToolResult, seconds: float) -> None:
+        """One more call has ended."""
+        row = self._tools.get(name)
+        if row is None:
+            row = self._tools[name] = [0, 0, 0.0]
+        row[0] += 1
+        row[1] += not result.success
+        row[2] += seconds
+        self._latest.append(seconds)
+
+    def stats(self, *, trajectories: int, leased: int, broken: int, running: int, releasing: int) -> ExecutorStats:
+        """Everything so far."""
+        ordered = sorted(self._latest)
+
+        def at(share: float) -> float:
+            return ordered[min(int(len(ordered) * share), len(ordered) - 1)] if ordered else 0.0
+
+        return ExecutorStats(
+            calls=int(sum(row[0] for row in self._tools.values())),
+            errors=int(sum(row[1] for row in self._tools.values())),
+            trajectories=trajectories,
+            leased=leased,
+            broken=broken,
+            running=running,
+            releasing=releasing,
+            p50_s=at(0.5),
+            p95_s=at(0.95),
+            p99_s=at(0.99),
+            tools={name: ToolStats(int(row[0]), int(row[1]), row[2]) for name, row in sorted(self._tools.items())},
+        )
