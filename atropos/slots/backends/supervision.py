@@ -27,6 +27,8 @@ BAD_CONFIG, NO_ISOLATION = 2, 3
 """Exit codes of the server after which trying again makes no sense."""
 KEPT_LINES, KEPT_LINE_CHARS = 200, 2000
 """The end of a server's log that is kept."""
+SHOWN_CHARS = 600
+"""At most so much of its last line goes into an error."""
 KILL_WAIT_S = 5.0
 """How long a killed process may take to be reaped before it is reported."""
 
@@ -101,20 +103,27 @@ class ServerProcess:
         assert self._process.stdout is not None
         try:
             async with asyncio.timeout(timeout_s):
-                line = await self._process.stdout.readline()
-                if not line:
-                    await self._process.wait()
-                    await self._log
-                    raise self.failure()
+                line = await self._first_line()
         except TimeoutError:
             raise BackendUnavailable(f"a sandbox server was not ready within {timeout_s:g} s: {self.last}") from None
-        except ValueError as error:
-            raise BackendUnavailable(f"a sandbox server's ready line is too long: {error}") from None
+        if not line:
+            raise self.failure()
         try:
             self.port = int(json.loads(line)["port"])
         except (ValueError, KeyError, TypeError):
             raise BackendUnavailable(f"a sandbox server said {line[:200]!r} in place of its ready line") from None
         self._stdout = asyncio.create_task(self._drain(), name=f"stdout of server {self.pid}")
+
+    async def _first_line(self) -> bytes:
+        """What it says on stdout; nothing when it has ended, with its log read."""
+        assert self._process.stdout is not None
+        try:
+            line = await self._process.stdout.readline()
+        except ValueError:
+            return b"a line without end"
+        if not line:
+            await self.wait()
+        return line
 
     def failure(self) -> Exception:
         """Why it ended, as an exception."""
@@ -129,7 +138,7 @@ class ServerProcess:
     @property
     def last(self) -> str:
         """Its last words."""
-        return next((line for line in reversed(self._lines) if line.strip()), "it said nothing")
+        return next((line.strip()[-SHOWN_CHARS:] for line in reversed(self._lines) if line.strip()), "it said nothing")
 
     @property
     def returncode(self) -> int | None:
@@ -178,8 +187,8 @@ class ServerProcess:
             *lines, rest = (rest + chunk.decode(errors="replace")).split("\n")
             rest = rest[-KEPT_LINE_CHARS:]
             for line in lines:
-                self._lines.append(line[:KEPT_LINE_CHARS])
-                log.debug("server %d: %s", self.pid, line[:KEPT_LINE_CHARS])
+                self._lines.append(line[-KEPT_LINE_CHARS:])
+                log.debug("server %d: %s", self.pid, line[-KEPT_LINE_CHARS:])
         if rest:
             self._lines.append(rest)
 

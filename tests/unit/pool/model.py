@@ -258,7 +258,9 @@ class ModelBackend(Backend):
         return ModelClient(self.servers[container.id], on_lease_ended)
 
 
-def model_pool(slots: int = 2, containers: int = 2, *, start_s: float = 0.0, **settings) -> tuple[SlotPool, ModelBackend]:
+def model_pool(
+    slots: int = 2, containers: int = 2, *, start_s: float = 0.0, **settings
+) -> tuple[SlotPool, ModelBackend]:
     """A pool on a fresh model backend; `settings` are SlotPoolConfig's."""
     backend = ModelBackend(slots, start_s=start_s)
     values = {"slots_per_container": slots, "max_containers": containers, "acquire_timeout_s": 5.0} | settings
@@ -268,7 +270,7 @@ def model_pool(slots: int = 2, containers: int = 2, *, start_s: float = 0.0, **s
 async def settled(pool: SlotPool) -> None:
     """Until no release or other work of the pool is under way."""
     async with asyncio.timeout(10):
-        while any("container" not in task.get_name() for task in pool.tasks._tasks):
+        while any("container" not in task.get_name() for task in pool.tasks._tasks):  # noqa: ASYNC110
             await asyncio.sleep(0.002)
 
 
@@ -276,7 +278,7 @@ async def until(condition, what: str = "the condition") -> None:
     """Wait for something that is sure to come."""
     try:
         async with asyncio.timeout(10):
-            while not condition():
+            while not condition():  # noqa: ASYNC110
                 await asyncio.sleep(0.002)
     except TimeoutError:
         raise AssertionError(f"{what} did not come about") from None

@@ -33,7 +33,7 @@ async def test_a_slot_is_leased_used_and_given_back():
 
 
 async def test_a_second_release_does_nothing():
-    pool, backend = model_pool()
+    pool, _ = model_pool()
     async with pool:
         slot = await pool.acquire("t")
         await asyncio.gather(slot.release(), slot.release())
@@ -302,14 +302,13 @@ async def test_waiters_hear_of_a_fatal_failure_at_once():
 async def test_a_backend_that_refuses_to_grow_is_asked_again(monkeypatch):
     monkeypatch.setattr("atropos.slots.keeper.REFUSED_S", (0.01, 0.05))
     pool, backend = model_pool(slots=1, containers=2)
-    async with pool:
-        async with pool.lease("a"):
-            backend.refuse = BackendUnavailable("quota")
-            waiting = asyncio.create_task(pool.acquire("b"))
-            await until(lambda: len(backend.asked) >= 3, "a second try")
-            assert "quota" in pool.trouble()
-            backend.refuse = None
-            await (await waiting).release()
+    async with pool, pool.lease("a"):
+        backend.refuse = BackendUnavailable("quota")
+        waiting = asyncio.create_task(pool.acquire("b"))
+        await until(lambda: len(backend.asked) >= 3, "a second try")
+        assert "quota" in pool.trouble()
+        backend.refuse = None
+        await (await waiting).release()
 
 
 async def test_containers_that_somebody_else_removed_are_asked_for_again(monkeypatch):

@@ -1,0 +1,44 @@
+"""Settings: what is wrong is named in one line, with the field."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from atropos.config import ServerConfig
+from atropos.errors import ConfigError
+from atropos.slots import SlotPoolConfig
+from atropos.slots.config import server_json
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"slots_per_container": 0}, r"slots_per_container.*greater than or equal to 1.*got 0"),
+        ({"min_containers": 3, "max_containers": 2}, r"max_containers \(2\).*min_containers \(3\)"),
+        ({"privileged": True}, r"privileged: .*set it to False"),
+        ({"backend": "k8s"}, r"backend.*'local', 'docker' or 'nomad'.*k8s"),
+        ({"slots": 3}, r"slots: no such setting"),
+        ({"limits": {"pids": 1}}, r"limits\.pids"),
+        ({"acquire_timeout_s": 0}, "acquire_timeout_s"),
+        ({"acquire_timeout": 1, "acquire_timeout_s": 2}, "give one"),
+        ({"job_id": "../x"}, "job_id"),
+        ({"base": "ml", "bases": {"ml": "/x"}}, "base: 'ml'"),
+    ],
+)
+def test_a_wrong_setting_is_told_in_one_line(settings, says):
+    with pytest.raises(ConfigError, match=says) as caught:
+        SlotPoolConfig(**settings)
+    assert "\n" not in str(caught.value)
+
+
+def test_acquire_timeout_is_another_spelling():
+    assert SlotPoolConfig(acquire_timeout=3).acquire_timeout_s == 3
+
+
+def test_the_servers_configuration_arrives_whole_and_its_repr_hides_the_token():
+    config = SlotPoolConfig(slots_per_container=3, limits={"pids": 64}).server_config('hunter"2', die_with_parent=True)
+    assert ServerConfig.model_validate(json.loads(server_json(config))) == config
+    assert (config.slots, config.limits.pids, config.die_with_parent) == (3, 64, True)
+    assert "hunter" not in repr(config)

@@ -1,0 +1,190 @@
+"""The decisions without I/O: scaling, and who gets which slot."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from atropos.slots.fleet import Fleet, Seat
+from atropos.slots.scaling import Limits, PoolState, plan
+
+counts = st.integers(0, 50)
+limits = st.tuples(st.integers(0, 20), st.integers(0, 20), st.integers(1, 16)).map(
+    lambda t: Limits(min_containers=min(t[0], t[1]), max_containers=max(t[0], t[1], 1), slots_per_container=t[2])
+)
+
+
+@given(st.builds(PoolState, containers=counts, ready=counts, free=counts, waiting=counts, needed=counts), limits)
+def test_a_plan_stays_within_its_bounds_and_never_shrinks_while_somebody_waits(state, bounds):
+    target = plan(state, bounds).target
+    if target > state.containers:
+        assert target <= bounds.max_containers
+        enough = (target - state.containers) * bounds.slots_per_container
+        assert enough - bounds.slots_per_container < state.waiting or target == bounds.min_containers
+    if target < state.containers:
+        assert state.waiting == 0
+        assert target >= max(bounds.min_containers, min(state.needed, state.containers))
+
+
+@pytest.mark.parametrize(
+    ("state", "target"),
+    [
+        (PoolState(containers=1, ready=1, free=0, waiting=1, needed=1), 2),
+        (PoolState(containers=1, ready=1, free=0, waiting=9, needed=1), 4),
+        (PoolState(containers=1, ready=1, free=1, waiting=1, needed=1), 1),
+        (PoolState(containers=2, ready=1, free=0, waiting=4, needed=1), 2),  # what comes is enough
+        (PoolState(containers=2, ready=1, free=0, waiting=5, needed=1), 3),
+        (PoolState(containers=1, ready=0, free=0, waiting=1, needed=1, closing=1), 2),  # a draining one gives nothing
+        (PoolState(containers=1, ready=1, free=0, waiting=999, needed=1), 5),
+        (PoolState(containers=5, ready=5, free=20, waiting=0, needed=2), 2),
+        (PoolState(containers=5, ready=4, free=20, waiting=0, needed=2), 5),  # not while one is coming
+        (PoolState(containers=5, ready=5, free=20, waiting=0, needed=0), 1),
+        (PoolState(containers=0, ready=0, free=0, waiting=0, needed=0), 1),
+    ],
+)
+def test_plans_by_example(state, target):
+    assert plan(state, Limits(min_containers=1, max_containers=5, slots_per_container=4)).target == target
+
+
+class FleetMachine(RuleBasedStateMachine):
+    """The fleet against a naive model that keeps plain lists."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fleet = Fleet()
+        self.made = 0
+        self.seats: list[Seat] = []
+        self.line: list = []  # waiting tickets, in order
+        self.reserved: list = []
+        self.leases: list[Seat] = []
+        self.free: dict[Seat, int] = {}
+
+    def settle(self) -> None:
+        for ticket in self.fleet.match():
+            seat = ticket.seat
+            earlier = [t for t in self.line if t.seq < ticket.seq and (t.pin is None or t.pin is seat)]
+            assert not earlier, "somebody who came first could have had this slot"
+            if ticket.pin is None:
+                assert seat.index == min(s.index for s in self.seats if s.open and self.free[s] > 0)
+            else:
+                assert seat is ticket.pin
+            self.free[seat] -= 1
+            self.line.remove(ticket)
+            self.reserved.append(ticket)
+        for ticket in self.line:
+            assert not any(n > 0 for s, n in self.free.items() if ticket.pin in (None, s)), "a slot lies idle"
+
+    @rule(index=st.integers(0, 5), slots=st.integers(1, 4))
+    def join(self, index, slots):
+        self.made += 1
+        seat = Seat(f"c{self.made}", index)
+        self.fleet.join(seat, slots=slots, free=slots, now=0)
+        self.seats.append(seat)
+        self.free[seat] = slots
+        self.settle()
+
+    @precondition(lambda self: self.seats)
+    @rule(data=st.data(), gone=st.booleans())
+    def close(self, data, gone):
+        seat = data.draw(st.sampled_from(self.seats))
+        stranded = self.fleet.leave(seat) if gone else self.fleet.close(seat)
+        assert sorted(t.seq for t in stranded) == [t.seq for t in self.line if t.pin is seat]
+        self.line = [t for t in self.line if t.pin is not seat]
+        self.free.pop(seat, None)
+        if gone:
+            self.seats.remove(seat)
+            self.leases = [s for s in self.leases if s is not seat]
+
+    @rule(data=st.data(), pinned=st.booleans())
+    def ask(self, data, pinned):
+        open_seats = [s for s in self.seats if s.open]
+        pin = data.draw(st.sampled_from(open_seats)) if pinned and open_seats else None
+        ticket = self.fleet.ticket(pin)
+        self.fleet.ask(ticket)
+        self.line.append(ticket)
+        self.settle()
+
+    @precondition(lambda self: self.line)
+    @rule(data=st.data())
+    def withdraw(self, data):
+        ticket = data.draw(st.sampled_from(self.line))
+        self.fleet.withdraw(ticket)
+        self.fleet.withdraw(ticket)
+        self.line.remove(ticket)
+
+    @precondition(lambda self: self.reserved)
+    @rule(data=st.data(), how=st.sampled_from(["granted", "forgone", "refused", "doubted"]))
+    def answer(self, data, how):
+        ticket = data.draw(st.sampled_from(self.reserved))
+        self.reserved.remove(ticket)
+        seat = ticket.seat
+        here = seat in self.seats
+        if how == "granted":
+            self.fleet.granted(seat)
+            if here:
+                self.leases.append(seat)
+        elif how == "forgone":
+            self.fleet.forgone(seat)
+            if here and seat.open:
+                self.free[seat] += 1
+        elif how == "refused":
+            self.fleet.refused(seat, free=0)
+            if here and seat.open:
+                self.free[seat] = 0
+            if ticket.pin is None or seat.open:
+                self.fleet.ask(ticket)
+                self.line = sorted([*self.line, ticket], key=lambda t: t.seq)
+        else:
+            self.fleet.doubted(seat)
+        self.settle()
+
+    @precondition(lambda self: self.leases)
+    @rule(data=st.data(), clean=st.booleans())
+    def give_back(self, data, clean):
+        seat = data.draw(st.sampled_from(self.leases))
+        self.leases.remove(seat)
+        self.fleet.returned(seat, clean=clean, now=1)
+        if clean and seat.open:
+            self.free[seat] += 1
+        self.settle()
+
+    @invariant()
+    def counts_agree(self):
+        assert self.fleet.free == sum(self.free.values()) == sum(s.free for s in self.seats)
+        assert self.fleet.leased == len(self.leases)
+        assert self.fleet.waiting + self.fleet.pinned_waiting == len(self.line)
+        assert self.fleet.ready == sum(s.open for s in self.seats)
+        assert self.fleet.reserved == sum(s.reserved for s in self.seats)
+
+
+FleetMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+test_the_fleet_does_as_the_naive_model = FleetMachine.TestCase
+
+
+def test_an_acquire_costs_the_same_in_a_fleet_a_hundred_times_larger():
+    """The cost is compared in the same run, generously: a linear one would be a hundred times as high."""
+
+    def cost(containers: int) -> float:
+        fleet = Fleet()
+        for n in range(containers):
+            fleet.join(Seat(f"c{n}", n), slots=10, free=10, now=0)
+        for _ in range(9 * containers):  # nearly full: the worst for a search
+            fleet.ask(fleet.ticket())
+        for ticket in fleet.match():
+            fleet.granted(ticket.seat)
+        best = float("inf")
+        for _ in range(5):
+            began = time.perf_counter()
+            for _ in range(300):
+                fleet.ask(fleet.ticket())
+                (ticket,) = fleet.match()
+                fleet.granted(ticket.seat)
+                fleet.returned(ticket.seat, clean=True, now=0)
+            best = min(best, time.perf_counter() - began)
+        return best
+
+    assert cost(5000) < 15 * cost(50)

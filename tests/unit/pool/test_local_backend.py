@@ -1,0 +1,170 @@
+"""Supervision of local servers, with small programs in the server's place; real ones are in tests/conformance."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+import textwrap
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from atropos.errors import BackendUnavailable, ConfigError, IsolationUnavailable
+from atropos.slots import SlotPool, SlotPoolConfig
+from atropos.slots.backends import local
+from atropos.slots.backends.local import LocalBackend
+from tests.unit.pool.model import until
+
+READY = """
+import json, signal, sys, time, os
+config = json.load(sys.stdin)
+print(json.dumps({"ready": True, "port": 1000 + os.getpid() % 1000, "boot_id": "b"}), flush=True)
+"""
+GOOD = READY + "signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))\nsignal.pause()"
+DEAF = READY + "signal.signal(signal.SIGTERM, signal.SIG_IGN)\nwhile True: signal.pause()"
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    monkeypatch.setattr(local, "BACKOFF_S", (0.01, 0.05))
+    monkeypatch.setattr(local, "STOP_S", 0.3)
+
+
+@asynccontextmanager
+async def running(program: str, count: int = 1, **settings):
+    command = [sys.executable, "-S", "-c", textwrap.dedent(program)]
+    backend = LocalBackend(SlotPoolConfig(**settings), command=command)
+    await backend.start()
+    try:
+        await backend.scale(count)
+        yield backend
+    finally:
+        await backend.aclose(purge=True)
+        assert backend.containers() == []
+        assert not backend.scratch.exists()
+
+
+def ready(backend: LocalBackend, count: int):
+    return lambda: sum(c.state == "running" for c in backend.containers()) == count
+
+
+def pid_of(container) -> int:
+    return int(container.id.partition("-")[0])
+
+
+def alive(pid: int) -> bool:
+    return Path(f"/proc/{pid}").exists()
+
+
+async def test_servers_start_are_listed_with_address_and_token_and_end():
+    async with running(GOOD, 3) as backend:
+        await until(ready(backend, 3))
+        found = backend.containers()
+        assert [c.index for c in found] == [0, 1, 2]
+        assert all(c.url.startswith("http://127.0.0.1:") for c in found)
+        assert len({c.token for c in found}) == 3
+        pids = [pid_of(c) for c in found]
+        await backend.scale(1)
+        await until(lambda: len(backend.containers()) == 1)
+        assert backend.containers()[0].id == found[0].id
+    assert not any(alive(pid) for pid in pids)
+
+
+async def test_a_killed_server_is_replaced():
+    async with running(GOOD) as backend:
+        await until(ready(backend, 1))
+        (old,) = backend.containers()
+        os.kill(pid_of(old), 9)
+        await until(lambda: ready(backend, 1)() and backend.containers()[0].id != old.id)
+        assert backend.trouble() == ""
+
+
+async def test_a_server_that_ignores_sigterm_is_killed():
+    async with running(DEAF) as backend:
+        await until(ready(backend, 1))
+        (container,) = backend.containers()
+    assert not alive(pid_of(container))
+
+
+async def test_a_retired_server_is_replaced_and_ended():
+    async with running(GOOD) as backend:
+        await until(ready(backend, 1))
+        (old,) = backend.containers()
+        await backend.retire(old)
+        await backend.retire(old)
+        await until(lambda: [c.id for c in backend.containers() if c.state == "running"] not in ([], [old.id]))
+        await until(lambda: not alive(pid_of(old)))
+        assert len(backend.containers()) == 1
+
+
+@pytest.mark.parametrize(("code", "kind"), [(2, ConfigError), (3, IsolationUnavailable)])
+async def test_a_refusal_is_told_at_once_in_the_servers_words_and_not_tried_again(code, kind):
+    program = f"""
+        import sys
+        print("noise\\nbase: no such folder", file=sys.stderr)
+        sys.exit({code})
+    """
+    async with running(program) as backend:
+        await until(lambda: backend.failure() is not None)
+        assert isinstance(backend.failure(), kind)
+        assert str(backend.failure()) == "base: no such folder"
+        assert backend.containers() == []
+        assert "no such folder" in backend.trouble()
+
+
+async def test_a_crash_loop_from_the_start_is_given_up_and_says_the_last_words():
+    async with running("import sys; sys.exit('port 80 is in use')") as backend:
+        await until(lambda: backend.failure() is not None)
+        assert isinstance(backend.failure(), BackendUnavailable)
+        assert "port 80 is in use" in str(backend.failure())
+
+
+async def test_a_pool_does_not_start_on_servers_that_refuse_and_leaves_nothing():
+    command = [sys.executable, "-S", "-c", "import sys; print('user namespaces are off', file=sys.stderr); sys.exit(3)"]
+    config = SlotPoolConfig()
+    pool = SlotPool(config, backend=LocalBackend(config, command=command))
+    with pytest.raises(IsolationUnavailable, match=r"^user namespaces are off$"):
+        await pool.start()
+    assert not pool.backend.scratch.exists()
+
+
+async def test_nonsense_in_place_of_the_ready_line_and_silence_are_failures():
+    async with running("print('hello')\nimport time; time.sleep(60)") as backend:
+        await until(lambda: "hello" in backend.trouble())
+    async with running("import time; time.sleep(60)", start_timeout_s=0.1) as backend:
+        await until(lambda: "not ready within" in backend.trouble())
+
+
+async def test_a_flood_on_its_log_neither_blocks_a_server_nor_fills_memory():
+    flood = READY + "\nfor _ in range(200): sys.stderr.write('x' * 100000)\nprint('done', file=sys.stderr)\nsys.exit(1)"
+    async with running(flood) as backend:
+        await until(lambda: "done" in backend.trouble())
+
+
+async def test_no_secret_of_the_trainer_reaches_a_server(monkeypatch):
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-secret")
+    program = "import os, sys; sys.exit(' '.join(sorted(os.environ)))"
+    async with running(program) as backend:
+        await until(lambda: "PATH" in backend.trouble())
+        assert "OPENAI" not in backend.trouble()
+
+
+async def test_scratch_of_the_dead_is_removed_and_that_of_the_living_kept(tmp_path, monkeypatch):
+    monkeypatch.setattr(local.tempfile, "gettempdir", lambda: str(tmp_path))
+    dead, mine = tmp_path / "atropos-1-99999999999-abc", tmp_path / "atropos-x"
+    (dead / "0-ab" / "mnt").mkdir(parents=True)
+    mine.mkdir()
+    kept = tmp_path / f"atropos-{os.getpid()}-{local.start_time(os.getpid())}-zz"
+    kept.mkdir()
+    local.remove_stale_scratch()
+    assert not dead.exists()
+    assert mine.exists()
+    assert kept.exists()
+
+
+async def test_ending_while_a_server_starts_leaves_nothing():
+    for delay in (0, 0.01, 0.03):
+        async with running(GOOD, 2):
+            await asyncio.sleep(delay)
