@@ -11,6 +11,8 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from atropos.tools.models import ToolResult
+
 VERSION = 1
 MAX_BATCH = 1000
 """Most calls in one batch."""
@@ -40,16 +42,8 @@ class ExternalCall(Message):
     boot_id: str | None = Field(default=None, max_length=100)
 
 
-class ExternalResult(Message):
-    """How an external tool ended: a value that the model reads, a tool's own failure included."""
-
-    success: bool
-    output: str = ""
-    error: str | None = None
-    timed_out: bool = False
-    truncated: bool = False
-    data: dict[str, Any] | None = Field(default=None, description="the same answer for programs, where the tool has it")
-    duration_s: float = Field(default=0, ge=0)
+ExternalResult = ToolResult
+"""How an external tool ended: a value that the model reads, a tool's own failure included."""
 
 
 class ExecuteAnswer(Message):

@@ -1,0 +1,117 @@
+"""How much may happen at once and over time: a FIFO semaphore with a bounded queue, and a token bucket."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections import deque
+from collections.abc import AsyncGenerator
+
+from atropos.api.http import Refusal
+from atropos.api.settings import Bounds
+
+
+class Turnstile:
+    """Lets `concurrency` calls in, `queue` wait in order, and refuses the rest with 429.
+
+    Joining the queue is synchronous (`enter`), so that the order of requests is the order of turns.
+    """
+
+    def __init__(self, name: str, bounds: Bounds) -> None:
+        self._name = name
+        self._bounds = bounds
+        self._running = 0
+        self._waiting: deque[asyncio.Future[None]] = deque()
+        self._level = float(bounds.burst)
+        self._filled = time.monotonic()
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing runs or waits, and the bucket would be full: then forgetting it changes nothing."""
+        self._refill()
+        return not self._running and not self._waiting and self._level >= self._bounds.burst
+
+    def __repr__(self) -> str:
+        return f"<Turnstile {self._name} running={self._running} waiting={len(self._waiting)}>"
+
+    def _refill(self) -> None:
+        now = time.monotonic()
+        if self._bounds.rate_per_s is None:
+            self._level = float(self._bounds.burst)
+        else:
+            gained = (now - self._filled) * self._bounds.rate_per_s
+            self._level = min(float(self._bounds.burst), self._level + gained)
+        self._filled = now
+
+    def enter(self) -> Turn:
+        """Take a turn, or a place in the queue.
+
+        Raises:
+            Refusal: 429, with the time after which asking again makes sense.
+        """
+        self._refill()
+        rate = self._bounds.rate_per_s
+        if rate is not None and self._level < 1:
+            wait = (1 - self._level) / rate
+            raise Refusal(
+                429, "rate_limited", f"{self._name}: at most {rate:g} calls a second; retry later", retry_after_s=wait
+            )
+        if self._running < self._bounds.concurrency and not self._waiting:
+            self._level -= 1
+            self._running += 1
+            return Turn(self, None)
+        if len(self._waiting) >= self._bounds.queue:
+            raise Refusal(
+                429,
+                "busy",
+                f"{self._name}: {self._running} calls run and {len(self._waiting)} wait; retry later",
+                retry_after_s=1,
+            )
+        self._level -= 1
+        place: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.append(place)
+        return Turn(self, place)
+
+    def leave(self, place: asyncio.Future[None] | None) -> None:
+        """End a turn, or give a place in the queue up."""
+        if place is not None and not place.done():
+            self._waiting.remove(place)
+            place.cancel()
+            return
+        self._running -= 1
+        while self._waiting and self._running < self._bounds.concurrency:
+            following = self._waiting.popleft()
+            if not following.done():
+                self._running += 1
+                following.set_result(None)
+
+
+class Turn:
+    """A place in a turnstile; `taken` waits for its turn. Always closed, also before its turn came."""
+
+    def __init__(self, turnstile: Turnstile, place: asyncio.Future[None] | None) -> None:
+        self._turnstile = turnstile
+        self._place = place
+        self._closed = False
+
+    async def ready(self) -> None:
+        """Wait until it is this call's turn."""
+        if self._place is not None:
+            # shielded: a cancelled waiter must not mark its place as done, or the turn would count as taken
+            await asyncio.shield(self._place)
+
+    def close(self) -> None:
+        """Let the next one in; a second time changes nothing."""
+        if not self._closed:
+            self._closed = True
+            self._turnstile.leave(self._place)
+
+    @contextlib.asynccontextmanager
+    async def taken(self) -> AsyncGenerator[None, None]:
+        """Wait for the turn, and end it afterwards."""
+        try:
+            await self.ready()
+            yield
+        finally:
+            self.close()

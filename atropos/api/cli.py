@@ -1,0 +1,93 @@
+"""`atropos tool-server`: settings from a file, flags and the environment, in one place."""
+
+from __future__ import annotations
+
+import json
+import os
+import tomllib
+from pathlib import Path
+from typing import Annotated, Any, cast
+
+import typer
+
+from atropos.errors import ConfigError
+
+TOKEN_VARIABLE = "ATROPOS_TOOL_SERVER_TOKEN"
+
+
+def read_token(path: Path | None, variable: str) -> str:
+    """The bearer token, from a file or the environment.
+
+    Raises:
+        ConfigError: there is none, or the file can't be read.
+    """
+    if path is not None:
+        try:
+            token = path.read_text().strip()
+        except OSError as error:
+            raise ConfigError(f"--token-file: {path}: {error.strerror}") from None
+    else:
+        token = os.environ.get(variable, "").strip()
+    if not token:
+        raise ConfigError(f"token: missing; set {variable}, or pass --token-file")
+    return token
+
+
+def read_file(path: Path | None) -> dict[str, Any]:
+    """A settings file, TOML or JSON by its name.
+
+    Raises:
+        ConfigError: it can't be read.
+    """
+    if path is None:
+        return {}
+    try:
+        text = path.read_text()
+        value: Any = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
+    except OSError as error:
+        raise ConfigError(f"--config: {path}: {error.strerror}") from None
+    except ValueError as error:
+        raise ConfigError(f"--config: {path}: {error}") from None
+    if not isinstance(value, dict):
+        raise ConfigError(f"--config: {path}: write an object with the settings")
+    return cast("dict[str, Any]", value)
+
+
+def tool_server(
+    config: Annotated[Path | None, typer.Option(help="Settings, TOML or JSON.")] = None,
+    host: Annotated[str | None, typer.Option(help="Address to listen on; loopback unless asked.")] = None,
+    port: Annotated[int | None, typer.Option(min=0, max=65_535, help="0: any free one.")] = None,
+    token_file: Annotated[Path | None, typer.Option(help=f"The bearer token; else {TOKEN_VARIABLE}.")] = None,
+    only: Annotated[list[str] | None, typer.Option(help="Offer only this tool or toolset; may be given again.")] = None,
+    tool: Annotated[list[str] | None, typer.Option(help="One's own external tools, module:attribute.")] = None,
+    allow_host: Annotated[list[str] | None, typer.Option(help="A private destination tools may reach.")] = None,
+) -> None:
+    """Serve external tools (web, browser, MCP servers, one's own) to executors."""
+    from atropos.api.serve import run
+    from atropos.api.settings import load_settings, search_from_environment
+    from atropos.api.tool_server import create_app
+
+    values = read_file(config)
+    given: dict[str, Any] = {
+        "host": host,
+        "port": port,
+        "only": only or None,
+        "tools": tool or None,
+        "allow_hosts": allow_host or None,
+    }
+    values |= {name: value for name, value in given.items() if value is not None}
+    if token_file is not None or "token" not in values:
+        values["token"] = read_token(token_file, TOKEN_VARIABLE)
+    settings = load_settings(values)
+    if settings.search is None:
+        settings = settings.model_copy(update={"search": search_from_environment()})
+    settings.check_listening()
+    app = create_app(settings)
+    tool_host = app.state.host
+
+    async def drain() -> None:
+        await tool_host.drain(settings.drain_s)
+
+    code = run(app, host=settings.host, port=settings.port, name="ToolServer", drain=drain)
+    if code:
+        raise typer.Exit(code)

@@ -1,0 +1,321 @@
+"""Runs external tools for many trajectories: once each, bounded, and none in another's way."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+import uuid
+from collections.abc import Iterable
+from typing import Any
+
+from atropos.api.bounds import Turn, Turnstile
+from atropos.api.http import Refusal, json_bytes
+from atropos.api.journal import Journal
+from atropos.api.settings import ToolServerSettings
+from atropos.errors import ConfigError, SandboxError
+from atropos.tools.arguments import BadArguments, check
+from atropos.tools.base import Tool, ToolError, ToolScope, as_result
+from atropos.tools.models import ToolResult
+from atropos.tools.tool_server_models import ExecuteAnswer, ExecuteRefusal, ExternalCall
+
+_log = logging.getLogger(__name__)
+_CLOSE_S = 10.0
+"""Longest that one piece of a trajectory's state may take to close."""
+_QUEUE_S = 60.0
+"""Longest that a call waits for its turn before it is told to come back."""
+_GONE = 429
+"""Status of a call that never got its turn."""
+
+
+class Trajectory:
+    """What is kept for one trajectory between its calls."""
+
+    def __init__(self, trajectory_id: str, turnstile: Turnstile) -> None:
+        self.id = trajectory_id
+        self.turnstile = turnstile
+        self.state: dict[str, Any] = {}
+        self.running = 0
+        self.last_used = time.monotonic()
+
+
+class ToolHost:
+    """The ToolServer without HTTP.
+
+    Attributes:
+        boot_id: names this process; a call resent to another one is not run.
+        draining: takes no new calls.
+    """
+
+    def __init__(self, settings: ToolServerSettings, tools: Iterable[Tool] = ()) -> None:
+        self.settings = settings
+        self.boot_id = uuid.uuid4().hex
+        self.draining = False
+        self.tools: dict[str, Tool] = {}
+        self._gates: dict[str, Turnstile] = {}
+        self._trajectories: dict[str, Trajectory] = {}
+        self._journal = Journal(
+            calls=settings.journal_calls, max_bytes=settings.journal_bytes, ttl_s=settings.journal_ttl_s
+        )
+        self._endings: set[asyncio.Task[None]] = set()
+        self.calls = 0
+        for tool in tools:
+            self.offer(tool)
+
+    def __repr__(self) -> str:
+        return (
+            f"<ToolHost tools={len(self.tools)} trajectories={len(self._trajectories)} {self._journal!r}"
+            f"{' draining' if self.draining else ''}>"
+        )
+
+    def offer(self, tool: Tool) -> None:
+        """Add a tool.
+
+        Raises:
+            ConfigError: it is a sandboxed one, or another has its name.
+        """
+        if tool.sandboxed:
+            raise ConfigError(f"tool {tool.name!r} works in a slot; declare it with sandboxed=False to run it here")
+        if tool.name in self.tools:
+            raise ConfigError(f"tool {tool.name!r}: two tools have this name")
+        self.tools[tool.name] = tool
+        bounds = self.settings.tool_overrides.get(tool.name, self.settings.tool_bounds)
+        self._gates[tool.name] = Turnstile(f"tool {tool.name}", bounds)
+
+    def stats(self) -> dict[str, Any]:
+        """Counts for people and tests."""
+        return {
+            "boot_id": self.boot_id,
+            "calls": self.calls,
+            "running": len(self._journal.running()),
+            "journal": len(self._journal),
+            "trajectories": len(self._trajectories),
+            "with_state": sum(1 for one in self._trajectories.values() if one.state),
+            "draining": self.draining,
+        }
+
+    # ----------------------------------------------------------------------------------------------------- calls
+
+    def submit(self, call: ExternalCall) -> asyncio.Task[ToolResult]:
+        """Start a call, or find the one that this is a resend of. Synchronous: order of arrival is order of turns.
+
+        Returns:
+            The task of the call. Who waits for it should shield it: a client that goes away may come back for it.
+
+        Raises:
+            Refusal: it is not run, and why.
+        """
+        known = self._journal.find(call)
+        if known is not None:
+            return known
+        if self.draining:
+            raise Refusal(503, "draining", "the server is ending; ask another", retry_after_s=5)
+        tool = self.tools.get(call.name)
+        resent = call.boot_id is not None
+        if resent and not (tool is not None and tool.read_only):
+            if call.boot_id != self.boot_id:
+                raise Refusal(409, "outcome_unknown", "the server was started anew; whether the call ran is not known")
+            if self._journal.lossy():
+                raise Refusal(409, "outcome_unknown", "the server no longer knows whether this call ran")
+        if tool is None:
+            known_names = ", ".join(sorted(self.tools)) or "none"
+            return self._finished(
+                call, ToolResult.failure(f"there is no tool {call.name[:100]!r} here; the tools are: {known_names}")
+            )
+        try:
+            arguments = check(tool.name, tool.arguments, call.arguments)
+        except BadArguments as error:
+            return self._finished(call, ToolResult.failure(str(error)))
+        return self._start(call, tool, arguments)
+
+    def _finished(self, call: ExternalCall, result: ToolResult) -> asyncio.Task[ToolResult]:
+        async def answer() -> ToolResult:
+            return result
+
+        task = asyncio.create_task(answer())
+        self._journal.add(call, task)
+        return task
+
+    def _start(self, call: ExternalCall, tool: Tool, arguments: Any) -> asyncio.Task[ToolResult]:
+        trajectory = self._trajectory(call.trajectory_id)
+        first = trajectory.turnstile.enter()
+        try:
+            second = self._gates[tool.name].enter()
+        except Refusal:
+            first.close()
+            raise
+        trajectory.running += 1
+        self.calls += 1
+        task = asyncio.create_task(self._run(call, tool, arguments, trajectory, (first, second)))
+
+        def ended(_: asyncio.Task[ToolResult]) -> None:
+            # here and not in the task: a task cancelled before its first step never reaches its `finally`
+            second.close()
+            first.close()
+            trajectory.running -= 1
+            trajectory.last_used = time.monotonic()
+
+        task.add_done_callback(ended)
+        self._journal.add(call, task)
+        return task
+
+    def _trajectory(self, trajectory_id: str) -> Trajectory:
+        found = self._trajectories.get(trajectory_id)
+        if found is None:
+            if len(self._trajectories) >= self.settings.max_trajectories and not self._forget_one():
+                raise Refusal(
+                    429,
+                    "busy",
+                    f"{len(self._trajectories)} trajectories are open; end one with DELETE /trajectories/ID",
+                    retry_after_s=5,
+                )
+            found = Trajectory(trajectory_id, Turnstile("this trajectory", self.settings.trajectory_bounds))
+            self._trajectories[trajectory_id] = found
+        found.last_used = time.monotonic()
+        return found
+
+    def _forget_one(self) -> bool:
+        """Forget a trajectory that nothing would be lost with."""
+        for trajectory in self._trajectories.values():
+            if not trajectory.running and not trajectory.state and trajectory.turnstile.idle:
+                del self._trajectories[trajectory.id]
+                return True
+        return False
+
+    async def _run(
+        self, call: ExternalCall, tool: Tool, arguments: Any, trajectory: Trajectory, turns: tuple[Turn, Turn]
+    ) -> ToolResult:
+        try:
+            async with asyncio.timeout(_QUEUE_S):
+                for turn in turns:
+                    await turn.ready()
+        except TimeoutError:
+            message = f"no turn within {_QUEUE_S:g} s: the calls before it still run; retry later"
+            raise Refusal(_GONE, "busy", message, retry_after_s=5) from None
+        scope = ToolScope(trajectory_id=call.trajectory_id, call_id=call.call_id, state=trajectory.state)
+        wanted = call.timeout_s or tool.timeout_s or self.settings.timeout_s
+        timeout_s = min(wanted, self.settings.max_timeout_s)
+        began = time.monotonic()
+        try:
+            async with asyncio.timeout(timeout_s):
+                result = as_result(await tool.run(arguments, scope))
+        except TimeoutError:
+            result = ToolResult.failure(f"{tool.name} did not finish within {timeout_s:g} s", timed_out=True)
+        except ToolError as error:
+            result = ToolResult.failure(str(error))
+        except (SandboxError, Refusal):
+            raise
+        except Exception as error:
+            _log.exception("tool %s failed", tool.name)
+            result = ToolResult.failure(f"{tool.name} failed: {type(error).__name__}: {str(error)[:500]}")
+        result = result.model_copy(update={"duration_s": time.monotonic() - began})
+        return self._bounded(result)
+
+    def _bounded(self, result: ToolResult) -> ToolResult:
+        """Keep head and tail of a long output, and drop a structured answer that is too long."""
+        update: dict[str, Any] = {}
+        most = self.settings.result_bytes
+        raw = result.output.encode("utf-8", "replace")
+        if len(raw) > most:
+            dropped = len(raw) - most
+            head = raw[: most // 2].decode("utf-8", "ignore")
+            tail = raw[-(most - most // 2) :].decode("utf-8", "ignore")
+            update |= {
+                "output": f"{head}\n[... {dropped:,} bytes left out ...]\n{tail}",
+                "truncated": True,
+                "dropped_bytes": dropped,
+            }
+        if result.error is not None and len(result.error) > most:
+            update["error"] = result.error[:most]
+        if result.data is not None and json_bytes(result.data) > self.settings.data_bytes:
+            update["data"] = None
+        return result.model_copy(update=update) if update else result
+
+    async def outcome(self, call: ExternalCall) -> ExecuteAnswer | ExecuteRefusal:
+        """Run a call and say how it ended, refusals included."""
+        try:
+            return await self.wait(call, self.submit(call))
+        except Refusal as refusal:
+            return self.refused(call, refusal)
+
+    def refused(self, call: ExternalCall, refusal: Refusal) -> ExecuteRefusal:
+        """A refusal as a line of a batch."""
+        return ExecuteRefusal(
+            call_id=call.call_id,
+            boot_id=self.boot_id,
+            status=refusal.status,
+            code=refusal.code,
+            message=refusal.message,
+            retry_after_s=refusal.retry_after_s,
+        )
+
+    async def wait(self, call: ExternalCall, task: asyncio.Task[ToolResult]) -> ExecuteAnswer:
+        """The answer of a submitted call. Cancelling this leaves the call alone.
+
+        Raises:
+            Refusal: the call has no result.
+        """
+        await asyncio.wait([task])
+        if task.cancelled():
+            raise Refusal(409, "trajectory_ended", "the trajectory was ended while the call ran")
+        error = task.exception()
+        if isinstance(error, SandboxError):
+            raise Refusal(503, error.code, str(error), retry_after_s=1 if error.retryable else None)
+        if error is not None:
+            raise error
+        return ExecuteAnswer(call_id=call.call_id, boot_id=self.boot_id, result=task.result())
+
+    # ---------------------------------------------------------------------------------------------- trajectories
+
+    async def end(self, trajectory_id: str) -> bool:
+        """Cancel a trajectory's calls and close its state. Whether there was anything to end."""
+        trajectory = self._trajectories.pop(trajectory_id, None)
+        if trajectory is None:
+            return False
+        task = asyncio.create_task(self._close(trajectory))
+        self._endings.add(task)  # goes on when the client that asked is gone
+        task.add_done_callback(self._endings.discard)
+        await asyncio.shield(task)
+        return True
+
+    async def _close(self, trajectory: Trajectory) -> None:
+        running = self._journal.running_of(trajectory.id)
+        for task in running:
+            task.cancel()
+        if running:
+            await asyncio.wait(running, timeout=_CLOSE_S)
+        for name, value in list(trajectory.state.items()):
+            close = getattr(value, "aclose", None)
+            if close is not None:
+                try:
+                    async with asyncio.timeout(_CLOSE_S):
+                        await close()
+                except Exception:
+                    _log.exception("closing %s of a trajectory failed", name)
+        trajectory.state.clear()
+
+    async def reap(self) -> None:
+        """End trajectories that nothing happened in for their TTL. Runs until cancelled."""
+        ttl = self.settings.trajectory_ttl_s
+        while True:
+            await asyncio.sleep(min(30.0, ttl / 4))
+            oldest = time.monotonic() - ttl
+            for trajectory in list(self._trajectories.values()):
+                if not trajectory.running and trajectory.last_used < oldest:
+                    await self.end(trajectory.id)
+
+    async def drain(self, timeout_s: float) -> None:
+        """Take no new calls, and give the running ones some time."""
+        self.draining = True
+        if running := self._journal.running():
+            await asyncio.wait(running, timeout=timeout_s)
+
+    async def aclose(self) -> None:
+        """End every trajectory, calls that still run included."""
+        self.draining = True
+        for task in self._journal.running():
+            task.cancel()
+        await asyncio.gather(*(self.end(one) for one in list(self._trajectories)), return_exceptions=True)
+        with contextlib.suppress(Exception):
+            await asyncio.gather(*self._endings)

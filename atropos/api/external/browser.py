@@ -1,0 +1,304 @@
+"""The browser of the `browser_*` tools: one Chromium, one context (cookies, storage, pages) a trajectory."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib.util
+import logging
+import os
+import shutil
+from collections import deque
+from typing import TYPE_CHECKING, Any
+
+from atropos.api.external.guard import Guard
+from atropos.api.external.proxy import GuardedProxy
+from atropos.api.http import Refusal
+from atropos.api.settings import BrowserSettings
+from atropos.errors import ToolServerUnavailable
+from atropos.tools.base import ToolError
+
+if TYPE_CHECKING:
+    from playwright.async_api import Browser, BrowserContext, Dialog, Download, Page, Playwright
+
+_log = logging.getLogger(__name__)
+_LAUNCH_S = 60.0
+_CLOSE_S = 5.0
+CRASHED = "the browser crashed and was restarted; its page and logins are gone: open an address with browser_navigate"
+_ARGUMENTS = (
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-default-apps",
+    "--disable-dev-shm-usage",
+    "--disable-extensions",
+    "--disable-gpu",
+    "--disable-quic",
+    "--disable-sync",
+    "--force-webrtc-ip-handling-policy=disable_non_proxied_udp",
+    "--metrics-recording-only",
+    "--no-first-run",
+    "--no-pings",
+    "--mute-audio",
+)
+
+
+def find_chromium(settings: BrowserSettings) -> str | None:
+    """The browser's path; None: Playwright's own download, if there is one."""
+    if settings.executable:
+        return settings.executable
+    for name in ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable"):
+        if path := shutil.which(name):
+            return path
+    return None
+
+
+def browser_available(settings: BrowserSettings) -> str:
+    """Why there can be no browser; empty when there can."""
+    if importlib.util.find_spec("playwright") is None:
+        return "the package playwright is not installed (pip install 'atropos[web]')"
+    path = find_chromium(settings)
+    if path is None:
+        return "no Chromium found (apt-get install chromium), or set browser.executable"
+    return "" if os.access(path, os.X_OK) else f"browser.executable: {path} is not a program"
+
+
+class Session:
+    """One trajectory's browser.
+
+    Attributes:
+        page: the page that the tools look at: the one opened last.
+        alive: false once the browser is gone.
+    """
+
+    def __init__(self, owner: BrowserHost, context: BrowserContext, page: Page) -> None:
+        self._owner = owner
+        self._context = context
+        self.alive = True
+        self._notes: deque[str] = deque(maxlen=10)
+        self._watched: set[Page] = set()
+        self.page = page
+        context.on("page", self._opened)
+        context.on("close", self._closed)
+        self._watch(page)
+
+    def note(self, text: str) -> None:
+        """Keep something that happened by itself, for the next answer."""
+        self._notes.append(text)
+
+    def take_notes(self) -> list[str]:
+        """What happened by itself since the last answer."""
+        notes = list(self._notes)
+        self._notes.clear()
+        return notes
+
+    def _closed(self, _: object = None) -> None:
+        self.alive = False
+
+    def _watch(self, page: Page) -> None:
+        if page in self._watched:
+            return
+        self._watched.add(page)
+        page.on("dialog", self._dialog)
+        page.on("download", self._download)
+        page.on("crash", self._page_crashed)
+        page.on("close", self._page_closed)
+
+    async def _dialog(self, dialog: Dialog) -> None:
+        self.note(f"a dialog ({dialog.type}) was dismissed: {dialog.message[:300]!r}")
+        with contextlib.suppress(Exception):
+            await dialog.dismiss()
+
+    async def _download(self, download: Download) -> None:
+        self.note(f"the download of {download.suggested_filename[:200]!r} was refused: this browser keeps no files")
+        with contextlib.suppress(Exception):
+            await download.cancel()
+
+    async def _opened(self, page: Page) -> None:
+        if page is self.page:
+            return
+        if len(self._context.pages) > self._owner.settings.max_pages:
+            self.note(f"a new page was closed: at most {self._owner.settings.max_pages} may be open")
+            with contextlib.suppress(Exception):
+                await page.close()
+            return
+        self._watch(page)
+        self.page = page
+        self.note("a new page opened and is shown now")
+
+    def _page_crashed(self, _: Page) -> None:
+        self.note("the page crashed; open an address again")
+
+    def _page_closed(self, page: Page) -> None:
+        self._watched.discard(page)
+        if page is self.page and self.alive:
+            left = [one for one in self._context.pages if one is not page and not one.is_closed()]
+            if left:
+                self.page = left[-1]
+                self.note("the page closed itself; the one before it is shown")
+
+    async def open_page(self) -> Page:
+        """The page, a new one where it was closed."""
+        if self.page.is_closed():
+            self.page = await self._context.new_page()
+            self._watch(self.page)
+        return self.page
+
+    async def aclose(self) -> None:
+        """Close the context with all it holds."""
+        self.alive = False
+        self._owner.forget(self)
+        with contextlib.suppress(Exception):
+            async with asyncio.timeout(_CLOSE_S):
+                await self._context.close()
+
+
+class BrowserHost:
+    """Starts Chromium when it is first needed, and again when it has crashed."""
+
+    def __init__(self, settings: BrowserSettings, guard: Guard) -> None:
+        self.settings = settings
+        self.guard = guard
+        self._proxy: GuardedProxy | None = None
+        self._playwright: Playwright | None = None
+        self._browser: Browser | None = None
+        self._starting = asyncio.Lock()
+        self._sessions: set[Session] = set()
+        self._opening = 0
+
+    def __repr__(self) -> str:
+        state = "up" if self._browser is not None and self._browser.is_connected() else "down"
+        return f"<BrowserHost {state} contexts={len(self._sessions)}>"
+
+    @property
+    def sessions(self) -> int:
+        """Contexts open now."""
+        return len(self._sessions)
+
+    def forget(self, session: Session) -> None:
+        """A session was closed."""
+        self._sessions.discard(session)
+
+    async def session(self, state: dict[str, Any], *, opening: bool) -> Session:
+        """The trajectory's session.
+
+        Args:
+            state: what is kept for the trajectory.
+            opening: a page is about to be opened, so a new session does.
+
+        Raises:
+            ToolError: there is no page yet, or it was lost.
+            ToolServerUnavailable: Chromium does not start.
+            Refusal: 429, too many trajectories have a browser open.
+        """
+        found: Session | None = state.get("browser")
+        if found is not None and found.alive:
+            return found
+        if found is not None:
+            await found.aclose()
+            del state["browser"]
+        if not opening:
+            raise ToolError(CRASHED if found is not None else "no page is open yet: use browser_navigate first")
+        made = await self._new()
+        state["browser"] = made
+        if found is not None:
+            made.note("the browser had crashed and was restarted: earlier logins are gone")
+        return made
+
+    async def _new(self) -> Session:
+        if len(self._sessions) + self._opening >= self.settings.max_contexts:
+            raise Refusal(429, "busy", f"{self.settings.max_contexts} browsers are open; retry later", retry_after_s=10)
+        self._opening += 1
+        try:
+            try:
+                return await self._open_context()
+            except (ToolServerUnavailable, asyncio.CancelledError):
+                raise
+            except Exception:
+                _log.warning("Chromium is not usable; it is started again", exc_info=True)
+                await self._stop()
+                return await self._open_context()
+        except (ToolServerUnavailable, asyncio.CancelledError):
+            raise
+        except Exception as error:
+            raise ToolServerUnavailable(f"the browser does not work: {_line(error)}") from error
+        finally:
+            self._opening -= 1
+
+    async def _open_context(self) -> Session:
+        browser = await self._started()
+        context = await browser.new_context(
+            accept_downloads=False, viewport={"width": 1280, "height": 900}, service_workers="block", locale="en-US"
+        )
+        try:
+            context.set_default_timeout(10_000)
+            page = await context.new_page()
+        except BaseException:
+            await context.close()
+            raise
+        session = Session(self, context, page)
+        self._sessions.add(session)
+        return session
+
+    async def _started(self) -> Browser:
+        async with self._starting:
+            if self._browser is not None and self._browser.is_connected():
+                return self._browser
+            await self._stop()
+            if problem := browser_available(self.settings):
+                raise ToolServerUnavailable(f"browser: {problem}")
+            from playwright.async_api import async_playwright
+
+            self._proxy = GuardedProxy(self.guard)
+            await self._proxy.start()
+            try:
+                async with asyncio.timeout(_LAUNCH_S):
+                    self._playwright = await async_playwright().start()
+                    self._browser = await self._playwright.chromium.launch(
+                        executable_path=find_chromium(self.settings),
+                        headless=True,
+                        # Chromium's own sandbox does not start for root
+                        chromium_sandbox=os.getuid() != 0,
+                        args=list(_ARGUMENTS),
+                        proxy={
+                            "server": self._proxy.url,
+                            "username": self._proxy.username,
+                            "password": self._proxy.password,
+                        },
+                        handle_sigint=False,
+                        handle_sigterm=False,
+                        handle_sighup=False,
+                    )
+            except Exception as error:
+                await self._stop()
+                raise ToolServerUnavailable(f"browser: Chromium does not start: {_line(error)}") from error
+            self._browser.on("disconnected", self._lost)
+            return self._browser
+
+    def _lost(self, _: object) -> None:
+        for session in list(self._sessions):
+            session.alive = False
+        self._sessions.clear()
+
+    async def _stop(self) -> None:
+        self._lost(None)
+        browser, playwright, proxy = self._browser, self._playwright, self._proxy
+        self._browser = self._playwright = self._proxy = None
+        for close in (
+            browser.close if browser is not None else None,
+            playwright.stop if playwright is not None else None,
+            proxy.aclose if proxy is not None else None,
+        ):
+            if close is not None:
+                with contextlib.suppress(Exception):
+                    async with asyncio.timeout(_CLOSE_S):
+                        await close()
+
+    async def aclose(self) -> None:
+        """End Chromium."""
+        async with self._starting:
+            await self._stop()
+
+
+def _line(error: BaseException) -> str:
+    text = str(error).strip().splitlines()
+    return (text[0] if text else type(error).__name__)[:300]

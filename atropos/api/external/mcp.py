@@ -1,0 +1,233 @@
+"""The tools of MCP servers, offered as external tools. Each server's connection lives in a task of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import re
+from collections.abc import AsyncGenerator
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from pydantic import BaseModel, ConfigDict
+
+from atropos.api.settings import McpServer
+from atropos.errors import ConfigError, OutcomeUnknown, ToolServerUnavailable
+from atropos.tools.base import Tool, ToolScope
+from atropos.tools.models import ToolResult, ToolSchema
+
+if TYPE_CHECKING:
+    from mcp import Client
+    from mcp.types import Tool as Described
+
+_log = logging.getLogger(__name__)
+_CONNECT_S = 30.0
+_MAX_TOOLS = 500
+
+
+class AnyArguments(BaseModel):
+    """Passed on as they are: the MCP server checks them against its own schema."""
+
+    model_config = ConfigDict(frozen=True, extra="allow")
+
+
+class McpConnection:
+    """A connection to one server; opened again when it was lost."""
+
+    def __init__(self, server: McpServer) -> None:
+        self.server = server
+        self._client: Client | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._stop = asyncio.Event()
+        self._lock = asyncio.Lock()
+
+    def __repr__(self) -> str:
+        return f"<McpConnection {self.server.name} {'up' if self._client is not None else 'down'}>"
+
+    async def client(self) -> Client:
+        """The open connection.
+
+        Raises:
+            ToolServerUnavailable: the server can't be started or reached.
+        """
+        async with self._lock:
+            if self._client is None or self._task is None or self._task.done():
+                await self._close()
+                self._stop = asyncio.Event()
+                ready: asyncio.Future[Client] = asyncio.get_running_loop().create_future()
+                self._task = asyncio.create_task(self._hold(ready, self._stop))
+                try:
+                    async with asyncio.timeout(_CONNECT_S):
+                        opened = await asyncio.shield(ready)
+                except Exception as error:
+                    await self._close()
+                    raise ToolServerUnavailable(f"MCP server {self.server.name!r}: {_reason(error)}") from error
+                self._client = opened
+            return self._client
+
+    async def _hold(self, ready: asyncio.Future[Client], stop: asyncio.Event) -> None:
+        """Enter and leave the client in one task, as its cancel scopes need."""
+        try:
+            async with self._made() as client:
+                ready.set_result(client)
+                await stop.wait()
+        except BaseException as error:
+            if not ready.done():
+                ready.set_exception(error if isinstance(error, Exception) else ConnectionError("cancelled"))
+                ready.exception()  # whoever waits still gets it; nobody waiting is no complaint
+            elif isinstance(error, Exception):
+                _log.warning("MCP server %s: the connection ended: %s", self.server.name, _reason(error))
+            else:
+                raise
+
+    @contextlib.asynccontextmanager
+    async def _made(self) -> AsyncGenerator[Client, None]:
+        from mcp import Client, StdioServerParameters
+        from mcp.client.streamable_http import (
+            create_mcp_http_client,  # pyright: ignore[reportPrivateImportUsage]
+            streamable_http_client,
+        )
+
+        server = self.server
+        if server.command is not None:
+            inherited = {name: os.environ[name] for name in ("PATH", "HOME", "LANG") if name in os.environ}
+            parameters = StdioServerParameters(
+                command=server.command, args=list(server.args), env={**inherited, **server.env}
+            )
+            async with Client(parameters, read_timeout_seconds=server.timeout_s) as client:
+                yield client
+            return
+        headers = {name: value.get_secret_value() for name, value in server.headers.items()}
+        async with create_mcp_http_client(headers=headers) as http:
+            transport = streamable_http_client(str(server.url), http_client=http)
+            async with Client(transport, read_timeout_seconds=server.timeout_s) as client:
+                yield client
+
+    async def lost(self, client: Client) -> None:
+        """Drop a connection that failed, unless it was replaced already."""
+        async with self._lock:
+            if self._client is client:
+                await self._close()
+
+    async def _close(self) -> None:
+        self._client = None
+        self._stop.set()
+        task, self._task = self._task, None
+        if task is not None:
+            _, pending = await asyncio.wait([task], timeout=5)
+            for one in pending:
+                one.cancel()
+            await asyncio.wait([task], timeout=5)
+
+    async def aclose(self) -> None:
+        """End the connection; a server started here ends with it."""
+        async with self._lock:
+            await self._close()
+
+    async def tools(self) -> list[Described]:
+        """The tools that the server offers, of those that the settings want.
+
+        Raises:
+            ToolServerUnavailable: it can't be asked.
+            ConfigError: a wanted tool isn't there.
+        """
+        client = await self.client()
+        found: list[Described] = []
+        cursor: str | None = None
+        try:
+            while len(found) < _MAX_TOOLS:
+                page = await client.list_tools(cursor=cursor)
+                found += page.tools
+                cursor = page.next_cursor
+                if cursor is None:
+                    break
+        except Exception as error:
+            raise ToolServerUnavailable(f"MCP server {self.server.name!r}: {_reason(error)}") from error
+        wanted = self.server.tools
+        if wanted is None:
+            return found
+        if missing := set(wanted) - {tool.name for tool in found}:
+            raise ConfigError(f"mcp server {self.server.name!r} has no tool {min(missing)!r}")
+        return [tool for tool in found if tool.name in wanted]
+
+
+class McpTool(Tool):
+    """One tool of an MCP server."""
+
+    sandboxed = False
+    arguments = AnyArguments
+
+    def __init__(self, connection: McpConnection, described: Described) -> None:
+        server = connection.server
+        self._connection = connection
+        self._described = described
+        self.name = re.sub(r"[^A-Za-z0-9_-]", "_", f"{server.name}_{described.name}")[:64]
+        self.description = described.description or described.title or f"{described.name} of {server.name}"
+        self.toolsets = (f"mcp-{server.name}",)
+        self.timeout_s = server.timeout_s
+        hints = described.annotations
+        self.read_only = bool(hints is not None and hints.read_only_hint)
+
+    @cached_property
+    def schema(self) -> ToolSchema:
+        """The server's own schema."""
+        return ToolSchema(name=self.name, description=self.description, parameters=dict(self._described.input_schema))
+
+    async def run(self, arguments: Any, scope: ToolScope) -> ToolResult:
+        """Pass the call on.
+
+        Raises:
+            ToolServerUnavailable: the server can't be reached; the call did not run.
+            OutcomeUnknown: the connection was lost while it ran.
+        """
+        del scope
+        from mcp import MCPError
+
+        client = await self._connection.client()
+        try:
+            answer = await client.call_tool(self._described.name, arguments.model_dump())
+        except MCPError as error:
+            if _connection_lost(error):
+                await self._connection.lost(client)
+                raise self._broken(error) from error
+            return ToolResult.failure(f"{self.name}: {error}")
+        except (OSError, RuntimeError) as error:
+            await self._connection.lost(client)
+            raise self._broken(error) from error
+        output = "\n".join(_text(part) for part in answer.content)
+        data = answer.structured_content if isinstance(answer.structured_content, dict) else None
+        if answer.is_error:
+            return ToolResult.failure(output or f"{self.name} failed", data=data)
+        return ToolResult(success=True, output=output or json.dumps(data, ensure_ascii=False), data=data)
+
+    def _broken(self, error: Exception) -> Exception:
+        message = f"MCP server {self._connection.server.name!r}: the connection was lost: {_reason(error)}"
+        return ToolServerUnavailable(message) if self.read_only else OutcomeUnknown(message)
+
+
+def _connection_lost(error: Any) -> bool:
+    from mcp import types
+
+    code = getattr(getattr(error, "error", None), "code", None)
+    return code is not None and code == getattr(types, "CONNECTION_CLOSED", -32000)
+
+
+def _text(part: Any) -> str:
+    kind = getattr(part, "type", "")
+    if kind == "text":
+        return str(part.text)
+    if kind in {"image", "audio"}:
+        return f"[{kind}, {part.mime_type}, {len(part.data) * 3 // 4:,} bytes]"
+    resource = getattr(part, "resource", part)
+    return str(getattr(resource, "text", None) or f"[{kind or 'content'} {getattr(resource, 'uri', '')}]")
+
+
+def _reason(error: BaseException) -> str:
+    while isinstance(error, BaseExceptionGroup) and error.exceptions:
+        error = error.exceptions[0]
+    if isinstance(error, TimeoutError):
+        return f"no answer within {_CONNECT_S:g} s"
+    return f"{type(error).__name__}: {str(error)[:300]}"

@@ -1,0 +1,155 @@
+"""What both services put before their routes: the bearer token, the size of requests, and errors of one shape."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+import math
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
+
+from atropos.wire import Problem
+
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+Asgi = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+OPEN_PATHS = frozenset({"/health", "/docs", "/openapi.json", "/docs/oauth2-redirect"})
+"""Liveness and the description of the interface need no token: they tell nothing and run nothing."""
+
+
+class Refusal(Exception):
+    """An answer that isn't 2xx, raised where it is found out.
+
+    Attributes:
+        status: the HTTP status.
+        code: the stable name of what went wrong.
+        message: what went wrong and what would be right.
+        retry_after_s: when asking again may help.
+    """
+
+    def __init__(self, status: int, code: str, message: str, *, retry_after_s: float | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+        self.code = code
+        self.message = message
+        self.retry_after_s = retry_after_s
+
+    def response(self) -> JSONResponse:
+        """The refusal as an HTTP answer."""
+        headers = {} if self.retry_after_s is None else {"Retry-After": str(max(1, math.ceil(self.retry_after_s)))}
+        if self.status == 401:
+            headers["WWW-Authenticate"] = "Bearer"
+        return JSONResponse(
+            Problem(code=self.code, message=self.message).model_dump(exclude_none=True), self.status, headers
+        )
+
+
+def _digest(token: str) -> bytes:
+    return hashlib.sha256(token.encode("utf-8", "surrogateescape")).digest()
+
+
+class Gate:
+    """Plain ASGI middleware: 401 without the right token, 413 for a body that is too long; nothing is run before.
+
+    Tokens are compared as digests in constant time, so that neither content nor length of the right one leaks.
+    """
+
+    def __init__(self, app: Asgi, *, token: str | None, max_body_bytes: int) -> None:
+        self._app = app
+        self._expected = None if token is None else _digest(token)
+        self._max = max_body_bytes
+
+    def _authorized(self, scope: Scope) -> bool:
+        if self._expected is None or scope["path"] in OPEN_PATHS:
+            return True
+        given = b""
+        for name, value in scope["headers"]:
+            if name == b"authorization":
+                given = value
+        kind, _, token = given.decode("latin-1").partition(" ")
+        matches = hmac.compare_digest(_digest(token.strip()), self._expected)
+        return matches and kind.lower() == "bearer"
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Let a request through, or answer it."""
+        if scope["type"] == "websocket":
+            await send({"type": "websocket.close", "code": 1008})
+            return
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        if not self._authorized(scope):
+            refusal = Refusal(401, "unauthorized", "send 'Authorization: Bearer TOKEN' with this server's token")
+            await refusal.response()(scope, receive, send)
+            return
+        declared = dict(scope["headers"]).get(b"content-length", b"0")
+        too_long = Refusal(413, "too_large", f"the request is longer than {self._max:,} bytes")
+        if not declared.isdigit() or int(declared) > self._max:
+            await too_long.response()(scope, receive, send)
+            return
+        body = bytearray()
+        more = True
+        while more:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                return
+            body += message.get("body", b"")
+            more = message.get("more_body", False)
+            if len(body) > self._max:
+                await too_long.response()(scope, receive, send)
+                return
+        whole: MutableMapping[str, Any] | None = {"type": "http.request", "body": bytes(body), "more_body": False}
+
+        async def replayed() -> MutableMapping[str, Any]:
+            nonlocal whole
+            if whole is None:
+                return await receive()
+            message, whole = whole, None
+            return message
+
+        await self._app(scope, replayed, send)
+
+
+def _safe(value: object) -> str:
+    return str(value).encode("utf-8", "backslashreplace").decode()[:300]
+
+
+def _explain(error: RequestValidationError) -> str:
+    parts = [f"{_safe('.'.join(str(p) for p in e['loc']))}: {_safe(e['msg'])}" for e in error.errors()[:10]]
+    return "; ".join(parts) or "the request is malformed"
+
+
+def add_error_handlers(app: FastAPI) -> None:
+    """Give every error the shape of `atropos.wire.Problem`."""
+
+    async def refused(_: Request, error: Exception) -> JSONResponse:
+        assert isinstance(error, Refusal)
+        return error.response()
+
+    async def invalid(_: Request, error: Exception) -> JSONResponse:
+        assert isinstance(error, RequestValidationError)
+        return Refusal(422, "invalid", _explain(error)).response()
+
+    async def http(_: Request, error: Exception) -> JSONResponse:
+        assert isinstance(error, HTTPException)
+        codes = {404: "not_found", 405: "method_not_allowed"}
+        answer = Refusal(error.status_code, codes.get(error.status_code, "http"), _safe(error.detail)).response()
+        answer.headers.update(dict(error.headers or {}))
+        return answer
+
+    app.add_exception_handler(Refusal, refused)
+    app.add_exception_handler(RequestValidationError, invalid)
+    app.add_exception_handler(HTTPException, http)
+
+
+def json_bytes(value: object) -> int:
+    """How long a value is as JSON."""
+    return len(json.dumps(value, ensure_ascii=False, default=str).encode("utf-8", "replace"))

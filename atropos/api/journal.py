@@ -1,0 +1,109 @@
+"""Which calls a ToolServer has seen: a call that is sent again is not run again."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import time
+from collections import OrderedDict
+from dataclasses import dataclass
+
+from atropos.api.http import Refusal
+from atropos.tools.models import ToolResult
+from atropos.tools.tool_server_models import ExternalCall
+
+Key = tuple[str, str]
+"""Trajectory and call."""
+
+
+@dataclass
+class Entry:
+    """A call and its answer, or the task that is finding it."""
+
+    fingerprint: bytes
+    task: asyncio.Task[ToolResult]
+    bytes: int = 0
+    finished: float | None = None
+
+
+def fingerprint(call: ExternalCall) -> bytes:
+    """What makes two calls the same: tool and arguments."""
+    return hashlib.sha256(json.dumps([call.name, call.arguments], sort_keys=True).encode()).digest()
+
+
+class Journal:
+    """Running calls, and finished ones within bounds of count, memory and age."""
+
+    def __init__(self, *, calls: int, max_bytes: int, ttl_s: float) -> None:
+        self._calls = calls
+        self._max_bytes = max_bytes
+        self._ttl_s = ttl_s
+        self._running: dict[Key, Entry] = {}
+        self._finished: OrderedDict[Key, Entry] = OrderedDict()
+        self._bytes = 0
+        self._lost: float | None = None
+
+    def __repr__(self) -> str:
+        return f"<Journal running={len(self._running)} finished={len(self._finished)} bytes={self._bytes}>"
+
+    def __len__(self) -> int:
+        return len(self._running) + len(self._finished)
+
+    def find(self, call: ExternalCall) -> asyncio.Task[ToolResult] | None:
+        """The task of an equal call seen before.
+
+        Raises:
+            Refusal: 409, the id was used for another call.
+        """
+        self._forget_old()
+        key = (call.trajectory_id, call.call_id)
+        entry = self._running.get(key) or self._finished.get(key)
+        if entry is None:
+            return None
+        if entry.fingerprint != fingerprint(call):
+            raise Refusal(409, "call_id_reused", f"call_id {call.call_id!r} belongs to another call of this trajectory")
+        return entry.task
+
+    def add(self, call: ExternalCall, task: asyncio.Task[ToolResult]) -> None:
+        """Remember a call that starts now."""
+        key = (call.trajectory_id, call.call_id)
+        entry = Entry(fingerprint(call), task)
+        self._running[key] = entry
+        task.add_done_callback(lambda _: self._done(key, entry))
+
+    def _done(self, key: Key, entry: Entry) -> None:
+        self._running.pop(key, None)
+        if entry.task.cancelled() or entry.task.exception() is not None:
+            return  # refused, or ended with its trajectory: nothing that a resend could be told
+        result = entry.task.result()
+        entry.bytes = 500 + 4 * len(result.output)
+        if result.data is not None:
+            entry.bytes += len(str(result.data))
+        entry.finished = time.monotonic()
+        self._finished[key] = entry
+        self._bytes += entry.bytes
+        self._forget_old()
+
+    def _forget_old(self) -> None:
+        oldest = time.monotonic() - self._ttl_s
+        while self._finished:
+            entry = next(iter(self._finished.values()))
+            expired = entry.finished is not None and entry.finished < oldest
+            if not (expired or len(self._finished) > self._calls or self._bytes > self._max_bytes):
+                return
+            self._bytes -= self._finished.popitem(last=False)[1].bytes
+            if not expired:
+                self._lost = time.monotonic()
+
+    def lossy(self) -> bool:
+        """Whether a call younger than the journal's age was forgotten: an unknown one may have run all the same."""
+        return self._lost is not None and self._lost > time.monotonic() - self._ttl_s
+
+    def running(self) -> list[asyncio.Task[ToolResult]]:
+        """The calls that run now."""
+        return [entry.task for entry in self._running.values()]
+
+    def running_of(self, trajectory_id: str) -> list[asyncio.Task[ToolResult]]:
+        """The calls of one trajectory that run now."""
+        return [entry.task for (owner, _), entry in self._running.items() if owner == trajectory_id]

@@ -1,0 +1,140 @@
+"""What a ToolServer can be told: each setting has one name, one default and one place."""
+
+from __future__ import annotations
+
+import os
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, model_validator
+
+from atropos.errors import ConfigError
+
+LOOPBACK = ("127.0.0.1", "::1", "localhost")
+
+
+class Settings(BaseModel):
+    """Base of the settings here: frozen, an unknown one is refused."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Bounds(Settings):
+    """How much of something may happen at once and over time."""
+
+    concurrency: int = Field(default=64, ge=1, description="calls running at once")
+    queue: int = Field(default=256, ge=0, description="calls waiting for their turn; one more is answered 429")
+    rate_per_s: float | None = Field(default=None, gt=0, description="calls a second on average; None: no bound")
+    burst: int = Field(default=20, ge=1, description="calls that may come at once before the rate counts")
+
+
+class SearchSettings(Settings):
+    """Where `web_search` asks."""
+
+    provider: Literal["searxng", "brave", "tavily"] = "searxng"
+    url: str | None = Field(default=None, description="the provider's address; None: its public one (SearXNG has none)")
+    api_key: SecretStr | None = Field(default=None, description="Brave and Tavily need one")
+
+    @model_validator(mode="after")
+    def _complete(self) -> SearchSettings:
+        if self.provider == "searxng" and not self.url:
+            raise ValueError("search.url: the address of a SearXNG instance is needed")
+        if self.provider != "searxng" and self.api_key is None:
+            raise ValueError(f"search.api_key: {self.provider} needs a key")
+        return self
+
+
+class BrowserSettings(Settings):
+    """The browser behind the `browser_*` tools."""
+
+    executable: str | None = Field(default=None, description="Chromium's path; None: found on PATH, else Playwright's")
+    max_contexts: int = Field(default=32, ge=1, description="trajectories that may have a browser open at once")
+    max_pages: int = Field(default=8, ge=1, description="pages (pop-ups included) of one trajectory")
+    navigation_timeout_s: float = Field(default=30, gt=0)
+    snapshot_chars: int = Field(default=40_000, ge=500, description="longest snapshot shown to a model")
+
+
+class McpServer(Settings):
+    """One MCP server whose tools are offered as the toolset `mcp-NAME`."""
+
+    name: str = Field(pattern=r"^[A-Za-z0-9_-]{1,40}$")
+    command: str | None = Field(default=None, description="a program to start and talk to over stdio")
+    args: tuple[str, ...] = ()
+    env: dict[str, str] = Field(default_factory=dict)
+    url: str | None = Field(default=None, description="or the address of a streamable HTTP server")
+    headers: dict[str, SecretStr] = Field(default_factory=dict)
+    tools: tuple[str, ...] | None = Field(default=None, description="only these of its tools; None: all")
+    timeout_s: float = Field(default=60, gt=0)
+
+    @model_validator(mode="after")
+    def _one_way(self) -> McpServer:
+        if (self.command is None) == (self.url is None):
+            raise ValueError(f"mcp server {self.name!r}: give either command or url")
+        return self
+
+
+class ToolServerSettings(Settings):
+    """A ToolServer. Times in seconds, sizes in bytes."""
+
+    host: str = Field(default="127.0.0.1", description="address to listen on; beyond loopback only when asked")
+    port: int = Field(default=8460, ge=0, le=65_535)
+    token: SecretStr | None = Field(default=None, description="bearer token; needed to listen, None only in-process")
+    tools: tuple[str, ...] = Field(
+        default=(), description="one's own external tools: module:attribute, a Tool or a list of them"
+    )
+    only: tuple[str, ...] | None = Field(default=None, description="offer only these tools or toolsets; None: all")
+    search: SearchSettings | None = None
+    browser: BrowserSettings = BrowserSettings()
+    mcp: tuple[McpServer, ...] = ()
+    allow_hosts: tuple[str, ...] = Field(
+        default=(),
+        description="private destinations that tools may reach: host, host:port, *.suffix, or address range",
+    )
+    tool_bounds: Bounds = Bounds()
+    tool_overrides: dict[str, Bounds] = Field(default_factory=dict, description="bounds of single tools, by name")
+    trajectory_bounds: Bounds = Bounds(concurrency=1, queue=64)
+    timeout_s: float = Field(default=60, gt=0, le=3600, description="of a tool that has none of its own")
+    max_timeout_s: float = Field(default=300, gt=0, le=3600, description="longest a caller may ask for")
+    result_bytes: int = Field(
+        default=200_000, ge=1000, description="longest output of a result; head and tail are kept"
+    )
+    data_bytes: int = Field(default=4_000_000, ge=1000, description="longest structured answer of a result")
+    fetch_bytes: int = Field(default=10_000_000, ge=1000, description="most that web_extract downloads of one address")
+    trajectory_ttl_s: float = Field(default=900, gt=0, description="idle time after which a trajectory's state ends")
+    max_trajectories: int = Field(default=4096, ge=1, description="trajectories remembered at once")
+    journal_calls: int = Field(default=20_000, ge=1, description="finished calls remembered for resends")
+    journal_bytes: int = Field(default=64_000_000, ge=1000, description="memory of those answers")
+    journal_ttl_s: float = Field(default=600, gt=0)
+    drain_s: float = Field(default=30, ge=0, description="how long running calls may go on after SIGTERM")
+
+    def check_listening(self) -> None:
+        """Refuse to listen without a token.
+
+        Raises:
+            ConfigError: there is no token.
+        """
+        if self.token is None or not self.token.get_secret_value():
+            raise ConfigError("tool server: token is missing; set ATROPOS_TOOL_SERVER_TOKEN or pass --token-file")
+
+
+def load_settings(values: dict[str, Any]) -> ToolServerSettings:
+    """Settings from a parsed file or flags.
+
+    Raises:
+        ConfigError: a value is wrong; names each field.
+    """
+    try:
+        return ToolServerSettings.model_validate(values)
+    except ValidationError as error:
+        said = "; ".join(f"{'.'.join(str(p) for p in e['loc'])}: {e['msg']}" for e in error.errors())
+        raise ConfigError(f"tool server settings: {said}") from None
+
+
+def search_from_environment() -> SearchSettings | None:
+    """The search provider that the environment names: the first of SEARXNG_URL, BRAVE_API_KEY, TAVILY_API_KEY."""
+    if url := os.environ.get("SEARXNG_URL"):
+        return SearchSettings(provider="searxng", url=url)
+    if key := os.environ.get("BRAVE_API_KEY"):
+        return SearchSettings(provider="brave", api_key=SecretStr(key))
+    if key := os.environ.get("TAVILY_API_KEY"):
+        return SearchSettings(provider="tavily", api_key=SecretStr(key))
+    return None

@@ -1,0 +1,155 @@
+"""The ToolServer: external tools over HTTP, outside every sandbox."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from typing import Annotated, Any
+
+from fastapi import FastAPI, Path
+from fastapi.responses import StreamingResponse
+from pydantic import SecretStr
+
+from atropos.api.core import ToolHost
+from atropos.api.external import external_services
+from atropos.api.http import Gate, Refusal, add_error_handlers
+from atropos.api.settings import ToolServerSettings, search_from_environment
+from atropos.tools.base import Tool
+from atropos.tools.models import ToolResult
+from atropos.tools.tool_server_models import (
+    MAX_REQUEST_BYTES,
+    VERSION,
+    BatchRequest,
+    ExecuteAnswer,
+    ExecuteRefusal,
+    ExternalCall,
+    ToolInfo,
+    ToolList,
+    ToolServerHealth,
+    TrajectoryEnded,
+)
+from atropos.wire import Problem
+
+_ERRORS: dict[int | str, dict[str, Any]] = {status: {"model": Problem} for status in (401, 409, 413, 422, 429, 503)}
+_DESCRIPTION = (
+    "Runs external tools (web, browser, MCP servers, one's own) for agents. Send `Authorization: Bearer TOKEN` with "
+    "every request but /health. 429 and 503 say in Retry-After when to ask again. A call is run once: send it again "
+    "under the same call_id to get its answer."
+)
+
+
+def create_app(
+    settings: ToolServerSettings | None = None, *, token: SecretStr | None = None, tools: Sequence[Tool] = ()
+) -> FastAPI:
+    """The ToolServer as an ASGI app; it works between its lifespan's start and end.
+
+    Args:
+        settings: None: the search provider that the environment names, all else by default (for use in one process).
+        token: takes the place of the settings' token; without either, no token is asked for.
+        tools: further external tools.
+
+    Raises:
+        ConfigError: a tool can't be offered, or a setting is wrong.
+    """
+    chosen = settings or ToolServerSettings(search=search_from_environment())
+    host = ToolHost(chosen)
+
+    @contextlib.asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncGenerator[None, None]:
+        async with external_services(chosen) as offered:
+            for tool in (*offered, *tools):
+                host.offer(tool)
+            reaper = asyncio.create_task(host.reap())
+            try:
+                yield
+            finally:
+                reaper.cancel()
+                await asyncio.wait([reaper])
+                await host.aclose()
+
+    app = FastAPI(
+        title="atropos ToolServer", version=str(VERSION), description=_DESCRIPTION, lifespan=lifespan, redoc_url=None
+    )
+    app.state.host = host
+    add_error_handlers(app)
+    secret = token or chosen.token
+    app.add_middleware(
+        Gate, token=None if secret is None else secret.get_secret_value(), max_body_bytes=MAX_REQUEST_BYTES
+    )
+    _add_routes(app, host)
+    return app
+
+
+def _add_routes(app: FastAPI, host: ToolHost) -> None:
+    @app.get("/health")
+    async def health() -> ToolServerHealth:
+        """Whether the server takes calls."""
+        return ToolServerHealth(status="draining" if host.draining else "ok", boot_id=host.boot_id)
+
+    @app.get("/tools", responses={401: {"model": Problem}}, response_model_by_alias=True)
+    async def tools() -> ToolList:
+        """The tools, with their OpenAI function-calling schemas."""
+        return ToolList(boot_id=host.boot_id, tools=tuple(_info(host, tool) for tool in host.tools.values()))
+
+    @app.get("/stats", responses={401: {"model": Problem}})
+    async def stats() -> dict[str, str | int | bool]:
+        """Counts of calls, trajectories and what is remembered."""
+        return host.stats()
+
+    @app.post("/execute", responses=_ERRORS)
+    async def execute(call: ExternalCall) -> ExecuteAnswer:
+        """Run one call and answer its result. A tool's own failure is a result too."""
+        return await host.wait(call, host.submit(call))
+
+    @app.post(
+        "/batch",
+        responses={**_ERRORS, 200: {"content": {"application/x-ndjson": {}}, "description": "one line a call"}},
+        response_class=StreamingResponse,
+    )
+    async def batch(request: BatchRequest) -> StreamingResponse:
+        """Run many calls. Each answer is a line of JSON, sent as soon as that call has ended."""
+        submitted = [(call, _submit(host, call)) for call in request.calls]
+        return StreamingResponse(_lines(host, submitted), media_type="application/x-ndjson")
+
+    @app.delete("/trajectories/{trajectory_id:path}", responses={401: {"model": Problem}, 422: {"model": Problem}})
+    async def end(trajectory_id: Annotated[str, Path(min_length=1, max_length=500)]) -> TrajectoryEnded:
+        """End a trajectory: its running calls are cancelled, its browser context and other state closed."""
+        return TrajectoryEnded(ended=await host.end(trajectory_id))
+
+
+def _info(host: ToolHost, tool: Tool) -> ToolInfo:
+    return ToolInfo(
+        name=tool.name,
+        toolset=tool.toolsets[0] if tool.toolsets else "custom",
+        schema=tool.schema.to_openai(),
+        timeout_s=tool.timeout_s or host.settings.timeout_s,
+        read_only=tool.read_only,
+    )
+
+
+def _submit(host: ToolHost, call: ExternalCall) -> asyncio.Task[ToolResult] | Refusal:
+    try:
+        return host.submit(call)
+    except Refusal as refusal:
+        return refusal
+
+
+async def _lines(
+    host: ToolHost, submitted: list[tuple[ExternalCall, asyncio.Task[ToolResult] | Refusal]]
+) -> AsyncIterator[str]:
+    async def one(call: ExternalCall, started: asyncio.Task[ToolResult] | Refusal) -> ExecuteAnswer | ExecuteRefusal:
+        try:
+            if isinstance(started, Refusal):
+                raise started
+            return await host.wait(call, started)
+        except Refusal as refusal:
+            return host.refused(call, refusal)
+
+    waiting = [asyncio.ensure_future(one(call, started)) for call, started in submitted]
+    try:
+        for finished in asyncio.as_completed(waiting):
+            yield (await finished).model_dump_json() + "\n"
+    finally:
+        for task in waiting:
+            task.cancel()

@@ -1,0 +1,309 @@
+"""The ToolServer's promises, over ASGI with its real lifespan."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import httpx
+import pytest
+
+from atropos.api.settings import Bounds
+from atropos.tools.tool_server_models import ExecuteAnswer, ToolList
+
+from .conftest import ONE_AT_A_TIME, Workbench, call, served, until
+
+
+async def test_execute_answers_the_tools_result(bench: Workbench):
+    async with served(bench) as client:
+        answer = await client.post("/execute", json=call("note", text="a"))
+        parsed = ExecuteAnswer.model_validate_json(answer.content)
+        assert (answer.status_code, parsed.result.success, parsed.result.output) == (200, True, "noted a")
+        assert parsed.call_id == "c1"
+
+
+async def test_tools_are_listed_with_openai_schemas(bench: Workbench):
+    async with served(bench) as client:
+        listed = ToolList.model_validate_json((await client.get("/tools")).content)
+        note = next(tool for tool in listed.tools if tool.name == "note")
+        assert note.schema_["function"]["parameters"]["required"] == ["text"]
+        assert note.toolset == "test"
+
+
+@pytest.mark.parametrize(
+    "header",
+    [None, "", "Bearer", "Bearer wrong", "Basic right-token", "right-token", "Bearer right-token2", "bearer é"],
+)
+@pytest.mark.parametrize(
+    ("method", "path"), [("POST", "/execute"), ("POST", "/batch"), ("GET", "/tools"), ("GET", "/stats")]
+)
+async def test_nothing_is_run_without_the_right_token(bench: Workbench, header: str | None, method: str, path: str):
+    async with served(bench) as client:
+        del client.headers["Authorization"]
+        headers = {} if header is None else {"Authorization": header.encode("latin-1")}
+        body = call("note", text="a") if path == "/execute" else {"calls": [call("note", text="a")]}
+        answer = await client.request(method, path, headers=headers, json=body)
+        assert (answer.status_code, answer.json()["code"]) == (401, "unauthorized")
+        assert (await client.get("/health")).status_code == 200
+        assert bench.ran == []
+
+
+async def test_a_call_sent_again_is_not_run_again(bench: Workbench):
+    async with served(bench) as client:
+        first = (await client.post("/execute", json=call("note", text="a"))).json()
+        again = (await client.post("/execute", json=call("note", text="a"))).json()
+        assert first == again
+        assert bench.ran == ["a"]
+
+
+async def test_a_resend_attaches_to_the_running_call(bench: Workbench):
+    async with served(bench) as client:
+        lost = asyncio.create_task(client.post("/execute", json=call("hang", text="a")))
+        await bench.started.wait()
+        lost.cancel()
+        await asyncio.gather(lost, return_exceptions=True)
+        again = asyncio.create_task(client.post("/execute", json=call("hang", text="a")))
+        await asyncio.sleep(0.05)
+        bench.hold.set()
+        assert (await again).json()["result"]["output"] == "held a"
+        assert bench.ran == ["a"]
+        assert bench.most == 1
+
+
+async def test_a_resend_to_a_restarted_server_is_told_that_nobody_knows(bench: Workbench):
+    async with served(bench) as client:
+        answer = await client.post("/execute", json={**call("note", text="a"), "boot_id": "of-another-life"})
+        assert (answer.status_code, answer.json()["code"]) == (409, "outcome_unknown")
+        assert bench.ran == []
+
+
+async def test_a_call_id_of_another_call_is_refused(bench: Workbench):
+    async with served(bench) as client:
+        await client.post("/execute", json=call("note", text="a"))
+        answer = await client.post("/execute", json=call("note", text="b"))
+        assert (answer.status_code, answer.json()["code"]) == (409, "call_id_reused")
+        other = await client.post("/execute", json=call("note", trajectory="t2", text="b"))
+        assert other.status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("how", "status", "said"),
+    [("tool", 200, "write it differently"), ("bug", 200, "a bug"), ("infrastructure", 503, "the provider is down")],
+)
+async def test_a_tools_failure_is_a_result_and_the_infrastructures_is_not(
+    bench: Workbench, how: str, status: int, said: str
+):
+    async with served(bench) as client:
+        answer = await client.post("/execute", json=call("fail", how=how))
+        assert answer.status_code == status
+        body = answer.json()
+        assert said in (body["message"] if status == 503 else body["result"]["error"])
+        if status == 503:
+            assert body["code"] == "tool_server_unavailable"
+            assert int(answer.headers["Retry-After"]) >= 1
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        (call("note"), "'text' is missing"),
+        (call("note", text=3), "'text' is wrong"),
+        (call("note", text="a", more=1), "'more' is not an argument"),
+        (call("notes", text="a"), "there is no tool 'notes'"),
+    ],
+)
+async def test_bad_arguments_are_a_result_that_says_what_would_be_right(bench: Workbench, body: dict, said: str):
+    async with served(bench) as client:
+        answer = await client.post("/execute", json=body)
+        assert answer.status_code == 200
+        assert answer.json()["result"]["success"] is False
+        assert said in answer.json()["result"]["error"]
+        assert bench.ran == []
+
+
+async def test_a_hanging_tool_delays_nobody_else(bench: Workbench):
+    async with served(bench) as client:
+        held = [asyncio.create_task(client.post("/execute", json=call("hang", f"h{i}"))) for i in range(20)]
+        await bench.started.wait()
+        for number in range(50):
+            answer = await asyncio.wait_for(
+                client.post("/execute", json=call("note", f"n{number}", text=str(number))), timeout=20
+            )
+            assert answer.status_code == 200
+        assert not any(task.done() for task in held)
+        bench.hold.set()
+        assert {(await task).status_code for task in held} == {200}
+
+
+async def test_a_batchs_answers_come_as_they_finish_and_each_trajectory_keeps_its_order(bench: Workbench):
+    calls = [call("hang", "slow", "s1", text="s1"), call("note", "slow", "s2", text="s2")]
+    calls += [call("note", f"q{i}", text=str(i)) for i in range(5)]
+    async with served(bench) as client:
+
+        async def letting_go() -> None:
+            await until(lambda: len(bench.ran) >= 5)
+            bench.hold.set()
+
+        _, answer = await asyncio.gather(letting_go(), client.post("/batch", json={"calls": calls}))
+        lines = [json.loads(line) for line in answer.text.splitlines()]
+        assert [line["call_id"] for line in lines[-2:]] == ["s1", "s2"]
+        assert all(line["kind"] == "result" for line in lines)
+        assert bench.ran[-2:] == ["s1", "s2"]
+
+
+async def test_a_batch_says_of_each_call_why_it_was_refused(bench: Workbench):
+    calls = [call("note", text="a"), call("fail", "t2", how="infrastructure"), call("note", "t3", text=1)]
+    async with served(bench) as client:
+        answer = await client.post("/batch", json={"calls": calls})
+        lines = {(line["kind"], line.get("status")) for line in map(json.loads, answer.text.splitlines())}
+        assert lines == {("result", None), ("refusal", 503)}
+
+
+async def test_a_full_queue_is_429_with_retry_after(bench: Workbench):
+    async with served(bench, tool_overrides={"hang": ONE_AT_A_TIME}) as client:
+        first = [asyncio.create_task(client.post("/execute", json=call("hang", f"t{i}"))) for i in range(2)]
+        await bench.started.wait()
+        await asyncio.sleep(0.05)
+        answer = await client.post("/execute", json=call("hang", "t9"))
+        assert (answer.status_code, answer.json()["code"]) == (429, "busy")
+        assert int(answer.headers["Retry-After"]) >= 1
+        bench.hold.set()
+        assert {(await task).status_code for task in first} == {200}
+        assert bench.most == 1
+        assert (await client.post("/execute", json=call("hang", "t9"))).status_code == 200
+
+
+async def test_a_rate_is_kept_per_tool(bench: Workbench):
+    bounds = Bounds(rate_per_s=0.001, burst=3)
+    async with served(bench, tool_overrides={"note": bounds}) as client:
+        answers = [await client.post("/execute", json=call("note", f"t{i}", text="a")) for i in range(5)]
+        assert [answer.status_code for answer in answers] == [200, 200, 200, 429, 429]
+        assert int(answers[-1].headers["Retry-After"]) > 100
+        assert (await client.post("/execute", json=call("keep", "other", item="a"))).status_code == 200
+
+
+async def test_one_trajectory_cannot_take_all_places(bench: Workbench):
+    async with served(bench, trajectory_bounds=ONE_AT_A_TIME) as client:
+        mine = [asyncio.create_task(client.post("/execute", json=call("hang", "t", f"c{i}"))) for i in range(2)]
+        await bench.started.wait()
+        await asyncio.sleep(0.05)
+        assert (await client.post("/execute", json=call("hang", "t", "c9"))).status_code == 429
+        assert (await client.post("/execute", json=call("note", "other", text="a"))).status_code == 200
+        bench.hold.set()
+        await asyncio.gather(*mine)
+
+
+async def test_a_timeout_is_a_result_and_frees_the_place(bench: Workbench):
+    async with served(bench, tool_overrides={"hang": Bounds(concurrency=1)}) as client:
+        for number in range(2):
+            answer = await client.post("/execute", json={**call("hang", f"t{number}"), "timeout_s": 0.05})
+            assert answer.json()["result"]["timed_out"] is True
+        assert bench.running == 0
+
+
+async def test_a_huge_answer_is_cut_and_says_so(bench: Workbench):
+    async with served(bench, result_bytes=2000, data_bytes=3000) as client:
+        answer = await client.post("/execute", json=call("big", size=5_000_000))
+        result = answer.json()["result"]
+        assert len(answer.content) < 6000
+        assert result["truncated"] is True
+        assert result["dropped_bytes"] > 4_900_000
+        assert result["data"] is None
+
+
+async def test_a_huge_request_is_refused(bench: Workbench):
+    async with served(bench) as client:
+        answer = await client.post("/execute", content=b'{"x": "' + b"a" * 9_000_000 + b'"}')
+        assert answer.status_code == 413
+
+        async def endless():
+            for _ in range(100):
+                yield b"x" * 100_000
+
+        assert (await client.post("/execute", content=endless())).status_code == 413
+
+
+async def test_state_is_kept_per_trajectory_and_closed_at_its_end(bench: Workbench):
+    async with served(bench) as client:
+        await client.post("/execute", json=call("keep", "t1", "c1", item="a"))
+        mine = await client.post("/execute", json=call("keep", "t1", "c2", item="b"))
+        other = await client.post("/execute", json=call("keep", "t2", "c1", item="c"))
+        assert (mine.json()["result"]["output"], other.json()["result"]["output"]) == ("a,b", "c")
+        assert (await client.delete("/trajectories/t1")).json() == {"ended": True}
+        assert [jar.closed for jar in bench.jars] == [True, False]
+        assert (await client.delete("/trajectories/t1")).json() == {"ended": False}
+    assert bench.jars[1].closed
+
+
+async def test_idle_state_ends_after_its_ttl(bench: Workbench):
+    async with served(bench, trajectory_ttl_s=0.1) as client:
+        await client.post("/execute", json=call("keep", item="a"))
+        await until(lambda: bench.jars[0].closed)
+        assert client.host.stats()["trajectories"] == 0
+
+
+async def test_ending_a_trajectory_cancels_its_calls(bench: Workbench):
+    async with served(bench) as client:
+        running = asyncio.create_task(client.post("/execute", json=call("hang", "a/b c")))
+        await bench.started.wait()
+        assert (await client.delete("/trajectories/a%2Fb%20c")).json() == {"ended": True}
+        answer = await running
+        assert (answer.status_code, answer.json()["code"]) == (409, "trajectory_ended")
+        assert bench.running == 0
+
+
+async def test_draining_refuses_new_calls_and_finishes_running_ones(bench: Workbench):
+    async with served(bench) as client:
+        running = asyncio.create_task(client.post("/execute", json=call("hang")))
+        await bench.started.wait()
+        drain = asyncio.create_task(client.host.drain(20))
+        await asyncio.sleep(0)
+        refused = await client.post("/execute", json=call("note", "t2", text="a"))
+        assert (refused.status_code, refused.json()["code"]) == (503, "draining")
+        assert (await client.get("/health")).json()["status"] == "draining"
+        bench.hold.set()
+        await drain
+        assert (await running).status_code == 200
+
+
+async def test_trajectories_and_journal_stay_bounded_over_many_calls(bench: Workbench):
+    async with served(bench, max_trajectories=50, journal_calls=100) as client:
+        for number in range(600):
+            answer = await client.post("/execute", json=call("note", f"t{number}", text="a"))
+            assert answer.status_code == 200
+        stats = client.host.stats()
+        assert stats["trajectories"] <= 50
+        assert stats["journal"] <= 100
+        resend = await client.post("/execute", json={**call("note", "t0", text="a"), "boot_id": client.host.boot_id})
+        assert resend.json()["code"] == "outcome_unknown", "a forgotten call was run again"
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"{", b"[]", b"null", b'{"calls": []}', b'{"trajectory_id": ""}', b"\xff\xfe", b'{"x": "\\ud800"}']
+)
+@pytest.mark.parametrize("path", ["/execute", "/batch"])
+async def test_nonsense_is_422_with_one_line(bench: Workbench, path: str, content: bytes):
+    async with served(bench) as client:
+        answer = await client.post(path, content=content, headers={"Content-Type": "application/json"})
+        assert answer.status_code == 422, answer.text
+        assert "\n" not in answer.json()["message"]
+
+
+async def test_a_surrogate_in_an_argument_does_no_harm(bench: Workbench):
+    async with served(bench) as client:
+        body = json.dumps(call("note", text="\ud800"))
+        answer = await client.post("/execute", content=body, headers={"Content-Type": "application/json"})
+        assert answer.status_code in {200, 422}
+
+
+async def test_unknown_paths_and_methods_are_problems_too(bench: Workbench):
+    async with served(bench) as client:
+        assert (await client.get("/nothing")).json()["code"] == "not_found"
+        assert (await client.get("/execute")).json()["code"] == "method_not_allowed"
+
+
+async def test_the_interface_is_described(bench: Workbench):
+    async with served(bench) as client:
+        document = (await client.get("/openapi.json")).json()
+        assert {"/execute", "/batch", "/tools", "/health"} <= set(document["paths"])
+        assert isinstance(client, httpx.AsyncClient)
