@@ -82,6 +82,24 @@ class NotSupported(SandboxError):
     retryable = False
 
 
+class InferenceError(Exception):
+    """The inference server gave no usable answer: unreachable, refused, too late, or nonsense.
+
+    Not the model's fault, so never a reward: like a `SandboxError` it drops or retries the trajectory.
+
+    Attributes:
+        status: the HTTP status, where there was one.
+        retryable: whether asking again may help; False for 4xx.
+    """
+
+    code = "inference_error"
+
+    def __init__(self, message: str, *, status: int | None = None, retryable: bool = True) -> None:
+        super().__init__(message)
+        self.status = status
+        self.retryable = retryable
+
+
 class ConfigError(ValueError):
     """The programmer's or operator's mistake: names the field and what would be right."""
 

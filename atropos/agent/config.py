@@ -1,0 +1,118 @@
+"""What an agent loop is told, and what it gives back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from atropos.agent.transcript import Transcript
+from atropos.errors import ConfigError
+from atropos.tools import ToolCall, ToolResult
+
+StopReason = Literal["final", "max_steps", "context_length", "max_tokens"]
+"""Why a loop ended: the model gave its answer, or a bound on turns, context or one turn's tokens was reached."""
+
+
+class PromptTooLong(ValueError):
+    """The prompt alone doesn't fit the context: this item can't be run with these settings."""
+
+    code = "prompt_too_long"
+
+
+@dataclass(frozen=True)
+class AgentConfig:
+    """Bounds and sampling of one trajectory.
+
+    Attributes:
+        max_steps: most model turns.
+        temperature: sampling temperature.
+        max_tokens: most tokens of one turn; None: what the context has left.
+        tool_delay_s: pause after each tool call, in seconds.
+        context_tokens: most tokens of the whole transcript; a turn that doesn't fit is not begun.
+        model_timeout_s: deadline of one turn's generation, retries included.
+        model_retries: further tries after a failure that may pass (never after 4xx).
+        system_prompt: text before the tools' description; None: a short default.
+        tool_call_parser: the format of calls in model text.
+        max_calls_per_turn: calls beyond it are answered with an error and not run.
+        max_result_chars: of each tool result in the conversation; the middle of a longer one is left out.
+        seed: sent with every request (mixed with the turn) where set, so that a sampling server can repeat itself.
+    """
+
+    max_steps: int = 50
+    temperature: float = 0.7
+    max_tokens: int | None = None
+    tool_delay_s: float = 0.0
+    context_tokens: int = 32_768
+    model_timeout_s: float = 300.0
+    model_retries: int = 2
+    system_prompt: str | None = None
+    tool_call_parser: str = "hermes"
+    max_calls_per_turn: int = 32
+    max_result_chars: int = 30_000
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        for name, least in (("max_steps", 1), ("context_tokens", 1), ("max_calls_per_turn", 1), ("model_retries", 0)):
+            if getattr(self, name) < least:
+                raise ConfigError(f"{name} must be at least {least}, not {getattr(self, name)}")
+        if self.max_tokens is not None and self.max_tokens < 1:
+            raise ConfigError(
+                f"max_tokens must be at least 1, or None for the remaining context, not {self.max_tokens}"
+            )
+        for name in ("temperature", "tool_delay_s"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"{name} can't be negative: {getattr(self, name)}")
+        if self.model_timeout_s <= 0:
+            raise ConfigError(f"model_timeout_s must be more than 0, not {self.model_timeout_s}")
+
+
+@dataclass
+class AgentStep:
+    """One model turn and what its calls gave.
+
+    Attributes:
+        number: from 0.
+        text: the model's text, calls included.
+        content: the text without its calls.
+        calls: of the turn, in order.
+        unread: calls that could not be read: how many calls stand before it, and what is wrong.
+        results: what the model is told, of calls and unread ones, in the order written.
+        model_s, tools_s: seconds spent in generation and in tools.
+    """
+
+    number: int
+    text: str
+    content: str
+    calls: list[ToolCall] = field(default_factory=list[ToolCall])
+    unread: list[tuple[int, str]] = field(default_factory=list[tuple[int, str]])
+    results: list[ToolResult] = field(default_factory=list[ToolResult])
+    tokens: int = 0
+    finish_reason: str = ""
+    model_s: float = 0.0
+    tools_s: float = 0.0
+
+
+@dataclass
+class AgentResult:
+    """How a trajectory went.
+
+    Attributes:
+        success: the model ended by itself with an answer.
+        error: what bound ended it otherwise, in words; None on success.
+        final_response: the text of the last turn, without calls.
+        trajectory_data: tokens, masks, logprobs, messages.
+        stop_reason: which bound, or `final`.
+    """
+
+    success: bool
+    error: str | None
+    final_response: str
+    steps: list[AgentStep]
+    trajectory_data: Transcript
+    total_tool_calls: int
+    stop_reason: StopReason = "final"
+
+    @property
+    def messages(self) -> list[dict[str, Any]]:
+        """The conversation, as it reaches the trainer."""
+        return self.trajectory_data.messages

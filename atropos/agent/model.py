@@ -1,0 +1,219 @@
+"""One deadline, one retry rule and one error type around whatever inference server atroposlib was given.
+
+The server is met by shape alone: a `ServerManager`, one of its servers, or a stand-in with
+`tokens_and_logprobs_completion(**kwargs)` and `chat_completion(**kwargs)`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import contextvars
+import math
+import random
+from collections.abc import Awaitable, Callable, Generator, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar, cast
+
+from atropos.errors import InferenceError
+
+EXACT = frozenset({"vllm", "sglang"})
+"""Server types that tell the tokens they sampled."""
+
+Answer = TypeVar("Answer")
+
+_capturing: contextvars.ContextVar[bool] = contextvars.ContextVar("capturing", default=False)
+
+
+@dataclass(frozen=True)
+class Failed:
+    """A server's exception carried as a value past atroposlib's own retries (up to 27 requests for one 503)."""
+
+    error: BaseException
+
+
+def capturing() -> bool:
+    """Whether the current model call wants failures as `Failed` values."""
+    return _capturing.get()
+
+
+@dataclass(frozen=True)
+class Generation:
+    """What a server sampled."""
+
+    ids: list[int]
+    logprobs: list[float]
+    finish_reason: str
+
+
+@dataclass(frozen=True)
+class ChatAnswer:
+    """What an OpenAI-compatible server answered."""
+
+    content: str
+    reasoning: str
+    tool_calls: list[dict[str, Any]]
+    finish_reason: str
+
+
+def server_type(server: Any) -> str:
+    """`vllm`, `sglang`, `openai`, `trl`; a stand-in without a config counts as exact if it gives tokens."""
+    first = next(iter(getattr(server, "servers", None) or [server]))
+    kind = getattr(getattr(first, "config", None), "server_type", None)
+    if kind is None:
+        return "vllm" if hasattr(server, "tokens_and_logprobs_completion") else "openai"
+    return str(kind)
+
+
+class Model:
+    """Asks a server, with a deadline and bounded retries.
+
+    Args:
+        server: see the module.
+        timeout_s: deadline of one request, its retries included.
+        retries: further tries after a failure that may pass.
+    """
+
+    def __init__(self, server: Any, *, timeout_s: float = 300.0, retries: int = 2) -> None:
+        self._server = server
+        self._timeout_s = timeout_s
+        self._retries = retries
+        self.exact = server_type(server) in EXACT
+        """Whether the server tells the tokens it samples."""
+
+    async def generate(self, ids: Sequence[int], **sampling: Any) -> Generation:
+        """Continue a prompt of token ids.
+
+        Args:
+            ids: the prompt.
+            sampling: temperature, max_tokens, seed and the like, as the server's API names them.
+
+        Raises:
+            InferenceError: no usable answer within the deadline.
+        """
+        prompt = list(ids)
+
+        async def once() -> Generation:
+            answer = await self._server.tokens_and_logprobs_completion(input_ids=list(prompt), n=1, **sampling)
+            return _generation(prompt, _unwrap(answer))
+
+        return await self._bounded(once)
+
+    async def chat(self, messages: Sequence[dict[str, Any]], **options: Any) -> ChatAnswer:
+        """Ask for the next message of a conversation.
+
+        Raises:
+            InferenceError: no usable answer within the deadline.
+        """
+
+        async def once() -> ChatAnswer:
+            answer = await self._server.chat_completion(messages=[dict(m) for m in messages], n=1, **options)
+            return _chat_answer(_unwrap(answer))
+
+        return await self._bounded(once)
+
+    async def _bounded(self, once: Callable[[], Awaitable[Answer]]) -> Answer:
+        attempt = 0
+        last: InferenceError | None = None
+        try:
+            async with asyncio.timeout(self._timeout_s) as deadline:
+                while True:
+                    try:
+                        with _capture():
+                            return await once()
+                    except InferenceError as error:
+                        last = error
+                    except Exception as error:
+                        if deadline.expired():
+                            raise
+                        last = describe(error)
+                    attempt += 1
+                    if not last.retryable or attempt > self._retries:
+                        raise last
+                    await asyncio.sleep(min(5.0, 0.2 * 2**attempt) * random.uniform(0.5, 1.0))
+        except TimeoutError as error:
+            why = f"; before that: {last}" if last else ""
+            raise InferenceError(f"the inference server gave no answer within {self._timeout_s:g} s{why}") from error
+
+
+@contextlib.contextmanager
+def _capture() -> Generator[None]:
+    token = _capturing.set(True)
+    try:
+        yield
+    finally:
+        _capturing.reset(token)
+
+
+def _unwrap(answer: Any) -> Any:
+    if isinstance(answer, Failed):
+        raise describe(answer.error) from answer.error
+    return answer
+
+
+def describe(error: BaseException) -> InferenceError:
+    """Any client library's exception as an `InferenceError`, 4xx marked as not worth repeating (408, 429 are)."""
+    inner = error
+    for _ in range(5):  # tenacity.RetryError holds the last attempt, twice nested
+        attempt = getattr(inner, "last_attempt", None)
+        cause = attempt.exception() if attempt is not None else None
+        if cause is None:
+            break
+        inner = cause
+    status = getattr(inner, "status_code", None) or getattr(inner, "status", None)
+    status = status if isinstance(status, int) else None
+    text = f"{type(inner).__name__}: {str(inner) or 'no detail'}"[:500]
+    if status is None and isinstance(inner, KeyError | TypeError | IndexError | AttributeError | ValueError):
+        text = f"the inference server answered nonsense ({text})"
+    elif status is not None:
+        text = f"the inference server answered {status} ({text})"
+    else:
+        text = f"the inference server failed ({text})"
+    refused = status is not None and 400 <= status < 500 and status not in {408, 429}
+    return InferenceError(text, status=status, retryable=not refused)
+
+
+def _generation(prompt: list[int], answer: Any) -> Generation:
+    try:
+        returned, outputs, logprobs, reasons = answer
+        ids = [_token(token) for token in outputs[0]]
+        values = [float(value) for value in logprobs[0]]
+        reason = reasons[0]
+    except (TypeError, ValueError, IndexError, KeyError) as error:
+        raise InferenceError(f"the inference server answered nonsense ({error!r})") from error
+    if list(returned) != prompt:
+        raise InferenceError(
+            "the prompt's tokens came back changed (a doubled BOS token?); they must be used as they are",
+            retryable=False,
+        )
+    if not ids:
+        raise InferenceError("the inference server sampled no token")
+    if len(ids) != len(values) or not all(math.isfinite(value) for value in values):
+        raise InferenceError(f"{len(ids)} tokens came with {len(values)} logprobs, or with infinite ones")
+    kind = cast("dict[str, Any]", reason).get("type") if isinstance(reason, dict) else reason
+    return Generation(ids, values, str(kind or ""))
+
+
+def _token(value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise ValueError(f"{value!r} is no token id")
+    return value
+
+
+def _chat_answer(answer: Any) -> ChatAnswer:
+    try:
+        choice = answer.choices[0]
+        message = choice.message
+        content = message.content
+        calls = [
+            {"id": call.id, "name": call.function.name, "arguments": call.function.arguments}
+            for call in (getattr(message, "tool_calls", None) or [])
+        ]
+    except (AttributeError, IndexError, TypeError) as error:
+        raise InferenceError(f"the inference server answered nonsense ({error!r})") from error
+    if content is not None and not isinstance(content, str):
+        raise InferenceError(f"the inference server's message is no text but {type(content).__name__}")
+    reasoning = getattr(message, "reasoning_content", None) or getattr(message, "reasoning", None) or ""
+    if not content and not calls and not reasoning:
+        raise InferenceError("the inference server answered without a message")
+    return ChatAnswer(content or "", str(reasoning), calls, str(choice.finish_reason or ""))

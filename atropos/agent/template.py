@@ -1,0 +1,115 @@
+"""Turns as token ids, rendered with a tokenizer's own chat template but never over again.
+
+A template renders a whole conversation. Rendering it anew at each turn would re-tokenize what the model sampled, so
+the *suffix* that follows an assistant's turn is rendered once, alone: a small conversation with a marker as the
+assistant's text is rendered, and what comes after the marker is the suffix. This works for every template that puts
+turns one after the other (ChatML, Llama 3, Mistral, DeepSeek and their kin).
+
+Text from a sandbox may contain the spelling of a special token. It is then encoded as plain text, so that no program's
+output can end a turn or open another.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from atropos.errors import ConfigError
+
+MARK = "\ue000mark\ue000"
+"""Private-use characters: no template changes them and no conversation is likely to hold them."""
+
+
+class TurnRenderer:
+    """Renders prompts and suffixes with one tokenizer.
+
+    Args:
+        tokenizer: a Hugging Face tokenizer with a chat template.
+        tools: OpenAI schemas for the template itself; None where the system prompt describes the tools.
+
+    Raises:
+        ConfigError: the tokenizer has no chat template, or one that can't be continued turn by turn.
+    """
+
+    def __init__(self, tokenizer: Any, tools: Sequence[Mapping[str, Any]] | None = None) -> None:
+        self._tokenizer = tokenizer
+        self._tools = [dict(tool) for tool in tools] if tools else None
+        self._special = _special_tokens(tokenizer)
+        self._special_pattern = (
+            re.compile("|".join(re.escape(text) for text in self._special)) if self._special else None
+        )
+        if not getattr(tokenizer, "chat_template", None):
+            raise ConfigError(
+                "tokenizer_name: this tokenizer has no chat template; name the instruct model's tokenizer instead"
+            )
+        suffix = self.following([{"role": "user", "content": "x"}])
+        if not suffix:
+            raise ConfigError("tokenizer_name: its chat template renders nothing after an assistant's turn")
+        self.end_id = suffix[0]
+        """The token that closes an assistant's turn."""
+        self.end_ids = {self.end_id, getattr(tokenizer, "eos_token_id", None)} - {None}
+
+    def prompt(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+        """Ids of the opening messages, up to where the assistant begins."""
+        return self._encode(messages, after=None)
+
+    def following(self, messages: Sequence[Mapping[str, Any]], sampled: Sequence[int] = ()) -> list[int]:
+        """Ids between the assistant's last sampled token and its next turn, with `messages` between.
+
+        Args:
+            messages: what is said to the model now.
+            sampled: the turn's ids. If they already close the turn, it isn't closed again.
+        """
+        opening = [{"role": "user", "content": "x"}, {"role": "assistant", "content": MARK}]
+        ids = self._encode([*opening, *messages], after=MARK)
+        return ids[1:] if sampled and ids and sampled[-1] == ids[0] else ids
+
+    def encode_text(self, text: str) -> list[int]:
+        """Plain text as ids; the spelling of a special token stays text."""
+        hostile = self._special_pattern is not None and self._special_pattern.search(text) is not None
+        options: dict[str, Any] = {"split_special_tokens": True} if hostile else {}
+        return list(self._tokenizer(text, add_special_tokens=False, **options)["input_ids"])
+
+    def text(self, ids: Sequence[int]) -> str:
+        """What the model said, without the token that ended its turn."""
+        kept = list(ids[:-1]) if ids and ids[-1] in self.end_ids else list(ids)
+        return str(self._tokenizer.decode(kept, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+    def _encode(self, messages: Sequence[Mapping[str, Any]], after: str | None) -> list[int]:
+        contents: dict[str, str] = {}
+        rendered: list[dict[str, Any]] = []
+        for index, message in enumerate(messages):
+            content = message.get("content")
+            if isinstance(content, str) and self._special_pattern and self._special_pattern.search(content):
+                key = f"\ue001{index}\ue001"
+                contents[key] = content
+                rendered.append({**message, "content": key})
+            else:
+                rendered.append(dict(message))
+        text = self._apply(rendered)
+        if after is not None:
+            _, found, text = text.partition(after)
+            if not found:
+                raise ConfigError(
+                    "tokenizer_name: its chat template changes an assistant's text; it can't be continued"
+                )
+        ids: list[int] = []
+        for part in re.split("(\ue001\\d+\ue001)", text) if contents else [text]:
+            if part in contents:
+                ids.extend(self.encode_text(contents[part]))
+            elif part:
+                ids.extend(self._tokenizer(part, add_special_tokens=False)["input_ids"])
+        return ids
+
+    def _apply(self, messages: list[dict[str, Any]]) -> str:
+        options: dict[str, Any] = {"tools": self._tools} if self._tools else {}
+        return str(self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **options))
+
+
+def _special_tokens(tokenizer: Any) -> list[str]:
+    """Spellings of every special token, longest first."""
+    found: set[str] = set(getattr(tokenizer, "all_special_tokens", ()))
+    added: Mapping[int, Any] = getattr(tokenizer, "added_tokens_decoder", {})
+    found.update(str(token) for token in added.values() if getattr(token, "special", False))
+    return sorted((text for text in found if text), key=lambda text: -len(text))

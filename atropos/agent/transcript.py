@@ -1,0 +1,50 @@
+"""The append-only record of a trajectory: tokens exactly as they were given to and sampled by the inference server."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+MASKED = -100
+"""Mask of a position that is context; elsewhere the mask repeats the token (atroposlib's convention)."""
+CONTEXT_LOGPROB = 1.0
+"""Logprob of a position that was not sampled (atroposlib's convention: no real logprob is positive)."""
+
+
+@dataclass
+class Transcript:
+    """Tokens, masks and logprobs of equal length, and the messages they stand for. History is never rewritten.
+
+    Attributes:
+        placeholder: the ids are our own tokenization of text, because the server doesn't tell them: not to train on.
+    """
+
+    tokens: list[int] = field(default_factory=list[int])
+    masks: list[int] = field(default_factory=list[int])
+    logprobs: list[float] = field(default_factory=list[float])
+    messages: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
+    placeholder: bool = False
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def add_context(self, ids: Sequence[int]) -> None:
+        """Append what the model is given."""
+        self.tokens.extend(ids)
+        self.masks.extend([MASKED] * len(ids))
+        self.logprobs.extend([CONTEXT_LOGPROB] * len(ids))
+
+    def add_sampled(self, ids: Sequence[int], logprobs: Sequence[float]) -> None:
+        """Append what the model said, exactly as the server reported it."""
+        assert len(ids) == len(logprobs), (len(ids), len(logprobs))
+        self.tokens.extend(ids)
+        self.masks.extend(ids)
+        self.logprobs.extend(logprobs)
+
+    def check(self) -> None:
+        """Assert what a trainer relies on."""
+        assert len(self.tokens) == len(self.masks) == len(self.logprobs), (
+            f"tokens {len(self.tokens)}, masks {len(self.masks)}, logprobs {len(self.logprobs)}"
+        )
+        assert all(mask in (MASKED, token) for mask, token in zip(self.masks, self.tokens, strict=True))

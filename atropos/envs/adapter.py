@@ -1,0 +1,261 @@
+"""All contact with atroposlib (0.4.0): its classes, and what has to be done around them.
+
+Its traps, each met here once: root logging that turns on DEBUG output of whole items; retries of retries (27 requests
+for one 503) and endless waits for an unhealthy server; health checks that nobody ends; an unknown tokenizer that costs
+49 s; servers that need a loadable model name.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import aiohttp
+from atroposlib.envs.base import BaseEnv, BaseEnvConfig, EvalHandlingEnum, ScoredDataGroup, ScoredDataItem
+from atroposlib.envs.server_handling.server_baseline import APIServerConfig, ServerBaseline
+from atroposlib.envs.server_handling.server_manager import ServerManagerConfig
+
+from atropos.agent.model import EXACT, Failed, Model, capturing, describe
+from atropos.errors import ConfigError, InferenceError
+
+__all__ = [
+    "APIServerConfig",
+    "BaseEnv",
+    "BaseEnvConfig",
+    "EvalHandlingEnum",
+    "ScoredDataGroup",
+    "ScoredDataItem",
+    "ServerBaseline",
+    "ServerManagerConfig",
+    "check_run_api",
+    "check_tokenizer",
+    "prepare_server_configs",
+    "prepare_servers",
+    "probe_servers",
+    "quiet_logging",
+    "server_types",
+    "stop_servers",
+]
+
+PROBE_TIMEOUT_S = 20.0
+"""How long a server may take for one token before an env starts."""
+HUB_TIMEOUT_S = 4.0
+"""How long the model hub may take to answer at all."""
+
+_WRAPPERS = ("_tokens_and_logprobs_completion_wrapper", "_chat_completion_wrapper", "_completion_wrapper")
+
+
+def quiet_logging() -> None:
+    """Keep atroposlib's DEBUG lines (whole items, every config) away from root handlers."""
+    for name in ("atroposlib", "atroposlib.envs.base", "atroposlib.envs.server_handling"):
+        logging.getLogger(name).setLevel(logging.INFO)
+    if not logging.getLogger().handlers:
+        logging.getLogger().addHandler(logging.NullHandler())
+    for name in ("httpx", "openai", "urllib3", "filelock"):
+        logging.getLogger(name).setLevel(logging.WARNING)
+
+
+# ------------------------------------------------------------------------------------------------------------ tokenizers
+
+
+def check_tokenizer(name: str, *, field: str) -> None:
+    """Find out quickly whether a tokenizer will load.
+
+    Raises:
+        ConfigError: it will not; one line that says why.
+    """
+    cure = f"give a folder with tokenizer.json, or a name on the model hub, in {field}"
+    if not name or name == "none":
+        raise ConfigError(f"{field}: no tokenizer is named; {cure}")
+    path = Path(name).expanduser()
+    if path.is_dir():
+        if not any((path / file).is_file() for file in ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")):
+            raise ConfigError(f"{field}: the folder {name} holds no tokenizer; {cure}")
+        return
+    if path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
+        raise ConfigError(f"{field}: there is no folder {name}; {cure}")
+    if _cached(name) or _on_hub(name, field, cure):
+        return
+    raise ConfigError(f"{field}: {name!r} is not in the local cache and the model hub can't be reached; {cure}")
+
+
+def _cached(name: str) -> bool:
+    from huggingface_hub import try_to_load_from_cache
+
+    try:
+        return any(
+            isinstance(try_to_load_from_cache(name, file), str) for file in ("tokenizer.json", "tokenizer_config.json")
+        )
+    except ValueError:
+        return False
+
+
+def _on_hub(name: str, field: str, cure: str) -> bool:
+    """Whether the hub knows the name; False when it can't be reached or must not be asked."""
+    import httpx
+
+    if os.environ.get("HF_HUB_OFFLINE", "").lower() in {"1", "true", "yes"}:
+        return False
+    endpoint = os.environ.get("HF_ENDPOINT", "https://huggingface.co").rstrip("/")
+    token = os.environ.get("HF_TOKEN")
+    try:
+        answer = httpx.head(
+            f"{endpoint}/{name}/resolve/main/tokenizer_config.json",
+            headers={"Authorization": f"Bearer {token}"} if token else {},
+            timeout=HUB_TIMEOUT_S,
+        )
+    except httpx.HTTPError:
+        return False
+    if answer.status_code < 400:
+        return True
+    if answer.status_code in {401, 403, 404}:
+        raise ConfigError(f"{field}: the model hub answers {answer.status_code} for {name!r}; {cure}")
+    return False
+
+
+# --------------------------------------------------------------------------------------------------------------- servers
+
+
+def prepare_server_configs(
+    configs: ServerBaseline | APIServerConfig | Sequence[APIServerConfig], tokenizer_name: str
+) -> list[APIServerConfig]:
+    """A list of servers as atroposlib really uses it (a single config is printed and then ignored by it).
+
+    Servers that load a tokenizer of their own get the env's where they name none.
+
+    Raises:
+        ConfigError: no server, servers of several types, or a URL is missing.
+    """
+    if isinstance(configs, APIServerConfig):
+        configs = [configs]
+    elif isinstance(configs, ServerBaseline):
+        raise ConfigError("openai.base_url: name the inference server, as --openai.base_url http://host:port/v1")
+    if not configs:
+        raise ConfigError("openai: config_init gives no inference server; return (config, [APIServerConfig(...)])")
+    kinds = {config.server_type for config in configs}
+    if len(kinds) > 1:
+        raise ConfigError(f"openai.server_type: all servers must be of one type, not {', '.join(sorted(kinds))}")
+    prepared: list[APIServerConfig] = []
+    for config in configs:
+        url = (config.base_url or "").rstrip("/")
+        if not url.startswith(("http://", "https://")):
+            raise ConfigError(f"openai.base_url: {config.base_url!r} is no URL; write http://host:port/v1")
+        changes: dict[str, Any] = {"base_url": url, "api_key": config.api_key or "x"}
+        if config.server_type in EXACT and config.tokenizer_name == "none":
+            changes["tokenizer_name"] = tokenizer_name
+        prepared.append(config.model_copy(update=changes))
+    return prepared
+
+
+def server_types(server: Any) -> set[str]:
+    """The types of the configured servers."""
+    return {str(one.config.server_type) for one in server.servers if hasattr(one, "config")}
+
+
+def prepare_servers(server: Any) -> None:
+    """Let our own model calls see a failure at once, and decide about retries themselves.
+
+    Only calls made through `atropos.agent.Model` are affected; an env's own use of the server behaves as ever.
+    """
+    for one in server.servers:
+        client = getattr(one, "openai", None)
+        if client is not None:
+            client.max_retries = 0
+        for name in _WRAPPERS:
+            original = getattr(one, name, None)
+            if original is not None:
+                setattr(one, name, _captured(original))
+
+
+def _captured(original: Callable[..., Any]) -> Callable[..., Any]:
+    async def call(**kwargs: Any) -> Any:
+        try:
+            return await original(**kwargs)
+        except Exception as error:
+            if capturing():
+                return Failed(error)
+            raise
+
+    return call
+
+
+async def probe_servers(server: Any, tokenizer: Any, timeout_s: float = PROBE_TIMEOUT_S) -> None:
+    """Ask every server for one token, before anything else is started.
+
+    Raises:
+        InferenceError: one line that names the server, what it did and the setting to look at.
+    """
+    for one in server.servers:
+        config = getattr(one, "config", None)
+        if config is None:
+            continue
+        try:
+            model = Model(one, timeout_s=min(timeout_s, PROBE_TIMEOUT_S), retries=0)
+            if model.exact:
+                await model.generate(tokenizer.encode("hi", add_special_tokens=False), max_tokens=1, temperature=0.0)
+            else:
+                await _probe_chat(one, min(timeout_s, PROBE_TIMEOUT_S))
+        except InferenceError as error:
+            raise InferenceError(
+                f"openai.base_url: {config.base_url} ({config.server_type}): {error}; start the server, or correct "
+                "--openai.base_url and --openai.server_type",
+                status=error.status,
+                retryable=error.retryable,
+            ) from error
+
+
+async def _probe_chat(one: Any, timeout_s: float) -> None:
+    """Any well-formed answer will do: one token of a reasoning model is no message yet."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            answer = await one.openai.chat.completions.create(
+                model=one.config.model_name, messages=[{"role": "user", "content": "hi"}], max_tokens=1
+            )
+        _ = answer.choices[0].message.content
+    except TimeoutError as error:
+        raise InferenceError(f"no answer within {timeout_s:g} s") from error
+    except Exception as error:
+        raise describe(error) from error
+
+
+async def stop_servers(server: Any) -> None:
+    """End the health checks that atroposlib starts and never ends, and close the clients."""
+    for one in getattr(server, "servers", ()):
+        task = getattr(one, "check_task", None)
+        if task is not None:
+            task.cancel()
+            with contextlib.suppress(asyncio.CancelledError, Exception):
+                await task
+        client = getattr(one, "openai", None)
+        if client is not None:
+            with contextlib.suppress(Exception):
+                await client.close()
+
+
+async def check_run_api(url: str) -> None:
+    """Whether the trajectory API is there, before anything is started for it.
+
+    Raises:
+        ConfigError: it isn't.
+    """
+    last: Exception | None = None
+    for attempt in range(3):
+        try:
+            async with (
+                aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=5)) as session,
+                session.get(f"{url.rstrip('/')}/"),
+            ):
+                return
+        except (aiohttp.ClientError, TimeoutError, ValueError) as error:
+            last = error
+        await asyncio.sleep(0.3 * (attempt + 1))
+    raise ConfigError(f"env.rollout_server_url: no trajectory API at {url} ({last}); start it with `run-api`") from last

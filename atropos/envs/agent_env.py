@@ -1,0 +1,186 @@
+"""`AgentEnv`: an env whose trajectories are runs of `AtroposAgent` with sandbox tools."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import time
+import uuid
+from collections.abc import Awaitable
+from functools import partial
+from typing import Any, TypeVar, cast
+
+from atropos.agent import AgentConfig, AgentResult, AtroposAgent
+from atropos.envs.config import AgentEnvConfig
+from atropos.envs.rollout import HookError, Rollout, checked_score
+from atropos.envs.sandbox_env import ExecTool, Member, SandboxEnv
+from atropos.tools import ToolRegistry, build_tool_registry
+
+Value = TypeVar("Value")
+
+
+class AgentEnv(SandboxEnv):
+    """Implement `build_task`, `score_trajectory` and `get_next_item`; the rest is ready made.
+
+    One trajectory: `setup_trajectory_workspace`, the agent's work, `verify_and_score_trajectory` in the same workspace,
+    then the slot is reset.
+    """
+
+    name = "agent_env"
+    env_config_cls: Any = AgentEnvConfig
+    config: Any
+
+    # ------------------------------------------------------------------------------------------------------- hooks
+
+    def build_task(self, item: Any) -> str:
+        """The user's message for an item."""
+        raise NotImplementedError(f"{type(self).__name__} must define build_task(item) -> str")
+
+    async def score_trajectory(self, item: Any, final_response: str) -> float:
+        """The score of a final answer, where the workspace needn't be looked at."""
+        raise NotImplementedError(f"{type(self).__name__} must define score_trajectory(item, final_response) -> float")
+
+    def build_tools(self) -> ToolRegistry:
+        """The tools of the configured toolsets."""
+        config = self.config
+        return build_tool_registry(config.enabled_toolsets, config.disabled_toolsets, config.tool_server_url)
+
+    def build_agent_config(self, item: Any) -> AgentConfig:
+        """Bounds and sampling for an item; by default the env's own settings."""
+        return AgentConfig(
+            max_steps=self.config.agent_max_steps,
+            temperature=self.config.agent_temperature,
+            max_tokens=self.config.agent_max_tokens,
+            tool_delay_s=self.config.agent_tool_delay_s,
+            context_tokens=self.context_tokens,
+            model_timeout_s=self.config.model_timeout_s,
+            model_retries=self.config.model_retries,
+            system_prompt=self.config.agent_system_prompt,
+            tool_call_parser=self.config.agent_tool_parser,
+            max_result_chars=self.config.agent_max_result_chars,
+        )
+
+    async def setup_trajectory_workspace(self, item: Any, *, trajectory_id: str, exec_tool: ExecTool) -> dict[str, Any]:
+        """Prepare the slot before the agent sees it. What it returns is kept with the trajectory."""
+        return {}
+
+    async def setup_group_workspace(self, item: Any, *, exec_tool: ExecTool) -> None:
+        """Prepare a workspace once for a whole group, whose trajectories start as forks of it (where overridden)."""
+
+    async def verify_and_score_trajectory(
+        self, item: Any, final_response: str, *, trajectory_id: str, exec_tool: ExecTool, agent_result: AgentResult
+    ) -> tuple[float, dict[str, Any]]:
+        """Score in the agent's workspace, before it is reset. By default `score_trajectory` alone."""
+        return await _maybe(self.score_trajectory(item, final_response)), {}
+
+    # -------------------------------------------------------------------------------------------------- ready made
+
+    async def prepare_group(self, item: Any, group: str) -> Any:
+        """A snapshot of what `setup_group_workspace` made, where it is overridden."""
+        if type(self).setup_group_workspace is AgentEnv.setup_group_workspace:
+            return None
+        async with self._admission:
+            try:
+                with self.hook("setup_group_workspace"):
+                    await self.setup_group_workspace(item, exec_tool=partial(self.execute_tool, group))
+                slot = await self.executor.slot(group)
+                return await slot.snapshot()
+            finally:
+                await self.executor.release_trajectory(group)
+
+    async def run_trajectory(self, item: Any, trajectory_id: str, member: Member) -> Rollout:
+        """Set up, act, verify; see `SandboxEnv.run_trajectory`."""
+        exec_tool = partial(self.execute_tool, trajectory_id)
+        started = time.perf_counter()
+        with self.hook("setup_trajectory_workspace"):
+            info = await self.setup_trajectory_workspace(item, trajectory_id=trajectory_id, exec_tool=exec_tool)
+        with self.hook("build_task"):
+            task = _text(await _maybe(self.build_task(item)))
+            config = await _maybe(self.build_agent_config(item))
+        set_up = time.perf_counter()
+        result = await self._agent(config, exec_tool, member.seed).run(task)
+        acted = time.perf_counter()
+        with self.hook("verify_and_score_trajectory"):
+            verdict = await self.verify_and_score_trajectory(
+                item,
+                result.final_response,
+                trajectory_id=trajectory_id,
+                exec_tool=exec_tool,
+                agent_result=result,
+            )
+        score, details = _verdict(verdict)
+        return Rollout(
+            trajectory_id,
+            result.trajectory_data,
+            score,
+            steps=len(result.steps),
+            calls=result.total_tool_calls,
+            stop_reason=result.stop_reason,
+            final_response=result.final_response,
+            info=_plain({**(info or {}), **details}),
+            phases={
+                "setup": set_up - started,
+                "model": sum(step.model_s for step in result.steps),
+                "tools": sum(step.tools_s for step in result.steps),
+                "agent": acted - set_up,
+                "verify": time.perf_counter() - acted,
+            },
+        )
+
+    def _agent(self, config: AgentConfig, exec_tool: ExecTool, seed: int | None) -> AtroposAgent:
+        if seed is not None and config.seed is None:
+            from dataclasses import replace
+
+            config = replace(config, seed=seed)
+        return AtroposAgent(self.server, self.tokenizer, self.executor.tools, config, exec_tool, renderer=self.renderer)
+
+    async def run_agent(self, task: str, *, trajectory_id: str | None = None) -> tuple[str, dict[str, Any]]:
+        """Run the agent on a task, without scoring: for evaluations and experiments.
+
+        Args:
+            task: the user's message.
+            trajectory_id: a workspace to work in, which the caller then releases; None: a fresh one, released here.
+
+        Returns:
+            The final answer, and `success`, `error` (the bound that ended it), `tool_calls`.
+
+        Raises:
+            SandboxError, InferenceError: the infrastructure failed; nothing may be concluded about the model.
+        """
+        own = trajectory_id is None
+        identity = trajectory_id or f"run-{uuid.uuid4().hex[:12]}"
+        exec_tool = partial(self.execute_tool, identity)
+        async with self._admission:
+            try:
+                result = await self._agent(self.build_agent_config(None), exec_tool, self.config.seed).run(task)
+            finally:
+                if own:
+                    await self.executor.release_trajectory(identity)
+        facts = {"success": result.success, "error": result.error, "tool_calls": result.total_tool_calls}
+        return result.final_response, facts
+
+
+async def _maybe(value: Value | Awaitable[Value]) -> Value:
+    """Hooks may be plain functions or coroutines."""
+    return cast("Value", await value if inspect.isawaitable(value) else value)
+
+
+def _text(task: Any) -> str:
+    if not isinstance(task, str):
+        raise HookError(f"build_task must return text, not {type(task).__name__}")
+    return task
+
+
+def _verdict(value: Any) -> tuple[float, dict[str, Any]]:
+    hook = "verify_and_score_trajectory"
+    if not isinstance(value, tuple) or len(cast("tuple[Any, ...]", value)) != 2:
+        raise HookError(f"{hook} must return (score, dict), not {value!r:.100}")
+    score, details = cast("tuple[Any, Any]", value)
+    if not isinstance(details, dict):
+        raise HookError(f"{hook} must return (score, dict); its second part is {type(details).__name__}")
+    return checked_score(score, hook), cast("dict[str, Any]", details)
+
+
+def _plain(info: dict[str, Any]) -> dict[str, Any]:
+    """As it will stand in the JSONL."""
+    return cast("dict[str, Any]", json.loads(json.dumps(info, default=str)))

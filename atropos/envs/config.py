@@ -1,0 +1,167 @@
+"""What an env can be told: flat fields, each a `--env.FIELD` flag and a key under `env:` in YAML."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BeforeValidator, ConfigDict, Field, SecretStr, model_validator
+
+from atropos.config import SlotLimits
+from atropos.envs.adapter import BaseEnvConfig
+from atropos.slots import SlotPoolConfig
+from atropos.tools import ToolExecutorConfig
+
+
+def _names(value: Any) -> Any:
+    """A list from comma-separated text or JSON."""
+    if not isinstance(value, str):
+        return value
+    text = value.strip()
+    if text.startswith("["):
+        return json.loads(text)
+    return [part.strip() for part in text.split(",") if part.strip()]
+
+
+Names = Annotated[list[str], BeforeValidator(_names)]
+"""A list of names; as a flag, comma-separated."""
+OptionalNames = Annotated[list[str] | None, BeforeValidator(_names)]
+
+
+class SandboxEnvConfig(BaseEnvConfig):
+    """Slots, limits and faults: what every env on sandbox slots has."""
+
+    model_config = ConfigDict(extra="forbid", validate_assignment=False)
+
+    max_token_length: int = Field(default=32_768, ge=64, description="most tokens of a whole trajectory")
+    worker_timeout: float = Field(
+        default=3600, description="longest a group may take when serving, in seconds; -1: any"
+    )
+
+    tool_pool_mode: Literal["nomad", "docker", "local"] = Field(default="nomad", description="what runs the containers")
+    allow_network: bool = Field(default=True, description="whether sandbox programs get (filtered) egress")
+    require_sandbox: bool = Field(default=False, description="refuse to start unless every limit is there too")
+    require_stateful_sandbox: bool = Field(default=False, description="refuse to start without lasting sessions")
+    tool_batch_window_ms: float = Field(default=20, ge=0, le=10_000, description="longest a call may wait for others")
+    tool_max_batch_size: int = Field(default=200, ge=1, le=10_000, description="most calls in one frame")
+    nomad_address: str = Field(default="http://localhost:4646", description="also NOMAD_ADDR from the environment")
+    sandbox_job_id: str = Field(default="atropos-sandbox-agent-env", description="name of the Nomad job")
+    sandbox_image: str = Field(default="atropos-sandbox:local", description="image of the containers")
+    sandbox_base: str | None = Field(default=None, description="root file system of the slots (local); None: host /usr")
+    slots_per_container: int = Field(default=10, ge=1, le=1000, description="slots in each container")
+    min_containers: int = Field(default=1, ge=0, description="containers kept even when idle")
+    max_containers: int = Field(default=10, ge=1, description="most containers")
+    privileged: bool = Field(default=False, description="kept for compatibility; true is refused")
+    acquire_timeout_s: float = Field(default=30.0, gt=0, description="longest a trajectory waits for a slot")
+    purge_job_on_start: bool = Field(default=False, description="remove the job of an earlier run first")
+    purge_job_on_shutdown: bool = Field(default=True, description="remove the job at the end")
+
+    slot_memory_mib: int = Field(default=1024, ge=32, description="memory of a slot, its files included")
+    slot_pids: int = Field(default=256, ge=8, description="processes and threads of a slot")
+    slot_cpu_weight: int = Field(default=100, ge=1, le=10_000, description="a slot's share of the CPU")
+    slot_cpu_quota: float | None = Field(default=None, gt=0, description="most cores of a slot; None: no ceiling")
+    slot_disk_mib: int = Field(default=512, ge=8, description="bytes a slot may write")
+    slot_inodes: int = Field(default=262_144, ge=1000, description="files a slot may make")
+    slot_output_bytes: int = Field(default=1_000_000, ge=1000, description="output kept of one command")
+    slot_wall_s: float = Field(default=3600, gt=0, description="longest one command may run")
+    lease_ttl_s: float = Field(default=60.0, gt=0, le=86_400, description="leases of a dead process end after this")
+
+    tool_server_url: str | None = Field(default=None, description="ToolServer for external tools: a URL or inprocess")
+    tool_server_token: SecretStr | None = Field(default=None, description="its bearer token")
+
+    trajectory_retries: int = Field(default=2, ge=0, description="new tries after an infrastructure failure")
+    model_timeout_s: float = Field(default=300.0, gt=0, description="deadline of one model call, retries included")
+    model_retries: int = Field(default=2, ge=0, description="new tries of a model call (never after 4xx)")
+    process_concurrency: int | None = Field(
+        default=None, ge=1, description="groups in flight in `process`; None: as many as fill the slots"
+    )
+    allow_placeholder_tokens: bool = Field(
+        default=False, description="let `serve` send groups whose tokens are not the model's own (openai, trl)"
+    )
+    seed: int | None = Field(default=None, description="sent with each request, by trajectory, where set")
+
+    @model_validator(mode="after")
+    def _check_together(self) -> Self:
+        if self.max_containers < self.min_containers:
+            raise ValueError(
+                f"max_containers ({self.max_containers}) is less than min_containers ({self.min_containers}): "
+                "raise the first or lower the second"
+            )
+        if self.privileged:
+            raise ValueError(
+                "privileged: sandbox containers are never privileged (slots are isolated by user namespaces); "
+                "leave it false"
+            )
+        if self.group_size < 1:
+            raise ValueError(f"group_size must be at least 1, not {self.group_size}")
+        if self.total_steps < 1 and self.total_steps != -1:
+            raise ValueError(f"total_steps must be at least 1, not {self.total_steps}")
+        return self
+
+    @property
+    def capacity(self) -> int:
+        """Trajectories admitted at once."""
+        return self.slots_per_container * self.max_containers
+
+    def limits(self) -> SlotLimits:
+        """What one slot may use."""
+        return SlotLimits(
+            memory_mib=self.slot_memory_mib,
+            pids=self.slot_pids,
+            cpu_weight=self.slot_cpu_weight,
+            cpu_quota=self.slot_cpu_quota,
+            disk_mib=self.slot_disk_mib,
+            inodes=self.slot_inodes,
+            output_bytes=self.slot_output_bytes,
+            wall_s=self.slot_wall_s,
+        )
+
+    def pool_config(self) -> SlotPoolConfig:
+        """The pool that these settings mean."""
+        nomad = self.nomad_address if "nomad_address" in self.model_fields_set else None
+        return SlotPoolConfig(
+            backend=self.tool_pool_mode,
+            slots_per_container=self.slots_per_container,
+            min_containers=self.min_containers,
+            max_containers=self.max_containers,
+            acquire_timeout_s=self.acquire_timeout_s,
+            limits=self.limits(),
+            lease_ttl_s=self.lease_ttl_s,
+            base=self.sandbox_base,
+            allow_network=self.allow_network,
+            require_sandbox=self.require_sandbox,
+            require_stateful_sandbox=self.require_stateful_sandbox,
+            batch_window_ms=self.tool_batch_window_ms,
+            max_batch_size=self.tool_max_batch_size,
+            image=self.sandbox_image,
+            job_id=self.sandbox_job_id,
+            nomad_address=nomad,
+            purge_job_on_start=self.purge_job_on_start,
+            purge_job_on_shutdown=self.purge_job_on_shutdown,
+        )
+
+    def executor_config(self) -> ToolExecutorConfig:
+        """The executor that these settings mean."""
+        return ToolExecutorConfig(
+            batch_window_ms=self.tool_batch_window_ms,
+            max_batch_size=self.tool_max_batch_size,
+            allow_network=self.allow_network,
+            require_sandbox=self.require_sandbox,
+            require_stateful_sandbox=self.require_stateful_sandbox,
+            tool_server_url=self.tool_server_url,
+            tool_server_token=self.tool_server_token,
+        )
+
+
+class AgentEnvConfig(SandboxEnvConfig):
+    """An env whose agent loop is `AtroposAgent`."""
+
+    agent_max_steps: int = Field(default=50, ge=1, description="most model turns of a trajectory")
+    agent_temperature: float = Field(default=0.7, ge=0, description="sampling temperature")
+    agent_max_tokens: int | None = Field(default=None, ge=1, description="most tokens of a turn; None: what is left")
+    agent_tool_delay_s: float = Field(default=0.0, ge=0, description="pause after each tool call")
+    agent_system_prompt: str | None = Field(default=None, description="text before the tools; None: a short default")
+    agent_tool_parser: str = Field(default="hermes", description="format of tool calls in the model's text")
+    agent_max_result_chars: int = Field(default=30_000, ge=100, description="of a tool result shown to the model")
+    enabled_toolsets: Names = Field(default_factory=lambda: ["default"], description="toolsets the model is offered")
+    disabled_toolsets: Names = Field(default_factory=list[str], description="toolsets taken away again")

@@ -1,0 +1,70 @@
+"""What an env counts: groups and trajectories, faults by name, seconds by phase, and call latencies. Bounded."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+KEPT = 20_000
+"""Latency samples kept, the latest."""
+
+
+def percentile(samples: Iterable[float], share: float) -> float:
+    """By the nearest-rank method; 0 without samples."""
+    ordered = sorted(samples)
+    return ordered[min(len(ordered) - 1, int(len(ordered) * share))] if ordered else 0.0
+
+
+@dataclass
+class EnvMetrics:
+    """Counted since the env started; `wandb` gets it with every log.
+
+    Attributes:
+        groups / dropped: groups completed; dropped whole, by the failure's code.
+        unsent: complete groups that atroposlib leaves out, by reason (same_scores, too_long, wrong_size).
+        retries: new attempts of trajectories, by the failure's code.
+        hook_errors: by hook.
+    """
+
+    groups: int = 0
+    trajectories: int = 0
+    calls: int = 0
+    tool_errors: int = 0
+    cancelled_groups: int = 0
+    dropped: Counter[str] = field(default_factory=Counter[str])
+    unsent: Counter[str] = field(default_factory=Counter[str])
+    retries: Counter[str] = field(default_factory=Counter[str])
+    hook_errors: Counter[str] = field(default_factory=Counter[str])
+    stop_reasons: Counter[str] = field(default_factory=Counter[str])
+    phases: Counter[str] = field(default_factory=Counter[str])
+    call_s: deque[float] = field(default_factory=lambda: deque[float](maxlen=KEPT))
+    scores: deque[float] = field(default_factory=lambda: deque[float](maxlen=KEPT))
+
+    def as_dict(self) -> dict[str, Any]:
+        """Flat names and numbers, as wandb wants them."""
+        found: dict[str, Any] = {
+            "env/groups": self.groups,
+            "env/trajectories": self.trajectories,
+            "env/tool_calls": self.calls,
+            "env/tool_errors": self.tool_errors,
+            "env/groups_cancelled": self.cancelled_groups,
+            "env/groups_dropped": sum(self.dropped.values()),
+            "env/trajectory_retries": sum(self.retries.values()),
+            "env/call_p50_s": percentile(self.call_s, 0.5),
+            "env/call_p99_s": percentile(self.call_s, 0.99),
+        }
+        if self.scores:
+            found["env/score_mean"] = sum(self.scores) / len(self.scores)
+        named = {
+            "groups_dropped": self.dropped,
+            "groups_unsent": self.unsent,
+            "retries": self.retries,
+            "hook_errors": self.hook_errors,
+            "stop": self.stop_reasons,
+        }
+        for prefix, counter in named.items():
+            found.update({f"env/{prefix}/{name}": count for name, count in counter.items()})
+        found.update({f"env/phase_{name}_s": seconds for name, seconds in self.phases.items()})
+        return found

@@ -1,0 +1,126 @@
+"""A finished trajectory, and what a group of them is for the trainer: plain data in, plain data out."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from atropos.agent import Transcript
+
+
+class GroupDropped(Exception):
+    """A group can't be completed and is dropped whole; nothing of it is scored or sent.
+
+    Attributes:
+        code: the failure's stable name, for metrics.
+    """
+
+    def __init__(self, message: str, *, code: str) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+class GroupsDropped(Exception):
+    """A `process` run ended, its files are written, and some groups are not in them."""
+
+
+class HookError(Exception):
+    """A hook of the env raised, or returned what it must not. The trajectory is dropped, never scored 0."""
+
+    code = "hook_error"
+
+
+@dataclass
+class Rollout:
+    """One scored trajectory.
+
+    Attributes:
+        trajectory_id: of the attempt that was scored.
+        info: what the verifying hook had to say; kept in the JSONL, never sent as tokens.
+        phases: seconds by phase: setup, model, tools, verify.
+    """
+
+    trajectory_id: str
+    transcript: Transcript
+    score: float
+    steps: int = 0
+    calls: int = 0
+    seconds: float = 0.0
+    attempts: int = 1
+    stop_reason: str = "final"
+    final_response: str = ""
+    info: dict[str, Any] = field(default_factory=dict[str, Any])
+    phases: dict[str, float] = field(default_factory=dict[str, float])
+
+    def summary(self) -> dict[str, Any]:
+        """What the JSONL and the page tell besides tokens and messages."""
+        return {
+            "trajectory_id": self.trajectory_id,
+            "score": self.score,
+            "steps": self.steps,
+            "calls": self.calls,
+            "seconds": round(self.seconds, 4),
+            "attempts": self.attempts,
+            "stop_reason": self.stop_reason,
+            "phases": {name: round(value, 4) for name, value in self.phases.items()},
+            "info": self.info,
+        }
+
+
+def checked_score(value: Any, hook: str) -> float:
+    """A score as a finite float.
+
+    Raises:
+        HookError: the hook returned something else.
+    """
+    if isinstance(value, bool | int | float) or (hasattr(value, "__float__") and not isinstance(value, str)):
+        score = float(value)
+        if math.isfinite(score):
+            return score
+    raise HookError(f"{hook} must return a finite number, not {value!r:.100}")
+
+
+def scored_group(rollouts: Sequence[Rollout], *, name: str, include_messages: bool) -> dict[str, Any]:
+    """The `ScoredDataGroup` of complete rollouts. `group_overrides` is always a dict.
+
+    The key `atropos` is for people and files; the trajectory API ignores it.
+    """
+    for rollout in rollouts:
+        rollout.transcript.check()
+    placeholder = any(rollout.transcript.placeholder for rollout in rollouts)
+    group: dict[str, Any] = {
+        "tokens": [list(r.transcript.tokens) for r in rollouts],
+        "masks": [list(r.transcript.masks) for r in rollouts],
+        "scores": [r.score for r in rollouts],
+        "advantages": None,
+        "ref_logprobs": None,
+        "messages": [messages_of(r.transcript) for r in rollouts] if include_messages else None,
+        "generation_params": None,
+        "inference_logprobs": [list(r.transcript.logprobs) for r in rollouts],
+        "group_overrides": {"placeholder_tokens": True} if placeholder else {},
+        "overrides": None,
+        "images": None,
+        "atropos": {"item": name, "trajectories": [r.summary() for r in rollouts]},
+    }
+    lengths = [len(group[key]) for key in ("tokens", "masks", "scores", "inference_logprobs")]
+    assert len(set(lengths)) == 1, lengths
+    return group
+
+
+def messages_of(transcript: Transcript) -> list[dict[str, Any]]:
+    """Messages with what the trajectory API insists on: a role and a text."""
+    return [{**message, "content": message.get("content") or ""} for message in transcript.messages]
+
+
+def drop_reason(group: dict[str, Any], *, group_size: int, same_scores_dropped: bool, max_token_len: int) -> str | None:
+    """Why atroposlib would leave a group out, so that it can be counted by name; None when it goes through."""
+    size = (group.get("group_overrides") or {}).get("group_size", group_size)
+    if len(group.get("tokens", [])) != size:
+        return "wrong_size"
+    if same_scores_dropped and len(set(group["scores"])) == 1:
+        return "same_scores"
+    if max_token_len > 0 and any(len(tokens) >= max_token_len for tokens in group["tokens"]):
+        return "too_long"
+    return None
