@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import os
 import secrets
@@ -17,9 +16,6 @@ from atropos.errors import (
     AcquireTimeout,
     BackendUnavailable,
     ConfigError,
-    LeaseExpired,
-    NotSupported,
-    PoolFull,
     SandboxError,
     SlotLost,
 )
@@ -27,8 +23,10 @@ from atropos.slots.backends import make_backend
 from atropos.slots.backends.base import Backend, Container
 from atropos.slots.config import SlotPoolConfig
 from atropos.slots.fleet import Fleet, Seat, Ticket
+from atropos.slots.grants import Grants
 from atropos.slots.keeper import Keeper
 from atropos.slots.link import Client, ClientFactory, Link
+from atropos.slots.returns import Returns
 from atropos.slots.slot import Slot, Snapshot
 from atropos.slots.stats import Counters, Percentiles, PoolStats
 from atropos.slots.tasks import Tasks
@@ -36,10 +34,6 @@ from atropos.slots.tasks import Tasks
 log = logging.getLogger("atropos.slots")
 T = TypeVar("T")
 
-RELEASE_WAIT_S = 10.0
-"""How long `Slot.release` waits for the server's word; the release itself goes on behind it."""
-RELEASE_TRIES = 6
-"""Attempts to give a slot back before its container is taken for broken."""
 STOP_RELEASE_S = 2.0
 """How long `stop` waits for slots to be given back one by one; a container that ends ends its leases anyway."""
 
@@ -73,7 +67,8 @@ class SlotPool:
         self._state = "new"
         self._refusal: Exception | None = None
         self.doubtful: set[Link] = set()
-        self._waiters: dict[Ticket, asyncio.Future[None]] = {}
+        self.returns = Returns(self)
+        self._grants = Grants(self)
         self._moved = asyncio.Event()
         self._stopping: asyncio.Task[None] | None = None
 
@@ -126,7 +121,7 @@ class SlotPool:
         deadline = self.now() + self.config.start_timeout_s
         while self.fleet.ready < self.config.min_containers:
             self._moved.clear()
-            if (failure := self._failure()) is not None:
+            if (failure := self.failure()) is not None:
                 raise failure
             if self.fleet.ready and self.backend.trouble():
                 log.warning("starting with %d containers: %s", self.fleet.ready, self.backend.trouble())
@@ -158,15 +153,13 @@ class SlotPool:
 
     async def _stop(self, *, purge: bool) -> None:
         self._state = "stopping"
-        for ticket in list(self._waiters):
-            self.fleet.withdraw(ticket)
-            self.strand(ticket, BackendUnavailable("the pool was stopped"))
+        self._grants.end_all(BackendUnavailable("the pool was stopped"))
         await self._loops.cancel()
         links = list(self.keeper.links.values())
         held = [slot for link in links for slot in link.slots.values()]
         try:
             for slot in held:
-                self._begin_release(slot)
+                self.returns.begin(slot)
             for snapshot in [snapshot for link in links for snapshot in link.snapshots]:
                 self.tasks.spawn(snapshot.drop(), f"drop {snapshot.id}")
             waits = [slot.releasing for slot in held if slot.releasing is not None]
@@ -235,7 +228,7 @@ class SlotPool:
             async with asyncio.timeout(timeout_s):
                 while True:
                     self._pin(snapshot)
-                    if (link := await self._seat(ticket)) is None:
+                    if (link := await self._grants.seat(ticket)) is None:
                         continue
                     request = wire.LeaseRequest(
                         lease_id=secrets.token_hex(12),
@@ -246,7 +239,7 @@ class SlotPool:
                         base=base,
                         network=wanted,
                     )
-                    if (slot := await self._granted(self._grant(link, request))) is not None:
+                    if (slot := await self._grants.finish(link, request)) is not None:
                         self.counters.acquire_s.append(self.now() - started)
                         return slot
         except TimeoutError:
@@ -271,181 +264,6 @@ class SlotPool:
             raise SlotLost(f"the container that holds snapshot {snapshot.id} is gone: {snapshot.link.gone}")
         return snapshot.link.seat
 
-    async def _seat(self, ticket: Ticket) -> Link | None:
-        """Wait for a container with a slot for this ticket; one slot is reserved there then. None: it is gone again."""
-        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiters[ticket] = future
-        self.fleet.ask(ticket)
-        try:
-            self.serve()
-            if ticket.seat is None and not future.done():
-                self._look_for_room(ticket)
-            await future
-        except BaseException:
-            self.fleet.withdraw(ticket)
-            if ticket.seat is not None:
-                self.fleet.forgone(ticket.seat)
-                self.serve()
-            raise
-        finally:
-            self._waiters.pop(ticket, None)
-        assert ticket.seat is not None
-        link = self.keeper.links.get(ticket.seat.key)
-        return link if link is not None and link.seat is ticket.seat else None
-
-    def _look_for_room(self, ticket: Ticket) -> None:
-        """Nothing is known to be free: ask for containers, and ask those whose count is in doubt."""
-        if (failure := self._failure()) is not None and not self.keeper.links:
-            self.fleet.withdraw(ticket)
-            self.strand(ticket, failure)
-        self.keeper.kick()
-        while self.doubtful:
-            self.doubtful.pop().look(wait=True)
-
-    async def _grant(self, link: Link, request: wire.LeaseRequest) -> Slot | None:
-        """Turn a reservation into a lease; None: look elsewhere. Runs to its end whatever becomes of the caller."""
-        seat = link.seat
-        try:
-            lease = await link.client.acquire(request)
-        except PoolFull as error:
-            self.fleet.refused(seat, free=error.free)
-            link.look(wait=True)
-            if error.free > 0:
-                await asyncio.sleep(0.01)  # it refuses though it says that it has room: not at full speed
-            return None
-        except NotSupported:
-            self.fleet.forgone(seat)
-            self.serve()
-            raise
-        except SandboxError as error:
-            log.info("container %s gave no lease: %s", link.container.id, error)
-            self.fleet.refused(seat, free=0)
-            if link.gone is None:
-                self.tasks.spawn(self._take_back(link, request), f"take back {request.lease_id}")
-            elif request.snapshot is not None:
-                raise SlotLost(f"the container that holds snapshot {request.snapshot} is gone: {link.gone}") from None
-            return None
-        except BaseException:
-            self.fleet.doubted(seat)
-            raise
-        if link.gone is not None:
-            return None
-        self.fleet.granted(seat)
-        self.counters.leases += 1
-        slot = link.slots[lease.lease_id] = Slot(link, lease, request.trajectory_id)
-        return slot
-
-    async def _granted(self, grant: Coroutine[Any, Any, Slot | None]) -> Slot | None:
-        """Await a grant; when the caller is cancelled meanwhile, what was granted is given back."""
-        task = self.tasks.spawn(grant, "grant", awaited=True)
-        try:
-            return await asyncio.shield(task)
-        except asyncio.CancelledError:
-            task.add_done_callback(self._unwanted)
-            raise
-
-    def _unwanted(self, task: asyncio.Task[Slot | None]) -> None:
-        if not task.cancelled() and task.exception() is None and (slot := task.result()) is not None:
-            self._begin_release(slot)
-        self.serve()
-
-    async def _take_back(self, link: Link, request: wire.LeaseRequest) -> None:
-        """The answer to an acquire was lost: by its id, ask again what became of it, and end it."""
-        for attempt in range(RELEASE_TRIES):
-            if link.gone is not None:
-                return
-            try:
-                lease = await link.client.acquire(request)
-                await link.client.release(lease)
-            except PoolFull:
-                break
-            except SandboxError:
-                await asyncio.sleep(0.1 * 2**attempt)
-            else:
-                break
-        link.look()
-
-    # ---------------------------------------------------------------------------------------------------- releases
-
-    async def release(self, slot: Slot) -> None:
-        """As `Slot.release`."""
-        task = self._begin_release(slot)
-        if task is not None and not task.done():
-            await asyncio.wait([task], timeout=RELEASE_WAIT_S)  # which cancels nothing when it is cancelled
-
-    def _begin_release(self, slot: Slot) -> asyncio.Task[None] | None:
-        if slot.releasing is None and slot.lost is None:
-            slot.end(LeaseExpired(f"slot {slot.name} was released"))
-            slot.releasing = self.tasks.spawn(self._return(slot), f"release {slot.name}")
-        return slot.releasing
-
-    async def _return(self, slot: Slot) -> None:
-        """Give a slot back until the server confirms it; a server that never does is replaced."""
-        link = slot.link
-        for attempt in range(RELEASE_TRIES):
-            if link.gone is not None:
-                return
-            try:
-                result = await link.client.release(slot.lease)
-            except (LeaseExpired, SlotLost):
-                self._returned(slot, clean=False)
-                return
-            except SandboxError as error:
-                log.info("slot %s could not be given back yet: %s", slot.name, error)
-                await asyncio.sleep(0.1 * 2**attempt)
-                continue
-            self.counters.reset_s.append(result.reset_s)
-            self._returned(slot, clean=result.clean and result.released)
-            return
-        await self.keeper.condemn(link, f"slot {slot.name} could not be given back")
-
-    def _returned(self, slot: Slot, *, clean: bool) -> None:
-        link = slot.link
-        self.counters.releases += 1
-        if link.slots.pop(slot.lease.lease_id, None) is None:
-            return
-        self.fleet.returned(link.seat, clean=clean, now=self.now())
-        if not clean:
-            link.look()
-        self.serve()
-
-    # --------------------------------------------------------------------------------------------------- snapshots
-
-    async def snapshot(self, slot: Slot) -> Snapshot:
-        """As `Slot.snapshot`."""
-        if slot.lost is not None:
-            raise type(slot.lost)(*slot.lost.args)
-        task = self.tasks.spawn(self._freeze(slot), f"snapshot {slot.name}", awaited=True)
-        try:
-            return await asyncio.shield(task)
-        except asyncio.CancelledError:
-            task.add_done_callback(self._unwanted_snapshot)
-            raise
-
-    async def _freeze(self, slot: Slot) -> Snapshot:
-        link = slot.link
-        info = await link.client.snapshot(slot.lease)
-        snapshot = Snapshot(link, info)
-        if link.gone is None:
-            link.snapshots.add(snapshot)
-            link.seat.pins += 1
-        return snapshot
-
-    def _unwanted_snapshot(self, task: asyncio.Task[Snapshot]) -> None:
-        if not task.cancelled() and task.exception() is None:
-            self.tasks.spawn(task.result().drop(), "drop a snapshot that nobody waits for")
-
-    async def drop_snapshot(self, snapshot: Snapshot) -> None:
-        """As `Snapshot.drop`."""
-        link = snapshot.link
-        if link.gone is not None or snapshot not in link.snapshots:
-            return
-        link.snapshots.discard(snapshot)
-        link.seat.pins -= 1
-        link.seat.idle_since = self.now()
-        with contextlib.suppress(SandboxError):  # an unknown or lost one is as good as dropped
-            await link.client.drop_snapshot(snapshot.id)
-
     # --------------------------------------------------------------------------------- what links and keeper report
 
     def now(self) -> float:
@@ -454,16 +272,11 @@ class SlotPool:
 
     def serve(self) -> None:
         """Hand free slots to those who wait."""
-        for ticket in self.fleet.match():
-            future = self._waiters[ticket]
-            if not future.done():
-                future.set_result(None)
+        self._grants.serve()
 
     def strand(self, ticket: Ticket, error: Exception) -> None:
         """A waiting acquire can't be served any more."""
-        future = self._waiters.get(ticket)
-        if future is not None and not future.done():
-            future.set_exception(error)
+        self._grants.strand(ticket, error)
 
     def joined(self, link: Link, status: wire.Status) -> None:
         """A container is connected and can be leased from."""
@@ -493,10 +306,8 @@ class SlotPool:
     def moved(self) -> None:
         """Something that `start`, or an acquire in line, may wait for has changed."""
         self._moved.set()
-        if (failure := self._failure()) is not None and not self.keeper.links:
-            for ticket in list(self._waiters):
-                self.fleet.withdraw(ticket)
-                self.strand(ticket, failure)
+        if (failure := self.failure()) is not None and not self.keeper.links:
+            self._grants.end_all(failure)
 
     def refuse(self, error: Exception) -> None:
         """Containers come, and are not what was asked for."""
@@ -528,10 +339,11 @@ class SlotPool:
 
     def trouble(self) -> str:
         """Why containers are not coming; empty when all is well."""
-        failure = self._failure()
+        failure = self.failure()
         return (str(failure) if failure else "") or self.backend.trouble() or self.keeper.trouble
 
-    def _failure(self) -> Exception | None:
+    def failure(self) -> Exception | None:
+        """Why no container will ever be leased from; None while there is hope."""
         return self.backend.failure() or self._refusal
 
     def _situation(self) -> str:

@@ -75,7 +75,7 @@ class Slot:
 
     async def release(self) -> None:
         """Give the slot back: everything in it is ended and forgotten. Idempotent; goes on when cancelled."""
-        await self._link.pool.release(self)
+        await self._link.pool.returns.release(self)
 
     # ------------------------------------------------------------------------------------------------- operations
 
@@ -212,7 +212,7 @@ class Slot:
             SandboxError: a writer was left, so that it can't be trusted; the slot is then lost.
             NotSupported: the server makes none.
         """
-        return await self._link.pool.snapshot(self)
+        return await self._link.pool.returns.snapshot(self)
 
     def end(self, reason: SandboxError) -> None:
         """The lease is over, and why; for the pool alone."""
@@ -259,7 +259,7 @@ class Snapshot:
         """Give it up; slots that stand on it keep what they need. Idempotent."""
         if not self._dropped:
             self._dropped = True
-            await self._link.pool.drop_snapshot(self)
+            await self._link.pool.returns.drop(self)
 
 
 # ---------------------------------------------------------------------------------------------------------- transport
