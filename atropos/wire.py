@@ -293,6 +293,9 @@ class Hello(Message):
     version: int = VERSION
     client_id: str = Field(min_length=1, max_length=200)
     connection: int = Field(default=0, ge=0, description="grows with each connection: a delayed older one is refused")
+    holds: tuple[str, ...] | None = Field(
+        default=None, description="every lease_id the client holds or asks for; its others end. None: keep all"
+    )
 
 
 class Welcome(Message):

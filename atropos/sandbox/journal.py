@@ -1,0 +1,215 @@
+"""What is known of every call of one client: queued, running, or its answer until the client has it.
+
+A call id is taken once. Sent again it finds its entry: the answer, or the run that goes on. Bounds and their effect:
+
+- Answers that wait for their acknowledgement are bounded in number and bytes. At a bound the oldest answer of the lease
+  that holds most is dropped; whoever asks for it again gets `OutcomeUnknown`. It never runs again.
+- Ids whose answer is gone are remembered, `MAX_GONE` a lease. Beyond that the oldest id is forgotten, and a call marked
+  `resent` that isn't known then ends as `OutcomeUnknown`, because it might be the forgotten one.
+- Cancels that arrive before their call are remembered, `MAX_EARLY` a client.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+from typing import Literal
+
+from atropos.wire import Call, ExecResult, Fault, Reply
+
+MAX_ANSWERS = 4096
+"""Unacknowledged answers kept for one client."""
+MAX_ANSWER_BYTES = 256 * 1024 * 1024
+"""Their size in memory together, roughly, in bytes. The newest answer is always kept, however large."""
+GATE_BYTES = 32 * 1024 * 1024
+"""With more than this waiting to be acknowledged, no further call of the client is started until it is less."""
+MAX_GONE = 10_000
+"""Ids remembered of one lease after their answer was acknowledged or dropped."""
+MAX_EARLY = 4096
+"""Cancels remembered of one client whose call has not come."""
+ANSWER_OVERHEAD = 400
+"""Rough size of an answer besides its bytes, so that a million empty answers count too."""
+
+
+@dataclass(slots=True, eq=False)
+class Entry:
+    """One call. `number` names it inside the slot, so that a client's id never gets there."""
+
+    call_id: str
+    lease_id: str
+    number: str
+    state: Literal["queued", "running", "done"] = "queued"
+    cancelled: bool = False
+    answer: Reply | Fault | None = None
+    size: int = 0
+    waiters: list[asyncio.Future[None]] = field(default_factory=list[asyncio.Future[None]])
+
+
+@dataclass(slots=True)
+class _Log:
+    """The calls of one lease: the finished ones in the order they finished, and the ids without an answer."""
+
+    bytes: int = 0
+    done: dict[str, Entry] = field(default_factory=dict[str, Entry])
+    gone: dict[str, None] = field(default_factory=dict[str, None])
+    forgot: bool = False
+    dropped: bool = False
+
+
+@dataclass(slots=True)
+class Journal:
+    """All calls of one client. Decisions only; running them is the lanes' work."""
+
+    max_answers: int = MAX_ANSWERS
+    max_answer_bytes: int = MAX_ANSWER_BYTES
+    max_gone: int = MAX_GONE
+    entries: dict[str, Entry] = field(default_factory=dict[str, Entry])
+    bytes: int = 0
+    answers: int = 0
+    dropped: int = 0
+    _logs: dict[str, _Log] = field(default_factory=dict[str, _Log])
+    _early: dict[str, None] = field(default_factory=dict[str, None])
+    _next: int = 0
+
+    @property
+    def open_calls(self) -> int:
+        """Calls without an answer."""
+        return len(self.entries) - self.answers
+
+    @property
+    def congested(self) -> bool:
+        """Whether further calls should wait for acknowledgements."""
+        return self.bytes > GATE_BYTES
+
+    def look_up(self, call: Call) -> Entry | Fault | None:
+        """What is known of a call that arrived: its entry, why it can't run (again), or None: it is new."""
+        entry = self.entries.get(call.call_id)
+        if entry is not None:
+            if entry.lease_id == call.lease_id:
+                return entry
+            message = "this call_id was used for another lease; it was not run"
+            return Fault(call_id=call.call_id, code="sandbox_error", message=message)
+        log = self._logs.get(call.lease_id)
+        if log is not None and call.call_id in log.gone:
+            message = "the call ran and its result was acknowledged or dropped; it was not run again"
+            return Fault(call_id=call.call_id, code="outcome_unknown", message=message)
+        if log is not None and log.forgot and call.resent:
+            message = "the journal forgot old calls of this lease, maybe this one; it was not run again"
+            return Fault(call_id=call.call_id, code="outcome_unknown", message=message)
+        return None
+
+    def open(self, call: Call) -> Entry:
+        """Take the id of a new call. A cancel that came before it is answered at once, without running."""
+        self._next += 1
+        entry = Entry(call.call_id, call.lease_id, f"c{self._next}")
+        self.entries[call.call_id] = entry
+        if call.call_id in self._early:
+            del self._early[call.call_id]
+            self.close(entry, cancelled_reply(call.call_id))
+        return entry
+
+    def cancel_early(self, call_id: str) -> None:
+        """Remember a cancel whose call is not known (yet)."""
+        self._early[call_id] = None
+        while len(self._early) > MAX_EARLY:
+            del self._early[next(iter(self._early))]
+
+    def close(self, entry: Entry, answer: Reply | Fault) -> None:
+        """The call's one answer. A second one is ignored."""
+        if entry.state == "done":
+            return
+        entry.state, entry.answer, entry.size = "done", answer, answer_size(answer)
+        log = self._logs.get(entry.lease_id)
+        if log is None:
+            log = self._logs[entry.lease_id] = _Log()
+        log.done[entry.call_id] = entry
+        log.bytes += entry.size
+        self.bytes += entry.size
+        self.answers += 1
+        for waiter in entry.waiters:
+            if not waiter.done():
+                waiter.set_result(None)
+        entry.waiters.clear()
+        self._shrink(entry)
+
+    def ack(self, call_id: str) -> None:
+        """The client has the answer."""
+        entry = self.entries.get(call_id)
+        if entry is not None and entry.state == "done":
+            self._forget(entry)
+
+    def forget_lease(self, lease_id: str) -> None:
+        """Nothing of this lease can be asked for any more."""
+        log = self._logs.pop(lease_id, None)
+        if log is not None:
+            self.bytes -= log.bytes
+            self.answers -= len(log.done)
+            for call_id in log.done:
+                del self.entries[call_id]
+
+    def trim_lease(self, lease_id: str) -> None:
+        """The lease is over: nothing more runs in it, so only its answers, and what was dropped, still matter."""
+        log = self._logs.get(lease_id)
+        if log is not None and not log.dropped:
+            log.gone.clear()
+            if not log.done:
+                del self._logs[lease_id]
+
+    def lease_ids(self) -> list[str]:
+        """The leases of which something is kept."""
+        return list(self._logs)
+
+    def _shrink(self, newest: Entry) -> None:
+        while self.answers > 1 and (self.bytes > self.max_answer_bytes or self.answers > self.max_answers):
+            log = max(self._logs.values(), key=lambda each: each.bytes)
+            entry = next((each for each in log.done.values() if each is not newest), None)
+            if entry is None:  # the newest is the largest lease's only one: take the oldest of all others
+                entry = next(e for each in self._logs.values() for e in each.done.values() if e is not newest)
+            self._forget(entry)
+            # A connection may still hold the entry in its queue: what it sends then is the truth, and small.
+            message = "the journal was full and dropped the result; the call ran and was not run again"
+            entry.answer = Fault(call_id=entry.call_id, code="outcome_unknown", message=message)
+            log = self._logs[entry.lease_id]
+            log.dropped = True
+            self.dropped += 1
+
+    def _forget(self, entry: Entry) -> None:
+        log = self._logs[entry.lease_id]
+        del self.entries[entry.call_id]
+        del log.done[entry.call_id]
+        log.bytes -= entry.size
+        self.bytes -= entry.size
+        self.answers -= 1
+        log.gone[entry.call_id] = None
+        if len(log.gone) > self.max_gone:
+            del log.gone[next(iter(log.gone))]
+            log.forgot = True
+
+
+def cancelled_reply(call_id: str) -> Reply:
+    """The answer of a call that was cancelled before it started."""
+    return Reply(call_id=call_id, result=ExecResult(exit_code=None, output=b"", cancelled=True, duration_s=0))
+
+
+def answer_size(answer: Reply | Fault) -> int:
+    """Roughly what an answer holds in memory, in bytes."""
+    if isinstance(answer, Fault):
+        return ANSWER_OVERHEAD + len(answer.message)
+    result = answer.result
+    size = ANSWER_OVERHEAD
+    match result.kind:
+        case "exec_result":
+            size += len(result.output) + len(result.stdout or b"") + len(result.stderr or b"")
+        case "file_result":
+            size += len(result.data)
+        case "proc_state":
+            size += len(result.output) + len(result.command)
+        case "search_result":
+            size += sum(ANSWER_OVERHEAD + len(m.text) + len(m.path) for m in result.matches)
+        case "proc_listing":
+            size += sum(ANSWER_OVERHEAD + len(p.command) for p in result.processes)
+        case "op_error":
+            size += len(result.message)
+        case "done":
+            pass
+    return size

@@ -1,0 +1,248 @@
+"""Who holds which slot: decisions over plain data, without I/O and without a clock of its own.
+
+The table is the only authority on a server's leases. Every method takes `now` (seconds of a monotonic clock, so that a
+stepped wall clock changes nothing), decides at once and returns what is to be done; `core` does it.
+
+Fairness between clients that share a container: when a client is refused, it is remembered as wanting for
+`WANT_S` seconds. A slot that comes free goes to the wanting clients in the order (fewest leases, longest wanting); a
+client further back is refused although a slot is free. So nobody starves, and a client that stopped asking costs the
+others at most `WANT_S`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict, deque
+from dataclasses import dataclass, field
+from typing import Literal
+
+from atropos.wire import LeaseRequest
+
+WANT_S = 1.0
+"""How long a refused client keeps its place after it last asked, in seconds."""
+MAX_ENDED = 4096
+"""Ended leases remembered, so that late calls and double releases get the right answer."""
+
+
+@dataclass(slots=True)
+class Held:
+    """A lease that holds a slot, from its grant until its slot is confirmed clean or retired."""
+
+    request: LeaseRequest
+    slot: int
+    epoch: int
+    granted_at: float
+    renewed_at: float
+    state: Literal["starting", "active", "ending"] = "starting"
+    code: str = ""
+    message: str = ""
+
+    @property
+    def lease_id(self) -> str:
+        """The client's own name of it."""
+        return self.request.lease_id
+
+    @property
+    def client_id(self) -> str:
+        """Who holds it."""
+        return self.request.client_id
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """What is remembered of a lease that is over.
+
+    Attributes:
+        code: why: `released`, or the code of an error.
+        by_server: whether the holder has to be told (it didn't ask for the end).
+        clean: whether its slot was confirmed empty.
+    """
+
+    lease_id: str
+    client_id: str
+    epoch: int
+    code: str
+    message: str
+    at: float
+    by_server: bool
+    clean: bool = True
+    reset_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Granted:
+    """The request has a lease; `new` is False when it had it already."""
+
+    held: Held
+    new: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """The request gets no lease; `code` is one of `atropos.errors.BY_CODE`."""
+
+    code: str
+    message: str
+    free: int = 0
+
+
+@dataclass(slots=True)
+class _Want:
+    first: float
+    last: float
+
+
+@dataclass(slots=True)
+class LeaseTable:
+    """All leases of one server.
+
+    Args:
+        slots: how many slots there are, retired ones included.
+    """
+
+    slots: int
+    draining: str = ""
+    held: dict[str, Held] = field(default_factory=dict[str, Held])
+    ended: OrderedDict[str, Ended] = field(default_factory=OrderedDict[str, Ended])
+    retired: set[int] = field(default_factory=set[int])
+    epoch: int = 0
+    _free: deque[int] = field(default_factory=deque[int])
+    _seen: dict[str, float] = field(default_factory=dict[str, float])
+    _counts: Counter[str] = field(default_factory=Counter[str])
+    _wants: dict[str, _Want] = field(default_factory=dict[str, _Want])
+
+    def __post_init__(self) -> None:
+        self._free.extend(range(self.slots))
+
+    # ------------------------------------------------------------------------------------------------------- granting
+
+    @property
+    def free(self) -> int:
+        """Slots that nobody holds and that may be leased."""
+        return len(self._free)
+
+    def grant(self, request: LeaseRequest, now: float) -> Granted | Refused:
+        """Decide a request. Asking again with the same `lease_id` gives the same lease, or says that it is over."""
+        held = self.held.get(request.lease_id)
+        if held is not None and held.client_id != request.client_id:
+            return Refused("lease_expired", f"lease_id {request.lease_id!r} belongs to another client")
+        if held is not None and held.state != "ending":
+            held.renewed_at = now
+            return Granted(held, new=False)
+        over = self.ended.get(request.lease_id)
+        if over is not None and over.by_server:
+            return Refused(over.code, over.message)
+        if held is not None or over is not None:
+            return Refused("lease_expired", f"lease {request.lease_id!r} is over; a new lease needs a new lease_id")
+        if self.draining:
+            return Refused("backend_unavailable", self.draining)
+        if len(self._ahead(request.client_id, now)) >= len(self._free):
+            want = self._wants.setdefault(request.client_id, _Want(now, now))
+            want.last = now
+            return Refused("full", self._full_message(), free=0)
+        self._wants.pop(request.client_id, None)
+        self.epoch += 1
+        held = Held(request, self._free.popleft(), self.epoch, now, now)
+        self.held[request.lease_id] = held
+        self._counts[request.client_id] += 1
+        self._seen.setdefault(request.client_id, now)
+        return Granted(held, new=True)
+
+    def _ahead(self, client_id: str, now: float) -> list[str]:
+        """The wanting clients that come before this one when a slot is free."""
+        for name in [name for name, want in self._wants.items() if now - want.last > WANT_S]:
+            del self._wants[name]
+        mine = self._wants.get(client_id)
+        rank = (self._counts[client_id], mine.first if mine else now)
+        return [n for n, want in self._wants.items() if n != client_id and (self._counts[n], want.first) < rank]
+
+    def _full_message(self) -> str:
+        kept = f", {len(self._free)} kept for clients with fewer leases" if self._free else ""
+        return f"no free slot: {len(self.held)} leased, {len(self.retired)} retired of {self.slots}{kept}"
+
+    def wanting(self) -> list[str]:
+        """The clients that were refused and should hear of a free slot, in the order in which they come."""
+        return sorted(self._wants, key=lambda name: (self._counts[name], self._wants[name].first))
+
+    # --------------------------------------------------------------------------------------------------- keeping alive
+
+    def seen(self, client_id: str, now: float) -> None:
+        """The client gave a sign of life, which renews all its leases."""
+        self._seen[client_id] = now
+
+    def last_seen(self, client_id: str) -> float | None:
+        """When the client last gave a sign of life; None when it is not known."""
+        return self._seen.get(client_id)
+
+    def forget_client(self, client_id: str) -> None:
+        """Drop what is kept of a client without leases."""
+        if not self._counts[client_id]:
+            self._seen.pop(client_id, None)
+            self._wants.pop(client_id, None)
+            del self._counts[client_id]
+
+    def clients(self) -> list[str]:
+        """Every client that is remembered."""
+        return list(self._seen)
+
+    def expires_at(self, held: Held) -> float:
+        """When a lease ends unless it is renewed."""
+        return max(held.renewed_at, self._seen.get(held.client_id, held.renewed_at)) + held.request.ttl_s
+
+    def due(self, now: float) -> list[Held]:
+        """The leases whose time is over; the caller ends each of them."""
+        return [h for h in self.held.values() if h.state != "ending" and now >= self.expires_at(h)]
+
+    # ---------------------------------------------------------------------------------------------------------- ending
+
+    def find(self, lease_id: str, epoch: int | None) -> Held | Ended | None:
+        """The lease a client means. An older epoch finds what is over, never a newer lease."""
+        held = self.held.get(lease_id)
+        if held is None:
+            return self.ended.get(lease_id)
+        if epoch is not None and epoch != held.epoch:
+            message = f"epoch {epoch} is not this lease's epoch {held.epoch}"
+            return Ended(lease_id, held.client_id, epoch, "lease_expired", message, held.granted_at, by_server=False)
+        return held
+
+    def begin_end(self, held: Held, code: str, message: str) -> bool:
+        """From now on nothing runs in it. False when that had begun before."""
+        if held.state == "ending":
+            return False
+        held.state, held.code, held.message = "ending", code, message
+        return True
+
+    def finish_end(self, held: Held, now: float, *, clean: bool, reset_s: float) -> Ended:
+        """Its sandbox is gone (or, not `clean`, could not be confirmed gone: the slot is retired)."""
+        del self.held[held.lease_id]
+        self._counts[held.client_id] -= 1
+        if clean:
+            self._free.append(held.slot)
+        else:
+            self.retired.add(held.slot)
+        by_server = held.code != "released"
+        ended = Ended(
+            held.lease_id, held.client_id, held.epoch, held.code, held.message, now, by_server, clean, reset_s
+        )
+        self._remember(ended)
+        return ended
+
+    def refuse_later(self, lease_id: str, now: float) -> None:
+        """A release came before its acquire (another connection overtook it): the acquire must not be granted."""
+        self._remember(Ended(lease_id, "", 0, "released", "released before it was granted", now, by_server=False))
+
+    def _remember(self, ended: Ended) -> None:
+        self.ended[ended.lease_id] = ended
+        while len(self.ended) > MAX_ENDED:
+            self.ended.popitem(last=False)
+
+    def untold(self, client_id: str) -> list[Ended | Held]:
+        """The leases of a client that ended, or are ending, without its asking; told at each new connection."""
+        ending = [h for h in self.held.values() if h.state == "ending" and h.code != "released"]
+        over = [e for e in self.ended.values() if e.by_server]
+        return [each for each in (*over, *ending) if each.client_id == client_id]
+
+    def restore(self, slot: int) -> None:
+        """A retired slot was confirmed clean after all."""
+        if slot in self.retired:
+            self.retired.discard(slot)
+            self._free.append(slot)

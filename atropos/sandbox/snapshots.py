@@ -1,0 +1,128 @@
+"""Which snapshots exist, which layers they stand on, and who stands on those: plain counting, without I/O.
+
+A snapshot is a stack of layers, topmost first. A layer is kept while a snapshot or a live sandbox stands on it and is
+handed back as soon as nothing does. Bounds: a number of snapshots, their bytes together, and `MAX_LAYERS` in a stack.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from atropos.errors import NotSupported, PoolFull, SandboxError
+from atropos.sandbox.contract import Layer
+from atropos.wire import SnapshotInfo
+
+MAX_LAYERS = 16
+"""Deepest stack of layers; overlayfs itself allows more, but every lookup walks them."""
+MIB = 1024 * 1024
+
+
+@dataclass(slots=True)
+class Snapshot:
+    """A stack that leases can start from.
+
+    Attributes:
+        base: the base it was taken on; a fork must start on the same.
+        users: leases that stand on it now.
+        touched_at: when its owner or a user last needed it.
+    """
+
+    id: str
+    layers: tuple[Layer, ...]
+    owner: str
+    base: str | None
+    users: int = 0
+    touched_at: float = 0.0
+
+    @property
+    def info(self) -> SnapshotInfo:
+        """What clients see of it."""
+        size = sum(layer.bytes for layer in self.layers)
+        return SnapshotInfo(snapshot_id=self.id, layers=len(self.layers), bytes=size, users=self.users)
+
+
+@dataclass(slots=True)
+class Snapshots:
+    """All snapshots and layers of one server.
+
+    Args:
+        max_count: snapshots kept at once.
+        max_bytes: bytes of all layers together.
+    """
+
+    max_count: int
+    max_bytes: int
+    by_id: dict[str, Snapshot] = field(default_factory=dict[str, Snapshot])
+    pending: int = 0
+    _layers: dict[str, Layer] = field(default_factory=dict[str, Layer])
+    _references: Counter[str] = field(default_factory=Counter[str])
+
+    @property
+    def bytes(self) -> int:
+        """What all layers hold together."""
+        return sum(layer.bytes for layer in self._layers.values())
+
+    def reserve(self, below: Sequence[Layer]) -> None:
+        """Check that one more snapshot on `below` may be taken, before anything is frozen; `commit` or `abandon` ends it.
+
+        Raises:
+            NotSupported: the stack would be too deep.
+            PoolFull: there are too many snapshots or bytes; one has to be dropped first.
+        """
+        if len(below) >= MAX_LAYERS:
+            raise NotSupported(f"a snapshot of a snapshot may be {MAX_LAYERS} layers deep, not more")
+        if len(self.by_id) + self.pending >= self.max_count:
+            raise PoolFull(f"{self.max_count} snapshots are kept already (max_snapshots); drop one first")
+        if self.bytes >= self.max_bytes > 0 or self.max_bytes == 0:
+            raise PoolFull(
+                f"snapshots hold {self.bytes // MIB} MiB of {self.max_bytes // MIB} (max_snapshot_mib); drop one first"
+            )
+        self.pending += 1
+
+    def commit(
+        self, snapshot_id: str, top: Layer, below: Sequence[Layer], owner: str, base: str | None, now: float
+    ) -> Snapshot:
+        """The frozen layer became a snapshot."""
+        self.pending -= 1
+        snapshot = Snapshot(snapshot_id, (top, *below), owner, base, touched_at=now)
+        self.by_id[snapshot_id] = snapshot
+        self.hold(snapshot.layers)
+        return snapshot
+
+    def abandon(self) -> None:
+        """The reserved snapshot was not taken."""
+        self.pending -= 1
+
+    def get(self, snapshot_id: str) -> Snapshot:
+        """A snapshot by its id.
+
+        Raises:
+            SandboxError: there is none (any more).
+        """
+        snapshot = self.by_id.get(snapshot_id)
+        if snapshot is None:
+            raise SandboxError(f"snapshot {snapshot_id!r} is not on this server (dropped, or taken on another)")
+        return snapshot
+
+    def hold(self, layers: Sequence[Layer]) -> None:
+        """Somebody stands on these layers."""
+        for layer in layers:
+            self._layers[layer.id] = layer
+            self._references[layer.id] += 1
+
+    def let_go(self, layers: Sequence[Layer]) -> list[Layer]:
+        """Somebody left these layers. Returns the ones on which nothing stands any more, topmost first."""
+        unused: list[Layer] = []
+        for layer in layers:
+            self._references[layer.id] -= 1
+            if self._references[layer.id] <= 0:
+                del self._references[layer.id]
+                unused.append(self._layers.pop(layer.id))
+        return unused
+
+    def drop(self, snapshot_id: str) -> list[Layer]:
+        """Forget a snapshot; leases on it go on. Returns the layers that are not needed any more."""
+        snapshot = self.by_id.pop(snapshot_id, None)
+        return [] if snapshot is None else self.let_go(snapshot.layers)

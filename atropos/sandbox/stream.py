@@ -1,0 +1,266 @@
+"""One client's WebSocket: frames of messages in, answers out as they finish.
+
+What is ready while a frame is being written goes into the next one, so batches grow with the load and an idle stream
+sends at once. The queue to the client holds references into its journal, which is what bounds its memory. What a client
+sends is bounded by stopping to read: while more than `MAX_QUEUED_BYTES` of its calls have not been answered, TCP makes
+it wait.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+from collections import deque
+from typing import TYPE_CHECKING
+
+import aiohttp
+from aiohttp import web
+from pydantic import ValidationError
+
+from atropos.sandbox.clients import Client
+from atropos.sandbox.journal import Entry
+from atropos.wire import (
+    CLIENT_FRAME,
+    MAX_FRAME_BYTES,
+    VERSION,
+    Ack,
+    Call,
+    Cancel,
+    ClientMessage,
+    Fault,
+    Heartbeat,
+    Hello,
+    ServerMessage,
+    Welcome,
+)
+
+if TYPE_CHECKING:
+    from atropos.sandbox.core import Core
+
+log = logging.getLogger(__name__)
+HELLO_S = 10.0
+"""Longest a new connection may take to say hello, in seconds."""
+SILENT_BEATS = 3
+"""A stream that was silent for this many heartbeats is dead."""
+MAX_BATCH = 200
+"""Most messages in one frame to a client."""
+MAX_BATCH_BYTES = 1024 * 1024
+"""A frame is closed when it is this large, so that a large answer delays the others no longer than it must."""
+MAX_QUEUED_BYTES = 256 * 1024 * 1024
+"""Frames of unanswered calls held for one connection before it is read no further."""
+
+
+class Stream:
+    """One accepted WebSocket.
+
+    Args:
+        core: the server's state.
+        socket: the accepted WebSocket.
+        transport: the connection under it, to cut it.
+    """
+
+    def __init__(self, core: Core, socket: web.WebSocketResponse, transport: asyncio.Transport) -> None:
+        self._core = core
+        self._socket = socket
+        self._transport = transport
+        self._out: deque[Entry | ServerMessage] = deque()
+        self._wake = asyncio.Event()
+        self._held_bytes: dict[str, int] = {}
+        self._queued_bytes = 0
+        self._room = asyncio.Event()
+        self._closed = False
+        self.client: Client | None = None
+        self.number = 0
+        self.heard_at = core.now()
+        self.paused = False
+
+    # ------------------------------------------------------------------------------------------- what `Clients` calls
+
+    def push(self, entry: Entry) -> None:
+        """Send the answer of a finished call."""
+        size = self._held_bytes.pop(entry.call_id, 0)
+        if size:
+            self._queued_bytes -= size
+            self._room.set()
+        self._out.append(entry)
+        self._wake.set()
+
+    def tell(self, message: ServerMessage) -> None:
+        """Send a message."""
+        self._out.append(message)
+        self._wake.set()
+
+    def abort(self, reason: str) -> None:
+        """Cut the connection now; nothing it still delivers is looked at."""
+        if not self._closed:
+            log.info("stream of %s cut: %s", self.client.client_id if self.client else "?", reason)
+        self._closed = True
+        self._room.set()
+        self._wake.set()
+        self._transport.abort()
+
+    @property
+    def silent_s(self) -> float:
+        """Seconds since anything came from the client. One that isn't read because it sent too much is not silent."""
+        return 0.0 if self.paused else self._core.now() - self.heard_at
+
+    # -------------------------------------------------------------------------------------------------------- running
+
+    async def run(self) -> None:
+        """Serve the connection until it ends."""
+        self._core.streams.add(self)
+        writer: asyncio.Task[None] | None = None
+        try:
+            if not await self._hello():
+                return
+            writer = asyncio.get_running_loop().create_task(self._write())
+            await self._read()
+        finally:
+            self._closed = True
+            self._core.streams.discard(self)
+            if self.client is not None:
+                self._core.clients.disconnect(self.client, self)
+            if writer is not None:
+                writer.cancel()
+                await asyncio.wait([writer])
+            with contextlib.suppress(Exception):
+                await asyncio.wait_for(self._socket.close(), 1)
+
+    async def _hello(self) -> bool:
+        try:
+            async with asyncio.timeout(HELLO_S):
+                messages = await self._next_frame()
+        except TimeoutError:
+            await self._refuse("no hello came")
+            return False
+        if messages is None:
+            return False
+        hello = messages[0] if messages else None
+        if not isinstance(hello, Hello):
+            await self._refuse("the first message must be hello")
+            return False
+        if hello.version != VERSION:
+            await self._refuse(f"this server speaks version {VERSION}, not {hello.version}")
+            return False
+        self.number = hello.connection
+        # The welcome comes first, then what connecting has to tell; the writer has not started yet.
+        self.tell(Welcome(boot_id=self._core.boot_id, heartbeat_s=self._core.config.heartbeat_s))
+        self.client = self._core.clients.connect(hello, self)
+        if self.client is None:
+            await self._refuse("a newer connection of this client is open")
+            return False
+        self._handle(messages[1:], 0)
+        return True
+
+    async def _read(self) -> None:
+        while not self._closed:
+            frame = await self._receive()
+            if frame is None:
+                return
+            messages = await self._parse(frame)
+            if messages is None or self._closed:
+                return
+            self.heard_at = self._core.now()
+            assert self.client is not None
+            self._core.table.seen(self.client.client_id, self.heard_at)
+            self._handle(messages, len(frame))
+            if self._queued_bytes > MAX_QUEUED_BYTES:
+                await self._wait_for_room()
+
+    async def _wait_for_room(self) -> None:
+        self.paused = True
+        while self._queued_bytes > MAX_QUEUED_BYTES and not self._closed:
+            self._room.clear()
+            await self._room.wait()
+        self.paused = False
+        self.heard_at = self._core.now()
+
+    async def _next_frame(self) -> list[ClientMessage] | None:
+        frame = await self._receive()
+        return None if frame is None else await self._parse(frame)
+
+    async def _receive(self) -> str | bytes | None:
+        message = await self._socket.receive()
+        if message.type in {aiohttp.WSMsgType.TEXT, aiohttp.WSMsgType.BINARY}:
+            return message.data
+        return None
+
+    async def _parse(self, frame: str | bytes) -> list[ClientMessage] | None:
+        try:
+            return CLIENT_FRAME.validate_json(frame)
+        except ValidationError as error:
+            first = error.errors(include_url=False, include_input=False)[0]
+            await self._refuse(f"not a frame: {first['msg']} at {json.dumps(first['loc'])[:80]}")
+            return None
+
+    async def _refuse(self, reason: str) -> None:
+        log.warning("stream refused: %s", reason)
+        self._core.counters["streams_refused"] += 1
+        with contextlib.suppress(Exception):
+            await asyncio.wait_for(
+                self._socket.close(code=aiohttp.WSCloseCode.POLICY_VIOLATION, message=reason.encode()[:120]), 1
+            )
+
+    def _handle(self, messages: list[ClientMessage], size: int) -> None:
+        client = self.client
+        assert client is not None
+        clients = self._core.clients
+        for message in messages:
+            if isinstance(message, Call):
+                answer = clients.submit(client, message)
+                if isinstance(answer, Fault):
+                    self.tell(answer)
+                elif answer.state != "done" and size > 65_536 and message.call_id not in self._held_bytes:
+                    # Small frames are bounded by the number of open calls.
+                    share = size // len(messages)
+                    self._held_bytes[message.call_id] = share
+                    self._queued_bytes += share
+            elif isinstance(message, Ack):
+                clients.ack(client, message.call_ids)
+            elif isinstance(message, Heartbeat):
+                self.tell(message)
+            elif isinstance(message, Cancel):
+                clients.cancel(client, message.call_id)
+
+    # -------------------------------------------------------------------------------------------------------- writing
+
+    async def _write(self) -> None:
+        try:
+            while not self._closed:
+                if not self._out:
+                    self._wake.clear()
+                    await self._wake.wait()
+                    continue
+                await self._socket.send_frame(self._next_batch(), aiohttp.WSMsgType.TEXT)
+        except (ConnectionError, RuntimeError) as error:
+            self.abort(f"writing failed: {error}")
+        except Exception:
+            log.exception("a stream's writer failed")
+            self.abort("the writer failed")
+
+    def _next_batch(self) -> bytes:
+        parts: list[bytes] = []
+        size = 0
+        out = self._out
+        while out and len(parts) < MAX_BATCH and size < MAX_BATCH_BYTES:
+            item = out.popleft()
+            message = item.answer if isinstance(item, Entry) else item
+            assert message is not None
+            part = message.__pydantic_serializer__.to_json(message)
+            if len(part) > MAX_FRAME_BYTES - 2:
+                part = _too_large(item, len(part))
+            elif parts and size + len(part) > MAX_FRAME_BYTES - MAX_BATCH - 2:
+                out.appendleft(item)
+                break
+            parts.append(part)
+            size += len(part)
+        return b"[" + b",".join(parts) + b"]"
+
+
+def _too_large(item: Entry | ServerMessage, size: int) -> bytes:
+    """No operation's bounds allow such an answer; a sandbox that made one anyway must not kill the stream."""
+    call_id = item.call_id if isinstance(item, Entry) else ""
+    message = f"the result has {size} bytes, more than a frame may hold; the call ran"
+    return Fault(call_id=call_id, code="outcome_unknown", message=message).model_dump_json().encode()

@@ -1,0 +1,403 @@
+"""The client of one sandbox server: leases over HTTP, calls over one stream."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import random
+import time
+import uuid
+from collections import OrderedDict
+from collections.abc import Callable, Coroutine
+from typing import Any, Self, TypeVar
+
+import aiohttp
+from pydantic import BaseModel, SecretStr, ValidationError
+
+from atropos.errors import BackendUnavailable, LeaseExpired, PoolFull, SandboxError, SlotLost, from_code
+from atropos.slots.channel import Channel, Events, Refused
+from atropos.wire import (
+    Call,
+    Capabilities,
+    Health,
+    Lease,
+    LeaseEnded,
+    LeaseRequest,
+    Operation,
+    OpResult,
+    Problem,
+    ReleaseResult,
+    SnapshotInfo,
+    SnapshotRequest,
+    Status,
+)
+
+log = logging.getLogger(__name__)
+T = TypeVar("T", bound=BaseModel)
+REQUEST_S = 60.0
+"""Longest one HTTP request may take: a lease may wait for its sandbox, a release for its reset."""
+CONNECT_S = 5.0
+CLOSE_S = 2.0
+"""Longest `close` waits for what is under way."""
+MAX_ENDED = 10_000
+"""Leases remembered as over, so that a late call is refused without asking."""
+
+
+class SandboxClient:
+    """Talks to one container's sandbox server. Made and used within one event loop.
+
+    Args:
+        url: `http://host:port`.
+        token: the server's bearer token.
+        client_id: names the leases' holder; unique to the process that uses them.
+        batch_window_ms: the longest a call may wait to be batched. Calls never wait on purpose: they are sent as soon
+            as the connection can take them, which keeps any such promise.
+        max_batch_size: most calls in a frame.
+        on_lease_ended: called when the server ended a lease that this client holds.
+        on_capacity: called with the number of free slots when one came free after an acquire was refused.
+        reconnect_s: how long a lost connection is tried for before the client is `lost`.
+
+    Attributes:
+        boot_id: the server's, once connected.
+        lost: set when the server is gone for good: every lease is over.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        token: str | SecretStr,
+        *,
+        client_id: str,
+        batch_window_ms: float = 20,
+        max_batch_size: int = 200,
+        on_lease_ended: Callable[[LeaseEnded], None] | None = None,
+        on_capacity: Callable[[int], None] | None = None,
+        reconnect_s: float = 15.0,
+    ) -> None:
+        del batch_window_ms  # kept by construction: see above
+        self._url = url.rstrip("/")
+        self._token = token.get_secret_value() if isinstance(token, SecretStr) else token
+        self._client_id = client_id
+        self._max_batch = max_batch_size
+        self._on_lease_ended = on_lease_ended
+        self._on_capacity = on_capacity
+        self._reconnect_s = reconnect_s
+        self._session: aiohttp.ClientSession | None = None
+        self._channel: Channel | None = None
+        self._held: dict[str, Lease] = {}
+        self._asking: set[str] = set()
+        self._ended: OrderedDict[str, SandboxError] = OrderedDict()
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._prefix = uuid.uuid4().hex[:12]
+        self._count = itertools.count(1)
+        self._closed = False
+        self.lost = asyncio.Event()
+        self.lost_reason = ""
+
+    def __repr__(self) -> str:
+        channel = self._channel
+        state = "closed" if self._closed else "lost" if self.lost.is_set() else "new" if channel is None else "open"
+        return f"<SandboxClient {self._url} {state}, {len(self._held)} leases>"
+
+    @property
+    def boot_id(self) -> str | None:
+        """The server's, once connected."""
+        return self._channel.boot_id if self._channel is not None else None
+
+    # ----------------------------------------------------------------------------------------------------------- life
+
+    async def connect(self) -> None:
+        """Open the stream. May be tried again after a failure.
+
+        Raises:
+            BackendUnavailable: the server can't be reached, refuses the token, or speaks another version.
+        """
+        if self._closed:
+            raise BackendUnavailable("this client is closed")
+        if self._session is None:
+            self._session = aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(limit=100, keepalive_timeout=60),
+                headers={"Authorization": f"Bearer {self._token}"},
+                timeout=aiohttp.ClientTimeout(total=REQUEST_S, sock_connect=CONNECT_S),
+                auto_decompress=False,
+            )
+        if self._channel is not None:
+            return
+        events = Events(self._lease_ended, self._capacity, self._lose, self._holds, self._beat_s)
+        channel = Channel(
+            self._session,
+            f"{self._url}/v1/stream",
+            self._client_id,
+            events,
+            max_batch=self._max_batch,
+            reconnect_s=self._reconnect_s,
+        )
+        try:
+            await channel.open()
+        except BaseException:
+            if not self._tasks:
+                await self._close_session()
+            raise
+        self._channel = channel
+
+    async def close(self) -> None:
+        """End the stream and everything that waits on it, within `CLOSE_S` and a bit. Leases are not released."""
+        if self._closed:
+            return
+        self._closed = True
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=CLOSE_S)
+        if self._channel is not None:
+            await self._channel.close("the client was closed")
+        for task in list(self._tasks):
+            task.cancel()
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=1)
+        await self._close_session()
+
+    async def _close_session(self) -> None:
+        session, self._session = self._session, None
+        if session is not None:
+            await session.close()
+
+    async def __aenter__(self) -> Self:
+        await self.connect()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    # --------------------------------------------------------------------------------------------------------- leasing
+
+    async def acquire(self, request: LeaseRequest) -> Lease:
+        """Lease a slot; asking again with the same `lease_id` gives the same lease. Cancelled, it leaks nothing.
+
+        Raises:
+            PoolFull: no slot is free there now.
+            NotSupported: the server doesn't do what is asked for.
+            SlotLost: the server is gone.
+            BackendUnavailable: it could not be asked, or gives no leases.
+        """
+        if request.client_id != self._client_id:
+            request = request.model_copy(update={"client_id": self._client_id})
+        name = request.lease_id
+        if self._channel is None:
+            raise BackendUnavailable("this client is not connected")
+        # Not while a new connection is being made: its hello would not name this lease, and so end it.
+        await self._channel.up.wait()
+        self._asking.add(name)
+        self._ended.pop(name, None)
+        try:
+            lease = await self._ask("POST", "/v1/leases", Lease, request)
+            if self.lost.is_set() or lease.boot_id != self.boot_id:
+                raise SlotLost(self.lost_reason or "the sandbox server was restarted meanwhile")
+            if (over := self._ended.get(name)) is not None:
+                raise over
+        except (PoolFull, LeaseExpired):
+            raise
+        except BaseException:
+            # Whether it was granted is not known; by its id it can be given back without knowing.
+            self._give_back(name)
+            raise
+        finally:
+            self._asking.discard(name)
+        self._held[name] = lease
+        self._channel.beat_soon()
+        return lease
+
+    def _give_back(self, lease_id: str) -> None:
+        if self._closed or self.lost.is_set():
+            return
+
+        async def work() -> None:
+            with contextlib.suppress(SandboxError):
+                await self._ask("DELETE", f"/v1/leases/{lease_id}", ReleaseResult)
+
+        self._spawn(work())
+
+    async def release(self, lease: Lease) -> ReleaseResult:
+        """Give a slot back; returns when it is reset. What runs in it ends as `LeaseExpired`.
+
+        Raises:
+            SlotLost: the server is gone, and the slot with it.
+            BackendUnavailable: the server could not be asked.
+        """
+        name = lease.lease_id
+        self._held.pop(name, None)
+        self._end(name, LeaseExpired(f"lease {name} was released"))
+        self._asking.add(name)  # until the server confirms, a new connection must not make it end the lease by itself
+        try:
+            return await self._ask("DELETE", f"/v1/leases/{name}?epoch={lease.epoch}", ReleaseResult)
+        except LeaseExpired:
+            return ReleaseResult(released=False)
+        finally:
+            self._asking.discard(name)
+
+    async def renew(self, lease: Lease) -> Lease:
+        """Renew one lease by hand; the stream's heartbeats do it for all."""
+        return await self._ask("POST", f"/v1/leases/{lease.lease_id}/renew?epoch={lease.epoch}", Lease)
+
+    # ----------------------------------------------------------------------------------------------------------- calls
+
+    async def call(self, lease: Lease, operation: Operation, *, call_id: str | None = None) -> OpResult:
+        """Run one operation in a leased slot; calls of one lease run in the order given.
+
+        Args:
+            lease: where.
+            operation: what.
+            call_id: the idempotency key within the lease; None: a new one. While a call of this id runs, the same call
+                again waits for the same result; afterwards it ends as `OutcomeUnknown` and is not run again.
+
+        Raises:
+            LeaseExpired: the lease is over; the call was not run, or was ended with it.
+            SlotLost: the slot is gone; the call was not run, or its effects are gone too.
+            OutcomeUnknown: it may have run; it was not run again.
+        """
+        over = self._ended.get(lease.lease_id)
+        if over is not None:
+            raise type(over)(*over.args)
+        channel = self._channel
+        if channel is None or self._closed:
+            raise SlotLost("this client is closed" if self._closed else "this client is not connected")
+        if call_id is None:
+            name = f"{self._prefix}.{next(self._count)}"
+        else:
+            name = f"{lease.lease_id}/{call_id}"
+            if len(name) > 200:
+                name = f"{lease.lease_id}/{uuid.uuid5(uuid.NAMESPACE_OID, call_id).hex}"
+        call = Call(call_id=name, lease_id=lease.lease_id, epoch=lease.epoch, operation=operation)
+        return await channel.call(call)
+
+    # ------------------------------------------------------------------------------------------------------- snapshots
+
+    async def snapshot(self, lease: Lease) -> SnapshotInfo:
+        """Freeze a slot's workspace; the lease goes on above it, without its background processes.
+
+        Raises:
+            LeaseExpired: the lease is over.
+            SlotLost: the workspace was lost by the attempt, or the server is gone.
+            NotSupported, PoolFull: too deep, or too many.
+        """
+        request = SnapshotRequest(snapshot_id=f"snap-{uuid.uuid4().hex}", epoch=lease.epoch)
+        return await self._ask("POST", f"/v1/leases/{lease.lease_id}/snapshot", SnapshotInfo, request)
+
+    async def drop_snapshot(self, snapshot_id: str) -> None:
+        """Forget a snapshot; leases that stand on it go on. One that is not there is as good as dropped."""
+        with contextlib.suppress(_NotFound):
+            await self._ask("DELETE", f"/v1/snapshots/{snapshot_id}", None)
+
+    # --------------------------------------------------------------------------------------------------------- looking
+
+    async def capabilities(self) -> Capabilities:
+        """What the server's probe found."""
+        return await self._ask("GET", "/v1/capabilities", Capabilities)
+
+    async def status(self) -> Status:
+        """The server's own count of everything."""
+        return await self._ask("GET", "/v1/status", Status)
+
+    async def health(self) -> Health:
+        """Whether the server is well; `broken` too is an answer."""
+        return await self._ask("GET", "/v1/health", Health)
+
+    # ---------------------------------------------------------------------------------------------------------- inside
+
+    async def _ask(self, method: str, path: str, kind: type[T] | None, body: BaseModel | None = None) -> T:
+        """One request, repeated while the connection fails: everything asked for here may be asked twice."""
+        pause = 0.02
+        until = time.monotonic() + (self._reconnect_s if method != "GET" else 1.0)
+        while True:
+            if self.lost.is_set():
+                raise SlotLost(self.lost_reason)
+            if self._session is None:
+                raise BackendUnavailable("this client is closed" if self._closed else "this client is not connected")
+            try:
+                return await self._ask_once(method, path, kind, body)
+            except TimeoutError as error:
+                raise BackendUnavailable(f"{self._url}{path} did not answer within {REQUEST_S:g} s") from error
+            except (aiohttp.ClientError, OSError) as error:
+                if time.monotonic() + pause > until:
+                    raise BackendUnavailable(f"{self._url} can't be reached: {error}") from error
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self.lost.wait(), pause * random.uniform(0.5, 1))
+            pause = min(pause * 2, 1.0)
+
+    async def _ask_once(self, method: str, path: str, kind: type[T] | None, body: BaseModel | None) -> T:
+        assert self._session is not None
+        data = None if body is None else body.__pydantic_serializer__.to_json(body)
+        headers = {"Content-Type": "application/json"} if data is not None else None
+        async with self._session.request(method, self._url + path, data=data, headers=headers) as response:
+            raw = await response.read()
+            if response.status >= 300 and not (kind is Health and response.status == 503):
+                raise _problem(response.status, raw)
+        try:
+            return kind.model_validate_json(raw) if kind is not None else None  # pyright: ignore[reportReturnType]
+        except ValidationError as error:
+            raise BackendUnavailable(f"{self._url}{path} answered nonsense: {error.errors()[:1]}") from None
+
+    def _spawn(self, work: Coroutine[Any, Any, Any]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def _end(self, lease_id: str, error: SandboxError) -> None:
+        self._ended[lease_id] = error
+        while len(self._ended) > MAX_ENDED:
+            self._ended.popitem(last=False)
+
+    # ---------------------------------------------------------------------------------------- what the channel reports
+
+    def _lease_ended(self, message: LeaseEnded) -> None:
+        if message.lease_id in self._asking:
+            self._end(message.lease_id, from_code(message.code, message.message))
+        held = self._held.get(message.lease_id)
+        if held is None or held.epoch != message.epoch:
+            return
+        del self._held[message.lease_id]
+        self._end(message.lease_id, from_code(message.code, message.message))
+        if self._on_lease_ended is not None:
+            self._on_lease_ended(message)
+
+    def _capacity(self, free: int) -> None:
+        if self._on_capacity is not None:
+            self._on_capacity(free)
+
+    def _lose(self, reason: str) -> None:
+        self.lost_reason = reason
+        self.lost.set()
+        held, self._held = self._held, {}
+        for lease in held.values():
+            self._end(lease.lease_id, SlotLost(reason))
+            if self._on_lease_ended is not None:
+                message = LeaseEnded(lease_id=lease.lease_id, epoch=lease.epoch, code=SlotLost.code, message=reason)
+                self._on_lease_ended(message)
+
+    def _holds(self) -> tuple[str, ...]:
+        return (*self._held, *self._asking)
+
+    def _beat_s(self) -> float:
+        return min((lease.ttl_s for lease in self._held.values()), default=86_400.0) / 3
+
+
+class _NotFound(SandboxError):
+    """404: what was meant isn't there."""
+
+    code = "not_found"
+    retryable = False
+
+
+def _problem(status: int, raw: bytes) -> SandboxError:
+    """The exception that an HTTP refusal stands for."""
+    try:
+        found = Problem.model_validate_json(raw)
+    except ValidationError:
+        return BackendUnavailable(f"the server answered {status}: {raw[:200]!r}")
+    if status == 401:
+        return Refused("the server refuses the token")
+    if status == 404:
+        return _NotFound(found.message)
+    if found.code == PoolFull.code:
+        return PoolFull(found.message, free=found.free or 0)
+    return from_code(found.code, found.message)

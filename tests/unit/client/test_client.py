@@ -1,0 +1,264 @@
+"""The client and the server together, over loopback, on a host without kernel."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+
+import pytest
+
+from atropos.errors import BackendUnavailable, LeaseExpired, NotSupported, OutcomeUnknown, PoolFull, SlotLost
+from atropos.slots.client import SandboxClient
+from atropos.wire import Exec, ExecResult, LeaseEnded, LeaseRequest, OpError, ProcRead, WriteFile
+from tests.unit.server.fakes import TOKEN, FakeHost, Running, serving
+
+ids = itertools.count()
+
+
+def request(**fields: object) -> LeaseRequest:
+    return LeaseRequest.model_validate({"lease_id": f"lease-{next(ids):05}", "client_id": "tester", **fields})
+
+
+def client_of(running: Running, **settings) -> SandboxClient:
+    return SandboxClient(running.url, TOKEN, **{"client_id": "tester", **settings})
+
+
+async def until(condition, timeout_s: float = 10) -> None:
+    async with asyncio.timeout(timeout_s):
+        while not condition():  # noqa: ASYNC110
+            await asyncio.sleep(0.005)
+
+
+async def test_a_call_runs_and_its_result_comes_back():
+    async with serving() as running, client_of(running) as client:
+        lease = await client.acquire(request())
+        result = await client.call(lease, Exec(command="echo hi"))
+        assert isinstance(result, ExecResult)
+        assert (result.exit_code, result.output) == (0, b"hi")
+        released = await client.release(lease)
+        assert (released.released, released.clean) == (True, True)
+
+
+async def test_calls_of_one_lease_run_in_order_and_one_at_a_time():
+    host = FakeHost()
+    async with serving(host) as running, client_of(running) as client:
+        lease = await client.acquire(request())
+        commands = [f"sleep {0.01 * (5 - n)}" for n in range(5)] + [f"echo {n}" for n in range(50)]
+        await asyncio.gather(*(client.call(lease, Exec(command=command)) for command in commands))
+        sandbox = running.core.runs[lease.lease_id].sandbox
+        assert sandbox.order == commands
+        assert host.most_at_once == 1
+
+
+async def test_leases_do_not_wait_for_each_other():
+    async with serving() as running, client_of(running) as client:
+        slow, fast = await client.acquire(request()), await client.acquire(request())
+        hanging = asyncio.create_task(client.call(slow, Exec(command="hang")))
+        for n in range(20):
+            await client.call(fast, Exec(command=f"echo {n}"))
+        assert not hanging.done()
+        hanging.cancel()
+
+
+async def test_a_process_is_watched_while_a_command_runs():
+    async with serving() as running, client_of(running) as client:
+        lease = await client.acquire(request())
+        hanging = asyncio.create_task(client.call(lease, Exec(command="hang")))
+        waiting = asyncio.create_task(client.call(lease, ProcRead(id="p", wait_s=3600)))
+        await client.call(lease, ProcRead(id="p"))
+        assert not hanging.done()
+        assert not waiting.done()
+        hanging.cancel()
+        waiting.cancel()
+
+
+async def test_a_full_server_refuses_and_says_when_a_slot_is_free():
+    told: list[int] = []
+    async with serving(slots=1) as running, client_of(running, on_capacity=told.append) as client:
+        lease = await client.acquire(request())
+        with pytest.raises(PoolFull) as caught:
+            await client.acquire(request())
+        assert caught.value.free == 0
+        await client.release(lease)
+        await until(lambda: told == [1])
+        await client.acquire(request())
+
+
+async def test_a_cancelled_call_is_cancelled_on_the_server():
+    async with serving() as running, client_of(running) as client:
+        lease = await client.acquire(request())
+        call = asyncio.create_task(client.call(lease, Exec(command="hang")))
+        await until(lambda: running.host.ran["hang"])
+        call.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await call
+        # The lane is free again only because the first call ended.
+        await client.call(lease, Exec(command="echo next"))
+        await until(lambda: not running.core.clients.of("tester").journal.entries)
+
+
+async def test_a_cancelled_acquire_leaks_no_slot():
+    host = FakeHost()
+    async with serving(host, slots=1) as running, client_of(running) as client:
+        host.start_s = 0.05
+        for n in range(20):
+            task = asyncio.create_task(client.acquire(request()))
+            await asyncio.sleep(0.004 * (n % 5))
+            task.cancel()
+            await asyncio.wait([task])
+            if not task.cancelled() and task.exception() is None:
+                await client.release(task.result())
+        await until(lambda: running.core.table.free == 1)
+
+
+async def test_release_during_execution_ends_the_calls_as_lease_expired():
+    async with serving() as running, client_of(running) as client:
+        lease = await client.acquire(request())
+        calls = [asyncio.create_task(client.call(lease, Exec(command="hang"))) for _ in range(3)]
+        await until(lambda: running.host.ran["hang"])
+        assert (await client.release(lease)).released
+        for outcome in await asyncio.gather(*calls, return_exceptions=True):
+            assert isinstance(outcome, LeaseExpired)
+        assert running.host.ran["hang"] == 1
+        with pytest.raises(LeaseExpired):
+            await client.call(lease, Exec(command="echo late"))
+        assert (await client.release(lease)).released  # again, with the same answer
+
+
+async def test_a_dying_sandbox_ends_its_lease_and_nothing_else():
+    ended: list[LeaseEnded] = []
+    async with serving() as running, client_of(running, on_lease_ended=ended.append) as client:
+        lease, other = await client.acquire(request()), await client.acquire(request())
+        with pytest.raises((OutcomeUnknown, SlotLost)):
+            await client.call(lease, Exec(command="die"))
+        await until(lambda: ended)
+        assert (ended[0].lease_id, ended[0].code) == (lease.lease_id, "slot_lost")
+        with pytest.raises(SlotLost):
+            await client.call(lease, Exec(command="echo"))
+        await client.call(other, Exec(command="echo"))
+        await until(lambda: running.core.table.free == 3)
+
+
+async def test_an_unknown_failure_inside_the_server_is_never_a_result():
+    async with serving() as running, client_of(running) as client:
+        lease = await client.acquire(request())
+        with pytest.raises(OutcomeUnknown):
+            await client.call(lease, Exec(command="raise"))
+
+
+async def test_the_same_call_id_runs_once():
+    async with serving() as running, client_of(running) as client:
+        lease = await client.acquire(request())
+        both = [client.call(lease, Exec(command="count a"), call_id="x") for _ in range(2)]
+        first, second = await asyncio.gather(*both)
+        assert first == second
+        with pytest.raises(OutcomeUnknown):
+            for _ in range(3):  # the first ones may find the answer that is not acknowledged yet
+                await client.call(lease, Exec(command="count a"), call_id="x")
+        assert running.host.ran["count a"] == 1
+
+
+async def test_a_lease_of_a_dead_client_ends_within_twice_its_time():
+    async with serving() as running:
+        client = client_of(running)
+        await client.connect()
+        await client.acquire(request(ttl_s=0.5))
+        loop = asyncio.get_running_loop()
+        await asyncio.sleep(1.2)
+        assert running.core.table.held, "heartbeats renew it"
+        await client.close()
+        began = loop.time()
+        await until(lambda: running.core.table.free == 4)
+        assert loop.time() - began < 3
+
+
+async def test_a_restarted_server_is_lost_for_good():
+    ended: list[LeaseEnded] = []
+    async with serving() as running:
+        port = running.server.port
+        client = client_of(running, on_lease_ended=ended.append)
+        await client.connect()
+        lease = await client.acquire(request())
+        call = asyncio.create_task(client.call(lease, Exec(command="hang")))
+        await until(lambda: running.host.ran["hang"])
+        running.server.stop(0)
+        await running.task
+    async with serving(port=port):
+        await asyncio.wait_for(client.lost.wait(), 10)
+        with pytest.raises((OutcomeUnknown, SlotLost)):
+            await call
+        with pytest.raises(SlotLost):
+            await client.call(lease, Exec(command="echo"))
+        with pytest.raises(SlotLost):
+            await client.acquire(request())
+        assert [each.lease_id for each in ended] == [lease.lease_id]
+        await client.close()
+
+
+async def test_a_wrong_token_is_refused_at_once():
+    async with serving() as running:
+        client = SandboxClient(running.url, "wrong", client_id="x")
+        with pytest.raises(BackendUnavailable, match="refuses the token") as caught:
+            await client.connect()
+        assert not caught.value.retryable
+        await client.close()
+
+
+async def test_nobody_listens():
+    client = SandboxClient("http://127.0.0.1:9", TOKEN, client_id="x")
+    with pytest.raises(BackendUnavailable, match="can't be reached"):
+        await client.connect()
+    await client.close()
+
+
+async def test_what_the_server_does_not_do_is_named():
+    async with serving() as running, client_of(running) as client:
+        with pytest.raises(NotSupported, match="network"):
+            await client.acquire(request(network=True))
+        with pytest.raises(NotSupported, match="base 'x'"):
+            await client.acquire(request(base="x"))
+
+
+async def test_a_call_too_large_for_a_frame_is_a_result():
+    async with serving() as running, client_of(running) as client:
+        lease = await client.acquire(request())
+        result = await client.call(lease, WriteFile(path="x", data=bytes(60 * 1024 * 1024)))
+        assert isinstance(result, OpError)
+        assert result.error == "too_large"
+        large = await client.call(lease, WriteFile(path="x", data=bytes(32 * 1024 * 1024)))
+        assert large.kind == "done"
+
+
+async def test_snapshots_fork_and_the_original_goes_on():
+    async with serving() as running, client_of(running) as client:
+        lease = await client.acquire(request())
+        await client.call(lease, WriteFile(path="a", data=b"1"))
+        info = await client.snapshot(lease)
+        assert (info.layers, info.bytes, info.users) == (1, 1, 1)
+        await client.call(lease, WriteFile(path="a", data=b"22"))
+        fork = await client.acquire(request(snapshot=info.snapshot_id))
+        assert running.core.runs[fork.lease_id].sandbox.files == {"a": b"1"}
+        assert running.core.runs[lease.lease_id].sandbox.files == {"a": b"22"}
+        deeper = await client.snapshot(fork)
+        assert deeper.layers == 2
+        await client.drop_snapshot(info.snapshot_id)
+        await client.drop_snapshot(deeper.snapshot_id)
+        await client.drop_snapshot("never-there")
+        assert running.host.layers, "leases stand on them"
+        await client.release(lease)
+        await client.release(fork)
+        await until(lambda: not running.host.layers)
+
+
+async def test_close_leaves_no_task_and_no_socket():
+    async with serving() as running:
+        before = asyncio.all_tasks()
+        client = client_of(running)
+        await client.connect()
+        lease = await client.acquire(request())
+        call = asyncio.create_task(client.call(lease, Exec(command="hang")))
+        await until(lambda: running.host.ran["hang"])
+        await client.close()
+        with pytest.raises((OutcomeUnknown, SlotLost)):
+            await call
+        await until(lambda: not [t for t in asyncio.all_tasks() - before if "Stream" in repr(t) or "stream" in repr(t)])

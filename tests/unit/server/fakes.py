@@ -1,0 +1,209 @@
+"""A host without kernel: sandboxes that obey a few words, and a server around them in this process.
+
+Words of a command: `echo X`, `sleep S`, `count KEY` (counts how often it really ran), `hang`, `die`, `raise`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+from collections import Counter
+from collections.abc import AsyncIterator, Sequence
+
+from atropos.config import ServerConfig
+from atropos.errors import OutcomeUnknown, SandboxError, SlotLost
+from atropos.sandbox.contract import Layer, Stopped
+from atropos.sandbox.serve import Server
+from atropos.wire import Done, Exec, ExecResult, Feature, Operation, OpResult, ProcRead, ProcState, WriteFile
+
+
+class FakeSandbox:
+    def __init__(self, host: FakeHost, name: str, layers: Sequence[Layer], base: str | None) -> None:
+        self.host, self.name, self.layers, self.base = host, name, tuple(layers), base
+        self.died: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self.running: dict[str, asyncio.Future[OpResult]] = {}
+        self.files: dict[str, bytes] = {}
+        for layer in reversed(self.layers):
+            self.files.update(host.layers[layer.id])
+        self.order: list[str] = []
+        self.stopped: Stopped | None = None
+        self.at_once = 0
+
+    async def run(self, call_id: str, operation: Operation) -> OpResult:
+        if self.died.done() or self.stopped is not None:
+            raise SlotLost("the sandbox is gone")
+        if isinstance(operation, WriteFile):
+            self.files[operation.path] = operation.data
+            return Done(count=len(operation.data))
+        if isinstance(operation, ProcRead):
+            await self._wait(call_id, operation.wait_s)
+            return ProcState(id=operation.id, command="x", pid=2, running=True)
+        assert isinstance(operation, Exec), operation
+        self.at_once += 1
+        self.host.most_at_once = max(self.host.most_at_once, self.at_once)
+        try:
+            return await self._exec(call_id, operation.command)
+        finally:
+            self.at_once -= 1
+
+    async def _exec(self, call_id: str, command: str) -> OpResult:
+        word, _, rest = command.partition(" ")
+        self.order.append(command)
+        self.host.ran[command] += 1
+        if word == "sleep":
+            return await self._wait(call_id, float(rest))
+        if word == "hang":
+            return await self._wait(call_id, 3600)
+        if word == "die":
+            self.die("told to")
+            raise OutcomeUnknown("the sandbox ended while the call ran")
+        if word == "raise":
+            raise RuntimeError("a bug")
+        await asyncio.sleep(0)
+        return ExecResult(exit_code=0, output=rest.encode(), duration_s=0)
+
+    async def _wait(self, call_id: str, seconds: float) -> OpResult:
+        future: asyncio.Future[OpResult] = asyncio.get_running_loop().create_future()
+        self.running[call_id] = future
+        handle = asyncio.get_running_loop().call_later(
+            seconds, lambda: future.done() or future.set_result(ExecResult(exit_code=0, output=b"", duration_s=0))
+        )
+        try:
+            return await future
+        finally:
+            handle.cancel()
+            del self.running[call_id]
+
+    def cancel(self, call_id: str) -> None:
+        future = self.running.get(call_id)
+        if future is not None and not future.done():
+            future.set_result(ExecResult(exit_code=-9, output=b"", cancelled=True, duration_s=0))
+
+    def die(self, reason: str) -> None:
+        if not self.died.done():
+            self.died.set_result(reason)
+        self._fail(OutcomeUnknown(reason))
+
+    def _fail(self, error: SandboxError) -> None:
+        for future in self.running.values():
+            if not future.done():
+                future.set_exception(error)
+
+    async def stop(self) -> Stopped:
+        if self.stopped is None:
+            self._fail(OutcomeUnknown("stopped"))
+            await asyncio.sleep(self.host.stop_s)
+            self.host.live.discard(self)
+            self.stopped = Stopped(clean=self.name not in self.host.dirty, seconds=self.host.stop_s)
+        if self.name in self.host.dirty:
+            return self.stopped
+        return dataclasses.replace(self.stopped, clean=True)
+
+    async def freeze(self, layer_id: str) -> Layer:
+        self._fail(OutcomeUnknown("frozen"))
+        await asyncio.sleep(0)
+        self.host.live.discard(self)
+        self.stopped = Stopped(clean=True, seconds=0)
+        if self.host.freeze_fails:
+            raise SandboxError("a writer was left")
+        self.host.layers[layer_id] = dict(self.files)
+        return Layer(layer_id, f"/layers/{layer_id}", sum(map(len, self.files.values())))
+
+
+class FakeHost:
+    def __init__(self) -> None:
+        self.live: set[FakeSandbox] = set()
+        self.started: list[FakeSandbox] = []
+        self.layers: dict[str, dict[str, bytes]] = {}
+        self.ran: Counter[str] = Counter()
+        self.dirty: set[str] = set()
+        self.most_at_once = 0
+        self.start_s = self.stop_s = 0.0
+        self.start_fails = False
+        self.freeze_fails = False
+        self.closed = False
+        self.features: list[Feature] = [Feature(name="userns", ok=True, required=True)]
+
+    async def probe(self) -> Sequence[Feature]:
+        return self.features
+
+    async def start(
+        self, name: str, *, layers: Sequence[Layer] = (), base: str | None = None, network: bool = False
+    ) -> FakeSandbox:
+        await asyncio.sleep(self.start_s)
+        if self.start_fails:
+            raise SandboxError("no more namespaces")
+        sandbox = FakeSandbox(self, name, layers, base)
+        self.live.add(sandbox)
+        self.started.append(sandbox)
+        return sandbox
+
+    async def drop_layer(self, layer: Layer) -> None:
+        del self.layers[layer.id]
+
+    async def aclose(self) -> None:
+        assert not self.live, self.live
+        self.closed = True
+
+
+TOKEN = "a-token-for-tests"
+
+
+def config(**settings: object) -> ServerConfig:
+    return ServerConfig.model_validate({"token": TOKEN, "slots": 4, "drain_s": 0.0, "heartbeat_s": 1.0, **settings})
+
+
+class Running:
+    """A server in this process, listening on loopback."""
+
+    def __init__(self, host: FakeHost, server: Server, task: asyncio.Task[int]) -> None:
+        self.host, self.server, self.task = host, server, task
+
+    @property
+    def core(self):
+        assert self.server.core is not None
+        return self.server.core
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server.port}"
+
+
+class Ready:
+    """A stdout that tells when the ready line was written."""
+
+    def __init__(self) -> None:
+        self.line = asyncio.Event()
+
+    def write(self, text: str) -> int:
+        self.line.set()
+        return len(text)
+
+    def flush(self) -> None:
+        pass
+
+
+@contextlib.asynccontextmanager
+async def serving(host: FakeHost | None = None, **settings: object) -> AsyncIterator[Running]:
+    host = host or FakeHost()
+
+    async def make(_: ServerConfig) -> FakeHost:
+        return host
+
+    out = Ready()
+    server = Server(config(**settings), make, out)  # type: ignore[arg-type]
+    task = asyncio.create_task(server.run())
+    waiting = asyncio.create_task(out.line.wait())
+    await asyncio.wait([task, waiting], return_when=asyncio.FIRST_COMPLETED)
+    waiting.cancel()
+    if task.done():
+        task.result()
+    try:
+        yield Running(host, server, task)
+    finally:
+        if not task.done():
+            server.stop(0)
+        await asyncio.wait_for(task, 20)
+        assert host.closed
+        assert not host.live
