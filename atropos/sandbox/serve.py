@@ -168,7 +168,8 @@ class Server:
         while self.core.runs and loop.time() < began + self._deadline_s:
             left = min(0.25, max(0.0, began + self._deadline_s - loop.time()))
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self.core.idle.wait(), left)
+                async with asyncio.timeout(left):
+                    await self.core.idle.wait()
 
 
 def listen(host: str, port: int) -> socket.socket:

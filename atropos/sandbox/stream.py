@@ -126,7 +126,8 @@ class Stream:
                 writer.cancel()
                 await asyncio.wait([writer])
             with contextlib.suppress(Exception):
-                await asyncio.wait_for(self._socket.close(), 1)
+                async with asyncio.timeout(1):
+                    await self._socket.close()
 
     async def _hello(self) -> bool:
         try:
@@ -199,9 +200,8 @@ class Stream:
         log.warning("stream refused: %s", reason)
         self._core.counters["streams_refused"] += 1
         with contextlib.suppress(Exception):
-            await asyncio.wait_for(
-                self._socket.close(code=aiohttp.WSCloseCode.POLICY_VIOLATION, message=reason.encode()[:120]), 1
-            )
+            async with asyncio.timeout(1):
+                await self._socket.close(code=aiohttp.WSCloseCode.POLICY_VIOLATION, message=reason.encode()[:120])
 
     def _handle(self, messages: list[ClientMessage], size: int) -> None:
         client = self.client

@@ -30,7 +30,8 @@ async def pulse(core: Core) -> None:
         began = time.monotonic()
         core.short_ttl.clear()
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(core.short_ttl.wait(), tick)
+            async with asyncio.timeout(tick):
+                await core.short_ttl.wait()
         late = time.monotonic() - began - tick
         if late > ASLEEP_S:
             log.warning("the server did not run for %.1f s; leases are not charged for it", late)

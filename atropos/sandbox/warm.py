@@ -199,7 +199,8 @@ class Shelf:
 async def stop(sandbox: Sandbox) -> Stopped:
     """Stop a sandbox, bounded in time; whatever goes wrong is `not clean`."""
     try:
-        return await asyncio.wait_for(asyncio.shield(sandbox.stop()), STOP_S)
+        async with asyncio.timeout(STOP_S):
+            return await asyncio.shield(sandbox.stop())
     except TimeoutError:
         return Stopped(clean=False, seconds=STOP_S, detail=f"the sandbox did not end within {STOP_S:g} s")
     except Exception as error:

@@ -299,7 +299,8 @@ class Channel:
                 part.cancel()
             await asyncio.wait(parts)
             with contextlib.suppress(Exception):
-                await asyncio.wait_for(socket.close(), 1)
+                async with asyncio.timeout(1):
+                    await socket.close()
 
     async def _reconnect(self, reason: str) -> aiohttp.ClientWebSocketResponse | None:
         pause, longest = PAUSE_S
@@ -366,7 +367,9 @@ class Channel:
         self._acks.append(message.call_id)
         self._cancels.pop(message.call_id, None)
         pending = self._pending.pop(message.call_id, None)
-        if pending is None:
+        if pending is None:  # it was given up: nothing else may follow that could carry the acknowledgement
+            self._flush_acks = True
+            self._wake.set()
             return
         pending.over = True
         for waiter in pending.waiters:
@@ -423,7 +426,8 @@ class Channel:
             pause = min(self._heartbeat_s, self._events.beat_s())
             self._beat_now.clear()
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._beat_now.wait(), pause)
+                async with asyncio.timeout(pause):  # wait_for would swallow a cancellation at the wrong moment
+                    await self._beat_now.wait()
             silent = time.monotonic() - self._heard_at
             if silent > SILENT_BEATS * self._heartbeat_s:
                 return f"nothing came for {silent:.1f} s"

@@ -93,6 +93,7 @@ class SandboxClient:
         self._prefix = uuid.uuid4().hex[:12]
         self._count = itertools.count(1)
         self._closed = False
+        self.boot_id: str | None = None
         self.lost = asyncio.Event()
         self.lost_reason = ""
 
@@ -100,11 +101,6 @@ class SandboxClient:
         channel = self._channel
         state = "closed" if self._closed else "lost" if self.lost.is_set() else "new" if channel is None else "open"
         return f"<SandboxClient {self._url} {state}, {len(self._held)} leases>"
-
-    @property
-    def boot_id(self) -> str | None:
-        """The server's, once connected."""
-        return self._channel.boot_id if self._channel is not None else None
 
     # ----------------------------------------------------------------------------------------------------------- life
 
@@ -141,6 +137,7 @@ class SandboxClient:
                 await self._close_session()
             raise
         self._channel = channel
+        self.boot_id = channel.boot_id
 
     async def close(self) -> None:
         """End the stream and everything that waits on it, within `CLOSE_S` and a bit. Leases are not released."""
@@ -321,7 +318,8 @@ class SandboxClient:
                 if time.monotonic() + pause > until:
                     raise BackendUnavailable(f"{self._url} can't be reached: {error}") from error
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self.lost.wait(), pause * random.uniform(0.5, 1))
+                async with asyncio.timeout(pause * random.uniform(0.5, 1)):
+                    await self.lost.wait()
             pause = min(pause * 2, 1.0)
 
     async def _ask_once(self, method: str, path: str, kind: type[T] | None, body: BaseModel | None) -> T:
