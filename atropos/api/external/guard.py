@@ -67,24 +67,23 @@ def parse_rule(text: str) -> Rule:
     return Rule(host, None, number)
 
 
-def embedded(address: Address) -> list[Address]:
-    """An address, and the IPv4 addresses that it stands for (mapped, 6to4, Teredo, NAT64)."""
-    found: list[Address] = [address]
-    if isinstance(address, ipaddress.IPv6Address):
-        inner = [address.ipv4_mapped, address.sixtofour, *(address.teredo or ())]
-        if any(address in network for network in _NAT64):
-            inner.append(ipaddress.IPv4Address(int(address) & 0xFFFFFFFF))
-        if int(address) < 1 << 32 and int(address) > 1:
-            inner.append(ipaddress.IPv4Address(int(address)))
-        found += [one for one in inner if one is not None]
-    return found
+def _translated(address: ipaddress.IPv6Address) -> ipaddress.IPv4Address | None:
+    """The IPv4 address that an IPv6 address is only another spelling of (mapped, NAT64)."""
+    if any(address in network for network in _NAT64):
+        return ipaddress.IPv4Address(int(address) & 0xFFFFFFFF)
+    return address.ipv4_mapped
 
 
 def is_public(address: Address) -> bool:
     """Whether an address, and each it stands for, is reachable from the whole internet and nothing else."""
-    return all(
-        one.is_global and not (one.is_multicast or one.is_reserved or one.is_unspecified) for one in embedded(address)
-    )
+    if isinstance(address, ipaddress.IPv6Address):
+        translated = _translated(address)
+        if translated is not None:
+            return is_public(translated)
+        carried = [one for one in (address.sixtofour, *(address.teredo or ())) if one is not None]
+        if not all(is_public(one) for one in carried):
+            return False
+    return address.is_global and not (address.is_multicast or address.is_reserved or address.is_unspecified)
 
 
 class Guard:

@@ -16,6 +16,8 @@ from atropos.api.tool_server import create_app
 from atropos.errors import ToolServerUnavailable
 from atropos.tools.base import Tool, ToolError, tool
 
+from .site import Site
+
 TOKEN = "right-token"
 
 
@@ -118,3 +120,11 @@ def call(name: str, trajectory: str = "t1", call_id: str = "c1", **arguments: An
 
 
 ONE_AT_A_TIME = Bounds(concurrency=1, queue=1)
+
+
+@pytest.fixture
+async def site() -> AsyncGenerator[Site, None]:
+    running = Site()
+    await running.start()
+    yield running
+    await running.stop()

@@ -1,0 +1,192 @@
+"""A small site on loopback: pages, forms, logins, files, and things that go wrong."""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+import json
+from typing import Any
+
+from aiohttp import web
+
+ARTICLE = """<!doctype html><html><head><title>On Slots</title></head><body>
+<nav><a href="/">Home</a> <a href="/ads">Buy things</a></nav>
+<article><h1>On Slots</h1>
+<p>A slot is leased, used, reset and leased again. It never remembers what happened in it, which is the point of it.</p>
+<p>Volumes are dropped whole. Nothing is wiped, because nothing is left that could be wiped by anyone at all.</p>
+<ul><li>first point</li><li>second point</li></ul></article>
+<footer>Copyright nobody</footer></body></html>"""
+
+HOME = """<!doctype html><html><head><title>Home</title></head><body><h1>Welcome</h1>
+<a href="/article">Read the article</a> <a href="/form">The form</a> <a href="/login">Log in</a>
+<a href="/file.bin">Download a file</a> <a href="/popup" target="_blank">New window</a>
+<button onclick="alert('boo')">Alert</button><button onclick="document.title='clicked'">Rename</button>
+</body></html>"""
+
+FORM = """<!doctype html><title>Form</title><form action="/submitted" method="post">
+<label>Name <input name="name"></label><label>Colour <select name="colour"><option>red</option><option>blue</option>
+</select></label><button>Send</button></form>"""
+
+
+def pdf(text: str) -> bytes:
+    """A one-page PDF."""
+    stream = f"BT /F1 24 Tf 72 700 Td ({text}) Tj ET".encode()
+    objects = [
+        b"<< /Type /Catalog /Pages 2 0 R >>",
+        b"<< /Type /Pages /Kids [3 0 R] /Count 1 >>",
+        b"<< /Type /Page /Parent 2 0 R /MediaBox [0 0 612 792] /Contents 4 0 R /Resources << /Font << /F1 5 0 R >> >> >>",
+        b"<< /Length %d >>\nstream\n%b\nendstream" % (len(stream), stream),
+        b"<< /Type /Font /Subtype /Type1 /BaseFont /Helvetica >>",
+    ]
+    body = b"%PDF-1.4\n"
+    places = []
+    for number, content in enumerate(objects, 1):
+        places.append(len(body))
+        body += b"%d 0 obj\n%b\nendobj\n" % (number, content)
+    table = b"".join(b"%010d 00000 n \n" % place for place in places)
+    return body + b"xref\n0 6\n0000000000 65535 f \n%btrailer\n<< /Size 6 /Root 1 0 R >>\nstartxref\n%d\n%%%%EOF" % (
+        table,
+        len(body),
+    )
+
+
+def _html(text: str) -> web.Response:
+    return web.Response(text=text, content_type="text/html")
+
+
+class Site:
+    """The running site; `seen` are the paths that were asked for."""
+
+    def __init__(self) -> None:
+        self.seen: list[str] = []
+        self.port = 0
+        self._runner: web.AppRunner | None = None
+
+    def url(self, path: str) -> str:
+        return f"http://127.0.0.1:{self.port}{path}"
+
+    async def start(self) -> None:
+        app = web.Application(middlewares=[self._note])
+        app.add_routes(
+            [
+                web.get("/", self._static(HOME)),
+                web.get("/article", self._static(ARTICLE)),
+                web.get("/form", self._static(FORM)),
+                web.get("/popup", self._static("<title>Popup</title><h1>A new window</h1>")),
+                web.post("/submitted", self._submitted),
+                web.get("/login", self._login),
+                web.get("/who", self._who),
+                web.get("/redirect", self._redirect),
+                web.get("/loop", self._loop),
+                web.get("/file.bin", self._file),
+                web.get("/paper.pdf", self._pdf),
+                web.get("/data.json", self._json),
+                web.get("/endless", self._endless),
+                web.get("/bomb", self._bomb),
+                web.get("/broken", self._broken),
+                web.get("/hang", self._hang),
+                web.get("/reach", self._reach),
+                web.get("/search", self._search),
+                web.get("/res/v1/web/search", self._brave),
+                web.post("/search", self._tavily),
+            ]
+        )
+        self._runner = web.AppRunner(app, shutdown_timeout=0.5)
+        await self._runner.setup()
+        listening = web.TCPSite(self._runner, "127.0.0.1", 0)
+        await listening.start()
+        self.port = self._runner.addresses[0][1]
+
+    async def stop(self) -> None:
+        if self._runner is not None:
+            await self._runner.cleanup()
+
+    @web.middleware
+    async def _note(self, request: web.Request, handler: Any) -> web.StreamResponse:
+        self.seen.append(request.path)
+        return await handler(request)
+
+    def _static(self, text: str) -> Any:
+        async def answer(_: web.Request) -> web.Response:
+            return _html(text)
+
+        return answer
+
+    async def _submitted(self, request: web.Request) -> web.Response:
+        form = await request.post()
+        return _html(f"<title>Thanks</title><h1>Hello {form['name']}</h1><p>You like {form['colour']}</p>")
+
+    async def _login(self, request: web.Request) -> web.Response:
+        answer = _html("<title>In</title><h1>Logged in</h1><a href='/who'>Who am I</a>")
+        answer.set_cookie("user", "ada")
+        return answer
+
+    async def _who(self, request: web.Request) -> web.Response:
+        return _html(f"<title>Who</title><h1>You are {request.cookies.get('user', 'nobody')}</h1>")
+
+    async def _redirect(self, request: web.Request) -> web.Response:
+        raise web.HTTPFound(request.query["to"])
+
+    async def _loop(self, request: web.Request) -> web.Response:
+        raise web.HTTPFound("/loop")
+
+    async def _file(self, _: web.Request) -> web.Response:
+        headers = {"Content-Disposition": "attachment; filename=file.bin"}
+        return web.Response(body=b"\0" * 1000, content_type="application/octet-stream", headers=headers)
+
+    async def _pdf(self, _: web.Request) -> web.Response:
+        return web.Response(body=pdf("Slots in a PDF"), content_type="application/pdf")
+
+    async def _json(self, _: web.Request) -> web.Response:
+        return web.json_response({"answer": 42})
+
+    async def _endless(self, request: web.Request) -> web.StreamResponse:
+        answer = web.StreamResponse(headers={"Content-Type": "text/plain"})
+        await answer.prepare(request)
+        while True:
+            await answer.write(b"x" * 65_536)
+
+    async def _bomb(self, _: web.Request) -> web.Response:
+        return web.Response(
+            body=gzip.compress(b"0" * 50_000_000), headers={"Content-Encoding": "gzip", "Content-Type": "text/plain"}
+        )
+
+    async def _broken(self, _: web.Request) -> web.Response:
+        return web.Response(status=500, text="broken")
+
+    async def _hang(self, _: web.Request) -> web.Response:
+        await asyncio.sleep(3600)
+        return web.Response()
+
+    async def _reach(self, request: web.Request) -> web.Response:
+        """A page whose script tries to reach another address, and says what came of it."""
+        target = json.dumps(request.query["target"])
+        return _html(
+            f"<title>Reach</title><h1 id=r>trying</h1><script>fetch({target}, {{mode: 'no-cors'}})"
+            ".then(() => document.getElementById('r').textContent = 'reached')"
+            ".catch(() => document.getElementById('r').textContent = 'not reached')</script>"
+            f"<img src={target}>"
+        )
+
+    async def _search(self, request: web.Request) -> web.Response:
+        if request.query.get("q") == "fail":
+            return web.Response(status=500)
+        if request.query.get("q") == "nonsense":
+            return web.Response(text="<html>")
+        hits = [{"title": f"Hit {i}", "url": f"https://example.org/{i}", "content": "about it"} for i in range(9)]
+        hits.append({"title": "bad", "url": "javascript:alert(1)"})
+        return web.json_response({"results": hits})
+
+    async def _brave(self, request: web.Request) -> web.Response:
+        if request.headers.get("X-Subscription-Token") != "brave-key":
+            return web.Response(status=401)
+        return web.json_response(
+            {"web": {"results": [{"title": "B", "url": "https://b.example/", "description": "d"}]}}
+        )
+
+    async def _tavily(self, request: web.Request) -> web.Response:
+        if request.headers.get("Authorization") != "Bearer tavily-key":
+            return web.Response(status=401)
+        body = await request.json()
+        hits = [{"title": "T", "url": "https://t.example/", "content": body["query"]}]
+        return web.json_response({"results": hits})

@@ -1,0 +1,175 @@
+"""Private destinations are refused on the address that is dialled: through names, spellings, redirects and rebinding."""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import socket
+
+import pytest
+
+from atropos.api.external.fetch import FetchError, fetch
+from atropos.api.external.guard import Forbidden, Guard, guarded_client, is_public, parse_rule
+from atropos.errors import ConfigError
+
+from .site import Site
+
+PRIVATE = [
+    "127.0.0.1",
+    "10.1.2.3",
+    "172.16.0.1",
+    "192.168.1.1",
+    "169.254.169.254",
+    "100.64.0.1",
+    "0.0.0.0",
+    "224.0.0.1",
+    "240.0.0.1",
+    "255.255.255.255",
+    "192.0.2.1",
+    "198.18.0.1",
+    "::1",
+    "::",
+    "fe80::1",
+    "fc00::1",
+    "ff02::1",
+    "::ffff:127.0.0.1",
+    "::ffff:10.0.0.1",
+    "64:ff9b::7f00:1",
+    "64:ff9b::a9fe:a9fe",
+    "2002:7f00:1::",
+    "2002:0a00:0001::1",
+    "::127.0.0.1",
+    "2001:db8::1",
+]
+
+
+@pytest.mark.parametrize("address", PRIVATE)
+def test_private_addresses_are_not_public(address: str):
+    assert not is_public(ipaddress.ip_address(address))
+
+
+@pytest.mark.parametrize("address", ["1.1.1.1", "8.8.8.8", "2606:4700::1111", "::ffff:8.8.8.8", "64:ff9b::808:808"])
+def test_public_addresses_are_public(address: str):
+    assert is_public(ipaddress.ip_address(address))
+
+
+@pytest.mark.parametrize(
+    "host", ["127.0.0.1", "localhost", "127.1", "2130706433", "0x7f000001", "0177.0.0.1", "localhost.", "::1", "[::1]"]
+)
+async def test_every_spelling_of_loopback_is_refused(host: str):
+    url = f"http://{host}:80/" if host != "::1" else "http://[::1]/"
+    guard = Guard()
+    with pytest.raises((Forbidden, OSError)):
+        await guard.addresses(*guard.check_url(url))
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "file:///etc/passwd",
+        "ftp://example.org/",
+        "gopher://x/",
+        "javascript:alert(1)",
+        "data:text/html,x",
+        "http://",
+        "http:///x",
+        "//example.org",
+        "http://user:pw@example.org/",
+        "http://user@127.0.0.1@example.org/",
+        "http://[::1",
+        "http://example.org:99999/",
+        "chrome://settings",
+        "",
+    ],
+)
+def test_only_plain_web_addresses_are_opened(url: str):
+    with pytest.raises(Forbidden):
+        Guard().check_url(url)
+
+
+async def test_ports_that_pages_do_not_live_on_are_refused():
+    guard = Guard()
+    with pytest.raises(Forbidden, match="port 25"):
+        await guard.addresses("1.1.1.1", 25)
+    assert await guard.addresses("1.1.1.1", 443) == ["1.1.1.1"]
+
+
+@pytest.mark.parametrize(
+    ("rule", "host", "port", "allowed"),
+    [
+        ("127.0.0.1", "127.0.0.1", 9999, True),
+        ("127.0.0.1:8080", "127.0.0.1", 8080, True),
+        ("127.0.0.1:8080", "127.0.0.1", 8081, False),
+        ("127.0.0.0/8", "127.9.9.9", 22, True),
+        ("localhost", "localhost", 1234, True),
+        ("[::1]:80", "::1", 80, True),
+        ("[::1]:80", "::1", 81, False),
+        ("10.0.0.0/8", "127.0.0.1", 80, False),
+    ],
+)
+async def test_the_allow_list_opens_exactly_what_it_says(rule: str, host: str, port: int, allowed: bool):
+    guard = Guard([rule])
+    if allowed:
+        assert await guard.addresses(host, port)
+    else:
+        with pytest.raises(Forbidden):
+            await guard.addresses(host, port)
+
+
+@pytest.mark.parametrize("rule", ["", "http://x", "a b", "x:0", "x:99999", "*", "a*.b", "10.0.0.0/99", "x:y"])
+def test_a_bad_rule_is_named(rule: str):
+    with pytest.raises(ConfigError, match="allow_hosts"):
+        parse_rule(rule)
+
+
+async def test_a_redirect_to_a_private_address_is_refused(site: Site):
+    guard = Guard([f"127.0.0.1:{site.port}"])
+    async with guarded_client(guard) as client:
+        page = await fetch(client, guard, site.url("/redirect?to=/article"), max_bytes=100_000)
+        assert page.url.endswith("/article")
+        for target in ("http://127.0.0.2/", "http://localhost/", "http://169.254.169.254/latest", "file:///etc/passwd"):
+            with pytest.raises(FetchError, match=r"public address|only http"):
+                await fetch(client, guard, site.url(f"/redirect?to={target}"), max_bytes=1000)
+        with pytest.raises(FetchError, match="redirects"):
+            await fetch(client, guard, site.url("/redirect?to=/loop"), max_bytes=1000)
+
+
+async def test_a_name_that_changes_its_mind_is_dialled_where_it_was_checked(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+):
+    """DNS rebinding: the first answer is public, the second would be loopback."""
+    answers = ["1.1.1.1", "127.0.0.1"]
+    loop = asyncio.get_running_loop()
+    dialled: list[str] = []
+
+    async def lying(host: str, port: int, **_: object):
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (answers.pop(0), port))]
+
+    async def connect(self: object, host: str, port: int, **_: object):
+        dialled.append(host)
+        raise OSError("not really")
+
+    monkeypatch.setattr(loop, "getaddrinfo", lying)
+    monkeypatch.setattr("httpcore.AnyIOBackend.connect_tcp", connect)
+    guard = Guard()
+    async with guarded_client(guard) as client:
+        with pytest.raises((FetchError, OSError)):
+            await fetch(client, guard, "http://rebind.example/", max_bytes=1000)
+        assert dialled == ["1.1.1.1"]
+        with pytest.raises(FetchError, match="public address"):
+            await fetch(client, guard, "http://rebind.example/", max_bytes=1000)
+    assert dialled == ["1.1.1.1"]
+
+
+async def test_a_long_page_is_read_only_to_the_bound(site: Site):
+    guard = Guard(["127.0.0.1"])
+    async with guarded_client(guard) as client:
+        page = await fetch(client, guard, site.url("/endless"), max_bytes=100_000)
+        assert (len(page.content), page.truncated) == (100_000, True)
+
+
+async def test_a_compressed_bomb_is_read_only_to_the_bound(site: Site):
+    guard = Guard(["127.0.0.1"])
+    async with guarded_client(guard) as client:
+        page = await fetch(client, guard, site.url("/bomb"), max_bytes=1_000_000)
+        assert (len(page.content), page.truncated) == (1_000_000, True)

@@ -1,0 +1,130 @@
+"""web_search and web_extract against a real site on loopback."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+from pydantic import SecretStr
+
+from atropos.api.external.extract import Extractor, WebExtract
+from atropos.api.external.fetch import FetchError, Page
+from atropos.api.external.guard import Guard, guarded_client
+from atropos.api.external.search import PROVIDERS, WebSearch, search_client
+from atropos.api.settings import SearchSettings
+from atropos.errors import ToolServerUnavailable
+from atropos.tools.base import ToolScope
+from atropos.tools.external import WebExtractArguments, WebSearchArguments
+from atropos.tools.models import ToolResult
+
+from .site import Site, pdf
+
+SCOPE = ToolScope(trajectory_id="t", call_id="c")
+
+
+async def extract(site: Site, *paths: str, allow: bool = True) -> ToolResult:
+    guard = Guard(["127.0.0.1"] if allow else [])
+    extractor = Extractor(workers=1)
+    try:
+        async with guarded_client(guard) as client:
+            made = WebExtract(client, guard, extractor, max_bytes=1_000_000)
+            return await made.run(WebExtractArguments(urls=[site.url(path) for path in paths]), SCOPE)
+    finally:
+        await extractor.aclose()
+
+
+async def test_pages_pdfs_and_text_are_read_and_a_failing_one_spoils_nothing(site: Site):
+    result = await extract(site, "/article", "/paper.pdf", "/data.json", "/broken", "/file.bin")
+    assert result.success
+    pages: list[Any] = result.data["pages"]
+    assert "leased, used, reset" in pages[0]["content"]
+    assert "Buy things" not in pages[0]["content"]
+    assert pages[0]["title"] == "On Slots"
+    assert pages[1]["content"] == "Slots in a PDF"
+    assert '"answer": 42' in pages[2]["content"]
+    assert "500" in pages[3]["error"]
+    assert "neither a page, text nor PDF" in pages[4]["error"]
+    assert "error:" in result.output
+
+
+async def test_a_private_page_is_refused_and_never_asked_for(site: Site):
+    result = await extract(site, "/article", allow=False)
+    assert not result.success
+    assert "not a public address" in result.error
+    assert site.seen == []
+
+
+async def test_a_hanging_parser_is_killed_and_the_next_page_is_read(monkeypatch: pytest.MonkeyPatch):
+    extractor = Extractor(workers=1)
+    try:
+        page = Page("http://x/", "application/pdf", None, pdf("fine"), truncated=False)
+        assert (await extractor.extract(page))["text"] == "fine"
+        monkeypatch.setattr("atropos.api.external.extract._PARSE_S", 0.0)
+        with pytest.raises(FetchError, match="took longer"):
+            await extractor.extract(page)
+        monkeypatch.undo()
+        assert (await extractor.extract(page))["text"] == "fine"
+    finally:
+        await extractor.aclose()
+
+
+async def test_a_killed_worker_is_replaced():
+    extractor = Extractor(workers=1)
+    try:
+        page = Page("http://x/", "text/plain", None, b"plain", truncated=False)
+        assert (await extractor.extract(page))["text"] == "plain"
+        next(iter(extractor._alive)).kill()
+        await asyncio.sleep(0.05)
+        with pytest.raises(FetchError, match="crashed"):  # or it is noticed and replaced in time
+            await extractor.extract(page)
+            raise FetchError("crashed")
+        assert (await extractor.extract(page))["text"] == "plain"
+    finally:
+        await extractor.aclose()
+
+
+@pytest.mark.parametrize("junk", [b"%PDF-1.7 junk", b"", b"<" * 10_000, b"\0" * 1000, b"<html>" + b"<div>" * 20_000])
+async def test_junk_is_an_error_or_text_and_never_a_crash(junk: bytes):
+    extractor = Extractor(workers=1)
+    try:
+        page = Page("http://x/", "text/html", "no-such-charset", junk, truncated=False)
+        try:
+            await extractor.extract(page)
+        except FetchError as error:
+            assert "crashed" not in str(error)
+    finally:
+        await extractor.aclose()
+
+
+@pytest.mark.parametrize(
+    ("provider", "key", "title"),
+    [("searxng", None, "Hit 0"), ("brave", "brave-key", "B"), ("tavily", "tavily-key", "T")],
+)
+async def test_every_provider_answers_in_the_same_form(site: Site, provider: Any, key: str | None, title: str):
+    settings = SearchSettings(provider=provider, url=site.url(""), api_key=SecretStr(key) if key else None)
+    async with search_client() as client:
+        made = WebSearch(PROVIDERS[provider](client, settings))
+        result = await made.run(WebSearchArguments(query="slots", limit=3), SCOPE)
+    assert result.output.startswith(f"1. {title}\n   https://")
+    assert 1 <= len(result.data["results"]) <= 3
+    assert "javascript" not in result.output
+
+
+@pytest.mark.parametrize("query", ["fail", "nonsense"])
+async def test_a_provider_that_fails_is_an_infrastructure_fault(site: Site, query: str):
+    settings = SearchSettings(url=site.url(""))
+    async with search_client() as client:
+        made = WebSearch(PROVIDERS["searxng"](client, settings))
+        with pytest.raises(ToolServerUnavailable, match="SearXNG"):
+            await made.run(WebSearchArguments(query=query), SCOPE)
+
+
+async def test_a_wrong_key_or_a_dead_provider_is_an_infrastructure_fault(site: Site):
+    async with search_client() as client:
+        wrong = SearchSettings(provider="brave", url=site.url(""), api_key=SecretStr("wrong"))
+        with pytest.raises(ToolServerUnavailable, match="401"):
+            await WebSearch(PROVIDERS["brave"](client, wrong)).run(WebSearchArguments(query="x"), SCOPE)
+        dead = SearchSettings(url="http://127.0.0.1:9")
+        with pytest.raises(ToolServerUnavailable, match="can't be reached"):
+            await WebSearch(PROVIDERS["searxng"](client, dead)).run(WebSearchArguments(query="x"), SCOPE)
