@@ -36,6 +36,7 @@ class SlotPoolConfig(BaseModel):
     volume: Literal["memory", "disk"] = "memory"
     allow_network: bool = Field(default=False, description="leases may ask for (filtered) egress")
     egress_allow: tuple[str, ...] = ("public",)
+    reconnect_s: float = Field(default=15.0, gt=0, description="a lost connection is tried for so long; then SlotLost")
     require_sandbox: bool = Field(default=False, description="refuse containers that lack any isolation feature")
     require_stateful_sandbox: bool = Field(default=False, description="refuse containers without lasting sessions")
     batch_window_ms: float = Field(default=20, ge=0, le=10_000, description="longest a call may wait to be batched")

@@ -17,8 +17,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("atropos.slots")
 
-TAKE_BACK_TRIES = 6
-"""Attempts to learn what became of an acquire whose answer was lost."""
 CONTRARY_S = 0.01
 """Pause before asking a container again that refuses though it says that it has room."""
 
@@ -79,10 +77,7 @@ class Grants:
                 raise
             log.info("container %s gave no lease: %s", link.container.id, error)
             self._pool.fleet.refused(seat, free=0)
-            if link.gone is None:
-                self._pool.tasks.spawn(self._take_back(link, request), f"take back {request.lease_id}")
-            elif request.snapshot is not None:
-                raise SlotLost(f"the container that holds snapshot {request.snapshot} is gone: {link.gone}") from None
+            link.look(wait=True)
             return None
         except BaseException:
             self._pool.fleet.doubted(seat)
@@ -107,22 +102,6 @@ class Grants:
         if not task.cancelled() and task.exception() is None and (slot := task.result()) is not None:
             self._pool.returns.begin(slot)
         self.serve()
-
-    async def _take_back(self, link: Link, request: wire.LeaseRequest) -> None:
-        """The answer to an acquire was lost: by its id, ask again what became of it, and end it."""
-        for attempt in range(TAKE_BACK_TRIES):
-            if link.gone is not None:
-                return
-            try:
-                lease = await link.client.acquire(request)
-                await link.client.release(lease)
-            except PoolFull:
-                break
-            except SandboxError:
-                await asyncio.sleep(0.1 * 2**attempt)
-            else:
-                break
-        link.look()
 
     def serve(self) -> None:
         """Hand free slots to those who wait."""

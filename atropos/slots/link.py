@@ -31,7 +31,6 @@ CLOSE_S = 3.0
 class Client(Protocol):
     """What the pool needs of `SandboxClient`; tests put a model of a server in its place."""
 
-    boot_id: str | None
     lost: asyncio.Event
 
     async def connect(self) -> None:
@@ -43,7 +42,7 @@ class Client(Protocol):
         ...
 
     async def acquire(self, request: wire.LeaseRequest) -> wire.Lease:
-        """Lease a slot."""
+        """Lease a slot; one whose answer is lost, or awaited no more, it gives back by itself."""
         ...
 
     async def release(self, lease: wire.Lease) -> wire.ReleaseResult:
@@ -71,7 +70,8 @@ class Client(Protocol):
         ...
 
 
-ClientFactory = Callable[["Container", Callable[["wire.LeaseEnded"], None]], Client]
+ClientFactory = Callable[["Container", Callable[["wire.LeaseEnded"], None], Callable[[int], None]], Client]
+"""Makes the client of a container, given whom to tell of a lease that ended and of slots that came free."""
 
 
 class Link:
@@ -81,7 +81,7 @@ class Link:
         self.pool = pool
         self.patience_s = patience_s
         self.container = container
-        self.client = make_client(container, self._lease_ended)
+        self.client = make_client(container, self._lease_ended, self._capacity)
         self.seat = Seat(container.id, container.index)
         self.slots: dict[str, Slot] = {}
         self.snapshots: set[Snapshot] = set()
@@ -174,6 +174,12 @@ class Link:
         self.pool.counters.lost += 1
         self.pool.fleet.returned(self.seat, clean=False, now=self.pool.now())
         self.look()
+
+    def _capacity(self, free: int) -> None:
+        """A slot came free in a container that had refused."""
+        if self.gone is None and self.seat.key in self.pool.fleet.seats:
+            self.pool.fleet.counted(self.seat, slots=self.seat.slots, free=free, retired=self.seat.retired)
+            self.pool.serve()
 
     @property
     def unaccounted(self) -> bool:

@@ -7,7 +7,7 @@ import logging
 import os
 import secrets
 import time
-from collections.abc import AsyncGenerator, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from typing import Any, Self, TypeVar
 
@@ -21,6 +21,7 @@ from atropos.errors import (
 )
 from atropos.slots.backends import make_backend
 from atropos.slots.backends.base import Backend, Container
+from atropos.slots.client import SandboxClient
 from atropos.slots.config import SlotPoolConfig
 from atropos.slots.fleet import Fleet, Seat, Ticket
 from atropos.slots.grants import Grants
@@ -367,9 +368,13 @@ class SlotPool:
             log.exception("the pool's own loop failed")
             self.refuse(SandboxError(f"the pool's own loop failed: {error!r}"))
 
-    def _sandbox_client(self, container: Container, on_lease_ended: Any) -> Client:
-        from atropos.slots.client import SandboxClient  # pyright: ignore[reportMissingImports]
-
+    def _sandbox_client(
+        self,
+        container: Container,
+        on_lease_ended: Callable[[wire.LeaseEnded], None],
+        on_capacity: Callable[[int], None],
+    ) -> Client:
+        assert container.url is not None
         return SandboxClient(
             container.url,
             container.token,
@@ -377,4 +382,6 @@ class SlotPool:
             batch_window_ms=self.config.batch_window_ms,
             max_batch_size=self.config.max_batch_size,
             on_lease_ended=on_lease_ended,
+            on_capacity=on_capacity,
+            reconnect_s=self.config.reconnect_s,
         )

@@ -90,10 +90,10 @@ class ModelServer:
 class ModelClient:
     """What the pool holds of a ModelServer."""
 
-    def __init__(self, server: ModelServer, on_lease_ended) -> None:
+    def __init__(self, server: ModelServer, on_lease_ended, on_capacity) -> None:
         self.server = server
+        self.on_capacity = on_capacity
         self.on_lease_ended = on_lease_ended
-        self.boot_id: str | None = None
         self.lost = asyncio.Event()
         self.closed = False
         server.clients.append(self)
@@ -103,7 +103,6 @@ class ModelClient:
             await self.server.pause()
         except SlotLost as error:
             raise BackendUnavailable(str(error)) from None
-        self.boot_id = self.server.name
 
     async def close(self) -> None:
         self.closed = True
@@ -113,6 +112,7 @@ class ModelClient:
         lease = self.server.grant(request)
         if self.server.lose_answers:
             self.server.lose_answers -= 1
+            asyncio.get_running_loop().call_later(0.02, self.server.end, lease)  # as the real client gives it back
             raise BackendUnavailable("the connection was cut")
         await self.server.pause()
         return lease
@@ -254,8 +254,8 @@ class ModelBackend(Backend):
     def held(self) -> int:
         return sum(len(server.holder) for server in self.servers.values())
 
-    def make_client(self, container: Container, on_lease_ended) -> ModelClient:
-        return ModelClient(self.servers[container.id], on_lease_ended)
+    def make_client(self, container: Container, on_lease_ended, on_capacity) -> ModelClient:
+        return ModelClient(self.servers[container.id], on_lease_ended, on_capacity)
 
 
 def model_pool(
