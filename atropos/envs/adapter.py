@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -56,8 +57,9 @@ _WRAPPERS = ("_tokens_and_logprobs_completion_wrapper", "_chat_completion_wrappe
 
 def quiet_logging() -> None:
     """Keep atroposlib's DEBUG lines (whole items, every config) away from root handlers."""
-    for name in ("atroposlib", "atroposlib.envs.base", "atroposlib.envs.server_handling"):
-        logging.getLogger(name).setLevel(logging.INFO)
+    for name in ["atroposlib", *(name for name in logging.root.manager.loggerDict if name.startswith("atroposlib."))]:
+        logging.getLogger(name).setLevel(logging.WARNING)
+    warnings.filterwarnings("ignore", message="Trainer requested to ignore max length")
     if not logging.getLogger().handlers:
         logging.getLogger().addHandler(logging.NullHandler())
     for name in ("httpx", "openai", "urllib3", "filelock"):
@@ -199,7 +201,7 @@ async def probe_servers(server: Any, tokenizer: Any, timeout_s: float = PROBE_TI
         if config is None:
             continue
         try:
-            model = Model(one, timeout_s=min(timeout_s, PROBE_TIMEOUT_S), retries=0)
+            model = Model(one, timeout_s=min(timeout_s, PROBE_TIMEOUT_S), retries=2)
             if model.exact:
                 await model.generate(tokenizer.encode("hi", add_special_tokens=False), max_tokens=1, temperature=0.0)
             else:

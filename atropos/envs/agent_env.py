@@ -15,6 +15,7 @@ from atropos.envs.config import AgentEnvConfig
 from atropos.envs.rollout import HookError, Rollout, checked_score
 from atropos.envs.sandbox_env import ExecTool, Member, SandboxEnv
 from atropos.tools import ToolRegistry, build_tool_registry
+from atropos.tools.parsers import get_parser
 
 Value = TypeVar("Value")
 
@@ -74,6 +75,11 @@ class AgentEnv(SandboxEnv):
         return await _maybe(self.score_trajectory(item, final_response)), {}
 
     # -------------------------------------------------------------------------------------------------- ready made
+
+    async def setup(self) -> None:
+        """As the frame's, with the parser's name checked first."""
+        get_parser(self.config.agent_tool_parser)
+        await super().setup()
 
     async def prepare_group(self, item: Any, group: str) -> Any:
         """A snapshot of what `setup_group_workspace` made, where it is overridden."""

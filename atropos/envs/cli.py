@@ -109,7 +109,7 @@ def _drive(env: Any, command: str) -> int:
             raise
     finally:
         env.close_files()
-    if command == "process" and code in {0, EXIT_FAILED}:
+    if command == "process" and env.metrics.groups:
         _report(env)
     return _fail(line, code) if code else 0
 
@@ -160,10 +160,6 @@ def _logging() -> None:
     root.handlers[:] = [handler]
     root.setLevel(logging.WARNING)
     logging.getLogger("atropos").setLevel(os.environ.get("ATROPOS_LOG_LEVEL", "INFO").upper())
-    logging.getLogger("atroposlib").setLevel(logging.WARNING)
-    for name in list(logging.root.manager.loggerDict):
-        if name.startswith("atroposlib."):
-            logging.getLogger(name).setLevel(logging.WARNING)
 
 
 # ------------------------------------------------------------------------------------------------------------- parsing

@@ -93,9 +93,9 @@ class SandboxEnvConfig(BaseEnvConfig):
                 "leave it false"
             )
         if self.group_size < 1:
-            raise ValueError(f"group_size must be at least 1, not {self.group_size}")
+            raise ValueError(f"group_size: must be at least 1, not {self.group_size}")
         if self.total_steps < 1 and self.total_steps != -1:
-            raise ValueError(f"total_steps must be at least 1, not {self.total_steps}")
+            raise ValueError(f"total_steps: must be at least 1, or -1 for all items, not {self.total_steps}")
         return self
 
     @property

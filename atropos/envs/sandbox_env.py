@@ -284,6 +284,7 @@ class SandboxEnv(BaseEnv):
             self.tell(Event("dropped", name, detail=str(dropped)))
             return None
         self.metrics.groups += 1
+        _log.info("group %s: scores %s", name, " ".join(f"{rollout.score:.2f}" for rollout in rollouts))
         self.tell(Event("group", name, rollouts=tuple(rollouts)))
         return scored_group(rollouts, name=name, include_messages=self.config.include_messages)
 
