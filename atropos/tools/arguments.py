@@ -52,6 +52,45 @@ def parse_object(tool: str, arguments: dict[str, Any] | str) -> dict[str, Any]:
     return cast("dict[str, Any]", value)
 
 
+def coerce(arguments: dict[str, Any], schema: dict[str, Any]) -> dict[str, Any]:
+    """Text where the schema asks for something else, read as JSON: formats without types, and models that quote.
+
+    What can't be read stays as it is, for the check to refuse.
+    """
+    properties: dict[str, Any] = schema.get("properties", {})
+    changed: dict[str, Any] = {}
+    for name, value in arguments.items():
+        if not isinstance(value, str) or name not in properties or len(value) > MAX_ARGUMENT_BYTES:
+            continue
+        wanted = _types(properties[name])
+        if not wanted or "string" in wanted:
+            continue
+        text = {"True": "true", "False": "false", "None": "null"}.get(value.strip(), value)
+        try:
+            read = json.loads(text)
+        except (ValueError, RecursionError):
+            continue
+        if not isinstance(read, str):
+            changed[name] = read
+    return {**arguments, **changed} if changed else arguments
+
+
+def _types(field: Any) -> set[str]:
+    if not isinstance(field, dict):
+        return set()
+    node = cast("dict[str, Any]", field)
+    kind = node.get("type")
+    if "enum" in node or "const" in node:
+        return {"string"}
+    found: set[str] = (
+        {kind} if isinstance(kind, str) else {*cast("list[str]", kind)} if isinstance(kind, list) else set()
+    )
+    for key in ("anyOf", "oneOf"):
+        for option in node.get(key, ()):
+            found |= _types(option) or {"string"}
+    return found
+
+
 def check(tool: str, model: type[_Model], arguments: dict[str, Any]) -> _Model:
     """The arguments as the tool's own model.
 

@@ -15,7 +15,7 @@ from typing import Any, Protocol, Self
 from pydantic import BaseModel, ConfigDict, Field, SecretStr
 
 from atropos.errors import ConfigError, LeaseExpired, NotSupported, OutcomeUnknown, SandboxError
-from atropos.tools.arguments import BadArguments, check, parse_object
+from atropos.tools.arguments import BadArguments, check, coerce, parse_object
 from atropos.tools.base import Tool, ToolError, ToolLimits, ToolScope, ToolSlot, as_result
 from atropos.tools.external import ExternalTool
 from atropos.tools.models import ToolCall, ToolResult, new_call_id
@@ -203,7 +203,7 @@ class ToolExecutor:
         if tool is None:
             return ToolResult.failure(self.tools.unknown(call.name))
         try:
-            given = parse_object(tool.name, call.arguments)
+            given = coerce(parse_object(tool.name, call.arguments), tool.schema.parameters)
             arguments = check(tool.name, tool.arguments, given) if tool.sandboxed else None
         except BadArguments as error:
             return ToolResult.failure(str(error))

@@ -9,8 +9,23 @@ from atropos.tools.parsers.base import (
     register_parser,
 )
 from atropos.tools.parsers.hermes import HermesParser
+from atropos.tools.parsers.llama import Llama3JsonParser, Llama4PythonicParser
+from atropos.tools.parsers.mistral import MistralParser
+from atropos.tools.parsers.tagged import Glm45Parser, Qwen3CoderParser
+from atropos.tools.parsers.tokens import DeepSeekV3Parser, DeepSeekV31Parser, KimiK2Parser
 
-register_parser(HermesParser("hermes"))
-register_parser(HermesParser("qwen"))
+for _parser in (
+    HermesParser("hermes"),
+    HermesParser("qwen"),
+    MistralParser(),
+    Llama3JsonParser(),
+    Llama4PythonicParser(),
+    Qwen3CoderParser(),
+    DeepSeekV3Parser(),
+    DeepSeekV31Parser(),
+    Glm45Parser(),
+    KimiK2Parser(),
+):
+    register_parser(_parser)
 
 __all__ = ["ParseError", "Parsed", "Parser", "get_parser", "parser_names", "register_parser"]

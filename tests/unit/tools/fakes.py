@@ -126,7 +126,7 @@ class FakeSlot:
         if proc is None:
             return wire.OpError(error="unknown_process", message=f"no process {op.id}")
         end = time.monotonic() + op.wait_s
-        while proc.running and time.monotonic() < end and not (op.until == "output" and len(proc.log) > op.offset):
+        while proc.running and time.monotonic() < end and not (op.until == "output" and len(proc.log) > op.offset):  # noqa: ASYNC110
             await asyncio.sleep(0.01)
         return proc.state(op.offset, op.max_bytes)
 

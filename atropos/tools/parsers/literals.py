@@ -1,0 +1,148 @@
+"""Python calls with literal arguments, read without running or compiling anything.
+
+`ast.parse` is not used: on text that a model made up it may take exponential time or exhaust the stack.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from typing import Any
+
+from atropos.tools.parsers.base import MAX_DEPTH
+
+_SPACE = re.compile(r"(?:\s|\\\n|#[^\n]*\n)*")
+_NAME = re.compile(r"[A-Za-z_][\w-]*(?:\.[A-Za-z_][\w-]*)*")
+_NUMBER = re.compile(r"[+-]?(?:\d[\d_]*\.?\d*(?:[eE][+-]?\d+)?|\.\d+(?:[eE][+-]?\d+)?)")
+_STRING = re.compile(
+    r"""[rRuU]?(?:'''(?:[^\\]|\\.)*?'''|\"\"\"(?:[^\\]|\\.)*?\"\"\"|'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*")""", re.DOTALL
+)
+_WORDS: dict[str, Any] = {
+    "True": True,
+    "False": False,
+    "None": None,
+    "true": True,
+    "false": False,
+    "null": None,
+}
+
+
+class LiteralReader:
+    """Reads calls and literals from a text, from a position on."""
+
+    def __init__(self, text: str, at: int = 0) -> None:
+        self.text, self.at = text, at
+
+    def call(self) -> tuple[str, dict[str, Any]]:
+        """`name(key=value, …)`.
+
+        Raises:
+            ValueError: something else stands there.
+        """
+        name = self._match(_NAME, "a tool's name")
+        self._expect("(")
+        arguments: dict[str, Any] = {}
+        while not self.peek(")"):
+            key = self._match(_NAME, "an argument's name")
+            if not self.peek("="):
+                raise ValueError(f"argument {key!r} of {name} needs a name: write name=value")
+            self._expect("=")
+            if key in arguments:
+                raise ValueError(f"argument {key!r} of {name} is given twice")
+            arguments[key] = self.value(0)
+            if not self.peek(")"):
+                self._expect(",")
+        self._expect(")")
+        return name, arguments
+
+    def value(self, depth: int) -> Any:
+        """A string, number, list, dict, tuple (as a list), True, False or None."""
+        if depth > MAX_DEPTH:
+            raise ValueError("nested too deeply")
+        self.space()
+        first = self.text[self.at : self.at + 1]
+        if first in {"[", "("}:
+            return self._items("]" if first == "[" else ")", depth)
+        if first == "{":
+            return self._pairs(depth)
+        if string := _STRING.match(self.text, self.at):
+            return self._strings(string)
+        if number := _NUMBER.match(self.text, self.at):
+            self.at = number.end()
+            digits = number[0].replace("_", "")
+            return float(digits) if any(mark in digits for mark in ".eE") else int(digits)
+        word = _NAME.match(self.text, self.at)
+        if word and word[0] in _WORDS:
+            self.at = word.end()
+            return _WORDS[word[0]]
+        raise ValueError(f"expected a value at {self._here()}")
+
+    def _strings(self, found: re.Match[str]) -> str:
+        """A string, and those that follow it directly, as Python joins them."""
+        parts: list[str] = []
+        match: re.Match[str] | None = found
+        while match:
+            self.at = match.end()
+            token = match[0]
+            if not token.endswith(("'''", '"""')):
+                # Models write raw line breaks where Python wants them escaped.
+                token = token.replace("\r", "\\r")
+                token = re.sub(r"(\\.)|\n", lambda one: one[1] or "\\n", token, flags=re.DOTALL)
+            try:
+                parts.append(ast.literal_eval(token))
+            except (SyntaxError, ValueError) as error:
+                raise ValueError(f"a string can't be read: {error}") from None
+            self.space()
+            match = _STRING.match(self.text, self.at)
+        return "".join(parts)
+
+    def _items(self, end: str, depth: int) -> list[Any]:
+        self.at += 1
+        items: list[Any] = []
+        while not self.peek(end):
+            items.append(self.value(depth + 1))
+            if not self.peek(end):
+                self._expect(",")
+        self._expect(end)
+        return items
+
+    def _pairs(self, depth: int) -> dict[str, Any]:
+        self.at += 1
+        pairs: dict[str, Any] = {}
+        while not self.peek("}"):
+            key = self.value(depth + 1)
+            if not isinstance(key, str):
+                raise ValueError("the keys of a dict must be strings")  # noqa: TRY004 - one type for all
+            self._expect(":")
+            pairs[key] = self.value(depth + 1)
+            if not self.peek("}"):
+                self._expect(",")
+        self._expect("}")
+        return pairs
+
+    def space(self) -> None:
+        """Skip white space and comments."""
+        match = _SPACE.match(self.text, self.at)
+        self.at = match.end() if match else self.at
+
+    def peek(self, sign: str) -> bool:
+        """Whether a sign stands next, white space aside."""
+        self.space()
+        return self.text.startswith(sign, self.at)
+
+    def _expect(self, sign: str) -> None:
+        if not self.peek(sign):
+            raise ValueError(f"expected {sign!r} at {self._here()}")
+        self.at += len(sign)
+
+    def _match(self, pattern: re.Pattern[str], what: str) -> str:
+        self.space()
+        match = pattern.match(self.text, self.at)
+        if not match:
+            raise ValueError(f"expected {what} at {self._here()}")
+        self.at = match.end()
+        return match[0]
+
+    def _here(self) -> str:
+        rest = self.text[self.at : self.at + 20]
+        return repr(rest) if rest else "the end of the text"

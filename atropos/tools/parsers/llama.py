@@ -1,0 +1,168 @@
+"""Llama: 3.1 and later as JSON, 4 (and 3.2) as a Python list of calls.
+
+Source: Meta's published prompt formats for Llama 3.1, 3.2 and 4.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any, cast
+
+from atropos.tools.models import ToolCall
+from atropos.tools.parsers.base import MAX_CALLS, Collector, Parsed, Parser, dump_json, first_json
+from atropos.tools.parsers.literals import LiteralReader
+
+TAG = "<|python_tag|>"
+_START = re.compile(r'^[ \t]*(?=\{\s*"(?:name|type|function|parameters|arguments)")', re.MULTILINE)
+_ENDS = re.compile(r"\s*(?:<\|eom_id\|>|<\|eot_id\|>)?\s*\Z")
+_RIGHT = 'write {"name": "tool", "parameters": {"name": "value"}}'
+
+
+class Llama3JsonParser(Parser):
+    """JSON objects, several separated by `;`, after `<|python_tag|>` or at the start of a line."""
+
+    name = "llama3_json"
+
+    def parse(self, text: str) -> Parsed:
+        """Take the calls out of a turn."""
+        found = Collector()
+        tag = text.find(TAG)
+        begin = tag + len(TAG) if tag >= 0 else _first_object(text)
+        if begin is None:
+            found.text(text)
+            return found.done()
+        found.text(text[: tag if tag >= 0 else begin])
+        at = begin
+        while not _ENDS.match(text, at):
+            if found.full(text[at : at + 500]):
+                break
+            try:
+                value, end = first_json(text, at)
+            except ValueError as error:
+                if at == begin or text[at:].lstrip().startswith("{"):
+                    found.error(f"the tool call is not valid JSON ({str(error)[:120]}); {_RIGHT}", text[at:])
+                else:
+                    found.text(f"\n{text[at:]}")
+                break
+            _take(value, text[at:end], found)
+            at = end
+            while at < len(text) and text[at] in "; \t\r\n,":
+                at += 1
+            if text.startswith(TAG, at):
+                at += len(TAG)
+        return found.done()
+
+    def render(self, call: ToolCall) -> str:
+        """The call as one object."""
+        return dump_json({"name": call.name, "parameters": call.arguments})
+
+    def render_turn(self, content: str, calls: Sequence[ToolCall]) -> str:
+        """Several calls are separated by `;`."""
+        rendered = "; ".join(self.render(call) for call in calls)
+        return "\n".join(part for part in (content, rendered) if part)
+
+
+def _first_object(text: str) -> int | None:
+    """Where the first line begins that holds a call's JSON; text in front of it is content."""
+    for count, match in enumerate(_START.finditer(text)):
+        if count == MAX_CALLS:
+            return None
+        try:
+            value, _ = first_json(text, match.start())
+        except ValueError:
+            if not text[: match.start()].strip():
+                return match.start()  # a turn that begins like a call was meant as one
+            continue
+        if isinstance(value, dict) and "name" in value and ("parameters" in value or "arguments" in value):
+            return match.start()
+    return None
+
+
+def _take(value: Any, written: str, found: Collector) -> None:
+    for one in cast("list[Any]", value) if isinstance(value, list) else [value]:
+        fields: dict[str, Any] = cast("dict[str, Any]", one) if isinstance(one, dict) else {}
+        inner: Any = fields.get("function")
+        if isinstance(inner, dict):
+            fields = cast("dict[str, Any]", inner)
+        elif isinstance(inner, str) and "name" not in fields:
+            fields = {**fields, "name": inner}
+        if "name" not in fields:
+            found.error(f"the tool call has no name; {_RIGHT}", written)
+        else:
+            found.call(fields["name"], fields.get("parameters", fields.get("arguments")), written)
+
+
+class Llama4PythonicParser(Parser):
+    """`[tool(name="value"), other(n=1)]`, with or without `<|python_start|>` and `<|python_end|>`."""
+
+    name = "llama4_pythonic"
+
+    def parse(self, text: str) -> Parsed:
+        """Take the calls out of a turn."""
+        found = Collector()
+        tag = text.find("<|python_start|>")
+        if tag >= 0:
+            begin = tag + len("<|python_start|>")
+        else:
+            match = re.search(r"^[ \t]*\[\s*(?=[A-Za-z_][\w.-]*\s*\()", text, re.MULTILINE)
+            if match is None:
+                found.text(text)
+                return found.done()
+            tag = begin = match.start()
+        found.text(text[:tag])
+        end = _calls(text, begin, found, tagged=tag != begin)
+        rest = text[end:].lstrip()
+        for token in ("<|python_end|>", "<|eom_id|>", "<|eot|>", "<|eot_id|>"):
+            rest = rest.removeprefix(token).lstrip()
+        found.text(f"\n{rest}" if rest else "")
+        return found.done()
+
+    def render(self, call: ToolCall) -> str:
+        """The call as a list of one."""
+        return f"[{_python_call(call)}]"
+
+    def render_turn(self, content: str, calls: Sequence[ToolCall]) -> str:
+        """One list of all calls."""
+        rendered = f"[{', '.join(_python_call(call) for call in calls)}]" if calls else ""
+        return "\n".join(part for part in (content, rendered) if part)
+
+
+def _calls(text: str, begin: int, found: Collector, *, tagged: bool) -> int:
+    reader = LiteralReader(text, begin)
+    listed = reader.peek("[")
+    if listed:
+        reader.at += 1
+    try:
+        while not (listed and reader.peek("]")):
+            if found.full(text[reader.at : reader.at + 500]):
+                return len(text)
+            start = reader.at
+            name, arguments = reader.call()
+            found.call(name, arguments, text[start : reader.at])
+            if reader.peek(",") or reader.peek(";"):
+                reader.at += 1
+            elif not listed:
+                return reader.at
+            elif not reader.peek("]"):
+                raise ValueError(f"expected ',' or ']' at {text[reader.at : reader.at + 20]!r}")
+    except ValueError as error:
+        del tagged
+        found.error(f'the tool call is no Python call ({error}); write [tool(name="value")]', text[begin:])
+        return len(text)
+    reader.at += 1
+    return reader.at
+
+
+def _python_call(call: ToolCall) -> str:
+    given = call.arguments if isinstance(call.arguments, dict) else {}
+    return f"{call.name}({', '.join(f'{key}={_python(value)}' for key, value in given.items())})"
+
+
+def _python(value: Any) -> str:
+    if isinstance(value, dict):
+        pairs = cast("dict[str, Any]", value).items()
+        return "{" + ", ".join(f"{dump_json(key)}: {_python(one)}" for key, one in pairs) + "}"
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(_python(one) for one in cast('list[Any]', value))}]"
+    return repr(value)

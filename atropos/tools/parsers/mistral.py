@@ -1,0 +1,61 @@
+"""Mistral: `[TOOL_CALLS] [{"name": …, "arguments": {…}}, …]`, and since v11 `[TOOL_CALLS]name[ARGS]{…}`.
+
+Source: the tokenizer formats that Mistral describes for mistral-common, versions 3 to 13.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any, cast
+
+from atropos.tools.models import ToolCall
+from atropos.tools.parsers.base import Collector, Parsed, Parser, dump_json, first_json
+
+OPEN = "[TOOL_CALLS]"
+_NAMED = re.compile(r"\s*([\w.-]{1,200})\s*(?:\[CALL_ID\]\s*[\w-]*\s*)?(?:\[ARGS\])?\s*(?=\{)")
+_RIGHT = 'write [TOOL_CALLS] [{"name": "tool", "arguments": {"name": "value"}}]'
+
+
+class MistralParser(Parser):
+    """A special token, then a list of calls, or a name and its arguments."""
+
+    name = "mistral"
+
+    def parse(self, text: str) -> Parsed:
+        """Take the calls out of a turn."""
+        found = Collector()
+        at = 0
+        while True:
+            begin = text.find(OPEN, at)
+            if begin < 0:
+                found.text(text[at:])
+                return found.done()
+            found.text(text[at:begin])
+            if found.full(text[begin : begin + 500]):
+                return found.done()
+            at = _one(text, begin + len(OPEN), found)
+
+    def render(self, call: ToolCall) -> str:
+        """The call as a list of one."""
+        return f"{OPEN} [{dump_json({'name': call.name, 'arguments': call.arguments})}]"
+
+
+def _one(text: str, begin: int, found: Collector) -> int:
+    named = _NAMED.match(text, begin)
+    try:
+        value, end = first_json(text, named.end() if named else begin)
+    except ValueError as error:
+        following = text.find(OPEN, begin)
+        stop = following if following >= 0 else len(text)
+        found.error(f"the tool call is not valid JSON ({str(error)[:120]}); {_RIGHT}", text[begin:stop])
+        return stop
+    if named:
+        found.call(named[1], value, text[begin:end])
+        return end
+    for one in cast("list[Any]", value) if isinstance(value, list) else [value]:
+        fields: dict[str, Any] = cast("dict[str, Any]", one) if isinstance(one, dict) else {}
+        if "name" not in fields:
+            found.error(f"the tool call has no name; {_RIGHT}", text[begin:end])
+        elif not found.full(text[begin : begin + 500]):
+            found.call(fields["name"], fields.get("arguments", fields.get("parameters")), text[begin:end])
+    return end

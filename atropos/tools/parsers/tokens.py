@@ -1,0 +1,156 @@
+"""DeepSeek V3 and V3.1, and Kimi K2: calls between special tokens, arguments as JSON.
+
+Source: the chat templates that DeepSeek and Moonshot publish with their models.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from atropos.tools.models import ToolCall
+from atropos.tools.parsers.base import Collector, Parsed, Parser, dump_json, first_json
+
+
+@dataclass(frozen=True)
+class _Tokens:
+    """The special tokens of a format."""
+
+    begin_all: str
+    end_all: str
+    begin: str
+    middle: str
+    end: str
+
+
+_DEEPSEEK = _Tokens(
+    begin_all="<｜tool▁calls▁begin｜>",
+    end_all="<｜tool▁calls▁end｜>",
+    begin="<｜tool▁call▁begin｜>",
+    middle="<｜tool▁sep｜>",
+    end="<｜tool▁call▁end｜>",
+)
+_KIMI = _Tokens(
+    begin_all="<|tool_calls_section_begin|>",
+    end_all="<|tool_calls_section_end|>",
+    begin="<|tool_call_begin|>",
+    middle="<|tool_call_argument_begin|>",
+    end="<|tool_call_end|>",
+)
+_FENCE = re.compile(r"\s*```(?:json)?[ \t]*\n?")
+_FENCE_END = re.compile(r"\s*```")
+_KIMI_ID = re.compile(r"(?:functions\.)?(.*?)(?::\d+)?\Z", re.DOTALL)
+
+
+class TokenParser(Parser):
+    """What the formats have in common; the subclasses say where the name stands."""
+
+    tokens: _Tokens
+
+    def parse(self, text: str) -> Parsed:
+        """Take the calls out of a turn."""
+        found = Collector()
+        tokens = self.tokens
+        at = 0
+        while True:
+            begin = text.find(tokens.begin, at)
+            piece = text[at:] if begin < 0 else text[at:begin]
+            found.text(piece.replace(tokens.begin_all, "").replace(tokens.end_all, ""))
+            if begin < 0 or found.full(text[begin : begin + 500]):
+                return found.done()
+            at = self._one(text, begin + len(tokens.begin), found)
+
+    def _one(self, text: str, begin: int, found: Collector) -> int:
+        tokens = self.tokens
+        middle = text.find(tokens.middle, begin, begin + 1000)
+        if middle < 0:
+            found.error(f"the tool call has no {tokens.middle} after its name", text[begin:])
+            return self._resume(text, begin)
+        try:
+            name, value, end = self._read(text, text[begin:middle], middle + len(tokens.middle))
+        except ValueError as error:
+            found.error(f"the tool call's arguments are not valid JSON ({str(error)[:120]})", text[begin:])
+            return self._resume(text, begin)
+        found.call(name, value, text[begin:end])
+        close = re.compile(r"\s*" + re.escape(tokens.end)).match(text, end)
+        return close.end() if close else end
+
+    def _resume(self, text: str, begin: int) -> int:
+        """Where to go on after a wrong call: at its end, or where the next begins."""
+        end, following = text.find(self.tokens.end, begin), text.find(self.tokens.begin, begin)
+        if end >= 0 and (following < 0 or end < following):
+            return end + len(self.tokens.end)
+        return following if following >= 0 else len(text)
+
+    def _read(self, text: str, head: str, at: int) -> tuple[str, Any, int]:
+        """The name, the arguments and where they end. `head` stands before the middle token, `at` is after it."""
+        value, end = first_json(text, at)
+        return head.strip(), value, end
+
+    def render_turn(self, content: str, calls: Any) -> str:
+        """All calls between the tokens of the whole."""
+        inner = "".join(self._render_one(call, index) for index, call in enumerate(calls))
+        section = f"{self.tokens.begin_all}{inner}{self.tokens.end_all}" if inner else ""
+        return content + section
+
+    def render(self, call: ToolCall) -> str:
+        """The call, as the only one."""
+        return self.render_turn("", [call])
+
+    def _render_one(self, call: ToolCall, index: int) -> str:
+        del index
+        return f"{self.tokens.begin}{call.name}{self.tokens.middle}{dump_json(call.arguments)}{self.tokens.end}"
+
+
+class DeepSeekV31Parser(TokenParser):
+    """V3.1: name, separator, JSON."""
+
+    name = "deepseek_v3_1"
+    tokens = _DEEPSEEK
+
+
+class DeepSeekV3Parser(TokenParser):
+    """V3 and R1: the word `function`, separator, name, and the JSON in a code block."""
+
+    name = "deepseek_v3"
+    tokens = _DEEPSEEK
+
+    def _read(self, text: str, head: str, at: int) -> tuple[str, Any, int]:
+        """The name stands after the separator, on its line."""
+        del head
+        ends = [end for end in (text.find("\n", at), text.find("```", at), text.find("{", at)) if end >= 0]
+        stop = min(ends, default=-1)
+        if stop < 0:
+            raise ValueError("the arguments are missing")
+        fence = _FENCE.match(text, stop)
+        value, end = first_json(text, fence.end() if fence else stop)
+        close = _FENCE_END.match(text, end) if fence else None
+        return text[at:stop].strip(), value, close.end() if close else end
+
+    def _render_one(self, call: ToolCall, index: int) -> str:
+        del index
+        tokens = self.tokens
+        return (
+            f"{tokens.begin}function{tokens.middle}{call.name}\n```json\n{dump_json(call.arguments)}\n```{tokens.end}"
+        )
+
+
+class KimiK2Parser(TokenParser):
+    """Kimi K2: the id `functions.name:index` stands where the name would.
+
+    The id is not taken over: models repeat it from turn to turn, and an id must tell calls apart.
+    """
+
+    name = "kimi_k2"
+    tokens = _KIMI
+
+    def _read(self, text: str, head: str, at: int) -> tuple[str, Any, int]:
+        """The name within the id."""
+        value, end = first_json(text, at)
+        match = _KIMI_ID.match(head.strip())
+        return match[1] if match else head.strip(), value, end
+
+    def _render_one(self, call: ToolCall, index: int) -> str:
+        head = f"functions.{call.name}:{index}"
+        return f"{self.tokens.begin}{head}{self.tokens.middle}{dump_json(call.arguments)}{self.tokens.end}"

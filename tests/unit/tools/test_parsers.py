@@ -1,0 +1,232 @@
+"""Parsers: what a model writes comes back as calls, and nothing it can write breaks them."""
+
+from __future__ import annotations
+
+import json
+import time
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from atropos.errors import ConfigError
+from atropos.tools import ToolCall
+from atropos.tools.arguments import coerce
+from atropos.tools.parsers import get_parser, parser_names
+
+NAMES = ("hermes", "mistral", "llama3_json", "llama4_pythonic", "qwen", "qwen3_coder", "deepseek_v3",
+         "deepseek_v3_1", "glm45", "kimi_k2")  # fmt: skip
+TYPELESS = {"qwen3_coder", "glm45"}
+TOKENS = [
+    "<tool_call>", "</tool_call>", '{"name": "a", "arguments": {', "}}", '"', "{", "}", "[", "]", "\\", "\n", "é", "😀",
+    "[TOOL_CALLS]", "[ARGS]", "<|python_tag|>", "<|python_start|>", "[f(a=1", ")]", "'", "'''", "<function=f>",
+    "<parameter=a>", "</parameter>", "</function>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>",
+    "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>", "```json\n", "```",
+    "<|tool_call_begin|>", "functions.f:0", "<|tool_call_argument_begin|>", "<|tool_call_end|>", '"\\ud800"', "1e999",
+    "terminal", " ", ",", ":", ";", "NaN", "-", "0" * 50, "text",
+]  # fmt: skip
+
+text_values = st.text(alphabet=st.characters(exclude_categories=["Cs"]), max_size=40)
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers(-(10**12), 10**12) | st.floats(allow_nan=False, allow_infinity=False)
+    | text_values,
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(text_values, inner, max_size=4),
+    max_leaves=12,
+)  # fmt: skip
+keys = st.from_regex(r"[a-z][a-z0-9_]{0,12}", fullmatch=True)
+tool_names = st.from_regex(r"[a-z][a-z0-9_]{0,20}", fullmatch=True)
+
+
+def same(call, parsed):
+    return (call.name, call.arguments) == (parsed.name, parsed.arguments)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@settings(max_examples=60, deadline=None)
+@given(call_name=tool_names, arguments=st.dictionaries(keys, json_values, max_size=4))
+def test_a_rendered_call_is_parsed_back(name, call_name, arguments):
+    if name in TYPELESS:
+        arguments = {key: "".join(c for c in json.dumps(one) if c != "<") for key, one in arguments.items()}
+    call = ToolCall(name=call_name, arguments=arguments)
+    parsed = get_parser(name).parse(get_parser(name).render(call))
+    assert not parsed.errors
+    assert len(parsed.calls) == 1
+    assert same(call, parsed.calls[0])
+    assert parsed.content == ""
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_several_calls_keep_their_order_and_the_content(name):
+    calls = [
+        ToolCall(name="terminal", arguments={"command": 'echo "a" && cat <<EOF\n{"x": [1]}\nEOF'}),
+        ToolCall(name="read_file", arguments={"path": "näïve/😀.txt"}),
+        ToolCall(name="terminal", arguments={"command": "printf '\\t%s' \"$HOME\" # {}[]"}),
+    ]
+    parser = get_parser(name)
+    parsed = parser.parse(parser.render_turn("First I look.", calls))
+    assert not parsed.errors
+    assert parsed.content == "First I look."
+    assert all(same(one, other) for one, other in zip(calls, parsed.calls, strict=True))
+    assert len({one.id for one in parsed.calls}) == 3
+
+
+@pytest.mark.parametrize("name", NAMES)
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(pieces=st.lists(st.sampled_from(TOKENS) | st.text(max_size=5), max_size=25))
+def test_no_text_breaks_a_parser(name, pieces):
+    parsed = get_parser(name).parse("".join(pieces))
+    for call in parsed.calls:
+        call.name.encode()
+        assert call.name
+
+
+@pytest.mark.parametrize("name", NAMES)
+@settings(max_examples=40, deadline=None)
+@given(data=st.data())
+def test_a_turn_cut_off_anywhere_is_never_another_call(name, data):
+    call = ToolCall(name="write_file", arguments={"path": "a.txt", "content": "one\ntwo }} ]] \"q\" 'z'"})
+    text = get_parser(name).render(call)
+    cut = data.draw(st.integers(0, len(text)))
+    for parsed in get_parser(name).parse(text[:cut]).calls:
+        assert same(call, parsed)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_time_is_linear_whatever_the_text(name):
+    parser = get_parser(name)
+
+    def seconds(size):
+        started = time.process_time()
+        for token in TOKENS:
+            parser.parse(token * (size // len(token)))
+        parser.parse(("".join(TOKENS)) * (size // 500))
+        return time.process_time() - started
+
+    seconds(1000)
+    small, large = seconds(20_000), seconds(160_000)
+    # Eight times the text: quadratic work would take 64 times as long.
+    assert large < max(small, 0.05) * 30
+
+
+def test_json_nested_too_deeply_is_an_error_and_not_a_crash():
+    for depth in (70, 5000, 200_000):
+        text = '<tool_call>{"name": "a", "arguments": {"x": ' + "[" * depth + "]" * depth + "}}</tool_call>"
+        parsed = get_parser("hermes").parse(text)
+        assert not parsed.calls
+        assert len(parsed.errors) == 1
+    pythonic = get_parser("llama4_pythonic").parse("[f(a=" + "[" * 5000 + "]" * 5000 + ")]")
+    assert "nested" in pythonic.errors[0].message
+
+
+class TestHermes:
+    parse = staticmethod(lambda text: get_parser("hermes").parse(text))
+
+    def test_a_tag_within_a_string_is_text(self):
+        parsed = self.parse('<tool_call>{"name": "t", "arguments": {"c": "echo </tool_call> <tool_call>"}}</tool_call>')
+        assert parsed.calls[0].arguments == {"c": "echo </tool_call> <tool_call>"}
+        assert not parsed.errors
+
+    def test_a_missing_end_tag_is_forgiven_where_the_json_is_whole(self):
+        parsed = self.parse('a <tool_call>{"name": "t", "arguments": {}}<tool_call>{"name": "u"}</tool_call> b')
+        assert [one.name for one in parsed.calls] == ["t", "u"]
+        assert parsed.content == "a  b"
+
+    def test_a_malformed_call_between_good_ones_is_told_with_its_place(self):
+        parsed = self.parse(
+            '<tool_call>{"name": "a"}</tool_call><tool_call>{"name": b}</tool_call><tool_call>{"name": "c"}</tool_call>'
+        )
+        assert [one.name for one in parsed.calls] == ["a", "c"]
+        assert [(one.position, one.text) for one in parsed.errors] == [(1, '{"name": b}')]
+        assert "<tool_call>{" in parsed.errors[0].message
+
+    def test_raw_line_breaks_in_strings_and_stray_brackets_are_let_pass(self):
+        parsed = self.parse('<tool_call>\n{"name": "t", "arguments": {"c": "a\nb"}}}\n</tool_call>')
+        assert parsed.calls[0].arguments == {"c": "a\nb"}
+        assert parsed.content == ""
+
+    def test_arguments_as_text_reach_the_executor_as_text(self):
+        parsed = self.parse('<tool_call>{"name": "t", "arguments": "{\\"a\\": 1}"}</tool_call>')
+        assert parsed.calls[0].arguments == '{"a": 1}'
+
+    @pytest.mark.parametrize("body", ["", "null", "3", '"x"', "{}", '{"name": 3}', '{"name": "a", "arguments": [1]}'])
+    def test_what_is_no_call_is_an_error(self, body):
+        parsed = self.parse(f"<tool_call>{body}</tool_call>")
+        assert not parsed.calls
+        assert len(parsed.errors) == 1
+        assert parsed.content == ""
+
+    def test_calls_of_one_turn_are_bounded_and_it_is_told(self):
+        parsed = self.parse('<tool_call>{"name": "a"}</tool_call>' * 1000)
+        assert len(parsed.calls) == 128
+        assert "more than 128" in parsed.errors[-1].message
+
+    def test_lone_surrogates_never_come_out_of_a_name(self):
+        parsed = self.parse('<tool_call>{"name": "a\\ud800"}</tool_call>')
+        assert parsed.calls[0].name == "a?"
+
+
+def test_mistral_reads_both_generations():
+    parser = get_parser("mistral")
+    old = parser.parse('ok [TOOL_CALLS] [{"name": "a", "arguments": {"x": 1}}, {"name": "b", "arguments": {}}]')
+    assert [one.name for one in old.calls] == ["a", "b"]
+    assert old.content == "ok"
+    new = parser.parse('[TOOL_CALLS]a[ARGS]{"x": 1}[TOOL_CALLS]b[CALL_ID]q1w2e3r4t[ARGS]{"y": [2]}')
+    assert [(one.name, one.arguments) for one in new.calls] == [("a", {"x": 1}), ("b", {"y": [2]})]
+
+
+def test_llama3_reads_tagged_and_untagged_calls_and_leaves_other_json_alone():
+    parser = get_parser("llama3_json")
+    tagged = parser.parse(
+        '<|python_tag|>{"name": "a", "parameters": {"x": 1}}; {"name": "b", "parameters": {}}<|eom_id|>'
+    )
+    assert [one.name for one in tagged.calls] == ["a", "b"]
+    plain = parser.parse('The file holds:\n{"version": 1}\nand no more.')
+    assert (plain.calls, plain.errors) == ((), ())
+    assert plain.content.startswith("The file holds")
+
+
+def test_llama4_reads_python_literals():
+    text = "<|python_start|>[f(a='x', b=[1, -2.5, {'k': None}], c=True), pkg.g(s=\"\"\"two\nlines\"\"\", t='a' 'b')]<|python_end|>"
+    parsed = get_parser("llama4_pythonic").parse(text)
+    assert not parsed.errors
+    assert parsed.calls[0].arguments == {"a": "x", "b": [1, -2.5, {"k": None}], "c": True}
+    assert parsed.calls[1].name == "pkg.g"
+    assert parsed.calls[1].arguments == {"s": "two\nlines", "t": "ab"}
+    wrong = get_parser("llama4_pythonic").parse("[f(1)]")
+    assert wrong.errors
+    assert not wrong.calls
+
+
+def test_values_without_types_take_the_type_of_the_schema():
+    parsed = get_parser("qwen3_coder").parse(
+        "<tool_call>\n<function=f>\n<parameter=n>\n5\n</parameter>\n<parameter=s>\n5\n</parameter>\n"
+        '<parameter=l>\n["a", 1]\n</parameter>\n<parameter=b>\nTrue\n</parameter>\n</function>\n</tool_call>'
+    )
+    schema = {
+        "properties": {
+            "n": {"type": "integer"},
+            "s": {"type": "string"},
+            "l": {"type": "array"},
+            "b": {"type": "boolean"},
+        }
+    }
+    assert coerce(parsed.calls[0].arguments, schema) == {"n": 5, "s": "5", "l": ["a", 1], "b": True}
+
+
+def test_deepseek_and_kimi_as_their_templates_write_them():
+    v3 = get_parser("deepseek_v3").parse(
+        "x<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>get\n```json\n"
+        '{"a": "```"}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>'
+    )
+    assert (v3.content, v3.calls[0].name, v3.calls[0].arguments) == ("x", "get", {"a": "```"})
+    kimi = get_parser("kimi_k2").parse(
+        '<|tool_calls_section_begin|><|tool_call_begin|>functions.get:3<|tool_call_argument_begin|>{"a": 1}'
+        "<|tool_call_end|><|tool_calls_section_end|>"
+    )
+    assert (kimi.calls[0].name, kimi.calls[0].arguments) == ("get", {"a": 1})
+
+
+def test_every_promised_parser_is_there_and_an_unknown_one_is_refused():
+    assert set(NAMES) <= set(parser_names())
+    with pytest.raises(ConfigError, match="hermes"):
+        get_parser("herms")
