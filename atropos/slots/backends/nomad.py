@@ -1,0 +1,406 @@
+"""Containers as allocations of one Nomad job, which any number of processes share.
+
+The job's `count` is the only shared state: growing is `scale`, shrinking takes the highest index away once it is
+drained, with a check that nobody changed the job meanwhile. Nomad replaces what dies. It is asked when something
+changed (its event stream says so, or a blocking query), never for a call or a lease.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+import time
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Self
+
+from atropos.errors import BackendUnavailable, ConfigError, SandboxError
+from atropos.slots.backends import nomad_job
+from atropos.slots.backends.base import Backend, Container
+from atropos.slots.backends.nomad_api import Json, NomadApi, NomadRefused
+from atropos.slots.backends.nomad_settings import NomadSettings
+from atropos.slots.backends.nomad_view import GROUP, TASK, Allocation, container, newest, placement_failures
+from atropos.slots.backends.server_http import ServerHttp, in_use, shared
+from atropos.slots.backends.spec import ContainerSpec, hopeless
+from atropos.slots.backends.supervise import ChangeFlag, Patience
+
+if TYPE_CHECKING:
+    from atropos.slots.config import SlotPoolConfig
+
+log = logging.getLogger("atropos.slots.nomad")
+
+LOOK_AGAIN_S = 60.0
+"""How often allocations are listed even when no change was told, in seconds."""
+DOUBT_S = 2.0
+"""How soon to look again while an answer of Nomad's is not believed, in seconds."""
+READY_S = 60.0
+"""A server that doesn't answer for this long after it started is said to be in trouble, in seconds."""
+SETTLE_S = 3.0
+"""How long a pool may take to connect to a container that was there before it, in seconds."""
+LONGEST_DRAIN_S = 3600.0
+CHANGES = 5
+"""How often a change of the job is tried again when another process changed it at the same moment."""
+
+
+class NomadBackend(Backend):
+    """Keeps one job at the size that is asked for, and shows its allocations."""
+
+    name = "nomad"
+
+    def __init__(
+        self,
+        spec: ContainerSpec,
+        *,
+        settings: NomadSettings,
+        job_id: str,
+        purge_on_start: bool = False,
+        extra: Mapping[str, str] | None = None,
+    ) -> None:
+        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,100}", job_id):
+            raise ConfigError(f"sandbox_job_id {job_id!r} must be letters, digits, '.', '_' and '-', at most 100")
+        self._spec = spec
+        self._job_id = job_id
+        self._purge_on_start = purge_on_start
+        self._extra = dict(extra or {})
+        self._settings = settings
+        self._api = NomadApi(settings)
+        self._http = ServerHttp()
+        self._token = ""
+        self._target = 0
+        self._known: dict[str, Allocation] = {}
+        """By run: what Nomad last said of the allocations that are not over."""
+        self._ready: dict[str, float] = {}
+        """Runs whose server has answered, and since when."""
+        self._ending: set[str] = set()
+        """Runs that this process is draining or has stopped."""
+        self._waiting: set[str] = set()
+        """Runs whose first answer is awaited."""
+        self._told: set[str] = set()
+        self._outage = ""
+        self._placement = ""
+        self._crash = ""
+        self._failures = 0
+        self._failure: Exception | None = None
+        self._changed = ChangeFlag()
+        self._wake = ChangeFlag()
+        self._shrink = ChangeFlag()
+        self._main: asyncio.Task[None] | None = None
+        self._group: asyncio.TaskGroup | None = None
+
+    def __repr__(self) -> str:
+        states = [c.state for c in self.containers()]
+        counts = ", ".join(f"{states.count(state)} {state}" for state in ("running", "starting", "ending"))
+        return f"<NomadBackend {self._job_id} at {self._settings.address}: {counts}; {self.trouble() or 'no trouble'}>"
+
+    @classmethod
+    def from_pool(cls, config: SlotPoolConfig) -> Self:
+        """The backend that a pool's configuration describes."""
+        return cls(
+            ContainerSpec.from_pool(config),
+            settings=NomadSettings.from_environment(config.nomad_address),
+            job_id=config.job_id,
+            purge_on_start=config.purge_job_on_start,
+            extra=config.nomad_variables,
+        )
+
+    # ------------------------------------------------------------------------------------------------------ contract
+
+    async def start(self) -> None:
+        """Find the job, if there is one, and adopt its allocations."""
+        job = await self._api.job(self._job_id)
+        if job is not None and self._purge_on_start:
+            await self._purge()
+            job = await self._api.job(self._job_id)
+        if job is not None and not job.get("Stop"):
+            self._target = _count(job)
+            self._token = await self._api.token(self._job_id)
+            await self._look()
+        up = asyncio.Event()
+        self._main = asyncio.create_task(self._run(up), name=f"nomad backend {self._job_id}")
+        await up.wait()
+
+    async def scale(self, count: int) -> None:
+        """Raise the job's count now, or lower it as the highest containers become idle."""
+        if self._group is None:
+            raise BackendUnavailable("the Nomad backend is not running")
+        self._target = count
+        await self._grow()
+        self._shrink.set()
+
+    def containers(self) -> Sequence[Container]:
+        """The job's allocations that are not over, by index."""
+        return [
+            container(item, self._token, ready=item.run in self._ready, ending=item.run in self._ending)
+            for item in newest(self._known.values())
+        ]
+
+    async def changed(self) -> None:
+        """Wait until `containers()` may answer differently."""
+        await self._changed.wait()
+
+    def trouble(self) -> str:
+        """Nomad's own reasons: it is away, it can't place, what it places doesn't run."""
+        return "; ".join(text for text in (self._outage, self._placement, self._crash) if text)
+
+    def failure(self) -> Exception | None:
+        """The servers refuse their configuration or the clients' isolation, or none ever came up."""
+        return self._failure
+
+    async def retire(self, container: Container) -> None:
+        """Stop an allocation; Nomad makes another in its place. One that was restarted meanwhile is a new one."""
+        item = self._known.get(container.id)
+        if item is not None and item.run not in self._ending:
+            self._ending.add(item.run)
+            self._changed.set()
+            await self._api.stop_allocation(item.id)
+
+    async def aclose(self, *, purge: bool) -> None:
+        """Stop watching; with `purge`, remove job and secret unless another live client works there."""
+        if self._main is not None:
+            self._main.cancel()
+            await asyncio.gather(self._main, return_exceptions=True)
+        try:
+            if purge and self._token:
+                await self._purge()
+        except BackendUnavailable as error:
+            log.error("job %s may be left: %s", self._job_id, error)  # noqa: TRY400 (its words are enough)
+        finally:
+            await self._http.close()
+            await self._api.close()
+            self._known.clear()
+
+    # -------------------------------------------------------------------------------------------------- growing, shrinking
+
+    async def _grow(self) -> None:
+        """Register the job, or raise its count, until it is what this process asks for at least."""
+        for _ in range(CHANGES):
+            job = await self._api.job(self._job_id)
+            if job is None or job.get("Stop"):
+                self._token = await self._api.token(self._job_id)
+                hcl, wanted = nomad_job.definition(), self._target
+                chosen = nomad_job.variables(self._spec, self._settings, self._job_id, wanted, self._extra)
+                fresh = await self._api.parse(hcl, chosen)
+                if await self._api.register(fresh, modify_index=job["JobModifyIndex"] if job else 0):
+                    return
+            elif _count(job) < self._target:
+                try:
+                    await self._api.scale(self._job_id, GROUP, self._target, "asked for by a slot pool")
+                except NomadRefused as error:
+                    if error.status < 500 and "deployment" not in str(error):
+                        raise
+                    await asyncio.sleep(0.2)
+                    continue
+                return
+            else:
+                return
+        raise BackendUnavailable(f"job {self._job_id} could not be changed: others change it all the time")
+
+    async def _shrinker(self) -> None:
+        """Take containers away from the highest index down, each once it is drained."""
+        while True:
+            await self._shrink.wait()
+            try:
+                while await self._shrink_once():
+                    pass
+            except BackendUnavailable as error:
+                self._outage = str(error)
+                await asyncio.sleep(DOUBT_S)
+                self._shrink.set()
+
+    async def _shrink_once(self) -> bool:
+        """Take one container away; False: there is none too many, or none that may go."""
+        live = [
+            item for item in newest(self._known.values()) if item.state != "ending" and item.run not in self._ending
+        ]
+        if len(live) <= self._target:
+            return False
+        item = live[-1]
+        if item.url is not None and item.run in self._ready:
+            await asyncio.sleep(max(0.0, self._ready[item.run] + SETTLE_S - time.monotonic()))
+            if shared(await self._http.status(item.url, self._token)) or len(live) <= self._target:
+                return False
+            self._ending.add(item.run)
+            self._changed.set()
+            await self._http.drain(item.url, self._token, LONGEST_DRAIN_S)
+            await self._http.until_idle(item.url, self._token)
+        self._ending.add(item.run)
+        if not await self._lower(item.index):
+            await self._api.stop_allocation(item.id)  # it is drained, and wanted again: let Nomad make a fresh one
+        self._changed.set()
+        return True
+
+    async def _lower(self, index: int) -> bool:
+        """Set the job's count so that `index` is the first to go; False: it isn't the highest any more."""
+        for _ in range(CHANGES):
+            job = await self._api.job(self._job_id)
+            if job is None or job.get("Stop"):
+                return True
+            if _count(job) != index + 1 or self._target > index:
+                return False
+            _group(job)["Count"] = index
+            if await self._api.register(job, modify_index=job["JobModifyIndex"]):
+                return True
+        return False
+
+    # ---------------------------------------------------------------------------------------------------------- watching
+
+    async def _run(self, up: asyncio.Event) -> None:
+        try:
+            async with asyncio.TaskGroup() as group:
+                self._group = group
+                for item in list(self._known.values()):
+                    self._expect(item)
+                group.create_task(self._watch())
+                group.create_task(self._look_after())
+                group.create_task(self._shrinker())
+                up.set()
+        except* SandboxError:
+            log.exception("the Nomad backend of %s stopped", self._job_id)
+        finally:
+            self._group = None
+
+    async def _watch(self) -> None:
+        """Wake whenever Nomad says that something changed: by its event stream, or where there is none by blocking."""
+        patience, streams, index = Patience(first_s=0.2, longest_s=5), True, 0
+        while True:
+            try:
+                if streams:
+                    async for _ in self._api.events(self._job_id):
+                        patience.worked()
+                        self._wake.set()
+                else:
+                    index = await self._api.next_change(self._job_id, index)
+                    patience.worked()
+                    self._wake.set()
+                    continue
+            except NomadRefused as error:
+                if streams and error.status < 500 and error.status != 429:
+                    log.info("no event stream, using blocking queries: %s", error)
+                    streams = False
+                    continue
+                self._outage = str(error)
+            except BackendUnavailable as error:
+                self._outage = str(error)
+            index = 0
+            await asyncio.sleep(patience.failed())
+            self._wake.set()
+
+    async def _look_after(self) -> None:
+        patience = Patience(first_s=0.2, longest_s=5)
+        pause = LOOK_AGAIN_S
+        while True:
+            await self._wake.wait(pause)
+            try:
+                pause = LOOK_AGAIN_S if await self._look() else DOUBT_S
+                patience.worked()
+                self._outage = ""
+            except BackendUnavailable as error:
+                self._outage = str(error)
+                await asyncio.sleep(patience.failed())
+                self._wake.set()
+
+    async def _look(self) -> bool:
+        """List the allocations; False when the answer contradicts servers that still answer, and isn't believed."""
+        rows = [Allocation.read(row) for row in await self._api.allocations(self._job_id)]
+        listed = {item.id for item in rows}
+        doubtful = [item for item in self._known.values() if item.id not in listed]
+        kept = [item for item in doubtful if item.url is not None and await self._http.healthy(item.url)]
+        now = {item.run: item for item in (*newest(rows), *kept)}
+        if now.keys() - self._known.keys():
+            self._token = await self._api.token(self._job_id)
+        if now != self._known:
+            self._known = now
+            self._ready = {run: since for run, since in self._ready.items() if run in now}
+            self._ending &= now.keys()
+            self._changed.set()
+        for item in now.values():
+            self._expect(item)
+        await self._explain(rows)
+        return not kept
+
+    def _expect(self, item: Allocation) -> None:
+        """Await the first answer of a server that runs."""
+        if item.state != "running" or item.url is None or item.run in self._ready or item.run in self._waiting:
+            return
+        if self._group is not None:
+            self._waiting.add(item.run)
+            self._group.create_task(self._await_answer(item.run, item.url))
+
+    async def _await_answer(self, run: str, url: str) -> None:
+        started = time.monotonic()
+        try:
+            while run in self._known:
+                if await self._http.until_healthy(url, within_s=1.0):
+                    self._ready[run] = time.monotonic()
+                    self._crash, self._failures = "", 0
+                    self._changed.set()
+                    return
+                if time.monotonic() > started + READY_S:
+                    self._crash = (
+                        f"{url} does not answer though its task runs: is the client's network reachable from here?"
+                    )
+                    self._changed.set()
+        finally:
+            self._waiting.discard(run)
+
+    async def _explain(self, rows: Sequence[Allocation]) -> None:
+        """Find out why containers are missing, while some are."""
+        live = [item for item in self._known.values() if item.state != "ending"]
+        before = self.trouble()
+        if len(live) < self._target:
+            self._placement = placement_failures(await self._api.evaluations(self._job_id))
+        else:
+            self._placement = ""
+        ailing = [
+            item
+            for item in rows
+            if item.detail and item.run not in self._ready and (item.state == "starting" or item.failed)
+        ]
+        if ailing and not any(run in self._ready for run in self._known):
+            await self._diagnose(max(ailing, key=lambda item: item.modified))
+        elif not ailing:
+            self._crash = ""
+        if self.trouble() != before:
+            self._changed.set()
+
+    async def _diagnose(self, item: Allocation) -> None:
+        """Say why a container doesn't come up, with its server's own last words."""
+        if item.run in self._told and item.exit_code is not None:
+            return
+        words = await self._api.last_words(item.id, TASK) if item.exit_code is not None else ""
+        self._crash = f"container {item.index} on {item.node}: {item.detail}{words and ': '}{words}"
+        if item.exit_code is not None:
+            self._told.add(item.run)
+            self._failures += 1
+            if not self._ready:
+                self._failure = hopeless(item.exit_code, self._crash, self._failures)
+
+    # ------------------------------------------------------------------------------------------------------------ purge
+
+    async def _purge(self) -> None:
+        """Remove the job and its secret, unless a live client works in one of its containers."""
+        token = self._token or await self._api.token(self._job_id)
+        rows = newest(Allocation.read(row) for row in await self._api.allocations(self._job_id))
+        for item in rows:
+            if item.url is not None and in_use(await self._http.status(item.url, token)):
+                log.warning("job %s is in use by another client: not purged", self._job_id)
+                return
+        # Stopped first and forgotten after: once purged, Nomad lists none of its containers, though some still end.
+        await self._api.deregister(self._job_id, purge=False)
+        try:
+            async with asyncio.timeout(self._spec.stop_s):
+                index = 0
+                while newest(Allocation.read(row) for row in await self._api.allocations(self._job_id)):
+                    index = await self._api.next_change(self._job_id, index)
+        except TimeoutError:
+            log.warning("job %s is purged while some of its containers still end", self._job_id)
+        await self._api.deregister(self._job_id, purge=True)
+        await self._api.drop_token(self._job_id)
+
+
+def _group(job: Json) -> Json:
+    return next(group for group in job["TaskGroups"] if group["Name"] == GROUP)
+
+
+def _count(job: Json) -> int:
+    return int(_group(job)["Count"])

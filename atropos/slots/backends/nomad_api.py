@@ -1,0 +1,289 @@
+"""The one place that talks to Nomad: requests by python-nomad in threads, waiting for changes by aiohttp."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import secrets
+from collections.abc import AsyncGenerator, Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar, cast
+
+import aiohttp
+import nomad
+import requests
+from nomad.api import exceptions
+from requests.adapters import HTTPAdapter
+
+from atropos.errors import BackendUnavailable, ConfigError
+from atropos.slots.backends.nomad_settings import NomadSettings
+
+T = TypeVar("T")
+Json = dict[str, Any]
+ANSWER_S = 15
+"""How long Nomad may take to answer, in seconds. Without a leader it holds a request for 5 s before it says so."""
+SILENCE_S = 35.0
+"""The event stream sends a heartbeat every 10 s; after this long without a byte it is dead, in seconds."""
+BLOCK_S = 60
+"""How long a blocking query waits for a change, in seconds."""
+POLICY = (
+    "the token needs the policy in docs/cluster.md: jobs, alloc-lifecycle, read-logs and variables under nomad/jobs"
+)
+
+
+class NomadRefused(BackendUnavailable):
+    """Nomad answered, and the answer was no; `status` is the HTTP status."""
+
+    def __init__(self, message: str, status: int) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+class _TlsAdapter(HTTPAdapter):
+    """Lets requests use our TLS settings, the expected server name among them."""
+
+    def __init__(self, settings: NomadSettings) -> None:
+        self._settings = settings
+        super().__init__(pool_maxsize=4)
+
+    def init_poolmanager(self, *args: Any, **kwargs: Any) -> Any:
+        kwargs["ssl_context"] = self._settings.tls()
+        if self._settings.tls_server_name:
+            kwargs["server_hostname"] = kwargs["assert_hostname"] = self._settings.tls_server_name
+        return super().init_poolmanager(*args, **kwargs)
+
+
+class NomadApi:
+    """What the backend asks of Nomad, each method one or two requests."""
+
+    def __init__(self, settings: NomadSettings) -> None:
+        self.settings = settings
+        session = requests.Session()
+        session.trust_env = False  # a proxy for the outside world is not the way to the cluster
+        if settings.tls() is not None:
+            session.mount("https://", _TlsAdapter(settings))
+        verify: Any = False if settings.skip_verify else (settings.cacert or settings.capath or True)
+        cert: Any = (settings.client_cert, settings.client_key) if settings.client_cert else ()
+        self._nomad: Any = cast("Any", nomad).Nomad(
+            address=settings.address,
+            token=settings.token,
+            namespace=settings.namespace,
+            region=settings.region,
+            timeout=ANSWER_S,
+            verify=verify,
+            cert=cert,
+            session=session,
+        )
+        self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="nomad")
+        self._session: aiohttp.ClientSession | None = None
+
+    async def close(self) -> None:
+        """Close the connections."""
+        if self._session is not None:
+            await self._session.close()
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    async def _ask(self, what: str, call: Callable[[], T]) -> T:
+        """Run one blocking request off the loop.
+
+        Raises:
+            NomadRefused: Nomad said no; the message carries its words.
+            BackendUnavailable: Nomad can't be reached.
+        """
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._threads, call)
+        except exceptions.BaseNomadException as error:
+            response = cast("Any", error.nomad_resp)
+            if isinstance(response, requests.Response):
+                words = response.text.strip()[:1000] or response.reason
+                hint = f" ({POLICY}; it is read from NOMAD_TOKEN)" if response.status_code in {401, 403} else ""
+                raise NomadRefused(f"Nomad refused to {what}: {words}{hint}", response.status_code) from error
+            raise BackendUnavailable(
+                f"Nomad does not answer at {self.settings.address} (nomad_address or NOMAD_ADDR): {response}"
+            ) from error
+        except (requests.RequestException, ValueError) as error:
+            raise BackendUnavailable(f"Nomad at {self.settings.address} answered nonsense: {error}") from error
+
+    # ------------------------------------------------------------------------------------------------------------ jobs
+
+    async def parse(self, hcl: str, variables: dict[str, str]) -> Json:
+        """The job that a definition gives with these variables, through the agent's own parser.
+
+        Raises:
+            ConfigError: the definition or a variable is wrong, in the parser's words.
+        """
+        lines = "\n".join(f"{name} = {value}" for name, value in variables.items())
+        body = {"JobHCL": hcl, "Variables": lines, "Canonicalize": True}
+        try:
+            return await self._ask(
+                "parse the job", lambda: self._nomad.jobs.request("parse", json=body, method="post").json()
+            )
+        except NomadRefused as error:
+            if error.status in {400, 500} and "leader" not in str(error):
+                raise ConfigError(f"nomad_variables, or nomad/sandbox.nomad.hcl itself: {error}") from error
+            raise
+
+    async def job(self, job_id: str) -> Json | None:
+        """A job as it is registered, also one that is stopped (`Stop`); None when Nomad knows none."""
+        try:
+            return await self._ask("read the job", lambda: self._nomad.job.get_job(job_id))
+        except NomadRefused as error:
+            if error.status == requests.codes.not_found:
+                return None
+            raise
+
+    async def register(self, job: Json, *, modify_index: int) -> bool:
+        """Register a job if nobody changed it since `modify_index` (0: if it isn't there); False: somebody did."""
+        body = {"Job": job, "EnforceIndex": True, "JobModifyIndex": modify_index}
+        try:
+            await self._ask("register the job", lambda: self._nomad.jobs.request(json=body, method="post").json())
+        except NomadRefused as error:
+            if "Enforcing job modify index" in str(error):
+                return False
+            raise
+        return True
+
+    async def scale(self, job_id: str, group: str, count: int, message: str) -> None:
+        """Set the number of allocations of a group."""
+        body = {"Count": count, "Target": {"Group": group}, "Message": message}
+        await self._ask("scale the job", lambda: self._nomad.job.request(job_id, "scale", json=body, method="post"))
+
+    async def deregister(self, job_id: str, *, purge: bool) -> None:
+        """Stop a job; with `purge`, forget it. One that is gone already is fine."""
+        try:
+            await self._ask("stop the job", lambda: self._nomad.job.deregister_job(job_id, purge=purge))
+        except NomadRefused as error:
+            if error.status != requests.codes.not_found:
+                raise
+
+    # ----------------------------------------------------------------------------------------------------- allocations
+
+    async def allocations(self, job_id: str) -> list[Json]:
+        """All allocations of a job that Nomad remembers, with addresses and task states."""
+        params = {"resources": "true", "task_states": "true", "filter": f'JobID == "{job_id}"'}
+        found: Any = await self._ask(
+            "list allocations", lambda: self._nomad.allocations.request(method="get", params=params).json()
+        )
+        if not isinstance(found, list):
+            raise BackendUnavailable(f"Nomad at {self.settings.address} answered nonsense: {str(found)[:200]}")
+        return cast("list[Json]", found)
+
+    async def stop_allocation(self, allocation_id: str) -> None:
+        """Stop one allocation; Nomad makes another in its place. One that is gone already is fine."""
+        try:
+            await self._ask("stop an allocation", lambda: self._nomad.allocation.stop_allocation(allocation_id))
+        except NomadRefused as error:
+            if error.status != requests.codes.not_found:
+                raise
+
+    async def evaluations(self, job_id: str) -> list[Json]:
+        """The scheduler's decisions about a job, those that failed with their reasons."""
+        return await self._ask("read evaluations", lambda: cast("list[Json]", self._nomad.job.get_evaluations(job_id)))
+
+    async def last_words(self, allocation_id: str, task: str) -> str:
+        """The last line that a task printed on its stderr; empty where that can't be read."""
+        params = [("task", task), ("type", "stderr"), ("plain", "true"), ("origin", "end"), ("offset", "2000")]
+        timeout = aiohttp.ClientTimeout(total=5)
+        try:
+            async with self._get(f"/v1/client/fs/logs/{allocation_id}", params, timeout=timeout) as answer:
+                text = await answer.text(errors="replace") if answer.ok else ""
+        except (aiohttp.ClientError, TimeoutError, OSError):
+            return ""
+        lines = [line for line in text.splitlines() if line.strip()]
+        return lines[-1][:500] if lines else ""
+
+    # ---------------------------------------------------------------------------------------------------------- secret
+
+    async def token(self, job_id: str) -> str:
+        """The bearer token of a job's servers, made when there is none; several clients agree on one (check-and-set)."""
+        path, namespace = f"nomad/jobs/{job_id}", self.settings.namespace
+        for _ in range(3):
+            try:
+                found = await self._ask("read the variable", lambda: self._nomad.variable.get_variable(path, namespace))
+                if found["Items"].get("token"):
+                    return str(found["Items"]["token"])
+                index = found["ModifyIndex"]
+            except NomadRefused as error:
+                if error.status != requests.codes.not_found:
+                    raise
+                index = 0
+            payload = {"Path": path, "Items": {"token": secrets.token_hex(32)}}
+            try:
+                await self._ask(
+                    "write the variable",
+                    lambda index=index, payload=payload: self._nomad.variable.create_variable(
+                        path, payload, namespace, cas=index
+                    ),
+                )
+            except NomadRefused as error:
+                if error.status != requests.codes.conflict:
+                    raise
+        raise BackendUnavailable(f"the Nomad variable {path} keeps changing")
+
+    async def drop_token(self, job_id: str) -> None:
+        """Forget the bearer token of a job."""
+        path, namespace = f"nomad/jobs/{job_id}", self.settings.namespace
+        await self._ask("delete the variable", lambda: self._nomad.variable.delete_variable(path, namespace))
+
+    # --------------------------------------------------------------------------------------------------------- watching
+
+    def _open(self) -> aiohttp.ClientSession:
+        if self._session is None:
+            headers = {"X-Nomad-Token": self.settings.token} if self.settings.token else {}
+            timeout = aiohttp.ClientTimeout(total=None, sock_connect=10, sock_read=SILENCE_S)
+            self._session = aiohttp.ClientSession(headers=headers, timeout=timeout)
+        return self._session
+
+    def _get(self, path: str, params: list[tuple[str, str]], **options: Any) -> Any:
+        params = [*params, ("namespace", self.settings.namespace)]
+        if self.settings.region:
+            params.append(("region", self.settings.region))
+        tls = self.settings.tls()
+        return self._open().get(
+            f"{self.settings.address}{path}",
+            params=params,
+            ssl=tls if tls is not None else True,
+            server_hostname=self.settings.tls_server_name,
+            **options,
+        )
+
+    async def events(self, job_id: str) -> AsyncGenerator[None]:
+        """Yield once when the stream is open, then whenever something about the job changed; never ends by itself.
+
+        Raises:
+            NomadRefused: there is no event stream here, or not for this token.
+            BackendUnavailable: the stream broke.
+        """
+        params = [("topic", f"{topic}:{job_id}") for topic in ("Job", "Allocation", "Evaluation")]
+        try:
+            async with self._get("/v1/event/stream", params) as answer:
+                if not answer.ok:
+                    raise NomadRefused(f"Nomad refused its event stream: {(await answer.text())[:300]}", answer.status)
+                yield
+                buffer = b""
+                async for chunk in answer.content.iter_any():
+                    *lines, buffer = (buffer + chunk).split(b"\n")
+                    if any(b'"Events"' in line or b"Error" in line for line in lines):
+                        yield
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            raise BackendUnavailable(f"Nomad's event stream at {self.settings.address} broke: {error}") from error
+        raise BackendUnavailable(f"Nomad's event stream at {self.settings.address} ended")
+
+    async def next_change(self, job_id: str, index: int) -> int:
+        """Wait until the job's allocations differ from those at `index` (0: answer at once); the new index.
+
+        Raises:
+            NomadRefused: Nomad said no.
+            BackendUnavailable: it could not be reached.
+        """
+        params = [("index", str(index)), ("wait", f"{BLOCK_S}s")]
+        timeout = aiohttp.ClientTimeout(total=BLOCK_S * 1.2 + ANSWER_S)
+        try:
+            async with self._get(f"/v1/job/{job_id}/allocations", params, timeout=timeout) as answer:
+                if not answer.ok:
+                    raise NomadRefused(f"Nomad refused to list: {(await answer.text())[:300]}", answer.status)
+                new = int(answer.headers["X-Nomad-Index"])
+                json.loads(await answer.read())
+        except (aiohttp.ClientError, TimeoutError, OSError, KeyError, ValueError) as error:
+            raise BackendUnavailable(f"Nomad does not answer at {self.settings.address}: {error}") from error
+        return new if new >= index else 0

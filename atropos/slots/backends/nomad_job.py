@@ -1,0 +1,76 @@
+"""The job that a pool wants: which variables of nomad/sandbox.nomad.hcl say what its configuration says."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+
+from atropos.errors import ConfigError
+from atropos.slots.backends.assets import asset
+from atropos.slots.backends.nomad_settings import NomadSettings
+from atropos.slots.backends.spec import ContainerSpec
+
+DEFINITION = "nomad/sandbox.nomad.hcl"
+PROFILE = "docker/sandbox/seccomp.json"
+
+
+def definition() -> str:
+    """The job's HCL."""
+    return asset(DEFINITION).read_text()
+
+
+def variables(
+    spec: ContainerSpec, settings: NomadSettings, job_id: str, count: int, extra: Mapping[str, str]
+) -> dict[str, str]:
+    """Variables by name, each as an HCL expression; `extra` is what the user gives, in `nomad job run -var` form.
+
+    The seccomp profile lies where this checkout has it when the agent is on this machine, else where the definition's
+    own default says.
+
+    Raises:
+        ConfigError: `extra` names a variable that the definition doesn't declare (Nomad's parser ignores those).
+    """
+    declared = set(re.findall(r'^variable "(\w+)"', definition(), re.MULTILINE))
+    if unknown := extra.keys() - declared:
+        raise ConfigError(
+            f"nomad_variables: {DEFINITION} has no variable {', '.join(sorted(unknown))}; it has {', '.join(sorted(declared))}"
+        )
+    config = {key: value for key, value in spec.config().items() if key not in {"slots", "limits"}}
+    limits = spec.server.limits.model_dump(mode="json", exclude_defaults=True)
+    if limits:
+        config["limits"] = limits
+    chosen = {
+        "job_id": quoted(job_id),
+        "count": str(count),
+        "namespace": quoted(settings.namespace),
+        "image": quoted(spec.image),
+        "slots": str(spec.server.slots),
+        "slot_memory_mib": str(spec.server.limits.memory_mib),
+        "slot_pids": str(spec.server.limits.pids),
+        "memory_mib": str(spec.container_memory_mib),
+        "pids": str(spec.container_pids),
+        "config": quoted(json.dumps(config)),
+    }
+    if settings.region:
+        chosen["region"] = quoted(settings.region)
+    if settings.local:
+        chosen["seccomp_profile"] = quoted(str(asset(PROFILE)))
+    return chosen | {name: expression(value) for name, value in extra.items()}
+
+
+def quoted(text: str) -> str:
+    """A string as an HCL literal, its template marks escaped."""
+    return json.dumps(text).replace("${", "$${").replace("%{", "%%{")
+
+
+def expression(text: str) -> str:
+    """What a user writes after `-var name=`: numbers, booleans, lists and quoted text as they are, other text quoted."""
+    stripped = text.strip()
+    if stripped in {"true", "false", "null"} or stripped[:1] in {"[", "{", '"'}:
+        return stripped
+    try:
+        float(stripped)
+    except ValueError:
+        return quoted(text)
+    return stripped

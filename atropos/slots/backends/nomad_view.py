@@ -1,0 +1,144 @@
+"""What Nomad's answers mean: allocations as containers, failed placements as sentences. Plain data, no requests."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from atropos.slots.backends.base import Container
+
+GROUP, TASK, PORT = "sandbox", "server", "http"
+"""Names in nomad/sandbox.nomad.hcl."""
+OVER = {"complete", "failed", "lost"}
+BAD_EVENTS = {"Driver Failure", "Setup Failure", "Failed Validation", "Failed Artifact Download", "Template"}
+"""Task events that tell why a task doesn't run."""
+
+
+@dataclass(frozen=True)
+class Allocation:
+    """One allocation of the job.
+
+    Attributes:
+        state: `over` when nothing of it runs any more; `unknown` when its client lost contact.
+        run: a name for this run of its server: a restart in place is a new one.
+        detail: what last went wrong with it, in Nomad's words; of interest while its server doesn't answer.
+        exit_code: of its task's last end, where it has ended.
+    """
+
+    id: str
+    run: str
+    index: int
+    state: Literal["starting", "running", "ending", "unknown", "over"]
+    url: str | None
+    detail: str = ""
+    failed: bool = False
+    exit_code: int | None = None
+    node: str = ""
+    modified: int = 0
+
+    @classmethod
+    def read(cls, row: Mapping[str, Any]) -> Allocation:
+        """An entry of /v1/allocations?resources=true&task_states=true."""
+        task = (row.get("TaskStates") or {}).get(TASK) or {}
+        index = re.search(r"\[(\d+)\]$", row["Name"])
+        detail, exit_code = _task_trouble(task.get("Events") or [])
+        return cls(
+            id=row["ID"],
+            run=f"{row['ID']}.{task.get('Restarts', 0)}",
+            index=int(index[1]) if index else 0,
+            state=_state(row, task),
+            url=_url(row),
+            detail=detail,
+            failed=row.get("ClientStatus") == "failed",
+            exit_code=exit_code,
+            node=row.get("NodeName") or "",
+            modified=int(row.get("ModifyIndex") or 0),
+        )
+
+
+def _state(
+    row: Mapping[str, Any], task: Mapping[str, Any]
+) -> Literal["starting", "running", "ending", "unknown", "over"]:
+    client, desired = row.get("ClientStatus"), row.get("DesiredStatus")
+    if client in OVER or (desired != "run" and task.get("State") == "dead"):
+        return "over"
+    if desired != "run":
+        return "ending" if client == "running" else "over"
+    if client == "unknown":
+        return "unknown"
+    return "running" if client == "running" and task.get("State") == "running" else "starting"
+
+
+def _url(row: Mapping[str, Any]) -> str | None:
+    shared = ((row.get("AllocatedResources") or {}).get("Shared")) or {}
+    for port in shared.get("Ports") or []:
+        if port.get("Label") == PORT and port.get("HostIP"):
+            host = f"[{port['HostIP']}]" if ":" in port["HostIP"] else port["HostIP"]
+            return f"http://{host}:{port['Value']}"
+    return None
+
+
+def _task_trouble(events: Sequence[Mapping[str, Any]]) -> tuple[str, int | None]:
+    """The last thing that went wrong with a task, and its last exit code; it may have come up well since."""
+    words, code = "", None
+    for event in events:
+        kind = event.get("Type", "")
+        if kind == "Terminated":
+            details = event.get("Details") or {}
+            code = int(details.get("exit_code") or event.get("ExitCode") or 0)
+            killed = ", killed for memory" if details.get("oom_killed") == "true" else ""
+            words = f"its server ended with exit code {code}{killed}"
+        elif kind in BAD_EVENTS:
+            words = f"{kind}: {event.get('DisplayMessage') or event.get('Message') or ''}"
+    return words, code
+
+
+def newest(allocations: Iterable[Allocation]) -> list[Allocation]:
+    """What is left of a job's allocations once those that are over are taken out, by index."""
+    return sorted((a for a in allocations if a.state != "over"), key=lambda a: (a.index, a.modified))
+
+
+def container(allocation: Allocation, token: str, *, ready: bool, ending: bool) -> Container:
+    """An allocation as the pool sees it; `ready`: its server answers, `ending`: it was told to drain."""
+    state: Literal["starting", "running", "ending"] = "starting"
+    if ending or allocation.state == "ending":
+        state = "ending"
+    elif ready and allocation.state in {"running", "unknown"}:
+        state = "running"
+    return Container(allocation.run, allocation.index, allocation.url, token, state, allocation.detail)
+
+
+def placement_failures(evaluations: Iterable[Mapping[str, Any]]) -> str:
+    """Why the scheduler could place nothing, from the newest evaluation that says so; empty when none does."""
+    ordered = sorted(evaluations, key=lambda e: (e.get("ModifyIndex", 0), e.get("CreateIndex", 0)), reverse=True)
+    for evaluation in ordered:
+        failed = (evaluation.get("FailedTGAllocs") or {}).get(GROUP)
+        if failed:
+            return f"Nomad can't place {1 + failed.get('CoalescedFailures', 0)} of its containers: {explain(failed)}"
+        if evaluation.get("Status") == "complete" and evaluation.get("TriggeredBy") != "queued-allocs":
+            return ""
+    return ""
+
+
+def explain(metric: Mapping[str, Any]) -> str:
+    """An AllocMetric as `nomad job status` would say it."""
+    parts: list[str] = []
+    if not metric.get("NodesInPool", 1):
+        parts.append(f"no ready node of node pool {metric.get('NodePool', 'default')!r} is in the job's datacenters")
+    evaluated = metric.get("NodesEvaluated", 0)
+    if not evaluated and metric.get("NodesInPool"):
+        parts.append("no node was eligible")
+    for datacenter, count in (metric.get("NodesAvailable") or {}).items():
+        if not count:
+            parts.append(f"no node is available in datacenter {datacenter!r}")
+    for name, what in (("ClassFiltered", "node class"), ("ConstraintFiltered", "constraint")):
+        for key, count in (metric.get(name) or {}).items():
+            parts.append(f"{what} {key!r} filtered {count} of {evaluated} nodes")
+    for name, count in (metric.get("DimensionExhausted") or {}).items():
+        parts.append(f"{name} exhausted on {count} of {evaluated} nodes")
+    parts.extend(f"quota limit hit: {name}" for name in metric.get("QuotaExhausted") or [])
+    if metric.get("NodesFiltered") and not metric.get("ConstraintFiltered") and not metric.get("ClassFiltered"):
+        parts.append(f"{metric['NodesFiltered']} of {evaluated} nodes were filtered")
+    return "; ".join(parts) or "no reason given"
