@@ -147,9 +147,12 @@ class Session:
         """Close the context with all it holds."""
         self.alive = False
         self._owner.forget(self)
-        with contextlib.suppress(Exception):
+        try:
             async with asyncio.timeout(_CLOSE_S):
                 await self._context.close()
+        except Exception as error:
+            if self._owner.connected:  # a context of a browser that is gone needs no closing
+                _log.warning("a browser context did not close: %s", _line(error))
 
 
 class BrowserHost:
@@ -166,8 +169,12 @@ class BrowserHost:
         self._opening = 0
 
     def __repr__(self) -> str:
-        state = "up" if self._browser is not None and self._browser.is_connected() else "down"
-        return f"<BrowserHost {state} contexts={len(self._sessions)}>"
+        return f"<BrowserHost {'up' if self.connected else 'down'} contexts={len(self._sessions)}>"
+
+    @property
+    def connected(self) -> bool:
+        """Whether Chromium runs."""
+        return self._browser is not None and self._browser.is_connected()
 
     @property
     def sessions(self) -> int:
