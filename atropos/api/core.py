@@ -14,7 +14,7 @@ from atropos.api.bounds import Turn, Turnstile
 from atropos.api.http import Refusal, json_bytes
 from atropos.api.journal import Journal
 from atropos.api.settings import ToolServerSettings
-from atropos.errors import ConfigError, SandboxError
+from atropos.errors import ConfigError, OutcomeUnknown, SandboxError
 from atropos.tools.arguments import BadArguments, check
 from atropos.tools.base import Tool, ToolError, ToolScope, as_result
 from atropos.tools.models import ToolResult
@@ -260,6 +260,8 @@ class ToolHost:
         if task.cancelled():
             raise Refusal(409, "trajectory_ended", "the trajectory was ended while the call ran")
         error = task.exception()
+        if isinstance(error, OutcomeUnknown):
+            raise Refusal(409, error.code, str(error))
         if isinstance(error, SandboxError):
             raise Refusal(503, error.code, str(error), retry_after_s=1 if error.retryable else None)
         if error is not None:

@@ -1,0 +1,104 @@
+"""Tools of real MCP servers, over stdio and streamable HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import sys
+from collections.abc import AsyncGenerator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from pydantic import SecretStr
+
+from atropos.api.settings import McpServer, ToolServerSettings
+from atropos.api.tool_server import create_app
+from atropos.errors import ConfigError, ToolServerUnavailable
+
+from .conftest import call
+
+SERVER = str(Path(__file__).with_name("mcp_server.py"))
+STDIO = McpServer(name="little", command=sys.executable, args=(SERVER,), timeout_s=20)
+
+
+@contextlib.asynccontextmanager
+async def offering(*servers: McpServer) -> AsyncGenerator[httpx.AsyncClient, None]:
+    app = create_app(ToolServerSettings(token=SecretStr("x"), mcp=servers))
+    async with app.router.lifespan_context(app):
+        transport = httpx.ASGITransport(app=app)
+        async with httpx.AsyncClient(
+            transport=transport, base_url="http://test", headers={"Authorization": "Bearer x"}, timeout=60
+        ) as client:
+            yield client
+
+
+async def ask(client: httpx.AsyncClient, name: str, call_id: str = "c", **arguments: Any) -> httpx.Response:
+    return await client.post("/execute", json=call(name, call_id=call_id, **arguments))
+
+
+async def test_an_mcp_servers_tools_are_offered_run_and_fail_as_tools_do():
+    async with offering(STDIO) as client:
+        tools = {tool["name"]: tool for tool in (await client.get("/tools")).json()["tools"]}
+        add = tools["little_add"]
+        assert add["toolset"] == "mcp-little"
+        assert add["read_only"] is True
+        assert add["schema"]["function"]["parameters"]["required"] == ["a", "b"]
+        assert (await ask(client, "little_add", "c1", a=2, b=3)).json()["result"]["output"] == "5"
+        bad = (await ask(client, "little_add", "c2", a="x")).json()["result"]
+        assert bad["success"] is False
+        failed = (await ask(client, "little_fail", "c3")).json()["result"]
+        assert (failed["success"], "fail" in failed["error"]) == (False, True)
+
+
+async def test_a_hanging_mcp_tool_times_out_and_the_others_go_on():
+    async with offering(STDIO) as client:
+        body = {**call("little_slow", "other"), "timeout_s": 0.5}
+        slow = asyncio.create_task(client.post("/execute", json=body))
+        assert (await ask(client, "little_add", a=1, b=1)).json()["result"]["output"] == "2"
+        assert (await slow).json()["result"]["timed_out"] is True
+
+
+async def test_a_dead_mcp_server_is_an_infrastructure_fault_and_comes_back():
+    async with offering(STDIO) as client:
+        died = await ask(client, "little_die", "c1")
+        assert died.status_code == 409, died.text
+        assert died.json()["code"] == "outcome_unknown"
+        assert (await ask(client, "little_add", "c2", a=1, b=2)).json()["result"]["output"] == "3"
+
+
+async def test_an_mcp_server_that_does_not_start_is_told_at_start():
+    with pytest.raises(ToolServerUnavailable, match="MCP server 'gone'"):
+        async with offering(McpServer(name="gone", command="/no/such/program")):
+            pass
+    with pytest.raises(ConfigError, match="has no tool 'missing'"):
+        async with offering(STDIO.model_copy(update={"tools": ("missing",)})):
+            pass
+
+
+async def test_streamable_http_works_too():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, SERVER, str(port)),
+        stdout=asyncio.subprocess.DEVNULL,
+        stderr=asyncio.subprocess.DEVNULL,
+    )
+    try:
+        async with asyncio.timeout(30):
+            while True:
+                try:
+                    _, writer = await asyncio.open_connection("127.0.0.1", port)
+                    writer.close()
+                    break
+                except OSError:
+                    await asyncio.sleep(0.05)
+        server = McpServer(name="web", url=f"http://127.0.0.1:{port}/mcp", tools=("add",))
+        async with offering(server) as client:
+            assert (await ask(client, "web_add", a=20, b=22)).json()["result"]["output"] == "42"
+    finally:
+        process.kill()
+        await process.wait()
