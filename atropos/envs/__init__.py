@@ -9,17 +9,33 @@ if TYPE_CHECKING:
     from atropos.envs.adapter import APIServerConfig
     from atropos.envs.agent_env import AgentEnv
     from atropos.envs.config import AgentEnvConfig, SandboxEnvConfig
+    from atropos.envs.humaneval_env import HumanEvalEnv, HumanEvalEnvConfig
     from atropos.envs.sandbox_env import SandboxEnv
+    from atropos.envs.task_env import TaskEnv, TaskEnvConfig
 
 _HOMES = {
     "APIServerConfig": "adapter",
     "AgentEnv": "agent_env",
     "AgentEnvConfig": "config",
+    "HumanEvalEnv": "humaneval_env",
+    "HumanEvalEnvConfig": "humaneval_env",
     "SandboxEnv": "sandbox_env",
     "SandboxEnvConfig": "config",
+    "TaskEnv": "task_env",
+    "TaskEnvConfig": "task_env",
 }
 
-__all__ = ["APIServerConfig", "AgentEnv", "AgentEnvConfig", "SandboxEnv", "SandboxEnvConfig"]
+__all__ = [
+    "APIServerConfig",
+    "AgentEnv",
+    "AgentEnvConfig",
+    "HumanEvalEnv",
+    "HumanEvalEnvConfig",
+    "SandboxEnv",
+    "SandboxEnvConfig",
+    "TaskEnv",
+    "TaskEnvConfig",
+]
 
 
 def __getattr__(name: str) -> Any:

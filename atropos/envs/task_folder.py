@@ -139,14 +139,14 @@ class Task:
         wants, problems = self.config.environment, list[str]()
         if wants.memory_mb is not None and wants.memory_mb > memory_mib:
             problems.append(
-                f"environment.memory_mb: {wants.memory_mb} wanted, slots have {memory_mib}; raise the limit"
+                f"environment.memory_mb: {wants.memory_mb} wanted, slots have {memory_mib}; raise slot_memory_mib"
             )
         if wants.storage_mb is not None and wants.storage_mb > disk_mib:
             problems.append(
-                f"environment.storage_mb: {wants.storage_mb} wanted, slots have {disk_mib}; raise the limit"
+                f"environment.storage_mb: {wants.storage_mb} wanted, slots have {disk_mib}; raise slot_disk_mib"
             )
         if wants.cpus is not None and cpus is not None and wants.cpus > cpus:
-            problems.append(f"environment.cpus: {wants.cpus:g} wanted, slots have {cpus:g}; raise the quota")
+            problems.append(f"environment.cpus: {wants.cpus:g} wanted, slots have {cpus:g}; raise slot_cpu_quota")
         image = wants.docker_image or self.recipe.image
         if image is not None and not any(fnmatch.fnmatch(image, pattern) for pattern in images):
             field = "environment.docker_image" if wants.docker_image else "FROM"

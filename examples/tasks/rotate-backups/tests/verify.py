@@ -25,12 +25,12 @@ MAX_BYTES = 8_000_000
 
 def _can_drop() -> bool:
     # In a slot that maps a single id there is nobody else to become; there the work runs as the verifier's user.
-    probe = subprocess.run(
-        [sys.executable, "-I", "-S", "-c", f"import os; os.setgroups([]); os.setgid({NOBODY}); os.setuid({NOBODY})"],
-        capture_output=True,
-        check=False,
-    )
-    return probe.returncode == 0
+    probe = [sys.executable, "-I", "-S", "-c", ""]
+    try:
+        subprocess.run(probe, user=NOBODY, group=NOBODY, extra_groups=[], check=True)
+    except (OSError, subprocess.SubprocessError):
+        return False
+    return True
 
 
 DROP = os.getuid() == 0 and _can_drop()

@@ -1,0 +1,101 @@
+"""An `AgentEnv` over a fixed list of items: order, epochs and evaluation."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import statistics
+from typing import Any
+
+from pydantic import Field
+
+from atropos.envs.agent_env import AgentEnv
+from atropos.envs.config import AgentEnvConfig
+from atropos.envs.rollout import GroupDropped, GroupsDropped, Rollout
+
+_log = logging.getLogger(__name__)
+
+
+class DatasetEnvConfig(AgentEnvConfig):
+    """In which order the items come, and how often."""
+
+    epochs: int | None = Field(
+        default=None, ge=1, description="passes over the items; None: one in process, without end in serve"
+    )
+    shuffle: bool = Field(default=False, description="another order in each pass, by the seed")
+
+
+class DatasetEnv(AgentEnv):
+    """Subclasses fill `items`; the rest follows."""
+
+    env_config_cls: Any = DatasetEnvConfig
+    config: Any
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.items: list[Any] = []
+        self._given = 0
+        self._order: list[int] = []
+        self._serving = False
+
+    async def env_manager(self) -> None:
+        """Serve, by default without end; see `SandboxEnv.env_manager`."""
+        self._serving = True
+        await super().env_manager()
+
+    async def get_next_item(self) -> Any:
+        """The next item, pass after pass; None when the passes are over."""
+        if not self.items:
+            return None
+        turn, place = divmod(self._given, len(self.items))
+        passes = self.config.epochs if self.config.epochs is not None else (None if self._serving else 1)
+        if passes is not None and turn >= passes:
+            return None
+        if place == 0:
+            self._order = list(range(len(self.items)))
+            if self.config.shuffle:
+                random.Random(f"{self.config.seed or 0}/{turn}").shuffle(self._order)
+        self._given += 1
+        return self.items[self._order[place]]
+
+    async def evaluate(self, *_args: Any, **_kwargs: Any) -> None:
+        """Run every item once; the mean score goes to the log, to wandb, and to `data_dir_to_save_evals`.
+
+        Raises:
+            GroupsDropped: some items could not be completed; they are not in the mean.
+        """
+        room = asyncio.Semaphore(self.config.capacity)
+        outcomes: list[tuple[Any, Rollout | GroupDropped]] = []
+
+        async def one(item: Any) -> None:
+            async with room:
+                try:
+                    [rollout] = await self._members(item, self.item_name(item), 1)
+                    outcomes.append((item, rollout))
+                except GroupDropped as dropped:
+                    self.metrics.dropped[dropped.code] += 1
+                    _log.warning("%s is not evaluated: %s", self.item_name(item), dropped)
+                    outcomes.append((item, dropped))
+
+        async with asyncio.TaskGroup() as tasks:
+            for item in self.items:
+                tasks.create_task(one(item))
+        await self._report(outcomes)
+
+    async def _report(self, outcomes: list[tuple[Any, Rollout | GroupDropped]]) -> None:
+        scored = [(self.item_name(item), end) for item, end in outcomes if isinstance(end, Rollout)]
+        mean = statistics.fmean(rollout.score for _, rollout in scored) if scored else float("nan")
+        solved = sum(rollout.score >= 1 for _, rollout in scored)
+        metrics = {"eval/mean_score": mean, "eval/solved": solved, "eval/items": len(scored)}
+        print(f"{self.name}: {solved} of {len(scored)} solved, mean score {mean:.4f}")
+        if self.config.use_wandb:
+            await self.wandb_log(metrics)
+        if self.config.data_dir_to_save_evals is not None:
+            samples = [
+                {"item": name, **rollout.summary()} for name, rollout in sorted(scored, key=lambda pair: pair[0])
+            ]
+            await self.evaluate_log(metrics, samples=samples)
+        dropped = len(outcomes) - len(scored)
+        if dropped:
+            raise GroupsDropped(f"{dropped} of {len(outcomes)} items could not be completed; the mean is of the others")

@@ -1,0 +1,183 @@
+"""HumanEval in slots: the model writes /workspace/solution.py, the problem's tests decide.
+
+    python -m atropos.envs.humaneval_env evaluate --env.humaneval_path HumanEval.jsonl.gz --env.tool_pool_mode local ...
+
+The solution alone is carried into a fresh slot and judged there (`humaneval_check.py`), so nothing else that the model
+left behind counts.
+"""
+
+from __future__ import annotations
+
+import functools
+import gzip
+import json
+import re
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+from pydantic import Field
+
+from atropos import wire
+from atropos.agent import AgentResult
+from atropos.envs.dataset_env import DatasetEnv, DatasetEnvConfig
+from atropos.envs.sandbox_env import ExecTool
+from atropos.errors import ConfigError, SandboxError
+from atropos.slots import Slot
+from atropos.slots.results import file_error
+
+SOLUTION = "/workspace/solution.py"
+MAX_SOLUTION_BYTES = 256 * 1024
+FIELDS = ("task_id", "prompt", "entry_point", "canonical_solution", "test")
+_BLOCK = re.compile(r"```(?:python|py)?\n(.*?)```", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One line of HumanEval."""
+
+    name: str
+    prompt: str
+    entry_point: str
+    canonical_solution: str
+    test: str
+
+
+class HumanEvalEnvConfig(DatasetEnvConfig):
+    """Where the problems are."""
+
+    humaneval_path: str = Field(
+        default="HumanEval.jsonl.gz", min_length=1, description="the problems, as JSONL or JSONL.gz"
+    )
+    verify_timeout_s: float = Field(default=60.0, gt=0, description="longest the tests of one problem may take")
+
+
+def load_problems(path: str | Path) -> list[Problem]:
+    """Read HumanEval from JSONL or JSONL.gz.
+
+    Raises:
+        ConfigError: the file can't be read, or a line is not a problem; names the line.
+    """
+    source = Path(path)
+    try:
+        raw = source.read_bytes()
+        text = (gzip.decompress(raw) if raw[:2] == b"\x1f\x8b" else raw).decode("utf-8")
+    except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
+        raise ConfigError(f"humaneval_path: {source} can't be read ({error}); give HumanEval.jsonl.gz") from None
+    problems: list[Problem] = []
+    for number, line in enumerate(text.splitlines(), 1):
+        if line.strip():
+            problems.append(_problem(line, f"humaneval_path: {source}, line {number}"))
+    if not problems:
+        raise ConfigError(f"humaneval_path: {source} holds no problem; give HumanEval.jsonl.gz")
+    return problems
+
+
+def _problem(line: str, where: str) -> Problem:
+    try:
+        row = json.loads(line)
+    except ValueError as error:
+        raise ConfigError(f"{where} is not JSON: {error}") from None
+    if not isinstance(row, dict):
+        raise ConfigError(f"{where} is not an object with {', '.join(FIELDS)}")
+    fields = cast("dict[str, Any]", row)
+    for field in FIELDS:
+        if not isinstance(fields.get(field), str):
+            raise ConfigError(f"{where}: {field} is missing or no text")
+    return Problem(*(fields[field] for field in FIELDS))
+
+
+def answer_in(text: str) -> str | None:
+    """The last fenced block of a final answer, for models that answer instead of writing the file."""
+    blocks = _BLOCK.findall(text)
+    return blocks[-1] if blocks else None
+
+
+async def judge(slot: Slot, problem: Problem, solution: str, *, timeout_s: float) -> tuple[bool, str]:
+    """Whether a solution passes, judged in a slot that the model has never been in; and why not.
+
+    Raises:
+        SandboxError: the infrastructure failed.
+    """
+    content = {"prompt": problem.prompt, "test": problem.test, "entry_point": problem.entry_point}
+    await _write(slot, "/check/problem.json", json.dumps(content))
+    await _write(slot, "/check/solution.py", solution)
+    await _write(slot, "/check/check.py", _checker())
+    result = await slot.exec(
+        "chmod 700 /check && exec python3 -I /check/check.py /check/problem.json /check/solution.py",
+        workdir="/",
+        clean_env=True,
+        timeout_s=timeout_s,
+    )
+    if result.timed_out or result.limit is not None:
+        return False, f"stopped by a limit: {result.limit or 'time'}"
+    try:
+        verdict = cast("dict[str, Any]", json.loads(result.output.strip().splitlines()[-1]))
+        return verdict["passed"] is True, str(verdict["detail"])
+    except (ValueError, IndexError, KeyError, TypeError):
+        raise SandboxError(
+            f"the check of {problem.name} ended with {result.exit_code}: {result.output[-300:]}"
+        ) from None
+
+
+async def _write(slot: Slot, path: str, text: str) -> None:
+    result = await slot.run(wire.WriteFile(path=path, data=text.encode("utf-8", "surrogatepass"), mode=0o600))
+    if isinstance(result, wire.OpError):
+        raise file_error(result, path)
+
+
+@functools.cache
+def _checker() -> str:
+    return Path(__file__).with_name("humaneval_check.py").read_text(encoding="utf-8")
+
+
+class HumanEvalEnv(DatasetEnv):
+    """One trajectory solves one problem; 1.0 when its tests pass."""
+
+    name = "humaneval_env"
+    env_config_cls: Any = HumanEvalEnvConfig
+    config: Any
+
+    def __init__(self, config: HumanEvalEnvConfig, *args: Any, **kwargs: Any) -> None:
+        problems = load_problems(config.humaneval_path)
+        config.allow_network = False  # no problem needs it
+        super().__init__(config, *args, **kwargs)
+        self.items: list[Problem] = problems
+
+    def build_task(self, item: Problem) -> str:
+        """The problem, and where the answer goes."""
+        return (
+            f"Complete this Python function. Write the whole module, imports and helpers included, to {SOLUTION}, and try "
+            f"it with python3 before you finish.\n\n```python\n{item.prompt.rstrip()}\n```"
+        )
+
+    async def verify_and_score_trajectory(
+        self,
+        item: Problem,
+        final_response: str,
+        *,
+        trajectory_id: str,
+        exec_tool: ExecTool,
+        agent_result: AgentResult,
+    ) -> tuple[float, dict[str, Any]]:
+        """Read the solution, then judge it in a fresh slot."""
+        solution = await self._solution(trajectory_id, final_response)
+        if solution is None:
+            return 0.0, {"problem": item.name, "detail": f"no {SOLUTION}, and no code in the answer"}
+        # Given back before the next is taken, so that verifying can't deadlock on a full pool.
+        await self.executor.release_trajectory(trajectory_id)
+        slot: Slot = await self.executor.slot(trajectory_id)
+        passed, detail = await judge(slot, item, solution, timeout_s=self.config.verify_timeout_s)
+        return float(passed), {"problem": item.name, "detail": detail}
+
+    async def _solution(self, trajectory_id: str, final_response: str) -> str | None:
+        slot: Slot = await self.executor.slot(trajectory_id)
+        result = await slot.run(wire.ReadFile(path=SOLUTION, max_bytes=MAX_SOLUTION_BYTES))
+        if isinstance(result, wire.FileResult):
+            return result.data.decode("utf-8", errors="replace")
+        return answer_in(final_response)
+
+
+if __name__ == "__main__":
+    HumanEvalEnv.cli()
