@@ -5,6 +5,9 @@ the *suffix* that follows an assistant's turn is rendered once, alone: a small c
 assistant's text is rendered, and what comes after the marker is the suffix. This works for every template that puts
 turns one after the other (ChatML, Llama 3, Mistral, DeepSeek and their kin).
 
+Tokens can differ from those of the whole text tokenized at once only at the border where an answer begins: white space
+that ends the prompt is not merged with what the model says. A server sees the prompt in just this form.
+
 Text from a sandbox may contain the spelling of a special token. It is then encoded as plain text, so that no program's
 output can end a turn or open another.
 """

@@ -1,0 +1,177 @@
+"""`make demo`, or `python -m examples.demo`: a policy server, two containers of eight slots, and all example tasks."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import logging
+import signal
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any, NoReturn
+
+ROOT = Path(__file__).resolve().parents[2]
+POLICY_START_S = 30.0
+
+
+def arguments() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="python -m examples.demo", description=__doc__)
+    parser.add_argument("--backend", choices=("local", "docker", "nomad"), default="local")
+    parser.add_argument("--tasks", type=Path, default=ROOT / "examples" / "tasks", help="folder of tasks")
+    parser.add_argument("--names", default="", help="patterns of the tasks to run, comma-separated; empty: all")
+    parser.add_argument("--group-size", type=int, default=4)
+    parser.add_argument("--containers", type=int, default=2)
+    parser.add_argument("--slots", type=int, default=8, help="slots in each container")
+    parser.add_argument("--mistakes", type=float, default=0.4, help="part of the trajectories that err, 0 to 1")
+    parser.add_argument("--seed", type=int, default=1, help="the same seed gives the same scores")
+    parser.add_argument("--out", type=Path, default=Path("runs/demo"), help="folder for the JSONL and the page")
+    parser.add_argument("--json", action="store_true", help="print the numbers as JSON instead of the table")
+    return parser.parse_args()
+
+
+def main() -> int:
+    """Run the demo; 0 when every group was completed."""
+    signal.signal(signal.SIGTERM, _terminated)
+    args = arguments()
+    try:
+        return run(args)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+
+
+def run(args: argparse.Namespace) -> int:
+    """Import what is slow to import, then go."""
+    from rich.console import Console
+
+    console = Console(stderr=args.json)
+    if console.is_terminal:
+        console.print("[dim]loading atroposlib and transformers …[/dim]")
+    from atropos.envs.rollout import GroupsDropped
+    from atropos.errors import ConfigError, InferenceError, IsolationUnavailable, SandboxError
+
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    lifetimes: list[Any] = []
+    try:
+        return asyncio.run(demo(args, console, lifetimes))
+    except GroupsDropped as error:
+        return fail(str(error), 1)
+    except ConfigError as error:
+        return fail(str(error), 2)
+    except IsolationUnavailable as error:
+        return fail(f"{error}\n`atropos doctor` tells what this host can isolate, and the fix for each gap", 3)
+    except (InferenceError, SandboxError) as error:
+        return fail(f"{type(error).__name__}: {error}", 1)
+    except asyncio.CancelledError:
+        number = lifetimes[0].signal if lifetimes else None
+        print("ended by a signal; everything was shut down", file=sys.stderr)
+        return 128 + int(number or 2)
+
+
+def fail(line: str, code: int) -> int:
+    """One line, and the exit code."""
+    print(f"error: {line}", file=sys.stderr)
+    return code
+
+
+async def demo(args: argparse.Namespace, console: Any, lifetimes: list[Any]) -> int:
+    """The policy server, the env, the display."""
+    from examples.demo.display import Display, show, summary
+
+    args.out.mkdir(parents=True, exist_ok=True)
+    jsonl = args.out / "groups.jsonl"
+    for old in (jsonl, jsonl.with_suffix(".html")):
+        old.unlink(missing_ok=True)
+    async with policy(args.tasks, args.mistakes) as server:
+        env = build(args, server, jsonl)
+        lifetimes.append(env.lifetime)
+        display = Display(console, env.config.total_steps, args.group_size)
+        display.env = env
+        env.observers.append(display.see)
+        try:
+            with display:
+                await env.process_manager()
+        finally:
+            numbers = summary(display, jsonl if jsonl.exists() else None)
+            if args.json:
+                print(json.dumps(numbers, indent=1))
+            elif display.rollouts:
+                show(console, numbers)
+    return 0
+
+
+def build(args: argparse.Namespace, server: dict[str, Any], jsonl: Path) -> Any:
+    """The task env, as `python -m atropos.envs.task_env process` would have it from flags."""
+    from atropos.envs.task_env import TaskEnv, TaskEnvConfig
+
+    from atropos.envs.adapter import APIServerConfig
+
+    config = TaskEnvConfig(
+        tokenizer_name=server["tokenizer"],
+        tool_pool_mode=args.backend,
+        tasks_path=str(args.tasks),
+        task_names=args.names,
+        group_size=args.group_size,
+        slots_per_container=args.slots,
+        min_containers=args.containers,
+        max_containers=args.containers,
+        sandbox_job_id="atropos-demo",
+        agent_max_steps=12,
+        max_token_length=65_536,
+        slot_memory_mib=512,
+        include_messages=True,
+        ensure_scores_are_not_same=False,
+        use_wandb=False,
+        seed=args.seed,
+        data_path_to_save_groups=str(jsonl),
+    )
+    inference = APIServerConfig(
+        base_url=server["base_url"], model_name=server["model"], api_key="demo", server_type="vllm"
+    )
+    env = TaskEnv(config, [inference])
+    config.total_steps = len(env.items)
+    return env
+
+
+@contextlib.asynccontextmanager
+async def policy(tasks: Path, mistakes: float) -> AsyncIterator[dict[str, Any]]:
+    """The scripted policy server as a process of its own; ended in every ending."""
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-m",
+        "examples.policy",
+        "--die-with-parent",
+        f"--mistakes={mistakes}",
+        f"--tasks={tasks}",
+        cwd=ROOT,
+        stdout=asyncio.subprocess.PIPE,
+        start_new_session=True,
+    )
+    try:
+        assert process.stdout is not None
+        async with asyncio.timeout(POLICY_START_S):
+            line = await process.stdout.readline()
+        if not line:
+            raise SystemExit(fail("the policy server ended at once; see above", 1))
+        yield json.loads(line)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            process.terminate()
+        try:
+            async with asyncio.timeout(2):
+                await process.wait()
+        except TimeoutError:
+            process.kill()
+            await process.wait()
+
+
+def _terminated(_number: int, _frame: Any) -> NoReturn:
+    raise SystemExit(143)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
