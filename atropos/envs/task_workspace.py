@@ -266,43 +266,44 @@ async def _carry_out(slot: Slot, path: str) -> _Carried | None:
 
 async def _pack_folder(slot: Slot, path: str) -> bytes:
     try:
-        return await asyncio.to_thread(rerooted, await slot.download(path), path)
+        return await asyncio.to_thread(safe_archive, await slot.download(path), path)
     except OSError as error:
         if error.errno != errno.EFBIG:
             raise VerifierFailed(f"the artifact {path} can't be carried over: {error}") from None
     # Too large for one message: the slot's own tar makes a file, which is read in pieces.
     name = f"/tmp/.artifact-{secrets.token_hex(8)}"
-    head, _, tail = path.rstrip("/").rpartition("/")
-    command = f"tar -cf {name} -C {shlex.quote(head or '/')} -- {shlex.quote(tail)} && stat -c %s {name}"
+    command = f"tar -cf {name} -C {shlex.quote(path)} . && stat -c %s {name}"
     made = await slot.exec(command, workdir="/", timeout_s=300)
     size = made.output.strip()
     if made.exit_code != 0 or not size.isdigit() or int(size) > MAX_ARTIFACT_BYTES:
         limit = f"more than {MAX_ARTIFACT_BYTES} bytes, or it can't be packed"
         raise VerifierFailed(f"the artifact {path} can't be carried over: {limit}: {made.output[-200:].strip()}")
-    return await asyncio.to_thread(rerooted, await slot.read_file(name), path)
+    return await asyncio.to_thread(safe_archive, await slot.read_file(name), path)
 
 
-def rerooted(archive: bytes, path: str) -> bytes:
-    """An archive of a folder with names below it; what leads elsewhere is left out.
+def safe_archive(archive: bytes, path: str) -> bytes:
+    """The same archive without what leads out of the folder it is unpacked in: absolute names, `..`, ways through links.
 
     The archive comes from a slot that the agent owned: it may hold anything.
 
     Raises:
         VerifierFailed: it is no tar archive.
     """
-    top = path.rstrip("/").rpartition("/")[2]
     out = io.BytesIO()
+    links: set[str] = set()
     try:
         with tarfile.open(fileobj=io.BytesIO(archive)) as source, tarfile.open(fileobj=out, mode="w") as target:
             for member in source:
-                name = _below(member.name, top)
+                name = _inside(member.name, links)
                 if name is None or not (member.isreg() or member.isdir() or member.issym() or member.islnk()):
                     continue
                 if member.islnk():
-                    link = _below(member.linkname, top)
+                    link = _inside(member.linkname, links)
                     if link is None:
                         continue
                     member.linkname = link
+                if member.issym():
+                    links.add(name)
                 member.name = name
                 member.uid = member.gid = 0
                 member.uname = member.gname = ""
@@ -312,12 +313,14 @@ def rerooted(archive: bytes, path: str) -> bytes:
     return out.getvalue()
 
 
-def _below(name: str, top: str) -> str | None:
-    """A member's name without the folder that was packed; None for the folder itself and for what leads out of it."""
+def _inside(name: str, links: set[str]) -> str | None:
+    """A member's plain name; None for the folder itself and for what leads out of it."""
     parts = [part for part in name.split("/") if part not in {"", "."}]
-    if parts[:1] == [top]:
-        parts = parts[1:]
-    return None if not parts or ".." in parts else "/".join(parts)
+    if not parts or ".." in parts or name.startswith("/"):
+        return None
+    if any("/".join(parts[:count]) in links for count in range(1, len(parts) + 1)):
+        return None
+    return "/".join(parts)
 
 
 async def _carry_in(slot: Slot, path: str, carried: _Carried | None) -> None:

@@ -1,0 +1,80 @@
+"""What a hostile slot packs can't reach out of the folder that it is unpacked in."""
+
+import io
+import tarfile
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from atropos.envs.task_workspace import VerifierFailed, safe_archive
+
+KINDS = {"f": tarfile.REGTYPE, "d": tarfile.DIRTYPE, "s": tarfile.SYMTYPE, "h": tarfile.LNKTYPE, "c": tarfile.CHRTYPE}
+
+
+def archive(*members):
+    out = io.BytesIO()
+    with tarfile.open(fileobj=out, mode="w") as tar:
+        for kind, name, link in members:
+            info = tarfile.TarInfo(name)
+            info.type, info.linkname, info.mode = KINDS[kind], link, 0o751
+            tar.addfile(info)
+    return out.getvalue()
+
+
+def names(data):
+    with tarfile.open(fileobj=io.BytesIO(data)) as tar:
+        return tar.getnames()
+
+
+def test_ordinary_trees_pass_unchanged():
+    data = archive(
+        ("d", ".", ""), ("d", "./a", ""), ("f", "./a/b", ""), ("s", "./a/l", "/etc/passwd"), ("h", "./c", "./a/b")
+    )
+    assert names(safe_archive(data, "/workspace")) == ["a", "a/b", "a/l", "c"]
+    with tarfile.open(fileobj=io.BytesIO(safe_archive(data, "/workspace"))) as tar:
+        assert tar.getmember("a/b").mode == 0o751
+        assert tar.getmember("c").linkname == "a/b"
+        assert tar.getmember("a/l").linkname == "/etc/passwd"
+
+
+def test_ways_out_are_left_out():
+    data = archive(
+        ("f", "/etc/ld.so.preload", ""),
+        ("f", "../up", ""),
+        ("f", "a/../../up", ""),
+        ("s", "way", "/bin"),
+        ("f", "way/bash", ""),
+        ("h", "hard", "way/bash"),
+        ("h", "hard2", "/etc/shadow"),
+        ("c", "device", ""),
+        ("f", "good", ""),
+    )
+    assert names(safe_archive(data, "/workspace")) == ["way", "good"]
+
+
+@pytest.mark.parametrize("data", [b"", b"nonsense" * 200, archive(("f", "a", ""))[:100]])
+def test_what_is_no_archive_is_the_verifiers_failure(data):
+    with pytest.raises(VerifierFailed):
+        safe_archive(data, "/workspace")
+
+
+part = st.sampled_from(["a", "b", "..", ".", ""])
+path = st.lists(part, min_size=1, max_size=4).map("/".join)
+
+
+@given(st.lists(st.tuples(st.sampled_from("fdsh"), path, path), max_size=12))
+def test_no_member_passes_through_a_link_or_upwards(members):
+    data = safe_archive(archive(*[(k, n or "x", link) for k, n, link in members]), "/w")
+    links = set()
+    with tarfile.open(fileobj=io.BytesIO(data)) as tar:
+        for info in tar:
+            parts = info.name.split("/")
+            assert not info.name.startswith("/")
+            assert ".." not in parts
+            assert not any("/".join(parts[:n]) in links for n in range(1, len(parts)))
+            if info.issym():
+                links.add(info.name)
+            if info.islnk():
+                assert ".." not in info.linkname.split("/")
+                assert not info.linkname.startswith("/")
