@@ -127,6 +127,9 @@ class Channel:
         self._pending: dict[str, Pending] = {}
         self._cancels: dict[str, None] = {}
         self._acks: list[str] = []
+        # An acknowledgement may be lost with its connection: kept until the echo of a heartbeat sent after it.
+        self._acks_sent: list[str] = []
+        self._acks_covered: deque[tuple[int, list[str]]] = deque()
         self._out: deque[Pending | Cancel | Heartbeat] = deque()
         self._wake = asyncio.Event()
         self._beat_now = asyncio.Event()
@@ -263,6 +266,10 @@ class Channel:
     def _resend(self) -> None:
         """Queue everything that is not answered, in the order in which it was given."""
         self._out.clear()
+        self._acks = [*(each for _, acks in self._acks_covered for each in acks), *self._acks_sent, *self._acks]
+        self._acks_covered.clear()
+        self._acks_sent = []
+        self._flush_acks = bool(self._acks)
         self._out.extend(Cancel(call_id=call_id) for call_id in self._cancels)
         for pending in self._pending.values():
             if pending.sent and not pending.call.resent:
@@ -356,6 +363,9 @@ class Channel:
         for message in messages:
             if isinstance(message, Reply | Fault):
                 self._answer(message)
+            elif isinstance(message, Heartbeat):
+                while self._acks_covered and self._acks_covered[0][0] <= message.seq:
+                    self._acks_covered.popleft()
             elif isinstance(message, LeaseEnded):
                 self._events.lease_ended(message)
             elif isinstance(message, Capacity):
@@ -412,10 +422,14 @@ class Channel:
             out.popleft()
             if isinstance(item, Pending):
                 item.sent, item.encoded = True, None
+            elif isinstance(item, Heartbeat):
+                self._acks_covered.append((item.seq, self._acks_sent))
+                self._acks_sent = []
             parts.append(encoded)
             size += len(encoded) + 1
         if self._acks and (parts or self._flush_acks) and size < MAX_FRAME_BYTES // 2:
             acks, self._acks, self._flush_acks = self._acks, [], False
+            self._acks_sent += acks
             ack = Ack(call_ids=tuple(acks))
             parts.append(ack.__pydantic_serializer__.to_json(ack))
         return _frame(parts) if parts else None
