@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Every test, on real parts. ATROPOS_BACKENDS (default: local,docker,nomad) says which backends take part; arguments go
-# to pytest. Engines that do not run are started for the tests and stopped after them, by their own process ids.
+# Every test, on real parts; arguments go to pytest. ATROPOS_BACKENDS says which backends take part (default: all of
+# local,docker,nomad; just "local" needs no engine). Engines that don't run are started for the tests and ended after.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 export PATH="$PWD/.venv/bin:$PATH"
-export ATROPOS_BACKENDS=${ATROPOS_BACKENDS:-local}
-exec pytest "$@"
+backends=${ATROPOS_BACKENDS:-local}
+exec python scripts/engines.py "$backends" pytest "$@"

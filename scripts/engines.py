@@ -1,0 +1,277 @@
+"""Run a command with the engines that it needs: `engines.py BACKENDS COMMAND...`, BACKENDS like `local,docker,nomad`.
+
+What already runs is used (DOCKER_HOST or the default socket, NOMAD_ADDR or localhost:4646). What doesn't is started in
+a folder of its own, with the sandbox image in it, and is stopped and removed when the command has ended, whatever ended
+it: by the process ids started here, nothing else. The command finds the engines in DOCKER_HOST and NOMAD_ADDR, and in
+ATROPOS_BACKENDS the backends that there are. One that can't be had is left out with its reason printed, unless
+ATROPOS_REQUIRE_BACKENDS=1.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGES = {"dockerd": "docker.io", "docker": "docker.io", "iptables": "iptables", "debootstrap": "debootstrap"}
+PR_SET_PDEATHSIG = 1
+STARTED = time.monotonic()
+
+
+class Unavailable(Exception):
+    """Why an engine can't be had."""
+
+
+def say(text: str) -> None:
+    print(f"engines {time.monotonic() - STARTED:5.1f} s: {text}", file=sys.stderr, flush=True)
+
+
+def answers(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(url, timeout=2) as answer:
+            return answer.status == 200 and bool(answer.read())
+    except (OSError, ValueError):
+        return False
+
+
+def ask(url: str, method: str = "GET") -> object:
+    with urllib.request.urlopen(urllib.request.Request(url, method=method), timeout=10) as answer:
+        return json.loads(answer.read())
+
+
+def wait_until(what: str, ready: object, process: subprocess.Popen[bytes], log: Path, seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if ready():  # type: ignore[operator]
+            return
+        if process.poll() is not None:
+            break
+        time.sleep(0.1)
+    tail = "\n".join(log.read_text(errors="replace").splitlines()[-15:])
+    raise Unavailable(f"{what} did not start:\n{tail}")
+
+
+class Engines:
+    """What was started, and how to end it."""
+
+    def __init__(self) -> None:
+        self.folder = Path(
+            tempfile.mkdtemp(prefix="atropos-engines.", dir=os.environ.get("ATROPOS_ENGINES_DIR", "/var/tmp"))
+        )
+        self.env = dict(os.environ)
+        self.dockerd: subprocess.Popen[bytes] | None = None
+        self.nomad: subprocess.Popen[bytes] | None = None
+        self.had_bridge = Path("/sys/class/net/docker0").exists()
+
+    def spawn(self, argv: list[str], log: Path) -> subprocess.Popen[bytes]:
+        """Start a daemon that ends with this process."""
+        libc = ctypes.CDLL(None)
+        return subprocess.Popen(
+            argv,
+            cwd=self.folder,
+            env=self.env,
+            stdin=subprocess.DEVNULL,
+            stdout=log.open("wb"),
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            preexec_fn=lambda: libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0),  # noqa: PLW1509 (no threads)
+        )
+
+    # ------------------------------------------------------------------------------------------------------- docker
+
+    def docker_answers(self) -> bool:
+        command = ["docker", "version", "--format", "{{.Server.Version}}"]
+        with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+            return subprocess.run(command, env=self.env, capture_output=True, timeout=10, check=False).returncode == 0
+        return False
+
+    def start_docker(self) -> None:
+        if not self.docker_answers():
+            if os.geteuid() != 0:
+                raise Unavailable(
+                    "no Docker engine answers, and starting one needs root; start dockerd or set DOCKER_HOST"
+                )
+            self.install()
+            self.mount_cgroups()
+            socket = self.folder / "docker.sock"
+            log = self.folder / "dockerd.log"
+            base = self.folder / "docker"
+            self.env["DOCKER_HOST"] = f"unix://{socket}"
+            say("starting dockerd")
+            self.dockerd = self.spawn(
+                ["dockerd", "-H", f"unix://{socket}", "--data-root", f"{base}/data", "--exec-root", f"{base}/exec",
+                 "--pidfile", f"{base}.pid"],
+                log,
+            )  # fmt: skip
+            wait_until("dockerd", self.docker_answers, self.dockerd, log, 60)
+        self.run_script("docker/sandbox/build.sh")
+
+    def install(self) -> None:
+        missing = sorted({package for program, package in PACKAGES.items() if not shutil.which(program)})
+        if not missing:
+            return
+        if not shutil.which("apt-get"):
+            raise Unavailable(f"install {', '.join(missing)} first (no apt-get here)")
+        say(f"installing {' '.join(missing)}")
+        # RUNLEVEL=1: packages don't start their own services
+        env = self.env | {"DEBIAN_FRONTEND": "noninteractive", "RUNLEVEL": "1"}
+        for argv in (["apt-get", "update"], ["apt-get", "install", "-y", "--no-install-recommends", *missing]):
+            done = subprocess.run(argv, env=env, capture_output=True, text=True, check=False)
+            if done.returncode:
+                raise Unavailable(f"{' '.join(argv)} failed: {done.stderr.strip()[-500:]}")
+
+    @staticmethod
+    def mount_cgroups() -> None:
+        """Docker needs cgroups; an init that mounts none leaves it to us (as the package cgroupfs-mount would)."""
+        top = Path("/sys/fs/cgroup")
+        if (top / "cgroup.controllers").exists() or (top / "devices").exists():
+            return
+        if not os.path.ismount(top):
+            subprocess.run(["mount", "-t", "tmpfs", "-o", "mode=755", "cgroup", str(top)], check=True)
+        for line in Path("/proc/cgroups").read_text().splitlines()[1:]:
+            name, _, _, enabled = line.split()
+            if enabled == "1":
+                (top / name).mkdir(exist_ok=True)
+                subprocess.run(["mount", "-t", "cgroup", "-o", name, "cgroup", str(top / name)], check=False)
+
+    def run_script(self, *argv: str) -> str:
+        done = subprocess.run(["bash", *argv], cwd=ROOT, env=self.env, stdout=subprocess.PIPE, text=True, check=False)
+        if done.returncode:
+            raise Unavailable(f"{argv[0]} failed (see above)")
+        for line in done.stdout.splitlines():
+            say(line)
+        return done.stdout.strip()
+
+    # -------------------------------------------------------------------------------------------------------- nomad
+
+    def start_nomad(self) -> None:
+        address = self.env.get("NOMAD_ADDR", "http://127.0.0.1:4646")
+        if not answers(f"{address}/v1/status/leader"):
+            if self.env.get("NOMAD_ADDR"):
+                raise Unavailable(f"no Nomad agent answers at NOMAD_ADDR={address}")
+            if os.geteuid() != 0:
+                raise Unavailable("no Nomad agent answers, and starting one needs root; set NOMAD_ADDR")
+            binary = self.run_script("scripts/nomad.sh").splitlines()[-1]
+            log = self.folder / "nomad.log"
+            say("starting a Nomad development agent")
+            (self.folder / "nomad").mkdir()
+            self.nomad = self.spawn(
+                [
+                    binary,
+                    "agent",
+                    "-dev",
+                    "-config",
+                    f"{ROOT}/nomad/dev-agent.hcl",
+                    "-data-dir",
+                    f"{self.folder}/nomad",
+                ],
+                log,
+            )
+
+            def ready() -> bool:
+                with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
+                    nodes = ask(f"{address}/v1/nodes?resources=false")
+                    return any(n["Status"] == "ready" and n["Drivers"]["docker"]["Healthy"] for n in nodes)  # type: ignore[attr-defined]
+                return False
+
+            wait_until("the Nomad agent", ready, self.nomad, log, 90)
+        self.env["NOMAD_ADDR"] = address
+
+    # ------------------------------------------------------------------------------------------------------- ending
+
+    def stop(self) -> None:
+        if self.nomad or self.dockerd:
+            say("ending what was started")
+        if self.nomad is not None:
+            self.stop_nomad(self.nomad)
+        if self.dockerd is not None:
+            self.stop_docker(self.dockerd)
+        for line in reversed(Path("/proc/self/mounts").read_text().splitlines()):
+            where = line.split()[1]
+            if where.startswith(f"{self.folder}/"):
+                subprocess.run(["umount", "-l", where], capture_output=True, check=False)
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def stop_nomad(self, nomad: subprocess.Popen[bytes]) -> None:
+        """End the agent's jobs, so that their containers end, then the agent."""
+        address = self.env.get("NOMAD_ADDR", "http://127.0.0.1:4646")
+        with contextlib.suppress(OSError, ValueError, TypeError):
+            for job in ask(f"{address}/v1/jobs?namespace=*"):  # type: ignore[attr-defined]
+                say(f"job {job['ID']} was left: purging it")
+                ask(f"{address}/v1/job/{job['ID']}?purge=true&namespace={job['Namespace']}", "DELETE")
+                time.sleep(1)
+        self.end(nomad, signal.SIGINT)
+
+    def stop_docker(self, dockerd: subprocess.Popen[bytes]) -> None:
+        left = subprocess.run(
+            ["docker", "ps", "-aq"], env=self.env, capture_output=True, text=True, check=False
+        ).stdout.split()
+        if left:
+            subprocess.run(["docker", "rm", "-f", *left], env=self.env, capture_output=True, check=False)
+        self.end(dockerd, signal.SIGTERM)
+        if not self.had_bridge:
+            subprocess.run(["ip", "link", "delete", "docker0"], capture_output=True, check=False)
+
+    @staticmethod
+    def end(process: subprocess.Popen[bytes], how: signal.Signals) -> None:
+        if process.poll() is None:
+            process.send_signal(how)
+            try:
+                process.wait(20)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+def run(argv: list[str], env: dict[str, str]) -> int:
+    """Run the command in the foreground; signals go to it, and it decides what they mean."""
+    child = subprocess.Popen(argv, env=env)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda got, _: child.send_signal(got) if got != signal.SIGINT else None)
+    code = child.wait()
+    return code if code >= 0 else 128 - code
+
+
+def main() -> int:
+    backends = [name for name in sys.argv[1].replace(" ", ",").split(",") if name]
+    for name in backends:
+        if name not in {"local", "docker", "nomad"}:
+            sys.exit(f"engines: no backend is called {name!r}: local, docker, nomad")
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda got, _: sys.exit(128 + got))
+    engines = Engines()
+    try:
+        for start, users in ((engines.start_docker, {"docker", "nomad"}), (engines.start_nomad, {"nomad"})):
+            if not users & set(backends):
+                continue
+            try:
+                start()
+            except (Unavailable, OSError, subprocess.SubprocessError) as error:
+                left_out = [name for name in backends if name in users]
+                say(f"LEFT OUT {', '.join(left_out)}: {error}")
+                if os.environ.get("ATROPOS_REQUIRE_BACKENDS") == "1":
+                    return 1
+                backends = [name for name in backends if name not in users]
+        engines.env["ATROPOS_BACKENDS"] = ",".join(backends)
+        return run(sys.argv[2:], engines.env)
+    except KeyboardInterrupt:
+        return 130
+    finally:
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, signal.SIG_IGN)
+        engines.stop()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
