@@ -138,7 +138,10 @@ class ServerProcess:
     @property
     def last(self) -> str:
         """Its last words."""
-        return next((line.strip()[-SHOWN_CHARS:] for line in reversed(self._lines) if line.strip()), "it said nothing")
+        return next(
+            (line.strip().removeprefix("error: ")[-SHOWN_CHARS:] for line in reversed(self._lines) if line.strip()),
+            "it said nothing",
+        )
 
     @property
     def returncode(self) -> int | None:
