@@ -77,6 +77,10 @@ class Slot:
         """Give the slot back: everything in it is ended and forgotten. Idempotent; goes on when cancelled."""
         await self._link.pool.returns.release(self)
 
+    async def capabilities(self) -> wire.Capabilities:
+        """What the slot's container can isolate, as its start-up probe found it."""
+        return await self._link.client.capabilities()
+
     # ------------------------------------------------------------------------------------------------- operations
 
     async def run(self, operation: wire.Operation, *, call_id: str | None = None) -> wire.OpResult:

@@ -14,13 +14,23 @@ from typing import Any, Protocol, Self
 
 from pydantic import BaseModel, ConfigDict, Field, SecretStr
 
-from atropos.errors import ConfigError, LeaseExpired, NotSupported, OutcomeUnknown, SandboxError
+from atropos import wire
+from atropos.errors import (
+    ConfigError,
+    IsolationUnavailable,
+    LeaseExpired,
+    NotSupported,
+    OutcomeUnknown,
+    SandboxError,
+)
 from atropos.tools.arguments import BadArguments, check, coerce, parse_object
 from atropos.tools.base import Tool, ToolError, ToolLimits, ToolScope, ToolSlot, as_result
 from atropos.tools.external import ExternalTool
 from atropos.tools.models import ToolCall, ToolResult, new_call_id
 from atropos.tools.registry import ToolRegistry
+from atropos.tools.recording import write_recordings
 from atropos.tools.remote import ToolServerClient
+from atropos.tools.sessions import Sessions
 from atropos.tools.stats import ExecutorStats, Meter
 from atropos.tools.terminal import due_notes
 
@@ -57,6 +67,7 @@ class ToolExecutorConfig(BaseModel):
     tool_server_url: str | None = Field(default=None, description="http(s) URL, or 'inprocess'")
     tool_server_token: SecretStr | None = None
     tool_server_timeout_s: float = Field(default=180, gt=0, description="longest an external call may take")
+    recordings_dir: str | None = Field(default=None, description="where a release writes recorded terminal sessions")
     limits: ToolLimits = ToolLimits()
 
 
@@ -99,6 +110,7 @@ class ToolExecutor:
         self.config = config or ToolExecutorConfig()
         self._trajectories: dict[str, _Trajectory] = {}
         self._releases: dict[_Trajectory, asyncio.Task[None]] = {}
+        self._checked: set[str] = set()
         self._meter = Meter()
         self._state = "new"
         self._server: ToolServerClient | None = None
@@ -300,8 +312,24 @@ class ToolExecutor:
                 await slot.release()
                 raise LeaseExpired(f"trajectory {trajectory.id!r} was released while it waited for a slot")
             trajectory.slot = slot
+            if self.config.require_sandbox or self.config.require_stateful_sandbox:
+                await self._check_isolation(slot)
             return slot
         return trajectory.slot
+
+    async def _check_isolation(self, slot: Any) -> None:
+        """Refuse a slot whose container lacks what is required. Its trajectory gives it back when it is released."""
+        if slot.container in self._checked:
+            return
+        has: wire.Capabilities = await slot.capabilities()
+        if self.config.require_sandbox and not has.isolated:
+            lacking = ", ".join(f"{one.name} ({one.fix or one.detail})" for one in has.features if not one.ok)
+            raise IsolationUnavailable(f"require_sandbox: container {slot.container} lacks {lacking}")
+        if self.config.require_stateful_sandbox and not has.stateful:
+            raise IsolationUnavailable(
+                f"require_stateful_sandbox: container {slot.container} can't keep sessions between calls"
+            )
+        self._checked.add(slot.container)
 
     async def release_trajectory(self, trajectory_id: str, reset_workspace: bool = True) -> None:
         """End a trajectory: its calls are interrupted, its slot goes back and is reset.
@@ -354,7 +382,7 @@ class ToolExecutor:
             _log.exception("release of trajectory %s failed", trajectory.id)
 
     async def _put_away(self, trajectory: _Trajectory) -> None:
-        """Let tools finish what they kept, while the slot is still there."""
+        """Let tools finish what they kept, while the slot is still there, and write the recordings."""
         scope = ToolScope(trajectory.id, "release", self.config.limits, trajectory.state, trajectory.slot)
         for kept in trajectory.state.values():
             finish = getattr(kept, "finish", None)
@@ -365,6 +393,9 @@ class ToolExecutor:
                     await finish(scope)
             except (SandboxError, ToolError, TimeoutError) as error:
                 _log.info("release of %s: a tool could not finish: %s", trajectory.id, error)
+        sessions: Sessions | None = trajectory.state.get("session")
+        if sessions is not None and self.config.recordings_dir is not None:
+            await asyncio.to_thread(write_recordings, self.config.recordings_dir, trajectory.id, sessions.recordings())
 
     # ------------------------------------------------------------------------------------------------ turns
 
@@ -411,7 +442,7 @@ class ToolExecutor:
     def recordings(self, trajectory_id: str) -> dict[str, str]:
         """The trajectory's terminal sessions that were recorded, by name, as asciinema v2 text."""
         trajectory = self._trajectories.get(trajectory_id)
-        sessions = None if trajectory is None else trajectory.state.get("session")
+        sessions: Sessions | None = None if trajectory is None else trajectory.state.get("session")
         return {} if sessions is None else sessions.recordings()
 
     def stats(self) -> ExecutorStats:

@@ -1,0 +1,169 @@
+"""A terminal's screen, rebuilt from the bytes that programs wrote to it. No I/O here.
+
+pyte does the emulation. What programs write is untrusted, so its loose ends are tied: no sequence raises, characters of
+no width don't swallow the text after them, and nothing grows without bound.
+"""
+
+from __future__ import annotations
+
+import codecs
+import unicodedata
+from typing import Any
+
+import pyte
+from wcwidth import wcwidth
+
+TERM = "linux"
+"""The terminal type that is emulated; it has no alternate screen, so that a program's last picture stays."""
+MAX_CELL = 8
+"""Characters that may combine in one cell."""
+MAX_SEQUENCE = 65_536
+"""Characters after which an escape sequence without an end is given up."""
+APPLICATION_KEYS = 1 << 5
+"""DECCKM as pyte keeps private modes: cursor keys send ESC O instead of ESC [."""
+
+_SPECIAL: dict[str, bytes] = {
+    "enter": b"\r", "escape": b"\x1b", "esc": b"\x1b", "tab": b"\t", "space": b" ", "bspace": b"\x7f",
+    "backspace": b"\x7f", "btab": b"\x1b[Z", "delete": b"\x1b[3~", "dc": b"\x1b[3~", "insert": b"\x1b[2~",
+    "ic": b"\x1b[2~", "pageup": b"\x1b[5~", "pgup": b"\x1b[5~", "ppage": b"\x1b[5~", "pagedown": b"\x1b[6~",
+    "pgdn": b"\x1b[6~", "npage": b"\x1b[6~",
+    "f1": b"\x1b[[A", "f2": b"\x1b[[B", "f3": b"\x1b[[C", "f4": b"\x1b[[D", "f5": b"\x1b[[E", "f6": b"\x1b[17~",
+    "f7": b"\x1b[18~", "f8": b"\x1b[19~", "f9": b"\x1b[20~", "f10": b"\x1b[21~", "f11": b"\x1b[23~",
+    "f12": b"\x1b[24~",
+}  # fmt: skip
+"""Keys by the names that tmux gives them, and what the linux console sends for them (terminfo)."""
+_ARROWS = {"up": b"A", "down": b"B", "right": b"C", "left": b"D"}
+_HOME_END = {"home": b"\x1b[1~", "end": b"\x1b[4~"}
+
+
+class _Stream(pyte.Stream):
+    """A stream whose errors end at the sequence that caused them."""
+
+    def _send_to_parser(self, data: str) -> Any:
+        try:
+            return super()._send_to_parser(data)
+        except Exception:  # pyte has begun anew; the sequence is dropped
+            return True
+
+    @property
+    def resting(self) -> bool:
+        """Whether no sequence is under way."""
+        return bool(self._taking_plain_text)
+
+    def begin_anew(self) -> None:
+        """Give up the sequence that is under way."""
+        self._initialize_parser()
+
+
+class _Emulator(pyte.HistoryScreen):
+    """pyte's screen, with what it wants to answer kept for the program."""
+
+    def __init__(self, cols: int, rows: int, history: int) -> None:
+        self.answers: list[str] = []
+        super().__init__(cols, rows, history=history, ratio=0.001)
+
+    def write_process_input(self, data: str) -> None:
+        """Keep an answer to a program's question (where is the cursor, what are you)."""
+        if len(self.answers) < 64:
+            self.answers.append(data)
+
+    def draw(self, data: str) -> None:
+        """Draw text; a character without width would end pyte's drawing."""
+        super().draw(data if data.isascii() else self._drawable(data))
+
+    def _drawable(self, data: str) -> str:
+        kept: list[str] = []
+        run = len(self.buffer[self.cursor.y][self.cursor.x - 1].data) if self.cursor.x else 1
+        for char in data:
+            if wcwidth(char) > 0:
+                run = 1
+            elif unicodedata.combining(char) and wcwidth(char) == 0 and run < MAX_CELL:
+                run += 1
+            else:
+                continue
+            kept.append(char)
+        return "".join(kept)
+
+    def select_graphic_rendition(self, *attrs: int, **_: Any) -> None:
+        """Colours; the private forms that vim sends mean key reporting, not colours."""
+        if not _:
+            super().select_graphic_rendition(*attrs)
+
+
+class Screen:
+    """What a terminal shows: rows of text, the cursor, and the lines that have scrolled off its top."""
+
+    def __init__(self, rows: int, cols: int, history: int = 2000) -> None:
+        self.rows, self.cols = rows, cols
+        self._screen = _Emulator(cols, rows, history)
+        self._stream = _Stream(self._screen)
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._since_rest = 0
+
+    def feed(self, data: bytes) -> str:
+        """Take what programs wrote; the same as text."""
+        text = self._decoder.decode(data)
+        for start in range(0, len(text), 4096):
+            piece = text[start : start + 4096]
+            self._stream.feed(piece)
+            self._since_rest = 0 if self._stream.resting else self._since_rest + len(piece)
+            if self._since_rest > MAX_SEQUENCE:
+                self._stream.begin_anew()
+                self._since_rest = 0
+        return text
+
+    def answers(self) -> bytes:
+        """What the terminal answers to the programs' questions; given once."""
+        kept, self._screen.answers = self._screen.answers, []
+        return "".join(kept).encode()
+
+    def resize(self, rows: int, cols: int) -> None:
+        """Change the size; programs are told by the kernel."""
+        self.rows, self.cols = rows, cols
+        self._screen.resize(rows, cols)
+
+    def text(self) -> str:
+        """The rows as they are seen, without the blank ones at the end."""
+        return "\n".join(row.rstrip() for row in self._screen.display).rstrip("\n")
+
+    def scrollback(self, lines: int) -> str:
+        """The last lines that scrolled off the top, and the screen."""
+        off = [self._row(row) for row in list(self._screen.history.top)[-lines:]]
+        return "\n".join([*off, self.text()])
+
+    def _row(self, row: Any) -> str:
+        return "".join(row[x].data for x in range(self._screen.columns)).rstrip()
+
+    @property
+    def cursor(self) -> tuple[int, int]:
+        """Row and column, counted from 1."""
+        at = self._screen.cursor
+        return at.y + 1, min(at.x, self._screen.columns - 1) + 1
+
+    def key(self, name: str) -> bytes | None:
+        """What a key sends (`Enter`, `C-c`, `M-x`, `Up`, `F5`); None when it is no key's name."""
+        lower = name.lower()
+        if lower in _SPECIAL:
+            return _SPECIAL[lower]
+        if lower in _ARROWS:
+            return (b"\x1bO" if APPLICATION_KEYS in self._screen.mode else b"\x1b[") + _ARROWS[lower]
+        if lower in _HOME_END:
+            return _HOME_END[lower]
+        if len(name) > 2 and name[1] == "-" and name[0] in "CM^":
+            rest = name[2:]
+            if name[0] == "M":
+                inner = rest.encode() if len(rest) == 1 else self.key(rest)
+                return None if inner is None else b"\x1b" + inner
+            return _control(rest)
+        return None
+
+
+def _control(rest: str) -> bytes | None:
+    if rest.lower() == "space":
+        return b"\x00"
+    if len(rest) == 1 and rest.upper() in "@ABCDEFGHIJKLMNOPQRSTUVWXYZ[\\]^_":
+        return bytes([ord(rest.upper()) & 0x1F])
+    return b"\x7f" if rest == "?" else None
+
+
+__all__ = ["TERM", "Screen"]
