@@ -27,8 +27,8 @@ from atropos.tools.arguments import BadArguments, check, coerce, parse_object
 from atropos.tools.base import Tool, ToolError, ToolLimits, ToolScope, ToolSlot, as_result
 from atropos.tools.external import ExternalTool
 from atropos.tools.models import ToolCall, ToolResult, new_call_id
-from atropos.tools.registry import ToolRegistry
 from atropos.tools.recording import write_recordings
+from atropos.tools.registry import ToolRegistry
 from atropos.tools.remote import ToolServerClient
 from atropos.tools.sessions import Sessions
 from atropos.tools.stats import ExecutorStats, Meter
@@ -313,7 +313,11 @@ class ToolExecutor:
                 raise LeaseExpired(f"trajectory {trajectory.id!r} was released while it waited for a slot")
             trajectory.slot = slot
             if self.config.require_sandbox or self.config.require_stateful_sandbox:
-                await self._check_isolation(slot)
+                try:
+                    await self._check_isolation(slot)
+                except SandboxError as error:
+                    trajectory.broken = error
+                    raise
             return slot
         return trajectory.slot
 
