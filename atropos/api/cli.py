@@ -1,4 +1,4 @@
-"""`atropos tool-server`: settings from a file, flags and the environment, in one place."""
+"""`atropos tool-server` and `atropos executor-server`: settings from a file, flags and the environment, in one place."""
 
 from __future__ import annotations
 
@@ -89,5 +89,57 @@ def tool_server(
         await tool_host.drain(settings.drain_s)
 
     code = run(app, host=settings.host, port=settings.port, name="ToolServer", drain=drain)
+    if code:
+        raise typer.Exit(code)
+
+
+EXECUTOR_TOKEN_VARIABLE = "ATROPOS_EXECUTOR_TOKEN"
+
+
+def executor_server(
+    config: Annotated[Path | None, typer.Option(help="Settings, TOML or JSON; `pool` as SlotPoolConfig.")] = None,
+    host: Annotated[str | None, typer.Option(help="Address to listen on; loopback unless asked.")] = None,
+    port: Annotated[int | None, typer.Option(min=0, max=65_535, help="0: any free one.")] = None,
+    token_file: Annotated[Path | None, typer.Option(help=f"The bearer token; else {EXECUTOR_TOKEN_VARIABLE}.")] = None,
+    backend: Annotated[str | None, typer.Option(help="local, docker or nomad.")] = None,
+    slots_per_container: Annotated[int | None, typer.Option(help="Slots in a container.")] = None,
+    max_containers: Annotated[int | None, typer.Option(help="Containers at most.")] = None,
+    toolset: Annotated[list[str] | None, typer.Option(help="An enabled toolset; may be given again.")] = None,
+    tool_server_url: Annotated[str | None, typer.Option(help="A ToolServer's URL, or inprocess.")] = None,
+) -> None:
+    """Serve trajectories to agents in other processes or languages."""
+    from pydantic import ValidationError
+
+    from atropos.api.executor_api import create_executor_app
+    from atropos.api.executor_models import ExecutorServerSettings
+    from atropos.api.serve import run
+
+    values = read_file(config)
+    given: dict[str, Any] = {
+        "host": host,
+        "port": port,
+        "enabled_toolsets": toolset or None,
+        "tool_server_url": tool_server_url,
+    }
+    values |= {name: value for name, value in given.items() if value is not None}
+    pool: dict[str, Any] = {
+        "backend": backend,
+        "slots_per_container": slots_per_container,
+        "max_containers": max_containers,
+    }
+    values["pool"] = {**values.get("pool", {}), **{name: value for name, value in pool.items() if value is not None}}
+    if token_file is not None or "token" not in values:
+        values["token"] = read_token(token_file, EXECUTOR_TOKEN_VARIABLE)
+    try:
+        settings = ExecutorServerSettings.model_validate(values)
+    except ValidationError as error:
+        said = "; ".join(f"{'.'.join(str(p) for p in e['loc'])}: {e['msg']}" for e in error.errors())
+        raise ConfigError(f"executor server settings: {said}") from None
+    app = create_executor_app(settings)
+
+    async def drain() -> None:
+        await app.state.trajectories.drain(settings.drain_s)
+
+    code = run(app, host=settings.host, port=settings.port, name="executor API", drain=drain)
     if code:
         raise typer.Exit(code)

@@ -1,0 +1,188 @@
+"""The executor API: trajectories as resources, for agents in other processes or languages."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, AsyncIterator
+from typing import Annotated, Any
+
+from fastapi import FastAPI, Header, Path, Request, Response
+from fastapi.responses import JSONResponse, StreamingResponse
+
+from atropos.api.executor_models import (
+    MAX_REQUEST_BYTES,
+    CallAnswer,
+    CallBody,
+    Ended,
+    ExecutorHealth,
+    ExecutorServerSettings,
+    OpenTrajectory,
+    ToolSchemas,
+    TrajectoryInfo,
+    TrajectoryList,
+)
+from atropos.api.http import Gate, Refusal, add_error_handlers
+from atropos.api.trajectories import Call, Trajectories
+from atropos.wire import Problem
+
+_ERRORS: dict[int | str, dict[str, Any]] = {
+    status: {"model": Problem} for status in (401, 404, 409, 410, 413, 422, 429, 503)
+}
+_DESCRIPTION = (
+    "Runs tool calls of agents in isolated slots. Open a trajectory, send its calls, end it. Send "
+    "`Authorization: Bearer TOKEN` with every request but /health. 429 and 503 say in Retry-After when to ask again. "
+    "A call sent again under its id (or `Idempotency-Key`) is not run again. With `Accept: text/event-stream` a call "
+    "answers events: `waiting` every few seconds, then `result` or `error`. A trajectory that nobody calls or renews "
+    "within its ttl_s ends by itself."
+)
+_WAITING_S = 5.0
+"""Seconds between the `waiting` events of a long call: proxies cut connections that stay silent."""
+_MAX_ID = 200
+
+Id = Annotated[str, Path(min_length=1, max_length=_MAX_ID)]
+Key = Annotated[str | None, Header(alias="Idempotency-Key", min_length=1, max_length=_MAX_ID)]
+
+
+def create_executor_app(settings: ExecutorServerSettings, *, executor: Any = None) -> FastAPI:
+    """The executor API as an ASGI app; pool and executor live as long as its lifespan.
+
+    Args:
+        settings: what the pool is, which tools there are, and the bounds.
+        executor: an open `ToolExecutor` of the caller's own, which is not closed here. None: one is made.
+
+    Raises:
+        ConfigError: a setting is wrong.
+    """
+    app = FastAPI(title="atropos executor", version="1", description=_DESCRIPTION, redoc_url=None)
+
+    @contextlib.asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncGenerator[None, None]:
+        async with contextlib.AsyncExitStack() as stack:
+            ready = executor or await stack.enter_async_context(_made(settings))
+            trajectories = Trajectories(ready, settings)
+            app.state.trajectories, app.state.executor = trajectories, ready
+            reaper = asyncio.create_task(trajectories.reap())
+            try:
+                yield
+            finally:
+                reaper.cancel()
+                await asyncio.wait([reaper])
+                await trajectories.aclose()
+
+    app.router.lifespan_context = lifespan
+    add_error_handlers(app)
+    app.add_middleware(Gate, token=settings.token.get_secret_value(), max_body_bytes=MAX_REQUEST_BYTES)
+    _add_routes(app)
+    _add_calls(app)
+    return app
+
+
+@contextlib.asynccontextmanager
+async def _made(settings: ExecutorServerSettings) -> AsyncGenerator[Any, None]:
+    from atropos.slots import SlotPool
+    from atropos.tools import ToolExecutor, ToolExecutorConfig, build_tool_registry
+
+    tools = build_tool_registry(
+        list(settings.enabled_toolsets), list(settings.disabled_toolsets), settings.tool_server_url
+    )
+    config = ToolExecutorConfig(tool_server_url=settings.tool_server_url, tool_server_token=settings.tool_server_token)
+    async with SlotPool(settings.pool) as pool, ToolExecutor(pool=pool, tools=tools, config=config) as executor:
+        yield executor
+
+
+def _of(request: Request) -> Trajectories:
+    return request.app.state.trajectories
+
+
+def _add_routes(app: FastAPI) -> None:
+    @app.get("/health")
+    async def health(request: Request) -> ExecutorHealth:
+        """Whether the server takes trajectories."""
+        trajectories = _of(request)
+        return ExecutorHealth(status="draining" if trajectories.draining else "ok", trajectories=len(trajectories))
+
+    @app.get("/tools", responses={401: {"model": Problem}})
+    async def tools(request: Request) -> ToolSchemas:
+        """The tools as OpenAI function-calling schemas."""
+        return ToolSchemas(tools=tuple(request.app.state.executor.tools.schemas()))
+
+    @app.get("/trajectories", responses={401: {"model": Problem}})
+    async def every(request: Request) -> TrajectoryList:
+        """All open trajectories."""
+        return TrajectoryList(trajectories=tuple(_of(request).list()))
+
+    @app.post("/trajectories", status_code=201, responses={**_ERRORS, 200: {"model": TrajectoryInfo}})
+    async def opened(request: Request, response: Response, wanted: OpenTrajectory) -> TrajectoryInfo:
+        """Open a trajectory with a slot of its own. 200 instead of 201: it was open already under this id."""
+        trajectory, new = await _of(request).open(wanted)
+        response.status_code = 201 if new else 200
+        response.headers["Location"] = f"/trajectories/{trajectory.id}"
+        return trajectory.info()
+
+    @app.get("/trajectories/{trajectory_id}", responses=_ERRORS)
+    async def one(request: Request, trajectory_id: Id) -> TrajectoryInfo:
+        """A trajectory. Asking for it renews it."""
+        return _of(request).get(trajectory_id).info()
+
+    @app.delete("/trajectories/{trajectory_id}", responses=_ERRORS)
+    async def ended(request: Request, trajectory_id: Id) -> Ended:
+        """End a trajectory: its calls are interrupted, its slot goes back. Again: nothing happens."""
+        return Ended(ended=await _of(request).end(trajectory_id))
+
+
+def _add_calls(app: FastAPI) -> None:
+    @app.post(
+        "/trajectories/{trajectory_id}/calls",
+        responses={**_ERRORS, 200: {"model": CallAnswer, "content": {"text/event-stream": {}}}},
+        response_model=None,
+    )
+    async def call(
+        request: Request, trajectory_id: Id, body: CallBody, idempotency_key: Key = None
+    ) -> CallAnswer | Response:
+        """Run one call and answer its result; after the trajectory's earlier calls."""
+        trajectories = _of(request)
+        trajectory = trajectories.get(trajectory_id)
+        call_id, submitted = trajectories.submit(trajectory, body, idempotency_key)
+        if "text/event-stream" in request.headers.get("accept", ""):
+            events = _events(trajectories, trajectory_id, call_id, submitted)
+            return StreamingResponse(
+                events, media_type="text/event-stream", headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
+            )
+        result = await trajectories.result(submitted)
+        return JSONResponse(_answer(trajectory_id, call_id, result).model_dump(mode="json"))
+
+    @app.get("/trajectories/{trajectory_id}/calls/{call_id}", responses={**_ERRORS, 202: {"model": CallAnswer}})
+    async def earlier(request: Request, response: Response, trajectory_id: Id, call_id: Id) -> CallAnswer:
+        """A call sent earlier: its result, or 202 while it has none."""
+        trajectories = _of(request)
+        found = trajectories.get(trajectory_id).calls.get(call_id)
+        if found is None:
+            raise Refusal(404, "not_found", f"there is no call {call_id!r}; only the latest are remembered")
+        if not found.task.done():
+            response.status_code = 202
+            return _answer(trajectory_id, call_id, None)
+        return _answer(trajectory_id, call_id, await trajectories.result(found))
+
+
+def _answer(trajectory_id: str, call_id: str, result: Any) -> CallAnswer:
+    state = "running" if result is None else "done"
+    return CallAnswer(call_id=call_id, trajectory_id=trajectory_id, state=state, result=result)
+
+
+async def _events(trajectories: Trajectories, trajectory_id: str, call_id: str, call: Call) -> AsyncIterator[str]:
+    yield _event("accepted", _answer(trajectory_id, call_id, None).model_dump_json())
+    while not call.task.done():
+        done, _ = await asyncio.wait([call.task], timeout=_WAITING_S)
+        if not done:
+            yield _event("waiting", "{}")
+    try:
+        result = await trajectories.result(call)
+    except Refusal as refusal:
+        yield _event("error", Problem(code=refusal.code, message=refusal.message).model_dump_json(exclude_none=True))
+        return
+    yield _event("result", _answer(trajectory_id, call_id, result).model_dump_json())
+
+
+def _event(name: str, data: str) -> str:
+    return f"event: {name}\ndata: {data}\n\n"

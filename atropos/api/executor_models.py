@@ -1,0 +1,100 @@
+"""What travels between an agent in another process and the executor API."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, SecretStr
+
+from atropos.slots.config import SlotPoolConfig
+from atropos.tools.models import ToolResult
+
+MAX_REQUEST_BYTES = 48 * 1024 * 1024
+"""Largest request body: a 32 MiB file as base64, and some."""
+_ID = r"^[A-Za-z0-9._:-]+$"
+
+
+class Message(BaseModel):
+    """Base of what travels here: frozen, unknown fields refused."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class ExecutorServerSettings(Message):
+    """An executor API. Times in seconds."""
+
+    host: str = Field(default="127.0.0.1", description="address to listen on; beyond loopback only when asked")
+    port: int = Field(default=8461, ge=0, le=65_535)
+    token: SecretStr = Field(min_length=1)
+    pool: SlotPoolConfig = Field(default_factory=SlotPoolConfig)
+    enabled_toolsets: tuple[str, ...] = ("default",)
+    disabled_toolsets: tuple[str, ...] = ()
+    tool_server_url: str | None = None
+    tool_server_token: SecretStr | None = None
+    max_trajectories: int = Field(default=10_000, ge=1, description="open at once; one more is answered 429")
+    max_pending: int = Field(default=64, ge=1, description="calls of one trajectory that may run or wait")
+    ttl_s: float = Field(default=300, gt=0, le=86_400, description="a trajectory nobody calls or renews ends then")
+    acquire_s: float = Field(default=10, gt=0, description="longest that opening a trajectory waits for a slot")
+    remembered: int = Field(default=64, ge=1, description="finished calls a trajectory remembers for resends")
+    drain_s: float = Field(default=30, ge=0)
+
+
+class OpenTrajectory(Message):
+    """`POST /trajectories`. With an id of the client's own, asking again answers the same trajectory."""
+
+    trajectory_id: str | None = Field(default=None, min_length=1, max_length=200, pattern=_ID)
+    ttl_s: float | None = Field(default=None, gt=0, le=86_400, description="None: the server's")
+
+
+class TrajectoryInfo(Message):
+    """A trajectory as a resource."""
+
+    trajectory_id: str
+    state: Literal["open", "broken"]
+    ttl_s: float
+    expires_in_s: float
+    calls: int = Field(description="finished so far")
+    running: int = Field(description="running or waiting now")
+    detail: str = ""
+
+
+class TrajectoryList(Message):
+    """`GET /trajectories`."""
+
+    trajectories: tuple[TrajectoryInfo, ...]
+
+
+class CallBody(Message):
+    """`POST /trajectories/{id}/calls`. `id` is the idempotency key, as is the header `Idempotency-Key`."""
+
+    name: str = Field(min_length=1, max_length=200)
+    arguments: dict[str, Any] | str = Field(default_factory=dict)
+    id: str | None = Field(default=None, min_length=1, max_length=200, pattern=_ID)
+
+
+class CallAnswer(Message):
+    """A call: its result, once it has one."""
+
+    call_id: str
+    trajectory_id: str
+    state: Literal["running", "done"]
+    result: ToolResult | None = None
+
+
+class ToolSchemas(Message):
+    """`GET /tools`: what goes into a model's `tools`."""
+
+    tools: tuple[dict[str, Any], ...]
+
+
+class ExecutorHealth(Message):
+    """`GET /health`."""
+
+    status: Literal["ok", "draining"]
+    trajectories: int
+
+
+class Ended(Message):
+    """`DELETE /trajectories/{id}`."""
+
+    ended: bool

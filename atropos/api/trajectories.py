@@ -1,0 +1,300 @@
+"""Trajectories of clients in other processes: opened, called, renewed, and ended when nobody comes back."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+import uuid
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from atropos.api.executor_models import CallBody, ExecutorServerSettings, OpenTrajectory, TrajectoryInfo
+from atropos.api.http import Refusal
+from atropos.errors import (
+    AcquireTimeout,
+    ConfigError,
+    LeaseExpired,
+    OutcomeUnknown,
+    PoolFull,
+    SandboxError,
+    SlotLost,
+)
+from atropos.tools.models import ToolCall, ToolResult
+
+_log = logging.getLogger(__name__)
+_STATUS: dict[type[SandboxError], int] = {
+    AcquireTimeout: 429,
+    PoolFull: 429,
+    SlotLost: 410,
+    LeaseExpired: 410,
+    OutcomeUnknown: 409,
+}
+_RELEASE_S = 30.0
+
+
+def refusal_of(error: SandboxError) -> Refusal:
+    """The HTTP answer that an infrastructure failure is told by."""
+    status = next((code for kind, code in _STATUS.items() if isinstance(error, kind)), 503)
+    return Refusal(status, error.code, str(error), retry_after_s=1 if status in {429, 503} else None)
+
+
+class Executor(Protocol):
+    """What this needs of a `ToolExecutor`."""
+
+    async def execute(self, trajectory_id: str, call: ToolCall) -> ToolResult:
+        """Run a call."""
+        ...
+
+    async def slot(self, trajectory_id: str) -> Any:
+        """Lease the slot."""
+        ...
+
+    async def release_trajectory(self, trajectory_id: str, reset_workspace: bool = True) -> None:
+        """End the trajectory."""
+        ...
+
+
+@dataclass
+class Call:
+    """A call under its idempotency key."""
+
+    body: tuple[str, Any]
+    task: asyncio.Task[ToolResult]
+
+
+@dataclass(eq=False)
+class Trajectory:
+    """One open trajectory. `key` is what the executor knows it by: unique even when a client's id comes again."""
+
+    id: str
+    key: str
+    ttl_s: float
+    opening: asyncio.Task[Any]
+    touched: float = field(default_factory=time.monotonic)
+    calls: OrderedDict[str, Call] = field(default_factory=OrderedDict[str, Call])
+    finished: int = 0
+    broken: SandboxError | None = None
+
+    @property
+    def running(self) -> int:
+        """Calls that have no result yet."""
+        return sum(1 for call in self.calls.values() if not call.task.done())
+
+    def info(self) -> TrajectoryInfo:
+        """The trajectory as clients see it."""
+        left = self.ttl_s if self.running else self.ttl_s - (time.monotonic() - self.touched)
+        return TrajectoryInfo(
+            trajectory_id=self.id,
+            state="open" if self.broken is None else "broken",
+            ttl_s=self.ttl_s,
+            expires_in_s=max(0.0, left),
+            calls=self.finished,
+            running=self.running,
+            detail="" if self.broken is None else str(self.broken),
+        )
+
+
+class Trajectories:
+    """All of them. Every lease ends with its trajectory, and every trajectory with its TTL at the latest."""
+
+    def __init__(self, executor: Executor, settings: ExecutorServerSettings) -> None:
+        self._executor = executor
+        self._settings = settings
+        self._open: dict[str, Trajectory] = {}
+        self._releases: set[asyncio.Task[None]] = set()
+        self.draining = False
+
+    def __repr__(self) -> str:
+        return f"<Trajectories open={len(self._open)} ending={len(self._releases)}>"
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def list(self) -> list[TrajectoryInfo]:
+        """All open ones."""
+        return [trajectory.info() for trajectory in self._open.values()]
+
+    def get(self, trajectory_id: str) -> Trajectory:
+        """An open one; asking for it renews it.
+
+        Raises:
+            Refusal: 404, there is none.
+        """
+        found = self._open.get(trajectory_id)
+        if found is None:
+            raise Refusal(404, "not_found", f"there is no trajectory {trajectory_id[:200]!r}; it ended or never was")
+        found.touched = time.monotonic()
+        return found
+
+    async def open(self, wanted: OpenTrajectory) -> tuple[Trajectory, bool]:
+        """Open a trajectory with a slot of its own; with the id of an open one, that one.
+
+        Returns:
+            The trajectory, and whether it is new.
+
+        Raises:
+            Refusal: 429, no slot came free in time; 503, the server ends or its backend fails.
+        """
+        known = self._open.get(wanted.trajectory_id or "")
+        if known is None:
+            if self.draining:
+                raise Refusal(503, "draining", "the server is ending; ask another", retry_after_s=5)
+            if len(self._open) >= self._settings.max_trajectories:
+                raise Refusal(429, "full", f"{len(self._open)} trajectories are open", retry_after_s=2)
+        trajectory = known or self._new(wanted)
+        await asyncio.wait([trajectory.opening])
+        if trajectory.opening.cancelled():
+            raise Refusal(410, "lease_expired", "the trajectory was ended while it was opened")
+        error = trajectory.opening.exception()
+        if isinstance(error, TimeoutError):
+            raise Refusal(
+                429,
+                "acquire_timeout",
+                f"no slot came free within {self._settings.acquire_s:g} s",
+                retry_after_s=2,
+            )
+        if isinstance(error, SandboxError):
+            raise refusal_of(error)
+        if error is not None:
+            raise error
+        trajectory.touched = time.monotonic()
+        return trajectory, known is None
+
+    def _new(self, wanted: OpenTrajectory) -> Trajectory:
+        trajectory_id = wanted.trajectory_id or f"t-{uuid.uuid4().hex}"
+        key = f"{trajectory_id}#{uuid.uuid4().hex[:12]}"
+        # a task of its own: a client that goes away during the acquire may ask again under its id
+        opening = asyncio.create_task(self._lease(key))
+        made = Trajectory(trajectory_id, key, wanted.ttl_s or self._settings.ttl_s, opening)
+        self._open[trajectory_id] = made
+
+        def opened(task: asyncio.Task[Any]) -> None:
+            if (task.cancelled() or task.exception() is not None) and self._open.get(trajectory_id) is made:
+                del self._open[trajectory_id]
+                self._release(made)
+
+        opening.add_done_callback(opened)
+        return made
+
+    async def _lease(self, key: str) -> None:
+        async with asyncio.timeout(self._settings.acquire_s):
+            await self._executor.slot(key)
+
+    # ----------------------------------------------------------------------------------------------------- calls
+
+    def submit(self, trajectory: Trajectory, body: CallBody, key: str | None) -> tuple[str, Call]:
+        """Start a call, or find the one that has this id.
+
+        Raises:
+            Refusal: 409, the id belongs to another call; 429, too many wait; 410, the trajectory is broken.
+        """
+        if body.id is not None and key is not None and body.id != key:
+            raise Refusal(422, "invalid", "id and the header Idempotency-Key differ: give one of them")
+        call_id = body.id or key or f"c-{uuid.uuid4().hex}"
+        content = (body.name, body.arguments)
+        known = trajectory.calls.get(call_id)
+        if known is not None:
+            if known.body != content:
+                raise Refusal(409, "call_id_reused", f"id {call_id!r} belongs to another call of this trajectory")
+            return call_id, known
+        if trajectory.broken is not None:
+            raise refusal_of(trajectory.broken)
+        if self.draining:
+            raise Refusal(503, "draining", "the server is ending", retry_after_s=5)
+        if trajectory.running >= self._settings.max_pending:
+            raise Refusal(429, "busy", f"{trajectory.running} calls of this trajectory wait", retry_after_s=1)
+        task = asyncio.create_task(self._run(trajectory, ToolCall(name=body.name, arguments=body.arguments)))
+        made = trajectory.calls[call_id] = Call(content, task)
+        task.add_done_callback(lambda _: self._ended(trajectory))
+        return call_id, made
+
+    async def _run(self, trajectory: Trajectory, call: ToolCall) -> ToolResult:
+        await asyncio.wait([trajectory.opening])
+        try:
+            return await self._executor.execute(trajectory.key, call)
+        except (SlotLost, LeaseExpired, OutcomeUnknown) as error:
+            trajectory.broken = error
+            raise
+
+    def _ended(self, trajectory: Trajectory) -> None:
+        trajectory.finished += 1
+        trajectory.touched = time.monotonic()
+        surplus = len(trajectory.calls) - trajectory.running - self._settings.remembered
+        for call_id, call in list(trajectory.calls.items()):
+            if surplus <= 0:
+                return
+            if call.task.done():
+                del trajectory.calls[call_id]
+                surplus -= 1
+
+    async def result(self, call: Call) -> ToolResult:
+        """Wait for a call. Cancelling this leaves the call alone.
+
+        Raises:
+            Refusal: the infrastructure failed, or the trajectory was ended.
+        """
+        await asyncio.wait([call.task])
+        if call.task.cancelled():
+            raise Refusal(410, "lease_expired", "the trajectory was ended while the call ran")
+        error = call.task.exception()
+        if isinstance(error, SandboxError):
+            raise refusal_of(error)
+        if isinstance(error, ConfigError):
+            raise Refusal(422, "invalid", str(error))
+        if error is not None:
+            raise error
+        return call.task.result()
+
+    # ------------------------------------------------------------------------------------------------------ ends
+
+    async def end(self, trajectory_id: str) -> bool:
+        """End a trajectory and wait until its slot is back. Whether there was one."""
+        trajectory = self._open.pop(trajectory_id, None)
+        if trajectory is None:
+            return False
+        await asyncio.shield(self._release(trajectory))
+        return True
+
+    def _release(self, trajectory: Trajectory) -> asyncio.Task[None]:
+        task = asyncio.create_task(self._give_back(trajectory))
+        self._releases.add(task)
+        task.add_done_callback(self._releases.discard)
+        return task
+
+    async def _give_back(self, trajectory: Trajectory) -> None:
+        trajectory.opening.cancel()
+        try:
+            async with asyncio.timeout(_RELEASE_S):
+                await asyncio.wait([trajectory.opening])
+                await self._executor.release_trajectory(trajectory.key)
+        except Exception:
+            _log.exception("releasing trajectory %s failed", trajectory.id)
+        for call in trajectory.calls.values():
+            call.task.cancel()
+
+    async def reap(self) -> None:
+        """End what nobody called or renewed within its TTL. Runs until cancelled."""
+        while True:
+            shortest = min((one.ttl_s for one in self._open.values()), default=self._settings.ttl_s)
+            await asyncio.sleep(min(5.0, shortest / 4))
+            now = time.monotonic()
+            for trajectory in list(self._open.values()):
+                if not trajectory.running and trajectory.opening.done() and trajectory.touched + trajectory.ttl_s < now:
+                    _log.info("trajectory %s ends: nobody called it for %g s", trajectory.id, trajectory.ttl_s)
+                    self._open.pop(trajectory.id, None)
+                    self._release(trajectory)
+
+    async def drain(self, timeout_s: float) -> None:
+        """Take nothing new, and give what runs some time."""
+        self.draining = True
+        running = [call.task for one in self._open.values() for call in one.calls.values() if not call.task.done()]
+        if running:
+            await asyncio.wait(running, timeout=timeout_s)
+
+    async def aclose(self) -> None:
+        """End all trajectories."""
+        self.draining = True
+        await asyncio.gather(*(self.end(one) for one in list(self._open)), return_exceptions=True)
+        await asyncio.gather(*self._releases, return_exceptions=True)

@@ -1,0 +1,267 @@
+"""The executor API's promises about trajectories and calls, over an executor that can be held and broken."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncGenerator
+from typing import Any
+
+import httpx
+import pytest
+from pydantic import SecretStr
+
+from atropos.api.executor_api import create_executor_app
+from atropos.api.executor_models import ExecutorServerSettings
+from atropos.errors import OutcomeUnknown, SlotLost
+from atropos.tools.models import ToolCall, ToolResult
+from atropos.tools.registry import build_tool_registry
+
+from .conftest import until
+
+
+class HeldExecutor:
+    """Stands in for a ToolExecutor with `slots` slots."""
+
+    def __init__(self, slots: int = 4) -> None:
+        self.free = slots
+        self.leased: set[str] = set()
+        self.ran: list[Any] = []
+        self.hold = asyncio.Event()
+        self.error: Exception | None = None
+        self.changed = asyncio.Condition()
+        self.tools = build_tool_registry()
+
+    async def slot(self, trajectory_id: str) -> object:
+        async with self.changed:
+            await self.changed.wait_for(lambda: self.free > 0)
+            self.free -= 1
+            self.leased.add(trajectory_id)
+        return object()
+
+    async def execute(self, trajectory_id: str, call: ToolCall) -> ToolResult:
+        assert trajectory_id in self.leased
+        if self.error is not None:
+            raise self.error
+        if call.name == "hang":
+            await self.hold.wait()
+        self.ran.append(call.arguments)
+        return ToolResult(success=True, output=f"ran {call.name}")
+
+    async def release_trajectory(self, trajectory_id: str, reset_workspace: bool = True) -> None:
+        async with self.changed:
+            if trajectory_id in self.leased:
+                self.leased.discard(trajectory_id)
+                self.free += 1
+                self.changed.notify_all()
+
+
+@contextlib.asynccontextmanager
+async def api(executor: HeldExecutor, **settings: Any) -> AsyncGenerator[httpx.AsyncClient, None]:
+    app = create_executor_app(ExecutorServerSettings(token=SecretStr("x"), **settings), executor=executor)
+    async with app.router.lifespan_context(app):
+        transport = httpx.ASGITransport(app=app)
+        async with httpx.AsyncClient(
+            transport=transport, base_url="http://test", headers={"Authorization": "Bearer x"}
+        ) as client:
+            yield client
+            executor.hold.set()
+    assert executor.leased == set(), "a lease outlived the server"
+
+
+@pytest.fixture
+def executor() -> HeldExecutor:
+    return HeldExecutor()
+
+
+CALL = {"name": "terminal", "arguments": {"command": "true"}, "id": "c1"}
+
+
+async def test_open_call_end(executor: HeldExecutor):
+    async with api(executor) as client:
+        opened = await client.post("/trajectories", json={})
+        assert opened.status_code == 201
+        path = opened.headers["Location"]
+        answer = (await client.post(f"{path}/calls", json=CALL)).json()
+        assert (answer["state"], answer["result"]["output"]) == ("done", "ran terminal")
+        assert (await client.get(path)).json()["calls"] == 1
+        assert (await client.delete(path)).json() == {"ended": True}
+        assert (await client.delete(path)).json() == {"ended": False}
+        assert (await client.get(path)).status_code == 404
+        assert (await client.post(f"{path}/calls", json=CALL)).status_code == 404
+        assert executor.free == 4
+
+
+async def test_opening_again_under_an_id_answers_the_same_trajectory(executor: HeldExecutor):
+    async with api(executor) as client:
+        first = await client.post("/trajectories", json={"trajectory_id": "mine"})
+        again = await client.post("/trajectories", json={"trajectory_id": "mine"})
+        assert (first.status_code, again.status_code) == (201, 200)
+        assert len(executor.leased) == 1
+
+
+async def test_when_full_it_says_when_to_come_back_and_leaks_nothing(executor: HeldExecutor):
+    async with api(executor, acquire_s=0.05) as client:
+        answers = await asyncio.gather(*(client.post("/trajectories", json={}) for _ in range(7)))
+        assert sorted(answer.status_code for answer in answers) == [201] * 4 + [429] * 3
+        refused = next(answer for answer in answers if answer.status_code == 429)
+        assert refused.json()["code"] == "acquire_timeout"
+        assert int(refused.headers["Retry-After"]) >= 1
+        assert len((await client.get("/trajectories")).json()["trajectories"]) == 4
+        opened = next(answer for answer in answers if answer.status_code == 201)
+        await client.delete(opened.headers["Location"])
+        assert (await client.post("/trajectories", json={})).status_code == 201
+
+
+async def test_a_call_sent_again_is_not_run_again(executor: HeldExecutor):
+    async with api(executor) as client:
+        path = (await client.post("/trajectories", json={})).headers["Location"] + "/calls"
+        anonymous = {"name": "terminal", "arguments": {"command": "true"}}
+        for _ in range(3):
+            answer = await client.post(path, json=anonymous, headers={"Idempotency-Key": "k1"})
+            assert answer.json()["call_id"] == "k1"
+        assert len(executor.ran) == 1
+        other = await client.post(path, json={**anonymous, "arguments": {}}, headers={"Idempotency-Key": "k1"})
+        assert (other.status_code, other.json()["code"]) == (409, "call_id_reused")
+        both = await client.post(path, json=CALL, headers={"Idempotency-Key": "k2"})
+        assert both.status_code == 422
+
+
+async def test_a_client_that_lost_its_connection_gets_the_result_later(executor: HeldExecutor):
+    async with api(executor) as client:
+        path = (await client.post("/trajectories", json={})).headers["Location"] + "/calls"
+        lost = asyncio.create_task(client.post(path, json={"name": "hang", "id": "h"}))
+        await asyncio.sleep(0.05)
+        lost.cancel()
+        await asyncio.gather(lost, return_exceptions=True)
+        assert (await client.get(f"{path}/h")).status_code == 202
+        executor.hold.set()
+        assert (await client.post(path, json={"name": "hang", "id": "h"})).json()["result"]["output"] == "ran hang"
+        assert (await client.get(f"{path}/h")).json()["state"] == "done"
+        assert len(executor.ran) == 1
+
+
+async def test_a_long_call_answers_events(executor: HeldExecutor, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("atropos.api.executor_api._WAITING_S", 0.01)
+    async with api(executor) as client:
+        path = (await client.post("/trajectories", json={})).headers["Location"] + "/calls"
+
+        async def let_go() -> None:
+            await asyncio.sleep(0.1)
+            executor.hold.set()
+
+        answer, _ = await asyncio.gather(
+            client.post(path, json={"name": "hang", "id": "h"}, headers={"Accept": "text/event-stream"}), let_go()
+        )
+        assert answer.headers["content-type"].startswith("text/event-stream")
+        events = [block.split("\n") for block in answer.text.strip().split("\n\n")]
+        names = [lines[0].removeprefix("event: ") for lines in events]
+        assert names[0] == "accepted"
+        assert "waiting" in names
+        assert names[-1] == "result"
+        assert json.loads(events[-1][1].removeprefix("data: "))["result"]["output"] == "ran hang"
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "code"),
+    [(SlotLost("gone"), 410, "slot_lost"), (OutcomeUnknown("who knows"), 409, "outcome_unknown")],
+)
+async def test_an_infrastructure_failure_is_told_as_such_and_breaks_the_trajectory(
+    executor: HeldExecutor, error: Exception, status: int, code: str
+):
+    async with api(executor) as client:
+        path = (await client.post("/trajectories", json={})).headers["Location"]
+        executor.error = error
+        answer = await client.post(f"{path}/calls", json=CALL)
+        assert (answer.status_code, answer.json()["code"]) == (status, code)
+        executor.error = None
+        assert (await client.post(f"{path}/calls", json={**CALL, "id": "c2"})).json()["code"] == code
+        assert (await client.get(path)).json()["state"] == "broken"
+        events = await client.post(f"{path}/calls", json=CALL, headers={"Accept": "text/event-stream"})
+        assert f'"code":"{code}"' in events.text
+
+
+async def test_a_trajectory_nobody_comes_back_to_ends(executor: HeldExecutor):
+    async with api(executor) as client:
+        for _ in range(3):
+            await client.post("/trajectories", json={"ttl_s": 0.1})
+        kept = (await client.post("/trajectories", json={"ttl_s": 60})).headers["Location"]
+        await until(lambda: executor.free == 3)
+        assert (await client.get(kept)).status_code == 200
+
+
+async def test_a_running_call_keeps_its_trajectory_alive(executor: HeldExecutor):
+    async with api(executor) as client:
+        path = (await client.post("/trajectories", json={"ttl_s": 0.1})).headers["Location"] + "/calls"
+        call = asyncio.create_task(client.post(path, json={"name": "hang"}))
+        await asyncio.sleep(0.5)
+        executor.hold.set()
+        assert (await call).status_code == 200
+
+
+async def test_ending_a_trajectory_interrupts_its_calls(executor: HeldExecutor):
+    async with api(executor) as client:
+        path = (await client.post("/trajectories", json={})).headers["Location"]
+        call = asyncio.create_task(client.post(f"{path}/calls", json={"name": "hang"}))
+        await asyncio.sleep(0.05)
+        await client.delete(path)
+        answer = await call
+        assert (answer.status_code, answer.json()["code"]) == (410, "lease_expired")
+
+
+async def test_ending_a_trajectory_that_still_waits_for_its_slot_leaks_nothing(executor: HeldExecutor):
+    executor.free = 0
+    async with api(executor) as client:
+        waiting = asyncio.create_task(client.post("/trajectories", json={"trajectory_id": "w"}))
+        await asyncio.sleep(0.05)
+        assert (await client.delete("/trajectories/w")).json() == {"ended": True}
+        assert (await waiting).status_code == 410
+        async with executor.changed:
+            executor.free = 1
+            executor.changed.notify_all()
+        assert (await client.post("/trajectories", json={"trajectory_id": "w"})).status_code == 201
+
+
+async def test_too_many_waiting_calls_are_refused(executor: HeldExecutor):
+    async with api(executor, max_pending=2) as client:
+        path = (await client.post("/trajectories", json={})).headers["Location"] + "/calls"
+        calls = [asyncio.create_task(client.post(path, json={"name": "hang"})) for _ in range(2)]
+        await asyncio.sleep(0.05)
+        assert (await client.post(path, json={"name": "hang"})).status_code == 429
+        executor.hold.set()
+        assert {(await call).status_code for call in calls} == {200}
+
+
+async def test_finished_calls_are_remembered_within_a_bound(executor: HeldExecutor):
+    async with api(executor, remembered=5) as client:
+        path = (await client.post("/trajectories", json={})).headers["Location"] + "/calls"
+        for number in range(20):
+            await client.post(path, json={**CALL, "id": f"c{number}"})
+        assert (await client.get(f"{path}/c0")).status_code == 404
+        assert (await client.get(f"{path}/c19")).status_code == 200
+
+
+async def test_no_token_runs_nothing(executor: HeldExecutor):
+    async with api(executor) as client:
+        del client.headers["Authorization"]
+        for method, path in [
+            ("POST", "/trajectories"),
+            ("GET", "/trajectories"),
+            ("GET", "/tools"),
+            ("DELETE", "/trajectories/x"),
+            ("POST", "/trajectories/x/calls"),
+        ]:
+            assert (await client.request(method, path, json={})).status_code == 401
+        assert executor.leased == set()
+
+
+@pytest.mark.parametrize(
+    "body",
+    [b"", b"[]", b'{"ttl_s": -1}', b'{"trajectory_id": "a/b"}', b'{"ttl_s": 1e999}', b'{"x": 1}', b'{"ttl_s": NaN}'],
+)
+async def test_nonsense_is_422(executor: HeldExecutor, body: bytes):
+    async with api(executor) as client:
+        answer = await client.post("/trajectories", content=body, headers={"Content-Type": "application/json"})
+        assert answer.status_code == 422
+        assert answer.json()["code"] == "invalid"
