@@ -1,0 +1,81 @@
+"""The command line of bubblewrap for one slot: a pure function, so that what a slot sees stands in one place."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from atropos.sandbox.runtime import INSIDE
+from atropos.sandbox.spawner import SECCOMP_FD, STATUS_FD
+from atropos.sandbox.volumes import Base, Volume
+
+CAPABILITIES = (
+    "CHOWN",
+    "DAC_OVERRIDE",
+    "FOWNER",
+    "FSETID",
+    "SETUID",
+    "SETGID",
+    "KILL",
+    "NET_BIND_SERVICE",
+    "SYS_CHROOT",
+    "SETPCAP",
+    "SETFCAP",
+)
+"""Those of a usual container, inside the slot's own user namespace; outside of it they mean nothing."""
+
+
+def command(bwrap: str, volume: Volume, base: Base, empty: str, runner: Sequence[str]) -> list[str]:
+    """Arguments that start `runner` as PID 1 on a volume's mounts. Bubblewrap runs as root of the slot's namespace."""
+    capabilities = [part for name in CAPABILITIES for part in ("--cap-add", f"CAP_{name}")]
+    hosts = [part for name in base.host_folders for part in ("--ro-bind", f"{volume.folder}/host-{name}", f"/{name}")]
+    return [
+        bwrap,
+        "--unshare-pid",
+        "--unshare-net",
+        "--unshare-ipc",
+        "--unshare-uts",
+        "--unshare-cgroup",
+        "--hostname",
+        "atropos",
+        "--die-with-parent",
+        "--new-session",
+        "--as-pid-1",
+        "--cap-drop",
+        "ALL",
+        *capabilities,
+        "--clearenv",
+        "--setenv",
+        "LC_ALL",
+        "C",
+        "--bind",
+        volume.root,
+        "/",
+        *hosts,
+        "--ro-bind",
+        f"{volume.folder}/runtime",
+        INSIDE,
+        # even a foreign loader reads this file: it would run code of a snapshot's maker in PID 1
+        "--ro-bind",
+        empty,
+        "/etc/ld.so.preload",
+        "--proc",
+        "/proc",
+        "--dev",
+        "/dev",
+        "--dev-bind",
+        f"{volume.folder}/pts",
+        "/dev/pts",
+        "--bind",
+        f"{volume.data}/shm",
+        "/dev/shm",
+        "--remount-ro",
+        "/dev",
+        "--chdir",
+        "/",
+        "--seccomp",
+        str(SECCOMP_FD),
+        "--json-status-fd",
+        str(STATUS_FD),
+        "--",
+        *runner,
+    ]

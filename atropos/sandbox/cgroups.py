@@ -1,0 +1,339 @@
+"""Per-slot limits of memory, processes and CPU, on cgroup v1 and v2.
+
+The root phase makes one directory of our own in every hierarchy and gives it to the server's uid (`claim`); the server
+makes and removes a child of it for each slot (`SlotCgroup`). What a host doesn't offer is named in `missing`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from atropos.config import SlotLimits
+from atropos.sandbox import syscalls
+
+CONTROLLERS = ("memory", "pids", "cpu")
+PREFIX = "atropos-"
+_MIB = 1024 * 1024
+_OWN_PROCESSES = 2
+"""bwrap's monitor and the runner count in a slot's cgroup and are not the program's."""
+
+
+@dataclass(frozen=True)
+class Tree:
+    """One hierarchy's directory of ours, and the controllers that work in it."""
+
+    version: int
+    path: str
+    controllers: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Cgroups:
+    """All hierarchies that the root phase could claim, and why the other controllers are missing."""
+
+    trees: tuple[Tree, ...] = ()
+    missing: dict[str, str] = field(default_factory=dict[str, str])
+
+
+@dataclass(frozen=True)
+class _Hierarchy:
+    """A line of /proc/self/cgroup."""
+
+    version: int
+    controllers: tuple[str, ...]
+    path: str
+
+
+def _hierarchies(text: str) -> Iterator[_Hierarchy]:
+    for line in text.splitlines():
+        number, names, path = line.split(":", 2)
+        controllers = tuple(name for name in names.split(",") if name)
+        if number == "0":
+            yield _Hierarchy(2, (), path)
+        elif not any(name.startswith("name=") for name in controllers):
+            yield _Hierarchy(1, controllers, path)
+
+
+def own_name() -> str:
+    """A directory name that tells which process made it, so that a later server can sweep what a killed one left."""
+    return f"{PREFIX}{os.getpid()}-{_start_time(os.getpid())}"
+
+
+def _start_time(pid: int) -> str:
+    with open(f"/proc/{pid}/stat", "rb") as file:
+        return file.read().rpartition(b")")[2].split()[19].decode()
+
+
+def sweep(parent: Path) -> None:
+    """Remove the directories of servers that are no more."""
+    with contextlib.suppress(OSError):
+        for entry in parent.glob(f"{PREFIX}*"):
+            pid, _, started = entry.name.removeprefix(PREFIX).partition("-")
+            try:
+                alive = _start_time(int(pid)) == started
+            except (OSError, ValueError):
+                alive = False
+            if not alive:
+                _remove_tree(entry)
+
+
+def _remove_tree(path: Path) -> None:
+    with contextlib.suppress(OSError):
+        for child in path.iterdir():
+            if child.is_dir():
+                _remove_tree(child)
+    with contextlib.suppress(OSError):
+        path.rmdir()
+
+
+def claim(mounts: str, uid: int, gid: int) -> Cgroups:
+    """Make our directory in every hierarchy that offers a controller, owned by `uid`. Run before privilege is left.
+
+    Args:
+        mounts: a folder in which hierarchies may be mounted.
+        uid: the server's uid, as seen from here.
+        gid: its gid.
+    """
+    trees: list[Tree] = []
+    missing: dict[str, str] = {}
+    with open("/proc/self/cgroup", encoding="utf-8") as file:
+        hierarchies = list(_hierarchies(file.read()))
+    for hierarchy in hierarchies:
+        wanted = [name for name in hierarchy.controllers if name in CONTROLLERS]
+        if hierarchy.version == 1 and not wanted:
+            continue
+        try:
+            tree = (
+                _claim_v1(hierarchy, mounts, uid, gid)
+                if hierarchy.version == 1
+                else _claim_v2(hierarchy, mounts, uid, gid)
+            )
+        except OSError as error:
+            missing.update(dict.fromkeys(wanted or (), str(error)))
+            if hierarchy.version == 2:
+                missing["v2"] = str(error)
+        else:
+            if tree.controllers:
+                trees.append(tree)
+    had = {name for tree in trees for name in tree.controllers}
+    reason = missing.pop("v2", "no cgroup hierarchy offers it")
+    for name in CONTROLLERS:
+        if name in had:
+            missing.pop(name, None)
+        else:
+            missing.setdefault(name, reason)
+    return Cgroups(tuple(trees), missing)
+
+
+def _mounted(hierarchy: _Hierarchy, mounts: str) -> Path:
+    """The hierarchy's mount point: one of our own, or the one that is there when ours is refused."""
+    kind, name = ("cgroup2", "unified") if hierarchy.version == 2 else ("cgroup", ",".join(hierarchy.controllers))
+    target = Path(mounts, name)
+    target.mkdir(parents=True, exist_ok=True)
+    try:
+        syscalls.mount("none", str(target), kind, 0, None if hierarchy.version == 2 else name)
+    except OSError:
+        with open("/proc/self/mountinfo", encoding="utf-8") as file:
+            for line in file:
+                left, _, right = line.partition(" - ")
+                fields, (found, _source, options) = left.split(), right.split()[:3]
+                if found == kind and (kind == "cgroup2" or set(hierarchy.controllers) <= set(options.split(","))):
+                    return Path(fields[4])
+        raise
+    return target
+
+
+def _claim_v1(hierarchy: _Hierarchy, mounts: str, uid: int, gid: int) -> Tree:
+    parent = Path(f"{_mounted(hierarchy, mounts)}/{hierarchy.path}")
+    sweep(parent)
+    ours = parent / own_name()
+    ours.mkdir()
+    _give(ours, uid, gid)
+    return Tree(1, str(ours), tuple(name for name in hierarchy.controllers if name in CONTROLLERS))
+
+
+def _claim_v2(hierarchy: _Hierarchy, mounts: str, uid: int, gid: int) -> Tree:
+    mount = _mounted(hierarchy, mounts)
+    own = Path(f"{mount}/{hierarchy.path}")
+    offered = set((own / "cgroup.controllers").read_text().split()) & set(CONTROLLERS)
+    if not offered:
+        return Tree(2, str(own), ())
+    error: OSError | None = None
+    # A cgroup with processes of its own can't hand controllers down, so ours is made where that works: under the own
+    # cgroup when everything in it can be moved to a leaf, else beside it.
+    for parent in dict.fromkeys((own, own.parent if own != mount else own)):
+        try:
+            return _claim_v2_under(parent, uid, gid)
+        except OSError as failed:
+            error = error or failed
+    raise error or OSError("no place for a cgroup")
+
+
+def _claim_v2_under(parent: Path, uid: int, gid: int) -> Tree:
+    sweep(parent)
+    ours = parent / own_name()
+    ours.mkdir()
+    try:
+        offered = [name for name in CONTROLLERS if name in (parent / "cgroup.controllers").read_text().split()]
+        server = ours / "server"
+        server.mkdir()
+        (server / "cgroup.procs").write_text("0")
+        enabled = (parent / "cgroup.subtree_control").read_text().split()
+        if not set(offered) <= set(enabled):
+            _empty_into_leaf(parent)
+            (parent / "cgroup.subtree_control").write_text(" ".join(f"+{name}" for name in offered))
+        (ours / "cgroup.subtree_control").write_text(" ".join(f"+{name}" for name in offered))
+    except OSError:
+        with contextlib.suppress(OSError):
+            (parent / "cgroup.procs").write_text("0")
+        _remove_tree(ours)
+        raise
+    _give(ours, uid, gid)
+    _give(server, uid, gid)
+    return Tree(2, str(ours), tuple(offered))
+
+
+def _empty_into_leaf(parent: Path) -> None:
+    """Move what runs in the container's root cgroup to a leaf; only where that is the whole container's own."""
+    if not (parent / "cgroup.type").exists():
+        return  # the real root may hold processes and hand controllers down alike
+    others = [pid for pid in (parent / "cgroup.procs").read_text().split() if int(pid) != os.getpid()]
+    if others and os.getpid() != 1 and os.getppid() not in (0, 1):
+        raise OSError(f"{len(others)} other processes run in this server's cgroup; start it in a scope of its own")
+    leaf = parent / f"{PREFIX}rest"
+    with contextlib.suppress(FileExistsError):
+        leaf.mkdir()
+    for pid in others:
+        with contextlib.suppress(ProcessLookupError):
+            (leaf / "cgroup.procs").write_text(pid)
+
+
+def _give(path: Path, uid: int, gid: int) -> None:
+    if uid == os.geteuid():
+        return
+    for name in ("", "cgroup.procs", "cgroup.threads", "cgroup.subtree_control", "tasks"):
+        with contextlib.suppress(FileNotFoundError):
+            os.chown(path / name, uid, gid)
+
+
+def settings(tree: Tree, limits: SlotLimits) -> list[tuple[str, str, bool]]:
+    """What to write into a slot's directory: (file, value, whether a missing file is an error)."""
+    memory, pids = str(limits.memory_mib * _MIB), str(limits.pids + _OWN_PROCESSES)
+    quota = None if limits.cpu_quota is None else max(1000, int(limits.cpu_quota * 100_000))
+    lines: list[tuple[str, str, bool]] = []
+    if "memory" in tree.controllers and tree.version == 1:
+        lines += [
+            ("memory.limit_in_bytes", memory, True),
+            ("memory.memsw.limit_in_bytes", memory, False),
+            # TCP buffers are not charged to the limit above on v1: 2 GB could be queued in a 400 MB container
+            ("memory.kmem.tcp.limit_in_bytes", str(limits.memory_mib * _MIB // 8), False),
+        ]
+    elif "memory" in tree.controllers:
+        lines += [("memory.max", memory, True), ("memory.swap.max", "0", False), ("memory.oom.group", "0", False)]
+    if "pids" in tree.controllers:
+        lines.append(("pids.max", pids, True))
+    if "cpu" in tree.controllers and tree.version == 1:
+        lines.append(("cpu.shares", str(max(2, limits.cpu_weight * 1024 // 100)), True))
+        if quota is not None:
+            lines += [("cpu.cfs_period_us", "100000", True), ("cpu.cfs_quota_us", str(quota), True)]
+    elif "cpu" in tree.controllers:
+        lines.append(("cpu.weight", str(limits.cpu_weight), True))
+        if quota is not None:
+            lines.append(("cpu.max", f"{quota} 100000", True))
+    return lines
+
+
+_EVENTS = {  # (version, controller) -> (file, key, the limit it tells of)
+    (1, "memory"): ("memory.oom_control", b"oom_kill ", "memory"),
+    (2, "memory"): ("memory.events", b"oom_kill ", "memory"),
+    (1, "pids"): ("pids.events", b"max ", "pids"),
+    (2, "pids"): ("pids.events", b"max ", "pids"),
+}
+
+
+class SlotCgroup:
+    """The cgroups of one slot, from before its first process until after its last."""
+
+    def __init__(self, cgroups: Cgroups, name: str, limits: SlotLimits) -> None:
+        self.paths: list[str] = []
+        self._events: list[tuple[int, bytes, str]] = []
+        try:
+            for tree in cgroups.trees:
+                path = f"{tree.path}/{name}"
+                os.mkdir(path)
+                self.paths.append(path)
+                for file, value, needed in settings(tree, limits):
+                    _write(f"{path}/{file}", value, needed=needed)
+                self._watch(tree, path)
+        except OSError:
+            self.remove()
+            raise
+
+    def _watch(self, tree: Tree, path: str) -> None:
+        for controller in tree.controllers:
+            event = _EVENTS.get((tree.version, controller))
+            if event is not None:
+                self._events.append((os.open(f"{path}/{event[0]}", os.O_RDONLY | os.O_CLOEXEC), event[1], event[2]))
+
+    def counts(self) -> dict[str, int]:
+        """How often each limit has stopped a program so far, by the limit's name."""
+        found: dict[str, int] = {}
+        for fd, key, limit in self._events:
+            text = os.pread(fd, 4096, 0)
+            at = text.find(key)
+            if at >= 0:
+                found[limit] = int(text[at + len(key) :].split(None, 1)[0])
+        return found
+
+    def processes(self) -> int:
+        """Processes that are still in it."""
+        if not self.paths:
+            return 0
+        with open(f"{self.paths[0]}/cgroup.procs", "rb") as file:
+            return len(file.read().split())
+
+    def remove(self) -> bool:
+        """Remove the directories; False when one is still in use."""
+        for fd, _, _ in self._events:
+            os.close(fd)
+        self._events = []
+        left: list[str] = []
+        for path in self.paths:
+            try:
+                os.rmdir(path)
+            except FileNotFoundError:
+                pass
+            except OSError:
+                left.append(path)
+        self.paths = left
+        return not left
+
+
+def _write(path: str, value: str, *, needed: bool) -> None:
+    try:
+        fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        if needed:
+            raise
+        return
+    try:
+        os.write(fd, value.encode())
+    except OSError as error:
+        if needed:
+            raise OSError(error.errno, f"{path} = {value}: {error.strerror}") from error
+    finally:
+        os.close(fd)
+
+
+def release(cgroups: Cgroups) -> None:
+    """Remove our directories when the server ends; what can't be removed now is swept by the next server."""
+    for tree in cgroups.trees:
+        path = Path(tree.path)
+        if tree.version == 2:
+            with contextlib.suppress(OSError):
+                (path.parent / "cgroup.procs").write_text("0")
+        _remove_tree(path)

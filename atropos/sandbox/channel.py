@@ -1,0 +1,224 @@
+"""The server's end of a runner's socket. Every byte that comes from it is untrusted.
+
+A slot's PID 1 shares a machine with programs that a model wrote; if one ever took it over, what it sends must not do more
+than end its own slot. So an answer is taken only for a question that is open, of the kind that was asked for, within
+sizes, and through the wire's own models.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import marshal
+import os
+import socket
+from collections.abc import Callable
+from typing import Any
+
+from pydantic import ValidationError
+
+from atropos.wire import MAX_FILE_BYTES, OP_RESULT, OpResult
+
+_MAX_HEADER = 32 * 1024 * 1024
+_MAX_QUEUED = 128 * 1024 * 1024
+_READ = 1 << 18
+_BLOBS = frozenset(("output", "stdout", "stderr", "data"))
+_KINDS = {
+    "exec": "exec_result",
+    "read_file": "file_result",
+    "write_file": "done",
+    "search": "search_result",
+    "untar": "done",
+    "tar": "file_result",
+    "quiesce": "done",
+    "proc_start": "proc_state",
+    "proc_read": "proc_state",
+    "proc_write": "done",
+    "proc_kill": "proc_state",
+    "proc_list": "proc_listing",
+}
+
+
+class ProtocolViolation(Exception):
+    """The runner sent what a runner doesn't send."""
+
+
+class Channel:
+    """Frames to and from one runner."""
+
+    def __init__(self, sock: socket.socket, *, output_bytes: int, on_broken: Callable[[str], None]) -> None:
+        sock.setblocking(False)
+        self._sock = sock
+        self._fd = sock.fileno()
+        self._loop = asyncio.get_running_loop()
+        self._on_broken = on_broken
+        self._output_bytes = output_bytes
+        self._max_frame = max(MAX_FILE_BYTES, 3 * (output_bytes + 200), 4_100_000) + _MAX_HEADER
+        self._buffer = bytearray()
+        self._queue: list[bytes] = []
+        self._queued = 0
+        self._open: dict[int, tuple[str, asyncio.Future[OpResult] | None]] = {}
+        self._number = 0
+        self.ready: asyncio.Future[None] = self._loop.create_future()
+        self.closed = False
+        self._loop.add_reader(self._fd, self._readable)
+
+    def __repr__(self) -> str:
+        return f"<Channel {len(self._open)} open calls, {self._queued} bytes queued{', closed' if self.closed else ''}>"
+
+    def start(self, environment: dict[str, str], output_bytes: int, wall_s: float) -> None:
+        """Send the first message; `ready` is done when the runner has answered."""
+        self._send(0, "init", {"environment": environment, "output_bytes": output_bytes, "wall_s": wall_s})
+
+    def call(self, op: str, arguments: dict[str, Any]) -> tuple[int, asyncio.Future[OpResult]]:
+        """Hand an operation over; the future gets its result, or an exception when the channel breaks."""
+        self._number += 1
+        future: asyncio.Future[OpResult] = self._loop.create_future()
+        self._open[self._number] = (op, future)
+        self._send(self._number, op, arguments)
+        return self._number, future
+
+    def cancel(self, number: int, *, forget: bool = False) -> None:
+        """Ask for a call's end; with `forget`, nobody waits for its answer any more."""
+        op, _ = self._open.get(number, (None, None))
+        if op is None or self.closed:
+            return
+        if forget:
+            self._open[number] = (op, None)
+        self._send(number, "cancel", {})
+
+    def close(self, error: Exception) -> None:
+        """End the channel; open calls get `error`."""
+        if self.closed:
+            return
+        self.closed = True
+        self._loop.remove_reader(self._fd)
+        self._loop.remove_writer(self._fd)
+        self._sock.close()
+        waiting, self._open = self._open, {}
+        for _, future in waiting.values():
+            if future is not None and not future.done():
+                future.set_exception(error)
+        if not self.ready.done():
+            self.ready.set_exception(error)
+            self.ready.exception()  # nobody may be waiting for it
+        self._buffer.clear()
+        self._queue.clear()
+
+    # -------------------------------------------------------------------------------------------------------- sending
+
+    def _send(self, number: int, op: str, arguments: dict[str, Any]) -> None:
+        if self.closed:
+            return
+        body = marshal.dumps((number, op, arguments))
+        frame = len(body).to_bytes(4, "little") + body
+        if not self._queue:
+            try:
+                sent = os.write(self._fd, frame)
+            except BlockingIOError:
+                sent = 0
+            except OSError as error:
+                self._break(f"its socket: {error.strerror}")
+                return
+            if sent == len(frame):
+                return
+            frame = frame[sent:]
+            self._loop.add_writer(self._fd, self._writable)
+        self._queue.append(frame)
+        self._queued += len(frame)
+        if self._queued > _MAX_QUEUED:
+            self._break("it doesn't read what it is sent")
+
+    def _writable(self) -> None:
+        while self._queue:
+            frame = self._queue[0]
+            try:
+                sent = os.write(self._fd, frame)
+            except BlockingIOError:
+                return
+            except OSError as error:
+                self._break(f"its socket: {error.strerror}")
+                return
+            self._queued -= sent
+            if sent < len(frame):
+                self._queue[0] = frame[sent:]
+                return
+            self._queue.pop(0)
+        self._loop.remove_writer(self._fd)
+
+    # ------------------------------------------------------------------------------------------------------ receiving
+
+    def _readable(self) -> None:
+        try:
+            data = os.read(self._fd, _READ)
+        except BlockingIOError:
+            return
+        except OSError as error:
+            self._break(f"its socket: {error.strerror}")
+            return
+        if not data:
+            self._break("PID 1 of the slot ended")
+            return
+        try:
+            self._take(data)
+        except ProtocolViolation as error:
+            self._break(f"PID 1 of the slot broke the protocol: {error}")
+
+    def _take(self, data: bytes) -> None:
+        buffer = self._buffer
+        if not buffer and len(data) >= 8 and len(data) == 4 + int.from_bytes(data[:4], "little"):
+            self._frame(data[4:])
+            return
+        buffer += data
+        while len(buffer) >= 4 and not self.closed:
+            size = int.from_bytes(buffer[:4], "little")
+            if size > self._max_frame or size < 4:
+                raise ProtocolViolation(f"a frame of {size} bytes")
+            if not self._open and self.ready.done():
+                raise ProtocolViolation("a frame that answers nothing")
+            if len(buffer) < 4 + size:
+                return
+            frame = bytes(memoryview(buffer)[4 : 4 + size])
+            del buffer[: 4 + size]
+            self._frame(frame)
+
+    def _frame(self, frame: bytes) -> None:
+        length = int.from_bytes(frame[:4], "little")
+        if len(frame) < 4 + length:
+            raise ProtocolViolation("a header longer than its frame")
+        try:
+            header = json.loads(frame[4 : 4 + length])
+            number, fields, blobs = header["id"], header["r"], header["b"]
+            at = 4 + length
+            for name, size in blobs:
+                if name not in _BLOBS or size < 0 or at + size > len(frame):
+                    raise ProtocolViolation("a piece that isn't there")
+                fields[name] = frame[at : at + size]
+                at += size
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            raise ProtocolViolation(f"a header that isn't one ({type(error).__name__})") from None
+        if at != len(frame):
+            raise ProtocolViolation("bytes beyond its pieces")
+        if number == 0 and not self.ready.done() and isinstance(fields, dict) and fields.get("kind") == "ready":
+            self.ready.set_result(None)
+            return
+        self._result(number, fields)
+
+    def _result(self, number: Any, fields: Any) -> None:
+        if not isinstance(number, int) or number not in self._open:
+            raise ProtocolViolation("an answer to a question that isn't open")
+        op, future = self._open.pop(number)
+        try:
+            result = OP_RESULT.validate_python(fields)
+        except ValidationError as error:
+            raise ProtocolViolation(f"a result that isn't one ({error.error_count()} errors)") from None
+        if result.kind not in (_KINDS[op], "op_error"):
+            raise ProtocolViolation(f"a {result.kind} in answer to {op}")
+        if result.kind == "exec_result" and len(result.output) > self._output_bytes + 200:
+            raise ProtocolViolation("more output than the bound")
+        if future is not None and not future.done():
+            future.set_result(result)
+
+    def _break(self, reason: str) -> None:
+        if not self.closed:
+            self._on_broken(reason)

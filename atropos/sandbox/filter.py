@@ -1,0 +1,170 @@
+"""The seccomp filter of every slot, as a BPF program for bubblewrap.
+
+Built with libseccomp, in front of which stand a few instructions of our own: for calls that this libseccomp has no name
+for, and for the x32 numbers, the kernel's answer is ENOSYS, so that programs fall back as on an older kernel.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import platform
+import struct
+import tempfile
+from typing import Any
+
+from atropos.errors import IsolationUnavailable
+
+REFUSED = (  # noqa: SIM905
+    # keys of the host's user; memory that others handle; rings and counters of the kernel
+    "keyctl add_key request_key userfaultfd io_uring_setup io_uring_enter io_uring_register io_setup io_submit io_destroy "
+    "io_cancel io_getevents io_pgetevents bpf perf_event_open kcmp pidfd_getfd fanotify_init fanotify_mark "
+    "name_to_handle_at open_by_handle_at memfd_secret modify_ldt "
+    # mounts and namespaces
+    "mount umount umount2 pivot_root unshare setns fsopen fsconfig fsmount fspick move_mount open_tree open_tree_attr "
+    "mount_setattr listmount statmount "
+    "mbind set_mempolicy get_mempolicy set_mempolicy_home_node move_pages migrate_pages "
+    "lsm_get_self_attr lsm_set_self_attr lsm_list_modules quotactl quotactl_fd "
+    # the machine's own
+    "syslog acct swapon swapoff reboot sethostname setdomainname kexec_load kexec_file_load init_module finit_module "
+    "delete_module create_module query_module get_kernel_syms iopl ioperm settimeofday clock_settime clock_adjtime "
+    "adjtimex stime nfsservctl vhangup uselib lookup_dcookie sysfs ustat _sysctl afs_syscall tuxcall security "
+    "getpmsg putpmsg vserver"
+).split()
+MISSING = ("clone3",)
+"""Answered with ENOSYS: its flags lie in memory, where no filter sees them, and the C library then uses clone."""
+SOCKET_FAMILIES = (1, 2, 10, 16)
+"""AF_UNIX, AF_INET, AF_INET6, AF_NETLINK (and there NETLINK_ROUTE alone)."""
+PERSONALITIES = (0x0, 0x0008, 0x20000, 0x20008, 0x40000, 0x40008, 0xFFFFFFFF)
+"""Linux, with UNAME26, 32-bit address space limits and no randomisation (what setarch -R and gdb ask for)."""
+_NEW_NAMESPACES = (0x80, 0x20000, 0x2000000, 0x4000000, 0x8000000, 0x10000000, 0x20000000, 0x40000000)
+_TIOCSTI, _TIOCLINUX = 0x5412, 0x541C
+_LOW = 0xFFFFFFFF
+"""The kernel takes these arguments as 32 bits; a comparison of all 64 would miss a value with high bits set."""
+_AUDIT_ARCH = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
+_X32_BIT = 0x40000000
+
+
+def _binding() -> Any:
+    try:
+        import pyseccomp
+    except (ImportError, RuntimeError, OSError):
+        try:
+            # Debian's python3-seccomp, with the same names
+            import seccomp as pyseccomp  # pyright: ignore[reportMissingImports]
+        except ImportError as error:
+            raise IsolationUnavailable(
+                "libseccomp or its Python binding is missing: apt-get install libseccomp2, and pip install pyseccomp (or "
+                "apt-get install python3-seccomp)"
+            ) from error
+    return pyseccomp
+
+
+def program() -> bytes:
+    """The BPF program.
+
+    Raises:
+        IsolationUnavailable: libseccomp isn't there.
+    """
+    lib = _binding()
+    rules = lib.SyscallFilter(lib.ALLOW)
+    kill = getattr(lib, "KILL_PROCESS", lib.KILL)
+    rules.set_attr(lib.Attr.ACT_BADARCH, kill)
+    refuse = lib.ERRNO(errno.EPERM)
+    for name in REFUSED:
+        _rule(lib, rules, refuse, name)
+    for name in MISSING:
+        _rule(lib, rules, lib.ERRNO(errno.ENOSYS), name)
+    _arguments(lib, rules, refuse)
+    with tempfile.TemporaryFile() as file:
+        rules.export_bpf(file)
+        file.seek(0)
+        return _preamble(lib) + file.read()
+
+
+def _rule(lib: Any, rules: Any, action: Any, name: str, *arguments: Any) -> None:
+    try:
+        number = lib.resolve_syscall(
+            lib.system_arch() if callable(getattr(lib, "system_arch", None)) else lib.Arch(), name
+        )
+    except (ValueError, OSError, RuntimeError):
+        return
+    if number < 0:
+        return  # not a call of this machine
+    rules.add_rule(action, number, *arguments)
+
+
+def _arguments(lib: Any, rules: Any, refuse: Any) -> None:
+    def same(index: int, value: int) -> Any:
+        return lib.Arg(index, lib.MASKED_EQ, _LOW, value)
+
+    def has(index: int, bit: int) -> Any:
+        return lib.Arg(index, lib.MASKED_EQ, bit, bit)
+
+    for flag in _NEW_NAMESPACES:
+        _rule(lib, rules, refuse, "clone", has(0, flag))
+    for family in range(64):
+        if family not in SOCKET_FAMILIES:
+            for name in ("socket", "socketpair"):
+                _rule(lib, rules, refuse, name, same(0, family))
+    for bit in range(6, 32):
+        for name in ("socket", "socketpair"):
+            _rule(lib, rules, refuse, name, has(0, 1 << bit))
+    for bit in range(32):  # a protocol other than 0, NETLINK_ROUTE
+        _rule(lib, rules, refuse, "socket", same(0, 16), has(2, 1 << bit))
+    for request in (_TIOCSTI, _TIOCLINUX):
+        _rule(lib, rules, refuse, "ioctl", same(1, request))
+    for bit in range(32):  # limits of another process, PID 1 first of all; reading them is harmless
+        _rule(lib, rules, refuse, "prlimit64", has(0, 1 << bit), lib.Arg(2, lib.NE, 0))
+    for name in ("sched_setaffinity", "sched_setscheduler", "sched_setparam", "sched_setattr"):
+        _rule(lib, rules, refuse, name, same(0, 1))
+    for name in ("setpriority", "ioprio_set"):
+        _rule(lib, rules, refuse, name, same(1, 1))
+    _rule(lib, rules, refuse, "setpriority", same(0, 2))  # PRIO_USER: all of a user's, PID 1 among them
+    _rule(lib, rules, refuse, "ioprio_set", same(0, 3))
+    # personality: every flag that isn't one of those allowed; the query 0xffffffff has all bits, so it is told by one
+    # that no other has
+    allowed = 0x8 | 0x20000 | 0x40000
+    for bit in range(31):
+        if not allowed >> bit & 1:
+            _rule(lib, rules, refuse, "personality", lib.Arg(0, lib.MASKED_EQ, (1 << 31) | (1 << bit), 1 << bit))
+
+
+def _preamble(lib: Any) -> bytes:
+    """Instructions before libseccomp's: unknown numbers of this machine's own architecture answer ENOSYS."""
+    arch = _AUDIT_ARCH.get(platform.machine())
+    if arch is None:
+        return b""
+    highest = 0
+    for number in range(1024):
+        try:
+            name = lib.resolve_syscall(
+                lib.system_arch() if callable(getattr(lib, "system_arch", None)) else lib.Arch(), number
+            )
+        except (ValueError, OSError, RuntimeError):
+            continue
+        if name:
+            highest = number
+
+    def instruction(code: int, jt: int, jf: int, k: int) -> bytes:
+        return struct.pack("<HBBI", code, jt, jf, k)
+
+    load, equal, greater, answer = 0x20, 0x15, 0x25, 0x06
+    enosys = 0x00050000 | errno.ENOSYS
+    return b"".join(
+        (
+            instruction(load, 0, 0, 4),  # seccomp_data.arch
+            instruction(equal, 0, 3, arch),  # another: to libseccomp's part, which kills
+            instruction(load, 0, 0, 0),  # seccomp_data.nr
+            instruction(greater, 0, 1, highest),
+            instruction(answer, 0, 0, enosys),
+        )
+    )
+
+
+def descriptor(code: bytes) -> int:
+    """A descriptor from which bubblewrap reads the program once."""
+    fd = os.memfd_create("seccomp", os.MFD_CLOEXEC)
+    os.write(fd, code)
+    os.lseek(fd, 0, os.SEEK_SET)
+    return fd

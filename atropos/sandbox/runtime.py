@@ -1,0 +1,202 @@
+"""A private copy of the server's own Python for PID 1 of every slot, so that any base works and none is trusted.
+
+The interpreter, its libraries, its dynamic loader and the modules that the runner imports are copied to one folder,
+which each slot sees read-only at `/.atropos`. Search paths written into the binaries are blanked: they would name folders
+that a program in the slot could make and fill.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import struct
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from atropos.errors import IsolationUnavailable
+
+INSIDE = "/.atropos"
+_MODULES = [
+    "encodings.aliases",
+    "encodings.ascii",
+    "encodings.utf_8",
+    "encodings.latin_1",
+    "os",
+    "stat",
+    "posixpath",
+    "genericpath",
+    "codecs",
+    "io",
+    "abc",
+    "_collections_abc",
+    "marshal",
+    "select",
+    "time",
+    "errno",
+    "_signal",
+    "_json",
+    "_ctypes",
+    "re",
+    "fnmatch",
+    "fcntl",
+    "termios",
+    "tarfile",
+    "linecache",
+]
+_OPTIONAL = ("_sha256", "_sha2", "encodings.idna")
+_LIST = """
+import sys, json, importlib
+for name in {required!r}:
+    importlib.import_module(name)
+for name in {optional!r}:
+    try:
+        importlib.import_module(name)
+    except ImportError:
+        pass
+files = {{}}
+for name, module in list(sys.modules.items()):
+    spec = getattr(module, '__spec__', None)
+    files[name] = [getattr(spec, 'origin', None), getattr(module, '__file__', None), hasattr(module, '__path__')]
+import _imp, os
+stdlib = os.path.dirname(os.__file__) if getattr(os, '__file__', None) else None
+print(json.dumps([files, stdlib]))
+"""
+_PT_LOAD, _PT_DYNAMIC, _PT_INTERP = 1, 2, 3
+_DT_RPATH, _DT_RUNPATH, _DT_IGNORED = 15, 29, 0x6000_0001
+
+
+@dataclass(frozen=True)
+class Runtime:
+    """The folder of the copy, and the command line that starts the runner where it is seen at `INSIDE`."""
+
+    path: str
+    empty: str
+    argv: tuple[str, ...]
+
+
+def build(folder: str) -> Runtime:
+    """Copy what the runner needs to `folder`.
+
+    Raises:
+        IsolationUnavailable: this Python can't be copied (not an ELF program of this machine's own).
+    """
+    python = os.path.realpath(sys.executable)
+    loader = _interpreter(python)
+    os.makedirs(f"{folder}/lib", 0o755)
+    version = f"python{sys.version_info[0]}.{sys.version_info[1]}"
+    stdlib = Path(folder, "lib", version)
+    (stdlib / "lib-dynload").mkdir(parents=True)
+    _copy_binary(python, f"{folder}/python")
+    _copy_binary(loader, f"{folder}/ld.so")
+    extensions = _copy_modules(python, stdlib)
+    for library in _libraries(loader, [python, *extensions]):
+        _copy_binary(library, f"{folder}/lib/{os.path.basename(library)}")
+    _compile(str(Path(__file__).with_name("runner.py")), f"{folder}/runner.pyc")
+    empty = f"{folder}/empty"
+    Path(empty).touch(0o444)
+    argv = (f"{INSIDE}/ld.so", "--inhibit-cache", "--library-path", f"{INSIDE}/lib", f"{INSIDE}/python")
+    options = ("-I", "-S", "-B", "-X", "utf8", "-X", "frozen_modules=on", f"{INSIDE}/runner.pyc")
+    return Runtime(folder, empty, (*argv, *options))
+
+
+def _copy_modules(python: str, stdlib: Path) -> list[str]:
+    """Modules as bytecode without source; returns the extension modules, whose libraries are needed too."""
+    code = _LIST.format(required=_MODULES, optional=_OPTIONAL)
+    done = subprocess.run(
+        [sys.executable, "-I", "-S", "-c", code], capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL
+    )
+    if done.returncode:
+        raise IsolationUnavailable(f"{python} lacks a module that the runner needs: {done.stderr.strip()[-300:]}")
+    files, where = json.loads(done.stdout)
+    where = where or sysconfig_stdlib()
+    extensions: list[str] = []
+    for name, (origin, file, package) in files.items():
+        source = file
+        if origin == "frozen" and source is None:
+            tail = name.replace(".", "/") + ("/__init__.py" if package else ".py")
+            source = f"{where}/{tail}"
+        if source is None or name == "__main__" or not os.path.exists(source):
+            continue
+        if source.endswith(".so"):
+            extensions.append(source)
+            _copy_binary(source, f"{stdlib}/lib-dynload/{os.path.basename(source)}")
+        elif source.endswith(".py"):
+            relative = os.path.relpath(source, where)
+            if not relative.startswith(".."):
+                target = stdlib / f"{relative}c"
+                target.parent.mkdir(parents=True, exist_ok=True)
+                _compile(source, str(target))
+    return extensions
+
+
+def sysconfig_stdlib() -> str:
+    """The standard library's folder."""
+    import sysconfig
+
+    return sysconfig.get_path("stdlib")
+
+
+def _compile(source: str, target: str) -> None:
+    import _imp
+    import marshal
+
+    with open(source, "rb") as file:
+        text = file.read()
+    code = compile(text, os.path.basename(source), "exec", dont_inherit=True, optimize=2)
+    # flags 0b01: validated by hash, and never checked: there is no source beside it
+    header = importlib.util.MAGIC_NUMBER + (1).to_bytes(4, "little") + _imp.source_hash(0, text)[:8]
+    with open(target, "wb") as file:
+        file.write(header + marshal.dumps(code))
+
+
+def _libraries(loader: str, binaries: list[str]) -> list[str]:
+    """Every shared library that the binaries need, as the dynamic loader itself resolves them."""
+    found: dict[str, str] = {}
+    for binary in binaries:
+        done = subprocess.run([loader, "--list", binary], capture_output=True, text=True, check=False)
+        for line in done.stdout.splitlines():
+            name, arrow, rest = line.strip().partition(" => ")
+            if arrow:
+                path = rest.rsplit(" (", 1)[0]
+                if not path.startswith("/"):
+                    raise IsolationUnavailable(f"{binary} needs the library {name}, which is not there")
+                found[os.path.basename(name)] = path
+    return [path for name, path in found.items() if not name.startswith("ld-")]
+
+
+def _interpreter(binary: str) -> str:
+    with open(binary, "rb") as file:
+        data = file.read(8192)
+    for kind, offset, size, _ in _program_headers(data, binary):
+        if kind == _PT_INTERP:
+            return os.path.realpath(data[offset : offset + size].rstrip(b"\0").decode())
+    raise IsolationUnavailable(f"{binary} is linked statically or isn't an ELF program; use another Python")
+
+
+def _program_headers(data: bytes, name: str) -> list[tuple[int, int, int, int]]:
+    """(type, file offset, size in the file, address) of each program header of a 64-bit little-endian ELF file."""
+    if data[:6] != b"\x7fELF\x02\x01":
+        raise IsolationUnavailable(f"{name} is not a 64-bit little-endian ELF file; use another Python")
+    start, size, count = struct.unpack_from("<Q", data, 32)[0], *struct.unpack_from("<HH", data, 54)
+    headers: list[tuple[int, int, int, int]] = []
+    for index in range(count):
+        kind, _, offset, address, _, length = struct.unpack_from("<IIQQQQ", data, start + index * size)
+        headers.append((kind, offset, length, address))
+    return headers
+
+
+def _copy_binary(source: str, target: str) -> None:
+    with open(source, "rb") as file:
+        data = bytearray(file.read())
+    for kind, offset, size, _ in _program_headers(bytes(data[:8192]), source):
+        if kind == _PT_DYNAMIC:
+            for at in range(offset, offset + size, 16):
+                tag = struct.unpack_from("<q", data, at)[0]
+                if tag in (_DT_RPATH, _DT_RUNPATH):
+                    struct.pack_into("<q", data, at, _DT_IGNORED)
+    with open(target, "wb") as file:
+        file.write(data)
+    os.chmod(target, 0o755)

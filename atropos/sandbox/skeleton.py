@@ -1,0 +1,218 @@
+"""The base that slots stand on where no root file system is given: the host's programs over an own, small /etc.
+
+/usr is seen read-only (each slot through an overlay of its own, so that neither locks nor inotify watches reach the host
+or a neighbour); /etc holds copies of what programs look up, and nothing that tells of the host's users or secrets.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import stat
+from pathlib import Path
+
+from atropos.sandbox.volumes import Base
+
+_FOLDERS = [
+    "boot",
+    "dev",
+    "etc",
+    "home",
+    "media",
+    "mnt",
+    "opt",
+    "proc",
+    "root",
+    "run",
+    "srv",
+    "sys",
+    "tmp",
+    "usr",
+    "var",
+    "var/cache",
+    "var/lib",
+    "var/lib/dpkg",
+    "var/log",
+    "var/mail",
+    "var/spool",
+    "var/tmp",
+    "workspace",
+    ".atropos",
+]
+_TOP = ("bin", "sbin", "lib", "lib32", "lib64", "libx32")
+_COPIED = [
+    "alternatives",
+    "bash.bashrc",
+    "ca-certificates",
+    "ca-certificates.conf",
+    "debian_version",
+    "default/useradd",
+    "fonts",
+    "gai.conf",
+    "host.conf",
+    "inputrc",
+    "java-17-openjdk",
+    "java-21-openjdk",
+    "ld.so.cache",
+    "ld.so.conf",
+    "ld.so.conf.d",
+    "ld.so.hwcap",
+    "locale.alias",
+    "localtime",
+    "login.defs",
+    "magic",
+    "magic.mime",
+    "mailcap",
+    "mime.types",
+    "mysql",
+    "networks",
+    "os-release",
+    "pam.conf",
+    "pam.d",
+    "perl",
+    "profile",
+    "profile.d",
+    "protocols",
+    "python2.7",
+    "python3",
+    "python3.9",
+    "python3.10",
+    "python3.11",
+    "python3.12",
+    "python3.13",
+    "R",
+    "rpc",
+    "screenrc",
+    "security",
+    "services",
+    "shells",
+    "skel",
+    "ssl",
+    "terminfo",
+    "timezone",
+    "vim",
+    "wgetrc",
+    "xattr.conf",
+]
+_MAX_COPIED_FILE = 4 << 20
+_ACCOUNTS = [
+    "root:x:0:0:root:/root:/bin/bash",
+    "daemon:x:1:1:daemon:/usr/sbin:/usr/sbin/nologin",
+    "bin:x:2:2:bin:/bin:/usr/sbin/nologin",
+    "sys:x:3:3:sys:/dev:/usr/sbin/nologin",
+    "man:x:6:12:man:/var/cache/man:/usr/sbin/nologin",
+    "mail:x:8:8:mail:/var/mail:/usr/sbin/nologin",
+    "www-data:x:33:33:www-data:/var/www:/usr/sbin/nologin",
+    "nobody:x:65534:65534:nobody:/nonexistent:/usr/sbin/nologin",
+]
+_GROUPS = [
+    "root:0",
+    "daemon:1",
+    "bin:2",
+    "sys:3",
+    "adm:4",
+    "tty:5",
+    "disk:6",
+    "man:12",
+    "mail:8",
+    "kmem:15",
+    "dialout:20",
+    "sudo:27",
+    "www-data:33",
+    "shadow:42",
+    "utmp:43",
+    "staff:50",
+    "users:100",
+    "nogroup:65534",
+]
+_FILES = {
+    "hosts": "127.0.0.1\tlocalhost atropos\n::1\tlocalhost ip6-localhost ip6-loopback\n",
+    "hostname": "atropos\n",
+    "resolv.conf": "# no network but the loopback\n",
+    "nsswitch.conf": "passwd: files\ngroup: files\nshadow: files\nhosts: files dns\nnetworks: files\nprotocols: files\n"
+    "services: files\n",
+    "environment": "",
+    "fstab": "",
+    "gshadow": "",
+}
+_BASHRC = "# ~/.bashrc\nexport PS1='\\u@\\h:\\w\\$ '\n"
+
+
+def build(folder: str) -> Base:
+    """Make the skeleton in `folder`, on the server's own file system."""
+    os.mkdir(folder, 0o755)
+    for name in _FOLDERS:
+        os.mkdir(f"{folder}/{name}", 0o755)
+    for name in ("tmp", "var/tmp"):
+        os.chmod(f"{folder}/{name}", 0o1777)
+    os.chmod(f"{folder}/root", 0o700)
+    os.symlink("/run", f"{folder}/var/run")
+    hosts = {"usr": "/usr"}
+    for name in _TOP:
+        host = f"/{name}"
+        if os.path.islink(host):
+            os.symlink(os.readlink(host).lstrip("/") or "usr", f"{folder}/{name}")
+        elif os.path.isdir(host):
+            os.mkdir(f"{folder}/{name}", 0o755)
+            hosts[name] = host
+    _etc(Path(folder, "etc"))
+    Path(folder, "root/.bashrc").write_text(_BASHRC, encoding="utf-8")
+    Path(folder, "root/.profile").write_text("[ -f ~/.bashrc ] && . ~/.bashrc\n", encoding="utf-8")
+    Path(folder, "var/lib/dpkg/status").touch()
+    _to_root(folder)
+    return Base(folder, hosts)
+
+
+def _etc(etc: Path) -> None:
+    for name in _COPIED:
+        _copy(Path("/etc", name), etc / name)
+    etc.joinpath("passwd").write_text("".join(f"{line}\n" for line in _accounts()), encoding="utf-8")
+    etc.joinpath("group").write_text(
+        "".join(f"{name}:x:{gid}:\n" for name, gid in (entry.split(":") for entry in _GROUPS)), encoding="utf-8"
+    )
+    etc.joinpath("shadow").write_text(
+        "".join(f"{line.split(':')[0]}:*:19000:0:99999:7:::\n" for line in _accounts()), encoding="utf-8"
+    )
+    etc.joinpath("shadow").chmod(0o640)
+    for name, text in _FILES.items():
+        etc.joinpath(name).write_text(text, encoding="utf-8")
+    etc.joinpath("ld.so.preload").touch(0o644)
+    if not etc.joinpath("mtab").exists():
+        etc.joinpath("mtab").symlink_to("/proc/mounts")
+
+
+def _accounts() -> list[str]:
+    return [line for line in _ACCOUNTS if line]
+
+
+def _copy(source: Path, target: Path) -> None:
+    """Copy a file or folder of the host as far as anybody may read it; links stay links, private keys stay away."""
+    try:
+        found = source.lstat()
+    except OSError:
+        return
+    if stat.S_ISLNK(found.st_mode):
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with contextlib.suppress(OSError):
+            target.symlink_to(os.readlink(source))
+    elif stat.S_ISDIR(found.st_mode):
+        if source.name == "private" or not found.st_mode & stat.S_IROTH:
+            return
+        target.mkdir(parents=True, exist_ok=True)
+        with contextlib.suppress(OSError):
+            for child in source.iterdir():
+                _copy(child, target / child.name)
+    elif stat.S_ISREG(found.st_mode) and found.st_mode & stat.S_IROTH and found.st_size <= _MAX_COPIED_FILE:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with contextlib.suppress(OSError):
+            shutil.copyfile(source, target)
+            target.chmod(stat.S_IMODE(found.st_mode) & 0o755)
+
+
+def _to_root(folder: str) -> None:
+    """Everything belongs to the slot's root; the folder the group's shadow file keeps is that of the same."""
+    for path, folders, files in os.walk(folder):
+        os.chown(path, 0, 0, follow_symlinks=False)
+        for name in (*folders, *files):
+            os.chown(os.path.join(path, name), 0, 0, follow_symlinks=False)

@@ -1,0 +1,210 @@
+"""The process that starts bubblewraps: small, single-threaded and kept apart, so that starting one is a cheap fork.
+
+It is the parent of every slot's bubblewrap (whose die-with-parent follows the *thread* that started it), makes each
+slot's user namespace, and reports ends. It takes requests of the server over an inherited socket and ends with it.
+Standard library only: a fork of the server itself would copy the page tables of an event loop with all its libraries.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import resource
+import select
+import signal
+import socket
+import sys
+from collections.abc import Callable
+from typing import Any
+
+if __name__ == "__main__":
+    sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
+
+from atropos.sandbox import syscalls
+
+STATUS_FD, SECCOMP_FD, RUNNER_FD = 4, 5, 3
+_MAX_REQUEST = 1 << 18
+
+
+def main() -> None:
+    """Serve until the server's end of the socket is closed."""
+    parent = int(sys.argv[1])
+    syscalls.prctl(syscalls.PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        return
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        # the server decides when slots end; a Ctrl-C reaches the whole process group
+        signal.signal(number, signal.SIG_IGN)
+    syscalls.own_session_keyring()
+    Spawner(socket.socket(fileno=0)).run()
+
+
+def _noted(_number: int, _frame: object) -> None:
+    """A signal that only has to wake the loop."""
+
+
+class Spawner:
+    """Requests in, reports out: one JSON text a datagram, descriptors beside it."""
+
+    def __init__(self, server: socket.socket) -> None:
+        self._server = server
+        self._running: dict[int, int] = {}
+        self._wake, told = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        signal.set_wakeup_fd(told, warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, _noted)
+
+    def run(self) -> None:
+        """Until the server goes."""
+        poll = select.poll()
+        poll.register(self._server, select.POLLIN)
+        poll.register(self._wake, select.POLLIN)
+        while True:
+            for fd, _ in poll.poll():
+                if fd == self._wake:
+                    with contextlib.suppress(BlockingIOError):
+                        os.read(self._wake, 4096)
+                    self._reap()
+                elif not self._request():
+                    return
+
+    def _request(self) -> bool:
+        data, fds, _, _ = socket.recv_fds(self._server, _MAX_REQUEST, 8)
+        if not data:
+            return False
+        request: dict[str, Any] = json.loads(data)
+        try:
+            pid = self._start(request, fds)
+        except OSError as error:
+            self._tell({"id": request["id"], "error": str(error)})
+        else:
+            self._running[pid] = request["id"]
+            self._tell({"id": request["id"], "pid": pid})
+        finally:
+            for fd in fds:
+                os.close(fd)
+        return True
+
+    def _tell(self, report: dict[str, Any]) -> None:
+        with contextlib.suppress(BrokenPipeError, ConnectionError):
+            self._server.send(json.dumps(report).encode())
+
+    def _reap(self) -> None:
+        while True:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return
+            if pid == 0:
+                return
+            ident = self._running.pop(pid, None)
+            if ident is not None:
+                self._tell({"id": ident, "exit": os.waitstatus_to_exitcode(status)})
+
+    def _start(self, request: dict[str, Any], fds: list[int]) -> int:
+        """Fork; the child enters a user namespace of its own, gets its maps from here, and becomes bubblewrap."""
+        ready_r, ready_w = os.pipe2(os.O_CLOEXEC)
+        go_r, go_w = os.pipe2(os.O_CLOEXEC)
+        pid = os.fork()
+        if pid == 0:
+            try:
+                os.close(ready_r)
+                os.close(go_w)
+                _child(request, fds, lambda: (os.write(ready_w, b"x"), os.close(ready_w), os.read(go_r, 1))[2])
+            except BaseException as error:  # its text goes where bubblewrap's own complaints go
+                with contextlib.suppress(OSError):
+                    os.write(2, f"{type(error).__name__}: {error}\n".encode())
+            finally:
+                os._exit(127)
+        os.close(ready_w)
+        os.close(go_r)
+        try:
+            if os.read(ready_r, 1):
+                for name in ("uid_map", "gid_map"):
+                    fd = os.open(f"/proc/{pid}/{name}", os.O_WRONLY | os.O_CLOEXEC)
+                    try:
+                        os.write(fd, f"0 0 {request['ids']}".encode())
+                    finally:
+                        os.close(fd)
+                os.write(go_w, b"x")
+        except OSError:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+            raise
+        finally:
+            os.close(ready_r)
+            os.close(go_w)
+        return pid
+
+
+def _child(request: dict[str, Any], fds: list[int], mapped: Callable[[], bytes]) -> None:
+    """In the fork: descriptors, cgroups, limits, namespace, uid 0 in it, then bubblewrap."""
+    parent = os.getppid()
+    signal.set_wakeup_fd(-1)
+    runner, status, errors = fds[:3]
+    os.dup2(errors, 2)
+    for path in request["cgroups"]:
+        fd = os.open(f"{path}/cgroup.procs", os.O_WRONLY | os.O_CLOEXEC)
+        os.write(fd, b"0")
+        os.close(fd)
+    for name, value in request["rlimits_before"].items():
+        _lower(name, value)
+    creator: int | None = request["creator"]
+    if creator is not None:
+        os.setresgid(creator, creator, creator)
+        os.setresuid(creator, creator, creator)
+    syscalls.unshare(syscalls.CLONE_NEWUSER)
+    if not mapped():
+        os._exit(126)
+    with contextlib.suppress(PermissionError):  # refused where the outer namespace denies it: one id, no groups
+        os.setgroups([])
+    os.setresgid(0, 0, 0)
+    os.setresuid(0, 0, 0)
+    for name, value in request["counters"].items():
+        _counter(name, value)
+    for name, value in request["rlimits"].items():
+        _lower(name, value)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGPIPE, signal.SIGXFSZ, signal.SIGCHLD):
+        signal.signal(number, signal.SIG_DFL)
+    _place_descriptors(runner, status, bytes.fromhex(request["seccomp"]))
+    syscalls.prctl(syscalls.PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(126)
+    os.execve(request["argv"][0], request["argv"], {})
+
+
+def _place_descriptors(runner: int, status: int, seccomp: bytes) -> None:
+    """Exactly what bubblewrap and the runner expect, and nothing else."""
+    read, write = os.pipe()
+    os.write(write, seccomp)
+    os.close(write)
+    high = [os.dup2(fd, 20 + index, inheritable=False) for index, fd in enumerate((runner, status, read))]
+    null = os.open("/dev/null", os.O_RDWR)
+    os.dup2(null, 0)
+    os.dup2(null, 1)
+    for fd, target in zip(high, (RUNNER_FD, STATUS_FD, SECCOMP_FD), strict=True):
+        os.dup2(fd, target, inheritable=True)
+    os.closerange(6, 4096)
+
+
+def _counter(name: str, value: int) -> None:
+    """A per-user kernel counter's ceiling, in this namespace; one that this kernel lacks has nothing to bound."""
+    try:
+        fd = os.open(f"/proc/sys/user/{name}", os.O_WRONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return
+    try:
+        os.write(fd, str(value).encode())
+    finally:
+        os.close(fd)
+
+
+def _lower(name: str, value: int) -> None:
+    number = getattr(resource, f"RLIMIT_{name}")
+    hard = resource.getrlimit(number)[1]
+    wanted = value if hard == resource.RLIM_INFINITY else min(value, hard)
+    resource.setrlimit(number, (wanted, wanted))
+
+
+if __name__ == "__main__":
+    main()

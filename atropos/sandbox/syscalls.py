@@ -1,0 +1,111 @@
+"""The handful of Linux calls that Python's standard library has no name for. Standard library only."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import platform
+from typing import Any
+
+CLONE_NEWNS = 0x0002_0000
+CLONE_NEWUSER = 0x1000_0000
+MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC = 1, 2, 4, 8
+MS_REMOUNT, MS_BIND, MS_REC, MS_PRIVATE = 32, 4096, 16384, 1 << 18
+MNT_DETACH = 2
+PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_CAPBSET_DROP = 1, 4, 24
+PR_SET_NO_NEW_PRIVS, PR_CAP_AMBIENT, PR_SET_KEEPCAPS = 38, 47, 8
+PR_CAP_AMBIENT_RAISE, PR_CAP_AMBIENT_CLEAR_ALL = 2, 4
+KEYCTL_JOIN_SESSION_KEYRING = 1
+_CAP_VERSION_3 = 0x2008_0522
+_KEYCTL = {"x86_64": 250, "aarch64": 219}
+# <linux/capability.h>
+CAPABILITIES = {
+    "CHOWN": 0,
+    "DAC_OVERRIDE": 1,
+    "FOWNER": 3,
+    "FSETID": 4,
+    "KILL": 5,
+    "SETGID": 6,
+    "SETUID": 7,
+    "SETPCAP": 8,
+    "NET_BIND_SERVICE": 10,
+    "SYS_CHROOT": 18,
+    "SYS_ADMIN": 21,
+    "SETFCAP": 31,
+}
+
+libc: Any = ctypes.CDLL(None, use_errno=True)
+
+
+def _check(result: int, what: str) -> int:
+    if result < 0:
+        error = ctypes.get_errno()
+        raise OSError(error, f"{what}: {os.strerror(error)}")
+    return result
+
+
+def mount(source: str | None, target: str, kind: str | None, flags: int = 0, data: str | None = None) -> None:
+    """The kernel's own mount call. The program of that name uses newer ones, which container profiles refuse."""
+    args = [None if arg is None else os.fsencode(arg) for arg in (source, target, kind, data)]
+    _check(
+        libc.mount(args[0], args[1], args[2], ctypes.c_ulong(flags), args[3]),
+        f"mount {kind or source or ''} on {target}",
+    )
+
+
+def umount(target: str, flags: int = MNT_DETACH) -> None:
+    """Unmount, detaching by default: the mount leaves this namespace at once, whoever still uses it."""
+    _check(libc.umount2(os.fsencode(target), flags), f"umount {target}")
+
+
+def unshare(flags: int) -> None:
+    """Leave namespaces of the caller for new ones."""
+    _check(libc.unshare(flags), "unshare")
+
+
+def prctl(option: int, arg: int = 0, arg3: int = 0) -> int:
+    """Operate on the calling process; the kernel's prctl."""
+    return _check(
+        libc.prctl(option, ctypes.c_ulong(arg), ctypes.c_ulong(arg3), ctypes.c_ulong(0), ctypes.c_ulong(0)),
+        f"prctl {option}",
+    )
+
+
+def own_session_keyring() -> None:
+    """Leave the inherited session keyring: keys in it would be readable by whoever is started from here."""
+    number = _KEYCTL.get(platform.machine())
+    if number is not None:
+        libc.syscall(number, KEYCTL_JOIN_SESSION_KEYRING, None)
+
+
+def last_capability() -> int:
+    """The highest capability number that this kernel knows."""
+    with open("/proc/sys/kernel/cap_last_cap", encoding="ascii") as file:
+        return int(file.read())
+
+
+def set_capabilities(permitted: frozenset[int], inheritable: frozenset[int] = frozenset()) -> None:
+    """Set permitted and effective alike, and the inheritable set."""
+    low, high, inherit_low, inherit_high = 0, 0, 0, 0
+    for cap in permitted:
+        low, high = (low | 1 << cap, high) if cap < 32 else (low, high | 1 << (cap - 32))
+    for cap in inheritable:
+        inherit_low, inherit_high = (
+            (inherit_low | 1 << cap, inherit_high) if cap < 32 else (inherit_low, inherit_high | 1 << (cap - 32))
+        )
+    header = (ctypes.c_uint32 * 2)(_CAP_VERSION_3, 0)
+    data = (ctypes.c_uint32 * 6)(low, low, inherit_low, high, high, inherit_high)
+    _check(libc.capset(header, data), "capset")
+
+
+def keep_only(names: frozenset[str]) -> None:
+    """Keep these capabilities through later execs and lose all others for good, bounding set included."""
+    keep = frozenset(CAPABILITIES[name] for name in names)
+    for cap in range(last_capability() + 1):
+        if cap not in keep:
+            # needs CAP_SETPCAP in this namespace, so it stands before capset
+            prctl(PR_CAPBSET_DROP, cap)
+    set_capabilities(keep, keep)
+    prctl(PR_CAP_AMBIENT, PR_CAP_AMBIENT_CLEAR_ALL)
+    for cap in keep:
+        prctl(PR_CAP_AMBIENT, PR_CAP_AMBIENT_RAISE, cap)
