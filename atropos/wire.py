@@ -487,6 +487,9 @@ class Status(Message):
     retired: int
     draining: bool
     clients: int
+    live: tuple[str, ...] = Field(
+        default=(), description="ids of clients that are connected, or hold leases and were heard of lately"
+    )
     leases: tuple[dict[str, Any], ...] = ()
     snapshots: tuple[SnapshotInfo, ...] = ()
     uptime_s: float

@@ -13,7 +13,8 @@ plugin "docker" {
     volumes {
       enabled = false
     }
-    pids_limit = 0 # 0: the job's own pids_limit holds; a number here would be the most that a job may ask
+    pids_limit   = 0                       # 0: the job's own pids_limit holds; a number here would be the most that a job may ask
+    extra_labels = ["job_id", "namespace"] # to find a job's containers with `docker ps --filter label=...`
     gc {
       image_delay = "24h" # the sandbox image is large, and used again
     }

@@ -1,8 +1,9 @@
 # A Nomad of one's own for development: nomad agent -dev -config nomad/dev-agent.hcl (as root, with dockerd running).
 plugin "docker" {
   config {
-    allow_caps = ["sys_admin", "setuid", "setgid", "setpcap", "chown", "dac_override"]
-    pids_limit = 0 # the job sets its own
+    allow_caps   = ["sys_admin", "setuid", "setgid", "setpcap", "chown", "dac_override"]
+    pids_limit   = 0                       # the job sets its own
+    extra_labels = ["job_id", "namespace"] # so that `docker ps --filter label=com.hashicorp.nomad.job_id=...` works
     gc {
       image = false # keep the image between runs
       dangling_containers {

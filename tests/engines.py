@@ -53,10 +53,6 @@ def containers(job_id: str) -> list[str]:
     found: set[str] = set()
     for label in (f"atropos.pool={job_id}", f"com.hashicorp.nomad.job_id={job_id}"):
         found |= set(_docker("ps", "--all", "--quiet", "--no-trunc", "--filter", f"label={label}").split())
-    if not found and "nomad" in BACKENDS:
-        ids = {allocation["ID"] for allocation in allocations(job_id)}
-        rows = _docker("ps", "--all", "--no-trunc", "--format", "{{.ID}} {{.Names}}").splitlines()
-        found |= {row.split()[0] for row in rows if any(row.endswith(one) for one in ids)}
     return sorted(found)
 
 

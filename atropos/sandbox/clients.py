@@ -94,6 +94,16 @@ class Clients:
     def __len__(self) -> int:
         return len(self._all)
 
+    def live(self, now: float) -> tuple[str, ...]:
+        """Ids of the clients that are connected, or hold leases and were heard of within two heartbeats."""
+        table, since = self._core.table, now - 2 * self._core.config.heartbeat_s
+        holding = {held.client_id for held in table.held.values()}
+        return tuple(
+            client_id
+            for client_id, client in self._all.items()
+            if client.connection is not None or (client_id in holding and (table.last_seen(client_id) or 0.0) > since)
+        )
+
     @property
     def journal_bytes(self) -> int:
         """What all journals hold together."""

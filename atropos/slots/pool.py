@@ -63,6 +63,7 @@ class SlotPool:
         self.counters = Counters()
         self.tasks = Tasks("pool")
         self.backend = backend or make_backend(self.config)
+        self.backend.client_id = self.client_id
         self.keeper = Keeper(self, self.backend, make_client or self._sandbox_client)
         self._loops = Tasks("pool")
         self._state = "new"

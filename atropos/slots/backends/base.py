@@ -33,6 +33,8 @@ class Backend(ABC):
     """The contract that `tests/conformance` holds every backend to."""
 
     name: str
+    client_id: str = ""
+    """What the pool calls itself towards servers: a server's clients of other names are somebody else's."""
 
     @abstractmethod
     async def start(self) -> None:

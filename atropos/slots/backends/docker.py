@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 from atropos.errors import BackendUnavailable, ConfigError, SandboxError
 from atropos.slots.backends.base import Backend, Container
 from atropos.slots.backends.docker_engine import REMOVED, DockerEngine, Ending, Found
-from atropos.slots.backends.server_http import ServerHttp, in_use, shared
+from atropos.slots.backends.server_http import ServerHttp, used_by_others
 from atropos.slots.backends.spec import ContainerSpec, hopeless, owner
 from atropos.slots.backends.supervise import ChangeFlag, Patience
 
@@ -30,8 +30,6 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 READY_S = 60.0
 """How long a started container may take until its server answers, in seconds."""
-SETTLE_S = 3.0
-"""How long a pool may take to connect to a container that was there before it, in seconds."""
 LOOK_AGAIN_S = 15.0
 """How often the list is read even when no event came, in seconds."""
 BEING_MADE_S = 120.0
@@ -47,8 +45,6 @@ class _Member:
     container: Container
     busy: bool = False
     """Whether a task of this backend is bringing it up or ending it."""
-    settled_at: float = 0.0
-    """From when on its `clients` count this pool's own connection; an adopted one isn't taken away before."""
 
 
 def missing(indexes: Iterable[int], target: int) -> list[int]:
@@ -268,9 +264,8 @@ class DockerBackend(Backend):
                 self._members[member.container.id] = member
                 self._changed.set()
                 self._group.create_task(self._bring_up(member))
-        now = asyncio.get_running_loop().time()
         for member in sorted(live, key=lambda m: -m.container.index)[: max(0, len(live) - self._target)]:
-            if not member.busy and member.settled_at <= now:
+            if not member.busy:
                 self._put(member, state="ending", detail="no longer needed")
                 self._group.create_task(self._drain(member))
 
@@ -336,7 +331,7 @@ class DockerBackend(Backend):
         """
         container = member.container
         if container.url is not None:
-            if shared(await self._http.status(container.url, container.token)):
+            if used_by_others(await self._http.status(container.url, container.token), self.client_id):
                 self._put(member, state="running", detail="used by another process")
                 return
             await self._http.drain(container.url, container.token, LONGEST_DRAIN_S)
@@ -370,10 +365,9 @@ class DockerBackend(Backend):
         same = item.spec == self._spec.fingerprint(self._image_id)
         if token and item.url and same and await self._http.healthy(item.url):
             container = Container(item.name, item.index, item.url, token, "running", "adopted")
-            settled_at = asyncio.get_running_loop().time() + SETTLE_S
-            self._members[item.name] = _Member(container, settled_at=settled_at)
+            self._members[item.name] = _Member(container)
             self._changed.set()
-        elif token and item.url and in_use(await self._http.status(item.url, token)):
+        elif token and item.url and used_by_others(await self._http.status(item.url, token), self.client_id):
             if item.name not in self._strangers:
                 log.warning("container %s is made of other parts and in use: left alone", item.name)
             self._strangers.add(item.name)
@@ -385,7 +379,7 @@ class DockerBackend(Backend):
 
         async def one(item: Found) -> None:
             token = await self._blocking(lambda: self._engine.token(item.id)) if item.url else None
-            if token and item.url and in_use(await self._http.status(item.url, token)):
+            if token and item.url and used_by_others(await self._http.status(item.url, token), self.client_id):
                 log.warning("container %s is in use by another client: not purged", item.name)
                 return
             await self._remove(item.name, within_s=self._spec.stop_s)

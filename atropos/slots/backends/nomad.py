@@ -20,7 +20,7 @@ from atropos.slots.backends.base import Backend, Container
 from atropos.slots.backends.nomad_api import Json, NomadApi, NomadRefused
 from atropos.slots.backends.nomad_settings import NomadSettings
 from atropos.slots.backends.nomad_view import GROUP, TASK, Allocation, container, newest, placement_failures
-from atropos.slots.backends.server_http import ServerHttp, in_use, shared
+from atropos.slots.backends.server_http import ServerHttp, used_by_others
 from atropos.slots.backends.spec import ContainerSpec, hopeless
 from atropos.slots.backends.supervise import ChangeFlag, Patience
 
@@ -35,8 +35,6 @@ DOUBT_S = 2.0
 """How soon to look again while an answer of Nomad's is not believed, in seconds."""
 READY_S = 60.0
 """A server that doesn't answer for this long after it started is said to be in trouble, in seconds."""
-SETTLE_S = 3.0
-"""How long a pool may take to connect to a container that was there before it, in seconds."""
 LONGEST_DRAIN_S = 3600.0
 CHANGES = 5
 """How often a change of the job is tried again when another process changed it at the same moment."""
@@ -69,8 +67,8 @@ class NomadBackend(Backend):
         self._target = 0
         self._known: dict[str, Allocation] = {}
         """By run: what Nomad last said of the allocations that are not over."""
-        self._ready: dict[str, float] = {}
-        """Runs whose server has answered, and since when."""
+        self._ready: set[str] = set()
+        """Runs whose server has answered."""
         self._ending: set[str] = set()
         """Runs that this process is draining or has stopped."""
         self._waiting: set[str] = set()
@@ -216,8 +214,7 @@ class NomadBackend(Backend):
             return False
         item = live[-1]
         if item.url is not None and item.run in self._ready:
-            await asyncio.sleep(max(0.0, self._ready[item.run] + SETTLE_S - time.monotonic()))
-            if shared(await self._http.status(item.url, self._token)) or len(live) <= self._target:
+            if used_by_others(await self._http.status(item.url, self._token), self.client_id):
                 return False
             self._ending.add(item.run)
             self._changed.set()
@@ -310,7 +307,7 @@ class NomadBackend(Backend):
             self._token = await self._api.token(self._job_id)
         if now != self._known:
             self._known = now
-            self._ready = {run: since for run, since in self._ready.items() if run in now}
+            self._ready &= now.keys()
             self._ending &= now.keys()
             self._changed.set()
         for item in now.values():
@@ -331,7 +328,7 @@ class NomadBackend(Backend):
         try:
             while run in self._known:
                 if await self._http.until_healthy(url, within_s=1.0):
-                    self._ready[run] = time.monotonic()
+                    self._ready.add(run)
                     self._crash, self._failures = "", 0
                     self._changed.set()
                     return
@@ -382,7 +379,7 @@ class NomadBackend(Backend):
         token = self._token or await self._api.token(self._job_id)
         rows = newest(Allocation.read(row) for row in await self._api.allocations(self._job_id))
         for item in rows:
-            if item.url is not None and in_use(await self._http.status(item.url, token)):
+            if item.url is not None and used_by_others(await self._http.status(item.url, token), self.client_id):
                 log.warning("job %s is in use by another client: not purged", self._job_id)
                 return
         # Stopped first and forgotten after: once purged, Nomad lists none of its containers, though some still end.

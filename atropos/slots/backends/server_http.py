@@ -83,11 +83,6 @@ def _bearer(token: str) -> dict[str, str]:
     return {"Authorization": f"Bearer {token}"}
 
 
-def in_use(status: Status | None) -> bool:
-    """Whether a live client works on the server: one that is connected. Leases of the dead run out by themselves."""
-    return status is not None and status.clients > 0
-
-
-def shared(status: Status | None) -> bool:
-    """Whether somebody beside the asking pool (which is connected itself) works on the server."""
-    return status is not None and status.clients > 1
+def used_by_others(status: Status | None, client_id: str) -> bool:
+    """Whether a live client beside the asking one works on the server. Leases of the dead run out by themselves."""
+    return status is not None and any(each != client_id for each in status.live)
