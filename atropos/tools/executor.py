@@ -28,7 +28,7 @@ from atropos.tools.base import Tool, ToolError, ToolLimits, ToolScope, ToolSlot,
 from atropos.tools.external import ExternalTool
 from atropos.tools.models import ToolCall, ToolResult, new_call_id
 from atropos.tools.recording import write_recordings
-from atropos.tools.registry import ToolRegistry
+from atropos.tools.registry import ToolRegistry, user_tools
 from atropos.tools.remote import ToolServerClient
 from atropos.tools.sessions import Sessions
 from atropos.tools.stats import ExecutorStats, Meter
@@ -120,6 +120,7 @@ class ToolExecutor:
                 self.config.tool_server_token,
                 timeout_s=self.config.tool_server_timeout_s,
                 app_factory=tool_server_app,
+                tools=_own_external(tools),
             )
         elif tools.external:
             names = ", ".join(tool.name for tool in tools.external)
@@ -461,6 +462,12 @@ class ToolExecutor:
 
     def __repr__(self) -> str:
         return f"<ToolExecutor {self._state}, {len(self._trajectories)} trajectories, {len(self.tools)} tools>"
+
+
+def _own_external(tools: ToolRegistry) -> list[Tool]:
+    """External tools of the caller's own, which a ToolServer in this process must be given."""
+    installed = {tool.name for tool in user_tools(sandboxed=False)}
+    return [tool for tool in tools.external if not isinstance(tool, ExternalTool) and tool.name not in installed]
 
 
 async def run_tool(tool: Tool, arguments: Any, scope: ToolScope) -> ToolResult:

@@ -58,7 +58,7 @@ class ToolRegistry:
 
     def wants(self, toolset: str) -> bool:
         """Whether a toolset that is found out later (an MCP server's) was asked for."""
-        names = {toolset, toolset.split(":", 1)[0], toolset.split("-", 1)[0]}
+        names = {toolset, "mcp"} if toolset.startswith("mcp-") else {toolset}
         return bool(names & {*self.enabled} or "all" in self.enabled) and not names & {*self.disabled}
 
     def schemas(self) -> list[dict[str, Any]]:
@@ -125,6 +125,7 @@ def build_tool_registry(
                 f"enabled_toolsets: {lacking[0]!r} runs on a ToolServer; set tool_server_url to its URL or 'inprocess'"
             )
     chosen = ToolRegistry(enabled=enabled, disabled=disabled)
+    left_out: list[str] = []
     everything = "all" in enabled
     mine = {id(tool) for tool in own}
     for tool in catalogue:
@@ -140,7 +141,9 @@ def build_tool_registry(
                 f"tool {tool.name!r} is external; set tool_server_url to a ToolServer's URL or 'inprocess'"
             )
         else:
-            _log.warning("tool %r is left out: it is external and there is no tool_server_url", tool.name)
+            left_out.append(tool.name)
+    if left_out:
+        _log.warning("left out, for there is no tool_server_url and they are external: %s", ", ".join(left_out))
     if not chosen and not any(name.startswith("mcp") for name in enabled):
         raise ConfigError(f"disabled_toolsets: {', '.join(disabled)} leaves no tool of {', '.join(enabled)}")
     return chosen

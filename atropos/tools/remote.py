@@ -6,8 +6,8 @@ import asyncio
 import importlib
 import logging
 import random
-from collections.abc import Callable
-from contextlib import AsyncExitStack
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 from urllib.parse import quote
 
@@ -15,6 +15,7 @@ import httpx
 from pydantic import SecretStr, ValidationError
 
 from atropos.errors import ConfigError, OutcomeUnknown, ToolServerUnavailable
+from atropos.tools.base import Tool
 from atropos.tools.models import ToolResult
 from atropos.tools.tool_server_models import (
     VERSION,
@@ -50,11 +51,13 @@ class ToolServerClient:
         *,
         timeout_s: float = 180.0,
         app_factory: Callable[[], Any] | None = None,
+        tools: Sequence[Tool] = (),
     ) -> None:
         self.url = url
         self.timeout_s = timeout_s
         self._token = token
         self._factory = app_factory
+        self._tools = tools
         self._stack = AsyncExitStack()
         self._http: httpx.AsyncClient | None = None
         self._boot_id: str | None = None
@@ -73,9 +76,9 @@ class ToolServerClient:
         transport: httpx.AsyncBaseTransport | None = None
         base = self.url
         if self.url == INPROCESS:
-            app = self._factory() if self._factory is not None else _default_app(self._token)
-            await self._stack.enter_async_context(app.router.lifespan_context(app))
-            transport, base = httpx.ASGITransport(app=app), "http://inprocess"
+            app = self._factory() if self._factory is not None else _default_app(self._token, self._tools)
+            await self._stack.enter_async_context(_living(app))
+            transport, base = httpx.ASGITransport(app=app, raise_app_exceptions=False), "http://inprocess"
         self._http = await self._stack.enter_async_context(
             httpx.AsyncClient(
                 base_url=base,
@@ -213,10 +216,43 @@ def external_result(result: ExternalResult) -> ToolResult:
     )
 
 
-def _default_app(token: SecretStr | None) -> Any:
+def _default_app(token: SecretStr | None, tools: Sequence[Tool]) -> Any:
     # By name: the API stands above the tools, and this is the one place where they meet.
     create_app = importlib.import_module("atropos.api.tool_server").create_app
-    return create_app(token=token)
+    return create_app(token=token, tools=tools)
+
+
+@asynccontextmanager
+async def _living(app: Any) -> AsyncGenerator[None]:
+    """An application between its lifespan's start and end, both in a task of its own.
+
+    Whoever closes need not be the task that started, and what an application opens may have to be closed where it was
+    opened.
+    """
+    ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    over = asyncio.Event()
+
+    async def live() -> None:
+        try:
+            async with app.router.lifespan_context(app):
+                ready.set_result(None)
+                await over.wait()
+        except BaseException as error:
+            if ready.done():
+                raise
+            ready.set_exception(error if isinstance(error, Exception) else RuntimeError(f"start ended: {error!r}"))
+
+    task = asyncio.create_task(live(), name="ToolServer in this process")
+    try:
+        await ready
+        yield
+    finally:
+        over.set()
+        if not ready.done():
+            task.cancel()
+        await asyncio.wait([task])
+        if not task.cancelled() and (failure := task.exception()) is not None:
+            _log.warning("the ToolServer in this process did not end well: %r", failure)
 
 
 def _problem(response: httpx.Response) -> str:
