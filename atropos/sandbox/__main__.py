@@ -57,9 +57,9 @@ def main(argv: list[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     logging.basicConfig(stream=sys.stderr, level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     try:
-        config = read_config(arguments.config)
-        from atropos.sandbox import rootphase  # pyright: ignore[reportAttributeAccessIssue]
+        from atropos.sandbox import rootphase
 
+        config = rootphase.inherited_config() or read_config(arguments.config)
         rootphase.enter(config)
         gc.collect()
         gc.freeze()
