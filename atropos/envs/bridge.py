@@ -1,0 +1,104 @@
+"""Sync calls inside async code: `await bridged(f)` lets what `f` calls wait for awaitables without `await`.
+
+The technique is SQLAlchemy's asyncio bridge: the function runs in a greenlet; where it must wait, it switches to the
+greenlet of the event loop with the awaitable, which awaits it as any coroutine does and switches back with its result.
+The loop is never blocked. Unlike SQLAlchemy's, this one also drives a coroutine function, whose own awaits pass through.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Awaitable, Callable, Generator
+from typing import Any, Generic, TypeVar, cast
+
+from greenlet import getcurrent, greenlet
+
+Value = TypeVar("Value")
+
+_YIELD, _AWAIT = "yield", "await"
+
+
+class _Bridged(greenlet):
+    """The greenlet that runs one bridged function."""
+
+
+class _Run(Generic[Value]):
+    def __init__(self, function: Callable[[], Value | Awaitable[Value]]) -> None:
+        self._function = function
+
+    def __await__(self) -> Generator[Any, Any, Value]:
+        runner = _Bridged(_body)
+        runner.gr_context = getcurrent().gr_context
+        request = self._switch(runner, runner.switch, self._function)
+        while not runner.dead:
+            kind, payload = request
+            try:
+                # A coroutine's own await is passed on as it is; a sync call's awaitable is awaited here.
+                answer = (yield payload) if kind == _YIELD else (yield from payload.__await__())
+            except BaseException as error:
+                request = self._switch(runner, runner.throw, error)
+            else:
+                request = self._switch(runner, runner.switch, answer)
+        return cast("Value", request)
+
+    @staticmethod
+    def _switch(runner: _Bridged, how: Callable[..., Any], argument: Any) -> Any:
+        # A task may be resumed from another greenlet than the last time, where bridges are nested.
+        runner.parent = getcurrent()
+        return how(argument)
+
+
+def _body(function: Callable[[], Any]) -> Any:
+    value = function()
+    return _drive(value) if inspect.iscoroutine(value) else value
+
+
+def _drive(coroutine: Any) -> Any:
+    """Run a coroutine to its end, handing what it awaits to the event loop's greenlet."""
+    resume: Callable[[Any], Any] = coroutine.send
+    argument: Any = None
+    try:
+        while True:
+            try:
+                waited = resume(argument)
+            except StopIteration as stop:
+                return stop.value
+            try:
+                argument = _to_parent(_YIELD, waited)
+                resume = coroutine.send
+            except BaseException as error:
+                argument, resume = error, coroutine.throw
+    finally:
+        coroutine.close()
+
+
+def _to_parent(kind: str, payload: Any) -> Any:
+    parent = getcurrent().parent
+    assert parent is not None
+    return parent.switch((kind, payload))
+
+
+def bridged(function: Callable[[], Value | Awaitable[Value]]) -> Awaitable[Value]:
+    """Await a function, sync or async, whose sync parts may call `wait`.
+
+    What it raises is raised here, and a cancellation here is one there.
+    """
+    return _Run(function)
+
+
+def in_bridge() -> bool:
+    """Whether the current code runs inside `bridged`, so that `wait` works."""
+    return isinstance(getcurrent(), _Bridged)
+
+
+def wait(awaitable: Awaitable[Value]) -> Value:
+    """Wait for an awaitable, inside `bridged` alone.
+
+    Raises:
+        RuntimeError: outside of it.
+    """
+    if not in_bridge():
+        if inspect.iscoroutine(awaitable):
+            awaitable.close()
+        raise RuntimeError("wait() works inside bridged() alone")
+    return cast("Value", _to_parent(_AWAIT, awaitable))

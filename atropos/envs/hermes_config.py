@@ -1,0 +1,96 @@
+"""What a Hermes env can be told."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BeforeValidator, Field, field_validator, model_validator
+
+from atropos.envs.config import OptionalNames, SandboxEnvConfig
+from atropos.slots import SlotPoolConfig
+from atropos.tools import ToolExecutorConfig
+from atropos.tools.base import ToolLimits
+from atropos.tools.parsers import get_parser
+from atropos.tools.toolsets import get_distribution
+
+NOT_BUILT = ("modal", "ssh", "singularity")
+"""Terminal backends of other projects that the backend interface has room for."""
+
+
+def _mapping(value: Any) -> Any:
+    return json.loads(value) if isinstance(value, str) else value
+
+
+class HermesAgentEnvConfig(SandboxEnvConfig):
+    """An env whose agent speaks OpenAI's tool messages, and whose reward function sees the rollout's own slot."""
+
+    enabled_toolsets: OptionalNames = Field(default=None, description="toolsets the model is offered; None: all")
+    disabled_toolsets: OptionalNames = Field(default=None, description="toolsets taken away again")
+    distribution: str | None = Field(
+        default=None, description="named probabilities of toolsets, drawn once a group; not with enabled_toolsets"
+    )
+    max_agent_turns: int = Field(default=30, ge=1, description="most model turns of a trajectory")
+    system_prompt: str | None = Field(default=None, description="first message; None: none")
+    agent_temperature: float = Field(default=1.0, ge=0, description="sampling temperature")
+    terminal_backend: str = Field(default="local", description="what runs the containers: local, docker or nomad")
+    terminal_timeout: float = Field(default=120, gt=0, description="seconds of a terminal command that names none")
+    terminal_lifetime: float = Field(default=3600, gt=0, description="longest idle time of a trajectory's slot, seconds")
+    dataset_name: str | None = Field(
+        default=None, description="rows: a JSONL or Parquet file, a JSON list in place, or a dataset's name on the hub"
+    )
+    dataset_split: str = Field(default="train", min_length=1, description="of a dataset on the hub")
+    prompt_field: str = Field(default="prompt", min_length=1, description="the row's field with the prompt")
+    tool_pool_size: int = Field(default=128, ge=1, description="most tool calls, and most reward functions, in flight")
+    tool_call_parser: str = Field(default="hermes", description="format of calls in the text of a vllm or sglang model")
+    extra_body: Annotated[dict[str, Any] | None, BeforeValidator(_mapping)] = Field(
+        default=None, description="further fields of requests, for OpenAI-compatible servers only"
+    )
+
+    @field_validator("terminal_backend")
+    @classmethod
+    def _known_backend(cls, value: str) -> str:
+        if value in NOT_BUILT:
+            raise ValueError(f"{value} is not built yet; use local, docker or nomad")
+        if value not in {"local", "docker", "nomad"}:
+            raise ValueError(f"unknown backend {value!r}; use local, docker or nomad")
+        return value
+
+    @field_validator("tool_call_parser")
+    @classmethod
+    def _known_parser(cls, value: str) -> str:
+        get_parser(value)  # raises ConfigError, a ValueError that names those there are
+        return value
+
+    @field_validator("distribution")
+    @classmethod
+    def _known_distribution(cls, value: str | None) -> str | None:
+        if value is not None:
+            get_distribution(value)
+        return value
+
+    @model_validator(mode="after")
+    def _one_choice(self) -> Self:
+        if self.distribution is not None and self.enabled_toolsets is not None:
+            raise ValueError("distribution and enabled_toolsets exclude each other: give one of them")
+        if "tool_pool_mode" in self.model_fields_set and self.tool_pool_mode != self.terminal_backend:
+            raise ValueError(
+                f"tool_pool_mode ({self.tool_pool_mode}) and terminal_backend ({self.terminal_backend}) differ: "
+                "give terminal_backend alone"
+            )
+        return self
+
+    @property
+    def backend(self) -> Literal["local", "docker", "nomad"]:
+        """What makes containers exist."""
+        return self.terminal_backend  # type: ignore[return-value]
+
+    def pool_config(self) -> SlotPoolConfig:
+        """The pool that these settings mean."""
+        return super().pool_config().model_copy(update={"backend": self.backend})
+
+    def executor_config(self) -> ToolExecutorConfig:
+        """The executor that these settings mean."""
+        longest = max(ToolLimits().max_timeout_s, self.terminal_timeout)
+        limits = ToolLimits(command_timeout_s=self.terminal_timeout, max_timeout_s=longest)
+        return super().executor_config().model_copy(update={"limits": limits})

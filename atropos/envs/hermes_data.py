@@ -1,0 +1,82 @@
+"""Rows for a Hermes env: from a file, from the flag itself, or from a dataset by name."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, cast
+
+from atropos.errors import ConfigError
+
+HOW = "give a .jsonl or .parquet file, a JSON list of objects, or the name of a dataset on the hub"
+
+
+def load_rows(name: str, split: str = "train") -> list[dict[str, Any]]:
+    """The rows of a dataset.
+
+    Args:
+        name: see `HOW`.
+        split: of a dataset on the hub; files and lists have none.
+
+    Raises:
+        ConfigError: it can't be found or read.
+    """
+    text = name.strip()
+    if text.startswith("["):
+        rows = _parsed(text, "dataset_name")
+        if not isinstance(rows, list):
+            raise ConfigError(f"dataset_name: not a list; {HOW}")
+        return _checked(cast("list[Any]", rows), "dataset_name")
+    path = Path(text).expanduser()
+    if path.suffix in {".jsonl", ".json", ".parquet"} or path.exists():
+        return _from_file(path)
+    return _from_hub(text, split)
+
+
+def _from_file(path: Path) -> list[dict[str, Any]]:
+    if not path.is_file():
+        raise ConfigError(f"dataset_name: there is no file {path}; {HOW}")
+    if path.suffix == ".parquet":
+        import pyarrow.parquet
+
+        try:
+            return _checked(pyarrow.parquet.read_table(path).to_pylist(), str(path))
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"dataset_name: {path} is no Parquet file: {error}") from None
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"dataset_name: {path} can't be read: {error}") from None
+    if path.suffix == ".json":
+        rows = _parsed(text, str(path))
+        return _checked(cast("list[Any]", rows) if isinstance(rows, list) else [rows], str(path))
+    lines = enumerate(text.splitlines(), 1)
+    return _checked([_parsed(line, f"{path}, line {number}") for number, line in lines if line.strip()], str(path))
+
+
+def _from_hub(name: str, split: str) -> list[dict[str, Any]]:
+    from datasets import load_dataset
+
+    try:
+        return [dict(row) for row in load_dataset(name, split=split)]
+    except Exception as error:  # the library raises anything, from network errors to ValueError
+        said = str(error).splitlines()[0] if str(error) else ""
+        raise ConfigError(
+            f"dataset_name: {name!r} (split {split!r}) can't be loaded: {type(error).__name__}: {said[:300]}; {HOW}"
+        ) from error
+
+
+def _parsed(text: str, where: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise ConfigError(f"dataset_name: {where}: not JSON: {error}") from None
+
+
+def _checked(rows: list[Any], where: str) -> list[dict[str, Any]]:
+    for number, row in enumerate(rows, 1):
+        if not isinstance(row, dict):
+            raise ConfigError(f"dataset_name: {where}, row {number}: not an object")
+    if not rows:
+        raise ConfigError(f"dataset_name: {where}: no rows; {HOW}")
+    return cast("list[dict[str, Any]]", rows)

@@ -1,0 +1,132 @@
+"""Sync calls in reward functions wait without blocking the loop, and behave as awaits do."""
+
+import asyncio
+import contextvars
+import time
+
+import pytest
+
+from atropos.envs.bridge import bridged, in_bridge, wait
+
+
+async def after(seconds, value):
+    await asyncio.sleep(seconds)
+    return value
+
+
+async def test_sync_and_async_waits_mix():
+    async def reward():
+        first = wait(after(0.001, 1))
+        second = await after(0.001, 2)
+        third = wait(asyncio.ensure_future(after(0, 3)))
+        await asyncio.sleep(0)
+        return [first, second, third, in_bridge()]
+
+    assert await bridged(reward) == [1, 2, 3, True]
+    assert await bridged(lambda: wait(after(0, 4))) == 4
+    assert await bridged(lambda: 5) == 5
+    assert not in_bridge()
+
+
+async def test_errors_pass_both_ways():
+    async def failing():
+        await asyncio.sleep(0)
+        raise KeyError("x")
+
+    async def reward():
+        with pytest.raises(KeyError):
+            wait(failing())
+        with pytest.raises(KeyError):
+            await failing()
+        raise LookupError("out")
+
+    with pytest.raises(LookupError, match="out"):
+        await bridged(reward)
+
+
+async def test_many_wait_at_once_and_the_loop_stays_free():
+    started = time.perf_counter()
+    done = False
+
+    async def watch():
+        gaps, last = [], time.perf_counter()
+        while not done:
+            await asyncio.sleep(0.001)
+            now = time.perf_counter()
+            gaps.append(now - last)
+            last = now
+        return gaps
+
+    watcher = asyncio.create_task(watch())
+    values = await asyncio.gather(*(bridged(lambda n=n: wait(after(0.2, n))) for n in range(50)))
+    done = True
+    gaps = await watcher
+    assert values == list(range(50))
+    assert time.perf_counter() - started < 5  # one after the other they would take 10 s
+    assert len(gaps) > 5
+
+
+async def test_cancellation_reaches_the_function_and_its_finally():
+    seen = []
+
+    async def reward():
+        try:
+            wait(after(60, None))
+        finally:
+            seen.append("sync")
+
+    async def patient():
+        try:
+            await after(60, None)
+        except asyncio.CancelledError:
+            seen.append("async")
+            raise
+
+    for function in (reward, patient):
+        task = asyncio.create_task(_run(function))
+        await asyncio.sleep(0.01)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+    assert seen == ["sync", "async"]
+
+
+async def _run(function):
+    return await bridged(function)
+
+
+async def test_timeouts_and_nested_bridges_and_context_work():
+    variable = contextvars.ContextVar("variable", default="unset")
+    variable.set("outer")
+
+    async def inner():
+        assert variable.get() == "outer"
+        return wait(after(0.001, "inner"))
+
+    async def reward():
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.01):  # noqa: ASYNC100 (the wait is inside wait())
+                wait(after(60, None))
+        return [wait(bridged(inner)), await bridged(inner), variable.get()]
+
+    assert await bridged(reward) == ["inner", "inner", "outer"]
+
+
+async def test_outside_it_says_what_is_wrong():
+    with pytest.raises(RuntimeError, match="bridged"):
+        wait(after(0, 1))
+
+
+async def test_an_abandoned_bridge_closes_its_function():
+    closed = []
+
+    async def reward():
+        try:
+            await asyncio.Event().wait()
+        finally:
+            closed.append(True)
+
+    run = bridged(reward).__await__()
+    next(run)
+    run.close()
+    assert closed == [True]
