@@ -201,7 +201,7 @@ async def probe_servers(server: Any, tokenizer: Any, timeout_s: float = PROBE_TI
         if config is None:
             continue
         try:
-            model = Model(one, timeout_s=min(timeout_s, PROBE_TIMEOUT_S), retries=2)
+            model = Model(_Direct(one), timeout_s=min(timeout_s, PROBE_TIMEOUT_S), retries=2)
             if model.exact:
                 await model.generate(tokenizer.encode("hi", add_special_tokens=False), max_tokens=1, temperature=0.0)
             else:
@@ -213,6 +213,17 @@ async def probe_servers(server: Any, tokenizer: Any, timeout_s: float = PROBE_TI
                 status=error.status,
                 retryable=error.retryable,
             ) from error
+
+
+class _Direct:
+    """A server's own request, without the health check in front that lets a call to a dead server wait."""
+
+    def __init__(self, server: Any) -> None:
+        self.config = server.config
+        self._server = server
+
+    async def tokens_and_logprobs_completion(self, **kwargs: Any) -> Any:
+        return await self._server._tokens_and_logprobs_completion_wrapper(model=self.config.model_name, **kwargs)  # noqa: SLF001
 
 
 async def _probe_chat(one: Any, timeout_s: float) -> None:

@@ -84,7 +84,7 @@ def write_page(jsonl: Path, html: Path | None = None, *, title: str = "") -> Pat
             shown += len(rollouts)
             mean = sum(r["score"] for r in rollouts) / len(rollouts) if rollouts else 0.0
             name = (group.get("atropos") or {}).get("item") or "group"
-            out.write(_group.render(name=name, rollouts=rollouts, mean=mean, colour=_colour(mean)))
+            out.write(_group.render(name=_visible(str(name)), rollouts=rollouts, mean=mean, colour=_colour(mean)))
         out.write("</body></html>\n")
     temporary.replace(html)
     return html
@@ -115,7 +115,7 @@ def _rollouts(group: dict[str, Any]) -> Iterator[dict[str, Any]]:
         facts += [f"attempt {summary['attempts']}"] if summary.get("attempts", 1) > 1 else []
         info = summary.get("info")
         yield {
-            "id": summary.get("trajectory_id") or f"trajectory {index}",
+            "id": _visible(str(summary.get("trajectory_id") or f"trajectory {index}")),
             "score": float(score),
             "colour": _colour(float(score)),
             "facts": " · ".join(facts),
@@ -135,7 +135,11 @@ def _messages(messages: Iterable[Any]) -> Iterator[dict[str, str]]:
             half = MAX_MESSAGE_CHARS // 2
             text = f"{text[:half]}\n[... {len(text) - 2 * half} characters left out ...]\n{text[-half:]}"
         kind = "tool" if role == "tool" or (role == "user" and text.startswith("<tool_response>")) else role
-        yield {"role": role, "kind": kind if kind in {"user", "assistant", "tool"} else "", "text": _visible(text)}
+        yield {
+            "role": _visible(role),
+            "kind": kind if kind in {"user", "assistant", "tool"} else "",
+            "text": _visible(text),
+        }
 
 
 def _visible(text: str) -> str:

@@ -1,0 +1,219 @@
+"""The command line: every field a flag, and whatever is wrong one line that says what would be right."""
+
+from __future__ import annotations
+
+import pytest
+from pydantic import SecretStr
+
+from atropos.envs import AgentEnvConfig, APIServerConfig, cli
+from atropos.envs.config import SandboxEnvConfig
+from atropos.errors import ConfigError
+from examples.policy.tokenizer import FOLDER
+from tests.unit.envs.support import ScriptEnv
+
+GOOD = {
+    "--env.tool_pool_mode": "local",
+    "--env.tokenizer_name": str(FOLDER),
+    "--openai.base_url": "http://127.0.0.1:9/v1",
+    "--openai.server_type": "vllm",
+}
+
+
+def config_of(*flags: str, command: str = "process") -> AgentEnvConfig:
+    settings = cli.parse([command, *flags], AgentEnvConfig, APIServerConfig)
+    return cli.build_config(ScriptEnv, settings, AgentEnvConfig())
+
+
+def run(capsys, *argv: str) -> tuple[int, str]:
+    """The exit code and the one line, with everything not under test right."""
+    words = list(argv)
+    if words and words[0] in cli.COMMANDS:
+        given = {word.split("=")[0] for word in words}
+        words[1:1] = [part for flag, value in GOOD.items() if flag not in given for part in (flag, value)]
+    code = cli.run(ScriptEnv, words)
+    return code, capsys.readouterr().err.strip()
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        ([], "a command is needed: serve, process, evaluate"),
+        (["proces"], "did you mean process?"),
+        (["process", "--env.grop_size", "3"], "unknown flag --env.grop_size; did you mean --env.group_size?"),
+        (["process", "--env.group_size"], "--env.group_size needs a value"),
+        (["process", "--env.enabled_toolsets", "a", "b"], "as --env.enabled_toolsets a,b"),
+        (["process", "--env.group_size", "-1"], "as --env.group_size=-1"),
+        (["process", "--env.group_size=-1"], "group_size: must be at least 1"),
+        (["process", "--env.group_size", "x"], "env.group_size: input should be a valid integer"),
+        (["process", "--env.enabled_toolsets", "terminalx"], "unknown toolset 'terminalx'"),
+        (["process", "--env.agent_tool_parser", "nope"], "unknown 'nope'"),
+        (["process", "--env.slots_per_container", "0"], "env.slots_per_container: input should be greater"),
+        (["process", "--env.min_containers", "5", "--env.max_containers", "2"], "max_containers (2) is less than"),
+        (["process", "--env.privileged", "true"], "env.privileged: sandbox containers are never privileged"),
+        (["process", "--env.allow_network", "maybe"], "expected true or false"),
+        (["process", "--env.tool_pool_mode", "modal"], "'nomad', 'docker' or 'local'"),
+        (["process", "--config", "/no/such.yaml"], "--config /no/such.yaml: No such file"),
+        (["process", "--openai.base_url", "foo"], "openai.base_url: 'foo' is no URL"),
+        (["process", "--openai.base_url", "http://127.0.0.1:9/v1"], "start the server, or correct --openai.base_url"),
+        (["process", "--openai.server_type", "foo"], "openai.server_type"),
+        (["process", "--env.tokenizer_name", "/no/such"], "env.tokenizer_name: there is no folder /no/such"),
+        (["process", "--env.tokenizer_name", "no-such-org/no-such"], "env.tokenizer_name"),
+        (["serve", "--openai.server_type", "openai"], "--env.allow_placeholder_tokens true"),
+        (["serve", "--env.rollout_server_url", "http://127.0.0.1:9"], "no trajectory API at http://127.0.0.1:9"),
+        (["serve", "stray"], "a flag has one value"),
+    ],
+    ids=lambda value: " ".join(value)[:60] if isinstance(value, list) else "",
+)
+def test_bad_input_is_one_line_and_not_zero(capsys, monkeypatch, argv, says):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    code, line = run(capsys, *argv)
+    assert code in {1, 2}
+    assert says in line
+    assert line.startswith("error: ")
+    assert line.count("\n") == 0
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("env:\n  grop_size: 3\n", "unknown key env.grop_size; did you mean group_size?"),
+        ("enw:\n  group_size: 3\n", "unknown key 'enw'; did you mean env?"),
+        ("openai:\n  base_urll: x\n", "unknown key openai.base_urll"),
+        ("- 1\n", "expected keys env, openai"),
+        ("a: [\n", "no YAML"),
+        ("env: 3\n", "env must be keys and values"),
+        ("env:\n  slots_per_container: none\n", "env.slots_per_container"),
+    ],
+)
+def test_bad_yaml_is_one_line(capsys, tmp_path, text, says):
+    path = tmp_path / "c.yaml"
+    path.write_text(text)
+    code, line = run(capsys, "process", "--config", str(path))
+    assert (code, line.count("\n")) == (2, 0)
+    assert says in line
+
+
+def test_flags_win_over_yaml_and_yaml_over_defaults(tmp_path):
+    path = tmp_path / "c.yaml"
+    path.write_text("env:\n  group_size: 7\n  enabled_toolsets: [terminal, file]\n  agent_max_steps: 3\n")
+    config = config_of("--config", str(path), "--env.agent_max_steps", "9")
+    assert (config.group_size, config.enabled_toolsets, config.agent_max_steps) == (7, ["terminal", "file"], 9)
+    assert config.agent_temperature == 0.7
+
+
+def test_values_of_every_kind():
+    config = config_of(
+        "--env.enabled_toolsets=terminal, file",
+        "--env.disabled_toolsets",
+        '["process"]',
+        "--env.agent_max_tokens",
+        "None",
+        "--env.require_sandbox",
+        "true",
+        "--env.tool_server_token",
+        "sesame",
+        "--env.eval_handling",
+        "NONE",
+        "--env.worker_timeout=-1",
+        "--env.slot_cpu_quota",
+        "0.5",
+    )
+    assert config.enabled_toolsets == ["terminal", "file"]
+    assert config.disabled_toolsets == ["process"]
+    assert config.agent_max_tokens is None
+    assert config.require_sandbox is True
+    assert config.worker_timeout == -1
+    assert config.slot_cpu_quota == 0.5
+    assert isinstance(config.tool_server_token, SecretStr)
+    assert "sesame" not in repr(config)
+    assert "sesame" not in config.model_dump_json()
+
+
+def test_dicts_are_json():
+    with pytest.raises(ConfigError, match=r"write --env\.x '\{\"key\": 1\}'"):
+        cli._value("env.x", "{a", dict[str, int])
+    assert cli._value("env.x", '{"a": 1}', dict[str, int] | None) == {"a": 1}
+    assert cli._value("env.x", "None", dict[str, int] | None) is None
+
+
+@pytest.mark.parametrize("name", list(AgentEnvConfig.model_fields))
+def test_every_field_is_a_flag_that_takes_its_own_default(name):
+    value = getattr(AgentEnvConfig(), name)
+    text = getattr(value, "value", value)
+    shown = ",".join(text) if isinstance(text, list) else str(text)
+    config = config_of(f"--env.{name}={shown}")
+    assert getattr(config, name) == value
+
+
+def test_process_and_evaluate_use_wandb_only_when_asked():
+    assert config_of().use_wandb is False
+    assert config_of(command="evaluate").use_wandb is False
+    assert config_of(command="serve").use_wandb is True
+    assert config_of("--env.use_wandb", "true").use_wandb is True
+    assert config_of().wandb_name == "script"
+    assert config_of().data_path_to_save_groups == "data/script.jsonl"
+
+
+def test_servers_are_always_a_list_and_flags_reach_the_only_one(tmp_path):
+    default = [APIServerConfig(base_url="http://a/v1")]
+    settings = cli.parse(["process", "--openai.model_name", "m"], AgentEnvConfig, APIServerConfig)
+    [server] = cli.build_servers(settings, default)
+    assert (server.base_url, server.model_name) == ("http://a/v1", "m")
+    path = tmp_path / "c.yaml"
+    path.write_text("openai:\n- {base_url: 'http://b/v1'}\n- {base_url: 'http://c/v1'}\n")
+    settings = cli.parse(["process", "--config", str(path)], AgentEnvConfig, APIServerConfig)
+    assert [one.base_url for one in cli.build_servers(settings, default)] == ["http://b/v1", "http://c/v1"]
+    with pytest.raises(ConfigError, match="names 2 servers"):
+        cli.parse(["process", "--config", str(path), "--openai.model_name", "m"], AgentEnvConfig, APIServerConfig)
+
+
+@pytest.mark.parametrize("command", cli.COMMANDS)
+def test_help_names_every_setting_with_its_default(capsys, command):
+    assert cli.run(ScriptEnv, [command, "--help"]) == 0
+    text = capsys.readouterr().out
+    for name in AgentEnvConfig.model_fields:
+        assert f"--env.{name}" in text
+    assert "--openai.base_url" in text
+    assert "[50]" in text
+    assert max(len(line) for line in text.splitlines()) <= 120
+
+
+def test_help_without_a_command_lists_them(capsys):
+    assert cli.run(ScriptEnv, ["--help"]) == 0
+    assert "evaluate" in capsys.readouterr().out
+
+
+def test_settings_reach_pool_and_executor():
+    config = config_of(
+        "--env.slots_per_container=3",
+        "--env.max_containers=4",
+        "--env.slot_memory_mib=333",
+        "--env.slot_disk_mib=99",
+        "--env.slot_pids=77",
+        "--env.slot_inodes=5000",
+        "--env.slot_output_bytes=4000",
+        "--env.acquire_timeout_s=7",
+        "--env.allow_network=false",
+        "--env.require_sandbox=true",
+        "--env.require_stateful_sandbox=true",
+        "--env.sandbox_job_id=job-x",
+        "--env.sandbox_image=img:y",
+        "--env.tool_batch_window_ms=5",
+        "--env.tool_max_batch_size=17",
+        "--env.lease_ttl_s=30",
+        "--env.tool_server_url=http://127.0.0.1:9",
+    )
+    pool, executor = config.pool_config(), config.executor_config()
+    assert (pool.backend, pool.slots_per_container, pool.max_containers) == ("nomad", 3, 4)
+    assert (pool.limits.memory_mib, pool.limits.disk_mib, pool.limits.pids) == (333, 99, 77)
+    assert (pool.limits.inodes, pool.limits.output_bytes) == (5000, 4000)
+    assert (pool.acquire_timeout_s, pool.allow_network, pool.lease_ttl_s) == (7, False, 30)
+    assert (pool.job_id, pool.image, pool.batch_window_ms, pool.max_batch_size) == ("job-x", "img:y", 5, 17)
+    assert (pool.require_sandbox, pool.require_stateful_sandbox) == (True, True)
+    assert (executor.tool_server_url, executor.allow_network) == ("http://127.0.0.1:9", False)
+    assert config.capacity == 12
+
+
+def test_an_unknown_setting_is_refused_in_code_too():
+    with pytest.raises(ValueError, match="slots_per_contaner"):
+        SandboxEnvConfig(slots_per_contaner=3)

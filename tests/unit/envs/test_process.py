@@ -1,0 +1,361 @@
+"""`process` on a real atroposlib and a real HTTP policy: what is written is true, whole, and says what is missing."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+
+import pytest
+
+from atropos.envs.rollout import GroupDropped, GroupsDropped
+from atropos.errors import AcquireTimeout, ConfigError, InferenceError, NotSupported, SlotLost
+from tests.unit.envs.support import ScriptEnv, call, items, make
+
+
+def groups_in(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def assert_true(group, truth):
+    """Each sampled run of each trajectory is an entry of the server's log, under exactly its prompt."""
+    entries = {(tuple(e["prompt"]), tuple(e["ids"]), tuple(e["logprobs"])) for e in truth}
+    for tokens, masks, logprobs in zip(group["tokens"], group["masks"], group["inference_logprobs"], strict=True):
+        assert len(tokens) == len(masks) == len(logprobs)
+        at = runs = 0
+        while at < len(tokens):
+            end = at
+            while end < len(tokens) and (masks[end] == -100) == (masks[at] == -100):
+                end += 1
+            if masks[at] == -100:
+                assert set(logprobs[at:end]) == {1.0}
+            else:
+                assert masks[at:end] == tokens[at:end]
+                assert (tuple(tokens[:at]), tuple(tokens[at:end]), tuple(logprobs[at:end])) in entries
+                runs += 1
+            at = end
+        assert runs >= 1
+
+
+@pytest.mark.parametrize("server_type", ["vllm", "sglang"])
+async def test_groups_hold_exactly_what_the_server_sampled(policy, tmp_path, server_type):
+    env = make(ScriptEnv, policy.url, tmp_path / "g.jsonl", server_type=server_type)
+    await env.process_manager()
+    groups = groups_in(tmp_path / "g.jsonl")
+    assert len(groups) == 3
+    for group in groups:
+        assert len(group["scores"]) == 3
+        assert group["group_overrides"] == {}
+        assert_true(group, policy.truth())
+    assert (tmp_path / "g.html").read_text().count("<details>") == 3 + 9
+    assert env.stand_in.closed
+    assert not env.stand_in.live
+
+
+async def test_without_token_ids_groups_say_that_they_are_placeholders(policy, tmp_path):
+    env = make(ScriptEnv, policy.url, tmp_path / "g.jsonl", server_type="openai")
+    await env.process_manager()
+    for group in groups_in(tmp_path / "g.jsonl"):
+        assert group["group_overrides"] == {"placeholder_tokens": True}
+        assert [len(t) for t in group["tokens"]] == [len(m) for m in group["masks"]]
+
+
+async def test_a_lost_slot_retries_the_trajectory_in_a_fresh_one_and_scores_as_if_nothing_happened(policy, tmp_path):
+    failed: set[str] = set()
+
+    class Env(ScriptEnv):
+        @staticmethod
+        def fault(trajectory, _call):
+            if "-r" not in trajectory and trajectory.endswith("-1"):
+                failed.add(trajectory)
+                raise SlotLost("killed")
+
+    env = make(Env, policy.url, tmp_path / "g.jsonl")
+    await env.process_manager()
+    groups = groups_in(tmp_path / "g.jsonl")
+    assert [group["scores"] for group in groups] == [[4.0, 4.0, 4.0]] * 3
+    assert sorted(t["attempts"] for g in groups for t in g["atropos"]["trajectories"]) == [1] * 6 + [2] * 3
+    assert env.metrics.retries == {"slot_lost": 3}
+    assert failed <= set(env.stand_in.released)
+
+
+async def test_a_group_that_cannot_be_completed_is_dropped_whole_and_the_run_says_so(policy, tmp_path):
+    class Env(ScriptEnv):
+        @staticmethod
+        def fault(trajectory, _call):
+            if trajectory.startswith("item-1-"):
+                raise AcquireTimeout("no slot")
+
+    env = make(Env, policy.url, tmp_path / "g.jsonl", trajectory_retries=1)
+    with pytest.raises(GroupsDropped, match=r"1 of 3 groups were dropped \(1 x acquire_timeout\)"):
+        await env.process_manager()
+    assert sorted(group["atropos"]["item"] for group in groups_in(tmp_path / "g.jsonl")) == ["item-0", "item-2"]
+    assert (tmp_path / "g.html").exists()
+    assert env.metrics.dropped == {"acquire_timeout": 1}
+    assert not env.stand_in.live
+
+
+async def test_what_another_slot_cannot_cure_is_not_tried_again(policy, tmp_path):
+    tried = []
+
+    class Env(ScriptEnv):
+        @staticmethod
+        def fault(trajectory, _call):
+            tried.append(trajectory)
+            raise NotSupported("snapshots: not here")
+
+    env = make(Env, policy.url, tmp_path / "g.jsonl", group_size=1)
+    env.items = items(1)
+    with pytest.raises(GroupsDropped, match="not_supported"):
+        await env.process_manager()
+    assert len(tried) == 1
+
+
+@pytest.mark.parametrize("wrong", ["raises", "nan", "text", "none"])
+async def test_a_reward_that_fails_is_reported_and_is_not_zero(policy, tmp_path, wrong, caplog):
+    class Env(ScriptEnv):
+        async def score_trajectory(self, item, final_response):
+            if item["name"] != "item-0":
+                return 1.0
+            if wrong == "raises":
+                raise ZeroDivisionError("in the reward")
+            return {"nan": float("nan"), "text": "1.0", "none": None}[wrong]
+
+    env = make(Env, policy.url, tmp_path / "g.jsonl")
+    with pytest.raises(GroupsDropped, match="1 x hook_error"):
+        await env.process_manager()
+    assert [group["scores"] for group in groups_in(tmp_path / "g.jsonl")] == [[1.0] * 3] * 2
+    assert "item-0" in caplog.text
+
+
+async def test_a_model_that_does_nothing_does_score(policy, tmp_path):
+    env = make(ScriptEnv, policy.url, tmp_path / "g.jsonl")
+    env.items = [{"name": "idle", "script": ["no"]}]
+    await env.process_manager()
+    assert groups_in(tmp_path / "g.jsonl")[0]["scores"] == [2.0, 2.0, 2.0]
+
+
+@pytest.mark.parametrize("fault", ["503", "nonsense", "reset"])
+async def test_a_flaky_server_changes_no_score_and_loses_no_group(faulty_policy, tmp_path, fault):
+    async with faulty_policy(fault=fault, fault_rate=0.2) as policy:
+        env = make(ScriptEnv, policy.url, tmp_path / "g.jsonl", trajectory_retries=8, model_retries=4)
+        await env.process_manager()
+        groups = groups_in(tmp_path / "g.jsonl")
+        assert [group["scores"] for group in groups] == [[4.0] * 3] * 3
+        for group in groups:
+            assert_true(group, policy.truth())
+
+
+@pytest.mark.parametrize("fault", ["400", "nonsense"])
+@pytest.mark.parametrize("server_type", ["vllm", "openai"])
+async def test_a_useless_server_is_found_before_anything_starts(faulty_policy, tmp_path, fault, server_type):
+    async with faulty_policy(fault=fault) as policy:
+        env = make(ScriptEnv, policy.url, tmp_path / "g.jsonl", server_type=server_type)
+        with pytest.raises(InferenceError, match=r"openai\.base_url: http://127\.0\.0\.1"):
+            await env.process_manager()
+        assert env._executor is None
+        assert not (tmp_path / "g.jsonl").exists()
+
+
+async def test_no_more_trajectories_are_admitted_than_there_are_slots(policy, tmp_path):
+    env = make(ScriptEnv, policy.url, None, slots_per_container=2, max_containers=2, process_concurrency=5)
+    env.items = items(6)
+    await env.process_manager()
+    assert 0 < env.stand_in.most <= 4
+    assert env.metrics.trajectories == 18
+
+
+async def test_groups_fill_the_slots(policy):
+    together = 0
+    most = 0
+
+    class Env(ScriptEnv):
+        async def setup_trajectory_workspace(self, item, *, trajectory_id, exec_tool):
+            nonlocal together, most
+            together += 1
+            most = max(most, together)
+            await asyncio.sleep(0.05)
+            together -= 1
+            return {}
+
+    env = make(Env, policy.url, None, slots_per_container=6, max_containers=2)
+    env.items = items(6)
+    await env.process_manager()
+    assert most == 12
+
+
+async def test_a_groups_workspace_is_set_up_once_and_forked(policy, tmp_path):
+    set_up = []
+
+    class Env(ScriptEnv):
+        async def setup_group_workspace(self, item, *, exec_tool):
+            set_up.append(item["name"])
+            await exec_tool(_tool("make"))
+
+    env = make(Env, policy.url, tmp_path / "g.jsonl")
+    await env.process_manager()
+    assert sorted(set_up) == ["item-0", "item-1", "item-2"]
+    assert len(env.stand_in.forks) == 9
+    assert len(env.stand_in.snapshots) == 3
+    assert all(snapshot.dropped for snapshot in env.stand_in.snapshots)
+
+
+def _tool(command):
+    from atropos.tools import ToolCall
+
+    return ToolCall(name="terminal", arguments={"command": command})
+
+
+async def test_hooks_see_the_same_workspace_and_their_words_are_kept(policy, tmp_path):
+    seen = []
+
+    class Env(ScriptEnv):
+        async def setup_trajectory_workspace(self, item, *, trajectory_id, exec_tool):
+            return {"prepared": trajectory_id}
+
+        async def verify_and_score_trajectory(self, item, final_response, *, trajectory_id, exec_tool, agent_result):
+            result = await exec_tool(_tool("check"))
+            seen.append((trajectory_id, agent_result.total_tool_calls, result.success))
+            return 0.5, {"why": "half", "odd": {1, 2}}
+
+    env = make(Env, policy.url, tmp_path / "g.jsonl")
+    env.items = items(1)
+    await env.process_manager()
+    [group] = groups_in(tmp_path / "g.jsonl")
+    summaries = group["atropos"]["trajectories"]
+    assert (
+        {s["info"]["prepared"] for s in summaries}
+        == {name for name, _, _ in seen}
+        == {s["trajectory_id"] for s in summaries}
+    )
+    assert all(s["info"]["why"] == "half" for s in summaries)
+    assert {(calls, ok) for _, calls, ok in seen} == {(1, True)}
+
+
+async def test_one_trajectory_by_itself(policy):
+    env = make(ScriptEnv, policy.url, None)
+    await env.setup()
+    single, backlog = await env.collect_trajectory(items(1)[0])
+    assert (single["scores"], backlog) == (4.0, [])
+    assert len(single["tokens"]) == len(single["masks"]) == len(single["inference_logprobs"])
+    answer, facts = await env.run_agent(env.build_task(items(1)[0]))
+    assert (answer, facts) == ("done", {"success": True, "error": None, "tool_calls": 1})
+    assert not env.stand_in.live
+    await env.shutdown_tool_backend()
+    await env.shutdown_tool_backend()
+
+
+async def test_run_agent_keeps_a_workspace_that_it_was_given(policy):
+    env = make(ScriptEnv, policy.url, None)
+    await env.setup()
+    await env.run_agent(env.build_task(items(1)[0]), trajectory_id="mine")
+    assert env.stand_in.live == {"mine"}
+    await env.shutdown_tool_backend()
+
+
+async def test_seeds_make_a_run_repeatable_and_members_differ(policy, tmp_path):
+    from examples.policy.play import TASKS
+
+    class Env(ScriptEnv):
+        def build_task(self, item):
+            return (TASKS / "top-words" / "instruction.md").read_text()
+
+        async def verify_and_score_trajectory(self, item, final_response, *, trajectory_id, exec_tool, agent_result):
+            return float(len(agent_result.messages)), {"said": [step.text for step in agent_result.steps]}
+
+    said = []
+    for name in "ab":
+        env = make(Env, policy.url, tmp_path / f"{name}.jsonl", seed=5, group_size=6, agent_max_steps=8)
+        env.items = items(1)
+        await env.process_manager()
+        [group] = groups_in(tmp_path / f"{name}.jsonl")
+        said.append([t["info"]["said"] for t in group["atropos"]["trajectories"]])
+    assert said[0] == said[1]
+    assert len({json.dumps(one) for one in said[0]}) > 1
+
+
+@pytest.mark.parametrize("end", ["cancel", "signal", "error"])
+async def test_every_ending_releases_all_and_writes_its_files(policy, tmp_path, end):
+    class Env(ScriptEnv):
+        async def setup_trajectory_workspace(self, item, *, trajectory_id, exec_tool):
+            await exec_tool(_tool("ls"))
+            if item["name"] != "item-0":
+                if end == "error":
+                    raise ConfigError("env.x: wrong")
+                first_written.set()
+                await asyncio.Event().wait()
+            return {}
+
+    first_written = asyncio.Event()
+    env = make(Env, policy.url, tmp_path / "g.jsonl", process_concurrency=1)
+    task = asyncio.create_task(env.process_manager())
+    if end == "error":
+        with pytest.raises(ConfigError, match=r"env\.x: wrong"):
+            await task
+    else:
+        await asyncio.wait_for(first_written.wait(), 20)
+        if end == "cancel":
+            task.cancel()
+        else:
+            signal.raise_signal(signal.SIGTERM)
+            await asyncio.sleep(0)
+            signal.raise_signal(signal.SIGTERM)  # a second one changes nothing
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert env.lifetime.signal == (signal.SIGTERM if end == "signal" else None)
+    assert env.stand_in.closed
+    assert not env.stand_in.live
+    assert len(groups_in(tmp_path / "g.jsonl")) == 1
+    assert "item-0" in (tmp_path / "g.html").read_text()
+    assert asyncio.all_tasks() - {asyncio.current_task()} <= policy_tasks()
+
+
+def policy_tasks():
+    return {task for task in asyncio.all_tasks() if "aiohttp" in repr(task.get_coro())}
+
+
+async def test_an_item_too_long_for_the_context_drops_its_group_and_no_other(policy, tmp_path):
+    env = make(ScriptEnv, policy.url, tmp_path / "g.jsonl", max_token_length=6000)
+    env.items = [*items(1), {"name": "long", "script": ["x" * 60_000]}]
+    with pytest.raises(GroupsDropped, match="1 x prompt_too_long"):
+        await env.process_manager()
+    assert len(groups_in(tmp_path / "g.jsonl")) == 1
+
+
+async def test_a_single_trajectory_that_cannot_be_completed_is_an_error_and_no_score(policy):
+    class Env(ScriptEnv):
+        @staticmethod
+        def fault(_trajectory, _call):
+            raise SlotLost("gone")
+
+    env = make(Env, policy.url, None, trajectory_retries=0)
+    await env.setup()
+    with pytest.raises(GroupDropped, match="SlotLost"):
+        await env.collect_trajectory(items(1, {"calls": [call("x")]}, "y")[0])
+    await env.shutdown_tool_backend()
+
+
+async def test_what_is_left_out_of_a_batch_is_counted_by_name(policy, tmp_path):
+    env = make(ScriptEnv, policy.url, tmp_path / "g.jsonl", ensure_scores_are_not_same=True)
+    await env.process_manager()
+    assert env.metrics.unsent == {"same_scores": 3}
+    assert env.metrics.as_dict()["env/groups_unsent/same_scores"] == 3
+
+
+async def test_wandb_offline_gets_faults_and_readable_rollouts(policy, tmp_path, monkeypatch):
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_DIR", str(tmp_path))
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    logged = []
+    env = make(ScriptEnv, policy.url, tmp_path / "g.jsonl", use_wandb=True)
+    import wandb
+
+    monkeypatch.setattr(wandb, "init", lambda **kw: logged.append(kw))
+    monkeypatch.setattr(wandb, "log", lambda metrics, **_: logged.append(metrics))
+    monkeypatch.setattr(wandb, "finish", lambda: logged.append("finished"))
+    await env.process_manager()
+    assert logged[0]["config"]["tool_server_token"] is None
+    assert logged[-1] == "finished"
+    last = logged[-2]
+    assert last["env/groups"] == 3
+    assert any(key.endswith("rollouts") for key in last)

@@ -1,0 +1,73 @@
+"""The page: readable, whole where the file is damaged, and nothing in it is live."""
+
+from __future__ import annotations
+
+import html.parser
+import json
+
+from atropos.envs import replay
+from atropos.envs.replay import write_page
+
+EVIL = "<script>alert(1)</script><img src=x onerror=alert(2)>\"'><b>&amp;\x1b[31m</details>"
+
+
+def group(*contents: str, score: float = 0.5):
+    return {
+        "scores": [score] * len(contents),
+        "messages": [[{"role": EVIL, "content": text}, {"role": "assistant", "content": text}] for text in contents],
+        "atropos": {
+            "item": EVIL,
+            "trajectories": [{"trajectory_id": EVIL, "steps": 2, "info": {"k": EVIL}}] * len(contents),
+        },
+    }
+
+
+class Tags(html.parser.HTMLParser):
+    def __init__(self):
+        super().__init__()
+        self.seen: set[str] = set()
+
+    def handle_starttag(self, tag, attrs):
+        self.seen.add(tag)
+        assert not any(name.startswith("on") for name, _ in attrs)
+
+
+def page_of(tmp_path, lines: list[str]) -> str:
+    path = tmp_path / "g.jsonl"
+    path.write_text("\n".join(lines))
+    return write_page(path).read_text()
+
+
+def test_everything_is_escaped(tmp_path):
+    page = page_of(tmp_path, [json.dumps(group(EVIL))])
+    tags = Tags()
+    tags.feed(page)
+    assert not tags.seen & {"script", "img"}
+    assert "<script" not in page
+    assert "&lt;script&gt;alert(1)" in page
+    assert "\x1b" not in page
+    assert "\u241b[31m" in page
+
+
+def test_a_damaged_last_line_loses_only_itself(tmp_path):
+    page = page_of(tmp_path, [json.dumps(group("first")), json.dumps(group("second"))[:50]])
+    assert "first" in page
+    assert "1 groups, 1 trajectories" in page
+
+
+def test_odd_groups_are_shown_as_far_as_they_go(tmp_path):
+    odd = [{"scores": [1.0], "messages": None}, [group("x"), None], {"scores": []}, 7]
+    page = page_of(tmp_path, [json.dumps(one) for one in odd])
+    assert "3 groups, 2 trajectories" in page
+
+
+def test_the_page_is_bounded(tmp_path, monkeypatch):
+    monkeypatch.setattr(replay, "MAX_TRAJECTORIES", 3)
+    page = page_of(tmp_path, [json.dumps(group("y" * 50_000, "z")) for _ in range(4)])
+    assert "the first 3 are shown" in page
+    assert "characters left out" in page
+    assert len(page) < 200_000
+
+
+def test_surrogates_do_not_break_it(tmp_path):
+    page_of(tmp_path, [json.dumps(group("\ud800 lone"))])
