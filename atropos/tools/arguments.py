@@ -98,12 +98,34 @@ def check(tool: str, model: type[_Model], arguments: dict[str, Any]) -> _Model:
         BadArguments: with every field that is wrong, and what the tool takes.
     """
     try:
+        for name, value in arguments.items():
+            if _half_pair(value) or _half_pair(name):
+                raise BadArguments(
+                    f"{tool}: {shorten(ascii(name))} is wrong: it holds half of a surrogate pair (\\ud800 to \\udfff), "
+                    "which is no character"
+                )
         return model.model_validate(arguments)
     except ValidationError as error:
         problems = [_problem(model, detail) for detail in error.errors(include_url=False)[:10]]
         raise BadArguments(f"{tool}: {'; '.join(problems)}. {usage(tool, model)}") from None
     except RecursionError:
         raise BadArguments(f"{tool}: the arguments are nested too deeply. {usage(tool, model)}") from None
+
+
+def _half_pair(value: Any) -> bool:
+    """Whether a lone surrogate is in it: JSON can say one, UTF-8 and the kernel can't."""
+    if isinstance(value, str):
+        if value.isascii():
+            return False
+        try:
+            value.encode()
+        except UnicodeEncodeError:
+            return True
+    elif isinstance(value, dict):
+        return any(_half_pair(key) or _half_pair(one) for key, one in cast("dict[Any, Any]", value).items())
+    elif isinstance(value, list):
+        return any(_half_pair(one) for one in cast("list[Any]", value))
+    return False
 
 
 def usage(tool: str, model: type[BaseModel]) -> str:

@@ -35,6 +35,7 @@ class FakeSlot:
         self.released += 1
         for proc in self.procs.values():
             proc.kill()
+            await proc.reader
         await asyncio.sleep(self.pool.release_s)
         self._folder.cleanup()
         self.pool.free += 1
