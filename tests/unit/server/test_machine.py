@@ -148,7 +148,9 @@ class Machine(RuleBasedStateMachine):
             assert free == 0 or others
             return
         assert free > 0
-        assert all(lease.epoch > owned.lease.epoch for owned in self.leases.values() if owned.lease.boot_id == lease.boot_id)
+        assert all(
+            lease.epoch > owned.lease.epoch for owned in self.leases.values() if owned.lease.boot_id == lease.boot_id
+        )
         self.leases[name] = Owned(lease, client, self.time)
 
     @precondition(lambda self: self.live())
@@ -247,12 +249,16 @@ class Machine(RuleBasedStateMachine):
         assert not self.ran(asked)
 
     @precondition(lambda self: self.calls)
-    @rule(data=st.data())
-    def ack(self, data) -> None:
+    @rule(data=st.data(), again=st.booleans())
+    def ack(self, data, again: bool) -> None:
         asked = self.pick(data, self.calls.values())
         if asked.answers:
             self.do(lambda: self.core.clients.ack(self.core.clients.of(asked.client), (asked.call.call_id,)))
             asked.acked = True
+        before = self.ran(asked)
+        if again and before:
+            self.submit(asked)
+            assert self.ran(asked) == before
 
     @rule(seconds=st.sampled_from([0.5, 4.0, 9.9, 10.0, 25.0]))
     def time_passes(self, seconds: float) -> None:
