@@ -89,6 +89,11 @@ def leftovers(backend: str, job_id: str) -> list[str]:
     return left
 
 
+def containers_of_allocation(allocation: str) -> list[str]:
+    """Ids of the Docker containers of one Nomad allocation: its id ends their names."""
+    return _docker("ps", "--quiet", "--no-trunc", "--filter", f"name={allocation}").split()
+
+
 def kill_container(container_id: str) -> None:
     """`docker kill`, as an operator or an accident would."""
     _docker("kill", container_id)

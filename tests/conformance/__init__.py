@@ -1,0 +1,1 @@
+"""What every backend promises: the same tests on each, through the public API."""
