@@ -35,7 +35,9 @@ class HermesAgentEnvConfig(SandboxEnvConfig):
     agent_temperature: float = Field(default=1.0, ge=0, description="sampling temperature")
     terminal_backend: str = Field(default="local", description="what runs the containers: local, docker or nomad")
     terminal_timeout: float = Field(default=120, gt=0, description="seconds of a terminal command that names none")
-    terminal_lifetime: float = Field(default=3600, gt=0, description="longest idle time of a trajectory's slot, seconds")
+    terminal_lifetime: float = Field(
+        default=3600, gt=0, description="longest idle time of a trajectory's slot, seconds"
+    )
     dataset_name: str | None = Field(
         default=None, description="rows: a JSONL or Parquet file, a JSON list in place, or a dataset's name on the hub"
     )

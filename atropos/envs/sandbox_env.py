@@ -118,6 +118,7 @@ class SandboxEnv(BaseEnv):
         self._groups_begun = 0
         self._collecting: set[asyncio.Task[Any]] = set()
         self._wandb_started = False
+        self._traced: set[tuple[str, type[Exception]]] = set()
 
     # --------------------------------------------------------------------------------------------- for subclasses
 
@@ -253,7 +254,9 @@ class SandboxEnv(BaseEnv):
             raise
         except Exception as error:
             self.metrics.hook_errors[name] += 1
-            _log.exception("%s of %s failed", name, type(self).__name__)
+            if (name, type(error)) not in self._traced:  # the traceback once, the rest in a line each
+                self._traced.add((name, type(error)))
+                _log.exception("%s of %s failed", name, type(self).__name__)
             raise HookError(f"{name} raised {type(error).__name__}: {error}") from error
 
     # ------------------------------------------------------------------------------------------------------ groups

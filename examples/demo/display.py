@@ -117,7 +117,9 @@ def summary(display: Display, jsonl: Path | None) -> dict[str, Any]:
                 "calls": sum(rollout.calls for rollout in rollouts),
                 "seconds": round(sum(rollout.seconds for rollout in rollouts) / len(rollouts), 3),
             }
-            for name, rollouts in sorted(display.rollouts.items())
+            for name, rollouts in (
+                (n, sorted(r, key=lambda one: one.trajectory_id)) for n, r in sorted(display.rollouts.items())
+            )
         },
         "trajectories": len(scores),
         "mean_score": sum(scores) / len(scores) if scores else 0.0,
