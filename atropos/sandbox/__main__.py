@@ -44,7 +44,7 @@ def read_config(name: str) -> ServerConfig:
 
 
 async def _serve(config: ServerConfig) -> int:
-    from atropos.sandbox.host import SlotHost  # pyright: ignore[reportMissingImports]
+    from atropos.sandbox.host import SlotHost
     from atropos.sandbox.serve import Server
 
     return await Server(config, SlotHost.create).run()

@@ -25,7 +25,7 @@ from atropos.sandbox.upkeep import pulse
 from atropos.wire import Capabilities, Feature
 
 log = logging.getLogger(__name__)
-STATEFUL = frozenset({"pty", "sessions", "background"})
+STATEFUL = frozenset({"sessions"})
 """The features that sessions living between calls need."""
 BACKLOG = 1024
 
