@@ -23,6 +23,8 @@ SCAN_BYTES = 64 << 20
 MAX_LINE = 2000
 """Characters of one line that are shown."""
 DEFAULT_LINES = 500
+WORKSPACE = "/workspace"
+"""Where relative paths begin in every slot."""
 MAX_PATH = 4096
 """Linux's PATH_MAX."""
 
@@ -224,10 +226,15 @@ async def _alike(scope: ToolScope, path: str) -> str:
     )
     if not isinstance(result, wire.SearchResult):
         return "; its folder does not exist" if folder else ""
-    paths = [match.path for match in result.matches]
+    paths = [as_asked(match.path, path) for match in result.matches]
     by_name = {posixpath.basename(one): one for one in reversed(paths)}
     close = difflib.get_close_matches(name, by_name, n=3, cutoff=0.6)
     return f"; did you mean {' or '.join(by_name[one] for one in close)}?" if close else ""
+
+
+def as_asked(path: str, asked: str) -> str:
+    """A path from the slot (absolute) in the manner of the one asked for: from the workspace when that was."""
+    return path.removeprefix(f"{WORKSPACE}/") if not asked.startswith("/") else path
 
 
 def file_kind(data: bytes, size: int) -> str | None:

@@ -7,14 +7,20 @@ no width don't swallow the text after them, and nothing grows without bound.
 from __future__ import annotations
 
 import codecs
+import re
 import unicodedata
 from typing import Any
 
 import pyte
 from wcwidth import wcwidth
 
-TERM = "linux"
-"""The terminal type that is emulated; it has no alternate screen, so that a program's last picture stays."""
+TERM = "xterm-256color"
+"""The terminal type that programs are told."""
+_ALTERNATE = frozenset({47, 1047, 1049})
+"""Private modes that change to the alternate screen and back."""
+_STRING = re.compile(r"\x1b[PX^_][^\x1b\x07]*(?:\x1b\\|\x07|\x1b(?!\\))", re.DOTALL)
+"""Device control strings and the like: questions that this terminal leaves unanswered, and not text."""
+_STRING_BEGUN = re.compile(r"\x1b(?:[PX^_][^\x1b\x07]*\x1b?)?\Z", re.DOTALL)
 MAX_CELL = 8
 """Characters that may combine in one cell."""
 MAX_SEQUENCE = 65_536
@@ -27,13 +33,12 @@ _SPECIAL: dict[str, bytes] = {
     "backspace": b"\x7f", "btab": b"\x1b[Z", "delete": b"\x1b[3~", "dc": b"\x1b[3~", "insert": b"\x1b[2~",
     "ic": b"\x1b[2~", "pageup": b"\x1b[5~", "pgup": b"\x1b[5~", "ppage": b"\x1b[5~", "pagedown": b"\x1b[6~",
     "pgdn": b"\x1b[6~", "npage": b"\x1b[6~",
-    "f1": b"\x1b[[A", "f2": b"\x1b[[B", "f3": b"\x1b[[C", "f4": b"\x1b[[D", "f5": b"\x1b[[E", "f6": b"\x1b[17~",
+    "f1": b"\x1bOP", "f2": b"\x1bOQ", "f3": b"\x1bOR", "f4": b"\x1bOS", "f5": b"\x1b[15~", "f6": b"\x1b[17~",
     "f7": b"\x1b[18~", "f8": b"\x1b[19~", "f9": b"\x1b[20~", "f10": b"\x1b[21~", "f11": b"\x1b[23~",
     "f12": b"\x1b[24~",
 }  # fmt: skip
-"""Keys by the names that tmux gives them, and what the linux console sends for them (terminfo)."""
-_ARROWS = {"up": b"A", "down": b"B", "right": b"C", "left": b"D"}
-_HOME_END = {"home": b"\x1b[1~", "end": b"\x1b[4~"}
+"""Keys by the names that tmux gives them, and what xterm sends for them (terminfo)."""
+_CURSOR = {"up": b"A", "down": b"B", "right": b"C", "left": b"D", "home": b"H", "end": b"F"}
 
 
 class _Stream(pyte.Stream):
@@ -60,12 +65,37 @@ class _Emulator(pyte.HistoryScreen):
 
     def __init__(self, cols: int, rows: int, history: int) -> None:
         self.answers: list[str] = []
+        self._main: tuple[dict[int, Any], int, int] | None = None
         super().__init__(cols, rows, history=history, ratio=0.001)
 
     def write_process_input(self, data: str) -> None:
         """Keep an answer to a program's question (where is the cursor, what are you)."""
         if len(self.answers) < 64:
             self.answers.append(data)
+
+    def set_mode(self, *modes: int, **options: Any) -> None:
+        """A mode begins; the alternate screen covers the main one."""
+        if options.get("private") and _ALTERNATE & {*modes} and self._main is None:
+            self._main = dict(self.buffer), self.cursor.y, self.cursor.x
+            self.buffer.clear()  # the rows themselves live on in what was kept
+        super().set_mode(*(mode for mode in modes if mode not in _ALTERNATE), **options)
+
+    def reset_mode(self, *modes: int, **options: Any) -> None:
+        """A mode ends; the main screen comes back as it was."""
+        if options.get("private") and _ALTERNATE & {*modes} and self._main is not None:
+            rows, row, column = self._main
+            self._main = None
+            self.buffer.clear()
+            self.buffer.update({y: line for y, line in rows.items() if y < self.lines})
+            self.cursor.y, self.cursor.x = min(row, self.lines - 1), min(column, self.columns - 1)
+        super().reset_mode(*(mode for mode in modes if mode not in _ALTERNATE), **options)
+
+    def index(self) -> None:
+        """A line feed; on the alternate screen nothing goes to the scrollback."""
+        if self._main is None:
+            super().index()
+        else:
+            pyte.Screen.index(self)
 
     def draw(self, data: str) -> None:
         """Draw text; a character without width would end pyte's drawing."""
@@ -99,12 +129,17 @@ class Screen:
         self._stream = _Stream(self._screen)
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._since_rest = 0
+        self._held = ""
 
     def feed(self, data: bytes) -> str:
         """Take what programs wrote; the same as text."""
         text = self._decoder.decode(data)
-        for start in range(0, len(text), 4096):
-            piece = text[start : start + 4096]
+        plain = _STRING.sub("", self._held + text)
+        begun = _STRING_BEGUN.search(plain)
+        self._held = plain[begun.start() :][:MAX_SEQUENCE] if begun else ""
+        plain = plain[: begun.start()] if begun else plain
+        for start in range(0, len(plain), 4096):
+            piece = plain[start : start + 4096]
             self._stream.feed(piece)
             self._since_rest = 0 if self._stream.resting else self._since_rest + len(piece)
             if self._since_rest > MAX_SEQUENCE:
@@ -124,7 +159,7 @@ class Screen:
 
     def text(self) -> str:
         """The rows as they are seen, without the blank ones at the end."""
-        return "\n".join(row.rstrip() for row in self._screen.display).rstrip("\n")
+        return "\n".join(self._row(self._screen.buffer[y]) for y in range(self._screen.lines)).rstrip("\n")
 
     def scrollback(self, lines: int) -> str:
         """The last lines that scrolled off the top, and the screen."""
@@ -145,10 +180,8 @@ class Screen:
         lower = name.lower()
         if lower in _SPECIAL:
             return _SPECIAL[lower]
-        if lower in _ARROWS:
-            return (b"\x1bO" if APPLICATION_KEYS in self._screen.mode else b"\x1b[") + _ARROWS[lower]
-        if lower in _HOME_END:
-            return _HOME_END[lower]
+        if lower in _CURSOR:
+            return (b"\x1bO" if APPLICATION_KEYS in self._screen.mode else b"\x1b[") + _CURSOR[lower]
         if len(name) > 2 and name[1] == "-" and name[0] in "CM^":
             rest = name[2:]
             if name[0] == "M":

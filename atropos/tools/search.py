@@ -12,7 +12,7 @@ from pydantic import Field, field_validator
 from atropos import wire
 from atropos.tools.arguments import Arguments
 from atropos.tools.base import Tool, ToolError, ToolScope
-from atropos.tools.files import MAX_PATH
+from atropos.tools.files import MAX_PATH, WORKSPACE, as_asked
 from atropos.tools.models import ToolResult
 from atropos.tools.terminal import no_nul
 from atropos.tools.text import clip, decode, plural
@@ -192,7 +192,8 @@ async def _search(arguments: SearchArguments, scope: ToolScope) -> _Found:
             raise ToolError(f"search_files: {result.message}", limit=result.limit)
         if not isinstance(result, wire.SearchResult):
             raise ToolError("search_files: the slot gave no matches")
-        kept = await _without_ignored(arguments.path, list(result.matches), scope)
+        found = [one.model_copy(update={"path": as_asked(one.path, arguments.path)}) for one in result.matches]
+        kept = await _without_ignored(arguments.path, found, scope)
         matches = sum(not one.context for one in kept)
         if matches >= arguments.limit or not result.truncated or asked == 10_000:
             break
@@ -229,7 +230,7 @@ async def _ignored(root: str, paths: list[str], scope: ToolScope) -> set[str]:
     ignored: set[str] = set()
     for repository in decode(result.output).splitlines():
         folder = posixpath.normpath(posixpath.join(root, repository))
-        seen = {_below(path, folder): path for path in paths if _below(path, folder)}
+        seen = {_below(path, folder): path for path in paths if path and _below(path, folder)}
         if not seen:
             continue
         answer: Any = await scope.slot.run(
@@ -247,6 +248,5 @@ async def _ignored(root: str, paths: list[str], scope: ToolScope) -> set[str]:
 
 def _below(path: str, folder: str) -> str:
     """A path as seen from a folder; empty when it is not below it."""
-    if folder == ".":
-        return "" if path.startswith("/") else path
-    return path[len(folder) + 1 :] if path.startswith(f"{folder}/") else ""
+    path, folder = (posixpath.normpath(posixpath.join(WORKSPACE, one)) for one in (path, folder))
+    return path[len(folder) :].lstrip("/") if path.startswith(f"{folder.rstrip('/')}/") else ""
