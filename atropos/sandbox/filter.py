@@ -103,15 +103,17 @@ def _arguments(lib: Any, rules: Any, refuse: Any) -> None:
 
     for flag in _NEW_NAMESPACES:
         _rule(lib, rules, refuse, "clone", has(0, flag))
+    # the errors of a kernel built without these: programs such as useradd go on without
+    no_family, no_protocol = lib.ERRNO(errno.EAFNOSUPPORT), lib.ERRNO(errno.EPROTONOSUPPORT)
     for family in range(64):
         if family not in SOCKET_FAMILIES:
             for name in ("socket", "socketpair"):
-                _rule(lib, rules, refuse, name, same(0, family))
+                _rule(lib, rules, no_family, name, same(0, family))
     for bit in range(6, 32):
         for name in ("socket", "socketpair"):
-            _rule(lib, rules, refuse, name, has(0, 1 << bit))
+            _rule(lib, rules, no_family, name, has(0, 1 << bit))
     for bit in range(32):  # a protocol other than 0, NETLINK_ROUTE
-        _rule(lib, rules, refuse, "socket", same(0, 16), has(2, 1 << bit))
+        _rule(lib, rules, no_protocol, "socket", same(0, 16), has(2, 1 << bit))
     for request in (_TIOCSTI, _TIOCLINUX):
         _rule(lib, rules, refuse, "ioctl", same(1, request))
     for bit in range(32):  # limits of another process, PID 1 first of all; reading them is harmless

@@ -160,7 +160,7 @@ class SlotSandbox:
         self._cgroup = cgroup
         self._channel: Channel | None = None
         self._ended: asyncio.Future[_Exit] | None = None
-        self._pidfds: list[int] = []
+        self._bwrap_fd = self._init_fd = -1
         self._calls: dict[str, int] = {}
         self._stopping: asyncio.Task[Stopped] | None = None
         self._frozen: Layer | None = None
@@ -250,7 +250,7 @@ class SlotSandbox:
                 theirs.close()
                 os.close(status_w)
                 os.close(errors_w)
-            self._hold(pid)
+            self._bwrap_fd = _hold(pid)
             self._ended.add_done_callback(lambda _: self._broke("its bubblewrap ended"))
             self._channel.start(self._host.environment, limits.output_bytes, limits.wall_s)
             try:
@@ -262,16 +262,12 @@ class SlotSandbox:
                 raise SandboxError(
                     f"slot {self.name} could not be started within {START_DEADLINE_S} s: {told}"
                 ) from None
-            self.host_pid = _child_pid(status_r)
-            self._hold(self.host_pid)
         finally:
+            self.host_pid = _child_pid(status_r)
+            if self.host_pid is not None:
+                self._init_fd = _hold(self.host_pid)
             os.close(status_r)
             os.close(errors_r)
-
-    def _hold(self, pid: int) -> None:
-        """A handle on a process that can't come to mean another one."""
-        with contextlib.suppress(ProcessLookupError):
-            self._pidfds.append(os.pidfd_open(pid))
 
     def _unanswered(self) -> None:
         self._broke("PID 1 of the slot did not answer in time")
@@ -288,8 +284,10 @@ class SlotSandbox:
             if not self.died.done():
                 self.died.set_result(reason)
 
-    def _kill(self) -> None:
-        for fd in reversed(self._pidfds):  # PID 1 of the slot before its bubblewrap
+    def _kill(self, *, bubblewrap: bool = False) -> None:
+        """Kill PID 1. Bubblewrap itself only where there is no PID 1: it is what reaps, and so what confirms."""
+        fd = self._bwrap_fd if bubblewrap or self._init_fd < 0 else self._init_fd
+        if fd >= 0:
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(fd, signal.SIGKILL)
 
@@ -325,10 +323,12 @@ class SlotSandbox:
                 # every process of the namespace
                 await asyncio.wait_for(asyncio.shield(self._ended), STOP_DEADLINE_S)
             except TimeoutError:
+                self._kill(bubblewrap=True)
                 problem = f"its processes did not end within {STOP_DEADLINE_S} s"
-        for fd in self._pidfds:
-            os.close(fd)
-        self._pidfds = []
+        for fd in (self._bwrap_fd, self._init_fd):
+            if fd >= 0:
+                os.close(fd)
+        self._bwrap_fd = self._init_fd = -1
         return problem
 
     async def _remove_cgroup(self) -> str:
@@ -380,9 +380,20 @@ def _said(fd: int) -> str:
         return ""
 
 
-def _child_pid(fd: int) -> int:
-    line = os.read(fd, 4096).split(b"\n", 1)[0]
-    return int(json.loads(line)["child-pid"])
+def _child_pid(fd: int) -> int | None:
+    """The pid of PID 1 that bubblewrap told; None when it ended before it had one."""
+    try:
+        return int(json.loads(os.read(fd, 4096).split(b"\n", 1)[0])["child-pid"])
+    except (BlockingIOError, ValueError, KeyError):
+        return None
+
+
+def _hold(pid: int) -> int:
+    """A handle on a process that can't come to mean another one; -1 when it has gone."""
+    try:
+        return os.pidfd_open(pid)
+    except ProcessLookupError:
+        return -1
 
 
 class SlotHost:

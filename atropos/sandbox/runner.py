@@ -325,8 +325,8 @@ def memory_file(data):
     return fd
 
 
-def session_members(session):
-    """Pids of all processes in a session, by /proc."""
+def session_members(session, *, but_group=-1):
+    """Pids of all processes in a session, but those of one process group, by /proc."""
     found = []
     for name in os.listdir("/proc"):
         if name.isdigit() and name != "1":
@@ -336,7 +336,7 @@ def session_members(session):
                 continue
             try:
                 fields = os.read(fd, 1024).rpartition(b")")[2].split()
-                if int(fields[3]) == session and fields[0] != b"Z":
+                if int(fields[3]) == session and int(fields[2]) != but_group and fields[0] != b"Z":
                     found.append(int(name))
             except (OSError, IndexError, ValueError):
                 pass
@@ -351,14 +351,15 @@ def signal_session(session, number):
         os.killpg(session, number)
     except OSError:
         pass
+    again = number == _signal.SIGKILL
     for _ in range(20):
-        members = session_members(session)
+        members = session_members(session, but_group=-1 if again else session)
         for pid in members:
             try:
                 os.kill(pid, number)
             except OSError:
                 pass
-        if not members or number != _signal.SIGKILL:
+        if not members or not again:
             return
 
 
@@ -484,6 +485,21 @@ class Command:
 
     def ended(self, code):
         loop.timers.pop(self.timer, None)
+        if self.timed_out or self.cancelled:
+            self.settle(code, now() + KILL_PATIENCE_S)
+        else:
+            self.finish(code)
+
+    def settle(self, code, until):
+        """Answer a killed command when all that was killed with it is gone, not only its first process."""
+        members = session_members(self.pid)
+        if not members or now() > until:
+            self.finish(code)
+            return
+        signal_session(self.pid, _signal.SIGKILL)
+        loop.later(now() + 0.002, lambda: self.settle(code, until))
+
+    def finish(self, code):
         for fd, part in ((self.fd, self.out), (self.err_fd, self.err)):
             if fd >= 0:
                 self.drain(fd, part)
@@ -1104,7 +1120,10 @@ def folder_of(path):
 def make_parents(path):
     parent = os.path.dirname(path)
     if parent and not os.path.isdir(parent):
-        os.makedirs(parent, 0o755, exist_ok=True)
+        try:
+            os.makedirs(parent, 0o755, exist_ok=True)
+        except FileExistsError:
+            raise OpFailed("not_directory", f"a part of the path is not a directory: {text(path)}") from None
 
 
 def op_write_file(call, path, data, mode, append, if_sha256):

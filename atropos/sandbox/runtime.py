@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import marshal
 import os
 import struct
 import subprocess
 import sys
 from dataclasses import dataclass
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
 
 from atropos.errors import IsolationUnavailable
@@ -60,12 +62,14 @@ files = {{}}
 for name, module in list(sys.modules.items()):
     spec = getattr(module, '__spec__', None)
     files[name] = [getattr(spec, 'origin', None), getattr(module, '__file__', None), hasattr(module, '__path__')]
-import _imp, os
+import os
 stdlib = os.path.dirname(os.__file__) if getattr(os, '__file__', None) else None
-print(json.dumps([files, stdlib]))
+with open('/proc/self/maps') as maps:
+    loaded = sorted({{line.split(None, 5)[5].rstrip() for line in maps if '.so' in line}})
+print(json.dumps([files, stdlib, loaded]))
 """
 _PT_LOAD, _PT_DYNAMIC, _PT_INTERP = 1, 2, 3
-_DT_RPATH, _DT_RUNPATH, _DT_IGNORED = 15, 29, 0x6000_0001
+_DT_STRTAB, _DT_SONAME, _DT_RPATH, _DT_RUNPATH, _DT_IGNORED = 5, 14, 15, 29, 0x6000_0001
 
 
 @dataclass(frozen=True)
@@ -91,10 +95,9 @@ def build(folder: str) -> Runtime:
     (stdlib / "lib-dynload").mkdir(parents=True)
     _copy_binary(python, f"{folder}/python")
     _copy_binary(loader, f"{folder}/ld.so")
-    extensions = _copy_modules(python, stdlib)
-    for library in _libraries(loader, [python, *extensions]):
-        _copy_binary(library, f"{folder}/lib/{os.path.basename(library)}")
-    _compile(str(Path(__file__).with_name("runner.py")), f"{folder}/runner.pyc")
+    for library in _copy_modules(python, stdlib):
+        _copy_binary(library, f"{folder}/lib/{_soname(library)}")
+    _compile("runner", str(Path(__file__).with_name("runner.py")), f"{folder}/runner.pyc")
     empty = f"{folder}/empty"
     Path(empty).touch(0o444)
     argv = (f"{INSIDE}/ld.so", "--inhibit-cache", "--library-path", f"{INSIDE}/lib", f"{INSIDE}/python")
@@ -103,33 +106,32 @@ def build(folder: str) -> Runtime:
 
 
 def _copy_modules(python: str, stdlib: Path) -> list[str]:
-    """Modules as bytecode without source; returns the extension modules, whose libraries are needed too."""
+    """Modules as bytecode without source; returns the shared libraries that they and the interpreter were seen to load."""
     code = _LIST.format(required=_MODULES, optional=_OPTIONAL)
     done = subprocess.run(
         [sys.executable, "-I", "-S", "-c", code], capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL
     )
     if done.returncode:
         raise IsolationUnavailable(f"{python} lacks a module that the runner needs: {done.stderr.strip()[-300:]}")
-    files, where = json.loads(done.stdout)
+    files, where, loaded = json.loads(done.stdout)
     where = where or sysconfig_stdlib()
-    extensions: list[str] = []
+    extensions: set[str] = set()
     for name, (origin, file, package) in files.items():
         source = file
         if origin == "frozen" and source is None:
-            tail = name.replace(".", "/") + ("/__init__.py" if package else ".py")
-            source = f"{where}/{tail}"
+            source = f"{where}/{name.replace('.', '/')}" + ("/__init__.py" if package else ".py")
         if source is None or name == "__main__" or not os.path.exists(source):
             continue
         if source.endswith(".so"):
-            extensions.append(source)
+            extensions.add(os.path.realpath(source))
             _copy_binary(source, f"{stdlib}/lib-dynload/{os.path.basename(source)}")
         elif source.endswith(".py"):
             relative = os.path.relpath(source, where)
             if not relative.startswith(".."):
                 target = stdlib / f"{relative}c"
                 target.parent.mkdir(parents=True, exist_ok=True)
-                _compile(source, str(target))
-    return extensions
+                _compile(name, source, str(target))
+    return [path for path in loaded if os.path.realpath(path) not in extensions and "/ld-" not in path]
 
 
 def sysconfig_stdlib() -> str:
@@ -139,32 +141,32 @@ def sysconfig_stdlib() -> str:
     return sysconfig.get_path("stdlib")
 
 
-def _compile(source: str, target: str) -> None:
-    import _imp
-    import marshal
-
-    with open(source, "rb") as file:
-        text = file.read()
-    code = compile(text, os.path.basename(source), "exec", dont_inherit=True, optimize=2)
+def _compile(name: str, source: str, target: str) -> None:
+    """Bytecode of a module, from the interpreter's own cache where that is fresh."""
+    code = SourceFileLoader(name, source).get_code(name)
     # flags 0b01: validated by hash, and never checked: there is no source beside it
-    header = importlib.util.MAGIC_NUMBER + (1).to_bytes(4, "little") + _imp.source_hash(0, text)[:8]
+    header = importlib.util.MAGIC_NUMBER + (1).to_bytes(4, "little") + bytes(8)
     with open(target, "wb") as file:
         file.write(header + marshal.dumps(code))
 
 
-def _libraries(loader: str, binaries: list[str]) -> list[str]:
-    """Every shared library that the binaries need, as the dynamic loader itself resolves them."""
-    found: dict[str, str] = {}
-    for binary in binaries:
-        done = subprocess.run([loader, "--list", binary], capture_output=True, text=True, check=False)
-        for line in done.stdout.splitlines():
-            name, arrow, rest = line.strip().partition(" => ")
-            if arrow:
-                path = rest.rsplit(" (", 1)[0]
-                if not path.startswith("/"):
-                    raise IsolationUnavailable(f"{binary} needs the library {name}, which is not there")
-                found[os.path.basename(name)] = path
-    return [path for name, path in found.items() if not name.startswith("ld-")]
+def _soname(path: str) -> str:
+    """The name that others ask for a library by, which its file name may extend (libz.so.1 is libz.so.1.2.13)."""
+    with open(path, "rb") as file:
+        data = file.read()
+    loads: list[tuple[int, int, int]] = []
+    dynamic: dict[int, int] = {}
+    for kind, offset, size, address in _program_headers(data, path):
+        if kind == _PT_LOAD:
+            loads.append((address, offset, size))
+        elif kind == _PT_DYNAMIC:
+            dynamic = dict(struct.unpack_from("<qQ", data, at) for at in range(offset, offset + size, 16))
+    if _DT_SONAME not in dynamic or _DT_STRTAB not in dynamic:
+        return os.path.basename(path)
+    table = dynamic[_DT_STRTAB]
+    start = next(table - address + offset for address, offset, size in loads if address <= table < address + size)
+    start += dynamic[_DT_SONAME]
+    return data[start : data.index(b"\0", start)].decode()
 
 
 def _interpreter(binary: str) -> str:

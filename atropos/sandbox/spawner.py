@@ -36,6 +36,8 @@ def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         # the server decides when slots end; a Ctrl-C reaches the whole process group
         signal.signal(number, signal.SIG_IGN)
+    # the PID 1 of a slot whose bubblewrap was killed comes here to be reaped
+    syscalls.prctl(syscalls.PR_SET_CHILD_SUBREAPER, 1)
     syscalls.own_session_keyring()
     Spawner(socket.socket(fileno=0)).run()
 

@@ -106,9 +106,8 @@ async def demo(args: argparse.Namespace, console: Any, lifetimes: list[Any]) -> 
 
 def build(args: argparse.Namespace, server: dict[str, Any], jsonl: Path) -> Any:
     """The task env, as `python -m atropos.envs.task_env process` would have it from flags."""
-    from atropos.envs.task_env import TaskEnv, TaskEnvConfig
-
     from atropos.envs.adapter import APIServerConfig
+    from atropos.envs.task_env import TaskEnv, TaskEnvConfig
 
     config = TaskEnvConfig(
         tokenizer_name=server["tokenizer"],

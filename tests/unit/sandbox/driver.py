@@ -1,0 +1,52 @@
+"""Runs scenarios against a real host, in a process that has been through the root phase.
+
+The root phase changes the process for good, so pytest's own can't go through it. One driver serves a whole test session:
+a line of JSON in (module, function), a line out (None or a traceback).
+"""
+
+import asyncio
+import importlib
+import json
+import os
+import sys
+import traceback
+
+from atropos.config import ServerConfig, SlotLimits
+from atropos.sandbox import rootphase
+
+LIMITS = SlotLimits(memory_mib=96, pids=48, disk_mib=24, inodes=3000, output_bytes=100_000, open_files=256, wall_s=30)
+
+
+def main() -> None:
+    config = rootphase.inherited_config() or ServerConfig(token="-", slots=8, limits=LIMITS, die_with_parent=True)
+    rootphase.enter(config)
+    asyncio.run(serve(config))
+
+
+async def serve(config: ServerConfig) -> None:
+    from atropos.sandbox.host import SlotHost
+
+    host = await SlotHost.create(config)
+    answer({"ready": os.geteuid()})
+    loop = asyncio.get_running_loop()
+    while line := await loop.run_in_executor(None, sys.stdin.readline):
+        request = json.loads(line)
+        scenario = getattr(importlib.import_module(request["module"]), request["scenario"])
+        try:
+            async with asyncio.timeout(60):
+                await scenario(host)
+        except BaseException:
+            answer({"failed": traceback.format_exc()})
+        else:
+            answer({"failed": None})
+        for sandbox in list(host._live):
+            await sandbox.stop()
+    await host.aclose()
+
+
+def answer(value: dict) -> None:
+    print(json.dumps(value), flush=True)
+
+
+if __name__ == "__main__":
+    main()

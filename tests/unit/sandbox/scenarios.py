@@ -1,0 +1,535 @@
+"""What a slot does, each a function of a host. Those named in ROOT_ONLY need cgroups or a range of ids."""
+
+import asyncio
+import hashlib
+import io
+import itertools
+import os
+import tarfile
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from atropos import wire
+from atropos.errors import NotSupported, OutcomeUnknown, SandboxError, SlotLost
+from atropos.wire import (
+    Exec,
+    ProcKill,
+    ProcList,
+    ProcRead,
+    ProcStart,
+    ProcWrite,
+    Quiesce,
+    ReadFile,
+    Search,
+    Tar,
+    Untar,
+    WriteFile,
+)
+
+ROOT_ONLY = {"memory_limit_is_named_and_the_slot_goes_on", "many_users_inside"}
+_numbers = itertools.count(1)
+
+
+@asynccontextmanager
+async def slot(host, **options):
+    sandbox = await host.start(f"test-{next(_numbers)}", **options)
+    try:
+        yield sandbox
+    finally:
+        stopped = await sandbox.stop()
+        assert stopped.clean, stopped
+
+
+async def sh(sandbox, command, **options):
+    result = await sandbox.run(f"call-{next(_numbers)}", Exec(command=command, **options))
+    assert isinstance(result, wire.ExecResult), result
+    return result
+
+
+async def out(sandbox, command, **options):
+    result = await sh(sandbox, command, **options)
+    assert result.exit_code == 0, result
+    return result.output.decode()
+
+
+async def do(sandbox, operation):
+    return await sandbox.run(f"call-{next(_numbers)}", operation)
+
+
+# ------------------------------------------------------------------------------------------------------------ commands
+
+
+async def output_and_exit_code(host):
+    async with slot(host) as s:
+        result = await sh(s, "echo one; echo two >&2; echo three; exit 7")
+        assert (result.exit_code, result.output) == (7, b"one\ntwo\nthree\n")
+        assert result.limit is None and not result.truncated and result.stdout is None
+        assert (await sh(s, "kill -TERM $$")).exit_code == -15
+        assert (await sh(s, "printf '\\377\\000\\n'")).output == b"\xff\0\n"
+        assert (await out(s, "id -u; pwd; echo $HOME")) == "0\n/workspace\n/root\n"
+
+
+async def environment_and_working_directory(host):
+    async with slot(host) as s:
+        assert await out(s, "echo $WORD", env={"WORD": "ä b"}) == "ä b\n"
+        assert await out(s, "mkdir -p a/b; cd a/b; pwd") == "/workspace/a/b\n"
+        assert await out(s, "pwd", workdir="a/b") == "/workspace/a/b\n"
+        assert await out(s, "pwd", workdir="/tmp") == "/tmp\n"
+        missing = await do(s, Exec(command="pwd", workdir="/nowhere"))
+        assert missing.error == "not_found" and "/nowhere" in missing.message
+        assert "HOST_SECRET" not in await out(s, "env")
+
+
+async def stdin_of_any_size(host):
+    async with slot(host) as s:
+        assert await out(s, "cat", stdin=b"hello") == "hello"
+        big = os.urandom(1 << 16) * 24
+        assert (await out(s, "sha256sum", stdin=big)).split()[0] == hashlib.sha256(big).hexdigest()
+        assert await out(s, "wc -c") == "0\n"
+
+
+async def stdout_and_stderr_apart(host):
+    async with slot(host) as s:
+        result = await sh(s, "echo a; echo b >&2", split=True)
+        assert (result.stdout, result.stderr) == (b"a\n", b"b\n")
+        assert sorted(result.output.split()) == [b"a", b"b"]
+
+
+async def a_background_child_delays_nothing_and_lives_on(host):
+    async with slot(host) as s:
+        async with asyncio.timeout(10):
+            result = await sh(
+                s, "(for i in 1 2 3 4 5 6 7 8 9; do echo $i; echo x >> ticks; sleep 0.05; done) & echo started"
+            )
+        assert b"started" in result.output
+        # its writes after the command's end went into nothing, and did not kill it
+        assert (
+            await out(s, "for i in $(seq 100); do [ $(wc -l < ticks) = 9 ] && break; sleep 0.05; done; wc -l < ticks")
+            == "9\n"
+        )
+
+
+async def a_timeout_ends_the_whole_session(host):
+    async with slot(host) as s:
+        result = await sh(s, "set -m; echo before; sleep 1000 & sleep 1001 | sleep 1002", timeout_s=0.3)
+        assert result.timed_out and result.limit == "time" and b"before" in result.output
+        assert "sleep" not in await out(s, "cat /proc/[0-9]*/comm")
+        assert (await sh(s, "echo well")).output == b"well\n"
+
+
+async def output_keeps_head_and_tail_with_an_exact_count(host):
+    async with slot(host) as s:
+        result = await sh(s, "echo first; head -c 5000000 /dev/zero | tr '\\0' x; echo; echo last")
+        assert result.output.startswith(b"first\n") and result.output.endswith(b"\nlast\n")
+        note = f"\n[... {result.dropped_bytes} bytes dropped ...]\n".encode()
+        assert note in result.output
+        assert len(result.output) - len(note) + result.dropped_bytes == 5_000_012
+        assert result.truncated and result.limit == "output" and len(result.output) < 100_200
+        small = await sh(s, "seq 1000", max_output_bytes=100)
+        assert small.truncated and small.output.endswith(b"1000\n") and len(small.output) < 160
+
+
+async def a_command_longer_than_the_kernel_takes(host):
+    async with slot(host) as s:
+        assert await out(s, "true " + "x" * 1_000_000 + "\necho $0; echo done") != ""
+
+
+async def a_cancelled_call_says_so(host):
+    async with slot(host) as s:
+        call = asyncio.create_task(s.run("long", Exec(command="echo begun; sleep 100")))
+        await asyncio.sleep(0.2)
+        s.cancel("long")
+        result = await call
+        assert result.cancelled and result.output == b"begun\n"
+        waiting = asyncio.create_task(s.run("dropped", Exec(command="sleep 100")))
+        await asyncio.sleep(0.1)
+        waiting.cancel()
+        await asyncio.gather(waiting, return_exceptions=True)
+        command = "for i in $(seq 100); do grep -q sleep /proc/[0-9]*/comm 2>/dev/null || break; sleep 0.02; done; cat /proc/[0-9]*/comm"
+        assert "sleep" not in (await out(s, command)).splitlines()[1:-1]
+
+
+async def calls_run_beside_each_other(host):
+    async with slot(host) as s:
+        slow = asyncio.create_task(sh(s, "sleep 5; echo slow", timeout_s=20))
+        async with asyncio.timeout(4):
+            for _ in range(20):
+                assert await out(s, "echo quick") == "quick\n"
+        slow.cancel()
+
+
+async def the_process_limit_is_named_and_the_slot_goes_on(host):
+    async with slot(host) as s:
+        code = "import os,time\nn=0\ntry:\n  while True:\n    if os.fork()==0: time.sleep(60); os._exit(0)\n    n+=1\nexcept OSError as e: print(n, e.errno); raise SystemExit(1)"
+        result = await sh(s, f'python3 -c "{code}"')
+        count, number = result.output.split()[:2]
+        assert int(count) <= 48 and int(number) == 11, result
+        last = asyncio.create_task(sh(s, "exec sleep 100"))
+        await asyncio.sleep(0.1)
+        never = await sh(s, "echo no")
+        assert never.exit_code is None and never.limit == "pids", never
+        killed = await do(s, Quiesce())
+        assert killed.kind == "done" and killed.count >= 20
+        assert (await last).exit_code == -9
+        assert await out(s, "echo again") == "again\n"
+
+
+async def memory_limit_is_named_and_the_slot_goes_on(host):
+    async with slot(host) as s, slot(host) as neighbour:
+        result = await sh(s, "exec python3 -c 'x = bytearray(300 << 20)'")
+        assert (result.exit_code, result.limit) == (-9, "memory"), result
+        assert await out(s, "echo alive") == "alive\n"
+        assert (await sh(s, "python3 -c 'x = bytearray(300 << 20)'; echo survived")).limit == "memory"
+        assert await out(neighbour, "echo untouched") == "untouched\n"
+
+
+async def disk_and_inode_limits_are_named(host):
+    async with slot(host) as s:
+        result = await sh(s, "head -c 40000000 /dev/zero > big")
+        assert result.exit_code != 0 and result.limit == "disk", result
+        written = await do(s, WriteFile(path="more", data=b"x" * 100_000))
+        assert (written.error, written.limit) == ("no_space", "disk"), written
+        await out(s, "rm big")
+        result = await sh(s, "mkdir many; cd many; for i in $(seq 4000); do : > f$i || exit 1; done")
+        assert result.exit_code != 0 and result.limit == "inodes", result
+        for place in ("/tmp", "/dev/shm", "/var/tmp"):
+            result = await sh(
+                s, f"rm -rf many; head -c 40000000 /dev/zero > {place}/big; code=$?; rm -f {place}/big; exit $code"
+            )
+            assert result.exit_code != 0, place
+
+
+async def many_users_inside(host):
+    async with slot(host) as s:
+        assert (
+            await out(s, "useradd -m alice && su alice -c id -s /bin/sh")
+            == "uid=1000(alice) gid=1000(alice) groups=1000(alice)\n"
+        )
+        assert await out(s, "chown 4242:99 /workspace && stat -c %u:%g /workspace") == "4242:99\n"
+
+
+async def tools_of_the_base_work(host):
+    async with slot(host) as s:
+        program = '#include <stdio.h>\\nint main(){puts(\\"built\\");return 0;}'
+        assert await out(s, f'printf "{program}" > a.c && cc a.c -o a && ./a', timeout_s=20) == "built\n"
+        assert (
+            await out(
+                s,
+                "git init -q . && git config user.email a@b && git config user.name n && git add . && git commit -qm x && git rev-list --count HEAD",
+            )
+            == "1\n"
+        )
+        assert await out(s, "python3 -c 'import json, ssl, sqlite3; print(6*7)'") == "42\n"
+        assert await out(s, "mktemp -d | grep -c /tmp/") == "1\n"
+
+
+# --------------------------------------------------------------------------------------------------------------- files
+
+
+async def files_round_trip(host):
+    async with slot(host) as s:
+        data = os.urandom(3000)
+        assert (await do(s, WriteFile(path="a/b/c.bin", data=data, mode=0o600))).count == 3000
+        read = await do(s, ReadFile(path="/workspace/a/b/c.bin"))
+        assert (read.data, read.size, read.mode) == (data, 3000, 0o600)
+        assert read.sha256 == hashlib.sha256(data).hexdigest()
+        part = await do(s, ReadFile(path="a/b/c.bin", offset=100, max_bytes=50))
+        assert part.data == data[100:150] and part.sha256 is None
+        await do(s, WriteFile(path="a/b/c.bin", data=b"tail", append=True))
+        assert (await do(s, ReadFile(path="a/b/c.bin"))).data == data + b"tail"
+        changed = await do(s, WriteFile(path="a/b/c.bin", data=b"new", if_sha256=read.sha256))
+        assert changed.error == "changed"
+        now = hashlib.sha256(data + b"tail").hexdigest()
+        assert (await do(s, WriteFile(path="a/b/c.bin", data=b"new", if_sha256=now))).kind == "done"
+        assert await out(s, "cat a/b/c.bin; stat -c %a a/b/c.bin") == "new600\n"
+        large = os.urandom(1 << 20) * 10
+        assert (await do(s, WriteFile(path="large", data=large))).kind == "done"
+        assert (await do(s, ReadFile(path="large"))).data == large
+        assert (await do(s, ReadFile(path="~/.bashrc"))).size > 0
+
+
+async def bad_paths_are_values(host):
+    async with slot(host) as s:
+        await out(
+            s,
+            "mkdir d; mkfifo pipe; ln -s loop loop; ln -s /proc/self/mem mem; ln -s /nowhere dangling; touch plain; chmod 0 d",
+        )
+        cases = [
+            (ReadFile(path="none"), "not_found"),
+            (ReadFile(path="d"), "is_directory"),
+            (ReadFile(path="pipe"), "not_regular"),
+            (ReadFile(path="/dev/zero"), "not_regular"),
+            (ReadFile(path="loop"), "bad_path"),
+            (ReadFile(path="plain/x"), "not_directory"),
+            (ReadFile(path="x" * 5000), "bad_path"),
+            (ReadFile(path="a\0b"), "bad_path"),
+            (ReadFile(path=""), "bad_path"),
+            (WriteFile(path="d", data=b""), "is_directory"),
+            (WriteFile(path="pipe", data=b"x"), "not_regular"),
+            (WriteFile(path="mem", data=b"x"), "bad_path"),
+            (WriteFile(path="/proc/1/oom_score_adj", data=b"1000"), "bad_path"),
+            (WriteFile(path="/proc/self/mem", data=b"x"), "bad_path"),
+            (WriteFile(path="/proc/self/fd/3", data=b"x"), "bad_path"),
+            (WriteFile(path="/dev/null", data=b"x"), "bad_path"),
+            (WriteFile(path="/usr/x", data=b"x"), "permission"),
+            (WriteFile(path="loop", data=b"x"), "bad_path"),
+            (WriteFile(path="plain/x", data=b"x"), "not_directory"),
+        ]
+        for operation, error in cases:
+            result = await do(s, operation)
+            assert result.kind == "op_error" and result.error == error, (operation.path[:50], result)
+        assert b"MemTotal" in (await do(s, ReadFile(path="/proc/meminfo"))).data
+        assert (await do(s, WriteFile(path="dangling", data=b"through"))).kind == "done"
+        await out(s, "mkdir /elsewhere; ln -s /elsewhere/target link; ln -s /proc/self/root/workspace round")
+        assert (await do(s, WriteFile(path="link", data=b"through"))).kind == "done"
+        assert await out(s, "cat /elsewhere/target; test -L link && echo link") == "throughlink\n"
+        assert (await do(s, WriteFile(path="round/inside", data=b"1"))).kind == "done"
+        assert await out(s, "cat inside") == "1"
+
+
+async def searching(host):
+    async with slot(host) as s:
+        await out(
+            s,
+            "mkdir -p src .git; printf 'one\\ntwo needle\\nthree\\n' > src/a.py; echo Needle > src/b.txt; echo needle > .git/x; printf 'needle\\0' > src/bin; mkfifo src/pipe; ln -s /proc/self proc",
+        )
+        found = await do(s, Search(pattern="needle", path="."))
+        assert [(m.path, m.line, m.text) for m in found.matches] == [("/workspace/./src/a.py", 2, "two needle")], found
+        found = await do(s, Search(pattern="needle", path="src", ignore_case=True, context=1))
+        assert [(m.line, m.context) for m in found.matches] == [(1, True), (2, False), (3, True), (1, False)]
+        names = await do(s, Search(pattern="", path="src", glob="*.py"))
+        assert [m.path for m in names.matches] == ["/workspace/src/a.py"] and names.matches[0].line == 0
+        assert (await do(s, Search(pattern="(", path="."))).error == "bad_pattern"
+        assert (await do(s, Search(pattern="x", path="none"))).error == "not_found"
+        many = await do(s, Search(pattern=".", path="/usr/include", max_matches=5))
+        assert len(many.matches) == 5 and many.truncated
+
+
+async def archives(host):
+    async with slot(host) as s:
+        buffer = io.BytesIO()
+        with tarfile.open(fileobj=buffer, mode="w") as archive:
+            for name, data, mode in (("x/run.sh", b"#!/bin/sh\necho ran\n", 0o755), ("x/data", b"d" * 5000, 0o644)):
+                info = tarfile.TarInfo(name)
+                info.size, info.mode, info.uid = len(data), mode, 12345
+                archive.addfile(info, io.BytesIO(data))
+            link = tarfile.TarInfo("x/link")
+            link.type, link.linkname = tarfile.SYMTYPE, "data"
+            archive.addfile(link)
+        done = await do(s, Untar(path="up", data=buffer.getvalue()))
+        assert done.kind == "done" and done.count == 3, done
+        assert await out(s, "up/x/run.sh; wc -c < up/x/link; stat -c %u up/x/data") == "ran\n5000\n0\n"
+        packed = await do(s, Tar(path="up"))
+        with tarfile.open(fileobj=io.BytesIO(packed.data)) as archive:
+            assert {i.name for i in archive} >= {"./x/run.sh", "./x/data", "./x/link"}
+        assert (await do(s, Tar(path="up", max_bytes=1000))).error == "too_large"
+        assert (await do(s, Tar(path="none"))).error == "not_found"
+        assert (await do(s, Untar(path="up", data=b"no archive" * 100))).kind == "op_error"
+        evil = io.BytesIO()
+        with tarfile.open(fileobj=evil, mode="w") as archive:
+            archive.addfile(tarfile.TarInfo("../../etc/evil"))
+        assert (await do(s, Untar(path="up", data=evil.getvalue()))).error == "bad_path"
+
+
+# ------------------------------------------------------------------------------------------------- background processes
+
+
+async def background_processes(host):
+    async with slot(host) as s:
+        begun = await do(s, ProcStart(command="echo hello; read line; echo got $line; exit 3"))
+        state = await do(s, ProcRead(id=begun.id, wait_s=5, until="output"))
+        assert state.output == b"hello\n" and state.running
+        assert (await do(s, ProcWrite(id=begun.id, data=b"word\n"))).count == 5
+        state = await do(s, ProcRead(id=begun.id, wait_s=5, offset=6))
+        assert (state.output, state.running, state.exit_code) == (b"got word\n", False, 3)
+        assert (await do(s, ProcWrite(id=begun.id, data=b"more"))).kind == "op_error"
+        sleeper = await do(s, ProcStart(command="trap 'echo bye; exit 0' TERM; echo up; read forever"))
+        await do(s, ProcRead(id=sleeper.id, wait_s=5, until="output"))
+        listed = await do(s, ProcList())
+        assert [p.running for p in listed.processes] == [False, True]
+        await do(s, ProcKill(id=sleeper.id))
+        state = await do(s, ProcRead(id=sleeper.id, wait_s=5))
+        assert state.output == b"up\nbye\n" and state.exit_code == 0
+        assert (await do(s, ProcRead(id="proc-999"))).error == "unknown_process"
+        flood = await do(s, ProcStart(command="head -c 3000000 /dev/zero | tr '\\0' y; echo end", buffer_bytes=2000))
+        state = await do(s, ProcRead(id=flood.id, wait_s=10))
+        assert state.total_bytes == 3_000_004 and state.output.endswith(b"yend\n") and len(state.output) == 2000
+        assert state.dropped_bytes == state.total_bytes - 2000
+        eof = await do(s, ProcStart(command="cat; echo closed"))
+        await do(s, ProcWrite(id=eof.id, data=b"x", eof=True))
+        assert (await do(s, ProcRead(id=eof.id, wait_s=5))).output == b"xclosed\n"
+
+
+async def terminals(host):
+    async with slot(host) as s:
+        begun = await do(
+            s,
+            ProcStart(
+                command="stty size; tty; python3 -c 'import os; print(os.get_terminal_size().columns)'; read x; stty size; echo $x",
+                pty=True,
+                rows=30,
+                cols=99,
+            ),
+        )
+        state = await do(s, ProcRead(id=begun.id, wait_s=10, until="quiet", quiet_s=0.5))
+        assert state.output.replace(b"\r", b"").split(b"\n")[0] == b"30 99", state
+        assert b"/dev/pts/" in state.output
+        await do(s, ProcWrite(id=begun.id, data=b"typed\n", rows=40, cols=120))
+        state = await do(s, ProcRead(id=begun.id, wait_s=10))
+        assert b"40 120" in state.output and state.output.rstrip().endswith(b"typed") and state.exit_code == 0
+        shell = await do(s, ProcStart(command="exec bash --norc", pty=True))
+        await do(s, ProcWrite(id=shell.id, data=b"sleep 100\n"))
+        await do(s, ProcRead(id=shell.id, wait_s=5, until="quiet"))
+        await do(s, ProcWrite(id=shell.id, data=b"\x03"))
+        await do(s, ProcWrite(id=shell.id, data=b"echo alive-$((40+2))\n"))
+        for _ in range(100):
+            state = await do(s, ProcRead(id=shell.id, wait_s=0.1, until="quiet", quiet_s=0.1))
+            if b"alive-42" in state.output:
+                break
+        assert b"alive-42" in state.output
+        await do(s, ProcKill(id=shell.id, signal="KILL"))
+
+
+async def quiesce_ends_everything_but_files(host):
+    async with slot(host) as s:
+        await out(s, "echo kept > file; setsid sleep 1000 & (sleep 1000 & ) ; sleep 0.05")
+        long = asyncio.create_task(sh(s, "sleep 1000"))
+        await asyncio.sleep(0.1)
+        result = await do(s, Quiesce())
+        assert result.count >= 3, result
+        assert (await long).exit_code == -9
+        assert await out(s, "cat file; grep -c sleep /proc/[0-9]*/comm | grep -c :1; true") == "kept\n0\n"
+
+
+# ------------------------------------------------------------------------------------------------------ life and death
+
+
+async def starting_many_at_once(host):
+    sandboxes = await asyncio.gather(*(host.start(f"many-{i}") for i in range(12)))
+    outputs = await asyncio.gather(*(out(s, f"echo {i} > mine; cat mine; ls") for i, s in enumerate(sandboxes)))
+    assert outputs == [f"{i}\nmine\n" for i in range(12)]
+    stopped = await asyncio.gather(*(s.stop() for s in sandboxes))
+    assert all(found.clean for found in stopped), stopped
+
+
+async def nothing_is_left_after_a_stop(host):
+    mounts = Path("/proc/self/mounts").read_text()
+    descriptors = len(os.listdir("/proc/self/fd"))
+    for _ in range(3):
+        sandbox = await host.start("left")
+        await sh(sandbox, "setsid sleep 1000 & for i in $(seq 20); do sleep 1000 & done; disown -a; echo x > /tmp/x")
+        pid = sandbox.host_pid
+        again = asyncio.gather(sandbox.stop(), sandbox.stop())
+        assert [s.clean for s in await again] == [True, True]
+        assert not os.path.exists(f"/proc/{pid}")
+    assert Path("/proc/self/mounts").read_text() == mounts
+    assert len(os.listdir("/proc/self/fd")) == descriptors
+    for tree in host._entered.cgroups.trees:
+        assert [name for name in os.listdir(tree.path) if name.startswith("slot")] == []
+
+
+async def a_call_on_an_ended_sandbox_is_slot_lost(host):
+    sandbox = await host.start("lost")
+    running = asyncio.create_task(sandbox.run("r", Exec(command="sleep 100")))
+    await asyncio.sleep(0.1)
+    os.kill(sandbox.host_pid, 9)
+    reason = await asyncio.wait_for(asyncio.shield(sandbox.died), 5)
+    assert reason
+    for call, kind in ((running, OutcomeUnknown), (sandbox.run("n", Exec(command="true")), SlotLost)):
+        try:
+            await call
+        except kind:
+            pass
+        else:
+            raise AssertionError(kind)
+    assert (await sandbox.stop()).clean
+
+
+async def a_slot_that_cannot_start_leaves_nothing(host):
+    before = os.listdir(f"{host._scratch}/slots"), len(os.listdir("/proc/self/fd"))
+    for options, kind in (({"network": True}, NotSupported), ({"base": "none"}, NotSupported)):
+        try:
+            await host.start("bad", **options)
+        except kind as error:
+            assert error.code == "not_supported"
+        else:
+            raise AssertionError(options)
+    bwrap, host._bwrap = host._bwrap, "/bin/false"
+    try:
+        await host.start("bad")
+    except SandboxError as error:
+        assert "could not be started" in str(error)
+    else:
+        raise AssertionError("started")
+    finally:
+        host._bwrap = bwrap
+    assert (os.listdir(f"{host._scratch}/slots"), len(os.listdir("/proc/self/fd"))) == before
+
+
+async def forks_share_a_frozen_layer(host):
+    first = await host.start("origin")
+    await out(
+        first,
+        "mkdir -p tree; for i in $(seq 200); do echo $i > tree/$i; done; echo t > /tmp/kept; rmdir /srv; sleep 1000 & disown",
+    )
+    layer = await first.freeze("layer-1")
+    assert layer.bytes > 0
+    async with slot(host, layers=[layer]) as a, slot(host, layers=[layer]) as b:
+        assert (
+            await out(a, "ls tree | wc -l; cat /tmp/kept; ls -d /srv 2>/dev/null; rm -r tree; echo own > own")
+            == "200\nt\n"
+        )
+        assert (
+            await out(b, "ls tree | wc -l; ls own 2>/dev/null; cat /proc/[0-9]*/comm | grep -c sleep; true")
+            == "200\n0\n"
+        )
+        assert await out(b, "ls tree | wc -l; test ! -e own") == "200\n"
+    second = await host.start("above", layers=[layer])
+    await out(second, "echo deeper > tree/deeper")
+    upper = await second.freeze("layer-2")
+    async with slot(host, layers=[upper, layer]) as s:
+        assert await out(s, "ls tree | wc -l; cat tree/deeper") == "201\ndeeper\n"
+    await host.drop_layer(upper)
+    await host.drop_layer(layer)
+
+
+async def planted_mount_points_lead_nowhere(host):
+    first = await host.start("planter")
+    await out(
+        first,
+        "echo /workspace/evil.so > /etc/x; rm -rf /root /media; ln -s /workspace /root; mv /tmp /t; ln -s /etc /tmp",
+    )
+    await out(
+        first,
+        "mkdir -p /workspace/.keep; rm -rf /opt; ln -s /oldroot /opt; mv /etc /etc2; ln -s /etc2 /etc; rm -rf /workspace; ln -s / /workspace",
+        workdir="/",
+    )
+    layer = await first.freeze("planted")
+    async with slot(host, layers=[layer]) as s:
+        assert (
+            await out(s, "stat -c %F /etc /tmp /root /workspace /etc/ld.so.preload", workdir="/")
+            == "directory\n" * 4 + "regular empty file\n"
+        )
+        assert (
+            await out(
+                s,
+                "cat /etc/ld.so.preload; touch /etc/ld.so.preload 2>/dev/null; ls /proc/1 >/dev/null && echo fine",
+                workdir="/",
+            )
+            == "fine\n"
+        )
+    await host.drop_layer(layer)
+
+
+async def the_probe_finds_every_property(host):
+    features = {feature.name: feature for feature in await host.probe()}
+    assert len(features) >= 18
+    for feature in features.values():
+        assert feature.ok or (not feature.required and feature.fix), feature
+
+
+ALL = [
+    name
+    for name, value in list(globals().items())
+    if asyncio.iscoroutinefunction(value) and name not in ("sh", "out", "do")
+]

@@ -1,0 +1,17 @@
+"""Every scenario of a slot, as root and as an ordinary user."""
+
+import pytest
+
+from tests.unit.sandbox import scenarios
+
+MODULE = "tests.unit.sandbox.scenarios"
+
+
+@pytest.mark.parametrize("name", scenarios.ALL)
+def test_as_root(root_driver, name):
+    root_driver.run(MODULE, name)
+
+
+@pytest.mark.parametrize("name", [name for name in scenarios.ALL if name not in scenarios.ROOT_ONLY])
+def test_as_an_ordinary_user(user_driver, name):
+    user_driver.run(MODULE, name)
