@@ -215,6 +215,7 @@ job "sandbox" {
       config {
         image        = var.image
         force_pull   = var.force_pull
+        hostname     = var.host_network ? "" : "atropos" # the slots' too: nothing inside may set one
         ports        = ["http"]
         network_mode = var.host_network ? "host" : "bridge"
         cgroupns     = "private"

@@ -10,6 +10,7 @@ import argparse
 import asyncio
 import gc
 import logging
+import os
 import sys
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from pydantic import ValidationError
 
 from atropos.config import ServerConfig
 from atropos.errors import ConfigError, IsolationUnavailable, SandboxError
+from atropos.sandbox.init import fork_from_init
 
 MAX_CONFIG_BYTES = 1024 * 1024
 
@@ -30,6 +32,9 @@ def read_config(name: str) -> ServerConfig:
     try:
         if name == "-":
             text = sys.stdin.buffer.read(MAX_CONFIG_BYTES)
+            nothing = os.open(os.devnull, os.O_RDONLY)
+            os.dup2(nothing, 0)  # a file with the token in it is nothing to inherit
+            os.close(nothing)
         else:
             with Path(name).open("rb") as file:
                 text = file.read(MAX_CONFIG_BYTES)
@@ -61,6 +66,7 @@ def main(argv: list[str] | None = None) -> int:
 
         config = rootphase.inherited_config() or read_config(arguments.config)
         rootphase.enter(config)
+        fork_from_init()
         gc.collect()
         gc.freeze()
         return asyncio.run(_serve(config))

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 from atropos.sandbox.runtime import INSIDE
 from atropos.sandbox.spawner import SECCOMP_FD, STATUS_FD
 from atropos.sandbox.volumes import Base, Volume
 
+HOSTNAME = "atropos"
 CAPABILITIES = (
     "CHOWN",
     "DAC_OVERRIDE",
@@ -24,9 +26,18 @@ CAPABILITIES = (
 """Those of a usual container, inside the slot's own user namespace; outside of it they mean nothing."""
 
 
+@functools.cache
+def _filtered() -> bool:
+    """Whether a seccomp filter lies on this process, as a container's does."""
+    with open("/proc/self/status", encoding="ascii", errors="replace") as file:
+        return any(line.split() == ["Seccomp:", "2"] for line in file)
+
+
 def command(bwrap: str, volume: Volume, base: Base, empty: str, runner: Sequence[str]) -> list[str]:
     """Arguments that start `runner` as PID 1 on a volume's mounts. Bubblewrap runs as root of the slot's namespace."""
     capabilities = [part for name in CAPABILITIES for part in ("--cap-add", f"CAP_{name}")]
+    # A container's seccomp profile refuses to set one; ours bear the name already.
+    hostname = [] if _filtered() else ["--hostname", HOSTNAME]
     hosts = [part for name in base.host_folders for part in ("--ro-bind", f"{volume.folder}/host-{name}", f"/{name}")]
     return [
         bwrap,
@@ -35,8 +46,7 @@ def command(bwrap: str, volume: Volume, base: Base, empty: str, runner: Sequence
         "--unshare-ipc",
         "--unshare-uts",
         "--unshare-cgroup",
-        "--hostname",
-        "atropos",
+        *hostname,
         "--die-with-parent",
         "--new-session",
         "--as-pid-1",

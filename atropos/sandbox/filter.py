@@ -84,9 +84,7 @@ def program() -> bytes:
 
 def _rule(lib: Any, rules: Any, action: Any, name: str, *arguments: Any) -> None:
     try:
-        number = lib.resolve_syscall(
-            lib.system_arch() if callable(getattr(lib, "system_arch", None)) else lib.Arch(), name
-        )
+        number = lib.resolve_syscall(lib.Arch.NATIVE, name)  # both bindings know it; its own number is too big for one
     except (ValueError, OSError, RuntimeError):
         return
     if number < 0:
@@ -140,9 +138,7 @@ def _preamble(lib: Any) -> bytes:
     highest = 0
     for number in range(1024):
         try:
-            name = lib.resolve_syscall(
-                lib.system_arch() if callable(getattr(lib, "system_arch", None)) else lib.Arch(), number
-            )
+            name = lib.resolve_syscall(lib.Arch.NATIVE, number)
         except (ValueError, OSError, RuntimeError):
             continue
         if name:

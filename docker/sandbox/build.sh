@@ -25,7 +25,7 @@ docker version --format '{{.Server.Version}}' >/dev/null || { echo "no Docker en
 here=docker/sandbox
 base_content=$(hash_of $here/base.Dockerfile $here/dpkg-slim $here/apt-slim $here/shift_owner.py)
 mapfile -t sources < <(find atropos/__init__.py atropos/errors.py atropos/wire.py atropos/config.py atropos/sandbox -name '*.py' | LC_ALL=C sort)
-content=$base_content-$(hash_of $here/Dockerfile $here/init.py $here/healthcheck.py $here/seccomp.json "${sources[@]}")
+content=$base_content-$(hash_of $here/Dockerfile $here/entry.py $here/healthcheck.py $here/seccomp.json "${sources[@]}")
 if [ "$(docker image inspect --format '{{index .Config.Labels "atropos.content"}}' "$tag" 2>/dev/null)" = "$content" ]; then
   echo "$tag is up to date ($content)"
   exit 0
@@ -63,7 +63,7 @@ if ! docker image inspect "$base" >/dev/null 2>&1; then
 fi
 
 mkdir -p "$scratch/context/$here"
-cp $here/{init.py,healthcheck.py,seccomp.json} "$scratch/context/$here/"
+cp $here/{entry.py,healthcheck.py,seccomp.json} "$scratch/context/$here/"
 tar -c "${sources[@]}" | tar -x -C "$scratch/context"
 quietly docker build --build-arg "BASE=$base" --build-arg "CONTENT=$content" -f $here/Dockerfile -t "$tag" "$scratch/context"
 size=$(docker image inspect --format '{{.Size}}' "$tag")

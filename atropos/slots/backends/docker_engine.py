@@ -20,7 +20,7 @@ from docker.errors import APIError, DockerException, ImageNotFound, NotFound
 
 from atropos.errors import BackendUnavailable, ConfigError
 from atropos.slots.backends.assets import asset
-from atropos.slots.backends.spec import CAP_ADD, CONTAINER_PORT, ContainerSpec
+from atropos.slots.backends.spec import CAP_ADD, CONTAINER_PORT, HOSTNAME, ContainerSpec
 
 POOL, OWNER, INDEX, SPEC = "atropos.pool", "atropos.owner", "atropos.index", "atropos.spec"
 """Labels: which pool a container belongs to, who made it, its place in the scaling order, and what it is made of."""
@@ -151,6 +151,7 @@ class DockerEngine:
             container = self._client.containers.create(
                 image_id,
                 name=name,
+                hostname=HOSTNAME,
                 labels={POOL: self._pool, OWNER: owner, INDEX: str(index), SPEC: spec.fingerprint(image_id)},
                 environment={"ATROPOS_CONFIG": json.dumps(spec.config()), "ATROPOS_PORT": str(CONTAINER_PORT)},
                 cap_drop=["ALL"],

@@ -21,6 +21,8 @@ SERVER_PIDS = 512
 """Processes and threads of a container beside its slots': the server, bubblewrap and the runners."""
 CONTAINER_PORT = 8787
 """Where the server listens inside a container that has a network of its own."""
+HOSTNAME = "atropos"
+"""Of a container, and so of its slots: the seccomp profile lets nobody inside set one."""
 CAP_ADD = ("SYS_ADMIN", "SETUID", "SETGID", "SETPCAP", "CHOWN", "DAC_OVERRIDE")
 """For the container's root phase alone; the server gives them up before it listens."""
 STOP_MARGIN_S = 5

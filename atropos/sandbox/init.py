@@ -1,0 +1,35 @@
+"""The container's init: where the server would be PID 1, a fork of it reaps what is orphaned and passes signals on.
+
+It is made after the root phase, so it is as unprivileged as the server, and may therefore signal it.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+
+FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
+
+
+def fork_from_init() -> None:
+    """As PID 1: return in a child, and stay behind as init until it ends, ending as it did. Else: nothing."""
+    if os.getpid() != 1:
+        return
+    watched = (*FORWARDED, signal.SIGCHLD)
+    signal.pthread_sigmask(signal.SIG_BLOCK, watched)
+    server = os.fork()
+    if server == 0:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, watched)
+        return
+    while True:
+        received = signal.sigwait(watched)
+        if received != signal.SIGCHLD:
+            os.kill(server, received)
+            continue
+        while True:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+            if pid == 0:
+                break
+            if pid == server:
+                code = os.waitstatus_to_exitcode(status)
+                os._exit(code if code >= 0 else 128 - code)
