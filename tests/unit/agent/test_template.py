@@ -101,5 +101,5 @@ def test_a_tokenizer_without_a_template_is_refused_by_name():
 def test_a_template_that_drops_the_assistants_text_is_refused():
     tokenizer = tokenizer_for("chatml")
     tokenizer.chat_template = "{% for m in messages %}{{ m['role'] }}{% endfor %}"
-    with pytest.raises(ConfigError, match="can.t be continued"):
+    with pytest.raises(ConfigError, match=r"can.t be continued"):
         TurnRenderer(tokenizer)

@@ -1,0 +1,66 @@
+"""The project's own promises: links lead somewhere, documented targets exist, tables match the models."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).resolve().parents[3]
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_relative_link_leads_to_a_file(page: Path) -> None:
+    prose = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
+    targets = [target.split("#")[0] for target in re.findall(r"\]\(([^)\s]+)\)", prose) if "://" not in target]
+    missing = [target for target in targets if target and not (page.parent / target).exists()]
+    assert not missing
+
+
+def test_every_make_target_that_the_docs_name_exists() -> None:
+    rules = set(re.findall(r"^([a-z][a-z0-9-]*):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE))
+    named: set[str] = set()
+    for page in PAGES:
+        named |= set(re.findall(r"(?:^|`|\$ )make ([a-z][a-z0-9-]*)", page.read_text(), flags=re.MULTILINE))
+    assert named - rules == set()
+    assert {"demo", "test", "lint", "bench", "clean"} <= rules
+
+
+def test_every_page_of_the_site_is_there() -> None:
+    nav = yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"]
+    pages = {next(iter(entry.values())) for entry in nav}
+    assert all((ROOT / "docs" / page).exists() for page in pages)
+    written = {str(page.relative_to(ROOT / "docs")) for page in (ROOT / "docs").glob("*.md")}
+    assert written <= pages
+
+
+def test_the_configuration_table_matches_the_models() -> None:
+    done = subprocess.run(
+        [sys.executable, ROOT / "scripts" / "config_table.py", "--check"],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_plain_import_loads_neither_atroposlib_nor_an_engine() -> None:
+    code = (
+        "import sys, atropos, atropos.slots, atropos.tools, atropos.envs;"
+        "print([m for m in ('atroposlib', 'torch', 'transformers', 'docker', 'nomad') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_no_file_of_another_owner_is_in_the_tree() -> None:
+    tracked = subprocess.run(["git", "ls-files"], capture_output=True, text=True, cwd=ROOT, check=False).stdout.split()
+    if not tracked:
+        pytest.skip("not a git checkout, so nothing says which files belong to the project")
+    assert not [name for name in tracked if name.endswith((".jsonl", ".jsonl.gz", ".pyc", ".whl"))]
