@@ -160,7 +160,7 @@ async def verify(
 async def _judge(slot: Slot, task: Task) -> Verdict:
     home = f"/tmp/.verifier-{secrets.token_hex(8)}"
     clean = await slot.exec(
-        f"rm -rf /tests /logs/verifier /etc/ld.so.preload && mkdir -p /logs/verifier /tests && chmod 700 /tests && mkdir {home}",
+        f"rm -rf /tests /logs/verifier && mkdir -p /logs/verifier /tests && chmod 700 /tests && mkdir {home}",
         workdir="/",
         env={"PATH": PATH},
         clean_env=True,
