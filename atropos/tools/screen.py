@@ -9,6 +9,7 @@ from __future__ import annotations
 import codecs
 import re
 import unicodedata
+from collections import deque
 from typing import Any
 
 import pyte
@@ -25,6 +26,9 @@ MAX_CELL = 8
 """Characters that may combine in one cell."""
 MAX_SEQUENCE = 65_536
 """Characters after which an escape sequence without an end is given up."""
+MAX_DRAWN = 32_768
+"""Characters drawn at once; what came before them has scrolled by."""
+_MODES = re.compile(r"\x1b\[\?[\d;]{1,40}[hl]")
 APPLICATION_KEYS = 1 << 5
 """DECCKM as pyte keeps private modes: cursor keys send ESC O instead of ESC [."""
 
@@ -60,13 +64,17 @@ class _Stream(pyte.Stream):
         self._initialize_parser()
 
 
-class _Emulator(pyte.HistoryScreen):
-    """pyte's screen, with what it wants to answer kept for the program."""
+class _Emulator(pyte.Screen):
+    """pyte's screen with a scrollback, an alternate screen, and its answers to programs kept.
+
+    pyte's own scrollback costs five times the drawing.
+    """
 
     def __init__(self, cols: int, rows: int, history: int) -> None:
         self.answers: list[str] = []
         self._main: tuple[dict[int, Any], int, int] | None = None
-        super().__init__(cols, rows, history=history, ratio=0.001)
+        self.scrolled: deque[Any] = deque(maxlen=history)
+        super().__init__(cols, rows)
 
     def write_process_input(self, data: str) -> None:
         """Keep an answer to a program's question (where is the cursor, what are you)."""
@@ -91,11 +99,17 @@ class _Emulator(pyte.HistoryScreen):
         super().reset_mode(*(mode for mode in modes if mode not in _ALTERNATE), **options)
 
     def index(self) -> None:
-        """A line feed; on the alternate screen nothing goes to the scrollback."""
-        if self._main is None:
-            super().index()
-        else:
-            pyte.Screen.index(self)
+        """A line feed; what leaves the main screen at its top goes to the scrollback."""
+        top, bottom = self.margins or (0, self.lines - 1)
+        if self.cursor.y == bottom and top == 0 and self._main is None:
+            self.scrolled.append(self.buffer[0])
+        super().index()
+
+    def erase_in_display(self, how: int = 0, *_: Any, **__: Any) -> None:
+        """Erase; `3` means the scrollback as well."""
+        super().erase_in_display(how)
+        if how == 3:
+            self.scrolled.clear()
 
     def draw(self, data: str) -> None:
         """Draw text; a character without width would end pyte's drawing."""
@@ -138,6 +152,8 @@ class Screen:
         begun = _STRING_BEGUN.search(plain)
         self._held = plain[begun.start() :][:MAX_SEQUENCE] if begun else ""
         plain = plain[: begun.start()] if begun else plain
+        if len(plain) > MAX_DRAWN:
+            plain = _shortened(plain)
         for start in range(0, len(plain), 4096):
             piece = plain[start : start + 4096]
             self._stream.feed(piece)
@@ -163,7 +179,7 @@ class Screen:
 
     def scrollback(self, lines: int) -> str:
         """The last lines that scrolled off the top, and the screen."""
-        off = [self._row(row) for row in list(self._screen.history.top)[-lines:]]
+        off = [self._row(row) for row in list(self._screen.scrolled)[-lines:]]
         return "\n".join([*off, self.text()])
 
     def _row(self, row: Any) -> str:
@@ -189,6 +205,13 @@ class Screen:
                 return None if inner is None else b"\x1b" + inner
             return _control(rest)
         return None
+
+
+def _shortened(text: str) -> str:
+    """Of a flood, the end, and the modes that were set before it: what went by can't be seen any more."""
+    begin = text.find("\n", len(text) - MAX_DRAWN) + 1 or len(text) - MAX_DRAWN
+    modes = _MODES.findall(text, 0, begin)
+    return "".join(modes[-100:]) + text[begin:]
 
 
 def _control(rest: str) -> bytes | None:

@@ -192,7 +192,7 @@ async def _search(arguments: SearchArguments, scope: ToolScope) -> _Found:
             raise ToolError(f"search_files: {result.message}", limit=result.limit)
         if not isinstance(result, wire.SearchResult):
             raise ToolError("search_files: the slot gave no matches")
-        found = [one.model_copy(update={"path": as_asked(one.path, arguments.path)}) for one in result.matches]
+        found = [one.model_copy(update={"path": _tidy(as_asked(one.path, arguments.path))}) for one in result.matches]
         kept = await _without_ignored(arguments.path, found, scope)
         matches = sum(not one.context for one in kept)
         if matches >= arguments.limit or not result.truncated or asked == 10_000:
