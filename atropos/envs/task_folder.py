@@ -357,7 +357,12 @@ def pack(members: Sequence[tuple[str, Path]], *, mode: int | None = None, limit:
         yield buffer.getvalue()
 
 
-@functools.lru_cache(maxsize=256)
 def packed_folder(folder: Path) -> tuple[bytes, ...]:
-    """A folder's content as tar archives; read once a process."""
+    """A folder's content as tar archives; packed again only when one of its files has changed."""
+    stamps = [(name, path.lstat()) for name, path in _walk(folder)]
+    return _packed(folder, tuple((name, seen.st_mtime_ns, seen.st_size, seen.st_mode) for name, seen in stamps))
+
+
+@functools.lru_cache(maxsize=256)
+def _packed(folder: Path, _stamps: tuple[tuple[str, int, int, int], ...]) -> tuple[bytes, ...]:
     return tuple(pack(list(_walk(folder))))

@@ -36,7 +36,9 @@ def _can_drop() -> bool:
 DROP = os.getuid() == 0 and _can_drop()
 
 
-def _limits() -> None:
+def _limits(cpu_s: int | None = None) -> None:
+    if cpu_s is not None:
+        resource.setrlimit(resource.RLIMIT_CPU, (cpu_s, cpu_s))
     resource.setrlimit(resource.RLIMIT_FSIZE, (MAX_BYTES, MAX_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_AS, (1 << 30, 1 << 30))
@@ -52,7 +54,9 @@ def _sweep() -> None:
 
 
 @contextlib.contextmanager
-def started(argv, *, cwd, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=None):
+def started(
+    argv, *, cwd, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=None, cpu_s=None
+):
     """A program of the agent's, running until the block ends; then it and all it started are killed."""
     extra = {"user": NOBODY, "group": NOBODY, "extra_groups": []} if DROP else {}
     process = subprocess.Popen(
@@ -63,7 +67,7 @@ def started(argv, *, cwd, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, s
         stderr=stderr,
         env={"PATH": "/usr/local/bin:/usr/bin:/bin", "HOME": str(cwd), "LC_ALL": "C.UTF-8", **(env or {})},
         start_new_session=True,
-        preexec_fn=_limits,  # noqa: PLW1509 (no threads here)
+        preexec_fn=lambda: _limits(cpu_s),  # noqa: PLW1509 (no threads here)
         **extra,
     )
     try:
@@ -76,12 +80,15 @@ def started(argv, *, cwd, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, s
             _sweep()
 
 
-def run(argv, *, cwd, text="", timeout_s=10.0, env=None):
-    """Run a program of the agent's; returns (exit code, stdout, stderr). A timeout raises."""
+def run(argv, *, cwd, text="", timeout_s=10.0, env=None, cpu_s=None):
+    """Run a program of the agent's; returns (exit code, stdout, stderr). A timeout raises.
+
+    `cpu_s` bounds its processor seconds, which don't depend on what else the machine does.
+    """
     with tempfile.TemporaryFile() as fed, tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
         fed.write(text if isinstance(text, bytes) else text.encode())
         fed.seek(0)
-        with started(argv, cwd=cwd, stdin=fed, stdout=out, stderr=err, env=env) as process:
+        with started(argv, cwd=cwd, stdin=fed, stdout=out, stderr=err, env=env, cpu_s=cpu_s) as process:
             code = process.wait(timeout=timeout_s)
         out.seek(0)
         err.seek(0)

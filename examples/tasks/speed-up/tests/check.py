@@ -29,11 +29,11 @@ def meetings(rng, count, horizon):
 def is_right_and_fast():
     rng = random.Random()
     with copy_of() as work:
-        for count, horizon in ((0, 5), (1, 10), (30, 20), (200, 60), (60_000, 10**9)):
+        for count, horizon in ((0, 5), (1, 10), (30, 20), (200, 60), (15_000, 10**9)):
             drawn = meetings(rng, count, horizon)
             text = "".join(f"{a} {b}\n" for a, b in drawn)
             # The slow program needs hours for the last one; a sort needs a fraction of a second.
-            code, out, err = run([sys.executable, "overlaps.py"], cwd=work, text=text, timeout_s=5)
+            code, out, err = run([sys.executable, "overlaps.py"], cwd=work, text=text, timeout_s=60, cpu_s=1)
             same((code, out), (0, answer(drawn)), err[-200:] or f"{count} meetings")
 
 
