@@ -3,10 +3,10 @@
 The table is the only authority on a server's leases. Every method takes `now` (seconds of a monotonic clock, so that a
 stepped wall clock changes nothing), decides at once and returns what is to be done; `core` does it.
 
-Fairness between clients that share a container: when a client is refused, it is remembered as wanting for
-`WANT_S` seconds. A slot that comes free goes to the wanting clients in the order (fewest leases, longest wanting); a
-client further back is refused although a slot is free. So nobody starves, and a client that stopped asking costs the
-others at most `WANT_S`.
+Fairness between clients that share a container: a refused request is remembered as wanted for `WANT_S` seconds. Slots
+that come free go to the wanting clients in the order (fewest leases, longest wanting), as many as each asked for but no
+more than its equal share; a client further back is refused although a slot is free. So nobody starves, and a client
+that stopped asking costs the others at most `WANT_S`.
 """
 
 from __future__ import annotations
@@ -87,8 +87,10 @@ class Refused:
 
 @dataclass(slots=True)
 class _Want:
+    """The refused requests of one client, with the time each was last made."""
+
     first: float
-    last: float
+    requests: dict[str, float] = field(default_factory=dict[str, float])
 
 
 @dataclass(slots=True)
@@ -135,11 +137,10 @@ class LeaseTable:
             return Refused("lease_expired", f"lease {request.lease_id!r} is over; a new lease needs a new lease_id")
         if self.draining:
             return Refused("backend_unavailable", self.draining)
-        if len(self._ahead(request.client_id, now)) >= len(self._free):
-            want = self._wants.setdefault(request.client_id, _Want(now, now))
-            want.last = now
+        if self._kept_from(request.client_id, now) >= len(self._free):
+            self._wants.setdefault(request.client_id, _Want(now)).requests[request.lease_id] = now
             return Refused("full", self._full_message(), free=0)
-        self._wants.pop(request.client_id, None)
+        self._satisfy(request)
         self.epoch += 1
         held = Held(request, self._free.popleft(), self.epoch, now, now)
         self.held[request.lease_id] = held
@@ -147,13 +148,32 @@ class LeaseTable:
         self._seen.setdefault(request.client_id, now)
         return Granted(held, new=True)
 
-    def _ahead(self, client_id: str, now: float) -> list[str]:
-        """The wanting clients that come before this one when a slot is free."""
-        for name in [name for name, want in self._wants.items() if now - want.last > WANT_S]:
-            del self._wants[name]
+    def _kept_from(self, client_id: str, now: float) -> int:
+        """How many slots are kept for the wanting clients that come before this one."""
+        for name, want in list(self._wants.items()):
+            for lease_id in [each for each, last in want.requests.items() if now - last > WANT_S]:
+                del want.requests[lease_id]
+            if not want.requests:
+                del self._wants[name]
+        if not self._wants:
+            return 0
+        sharing = {client_id, *self._wants, *(name for name, count in self._counts.items() if count)}
+        share = (self.slots - len(self.retired)) // len(sharing)
         mine = self._wants.get(client_id)
         rank = (self._counts[client_id], mine.first if mine else now)
-        return [n for n, want in self._wants.items() if n != client_id and (self._counts[n], want.first) < rank]
+        return sum(
+            min(len(want.requests), max(1, share - self._counts[name]))
+            for name, want in self._wants.items()
+            if name != client_id and (self._counts[name], want.first) < rank
+        )
+
+    def _satisfy(self, request: LeaseRequest) -> None:
+        """One request less is wanted: this one, or, asked under a new id, the oldest."""
+        want = self._wants.get(request.client_id)
+        if want is not None:
+            del want.requests[request.lease_id if request.lease_id in want.requests else next(iter(want.requests))]
+            if not want.requests:
+                del self._wants[request.client_id]
 
     def _full_message(self) -> str:
         kept = f", {len(self._free)} kept for clients with fewer leases" if self._free else ""

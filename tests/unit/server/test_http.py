@@ -1,0 +1,283 @@
+"""The routes, as people with curl see them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import aiohttp
+import pytest
+
+from atropos.wire import (
+    Capabilities,
+    Exec,
+    ExecResult,
+    Feature,
+    Health,
+    Hello,
+    Lease,
+    Problem,
+    ReleaseResult,
+    Reply,
+    SnapshotInfo,
+    Status,
+)
+from tests.unit.server.fakes import TOKEN, FakeHost, Running, serving
+
+HEADERS = {"Authorization": f"Bearer {TOKEN}"}
+ECHO = {"operation": {"op": "exec", "command": "echo hi"}}
+
+
+class Curl:
+    def __init__(self, running: Running, session: aiohttp.ClientSession) -> None:
+        self.url, self.session = running.url, session
+
+    async def __call__(self, method: str, path: str, body: object = None, **options) -> tuple[int, bytes]:
+        data = options.pop("data", None if body is None else json.dumps(body))
+        async with self.session.request(
+            method, self.url + path, data=data, headers=options.pop("headers", HEADERS), **options
+        ) as response:
+            return response.status, await response.read()
+
+    async def lease(self, name: str = "lease-0001") -> Lease:
+        status, raw = await self("POST", "/v1/leases", {"lease_id": name, "client_id": "curl"})
+        assert status == 200, raw
+        return Lease.model_validate_json(raw)
+
+
+@pytest.fixture
+async def server():
+    async with serving() as running:
+        yield running
+
+
+@pytest.fixture
+async def curl(server):
+    async with aiohttp.ClientSession() as session:
+        yield Curl(server, session)
+
+
+ROUTES = [
+    ("GET", "/v1/capabilities"),
+    ("GET", "/v1/status"),
+    ("GET", "/metrics"),
+    ("POST", "/v1/leases"),
+    ("POST", "/v1/leases/lease-0001/renew"),
+    ("DELETE", "/v1/leases/lease-0001"),
+    ("POST", "/v1/leases/lease-0001/calls"),
+    ("POST", "/v1/leases/lease-0001/snapshot"),
+    ("GET", "/v1/snapshots/x"),
+    ("DELETE", "/v1/snapshots/x"),
+    ("POST", "/v1/drain"),
+    ("GET", "/v1/stream"),
+    ("GET", "/anything/else"),
+]
+
+
+@pytest.mark.parametrize(
+    "given", [{}, {"Authorization": "Bearer wrong"}, {"Authorization": TOKEN}, {"Authorization": "Bearer \xff"}]
+)
+async def test_without_the_token_nothing_is_done_and_nothing_told(server, curl, given):
+    await curl.lease()
+    for method, path in ROUTES:
+        status, raw = await curl(method, path, {} if method == "POST" else None, headers=given)
+        assert (status, Problem.model_validate_json(raw).code) == (401, "unauthorized")
+    assert server.core.table.free == 3
+    assert not server.core.table.draining
+    status, raw = await curl("GET", "/v1/health", headers={})
+    assert (status, Health.model_validate_json(raw).status) == (200, "ok")
+
+
+async def test_a_whole_life_by_hand(server, curl):
+    lease = await curl.lease()
+    status, raw = await curl("POST", f"/v1/leases/{lease.lease_id}/calls", ECHO)
+    reply = Reply.model_validate_json(raw)
+    assert isinstance(reply.result, ExecResult)
+    assert (status, reply.result.output) == (200, b"hi")
+    status, raw = await curl("POST", f"/v1/leases/{lease.lease_id}/renew?epoch={lease.epoch}")
+    assert Lease.model_validate_json(raw) == lease
+    status, raw = await curl("POST", f"/v1/leases/{lease.lease_id}/snapshot")
+    info = SnapshotInfo.model_validate_json(raw)
+    status, raw = await curl("GET", f"/v1/snapshots/{info.snapshot_id}")
+    assert SnapshotInfo.model_validate_json(raw) == info
+    assert (await curl("DELETE", f"/v1/snapshots/{info.snapshot_id}"))[0] == 204
+    assert (await curl("GET", f"/v1/snapshots/{info.snapshot_id}"))[0] == 404
+    for _ in range(2):
+        status, raw = await curl("DELETE", f"/v1/leases/{lease.lease_id}?epoch={lease.epoch}")
+        assert ReleaseResult.model_validate_json(raw).released
+    status, raw = await curl("POST", f"/v1/leases/{lease.lease_id}/calls", ECHO)
+    assert (status, Problem.model_validate_json(raw).code) == (410, "lease_expired")
+
+
+async def test_the_same_call_id_gives_the_same_answer_and_runs_once(server, curl):
+    lease = await curl.lease()
+    body = {"call_id": "mine", "operation": {"op": "exec", "command": "count a"}}
+    answers = await asyncio.gather(*(curl("POST", f"/v1/leases/{lease.lease_id}/calls", body) for _ in range(5)))
+    assert len({raw for _, raw in answers}) == 1
+    assert server.host.ran["count a"] == 1
+
+
+async def test_an_older_epoch_is_refused(server, curl):
+    lease = await curl.lease()
+    body = {**ECHO, "epoch": lease.epoch - 1}
+    status, raw = await curl("POST", f"/v1/leases/{lease.lease_id}/calls", body)
+    assert (status, Problem.model_validate_json(raw).code) == (410, "lease_expired")
+    status, raw = await curl("DELETE", f"/v1/leases/{lease.lease_id}?epoch={lease.epoch - 1}")
+    assert not ReleaseResult.model_validate_json(raw).released
+    assert server.core.table.free == 3
+
+
+async def test_a_full_server_answers_409_with_its_free_count(server, curl):
+    for number in range(4):
+        await curl.lease(f"lease-000{number}")
+    status, raw = await curl("POST", "/v1/leases", {"lease_id": "lease-more", "client_id": "curl"})
+    problem = Problem.model_validate_json(raw)
+    assert (status, problem.code, problem.free) == (409, "full", 0)
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "data", "status", "says"),
+    [
+        ("POST", "/v1/leases", "{", 400, "Invalid JSON"),
+        ("POST", "/v1/leases", "[]", 400, "object"),
+        ("POST", "/v1/leases", '{"lease_id": "x", "client_id": "c"}', 400, "lease_id"),
+        ("POST", "/v1/leases", '{"lease_id": "../../../etc", "client_id": "c"}', 400, "lease_id"),
+        ("POST", "/v1/leases", '{"lease_id": "lease-0001", "client_id": "c", "ttl_s": -1}', 400, "ttl_s"),
+        ("POST", "/v1/leases", '{"lease_id": "lease-0001", "client_id": "c", "mine": 1}', 400, "mine"),
+        ("POST", "/v1/leases", "x" * 70_000, 413, ""),
+        ("POST", "/v1/leases/lease-0001/calls", '{"operation": {"op": "format"}}', 400, "operation"),
+        ("DELETE", "/v1/leases/lease-0001?epoch=one", None, 400, "epoch"),
+        ("PUT", "/v1/leases", None, 405, ""),
+        ("GET", "/nowhere", None, 404, ""),
+        ("GET", "/v1/stream", None, 426, "WebSocket"),
+        ("POST", "/v1/drain", '{"deadline_s": -1}', 400, "deadline_s"),
+    ],
+)
+async def test_bad_input_is_one_clear_problem(curl, method, path, data, status, says):
+    got, raw = await curl(method, path, data=data)
+    problem = Problem.model_validate_json(raw)
+    assert got == status
+    assert says in problem.message
+    assert "\n" not in problem.message
+
+
+async def test_counts_fit_together(server, curl):
+    lease = await curl.lease()
+    status = Status.model_validate_json((await curl("GET", "/v1/status"))[1])
+    assert (status.slots, status.free, status.leased, status.retired) == (4, 3, 1, 0)
+    assert status.leases[0]["lease_id"] == lease.lease_id
+    assert status.counters["leases_granted"] == 1
+    text = (await curl("GET", "/metrics"))[1].decode()
+    assert 'atropos_slots{state="free"} 3' in text
+    assert "atropos_leases_granted_total 1" in text
+    for line in text.splitlines():
+        assert line.startswith("#") or len(line.split()) == 2
+    found = Capabilities.model_validate_json((await curl("GET", "/v1/capabilities"))[1])
+    assert (found.isolated, found.stateful, found.boot_id) == (True, True, status.boot_id)
+
+
+async def test_a_missing_limit_is_named_in_capabilities_and_leases():
+    host = FakeHost()
+    host.features = [Feature(name="memory_limit", ok=False, required=False, detail="no memory controller")]
+    async with serving(host) as running, aiohttp.ClientSession() as session:
+        curl = Curl(running, session)
+        found = Capabilities.model_validate_json((await curl("GET", "/v1/capabilities"))[1])
+        assert (found.isolated, found.stateful) == (False, True)
+        assert (await curl.lease()).limit_note == "memory_limit: no memory controller"
+
+
+async def test_drain_by_hand_ends_the_server_when_the_last_lease_is_gone():
+    async with serving(drain_s=60) as running, aiohttp.ClientSession() as session:
+        curl = Curl(running, session)
+        lease = await curl.lease()
+        status, raw = await curl("POST", "/v1/drain")
+        assert Status.model_validate_json(raw).draining
+        status, raw = await curl("POST", "/v1/leases", {"lease_id": "lease-more", "client_id": "curl"})
+        assert (status, Problem.model_validate_json(raw).code) == (503, "backend_unavailable")
+        assert Health.model_validate_json((await curl("GET", "/v1/health"))[1]).status == "draining"
+        assert (await curl("POST", f"/v1/leases/{lease.lease_id}/calls", ECHO))[0] == 200
+        assert not running.task.done()
+        await curl("DELETE", f"/v1/leases/{lease.lease_id}")
+        assert await asyncio.wait_for(running.task, 10) == 0
+
+
+async def frames(socket: aiohttp.ClientWebSocketResponse) -> list[dict]:
+    message = await asyncio.wait_for(socket.receive(), 5)
+    return json.loads(message.data) if message.type == aiohttp.WSMsgType.TEXT else []
+
+
+def hello(**fields) -> str:
+    return f"[{Hello(client_id='ws', **fields).model_dump_json()}]"
+
+
+@pytest.mark.parametrize(
+    "first",
+    [
+        "not json",
+        "{}",
+        "[]",
+        '[{"kind": "heartbeat"}]',
+        '[{"kind": "hello", "client_id": "x", "version": 99}]',
+        '[{"kind": "hello", "client_id": ""}]',
+        '[{"kind": "hello", "client_id": "x", "more": 1}]',
+        "[" * 100_000,
+    ],
+)
+async def test_a_stream_that_does_not_say_hello_is_closed_with_a_reason(server, curl, first):
+    async with curl.session.ws_connect(curl.url + "/v1/stream", headers=HEADERS) as socket:
+        await socket.send_str(first)
+        assert await frames(socket) == []
+        assert socket.close_code == aiohttp.WSCloseCode.POLICY_VIOLATION
+    async with asyncio.timeout(5):
+        while server.core.streams:  # noqa: ASYNC110
+            await asyncio.sleep(0.005)
+
+
+async def test_a_stream_that_breaks_the_format_later_is_closed_and_its_lease_lives(server, curl):
+    lease = await curl.lease()
+    async with curl.session.ws_connect(curl.url + "/v1/stream", headers=HEADERS) as socket:
+        await socket.send_str(hello())
+        assert (await frames(socket))[0]["kind"] == "welcome"
+        await socket.send_str('[{"kind": "call", "call_id": "x"}]')
+        assert await frames(socket) == []
+    assert (await curl("POST", f"/v1/leases/{lease.lease_id}/calls", ECHO))[0] == 200
+
+
+async def test_one_connection_a_client_the_newest(server, curl):
+    async with (
+        curl.session.ws_connect(curl.url + "/v1/stream", headers=HEADERS) as first,
+        curl.session.ws_connect(curl.url + "/v1/stream", headers=HEADERS) as second,
+        curl.session.ws_connect(curl.url + "/v1/stream", headers=HEADERS) as late,
+    ):
+        await first.send_str(hello(connection=1))
+        await frames(first)
+        await second.send_str(hello(connection=2))
+        assert (await frames(second))[0]["kind"] == "welcome"
+        assert await frames(first) == []
+        await late.send_str(hello(connection=1))
+        assert await frames(late) == []
+        await second.send_str('[{"kind": "heartbeat", "seq": 7}]')
+        assert (await frames(second))[0]["seq"] == 7
+
+
+async def test_another_clients_lease_can_not_be_used_over_a_stream(server, curl):
+    lease = await curl.lease()
+    async with curl.session.ws_connect(curl.url + "/v1/stream", headers=HEADERS) as socket:
+        await socket.send_str(hello())
+        await frames(socket)
+        call = {"kind": "call", "call_id": "c", "lease_id": lease.lease_id, "epoch": lease.epoch}
+        await socket.send_str(json.dumps([{**call, "operation": Exec(command="echo").model_dump()}]))
+        answer = (await frames(socket))[0]
+        assert (answer["kind"], answer["code"]) == ("fault", "lease_expired")
+    assert not server.host.ran
+
+
+async def test_a_silent_stream_is_cut(curl):
+    async with (
+        serving(heartbeat_s=0.1) as running,
+        curl.session.ws_connect(running.url + "/v1/stream", headers=HEADERS) as socket,
+    ):
+        await socket.send_str(hello())
+        await frames(socket)
+        assert await frames(socket) == []
+        assert socket.close_code is not None

@@ -1,0 +1,135 @@
+"""The journal: at most once, and every bound has its effect."""
+
+from __future__ import annotations
+
+import asyncio
+
+from atropos.sandbox.journal import GATE_BYTES, MAX_EARLY, Entry, Journal
+from atropos.wire import Call, Done, Exec, ExecResult, Fault, Reply
+
+
+def call(name: str, lease: str = "lease-01", *, resent: bool = False) -> Call:
+    return Call(call_id=name, lease_id=lease, epoch=1, operation=Exec(command="x"), resent=resent)
+
+
+def reply(name: str, size: int = 0) -> Reply:
+    return Reply(call_id=name, result=ExecResult(exit_code=0, output=bytes(size), duration_s=0))
+
+
+def finish(journal: Journal, name: str, lease: str = "lease-01", size: int = 0) -> Entry:
+    entry = journal.open(call(name, lease))
+    journal.close(entry, reply(name, size))
+    return entry
+
+
+def code_of(found: object) -> str:
+    assert isinstance(found, Fault), found
+    return found.code
+
+
+def test_a_call_is_new_once_then_running_then_answered_then_gone():
+    journal = Journal()
+    assert journal.look_up(call("c")) is None
+    entry = journal.open(call("c"))
+    assert journal.look_up(call("c", resent=True)) is entry
+    journal.close(entry, reply("c"))
+    assert journal.look_up(call("c", resent=True)) is entry
+    assert entry.answer == reply("c")
+    journal.ack("c")
+    assert code_of(journal.look_up(call("c"))) == "outcome_unknown"
+    assert (journal.bytes, journal.answers, journal.entries) == (0, 0, {})
+
+
+def test_the_first_answer_stands():
+    journal = Journal()
+    entry = finish(journal, "c")
+    journal.close(entry, Fault(call_id="c", code="slot_lost", message=""))
+    assert entry.answer == reply("c")
+
+
+def test_a_call_id_of_another_lease_is_not_run():
+    journal = Journal()
+    finish(journal, "c", "lease-01")
+    assert code_of(journal.look_up(call("c", "lease-02"))) == "sandbox_error"
+
+
+def test_an_answer_that_was_dropped_is_unknown_and_the_newest_is_kept():
+    journal = Journal(max_answer_bytes=10_000)
+    finish(journal, "small", "lease-02")
+    entries = [finish(journal, f"c{n}", size=4000) for n in range(5)]
+    assert journal.bytes <= 10_000
+    assert code_of(journal.look_up(call("c0"))) == "outcome_unknown"
+    assert isinstance(entries[0].answer, Fault), "who still holds the entry sends the truth, and it is small"
+    assert journal.look_up(call("c4")) is entries[4]
+    assert isinstance(journal.look_up(call("small", "lease-02")), Entry), "the lease that holds most pays"
+    huge = finish(journal, "huge", size=1_000_000)
+    assert journal.look_up(call("huge")) is huge
+    assert (journal.dropped, journal.answers) == (6, 1)
+
+
+def test_the_number_of_answers_is_bounded():
+    journal = Journal(max_answers=10)
+    for n in range(100):
+        finish(journal, f"c{n}")
+    assert journal.answers == len(journal.entries) == 10
+    assert code_of(journal.look_up(call("c0"))) == "outcome_unknown"
+
+
+def test_forgotten_ids_are_unknown_only_to_calls_sent_again():
+    journal = Journal(max_gone=5)
+    for n in range(10):
+        finish(journal, f"c{n}")
+        journal.ack(f"c{n}")
+    assert code_of(journal.look_up(call("c9"))) == "outcome_unknown"
+    assert code_of(journal.look_up(call("c0", resent=True))) == "outcome_unknown"
+    assert journal.look_up(call("never seen")) is None
+
+
+def test_a_cancel_that_comes_first_wins():
+    journal = Journal()
+    journal.cancel_early("c")
+    entry = journal.open(call("c"))
+    assert entry.state == "done"
+    assert isinstance(entry.answer, Reply)
+    assert isinstance(entry.answer.result, ExecResult)
+    assert entry.answer.result.cancelled
+    for n in range(MAX_EARLY + 10):
+        journal.cancel_early(f"x{n}")
+    assert len(journal._early) == MAX_EARLY
+
+
+def test_an_ended_lease_keeps_its_answers_until_they_are_fetched():
+    journal = Journal()
+    finish(journal, "acked")
+    journal.ack("acked")
+    entry = finish(journal, "waiting")
+    journal.trim_lease("lease-01")
+    assert journal.look_up(call("waiting", resent=True)) is entry
+    journal.forget_lease("lease-01")
+    assert (journal.bytes, journal.answers, journal.entries, journal.lease_ids()) == (0, 0, {}, [])
+
+
+def test_open_calls_are_counted():
+    journal = Journal()
+    entry = journal.open(call("a"))
+    finish(journal, "b")
+    assert journal.open_calls == 1
+    journal.close(entry, Reply(call_id="a", result=Done()))
+    assert journal.open_calls == 0
+
+
+def test_large_answers_congest_until_they_are_acknowledged():
+    journal = Journal()
+    finish(journal, "a", size=GATE_BYTES)
+    assert journal.congested
+    journal.ack("a")
+    assert not journal.congested
+
+
+async def test_waiters_hear_of_the_answer():
+    journal = Journal()
+    entry = journal.open(call("a"))
+    waiter = asyncio.get_running_loop().create_future()
+    entry.waiters.append(waiter)
+    journal.close(entry, reply("a"))
+    await asyncio.wait_for(waiter, 1)

@@ -1,0 +1,161 @@
+"""The lease table: decisions over plain data, with a clock that the test moves."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from atropos.sandbox.leases import MAX_ENDED, WANT_S, Ended, Granted, Held, LeaseTable, Refused
+from atropos.wire import LeaseRequest
+
+
+def ask(table: LeaseTable, lease: str, client: str = "a", now: float = 0.0, ttl_s: float = 10) -> Granted | Refused:
+    return table.grant(LeaseRequest(lease_id=f"lease-of-{lease}", client_id=client, ttl_s=ttl_s), now)
+
+
+def held(decision: Granted | Refused) -> Held:
+    assert isinstance(decision, Granted), decision
+    return decision.held
+
+
+def end(table: LeaseTable, lease: Held, code: str = "released", now: float = 0.0, *, clean: bool = True) -> Ended:
+    table.begin_end(lease, code, "")
+    return table.finish_end(lease, now, clean=clean, reset_s=0)
+
+
+def test_epochs_grow_and_slots_are_not_shared():
+    table = LeaseTable(3)
+    leases = [held(ask(table, str(n))) for n in range(3)]
+    assert [lease.epoch for lease in leases] == [1, 2, 3]
+    assert len({lease.slot for lease in leases}) == 3
+    assert isinstance(ask(table, "more"), Refused)
+    end(table, leases[1])
+    again = held(ask(table, "again"))
+    assert (again.slot, again.epoch) == (leases[1].slot, 4)
+
+
+def test_asking_again_gives_the_same_lease_and_never_a_second_one():
+    table = LeaseTable(2)
+    first = held(ask(table, "x"))
+    decision = ask(table, "x", now=5)
+    assert isinstance(decision, Granted)
+    assert (decision.held, decision.new) == (first, False)
+    assert table.free == 1
+    other = ask(table, "x", client="b")
+    assert isinstance(other, Refused)
+    assert other.code == "lease_expired"
+
+
+def test_an_ended_lease_is_not_granted_again_and_says_why():
+    table = LeaseTable(2)
+    end(table, held(ask(table, "x")))
+    end(table, held(ask(table, "y")), "slot_lost")
+    over, lost = ask(table, "x"), ask(table, "y")
+    assert isinstance(over, Refused)
+    assert isinstance(lost, Refused)
+    assert (over.code, lost.code) == ("lease_expired", "slot_lost")
+
+
+def test_a_release_that_overtook_its_acquire_refuses_it():
+    table = LeaseTable(1)
+    table.refuse_later("lease-of-x", 0)
+    assert isinstance(ask(table, "x"), Refused)
+    assert table.free == 1
+
+
+def test_a_lease_ends_by_its_time_unless_its_client_gives_a_sign_of_life():
+    table = LeaseTable(2)
+    mine, other = held(ask(table, "1", "a")), held(ask(table, "2", "b"))
+    table.seen("a", 9.0)
+    assert table.due(9.9) == []
+    assert table.due(10.0) == [other]
+    assert table.due(19.0) == [mine, other]
+    other.renewed_at = 15
+    assert table.due(20.0) == [mine]
+
+
+def test_an_older_epoch_finds_what_is_over():
+    table = LeaseTable(1)
+    lease = held(ask(table, "x"))
+    assert table.find("lease-of-x", lease.epoch) is lease
+    assert table.find("lease-of-x", None) is lease
+    for epoch in (lease.epoch - 1, lease.epoch + 1):
+        found = table.find("lease-of-x", epoch)
+        assert isinstance(found, Ended)
+        assert found.code == "lease_expired"
+
+
+def test_a_slot_in_doubt_is_retired_until_it_is_confirmed():
+    table = LeaseTable(1)
+    lease = held(ask(table, "x"))
+    end(table, lease, clean=False)
+    assert (table.free, table.retired) == (0, {0})
+    assert isinstance(ask(table, "y"), Refused)
+    table.restore(0)
+    table.restore(0)
+    assert held(ask(table, "z")).slot == 0
+
+
+def test_a_draining_server_refuses_but_keeps_what_is_leased():
+    table = LeaseTable(2)
+    lease = held(ask(table, "x"))
+    table.draining = "the server is draining"
+    refused = ask(table, "y")
+    assert isinstance(refused, Refused)
+    assert refused.code == "backend_unavailable"
+    assert held(ask(table, "x")) is lease
+
+
+def test_the_memory_of_ended_leases_is_bounded():
+    table = LeaseTable(1)
+    for number in range(MAX_ENDED + 50):
+        end(table, held(ask(table, f"{number:06}")))
+    assert len(table.ended) == MAX_ENDED
+    assert table.free == 1
+
+
+def test_a_slot_that_comes_free_goes_to_the_client_with_fewest_leases():
+    table = LeaseTable(4)
+    greedy = [held(ask(table, f"g{n}", "greedy")) for n in range(4)]
+    assert isinstance(ask(table, "g4", "greedy", now=0.1), Refused)
+    assert isinstance(ask(table, "p0", "poor", now=0.2), Refused)
+    end(table, greedy[0], now=0.3)
+    assert table.wanting() == ["poor", "greedy"]
+    assert isinstance(ask(table, "g5", "greedy", now=0.3), Refused), "kept for the one with fewer"
+    assert held(ask(table, "p1", "poor", now=0.4)).client_id == "poor"
+
+
+def test_a_client_that_stopped_asking_blocks_nobody_for_long():
+    table = LeaseTable(1)
+    lease = held(ask(table, "a", "a"))
+    assert isinstance(ask(table, "b", "b"), Refused)
+    end(table, lease)
+    held(ask(table, "spare", "b", now=0.1))
+    table = LeaseTable(2)
+    lease = held(ask(table, "a0", "a"))
+    held(ask(table, "a1", "a"))
+    assert isinstance(ask(table, "b", "b"), Refused)
+    end(table, lease)
+    assert isinstance(ask(table, "a2", "a", now=0.1), Refused)
+    assert held(ask(table, "a3", "a", now=WANT_S + 0.1))
+
+
+def test_clients_that_keep_asking_share_evenly_and_nobody_starves():
+    """Three clients with unlimited demand ask in turns of very different speed; leases last as long for all."""
+    table = LeaseTable(6)
+    active: list[tuple[float, Held]] = []
+    granted: Counter[str] = Counter()
+    serial = 0
+    for step in range(4000):
+        now = step * 0.01
+        for until, lease in [item for item in active if item[0] <= now]:
+            active.remove((until, lease))
+            end(table, lease, now=now)
+        for client, pause in (("fast", 1), ("slow", 10), ("slower", 25)):
+            if step % pause:
+                continue
+            serial += 1
+            decision = ask(table, f"{serial:08}", client, now=now, ttl_s=1000)
+            if isinstance(decision, Granted):
+                granted[client] += 1
+                active.append((now + 1.0, decision.held))
+    assert min(granted.values()) > 0.25 * max(granted.values()), granted

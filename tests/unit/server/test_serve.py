@@ -1,0 +1,298 @@
+"""The server as a process: the ready line, exit codes, signals, and an end that leaves nothing. Real sandboxes."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import socket
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from atropos.slots.client import SandboxClient
+from atropos.wire import Exec, ExecResult, LeaseRequest, ProcStart, ProcState, ReadFile, WriteFile
+from tests.unit.server.fakes import TOKEN
+
+ROOT = Path(__file__).parents[3]
+
+
+class Process:
+    """One `python -m atropos.sandbox`."""
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self.process = process
+        self.port = 0
+        self.boot_id = ""
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    async def ended(self) -> tuple[int, str]:
+        """Exit code and what stands on stderr."""
+        assert self.process.stderr is not None
+        text = await asyncio.wait_for(self.process.stderr.read(), 60)
+        return await asyncio.wait_for(self.process.wait(), 60), text.decode()
+
+    def client(self, **settings) -> SandboxClient:
+        return SandboxClient(self.url, TOKEN, **{"client_id": "tester", **settings})
+
+
+async def spawn(config: str, *arguments: str) -> Process:
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-m",
+        "atropos.sandbox",
+        *(arguments or ("--config", "-")),
+        cwd=ROOT,
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    assert process.stdin is not None
+    with contextlib.suppress(ConnectionError):
+        process.stdin.write(config.encode())
+        await process.stdin.drain()
+    process.stdin.close()
+    return Process(process)
+
+
+@contextlib.asynccontextmanager
+async def running(**settings) -> AsyncIterator[Process]:
+    found = await spawn(json.dumps({"token": TOKEN, "slots": 2, "drain_s": 0, "die_with_parent": True, **settings}))
+    assert found.process.stdout is not None
+    line = await asyncio.wait_for(found.process.stdout.readline(), 60)
+    if not line:
+        pytest.fail(f"the server did not start: {await found.ended()}")
+    ready = json.loads(line)
+    assert ready["ready"] is True
+    found.port, found.boot_id = ready["port"], ready["boot_id"]
+    try:
+        yield found
+    finally:
+        if found.process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                found.process.send_signal(signal.SIGCONT)
+                found.process.terminate()
+            await found.ended()
+
+
+def request(name: str = "lease-0001", **fields) -> LeaseRequest:
+    return LeaseRequest(lease_id=name, client_id="tester", **fields)
+
+
+def descendants(pid: int) -> set[int]:
+    """All living processes below one."""
+    children: dict[int, list[int]] = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with contextlib.suppress(OSError):
+                parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+                children.setdefault(parent, []).append(int(entry.name))
+    found: set[int] = set()
+    todo = [pid]
+    while todo:
+        for child in children.get(todo.pop(), []):
+            found.add(child)
+            todo.append(child)
+    return found
+
+
+def alive(pids: set[int]) -> set[int]:
+    found: set[int] = set()
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX":
+                found.add(pid)
+    return found
+
+
+async def gone(pids: set[int]) -> None:
+    async with asyncio.timeout(20):
+        while alive(pids):  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
+
+
+@pytest.mark.parametrize(
+    ("config", "says"),
+    [
+        ("", "Invalid JSON"),
+        ("{}", "token: Field required"),
+        ('{"token": "t", "slots": 0}', "slots: Input should be greater than or equal to 1"),
+        ('{"token": "t", "slot": 1}', "slot: Extra inputs are not permitted"),
+        ('{"token": "t", "limits": {"pids": 1}}', "limits.pids: Input should be greater"),
+    ],
+)
+async def test_a_wrong_configuration_is_one_line_and_exit_2(config, says):
+    code, text = await (await spawn(config)).ended()
+    assert code == 2, text
+    assert says in text
+    assert len(text.splitlines()) == 1
+    assert "Traceback" not in text
+
+
+async def test_a_missing_configuration_file_is_named(tmp_path):
+    code, text = await (await spawn("", "--config", str(tmp_path / "none.json"))).ended()
+    assert (code, len(text.splitlines())) == (2, 1)
+    assert "none.json" in text
+
+
+async def test_a_port_in_use_is_one_line_and_exit_2():
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        code, text = await (await spawn(json.dumps({"token": TOKEN, "slots": 1, "port": port}))).ended()
+    assert (code, len(text.splitlines())) == (2, 1), text
+    assert f"port: {port} on 127.0.0.1 is in use" in text
+
+
+async def test_a_base_that_is_not_there_is_refused_and_nothing_is_left():
+    code, text = await (await spawn(json.dumps({"token": TOKEN, "slots": 1, "base": "/no/such/base"}))).ended()
+    assert code in {2, 3}
+    assert (len(text.splitlines()), "/no/such/base" in text) == (1, True), text
+
+
+async def test_the_whole_way_through_real_slots():
+    async with running() as server, server.client() as client:
+        assert client.boot_id == server.boot_id
+        lease = await client.acquire(request())
+        result = await client.call(lease, Exec(command="echo hi; echo err >&2; exit 3"))
+        assert isinstance(result, ExecResult)
+        assert (result.exit_code, result.output) == (3, b"hi\nerr\n")
+        await client.call(lease, WriteFile(path="a.bin", data=bytes(range(256))))
+        found = await client.call(lease, ReadFile(path="a.bin"))
+        assert found.kind == "file_result"
+        assert found.data == bytes(range(256))
+        assert (await client.release(lease)).clean
+        again = await client.acquire(request("lease-0002"))
+        missing = await client.call(again, ReadFile(path="a.bin"))
+        assert missing.kind == "op_error"
+
+
+async def test_a_snapshot_is_forked_and_the_original_goes_on():
+    async with running() as server, server.client() as client:
+        lease = await client.acquire(request())
+        await client.call(lease, Exec(command="echo base > f; mkdir d; rmdir d"))
+        started = await client.call(lease, ProcStart(command="sleep 1000"))
+        assert isinstance(started, ProcState)
+        info = await client.snapshot(lease)
+        await client.call(lease, Exec(command="echo more >> f"))
+        fork = await client.acquire(request("lease-fork", snapshot=info.snapshot_id))
+        look = Exec(command="cat f; pgrep sleep")
+        mine, theirs = await client.call(lease, look), await client.call(fork, look)
+        assert (mine.output, theirs.output) == (b"base\nmore\n", b"base\n")
+        await client.drop_snapshot(info.snapshot_id)
+        assert (await client.release(lease)).clean
+        assert (await client.call(fork, Exec(command="cat f"))).output == b"base\n"
+        assert (await client.release(fork)).clean
+
+
+async def test_sigterm_ends_everything_with_exit_0_and_a_second_one_is_harmless():
+    async with running(drain_s=30) as server:
+        client = server.client()
+        await client.connect()
+        lease = await client.acquire(request())
+        call = asyncio.create_task(client.call(lease, Exec(command="sleep 0.5; echo done")))
+        await client.status()
+        pids = descendants(server.process.pid)
+        assert pids
+        server.process.terminate()
+        server.process.send_signal(signal.SIGINT)
+        server.process.terminate()
+        # What runs may finish; new leases are refused; the last release ends the server.
+        assert (await call).output == b"done\n"
+        assert (await client.release(lease)).clean
+        code, text = await server.ended()
+        assert code == 0, text
+        await gone(pids)
+        await client.close()
+
+
+async def test_sigterm_during_the_start_leaves_nothing():
+    for pause in (0.05, 0.3, 0.6):
+        server = await spawn(json.dumps({"token": TOKEN, "slots": 4, "die_with_parent": True}))
+        await asyncio.sleep(pause)
+        pids = descendants(server.process.pid)
+        with contextlib.suppress(ProcessLookupError):
+            server.process.terminate()
+        await server.ended()
+        await gone(pids)
+
+
+async def test_kill_9_of_the_server_ends_every_sandbox_and_the_client_knows():
+    async with running(slots=4) as server:
+        client = server.client(reconnect_s=1)
+        await client.connect()
+        leases = [await client.acquire(request(f"lease-000{n}")) for n in range(3)]
+        calls = [asyncio.create_task(client.call(lease, Exec(command="sleep 1000 & sleep 1000"))) for lease in leases]
+        await asyncio.sleep(0.3)
+        pids = descendants(server.process.pid)
+        server.process.kill()
+        await asyncio.wait_for(client.lost.wait(), 20)
+        for outcome in await asyncio.gather(*calls, return_exceptions=True):
+            assert getattr(outcome, "code", "") in {"outcome_unknown", "slot_lost"}, outcome
+        await gone(pids)
+        await client.close()
+
+
+async def test_a_stopped_server_comes_back_and_nobody_lost_a_lease():
+    async with running(heartbeat_s=0.3) as server, server.client(reconnect_s=30) as client:
+        lease = await client.acquire(request(ttl_s=1.0))
+        call = asyncio.create_task(client.call(lease, Exec(command="echo a >> f; sleep 0.2; cat f")))
+        await asyncio.sleep(0.05)
+        os.kill(server.process.pid, signal.SIGSTOP)
+        await asyncio.sleep(3)
+        os.kill(server.process.pid, signal.SIGCONT)
+        assert (await asyncio.wait_for(call, 30)).output == b"a\n"
+        assert (await client.call(lease, Exec(command="cat f"))).output == b"a\n"
+
+
+async def test_a_client_killed_with_9_gives_its_slots_back():
+    async with running() as server:
+        code = (
+            "import asyncio, sys\n"
+            "from atropos.slots.client import SandboxClient\n"
+            "from atropos.wire import Exec, LeaseRequest\n"
+            "async def main():\n"
+            f"    client = SandboxClient({server.url!r}, {TOKEN!r}, client_id='victim')\n"
+            "    await client.connect()\n"
+            "    for n in range(2):\n"
+            "        lease = await client.acquire(LeaseRequest(lease_id=f'victim-{n}', client_id='victim', ttl_s=1))\n"
+            "    print('holding', flush=True)\n"
+            "    await client.call(lease, Exec(command='sleep 1000'))\n"
+            "asyncio.run(main())\n"
+        )
+        victim = await asyncio.create_subprocess_exec(
+            sys.executable, "-c", code, cwd=ROOT, stdout=asyncio.subprocess.PIPE
+        )
+        assert victim.stdout is not None
+        assert await asyncio.wait_for(victim.stdout.readline(), 60) == b"holding\n"
+        async with server.client() as client:
+            assert (await client.status()).leased == 2
+            victim.kill()
+            await victim.wait()
+            async with asyncio.timeout(15):
+                while (await client.status()).free < 2:  # noqa: ASYNC110
+                    await asyncio.sleep(0.05)
+            assert (await client.call(await client.acquire(request()), Exec(command="echo ok"))).output == b"ok\n"
+
+
+async def test_require_sandbox_refuses_what_is_not_complete():
+    async with running() as server, server.client() as client:
+        found = await client.capabilities()
+    config = {"token": TOKEN, "slots": 1, "require_sandbox": True, "require_stateful_sandbox": True}
+    if found.isolated:
+        async with running(**config):
+            pass
+        return
+    code, text = await (await spawn(json.dumps(config))).ended()
+    assert (code, len(text.splitlines())) == (3, 1), text
+    missing = next(feature for feature in found.features if not feature.ok)
+    assert missing.name in text
+    assert missing.fix in text
