@@ -1,0 +1,69 @@
+"""Truth 4: an infrastructure failure never becomes a reward, a message to the model, or a training token.
+
+Here: the two channels never mix below the environment. That an environment scores nothing then is tested with it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+
+import pytest
+
+from atropos import errors
+from atropos.errors import ConfigError, SandboxError
+from atropos.slots import ExecResult
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+async def test_infrastructure_failures_are_one_family_apart_from_the_programmers_and_the_files():
+    for kind in errors.BY_CODE.values():
+        assert issubclass(kind, SandboxError)
+        assert not issubclass(kind, OSError | ValueError | TimeoutError | asyncio.CancelledError)
+    assert not issubclass(ConfigError, SandboxError)
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "exit 255",
+        "kill -9 $$",
+        "(kill -STOP $BASHPID) & sleep 0.1; kill -9 %1; exit 7",
+        "nonsense",
+        "cat /no/such",
+        "exec 1>&- 2>&-; exit 1",
+        "\x01",
+        "if then fi",
+        "ulimit -v 1000; python3 -c 'x = b\"1\" * 10**9'",
+        "python3 -c 'import os; os.abort()'",
+    ],
+)
+async def test_however_a_program_ends_it_is_a_result(shared_pool, command):
+    async with shared_pool.lease("t") as slot:
+        result = await slot.exec(command, timeout_s=30)
+        assert isinstance(result, ExecResult)
+        assert result.exit_code is not None
+        assert not result.timed_out
+        assert (await slot.exec("echo fine")).output == "fine\n"
+
+
+async def test_a_workdir_that_is_not_there_is_a_result_too(shared_pool):
+    async with shared_pool.lease("t") as slot:
+        result = await slot.exec("true", workdir="/no/such")
+    assert result.exit_code != 0
+    assert "no" in (result.error or result.output).lower()
+
+
+async def test_whatever_kills_the_server_no_result_is_made_up(local_pool, engine):
+    async with local_pool(slots_per_container=4, max_containers=1) as pool:
+        slots = await asyncio.gather(*(pool.acquire(f"t{n}") for n in range(4)))
+        commands = ["sleep 60; echo done", "yes", "cat", "while :; do :; done"]
+        calls = [asyncio.create_task(s.exec(c, stdin=b"x" * 10)) for s, c in zip(slots, commands, strict=True)]
+        await asyncio.sleep(0.3)
+        ended = [call for call in calls if call.done()]  # cat alone
+        await engine.signal(slots[0].container, signal.SIGKILL)
+        results = await asyncio.wait_for(asyncio.gather(*calls, return_exceptions=True), 30)
+        assert len(ended) == 1
+        for call, result in zip(calls, results, strict=True):
+            assert isinstance(result, ExecResult if call in ended else SandboxError), result

@@ -1,0 +1,67 @@
+"""Truth 6: every queue, output, journal and cache has a bound; reaching it has a defined, visible effect."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from atropos import wire
+from atropos.errors import AcquireTimeout
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+def rss_mib(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/status").read_text()
+    return int(fields.partition("VmRSS:")[2].split()[0]) / 1024
+
+
+async def test_floods_of_output_are_cut_and_neither_server_nor_client_grows(shared_pool):
+    pool = shared_pool
+    slots = await asyncio.gather(*(pool.acquire(f"t{n}") for n in range(4)))
+    try:
+        server = int(slots[0].container.partition("-")[0])
+        flood = "echo head; head -c 150000000 /dev/zero | tr '\\0' x; echo; echo tail"
+        await slots[0].exec(flood)
+        before = rss_mib(server)
+        results = await asyncio.gather(*(slot.exec(flood) for slot in slots))
+        for result in results:
+            assert (result.exit_code, result.truncated, result.limit) == (0, True, "output")
+            assert result.output.startswith("head\n")
+            assert result.output.endswith("tail\n")
+            assert len(result.output_bytes) <= pool.config.limits.output_bytes + 10_000
+            assert result.dropped_bytes + len(result.output_bytes) >= 150_000_000
+        assert rss_mib(server) < before + 64
+    finally:
+        await asyncio.gather(*(slot.release() for slot in slots))
+
+
+async def test_waiting_is_bounded_and_says_how_many_wait(shared_pool):
+    pool = shared_pool
+    async with pool.lease("1"), pool.lease("2"), pool.lease("3"), pool.lease("4"):
+        waits = [pool.acquire(f"t{n}", timeout_s=0.3) for n in range(500)]
+        results = await asyncio.gather(*waits, return_exceptions=True)
+        assert all(isinstance(result, AcquireTimeout) for result in results)
+        assert "4 leased" in str(results[0])
+        assert pool.stats().waiting == 0
+
+
+async def test_a_thousand_calls_at_once_are_answered(shared_pool):
+    async with shared_pool.lease("t") as slot:
+        results = await asyncio.gather(*(slot.run(wire.WriteFile(path=f"f{n % 7}", data=b"x")) for n in range(1000)))
+        assert {result.kind for result in results} == {"done"}
+
+
+async def test_a_limit_is_named_and_the_slot_stays_usable(local_pool):
+    limits = {"disk_mib": 16, "inodes": 1500, "wall_s": 1.0}
+    async with local_pool(slots_per_container=1, max_containers=1, limits=limits) as pool:
+        for command, limit in [
+            ("head -c 100000000 /dev/zero > f", "disk"),
+            ("for i in $(seq 3000); do : > f$i || exit 1; done", "inodes"),
+            ("sleep 100", "time"),
+        ]:
+            async with pool.lease(limit) as slot:
+                assert (await slot.exec(command)).limit == limit
+                assert (await slot.exec("echo usable")).output == "usable\n"

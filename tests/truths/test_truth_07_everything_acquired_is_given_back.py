@@ -1,0 +1,144 @@
+"""Truth 7: a dead client's leases end within twice their TTL, a dead container's slots are gone at once, a cancelled
+acquire leaks nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+import signal
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from atropos.errors import SandboxError
+from atropos.slots import SlotPoolConfig
+from atropos.slots.backends.local import make_scratch, remove_scratch
+from atropos.slots.backends.supervision import ServerProcess
+from atropos.slots.client import SandboxClient
+from atropos.wire import LeaseRequest
+from tests.processes import descendants
+from tests.waiting import until
+
+
+async def trainer(mark: str) -> asyncio.subprocess.Process:
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-m",
+        "tests.truths.trainer",
+        mark,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    line = await asyncio.wait_for(process.stdout.readline(), 60)
+    assert line.startswith(b"working"), (await process.stderr.read()).decode()
+    return process
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+async def test_a_trainer_that_is_ended_leaves_no_server_and_no_process(engine, number):
+    before = set(descendants())
+    mark = str(1_000_000 + secrets.randbelow(1_000_000))
+    process = await trainer(mark)
+    assert sum(mark in line for line in descendants().values()) >= 6
+    process.send_signal(number)
+    await asyncio.wait_for(process.wait(), 20)
+    await until(lambda: not set(descendants()) - before, "the end of every process of it")
+    process._transport.close()
+
+
+async def test_the_next_pool_removes_what_a_killed_trainer_left_on_disk(engine, local_pool):
+    process = await trainer("1234567")
+    scratch = list(Path(tempfile.gettempdir()).glob(f"atropos-{process.pid}-*"))
+    assert scratch
+    process.kill()
+    await process.wait()
+    process._transport.close()
+    await until(lambda: not any("1234567" in line for line in descendants().values()), "the end of its servers")
+    async with local_pool():
+        pass
+    assert not any(path.exists() for path in scratch)
+
+
+async def test_a_dead_clients_leases_end_within_twice_their_ttl():
+    ttl_s = 1.0
+    scratch = make_scratch()
+    config = SlotPoolConfig(slots_per_container=2).server_config("token", state_dir=str(scratch), heartbeat_s=0.3)
+    server = await ServerProcess.start(config)
+    try:
+        await server.ready(60)
+        url = f"http://127.0.0.1:{server.port}"
+        async with SandboxClient(url, "token", client_id="watcher") as watcher:
+            dying = SandboxClient(url, "token", client_id="dying")
+            await dying.connect()
+            lease = await dying.acquire(LeaseRequest(lease_id="lease-0001", client_id="dying", ttl_s=ttl_s))
+            await asyncio.sleep(2 * ttl_s)  # alive, it keeps its lease past the TTL
+            assert (await watcher.status()).leased == 1
+            await dying._channel.close("killed")  # its stream ends and nothing is said, as after kill -9
+            began = asyncio.get_running_loop().time()
+            while (await watcher.status()).leased:
+                assert asyncio.get_running_loop().time() < began + 2 * ttl_s + 5
+                await asyncio.sleep(0.05)
+            newer = await watcher.acquire(LeaseRequest(lease_id="lease-0002", client_id="watcher"))
+            assert newer.epoch > lease.epoch
+            await watcher.release(newer)
+            await dying.close()
+    finally:
+        await server.stop(5)
+        remove_scratch(scratch)
+    assert not scratch.exists()
+
+
+async def test_a_dead_containers_slots_are_gone_at_once_and_the_pool_is_whole_again(local_pool, engine):
+    async with local_pool(slots_per_container=2, max_containers=2, min_containers=2) as pool:
+        slots = await asyncio.gather(*(pool.acquire(f"t{n}") for n in range(4)))
+        victim = slots[0].container
+        await engine.signal(victim, signal.SIGKILL)
+        await until(lambda: all(slot.lost for slot in slots if slot.container == victim), "the loss")
+        for slot in slots:
+            if slot.container == victim:
+                with pytest.raises(SandboxError):
+                    await slot.exec("true")
+            else:
+                assert (await slot.exec("true")).ok
+            await slot.release()
+        await until(lambda: pool.stats().free == 4, "four free slots again")
+
+
+async def test_cancelled_acquires_leak_no_slot(local_pool):
+    async with local_pool(slots_per_container=2, max_containers=1) as pool:
+        for n in range(60):
+            task = asyncio.create_task(pool.acquire("t"))
+            await asyncio.sleep(n * 0.0002)
+            task.cancel()
+            try:
+                await (await task).release()
+            except asyncio.CancelledError:
+                pass
+        await until(lambda: pool.stats().free == 2, "both slots free")
+        (link,) = pool.keeper.links.values()
+        assert (await link.client.status()).leased == 0
+
+
+async def test_a_release_that_is_cancelled_happens(local_pool):
+    async with local_pool(slots_per_container=1, max_containers=1) as pool:
+        for n in range(20):
+            slot = await pool.acquire("t")
+            task = asyncio.create_task(slot.release())
+            await asyncio.sleep(n * 0.0005)
+            task.cancel()
+            await asyncio.wait([task])
+        await until(lambda: pool.stats().free == 1, "the slot free")
+
+
+async def test_stopping_with_slots_in_use_leaves_nothing(local_pool):
+    async with local_pool(slots_per_container=8, max_containers=2) as pool:
+        slots = await asyncio.gather(*(pool.acquire(f"t{n}") for n in range(16)))
+        calls = [asyncio.create_task(slot.exec("sleep 1000")) for slot in slots]
+        await asyncio.sleep(0.1)
+        await pool.stop()
+        results = await asyncio.gather(*calls, return_exceptions=True)
+        assert all(isinstance(result, SandboxError) for result in results)
+    assert os.path.exists("/proc/self")

@@ -1,0 +1,50 @@
+"""Truth 8: isolation is proven at start-up by a probe, published, and never silently weakened."""
+
+from __future__ import annotations
+
+import pytest
+
+from atropos.errors import ConfigError, IsolationUnavailable
+from atropos.slots import SlotPool
+
+
+async def test_what_the_probe_found_is_published(local_pool):
+    async with local_pool(slots_per_container=1, max_containers=1) as pool:
+        (link,) = pool.keeper.links.values()
+        found = await link.client.capabilities()
+        assert len(found.features) >= 10
+        assert all(feature.ok for feature in found.features if feature.required)
+        assert found.isolated == all(feature.ok for feature in found.features)
+        for feature in found.features:
+            assert feature.ok or feature.fix, f"{feature.name} is missing and no cure is named"
+        async with pool.lease("t") as slot:
+            assert bool(slot.lease.limit_note) == (not found.isolated)
+
+
+async def test_require_sandbox_refuses_exactly_what_the_probe_misses(engine, local_pool):
+    async with local_pool(slots_per_container=1, max_containers=1) as pool:
+        (link,) = pool.keeper.links.values()
+        isolated = (await link.client.capabilities()).isolated
+    strict = SlotPool(engine.config(slots_per_container=1, max_containers=1, require_sandbox=True))
+    if isolated:
+        async with strict, strict.lease("t") as slot:
+            assert slot.lease.limit_note is None
+    else:
+        with pytest.raises(IsolationUnavailable):
+            await strict.start()
+    assert await engine.residue(strict.config) == []
+
+
+async def test_without_bubblewrap_nothing_starts_and_the_message_names_it(engine, monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    pool = SlotPool(engine.config())
+    with pytest.raises(IsolationUnavailable, match=r"bwrap|bubblewrap"):
+        await pool.start()
+    assert await engine.residue(pool.config) == []
+
+
+async def test_a_base_that_is_not_there_is_named(engine):
+    pool = SlotPool(engine.config(base="/no/such/rootfs"))
+    with pytest.raises(ConfigError, match=r"base.*/no/such/rootfs"):
+        await pool.start()
+    assert await engine.residue(pool.config) == []
