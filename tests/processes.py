@@ -15,8 +15,8 @@ def adopt_orphans() -> None:
     ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)
 
 
-def descendants(root: int | None = None) -> dict[int, str]:
-    """The living processes below one, with their command lines; zombies are not among them."""
+def descendants(root: int | None = None, but: Collection[int] = ()) -> dict[int, str]:
+    """The living processes below one, with their command lines; zombies and what is below `but` are not among them."""
     parents: dict[int, int] = {}
     for entry in os.listdir("/proc"):
         if entry.isdigit():
@@ -27,7 +27,7 @@ def descendants(root: int | None = None) -> dict[int, str]:
     found: dict[int, str] = {}
     front = {root or os.getpid()}
     while front:
-        front = {pid for pid, parent in parents.items() if parent in front and pid not in found}
+        front = {pid for pid, parent in parents.items() if parent in front and pid not in found and pid not in but}
         for pid in front:
             with contextlib.suppress(OSError):
                 found[pid] = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
@@ -37,7 +37,7 @@ def descendants(root: int | None = None) -> dict[int, str]:
 async def gone_within(seconds: float, root: int | None = None, but: Collection[int] = ()) -> list[str]:
     """Wait until no process is left below `root` (besides `but`); answers those that are."""
     deadline = asyncio.get_running_loop().time() + seconds
-    while left := {pid: line for pid, line in descendants(root).items() if pid not in but}:
+    while left := descendants(root, but):
         if asyncio.get_running_loop().time() > deadline:
             return [f"{pid}: {line}" for pid, line in left.items()]
         await asyncio.sleep(0.05)

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from atropos.config import ServerConfig, SlotLimits
-from atropos.errors import IsolationUnavailable, NotSupported, OutcomeUnknown, SandboxError, SlotLost
+from atropos.errors import ConfigError, IsolationUnavailable, NotSupported, OutcomeUnknown, SandboxError, SlotLost
 from atropos.sandbox import bwrap, cgroups, filter, rootphase, runtime, skeleton, syscalls, volumes  # noqa: A004
 from atropos.sandbox.channel import Channel
 from atropos.sandbox.contract import Layer, Stopped
@@ -424,6 +424,7 @@ class SlotHost:
 
         Raises:
             IsolationUnavailable: this machine can't make slots; the message says what to change.
+            ConfigError: a base is not there.
         """
         host = cls(config, rootphase.entered())
         rootphase.check_programs()
@@ -447,7 +448,7 @@ class SlotHost:
         for index, (name, path) in enumerate(named.items()):
             if not os.path.isdir(path):
                 field = "base" if name is None else f"bases[{name!r}]"
-                raise IsolationUnavailable(f"{field}: {path} is not a folder that the server can read")
+                raise ConfigError(f"{field}: {path} is not a folder that the server can read")
             # bound to a short path of ours: overlay options have their own meaning for ':' and ','
             target = f"{self._scratch}/bases/{index}"
             os.mkdir(target)
