@@ -144,14 +144,14 @@ class FunctionTool(Tool):
         self._injected: tuple[str, ...] = ()
         for name, value in fields.items():
             setattr(self, name, value)
+        if not inspect.iscoroutinefunction(function):
+            raise ConfigError(f"tool {self.name!r}: the function must be `async def`")
         if not self.description:
             raise ConfigError(f"tool {self.name!r}: give the function a docstring, or description=...")
         self._read_signature(fields.get("arguments"))
         self.__doc__ = self.description
 
     def _read_signature(self, model: type[BaseModel] | None) -> None:
-        if not inspect.iscoroutinefunction(self.function):
-            raise ConfigError(f"tool {self.name!r}: the function must be `async def`")
         wanted: dict[str, Any] = {}
         injected: list[str] = []
         for name, parameter in inspect.signature(self.function).parameters.items():

@@ -19,7 +19,7 @@ TERM = "xterm-256color"
 """The terminal type that programs are told."""
 _ALTERNATE = frozenset({47, 1047, 1049})
 """Private modes that change to the alternate screen and back."""
-_STRING = re.compile(r"\x1b[PX^_][^\x1b\x07]*(?:\x1b\\|\x07|\x1b(?!\\))", re.DOTALL)
+_STRING = re.compile(r"\x1b[PX^_][^\x1b\x07]*(?:\x1b\\|\x07|(?=\x1b[^\\]))", re.DOTALL)
 """Device control strings and the like: questions that this terminal leaves unanswered, and not text."""
 _STRING_BEGUN = re.compile(r"\x1b(?:[PX^_][^\x1b\x07]*\x1b?)?\Z", re.DOTALL)
 MAX_CELL = 8
