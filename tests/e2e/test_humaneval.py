@@ -1,0 +1,141 @@
+"""HumanEval through the executor on 16 slots: canonical solutions pass, empty bodies don't."""
+
+import asyncio
+import os
+from pathlib import Path
+
+import pytest
+
+from atropos.envs.humaneval_env import SOLUTION, answer_in, judge, load_problems
+from atropos.errors import ConfigError
+from atropos.slots import SlotPool, SlotPoolConfig
+from atropos.tools import ToolCall, ToolExecutor, build_tool_registry
+
+REPO = Path(__file__).resolve().parents[2]
+DATA = Path(os.environ.get("ATROPOS_HUMANEVAL") or REPO.parent / "shared" / "data" / "HumanEval.jsonl.gz")
+SLOTS = 16
+
+
+@pytest.fixture(scope="module")
+async def executor():
+    config = SlotPoolConfig(backend="local", slots_per_container=8, min_containers=2, max_containers=2)
+    async with (
+        SlotPool(config) as pool,
+        ToolExecutor(pool=pool, tools=build_tool_registry(["default"])) as running,
+    ):
+        yield running
+        await running.close()
+        assert pool.stats().leased == 0
+
+
+async def solve(executor, problem, room, body):
+    """As an agent would: write the solution with a tool; then it alone is judged in a fresh slot."""
+    async with room:
+        name = f"{problem.name}-{hash(body)}"
+        call = ToolCall(name="write_file", arguments={"path": SOLUTION, "content": problem.prompt + body})
+        result = await executor.execute(name, call)
+        assert result.success, result.error
+        text = (await (await executor.slot(name)).read_file(SOLUTION)).decode()
+        await executor.release_trajectory(name)
+        try:
+            return await judge(await executor.slot(name), problem, text, timeout_s=120)
+        finally:
+            await executor.release_trajectory(name)
+
+
+async def outcomes(executor, problems, body_of):
+    room = asyncio.Semaphore(SLOTS)
+    verdicts = await asyncio.gather(*(solve(executor, problem, room, body_of(problem)) for problem in problems))
+    return {problem.name: verdict for problem, verdict in zip(problems, verdicts, strict=True)}
+
+
+@pytest.fixture(scope="module")
+def problems():
+    if not DATA.is_file():
+        pytest.skip(f"HumanEval is not at {DATA}; set ATROPOS_HUMANEVAL to HumanEval.jsonl.gz")
+    found = load_problems(DATA)
+    assert len(found) == 164
+    return found
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_all_canonical_solutions_pass(executor, problems):
+    ends = await outcomes(executor, problems, lambda problem: problem.canonical_solution)
+    assert {name: why for name, (passed, why) in ends.items() if not passed} == {}
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_no_empty_body_passes(executor, problems):
+    ends = await outcomes(executor, problems, lambda _: "    pass\n")
+    assert [name for name, (passed, _) in ends.items() if passed] == []
+
+
+PROBLEM = {
+    "task_id": "Made/0",
+    "prompt": 'def double(x: list):\n    """Each number twice.\n    >>> double([1])\n    [1, 1]\n    """\n',
+    "entry_point": "double",
+    "canonical_solution": "    return [n for n in x for _ in range(2)]\n",
+    "test": "def check(candidate):\n    assert candidate([1, 2]) == [1, 1, 2, 2]\n    assert candidate([]) == []\n",
+}
+
+
+@pytest.fixture
+def made(tmp_path):
+    import json
+
+    path = tmp_path / "made.jsonl"
+    path.write_text(json.dumps(PROBLEM) + "\n\n")
+    return load_problems(path)[0]
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_solutions_that_cheat_fail(executor, made):
+    cheats = {
+        "ends the process": "import os\nos._exit(0)\n",
+        "exits": "import sys\nsys.exit(0)\n",
+        "prints a verdict": 'print(\'{"passed": true, "detail": ""}\')\nimport os\nos._exit(0)\n',
+        "equals everything": "class E(list):\n    __eq__ = lambda s, o: True\ndef double(x):\n    return E()\n",
+        "reads the tests": "import os\ndef double(x):\n    return open('/check/problem.json').read()\n",
+        "patches the tests": "import builtins\nbuiltins.AssertionError = type('A', (), {})\ndef double(x):\n    return []\n",
+        "no such function": "def other(x):\n    return x\n",
+        "is no python": "def double(x) return\n",
+        "binary": "\x00\udcff\n",
+        "endless": "while True:\n    pass\n",
+        "memory": "def double(x):\n    return [0] * (1 << 40)\n",
+        "forks": "import os\ndef double(x):\n    for _ in range(20):\n        if os.fork() == 0:\n            os.pause() if hasattr(os, 'pause') else __import__('time').sleep(100)\n    return []\n",
+        "floods": "def double(x):\n    while True:\n        print('x' * 100000)\n",
+    }
+    room = asyncio.Semaphore(SLOTS)
+
+    async def one(source):
+        async with room:
+            name = f"cheat-{hash(source)}"
+            try:
+                return await judge(await executor.slot(name), made, source, timeout_s=60)
+            finally:
+                await executor.release_trajectory(name)
+
+    ends = dict(zip(cheats, await asyncio.gather(*map(one, cheats.values())), strict=True))
+    assert [name for name, (passed, _) in ends.items() if passed] == []
+    assert (await one(PROBLEM["prompt"] + PROBLEM["canonical_solution"])) == (True, "")
+
+
+def test_files_that_are_no_humaneval_are_refused_by_line(tmp_path):
+    path = tmp_path / "x.jsonl"
+    for text, named in (("", "holds no problem"), ("{", "line 1 is not JSON"), ("[]", "line 1 is not an object")):
+        path.write_text(text)
+        with pytest.raises(ConfigError, match=named):
+            load_problems(path)
+    path.write_text('{"task_id": "a", "prompt": "b"}')
+    with pytest.raises(ConfigError, match="entry_point is missing"):
+        load_problems(path)
+    with pytest.raises(ConfigError, match="can't be read"):
+        load_problems(tmp_path / "none.jsonl.gz")
+    path.write_bytes(b"\x1f\x8bgarbage")
+    with pytest.raises(ConfigError, match="can't be read"):
+        load_problems(path)
+
+
+def test_code_in_an_answer_is_found():
+    assert answer_in("text\n```python\na = 1\n```\nmore\n```\nb = 2\n```\n") == "b = 2\n"
+    assert answer_in("no code") is None
