@@ -146,6 +146,7 @@ def started(**identity: Any) -> "subprocess.Popen[bytes]":
         env={"PATH": "/usr/bin:/bin"},
         start_new_session=True,
         preexec_fn=limits,  # noqa: PLW1509 (no threads here)
+        text=False,
         **identity,
     )
 
