@@ -33,8 +33,16 @@ def _filtered() -> bool:
         return any(line.split() == ["Seccomp:", "2"] for line in file)
 
 
-def command(bwrap: str, volume: Volume, base: Base, empty: str, runner: Sequence[str]) -> list[str]:
-    """Arguments that start `runner` as PID 1 on a volume's mounts. Bubblewrap runs as root of the slot's namespace."""
+def command(bwrap: str, volume: Volume, base: Base, preload: str, runner: Sequence[str]) -> list[str]:
+    """Arguments that start `runner` as PID 1 on a volume's mounts. Bubblewrap runs as root of the slot's namespace.
+
+    Args:
+        bwrap: the program.
+        volume: the slot's mounts.
+        base: which of the host's folders it sees.
+        preload: what covers /etc/ld.so.preload.
+        runner: the command of PID 1.
+    """
     capabilities = [part for name in CAPABILITIES for part in ("--cap-add", f"CAP_{name}")]
     # A container's seccomp profile refuses to set one; ours bear the name already.
     hostname = [] if _filtered() else ["--hostname", HOSTNAME]
@@ -66,7 +74,7 @@ def command(bwrap: str, volume: Volume, base: Base, empty: str, runner: Sequence
         INSIDE,
         # even a foreign loader reads this file: it would run code of a snapshot's maker in PID 1
         "--ro-bind",
-        empty,
+        preload,
         "/etc/ld.so.preload",
         "--proc",
         "/proc",

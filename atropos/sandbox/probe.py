@@ -29,7 +29,8 @@ from atropos.wire import (
 )
 
 if TYPE_CHECKING:
-    from atropos.sandbox.host import SlotHost, SlotSandbox
+    from atropos.sandbox.host import SlotHost
+    from atropos.sandbox.slot import SlotSandbox
 
 _LIMITS = SlotLimits(memory_mib=48, pids=24, disk_mib=8, inodes=1000, open_files=256, wall_s=10)
 

@@ -6,20 +6,22 @@ volumes over a base. Forgetting a slot is detaching its mounts: constant time, w
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import shutil
 import stat
+import threading
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from atropos.config import SlotLimits
 from atropos.sandbox import syscalls
 
 MOUNT_POINTS = ("proc", "dev", "etc", "usr", ".atropos", "tmp", "root", "workspace")
 """Folders that something is mounted on, or that every slot has. A snapshot may hold something else in their place."""
-_OWN_INODES = 16
+_OWN_INODES = 24
 _NOSUID_NODEV = syscalls.MS_NOSUID | syscalls.MS_NODEV
 
 
@@ -33,16 +35,19 @@ class Base:
 
 @dataclass
 class Volume:
-    """One lease's mounts, below one folder of its own."""
+    """One lease's mounts: a tmpfs at `folder`, and everything else mounted inside it.
+
+    With the data on disk the tmpfs holds the mount points alone.
+    """
 
     folder: str
+    disk: str | None = None
     mounts: list[str] = field(default_factory=list[str])
-    on_disk: bool = False
 
     @property
     def data(self) -> str:
-        """The tmpfs itself (or the folder on disk)."""
-        return f"{self.folder}/vol"
+        """Where the slot's files are kept."""
+        return self.disk or self.folder
 
     @property
     def upper(self) -> str:
@@ -54,31 +59,85 @@ class Volume:
         """The slot's root file system."""
         return f"{self.folder}/root"
 
-    def attach(self, name: str, kind: str, flags: int, options: str) -> str:
+    def attach(self, name: str, kind: str, flags: int, options: str) -> None:
         """Mount something at a new folder here."""
         target = f"{self.folder}/{name}"
         os.mkdir(target, 0o755)
         syscalls.mount(kind, target, kind, flags, options)
         self.mounts.append(target)
-        return target
 
-    def detach(self, *, keep: str | None = None) -> str:
-        """Detach the mounts, all but `keep`; returns what went wrong, if anything."""
-        problems: list[str] = []
-        for target in reversed(self.mounts):
-            if target != keep:
-                try:
-                    syscalls.umount(target)
-                    os.rmdir(target)
-                except OSError as error:
-                    problems.append(str(error))
-        self.mounts = [keep] if keep else []
-        if keep is None:
-            if self.on_disk:
-                shutil.rmtree(self.data, ignore_errors=True)
-            with contextlib.suppress(OSError):
-                os.rmdir(self.folder)
-        return "; ".join(problems)
+    def detach(self) -> list[int]:
+        """Detach everything at once: no name leads there any more, in constant time.
+
+        Returns:
+            Descriptors that keep the files themselves. Closing the last one frees them, which takes the longer the more
+            there are: see `Disposer`.
+
+        Raises:
+            OSError: it could not be detached.
+        """
+        held: list[int] = []
+        try:
+            if self.mounts:
+                held += [os.open(path, os.O_PATH | os.O_CLOEXEC) for path in (*reversed(self.mounts), self.folder)]
+                syscalls.umount(self.folder)
+                self.mounts = []
+            os.rmdir(self.folder)
+        except OSError:
+            for fd in held:
+                os.close(fd)
+            raise
+        return held
+
+    def uncover(self) -> None:
+        """Take away what is mounted inside, so that only the data is left; for a layer, which nobody runs on.
+
+        Raises:
+            OSError: something could not be detached.
+        """
+        while len(self.mounts) > 1:
+            syscalls.umount(self.mounts[-1])
+            self.mounts.pop()
+
+
+class Disposer:
+    """Frees what was detached, beside everything else: a million files take a second of kernel time.
+
+    It is one thread of low priority; a bound on what waits for it keeps memory from running away.
+    """
+
+    BOUND = 32
+
+    def __init__(self) -> None:
+        self._thread = ThreadPoolExecutor(1, "dispose", initializer=_be_nice)
+        self._waiting: set[asyncio.Future[None]] = set()
+
+    async def give(self, descriptors: list[int], folder: str | None = None) -> None:
+        """Free later; waits only when too much waits already."""
+        if not descriptors and folder is None:
+            return
+        while len(self._waiting) >= self.BOUND:
+            await asyncio.wait(self._waiting, return_when=asyncio.FIRST_COMPLETED)
+        job = asyncio.get_running_loop().run_in_executor(self._thread, _free, descriptors, folder)
+        self._waiting.add(job)
+        job.add_done_callback(self._waiting.discard)
+
+    async def aclose(self) -> None:
+        """Wait until all is freed."""
+        if self._waiting:
+            await asyncio.wait(self._waiting)
+        self._thread.shutdown()
+
+
+def _be_nice() -> None:
+    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
+
+
+def _free(descriptors: list[int], folder: str | None) -> None:
+    for fd in descriptors:
+        os.close(fd)
+    if folder is not None:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def create(
@@ -99,42 +158,42 @@ def create(
         limits: size and inodes.
         runtime: the folder with the private Python.
         empty: an empty folder, the second lower one that an overlay without an upper one needs.
-        disk: a folder on disk for the volume's data, instead of a tmpfs.
+        disk: a new folder on disk for the slot's files, instead of the tmpfs.
 
     Raises:
         OSError: a mount failed; nothing is left mounted.
     """
     os.mkdir(folder, 0o755)
-    volume = Volume(folder, on_disk=disk is not None)
+    volume = Volume(folder, disk)
+    readonly = _NOSUID_NODEV | syscalls.MS_RDONLY
     try:
-        _data(volume, limits, disk)
+        _data(volume, limits)
         lower = ":".join((*layers, base.lower))
         options = f"lowerdir={lower},upperdir={volume.upper},workdir={volume.data}/wk,userxattr"
         volume.attach("root", "overlay", _NOSUID_NODEV, options)
         if layers:
             restore_mount_points(volume.root)
         for name, source in base.host_folders.items():
-            volume.attach(
-                f"host-{name}", "overlay", _NOSUID_NODEV | syscalls.MS_RDONLY, f"lowerdir={empty}:{source},userxattr"
-            )
-        volume.attach("runtime", "overlay", _NOSUID_NODEV | syscalls.MS_RDONLY, f"lowerdir={empty}:{runtime},userxattr")
+            volume.attach(f"host-{name}", "overlay", readonly, f"lowerdir={empty}:{source},userxattr")
+        volume.attach("runtime", "overlay", readonly, f"lowerdir={empty}:{runtime},userxattr")
         ptys = max(8, min(limits.pids, 64))
-        volume.attach(
-            "pts", "devpts", syscalls.MS_NOSUID | syscalls.MS_NOEXEC, f"newinstance,ptmxmode=0666,mode=620,max={ptys}"
-        )
+        options = f"newinstance,ptmxmode=0666,mode=620,max={ptys}"
+        volume.attach("pts", "devpts", syscalls.MS_NOSUID | syscalls.MS_NOEXEC, options)
     except OSError:
-        volume.detach()
+        with contextlib.suppress(OSError):
+            _free(volume.detach(), disk)
         raise
     return volume
 
 
-def _data(volume: Volume, limits: SlotLimits, disk: str | None) -> None:
-    if disk is None:
-        options = f"size={limits.disk_mib}m,nr_inodes={limits.inodes + _OWN_INODES},mode=755,uid=0,gid=0"
-        volume.attach("vol", "tmpfs", _NOSUID_NODEV, options)
-    else:
-        os.mkdir(disk, 0o755)
-        os.symlink(disk, volume.data)
+def _data(volume: Volume, limits: SlotLimits) -> None:
+    size, inodes = f"{limits.disk_mib}m", limits.inodes + _OWN_INODES
+    if volume.disk is not None:
+        os.mkdir(volume.disk, 0o755)
+        size, inodes = "64k", 64
+    options = f"size={size},nr_inodes={inodes},mode=755,uid=0,gid=0"
+    syscalls.mount("atropos", volume.folder, "tmpfs", _NOSUID_NODEV, options)
+    volume.mounts.append(volume.folder)
     for name, mode in (("up", 0o755), ("wk", 0o755), ("shm", 0o1777)):
         path = f"{volume.data}/{name}"
         os.mkdir(path)
@@ -150,16 +209,12 @@ def restore_mount_points(root: str) -> None:
     for name in MOUNT_POINTS:
         path = f"{root}/{name}"
         if not _is(path, stat.S_ISDIR):
-            _move_away(path)
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(path)  # not a folder, so this is all of it
             os.mkdir(path, 0o755)
             os.chown(path, 0, 0)
             if name == "tmp":
                 os.chmod(path, 0o1777)
-    path = f"{root}/etc/ld.so.preload"
-    if not _is(path, stat.S_ISREG):
-        _move_away(path)
-        Path(path).touch(0o644)
-        os.chown(path, 0, 0)
 
 
 def _is(path: str, test: object) -> bool:
@@ -170,16 +225,18 @@ def _is(path: str, test: object) -> bool:
     return bool(callable(test) and test(mode))
 
 
-def _move_away(path: str) -> None:
-    """Out of the way in constant time, whatever it is: a folder with a million files would take seconds to remove."""
+def preload_cover(volume: Volume, empty_file: str, empty_folder: str) -> str:
+    """What to mount over the slot's /etc/ld.so.preload: something empty, and of the kind that is there."""
+    path = f"{volume.root}/etc/ld.so.preload"
     try:
-        found = os.lstat(path)
+        mode = os.lstat(path).st_mode
     except FileNotFoundError:
-        return
-    if stat.S_ISDIR(found.st_mode):
-        os.rename(path, f"{path}.replaced-{os.urandom(4).hex()}")
-    else:
+        return empty_file
+    if stat.S_ISDIR(mode):
+        return empty_folder
+    if not stat.S_ISREG(mode):
         os.unlink(path)
+    return empty_file
 
 
 def freeze(volume: Volume) -> None:
@@ -188,7 +245,7 @@ def freeze(volume: Volume) -> None:
     Raises:
         OSError: EBUSY tells that a file in it is still open for writing.
     """
-    syscalls.mount(None, volume.data, None, syscalls.MS_REMOUNT | syscalls.MS_RDONLY | _NOSUID_NODEV)
+    syscalls.mount(None, volume.folder, None, syscalls.MS_REMOUNT | syscalls.MS_RDONLY | _NOSUID_NODEV)
 
 
 def used_bytes(volume: Volume) -> int:
