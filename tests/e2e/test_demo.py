@@ -69,7 +69,7 @@ class Demo:
 
     async def until(self, wanted) -> None:
         async with asyncio.timeout(90):
-            while not wanted():  # noqa: ASYNC110 (the kernel tells nobody of grandchildren)
+            while not wanted():
                 assert self.process.returncode is None, (await self.process.communicate())[0].decode()
                 self.look()
                 await asyncio.sleep(0.05)
@@ -78,7 +78,7 @@ class Demo:
         """The process and all that it ever started end in time."""
         async with asyncio.timeout(GONE_S + SLACK_S):
             await self.process.wait()
-            while alive(self.ever):
+            while alive(self.ever):  # noqa: ASYNC110 (the kernel tells nobody of grandchildren)
                 await asyncio.sleep(0.05)
 
 
