@@ -1,0 +1,232 @@
+"""The server's leases at work on a host that fails on demand."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from atropos.errors import BackendUnavailable, LeaseExpired, NotSupported, PoolFull, SandboxError, SlotLost
+from atropos.sandbox.upkeep import forget
+from atropos.slots.client import SandboxClient
+from atropos.wire import Exec, OpError, ProcRead, WriteFile
+from tests.unit.client.test_client import client_of, request, until
+from tests.unit.server.fakes import TOKEN, FakeHost, serving
+
+
+async def test_too_many_retired_slots_break_the_server_which_ends_with_its_last_lease():
+    host = FakeHost()
+    async with serving(host, slots=4, max_retired=2) as running, client_of(running) as client:
+        leases = [await client.acquire(request()) for _ in range(3)]
+        for lease in leases[:2]:
+            host.dirty.add(running.core.runs[lease.lease_id].sandbox.name)
+            assert not (await client.release(lease)).clean
+        assert (await client.health()).status == "broken"
+        with pytest.raises(BackendUnavailable, match="2 of 4 slots are retired"):
+            await client.acquire(request())
+        assert (await client.call(leases[2], Exec(command="echo on"))).output == b"on"
+        host.dirty.clear()
+        await client.release(leases[2])
+        assert await asyncio.wait_for(running.task, 10) == 1
+
+
+async def test_a_retired_slot_comes_back_once_it_is_confirmed_empty():
+    host = FakeHost()
+    async with serving(host, slots=4) as running, client_of(running) as client:
+        lease = await client.acquire(request())
+        host.dirty.add(running.core.runs[lease.lease_id].sandbox.name)
+        assert not (await client.release(lease)).clean
+        assert (await client.status()).retired == 1
+        host.dirty.clear()
+        await until(lambda: running.core.table.free == 4)
+
+
+async def test_sandboxes_that_do_not_start_fail_the_acquire_and_then_the_server(monkeypatch):
+    monkeypatch.setattr("atropos.sandbox.warm.BACKOFF_S", (0.01,) * 5)
+    host = FakeHost()
+    async with serving(host, slots=2, warm=0) as running, client_of(running) as client:
+        await until(lambda: running.core.shelf.ready == 2)
+        for _ in range(2):
+            await client.acquire(request())
+        host.start_fails = True
+        running.core.table.held.clear()  # only the shelf is of interest
+        running.core.table._free.extend([0, 1])
+        with pytest.raises(BackendUnavailable, match="no more namespaces"):
+            await asyncio.wait_for(client.acquire(request()), 30)
+        assert "no more namespaces" in running.core.broken
+        running.core.runs.clear()
+        for sandbox in list(host.live):
+            await sandbox.stop()
+        assert await asyncio.wait_for(running.task, 20) == 1
+
+
+async def test_a_warm_sandbox_that_died_is_never_leased():
+    host = FakeHost()
+    async with serving(host, slots=2) as running, client_of(running) as client:
+        await until(lambda: running.core.shelf.ready >= 2)
+        dead = list(host.live)
+        for sandbox in dead:
+            sandbox.die("killed from outside")
+        lease = await client.acquire(request())
+        assert running.core.runs[lease.lease_id].sandbox not in dead
+        assert (await client.call(lease, Exec(command="echo ok"))).output == b"ok"
+        await until(lambda: not host.live & set(dead))
+
+
+async def test_a_release_while_the_lease_still_starts_leaves_nothing():
+    host = FakeHost()
+    async with serving(host, slots=1, warm=0) as running, client_of(running) as client:
+        await until(lambda: running.core.shelf.ready == 1)
+        first = await client.acquire(request())
+        info = await client.snapshot(first)
+        await client.release(first)
+        host.start_s = 0.1
+        wanted = request(snapshot=info.snapshot_id)
+        starting = asyncio.create_task(running.core.acquire(wanted))
+        await asyncio.sleep(0.03)
+        assert (await running.core.release(wanted.lease_id, None)).released
+        with pytest.raises(LeaseExpired):
+            await starting
+        assert running.core.table.free == 1
+        await client.drop_snapshot(info.snapshot_id)
+        await until(lambda: not host.layers)
+
+
+async def test_a_snapshot_waits_for_the_calls_before_it_and_ends_what_watches_processes():
+    async with serving() as running, client_of(running) as client:
+        lease = await client.acquire(request())
+        watching = asyncio.create_task(client.call(lease, ProcRead(id="p", wait_s=3600)))
+        running_call = asyncio.create_task(client.call(lease, Exec(command="sleep 0.1")))
+        await until(lambda: running.host.ran["sleep 0.1"])
+        info = await client.snapshot(lease)
+        assert running_call.done()
+        assert info.layers == 1
+        outcome = await asyncio.wait_for(watching, 5)
+        assert not isinstance(outcome, OpError) or outcome.error == "unknown_process"
+        assert (await client.call(lease, Exec(command="echo on"))).output == b"on"
+
+
+async def test_a_snapshot_that_fails_ends_its_lease_and_nothing_else():
+    host = FakeHost()
+    async with serving(host) as running, client_of(running) as client:
+        lease, other = await client.acquire(request()), await client.acquire(request())
+        host.freeze_fails = True
+        with pytest.raises(SandboxError, match="a writer was left"):
+            await client.snapshot(lease)
+        with pytest.raises((SlotLost, LeaseExpired)):
+            await client.call(lease, Exec(command="echo"))
+        assert (await client.call(other, Exec(command="echo on"))).output == b"on"
+        await until(lambda: running.core.table.free == 3)
+        assert not running.core.snapshots.by_id
+        assert running.core.snapshots.pending == 0
+
+
+async def test_a_release_during_a_snapshot_leaves_no_layer():
+    host = FakeHost()
+    async with serving(host) as running, client_of(running) as client:
+        for pause in (0, 0.001, 0.003, 0.01):
+            lease = await client.acquire(request())
+            host.start_s = 0.005
+            freezing = asyncio.create_task(client.snapshot(lease))
+            await asyncio.sleep(pause)
+            await client.release(lease)
+            outcome = (await asyncio.gather(freezing, return_exceptions=True))[0]
+            if not isinstance(outcome, Exception):
+                await client.drop_snapshot(outcome.snapshot_id)
+            else:
+                assert isinstance(outcome, SandboxError)
+        await until(lambda: not host.layers and running.core.table.free == 4)
+
+
+async def test_asking_twice_for_one_snapshot_freezes_once():
+    async with serving() as running, client_of(running) as client:
+        lease = await client.acquire(request())
+        twice = [running.core.snapshot(lease.lease_id, "snap-mine-1", None) for _ in range(2)]
+        first, second = await asyncio.gather(*twice)
+        assert first == second
+        assert len(running.host.layers) == 1
+        assert (await running.core.snapshot(lease.lease_id, "snap-mine-1", None)).snapshot_id == "snap-mine-1"
+        assert len(running.host.layers) == 1
+
+
+async def test_snapshots_are_bounded_in_number_bytes_and_depth():
+    async with serving(max_snapshots=20, max_snapshot_mib=1) as running, client_of(running) as client:
+        lease = await client.acquire(request())
+        for depth in range(16):
+            assert (await client.snapshot(lease)).layers == depth + 1
+        with pytest.raises(NotSupported, match="16 layers"):
+            await client.snapshot(lease)
+        other = await client.acquire(request())
+        await client.call(other, WriteFile(path="big", data=bytes(2 << 20)))
+        await client.snapshot(other)
+        with pytest.raises(PoolFull, match="max_snapshot_mib"):
+            await client.snapshot(other)
+        for snapshot_id in list(running.core.snapshots.by_id):
+            await client.drop_snapshot(snapshot_id)
+        await client.release(other)
+        await until(lambda: running.core.snapshots.bytes < 1 << 20)
+        third = await client.acquire(request())
+        for _ in range(4):
+            await client.snapshot(third)
+        assert (await client.call(lease, Exec(command="echo on"))).output == b"on"
+
+
+async def test_too_many_snapshots_are_refused_and_the_lease_goes_on():
+    async with serving(max_snapshots=1) as running, client_of(running) as client:
+        lease = await client.acquire(request())
+        info = await client.snapshot(lease)
+        with pytest.raises(PoolFull, match="max_snapshots"):
+            await client.snapshot(lease)
+        assert (await client.call(lease, Exec(command="echo on"))).output == b"on"
+        await client.drop_snapshot(info.snapshot_id)
+        await client.snapshot(lease)
+        assert len(running.core.snapshots.by_id) == 1
+
+
+async def test_an_unknown_snapshot_is_refused_and_no_slot_is_lost():
+    async with serving() as running, client_of(running) as client:
+        with pytest.raises(SandboxError, match="'never'"):
+            await client.acquire(request(snapshot="never"))
+        await until(lambda: running.core.table.free == 4)
+
+
+async def test_snapshots_of_a_client_long_gone_are_dropped():
+    async with serving() as running:
+        client = client_of(running)
+        await client.connect()
+        lease = await client.acquire(request())
+        await client.snapshot(lease)
+        await client.release(lease)
+        await client.close()
+        await until(lambda: not running.core.streams)
+        core = running.core
+        core._clock = lambda now=core._clock: now() + 1000
+        forget(core)
+        assert not core.snapshots.by_id
+        await until(lambda: not running.host.layers)
+        assert len(core.clients) == 0
+
+
+async def test_a_client_that_floods_is_refused_and_others_go_on():
+    async with serving() as running, client_of(running) as client, client_of(running, client_id="other") as other:
+        lease, theirs = await client.acquire(request()), await other.acquire(request())
+        hanging = asyncio.create_task(client.call(lease, Exec(command="hang")))
+        flood = [asyncio.create_task(client.call(lease, Exec(command=f"echo {n}"))) for n in range(1500)]
+        for n in range(50):
+            await other.call(theirs, Exec(command=f"echo {n}"))
+        hanging.cancel()
+        outcomes = await asyncio.gather(*flood, return_exceptions=True)
+        refused = [each for each in outcomes if isinstance(each, SandboxError)]
+        assert refused
+        assert all("it was not run" in str(each) for each in refused)
+        assert sum(running.host.ran[f"echo {n}"] for n in range(50, 1500)) == len(outcomes) - len(refused) - 50
+
+
+async def test_a_new_client_of_the_same_name_ends_what_the_old_one_held():
+    async with serving() as running:
+        old = client_of(running)
+        await old.connect()
+        await old.acquire(request())
+        await old.close()
+        async with SandboxClient(running.url, TOKEN, client_id="tester"):
+            await until(lambda: running.core.table.free == 4)
