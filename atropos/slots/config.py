@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from typing import Any, Literal, Self
+from collections.abc import Mapping
+from typing import Any, Literal, Self, cast
 
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, model_validator
 
@@ -64,6 +65,13 @@ class SlotPoolConfig(BaseModel):
             super().__init__(**data)
         except ValidationError as error:
             raise ConfigError(one_line(error)) from None
+
+    @classmethod
+    def model_validate(cls, obj: Any, **options: Any) -> Self:
+        """As pydantic's, with the errors of the constructor."""
+        if isinstance(obj, Mapping) and not options:
+            return cls(**cast("Mapping[str, Any]", obj))
+        return super().model_validate(obj, **options)
 
     @model_validator(mode="before")
     @classmethod

@@ -12,7 +12,7 @@ ls -A /tmp /dev/shm /var/tmp /root /workspace
 ls -l /dev | sed 's/ *[A-Z][a-z][a-z]  *[0-9]* .*:.. / /'
 env | grep -v '^_=' | sort
 ulimit -a
-for p in /proc/[0-9]*; do tr '\0' ' ' < $p/cmdline 2>/dev/null | head -c 30; echo; done | grep -c .
+set -- /proc/[0-9]*; echo $# processes
 ls /proc/sys/fs/mqueue; ipcs -a; cat /proc/net/tcp /proc/net/unix | wc -l
 hostname; umask; awk '{print $2, $3, $5, $9}' /proc/self/mountinfo | wc -l
 """

@@ -31,6 +31,8 @@ def test_a_wrong_setting_is_told_in_one_line(settings, says):
     with pytest.raises(ConfigError, match=says) as caught:
         SlotPoolConfig(**settings)
     assert "\n" not in str(caught.value)
+    with pytest.raises(ConfigError, match=says):
+        SlotPoolConfig.model_validate(settings)
 
 
 def test_acquire_timeout_is_another_spelling():
