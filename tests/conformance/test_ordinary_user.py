@@ -1,0 +1,41 @@
+"""The local backend is for everybody: the same pool for a user without any privilege."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+
+import pytest
+
+from tests.processes import adopt_orphans, descendants
+from tests.waiting import until
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="the whole suite runs as an ordinary user already")
+async def test_a_pool_works_for_an_ordinary_user_and_leaves_nothing():
+    adopt_orphans()
+    before = set(descendants())
+    command = [sys.executable, "-m", "tests.conformance.ordinary_user"]
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-m",
+        "tests.unit.sandbox.as_user",
+        *command,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    out, err = await asyncio.wait_for(process.communicate(), 120)
+    assert process.returncode == 0, err.decode()[-3000:]
+    found = json.loads(out)
+    assert found.pop("stop_s") < 30
+    assert found.pop("uid") != 0
+    assert found == {
+        "who": "0\n/workspace\n",
+        "fork": "kept\nf\n",
+        "fresh": ["", "", "", ""],
+        "lost": 2,
+        "again": "again\n",
+    }
+    await until(lambda: not set(descendants()) - before, "the end of every process of it")
