@@ -39,7 +39,10 @@ class SandboxEnvConfig(BaseEnvConfig):
     )
 
     tool_pool_mode: Literal["nomad", "docker", "local"] = Field(default="nomad", description="what runs the containers")
-    allow_network: bool = Field(default=True, description="whether sandbox programs get (filtered) egress")
+    allow_network: bool = Field(
+        default=True,
+        description="whether sandbox programs may get (filtered) egress; until it is built, all have loopback only",
+    )
     require_sandbox: bool = Field(default=False, description="refuse to start unless every limit is there too")
     require_stateful_sandbox: bool = Field(default=False, description="refuse to start without lasting sessions")
     tool_batch_window_ms: float = Field(default=20, ge=0, le=10_000, description="longest a call may wait for others")

@@ -61,7 +61,7 @@ class ToolExecutorConfig(BaseModel):
 
     batch_window_ms: float = Field(default=20, ge=0, description="longest a call may wait to share a frame")
     max_batch_size: int = Field(default=200, ge=1, description="most calls in a frame")
-    allow_network: bool | None = Field(default=None, description="filtered egress for programs; None: as the pool says")
+    allow_network: bool | None = Field(default=None, description="false: no slot is ever leased with a network")
     require_sandbox: bool = Field(default=False, description="refuse slots that lack any isolation feature")
     require_stateful_sandbox: bool = Field(default=False, description="refuse slots without background processes")
     tool_server_url: str | None = Field(default=None, description="http(s) URL, or 'inprocess'")
@@ -306,8 +306,8 @@ class ToolExecutor:
     async def _leased(self, trajectory: _Trajectory, snapshot: Any = None) -> ToolSlot:
         if trajectory.slot is None:
             options: dict[str, Any] = {} if snapshot is None else {"snapshot": snapshot}
-            if self.config.allow_network is not None:
-                options["network"] = self.config.allow_network
+            if self.config.allow_network is False:
+                options["network"] = False
             slot = await self.pool.acquire(trajectory.id, **options)
             if trajectory.released:  # the acquire did not heed its interruption
                 await slot.release()

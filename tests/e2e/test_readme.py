@@ -1,0 +1,103 @@
+"""The README's code runs as it is written."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+BLOCKS = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.DOTALL)
+
+
+@pytest.fixture(scope="module")
+def policy():
+    process = subprocess.Popen(
+        [sys.executable, "-m", "examples.policy", "--die-with-parent"], stdout=subprocess.PIPE, cwd=ROOT
+    )
+    assert process.stdout is not None
+    try:
+        yield json.loads(process.stdout.readline())
+    finally:
+        process.terminate()
+        process.wait(30)
+        process.stdout.close()
+
+
+def test_a_slot_in_five_lines():
+    block = next(block for block in BLOCKS if "pool.lease" in block)
+    done = subprocess.run(
+        [sys.executable, "-c", block], capture_output=True, text=True, timeout=120, cwd=ROOT, check=False
+    )
+    assert (done.stdout, done.returncode) == ("42\n", 0), done.stderr
+
+
+def test_an_environment_of_ones_own(policy, tmp_path: Path):
+    block = next(block for block in BLOCKS if "class CountLines" in block)
+    assert len(block.strip().splitlines()) <= 42
+    script = tmp_path / "count_lines.py"
+    script.write_text(block)
+    out = tmp_path / "out.jsonl"
+    done = subprocess.run(
+        [
+            sys.executable,
+            script,
+            "process",
+            "--env.total_steps",
+            "2",
+            "--env.max_containers",
+            "1",
+            "--env.tokenizer_name",
+            policy["tokenizer"],
+            "--env.data_path_to_save_groups",
+            out,
+            "--openai.base_url",
+            policy["base_url"],
+            "--openai.model_name",
+            policy["model"],
+        ],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+        cwd=ROOT,
+        env={"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin", "HOME": str(tmp_path)},
+    )
+    assert done.returncode == 0, done.stderr
+    groups = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [len(group["scores"]) for group in groups] == [4, 4]
+    assert out.with_suffix(".html").exists()
+
+
+def test_the_interface_example_of_pool_and_executor(tmp_path: Path):
+    code = """
+import asyncio
+from atropos.slots import SlotPool, SlotPoolConfig
+from atropos.tools import ToolCall, ToolExecutor, ToolExecutorConfig, build_tool_registry
+
+async def main():
+    async with SlotPool(SlotPoolConfig(backend="local", slots_per_container=4, max_containers=2)) as pool:
+        async with ToolExecutor(pool=pool, tools=build_tool_registry(["default"]), config=ToolExecutorConfig()) as executor:
+            result = await executor.execute("trajectory-1", ToolCall(name="terminal", arguments={"command": "echo hi"}))
+            assert (result.success, result.exit_code, result.output) == (True, 0, "hi\\n"), result
+            await executor.release_trajectory("trajectory-1", reset_workspace=True)
+        async with pool.lease("trajectory-2") as slot:
+            r = await slot.exec("python3 -c 'print(6*7)'", timeout_s=10)
+            assert (r.exit_code, r.output, r.timed_out, r.limit) == (0, "42\\n", False, None), r
+            await slot.write_file("a.bin", b"\\x00")
+            assert await slot.read_file("a.bin") == b"\\x00"
+            snap = await slot.snapshot()
+            async with pool.lease("trajectory-3", snapshot=snap) as fork:
+                assert await fork.read_file("a.bin") == b"\\x00"
+        print(repr(pool), pool.stats())
+
+asyncio.run(main())
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, cwd=ROOT, check=False
+    )
+    assert done.returncode == 0, done.stderr
