@@ -10,6 +10,8 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 MAX_ARGUMENT_BYTES = 16 * 1024 * 1024
 """Longest JSON text of a call's arguments that is parsed at all, in bytes."""
+MAX_DEPTH = 64
+"""Levels that a model's arguments may be nested."""
 _SHOWN = 120
 _Model = TypeVar("_Model", bound=BaseModel)
 
@@ -97,13 +99,8 @@ def check(tool: str, model: type[_Model], arguments: dict[str, Any]) -> _Model:
     Raises:
         BadArguments: with every field that is wrong, and what the tool takes.
     """
+    sayable(tool, arguments)
     try:
-        for name, value in arguments.items():
-            if _half_pair(value) or _half_pair(name):
-                raise BadArguments(
-                    f"{tool}: {shorten(ascii(name))} is wrong: it holds half of a surrogate pair (\\ud800 to \\udfff), "
-                    "which is no character"
-                )
         return model.model_validate(arguments)
     except ValidationError as error:
         problems = [_problem(model, detail) for detail in error.errors(include_url=False)[:10]]
@@ -126,6 +123,38 @@ def _half_pair(value: Any) -> bool:
     elif isinstance(value, list):
         return any(_half_pair(one) for one in cast("list[Any]", value))
     return False
+
+
+def sayable(tool: str, arguments: dict[str, Any]) -> None:
+    """Refuse what no wire and no kernel can say.
+
+    Raises:
+        BadArguments: half of a surrogate pair is in them, or they are nested too deeply.
+    """
+    if deeper_than(arguments, MAX_DEPTH):
+        raise BadArguments(f"{tool}: the arguments are nested more than {MAX_DEPTH} levels deep")
+    for name, value in arguments.items():
+        if _half_pair(value) or _half_pair(name):
+            raise BadArguments(
+                f"{tool}: {shorten(ascii(name))} is wrong: it holds half of a surrogate pair (\\ud800 to \\udfff), "
+                "which is no character"
+            )
+
+
+def deeper_than(value: Any, most: int) -> bool:
+    """Whether a JSON value is nested deeper than `most` levels."""
+    level: list[Any] = [value]
+    for _ in range(most + 1):
+        inner: list[Any] = []
+        for one in level:
+            if isinstance(one, dict):
+                inner += cast("dict[str, Any]", one).values()
+            elif isinstance(one, list):
+                inner += cast("list[Any]", one)
+        if not inner:
+            return False
+        level = inner
+    return True
 
 
 def usage(tool: str, model: type[BaseModel]) -> str:

@@ -39,12 +39,16 @@ class Hunk:
 
 @dataclass
 class FileChange:
-    """The change of one file. `old_path` None: it is made; `new_path` None: it is deleted."""
+    """The change of one file. `old_path` None: it is made; `new_path` None: it is deleted.
+
+    Where the names differ and it is no `rename`, the diff was made of two files, and either name may be the one meant.
+    """
 
     old_path: str | None
     new_path: str | None
     hunks: list[Hunk] = field(default_factory=list[Hunk])
     mode: int | None = None
+    rename: bool = False
 
     @property
     def path(self) -> str:
@@ -98,7 +102,7 @@ def parse(text: str) -> list[FileChange]:
 def _finish_git(git: dict[str, str], changes: list[FileChange]) -> None:
     """A git header without hunks: a pure rename, an empty new file, a deleted empty file."""
     if "rename from" in git and "rename to" in git:
-        changes.append(FileChange(git["rename from"], git["rename to"]))
+        changes.append(FileChange(git["rename from"], git["rename to"], rename=True))
     elif "header" in git and ("new file mode" in git or "deleted file mode" in git):
         match = re.match(r"diff --git a/(.*) b/(.*)$", git["header"])
         if match is not None:
@@ -114,7 +118,7 @@ def _named(old: str, new: str, git: dict[str, str]) -> FileChange:
         new_path = new_path and new_path[2:]
     if old_path is None and new_path is None:
         raise PatchError("a file in the diff is /dev/null on both sides")
-    return FileChange(old_path, new_path, mode=_mode(git))
+    return FileChange(old_path, new_path, mode=_mode(git), rename="rename from" in git)
 
 
 def _mode(git: dict[str, str]) -> int | None:
@@ -128,10 +132,18 @@ def _mode(git: dict[str, str]) -> int | None:
 def _path(text: str) -> str | None:
     name = text.split("\t", 1)[0].strip()
     if len(name) > 1 and name[0] == name[-1] == '"':
-        name = name[1:-1]
+        name = _unquoted(name[1:-1])
     if not name:
         raise PatchError("a file in the diff has no name")
     return None if name == "/dev/null" else name
+
+
+def _unquoted(name: str) -> str:
+    """A name that git quoted: `\\303\\251` are bytes, `\\t` is a tab."""
+    try:
+        return name.encode("latin-1").decode("unicode_escape").encode("latin-1").decode("utf-8", "surrogateescape")
+    except UnicodeError:
+        return name
 
 
 def _hunks(lines: list[str], index: int, change: FileChange) -> int:
@@ -159,7 +171,7 @@ def _hunks(lines: list[str], index: int, change: FileChange) -> int:
         if not hunk.lines:
             raise PatchError(f"a hunk of {change.path} is empty")
         change.hunks.append(hunk)
-    if not change.hunks and change.old_path == change.new_path:
+    if not change.hunks and not change.rename:
         raise PatchError(f"the diff has no hunk ('@@ -1,3 +1,4 @@') for {change.path}")
     return index
 

@@ -23,7 +23,7 @@ from atropos.errors import (
     OutcomeUnknown,
     SandboxError,
 )
-from atropos.tools.arguments import BadArguments, check, coerce, parse_object
+from atropos.tools.arguments import BadArguments, check, coerce, parse_object, sayable
 from atropos.tools.base import Tool, ToolError, ToolLimits, ToolScope, ToolSlot, as_result
 from atropos.tools.external import ExternalTool
 from atropos.tools.models import ToolCall, ToolResult, new_call_id
@@ -217,10 +217,12 @@ class ToolExecutor:
             return ToolResult.failure(self.tools.unknown(call.name))
         try:
             given = coerce(parse_object(tool.name, call.arguments), tool.schema.parameters)
-            arguments = check(tool.name, tool.arguments, given) if tool.sandboxed else None
+            if tool.sandboxed:
+                return tool, check(tool.name, tool.arguments, given), given
+            sayable(tool.name, given)  # the rest is checked where the tool runs
         except BadArguments as error:
             return ToolResult.failure(str(error))
-        return tool, arguments, given
+        return tool, None, given
 
     async def _run(
         self, trajectory: _Trajectory, call: ToolCall, checked: tuple[Tool, Any, dict[str, Any]] | ToolResult

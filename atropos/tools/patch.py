@@ -150,6 +150,9 @@ async def _plan(change: diffs.FileChange, edits: dict[str, _Edit], scope: ToolSc
             raise diffs.PatchError(f"{target} is to be made and exists already. Nothing was changed")
         edits[target] = _Edit(target, None, diffs.apply("", change).encode(), change.mode)
         return
+    if change.new_path is not None and change.new_path != change.old_path and not change.rename:
+        named = change.new_path in edits or await _exists(scope, change.new_path)
+        change.old_path = change.new_path = change.new_path if named else change.old_path
     known = edits.get(change.old_path)
     if known is None:
         found = await _whole(scope, change.old_path)

@@ -6,6 +6,7 @@ import asyncio
 import importlib
 import logging
 import random
+import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
@@ -33,6 +34,9 @@ MAX_ATTEMPTS = 6
 """Sends of one call at most, while that is safe."""
 MAX_DELAY_S = 10.0
 """Longest pause between two attempts, also where the server asks for a longer one."""
+
+QUEUE_S = 75.0
+"""How much longer than its own time a call may take: its turn on the server, and the way."""
 
 _log = logging.getLogger(__name__)
 
@@ -133,13 +137,22 @@ class ToolServerClient:
         call = ExternalCall(
             trajectory_id=trajectory_id, call_id=call_id, name=name, arguments=arguments, timeout_s=timeout_s
         )
+        first_boot_id = self._boot_id  # not a later one: other calls may have met the server that came after it
+        deadline = time.monotonic() + max(self.timeout_s, timeout_s or 0) + QUEUE_S
         sent_before = False  # whether an earlier attempt may have reached the server
         failure = "stayed too busy"
         for attempt in range(MAX_ATTEMPTS):
-            body = call if not sent_before else call.model_copy(update={"boot_id": self._boot_id})
+            left = deadline - time.monotonic()
+            if left <= 0:
+                break
+            body = call.model_copy(update={"boot_id": first_boot_id}) if sent_before else call
+            response: httpx.Response | None = None
             try:
                 response = await self._client.post(
-                    "/execute", content=body.model_dump_json(), headers={"Content-Type": "application/json"}
+                    "/execute",
+                    content=body.model_dump_json(),
+                    headers={"Content-Type": "application/json"},
+                    timeout=httpx.Timeout(left, connect=10.0),
                 )
             except (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout) as error:
                 failure = f"can't be reached: {_said(error)}"
@@ -149,14 +162,13 @@ class ToolServerClient:
             else:
                 if response.status_code == 200:
                     return self._answer(response, call_id)
+                if response.status_code == 413 and not sent_before:
+                    return ToolResult.failure(f"{name}: the arguments are too long: {_problem(response)}")
                 if response.status_code not in {429, 502, 503, 504}:
                     self._raise_for(response, sent_before=sent_before)
-                if response.status_code in {502, 504}:
-                    sent_before = True  # a proxy's answer: the server behind it may be at work
+                sent_before |= response.status_code in {502, 504}  # a proxy's: the server behind it may be at work
                 failure = f"answered {response.status_code}: {_problem(response)}"
-                await _pause(attempt, response)
-                continue
-            await _pause(attempt, None)
+            await _pause(attempt, response)
         if sent_before:
             raise OutcomeUnknown(f"the ToolServer at {self.url} {failure}; call {call_id} may have run")
         raise self._unavailable(failure)

@@ -176,7 +176,7 @@ class TestFiles:
 
     async def test_a_patch_keeps_modes_and_undoes_what_it_began(self, use):
         await use("terminal", command="echo one > a; chmod 755 a; echo two > b; mkdir d")
-        diff = "--- a/a\n+++ b/a\n@@ -1 +1 @@\n-one\n+ONE\n--- a/b\n+++ b/d\n@@ -1 +1 @@\n-two\n+TWO\n"
+        diff = "--- a/a\n+++ b/a\n@@ -1 +1 @@\n-one\n+ONE\n--- /dev/null\n+++ b/b/c\n@@ -0,0 +1 @@\n+x\n"
         assert not (await use("patch", diff=diff)).success
         assert (await use("terminal", command="cat a b; stat -c %a a")).output == "one\ntwo\n755\n"
         assert (await use("patch", path="a", old="one", new="uno")).success

@@ -9,12 +9,11 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from atropos.errors import ConfigError
+from atropos.tools.arguments import MAX_DEPTH, deeper_than
 from atropos.tools.models import ToolCall
 
 MAX_CALLS = 128
 """Calls, right or wrong, taken from one turn; that there are more is told as an error."""
-MAX_DEPTH = 64
-"""Levels that a model's arguments may be nested."""
 
 
 @dataclass(frozen=True)
@@ -159,22 +158,6 @@ def first_json(text: str, start: int) -> tuple[Any, int]:
 def dump_json(value: Any) -> str:
     """JSON as it is shown to models: UTF-8 as it is."""
     return json.dumps(value, ensure_ascii=False)
-
-
-def deeper_than(value: Any, most: int) -> bool:
-    """Whether a JSON value is nested deeper than `most` levels."""
-    level: list[Any] = [value]
-    for _ in range(most + 1):
-        inner: list[Any] = []
-        for one in level:
-            if isinstance(one, dict):
-                inner += cast("dict[str, Any]", one).values()
-            elif isinstance(one, list):
-                inner += cast("list[Any]", one)
-        if not inner:
-            return False
-        level = inner
-    return True
 
 
 _DECODER = json.JSONDecoder(strict=False)

@@ -9,7 +9,7 @@ import ast
 import re
 from typing import Any
 
-from atropos.tools.parsers.base import MAX_DEPTH
+from atropos.tools.arguments import MAX_DEPTH
 
 _SPACE = re.compile(r"(?:\s|\\\n|#[^\n]*\n)*")
 _NAME = re.compile(r"[A-Za-z_][\w-]*(?:\.[A-Za-z_][\w-]*)*")

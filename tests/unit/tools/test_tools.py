@@ -229,6 +229,13 @@ class TestPatch:
         assert (root / "new name").read_text() == "same\n"
         assert not (root / "old name").exists()
 
+    async def test_a_diff_between_two_names_changes_the_file_there_is(self, use, root):
+        (root / "f").write_text("a\n")
+        assert (await use("patch", diff="--- f.orig\n+++ f\n@@ -1 +1 @@\n-a\n+b\n")).success
+        assert (await use("patch", diff="--- f\t2026-01-01\n+++ f.new\n@@ -1 +1 @@\n-b\n+c\n")).success
+        assert (root / "f").read_text() == "c\n"
+        assert [path.name for path in root.iterdir()] == ["f"]
+
     @pytest.mark.parametrize(
         ("last", "wanted"),
         [
@@ -236,7 +243,7 @@ class TestPatch:
             ("--- a/nope\n+++ b/nope\n@@ -1 +1 @@\n-a\n+x\n", "no such file"),
             ("--- /dev/null\n+++ b/b\n@@ -0,0 +1 @@\n+x\n", "exists already"),
             ("--- a/b\n+++ b/b\nno hunk\n", "does not apply"),
-            ("--- a/b\n+++ b/refused\n@@ -1 +1 @@\n-b\n+x\n", "nothing was changed"),
+            ("--- /dev/null\n+++ b/refused\n@@ -0,0 +1 @@\n+x\n", "nothing was changed"),
         ],
     )
     async def test_where_one_file_does_not_fit_nothing_is_changed(self, use, root, pool, last, wanted):

@@ -1,0 +1,128 @@
+"""Unified diffs: what diff and git write applies, what models write wrongly is told, nothing breaks the parser."""
+
+from __future__ import annotations
+
+import difflib
+import subprocess
+import time
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from atropos.tools import diffs
+from atropos.tools.diffs import PatchError
+
+line = st.sampled_from(["a", "b", "", " ", "-- x", "++ y", "@@ z", "\\ w", "    if x:", "é", "a b"])
+texts = st.lists(line, max_size=14)
+
+
+def join(lines, end=True):
+    return "\n".join(lines) + ("\n" if end and lines else "")
+
+
+@settings(max_examples=150, deadline=None)
+@given(texts, texts, st.booleans(), st.booleans(), st.integers(0, 3))
+def test_a_diff_applied_gives_the_new_text(old, new, old_end, new_end, context):
+    before, after = join(old, old_end), join(new, new_end)
+    made = difflib.unified_diff(
+        before.splitlines(keepends=True), after.splitlines(keepends=True), "a/f", "b/f", n=context
+    )
+    text = "".join(one if one.endswith("\n") else f"{one}\n\\ No newline at end of file\n" for one in made)
+    if not text:
+        return
+    if any(one.startswith(("--- ", "+++ ")) for one in text.splitlines()[2:]):
+        return  # lines that look like a file's header can't be told from one
+    assert diffs.apply(before, diffs.parse(text)[0]) == after
+
+
+def test_gits_own_diff_with_every_kind_of_change(tmp_path):
+    def git(*arguments):
+        return subprocess.run(["git", *arguments], cwd=tmp_path, capture_output=True, text=True, check=True).stdout
+
+    git("init", "-q")
+    for name, text in {"a.txt": "1\n2\n3\n" * 10, "gone": "x\n", "old": "same\n" * 30, "crlf": "a\r\nb\r\n"}.items():
+        (tmp_path / name).write_text(text, newline="")
+    (tmp_path / "né").write_text("1\n")
+    git("add", ".")
+    git("-c", "user.name=n", "-c", "user.email=e", "commit", "-qm", "m")
+    (tmp_path / "né").write_text("2\n")
+    (tmp_path / "a.txt").write_text("1\n2\n3\n" * 5 + "new\n" + "1\n2\n3\n" * 5)
+    (tmp_path / "gone").unlink()
+    (tmp_path / "old").rename(tmp_path / "new name")
+    (tmp_path / "made").write_text("made")
+    (tmp_path / "empty").write_text("")
+    (tmp_path / "crlf").write_text("a\r\nB\r\n", newline="")
+    git("add", "-A")
+    text = git("diff", "--cached", "-M")
+    changes = {(one.old_path, one.new_path): one for one in diffs.parse(text)}
+    assert set(changes) >= {("a.txt", "a.txt"), ("gone", None), (None, "made"), ("crlf", "crlf"), ("né", "né")}
+    assert {("old", "new name"), (None, "empty")} <= set(changes)
+    assert diffs.apply("1\n2\n3\n" * 10, changes["a.txt", "a.txt"]) == (tmp_path / "a.txt").read_text()
+    assert diffs.apply("", changes[None, "made"]) == "made"
+    assert diffs.apply("x\n", changes["gone", None]) == ""
+    assert diffs.apply("a\r\nb\r\n", changes["crlf", "crlf"]) == "a\r\nB\r\n"
+
+
+def test_wrong_line_numbers_and_counts_are_forgiven_and_wrong_lines_are_not():
+    text = join(str(i) for i in range(100))
+    change = diffs.parse("--- f\n+++ f\n@@ -7,99 +7,1 @@\n 50\n-51\n+x\n@@ @@\n 80\n+y\n")[0]
+    assert diffs.apply(text, change) == text.replace("\n51\n", "\nx\n").replace("\n80\n", "\n80\ny\n")
+    wrong = diffs.parse("--- f\n+++ f\n@@ -1 +1 @@\n 50\n-5l\n+x\n")[0]
+    with pytest.raises(PatchError, match="the hunk does not apply to f"):
+        diffs.apply(text, wrong)
+
+
+def test_the_hunk_nearest_to_its_number_is_taken():
+    text = "a\nb\n" * 20
+    change = diffs.parse("--- f\n+++ f\n@@ -21,2 +21,2 @@\n a\n-b\n+B\n")[0]
+    assert diffs.apply(text, change).split("\n").index("B") == 21
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        ("", "no unified diff"),
+        ("@@ -1 +1 @@\n-a\n+b\n", "without '--- a/FILE'"),
+        ("--- a\n+++ b\n", "no hunk"),
+        ("--- /dev/null\n+++ /dev/null\n@@ -1 +1 @@\n-a\n", "both sides"),
+        ("diff --git a/x b/x\nGIT binary patch\n", "binary"),
+        ("--- f\n+++ f\n@@ -1 +1 @@\nrubbish\n", "empty"),
+    ],
+)
+def test_what_is_no_diff_is_told(text, wanted):
+    with pytest.raises(PatchError, match=wanted):
+        diffs.apply("", diffs.parse(text)[0])
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.lists(
+        st.sampled_from(["--- a/f", "+++ b/f", "@@ -1 +1 @@", "@@", "+x", "-a", " b", "\\ No newline", "diff --git a/f b/f",
+                         "rename from x", "rename to y", "new file mode 100644", '+++ "q"', "--- ", "+++ ", "\x00", ""])
+        | st.text(max_size=5),
+        max_size=15,
+    )
+)  # fmt: skip
+def test_no_text_breaks_it(lines):
+    try:
+        for change in diffs.parse("\n".join(lines)):
+            diffs.apply("a\nb\n", change)
+    except PatchError as error:
+        assert str(error)
+
+
+def test_near_misses_say_how_they_differ():
+    lines = ["def f(x):", "    return x + 1", "", "def g(y):", "    return y"]
+    assert "white space only" in diffs.near_miss(lines, ["def f(x):", "  return x + 1"])
+    assert "line 2" in diffs.near_miss(lines, ["    return x + 2"])
+    assert "nothing like it" in diffs.near_miss(lines, ["completely different text here"])
+    assert diffs.near_miss([], ["x"]) == "the file is empty"
+
+
+def test_a_near_miss_in_a_large_file_is_found_in_bounded_time():
+    started = time.process_time()
+    lines = [f"value_{i} = compute({i}, {i * 7})" for i in range(200_000)]
+    assert diffs.near_miss(lines, ["value_77 = compute(77, 540)"])
+    assert diffs.near_miss(["x" * 1_000_000], ["y" * 1_000_000])
+    assert time.process_time() - started < 20

@@ -1,0 +1,268 @@
+"""External tools through the executor: the real ToolServer in this process and over TCP, and every way it can fail."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import pytest
+import uvicorn
+
+from atropos.api.settings import ToolServerSettings
+from atropos.api.tool_server import create_app
+from atropos.errors import ConfigError, OutcomeUnknown, ToolServerUnavailable
+from atropos.tools import ToolCall, ToolExecutor, ToolExecutorConfig, build_tool_registry, tool
+from atropos.tools import remote as remote_module
+
+runs = []
+
+
+@tool(sandboxed=False, toolsets=("test",))
+async def note(text: str, numbers: list[int] | None = None, seconds: float = 0) -> str:
+    """Take a note."""
+    runs.append(text)
+    await asyncio.sleep(seconds)
+    return f"{text} {numbers}"
+
+
+@tool(sandboxed=False, toolsets=("test",))
+async def broken() -> str:
+    """Break."""
+    raise RuntimeError("its own fault")
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    runs.clear()
+    monkeypatch.setattr(remote_module, "MAX_DELAY_S", 0.05)
+
+
+def executor(pool, url, *, token=None, tools=(note, broken), enabled=("default", "test"), **more):
+    registry = build_tool_registry(list(enabled), None, url, tools=list(tools))
+    return ToolExecutor(pool, registry, ToolExecutorConfig(tool_server_url=url, tool_server_token=token), **more)
+
+
+def call(name, **arguments):
+    return ToolCall(name=name, arguments=arguments)
+
+
+@pytest.fixture
+async def served():
+    """The real application on a port of its own."""
+    app = create_app(ToolServerSettings(token="right"), tools=[note, broken])
+    server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=0, log_level="error", lifespan="on"))
+    task = asyncio.create_task(server.serve())
+    async with asyncio.timeout(20):
+        while not server.started:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+    server.should_exit = True
+    await task
+
+
+async def test_in_this_process(pool):
+    async with executor(pool, "inprocess") as made:
+        assert (await made.execute("t", call("note", text="hi", numbers="[1, 2]"))).output == "hi [1, 2]"
+        wrong = await made.execute("t", call("note", txt="hi"))
+        assert "'text' is missing" in wrong.error
+        failed = await made.execute("t", call("broken"))
+        assert "its own fault" in failed.error
+        assert (await made.execute("t", call("terminal", command="echo hi"))).output == "hi\n"
+        assert pool.free == 7
+    assert pool.free == 8
+
+
+async def test_external_calls_alone_lease_no_slot(pool):
+    async with executor(pool, "inprocess") as made:
+        await made.execute("t", call("note", text="hi"))
+        assert pool.free == 8
+        await made.release_trajectory("t")
+
+
+async def test_over_tcp_and_with_the_token(pool, served):
+    async with executor(pool, served, token="right") as made:
+        results = await asyncio.gather(*(made.execute(f"t{i}", call("note", text=str(i))) for i in range(50)))
+        assert [one.output for one in results] == [f"{i} None" for i in range(50)]
+        await asyncio.gather(*(made.release_trajectory(f"t{i}") for i in range(50)))
+
+
+@pytest.mark.parametrize("token", [None, "wrong"])
+async def test_a_wrong_token_is_told_at_the_start(pool, served, token):
+    with pytest.raises(ToolServerUnavailable, match="tool_server_token"):
+        async with executor(pool, served, token=token):
+            pass
+
+
+async def test_one_hanging_tool_delays_no_other(pool, served):
+    async with executor(pool, served, token="right") as made:
+        hanging = asyncio.create_task(made.execute("slow", call("note", text="slow", seconds=60)))
+        async with asyncio.timeout(20):
+            await asyncio.gather(*(made.execute(f"t{i}", call("note", text="x")) for i in range(20)))
+        assert not hanging.done()
+        await made.release_trajectory("slow")
+        await asyncio.gather(hanging, return_exceptions=True)
+
+
+async def test_what_a_model_can_write_is_answered(pool):
+    async with executor(pool, "inprocess") as made:
+        for arguments in (
+            '{"text": "\\ud800"}',
+            '{"text": ' + "[" * 500 + "]" * 500 + "}",
+            "[]",
+            {"text": "x" * 9_000_000},
+        ):
+            result = await made.execute("t", ToolCall(name="note", arguments=arguments))
+            assert not result.success
+            assert result.error
+    assert runs == []
+
+
+async def test_tools_that_the_server_lacks_are_not_offered(pool):
+    def factory():
+        return create_app(ToolServerSettings(only=("web_extract",)), tools=[note])
+
+    async with executor(pool, "inprocess", tool_server_app=factory) as made:
+        assert "note" in made.tools
+        assert "broken" not in made.tools
+        assert "Did you mean" not in (await made.execute("t", call("broken"))).error
+    with pytest.raises(ConfigError, match="no tool of 'browser'"):
+        async with executor(pool, "inprocess", tool_server_app=factory, enabled=("default", "browser")):
+            pass
+
+
+async def test_no_server_at_all(pool):
+    with pytest.raises(ToolServerUnavailable, match=r"127\.0\.0\.1:1"):
+        async with executor(pool, "http://127.0.0.1:1"):
+            pass
+
+
+# ------------------------------------------------------------------------------------------------------ scripted server
+
+
+class Scripted:
+    """An HTTP server that answers each request by the next step of a script."""
+
+    def __init__(self):
+        self.steps, self.seen, self.boot = [], [], "one"
+
+    async def __aenter__(self):
+        self.server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
+        self.url = f"http://127.0.0.1:{self.server.sockets[0].getsockname()[1]}"
+        return self
+
+    async def __aexit__(self, *_):
+        self.server.close()
+
+    async def _serve(self, reader, writer):
+        try:
+            while True:
+                head = (await reader.readuntil(b"\r\n\r\n")).decode().lower()
+                length = int(head.split("content-length: ")[1].split("\r\n")[0]) if "content-length: " in head else 0
+                body = await reader.readexactly(length)
+                if head.startswith("get /tools"):
+                    schema = {"type": "function", "function": {"name": "note", "description": "d", "parameters": {}}}
+                    info = {"name": "note", "toolset": "test", "schema": schema, "timeout_s": 5}
+                    self._answer(writer, 200, {"version": 1, "boot_id": self.boot, "tools": [info]})
+                elif head.startswith("delete"):
+                    self._answer(writer, 200, {"ended": True})
+                else:
+                    self.seen.append(json.loads(body))
+                    step = self.steps.pop(0) if self.steps else "ok"
+                    if step == "drop":
+                        return
+                    if step == "ok":
+                        result = {"success": True, "output": "done"}
+                        answer = {"call_id": self.seen[-1]["call_id"], "boot_id": self.boot, "result": result}
+                        self._answer(writer, 200, answer)
+                    elif step == "nonsense":
+                        self._answer(writer, 200, {"hello": 1})
+                    else:
+                        self._answer(writer, step, {"code": "x", "message": "because"})
+                await writer.drain()
+        except (asyncio.IncompleteReadError, ConnectionError):
+            pass
+        finally:
+            writer.close()
+
+    def _answer(self, writer, status, body):
+        data = json.dumps(body).encode()
+        writer.write(
+            f"HTTP/1.1 {status} X\r\ncontent-length: {len(data)}\r\ncontent-type: application/json\r\n\r\n".encode()
+            + data
+        )
+
+
+@pytest.fixture
+async def scripted():
+    async with Scripted() as server:
+        yield server
+
+
+@pytest.fixture
+async def made(pool, scripted):
+    async with executor(pool, scripted.url, tools=[note]) as one:
+        yield one
+
+
+@pytest.mark.parametrize("steps", [[503, 429, 503], ["drop"], ["drop", 503, "drop"], [502]])
+async def test_what_is_safe_is_tried_again(made, scripted, steps):
+    scripted.steps = list(steps)
+    assert (await made.execute("t", call("note", text="x"))).output == "done"
+    assert len(scripted.seen) == len(steps) + 1
+    assert len({one["call_id"] for one in scripted.seen}) == 1
+
+
+async def test_a_call_sent_again_says_which_server_it_was_sent_to(made, scripted):
+    scripted.steps = ["drop"]
+    await made.execute("t", call("note", text="x"))
+    assert [one["boot_id"] for one in scripted.seen] == [None, "one"]
+
+
+async def test_a_server_that_came_anew_meanwhile_is_not_taken_for_the_first(made, scripted):
+    scripted.steps = ["drop", 409]
+    scripted.boot = "two"
+    with pytest.raises(OutcomeUnknown):
+        await made.execute("t", call("note", text="x"))
+    assert [one["boot_id"] for one in scripted.seen] == [None, "one"]
+
+
+@pytest.mark.parametrize(
+    ("step", "kind"),
+    [
+        (500, OutcomeUnknown),
+        (409, OutcomeUnknown),
+        (401, ToolServerUnavailable),
+        (404, ToolServerUnavailable),
+        ("nonsense", ToolServerUnavailable),
+    ],
+)
+async def test_what_is_not_safe_is_told_as_what_it_is(made, scripted, step, kind):
+    scripted.steps = [step]
+    with pytest.raises(kind):
+        await made.execute("t", call("note", text="x"))
+    assert len(scripted.seen) == 1
+    assert (await made.execute("t", call("note", text="y"))).success
+
+
+async def test_too_long_arguments_are_the_models_business(made, scripted):
+    scripted.steps = [413]
+    result = await made.execute("t", call("note", text="x"))
+    assert "too long" in result.error
+
+
+async def test_a_server_that_stays_away_is_unavailable_or_unknown(made, scripted):
+    scripted.steps = [503] * 20
+    with pytest.raises(ToolServerUnavailable, match="because"):
+        await made.execute("t", call("note", text="x"))
+    scripted.steps = ["drop"] * 20
+    with pytest.raises(OutcomeUnknown, match="may have run"):
+        await made.execute("t", call("note", text="x"))
+    assert len(scripted.seen) == 2 * remote_module.MAX_ATTEMPTS
+
+
+async def test_each_execution_has_an_id_of_its_own_on_the_wire(made, scripted):
+    one = ToolCall(name="note", arguments={"text": "a"}, id="call_0")
+    other = ToolCall(name="note", arguments={"text": "b"}, id="call_0")
+    await made.execute("t", one)
+    await made.execute("t", other)
+    assert len({seen["call_id"] for seen in scripted.seen}) == 2
