@@ -139,7 +139,7 @@ def _path(text: str) -> str | None:
 
 
 def _unquoted(name: str) -> str:
-    """A name that git quoted: `\\303\\251` are bytes, `\\t` is a tab."""
+    r"""A name that git quoted: `\303\251` are bytes, `\t` is a tab."""
     try:
         return name.encode("latin-1").decode("unicode_escape").encode("latin-1").decode("utf-8", "surrogateescape")
     except UnicodeError:
