@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # System packages: installed when root on Debian or Ubuntu, else named exactly.
 set -euo pipefail
+PATH=$PATH:/usr/sbin:/sbin # where ldconfig is, which an ordinary user may not have
 declare -A need=([bwrap]=bubblewrap [unshare]=util-linux [git]=git [cc]=gcc)
 missing=()
 for command in "${!need[@]}"; do
