@@ -145,6 +145,10 @@ class Channel:
 
     # ---------------------------------------------------------------------------------------------------------- calls
 
+    def bound_frames(self, max_batch: int) -> None:
+        """Change the most messages in a frame, from the next frame on."""
+        self._max_batch = max_batch
+
     async def call(self, call: Call) -> OpResult:
         """Run one call. Cancelling the awaiting task cancels it on the server.
 

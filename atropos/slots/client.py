@@ -287,6 +287,12 @@ class SandboxClient:
 
     # --------------------------------------------------------------------------------------------------------- looking
 
+    def bound_frames(self, max_batch_size: int) -> None:
+        """Change the most calls in a frame, from the next frame on."""
+        self._max_batch = max_batch_size
+        if self._channel is not None:
+            self._channel.bound_frames(max_batch_size)
+
     async def capabilities(self) -> Capabilities:
         """What the server's probe found."""
         return await self._ask("GET", "/v1/capabilities", Capabilities)

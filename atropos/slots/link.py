@@ -61,6 +61,10 @@ class Client(Protocol):
         """Forget a frozen slot."""
         ...
 
+    def bound_frames(self, max_batch_size: int) -> None:
+        """Change the most calls in a frame."""
+        ...
+
     async def capabilities(self) -> wire.Capabilities:
         """What the server can isolate."""
         ...

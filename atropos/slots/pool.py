@@ -67,6 +67,7 @@ class SlotPool:
         self.keeper = Keeper(self, self.backend, make_client or self._sandbox_client)
         self._loops = Tasks("pool")
         self._state = "new"
+        self._max_batch = self.config.max_batch_size
         self._refusal: Exception | None = None
         self.doubtful: set[Link] = set()
         self.returns = Returns(self)
@@ -248,6 +249,18 @@ class SlotPool:
             self.counters.timeouts += 1
             raise AcquireTimeout(f"no slot came free within {timeout_s:g} s: {self._situation()}") from None
 
+    def bound_frames(self, max_batch_size: int) -> None:
+        """Change the most calls in a frame, on every connection there is and will be.
+
+        Raises:
+            ConfigError: it is no positive number.
+        """
+        if max_batch_size < 1:
+            raise ConfigError(f"max_batch_size: {max_batch_size} is not positive")
+        self._max_batch = max_batch_size
+        for link in self.keeper.links.values():
+            link.client.bound_frames(max_batch_size)
+
     def _check_request(self, base: str | None, *, network: bool) -> None:
         if base is not None and base not in self.config.bases:
             known = ", ".join(sorted(self.config.bases)) or "none"
@@ -381,7 +394,7 @@ class SlotPool:
             container.token,
             client_id=self.client_id,
             batch_window_ms=self.config.batch_window_ms,
-            max_batch_size=self.config.max_batch_size,
+            max_batch_size=self._max_batch,
             on_lease_ended=on_lease_ended,
             on_capacity=on_capacity,
             reconnect_s=self.config.reconnect_s,

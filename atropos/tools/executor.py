@@ -53,14 +53,20 @@ class ToolPool(Protocol):
         """A slot, exclusively."""
         ...
 
+    def bound_frames(self, max_batch_size: int) -> None:
+        """Change the most calls in a frame."""
+        ...
+
 
 class ToolExecutorConfig(BaseModel):
     """How calls are run. The pool's own settings (slots, limits, backend) are not repeated here."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    batch_window_ms: float = Field(default=20, ge=0, description="longest a call may wait to share a frame")
-    max_batch_size: int = Field(default=200, ge=1, description="most calls in a frame")
+    batch_window_ms: float = Field(
+        default=20, ge=0, description="longest a call may wait to share a frame; none waits on purpose"
+    )
+    max_batch_size: int | None = Field(default=None, ge=1, description="most calls in a frame; None: as the pool says")
     allow_network: bool | None = Field(default=None, description="false: no slot is ever leased with a network")
     require_sandbox: bool = Field(default=False, description="refuse slots that lack any isolation feature")
     require_stateful_sandbox: bool = Field(default=False, description="refuse slots without background processes")
@@ -88,6 +94,11 @@ class _Trajectory:
     answered: OrderedDict[str, tuple[ToolCall, ToolResult | None]] = field(
         default_factory=OrderedDict[str, "tuple[ToolCall, ToolResult | None]"]
     )
+
+    @property
+    def empty(self) -> bool:
+        """Whether there is nothing to release: no slot, nothing on a ToolServer, nothing remembered."""
+        return self.slot is None and not self.external and self.broken is None and not self.answered
 
 
 class ToolExecutor:
@@ -137,6 +148,8 @@ class ToolExecutor:
         """
         if self._state != "new":
             raise RuntimeError(f"the executor is {self._state}; make a new one")
+        if self.config.max_batch_size is not None:
+            self.pool.bound_frames(self.config.max_batch_size)
         if self._server is not None:
             self._adopt(await self._server.start())
         self._state = "open"
@@ -443,6 +456,8 @@ class ToolExecutor:
             trajectory.interrupted.discard(task)
             if not trajectory.calls:
                 trajectory.idle.set()
+                if trajectory.empty and self._trajectories.get(trajectory.id) is trajectory:
+                    del self._trajectories[trajectory.id]  # it holds nothing that a release would give back
 
     # ------------------------------------------------------------------------------------------------ sight
 

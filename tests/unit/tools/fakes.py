@@ -184,6 +184,9 @@ class FakePool:
         self.acquire_error: Exception | None = None
         self.hold_acquire: asyncio.Event | None = None
 
+    def bound_frames(self, max_batch_size):
+        self.max_batch_size = max_batch_size
+
     async def acquire(self, trajectory_id, **options):
         if self.hold_acquire is not None:
             await self.hold_acquire.wait()

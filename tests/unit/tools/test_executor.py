@@ -296,6 +296,20 @@ async def test_the_networks_setting_reaches_the_pool(pool):
     assert pool.slots[0].options == {"network": False}
 
 
+async def test_the_bound_of_a_frame_reaches_the_pool(pool):
+    async with make(pool, max_batch_size=7):
+        assert pool.max_batch_size == 7
+
+
+async def test_a_trajectory_that_holds_nothing_is_forgotten(executor, pool):
+    for index in range(50):
+        assert not (await executor.execute(f"t{index}", ToolCall(name="nope"))).success
+    pool.acquire_error = AcquireTimeout("full")
+    with pytest.raises(AcquireTimeout):
+        await executor.execute("t", terminal("true"))
+    assert executor.stats().trajectories == 0
+
+
 async def test_calls_that_wait_are_bounded(executor):
     calls = [asyncio.create_task(executor.execute("t", ToolCall(name="hold"))) for _ in range(256)]
     await asyncio.sleep(0.01)
