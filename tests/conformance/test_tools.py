@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
+import random
 
 import pytest
 import pytest_asyncio
 
 from atropos.errors import LeaseExpired
-from atropos.tools import ToolCall, ToolExecutor, ToolExecutorConfig, build_tool_registry
+from atropos.tools import ToolCall, ToolExecutor, ToolExecutorConfig, ToolLimits, ToolResult, build_tool_registry
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -319,3 +320,51 @@ async def test_cancelling_a_call_ends_its_command_and_leaves_the_trajectory_usab
         while (await run("test -f pid && kill -0 $(cat pid)")).success:  # noqa: ASYNC110
             await asyncio.sleep(0.02)
     await executor.release_trajectory("c")
+
+
+async def test_recordings_are_written_at_the_release(pool, tmp_path):
+    config = ToolExecutorConfig(recordings_dir=str(tmp_path), limits=ToolLimits(record_sessions=True))
+    async with ToolExecutor(pool, build_tool_registry(["session"]), config) as executor:
+        start = ToolCall(
+            name="session", arguments={"action": "start", "command": "echo recorded; sleep 0.3; echo late"}
+        )
+        result = await executor.execute("rec/1", start)
+        session = result.data["session_id"]
+        await asyncio.sleep(0.4)
+        await executor.release_trajectory("rec/1")
+    text = (tmp_path / f"rec_1-{session}.cast").read_text()
+    assert "recorded" in text
+    assert "late" in text
+
+
+async def test_random_calls_cancellations_and_releases_leave_every_slot_free(pool):
+    commands = [
+        "echo hi > f; cat f",
+        "sleep 600",
+        "seq 100000",
+        "cat /dev/zero",
+        "sleep 600 & echo $!",
+        "exit 3",
+        ":(){ :|:& };:",
+    ]
+    async with ToolExecutor(pool, build_tool_registry(["default"])) as executor:
+
+        async def one(index):
+            generator = random.Random(index)
+            name = f"x{index % 6}"
+            call = ToolCall(name="terminal", arguments={"command": generator.choice(commands), "timeout": 0.3})
+            task = asyncio.create_task(executor.execute(name, call))
+            await asyncio.sleep(generator.random() * 0.3)
+            if generator.random() < 0.4:
+                task.cancel()
+            if generator.random() < 0.3:
+                await executor.release_trajectory(name)
+            return (await asyncio.gather(task, return_exceptions=True))[0]
+
+        results = await asyncio.gather(*(one(index) for index in range(60)))
+        assert executor.stats().running == 0
+    kinds = {type(one) for one in results}
+    assert kinds <= {ToolResult, asyncio.CancelledError, LeaseExpired}, kinds
+    async with asyncio.timeout(30):
+        while pool.stats().leased:  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
