@@ -39,6 +39,7 @@ __all__ = [
     "ServerManagerConfig",
     "check_run_api",
     "check_tokenizer",
+    "leave_run_api",
     "prepare_server_configs",
     "prepare_servers",
     "probe_servers",
@@ -272,3 +273,15 @@ async def check_run_api(url: str) -> None:
             last = error
         await asyncio.sleep(0.3 * (attempt + 1))
     raise ConfigError(f"env.rollout_server_url: no trajectory API at {url} ({last}); start it with `run-api`") from last
+
+
+async def leave_run_api(url: str, env_id: int | None) -> None:
+    """Tell the trajectory API that this env sends no more, so that it is counted out of batches; best effort."""
+    if env_id is None:
+        return
+    with contextlib.suppress(aiohttp.ClientError, TimeoutError, asyncio.CancelledError):
+        async with (
+            aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=1)) as session,
+            session.post(f"{url.rstrip('/')}/disconnect-env", json={"env_id": env_id}),
+        ):
+            pass

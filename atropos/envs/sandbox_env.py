@@ -28,6 +28,7 @@ from atropos.envs.adapter import (
     ServerBaseline,
     check_run_api,
     check_tokenizer,
+    leave_run_api,
     prepare_server_configs,
     prepare_servers,
     probe_servers,
@@ -48,6 +49,11 @@ ExecTool = Callable[[ToolCall], Awaitable[ToolResult]]
 """Runs one tool call in the trajectory's slot."""
 NOT_RETRIED = (IsolationUnavailable, NotSupported)
 """Another slot would not help."""
+
+DROPPED_IN_A_ROW = 20
+"""Groups dropped one after the other, none completed between, that end a run; from half of it on it slows down."""
+HOPELESS_IN_A_ROW = 3
+"""The same for what another slot can't cure."""
 
 _log = logging.getLogger(__name__)
 
@@ -118,6 +124,7 @@ class SandboxEnv(BaseEnv):
         self._groups_begun = 0
         self._collecting: set[asyncio.Task[Any]] = set()
         self._wandb_started = False
+        self._dropped_in_a_row = 0
         self._traced: set[tuple[str, type[Exception]]] = set()
 
     # --------------------------------------------------------------------------------------------- for subclasses
@@ -223,9 +230,26 @@ class SandboxEnv(BaseEnv):
             app = import_module("atropos.api.tool_server").create_app
         self.pool = SlotPool(self.config.pool_config())
         await self.pool.start()
+        if config.allow_network:
+            config = config.model_copy(update={"allow_network": await self._network(self.pool)})
         executor = ToolExecutor(pool=self.pool, tools=registry, config=config, tool_server_app=app)
         await executor.start()
         self._executor = executor
+
+    async def _network(self, pool: SlotPool) -> bool:
+        """Whether slots get egress. Where the backend has none, only an explicit wish for it is refused.
+
+        Raises:
+            ConfigError: `allow_network` was set and can't be had.
+        """
+        try:
+            async with pool.lease("network-probe", network=True):
+                return True
+        except NotSupported as error:
+            if "allow_network" in self.config.model_fields_set:
+                raise ConfigError(f"env.allow_network: {error}; set --env.allow_network false") from error
+            _log.warning("programs in slots have no network: %s", error)
+            return False
 
     async def shutdown_tool_backend(self) -> None:
         """Release every trajectory and stop the containers. Idempotent."""
@@ -285,11 +309,25 @@ class SandboxEnv(BaseEnv):
             self.metrics.dropped[dropped.code] += 1
             _log.warning("group %s dropped: %s", name, dropped)
             self.tell(Event("dropped", name, detail=str(dropped)))
+            await self._after_drop(dropped)
             return None
         self.metrics.groups += 1
+        self._dropped_in_a_row = 0
         _log.info("group %s: scores %s", name, " ".join(f"{rollout.score:.2f}" for rollout in rollouts))
         self.tell(Event("group", name, rollouts=tuple(rollouts)))
         return scored_group(rollouts, name=name, include_messages=self.config.include_messages)
+
+    async def _after_drop(self, dropped: GroupDropped) -> None:
+        """Slow down while nothing works, and end the run when it looks as if nothing ever will."""
+        self._dropped_in_a_row += 1
+        hopeless = isinstance(dropped.__cause__, NOT_RETRIED)
+        if self._dropped_in_a_row >= (HOPELESS_IN_A_ROW if hopeless else DROPPED_IN_A_ROW):
+            self.lifetime.abort(
+                GroupsDropped(f"{self._dropped_in_a_row} groups in a row were dropped; the last one: {dropped}")
+            )
+        over = self._dropped_in_a_row - DROPPED_IN_A_ROW // 2
+        if over > 0:
+            await asyncio.sleep(min(30.0, 0.25 * 2**over))
 
     async def collect_trajectory(self, item: Any) -> tuple[Any, list[Any]]:
         """One trajectory by itself, as atroposlib's `ScoredDataItem`.
@@ -415,6 +453,13 @@ class SandboxEnv(BaseEnv):
         if writer is not None and not writer.closed:
             writer.flush()
 
+    async def _send_scored_data_to_api(self, scored_data: Any) -> None:
+        """Without what is for people and files."""
+        several = isinstance(scored_data, list)
+        groups = cast("list[dict[str, Any]]", scored_data if several else [scored_data])
+        plain = [{key: value for key, value in group.items() if key != "atropos"} for group in groups]
+        await super()._send_scored_data_to_api(plain if several else plain[0])
+
     # -------------------------------------------------------------------------------------------------------- wandb
 
     async def add_rollouts_for_wandb(self, scored_data: Any, item: Any = None) -> None:
@@ -530,7 +575,10 @@ class SandboxEnv(BaseEnv):
             )
         async with self.lifetime.running(self._close):
             await check_run_api(self.config.rollout_server_url)
-            await super().env_manager()
+            try:
+                await super().env_manager()
+            finally:
+                await leave_run_api(self.config.rollout_server_url, getattr(self, "env_id", None))
 
     async def _run_evaluate(self) -> None:
         async with self.lifetime.running(self._close):

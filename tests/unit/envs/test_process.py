@@ -359,3 +359,17 @@ async def test_wandb_offline_gets_faults_and_readable_rollouts(policy, tmp_path,
     last = logged[-2]
     assert last["env/groups"] == 3
     assert any(key.endswith("rollouts") for key in last)
+
+
+async def test_a_run_in_which_nothing_works_ends_by_itself(policy, tmp_path):
+    class Env(ScriptEnv):
+        @staticmethod
+        def fault(_trajectory, _call):
+            raise NotSupported("x: not here")
+
+    env = make(Env, policy.url, tmp_path / "g.jsonl", process_concurrency=1)
+    env.items = items(50)
+    with pytest.raises(GroupsDropped, match=r"3 groups in a row were dropped; the last one: .*x: not here"):
+        await env.process_manager()
+    assert len(env.items) > 40
+    assert env.stand_in.closed
