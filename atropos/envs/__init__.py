@@ -9,32 +9,41 @@ if TYPE_CHECKING:
     from atropos.envs.adapter import APIServerConfig
     from atropos.envs.agent_env import AgentEnv
     from atropos.envs.config import AgentEnvConfig, SandboxEnvConfig
+    from atropos.envs.hermes_base_env import HermesAgentBaseEnv
+    from atropos.envs.hermes_config import HermesAgentEnvConfig
     from atropos.envs.humaneval_env import HumanEvalEnv, HumanEvalEnvConfig
     from atropos.envs.sandbox_env import SandboxEnv
     from atropos.envs.task_env import TaskEnv, TaskEnvConfig
+    from atropos.envs.tool_context import ToolContext
 
 _HOMES = {
     "APIServerConfig": "adapter",
     "AgentEnv": "agent_env",
     "AgentEnvConfig": "config",
+    "HermesAgentBaseEnv": "hermes_base_env",
+    "HermesAgentEnvConfig": "hermes_config",
     "HumanEvalEnv": "humaneval_env",
     "HumanEvalEnvConfig": "humaneval_env",
     "SandboxEnv": "sandbox_env",
     "SandboxEnvConfig": "config",
     "TaskEnv": "task_env",
     "TaskEnvConfig": "task_env",
+    "ToolContext": "tool_context",
 }
 
 __all__ = [
     "APIServerConfig",
     "AgentEnv",
     "AgentEnvConfig",
+    "HermesAgentBaseEnv",
+    "HermesAgentEnvConfig",
     "HumanEvalEnv",
     "HumanEvalEnvConfig",
     "SandboxEnv",
     "SandboxEnvConfig",
     "TaskEnv",
     "TaskEnvConfig",
+    "ToolContext",
 ]
 
 

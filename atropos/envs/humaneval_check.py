@@ -135,7 +135,7 @@ class Solution:
         self.process.wait()
 
 
-def started(**identity: Any) -> "subprocess.Popen[bytes]":
+def started(**identity: Any) -> Any:
     """The child process."""
     return subprocess.Popen(
         [sys.executable, "-I", "-c", CHILD],
@@ -146,7 +146,6 @@ def started(**identity: Any) -> "subprocess.Popen[bytes]":
         env={"PATH": "/usr/bin:/bin"},
         start_new_session=True,
         preexec_fn=limits,  # noqa: PLW1509 (no threads here)
-        text=False,
         **identity,
     )
 
