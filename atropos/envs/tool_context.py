@@ -74,7 +74,7 @@ class Pending:
 
     def __await__(self) -> Any:
         """Make the call."""
-        return self._work.__await__()
+        return (yield from self._work.__await__())  # a generator, so that it holds on to this object meanwhile
 
     def __getattr__(self, name: str) -> Any:
         raise RuntimeError(self._hint())
