@@ -12,10 +12,14 @@ FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signa
 
 
 def fork_from_init() -> None:
-    """As PID 1: return in a child, and stay behind as init until it ends, ending as it did. Else: nothing."""
-    if os.getpid() != 1:
-        return
+    """As PID 1: return in a child, and stay behind as init until it ends, ending as it did. Else: nothing.
+
+    The container's entry point (docker/sandbox/hold.c) has blocked the signals that end it.
+    """
     watched = (*FORWARDED, signal.SIGCHLD)
+    if os.getpid() != 1:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, watched)
+        return
     signal.pthread_sigmask(signal.SIG_BLOCK, watched)
     server = os.fork()
     if server == 0:

@@ -23,7 +23,7 @@ hash_of() { { for file in "$@"; do echo "$file"; cat "$file"; done; } | sha256su
 
 docker version --format '{{.Server.Version}}' >/dev/null || { echo "no Docker engine answers; start dockerd" >&2; exit 1; }
 here=docker/sandbox
-base_content=$(hash_of $here/base.Dockerfile $here/dpkg-slim $here/apt-slim $here/shift_owner.py)
+base_content=$(hash_of $here/base.Dockerfile $here/dpkg-slim $here/apt-slim $here/shift_owner.py $here/hold.c)
 mapfile -t sources < <(find atropos/__init__.py atropos/errors.py atropos/wire.py atropos/config.py atropos/sandbox -name '*.py' | LC_ALL=C sort)
 content=$base_content-$(hash_of $here/Dockerfile $here/entry.py $here/healthcheck.py $here/seccomp.json "${sources[@]}")
 if [ "$(docker image inspect --format '{{index .Config.Labels "atropos.content"}}' "$tag" 2>/dev/null)" = "$content" ]; then
@@ -58,7 +58,7 @@ if ! docker image inspect "$base" >/dev/null 2>&1; then
   quietly docker build --network host --build-arg "DEBIAN=$debian" -f $here/base.Dockerfile -t "$base" $here
   if docker save --output "$cache/image-$base_content.tar.part$$" "$base"; then
     mv "$cache/image-$base_content.tar.part$$" "$cache/image-$base_content.tar"
-    find "$cache" -name 'image-*.tar*' ! -name "image-$base_content.tar" -mmin +1440 -delete
+    find "$cache" -name 'image-*.tar*' ! -name "image-$base_content.tar" -mmin +120 -delete
   fi
 fi
 

@@ -379,10 +379,13 @@ class DockerBackend(Backend):
 
         async def one(item: Found) -> None:
             token = await self._blocking(lambda: self._engine.token(item.id)) if item.url else None
-            if token and item.url and used_by_others(await self._http.status(item.url, token), self.client_id):
+            status = await self._http.status(item.url, token) if token and item.url else None
+            if used_by_others(status, self.client_id):
                 log.warning("container %s is in use by another client: not purged", item.name)
                 return
-            await self._remove(item.name, within_s=self._spec.stop_s)
+            if token and item.url and status is not None:
+                await self._http.drain(item.url, token, 0)  # leases that are left are this pool's own, or dead clients'
+            await self._remove(item.name, within_s=self._spec.stop_s if status is not None else 0)
 
         async with asyncio.TaskGroup() as group:
             for item in await self._blocking(self._engine.found):

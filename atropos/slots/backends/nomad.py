@@ -384,6 +384,9 @@ class NomadBackend(Backend):
                 return
         # Stopped first and forgotten after: once purged, Nomad lists none of its containers, though some still end.
         await self._api.deregister(self._job_id, purge=False)
+        for item in rows:
+            if item.url is not None:
+                await self._http.drain(item.url, token, 0)  # leases that are left are this pool's own, or dead clients'
         try:
             async with asyncio.timeout(self._spec.stop_s):
                 index = 0
