@@ -1,0 +1,211 @@
+"""Layers as a tar stream and back: nothing is lost, and nothing gets out."""
+
+from __future__ import annotations
+
+import io
+import os
+import socket
+import stat
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+
+import pytest
+
+from atropos.sandbox import transport
+from atropos.sandbox.transport import Refused, Unpacker, pack
+
+PROGRAM = transport.__file__
+
+
+def facts(top: bytes) -> dict[bytes, tuple]:
+    """Everything of a tree that has to survive."""
+    found: dict[bytes, tuple] = {}
+    inodes: dict[int, bytes] = {}
+    for folder, folders, files in os.walk(top):
+        for name in [b"", *sorted(folders), *sorted(files)]:
+            path = os.path.join(folder, name) if name else folder
+            info = os.lstat(path)
+            content: object = None
+            if stat.S_ISREG(info.st_mode):
+                content = Path(os.fsdecode(path)).read_bytes()
+            elif stat.S_ISLNK(info.st_mode):
+                content = os.readlink(path)
+            elif stat.S_ISCHR(info.st_mode):
+                content = info.st_rdev
+            user = {k: os.getxattr(path, k, follow_symlinks=False) for k in os.listxattr(path, follow_symlinks=False)}
+            key = os.path.relpath(path, top)
+            link = inodes.setdefault(info.st_ino, key) if stat.S_ISREG(info.st_mode) else None
+            found[key] = (info.st_mode, info.st_uid, info.st_gid, info.st_mtime_ns, content, user, link)
+    return found
+
+
+def build(top: Path) -> None:
+    (top / "etc").mkdir()
+    (top / "etc/passwd").write_text("root:x:0:0")
+    os.chmod(top / "etc/passwd", 0o4755)
+    os.link(top / "etc/passwd", top / "etc/hard")
+    os.symlink("/etc/shadow", top / "etc/link")
+    os.symlink("../../../..", top / "up")
+    os.mkfifo(top / "pipe", 0o640)
+    os.mknod(top / "whiteout", 0o600 | stat.S_IFCHR, 0)
+    (top / "binary").write_bytes(os.urandom(300_000))
+    (top / "empty").touch()
+    (top / ("n" * 255)).write_text("long")
+    with open(os.path.join(os.fsencode(top), b"bad-\xff\xfe-name\n"), "wb") as file:
+        file.write(b"x")
+    (top / "closed").mkdir()
+    (top / "closed/inside").write_text("secret")
+    os.chown(top / "closed/inside", 1000, 33)
+    os.chmod(top / "closed", 0)
+    (top / "opaque").mkdir(mode=0o1777)
+    for path, name, value in (
+        ("opaque", "user.overlay.opaque", b"y"),
+        ("binary", "user.bytes", bytes(range(256))),
+        ("binary", "user.overlay.overlay.opaque", b"planted"),
+    ):
+        try:
+            os.setxattr(top / path, name, value)
+        except OSError:
+            pytest.skip("this file system has no user attributes")
+    for path, when in (("empty", 1), ("opaque", 1_234_567_890_123_456_789)):
+        os.utime(top / path, ns=(when, when))
+
+
+@pytest.fixture
+def layers(tmp_path) -> list[Path]:
+    made = [tmp_path / "a", tmp_path / "b"]
+    for path in made:
+        path.mkdir()
+        build(path)
+    (made[1] / "empty").write_text("differs")
+    return made
+
+
+def fresh(tmp_path: Path, count: int = 2) -> list[str]:
+    found = [tmp_path / f"out{n}" for n in range(count)]
+    for path in found:
+        path.mkdir(exist_ok=True)
+    return [str(path) for path in found]
+
+
+def packed(layers) -> bytes:
+    out = io.BytesIO()
+    pack([str(layer) for layer in layers], out)
+    return out.getvalue()
+
+
+def test_everything_survives_the_journey(layers, tmp_path):
+    archive = packed(layers)
+    out = fresh(tmp_path)
+    Unpacker(out).unpack(io.BytesIO(archive))
+    for before, after in zip(layers, out, strict=True):
+        assert facts(os.fsencode(before)) == facts(os.fsencode(after))
+    assert packed(out) == archive
+
+
+@pytest.mark.parametrize("options", [[], ["--zstd"]])
+def test_as_a_program_through_a_pipe(layers, tmp_path, options):
+    out = fresh(tmp_path)
+    command = [sys.executable, "-I", "-S", PROGRAM]
+    archive = subprocess.run([*command, "pack", *options, *layers], capture_output=True, timeout=60, check=True).stdout
+    subprocess.run([*command, "unpack", *options, *out], input=archive, capture_output=True, timeout=60, check=True)
+    assert facts(os.fsencode(layers[0])) == facts(os.fsencode(out[0]))
+    cut = subprocess.run(
+        [*command, "unpack", *options, *fresh(tmp_path / "a", 2)], input=archive[: len(archive) // 2],
+        capture_output=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert cut.returncode == 1
+    assert cut.stderr
+
+
+def test_a_socket_does_not_travel(tmp_path):
+    (tmp_path / "in").mkdir()
+    os.chdir(tmp_path / "in")
+    with socket.socket(socket.AF_UNIX) as bound:
+        bound.bind("s")
+        os.chdir("/")
+        out = fresh(tmp_path, 1)
+        Unpacker(out).unpack(io.BytesIO(packed([tmp_path / "in"])))
+    assert os.listdir(out[0]) == []
+
+
+def test_a_tree_deeper_than_any_path_travels(tmp_path):
+    (tmp_path / "in").mkdir()
+    fd = os.open(tmp_path / "in", os.O_RDONLY)
+    for _ in range(400):
+        os.mkdir("deeper-and-deeper", dir_fd=fd)
+        below = os.open("deeper-and-deeper", os.O_RDONLY, dir_fd=fd)
+        os.close(fd)
+        fd = below
+    os.close(os.open("bottom", os.O_CREAT | os.O_WRONLY, dir_fd=fd))
+    os.close(fd)
+    archive = packed([tmp_path / "in"])
+    out = fresh(tmp_path, 1)
+    Unpacker(out).unpack(io.BytesIO(archive))
+    assert packed(out) == archive
+    subprocess.run(["rm", "-rf", tmp_path / "in", *out], check=True, timeout=60)
+
+
+def member(name: str, kind: bytes = tarfile.REGTYPE, link: str = "", **fields) -> tarfile.TarInfo:
+    info = tarfile.TarInfo(name)
+    info.type, info.linkname = kind, link
+    for key, value in fields.items():
+        setattr(info, key, value)
+    return info
+
+
+def archive_of(*members: tarfile.TarInfo) -> io.BytesIO:
+    out = io.BytesIO()
+    with tarfile.open(fileobj=out, mode="w", format=tarfile.PAX_FORMAT) as tar:
+        for info in members:
+            tar.addfile(info, io.BytesIO(b"x" * info.size))
+    out.seek(0)
+    return out
+
+
+@pytest.mark.parametrize(
+    "members",
+    [
+        [member("../evil")],
+        [member("/etc/evil")],
+        [member("0/../evil")],
+        [member("0/a/../../evil")],
+        [member("7/evil")],
+        [member("-1/evil")],
+        [member("0//evil")],
+        [member("0/./evil")],
+        [member("0")],
+        [member("0/link", tarfile.SYMTYPE, "/"), member("0/link/evil")],
+        [member("0/link", tarfile.SYMTYPE, ".."), member("0/link/evil", tarfile.DIRTYPE)],
+        [member("0/link", tarfile.SYMTYPE, "/"), member("0/link", tarfile.DIRTYPE)],
+        [member("0/link", tarfile.SYMTYPE, "/etc/evil"), member("0/link")],
+        [member("0/hard", tarfile.LNKTYPE, "../outside")],
+        [member("0/hard", tarfile.LNKTYPE, "1/other")],
+        [member("0/s", tarfile.SYMTYPE, ".."), member("0/hard", tarfile.LNKTYPE, "0/s/outside")],
+        [member("0/hard", tarfile.LNKTYPE, "0")],
+        [member("0/disk", tarfile.BLKTYPE)],
+        [member("0/null", tarfile.CHRTYPE, devmajor=1, devminor=3)],
+        [member("0/twice"), member("0/twice")],
+        [member("0/file"), member("0/file/below")],
+    ],
+)
+def test_what_leads_out_or_is_no_file_is_refused(members, tmp_path):
+    (tmp_path / "outside").write_text("untouched")
+    out = fresh(tmp_path)
+    with pytest.raises((Refused, OSError)):
+        Unpacker(out).unpack(archive_of(*members))
+    assert (tmp_path / "outside").read_text() == "untouched"
+    assert not (tmp_path / "evil").exists()
+    assert not Path("/etc/evil").exists()
+    assert not Path("/evil").exists()
+    assert sorted(os.listdir(tmp_path)) == ["out0", "out1", "outside"]
+
+
+def test_only_user_attributes_are_set(tmp_path):
+    info = member("0/file")
+    info.pax_headers = {"SCHILY.xattr.security.capability": "x", "SCHILY.xattr.trusted.overlay.opaque": "y"}
+    out = fresh(tmp_path)
+    Unpacker(out).unpack(archive_of(info))
+    assert os.listxattr(f"{out[0]}/file") == []
