@@ -429,6 +429,7 @@ class SnapshotInfo(Message):
     layers: int
     bytes: int
     users: int = Field(default=0, description="leases standing on it now")
+    base: str | None = Field(default=None, description="the base it stands on; None: the server's default")
 
 
 class SnapshotRequest(Message):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -78,6 +78,10 @@ class Host(Protocol):
         Raises:
             SandboxError: it could not be started; nothing of it is left.
         """
+        ...
+
+    async def import_layer(self, layer_id: str, fill: Callable[[str], Awaitable[None]]) -> Layer:
+        """Make a layer of what `fill` writes into the folder whose path it is given; nothing is left if it raises."""
         ...
 
     async def drop_layer(self, layer: Layer) -> None:

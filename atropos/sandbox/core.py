@@ -65,6 +65,7 @@ class Core:
         self.runs: dict[str, LeaseRun] = {}
         self.snapshots = Snapshots(config.max_snapshots, config.max_snapshot_mib * MIB)
         self.clients = Clients(self)
+        self.arriving: set[str] = set()
         self.counters: Counter[str] = Counter()
         self.reset_seconds = 0.0
         self.broken = ""
@@ -359,7 +360,7 @@ class Core:
         try:
             sandbox = await self.shelf.start(run.layers, base, network=request.network)
         except BaseException as error:
-            self._drop_layers(self.snapshots.drop(name))
+            self.drop_layers(self.snapshots.drop(name))
             self.end(run.held, SlotLost.code, f"the workspace did not start again above its snapshot: {error}")
             raise
         run.sandbox = run.lanes.sandbox = sandbox
@@ -370,7 +371,7 @@ class Core:
     def drop_snapshot(self, snapshot_id: str) -> bool:
         """Forget a snapshot; leases that stand on it go on. False when there was none."""
         known = snapshot_id in self.snapshots.by_id
-        self._drop_layers(self.snapshots.drop(snapshot_id))
+        self.drop_layers(self.snapshots.drop(snapshot_id))
         return known
 
     def _stand_on(self, run: LeaseRun, snapshot: Snapshot) -> None:
@@ -385,9 +386,15 @@ class Core:
             run.stands_on.touched_at = self.now()
             run.stands_on = None
         layers, run.layers = run.layers, ()
-        self._drop_layers(self.snapshots.let_go(layers))
+        self.let_go(layers)
 
-    def _drop_layers(self, layers: Sequence[Layer]) -> None:
+    def let_go(self, layers: Sequence[Layer]) -> None:
+        """Somebody who held these layers (`snapshots.hold`) left them."""
+        self.drop_layers(self.snapshots.let_go(layers))
+
+    def drop_layers(self, layers: Sequence[Layer]) -> None:
+        """Hand layers back on which nothing stands."""
+
         async def drop(layer: Layer) -> None:
             try:
                 await self.host.drop_layer(layer)

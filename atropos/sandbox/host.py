@@ -7,7 +7,7 @@ import contextlib
 import itertools
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from atropos.config import ServerConfig, SlotLimits
@@ -179,6 +179,25 @@ class SlotHost:
     def keep(self, layer: Layer, volume: volumes.Volume) -> None:
         """A sandbox's volume has become a layer."""
         self._layers[layer.id] = volume
+
+    async def import_layer(self, layer_id: str, fill: Callable[[str], Awaitable[None]]) -> Layer:
+        """Make a layer of what `fill` writes into a folder; see `contract.Host.import_layer`."""
+        unique = f"{next(self._serial)}"
+        disk = f"{self._disk()}/{unique}" if self.config.volume == "disk" else None
+        try:
+            volume = volumes.blank(f"{self._scratch}/slots/{unique}", self.config.limits, disk)
+        except OSError as error:
+            raise SandboxError(f"layer {layer_id} could not be made: {error}") from error
+        try:
+            await fill(volume.upper)
+            if volume.disk is None:
+                volumes.freeze(volume)
+        except BaseException:
+            await self.disposer.give(volume.detach(), volume.disk)
+            raise
+        layer = Layer(layer_id, volume.upper, volumes.used_bytes(volume))
+        self.keep(layer, volume)
+        return layer
 
     async def drop_layer(self, layer: Layer) -> None:
         """Forget a layer on which nothing stands any more."""

@@ -14,6 +14,7 @@ from pydantic import BaseModel, ValidationError
 from atropos.errors import PoolFull, SandboxError
 from atropos.sandbox.metrics import metrics_text, status_of
 from atropos.sandbox.stream import Stream
+from atropos.sandbox.travel import COPY_BYTES, Arriving, exported, imported
 from atropos.wire import (
     MAX_FRAME_BYTES,
     CallRequest,
@@ -80,6 +81,8 @@ class Routes:
         app.router.add_post("/v1/leases/{id}/snapshot", self.snapshot)
         app.router.add_get("/v1/snapshots/{id}", self.get_snapshot)
         app.router.add_delete("/v1/snapshots/{id}", self.drop_snapshot)
+        app.router.add_get("/v1/snapshots/{id}/archive", self.export)
+        app.router.add_put("/v1/snapshots/{id}/archive", self.receive)
         app.router.add_post("/v1/drain", self.drain)
         app.router.add_get("/v1/stream", self.stream)
         return app
@@ -170,6 +173,43 @@ class Routes:
         if not self._core.drop_snapshot(request.match_info["id"]):
             return problem(404, "not_found", f"snapshot {request.match_info['id']!r} is not on this server")
         return web.Response(status=204)
+
+    async def export(self, request: web.Request) -> web.StreamResponse:
+        """GET /v1/snapshots/{id}/archive[?zstd=1]: its layers as a (zstd) tar."""
+        snapshot = self._core.snapshots.by_id.get(request.match_info["id"])
+        if snapshot is None:
+            return problem(404, "not_found", f"snapshot {request.match_info['id']!r} is not on this server")
+        compress = request.query.get("zstd") == "1"
+        kind = "application/zstd" if compress else "application/x-tar"
+        response = web.StreamResponse(headers={"Content-Type": kind})
+        async with exported(self._core, snapshot, compress=compress) as chunks:
+            await response.prepare(request)
+            try:
+                async for chunk in chunks:
+                    await response.write(chunk)
+            except SandboxError as error:
+                log.warning("%s", error)
+                response.force_close()
+                if request.transport is not None:
+                    request.transport.close()  # without the last chunk, so that nobody takes it for whole
+                return response
+            await response.write_eof()
+        return response
+
+    async def receive(self, request: web.Request) -> web.Response:
+        """PUT /v1/snapshots/{id}/archive?layers=N[&base=NAME]: a snapshot that another server exported."""
+        try:
+            layers = int(request.query.get("layers", "1"))
+        except ValueError:
+            raise web.HTTPBadRequest(text="layers: a number is needed") from None
+        wanted = Arriving(
+            snapshot_id=request.match_info["id"],
+            layers=layers,
+            base=request.query.get("base"),
+            owner=request.query.get("client_id", "import"),
+            compressed=request.content_type == "application/zstd",
+        )
+        return answer(await imported(self._core, wanted, aiter(request.content.iter_chunked(COPY_BYTES))))
 
     async def drain(self, request: web.Request) -> web.Response:
         """POST /v1/drain."""

@@ -21,6 +21,7 @@ from atropos.errors import ConfigError, IsolationUnavailable
 from atropos.sandbox.contract import Host
 from atropos.sandbox.core import Core
 from atropos.sandbox.http import Routes
+from atropos.sandbox.travel import has_zstd
 from atropos.sandbox.upkeep import pulse
 from atropos.wire import Capabilities, Feature
 
@@ -132,6 +133,7 @@ class Server:
                 "allow_network": config.allow_network,
                 "max_snapshots": config.max_snapshots,
                 "max_snapshot_mib": config.max_snapshot_mib,
+                "zstd": int(has_zstd()),
             },
             stateful=not any(f.name in STATEFUL for f in missing),
             isolated=not missing,

@@ -40,7 +40,7 @@ class Snapshot:
     def info(self) -> SnapshotInfo:
         """What clients see of it."""
         size = sum(layer.bytes for layer in self.layers)
-        return SnapshotInfo(snapshot_id=self.id, layers=len(self.layers), bytes=size, users=self.users)
+        return SnapshotInfo(snapshot_id=self.id, layers=len(self.layers), bytes=size, users=self.users, base=self.base)
 
 
 @dataclass(slots=True)

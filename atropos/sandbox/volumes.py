@@ -186,6 +186,23 @@ def create(
     return volume
 
 
+def blank(folder: str, limits: SlotLimits, disk: str | None = None) -> Volume:
+    """A volume on which nothing stands yet: what a layer from elsewhere is unpacked into.
+
+    Raises:
+        OSError: a mount failed; nothing is left mounted.
+    """
+    os.mkdir(folder, 0o755)
+    volume = Volume(folder, disk)
+    try:
+        _data(volume, limits)
+    except OSError:
+        with contextlib.suppress(OSError):
+            _free(volume.detach(), disk)
+        raise
+    return volume
+
+
 def _data(volume: Volume, limits: SlotLimits) -> None:
     size, inodes = f"{limits.disk_mib}m", limits.inodes + _OWN_INODES
     if volume.disk is not None:

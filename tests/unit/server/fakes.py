@@ -8,8 +8,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import tempfile
 from collections import Counter
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from pathlib import Path
 
 from atropos.config import ServerConfig
 from atropos.errors import OutcomeUnknown, SandboxError, SlotLost
@@ -138,6 +140,13 @@ class FakeHost:
         self.live.add(sandbox)
         self.started.append(sandbox)
         return sandbox
+
+    async def import_layer(self, layer_id: str, fill: Callable[[str], Awaitable[None]]) -> Layer:
+        with tempfile.TemporaryDirectory() as folder:
+            await fill(folder)
+            files = {each.name: each.read_bytes() for each in Path(folder).iterdir()}
+        self.layers[layer_id] = files
+        return Layer(layer_id, f"/layers/{layer_id}", sum(map(len, files.values())))
 
     async def drop_layer(self, layer: Layer) -> None:
         del self.layers[layer.id]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import json
+import tarfile
 
 import aiohttp
 import pytest
@@ -199,6 +201,66 @@ async def test_drain_by_hand_ends_the_server_when_the_last_lease_is_gone():
         assert not running.task.done()
         await curl("DELETE", f"/v1/leases/{lease.lease_id}")
         assert await asyncio.wait_for(running.task, 10) == 0
+
+
+def archive(*names: str) -> bytes:
+    out = io.BytesIO()
+    with tarfile.open(fileobj=out, mode="w") as tar:
+        for name in names:
+            info = tarfile.TarInfo(name)
+            info.size = 3
+            tar.addfile(info, io.BytesIO(b"abc"))
+    return out.getvalue()
+
+
+async def test_a_snapshot_that_is_sent_here_can_be_leased(server, curl):
+    path = "/v1/snapshots/snap-sent/archive"
+    status, raw = await curl("PUT", path + "?layers=1", data=archive("0/a", "0/b"))
+    info = SnapshotInfo.model_validate_json(raw)
+    assert (status, info.snapshot_id, info.layers, info.bytes) == (200, "snap-sent", 1, 6)
+    assert (await curl("PUT", path + "?layers=1", data=b"ignored"))[0] == 200
+    body = {"lease_id": "lease-fork", "client_id": "curl", "snapshot": "snap-sent"}
+    assert (await curl("POST", "/v1/leases", body))[0] == 200
+    assert server.core.runs["lease-fork"].sandbox.files == {"a": b"abc", "b": b"abc"}
+
+
+@pytest.mark.parametrize(
+    ("query", "data", "status", "says"),
+    [
+        ("?layers=1", archive("0/../evil"), 500, "a name that is not a layer"),
+        ("?layers=1", archive("1/other"), 500, "a name that is not a layer"),
+        ("?layers=1", b"no archive at all", 500, "could not be imported"),
+        ("?layers=1", archive("0/a")[:600], 500, "could not be imported"),
+        ("?layers=0", b"", 422, "layers: 0"),
+        ("?layers=17", b"", 422, "layers: 17"),
+        ("?layers=many", b"", 400, "layers"),
+        ("?layers=1&base=other", b"", 422, "base 'other'"),
+    ],
+)
+async def test_an_archive_that_is_broken_or_does_not_fit_leaves_nothing(server, curl, query, data, status, says):
+    got, raw = await curl("PUT", "/v1/snapshots/snap-sent/archive" + query, data=data)
+    problem = Problem.model_validate_json(raw)
+    assert (got, says in problem.message) == (status, True), problem
+    assert (server.core.snapshots.by_id, server.core.snapshots.pending) == ({}, 0)
+    async with asyncio.timeout(5):
+        while server.host.layers:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+
+
+async def test_a_sender_that_goes_away_leaves_nothing(server, curl):
+    async def half():
+        yield archive("0/a")[:512]
+        await asyncio.sleep(3600)
+
+    sending = asyncio.create_task(curl("PUT", "/v1/snapshots/snap-sent/archive?layers=2", data=half()))
+    async with asyncio.timeout(10):
+        while not server.core.arriving:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    sending.cancel()
+    await asyncio.wait([sending])
+    async with asyncio.timeout(10):
+        while server.core.arriving or server.core.snapshots.pending or server.host.layers:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
 
 
 async def frames(socket: aiohttp.ClientWebSocketResponse) -> list[dict]:

@@ -193,6 +193,33 @@ async def test_a_snapshot_is_forked_and_the_original_goes_on():
         assert (await client.release(fork)).clean
 
 
+async def test_a_snapshot_travels_to_another_server_whole():
+    setup = (
+        "mkdir -p deep/er && echo base > f && ln -s f link && ln f hard && chmod 4711 f && mkfifo p && rm -rf /media"
+        " && useradd -m someone; chown 1000:33 deep; head -c 5000000 /dev/urandom > deep/er/big; touch $'bad-\\xff'"
+    )
+    look = "stat -c '%n %a %u %g %h %F %s' * deep/er/*; cat f; ls -d /media; sha256sum deep/er/big; tail -1 /etc/passwd"
+    async with running() as here, running() as there, here.client() as client, there.client() as other:
+        lease = await client.acquire(request())
+        await client.call(lease, Exec(command=setup))
+        await client.snapshot(lease)
+        await client.call(lease, Exec(command="echo more >> f; rm p"))
+        info = await client.snapshot(lease)
+        assert info.layers == 2
+        copied = await client.copy_snapshot(info.snapshot_id, other)
+        assert (copied.snapshot_id, copied.layers) == (info.snapshot_id, 2)
+        assert await client.copy_snapshot(info.snapshot_id, other) == copied, "once is enough"
+        fork = await other.acquire(request("lease-fork", snapshot=info.snapshot_id))
+        before = await client.call(lease, Exec(command=look))
+        after = await other.call(fork, Exec(command=look))
+        assert b"more" in before.output
+        assert after.output == before.output
+        await other.call(fork, Exec(command="echo mine >> f; rm -rf deep"))
+        await other.release(fork)
+        await other.drop_snapshot(info.snapshot_id)
+        assert (await other.status()).snapshots == ()
+
+
 async def test_sigterm_ends_everything_with_exit_0_and_a_second_one_is_harmless():
     async with running(drain_s=30) as server:
         client = server.client()
