@@ -8,7 +8,7 @@ from typing import Any, TypeVar, cast
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-MAX_ARGUMENT_BYTES = 16 * 1024 * 1024
+MAX_ARGUMENT_BYTES = 8 * 1024 * 1024
 """Longest JSON text of a call's arguments that is parsed at all, in bytes."""
 MAX_DEPTH = 64
 """Levels that a model's arguments may be nested."""

@@ -235,10 +235,18 @@ def _insertion(hunk: Hunk, count: int, shift: int) -> int:
 def _find(lines: list[str], old: list[str], guess: int, floor: int) -> int | None:
     if not old:
         return max(guess, floor)
-    last = len(lines) - len(old)
-    first = old[0]
-    candidates = [at for at in range(floor, last + 1) if lines[at] == first and lines[at : at + len(old)] == old]
-    return min(candidates, key=lambda at: abs(at - guess), default=None)
+    best: int | None = None
+    at = floor - 1
+    while True:
+        try:
+            at = lines.index(old[0], at + 1, len(lines) - len(old) + 1)
+        except ValueError:
+            return best
+        if lines[at : at + len(old)] == old:
+            if best is None or abs(at - guess) < abs(best - guess):
+                best = at
+            elif at > guess:
+                return best  # from here on they only lie farther away
 
 
 def _missed(path: str, number: int, total: int, lines: list[str], old: list[str]) -> str:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import posixpath
 import shlex
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic import Field, field_validator
 
@@ -19,6 +21,9 @@ from atropos.tools.models import ToolResult
 from atropos.tools.terminal import no_nul
 from atropos.tools.text import plural
 
+ON_LOOP_BYTES = 32_768
+"""Texts up to this are worked on right on the event loop."""
+_T = TypeVar("_T")
 MAX_FILES = 200
 """Files that one diff may change."""
 
@@ -87,7 +92,8 @@ class PatchTool(Tool):
         if arguments.old == arguments.new:
             raise ToolError("patch: old and new are the same; nothing would change")
         found = await _whole(scope, arguments.path)
-        return [_Edit(arguments.path, found.data, _replaced(found.data, arguments), found.mode, found.mode)]
+        after = await _off_loop(found.data, _replaced, found.data, arguments)
+        return [_Edit(arguments.path, found.data, after, found.mode, found.mode)]
 
 
 def _replaced(before: bytes, arguments: PatchArguments) -> bytes:
@@ -122,7 +128,7 @@ def _places(text: bytes, wanted: bytes) -> str:
 async def _from_diff(text: str, scope: ToolScope) -> list[_Edit]:
     if len(text) > wire.MAX_FILE_BYTES:
         raise ToolError(f"patch: the diff is longer than {wire.MAX_FILE_BYTES:,} characters")
-    changes = diffs.parse(text)
+    changes = await _off_loop(text, diffs.parse, text)
     if len(changes) > MAX_FILES:
         raise ToolError(f"patch: the diff changes {len(changes)} files; at most {MAX_FILES} at once")
     edits: dict[str, _Edit] = {}
@@ -130,6 +136,18 @@ async def _from_diff(text: str, scope: ToolScope) -> list[_Edit]:
         no_nul_path(change)
         await _plan(change, edits, scope)
     return list(edits.values())
+
+
+def _applied(before: bytes, change: diffs.FileChange) -> bytes:
+    """A file's bytes after a change; bytes that are no UTF-8 pass through."""
+    return diffs.apply(before.decode("utf-8", "surrogateescape"), change).encode("utf-8", "surrogateescape")
+
+
+async def _off_loop(measure: bytes | str, work: Callable[..., _T], *arguments: Any) -> _T:
+    """Do the work at once when there is little of it, else in a thread: other trajectories' calls go on meanwhile."""
+    if len(measure) <= ON_LOOP_BYTES:
+        return work(*arguments)
+    return await asyncio.to_thread(work, *arguments)
 
 
 def no_nul_path(change: diffs.FileChange) -> None:
@@ -159,8 +177,7 @@ async def _plan(change: diffs.FileChange, edits: dict[str, _Edit], scope: ToolSc
         known = _Edit(change.old_path, found.data, found.data, found.mode, found.mode)
     if known.after is None:
         raise diffs.PatchError(f"{change.old_path} is deleted earlier in the same diff. Nothing was changed")
-    text = known.after.decode("utf-8", "surrogateescape")
-    after = diffs.apply(text, change).encode("utf-8", "surrogateescape")
+    after = await _off_loop(known.after, _applied, known.after, change)
     mode = known.mode if change.mode is None else change.mode
     gone = _Edit(change.old_path, known.before, None, None, known.old_mode)
     if change.new_path is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import posixpath
 import shlex
 from dataclasses import dataclass
@@ -23,6 +24,8 @@ SEARCH_S = 60.0
 """Longest a search may take, in seconds."""
 NO_RIPGREP = 97
 """The exit code by which our script says that the slot has no ripgrep."""
+ON_LOOP_BYTES = 262_144
+"""Output up to this is read right on the event loop, more of it in a thread."""
 NESTED = 8
 """Repositories below the searched folder whose ignore rules are asked for."""
 
@@ -135,6 +138,8 @@ async def _ripgrep(arguments: SearchArguments, scope: ToolScope) -> _Found | Non
         raise ToolError(f"search_files: not done after {SEARCH_S:g} s; search a smaller folder")
     if result.exit_code == 2 and not result.output:
         return None  # a pattern or path that ripgrep refuses: the slot's own search says why
+    if len(result.output) > ON_LOOP_BYTES:
+        return await asyncio.to_thread(_parsed, arguments, decode(result.output), truncated=result.truncated)
     return _parsed(arguments, decode(result.output), truncated=result.truncated)
 
 

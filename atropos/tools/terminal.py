@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
 
 from atropos import wire
+from atropos.errors import SandboxError
 from atropos.tools.arguments import Arguments
 from atropos.tools.base import Tool, ToolError, ToolScope
 from atropos.tools.models import ToolResult
-from atropos.tools.text import clip, command_result, plural, shown
+from atropos.tools.text import clip, command_result, decode, plural, shown, without_escapes
 
 BUFFER_BYTES = 200_000
 """Output kept of a background process; older output falls out and is counted."""
@@ -38,7 +41,7 @@ class TerminalArguments(Arguments):
     background: bool = Field(
         default=False, description="start it, answer at once with a session id for the process tool"
     )
-    pty: bool = Field(default=False, description="with background: on a terminal of its own, for interactive programs")
+    pty: bool = Field(default=False, description="run it on a terminal of its own, for programs that want one")
     check_interval: Seconds | None = Field(
         default=None, description="with background: tell of it with later results, at most every so many seconds"
     )
@@ -64,19 +67,22 @@ class TerminalTool(Tool):
     description = (
         "Run a shell command in your workspace and see its output (stdout and stderr together) and exit code. "
         "Each command starts in a new shell; files stay. Use background=true for servers and long-running programs, "
-        "and the process tool to watch them; pty=true as well for programs that ask questions."
+        "and the process tool to watch and answer them; with pty=true they run on a terminal of their own."
     )
     arguments = TerminalArguments
     toolsets = ("default", "terminal")
 
     async def run(self, arguments: TerminalArguments, scope: ToolScope) -> ToolResult:
         """Run it, or start it in the background."""
-        if arguments.background or arguments.pty:
+        if arguments.background:
             return await self._start(arguments, scope)
         limits = scope.limits
         asked = arguments.timeout if arguments.timeout is not None else limits.command_timeout_s
         timeout_s = min(asked, limits.max_timeout_s)
         note = f"timeout {asked:g} s was cut to {timeout_s:g} s, the longest allowed" if asked > timeout_s else ""
+        if arguments.pty:
+            result = await self._on_terminal(arguments, scope, timeout_s)
+            return command_result(result, timeout_s=timeout_s, note=note, most=limits.max_output_bytes)
         result: wire.ExecResult = await scope.run(
             wire.Exec(
                 command=arguments.command,
@@ -86,6 +92,32 @@ class TerminalTool(Tool):
             )
         )
         return command_result(result, timeout_s=timeout_s, note=note, most=limits.max_output_bytes)
+
+    async def _on_terminal(self, arguments: TerminalArguments, scope: ToolScope, timeout_s: float) -> wire.ExecResult:
+        """Run it in the foreground on a terminal; what it printed as plain text."""
+        started: wire.ProcState = await scope.run(
+            wire.ProcStart(command=arguments.command, workdir=arguments.workdir, pty=True, buffer_bytes=BUFFER_BYTES)
+        )
+        try:
+            state = await read(scope, started.id, offset=0, wait_s=timeout_s, until="exit")
+            timed_out = state.running
+        except asyncio.CancelledError:
+            with contextlib.suppress(SandboxError):
+                await scope.slot.run(wire.ProcKill(id=started.id, signal="KILL"))
+            raise
+        if timed_out:
+            await scope.run(wire.ProcKill(id=started.id, signal="KILL"))
+            state = await read(scope, started.id, offset=0, wait_s=10, until="exit")
+        output = without_escapes(decode(state.output)).encode()
+        return wire.ExecResult(
+            exit_code=state.exit_code,
+            output=output,
+            timed_out=timed_out,
+            truncated=bool(state.dropped_bytes),
+            dropped_bytes=state.dropped_bytes,
+            limit=state.limit,
+            duration_s=state.uptime_s,
+        )
 
     async def _start(self, arguments: TerminalArguments, scope: ToolScope) -> ToolResult:
         state: wire.ProcState = await scope.run(
@@ -193,7 +225,7 @@ class ProcessTool(Tool):
     async def _log(self, arguments: ProcessArguments, session_id: str, scope: ToolScope) -> ToolResult:
         state = await read(scope, session_id, offset=0, max_bytes=BUFFER_BYTES)
         wanted = arguments.lines or 200
-        lines = shown(state.output).splitlines(keepends=True)
+        lines = _text(state).splitlines(keepends=True)
         kept = lines[-wanted:]
         text, dropped = clip("".join(kept), scope.limits.max_output_bytes)
         before = f"[the last {plural(len(kept), 'line')} of {len(lines):,} kept"
@@ -259,7 +291,7 @@ class ProcessTool(Tool):
         left = state.total_bytes - seen[state.id]
         lost = f"[{plural(state.dropped_bytes, 'byte')} before this were dropped]\n" if state.dropped_bytes else ""
         more = f"\n[{plural(left, 'more byte')}; poll again]" if left > 0 else ""
-        text = shown(state.output) if state.output else nothing
+        text = _text(state) if state.output else nothing
         parts = [_head(state), f"{lost}{text}{more}".rstrip("\n"), note]
         return ToolResult(
             success=True,
@@ -322,6 +354,10 @@ async def due_notes(scope: ToolScope, now: float) -> str:
                 continue
         del kept.intervals[session_id]
     return "\n".join(notes)
+
+
+def _text(state: wire.ProcState) -> str:
+    return without_escapes(decode(state.output)) if state.pty else shown(state.output)
 
 
 def _state(state: wire.ProcState) -> str:

@@ -9,6 +9,7 @@ from atropos.tools.models import ToolResult
 
 _BINARY_SAMPLE = 8192
 _BINARY_SHOWN = 600
+_ESCAPES = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|[\]PX^_][^\x07\x1b]*(?:\x07|\x1b\\)?|[@-Z\\^_=>78]|[()][0-9A-B])")
 _CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1a\x1c-\x1f\x7f]")
 
 
@@ -20,6 +21,11 @@ def is_binary(data: bytes) -> bool:
 def decode(data: bytes) -> str:
     """Bytes as text: UTF-8, what can't be decoded replaced."""
     return data.decode("utf-8", "replace")
+
+
+def without_escapes(text: str) -> str:
+    """What was written to a terminal as plain text: colours and cursor movements taken out, line ends as everywhere."""
+    return _ESCAPES.sub("", text).replace("\r\n", "\n")
 
 
 def shown(data: bytes) -> str:

@@ -114,6 +114,12 @@ class TestProcesses:
         assert ended.exit_code == 0
         assert "tty y" in ended.output
 
+    async def test_a_command_in_the_foreground_on_a_terminal(self, use):
+        result = await use("terminal", command="test -t 1 && printf '\\033[31mred\\033[0m\\n'; exit 3", pty=True)
+        assert (result.output, result.exit_code) == ("red\n", 3)
+        late = await use("terminal", command="echo begun; sleep 600", pty=True, timeout=0.5)
+        assert (late.output, late.timed_out) == ("begun\n", True)
+
     async def test_pipes_are_closed_and_exit_codes_kept(self, use):
         session = (await use("terminal", command="sort; exit 5", background=True)).data["session_id"]
         await use("process", action="write", session_id=session, data="b\na\n")
