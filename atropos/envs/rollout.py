@@ -15,11 +15,13 @@ class GroupDropped(Exception):
 
     Attributes:
         code: the failure's stable name, for metrics.
+        hopeless: another slot would not have helped.
     """
 
-    def __init__(self, message: str, *, code: str) -> None:
+    def __init__(self, message: str, *, code: str, hopeless: bool = False) -> None:
         super().__init__(message)
         self.code = code
+        self.hopeless = hopeless
 
 
 class GroupsDropped(Exception):

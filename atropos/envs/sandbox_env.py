@@ -320,8 +320,7 @@ class SandboxEnv(BaseEnv):
     async def _after_drop(self, dropped: GroupDropped) -> None:
         """Slow down while nothing works, and end the run when it looks as if nothing ever will."""
         self._dropped_in_a_row += 1
-        hopeless = isinstance(dropped.__cause__, NOT_RETRIED)
-        if self._dropped_in_a_row >= (HOPELESS_IN_A_ROW if hopeless else DROPPED_IN_A_ROW):
+        if self._dropped_in_a_row >= (HOPELESS_IN_A_ROW if dropped.hopeless else DROPPED_IN_A_ROW):
             self.lifetime.abort(
                 GroupsDropped(f"{self._dropped_in_a_row} groups in a row were dropped; the last one: {dropped}")
             )
@@ -410,7 +409,8 @@ class SandboxEnv(BaseEnv):
             except (SandboxError, InferenceError) as error:
                 hopeless = isinstance(error, NOT_RETRIED) or (isinstance(error, InferenceError) and not error.retryable)
                 if hopeless or attempt == self.config.trajectory_retries:
-                    raise GroupDropped(f"{what}: {type(error).__name__}: {error}", code=error.code) from error
+                    text = f"{what}: {type(error).__name__}: {error}"
+                    raise GroupDropped(text, code=error.code, hopeless=isinstance(error, NOT_RETRIED)) from error
                 self.metrics.retries[error.code] += 1
                 _log.warning("%s is tried again after %s: %s", what, type(error).__name__, error)
                 self.tell(Event("retry", what, detail=str(error)))
@@ -453,7 +453,7 @@ class SandboxEnv(BaseEnv):
         if writer is not None and not writer.closed:
             writer.flush()
 
-    async def _send_scored_data_to_api(self, scored_data: Any) -> None:
+    async def _send_scored_data_to_api(self, scored_data: Any) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
         """Without what is for people and files."""
         several = isinstance(scored_data, list)
         groups = cast("list[dict[str, Any]]", scored_data if several else [scored_data])
