@@ -8,24 +8,12 @@ import time
 from pathlib import Path
 
 import pytest
-from aiohttp import web
 
-from atropos.agent.transcript import MASKED
-from atropos.envs import APIServerConfig, HermesAgentBaseEnv, HermesAgentEnvConfig
+from atropos.envs import HermesAgentBaseEnv, HermesAgentEnvConfig
 from atropos.envs.rollout import GroupsDropped
 from atropos.errors import ConfigError, SlotLost
-from examples.policy.play import TASKS, Policy
-from examples.policy.server import PolicyServer, Settings
-from examples.policy.tokenizer import FOLDER
-
-
-def call(name, **arguments):
-    return {"name": name, "arguments": arguments}
-
-
-def script(*turns):
-    return f"Follow this.\n```policy\n{json.dumps(turns)}\n```"
-
+from tests.e2e.hermes_support import call, groups, running_policy, sampled_runs, script
+from tests.e2e.hermes_support import make as make_env
 
 WRITES = script(
     {"text": "<think>a file, then</think>", "calls": [call("terminal", command="echo made > made.txt; pwd")]},
@@ -56,67 +44,14 @@ class Env(HermesAgentBaseEnv):
 
 @pytest.fixture
 async def policy(tmp_path):
-    log = tmp_path / "truth.jsonl"
-    server = PolicyServer(Policy(TASKS), Settings(), log)
-    runner = web.AppRunner(server.application(), access_log=None, shutdown_timeout=0.1)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    try:
-        yield f"http://127.0.0.1:{runner.addresses[0][1]}/v1", log
-    finally:
-        await runner.cleanup()
+    async with running_policy(tmp_path) as running:
+        yield running
 
 
-def make(policy, tmp_path, rows, *, cls=Env, server_type="vllm", **settings):
-    config = HermesAgentEnvConfig(
-        **{
-            "tokenizer_name": str(FOLDER),
-            "use_wandb": False,
-            "group_size": 2,
-            "include_messages": True,
-            "ensure_scores_are_not_same": False,
-            "data_path_to_save_groups": str(tmp_path / "groups.jsonl"),
-            "total_steps": -1,
-            "dataset_name": json.dumps([{"prompt": row} if isinstance(row, str) else row for row in rows]),
-            "enabled_toolsets": ["default"],
-            "slots_per_container": 4,
-            "max_containers": 1,
-            "allow_network": False,
-            "max_token_length": 16_384,
-            **settings,
-        }
+def make(policy, tmp_path, rows, *, cls=Env, **settings):
+    return make_env(
+        cls, policy, tmp_path, [{"prompt": row} if isinstance(row, str) else row for row in rows], **settings
     )
-    url, _ = policy
-    server = APIServerConfig(
-        base_url=url,
-        api_key="x",
-        model_name="scripted-policy",
-        server_type=server_type,
-        **({"tokenizer_name": str(FOLDER)} if server_type != "openai" else {}),
-    )
-    env = cls(config, [server])
-    env.group_size_to_process, env.n_groups_to_process = config.group_size, len(rows)
-    return env
-
-
-def groups(tmp_path):
-    path = tmp_path / "groups.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-
-
-def sampled_runs(group, index):
-    """(prompt, ids, logprobs) of every turn, as the tokens say."""
-    tokens, masks, logprobs = (group[key][index] for key in ("tokens", "masks", "inference_logprobs"))
-    assert len(tokens) == len(masks) == len(logprobs)
-    at = 0
-    while at < len(tokens):
-        end = at
-        while end < len(tokens) and (masks[end] == MASKED) == (masks[at] == MASKED):
-            end += 1
-        if masks[at] != MASKED:
-            assert masks[at:end] == tokens[at:end]
-            yield tuple(tokens[:at]), tuple(tokens[at:end]), tuple(logprobs[at:end])
-        at = end
 
 
 @pytest.mark.parametrize("server_type", ["vllm", "sglang", "openai"])

@@ -1,0 +1,61 @@
+"""The example envs, whole: right work scores, wrong work doesn't."""
+
+from __future__ import annotations
+
+import json
+
+from examples.envs.data_env import DataEnv
+from examples.envs.swe_env import BUILT_IN, SweEnv
+from examples.envs.terminal_env import TerminalEnv, TerminalEnvConfig
+from examples.policy.play import TASKS
+from tests.e2e.hermes_support import call, groups, make, running_policy, script
+
+FIX = (
+    "def median(values):\n    o = sorted(values)\n    m = len(o) // 2\n"
+    "    return o[m] if len(o) % 2 else (o[m - 1] + o[m]) / 2\n"
+)
+
+
+async def test_swe_env_scores_hidden_tests_in_a_fork(tmp_path):
+    mend = {"calls": [call("write_file", path="stats.py", content=FIX)]}
+    weaken = {"calls": [call("terminal", command="echo > test_stats.py; echo 'import os; os._exit(0)' > stats.py")]}
+    rows = [
+        {**BUILT_IN, "name": name, "issue": script(turn, "done")}
+        for name, turn in (("mended", mend), ("weakened", weaken), ("untouched", "nothing"))
+    ]
+    async with running_policy(tmp_path) as policy:
+        env = make(SweEnv, policy, tmp_path, rows, slots_per_container=12, process_concurrency=3)
+        await env.process_manager()
+    scores = {group["atropos"]["item"]: group["scores"] for group in groups(tmp_path)}
+    assert scores == {"mended": [1.0, 1.0], "weakened": [0.0, 0.0], "untouched": [0.0, 0.0]}
+
+
+async def test_data_env_feeds_from_the_background(tmp_path):
+    class Scripted(DataEnv):
+        def format_prompt(self, item):
+            wanted = item["sensor"] if item["seed"] == 0 else "none"
+            code = (
+                "import json, statistics, urllib.request as u\n"
+                "rows = [r for p in range(10) for r in json.load(u.urlopen(f'http://127.0.0.1:8000/{p}'))]\n"
+                f"values = [r['celsius'] for r in rows if r['sensor'] == {wanted!r}] or [0]\n"
+                "json.dump({'median': round(statistics.median(values), 2)}, open('answer.json', 'w'))\n"
+            )
+            steps = [call("write_file", path="a.py", content=code), call("terminal", command="python3 a.py")]
+            return super().format_prompt(item) + script({"calls": steps}, "done")
+
+    async with running_policy(tmp_path) as policy:
+        env = make(Scripted, policy, tmp_path, [], server_type="openai")
+        await env.process_manager()
+    scores = {group["atropos"]["item"]: group["scores"] for group in groups(tmp_path)}
+    assert scores == {"seed-0": [1.0, 1.0], "seed-1": [0.0, 0.0]}
+
+
+async def test_terminal_env_charges_for_calls(tmp_path):
+    settings = {"tool_pool_mode": "local", "tasks_path": str(TASKS), "task_names": ["top-words"], "fork_setup": True}
+    async with running_policy(tmp_path) as policy:
+        env = make(TerminalEnv, policy, tmp_path, [], config_cls=TerminalEnvConfig, **settings)
+        await env.process_manager()
+    [group] = groups(tmp_path)
+    for score, trajectory in zip(group["scores"], group["atropos"]["trajectories"], strict=True):
+        assert score == 1.0 - 0.01 * trajectory["calls"]
+        assert json.loads(json.dumps(trajectory["info"]))["reward"] == 1.0
