@@ -498,15 +498,18 @@ async def run_tool(tool: Tool, arguments: Any, scope: ToolScope) -> ToolResult:
         if tool.timeout_s is None:
             result = as_result(await tool.run(arguments, scope))
         else:
-            async with asyncio.timeout(tool.timeout_s) as bound:
+            async with asyncio.timeout(tool.timeout_s):
                 result = as_result(await tool.run(arguments, scope))
-            del bound
     except ToolError as error:
         result = ToolResult.failure(str(error), limit=error.limit)
     except SandboxError:
         raise
-    except TimeoutError:
-        result = ToolResult.failure(f"{tool.name} took longer than {tool.timeout_s:g} s", timed_out=True)
+    except TimeoutError as error:
+        late = "timed out" if tool.timeout_s is None else f"took longer than {tool.timeout_s:g} s"
+        result = ToolResult.failure(f"{tool.name} {late}{f': {error}' if str(error) else ''}", timed_out=True)
+    except OSError as error:  # a slot's files raise as Python's own do
+        where = f": {error.filename}" if error.filename else ""
+        result = ToolResult.failure(f"{error.strerror or error}{where}")
     except Exception as error:
         _log.exception("tool %s failed", tool.name)
         result = ToolResult.failure(f"the tool {tool.name} failed: {type(error).__name__}: {error}"[:1000])

@@ -36,7 +36,13 @@ async def hold(scope, seconds: float = 60, swallow: bool = False) -> str:
 @tool(toolsets=("test",))
 async def fail(kind: str) -> str:
     """Fail."""
-    raise {"tool": ToolError("read this"), "lost": SlotLost("gone"), "bug": KeyError("oops")}[kind]
+    raise {
+        "tool": ToolError("read this"),
+        "lost": SlotLost("gone"),
+        "bug": KeyError("oops"),
+        "file": FileNotFoundError(2, "No such file", "f"),
+        "late": TimeoutError(),
+    }[kind]
 
 
 @tool(toolsets=("test",), timeout_s=0.05)
@@ -135,7 +141,9 @@ async def test_what_can_be_asked_again_breaks_nothing(executor, pool):
     assert (await executor.execute("t", terminal("true"))).success
 
 
-@pytest.mark.parametrize(("kind", "text"), [("tool", "read this"), ("bug", "KeyError")])
+@pytest.mark.parametrize(
+    ("kind", "text"), [("tool", "read this"), ("bug", "KeyError"), ("file", "No such file: f"), ("late", "timed out")]
+)
 async def test_a_tools_own_failure_is_a_result(executor, kind, text):
     result = await executor.execute("t", ToolCall(name="fail", arguments={"kind": kind}))
     assert not result.success
