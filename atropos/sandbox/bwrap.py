@@ -33,19 +33,25 @@ def _filtered() -> bool:
         return any(line.split() == ["Seccomp:", "2"] for line in file)
 
 
-def command(bwrap: str, volume: Volume, base: Base, preload: str, runner: Sequence[str]) -> list[str]:
+_PID_1_FILES = ("oom_score_adj", "oom_adj", "task/1/oom_score_adj", "task/1/oom_adj")
+
+
+def command(bwrap: str, volume: Volume, base: Base, empty: str, preload: str, runner: Sequence[str]) -> list[str]:
     """Arguments that start `runner` as PID 1 on a volume's mounts. Bubblewrap runs as root of the slot's namespace.
 
     Args:
         bwrap: the program.
         volume: the slot's mounts.
         base: which of the host's folders it sees.
+        empty: an empty file.
         preload: what covers /etc/ld.so.preload.
         runner: the command of PID 1.
     """
     capabilities = [part for name in CAPABILITIES for part in ("--cap-add", f"CAP_{name}")]
     # A container's seccomp profile refuses to set one; ours bear the name already.
     hostname = [] if _filtered() else ["--hostname", HOSTNAME]
+    # root of the slot owns PID 1's files; these would make it the first to go when memory runs out
+    covered = [part for name in _PID_1_FILES for part in ("--ro-bind", empty, f"/proc/1/{name}")]
     hosts = [part for name in base.host_folders for part in ("--ro-bind", f"{volume.folder}/host-{name}", f"/{name}")]
     return [
         bwrap,
@@ -78,6 +84,10 @@ def command(bwrap: str, volume: Volume, base: Base, preload: str, runner: Sequen
         "/etc/ld.so.preload",
         "--proc",
         "/proc",
+        "--ro-bind",
+        "/proc/sys",
+        "/proc/sys",
+        *covered,
         "--dev",
         "/dev",
         "--dev-bind",

@@ -43,6 +43,11 @@ class ProtocolViolation(Exception):
     """The runner sent what a runner doesn't send."""
 
 
+def _frame(number: int, op: str, arguments: dict[str, Any]) -> bytes:
+    body = marshal.dumps((number, op, arguments))
+    return len(body).to_bytes(4, "little") + body
+
+
 class Channel:
     """Frames to and from one runner."""
 
@@ -66,9 +71,13 @@ class Channel:
     def __repr__(self) -> str:
         return f"<Channel {len(self._open)} open calls, {self._queued} bytes queued{', closed' if self.closed else ''}>"
 
-    def start(self, environment: dict[str, str], output_bytes: int, wall_s: float) -> None:
-        """Send the first message; `ready` is done when the runner has answered."""
-        self._send(0, "init", {"environment": environment, "output_bytes": output_bytes, "wall_s": wall_s})
+    def start(self, environment: dict[str, str], output_bytes: int, wall_s: float, oom_fd: int) -> None:
+        """Send the first message; `ready` is done when the runner has answered.
+
+        `oom_fd`: its own oom_score_adj, opened from outside, because inside nobody may open it.
+        """
+        frame = _frame(0, "init", {"environment": environment, "output_bytes": output_bytes, "wall_s": wall_s})
+        socket.send_fds(self._sock, [frame], [oom_fd])
 
     def call(self, op: str, arguments: dict[str, Any]) -> tuple[int, asyncio.Future[OpResult]]:
         """Hand an operation over; the future gets its result, or an exception when the channel breaks."""
@@ -110,8 +119,7 @@ class Channel:
     def _send(self, number: int, op: str, arguments: dict[str, Any]) -> None:
         if self.closed:
             return
-        body = marshal.dumps((number, op, arguments))
-        frame = len(body).to_bytes(4, "little") + body
+        frame = _frame(number, op, arguments)
         if not self._queue:
             try:
                 sent = os.write(self._fd, frame)

@@ -146,7 +146,7 @@ class SlotHost:
         ranged = creator is not None
         preload = volumes.preload_cover(volume, self._runtime.empty, self._empty)
         return {
-            "argv": bwrap.command(self._bwrap, volume, base, preload, self._runtime.argv),
+            "argv": bwrap.command(self._bwrap, volume, base, self._runtime.empty, preload, self._runtime.argv),
             "ids": self._entered.slot_ids,
             "creator": creator,
             "cgroups": cgroup.paths,

@@ -224,8 +224,9 @@ def _free_range() -> tuple[int, int, int]:
 
 def _proc_is_masked() -> bool:
     with open("/proc/self/mountinfo", encoding="utf-8") as file:
-        points = [line.split()[4] for line in file]
-    return any(point.startswith("/proc/") and not point.startswith("/proc/sys/fs/binfmt_misc") for point in points)
+        mounts = [(line.split()[4], line.partition(" - ")[2]) for line in file]
+    covered = any(at.startswith("/proc/") and not at.startswith("/proc/sys/fs/binfmt_misc") for at, _ in mounts)
+    return covered or any(at == "/proc" and "hidepid" in rest for at, rest in mounts)
 
 
 def _become(uid: int) -> None:

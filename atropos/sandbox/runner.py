@@ -185,7 +185,7 @@ class Loop:
 
     def receive(self):
         try:
-            data = os.read(SOCKET, 1 << 18)
+            data = os.read(SOCKET, 1 << 18) if self.oom >= 0 else first_message(self)
         except BlockingIOError:
             return
         if not data:
@@ -309,6 +309,20 @@ class Loop:
 
 
 loop = Loop()
+
+
+def first_message(loop):
+    """The first message carries this process's own oom_score_adj: from inside nobody, this process included, opens it."""
+    from _socket import socket
+
+    sock = socket(fileno=SOCKET)
+    try:
+        data, extra, _, _ = sock.recvmsg(1 << 18, 64, 0x40000000)  # MSG_CMSG_CLOEXEC
+    finally:
+        sock.detach()
+    for _, _, numbers in extra:
+        loop.oom = int.from_bytes(numbers[:4], "little")
+    return data
 
 
 def memory_file(data):
@@ -583,6 +597,8 @@ def op_exec(call, command, timeout_s, workdir, env, stdin, split, max_output_byt
     limit = min(max_output_bytes or loop.output_bytes, loop.output_bytes)
     task = Command(call, limit, split)
     fds = []
+    if workdir is None and not os.path.isdir(WORKSPACE):
+        os.makedirs(WORKSPACE, 0o755, exist_ok=True)  # the slot's own programs may have removed it
     try:
         read, write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         fds += [write]
@@ -1417,6 +1433,8 @@ def op_init(call, environment, output_bytes, wall_s):
         os.makedirs(WORKSPACE, 0o755, exist_ok=True)
     except OSError:
         pass
+    for fd in (0, 1, 2):  # up to here, what goes wrong is told on the server's side
+        os.dup2(loop.null, fd, inheritable=True)
     loop.answer(call, "ready", {"pid": os.getpid()})
 
 
@@ -1431,7 +1449,6 @@ def main():
             break
     os.closerange(SOCKET + 1, 4096)
     loop.epoll = select.epoll()
-    loop.oom = os.open("/proc/self/oom_score_adj", os.O_WRONLY | os.O_CLOEXEC)
     for number in clean:
         # a signal from inside that has no handler is dropped for PID 1; Python has one for SIGINT, which would end it
         _signal.signal(number, _signal.SIG_IGN)
@@ -1451,8 +1468,6 @@ def main():
     loop.watch(wake, loop.reap)
     gc.collect()
     gc.freeze()
-    for fd in (0, 1, 2):  # up to here, what goes wrong is told on the server's side
-        os.dup2(loop.null, fd, inheritable=True)
     loop.run()
 
 

@@ -34,6 +34,7 @@ _MODULES = [
     "io",
     "abc",
     "_collections_abc",
+    "_socket",
     "marshal",
     "select",
     "time",

@@ -145,22 +145,32 @@ class SlotSandbox:
                 os.close(errors_w)
             self._bwrap_fd = _hold(pid)
             self._ended.add_done_callback(lambda _: self._broke("its bubblewrap ended"))
-            self._channel.start(self._host.environment, limits.output_bytes, limits.wall_s)
             try:
-                await asyncio.wait_for(asyncio.shield(self._channel.ready), START_DEADLINE_S)
-            except (SlotLost, OutcomeUnknown) as error:
-                raise SandboxError(f"slot {self.name} could not be started: {_said(errors_r) or error}") from None
+                async with asyncio.timeout(START_DEADLINE_S):
+                    await self._hello(status_r)
             except TimeoutError:
                 told = _said(errors_r) or "no word from PID 1"
                 raise SandboxError(
                     f"slot {self.name} could not be started within {START_DEADLINE_S} s: {told}"
                 ) from None
+            except (SlotLost, OutcomeUnknown, OSError) as error:
+                raise SandboxError(f"slot {self.name} could not be started: {_said(errors_r) or error}") from None
         finally:
-            self.host_pid = _child_pid(status_r)
-            if self.host_pid is not None:
-                self._init_fd = _hold(self.host_pid)
             os.close(status_r)
             os.close(errors_r)
+
+    async def _hello(self, status_r: int) -> None:
+        """Learn PID 1's pid from bubblewrap, give the runner what it needs, and hear from it."""
+        channel = self._channel
+        assert channel is not None
+        self.host_pid = await _child_pid(status_r)
+        self._init_fd = _hold(self.host_pid)
+        oom_fd = os.open(f"/proc/{self.host_pid}/oom_score_adj", os.O_WRONLY | os.O_CLOEXEC)
+        try:
+            channel.start(self._host.environment, self.limits.output_bytes, self.limits.wall_s, oom_fd)
+        finally:
+            os.close(oom_fd)
+        await asyncio.shield(channel.ready)
 
     def _unanswered(self) -> None:
         self._broke("PID 1 of the slot did not answer in time")
@@ -277,12 +287,30 @@ def _said(fd: int) -> str:
         return ""
 
 
-def _child_pid(fd: int) -> int | None:
-    """The pid of PID 1 that bubblewrap told; None when it ended before it had one."""
+async def _child_pid(fd: int) -> int:
+    """The pid of PID 1, from the first line that bubblewrap writes (in pieces).
+
+    Raises:
+        SlotLost: it ended before it had one.
+    """
+    loop = asyncio.get_running_loop()
+    line: asyncio.Future[bytes] = loop.create_future()
+    found = bytearray()
+
+    def readable() -> None:
+        data = os.read(fd, 4096)
+        found.extend(data)
+        if (not data or b"\n" in found) and not line.done():
+            loop.remove_reader(fd)
+            line.set_result(bytes(found).split(b"\n", 1)[0])
+
+    loop.add_reader(fd, readable)
     try:
-        return int(json.loads(os.read(fd, 4096).split(b"\n", 1)[0])["child-pid"])
-    except (BlockingIOError, ValueError, KeyError):
-        return None
+        return int(json.loads(await line)["child-pid"])
+    except (ValueError, KeyError):
+        raise SlotLost("bubblewrap ended at once") from None
+    finally:
+        loop.remove_reader(fd)
 
 
 def _hold(pid: int) -> int:

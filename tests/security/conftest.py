@@ -1,0 +1,150 @@
+"""A pool with neighbours at work, beside which attacks run."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import os
+import time
+from pathlib import Path
+
+import pytest_asyncio
+
+from atropos.config import SlotLimits
+from atropos.slots import SlotPool
+from tests.backends import Engine
+
+SECRET = "correct-horse-battery-staple-" + os.urandom(8).hex()
+NEIGHBOUR = "neighbour-" + os.urandom(6).hex()
+LIMITS = SlotLimits(memory_mib=128, pids=64, disk_mib=48, inodes=5000, open_files=512, output_bytes=200_000, wall_s=60)
+PATIENCE_S = 20.0
+"""A neighbour's call that takes longer on a loaded machine is a failure; without an attack it takes milliseconds."""
+
+
+class Neighbour:
+    """Works on in its own slot, and notices when anything there changes or stalls."""
+
+    def __init__(self, slot) -> None:
+        self.slot = slot
+        self.calls = 0
+        self.slowest_s = 0.0
+        self.failure: str | None = None
+
+    async def settle(self) -> None:
+        """Put down what attacks look for."""
+        program = f"""
+import ctypes, os, socket, time
+open("/workspace/{NEIGHBOUR}", "w").write("mine")
+open("/dev/shm/{NEIGHBOUR}", "w").write("mine")
+ctypes.CDLL(None).shmget(0x41545250, 4096, 0o1666)
+listeners = []
+for address, family in (("\\0{NEIGHBOUR}", socket.AF_UNIX), (("127.0.0.1", 8080), socket.AF_INET), (("127.0.0.1", 9999), socket.AF_INET)):
+    s = socket.socket(family)
+    s.bind(address)
+    s.listen()
+    listeners.append(s)
+print("settled", flush=True)
+time.sleep(100000)
+"""
+        await self.slot.write_file("settle.py", program)
+        result = await self.slot.exec(
+            "python3 settle.py > log & for i in $(seq 500); do grep -q settled log && exit; sleep 0.02; done; exit 1"
+        )
+        assert result.exit_code == 0, result
+        self.count = await self._processes()
+
+    async def _processes(self) -> str:
+        # the runner, the settled program, and the command itself
+        return (await self.slot.exec("cat /proc/[0-9]*/comm | sort | tr '\\n' ' '")).output
+
+    async def work(self) -> None:
+        for number in itertools.count():
+            begun = time.monotonic()
+            try:
+                async with asyncio.timeout(PATIENCE_S):
+                    result = await self.slot.exec(f"cat {NEIGHBOUR} /dev/shm/{NEIGHBOUR}; echo $(({number} + 1))")
+                    if result.output != f"minemine{number + 1}\n" or result.exit_code != 0:
+                        self.failure = f"a call answered {result}"
+                        return
+            except asyncio.CancelledError:
+                raise
+            except Exception as error:
+                self.failure = f"a call failed: {type(error).__name__}: {error}"
+                return
+            self.slowest_s = max(self.slowest_s, time.monotonic() - begun)
+            self.calls = number + 1
+            await asyncio.sleep(0.02)
+
+    async def unharmed(self, since: int) -> None:
+        """It has gone on working since, nothing in it has changed, and the kernel still gives it what it needs."""
+        async with asyncio.timeout(PATIENCE_S):
+            while self.calls <= since and self.failure is None:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        assert self.failure is None, self.failure
+        code = (
+            "import ctypes, os, pty, socket, array, fcntl\n"
+            "assert ctypes.CDLL(None).inotify_init1(0) >= 0, 'inotify'\n"
+            "pty.openpty(); os.close(os.memfd_create('x'))\n"
+            "a, b = socket.socketpair(); a.sendmsg([b'x'], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array('i', [0]))])\n"
+            "fcntl.flock(os.open('/usr/bin/env', os.O_RDONLY), fcntl.LOCK_EX | fcntl.LOCK_NB)\n"
+            "socket.create_connection(('127.0.0.1', 9999), 5)\n"
+            "print('sound')"
+        )
+        result = await self.slot.exec('python3 -c "$CODE"', env={"CODE": code}, timeout_s=PATIENCE_S)
+        assert result.output == "sound\n", result
+
+
+@pytest_asyncio.fixture(scope="session", loop_scope="session")
+async def pool(tmp_path_factory):
+    os.environ["HOST_SECRET"] = SECRET
+    engine = Engine("local")
+    config = engine.config(
+        slots_per_container=6, min_containers=1, max_containers=1, limits=LIMITS, acquire_timeout_s=60
+    )
+    async with SlotPool(config) as pool:
+        yield pool
+        stats = pool.stats()
+        assert (stats.leased, stats.retired) == (0, 0), repr(pool)
+    del os.environ["HOST_SECRET"]
+    assert await engine.residue(config) == []
+
+
+@pytest_asyncio.fixture(scope="session", loop_scope="session")
+async def secret_file():
+    """A file of the host's that anybody on the host may read."""
+    path = Path(f"/tmp/atropos-secret-{os.urandom(6).hex()}")
+    path.write_text(SECRET)
+    yield path
+    path.unlink()
+
+
+@pytest_asyncio.fixture(scope="session", loop_scope="session")
+async def neighbours(pool):
+    async with pool.lease("neighbour-1") as one, pool.lease("neighbour-2") as two:
+        found = [Neighbour(one), Neighbour(two)]
+        await found[0].settle()
+        for path in ("/workspace", "/dev/shm"):
+            await two.write_file(f"{path}/{NEIGHBOUR}", "mine")
+        await two.exec("python3 -m http.server 9999 >/dev/null 2>&1 & sleep 0.2")
+        workers = [asyncio.create_task(neighbour.work()) for neighbour in found]
+        yield found
+        for worker in workers:
+            worker.cancel()
+        await asyncio.gather(*workers, return_exceptions=True)
+
+
+@pytest_asyncio.fixture(loop_scope="session")
+async def beside(neighbours):
+    """Asserts, at the test's end, that the neighbours have noticed nothing."""
+    since = [neighbour.calls for neighbour in neighbours]
+    yield neighbours
+    for neighbour, calls in zip(neighbours, since, strict=True):
+        await neighbour.unharmed(calls)
+
+
+@pytest_asyncio.fixture(loop_scope="session")
+async def attacker(pool, beside):
+    """A slot for one attack; afterwards it is usable still, or its release says that it was not clean."""
+    async with contextlib.AsyncExitStack() as stack:
+        yield await stack.enter_async_context(pool.lease(f"attack-{os.urandom(4).hex()}"))

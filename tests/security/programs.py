@@ -1,0 +1,691 @@
+"""Attack programs, by what they are after. Each runs as root of its own slot, beside neighbours at work."""
+
+ESCAPE = {
+    "make_a_nested_user_namespace": """
+for flag in (0x80, 0x20000, 0x2000000, 0x4000000, 0x8000000, 0x10000000, 0x20000000, 0x40000000, 0x10000000 | 0x20000):
+    refused("unshare", flag)
+    pid = call("clone", flag | 17, 0, 0, 0, 0)
+    if pid == 0:
+        os._exit(0)
+    if pid > 0:
+        os.waitpid(pid, 0)
+        breach(f"clone with {flag:#x}")
+""",
+    "make_one_through_clone3": """
+class Arguments(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_uint64) for name in "flags pidfd child parent exit stack size tls set_tid count cgroup".split()]
+arguments = Arguments(flags=0x10000000, exit=17)
+pid = call("clone3", ctypes.byref(arguments), ctypes.sizeof(arguments))
+if pid == 0:
+    os._exit(0)
+if pid > 0 or ctypes.get_errno() != errno.ENOSYS:
+    breach(f"clone3: {pid}, errno {ctypes.get_errno()}")
+""",
+    "join_the_namespaces_of_pid_1_or_of_a_descriptor": """
+for name in ("user", "mnt", "net", "pid", "ipc", "uts", "cgroup", "time"):
+    for pid in ("1", "self"):
+        try:
+            fd = os.open(f"/proc/{pid}/ns/{name}", os.O_RDONLY)
+        except OSError:
+            continue
+        refused("setns", fd, 0)
+""",
+    "mount_something": """
+for kind in (b"tmpfs", b"proc", b"sysfs", b"cgroup", b"cgroup2", b"overlay", b"devpts", b"mqueue", b"debugfs", b"ext4"):
+    refused("mount", b"none", b"/mnt", kind, 0, 0)
+refused("mount", b"/usr", b"/mnt", 0, 4096, 0)
+refused("mount", 0, b"/usr", 0, 32 | 4096, 0)
+for path in (b"/usr", b"/.atropos", b"/proc", b"/proc/sys", b"/dev", b"/dev/pts", b"/dev/shm", b"/etc/ld.so.preload"):
+    refused("umount2", path, 2)
+refused("pivot_root", b".", b".")
+""",
+    "mount_through_the_new_interface": """
+refused("fsopen", b"tmpfs", 0)
+refused("open_tree", -100, b"/", 1)
+refused("move_mount", -1, b"", -100, b"/mnt", 4)
+refused("fspick", -100, b"/", 0)
+refused("mount_setattr", -100, b"/usr", 0, 0, 0)
+refused("listmount", 0, 0, 0, 0)
+refused("statmount", 0, 0, 0, 0)
+""",
+    "break_out_of_a_chroot": """
+os.makedirs("jail", exist_ok=True)
+here = os.open("/", os.O_RDONLY)
+def out():
+    os.chroot("jail")
+    os.fchdir(here)
+    for _ in range(200):
+        os.chdir("..")
+    os.chroot(".")
+    names = set(os.listdir("/"))
+    if "oldroot" in names or "newroot" in names or os.path.exists("/run/atropos") or os.path.exists(SECRET_FILE):
+        breach(f"above the root: {sorted(names)}")
+forked(out)
+""",
+    "see_the_host_s_file_system": """
+for path in ("/oldroot", "/newroot", "/run/atropos", "/work", "/rootfs", SECRET_FILE, "/var/run/docker.sock", "/host", "/sys/kernel",
+             "/proc/1/root/etc", "/proc/1/cwd/etc", "/proc/self/root/run/atropos"):
+    if os.path.exists(path):
+        breach(path)
+mounts = [line.split()[4] for line in open("/proc/self/mountinfo")]
+for path in mounts:
+    if not path.startswith(("/proc", "/dev", "/usr", "/bin", "/sbin", "/lib", "/.atropos")) and path not in ("/", "/etc/ld.so.preload"):
+        breach(path)
+""",
+    "find_the_host_s_secret_anywhere": """
+needle = SECRET.encode()
+for top, folders, files in os.walk("/", followlinks=False):
+    folders[:] = [name for name in folders if os.path.join(top, name) not in ("/usr", "/proc", "/sys", "/lib", "/bin")]
+    for name in files:
+        path = os.path.join(top, name)
+        if os.path.isfile(path) and needle in read(path):
+            breach(path)
+for pid in os.listdir("/proc"):
+    if pid.isdigit():
+        for name in ("environ", "cmdline", "maps", "status"):
+            if needle in read(f"/proc/{pid}/{name}") and int(pid) not in (os.getpid(), os.getppid()):
+                breach(f"/proc/{pid}/{name}")
+""",
+    "see_processes_of_others": """
+names = [read(f"/proc/{pid}/cmdline") for pid in os.listdir("/proc") if pid.isdigit()]
+if len(names) > 5 or any(NEIGHBOUR.encode() in name for name in names):
+    breach(names)
+for pid in range(2, 400):
+    if os.path.exists(f"/proc/{pid}/stat") and pid not in (os.getpid(), os.getppid()) and f"{pid}" not in os.listdir("/proc/self/task"):
+        line = read(f"/proc/{pid}/cmdline")
+        if b"atropos" in line and b"/.atropos" not in line:
+            breach(line)
+""",
+    "read_pid_1": """
+for name in ("mem", "environ", "maps", "smaps", "auxv", "stack", "syscall", "pagemap", "fd/0", "fd/3", "map_files", "personality", "io"):
+    if name.startswith("fd/"):
+        denied(os.readlink, f"/proc/1/{name}")
+        denied(os.open, f"/proc/1/{name}", os.O_RDWR)
+    elif read(f"/proc/1/{name}"):
+        breach(name)
+for name in ("exe", "cwd", "root"):
+    denied(os.readlink, f"/proc/1/{name}")
+denied(os.listdir, "/proc/1/root/")
+denied(os.listdir, "/proc/1/task/1/cwd/")
+""",
+    "trace_pid_1": """
+for request in (16, 0x4206):
+    refused("ptrace", request, 1, 0, 0)
+buffer = ctypes.create_string_buffer(8)
+class Vector(ctypes.Structure):
+    _fields_ = [("base", ctypes.c_void_p), ("size", ctypes.c_size_t)]
+local = Vector(ctypes.addressof(buffer), 8)
+for name in ("process_vm_readv", "process_vm_writev"):
+    for address in (0x400000, 0x7f0000000000, 0x555555554000):
+        remote = Vector(address, 8)
+        refused(name, 1, ctypes.byref(local), 1, ctypes.byref(remote), 1, 0)
+        if ctypes.get_errno() not in (errno.EPERM, errno.ESRCH):
+            breach(f"{name}: errno {ctypes.get_errno()}")
+refused("kcmp", 1, os.getpid(), 0, 0, 0)
+""",
+    "take_descriptors_of_pid_1": """
+fd = call("pidfd_open", 1, 0)
+for number in range(12):
+    if fd >= 0:
+        refused("pidfd_getfd", fd, number, 0)
+refused("process_madvise", fd, 0, 0, 21, 0)
+refused("process_mrelease", fd, 0)
+""",
+    "signal_pid_1": """
+for number in range(1, 65):
+    if number not in (32, 33):
+        try:
+            os.kill(1, number)
+        except OSError:
+            pass
+for _ in range(2000):
+    os.kill(1, signal.SIGCHLD)
+    os.kill(1, signal.SIGUSR1)
+""",
+    "weaken_pid_1": """
+class Limit(ctypes.Structure):
+    _fields_ = [("soft", ctypes.c_uint64), ("hard", ctypes.c_uint64)]
+for number in range(16):
+    limit = Limit(0, 0)
+    refused("prlimit64", 1, number, ctypes.byref(limit), 0)
+    refused("prlimit64", 1 | 1 << 32, number, ctypes.byref(limit), 0)
+mask = ctypes.c_uint64(1)
+refused("sched_setaffinity", 1, 8, ctypes.byref(mask))
+refused("sched_setscheduler", 1, 5, ctypes.byref(ctypes.c_int(0)))
+refused("setpriority", 0, 1, 19)
+refused("setpriority", 2, 0, 19)
+refused("ioprio_set", 1, 1, 3 << 13)
+refused("ioprio_set", 3, 0, 3 << 13)
+""",
+    "reach_the_kernel": """
+for name in ("syslog", "acct", "swapon", "swapoff", "reboot", "kexec_load", "kexec_file_load", "init_module", "finit_module",
+             "delete_module", "quotactl", "quotactl_fd", "iopl", "ioperm", "modify_ldt", "lookup_dcookie", "vhangup", "uselib", "sysfs",
+             "bpf", "perf_event_open", "userfaultfd", "io_uring_setup", "memfd_secret", "fanotify_init", "keyctl", "add_key",
+             "request_key", "mbind", "set_mempolicy", "get_mempolicy", "move_pages", "migrate_pages", "lsm_get_self_attr"):
+    refused(name, 0, 0, 0, 0, 0, 0)
+    if name in NR and ctypes.get_errno() not in (errno.EPERM, errno.ENOSYS):
+        breach(f"{name}: errno {ctypes.get_errno()}, so that it got past the filter")
+refused("io_setup", 1000, ctypes.byref(ctypes.c_ulong(0)))
+if ctypes.get_errno() != errno.EPERM:
+    breach("io_setup")
+""",
+    "change_the_machine": """
+refused("sethostname", b"evil", 4)
+refused("setdomainname", b"evil", 4)
+refused("settimeofday", ctypes.create_string_buffer(16), 0)
+refused("clock_settime", 0, ctypes.create_string_buffer(16))
+refused("clock_adjtime", 0, ctypes.create_string_buffer(256))
+refused("adjtimex", ctypes.create_string_buffer(256))
+for path in ("kernel/core_pattern", "kernel/hostname", "kernel/panic", "kernel/modprobe", "vm/overcommit_memory", "fs/file-max",
+             "user/max_user_namespaces", "user/max_inotify_instances", "net/ipv4/ip_forward", "kernel/shmmax", "kernel/yama/ptrace_scope"):
+    if os.path.exists(f"/proc/sys/{path}"):
+        denied(write, f"/proc/sys/{path}")
+for path in ("/proc/sysrq-trigger", "/proc/kcore", "/proc/kmsg", "/proc/kpageflags", "/proc/timer_list", "/proc/irq/0/smp_affinity",
+             "/proc/mtrr", "/proc/scsi/scsi"):
+    if os.path.exists(path):
+        denied(write, path)
+if read("/proc/kcore") or read("/proc/kmsg"):
+    breach("kernel memory or log")
+""",
+    "open_devices": """
+import stat
+denied(os.mknod, "/workspace/mem", 0o020666, os.makedev(1, 1))
+denied(os.mknod, "/dev/disk", 0o060666, os.makedev(8, 0))
+denied(os.mknod, "/tmp/kmsg", 0o020666, os.makedev(1, 11))
+for name in ("mem", "kmem", "port", "kmsg", "fuse", "kvm", "net/tun", "loop0", "loop-control", "sda", "vda", "mapper/control", "vsock",
+             "vhost-net", "snd", "dri", "input", "hpet", "rtc0", "userfaultfd", "nvidia0", "mqueue"):
+    if os.path.exists(f"/dev/{name}"):
+        breach(name)
+denied(os.mkdir, "/dev/mine")
+""",
+    "gain_capabilities": """
+import subprocess, shutil
+status = dict(line.split(":\\t") for line in open("/proc/self/status") if ":\\t" in line)
+for name in ("CapPrm", "CapEff", "CapBnd"):
+    bits = int(status[name], 16)
+    for cap, called in ((21, "SYS_ADMIN"), (12, "NET_ADMIN"), (13, "NET_RAW"), (19, "SYS_PTRACE"), (16, "SYS_MODULE"), (17, "SYS_RAWIO"),
+                        (22, "SYS_BOOT"), (27, "MKNOD"), (24, "SYS_RESOURCE"), (39, "BPF"), (38, "PERFMON"), (2, "DAC_READ_SEARCH")):
+        if bits >> cap & 1:
+            breach(f"{called} in {name}")
+if status["NoNewPrivs"].strip() != "1":
+    breach("no_new_privs")
+# a file capability that the bounding set doesn't hold
+shutil.copy("/usr/bin/cat", "/workspace/cat")
+xattr = struct.pack("<IIIII", 0x02000001, 1 << 21, 0, 0, 0)
+try:
+    os.setxattr("/workspace/cat", "security.capability", xattr)
+except OSError:
+    pass
+shown = subprocess.run(["/workspace/cat", "/proc/self/status"], capture_output=True, text=True).stdout
+if "CapEff:" in shown and int(shown.split("CapEff:")[1].split()[0], 16) >> 21 & 1:
+    breach("SYS_ADMIN through a file capability")
+""",
+    "use_32_bit_and_x32_calls": """
+if os.uname().machine == "x86_64":
+    page = libc.mmap(None, 4096, 7, 0x22, -1, 0)
+    # getpid by int 0x80, and by an x32 number
+    ctypes.memmove(page, bytes.fromhex("b814000000cd80c3"), 8)
+    def legacy():
+        result = ctypes.CFUNCTYPE(ctypes.c_int)(page)()
+        breach(f"int 0x80 answered {result}")
+    status = forked(legacy)
+    if not os.WIFSIGNALED(status):
+        breach(f"a 32-bit call did not kill: {status}")
+    def x32():
+        ctypes.set_errno(0)
+        result = libc.syscall(ctypes.c_long(0x40000000 + 39))
+        if result != -1 or ctypes.get_errno() != errno.ENOSYS:
+            breach(f"x32 getpid: {result}, errno {ctypes.get_errno()}")
+    forked(x32)
+""",
+    "unknown_call_numbers": """
+for number in (462, 470, 500, 511, 600, 1000, 100000):
+    ctypes.set_errno(0)
+    if libc.syscall(ctypes.c_long(number), 0, 0, 0, 0, 0, 0) != -1 or ctypes.get_errno() not in (errno.ENOSYS, errno.EPERM):
+        breach(f"call {number}: errno {ctypes.get_errno()}")
+""",
+    "open_forbidden_sockets": """
+for family in (3, 4, 9, 15, 17, 21, 29, 30, 31, 36, 38, 40, 41, 43, 44, 45):
+    for kind in (1, 2, 3, 5):
+        for number in (family, family | 1 << 32):
+            result = libc.socket(ctypes.c_long(number), kind, 0)
+            if result != -1:
+                breach(f"family {family} type {kind}")
+for protocol in (4, 7, 9, 10, 11, 12, 15, 16, 18, 20, 21):
+    if libc.socket(16, 3, protocol) != -1:
+        breach(f"netlink {protocol}")
+for family in (2, 10):
+    for protocol in (1, 6, 17, 58, 255):
+        if libc.socket(family, 3, protocol) != -1:
+            breach(f"raw socket {family} {protocol}")
+""",
+    "push_characters_into_a_terminal": """
+import pty
+main, other = pty.openpty()
+for request in (0x5412, 0x541C):
+    for value in (request, request | 1 << 32):
+        ctypes.set_errno(0)
+        if libc.ioctl(ctypes.c_int(other), ctypes.c_ulong(value), ctypes.byref(ctypes.c_char(b"x"))) != -1:
+            breach(f"ioctl {value:#x}")
+        if ctypes.get_errno() != errno.EPERM and value == request:
+            breach(f"ioctl {value:#x}: errno {ctypes.get_errno()}")
+""",
+    "open_files_by_handle": """
+handle = ctypes.create_string_buffer(128)
+struct.pack_into("<I", handle, 0, 100)
+refused("name_to_handle_at", -100, b"/", handle, ctypes.byref(ctypes.c_int()), 0)
+refused("open_by_handle_at", os.open("/", os.O_RDONLY), handle, 0)
+""",
+    "change_what_is_read_only": """
+for path in ("/usr/bin/env", "/usr/lib/os-release", "/.atropos/python", "/.atropos/runner.pyc", "/etc/ld.so.preload"):
+    if os.path.exists(path):
+        denied(os.open, path, os.O_WRONLY)
+        denied(os.unlink, path)
+        denied(os.rename, path, "/workspace/x")
+denied(os.chmod, "/usr/bin/env", 0o777)
+denied(os.setxattr, "/usr/bin/env", "user.x", b"1")
+denied(os.mkdir, "/usr/mine")
+denied(os.mkdir, "/.atropos/mine")
+denied(os.symlink, "/", "/.atropos/link")
+""",
+    "reach_a_cgroup": """
+for line in open("/proc/self/mountinfo"):
+    if " - cgroup" in line:
+        breach(line)
+for line in open("/proc/self/cgroup"):
+    path = line.strip().split(":", 2)[2]
+    if path not in ("/", "/..", "/../..", "/../../..") and "slot" in path and not path.startswith("/"):
+        breach(line)
+denied(write, "/sys/fs/cgroup/cgroup.procs")
+""",
+    "offer_pid_1_to_the_memory_killer": """
+for path in ("/proc/1/oom_score_adj", "/proc/1/oom_adj", "/proc/1/task/1/oom_score_adj", "/proc/1/task/1/oom_adj"):
+    denied(write, path, b"1000")
+for name in ("timerslack_ns", "coredump_filter", "comm", "autogroup", "sched", "clear_refs", "loginuid", "uid_map", "setgroups"):
+    try:
+        write(f"/proc/1/{name}", b"1")
+    except OSError:
+        pass
+""",
+}
+
+NEIGHBOURS = {
+    "connect_to_the_neighbour": """
+import urllib.request
+for port in (8080, 9999):
+    s = socket.socket()
+    s.settimeout(1)
+    if s.connect_ex(("127.0.0.1", port)) == 0:
+        breach(f"port {port}")
+s = socket.socket(socket.AF_UNIX)
+if s.connect_ex("\\0" + NEIGHBOUR) == 0:
+    breach("abstract socket")
+if NEIGHBOUR.encode() in read("/proc/net/unix"):
+    breach("/proc/net/unix")
+mine = socket.socket()
+mine.bind(("127.0.0.1", 8080))
+mine.listen()
+""",
+    "connect_to_the_host_and_beyond": """
+for host, port in (("127.0.0.1", SERVER_PORT), ("169.254.169.254", 80), ("10.0.0.1", 80), ("172.17.0.1", 2375), ("192.168.0.1", 80),
+                   ("1.1.1.1", 53), ("100.100.100.200", 80)):
+    s = socket.socket()
+    s.settimeout(1)
+    if s.connect_ex((host, port)) == 0:
+        breach(f"{host}:{port}")
+for host in ("fe80::1", "fd00:ec2::254", "2606:4700:4700::1111"):
+    s = socket.socket(socket.AF_INET6)
+    s.settimeout(1)
+    if s.connect_ex((host, 80)) == 0:
+        breach(host)
+s = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+denied(s.sendto, b"x", ("1.1.1.1", 53))
+devices = [line.split(":")[0].strip() for line in open("/proc/net/dev").readlines()[2:]]
+if devices != ["lo"]:
+    breach(devices)
+""",
+    "share_memory_with_the_neighbour": """
+libc.shmget.restype = ctypes.c_int
+if libc.shmget(0x41545250, 4096, 0) != -1:
+    breach("System V memory")
+if libc.semget(0x41545250, 1, 0) != -1 or libc.msgget(0x41545250, 0) != -1:
+    breach("System V semaphore or queue")
+if os.listdir("/dev/shm"):
+    breach(os.listdir("/dev/shm"))
+for line in open("/proc/sysvipc/shm").readlines()[1:]:
+    breach(line)
+""",
+    "find_the_neighbour_s_files": """
+for top, folders, files in os.walk("/", followlinks=False):
+    folders[:] = [name for name in folders if os.path.join(top, name) not in ("/usr", "/proc", "/sys")]
+    for name in files + folders:
+        if NEIGHBOUR in name:
+            breach(os.path.join(top, name))
+""",
+    "lock_what_the_neighbour_needs": """
+for path in ("/usr/bin/env", "/usr/bin/bash", "/usr/bin/python3", "/.atropos/python", "/.atropos/runner.pyc", "/etc/ld.so.preload"):
+    if os.path.exists(path):
+        fd = os.open(path, os.O_RDONLY)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            breach(f"{path} is locked by somebody else: {error}")
+time.sleep(0.5)
+""",
+    "watch_what_the_neighbour_runs": """
+fd = libc.inotify_init1(os.O_NONBLOCK)
+for path in (b"/usr/bin", b"/usr/bin/cat", b"/usr/lib", b"/.atropos", b"/.atropos/lib", b"/etc"):
+    libc.inotify_add_watch(fd, path, 0xFFF)
+time.sleep(0.6)
+try:
+    data = os.read(fd, 65536)
+    breach(f"{len(data)} bytes of events")
+except BlockingIOError:
+    pass
+""",
+    "hold_a_lease_on_a_shared_file": """
+for path in ("/usr/bin/cat", "/usr/bin/bash"):
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_WRLCK)
+    except OSError:
+        pass
+time.sleep(0.3)
+""",
+}
+
+BOMBS = {
+    "fork_without_end": """
+started = time.time()
+count = 0
+while time.time() - started < 1.5:
+    try:
+        if os.fork() == 0:
+            signal.pause()
+        count += 1
+    except OSError:
+        time.sleep(0.01)
+if count > 200:
+    breach(f"{count} processes")
+os.kill(0, signal.SIGKILL)
+""",
+    "threads_without_end": """
+stop = threading.Event()
+count = 0
+try:
+    while count < 1000:
+        threading.Thread(target=stop.wait, daemon=True).start()
+        count += 1
+except RuntimeError:
+    pass
+if count > 200:
+    breach(f"{count} threads")
+stop.set()
+""",
+    "memory_without_end": """
+def eat():
+    kept = []
+    while True:
+        kept.append(bytearray(8 << 20))
+        if len(kept) > 100:
+            breach("800 MiB under a limit of 128")
+            return
+status = forked(eat)
+""",
+    "shared_and_hidden_memory": """
+def shared():
+    kept = []
+    for number in range(64):
+        fd = os.memfd_create("x")
+        os.write(fd, bytes(8 << 20))
+        kept.append(fd)
+    breach("512 MiB in memory files")
+forked(shared)
+def mapped():
+    import mmap
+    m = mmap.mmap(-1, 512 << 20)
+    for at in range(0, 512 << 20, 4096):
+        m[at] = 1
+    breach("512 MiB mapped")
+forked(mapped)
+""",
+    "fill_every_file_system": """
+for folder in ("/workspace", "/tmp", "/dev/shm", "/var/tmp", "/root", "/run"):
+    try:
+        fd = os.open(f"{folder}/fill", os.O_WRONLY | os.O_CREAT)
+    except OSError:
+        continue
+    written = 0
+    try:
+        while written < 200 << 20:
+            written += os.write(fd, bytes(1 << 20))
+        breach(f"{written} bytes in {folder}")
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            print(folder, error)
+    os.close(fd)
+    os.unlink(f"{folder}/fill")
+for folder in ("/dev", "/proc", "/.atropos", "/usr"):
+    try:
+        fd = os.open(f"{folder}/fill", os.O_WRONLY | os.O_CREAT)
+        breach(folder)
+    except OSError:
+        pass
+""",
+    "use_up_inodes": """
+count = 0
+try:
+    os.mkdir("/tmp/many")
+    while count < 20000:
+        os.close(os.open(f"/tmp/many/{count}", os.O_CREAT | os.O_WRONLY))
+        count += 1
+    breach("20,000 files under a limit of 5,000")
+except OSError as error:
+    if error.errno != errno.ENOSPC:
+        breach(error)
+""",
+    "a_folder_deeper_than_any_path": """
+depth = 0
+try:
+    for depth in range(1500):
+        os.mkdir("d" * 100)
+        os.chdir("d" * 100)
+except OSError as error:
+    print(depth, error)
+""",
+    "names_and_modes_that_break_cleaners": r"""
+os.mkdir(b"/workspace/bad")
+for name in (b"\xff\xfe", b"\n", b"-rf", b" ", b"\x01\x02", b"a" * 255, "ü".encode("latin-1"), b"..."):
+    with open(b"/workspace/bad/" + name, "wb") as file:
+        file.write(b"x")
+os.mkdir("/workspace/closed")
+open("/workspace/closed/in", "w").close()
+os.chmod("/workspace/closed", 0)
+os.symlink("/", "/workspace/to-root")
+os.symlink("loop", "/workspace/loop")
+os.mkfifo("/workspace/fifo")
+""",
+    "descriptors_without_end": """
+kept = []
+try:
+    while len(kept) < 100000:
+        kept.append(os.open("/dev/null", os.O_RDONLY))
+    breach(f"{len(kept)} descriptors")
+except OSError as error:
+    if error.errno != errno.EMFILE:
+        print(error)
+""",
+    "descriptors_in_flight": """
+import array
+kept = []
+try:
+    for _ in range(300):
+        a, b = socket.socketpair()
+        kept += [a, b]
+        for _ in range(50):
+            a.setblocking(False)
+            a.sendmsg([b"x"], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [0] * 200))])
+except OSError as error:
+    print(error)
+time.sleep(0.5)
+""",
+    "socket_buffers_without_end": """
+kept, sent = [], 0
+try:
+    for _ in range(100):
+        a, b = socket.socketpair()
+        a.setblocking(False)
+        a.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 30)
+        kept += [a, b]
+        try:
+            while True:
+                sent += a.send(bytes(65536))
+        except BlockingIOError:
+            pass
+except OSError as error:
+    print(error)
+server = socket.socket()
+server.bind(("127.0.0.1", 0))
+server.listen(1000)
+try:
+    for _ in range(60):
+        c = socket.socket()
+        c.connect(server.getsockname())
+        c.setblocking(False)
+        kept.append(c)
+        try:
+            while True:
+                sent += c.send(bytes(65536))
+        except BlockingIOError:
+            pass
+except OSError as error:
+    print(error)
+if sent > 400 << 20:
+    breach(f"{sent >> 20} MiB queued under a limit of 128")
+""",
+    "pipe_buffers_without_end": """
+kept, total = [], 0
+try:
+    for _ in range(100):
+        r, w = os.pipe()
+        kept += [r, w]
+        try:
+            total += fcntl.fcntl(w, 1031, 1 << 20)
+        except OSError:
+            total += 65536
+        os.set_blocking(w, False)
+        try:
+            while True:
+                os.write(w, bytes(65536))
+        except BlockingIOError:
+            pass
+except OSError as error:
+    print(error)
+""",
+    "inotify_without_end": """
+kept = []
+while len(kept) < 4096:
+    fd = libc.inotify_init1(0)
+    if fd < 0:
+        break
+    kept.append(fd)
+if len(kept) > 64:
+    breach(f"{len(kept)} inotify instances")
+watches = 0
+if kept:
+    for number in range(30000):
+        path = f"/tmp/w{number}"
+        try:
+            os.mkdir(path)
+        except OSError:
+            break
+        if libc.inotify_add_watch(kept[0], path.encode(), 0xFFF) < 0:
+            break
+        watches += 1
+print(len(kept), watches)
+time.sleep(0.3)
+""",
+    "queued_signals_and_timers_without_end": """
+signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGRTMIN])
+count = 0
+class Value(ctypes.Structure):
+    _fields_ = [("v", ctypes.c_void_p)]
+while count < 200000 and libc.sigqueue(os.getpid(), int(signal.SIGRTMIN), Value(0)) == 0:
+    count += 1
+if count > 20000:
+    breach(f"{count} signals queued")
+time.sleep(0.3)
+""",
+    "message_queues_without_end": """
+count = 0
+class Attributes(ctypes.Structure):
+    _fields_ = [("flags", ctypes.c_long), ("most", ctypes.c_long), ("size", ctypes.c_long), ("now", ctypes.c_long), ("pad", ctypes.c_long * 4)]
+try:
+    rt = ctypes.CDLL("librt.so.1", use_errno=True)
+    a = Attributes(0, 10, 8192)
+    while count < 5000 and rt.mq_open(f"/q{count}".encode(), os.O_CREAT | os.O_RDWR, 0o600, ctypes.byref(a)) >= 0:
+        count += 1
+except OSError as error:
+    print(error)
+if count > 100:
+    breach(f"{count} queues")
+time.sleep(0.3)
+""",
+    "terminals_without_end": """
+kept = []
+try:
+    while len(kept) < 3000:
+        kept.append(os.open("/dev/ptmx", os.O_RDWR | os.O_NOCTTY))
+    breach(f"{len(kept)} terminals")
+except OSError as error:
+    print(len(kept), error)
+time.sleep(0.3)
+""",
+    "locks_without_end": """
+fd = os.open("/workspace/locks", os.O_RDWR | os.O_CREAT)
+count = 0
+try:
+    for count in range(3000):
+        fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, count * 2)
+except OSError as error:
+    print(count, error)
+""",
+    "burn_every_core": """
+for _ in range(16):
+    if os.fork() == 0:
+        until = time.time() + 2
+        while time.time() < until:
+            pass
+        os._exit(0)
+for _ in range(16):
+    os.wait()
+""",
+    "orphans_and_zombies_without_end": """
+for _ in range(600):
+    try:
+        if os.fork() == 0:
+            if os.fork() == 0:
+                os._exit(0)
+            os._exit(0)
+        os.wait()
+    except OSError:
+        pass
+time.sleep(0.2)
+zombies = [pid for pid in os.listdir("/proc") if pid.isdigit() and b") Z" in read(f"/proc/{pid}/stat")]
+if len(zombies) > 30:
+    breach(f"{len(zombies)} zombies")
+""",
+    "segments_of_system_v_memory": """
+def eat():
+    libc.shmat.restype = ctypes.c_void_p
+    for number in range(100):
+        ident = libc.shmget(0, 8 << 20, 0o1600)
+        if ident < 0:
+            return
+        at = libc.shmat(ident, None, 0)
+        libc.shmctl(ident, 0, None)  # gone with its last user
+        ctypes.memset(at, 1, 8 << 20)
+    breach("800 MiB of segments under a limit of 128")
+forked(eat)
+""",
+}

@@ -1,0 +1,45 @@
+"""Every attack program, as root of its own slot beside neighbours at work: none succeeds, and nobody else notices."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.security import programs
+from tests.security.conftest import NEIGHBOUR, SECRET
+from tests.security.prelude import program
+
+pytestmark = pytest.mark.asyncio(loop_scope="session")
+
+
+async def attack(slot, body: str, secret_file, pool, timeout_s: float = 30):
+    port = int(slot.link.url.rsplit(":", 1)[1].split("/")[0]) if hasattr(slot.link, "url") else 1
+    names = f"SECRET = {SECRET[:12]!r} + {SECRET[12:]!r}\nSECRET_FILE = {str(secret_file)!r}\nNEIGHBOUR = {NEIGHBOUR!r}\nSERVER_PORT = {port}\n"
+    result = await slot.exec("exec python3 -I -", stdin=names + program(body), timeout_s=timeout_s)
+    assert "BREACH" not in result.output, result.output
+    return result
+
+
+async def usable(slot) -> None:
+    await slot.quiesce()
+    result = await slot.exec("echo usable")
+    assert (result.exit_code, result.output) == (0, "usable\n"), result
+
+
+@pytest.mark.parametrize("name", programs.ESCAPE)
+async def test_no_program_escapes_or_sees_outside(attacker, pool, secret_file, name):
+    result = await attack(attacker, programs.ESCAPE[name], secret_file, pool)
+    assert result.output.endswith("HELD\n") and result.exit_code == 0, result
+    await usable(attacker)
+
+
+@pytest.mark.parametrize("name", programs.NEIGHBOURS)
+async def test_no_program_reaches_a_neighbour_or_the_network(attacker, pool, secret_file, name):
+    result = await attack(attacker, programs.NEIGHBOURS[name], secret_file, pool)
+    assert result.output.endswith("HELD\n") and result.exit_code == 0, result
+    await usable(attacker)
+
+
+@pytest.mark.parametrize("name", programs.BOMBS)
+async def test_no_bomb_harms_more_than_its_own_slot(attacker, pool, secret_file, name):
+    await attack(attacker, programs.BOMBS[name], secret_file, pool)
+    await usable(attacker)
