@@ -110,7 +110,7 @@ class SandboxEnv(BaseEnv):
                 check_tokenizer(server.tokenizer_name, field="openai.tokenizer_name")
         self.jsonl_writer: Any = None
         try:
-            super().__init__(config, servers, slurm=slurm, testing=testing)
+            super().__init__(config, cast("Any", server_configs if testing else servers), slurm=slurm, testing=testing)
         except OSError as error:
             raise ConfigError(f"env.tokenizer_name: {config.tokenizer_name!r} can't be loaded: {error}") from error
         prepare_servers(self.server)
