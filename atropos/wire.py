@@ -42,7 +42,7 @@ class Exec(Message):
     env: dict[str, str] = Field(default_factory=dict)
     clean_env: bool = Field(default=False, description="start from the slot's first environment and PATH alone")
     stdin: bytes | None = None
-    split: bool = Field(default=False, description="stdout and stderr apart, besides the combined output")
+    split: bool = Field(default=False, description="stdout and stderr apart; combined by arrival")
     max_output_bytes: int | None = Field(default=None, gt=0)
 
 
