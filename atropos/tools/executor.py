@@ -22,6 +22,7 @@ from atropos.errors import (
     NotSupported,
     OutcomeUnknown,
     SandboxError,
+    SlotLost,
 )
 from atropos.tools.arguments import BadArguments, check, coerce, parse_object, sayable
 from atropos.tools.base import Tool, ToolError, ToolLimits, ToolScope, ToolSlot, as_result
@@ -441,7 +442,9 @@ class ToolExecutor:
         try:
             async with trajectory.turn:
                 if trajectory.broken is not None:
-                    raise type(trajectory.broken)(
+                    # This call never started, whatever became of the one that found out.
+                    unknown = isinstance(trajectory.broken, OutcomeUnknown)
+                    raise (SlotLost if unknown else type(trajectory.broken))(
                         f"trajectory {trajectory.id!r} is broken and must be released: {trajectory.broken}"
                     ) from trajectory.broken
                 yield
