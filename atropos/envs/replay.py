@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,9 @@ import jinja2
 MAX_TRAJECTORIES = 1000
 """Shown on one page; the JSONL has all of them."""
 MAX_MESSAGE_CHARS = 20_000
+KINDS = frozenset({"user", "assistant", "tool"})
+CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
+RESULT = re.compile(r"<tool_response>(.*?)</tool_response>", re.DOTALL)
 
 _PAGE = """\
 <!doctype html>
@@ -22,11 +26,12 @@ _PAGE = """\
 body{font:15px/1.5 system-ui,sans-serif;max-width:1000px;margin:2rem auto;padding:0 1rem;color:#1c2430;background:#fff}
 h1{font-size:1.4rem}table{border-collapse:collapse;margin:1rem 0}td,th{padding:.2rem .8rem;text-align:left;border-bottom:1px solid #dde2ea}
 details{border:1px solid #dde2ea;border-radius:6px;margin:.5rem 0}summary{padding:.5rem .8rem;cursor:pointer}
-details details{margin:.5rem .8rem}.m{margin:.4rem .8rem;border-left:4px solid #c3cad6;padding:.2rem .8rem;background:#f7f8fa}
+details details{margin:.5rem .8rem}details.m{border-radius:0;border-width:0 0 0 4px}details.m summary{padding:.2rem 0}.m{margin:.4rem .8rem;border-left:4px solid #c3cad6;padding:.2rem .8rem;background:#f7f8fa}
+pre.call{border:1px solid #bcd5c5;border-radius:4px;padding:.3rem .5rem}pre.result{color:#3c4656}
 .m.user{border-color:#8fa3c8}.m.assistant{border-color:#3a7d55;background:#f1f8f3}.m.tool{border-color:#b9892f}
 .m b{font-size:.75rem;text-transform:uppercase;color:#667}pre{white-space:pre-wrap;overflow-wrap:anywhere;margin:.2rem 0;font-size:.85rem}
 .s{display:inline-block;min-width:3.2rem;font-weight:600}.good{color:#2a7d46}.bad{color:#b3372f}.mid{color:#9a6b12}.n{color:#667}
-@media(prefers-color-scheme:dark){body{background:#14181e;color:#dfe5ee}.m{background:#1b212a}.m.assistant{background:#17251c}
+@media(prefers-color-scheme:dark){body{background:#14181e;color:#dfe5ee}.m{background:#1b212a}.m.assistant{background:#17251c}pre.call{border-color:#2f4a39}pre.result{color:#b6c0ce}
 details,td,th{border-color:#2c3440}}
 </style></head><body>
 <h1>{{ title }}</h1>
@@ -35,10 +40,14 @@ details,td,th{border-color:#2c3440}}
 """
 _GROUP = """\
 <details><summary><span class="s {{ colour }}">{{ "%.2f"|format(mean) }}</span> {{ name }}
-<span class="n">· {{ rollouts|length }} trajectories</span></summary>
+<span class="n">{% for r in rollouts[:16] %}<span class="{{ r.colour }}">{{ "%.2f"|format(r.score) }}</span> {% endfor %}
+{%- if rollouts|length > 16 %}and {{ rollouts|length - 16 }} more{% endif %}</span></summary>
 {% for r in rollouts %}<details><summary><span class="s {{ r.colour }}">{{ "%.2f"|format(r.score) }}</span>
 {{ r.id }} <span class="n">{{ r.facts }}</span></summary>
-{% for m in r.messages %}<div class="m {{ m.kind }}"><b>{{ m.role }}</b><pre>{{ m.text }}</pre></div>
+{% for m in r.messages %}{% if m.folded %}<details class="m"><summary><b>{{ m.role }}</b></summary>
+{%- else %}<div class="m {{ m.kind }}"><b>{{ m.role }}</b>{% endif %}
+{%- for part in m.parts %}<pre class="{{ part.kind }}">{{ part.text }}</pre>{% endfor %}
+{%- if m.folded %}</details>{% else %}</div>{% endif %}
 {% endfor %}{% if r.info %}<div class="m"><b>verification</b><pre>{{ r.info }}</pre></div>{% endif %}</details>
 {% endfor %}</details>
 """
@@ -124,22 +133,77 @@ def _rollouts(group: dict[str, Any]) -> Iterator[dict[str, Any]]:
         }
 
 
-def _messages(messages: Iterable[Any]) -> Iterator[dict[str, str]]:
+def _messages(messages: Iterable[Any]) -> Iterator[dict[str, Any]]:
+    """Each message as parts: its text, and calls and results taken out of their JSON so that lines are lines."""
     for message in messages:
         role = str(message.get("role", ""))
         content = message.get("content")
         text = content if isinstance(content, str) else json.dumps(content, ensure_ascii=False, default=str)
-        if message.get("tool_calls"):
-            text += "\n" + json.dumps(message["tool_calls"], indent=1, ensure_ascii=False, default=str)
-        if len(text) > MAX_MESSAGE_CHARS:
-            half = MAX_MESSAGE_CHARS // 2
-            text = f"{text[:half]}\n[... {len(text) - 2 * half} characters left out ...]\n{text[-half:]}"
-        kind = "tool" if role == "tool" or (role == "user" and text.startswith("<tool_response>")) else role
+        calls = message.get("tool_calls") or ()
+        parts = [*_parts(role, text), *(("call", json.dumps(call, indent=1, default=str)) for call in calls)]
+        if role == "tool":
+            parts = [("result", text) for _, text in parts]
+        shown = [{"kind": kind, "text": _visible(_short(text))} for kind, text in parts if text.strip()]
         yield {
             "role": _visible(role),
-            "kind": kind if kind in {"user", "assistant", "tool"} else "",
-            "text": _visible(text),
+            "kind": role if role in KINDS else "",
+            "folded": role == "system",
+            "parts": shown,
         }
+
+
+def _parts(role: str, text: str) -> Iterator[tuple[str, str]]:
+    pattern = {"assistant": CALL, "user": RESULT, "tool": RESULT}.get(role)
+    at = 0
+    for found in pattern.finditer(text) if pattern else ():
+        readable = _call(found[1]) if role == "assistant" else _result(found[1])
+        yield "text", text[at : found.start()]
+        yield ("call" if role == "assistant" else "result"), readable
+        at = found.end()
+    yield "text", text[at:]
+
+
+def _call(block: str) -> str:
+    """`name`, then each argument; a text of several lines as these lines."""
+    value = _object(block)
+    if value is None or not isinstance(value.get("arguments"), dict):
+        return block.strip()
+    arguments = [f"{key}: {_plain(item)}" for key, item in value["arguments"].items()]
+    return "\n".join([str(value.get("name")), *arguments])
+
+
+def _result(block: str) -> str:
+    """The output as the program wrote it, then what else there is to say."""
+    value = _object(block)
+    if value is None:
+        return block.strip()
+    rest = {key: item for key, item in value.items() if key not in {"output", "success"}}
+    facts = "  ".join(f"{key}: {_plain(item)}" for key, item in rest.items())
+    return "\n".join(
+        part for part in (str(value.get("output", "")).rstrip("\n"), f"[{facts}]" if facts else "") if part
+    )
+
+
+def _object(block: str) -> dict[str, Any] | None:
+    try:
+        value = json.loads(block)
+    except (json.JSONDecodeError, RecursionError):
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def _plain(value: Any) -> str:
+    if not isinstance(value, str):
+        return json.dumps(value, ensure_ascii=False, default=str)
+    return f"\n{value}" if "\n" in value.rstrip("\n") else value
+
+
+def _short(text: str) -> str:
+    text = text.strip("\n")
+    if len(text) <= MAX_MESSAGE_CHARS:
+        return text
+    half = MAX_MESSAGE_CHARS // 2
+    return f"{text[:half]}\n[... {len(text) - 2 * half} characters left out ...]\n{text[-half:]}"
 
 
 def _visible(text: str) -> str:

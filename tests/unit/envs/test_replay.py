@@ -71,3 +71,27 @@ def test_the_page_is_bounded(tmp_path, monkeypatch):
 
 def test_surrogates_do_not_break_it(tmp_path):
     page_of(tmp_path, [json.dumps(group("\ud800 lone"))])
+
+
+def test_calls_and_results_are_shown_as_lines_and_not_as_json(tmp_path):
+    call = '<tool_call>\n{"name": "terminal", "arguments": {"command": "cd x\\nls -la"}}\n</tool_call>'
+    result = '<tool_response>\n{"success": true, "output": "a\\nb\\n", "exit_code": 0}\n</tool_response>'
+    messages = [{"role": "assistant", "content": "I look.\n" + call}, {"role": "user", "content": result}]
+    page = page_of(tmp_path, [json.dumps({"scores": [1.0], "messages": [messages]})])
+    assert "I look." in page
+    assert "command: \ncd x\nls -la" in page
+    assert "a\nb\n[exit_code: 0]" in page
+    assert "tool_call" not in page
+
+
+def test_calls_that_are_no_json_are_shown_as_they_are(tmp_path):
+    messages = [
+        {"role": "assistant", "content": "<tool_call>{broken</tool_call>", "tool_calls": [{"function": {"name": "f"}}]},
+        {"role": "tool", "content": '["odd"]'},
+        {"role": "user", "content": "<tool_response>[1]</tool_response>"},
+        {"role": "user", "content": ["part"]},
+    ]
+    page = page_of(tmp_path, [json.dumps({"scores": [1.0], "messages": [messages]})])
+    assert "{broken" in page
+    assert "&#34;name&#34;: &#34;f&#34;" in page
+    assert "odd" in page
