@@ -32,6 +32,8 @@ READY_S = 60.0
 """How long a started container may take until its server answers, in seconds."""
 LOOK_AGAIN_S = 15.0
 """How often the list is read even when no event came, in seconds."""
+LIST_LAG_S = 0.1
+"""Docker tells of a container's end shortly before its list does: look again this much later, in seconds."""
 BEING_MADE_S = 120.0
 """A container that was created and not started within this time was left behind by a killed process, in seconds."""
 LONGEST_DRAIN_S = 3600.0
@@ -192,6 +194,7 @@ class DockerBackend(Backend):
 
         def on_event() -> None:
             loop.call_soon_threadsafe(self._wake.set)
+            loop.call_soon_threadsafe(loop.call_later, LIST_LAG_S, self._wake.set)
 
         def on_open(stream: Any) -> None:
             self._stream = stream
@@ -232,7 +235,7 @@ class DockerBackend(Backend):
             item = by_name.get(member.container.id)
             if member.busy or (item is not None and item.state == "running"):
                 continue
-            self._mourn(member, await self._blocking(lambda item=item: self._bury(item)) if item else REMOVED)
+            self._lost(member, item)
         for item in found:
             if item.state == "running" and item.name not in self._members:
                 await self._adopt(item)
@@ -240,18 +243,27 @@ class DockerBackend(Backend):
                     self._target, len(self._live())
                 )  # another process asked for it; `scale` may lower it
 
-    def _bury(self, item: Found) -> Ending:
-        ending = self._engine.last_words(item.id)
-        self._engine.end(item.id, within_s=0)
-        return ending
-
-    def _mourn(self, member: _Member, ending: Ending) -> None:
-        log.warning("container %s ended: %s", member.container.id, ending.words)
-        self._trouble = f"container {member.container.id} ended: {ending.words}"
+    def _lost(self, member: _Member, item: Found | None) -> None:
+        """A container ended by itself: its leases are gone now; why, and its removal, may take a while."""
         self._crashes.failed()
+        self._forget(member)
+        if self._group is not None:
+            self._group.create_task(self._bury(member, item))
+
+    async def _bury(self, member: _Member, item: Found | None, ending: Ending = REMOVED) -> None:
+        """Tell why a container ended, and remove what is left of it."""
+        name = member.container.id
+        if item is not None:
+            try:
+                ending = await self._blocking(lambda: self._engine.last_words(item.id))
+            except BackendUnavailable as error:
+                ending = Ending(None, str(error))
+        log.warning("container %s ended: %s", name, ending.words)
+        self._trouble = f"container {name} ended: {ending.words}"
         if not self._ever_ready:
             self._failure = hopeless(ending.code, self._trouble, self._crashes.failures)
-        self._forget(member)
+        self._changed.set()
+        await self._remove(name)
 
     def _correct(self) -> None:
         """Start what is missing, end what is too much."""
@@ -305,19 +317,18 @@ class DockerBackend(Backend):
         """Whether the server answered in time; a container that ended instead is buried here."""
         name = member.container.id
         deadline = asyncio.get_running_loop().time() + READY_S
-        ending = Ending(None, f"its server did not answer within {READY_S:.0f} s")
         while asyncio.get_running_loop().time() < deadline:
             item = await self._find(name)
             if item is None or item.state not in {"running", "created"}:
-                ending = await self._blocking(lambda item=item: self._bury(item)) if item else REMOVED
-                break
+                self._lost(member, item)
+                return False
             if item.url is not None:
                 self._put(member, url=item.url)
                 if await self._http.until_healthy(item.url, within_s=1.0):
                     return True
-        else:
-            await self._remove(name)
-        self._mourn(member, ending)
+        self._crashes.failed()
+        self._forget(member)
+        await self._bury(member, None, Ending(None, f"its server did not answer within {READY_S:.0f} s"))
         return False
 
     async def _find(self, name: str) -> Found | None:
