@@ -19,7 +19,7 @@ class PatchError(Exception):
 
 @dataclass
 class Hunk:
-    """One place's change: lines with their sign (' ', '-' or '+'), without line ends."""
+    """One place's change: lines with their sign (' ', '-', '+', or '' for one that lost its blank), without line ends."""
 
     start: int | None
     lines: list[tuple[str, str]] = field(default_factory=list[tuple[str, str]])
@@ -162,11 +162,11 @@ def _hunks(lines: list[str], index: int, change: FileChange) -> int:
             elif line[:1] in {" ", "+", "-"}:
                 hunk.lines.append((line[0], line[1:]))
             elif not line:
-                hunk.lines.append((" ", ""))  # editors and models strip the blank of an empty line
+                hunk.lines.append(("", ""))  # editors and models strip the blank of an empty line
             else:
                 break
             index += 1
-        while hunk.lines and hunk.lines[-1] == (" ", "") and _between(lines, index):
+        while hunk.lines and hunk.lines[-1] == ("", "") and _between(lines, index):
             hunk.lines.pop()  # blank lines between two files belong to neither
         if not hunk.lines:
             raise PatchError(f"a hunk of {change.path} is empty")
