@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import time
 from pathlib import Path
 from typing import Annotated
@@ -34,7 +35,7 @@ def main(
     no_peers: Annotated[bool, typer.Option("--no-peers", help="our side alone, for profiling")] = False,
 ) -> None:
     """Measure atropos beside fork+exec, a fresh bwrap a call and SWE-ReX 1.4.0, in one run on this machine."""
-    console = Console()
+    console = Console() if sys.stdout.isatty() else Console(width=180)
     names = only or list(CASES)
     if unknown := [name for name in names if name not in CASES]:
         console.print(f"--only {unknown[0]}: there is no such case; there are {', '.join(CASES)}")

@@ -14,8 +14,6 @@ from atropos.tools import ToolCall, ToolExecutor, ToolExecutorConfig, build_tool
 
 from .peers import COMMAND
 
-CALL = ToolCall(name="terminal", arguments={"command": COMMAND})
-
 
 @contextlib.asynccontextmanager
 async def pool(slots: int, containers: int = 1) -> AsyncIterator[SlotPool]:
@@ -39,7 +37,8 @@ async def executor(slots: int) -> AsyncIterator[ToolExecutor]:
 
 async def execute(runner: ToolExecutor, trajectory: str) -> None:
     """One terminal call, its answer checked."""
-    result = await runner.execute(trajectory, CALL)
+    # a call of its own each time: the same id again would be answered from memory
+    result = await runner.execute(trajectory, ToolCall(name="terminal", arguments={"command": COMMAND}))
     if not result.success or result.output != "hi\n":
         raise RuntimeError(f"atropos answered {result!r}")
 

@@ -22,3 +22,7 @@ else
   uv=("$python" -m uv)
 fi
 "${uv[@]}" sync --frozen --quiet --all-extras --python "$python"
+# A sandbox server runs as a user that may not write here: without bytecode it would compile its libraries at each start.
+.venv/bin/python -m compileall -q atropos \
+  .venv/lib/python3*/site-packages/{aiohttp,aiosignal,aiohappyeyeballs,attr,frozenlist,idna,multidict,propcache,pydantic,yarl} \
+  || echo "bytecode could not be written; servers start a little slower" >&2
