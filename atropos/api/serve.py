@@ -72,6 +72,11 @@ class _Server(uvicorn.Server):
             self.should_exit = True
 
 
+async def _serve(server: _Server, app: FastAPI, listening: socket.socket) -> None:
+    async with app.router.lifespan_context(app):
+        await server.serve(sockets=[listening])
+
+
 def run(app: FastAPI, *, host: str, port: int, name: str, drain: Callable[[], Awaitable[None]] | None = None) -> int:
     """Serve until a signal ends it.
 
@@ -86,7 +91,8 @@ def run(app: FastAPI, *, host: str, port: int, name: str, drain: Callable[[], Aw
         The exit code.
 
     Raises:
-        ConfigError: the port is in use.
+        ConfigError: the port is in use, or the app can't start with its settings.
+        SandboxError: what the app needs can't be reached.
     """
     listening = listen(host, port)
     where = listening.getsockname()
@@ -102,12 +108,12 @@ def run(app: FastAPI, *, host: str, port: int, name: str, drain: Callable[[], Aw
         timeout_keep_alive=30,
         limit_concurrency=2000,
         ws="none",
-        lifespan="on",
+        lifespan="off",  # entered below, where a failure is one clear exception
         server_header=False,
     )
     server = _Server(config, drain, ready)
     try:
-        asyncio.run(server.serve(sockets=[listening]))
+        asyncio.run(_serve(server, app, listening))
     except KeyboardInterrupt:
         return 130
     finally:

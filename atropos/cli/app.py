@@ -9,6 +9,7 @@ import typer
 from pydantic import ValidationError
 from rich.console import Console
 
+from atropos.api.cli import executor_server, tool_server
 from atropos.cli.doctor import doctor
 from atropos.cli.execute import execute
 from atropos.errors import ConfigError, IsolationUnavailable, SandboxError
@@ -16,6 +17,8 @@ from atropos.errors import ConfigError, IsolationUnavailable, SandboxError
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 app.command("doctor")(doctor)
 app.command("exec")(execute)
+app.command("tool-server")(tool_server)
+app.command("executor-server")(executor_server)
 
 
 def _version(wanted: bool) -> None:
