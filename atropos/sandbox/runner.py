@@ -185,7 +185,7 @@ class Loop:
 
     def receive(self):
         try:
-            data = os.read(SOCKET, 1 << 18) if self.oom >= 0 else first_message(self)
+            data = os.read(SOCKET, CHUNK) if self.oom >= 0 else first_message(self)
         except BlockingIOError:
             return
         if not data:
