@@ -25,6 +25,7 @@ ExecuteTool = Callable[[ToolCall], Awaitable[ToolResult]]
 
 _ENDINGS: dict[StopReason, str] = {
     "max_steps": "the agent used all its steps",
+    "max_time": "the agent used all its time",
     "context_length": "the context is full",
     "max_tokens": "a turn reached its limit of tokens",
 }
@@ -99,6 +100,7 @@ class AtroposAgent:
         )
 
     async def _loop(self, transcript: Transcript, steps: list[AgentStep]) -> StopReason:
+        started = time.monotonic()
         while True:
             step, ids, ended = await self._turn(transcript, len(steps))
             steps.append(step)
@@ -108,6 +110,8 @@ class AtroposAgent:
                 return "final"
             if len(steps) >= self.config.max_steps:
                 return "max_steps"
+            if self.config.timeout_s is not None and time.monotonic() - started >= self.config.timeout_s:
+                return "max_time"
             await self._run_calls(step)
             async with gate():
                 answer = {"role": "user", "content": results_text(step.results, self.config.max_result_chars)}

@@ -9,7 +9,7 @@ from atropos.agent.transcript import Transcript
 from atropos.errors import ConfigError
 from atropos.tools import ToolCall, ToolResult
 
-StopReason = Literal["final", "max_steps", "context_length", "max_tokens"]
+StopReason = Literal["final", "max_steps", "max_time", "context_length", "max_tokens"]
 """Why a loop ended: the model gave its answer, or a bound on turns, context or one turn's tokens was reached."""
 
 
@@ -36,6 +36,7 @@ class AgentConfig:
         max_calls_per_turn: calls beyond it are answered with an error and not run.
         max_result_chars: of each tool result in the conversation; the middle of a longer one is left out.
         seed: sent with every request (mixed with the turn) where set, so that a sampling server can repeat itself.
+        timeout_s: after so many seconds no further call is run and no turn begun; None: no bound.
     """
 
     max_steps: int = 50
@@ -50,6 +51,7 @@ class AgentConfig:
     max_calls_per_turn: int = 32
     max_result_chars: int = 30_000
     seed: int | None = None
+    timeout_s: float | None = None
 
     def __post_init__(self) -> None:
         for name, least in (("max_steps", 1), ("context_tokens", 1), ("max_calls_per_turn", 1), ("model_retries", 0)):

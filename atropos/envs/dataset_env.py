@@ -6,6 +6,7 @@ import asyncio
 import logging
 import random
 import statistics
+import time
 from typing import Any
 
 from pydantic import Field
@@ -78,12 +79,13 @@ class DatasetEnv(AgentEnv):
                     _log.warning("%s is not evaluated: %s", self.item_name(item), dropped)
                     outcomes.append((item, dropped))
 
+        began = time.time()
         async with asyncio.TaskGroup() as tasks:
             for item in self.items:
                 tasks.create_task(one(item))
-        await self._report(outcomes)
+        await self._report(outcomes, began)
 
-    async def _report(self, outcomes: list[tuple[Any, Rollout | GroupDropped]]) -> None:
+    async def _report(self, outcomes: list[tuple[Any, Rollout | GroupDropped]], began: float) -> None:
         scored = [(self.item_name(item), end) for item, end in outcomes if isinstance(end, Rollout)]
         mean = statistics.fmean(rollout.score for _, rollout in scored) if scored else float("nan")
         solved = sum(rollout.score >= 1 for _, rollout in scored)
@@ -95,7 +97,7 @@ class DatasetEnv(AgentEnv):
             samples = [
                 {"item": name, **rollout.summary()} for name, rollout in sorted(scored, key=lambda pair: pair[0])
             ]
-            await self.evaluate_log(metrics, samples=samples)
+            await self.evaluate_log(metrics, samples=samples, start_time=began, end_time=time.time())
         dropped = len(outcomes) - len(scored)
         if dropped:
             raise GroupsDropped(f"{dropped} of {len(outcomes)} items could not be completed; the mean is of the others")

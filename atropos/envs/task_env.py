@@ -10,11 +10,12 @@ dropped, as Harbor records an error instead of a reward; `--env.verifier_failure
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from typing import Any, Literal
 
 from pydantic import Field
 
-from atropos.agent import AgentResult
+from atropos.agent import AgentConfig, AgentResult
 from atropos.envs import task_workspace as workspace
 from atropos.envs.config import Names
 from atropos.envs.dataset_env import DatasetEnv, DatasetEnvConfig
@@ -70,13 +71,18 @@ class TaskEnv(DatasetEnv):
         """The task's instruction, as it is."""
         return item.instruction
 
+    def build_agent_config(self, item: Task | None) -> AgentConfig:
+        """The env's settings, and the task's own time (`agent.timeout_sec`)."""
+        config = super().build_agent_config(item)
+        return config if item is None else replace(config, timeout_s=item.config.agent.timeout_sec)
+
     async def prepare_group(self, item: Task, group: str) -> Snapshot | None:
         """With `fork_setup`, the built workspace, frozen; else nothing."""
         if not self.config.fork_setup:
             return None
         async with self._admission:
             try:
-                slot: Slot = await self.executor.slot(group)
+                slot = await self._slot(item, group)
                 with self.hook("prepare_group"):
                     await workspace.build(slot, item)
                 return await slot.snapshot()
@@ -100,7 +106,7 @@ class TaskEnv(DatasetEnv):
     ) -> dict[str, Any]:
         """Build the workspace, where it wasn't forked."""
         if self._from[trajectory_id] is None:
-            await workspace.build(await self.executor.slot(trajectory_id), item)
+            await workspace.build(await self._slot(item, trajectory_id), item)
         return {"task": item.name}
 
     async def verify_and_score_trajectory(
@@ -138,8 +144,14 @@ class TaskEnv(DatasetEnv):
         snapshot = self._from[trajectory_id]
         if snapshot is not None:
             return await self.executor.start_from(trajectory_id, snapshot)
-        slot: Slot = await self.executor.slot(trajectory_id)
+        slot = await self._slot(item, trajectory_id)
         await workspace.build(slot, item)
+        return slot
+
+    async def _slot(self, item: Task, trajectory_id: str) -> Slot:
+        """A slot with no more network than the task allows."""
+        network = None if item.config.environment.allow_internet else False
+        slot: Slot = await self.executor.slot(trajectory_id, network=network)
         return slot
 
 
@@ -161,10 +173,10 @@ def _check_resources(tasks: list[Task], config: TaskEnvConfig) -> None:
     closed = [task for task in tasks if not task.config.environment.allow_internet]
     if config.allow_network and len(closed) == len(tasks):
         config.allow_network = False
-    elif config.allow_network and closed:
+    elif config.allow_network and closed and config.fork_setup:
         raise ConfigError(
-            f"{closed[0].path / 'task.toml'}: environment.allow_internet is false and other tasks' is true; "
-            "set --env.allow_network false, or run them apart with --env.task_names"
+            f"{closed[0].path / 'task.toml'}: environment.allow_internet is false and other tasks' is true, which "
+            "fork_setup can't tell apart; set --env.allow_network false, or leave --env.fork_setup"
         )
 
 

@@ -295,8 +295,12 @@ class ToolExecutor:
 
     # ------------------------------------------------------------------------------------------------ leases
 
-    async def slot(self, trajectory_id: str) -> Any:
+    async def slot(self, trajectory_id: str, *, network: bool | None = None) -> Any:
         """The trajectory's slot, acquired where it has none: for set-up and verification around the model's calls.
+
+        Args:
+            trajectory_id: whose it is.
+            network: False gives a slot that is acquired now no egress, whatever is configured.
 
         Raises:
             AcquireTimeout: no slot came free in time.
@@ -304,7 +308,7 @@ class ToolExecutor:
         """
         trajectory = self._trajectory(trajectory_id)
         async with self._call(trajectory):
-            return await self._leased(trajectory)
+            return await self._leased(trajectory, network=network)
 
     async def start_from(self, trajectory_id: str, snapshot: Any) -> Any:
         """Lease the trajectory's slot as a fork of a snapshot.
@@ -319,10 +323,10 @@ class ToolExecutor:
                 raise RuntimeError(f"trajectory {trajectory_id!r} has a slot already; release it first")
             return await self._leased(trajectory, snapshot)
 
-    async def _leased(self, trajectory: _Trajectory, snapshot: Any = None) -> ToolSlot:
+    async def _leased(self, trajectory: _Trajectory, snapshot: Any = None, *, network: bool | None = None) -> ToolSlot:
         if trajectory.slot is None:
             options: dict[str, Any] = {} if snapshot is None else {"snapshot": snapshot}
-            if self.config.allow_network is False:
+            if self.config.allow_network is False or network is False:
                 options["network"] = False
             slot = await self.pool.acquire(trajectory.id, **options)
             if trajectory.released:  # the acquire did not heed its interruption

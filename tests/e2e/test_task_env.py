@@ -1,0 +1,141 @@
+"""The task env as a whole, over a real policy and real slots: what the flags say happens."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from atropos.envs import TaskEnv, TaskEnvConfig
+from atropos.envs.rollout import GroupsDropped
+from atropos.errors import ConfigError
+from tests.e2e.hermes_support import call, groups, make, running_policy, script
+
+
+@pytest.fixture
+async def policy(tmp_path):
+    async with running_policy(tmp_path) as running:
+        yield running
+
+
+def task(
+    root, name, *, prompt="Do nothing.", test="echo 1 > /logs/verifier/reward.txt", toml="", setup="echo set > up"
+):
+    for part, text in {
+        "task.toml": f'version = "1.0"\n{toml}',
+        "instruction.md": prompt,
+        "environment/setup.sh": setup,
+        "tests/test.sh": test,
+    }.items():
+        path = root / "tasks" / name / part
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+
+
+async def run(policy, tmp_path, **settings):
+    settings = {"tool_pool_mode": "local", "tasks_path": str(tmp_path / "tasks"), "allow_network": False, **settings}
+    env = make(TaskEnv, policy, tmp_path, [], config_cls=TaskEnvConfig, **settings)
+    env.n_groups_to_process = -1
+    try:
+        await env.process_manager()
+    finally:
+        assert env.pool is None, "the pool was left behind"
+    return {group["atropos"]["item"]: group for group in groups(tmp_path)}, env
+
+
+SEES = 'ls /tests 2>&1; echo "tests: $(cat /tests/test.sh 2>&1)"; ls /workspace; cat up'
+
+
+@pytest.mark.parametrize("fork_setup", [False, True])
+async def test_a_task_from_setup_to_reward(policy, tmp_path, fork_setup):
+    look = script(
+        {"calls": [call("terminal", command=SEES)]}, {"calls": [call("terminal", command="echo x > out")]}, "done"
+    )
+    check = '[ "$(cat up out)" = "set\nx" ] && echo 0.75 > /logs/verifier/reward.txt'
+    task(tmp_path, "looks", prompt=look, test=check, toml='[verifier]\nenvironment_mode = "separate"\n')
+    found, env = await run(policy, tmp_path, fork_setup=fork_setup)
+    group = found["looks"]
+    assert group["scores"] == [0.75, 0.75]
+    for messages in group["messages"]:
+        told = json.dumps(messages)
+        assert "reward.txt" not in told, "the agent saw the tests"
+        assert "set" in told
+    assert {t["info"]["task"] for t in group["atropos"]["trajectories"]} == {"looks"}
+    assert env.metrics.trajectories == 2
+
+
+async def test_verifiers_without_a_reward_drop_the_group_or_score_zero(policy, tmp_path):
+    task(tmp_path, "fine")
+    task(tmp_path, "silent", test="true")
+    with pytest.raises(GroupsDropped, match="1 of 2 groups"):
+        await run(policy, tmp_path)
+    assert [group["atropos"]["item"] for group in groups(tmp_path)] == ["fine"]
+    found, _ = await run(
+        policy, tmp_path, verifier_failure="zero", data_path_to_save_groups=str(tmp_path / "groups2.jsonl")
+    )
+    del found
+    second = [json.loads(line) for line in (tmp_path / "groups2.jsonl").read_text().splitlines()]
+    assert {group["atropos"]["item"]: group["scores"] for group in second} == {"fine": [1.0, 1.0], "silent": [0.0, 0.0]}
+
+
+async def test_a_set_up_that_fails_drops_its_group_alone(policy, tmp_path):
+    task(tmp_path, "broken", setup="exit 3")
+    task(tmp_path, "fine")
+    with pytest.raises(GroupsDropped, match="hook_error"):
+        await run(policy, tmp_path)
+    assert [group["atropos"]["item"] for group in groups(tmp_path)] == ["fine"]
+
+
+async def test_the_agents_time_is_bounded_and_its_work_still_scored(policy, tmp_path):
+    steps = [{"calls": [call("terminal", command="echo x >> out; sleep 0.4")]}] * 40
+    task(
+        tmp_path,
+        "slow",
+        prompt=script(*steps),
+        test="wc -l < /workspace/out > /logs/verifier/reward.txt",
+        toml="[agent]\ntimeout_sec = 1.0\n",
+    )
+    found, _ = await run(policy, tmp_path)
+    group = found["slow"]
+    assert all(1 <= score < 20 for score in group["scores"])
+    assert {t["stop_reason"] for t in group["atropos"]["trajectories"]} == {"max_time"}
+
+
+def config(tmp_path, **settings):
+    return TaskEnvConfig(tasks_path=str(tmp_path / "tasks"), tokenizer_name="x", **settings)
+
+
+def test_what_slots_do_not_give_is_refused_by_name(tmp_path):
+    task(tmp_path, "big", toml="[environment]\nmemory_mb = 4096\n")
+    with pytest.raises(ConfigError, match=r"big/task\.toml: environment\.memory_mb: 4096 wanted.*slot_memory_mib"):
+        TaskEnv(config(tmp_path), [])
+    task(tmp_path, "big", toml="[environment]\nallow_internet = false\n")
+    task(tmp_path, "open")
+    with pytest.raises(ConfigError, match="allow_internet"):
+        TaskEnv(config(tmp_path, allow_network=True, fork_setup=True), [])
+    with pytest.raises(ConfigError, match="matches 'nosuch'"):
+        TaskEnv(config(tmp_path, task_names="nosuch"), [])
+
+
+async def test_items_come_in_order_and_passes(tmp_path, policy):
+    for name in "abcdef":
+        task(tmp_path, name)
+
+    def fresh(**settings):
+        settings = {"tasks_path": str(tmp_path / "tasks"), **settings}
+        return make(TaskEnv, policy, tmp_path, [], config_cls=TaskEnvConfig, **settings)
+
+    async def names(env, count):
+        found = [await env.get_next_item() for _ in range(count)]
+        return "".join(item.name if item else "." for item in found)
+
+    assert await names(fresh(), 8) == "abcdef.."
+    assert await names(fresh(epochs=2), 14) == "abcdefabcdef.."
+    one, two = fresh(shuffle=True, seed=1, epochs=2), fresh(shuffle=True, seed=1, epochs=2)
+    order = await names(one, 12)
+    assert order == await names(two, 12)
+    assert sorted(order[:6]) == list("abcdef")
+    assert order[:6] != order[6:]
+    serving = fresh()
+    serving._serving = True
+    assert "." not in await names(serving, 20)
