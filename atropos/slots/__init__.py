@@ -3,7 +3,8 @@
 from atropos.slots.config import SlotPoolConfig
 from atropos.slots.pool import SlotPool
 from atropos.slots.results import ExecResult, SlotFileError
-from atropos.slots.slot import Slot, Snapshot
+from atropos.slots.slot import Slot
+from atropos.slots.snapshots import Snapshot
 from atropos.slots.stats import PoolStats
 
 __all__ = ["ExecResult", "PoolStats", "Slot", "SlotFileError", "SlotPool", "SlotPoolConfig", "Snapshot"]

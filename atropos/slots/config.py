@@ -37,6 +37,7 @@ class SlotPoolConfig(BaseModel):
     volume: Literal["memory", "disk"] = "memory"
     allow_network: bool = Field(default=False, description="leases may ask for (filtered) egress")
     egress_allow: tuple[str, ...] = ("public",)
+    travel_mib: int = Field(default=512, ge=0, description="larger snapshots are not copied to other containers")
     reconnect_s: float = Field(default=15.0, gt=0, description="a lost connection is tried for so long; then SlotLost")
     require_sandbox: bool = Field(default=False, description="refuse containers that lack any isolation feature")
     require_stateful_sandbox: bool = Field(default=False, description="refuse containers without lasting sessions")

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from atropos.slots.fleet import Ticket
     from atropos.slots.link import Link
     from atropos.slots.pool import SlotPool
+    from atropos.slots.snapshots import Snapshot
 
 log = logging.getLogger("atropos.slots")
 
@@ -59,9 +60,18 @@ class Grants:
         while self._pool.doubtful:
             self._pool.doubtful.pop().look(wait=True)
 
-    async def _grant(self, link: Link, request: wire.LeaseRequest) -> Slot | None:
+    async def _grant(self, link: Link, request: wire.LeaseRequest, snapshot: Snapshot | None) -> Slot | None:
         """Runs to its end whatever becomes of the caller."""
         seat = link.seat
+        if snapshot is not None:
+            try:
+                await snapshot.bring(link)
+            except SandboxError as error:
+                log.warning("snapshot %s could not be brought to %s: %s", snapshot.id, link.container.id, error)
+                snapshot.stays = True
+                self._pool.fleet.forgone(seat)
+                self.serve()
+                return None
         try:
             lease = await link.client.acquire(request)
         except PoolFull as error:
@@ -71,7 +81,7 @@ class Grants:
                 await asyncio.sleep(CONTRARY_S)  # it refuses though it says that it has room: not at full speed
             return None
         except SandboxError as error:
-            if not error.retryable or (request.snapshot is not None and isinstance(error, SlotLost)):
+            if not error.retryable or (snapshot is not None and _gone(error) and snapshot.places in ([], [link])):
                 self._pool.fleet.forgone(seat)
                 self.serve()
                 raise
@@ -89,9 +99,9 @@ class Grants:
         slot = link.slots[lease.lease_id] = Slot(link, lease, request.trajectory_id)
         return slot
 
-    async def finish(self, link: Link, request: wire.LeaseRequest) -> Slot | None:
+    async def finish(self, link: Link, request: wire.LeaseRequest, snapshot: Snapshot | None) -> Slot | None:
         """Turn a reservation into a lease; None: look elsewhere. Cancelled meanwhile, it gives back what it gets."""
-        task = self._pool.tasks.spawn(self._grant(link, request), "grant", awaited=True)
+        task = self._pool.tasks.spawn(self._grant(link, request, snapshot), "grant", awaited=True)
         try:
             return await asyncio.shield(task)
         except asyncio.CancelledError:
@@ -121,3 +131,8 @@ class Grants:
         for ticket in list(self._waiters):
             self._pool.fleet.withdraw(ticket)
             self.strand(ticket, error)
+
+
+def _gone(error: SandboxError) -> bool:
+    """Whether a refused fork means that its snapshot is not there (any more)."""
+    return isinstance(error, SlotLost) or type(error) is SandboxError

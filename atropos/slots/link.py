@@ -7,7 +7,7 @@ import contextlib
 import logging
 import random
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from atropos.errors import IsolationUnavailable, SandboxError, SlotLost, from_code
 from atropos.slots.fleet import Seat
@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from atropos import wire
     from atropos.slots.backends.base import Container
     from atropos.slots.pool import SlotPool
-    from atropos.slots.slot import Slot, Snapshot
+    from atropos.slots.slot import Slot
+    from atropos.slots.snapshots import Snapshot
 
 log = logging.getLogger("atropos.slots")
 
@@ -63,6 +64,10 @@ class Client(Protocol):
 
     def bound_frames(self, max_batch_size: int) -> None:
         """Change the most calls in a frame."""
+        ...
+
+    async def copy_snapshot(self, snapshot_id: str, to: Any) -> wire.SnapshotInfo:
+        """Bring a frozen slot to another server, by its client."""
         ...
 
     async def capabilities(self) -> wire.Capabilities:
@@ -155,6 +160,7 @@ class Link:
             slot.end(SlotLost(f"slot {slot.name} of container {self.container.id} is lost: {reason}"))
         self.pool.counters.lost += len(self.slots)
         self.slots.clear()
+        self.snapshots.clear()
         for ticket in self.pool.fleet.leave(self.seat):
             self.pool.strand(ticket, SlotLost(f"the container that holds the snapshot is gone: {reason}"))
         self.pool.tasks.spawn(self._close(), f"close {self.container.id}")

@@ -28,7 +28,8 @@ from atropos.slots.grants import Grants
 from atropos.slots.keeper import Keeper
 from atropos.slots.link import Client, ClientFactory, Link
 from atropos.slots.returns import Returns
-from atropos.slots.slot import Slot, Snapshot
+from atropos.slots.slot import Slot
+from atropos.slots.snapshots import Snapshot, Snapshots
 from atropos.slots.stats import Counters, Percentiles, PoolStats
 from atropos.slots.tasks import Tasks
 
@@ -71,6 +72,7 @@ class SlotPool:
         self._refusal: Exception | None = None
         self.doubtful: set[Link] = set()
         self.returns = Returns(self)
+        self.snapshots = Snapshots(self)
         self._grants = Grants(self)
         self._moved = asyncio.Event()
         self._stopping: asyncio.Task[None] | None = None
@@ -163,8 +165,8 @@ class SlotPool:
         try:
             for slot in held:
                 self.returns.begin(slot)
-            for snapshot in [snapshot for link in links for snapshot in link.snapshots]:
-                self.tasks.spawn(snapshot.drop(), f"drop {snapshot.id}")
+            for snapshot in {snapshot for link in links for snapshot in link.snapshots}:
+                await snapshot.drop()
             waits = [slot.releasing for slot in held if slot.releasing is not None]
             if waits:
                 await asyncio.wait(waits, timeout=STOP_RELEASE_S)
@@ -210,7 +212,7 @@ class SlotPool:
 
         Args:
             trajectory_id: for the server's status and logs; one trajectory may hold several slots.
-            snapshot: start from this frozen workspace, in the container that holds it.
+            snapshot: start from this frozen workspace, in a container that holds it or can be brought it.
             base: another root file system, by its name in `bases`.
             network: whether the slot gets filtered egress; None: no. Servers refuse it by name until they have it.
             timeout_s: None: `acquire_timeout_s`.
@@ -230,21 +232,21 @@ class SlotPool:
         try:
             async with asyncio.timeout(timeout_s):
                 while True:
-                    self._pin(snapshot)
-                    if (link := await self._grants.seat(ticket)) is None:
-                        continue
-                    request = wire.LeaseRequest(
-                        lease_id=secrets.token_hex(12),
-                        client_id=self.client_id,
-                        trajectory_id=trajectory_id[:500],
-                        ttl_s=self.config.lease_ttl_s,
-                        snapshot=snapshot.id if snapshot else None,
-                        base=base,
-                        network=wanted,
-                    )
-                    if (slot := await self._grants.finish(link, request)) is not None:
-                        self.counters.acquire_s.append(self.now() - started)
-                        return slot
+                    if (link := await self._grants.seat(ticket)) is not None:
+                        request = wire.LeaseRequest(
+                            lease_id=secrets.token_hex(12),
+                            client_id=self.client_id,
+                            trajectory_id=trajectory_id[:500],
+                            ttl_s=self.config.lease_ttl_s,
+                            snapshot=snapshot.id if snapshot else None,
+                            base=base,
+                            network=wanted,
+                        )
+                        if (slot := await self._grants.finish(link, request, snapshot)) is not None:
+                            self.counters.acquire_s.append(self.now() - started)
+                            return slot
+                    if snapshot is not None:
+                        ticket.pin = self._pin(snapshot)
         except TimeoutError:
             self.counters.timeouts += 1
             raise AcquireTimeout(f"no slot came free within {timeout_s:g} s: {self._situation()}") from None
@@ -269,15 +271,24 @@ class SlotPool:
             raise ConfigError("network: the pool allows none: set SlotPoolConfig.allow_network")
 
     def _pin(self, snapshot: Snapshot | None) -> Seat | None:
+        """The one container where a fork can go; None: any, since the snapshot will be brought there."""
         if snapshot is None:
             return None
-        if snapshot.dropped:
-            raise SlotLost(f"snapshot {snapshot.id} was dropped")
-        if snapshot.link.pool is not self:
+        if snapshot.pool is not self:
             raise ConfigError(f"snapshot {snapshot.id} is another pool's")
-        if snapshot.link.gone is not None:
-            raise SlotLost(f"the container that holds snapshot {snapshot.id} is gone: {snapshot.link.gone}")
-        return snapshot.link.seat
+        places = snapshot.places
+        if snapshot.dropped or not places:
+            how = "was dropped" if snapshot.dropped else "is lost: its container is gone"
+            raise SlotLost(f"snapshot {snapshot.id} {how}")
+        here = [link.seat for link in places if link.seat.open]
+        if ready := next((seat for seat in here if seat.free > 0), None):
+            return ready
+        travels = snapshot.info.bytes <= self.config.travel_mib * 1024 * 1024 and self.config.max_containers > 1
+        if travels and not snapshot.stays:
+            return None
+        if not here:
+            raise SlotLost(f"the container that holds snapshot {snapshot.id} is ending")
+        return here[0]
 
     # --------------------------------------------------------------------------------- what links and keeper report
 

@@ -1,14 +1,13 @@
-"""Giving back what was leased, whatever happens meanwhile; and frozen workspaces, which are given back too."""
+"""Giving back what was leased, whatever happens meanwhile."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 from typing import TYPE_CHECKING
 
 from atropos.errors import LeaseExpired, SandboxError, SlotLost
-from atropos.slots.slot import Slot, Snapshot
+from atropos.slots.slot import Slot
 
 if TYPE_CHECKING:
     from atropos.slots.pool import SlotPool
@@ -22,7 +21,7 @@ TRIES = 6
 
 
 class Returns:
-    """The releases and snapshots of a pool."""
+    """The releases of a pool."""
 
     def __init__(self, pool: SlotPool) -> None:
         self._pool = pool
@@ -69,40 +68,3 @@ class Returns:
         if not clean:
             link.look()
         self._pool.serve()
-
-    # --------------------------------------------------------------------------------------------------- snapshots
-
-    async def snapshot(self, slot: Slot) -> Snapshot:
-        """As `Slot.snapshot`."""
-        if slot.lost is not None:
-            raise type(slot.lost)(*slot.lost.args)
-        task = self._pool.tasks.spawn(self._freeze(slot), f"snapshot {slot.name}", awaited=True)
-        try:
-            return await asyncio.shield(task)
-        except asyncio.CancelledError:
-            task.add_done_callback(self._unwanted_snapshot)
-            raise
-
-    async def _freeze(self, slot: Slot) -> Snapshot:
-        link = slot.link
-        info = await link.client.snapshot(slot.lease)
-        snapshot = Snapshot(link, info)
-        if link.gone is None:
-            link.snapshots.add(snapshot)
-            link.seat.pins += 1
-        return snapshot
-
-    def _unwanted_snapshot(self, task: asyncio.Task[Snapshot]) -> None:
-        if not task.cancelled() and task.exception() is None:
-            self._pool.tasks.spawn(task.result().drop(), "drop a snapshot that nobody waits for")
-
-    async def drop(self, snapshot: Snapshot) -> None:
-        """As `Snapshot.drop`."""
-        link = snapshot.link
-        if link.gone is not None or snapshot not in link.snapshots:
-            return
-        link.snapshots.discard(snapshot)
-        link.seat.pins -= 1
-        link.seat.idle_since = self._pool.now()
-        with contextlib.suppress(SandboxError):  # an unknown or lost one is as good as dropped
-            await link.client.drop_snapshot(snapshot.id)

@@ -1,4 +1,4 @@
-"""One leased slot, as its holder sees it; and a frozen workspace that slots start from."""
+"""One leased slot, as its holder sees it."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from atropos.slots.results import ExecResult, file_error
 
 if TYPE_CHECKING:
     from atropos.slots.link import Link
+    from atropos.slots.snapshots import Snapshot
 
 PIECE_BYTES = 8 * 1024 * 1024
 """Files travel in pieces of this size: well below the wire's bound, so that calls of others pass between them."""
@@ -210,60 +211,19 @@ class Slot:
     async def snapshot(self) -> Snapshot:
         """Freeze the workspace as it is; this slot and any number of others go on above it.
 
-        Its running processes end. The snapshot lives in this slot's container until it is dropped.
+        Its running processes end. The snapshot lives in this slot's container until it is dropped, and is copied to
+        another one when a fork lands there.
 
         Raises:
             SandboxError: a writer was left, so that it can't be trusted; the slot is then lost.
             NotSupported: the server makes none.
         """
-        return await self._link.pool.returns.snapshot(self)
+        return await self._link.pool.snapshots.take(self)
 
     def end(self, reason: SandboxError) -> None:
         """The lease is over, and why; for the pool alone."""
         if self._over is None or isinstance(self._over, LeaseExpired):
             self._over = reason
-
-
-class Snapshot:
-    """A frozen workspace. `pool.lease(id, snapshot=it)` starts slots that stand on it, copy-on-write."""
-
-    __slots__ = ("_dropped", "_link", "info")
-
-    def __init__(self, link: Link, info: wire.SnapshotInfo) -> None:
-        self._link = link
-        self._dropped = False
-        self.info = info
-
-    @property
-    def id(self) -> str:
-        """Its name on the server."""
-        return self.info.snapshot_id
-
-    @property
-    def link(self) -> Link:
-        """The container that holds it; for the pool alone."""
-        return self._link
-
-    @property
-    def dropped(self) -> bool:
-        """Whether it was given up."""
-        return self._dropped
-
-    def __repr__(self) -> str:
-        state = "dropped" if self._dropped else f"{self.info.layers} layers, {self.info.bytes:,} bytes"
-        return f"<Snapshot {self.id} in {self._link.container.id}: {state}>"
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self.drop()
-
-    async def drop(self) -> None:
-        """Give it up; slots that stand on it keep what they need. Idempotent."""
-        if not self._dropped:
-            self._dropped = True
-            await self._link.pool.returns.drop(self)
 
 
 # ---------------------------------------------------------------------------------------------------------- transport

@@ -192,3 +192,23 @@ async def test_forks_start_from_the_frozen_workspace_and_go_their_own_ways(pool)
                 assert (await one.exec("cat link g; rm -r d; echo 1 > new")).output == "base\ngone\n"
                 assert (await two.exec("cat link g; ls")).output == "base\ngone\nd\ng\nlink\n"
                 assert (await origin.exec("cat d/f; ls")).output == "original\nd\nlink\n"
+
+
+async def test_forks_land_in_any_container_and_are_the_same_there(pool):
+    make = (
+        "mkdir d; echo x > d/f; ln d/f d/g; ln -s f d/l; mkfifo d/p; chmod 4755 d/f; chown 5:7 d; rm -r /etc/ssl; "
+        "mkdir /etc/ssl; rm /etc/hosts; head -c 3000000 /dev/urandom > big; touch d/$(printf 'bad\\xff'); umask 0; "
+        "mkdir -m 1777 sticky; touch -d 2001-02-03T04:05:06.789 old; (setsid sleep 1000 >/dev/null 2>&1 &)"
+    )
+    look = "ls -lAR --time-style=full-iso . /etc/ssl | grep -av total; sha256sum big; ls /etc/hosts; stat -c %h d/f; cat two"
+    async with pool.lease("origin") as origin:
+        assert (await origin.exec(make)).ok
+        first = await origin.snapshot()
+        await origin.exec("echo 2 > two; rm d/g")
+        async with first, await origin.snapshot() as snapshot:
+            forks = await asyncio.gather(*(pool.acquire(f"f{n}", snapshot=snapshot) for n in range(7)))
+            assert len({fork.container for fork in forks}) == 2
+            seen = {(await fork.exec(look)).output_bytes for fork in forks}
+            assert len(seen) == 1, seen
+            assert b"bad\xff" in next(iter(seen))
+            await asyncio.gather(*(fork.release() for fork in forks))

@@ -7,7 +7,7 @@ import random
 from dataclasses import dataclass, field
 
 from atropos import wire
-from atropos.errors import BackendUnavailable, LeaseExpired, PoolFull, SlotLost
+from atropos.errors import BackendUnavailable, LeaseExpired, PoolFull, SandboxError, SlotLost
 from atropos.slots import SlotPool, SlotPoolConfig
 from atropos.slots.backends.base import Backend, Container
 
@@ -31,6 +31,8 @@ class ModelServer:
     lose_answers: int = 0
     refuse: Exception | None = None
     unclean: bool = False
+    takes_none: bool = False
+    taken_in: int = 0
     draining: bool = False
     foreign: int = 0
     requests: list[wire.LeaseRequest] = field(default_factory=list)
@@ -52,6 +54,8 @@ class ModelServer:
             return self.leases[request.lease_id]
         if self.refuse:
             raise self.refuse
+        if request.snapshot is not None and request.snapshot not in self.snapshots:
+            raise SandboxError("no such snapshot")
         if self.free <= 0 or self.draining:
             raise PoolFull("full", free=0)
         slot = next(f"s{n}" for n in range(self.slots) if f"s{n}" not in self.holder and f"s{n}" not in self.retired)
@@ -134,6 +138,17 @@ class ModelClient:
         name = f"snap-{len(self.server.snapshots)}-{lease.epoch}"
         self.server.snapshots.add(name)
         return wire.SnapshotInfo(snapshot_id=name, layers=1, bytes=10)
+
+    async def copy_snapshot(self, snapshot_id: str, to: ModelClient) -> wire.SnapshotInfo:
+        await self.server.pause()
+        if snapshot_id not in self.server.snapshots:
+            raise SandboxError("no such snapshot")
+        await to.server.pause()
+        if to.server.takes_none:
+            raise PoolFull("too many snapshots")
+        to.server.taken_in += 1
+        to.server.snapshots.add(snapshot_id)
+        return wire.SnapshotInfo(snapshot_id=snapshot_id, layers=1, bytes=10)
 
     async def drop_snapshot(self, snapshot_id: str) -> None:
         self.server.snapshots.discard(snapshot_id)

@@ -356,8 +356,8 @@ async def test_unknown_bases_and_networks_are_the_programmers_mistake():
             await pool.acquire("t", network=True)
 
 
-async def test_forks_land_where_their_snapshot_is_and_wait_for_it_alone():
-    pool, backend = model_pool(slots=2, containers=2, min_containers=2)
+async def test_a_fork_that_may_not_travel_waits_for_the_container_of_its_snapshot():
+    pool, backend = model_pool(slots=2, containers=2, min_containers=2, travel_mib=0)
     async with pool:
         slot = await pool.acquire("t")
         snapshot = await slot.snapshot()
@@ -378,6 +378,46 @@ async def test_forks_land_where_their_snapshot_is_and_wait_for_it_alone():
         with pytest.raises(SlotLost, match="snapshot"):
             await pool.acquire("f4", snapshot=snapshot)
         await snapshot.drop()
+
+
+async def test_forks_that_find_no_room_take_their_snapshot_along_once_and_outlive_its_origin():
+    pool, backend = model_pool(slots=3, containers=2)
+    async with pool:
+        slot = await pool.acquire("t")
+        home = backend.servers[slot.container]
+        snapshot = await slot.snapshot()
+        forks = await asyncio.gather(*(pool.acquire(f"f{n}", snapshot=snapshot) for n in range(5)))
+        assert sorted(fork.container == slot.container for fork in forks) == [False] * 3 + [True] * 2
+        (other,) = [server for server in backend.servers.values() if server is not home]
+        assert (other.taken_in, home.taken_in) == (1, 0)
+        backend.vanish(slot.container)
+        await until(lambda: slot.lost is not None, "the loss")
+        await asyncio.gather(*(fork.release() for fork in forks))
+        async with pool.lease("later", snapshot=snapshot) as fork:
+            assert backend.servers[fork.container] is other
+        await snapshot.drop()
+        await settled(pool)
+        assert other.snapshots == set()
+        with pytest.raises(SlotLost, match="dropped"):
+            await pool.acquire("f", snapshot=snapshot)
+
+
+async def test_a_snapshot_that_another_container_does_not_take_is_waited_for():
+    pool, backend = model_pool(slots=1, containers=2, min_containers=2)
+    async with pool:
+        slot = await pool.acquire("t")
+        snapshot = await slot.snapshot()
+        for server in backend.servers.values():
+            server.takes_none = True
+        waiting = asyncio.create_task(pool.acquire("f", snapshot=snapshot))
+        await asyncio.sleep(0.02)
+        assert not waiting.done()
+        await slot.release()
+        fork = await waiting
+        assert fork.container == slot.container
+        await fork.release()
+        await settled(pool)
+        assert (pool.stats().free, pool.fleet.reserved) == (2, 0)
 
 
 async def test_random_traffic_with_cancellations_and_dying_containers_leaks_nothing():
