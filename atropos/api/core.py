@@ -273,6 +273,7 @@ class ToolHost:
     async def end(self, trajectory_id: str) -> bool:
         """Cancel a trajectory's calls and close its state. Whether there was anything to end."""
         trajectory = self._trajectories.pop(trajectory_id, None)
+        self._journal.forget(trajectory_id)
         if trajectory is None:
             return False
         task = asyncio.create_task(self._close(trajectory))

@@ -43,6 +43,7 @@ class Journal:
         self._finished: OrderedDict[Key, Entry] = OrderedDict()
         self._bytes = 0
         self._lost: float | None = None
+        self._of: dict[str, set[Key]] = {}
 
     def __repr__(self) -> str:
         return f"<Journal running={len(self._running)} finished={len(self._finished)} bytes={self._bytes}>"
@@ -82,6 +83,7 @@ class Journal:
             entry.bytes += len(str(result.data))
         entry.finished = time.monotonic()
         self._finished[key] = entry
+        self._of.setdefault(key[0], set()).add(key)
         self._bytes += entry.bytes
         self._forget_old()
 
@@ -92,9 +94,21 @@ class Journal:
             expired = entry.finished is not None and entry.finished < oldest
             if not (expired or len(self._finished) > self._calls or self._bytes > self._max_bytes):
                 return
-            self._bytes -= self._finished.popitem(last=False)[1].bytes
+            self._drop(next(iter(self._finished)))
             if not expired:
                 self._lost = time.monotonic()
+
+    def _drop(self, key: Key) -> None:
+        self._bytes -= self._finished.pop(key).bytes
+        left = self._of.get(key[0], set())
+        left.discard(key)
+        if not left:
+            self._of.pop(key[0], None)
+
+    def forget(self, trajectory_id: str) -> None:
+        """Forget the finished calls of a trajectory that ended: one of that name that comes later is another."""
+        for key in list(self._of.get(trajectory_id, ())):
+            self._drop(key)
 
     def lossy(self) -> bool:
         """Whether a call younger than the journal's age was forgotten: an unknown one may have run all the same."""

@@ -235,6 +235,15 @@ async def test_state_is_kept_per_trajectory_and_closed_at_its_end(bench: Workben
     assert bench.jars[1].closed
 
 
+async def test_a_trajectory_of_the_same_name_does_not_get_the_old_ones_answers(bench: Workbench):
+    async with served(bench) as client:
+        for item in ("a", "b"):
+            answer = await client.post("/execute", json=call("keep", item=item))
+            assert answer.json()["result"]["output"] == item
+            await client.delete("/trajectories/t1")
+        assert client.host.stats()["journal"] == 0
+
+
 async def test_idle_state_ends_after_its_ttl(bench: Workbench):
     async with served(bench, trajectory_ttl_s=0.1) as client:
         await client.post("/execute", json=call("keep", item="a"))
