@@ -7,6 +7,7 @@ import contextlib
 import logging
 import time
 import uuid
+from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
@@ -59,6 +60,7 @@ class ToolHost:
             calls=settings.journal_calls, max_bytes=settings.journal_bytes, ttl_s=settings.journal_ttl_s
         )
         self._endings: set[asyncio.Task[None]] = set()
+        self._failures: Counter[tuple[str, str]] = Counter()
         self.calls = 0
         for tool in tools:
             self.offer(tool)
@@ -207,10 +209,19 @@ class ToolHost:
         except (SandboxError, Refusal):
             raise
         except Exception as error:
-            _log.exception("tool %s failed", tool.name)
+            self._log_failure(tool.name, error)
             result = ToolResult.failure(f"{tool.name} failed: {type(error).__name__}: {str(error)[:500]}")
         result = result.model_copy(update={"duration_s": time.monotonic() - began})
         return self._bounded(result)
+
+    def _log_failure(self, name: str, error: Exception) -> None:
+        """The first failure of a kind with its traceback, then each hundredth in a line: a broken tool fills no log."""
+        kind = (name, type(error).__name__)
+        self._failures[kind] += 1
+        if self._failures[kind] == 1:
+            _log.error("tool %s failed", name, exc_info=error)
+        elif self._failures[kind] % 100 == 0:
+            _log.error("tool %s failed %d times with %s", name, self._failures[kind], kind[1])
 
     def _bounded(self, result: ToolResult) -> ToolResult:
         """Keep head and tail of a long output, and drop a structured answer that is too long."""

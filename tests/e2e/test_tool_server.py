@@ -1,0 +1,197 @@
+"""The ToolServer in a process of its own, as an operator starts it, under load and under fire."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import re
+import signal
+import sys
+from collections.abc import AsyncGenerator
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import httpx
+import pytest
+from pydantic import SecretStr
+
+from atropos.errors import OutcomeUnknown, ToolServerUnavailable
+from atropos.tools.remote import ToolServerClient
+
+TOKEN = "e2e-token"
+COMMAND = (sys.executable, "-m", "atropos.cli", "tool-server", "--port", "0", "--only", "own")
+OWN = ("--tool", "tests.e2e.own_tools:TOOLS")
+
+
+class Server:
+    """A running ToolServer."""
+
+    def __init__(self, process: asyncio.subprocess.Process, url: str) -> None:
+        self.process = process
+        self.url = url
+
+    def rss_mb(self) -> float:
+        text = Path(f"/proc/{self.process.pid}/status").read_text()
+        return int(re.search(r"VmRSS:\s+(\d+)", text)[1]) / 1024  # type: ignore[index]
+
+    def descriptors(self) -> int:
+        return len(os.listdir(f"/proc/{self.process.pid}/fd"))
+
+
+async def start(*more: str) -> Server:
+    process = await asyncio.create_subprocess_exec(
+        *(*COMMAND, *OWN, *more),
+        env={**os.environ, "ATROPOS_TOOL_SERVER_TOKEN": TOKEN},
+        stdout=asyncio.subprocess.DEVNULL,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    assert process.stderr is not None
+    seen = ""
+    async with asyncio.timeout(60):
+        while line := (await process.stderr.readline()).decode():
+            seen += line
+            if found := re.search(r"ToolServer on (http://\S+)", line):
+                return Server(process, found[1])
+    raise AssertionError(f"the ToolServer did not start: {seen}")
+
+
+@contextlib.asynccontextmanager
+async def running(*more: str) -> AsyncGenerator[Server, None]:
+    server = await start(*more)
+    try:
+        yield server
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            server.process.kill()
+        await server.process.wait()
+
+
+@contextlib.asynccontextmanager
+async def client(server: Server) -> AsyncGenerator[ToolServerClient, None]:
+    made = ToolServerClient(server.url, SecretStr(TOKEN), timeout_s=30)
+    await made.start()
+    try:
+        yield made
+    finally:
+        await made.close()
+
+
+async def test_256_trajectories_beside_a_hanging_a_failing_and_a_flooding_tool():
+    """Nobody waits for another's hanging call, answers stay bounded, and memory and sockets do not grow."""
+    async with (
+        running() as server,
+        aiohttp.ClientSession(
+            headers={"Authorization": f"Bearer {TOKEN}"}, connector=aiohttp.TCPConnector(limit=0)
+        ) as http,
+    ):
+
+        async def ask(trajectory: str, call_id: str, name: str, **arguments: Any) -> dict[str, Any]:
+            body = {"trajectory_id": trajectory, "call_id": call_id, "name": name, "arguments": arguments}
+            async with http.post(f"{server.url}/execute", json=body) as answer:
+                assert answer.status == 200
+                return (await answer.json())["result"]
+
+        async def one(number: int) -> None:
+            assert (await ask(f"t{number}", "c", "echo", text=str(number)))["output"] == str(number)
+            assert "boom" in (await ask(f"t{number}", "d", "explode"))["error"]
+            async with http.delete(f"{server.url}/trajectories/t{number}") as answer:
+                assert (await answer.json())["ended"] is True
+
+        hanging = [asyncio.create_task(ask(f"h{i}", "h", "hang")) for i in range(32)]
+        flooding = [asyncio.create_task(ask(f"f{i}", "f", "flood", megabytes=50)) for i in range(3)]
+        async with asyncio.timeout(200):
+            await asyncio.gather(*(one(number) for number in range(256)))
+            for task in flooding:
+                result = await task
+                assert result["truncated"] is True
+                assert len(result["output"]) < 300_000
+            before, sockets = server.rss_mb(), server.descriptors()
+            await asyncio.gather(*(one(number) for number in range(256)))
+        assert not any(task.done() for task in hanging)
+        assert server.rss_mb() < before + 30
+        assert server.descriptors() <= sockets + 20
+        for number, task in enumerate(hanging):
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+            async with http.delete(f"{server.url}/trajectories/h{number}") as answer:
+                assert answer.status == 200
+        async with http.get(f"{server.url}/stats") as answer:
+            stats = await answer.json()
+        assert (stats["running"], stats["with_state"]) == (0, 0)
+
+
+async def test_sigterm_finishes_what_runs_and_refuses_what_comes():
+    async with running() as server, client(server) as tools:
+        nap = asyncio.create_task(tools.execute("t", "c", "nap", {"seconds": 1.0}))
+        await asyncio.sleep(0.3)
+        server.process.send_signal(signal.SIGTERM)
+        await asyncio.sleep(0.2)
+        async with httpx.AsyncClient(headers={"Authorization": f"Bearer {TOKEN}"}) as http:
+            body: dict[str, Any] = {"trajectory_id": "u", "call_id": "c", "name": "echo", "arguments": {"text": "a"}}
+            refused = await http.post(f"{server.url}/execute", json=body)
+        assert (refused.status_code, refused.json()["code"]) == (503, "draining")
+        assert (await nap).output == "rested"
+        assert await asyncio.wait_for(server.process.wait(), 20) == 0
+
+
+async def test_a_second_signal_ends_it_at_once():
+    async with running() as server, client(server) as tools:
+        hang = asyncio.create_task(tools.execute("t", "c", "hang", {}))
+        await asyncio.sleep(0.3)
+        server.process.send_signal(signal.SIGTERM)
+        await asyncio.sleep(0.2)
+        server.process.send_signal(signal.SIGTERM)
+        await asyncio.wait_for(server.process.wait(), 20)
+        hang.cancel()
+        await asyncio.gather(hang, return_exceptions=True)
+
+
+async def test_a_server_killed_in_the_middle_is_told_as_such():
+    async with running() as server, client(server) as tools:
+        call = asyncio.create_task(tools.execute("t", "c", "hang", {}))
+        await asyncio.sleep(0.3)
+        server.process.kill()
+        with pytest.raises(OutcomeUnknown):
+            await asyncio.wait_for(call, 60)
+        with pytest.raises(ToolServerUnavailable):
+            await asyncio.wait_for(tools.execute("t", "d", "echo", {"text": "a"}), 60)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "environment", "said"),
+    [
+        (("--tool", "no.such:thing"), {}, "can't be imported"),
+        (("--tool", "tests.e2e.own_tools:TOOLS", "--only", "web_search"), {}, "no search provider"),
+        (("--tool", "tests.e2e.own_tools:TOOLS", "--only", "nothing"), {}, "no external tool or toolset 'nothing'"),
+        (("--config", "/no/such/file.toml"), {}, "--config"),
+        (("--allow-host", "http://x"), {}, "allow_hosts"),
+        ((), {"ATROPOS_TOOL_SERVER_TOKEN": ""}, "token: missing"),
+        (("--host", "192.0.2.1"), {}, "can't listen on 192.0.2.1"),
+    ],
+)
+async def test_a_bad_setting_is_one_clear_line(arguments: tuple[str, ...], environment: dict[str, str], said: str):
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "atropos.cli", "tool-server", "--port", "0", *arguments),
+        env={**os.environ, "ATROPOS_TOOL_SERVER_TOKEN": TOKEN, "COLUMNS": "200", **environment},
+        stdout=asyncio.subprocess.DEVNULL,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    _, error = await asyncio.wait_for(process.communicate(), 60)
+    assert process.returncode not in {0, None}
+    assert said in error.decode()
+    assert "Traceback" not in error.decode(), error.decode()
+
+
+async def test_a_port_in_use_is_one_clear_line():
+    async with running() as server:
+        port = server.url.rsplit(":", 1)[1]
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "atropos.cli", "tool-server", "--port", port),
+            env={**os.environ, "ATROPOS_TOOL_SERVER_TOKEN": TOKEN},
+            stderr=asyncio.subprocess.PIPE,
+        )
+        _, error = await asyncio.wait_for(process.communicate(), 60)
+        assert process.returncode == 2
+        assert f"can't listen on 127.0.0.1:{port}" in error.decode()
