@@ -6,11 +6,11 @@ import asyncio
 import hashlib
 import json
 import time
-import weakref
 from collections.abc import Awaitable, Callable
 from typing import Any
 
 from atropos.agent.config import AgentConfig, AgentResult, AgentStep, PromptTooLong, StopReason
+from atropos.agent.fairness import gate
 from atropos.agent.model import Generation, Model
 from atropos.agent.prompt import results_text, schemas_of, system_text
 from atropos.agent.template import TurnRenderer
@@ -185,20 +185,6 @@ class AtroposAgent:
         if self.config.tool_delay_s:
             await asyncio.sleep(self.config.tool_delay_s)
         return result
-
-
-_gates: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Lock] = weakref.WeakKeyDictionary()
-
-
-def gate() -> asyncio.Lock:
-    """Held around tokenizing and parsing: one turn's worth of it, about a millisecond, a pass of the event loop.
-
-    When hundreds of answers come at once, I/O and other trajectories' calls go on between them.
-    """
-    loop = asyncio.get_running_loop()
-    if loop not in _gates:
-        _gates[loop] = asyncio.Lock()
-    return _gates[loop]
 
 
 def seed_for(seed: int, *parts: Any) -> int:

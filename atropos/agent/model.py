@@ -11,10 +11,11 @@ import contextlib
 import contextvars
 import math
 import random
-from collections.abc import Awaitable, Callable, Generator, Sequence
+from collections.abc import Callable, Coroutine, Generator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
+from atropos.agent.fairness import started_in_turn
 from atropos.errors import InferenceError
 
 EXACT = frozenset({"vllm", "sglang"})
@@ -112,7 +113,7 @@ class Model:
 
         return await self._bounded(once)
 
-    async def _bounded(self, once: Callable[[], Awaitable[Answer]]) -> Answer:
+    async def _bounded(self, once: Callable[[], Coroutine[Any, Any, Answer]]) -> Answer:
         attempt = 0
         last: InferenceError | None = None
         try:
@@ -120,7 +121,7 @@ class Model:
                 while True:
                     try:
                         with _capture():
-                            return await once()
+                            return await started_in_turn(once)
                     except InferenceError as error:
                         last = error
                     except Exception as error:
