@@ -27,12 +27,15 @@ class Llama3JsonParser(Parser):
     def parse(self, text: str) -> Parsed:
         """Take the calls out of a turn."""
         found = Collector()
-        tag = text.find(TAG)
-        begin = tag + len(TAG) if tag >= 0 else _first_object(text)
-        if begin is None:
+        tag, begin = text.find(TAG), _first_object(text)
+        if tag >= 0 and (begin is None or tag < begin):
+            found.text(text[:tag])
+            begin = tag + len(TAG)
+        elif begin is not None:
+            found.text(text[:begin])
+        else:
             found.text(text)
             return found.done()
-        found.text(text[: tag if tag >= 0 else begin])
         at = begin
         while not _ENDS.match(text, at):
             if found.full(text[at : at + 500]):
