@@ -108,9 +108,14 @@ class Link:
     async def live(self) -> None:
         """Connect, join the fleet, and stay until the server is lost; runs as the link's own task."""
         try:
-            await self._connect()
-            await self._check_isolation()
-            status = await self.client.status()
+            async with asyncio.timeout(self.patience_s):
+                await self._connect()
+                await self._check_isolation()
+                status = await self.client.status()
+        except TimeoutError:
+            reason = f"its sandbox server did not answer within {self.patience_s:g} s"
+            await self.pool.keeper.condemn(self, reason)
+            return
         except SandboxError as error:
             if isinstance(error, IsolationUnavailable):
                 self.pool.refuse(error)
@@ -121,16 +126,15 @@ class Link:
         self.pool.keeper.relink(self, "the sandbox server is gone or does not answer")
 
     async def _connect(self) -> None:
-        """Until it succeeds, the container disappears (then this task is cancelled), or trying makes no sense."""
+        """Until it succeeds or trying makes no sense; a container that disappears cancels this task."""
         pause, longest = CONNECT_PAUSE_S
-        loop = asyncio.get_running_loop()
-        deadline = loop.time() + self.patience_s
         while True:
             try:
                 return await self.client.connect()
             except SandboxError as error:
-                if not error.retryable or loop.time() > deadline:
+                if not error.retryable:
                     raise
+                log.debug("container %s can't be reached yet: %s", self.container.id, error)
             await asyncio.sleep(pause * random.uniform(0.7, 1.3))
             pause = min(pause * 1.5, longest)
 

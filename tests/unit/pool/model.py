@@ -32,6 +32,7 @@ class ModelServer:
     refuse: Exception | None = None
     unclean: bool = False
     takes_none: bool = False
+    hangs: bool = False
     taken_in: int = 0
     draining: bool = False
     foreign: int = 0
@@ -103,6 +104,8 @@ class ModelClient:
         server.clients.append(self)
 
     async def connect(self) -> None:
+        if self.server.hangs:
+            await asyncio.Event().wait()
         try:
             await self.server.pause()
         except SlotLost as error:

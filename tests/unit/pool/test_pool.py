@@ -210,6 +210,19 @@ async def test_a_server_that_is_lost_and_does_not_come_back_is_replaced(monkeypa
         assert backend.retired == [slot.container]
 
 
+async def test_a_server_that_answers_nothing_when_it_is_connected_to_again_is_replaced(monkeypatch):
+    monkeypatch.setattr("atropos.slots.keeper.RELINK_S", 0.05)
+    pool, backend = model_pool(slots=1, containers=1)
+    async with pool:
+        slot = await pool.acquire("t")
+        server = backend.servers[slot.container]
+        server.hangs = True
+        server.clients[0].lost.set()
+        async with pool.lease("next") as other:
+            assert other.container != slot.container
+        assert isinstance(slot.lost, SlotLost)
+
+
 async def test_a_server_restarted_in_place_is_used_again():
     pool, backend = model_pool(slots=1, containers=1)
     async with pool:
