@@ -31,6 +31,12 @@ class Server:
     def __init__(self, process: asyncio.subprocess.Process, url: str) -> None:
         self.process = process
         self.url = url
+        self._reader = asyncio.create_task(self._drain())  # a log that nobody reads would stop the server
+
+    async def _drain(self) -> None:
+        assert self.process.stderr is not None
+        while await self.process.stderr.read(65_536):
+            pass
 
     def rss_mb(self) -> float:
         text = Path(f"/proc/{self.process.pid}/status").read_text()
@@ -157,41 +163,3 @@ async def test_a_server_killed_in_the_middle_is_told_as_such():
             await asyncio.wait_for(call, 60)
         with pytest.raises(ToolServerUnavailable):
             await asyncio.wait_for(tools.execute("t", "d", "echo", {"text": "a"}), 60)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "environment", "said"),
-    [
-        (("--tool", "no.such:thing"), {}, "can't be imported"),
-        (("--tool", "tests.e2e.own_tools:TOOLS", "--only", "web_search"), {}, "no search provider"),
-        (("--tool", "tests.e2e.own_tools:TOOLS", "--only", "nothing"), {}, "no external tool or toolset 'nothing'"),
-        (("--config", "/no/such/file.toml"), {}, "--config"),
-        (("--allow-host", "http://x"), {}, "allow_hosts"),
-        ((), {"ATROPOS_TOOL_SERVER_TOKEN": ""}, "token: missing"),
-        (("--host", "192.0.2.1"), {}, "can't listen on 192.0.2.1"),
-    ],
-)
-async def test_a_bad_setting_is_one_clear_line(arguments: tuple[str, ...], environment: dict[str, str], said: str):
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "atropos.cli", "tool-server", "--port", "0", *arguments),
-        env={**os.environ, "ATROPOS_TOOL_SERVER_TOKEN": TOKEN, "COLUMNS": "200", **environment},
-        stdout=asyncio.subprocess.DEVNULL,
-        stderr=asyncio.subprocess.PIPE,
-    )
-    _, error = await asyncio.wait_for(process.communicate(), 60)
-    assert process.returncode not in {0, None}
-    assert said in error.decode()
-    assert "Traceback" not in error.decode(), error.decode()
-
-
-async def test_a_port_in_use_is_one_clear_line():
-    async with running() as server:
-        port = server.url.rsplit(":", 1)[1]
-        process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "atropos.cli", "tool-server", "--port", port),
-            env={**os.environ, "ATROPOS_TOOL_SERVER_TOKEN": TOKEN},
-            stderr=asyncio.subprocess.PIPE,
-        )
-        _, error = await asyncio.wait_for(process.communicate(), 60)
-        assert process.returncode == 2
-        assert f"can't listen on 127.0.0.1:{port}" in error.decode()
