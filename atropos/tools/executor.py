@@ -37,6 +37,8 @@ from atropos.tools.terminal import due_notes
 
 REMEMBERED = 8
 """Results a trajectory remembers, so that a call sent again under its id is not run again."""
+REMEMBERED_CHARS = 200_000
+"""Characters of output after which a trajectory remembers fewer of them, the latest in any case."""
 MAX_WAITING = 256
 """Calls of one trajectory that may wait for their turn."""
 INTERRUPT_S = 5.0
@@ -92,14 +94,28 @@ class _Trajectory:
     calls: dict[asyncio.Task[Any], int] = field(default_factory=dict["asyncio.Task[Any]", int])
     interrupted: set[asyncio.Task[Any]] = field(default_factory=set["asyncio.Task[Any]"])
     idle: asyncio.Event = field(default_factory=asyncio.Event)
-    answered: OrderedDict[str, tuple[ToolCall, ToolResult | None]] = field(
-        default_factory=OrderedDict[str, "tuple[ToolCall, ToolResult | None]"]
+    answered: OrderedDict[str, tuple[int, ToolResult | None]] = field(
+        default_factory=OrderedDict[str, "tuple[int, ToolResult | None]"]
     )
 
     @property
     def empty(self) -> bool:
         """Whether there is nothing to release: no slot, nothing on a ToolServer, nothing remembered."""
         return self.slot is None and not self.external and self.broken is None and not self.answered
+
+    def remember(self, call: ToolCall, result: ToolResult | None) -> None:
+        """Keep a call's result (None: it was given up) for the case that it is sent again."""
+        self.answered.pop(call.id, None)
+        self.answered[call.id] = (_print(call), result)
+        room = REMEMBERED_CHARS - sum(0 if one is None else len(one.output) for _, one in self.answered.values())
+        while len(self.answered) > REMEMBERED or (room < 0 and len(self.answered) > 1):
+            _, (_, oldest) = self.answered.popitem(last=False)
+            room += 0 if oldest is None else len(oldest.output)
+
+
+def _print(call: ToolCall) -> int:
+    """A fingerprint of what a call asks for, so that its arguments need not be kept."""
+    return hash((call.name, repr(call.arguments)))
 
 
 class ToolExecutor:
@@ -244,7 +260,7 @@ class ToolExecutor:
         if isinstance(checked, ToolResult):
             return checked
         known = trajectory.answered.get(call.id)
-        if known is not None and known[0] == call:
+        if known is not None and known[0] == _print(call):
             if known[1] is None:
                 raise OutcomeUnknown(
                     f"call {call.id} of {trajectory.id} was given up while it ran; it is not run again"
@@ -265,9 +281,7 @@ class ToolExecutor:
             raise
         finally:
             if remember:
-                trajectory.answered[call.id] = (call, answer)
-                while len(trajectory.answered) > REMEMBERED:
-                    trajectory.answered.popitem(last=False)
+                trajectory.remember(call, answer)
         return result
 
     async def _in_slot(

@@ -103,6 +103,16 @@ async def test_a_call_sent_again_is_not_run_again(executor):
     assert (await executor.execute("t", other)).output.strip() == "1"
 
 
+async def test_what_is_remembered_is_bounded(executor):
+    calls = [ToolCall(name="terminal", arguments={"command": f"seq {10_000 + i}"}, id=str(i)) for i in range(12)]
+    for call in calls:
+        await executor.execute("t", call)
+    kept = executor._trajectories["t"].answered
+    assert list(kept)[-1] == "11"
+    assert 1 < len(kept) < 8
+    assert sum(len(result.output) for _, result in kept.values()) <= 200_000
+
+
 async def test_a_call_given_up_while_it_ran_is_not_run_again_in_silence(executor):
     call = ToolCall(name="hold", arguments={}, id="mine")
     await executor.slot("t")
