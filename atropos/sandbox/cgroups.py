@@ -68,16 +68,20 @@ def _start_time(pid: int) -> str:
         return file.read().rpartition(b")")[2].split()[19].decode()
 
 
+def alive(name: str) -> bool:
+    """Whether the process that made a directory of this name is still there."""
+    pid, _, started = name.removeprefix(PREFIX).partition("-")
+    try:
+        return _start_time(int(pid)) == started
+    except (OSError, ValueError):
+        return False
+
+
 def sweep(parent: Path) -> None:
     """Remove the directories of servers that are no more."""
     with contextlib.suppress(OSError):
         for entry in parent.glob(f"{PREFIX}*"):
-            pid, _, started = entry.name.removeprefix(PREFIX).partition("-")
-            try:
-                alive = _start_time(int(pid)) == started
-            except (OSError, ValueError):
-                alive = False
-            if not alive:
+            if not alive(entry.name):
                 _remove_tree(entry)
 
 

@@ -75,11 +75,27 @@ class SlotHost:
             if not os.path.isdir(path):
                 field = "base" if name is None else f"bases[{name!r}]"
                 raise ConfigError(f"{field}: {path} is not a folder that the server can read")
+            if not self._owned(path):
+                field = "base" if name is None else f"bases[{name!r}]"
+                raise ConfigError(
+                    f"{field}: {path} belongs to a user that slots don't have; give it to theirs (chown -R to uid "
+                    f"{self._outside_root()}), or keep it on a file system that can be mounted with other ids"
+                )
             # bound to a short path of ours: overlay options have their own meaning for ':' and ','
             target = f"{self._scratch}/bases/{index}"
             os.mkdir(target)
             syscalls.mount(path, target, None, syscalls.MS_BIND)
             self._bases[name] = volumes.Base(target)
+
+    @staticmethod
+    def _owned(path: str) -> bool:
+        """Whether a base's files belong to ids that slots have: an unmapped owner is shown as the overflow id."""
+        return os.stat(path).st_uid != _sysctl("kernel/overflowuid", 65_534)
+
+    @staticmethod
+    def _outside_root() -> str:
+        with open("/proc/self/uid_map", encoding="ascii") as file:
+            return file.read().split()[1]
 
     # ------------------------------------------------------------------------------------------------------------ slots
 
@@ -102,7 +118,7 @@ class SlotHost:
             raise NotSupported(f"base={base!r} is not one of this server's (bases: {known})")
         unique = f"{next(self._serial)}"
         folder = f"{self._scratch}/slots/{unique}"
-        disk = f"{self._disk()}/{unique}" if self.config.volume == "disk" else None
+        disk = f"{self._entered.disk}/{unique}" if self._entered.disk is not None else None
         cgroup: cgroups.SlotCgroup | None = None
         try:
             cgroup = cgroups.SlotCgroup(self._entered.cgroups, f"slot{unique}", limits)
@@ -129,9 +145,6 @@ class SlotHost:
                 raise SandboxError(f"slot {name} could not be started: {error}") from error
             raise
         return sandbox
-
-    def _disk(self) -> str:
-        raise NotSupported("volume='disk' is not offered by this server yet; use volume='memory'")
 
     def request(
         self, volume: volumes.Volume, base: volumes.Base, cgroup: cgroups.SlotCgroup, limits: SlotLimits
@@ -183,7 +196,7 @@ class SlotHost:
     async def import_layer(self, layer_id: str, fill: Callable[[str], Awaitable[None]]) -> Layer:
         """Make a layer of what `fill` writes into a folder; see `contract.Host.import_layer`."""
         unique = f"{next(self._serial)}"
-        disk = f"{self._disk()}/{unique}" if self.config.volume == "disk" else None
+        disk = f"{self._entered.disk}/{unique}" if self._entered.disk is not None else None
         try:
             volume = volumes.blank(f"{self._scratch}/slots/{unique}", self.config.limits, disk)
         except OSError as error:
@@ -222,6 +235,8 @@ class SlotHost:
                 await self.disposer.give(volume.detach(), volume.disk)
         self._layers.clear()
         await self.disposer.aclose()
+        if self._entered.disk is not None:
+            await asyncio.to_thread(volumes.remove_tree, self._entered.disk)
         await self.spawner.aclose()
         with contextlib.suppress(OSError):
             syscalls.umount(self._scratch)

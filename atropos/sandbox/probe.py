@@ -167,8 +167,8 @@ _KNOWN = {
         True,
         "Linux 6.6 or later (tmpfs needs user xattrs under an overlay), with the overlay module loaded on the host",
     ),
-    "disk_limit": _Known(True, "a kernel whose tmpfs takes size="),
-    "inode_limit": _Known(True, "a kernel whose tmpfs takes nr_inodes="),
+    "disk_limit": _Known(True, "volume='memory', and a kernel whose tmpfs takes size="),
+    "inode_limit": _Known(True, "volume='memory', and a kernel whose tmpfs takes nr_inodes="),
     "pids_limit": _Known(
         False, "run the server as root, or delegate the pids controller to its user (systemd Delegate=yes)"
     ),
@@ -199,7 +199,13 @@ async def run(host: SlotHost, entered: Entered) -> list[Feature]:
     finally:
         stopped = await sandbox.stop()
     found["reset"] = (stopped.clean, stopped.detail)
-    return [_feature(name, passed, detail) for name, (passed, detail) in found.items()]
+    features = [_feature(name, passed, detail) for name, (passed, detail) in found.items()]
+    if host.config.volume == "memory":
+        return features
+    # a folder on disk has no quota of its own: told, not promised
+    return [
+        f.model_copy(update={"required": False}) if f.name in ("disk_limit", "inode_limit") else f for f in features
+    ]
 
 
 def _feature(name: str, passed: bool, detail: str) -> Feature:

@@ -28,7 +28,8 @@ from typing import Any, NoReturn
 from atropos.config import ServerConfig
 from atropos.errors import IsolationUnavailable
 from atropos.sandbox import syscalls
-from atropos.sandbox.cgroups import Cgroups, Tree, claim
+from atropos.sandbox.cgroups import Cgroups, Tree, alive, claim, own_name
+from atropos.sandbox.volumes import remove_tree
 
 ID_BASE = 100_000
 """First host id of the range: above every account, below what systemd gives to its own containers."""
@@ -52,6 +53,7 @@ class Entered:
         cgroups: the hierarchies claimed.
         parent: pid of the process that started the server.
         root: whether the first stage was root.
+        disk: a folder on disk for volumes, when the configuration wants them there.
     """
 
     scratch: str
@@ -60,6 +62,7 @@ class Entered:
     cgroups: Cgroups
     parent: int
     root: bool
+    disk: str | None = None
 
 
 _entered: Entered | None = None
@@ -119,6 +122,7 @@ def _load() -> None:
         cgroups=Cgroups(trees, raw["cgroups"]["missing"]),
         parent=raw["parent"],
         root=raw["root"],
+        disk=raw["disk"],
     )
 
 
@@ -151,7 +155,7 @@ def _first_stage(config: ServerConfig, parent: int) -> NoReturn:
     root = _capable()
     scratch = _scratch(config, root=root)
     entered = Entered(scratch, 1, (0, 0), Cgroups(), parent, root)
-    entered = _as_root(config, entered) if root else _as_user(entered)
+    entered = _as_root(config, entered) if root else _as_user(config, entered)
     syscalls.prctl(syscalls.PR_SET_NO_NEW_PRIVS, 1)
     syscalls.keep_only(SERVER_CAPABILITIES)
     if config.die_with_parent:
@@ -191,7 +195,11 @@ def _as_root(config: ServerConfig, entered: Entered) -> Entered:
             "(see nomad/ and docker/sandbox/ for the least that is needed)"
         ) from error
     cgroups = claim(f"{entered.scratch}/cgroups", server, server)
+    disk = _disk(server, base) if config.volume == "disk" else None
     _expose(_needed_paths(config))
+    for path in filter(None, (config.base, *config.bases.values())):
+        if os.path.isdir(path) and os.stat(path).st_uid == 0:
+            _show_as_ours(path, base, slot_ids)
     own = f"{entered.scratch}/server"
     os.mkdir(own, 0o755)
     _enter_namespaces(_write_maps([(0, base, slot_ids + 1 + creators)]), before=lambda: _become(server))
@@ -201,6 +209,7 @@ def _as_root(config: ServerConfig, entered: Entered) -> Entered:
         slot_ids=slot_ids,
         creators=(slot_ids + 1, creators) if creators else (0, 0),
         cgroups=cgroups,
+        disk=disk,
     )
 
 
@@ -275,6 +284,37 @@ def _expose(paths: list[str]) -> None:
             os.close(fd)
 
 
+def _show_as_ours(path: str, base: int, count: int) -> None:
+    """Let a root file system that belongs to the host's ids appear under the slots' ids (an idmapped mount over itself).
+
+    Where the kernel or the file system has no idmapped mounts it stays as it is; the server then says what to do.
+    """
+    ready_r, ready_w = os.pipe()
+    hold_r, hold_w = os.pipe()
+    holder = os.fork()
+    if holder == 0:
+        os.close(hold_w)
+        try:
+            syscalls.unshare(syscalls.CLONE_NEWUSER)
+            os.write(ready_w, b"x")
+            os.read(hold_r, 1)
+        finally:
+            os._exit(0)
+    os.close(ready_w)
+    os.close(hold_r)
+    try:
+        if os.read(ready_r, 1):
+            _write_maps([(0, base, count)])(holder)
+            with open(f"/proc/{holder}/ns/user", "rb") as namespace:
+                syscalls.idmapped_mount(path, namespace.fileno())
+    except OSError:
+        pass
+    finally:
+        os.close(ready_r)
+        os.close(hold_w)
+        os.waitpid(holder, 0)
+
+
 def _closed_ancestor(path: str) -> str | None:
     for ancestor in reversed(Path(path).parents):
         if not os.stat(ancestor).st_mode & stat.S_IXOTH:
@@ -285,9 +325,10 @@ def _closed_ancestor(path: str) -> str | None:
 # ------------------------------------------------------------------------------------------------- as an ordinary user
 
 
-def _as_user(entered: Entered) -> Entered:
+def _as_user(config: ServerConfig, entered: Entered) -> Entered:
     uid, gid = os.getuid(), os.getgid()
     cgroups = claim_delegated(uid, gid)
+    entered = replace(entered, disk=_disk(uid, gid) if config.volume == "disk" else None)
     ids = _subordinate("/etc/subuid"), _subordinate("/etc/subgid")
     ranged = min(count for _, count in ids) >= 4096 and all(shutil.which(p) for p in ("newuidmap", "newgidmap"))
     if ranged:
@@ -430,6 +471,28 @@ def _why_no_userns(error: OSError) -> str:
     return (
         f"no user namespace could be made ({error}): a container's seccomp profile must allow unshare, mount and clone"
     )
+
+
+def _disk(owner: int, slot_group: int) -> str:
+    """A new folder on disk for this server's volumes; those of servers that are no more are removed."""
+    top = "/var/lib/atropos" if os.geteuid() == 0 else f"/var/tmp/atropos-{os.getuid()}"
+    try:
+        os.makedirs(top, 0o755, exist_ok=True)
+        found = os.lstat(top)
+        if not stat.S_ISDIR(found.st_mode) or found.st_uid not in (os.geteuid(), owner):
+            raise IsolationUnavailable(f"volume='disk': {top} is not a folder of this user's own")
+        os.chown(top, owner, -1)  # so that the server can remove its own at the end
+        for name in os.listdir(top):
+            if not alive(name):
+                remove_tree(f"{top}/{name}")
+        folder = f"{top}/{own_name()}"
+        os.mkdir(folder, 0o700)
+        # for the server, and to pass through for the slots' own root, which starts bubblewrap
+        os.chown(folder, owner, slot_group)
+        os.chmod(folder, 0o710 if os.geteuid() == 0 else 0o711)
+    except OSError as error:
+        raise IsolationUnavailable(f"volume='disk': {top} can't be used: {error.strerror}") from error
+    return folder
 
 
 def _scratch(config: ServerConfig, *, root: bool) -> str:

@@ -269,7 +269,8 @@ class SlotSandbox:
                 await asyncio.to_thread(volume.uncover)
                 if volume.disk is None:
                     volumes.freeze(volume)
-                self._frozen = Layer(layer_id, volume.upper, volumes.used_bytes(volume))
+                used = await asyncio.to_thread(volumes.used_bytes, volume)
+                self._frozen = Layer(layer_id, volume.upper, used)
                 self._host.keep(self._frozen, volume)
             except OSError as error:
                 problems.append(f"a writer was left: {error}")

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import os
-import shutil
 import stat
 import threading
 from collections.abc import Sequence
@@ -137,7 +137,42 @@ def _free(descriptors: list[int], folder: str | None) -> None:
     for fd in descriptors:
         os.close(fd)
     if folder is not None:
-        shutil.rmtree(folder, ignore_errors=True)
+        remove_tree(folder)
+
+
+def remove_tree(top: str) -> None:
+    """Remove a folder of any depth and any names: subfolders are first moved to the top, so that no path grows long."""
+    number = itertools.count()
+    pending = [top]
+    while pending:
+        folder = pending[-1]
+        try:
+            fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except OSError:
+            pending.pop()
+            continue
+        before = len(pending)
+        try:
+            if folder != top:
+                os.fchmod(fd, 0o700)
+            with os.scandir(fd) as entries:
+                for entry in entries:
+                    if not entry.is_dir(follow_symlinks=False):
+                        os.unlink(entry.name, dir_fd=fd)
+                    elif folder != top:
+                        moved = f"{top}/.removing-{next(number)}"
+                        os.rename(entry.name, moved, src_dir_fd=fd)
+                        pending.append(moved)
+                    else:
+                        pending.append(f"{top}/{entry.name}")
+        except OSError:
+            pass
+        finally:
+            os.close(fd)
+        if len(pending) == before:
+            with contextlib.suppress(OSError):
+                os.rmdir(folder)
+            pending.pop()
 
 
 def create(
@@ -267,8 +302,17 @@ def freeze(volume: Volume) -> None:
 
 def used_bytes(volume: Volume) -> int:
     """Bytes that the volume's files take."""
+    if volume.disk is not None:
+        return sum(_blocks(os.path.join(at, name)) for at, _, names in os.walk(volume.disk) for name in names)
     found = os.statvfs(volume.data)
     return (found.f_blocks - found.f_bfree) * found.f_frsize
+
+
+def _blocks(path: str) -> int:
+    try:
+        return os.lstat(path).st_blocks * 512
+    except OSError:
+        return 0
 
 
 def exhausted(volume: Volume) -> str | None:

@@ -2,21 +2,26 @@
 
 import json
 import os
+import re
+import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.unit.sandbox.as_user import USER
+
 ROOT = Path(__file__).parents[3]
 
 
 class Driver:
-    def __init__(self, *, as_user: bool) -> None:
+    def __init__(self, base: Path, *, as_user: bool, volume: str = "memory") -> None:
         prefix = [sys.executable, "-m", "tests.unit.sandbox.as_user"] if as_user else []
         self.process = subprocess.Popen(
-            [*prefix, sys.executable, "-m", "tests.unit.sandbox.driver"],
+            [*prefix, sys.executable, "-m", "tests.unit.sandbox.driver", str(base), volume],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             cwd=ROOT,
@@ -42,17 +47,54 @@ class Driver:
         assert self.process.wait(30) == 0
 
 
+def tiny_base(folder: Path, owner: int) -> Path:
+    """A root file system with a shell and little else, where anybody can read it."""
+    programs = [path for name in ("bash", "cat", "ls", "stat", "rm", "mkdir") if (path := shutil.which(name))]
+    for program in programs:
+        libraries = subprocess.run(["ldd", program], capture_output=True, text=True, check=True).stdout
+        for source in (program, *re.findall(r"(/\S+)", libraries)):
+            target = folder / source.lstrip("/")
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(source, target)
+    for name in ("bin", "usr/bin", "etc", "old"):
+        (folder / name).mkdir(parents=True, exist_ok=True)
+    shutil.copy(shutil.which("bash"), folder / "bin/bash")
+    (folder / "etc/passwd").write_text("root:x:0:0::/root:/bin/bash\n")
+    (folder / "old/file").write_text("old\n")
+    for at, folders, files in os.walk(folder):
+        for name in (".", *folders, *files):
+            os.chown(os.path.join(at, name), owner, owner, follow_symlinks=False)
+    return folder
+
+
 @pytest.fixture(scope="session")
-def root_driver() -> Iterator[Driver]:
+def folder() -> Iterator[Path]:
+    """A folder that ordinary users can read, unlike pytest's own."""
+    with tempfile.TemporaryDirectory(prefix="atropos-test-") as name:
+        os.chmod(name, 0o755)
+        yield Path(name)
+
+
+@pytest.fixture(scope="session")
+def root_driver(folder) -> Iterator[Driver]:
     if os.geteuid() != 0:
         pytest.skip("needs root: the ordinary user's driver runs the same scenarios")
-    driver = Driver(as_user=False)
+    driver = Driver(tiny_base(folder / "root", 0), as_user=False)
     yield driver
     driver.close()
 
 
 @pytest.fixture(scope="session")
-def user_driver() -> Iterator[Driver]:
-    driver = Driver(as_user=True)
+def user_driver(folder) -> Iterator[Driver]:
+    driver = Driver(tiny_base(folder / "user", USER if os.geteuid() == 0 else os.geteuid()), as_user=True)
+    yield driver
+    driver.close()
+
+
+@pytest.fixture(scope="session")
+def disk_driver(folder) -> Iterator[Driver]:
+    if os.geteuid() != 0:
+        pytest.skip("needs root: it looks into /var/lib")
+    driver = Driver(tiny_base(folder / "disk", 0), as_user=False, volume="disk")
     yield driver
     driver.close()

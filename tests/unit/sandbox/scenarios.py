@@ -505,6 +505,21 @@ async def forks_share_a_frozen_layer(host):
     await host.drop_layer(layer)
 
 
+async def a_base_of_one_s_own_is_writable_and_stays_as_it_is(host):
+    for _ in range(2):
+        async with slot(host, base="tiny") as s:
+            assert (
+                await out(
+                    s, "stat -c %u / /etc /etc/passwd; cat /old/file; rm -r /old; echo x >> /etc/passwd; mkdir /new"
+                )
+                == "0\n0\n0\nold\n"
+            )
+            assert (
+                await out(s, "ls -d /old /new 2>/dev/null; cat /etc/passwd; ls /usr/share 2>/dev/null | cat")
+                == "/new\nroot:x:0:0::/root:/bin/bash\nx\n"
+            )
+
+
 async def planted_mount_points_lead_nowhere(host):
     first = await host.start("planter")
     await out(

@@ -12,6 +12,14 @@ def test_as_root(root_driver, name):
     root_driver.run(MODULE, name)
 
 
+ON_DISK = ["files_round_trip", "forks_share_a_frozen_layer", "nothing_is_left_after_a_stop", "tools_of_the_base_work"]
+
+
+@pytest.mark.parametrize("name", ON_DISK)
+def test_with_volumes_on_disk(disk_driver, name):
+    disk_driver.run(MODULE, name)
+
+
 @pytest.mark.parametrize("name", [name for name in scenarios.ALL if name not in scenarios.ROOT_ONLY])
 def test_as_an_ordinary_user(user_driver, name):
     user_driver.run(MODULE, name)
