@@ -153,7 +153,7 @@ class AtroposAgent:
         if self.config.max_tokens is not None:
             sampling["max_tokens"] = limit
         answer = await self._model.chat(transcript.messages, **sampling)
-        text = answer.content
+        text = answer.content.removesuffix(self._renderer.end_text)  # trl's server leaves it there
         if answer.tool_calls:
             text = "\n".join([*([text] if text else []), *(self._render(call) for call in answer.tool_calls)])
         ids = [*self._renderer.encode_text(text), self._renderer.end_id]

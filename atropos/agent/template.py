@@ -55,6 +55,7 @@ class TurnRenderer:
             raise ConfigError("tokenizer_name: its chat template renders nothing after an assistant's turn")
         self.end_id = suffix[0]
         """The token that closes an assistant's turn."""
+        self.end_text = str(tokenizer.decode([self.end_id]))
         self.end_ids = {self.end_id, getattr(tokenizer, "eos_token_id", None)} - {None}
 
     def prompt(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:

@@ -231,7 +231,7 @@ async def _probe_chat(one: Any, timeout_s: float) -> None:
     """Any well-formed answer will do: one token of a reasoning model is no message yet."""
     try:
         async with asyncio.timeout(timeout_s):
-            answer = await one.openai.chat.completions.create(
+            answer = await one._chat_completion_wrapper(  # noqa: SLF001 (no health check in front)
                 model=one.config.model_name, messages=[{"role": "user", "content": "hi"}], max_tokens=1
             )
         _ = answer.choices[0].message.content

@@ -108,6 +108,8 @@ class SandboxEnv(BaseEnv):
         for server in servers:
             if server.server_type in EXACT and server.tokenizer_name != config.tokenizer_name:
                 check_tokenizer(server.tokenizer_name, field="openai.tokenizer_name")
+            if server.server_type == "trl":
+                check_tokenizer(server.model_name, field="openai.model_name")
         self.jsonl_writer: Any = None
         try:
             super().__init__(config, cast("Any", server_configs if testing else servers), slurm=slurm, testing=testing)

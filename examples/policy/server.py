@@ -66,6 +66,8 @@ class PolicyServer:
             app.router.add_post(f"{prefix}/chat/completions", self._chat)
             app.router.add_post(f"{prefix}/completions", self._completions)
         app.router.add_post("/generate", self._generate)
+        for prefix in ("", "/v1"):
+            app.router.add_post(f"{prefix}/generate/", self._generate_trl)
         return app
 
     # ------------------------------------------------------------------------------------------------------- faults
@@ -184,6 +186,13 @@ class PolicyServer:
                 "finish_reasons": [reason for _, _, reason in answers],
             }
         )
+
+    async def _generate_trl(self, request: web.Request) -> web.Response:
+        """As trl's server: texts in, token ids out."""
+        body = await request.json()
+        prompts = [self.tokenizer.encode(str(prompt), add_special_tokens=False).ids for prompt in body["prompts"]]
+        answers = [self.sample(prompt, None, body.get("max_tokens"), body.get("temperature")) for prompt in prompts]
+        return web.json_response({"completion_ids": [ids for ids, _, _ in answers]})
 
     def sample(
         self, prompt: list[int], seed: int | None, limit: int | None, temperature: float | None, index: int = 0

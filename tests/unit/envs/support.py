@@ -119,6 +119,6 @@ def make(cls: type[ScriptEnv], url: str, path: Any, *, server_type: str = "vllm"
             **settings,
         }
     )
-    env = cls(config, [APIServerConfig(base_url=url, server_type=server_type, model_name="m", api_key="x")])
+    env = cls(config, [APIServerConfig(base_url=url, server_type=server_type, model_name=str(FOLDER), api_key="x")])
     env.items = items(3)
     return env

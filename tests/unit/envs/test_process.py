@@ -52,10 +52,13 @@ async def test_groups_hold_exactly_what_the_server_sampled(policy, tmp_path, ser
     assert not env.stand_in.live
 
 
-async def test_without_token_ids_groups_say_that_they_are_placeholders(policy, tmp_path):
-    env = make(ScriptEnv, policy.url, tmp_path / "g.jsonl", server_type="openai")
+@pytest.mark.parametrize("server_type", ["openai", "trl"])
+async def test_without_token_ids_groups_say_that_they_are_placeholders(policy, tmp_path, server_type):
+    env = make(ScriptEnv, policy.url, tmp_path / "g.jsonl", server_type=server_type)
     await env.process_manager()
-    for group in groups_in(tmp_path / "g.jsonl"):
+    groups = groups_in(tmp_path / "g.jsonl")
+    assert [group["scores"] for group in groups] == [[4.0] * 3] * 3
+    for group in groups:
         assert group["group_overrides"] == {"placeholder_tokens": True}
         assert [len(t) for t in group["tokens"]] == [len(m) for m in group["masks"]]
 
