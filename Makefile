@@ -19,7 +19,7 @@ setup: system  ## the Python environment, from the lock file
 	@bash scripts/venv.sh
 
 demo: setup  ## the main job on the local backend: every example task, scored, no Docker
-	@$(RUN) python -m examples.demo --backend $(BACKEND) $(ARGS)
+	@$(if $(filter local,$(BACKEND)),,$(RUN) python scripts/engines.py $(BACKEND)) $(RUN) python -m examples.demo --backend $(BACKEND) $(ARGS)
 
 image:  ## the sandbox image, into the Docker engine (DOCKER_HOST)
 	@bash docker/sandbox/build.sh

@@ -491,6 +491,7 @@ class Status(Message):
     live: tuple[str, ...] = Field(
         default=(), description="ids of clients that are connected, or hold leases and were heard of lately"
     )
+    connected: tuple[str, ...] = Field(default=(), description="those of the live clients whose stream is open")
     leases: tuple[dict[str, Any], ...] = ()
     snapshots: tuple[SnapshotInfo, ...] = ()
     uptime_s: float

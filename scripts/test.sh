@@ -4,5 +4,5 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 export PATH="$PWD/.venv/bin:$PATH"
-backends=${ATROPOS_BACKENDS:-local}
+backends=${ATROPOS_BACKENDS:-local,docker,nomad}
 exec python scripts/engines.py "$backends" pytest "$@"

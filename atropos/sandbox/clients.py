@@ -94,6 +94,10 @@ class Clients:
     def __len__(self) -> int:
         return len(self._all)
 
+    def connected(self) -> tuple[str, ...]:
+        """Ids of the clients whose stream is open."""
+        return tuple(client_id for client_id, client in self._all.items() if client.connection is not None)
+
     def live(self, now: float) -> tuple[str, ...]:
         """Ids of the clients that are connected, or hold leases and were heard of within two heartbeats."""
         table, since = self._core.table, now - 2 * self._core.config.heartbeat_s

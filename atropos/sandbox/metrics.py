@@ -49,6 +49,7 @@ def status_of(core: Core) -> Status:
         draining=bool(table.draining),
         clients=len(core.clients),
         live=core.clients.live(now),
+        connected=core.clients.connected(),
         leases=leases,
         snapshots=tuple(snapshot.info for snapshot in core.snapshots.by_id.values()),
         uptime_s=round(now - core.started_at, 3),

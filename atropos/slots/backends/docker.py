@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 from atropos.errors import BackendUnavailable, ConfigError, SandboxError
 from atropos.slots.backends.base import Backend, Container
 from atropos.slots.backends.docker_engine import REMOVED, DockerEngine, Ending, Found
-from atropos.slots.backends.server_http import ServerHttp, used_by_others
+from atropos.slots.backends.server_http import ServerHttp
 from atropos.slots.backends.spec import ContainerSpec, hopeless, owner
 from atropos.slots.backends.supervise import ChangeFlag, Patience
 
@@ -342,7 +342,7 @@ class DockerBackend(Backend):
         """
         container = member.container
         if container.url is not None:
-            if used_by_others(await self._http.status(container.url, container.token), self.client_id):
+            if await self._http.used_by_others(container.url, container.token, self.client_id):
                 self._put(member, state="running", detail="used by another process")
                 return
             await self._http.drain(container.url, container.token, LONGEST_DRAIN_S)
@@ -378,7 +378,7 @@ class DockerBackend(Backend):
             container = Container(item.name, item.index, item.url, token, "running", "adopted")
             self._members[item.name] = _Member(container)
             self._changed.set()
-        elif token and item.url and used_by_others(await self._http.status(item.url, token), self.client_id):
+        elif token and item.url and await self._http.used_by_others(item.url, token, self.client_id):
             if item.name not in self._strangers:
                 log.warning("container %s is made of other parts and in use: left alone", item.name)
             self._strangers.add(item.name)
@@ -390,13 +390,12 @@ class DockerBackend(Backend):
 
         async def one(item: Found) -> None:
             token = await self._blocking(lambda: self._engine.token(item.id)) if item.url else None
-            status = await self._http.status(item.url, token) if token and item.url else None
-            if used_by_others(status, self.client_id):
+            if token and item.url and await self._http.used_by_others(item.url, token, self.client_id):
                 log.warning("container %s is in use by another client: not purged", item.name)
                 return
-            if token and item.url and status is not None:
-                await self._http.drain(item.url, token, 0)  # leases that are left are this pool's own, or dead clients'
-            await self._remove(item.name, within_s=self._spec.stop_s if status is not None else 0)
+            # Leases that are left are this pool's own, or dead clients'; a server that doesn't answer holds none.
+            told = bool(token and item.url) and await self._http.drain(item.url or "", token or "", 0)
+            await self._remove(item.name, within_s=self._spec.stop_s if told else 0)
 
         async with asyncio.TaskGroup() as group:
             for item in await self._blocking(self._engine.found):

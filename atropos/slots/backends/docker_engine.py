@@ -25,6 +25,8 @@ from atropos.slots.backends.spec import CAP_ADD, CONTAINER_PORT, HOSTNAME, Conta
 POOL, OWNER, INDEX, SPEC = "atropos.pool", "atropos.owner", "atropos.index", "atropos.spec"
 """Labels: which pool a container belongs to, who made it, its place in the scaling order, and what it is made of."""
 TOKEN_DIR, TOKEN_FILE = "/run", "atropos-secret/token"
+REMOVAL_S = 20
+"""How long a removal that somebody else began may take, in seconds."""
 ANSWER_S = 60
 """How long Docker may take to answer, in seconds; starting a container on a busy disk is the slowest."""
 
@@ -206,6 +208,16 @@ class DockerEngine:
             except APIError as error:
                 if error.status_code != requests.codes.conflict:  # 409: its removal is already in progress
                     raise
+                self._await_removal(container_id)
+
+    def _await_removal(self, container_id: str) -> None:
+        deadline = time.monotonic() + REMOVAL_S
+        while time.monotonic() < deadline:
+            try:
+                self._client.api.inspect_container(container_id)
+            except NotFound:
+                return
+            time.sleep(0.05)
 
     def watch(self, on_event: Callable[[], None], on_open: Callable[[Any], None]) -> None:
         """Call `on_event` whenever one of the pool's containers changes; returns when the stream ends or is closed."""

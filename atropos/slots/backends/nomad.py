@@ -20,7 +20,7 @@ from atropos.slots.backends.base import Backend, Container
 from atropos.slots.backends.nomad_api import Json, NomadApi, NomadRefused
 from atropos.slots.backends.nomad_settings import NomadSettings
 from atropos.slots.backends.nomad_view import GROUP, TASK, Allocation, container, newest, placement_failures
-from atropos.slots.backends.server_http import ServerHttp, used_by_others
+from atropos.slots.backends.server_http import ServerHttp
 from atropos.slots.backends.spec import ContainerSpec, hopeless
 from atropos.slots.backends.supervise import ChangeFlag, Patience
 
@@ -214,7 +214,7 @@ class NomadBackend(Backend):
             return False
         item = live[-1]
         if item.url is not None and item.run in self._ready:
-            if used_by_others(await self._http.status(item.url, self._token), self.client_id):
+            if await self._http.used_by_others(item.url, self._token, self.client_id):
                 return False
             self._ending.add(item.run)
             self._changed.set()
@@ -379,7 +379,7 @@ class NomadBackend(Backend):
         token = self._token or await self._api.token(self._job_id)
         rows = newest(Allocation.read(row) for row in await self._api.allocations(self._job_id))
         for item in rows:
-            if item.url is not None and used_by_others(await self._http.status(item.url, token), self.client_id):
+            if item.url is not None and await self._http.used_by_others(item.url, token, self.client_id):
                 log.warning("job %s is in use by another client: not purged", self._job_id)
                 return
         # Stopped first and forgotten after: once purged, Nomad lists none of its containers, though some still end.

@@ -6,6 +6,7 @@ Calls and leases are not its business: those travel by `atropos.slots.client`.
 from __future__ import annotations
 
 import asyncio
+import time
 
 import aiohttp
 from pydantic import ValidationError
@@ -14,6 +15,8 @@ from atropos.wire import DrainRequest, Health, Status
 
 ANSWER_S = 3.0
 """How long a server may take to answer one of these questions, in seconds."""
+DOUBT_S = 12.0
+"""More than two of the longest heartbeats that a pool sets, in seconds."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.02, 0.5
 
 
@@ -68,6 +71,23 @@ class ServerHttp:
         while (status := await self.status(url, token)) is not None and status.leased:  # noqa: ASYNC110 (another process)
             await asyncio.sleep(LONGEST_PAUSE_S)
 
+    async def used_by_others(self, url: str, token: str, client_id: str) -> bool:
+        """Whether a live client beside the asking one works on the server. The dead are waited out for a while.
+
+        A client that holds leases but has no connection may be about to connect again, or be dead: which of the two is
+        known after two heartbeats.
+        """
+        deadline = time.monotonic() + DOUBT_S
+        while (status := await self.status(url, token)) is not None:
+            if any(each != client_id for each in status.connected):
+                return True
+            if all(each == client_id for each in status.live):
+                return False
+            if time.monotonic() > deadline:
+                return True
+            await asyncio.sleep(LONGEST_PAUSE_S)
+        return False
+
     async def drain(self, url: str, token: str, deadline_s: float) -> bool:
         """Ask a server to take no new leases; its leases may go on for `deadline_s` seconds. False: it didn't answer."""
         body = DrainRequest(deadline_s=deadline_s).model_dump_json()
@@ -81,8 +101,3 @@ class ServerHttp:
 
 def _bearer(token: str) -> dict[str, str]:
     return {"Authorization": f"Bearer {token}"}
-
-
-def used_by_others(status: Status | None, client_id: str) -> bool:
-    """Whether a live client beside the asking one works on the server. Leases of the dead run out by themselves."""
-    return status is not None and any(each != client_id for each in status.live)

@@ -1,0 +1,130 @@
+"""What is special about Docker: the container's privileges, what an earlier run left, sharing. The rest is in conformance."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import sys
+
+import pytest
+
+from atropos.errors import BackendUnavailable, ConfigError
+from atropos.slots import SlotPool
+from tests.engines import BACKENDS, ROOT, containers, leftovers, pool_config
+
+pytestmark = [
+    pytest.mark.docker,
+    pytest.mark.skipif("docker" not in BACKENDS, reason="ATROPOS_BACKENDS has no docker: no engine in this run"),
+]
+LEFT_BEHIND = (
+    "import asyncio, os, signal, sys\n"
+    "from atropos.slots import SlotPool, SlotPoolConfig\n"
+    "async def main():\n"
+    "    pool = SlotPool(SlotPoolConfig.model_validate_json(sys.argv[1]))\n"
+    "    await pool.start()\n"
+    "    await (await pool.acquire('t')).exec('echo left > behind')\n"
+    "    os.kill(os.getpid(), signal.SIGKILL)\n"
+    "asyncio.run(main())\n"
+)
+
+
+async def docker(*arguments: str) -> str:
+    done = await asyncio.to_thread(
+        subprocess.run, ["docker", *arguments], capture_output=True, text=True, timeout=60, check=True
+    )
+    return done.stdout
+
+
+async def leave_behind(config) -> None:
+    """A run of this pool that is killed with a lease in use."""
+    command = [sys.executable, "-c", LEFT_BEHIND, config.model_dump_json()]
+    ended = await asyncio.to_thread(subprocess.run, command, cwd=ROOT, timeout=120)
+    assert ended.returncode == -9
+
+
+async def test_a_container_has_only_what_its_root_phase_needs_and_its_processes_none_of_it():
+    async with SlotPool(pool_config("docker")) as pool, pool.lease("t") as slot:
+        found = json.loads(await docker("inspect", slot.container))[0]
+        host = found["HostConfig"]
+        assert not host["Privileged"]
+        assert host["CapDrop"] == ["ALL"]
+        assert sorted(host["CapAdd"]) == ["CHOWN", "DAC_OVERRIDE", "SETGID", "SETPCAP", "SETUID", "SYS_ADMIN"]
+        assert host["CgroupnsMode"] == "private"
+        assert host["PidsLimit"] > 0
+        assert host["Memory"] > 0
+        assert not host["Binds"]
+        profile = json.loads(next(o.removeprefix("seccomp=") for o in host["SecurityOpt"] if o.startswith("seccomp=")))
+        assert profile["defaultAction"] == "SCMP_ACT_ERRNO"
+        (container,) = (c for c in pool.backend.containers() if c.id == slot.container)
+        assert container.token not in json.dumps(found)
+        # nothing in the container is root of the host, and nothing holds a capability outside its own namespace
+        rows = (await docker("top", slot.container, "-eo", "uid,pid,args")).splitlines()[1:]
+        assert rows
+        assert all(int(row.split()[0]) >= 100_000 for row in rows), rows
+
+
+async def test_what_a_killed_run_left_is_adopted_when_it_is_made_of_the_same_parts():
+    config = pool_config("docker", lease_ttl_s=3)
+    await leave_behind(config)
+    (before,) = containers(config.job_id)
+    async with SlotPool(config) as pool:
+        for n in range(3):
+            async with pool.lease(f"t{n}") as slot:
+                assert (await slot.exec("ls -A")).output == ""
+        assert containers(config.job_id) == [before]
+    assert leftovers("docker", config.job_id) == []
+
+
+async def test_what_a_killed_run_left_is_removed_when_it_is_made_of_other_parts():
+    config = pool_config("docker", lease_ttl_s=2)
+    await leave_behind(config)
+    (before,) = containers(config.job_id)
+    await docker("kill", before)  # and what ended is removed in any case
+    async with SlotPool(pool_config("docker", job_id=config.job_id, slots_per_container=1)) as pool:
+        async with pool.lease("t") as slot:
+            assert (await slot.exec("echo ok")).output == "ok\n"
+        assert before not in containers(config.job_id)
+    assert leftovers("docker", config.job_id) == []
+
+
+async def test_a_purge_spares_containers_that_another_pool_works_in():
+    config = pool_config("docker", max_containers=1)
+    async with SlotPool(config) as two:
+        async with SlotPool(config) as one, one.lease("a") as a, two.lease("b") as b:
+            assert a.container == b.container
+            assert a.name != b.name
+        async with two.lease("c") as c:
+            assert (await c.exec("echo still here")).output == "still here\n"
+    assert leftovers("docker", config.job_id) == []
+
+
+async def test_an_image_or_an_engine_that_is_not_there_is_told_at_once_by_name():
+    with pytest.raises(ConfigError, match=r"no image 'no-such-image:local'.*make image"):
+        await SlotPool(pool_config("docker", image="no-such-image:local")).start()
+    with pytest.raises(BackendUnavailable, match=r"no Docker engine answers at unix:///nowhere"):
+        await SlotPool(pool_config("docker", docker_host="unix:///nowhere")).start()
+
+
+async def test_a_server_that_can_not_isolate_fails_the_start_with_its_own_words():
+    config = pool_config("docker", base="/no/such/folder")
+    with pytest.raises((ConfigError, BackendUnavailable), match="/no/such/folder"):
+        await SlotPool(config).start()
+    assert leftovers("docker", config.job_id) == []
+
+
+async def test_packages_install_in_a_slot_and_touch_no_other():
+    build = (
+        "mkdir -p p/DEBIAN p/usr/bin && printf 'Package: hi\\nVersion: 1\\nArchitecture: all\\nMaintainer: m <m@m>\\n"
+        "Description: d\\n' > p/DEBIAN/control && printf '#!/bin/sh\\necho hi\\n' > p/usr/bin/hi && chmod 755 p/usr/bin/hi "
+        "&& dpkg-deb -b p hi.deb >/dev/null && apt-get install -y ./hi.deb >/dev/null 2>&1; hi"
+    )
+    async with SlotPool(pool_config("docker")) as pool, pool.lease("a") as a, pool.lease("b") as b:
+        assert (await a.exec(build, timeout_s=120)).output == "hi\n"
+        assert (await b.exec("command -v hi || echo none")).output == "none\n"
+        programs = "git curl python3 pip gcc g++ make rg jq tmux less vim.tiny ps sqlite3"
+        missing = await b.exec(
+            f"for p in {programs}; do command -v $p >/dev/null || echo $p; done; python3 -m venv v && v/bin/pip --version | wc -l",
+            timeout_s=120,
+        )
+        assert missing.output == "1\n"

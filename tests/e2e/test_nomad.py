@@ -1,0 +1,232 @@
+"""What is special about Nomad: shared jobs, hand-run jobs, its faults and its reasons. The rest is in conformance."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import subprocess
+import sys
+import time
+
+import pytest
+
+from atropos.errors import AcquireTimeout, BackendUnavailable, ConfigError, SandboxError, SlotLost
+from atropos.slots import SlotPool
+from atropos.slots.backends import nomad_job
+from tests.e2e.nomad_proxy import NomadProxy
+from tests.engines import (
+    BACKENDS,
+    NOMAD,
+    ROOT,
+    SMALL,
+    allocations,
+    containers_of_allocation,
+    kill_container,
+    leftovers,
+    nomad,
+    pool_config,
+)
+from tests.waiting import until
+
+pytestmark = [
+    pytest.mark.nomad,
+    pytest.mark.skipif("nomad" not in BACKENDS, reason="ATROPOS_BACKENDS has no nomad: no agent in this run"),
+]
+
+
+def binary() -> str:
+    found = subprocess.run(["bash", str(ROOT / "scripts/nomad.sh")], capture_output=True, text=True, check=True)
+    return found.stdout.split()[-1]
+
+
+async def test_a_job_run_by_hand_is_shared_by_two_pools_and_goes_with_the_last():
+    config = pool_config("nomad", max_containers=1)
+    command = [binary(), "job", "run", "-detach", "-address", NOMAD]
+    for name, value in {
+        "job_id": config.job_id,
+        "slots": 2,
+        "slot_memory_mib": SMALL.memory_mib,
+        "seccomp_profile": ROOT / "docker/sandbox/seccomp.json",
+    }.items():
+        command += ["-var", f"{name}={value}"]
+    await asyncio.to_thread(
+        subprocess.run, [*command, str(ROOT / nomad_job.DEFINITION)], check=True, capture_output=True
+    )
+    before = nomad("GET", f"/v1/job/{config.job_id}")["CreateIndex"]
+    async with SlotPool(config) as two:
+        async with SlotPool(config) as one:
+            a, b = await one.acquire("a"), await two.acquire("b")
+            assert (a.container, a.name) != (b.container, b.name)
+            assert a.container == b.container
+            await a.exec("echo a > mine")
+            assert (await b.exec("ls -A")).output == ""
+            with pytest.raises(AcquireTimeout, match="1 containers"):
+                await one.acquire("c", timeout_s=0.5)
+            await a.release()
+        # the first pool has ended and asked for a purge: the second one's lease and job go on
+        assert (await b.exec("echo still here")).output == "still here\n"
+        assert nomad("GET", f"/v1/job/{config.job_id}")["CreateIndex"] == before
+        await b.release()
+    assert leftovers("nomad", config.job_id) == []
+
+
+async def test_stopped_allocations_and_killed_servers_are_lost_told_and_replaced():
+    async with SlotPool(pool_config("nomad", min_containers=2, max_containers=2)) as pool:
+        slots = [await pool.acquire(f"t{n}") for n in range(4)]
+        stopped, killed = sorted({slot.container for slot in slots})
+        calls = {slot: asyncio.create_task(slot.exec("sleep 1000")) for slot in slots}
+        await asyncio.sleep(0.2)
+        (running,) = await asyncio.to_thread(containers_of_allocation, killed.partition(".")[0])
+        await asyncio.to_thread(kill_container, running)
+        for slot in slots:
+            if slot.container == killed:
+                with pytest.raises(SandboxError):
+                    await calls[slot]
+            else:
+                assert not calls[slot].done()
+        await asyncio.to_thread(
+            nomad, "POST", f"/v1/allocation/{stopped.partition('.')[0]}/stop?no_shutdown_delay=true"
+        )
+        for slot in slots:  # the server's stop lets leases go on for a while; releasing them ends it
+            calls[slot].cancel()
+            await slot.release()
+        await until(lambda: pool.stats().ready == 2 and stopped not in pool.keeper.links, "two new containers", 90)
+        assert {link.container.id for link in pool.keeper.links.values()}.isdisjoint({stopped, killed})
+        async with pool.lease("again") as slot:
+            assert (await slot.exec("echo ok")).output == "ok\n"
+
+
+async def test_idle_containers_go_from_the_highest_index_and_never_one_in_use():
+    async with SlotPool(pool_config("nomad", max_containers=3, idle_container_s=0.3, slots_per_container=1)) as pool:
+        slots = [await pool.acquire(f"t{n}") for n in range(3)]
+        by_index = {pool.keeper.links[slot.container].container.index: slot for slot in slots}
+        await by_index[0].release()
+        await by_index[1].release()
+        await asyncio.sleep(1)
+        assert (await by_index[2].exec("echo kept")).output == "kept\n"
+        await by_index[2].release()
+        await until(lambda: len(pool.keeper.links) == 1, "one container", 60)
+        job = nomad("GET", f"/v1/job/{pool.config.job_id}")
+        assert job["TaskGroups"][0]["Count"] == 1
+        assert [link.container.index for link in pool.keeper.links.values()] == [0]
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"container_memory_mib": 4_000_000}, "memory exhausted on 1 of 1 nodes"),
+        ({"image": "no-such-image:local"}, "Failed to pull `no-such-image:local`"),
+        ({"nomad_variables": {"datacenters": '["mars"]'}}, "datacenters"),
+        (
+            {"nomad_variables": {"constraints": '[{attribute="$${attr.cpu.arch}",operator="=",value="z80"}]'}},
+            "z80' filtered 1 of 1 nodes",
+        ),
+    ],
+    ids=["memory", "image", "datacenter", "constraint"],
+)
+async def test_what_nomad_cannot_place_is_told_in_its_words_long_before_a_timeout(changes, words):
+    config = pool_config("nomad", min_containers=0, **changes)
+    async with SlotPool(config) as pool:
+        began = time.monotonic()
+        waiting = asyncio.create_task(pool.acquire("t", timeout_s=60))
+        await until(lambda: words in pool.trouble() or waiting.done(), f"{words!r} in {pool.trouble()!r}", 45)
+        assert time.monotonic() - began < 45
+        waiting.cancel()
+        with pytest.raises(AcquireTimeout, match=r"Nomad|container 0"):
+            await pool.acquire("u", timeout_s=0.2)
+        await asyncio.gather(waiting, return_exceptions=True)
+    assert leftovers("nomad", config.job_id) == []
+
+
+async def test_wrong_settings_are_refused_by_name():
+    with pytest.raises(ConfigError, match=r"nomad_variables.*no variable colour"):
+        await SlotPool(pool_config("nomad", nomad_variables={"colour": "red"})).start()
+    with pytest.raises(BackendUnavailable, match="nomad_address or NOMAD_ADDR"):
+        await SlotPool(pool_config("nomad", nomad_address="http://127.0.0.1:9")).start()
+    with pytest.raises(ConfigError, match="nomad_address"):
+        SlotPool(pool_config("nomad", nomad_address="localhost:4646"))
+
+
+@pytest.mark.parametrize("mode", ["error", "empty", "gone"])
+async def test_trajectories_go_on_while_nomad_fails_and_scaling_resumes_after(mode):
+    async with NomadProxy() as proxy:
+        config = pool_config("nomad", nomad_address=proxy.url, slots_per_container=1)
+        async with SlotPool(config) as pool, pool.lease("t") as slot:
+            proxy.fail(mode)
+            waiting = asyncio.create_task(pool.acquire("needs another container", timeout_s=90))
+            for n in range(20):
+                assert (await slot.exec(f"echo {n}")).output == f"{n}\n"
+                await asyncio.sleep(0.1)
+            assert not waiting.done() or mode == "empty"
+            proxy.mode = "pass"
+            async with await waiting as other:
+                assert (await other.exec("echo ok")).output == "ok\n"
+        assert leftovers("nomad", config.job_id) == []
+
+
+async def test_without_an_event_stream_changes_come_by_blocking_queries():
+    async with NomadProxy(streams=False) as proxy:
+        config = pool_config("nomad", nomad_address=proxy.url)
+        async with SlotPool(config) as pool:
+            slot = await pool.acquire("t")
+            (running,) = await asyncio.to_thread(containers_of_allocation, slot.container.partition(".")[0])
+            await asyncio.to_thread(kill_container, running)
+            with pytest.raises(SandboxError):
+                await slot.exec("sleep 1000")
+            async with pool.lease("u") as other:
+                assert (await other.exec("echo ok")).output == "ok\n"
+        assert proxy.asked[f"/v1/job/{config.job_id}/allocations"] > 0
+
+
+async def test_nomad_is_asked_for_changes_and_never_for_calls():
+    async with NomadProxy() as proxy, SlotPool(pool_config("nomad", nomad_address=proxy.url)) as pool:
+        async with pool.lease("warm") as slot:
+            await slot.exec("true")
+        before = proxy.asked.total()
+        for n in range(5):
+            async with pool.lease(f"t{n}") as slot:
+                for _ in range(20):
+                    await slot.exec("true")
+        assert proxy.asked.total() - before <= 2
+
+
+async def test_a_killed_process_is_followed_by_one_that_finds_the_job_and_carries_on():
+    config = pool_config("nomad", max_containers=1, lease_ttl_s=3)
+    program = (
+        "import asyncio, os, signal, sys\n"
+        "from atropos.slots import SlotPool, SlotPoolConfig\n"
+        "async def main():\n"
+        "    pool = SlotPool(SlotPoolConfig.model_validate_json(sys.argv[1]))\n"
+        "    await pool.start()\n"
+        "    for n in range(2): await (await pool.acquire(str(n))).exec('echo left > behind')\n"
+        "    os.kill(os.getpid(), signal.SIGKILL)\n"
+        "asyncio.run(main())\n"
+    )
+    command = [sys.executable, "-c", program, config.model_dump_json()]
+    ended = await asyncio.to_thread(subprocess.run, command, cwd=ROOT, timeout=120)
+    assert ended.returncode == -9
+    before = {one["ID"] for one in allocations(config.job_id)}
+    async with SlotPool(config) as pool:
+        assert {key.partition(".")[0] for key in pool.keeper.links} == before
+        for _ in range(2):
+            async with pool.lease(secrets.token_hex(4)) as slot:  # waits out the leases of the dead
+                assert (await slot.exec("ls -A")).output == ""
+    assert leftovers("nomad", config.job_id) == []
+
+
+async def test_a_cold_start_ends_as_lost_not_as_a_result_when_the_job_is_taken_away():
+    config = pool_config("nomad", max_containers=1)
+    async with SlotPool(config) as pool:
+        slot = await pool.acquire("t")
+        call = asyncio.create_task(slot.exec("sleep 1000"))
+        await asyncio.sleep(0.1)
+        (running,) = await asyncio.to_thread(containers_of_allocation, slot.container.partition(".")[0])
+        await asyncio.to_thread(nomad, "DELETE", f"/v1/job/{config.job_id}?purge=true")
+        await asyncio.to_thread(kill_container, running)
+        with pytest.raises(SandboxError):
+            await call
+        with pytest.raises(SlotLost):
+            await slot.exec("true")
+        async with pool.lease("again", timeout_s=90) as other:  # the pool has registered its job anew
+            assert (await other.exec("echo ok")).output == "ok\n"
+    assert leftovers("nomad", config.job_id) == []
