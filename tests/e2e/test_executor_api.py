@@ -1,0 +1,112 @@
+"""The executor API over real slots on the local backend, and an executor with the ToolServer in its own process."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator
+from typing import Any
+
+import httpx
+import pytest_asyncio
+from pydantic import SecretStr
+
+from atropos.api.executor_api import create_executor_app
+from atropos.api.executor_models import ExecutorServerSettings
+from atropos.api.settings import ToolServerSettings
+from atropos.api.tool_server import create_app
+from atropos.slots import SlotPool, SlotPoolConfig
+from atropos.tools import ToolCall, ToolExecutor, ToolExecutorConfig, build_tool_registry
+from tests.unit.api.conftest import until
+from tests.unit.api.site import Site
+
+
+@contextlib.asynccontextmanager
+async def opened(**settings: Any) -> AsyncGenerator[httpx.AsyncClient, None]:
+    pool = SlotPoolConfig(backend="local", slots_per_container=2, max_containers=1)
+    app = create_executor_app(ExecutorServerSettings(token=SecretStr("x"), pool=pool, **settings))
+    async with (
+        app.router.lifespan_context(app),
+        httpx.AsyncClient(
+            transport=httpx.ASGITransport(app=app),
+            base_url="http://test",
+            headers={"Authorization": "Bearer x"},
+            timeout=60,
+        ) as client,
+    ):
+        yield client
+
+
+@pytest_asyncio.fixture
+async def api() -> AsyncGenerator[httpx.AsyncClient, None]:
+    async with opened(acquire_s=2) as client:
+        yield client
+
+
+async def terminal(client: httpx.AsyncClient, path: str, command: str, **more: Any) -> httpx.Response:
+    return await client.post(f"{path}/calls", json={"name": "terminal", "arguments": {"command": command}, **more})
+
+
+async def test_trajectories_of_other_processes_run_in_slots_of_their_own(api: httpx.AsyncClient):
+    one = (await api.post("/trajectories", json={})).headers["Location"]
+    two = (await api.post("/trajectories", json={})).headers["Location"]
+    await terminal(api, one, "echo secret > note; sleep 0.1")
+    answers = await asyncio.gather(terminal(api, one, "cat note"), terminal(api, two, "cat note"))
+    assert answers[0].json()["result"]["output"] == "secret\n"
+    assert answers[1].json()["result"]["exit_code"] == 1
+    full = await api.post("/trajectories", json={})
+    assert (full.status_code, full.json()["code"]) == (429, "acquire_timeout")
+    assert int(full.headers["Retry-After"]) >= 1
+    await api.delete(one)
+    again = await api.post("/trajectories", json={"trajectory_id": "again", "ttl_s": 0.5})
+    assert again.status_code == 201
+    assert (await terminal(api, "/trajectories/again", "ls -A")).json()["result"]["output"] == ""
+    # its client goes away: the lease ends by itself, and the slot is had by another
+    third: list[httpx.Response] = []
+    async with asyncio.timeout(30):
+        while not third or third[-1].status_code != 201:
+            third.append(await api.post("/trajectories", json={}))
+    assert (await api.get("/trajectories/again")).status_code == 404
+
+
+async def test_a_resent_call_is_not_run_again_and_a_long_one_answers_events(api: httpx.AsyncClient):
+    path = (await api.post("/trajectories", json={})).headers["Location"]
+    for _ in range(3):
+        await terminal(api, path, "echo x >> log", id="once")
+    assert (await terminal(api, path, "wc -l < log")).json()["result"]["output"].strip() == "1"
+    events = await api.post(
+        f"{path}/calls",
+        json={"name": "terminal", "arguments": {"command": "sleep 0.2; echo done"}},
+        headers={"Accept": "text/event-stream"},
+    )
+    assert "event: accepted" in events.text
+    assert "event: result" in events.text
+    assert "done" in events.text
+
+
+async def test_an_executor_uses_the_tool_server_in_its_own_process():
+    site = Site()
+    await site.start()
+    app = create_app(ToolServerSettings(allow_hosts=(f"127.0.0.1:{site.port}",)))
+    tools = build_tool_registry(["default", "web"], tool_server_url="inprocess")
+    config = ToolExecutorConfig(tool_server_url="inprocess")
+    try:
+        async with (
+            SlotPool(SlotPoolConfig(backend="local", slots_per_container=1, max_containers=1)) as pool,
+            ToolExecutor(pool=pool, tools=tools, config=config, tool_server_app=lambda: app) as executor,
+        ):
+            assert "web_search" not in executor.tools  # no provider is configured: the model is not told of it
+            page, here = await asyncio.gather(
+                executor.execute("t", ToolCall(name="web_extract", arguments={"urls": [site.url("/article")]})),
+                executor.execute("u", ToolCall(name="terminal", arguments={"command": "echo hi"})),
+            )
+            assert "leased, used, reset" in page.output
+            assert here.output == "hi\n"
+            refused = await executor.execute(
+                "t", ToolCall(name="web_extract", arguments={"urls": ["http://169.254.169.254/latest/meta-data"]})
+            )
+            assert "not a public address" in (refused.error or "")
+            await executor.release_trajectory("t")
+            await until(lambda: app.state.host.stats()["trajectories"] == 0)
+    finally:
+        await site.stop()
