@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import difflib
 import json
-from typing import Any, TypeVar, cast
+from typing import Annotated, Any, TypeVar, cast
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 MAX_ARGUMENT_BYTES = 8 * 1024 * 1024
 """Longest JSON text of a call's arguments that is parsed at all, in bytes."""
@@ -14,6 +14,10 @@ MAX_DEPTH = 64
 """Levels that a model's arguments may be nested."""
 _SHOWN = 120
 _Model = TypeVar("_Model", bound=BaseModel)
+
+
+Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+"""A length of time that a model may ask for."""
 
 
 class Arguments(BaseModel):
@@ -24,6 +28,17 @@ class Arguments(BaseModel):
 
 class BadArguments(Exception):
     """The model's arguments are wrong; the message says what would be right."""
+
+
+def no_nul(value: str | None) -> str | None:
+    """Refuse a NUL, which no path or command can hold.
+
+    Raises:
+        ValueError: there is one.
+    """
+    if value is not None and "\x00" in value:
+        raise ValueError("it holds a NUL character; leave it out")
+    return value
 
 
 def parse_object(tool: str, arguments: dict[str, Any] | str) -> dict[str, Any]:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from atropos.tools.base import Tool
 from atropos.tools.files import ReadFileTool, WriteFileTool
 from atropos.tools.patch import PatchTool
+from atropos.tools.process import ProcessTool
 from atropos.tools.search import SearchTool
 from atropos.tools.sessions import SessionTool
-from atropos.tools.terminal import ProcessTool, TerminalTool
+from atropos.tools.terminal import TerminalTool
 
 
 def sandbox_tools() -> list[Tool]:

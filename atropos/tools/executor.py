@@ -6,13 +6,9 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections import OrderedDict
 from collections.abc import AsyncGenerator, Callable, Coroutine
-from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Protocol, Self
-
-from pydantic import BaseModel, ConfigDict, Field, SecretStr
 
 from atropos import wire
 from atropos.errors import (
@@ -25,20 +21,19 @@ from atropos.errors import (
     SlotLost,
 )
 from atropos.tools.arguments import BadArguments, check, coerce, parse_object, sayable
-from atropos.tools.base import Tool, ToolError, ToolLimits, ToolScope, ToolSlot, as_result
+from atropos.tools.base import Tool, ToolError, ToolScope, ToolSlot
 from atropos.tools.external import ExternalTool
 from atropos.tools.models import ToolCall, ToolResult, new_call_id
+from atropos.tools.process import due_notes
 from atropos.tools.recording import write_recordings
 from atropos.tools.registry import ToolRegistry, user_tools
 from atropos.tools.remote import ToolServerClient
+from atropos.tools.running import run_tool
 from atropos.tools.sessions import Sessions
+from atropos.tools.settings import ToolExecutorConfig
 from atropos.tools.stats import ExecutorStats, Meter
-from atropos.tools.terminal import due_notes
+from atropos.tools.trajectory import Trajectory, fingerprint
 
-REMEMBERED = 8
-"""Results a trajectory remembers, so that a call sent again under its id is not run again."""
-REMEMBERED_CHARS = 200_000
-"""Characters of output after which a trajectory remembers fewer of them, the latest in any case."""
 MAX_WAITING = 256
 """Calls of one trajectory that may wait for their turn."""
 INTERRUPT_S = 5.0
@@ -61,63 +56,6 @@ class ToolPool(Protocol):
         ...
 
 
-class ToolExecutorConfig(BaseModel):
-    """How calls are run. The pool's own settings (slots, limits, backend) are not repeated here."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    batch_window_ms: float = Field(
-        default=20, ge=0, description="longest a call may wait to share a frame; none waits on purpose"
-    )
-    max_batch_size: int | None = Field(default=None, ge=1, description="most calls in a frame; None: as the pool says")
-    allow_network: bool | None = Field(default=None, description="false: no slot is ever leased with a network")
-    require_sandbox: bool = Field(default=False, description="refuse slots that lack any isolation feature")
-    require_stateful_sandbox: bool = Field(default=False, description="refuse slots without background processes")
-    tool_server_url: str | None = Field(default=None, description="http(s) URL, or 'inprocess'")
-    tool_server_token: SecretStr | None = None
-    tool_server_timeout_s: float = Field(default=180, gt=0, description="longest an external call may take")
-    recordings_dir: str | None = Field(default=None, description="where a release writes recorded terminal sessions")
-    limits: ToolLimits = ToolLimits()
-
-
-@dataclass(eq=False)
-class _Trajectory:
-    """One trajectory's lease and queue. Everything here ends with its release."""
-
-    id: str
-    turn: asyncio.Lock = field(default_factory=asyncio.Lock)
-    slot: ToolSlot | None = None
-    state: dict[str, Any] = field(default_factory=dict[str, Any])
-    broken: SandboxError | None = None
-    released: bool = False
-    external: bool = False
-    calls: dict[asyncio.Task[Any], int] = field(default_factory=dict["asyncio.Task[Any]", int])
-    interrupted: set[asyncio.Task[Any]] = field(default_factory=set["asyncio.Task[Any]"])
-    idle: asyncio.Event = field(default_factory=asyncio.Event)
-    answered: OrderedDict[str, tuple[int, ToolResult | None]] = field(
-        default_factory=OrderedDict[str, "tuple[int, ToolResult | None]"]
-    )
-
-    @property
-    def empty(self) -> bool:
-        """Whether there is nothing to release: no slot, nothing on a ToolServer, nothing remembered."""
-        return self.slot is None and not self.external and self.broken is None and not self.answered
-
-    def remember(self, call: ToolCall, result: ToolResult | None) -> None:
-        """Keep a call's result (None: it was given up) for the case that it is sent again."""
-        self.answered.pop(call.id, None)
-        self.answered[call.id] = (_print(call), result)
-        room = REMEMBERED_CHARS - sum(0 if one is None else len(one.output) for _, one in self.answered.values())
-        while len(self.answered) > REMEMBERED or (room < 0 and len(self.answered) > 1):
-            _, (_, oldest) = self.answered.popitem(last=False)
-            room += 0 if oldest is None else len(oldest.output)
-
-
-def _print(call: ToolCall) -> int:
-    """A fingerprint of what a call asks for, so that its arguments need not be kept."""
-    return hash((call.name, repr(call.arguments)))
-
-
 class ToolExecutor:
     """Runs tool calls: each trajectory's in the order given, different trajectories' at once.
 
@@ -136,8 +74,8 @@ class ToolExecutor:
         self.pool = pool
         self.tools = tools
         self.config = config or ToolExecutorConfig()
-        self._trajectories: dict[str, _Trajectory] = {}
-        self._releases: dict[_Trajectory, asyncio.Task[None]] = {}
+        self._trajectories: dict[str, Trajectory] = {}
+        self._releases: dict[Trajectory, asyncio.Task[None]] = {}
         self._checked: set[str] = set()
         self._meter = Meter()
         self._state = "new"
@@ -255,12 +193,12 @@ class ToolExecutor:
         return tool, None, given
 
     async def _run(
-        self, trajectory: _Trajectory, call: ToolCall, checked: tuple[Tool, Any, dict[str, Any]] | ToolResult
+        self, trajectory: Trajectory, call: ToolCall, checked: tuple[Tool, Any, dict[str, Any]] | ToolResult
     ) -> ToolResult:
         if isinstance(checked, ToolResult):
             return checked
         known = trajectory.answered.get(call.id)
-        if known is not None and known[0] == _print(call):
+        if known is not None and known[0] == fingerprint(call):
             if known[1] is None:
                 raise OutcomeUnknown(
                     f"call {call.id} of {trajectory.id} was given up while it ran; it is not run again"
@@ -285,7 +223,7 @@ class ToolExecutor:
         return result
 
     async def _in_slot(
-        self, trajectory: _Trajectory, call: ToolCall, tool: Tool, arguments: Any, slot: ToolSlot
+        self, trajectory: Trajectory, call: ToolCall, tool: Tool, arguments: Any, slot: ToolSlot
     ) -> ToolResult:
         scope = ToolScope(trajectory.id, call.id, self.config.limits, trajectory.state, slot)
         try:
@@ -300,7 +238,7 @@ class ToolExecutor:
             raise
         return result
 
-    async def _on_server(self, trajectory: _Trajectory, tool: Tool, given: dict[str, Any]) -> ToolResult:
+    async def _on_server(self, trajectory: Trajectory, tool: Tool, given: dict[str, Any]) -> ToolResult:
         if self._server is None:
             raise ConfigError(f"tool {tool.name!r} is external; set tool_server_url")
         trajectory.external = True
@@ -337,7 +275,7 @@ class ToolExecutor:
                 raise RuntimeError(f"trajectory {trajectory_id!r} has a slot already; release it first")
             return await self._leased(trajectory, snapshot)
 
-    async def _leased(self, trajectory: _Trajectory, snapshot: Any = None, *, network: bool | None = None) -> ToolSlot:
+    async def _leased(self, trajectory: Trajectory, snapshot: Any = None, *, network: bool | None = None) -> ToolSlot:
         if trajectory.slot is None:
             options: dict[str, Any] = {} if snapshot is None else {"snapshot": snapshot}
             if self.config.allow_network is False or network is False:
@@ -391,7 +329,7 @@ class ToolExecutor:
         if pending and reset_workspace:
             await asyncio.shield(asyncio.gather(*pending))
 
-    def _begin_release(self, trajectory: _Trajectory) -> asyncio.Task[None]:
+    def _begin_release(self, trajectory: Trajectory) -> asyncio.Task[None]:
         self._trajectories.pop(trajectory.id, None)
         trajectory.released = True
         task = asyncio.get_running_loop().create_task(self._release(trajectory), name=f"release {trajectory.id}")
@@ -399,7 +337,7 @@ class ToolExecutor:
         task.add_done_callback(lambda _: self._releases.pop(trajectory, None))
         return task
 
-    async def _release(self, trajectory: _Trajectory) -> None:
+    async def _release(self, trajectory: Trajectory) -> None:
         for task in list(trajectory.calls):
             trajectory.interrupted.add(task)
             task.cancel()
@@ -420,7 +358,7 @@ class ToolExecutor:
         except Exception:
             _log.exception("release of trajectory %s failed", trajectory.id)
 
-    async def _put_away(self, trajectory: _Trajectory) -> None:
+    async def _put_away(self, trajectory: Trajectory) -> None:
         """Let tools finish what they kept, while the slot is still there, and write the recordings."""
         scope = ToolScope(trajectory.id, "release", self.config.limits, trajectory.state, trajectory.slot)
         for kept in trajectory.state.values():
@@ -438,20 +376,20 @@ class ToolExecutor:
 
     # ------------------------------------------------------------------------------------------------ turns
 
-    def _trajectory(self, trajectory_id: str) -> _Trajectory:
+    def _trajectory(self, trajectory_id: str) -> Trajectory:
         if self._state != "open":
             raise RuntimeError(f"the executor is {'not started' if self._state == 'new' else 'closed'}")
         trajectory = self._trajectories.get(trajectory_id)
         if trajectory is None:
             if not trajectory_id or len(trajectory_id) > 500:
                 raise ConfigError("trajectory_id: 1 to 500 characters")
-            trajectory = self._trajectories[trajectory_id] = _Trajectory(trajectory_id)
+            trajectory = self._trajectories[trajectory_id] = Trajectory(trajectory_id)
         if len(trajectory.calls) >= MAX_WAITING:
             raise RuntimeError(f"trajectory {trajectory_id!r} has {MAX_WAITING} calls waiting; await some first")
         return trajectory
 
     @contextlib.asynccontextmanager
-    async def _call(self, trajectory: _Trajectory) -> AsyncGenerator[None]:
+    async def _call(self, trajectory: Trajectory) -> AsyncGenerator[None]:
         """One call's turn. A release interrupts it, which shows as `LeaseExpired` and not as a cancellation."""
         task = asyncio.current_task()
         assert task is not None
@@ -506,37 +444,6 @@ def _own_external(tools: ToolRegistry) -> list[Tool]:
     """External tools of the caller's own, which a ToolServer in this process must be given."""
     installed = {tool.name for tool in user_tools(sandboxed=False)}
     return [tool for tool in tools.external if not isinstance(tool, ExternalTool) and tool.name not in installed]
-
-
-async def run_tool(tool: Tool, arguments: Any, scope: ToolScope) -> ToolResult:
-    """Run a tool on checked arguments: whatever goes wrong in the tool itself becomes a result.
-
-    Raises:
-        SandboxError: the infrastructure failed.
-    """
-    started = time.perf_counter()
-    try:
-        if tool.timeout_s is None:
-            result = as_result(await tool.run(arguments, scope))
-        else:
-            async with asyncio.timeout(tool.timeout_s):
-                result = as_result(await tool.run(arguments, scope))
-    except ToolError as error:
-        result = ToolResult.failure(str(error), limit=error.limit)
-    except SandboxError:
-        raise
-    except TimeoutError as error:
-        late = "timed out" if tool.timeout_s is None else f"took longer than {tool.timeout_s:g} s"
-        result = ToolResult.failure(f"{tool.name} {late}{f': {error}' if str(error) else ''}", timed_out=True)
-    except OSError as error:  # a slot's files raise as Python's own do
-        where = f": {error.filename}" if error.filename else ""
-        result = ToolResult.failure(f"{error.strerror or error}{where}")
-    except Exception as error:
-        _log.exception("tool %s failed", tool.name)
-        result = ToolResult.failure(f"the tool {tool.name} failed: {type(error).__name__}: {error}"[:1000])
-    if result.duration_s == 0:
-        result = result.model_copy(update={"duration_s": time.perf_counter() - started})
-    return result
 
 
 async def _outlive(work: Coroutine[Any, Any, None]) -> None:

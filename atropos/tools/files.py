@@ -10,10 +10,9 @@ from typing import Any
 from pydantic import Field, field_validator
 
 from atropos import wire
-from atropos.tools.arguments import Arguments
+from atropos.tools.arguments import Arguments, no_nul
 from atropos.tools.base import Tool, ToolError, ToolScope
 from atropos.tools.models import ToolResult
-from atropos.tools.terminal import no_nul
 from atropos.tools.text import decode, is_binary, plural
 
 CHUNK_BYTES = 1 << 20

@@ -14,11 +14,10 @@ from pydantic import Field, field_validator
 
 from atropos import wire
 from atropos.tools import diffs
-from atropos.tools.arguments import Arguments
+from atropos.tools.arguments import Arguments, no_nul
 from atropos.tools.base import Tool, ToolError, ToolScope
 from atropos.tools.files import MAX_PATH, fetch
 from atropos.tools.models import ToolResult
-from atropos.tools.terminal import no_nul
 from atropos.tools.text import plural
 
 ON_LOOP_BYTES = 32_768

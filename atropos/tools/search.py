@@ -11,11 +11,10 @@ from typing import Any
 from pydantic import Field, field_validator
 
 from atropos import wire
-from atropos.tools.arguments import Arguments
+from atropos.tools.arguments import Arguments, no_nul
 from atropos.tools.base import Tool, ToolError, ToolScope
 from atropos.tools.files import MAX_PATH, WORKSPACE, as_asked
 from atropos.tools.models import ToolResult
-from atropos.tools.terminal import no_nul
 from atropos.tools.text import clip, decode, plural
 
 MAX_LINE = 500

@@ -14,12 +14,12 @@ import regex
 from pydantic import Field, field_validator
 
 from atropos import wire
-from atropos.tools.arguments import Arguments
+from atropos.tools.arguments import Arguments, Seconds, no_nul
 from atropos.tools.base import Tool, ToolError, ToolScope
 from atropos.tools.models import ToolResult
+from atropos.tools.process import BUFFER_BYTES, read
 from atropos.tools.recording import Recording
 from atropos.tools.screen import TERM, Screen
-from atropos.tools.terminal import BUFFER_BYTES, Seconds, no_nul, read
 from atropos.tools.text import clip, plural
 
 QUIET_S = 0.15

@@ -1,0 +1,26 @@
+"""The settings of a tool executor: each has one name, one default and one place."""
+
+from __future__ import annotations
+
+from pydantic import BaseModel, ConfigDict, Field, SecretStr
+
+from atropos.tools.base import ToolLimits
+
+
+class ToolExecutorConfig(BaseModel):
+    """How calls are run. The pool's own settings (slots, limits, backend) are not repeated here."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    batch_window_ms: float = Field(
+        default=20, ge=0, description="longest a call may wait to share a frame; none waits on purpose"
+    )
+    max_batch_size: int | None = Field(default=None, ge=1, description="most calls in a frame; None: as the pool says")
+    allow_network: bool | None = Field(default=None, description="false: no slot is ever leased with a network")
+    require_sandbox: bool = Field(default=False, description="refuse slots that lack any isolation feature")
+    require_stateful_sandbox: bool = Field(default=False, description="refuse slots without background processes")
+    tool_server_url: str | None = Field(default=None, description="http(s) URL, or 'inprocess'")
+    tool_server_token: SecretStr | None = None
+    tool_server_timeout_s: float = Field(default=180, gt=0, description="longest an external call may take")
+    recordings_dir: str | None = Field(default=None, description="where a release writes recorded terminal sessions")
+    limits: ToolLimits = ToolLimits()

@@ -1,0 +1,55 @@
+"""What an executor keeps of one trajectory between its calls."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from typing import Any
+
+from atropos.errors import SandboxError
+from atropos.tools.base import ToolSlot
+from atropos.tools.models import ToolCall, ToolResult
+
+REMEMBERED = 8
+"""Results a trajectory remembers, so that a call sent again under its id is not run again."""
+REMEMBERED_CHARS = 200_000
+"""Characters of output after which a trajectory remembers fewer of them, the latest in any case."""
+
+
+@dataclass(eq=False)
+class Trajectory:
+    """One trajectory's lease and queue. Everything here ends with its release."""
+
+    id: str
+    turn: asyncio.Lock = field(default_factory=asyncio.Lock)
+    slot: ToolSlot | None = None
+    state: dict[str, Any] = field(default_factory=dict[str, Any])
+    broken: SandboxError | None = None
+    released: bool = False
+    external: bool = False
+    calls: dict[asyncio.Task[Any], int] = field(default_factory=dict["asyncio.Task[Any]", int])
+    interrupted: set[asyncio.Task[Any]] = field(default_factory=set["asyncio.Task[Any]"])
+    idle: asyncio.Event = field(default_factory=asyncio.Event)
+    answered: OrderedDict[str, tuple[int, ToolResult | None]] = field(
+        default_factory=OrderedDict[str, "tuple[int, ToolResult | None]"]
+    )
+
+    @property
+    def empty(self) -> bool:
+        """Whether there is nothing to release: no slot, nothing on a ToolServer, nothing remembered."""
+        return self.slot is None and not self.external and self.broken is None and not self.answered
+
+    def remember(self, call: ToolCall, result: ToolResult | None) -> None:
+        """Keep a call's result (None: it was given up) for the case that it is sent again."""
+        self.answered.pop(call.id, None)
+        self.answered[call.id] = (fingerprint(call), result)
+        room = REMEMBERED_CHARS - sum(0 if one is None else len(one.output) for _, one in self.answered.values())
+        while len(self.answered) > REMEMBERED or (room < 0 and len(self.answered) > 1):
+            _, (_, oldest) = self.answered.popitem(last=False)
+            room += 0 if oldest is None else len(oldest.output)
+
+
+def fingerprint(call: ToolCall) -> int:
+    """A fingerprint of what a call asks for, so that its arguments need not be kept."""
+    return hash((call.name, repr(call.arguments)))
