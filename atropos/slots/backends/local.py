@@ -33,8 +33,8 @@ HOPELESS = 5
 """Failed starts in a row, with no server ever ready, after which the fault is taken to be in the set-up."""
 DRAIN_S = 30.0
 """How long leases may go on in a server that is being replaced."""
-STOP_S = 1.5
-"""How long a server may take to end in order when the pool stops."""
+STOP_S, STOP_SLOT_S = 1.5, 0.05
+"""How long a server may take to end in order when the pool stops: in any case, and for each of its slots."""
 
 
 class LocalBackend(Backend):
@@ -52,6 +52,10 @@ class LocalBackend(Backend):
         self._tasks = Tasks("local backend")
         self._news = asyncio.Event()
         self._failure: Exception | None = None
+
+    @property
+    def _stop_s(self) -> float:
+        return STOP_S + STOP_SLOT_S * self.config.slots_per_container
 
     async def start(self) -> None:
         """Make a scratch folder of our own, and remove those of processes that are no more."""
@@ -101,7 +105,7 @@ class LocalBackend(Backend):
         """End it and start another in its place."""
         place = self._places.get(container.index)
         if place is not None and place.container is not None and place.container.id == container.id:
-            self._end(place, STOP_S)
+            self._end(place, self._stop_s)
             self._open(container.index)
             self.news()
 
@@ -109,10 +113,10 @@ class LocalBackend(Backend):
         """End all servers, whether `purge` or not: local ones live no longer than their pool."""
         del purge
         for place in self._places.values():
-            self._end(place, STOP_S)
+            self._end(place, self._stop_s)
         self._places.clear()
         try:
-            await self._tasks.settle(STOP_S + 0.2)  # then those that still drain are killed
+            await self._tasks.settle(self._stop_s + 0.2)  # then those that still drain are killed
         finally:
             if self.scratch is not None:
                 remove_scratch(self.scratch)

@@ -177,6 +177,8 @@ class ServerProcess:
         for task in (self._log, self._stdout):
             if task is not None:
                 task.cancel()
+        # a stray child may hold the pipes open: let go of our ends, or they outlive the event loop
+        self._process._transport.close()  # type: ignore[attr-defined]  # noqa: SLF001
 
     def _signal(self, number: signal.Signals) -> None:
         with contextlib.suppress(ProcessLookupError):
