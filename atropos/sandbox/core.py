@@ -12,7 +12,7 @@ import uuid
 from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from atropos.config import ServerConfig
 from atropos.errors import BackendUnavailable, LeaseExpired, NotSupported, PoolFull, SandboxError, SlotLost, from_code
@@ -21,9 +21,11 @@ from atropos.sandbox.contract import Host, Layer, Sandbox, Stopped
 from atropos.sandbox.lanes import Lanes
 from atropos.sandbox.leases import Ended, Granted, Held, LeaseTable
 from atropos.sandbox.snapshots import MIB, Snapshot, Snapshots
-from atropos.sandbox.stream import Stream
 from atropos.sandbox.warm import Shelf, stop
 from atropos.wire import Capacity, Feature, Lease, LeaseRequest, ReleaseResult, SnapshotInfo
+
+if TYPE_CHECKING:
+    from atropos.sandbox.stream import Stream
 
 log = logging.getLogger(__name__)
 START_S = 30.0

@@ -11,16 +11,14 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Awaitable, Callable, Generator, Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from importlib import import_module
 from typing import TextIO
-
-from aiohttp import web
 
 from atropos.config import ServerConfig
 from atropos.errors import ConfigError, IsolationUnavailable
 from atropos.sandbox.contract import Host
 from atropos.sandbox.core import Core
-from atropos.sandbox.http import Routes
 from atropos.sandbox.travel import has_zstd
 from atropos.sandbox.upkeep import pulse
 from atropos.wire import Capabilities, Feature
@@ -51,6 +49,7 @@ class Server:
         self._deadline_s = config.drain_s
         self.core: Core | None = None
         self.port = 0
+        self._closing: asyncio.Task[bool] | None = None
 
     async def run(self) -> int:
         """Serve until told to stop. Returns the exit code.
@@ -59,6 +58,7 @@ class Server:
             ConfigError: the address can't be listened on.
             IsolationUnavailable: the host can't do what is promised or required.
         """
+        self._handle_signals()
         listener = listen(self._config.host, self._config.port)
         self.port = int(listener.getsockname()[1])
         try:
@@ -67,27 +67,41 @@ class Server:
             listener.close()
             raise
         core = self.core = Core(self._config, host)
-        routes = Routes(core, self._config.token.get_secret_value(), lambda: self._found, self.stop)
-        runner = web.AppRunner(
-            routes.app(), access_log=None, handle_signals=False, keepalive_timeout=75, shutdown_timeout=1
-        )
-        upkeep = asyncio.get_running_loop().create_task(pulse(core))
+        loop = asyncio.get_running_loop()
+        upkeep = loop.create_task(pulse(core))
+        probing = loop.create_task(host.probe())
         clean = False
         try:
-            with self._signals():
+            async with contextlib.AsyncExitStack() as site:
                 core.shelf.fill()
-                self._publish(await host.probe())
-                await runner.setup()
-                await web.SockSite(runner, listener, backlog=BACKLOG).start()
+                # Loading the HTTP library takes as long as starting a slot, so the one is done beside the other.
+                listening = await asyncio.to_thread(import_module, "atropos.sandbox.listening")
+                self._publish(await probing)
+                routes = (core, self._config.token.get_secret_value(), lambda: self._found, self.stop)
+                await site.enter_async_context(listening.listening(listener, *routes))
                 self._ready()
-                await self._until_stopped()
-                await self._drained()
+                try:
+                    await self._until_stopped()
+                    await self._drained()
+                finally:
+                    # Before the site goes, so that clients are told and calls are answered.
+                    upkeep.cancel()
+                    clean = await self._close(core)
         finally:
             upkeep.cancel()
-            clean = await asyncio.shield(asyncio.get_running_loop().create_task(core.aclose()))
-            await runner.cleanup()
+            await asyncio.wait([probing])
+            _ = (
+                probing.cancelled() or probing.exception()
+            )  # if it failed and something else did before it, that is what is raised
+            clean = await self._close(core) and clean
             listener.close()
         return 0 if clean and not core.broken else 1
+
+    async def _close(self, core: Core) -> bool:
+        """End everything, once; nobody's cancellation interrupts it."""
+        if self._closing is None:
+            self._closing = asyncio.get_running_loop().create_task(core.aclose())
+        return await asyncio.shield(self._closing)
 
     def stop(self, deadline_s: float | None = None) -> None:
         """Begin to end: no new leases; the ones there are may go on for `deadline_s` (None: the configured time)."""
@@ -99,20 +113,19 @@ class Server:
 
     # --------------------------------------------------------------------------------------------------------- inside
 
-    @contextlib.contextmanager
-    def _signals(self) -> Generator[None]:
-        """SIGTERM and SIGINT begin the end; again and again they change nothing."""
+    def _handle_signals(self) -> None:
+        """SIGTERM and SIGINT begin the end; again and again they change nothing, until the process is gone."""
         loop = asyncio.get_running_loop()
-        try:
-            for number in (signal.SIGTERM, signal.SIGINT):
+        for number in (signal.SIGTERM, signal.SIGINT):
+            with contextlib.suppress(ValueError, RuntimeError):  # not the main thread: a test's in-process server
                 loop.add_signal_handler(number, self._signalled)
-        except (ValueError, RuntimeError):  # not in the main thread: a test's in-process server
-            yield
-            return
-        yield  # the handlers stay: a signal during the last steps must not kill us half-way
 
     def _signalled(self) -> None:
-        if not self._stop.is_set():
+        if self._stop.is_set():
+            return
+        if self.core is None:  # it is still being set up, and ends as soon as it is
+            self._stop.set()
+        else:
             self.stop()
 
     def _publish(self, features: Sequence[Feature]) -> None:

@@ -42,8 +42,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 HELLO_S = 10.0
 """Longest a new connection may take to say hello, in seconds."""
-SILENT_BEATS = 3
-"""A stream that was silent for this many heartbeats is dead."""
 MAX_BATCH = 200
 """Most messages in one frame to a client."""
 MAX_BATCH_BYTES = 1024 * 1024

@@ -9,12 +9,13 @@ import time
 from typing import TYPE_CHECKING
 
 from atropos.errors import LeaseExpired
-from atropos.sandbox.stream import SILENT_BEATS
 
 if TYPE_CHECKING:
     from atropos.sandbox.core import Core
 
 log = logging.getLogger(__name__)
+SILENT_BEATS = 3
+"""A stream that was silent for this many heartbeats is dead."""
 LONGEST_TICK_S = 1.0
 SHORTEST_TICK_S = 0.02
 ASLEEP_S = 2.0
