@@ -120,9 +120,12 @@ def test_near_misses_say_how_they_differ():
     assert diffs.near_miss([], ["x"]) == "the file is empty"
 
 
-def test_a_near_miss_in_a_large_file_is_found_in_bounded_time():
-    started = time.process_time()
-    lines = [f"value_{i} = compute({i}, {i * 7})" for i in range(200_000)]
-    assert diffs.near_miss(lines, ["value_77 = compute(77, 540)"])
-    assert diffs.near_miss(["x" * 1_000_000], ["y" * 1_000_000])
-    assert time.process_time() - started < 20
+def test_a_near_miss_is_looked_for_in_a_bounded_part_of_a_file():
+    def seconds(count):
+        started = time.process_time()
+        lines = [f"value_{i} = compute({i}, {i * 7})" for i in range(count)]
+        assert diffs.near_miss(lines, ["value_77 = compute(77, 540)"])
+        assert diffs.near_miss(["x" * count], ["y" * count])
+        return time.process_time() - started
+
+    assert seconds(200_000) < max(seconds(25_000), 0.2) * 30

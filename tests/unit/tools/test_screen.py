@@ -95,19 +95,24 @@ def test_nothing_breaks_it(pieces, rows, cols):
     assert column >= 1
 
 
-def test_floods_and_endless_sequences_are_bounded():
-    started = time.process_time()
-    screen = Screen(24, 80)
-    for data in (
-        b"flood\r\n" * 100_000,
-        b"\x1b]0;" + b"x" * 500_000,
-        b"\x1bP" + b"y" * 500_000,
-        b"\x1b[" + b"1" * 500_000,
-    ):
-        screen.feed(data)
-    screen.feed(b"\x1b\\\x07\x18\x1b[2J\x1b[Hback")
-    assert "back" in screen.text()
-    assert time.process_time() - started < 20
+def test_floods_and_endless_sequences_cost_no_more_than_their_length():
+    def seconds(size):
+        started = time.process_time()
+        screen = Screen(24, 80)
+        for head, unit in (
+            (b"", b"flood\r\n"),
+            (b"\x1b]0;", b"x"),
+            (b"\x1bP", b"y"),
+            (b"\x1b[", b"1"),
+            (b"z", "\u0301".encode()),
+        ):
+            screen.feed(head + unit * (size // len(unit)))
+            screen.feed(b"\x1b\\\x07\x18\x1b[2J\x1b[Hback")
+            assert "back" in screen.text()
+        return time.process_time() - started
+
+    # Eight times as much: quadratic work would take 64 times as long.
+    assert seconds(400_000) < max(seconds(50_000), 0.2) * 30
 
 
 def test_modes_set_before_a_flood_still_hold():
