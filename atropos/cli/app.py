@@ -10,6 +10,7 @@ from pydantic import ValidationError
 from rich.console import Console
 
 from atropos.api.cli import executor_server, tool_server
+from atropos.api.mcp_server import mcp
 from atropos.cli.doctor import doctor
 from atropos.cli.execute import execute
 from atropos.errors import ConfigError, IsolationUnavailable, SandboxError
@@ -19,6 +20,7 @@ app.command("doctor")(doctor)
 app.command("exec")(execute)
 app.command("tool-server")(tool_server)
 app.command("executor-server")(executor_server)
+app.command("mcp")(mcp)
 
 
 def _version(wanted: bool) -> None:

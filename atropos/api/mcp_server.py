@@ -1,0 +1,116 @@
+"""`atropos mcp`: a slot's tools for any MCP client, over stdio. One client, one trajectory, one slot."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import uuid
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from atropos.errors import ConfigError, SandboxError
+from atropos.tools.models import ToolCall, ToolResult
+
+if TYPE_CHECKING:
+    from mcp import types
+    from mcp.server.lowlevel import Server
+
+    from atropos.tools import ToolExecutor
+
+
+def make_server(executor: ToolExecutor, trajectory_id: str) -> Server[Any]:
+    """An MCP server whose tools run in the slot of one trajectory."""
+    from mcp import types
+    from mcp.server.lowlevel import Server
+
+    async def list_tools(_: Any, __: Any) -> types.ListToolsResult:
+        return types.ListToolsResult(
+            tools=[
+                types.Tool(
+                    name=tool.name,
+                    description=tool.description,
+                    input_schema=tool.schema.parameters,
+                    annotations=types.ToolAnnotations(read_only_hint=tool.read_only),
+                )
+                for tool in executor.tools
+            ]
+        )
+
+    async def call_tool(_: Any, wanted: types.CallToolRequestParams) -> types.CallToolResult:
+        try:
+            result = await executor.execute(
+                trajectory_id, ToolCall(name=wanted.name, arguments=dict(wanted.arguments or {}))
+            )
+        except SandboxError as error:
+            # told as an error of the call; the slot is gone, and the next call starts in a fresh one
+            await executor.release_trajectory(trajectory_id)
+            return _answer(
+                f"the sandbox failed ({error.code}): {error}; the next call starts in a fresh one", error=True
+            )
+        return _answer(_shown(result), error=not result.success)
+
+    return Server("atropos", on_list_tools=list_tools, on_call_tool=call_tool)
+
+
+def _shown(result: ToolResult) -> str:
+    lines = [result.output] if result.output else []
+    if result.error:
+        lines.append(f"error: {result.error}")
+    if result.exit_code is not None and result.exit_code != 0:
+        lines.append(f"exit code: {result.exit_code}")
+    return "\n".join(lines) or "(no output)"
+
+
+def _answer(text: str, *, error: bool) -> types.CallToolResult:
+    from mcp import types
+
+    return types.CallToolResult(content=[types.TextContent(type="text", text=text)], is_error=error)
+
+
+async def serve(backend: str, toolsets: list[str], *, network: bool) -> None:
+    """Serve until stdin ends or a signal comes; the slot is reset and everything started here is ended.
+
+    Raises:
+        ConfigError: a setting is wrong.
+        SandboxError: no slot can be had.
+    """
+    from mcp.server.stdio import stdio_server
+
+    from atropos.slots import SlotPool, SlotPoolConfig
+    from atropos.tools import ToolExecutor, ToolExecutorConfig, build_tool_registry
+
+    tools = build_tool_registry(toolsets)
+    settings: dict[str, Any] = {
+        "backend": backend,
+        "slots_per_container": 1,
+        "max_containers": 1,
+        "allow_network": network,
+    }
+    async with (
+        SlotPool(SlotPoolConfig(**settings)) as pool,
+        ToolExecutor(pool=pool, tools=tools, config=ToolExecutorConfig(allow_network=network)) as executor,
+    ):
+        server = make_server(executor, f"mcp-{uuid.uuid4().hex}")
+        this = asyncio.current_task()
+        assert this is not None
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(number, this.cancel)
+        async with stdio_server() as (source, sink):
+            await server.run(source, sink, server.create_initialization_options())
+
+
+def mcp(
+    backend: Annotated[str, typer.Option(help="local, docker or nomad.")] = "local",
+    toolset: Annotated[list[str] | None, typer.Option(help="A toolset to offer; may be given again.")] = None,
+    network: Annotated[bool, typer.Option("--network", help="Allow filtered egress.")] = False,
+) -> None:
+    """Offer a slot's tools to an MCP client, over stdin and stdout."""
+    import importlib.util
+
+    if importlib.util.find_spec("mcp") is None:
+        raise ConfigError("atropos mcp: the package mcp is not installed (pip install 'atropos[mcp]')")
+    try:
+        asyncio.run(serve(backend, toolset or ["default"], network=network))
+    except asyncio.CancelledError:
+        raise typer.Exit(143) from None
