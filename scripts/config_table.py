@@ -28,21 +28,29 @@ def table() -> str:
     """Every field that is ours, by the class that brings it in."""
     from atropos.envs.adapter import BaseEnvConfig
     from atropos.envs.config import AgentEnvConfig, SandboxEnvConfig
+    from atropos.envs.dataset_env import DatasetEnvConfig
+    from atropos.envs.hermes_config import HermesAgentEnvConfig
     from atropos.envs.humaneval_env import HumanEvalEnvConfig
     from atropos.envs.task_env import TaskEnvConfig
 
-    classes: list[type[BaseModel]] = [SandboxEnvConfig, AgentEnvConfig, TaskEnvConfig, HumanEvalEnvConfig]
-    seen = set(BaseEnvConfig.model_fields)
+    classes: list[type[BaseModel]] = [
+        SandboxEnvConfig,
+        AgentEnvConfig,
+        DatasetEnvConfig,
+        TaskEnvConfig,
+        HumanEvalEnvConfig,
+        HermesAgentEnvConfig,
+    ]
+    theirs = set(BaseEnvConfig.model_fields)
     lines: list[str] = []
     for cls in classes:
-        new = {name: field for name, field in cls.model_fields.items() if name not in seen}
+        new = {name: cls.model_fields[name] for name in cls.__annotations__ if name in {*cls.model_fields} - theirs}
         if not new:
             continue
         lines += ["", f"**{cls.__name__}**", "", "| field | default | meaning |", "| --- | --- | --- |"]
         for name, field in new.items():
             default = shown(field.get_default(call_default_factory=True)).replace("|", "\\|")
             lines.append(f"| `{name}` | `{default}` | {(field.description or '').replace('|', chr(92) + '|')} |")
-        seen |= set(new)
     return "\n".join(lines).strip()
 
 

@@ -255,20 +255,23 @@ def _recipe(environment: Path, config: TaskConfig) -> Recipe:
     for name in _REFUSED_FILES:
         if (environment / name).exists():
             raise ConfigError(f"{environment / name}: can't be honoured in a slot; use setup.sh and plain files")
+    script = environment / SETUP
     if (environment / "Dockerfile").is_file():
         recipe = dockerfile.parse(environment / "Dockerfile")
-        return Recipe(recipe.image, config.environment.workdir or recipe.workdir, recipe.steps)
-    workdir = config.environment.workdir or dockerfile.DEFAULT_WORKDIR
-    steps: list[Copy | Run] = []
-    if files := sorted(p.name for p in environment.iterdir() if p.name != SETUP):
-        steps.append(Copy(tuple(files), workdir.rstrip("/") + "/", whole=True))
-    if (environment / SETUP).is_file():
+        workdir = config.environment.workdir or recipe.workdir
+        steps = list(recipe.steps)
+        if SETUP in (environment / "Dockerfile").read_text():
+            script = environment / "none"  # the Dockerfile deals with it
+        image = recipe.image
+    else:
+        workdir, image = config.environment.workdir or dockerfile.DEFAULT_WORKDIR, None
+        files = sorted(path.name for path in environment.iterdir() if path.name != SETUP)
+        steps = [Copy(tuple(files), workdir.rstrip("/") + "/", whole=True)] if files else []
+    if script.is_file():
         # The script itself is no part of the workspace.
-        steps += [
-            Copy((SETUP,), "/tmp/.task-setup/"),
-            Run("bash /tmp/.task-setup/setup.sh && rm -rf /tmp/.task-setup", workdir),
-        ]
-    return Recipe(None, workdir, tuple(steps))
+        run = Run("bash /tmp/.task-setup/setup.sh && rm -rf /tmp/.task-setup", workdir)
+        steps += [Copy((SETUP,), "/tmp/.task-setup/"), run]
+    return Recipe(image, workdir, tuple(steps))
 
 
 # ------------------------------------------------------------------------------------------------------------- packing

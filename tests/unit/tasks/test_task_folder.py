@@ -93,6 +93,16 @@ def test_dockerfile_is_honoured(folder):
     assert unpacked(folder, recipe.steps[2]) == {"/app/src/keys/a.txt": (0o600, 0, "a")}
 
 
+def test_setup_follows_a_dockerfile_that_leaves_it_alone(folder):
+    (folder / "environment/setup.sh").write_text("touch made")
+    (folder / "environment/Dockerfile").write_text("FROM a\nWORKDIR /app\nCOPY a.txt .\n")
+    copy, _, run = load_task(folder).recipe.steps
+    assert copy == Copy(("a.txt",), "/app/")
+    assert run.workdir == "/app"
+    (folder / "environment/Dockerfile").write_text("FROM a\nCOPY setup.sh /\nRUN bash /setup.sh\n")
+    assert load_task(folder).recipe.steps == (Copy(("setup.sh",), "/"), Run("bash /setup.sh", "/"))
+
+
 @pytest.mark.parametrize(
     ("line", "named"),
     [
