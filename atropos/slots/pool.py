@@ -232,6 +232,7 @@ class SlotPool:
         try:
             async with asyncio.timeout(timeout_s):
                 while True:
+                    self._require_running()
                     if (link := await self._grants.seat(ticket)) is not None:
                         request = wire.LeaseRequest(
                             lease_id=secrets.token_hex(12),

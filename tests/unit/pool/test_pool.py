@@ -348,6 +348,20 @@ async def test_stop_ends_waiting_acquires_and_gives_slots_back():
     await slot.release()
 
 
+@pytest.mark.parametrize("moment", [0, 0.01, 0.03])
+async def test_stop_in_the_middle_of_an_acquire_ends_it(moment):
+    pool, backend = model_pool(slots=2, containers=1)
+    await pool.start()
+    backend.servers[next(iter(backend.servers))].delay_s = 0.02
+    tasks = [asyncio.create_task(pool.acquire(f"t{n}")) for n in range(4)]
+    await asyncio.sleep(moment)
+    await pool.stop()
+    async with asyncio.timeout(5):
+        for result in await asyncio.gather(*tasks, return_exceptions=True):
+            assert isinstance(result, BackendUnavailable) or result.lost is not None
+    assert backend.held == 0 or backend.closed
+
+
 async def test_what_a_container_does_not_support_is_told_and_nothing_leaks():
     pool, backend = model_pool(slots=1, containers=1)
     async with pool:
