@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from pydantic import SecretStr
 
-from atropos.envs import AgentEnvConfig, APIServerConfig, cli
+from atropos.envs import AgentEnvConfig, APIServerConfig, cli, flags
 from atropos.envs.config import SandboxEnvConfig
 from atropos.errors import ConfigError
 from examples.policy.tokenizer import FOLDER
@@ -19,9 +19,9 @@ GOOD = {
 }
 
 
-def config_of(*flags: str, command: str = "process") -> AgentEnvConfig:
-    settings = cli.parse([command, *flags], AgentEnvConfig, APIServerConfig)
-    return cli.build_config(ScriptEnv, settings, AgentEnvConfig())
+def config_of(*words: str, command: str = "process") -> AgentEnvConfig:
+    settings = flags.parse([command, *words], AgentEnvConfig, APIServerConfig)
+    return flags.build_config(ScriptEnv, settings, AgentEnvConfig())
 
 
 def run(capsys, *argv: str) -> tuple[int, str]:
@@ -131,9 +131,9 @@ def test_values_of_every_kind():
 
 def test_dicts_are_json():
     with pytest.raises(ConfigError, match=r"write --env\.x '\{\"key\": 1\}'"):
-        cli._value("env.x", "{a", dict[str, int])
-    assert cli._value("env.x", '{"a": 1}', dict[str, int] | None) == {"a": 1}
-    assert cli._value("env.x", "None", dict[str, int] | None) is None
+        flags._value("env.x", "{a", dict[str, int])
+    assert flags._value("env.x", '{"a": 1}', dict[str, int] | None) == {"a": 1}
+    assert flags._value("env.x", "None", dict[str, int] | None) is None
 
 
 @pytest.mark.parametrize("name", list(AgentEnvConfig.model_fields))
@@ -156,15 +156,15 @@ def test_process_and_evaluate_use_wandb_only_when_asked():
 
 def test_servers_are_always_a_list_and_flags_reach_the_only_one(tmp_path):
     default = [APIServerConfig(base_url="http://a/v1")]
-    settings = cli.parse(["process", "--openai.model_name", "m"], AgentEnvConfig, APIServerConfig)
-    [server] = cli.build_servers(settings, default)
+    settings = flags.parse(["process", "--openai.model_name", "m"], AgentEnvConfig, APIServerConfig)
+    [server] = flags.build_servers(settings, default)
     assert (server.base_url, server.model_name) == ("http://a/v1", "m")
     path = tmp_path / "c.yaml"
     path.write_text("openai:\n- {base_url: 'http://b/v1'}\n- {base_url: 'http://c/v1'}\n")
-    settings = cli.parse(["process", "--config", str(path)], AgentEnvConfig, APIServerConfig)
-    assert [one.base_url for one in cli.build_servers(settings, default)] == ["http://b/v1", "http://c/v1"]
+    settings = flags.parse(["process", "--config", str(path)], AgentEnvConfig, APIServerConfig)
+    assert [one.base_url for one in flags.build_servers(settings, default)] == ["http://b/v1", "http://c/v1"]
     with pytest.raises(ConfigError, match="names 2 servers"):
-        cli.parse(["process", "--config", str(path), "--openai.model_name", "m"], AgentEnvConfig, APIServerConfig)
+        flags.parse(["process", "--config", str(path), "--openai.model_name", "m"], AgentEnvConfig, APIServerConfig)
 
 
 @pytest.mark.parametrize("command", cli.COMMANDS)

@@ -1,0 +1,140 @@
+"""Where finished groups go: the trajectory API, the JSONL and its page, wandb. Nothing is lost without a word."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import time
+from pathlib import Path
+from typing import Any, cast
+
+from atropos.envs.adapter import BaseEnv
+from atropos.envs.metrics import EnvMetrics
+from atropos.envs.replay import write_page
+from atropos.envs.rollout import drop_reason
+from atropos.errors import ConfigError
+from atropos.slots import SlotPool
+
+_log = logging.getLogger(__name__)
+
+
+class Reporting(BaseEnv):
+    """The part of `SandboxEnv` that hands on what was collected."""
+
+    config: Any
+    metrics: EnvMetrics
+    pool: SlotPool | None
+    jsonl_writer: Any
+    _wandb_started: bool
+
+    def item_name(self, item: Any) -> str:
+        """A short name of an item; `Groups` knows."""
+        raise NotImplementedError
+
+    async def handle_send_to_api(self, scored_data: Any, item: Any = None, *args: Any, **kwargs: Any) -> None:
+        """As atroposlib's, with nothing lost without a word; the file is whole after each group."""
+        checks_length = kwargs.get("abort_on_any_max_length_exceeded", args[1] if len(args) > 1 else True)
+        for group in scored_data if isinstance(scored_data, list) else [scored_data]:
+            if group is None:
+                continue
+            group["group_overrides"] = group.get("group_overrides") or {}
+            reason = drop_reason(
+                group,
+                group_size=self.config.group_size,
+                same_scores_dropped=self.config.ensure_scores_are_not_same,
+                max_token_len=self.max_token_len if checks_length else 0,
+            )
+            if reason is not None:
+                self.metrics.unsent[reason] += 1
+                _log.warning("group %s is not sent: %s", self.item_name(item), reason)
+        await super().handle_send_to_api(scored_data, item, *args, **kwargs)
+        writer = getattr(self.jsonl_writer, "_fp", None)
+        if writer is not None and not writer.closed:
+            writer.flush()
+
+    async def _send_scored_data_to_api(self, scored_data: Any) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Without what is for people and files."""
+        several = isinstance(scored_data, list)
+        groups = cast("list[dict[str, Any]]", scored_data if several else [scored_data])
+        plain = [{key: value for key, value in group.items() if key != "atropos"} for group in groups]
+        await super()._send_scored_data_to_api(plain if several else plain[0])
+
+    # -------------------------------------------------------------------------------------------------------- wandb
+
+    async def add_rollouts_for_wandb(self, scored_data: Any, item: Any = None) -> None:
+        """Readable conversations instead of decoded tokens."""
+        if not self.config.use_wandb:
+            return
+        keep = self.config.num_rollouts_per_group_for_logging
+        keep = len(scored_data["scores"]) if keep == -1 else min(keep, len(scored_data["scores"]))
+        texts: list[tuple[str, float]] = []
+        for index in range(keep):
+            messages = (scored_data.get("messages") or [None] * keep)[index]
+            text = (
+                "\n\n".join(f"[{m['role']}]\n{m['content']}" for m in messages)
+                if messages
+                else self.tokenizer.decode(scored_data["tokens"][index])
+            )
+            texts.append((text, scored_data["scores"][index]))
+        self.rollouts_for_wandb.append(texts)
+        del self.rollouts_for_wandb[: -self.config.num_rollouts_to_keep]
+
+    async def wandb_log(self, wandb_metrics: dict[str, Any] | None = None) -> None:
+        """Add faults, phases and the pool's gauges."""
+        found = {**self.metrics.as_dict(), **(wandb_metrics or {})}
+        if self.pool is not None:
+            stats = self.pool.stats()
+            found.update(
+                {f"pool/{key}": getattr(stats, key) for key in ("containers", "free", "leased", "retired", "waiting")}
+            )
+            found.update({"pool/acquire_p99_s": stats.acquire.p99_s, "pool/reset_p99_s": stats.reset.p99_s})
+        await super().wandb_log(found)
+
+    async def setup_wandb(self) -> None:
+        """As atroposlib's; a wandb that can't start is one clear line."""
+        try:
+            await super().setup_wandb()
+        except Exception as error:
+            raise _wandb_error(error) from error
+        self._wandb_started = self.config.use_wandb
+
+    def _start_wandb(self) -> None:
+        if not self.config.use_wandb:
+            return
+        import wandb
+
+        try:
+            wandb.init(
+                project=self.wandb_project or "atropos",
+                name=f"{self.config.wandb_name}-{time.strftime('%Y-%m-%d-%H%M%S')}",
+                group=self.wandb_group,
+                config=json.loads(self.config.model_dump_json()),
+            )
+        except Exception as error:
+            raise _wandb_error(error) from error
+        self._wandb_started = True
+
+    def close_files(self) -> None:
+        """Close the JSONL and write its page; a file without a group is removed."""
+        writer, self.jsonl_writer = self.jsonl_writer, None
+        path = self.config.data_path_to_save_groups
+        if writer is None or path is None:
+            return
+        with contextlib.suppress(OSError):
+            writer.close()
+        jsonl = Path(path)
+        try:
+            if jsonl.exists() and jsonl.stat().st_size == 0:
+                jsonl.unlink()
+            elif jsonl.exists():
+                write_page(jsonl, title=self.name or type(self).__name__)
+        except OSError as error:
+            _log.warning("the page beside %s could not be written: %s", path, error)
+
+
+def _wandb_error(error: Exception) -> ConfigError:
+    return ConfigError(
+        f"env.use_wandb: wandb can't start ({type(error).__name__}: {str(error)[:200]}); log in with `wandb login`, set "
+        "WANDB_MODE=offline, or use --env.use_wandb false"
+    )
