@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 import uuid
-from typing import TYPE_CHECKING, Annotated, Any
+from collections.abc import AsyncIterator
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
@@ -17,6 +19,9 @@ if TYPE_CHECKING:
     from mcp.server.lowlevel import Server
 
     from atropos.tools import ToolExecutor
+
+_MAX_LINE_BYTES = 64 * 1024 * 1024
+"""Longest message of a client."""
 
 
 def make_server(executor: ToolExecutor, trajectory_id: str) -> Server[Any]:
@@ -87,17 +92,34 @@ async def serve(backend: str, toolsets: list[str], *, network: bool) -> None:
         "max_containers": 1,
         "allow_network": network,
     }
+    this = asyncio.current_task()
+    assert this is not None
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, this.cancel)
+    source = await _stdin_lines()
     async with (
         SlotPool(SlotPoolConfig(**settings)) as pool,
         ToolExecutor(pool=pool, tools=tools, config=ToolExecutorConfig(allow_network=network)) as executor,
     ):
         server = make_server(executor, f"mcp-{uuid.uuid4().hex}")
-        this = asyncio.current_task()
-        assert this is not None
-        for number in (signal.SIGTERM, signal.SIGINT):
-            asyncio.get_running_loop().add_signal_handler(number, this.cancel)
-        async with stdio_server() as (source, sink):
-            await server.run(source, sink, server.create_initialization_options())
+        async with stdio_server(stdin=cast("Any", source)) as (incoming, outgoing):
+            await server.run(incoming, outgoing, server.create_initialization_options())
+
+
+async def _stdin_lines() -> AsyncIterator[str]:
+    """The lines of stdin, read by the loop: a thread that reads could not be ended by a signal."""
+    reader = asyncio.StreamReader(limit=_MAX_LINE_BYTES)
+    own = os.fdopen(os.dup(0), "rb", buffering=0)
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)  # what is started from here must not read the client's messages
+    os.close(nothing)
+    await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), own)
+
+    async def lines() -> AsyncIterator[str]:
+        while line := await reader.readline():
+            yield line.decode("utf-8", "replace")
+
+    return lines()
 
 
 def mcp(
