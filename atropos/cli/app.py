@@ -13,6 +13,8 @@ from atropos.api.cli import executor_server, tool_server
 from atropos.api.mcp_server import mcp
 from atropos.cli.doctor import doctor
 from atropos.cli.execute import execute
+from atropos.cli.image import image_app
+from atropos.cli.pool import pool_app
 from atropos.errors import ConfigError, IsolationUnavailable, SandboxError
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
@@ -21,6 +23,8 @@ app.command("exec")(execute)
 app.command("tool-server")(tool_server)
 app.command("executor-server")(executor_server)
 app.command("mcp")(mcp)
+app.add_typer(pool_app, name="pool")
+app.add_typer(image_app, name="image")
 
 
 def _version(wanted: bool) -> None:

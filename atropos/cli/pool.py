@@ -1,0 +1,162 @@
+"""`atropos pool`: a pool's containers as an operator sees them: status, watch, drain, purge."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable
+from typing import Annotated, Any, TypeVar
+
+import typer
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+
+from atropos.slots.backends.survey import Seen, Survey, open_survey
+
+T = TypeVar("T")
+pool_app = typer.Typer(
+    no_args_is_help=True, help="Look at a pool's containers in Docker or Nomad; drain or purge them."
+)
+
+Backend = Annotated[str, typer.Option(help="docker or nomad")]
+Job = Annotated[str, typer.Option("--job-id", help="the pool's sandbox_job_id")]
+Address = Annotated[str | None, typer.Option(help="of the engine; default: NOMAD_ADDR or DOCKER_HOST")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+DEFAULT_JOB = "atropos-sandbox-agent-env"
+
+
+def _run(backend: str, job_id: str, address: str | None, work: Callable[[Survey], Awaitable[T]]) -> T:
+    async def run() -> T:
+        async with await open_survey(backend, job_id, address=address) as survey:
+            return await work(survey)
+
+    return asyncio.run(run())
+
+
+@pool_app.command()
+def status(
+    backend: Backend = "nomad", job_id: Job = DEFAULT_JOB, address: Address = None, as_json: AsJson = False
+) -> None:
+    """Containers with their slots, clients and leases. Ends with 1 when there are none, or the engine is in trouble."""
+    seen, trouble = _run(backend, job_id, address, Survey.look)
+    if as_json:
+        typer.echo(json.dumps(_plain(job_id, seen, trouble), indent=2))
+    else:
+        Console().print(_table(job_id, seen, trouble))
+    raise typer.Exit(1 if trouble or not seen else 0)
+
+
+@pool_app.command()
+def watch(
+    backend: Backend = "nomad",
+    job_id: Job = DEFAULT_JOB,
+    address: Address = None,
+    interval_s: Annotated[float, typer.Option("--interval", min=0.1, help="seconds between looks")] = 1.0,
+    as_json: AsJson = False,
+) -> None:
+    """The same, again and again until Ctrl-C; with --json, one line a look."""
+
+    async def follow(survey: Survey) -> None:
+        if as_json:
+            while True:
+                typer.echo(json.dumps(_plain(job_id, *await survey.look())))
+                await asyncio.sleep(interval_s)
+        with Live(console=Console(), auto_refresh=False) as live:
+            while True:
+                live.update(_table(job_id, *await survey.look()), refresh=True)
+                await asyncio.sleep(interval_s)
+
+    _run(backend, job_id, address, follow)
+
+
+@pool_app.command()
+def drain(
+    index: Annotated[list[int] | None, typer.Argument(help="indexes of the containers")] = None,
+    everything: Annotated[bool, typer.Option("--all", help="every container, one after the other")] = False,
+    deadline_s: Annotated[
+        float, typer.Option("--deadline", min=0, help="longest a container's leases may go on")
+    ] = 3600,
+    backend: Backend = "nomad",
+    job_id: Job = DEFAULT_JOB,
+    address: Address = None,
+) -> None:
+    """Let containers finish their leases and end them; a live pool, or Nomad, replaces each (so images are upgraded)."""
+    if bool(index) == everything:
+        raise typer.BadParameter("give the indexes of containers, or --all")
+
+    async def work(survey: Survey) -> int:
+        seen, _ = await survey.look()
+        chosen = [each for each in seen if everything or each.container.index in (index or [])]
+        for each in sorted(chosen, key=lambda each: -each.container.index):
+            leased = each.status.leased if each.status else 0
+            typer.echo(f"draining container {each.container.index} ({leased} leases)", err=True)
+            await survey.drain(each, deadline_s=deadline_s)
+        return len(chosen)
+
+    count = _run(backend, job_id, address, work)
+    typer.echo(f"{count} containers drained")
+    raise typer.Exit(0 if count else 1)
+
+
+@pool_app.command()
+def purge(
+    backend: Backend = "nomad",
+    job_id: Job = DEFAULT_JOB,
+    address: Address = None,
+    force: Annotated[bool, typer.Option("--force", help="also when live clients work in it")] = False,
+) -> None:
+    """Remove a pool's containers, job and secret. Refused, with exit code 1, while a live client works in it."""
+
+    async def work(survey: Survey) -> list[Seen]:
+        used = [] if force else await survey.in_use()
+        if not used:
+            await survey.purge()
+        return used
+
+    used = _run(backend, job_id, address, work)
+    if used:
+        indexes = ", ".join(str(each.container.index) for each in used)
+        typer.echo(f"not purged: live clients work in container {indexes} (--force purges all the same)", err=True)
+        raise typer.Exit(1)
+    typer.echo(f"{job_id} is purged")
+
+
+def _plain(job_id: str, seen: list[Seen], trouble: str) -> dict[str, Any]:
+    """For scripts; tokens stay out."""
+    return {
+        "job_id": job_id,
+        "trouble": trouble,
+        "containers": [
+            {
+                "id": each.container.id,
+                "index": each.container.index,
+                "state": each.container.state,
+                "url": each.container.url,
+                "status": each.status.model_dump(mode="json") if each.status else None,
+            }
+            for each in seen
+        ],
+    }
+
+
+def _table(job_id: str, seen: list[Seen], trouble: str) -> Table:
+    total = sum(each.status.slots for each in seen if each.status)
+    leased = sum(each.status.leased for each in seen if each.status)
+    title = f"{job_id}: {len(seen)} containers, {leased} of {total} slots leased"
+    table = Table(title=title, caption=trouble or None, caption_style="red")
+    table.add_column("container")
+    table.add_column("state")
+    for column in ("slots", "free", "leased", "retired", "clients", "snapshots", "up s"):
+        table.add_column(column, justify="right")
+    for each in seen:
+        status = each.status
+        state = "draining" if status and status.draining else each.container.state if status else "no answer"
+        numbers = (
+            [status.slots, status.free, status.leased, status.retired, len(status.live), len(status.snapshots)]
+            if status
+            else ["-"] * 6
+        )
+        uptime = f"{status.uptime_s:.0f}" if status else "-"
+        table.add_row(f"{each.container.index}  {each.container.id}", state, *map(str, numbers), uptime)
+    return table

@@ -1,0 +1,174 @@
+"""What an operator asks of a pool's containers from outside: how they are, drain them, remove them.
+
+Unlike a backend, nothing here creates, adopts or replaces a container; it only looks, and does what it is told.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from types import TracebackType
+from typing import TYPE_CHECKING, Self
+
+from atropos.errors import ConfigError
+from atropos.slots.backends.server_http import ServerHttp
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+    from atropos.slots.backends.base import Container
+    from atropos.wire import Status
+
+
+@dataclass(frozen=True)
+class Seen:
+    """A container, and what its server says of itself; None when it doesn't answer."""
+
+    container: Container
+    status: Status | None
+
+
+class Survey:
+    """The containers of one job or pool. Use it as `async with open_survey(...) as survey`."""
+
+    def __init__(
+        self,
+        containers: Callable[[], Awaitable[tuple[list[Container], str]]],
+        end: Callable[[Container], Awaitable[None]],
+        purge: Callable[[], Awaitable[None]],
+        close: Callable[[], Awaitable[None]],
+    ) -> None:
+        self._containers = containers
+        self._end = end
+        self._purge = purge
+        self._close = close
+        self._http = ServerHttp()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._http.close()
+        await self._close()
+
+    async def look(self) -> tuple[list[Seen], str]:
+        """All containers by index with their servers' status, and the engine's trouble (empty: none).
+
+        Raises:
+            BackendUnavailable: the engine does not answer.
+        """
+        containers, trouble = await self._containers()
+        asked = (self._http.status(each.url, each.token) if each.url else _nothing() for each in containers)
+        answers = await asyncio.gather(*asked)
+        return [Seen(each, status) for each, status in zip(containers, answers, strict=True)], trouble
+
+    async def drain(self, seen: Seen, *, deadline_s: float) -> None:
+        """Let a container take no new leases, wait until it has none (or for `deadline_s` seconds), and end it.
+
+        A live pool, or Nomad, then puts a fresh one in its place.
+        """
+        url, token = seen.container.url, seen.container.token
+        if url is not None and await self._http.drain(url, token, deadline_s):
+            try:
+                async with asyncio.timeout(deadline_s):
+                    await self._http.until_idle(url, token)
+            except TimeoutError:
+                pass
+        await self._end(seen.container)
+
+    async def in_use(self) -> list[Seen]:
+        """The containers that a live client works in."""
+        found, _ = await self.look()
+        return [
+            seen
+            for seen in found
+            if seen.container.url and await self._http.used_by_others(seen.container.url, seen.container.token, "")
+        ]
+
+    async def purge(self) -> None:
+        """Remove the containers, the job and its secret, used or not."""
+        await self._purge()
+
+
+async def _nothing() -> None:
+    return None
+
+
+async def open_survey(backend: str, job_id: str, *, address: str | None) -> Survey:
+    """Connect to an engine.
+
+    Args:
+        backend: docker or nomad.
+        job_id: the pool's `sandbox_job_id`.
+        address: of the engine; None: DOCKER_HOST or NOMAD_ADDR, else the usual place.
+
+    Raises:
+        ConfigError: no such backend.
+        BackendUnavailable: the engine does not answer.
+    """
+    if backend == "docker":
+        return await _docker(job_id, address)
+    if backend == "nomad":
+        return await _nomad(job_id, address)
+    raise ConfigError(f"--backend {backend!r}: docker or nomad (local containers live and end with their own process)")
+
+
+async def _docker(pool: str, address: str | None) -> Survey:
+    from atropos.slots.backends.base import Container
+    from atropos.slots.backends.docker_engine import DockerEngine
+
+    engine = DockerEngine(pool, address)
+    await asyncio.to_thread(engine.connect)
+
+    async def containers() -> tuple[list[Container], str]:
+        found: list[Container] = []
+        ended: list[str] = []
+        for item in sorted(await asyncio.to_thread(engine.found), key=lambda item: item.index):
+            if item.state != "running":
+                words = (await asyncio.to_thread(engine.last_words, item.id)).words
+                ended.append(f"container {item.name} is {item.state}: {words}")
+                continue
+            token = await asyncio.to_thread(engine.token, item.id)
+            found.append(Container(item.name, item.index, item.url, token or "", "running", item.owner))
+        return found, "; ".join(ended)
+
+    async def end(container: Container) -> None:
+        await asyncio.to_thread(engine.end, container.id, within_s=10)
+
+    async def purge() -> None:
+        for item in await asyncio.to_thread(engine.found):
+            await asyncio.to_thread(engine.end, item.id, within_s=1)
+
+    async def close() -> None:
+        await asyncio.to_thread(engine.close)
+
+    return Survey(containers, end, purge, close)
+
+
+async def _nomad(job_id: str, address: str | None) -> Survey:
+    from atropos.slots.backends.nomad_api import NomadApi
+    from atropos.slots.backends.nomad_settings import NomadSettings
+    from atropos.slots.backends.nomad_view import Allocation, container, newest, placement_failures
+
+    api = NomadApi(NomadSettings.from_environment(address))
+
+    async def containers() -> tuple[list[Container], str]:
+        if await api.job(job_id) is None:
+            return [], ""
+        token = await api.token(job_id)
+        rows = newest(Allocation.read(row) for row in await api.allocations(job_id))
+        trouble = placement_failures(await api.evaluations(job_id))
+        return [container(row, token, ready=row.state == "running", ending=False) for row in rows], trouble
+
+    async def end(container: Container) -> None:
+        await api.stop_allocation(container.id.partition(".")[0])
+
+    async def purge() -> None:
+        if await api.job(job_id) is not None:
+            await api.deregister(job_id, purge=False)
+            await api.deregister(job_id, purge=True)
+        await api.drop_token(job_id)
+
+    return Survey(containers, end, purge, api.close)
