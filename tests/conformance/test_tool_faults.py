@@ -1,0 +1,40 @@
+"""What an executor tells when the infrastructure fails under it: real servers, killed."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+
+import pytest
+
+from atropos.errors import OutcomeUnknown, SandboxError, SlotLost
+from atropos.slots import SlotPool
+from atropos.tools import ToolCall, ToolExecutor, build_tool_registry
+from tests.engines import pool_config
+
+
+def terminal(command):
+    return ToolCall(name="terminal", arguments={"command": command})
+
+
+@pytest.mark.timeout(120)
+async def test_a_killed_server_is_an_exception_and_the_next_trajectory_works():
+    async with (
+        SlotPool(pool_config("local", max_containers=1, reconnect_s=2)) as pool,
+        ToolExecutor(pool, build_tool_registry(["default", "session"])) as executor,
+    ):
+        await executor.execute("a", ToolCall(name="session", arguments={"action": "start", "record": True}))
+        running = asyncio.create_task(executor.execute("a", terminal("sleep 600")))
+        waiting = asyncio.create_task(executor.execute("a", terminal("true")))
+        await asyncio.sleep(0.2)
+        os.kill(int(pool.backend.containers()[0].id.split("-")[0]), signal.SIGKILL)
+        with pytest.raises((OutcomeUnknown, SlotLost)):
+            await running
+        with pytest.raises(SlotLost):
+            await waiting
+        with pytest.raises(SandboxError, match="must be released"):
+            await executor.execute("a", terminal("true"))
+        await executor.release_trajectory("a")
+        async with asyncio.timeout(90):
+            assert (await executor.execute("a", terminal("ls"))).output == ""
