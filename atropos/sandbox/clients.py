@@ -29,6 +29,8 @@ MAX_OPEN = 20_000
 """Calls of one client that may wait or run; one more is refused, not run."""
 FORGET_S = 300.0
 """A client without leases, connection and signs of life is forgotten after this many seconds, its snapshots too."""
+ALIVE_S = 60.0
+"""Until then, what it left is not given up for others' sake."""
 
 
 class Connection(Protocol):
@@ -107,6 +109,15 @@ class Clients:
             for client_id, client in self._all.items()
             if client.connection is not None or (client_id in holding and (table.last_seen(client_id) or 0.0) > since)
         )
+
+    def alive(self, client_id: str) -> bool:
+        """Whether a client is connected, holds a lease, or gave a sign of life not long ago."""
+        client = self._all.get(client_id)
+        if client is None:
+            return False
+        if client.connection is not None or any(h.client_id == client_id for h in self._core.table.held.values()):
+            return True
+        return self._core.now() - (self._core.table.last_seen(client_id) or client.since) < ALIVE_S
 
     @property
     def journal_bytes(self) -> int:

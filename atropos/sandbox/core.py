@@ -327,10 +327,23 @@ class Core:
         name = snapshot_id or f"snap-{uuid.uuid4().hex}"
         task = run.freezing.get(name)
         if task is None:
-            self.snapshots.reserve(run.layers)
+            self.reserve_snapshot(run.layers)
             task = run.freezing[name] = self.spawn(self._queue_freeze(run, name))
             task.add_done_callback(lambda _: run.freezing.pop(name, None))
         return await asyncio.shield(task)
+
+    def reserve_snapshot(self, below: Sequence[Layer]) -> None:
+        """As `Snapshots.reserve`; at its bounds, what dead clients left goes first, the oldest before the others.
+
+        Raises:
+            NotSupported, PoolFull: as there.
+        """
+        for snapshot in sorted(self.snapshots.by_id.values(), key=lambda each: each.touched_at):
+            if not self.snapshots.full:
+                break
+            if not snapshot.users and not self.clients.alive(snapshot.owner):
+                self.drop_snapshot(snapshot.id)
+        self.snapshots.reserve(below)
 
     async def _queue_freeze(self, run: LeaseRun, name: str) -> SnapshotInfo:
         frozen: list[asyncio.Task[SnapshotInfo]] = []

@@ -219,7 +219,7 @@ class Routes:
 
     async def stream(self, request: web.Request) -> web.StreamResponse:
         """GET /v1/stream, the WebSocket."""
-        socket = web.WebSocketResponse(compress=False, max_msg_size=MAX_FRAME_BYTES, timeout=1.0)
+        socket = web.WebSocketResponse(compress=False, max_msg_size=MAX_FRAME_BYTES + 1, timeout=1.0)
         if not socket.can_prepare(request).ok:
             return problem(426, "bad_request", "this is a WebSocket: send an Upgrade")
         await socket.prepare(request)

@@ -64,6 +64,11 @@ class Snapshots:
         """What all layers hold together."""
         return sum(layer.bytes for layer in self._layers.values())
 
+    @property
+    def full(self) -> bool:
+        """Whether a bound is reached."""
+        return len(self.by_id) + self.pending >= self.max_count or self.bytes >= self.max_bytes
+
     def reserve(self, below: Sequence[Layer]) -> None:
         """Check that one more snapshot on `below` may be taken, before anything is frozen; `commit` or `abandon` ends it.
 
@@ -75,7 +80,7 @@ class Snapshots:
             raise NotSupported(f"a snapshot of a snapshot may be {MAX_LAYERS} layers deep, not more")
         if len(self.by_id) + self.pending >= self.max_count:
             raise PoolFull(f"{self.max_count} snapshots are kept already (max_snapshots); drop one first")
-        if self.bytes >= self.max_bytes > 0 or self.max_bytes == 0:
+        if self.full:
             raise PoolFull(
                 f"snapshots hold {self.bytes // MIB} MiB of {self.max_bytes // MIB} (max_snapshot_mib); drop one first"
             )

@@ -117,7 +117,7 @@ async def imported(core: Core, wanted: Arriving, chunks: AsyncIterator[bytes]) -
         raise NotSupported(f"base {wanted.base!r} is not known to this server")
     if wanted.snapshot_id in core.arriving:
         raise SandboxError(f"snapshot {wanted.snapshot_id!r} is just being imported")
-    core.snapshots.reserve(())
+    core.reserve_snapshot(())
     core.arriving.add(wanted.snapshot_id)
     # Its own task: a client that goes away ends the stream, and so the import, but doesn't interrupt the tidying.
     try:

@@ -230,7 +230,7 @@ class Channel:
             async with asyncio.timeout(CONNECT_S):
                 socket = await self._session.ws_connect(
                     self._url,
-                    max_msg_size=MAX_FRAME_BYTES,
+                    max_msg_size=MAX_FRAME_BYTES + 1,
                     compress=0,
                     autoping=True,
                     timeout=aiohttp.ClientWSTimeout(ws_close=0.2),  # pyright: ignore[reportCallIssue]

@@ -36,6 +36,7 @@ from atropos.wire import (
 
 log = logging.getLogger(__name__)
 T = TypeVar("T", bound=BaseModel)
+R = TypeVar("R")
 REQUEST_S = 60.0
 """Longest one HTTP request may take: a lease may wait for its sandbox, a release for its reset."""
 CONNECT_S = 5.0
@@ -396,12 +397,18 @@ class SandboxClient:
             return
         del self._held[message.lease_id]
         self._end(message.lease_id, from_code(message.code, message.message))
-        if self._on_lease_ended is not None:
-            self._on_lease_ended(message)
+        self._report(self._on_lease_ended, message)
 
     def _capacity(self, free: int) -> None:
-        if self._on_capacity is not None:
-            self._on_capacity(free)
+        self._report(self._on_capacity, free)
+
+    def _report(self, callback: Callable[[R], None] | None, news: R) -> None:
+        """Tell the owner; its mistakes must not end the stream."""
+        if callback is not None:
+            try:
+                callback(news)
+            except Exception:
+                log.exception("a callback of %r failed", self)
 
     def _lose(self, reason: str) -> None:
         self.lost_reason = reason
@@ -409,9 +416,8 @@ class SandboxClient:
         held, self._held = self._held, {}
         for lease in held.values():
             self._end(lease.lease_id, SlotLost(reason))
-            if self._on_lease_ended is not None:
-                message = LeaseEnded(lease_id=lease.lease_id, epoch=lease.epoch, code=SlotLost.code, message=reason)
-                self._on_lease_ended(message)
+            message = LeaseEnded(lease_id=lease.lease_id, epoch=lease.epoch, code=SlotLost.code, message=reason)
+            self._report(self._on_lease_ended, message)
 
     def _holds(self) -> tuple[str, ...]:
         return (*self._held, *self._asking)

@@ -207,6 +207,24 @@ async def test_snapshots_of_a_client_long_gone_are_dropped():
         assert len(core.clients) == 0
 
 
+async def test_what_a_dead_client_left_makes_room_for_the_living():
+    async with serving(max_snapshots=2) as running, client_of(running) as client:
+        dead = client_of(running, client_id="dead")
+        await dead.connect()
+        lease, mine = await dead.acquire(request()), await client.acquire(request())
+        left = [(await dead.snapshot(lease)).snapshot_id for _ in range(2)]
+        with pytest.raises(PoolFull):
+            await client.snapshot(mine)
+        await dead.release(lease)
+        await dead.close()
+        await until(lambda: len(running.core.streams) == 1)
+        core = running.core
+        core._clock = lambda now=core._clock: now() + 100
+        core.table.seen("tester", core.now())
+        taken = await client.snapshot(mine)
+        assert set(core.snapshots.by_id) == {taken.snapshot_id, left[1]}
+
+
 async def test_a_client_that_floods_is_refused_and_others_go_on():
     async with serving() as running, client_of(running) as client, client_of(running, client_id="other") as other:
         lease, theirs = await client.acquire(request()), await other.acquire(request())

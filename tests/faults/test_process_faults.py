@@ -1,0 +1,130 @@
+"""A real server that is stopped, cut off and left by its clients, at random moments: files in the slots are the proof.
+
+ATROPOS_FAULTS multiplies the number of faults (1 in CI).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import random
+import signal
+import sys
+
+from atropos.errors import SandboxError
+from atropos.slots.client import SandboxClient
+from atropos.wire import Exec, ExecResult, LeaseRequest
+from tests.faults.proxy import Fault, proxied
+from tests.unit.server.fakes import TOKEN
+from tests.unit.server.test_serve import ROOT, running
+
+TIMES = int(os.environ.get("ATROPOS_FAULTS", "1"))
+ids = itertools.count()
+
+
+def request(**fields) -> LeaseRequest:
+    return LeaseRequest.model_validate({"lease_id": f"lease-{next(ids):05}", "client_id": "tester", **fields})
+
+
+async def test_stops_and_cuts_neither_double_nor_lose_what_a_call_did_in_its_slot():
+    rng = random.Random(11)
+    async with running(slots=4, heartbeat_s=0.2) as server, proxied(server.port, seed=3) as proxy:
+        client = SandboxClient(proxy.url, TOKEN, client_id="tester", reconnect_s=60)
+        await client.connect()
+        stopping = True
+
+        async def trajectory() -> None:
+            lease = await client.acquire(request())
+            count = 0
+            while stopping:
+                count += 1
+                result = await client.call(lease, Exec(command=f"echo {count} >> log; tail -1 log"))
+                assert isinstance(result, ExecResult)
+                assert result.output == f"{count}\n".encode()
+            result = await client.call(lease, Exec(command="wc -l < log; uniq log | wc -l"))
+            assert result.output.split() == [str(count).encode()] * 2
+            assert (await client.release(lease)).clean
+
+        working = [asyncio.create_task(trajectory()) for _ in range(3)]
+        for number in range(24 * TIMES):
+            if number % 6 == 5:
+                os.kill(server.process.pid, signal.SIGSTOP)
+                await asyncio.sleep(rng.choice([0.05, 0.3, 0.9]))
+                os.kill(server.process.pid, signal.SIGCONT)
+            else:
+                proxy.strike(Fault(**{rng.choice(["up", "down"]): rng.randrange(2000)}))
+            await asyncio.sleep(rng.random() * 0.1)
+        proxy.strike(Fault())
+        stopping = False
+        await asyncio.wait_for(asyncio.gather(*working), 60)
+        assert proxy.struck > 0
+        await client.close()
+
+
+async def test_clients_killed_at_random_moments_leave_no_slot_taken():
+    rng = random.Random(12)
+    async with running(slots=4, heartbeat_s=0.5) as server, server.client() as client:
+        code = (
+            "import asyncio, itertools\n"
+            "from atropos.slots.client import SandboxClient\n"
+            "from atropos.wire import Exec, LeaseRequest\n"
+            "async def life(client, names):\n"
+            "    while True:\n"
+            "        try:\n"
+            "            lease = await client.acquire(LeaseRequest(lease_id=next(names), client_id='x', ttl_s=1))\n"
+            "            await client.call(lease, Exec(command='sleep 0.02 & echo hi'))\n"
+            "            await client.snapshot(lease)\n"
+            "            await client.release(lease)\n"
+            "        except Exception:\n"
+            "            await asyncio.sleep(0.01)\n"
+            "async def main():\n"
+            "    import os, sys\n"
+            "    names = (f'victim-{os.getpid()}-{n}' for n in itertools.count())\n"
+            f"    client = SandboxClient({server.url!r}, {TOKEN!r}, client_id=f'victim-{{os.getpid()}}')\n"
+            "    await client.connect()\n"
+            "    print('up', flush=True)\n"
+            "    await asyncio.gather(*(life(client, names) for _ in range(4)))\n"
+            "asyncio.run(main())\n"
+        )
+        for _ in range(2 * TIMES):
+            victim = await asyncio.create_subprocess_exec(
+                sys.executable, "-c", code, cwd=ROOT, stdout=asyncio.subprocess.PIPE
+            )
+            assert victim.stdout is not None
+            assert await asyncio.wait_for(victim.stdout.readline(), 60) == b"up\n"
+            await asyncio.sleep(rng.random() * 0.3)
+            victim.kill()
+            await victim.wait()
+        async with asyncio.timeout(30):
+            while (await client.status()).free < 4:  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
+        leases = [await client.acquire(request()) for _ in range(4)]
+        for lease in leases:
+            result = await client.call(lease, Exec(command="ls -A | wc -l; pgrep sleep | wc -l"))
+            assert result.output.split() == [b"0", b"0"]
+
+
+async def test_a_server_killed_at_random_moments_gives_only_results_and_typed_errors():
+    rng = random.Random(13)
+    for _ in range(2 * TIMES):
+        async with running(slots=2) as server:
+            client = server.client(reconnect_s=0.5)
+            await client.connect()
+            leases = [await client.acquire(request()) for _ in range(2)]
+            calls = [
+                asyncio.create_task(client.call(lease, Exec(command=f"echo {number}")))
+                for number in range(100)
+                for lease in leases
+            ]
+            releasing = asyncio.create_task(client.acquire(request()))
+            await asyncio.sleep(rng.random() * 0.15)
+            server.process.kill()
+            await asyncio.wait_for(client.lost.wait(), 30)
+            outcomes = await asyncio.gather(*calls, releasing, return_exceptions=True)
+            for outcome in outcomes[:-1]:
+                assert isinstance(outcome, ExecResult | SandboxError), outcome
+                if isinstance(outcome, SandboxError):
+                    assert outcome.code in {"outcome_unknown", "slot_lost"}
+            assert isinstance(outcomes[-1], SandboxError)
+            await client.close()
