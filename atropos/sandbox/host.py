@@ -12,7 +12,7 @@ from typing import Any
 
 from atropos.config import ServerConfig, SlotLimits
 from atropos.errors import ConfigError, IsolationUnavailable, NotSupported, SandboxError
-from atropos.sandbox import bwrap, cgroups, exchange, filter, rootphase, runtime, skeleton, syscalls, volumes  # noqa: A004
+from atropos.sandbox import bwrap, cgroups, filter, rootphase, runtime, skeleton, syscalls, volumes  # noqa: A004
 from atropos.sandbox.contract import Layer
 from atropos.sandbox.slot import SlotSandbox
 from atropos.sandbox.spawning import Spawner
@@ -37,12 +37,6 @@ class SlotHost:
         self.environment = environment(config)
         self.spawner: Spawner
         self.disposer = volumes.Disposer()
-        # the last of the spare uids is the proxy's own, so that it can touch neither the server nor a slot
-        self.egress = (
-            exchange.Exchange(config, self._creators.pop() if self._creators else None)
-            if config.allow_network
-            else None
-        )
         self._runtime: runtime.Runtime
         self._seccomp: str
         self._empty = f"{self._scratch}/empty"
@@ -70,8 +64,6 @@ class SlotHost:
         except OSError as error:
             raise IsolationUnavailable(f"the server's own files could not be set up: {error}") from error
         host.spawner = Spawner()
-        if host.egress is not None:
-            host.egress.start()
         return host
 
     def _prepare_bases(self) -> None:
@@ -118,11 +110,7 @@ class SlotHost:
     ) -> SlotSandbox:
         """Start a sandbox on a fresh volume; see `contract.Host.start`. `limits`: instead of the configured ones."""
         limits = limits or self.config.limits
-<<<<<<< HEAD
         if network and not self.config.allow_network:
-=======
-        if network and self.egress is None:
->>>>>>> eddac40 (feat(sandbox): filtered egress through a proxy that listens inside each slot's own network)
             raise NotSupported("network=True: this server gives no slot a network (allow_network is false)")
         stands_on = self._bases.get(base)
         if stands_on is None:
@@ -147,7 +135,7 @@ class SlotHost:
             if cgroup is not None:
                 cgroup.remove()
             raise SandboxError(f"slot {name} could not be made: {error}") from error
-        sandbox = SlotSandbox(self, name, volume, cgroup, layers, limits, network=network)
+        sandbox = SlotSandbox(self, name, volume, cgroup, layers, limits)
         self._live.add(sandbox)
         try:
             await sandbox.start(stands_on, network=network)
@@ -159,13 +147,7 @@ class SlotHost:
         return sandbox
 
     def request(
-        self,
-        volume: volumes.Volume,
-        base: volumes.Base,
-        cgroup: cgroups.SlotCgroup,
-        limits: SlotLimits,
-        *,
-        network: bool = False,
+        self, volume: volumes.Volume, base: volumes.Base, cgroup: cgroups.SlotCgroup, limits: SlotLimits
     ) -> dict[str, Any]:
         """What the spawner needs to know to start one slot."""
         counted = any("pids" in tree.controllers for tree in self._entered.cgroups.trees)
@@ -177,10 +159,7 @@ class SlotHost:
         ranged = creator is not None
         preload = volumes.preload_cover(volume, self._runtime.empty, self._empty)
         return {
-            "argv": bwrap.command(
-                self._bwrap, volume, base, self._runtime.empty, preload, self._runtime.argv, network=network
-            ),
-            "proxy_port": exchange.PORT if network else None,
+            "argv": bwrap.command(self._bwrap, volume, base, self._runtime.empty, preload, self._runtime.argv),
             "ids": self._entered.slot_ids,
             "creator": creator,
             "cgroups": cgroup.paths,
@@ -256,13 +235,8 @@ class SlotHost:
                 await self.disposer.give(volume.detach(), volume.disk)
         self._layers.clear()
         await self.disposer.aclose()
-<<<<<<< HEAD
         if self._entered.disk is not None:
             await asyncio.to_thread(volumes.remove_tree, self._entered.disk)
-=======
-        if self.egress is not None:
-            await self.egress.aclose()
->>>>>>> eddac40 (feat(sandbox): filtered egress through a proxy that listens inside each slot's own network)
         await self.spawner.aclose()
         with contextlib.suppress(OSError):
             syscalls.umount(self._scratch)

@@ -56,52 +56,6 @@ class ToolPool(Protocol):
         ...
 
 
-<<<<<<< HEAD
-=======
-class ToolExecutorConfig(BaseModel):
-    """How calls are run. The pool's own settings (slots, limits, backend) are not repeated here."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    batch_window_ms: float = Field(
-        default=20, ge=0, description="longest a call may wait to share a frame; none waits on purpose"
-    )
-    max_batch_size: int | None = Field(default=None, ge=1, description="most calls in a frame; None: as the pool says")
-    allow_network: bool | None = Field(default=None, description="filtered egress for programs; None: as the pool says")
-    require_sandbox: bool = Field(default=False, description="refuse slots that lack any isolation feature")
-    require_stateful_sandbox: bool = Field(default=False, description="refuse slots without background processes")
-    tool_server_url: str | None = Field(default=None, description="http(s) URL, or 'inprocess'")
-    tool_server_token: SecretStr | None = None
-    tool_server_timeout_s: float = Field(default=180, gt=0, description="longest an external call may take")
-    recordings_dir: str | None = Field(default=None, description="where a release writes recorded terminal sessions")
-    limits: ToolLimits = ToolLimits()
-
-
-@dataclass(eq=False)
-class _Trajectory:
-    """One trajectory's lease and queue. Everything here ends with its release."""
-
-    id: str
-    turn: asyncio.Lock = field(default_factory=asyncio.Lock)
-    slot: ToolSlot | None = None
-    state: dict[str, Any] = field(default_factory=dict[str, Any])
-    broken: SandboxError | None = None
-    released: bool = False
-    external: bool = False
-    calls: dict[asyncio.Task[Any], int] = field(default_factory=dict["asyncio.Task[Any]", int])
-    interrupted: set[asyncio.Task[Any]] = field(default_factory=set["asyncio.Task[Any]"])
-    idle: asyncio.Event = field(default_factory=asyncio.Event)
-    answered: OrderedDict[str, tuple[ToolCall, ToolResult | None]] = field(
-        default_factory=OrderedDict[str, "tuple[ToolCall, ToolResult | None]"]
-    )
-
-    @property
-    def empty(self) -> bool:
-        """Whether there is nothing to release: no slot, nothing on a ToolServer, nothing remembered."""
-        return self.slot is None and not self.external and self.broken is None and not self.answered
-
-
->>>>>>> eddac40 (feat(sandbox): filtered egress through a proxy that listens inside each slot's own network)
 class ToolExecutor:
     """Runs tool calls: each trajectory's in the order given, different trajectories' at once.
 
@@ -324,13 +278,8 @@ class ToolExecutor:
     async def _leased(self, trajectory: Trajectory, snapshot: Any = None, *, network: bool | None = None) -> ToolSlot:
         if trajectory.slot is None:
             options: dict[str, Any] = {} if snapshot is None else {"snapshot": snapshot}
-<<<<<<< HEAD
             if self.config.allow_network is False or network is False:
                 options["network"] = False
-=======
-            if self.config.allow_network is not None:
-                options["network"] = self.config.allow_network
->>>>>>> eddac40 (feat(sandbox): filtered egress through a proxy that listens inside each slot's own network)
             slot = await self.pool.acquire(trajectory.id, **options)
             if trajectory.released:  # the acquire did not heed its interruption
                 await slot.release()
