@@ -104,7 +104,7 @@ async def _make_workdir(slot: Slot, task: Task) -> None:
 
 async def _run_step(slot: Slot, task: Task, step: Run, seconds: float) -> None:
     if seconds <= 0:
-        raise TaskBroken(f"{task.name}: set-up took longer than environment.build_timeout_sec")
+        raise TaskBroken(f"{task.name}: set-up took too long: more than environment.build_timeout_sec")
     result = await slot.exec(step.command, workdir=step.workdir, timeout_s=seconds)
     if result.exit_code != 0:
         why = "took too long" if result.timed_out else f"ended with {result.exit_code}"

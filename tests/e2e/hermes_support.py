@@ -23,10 +23,10 @@ def script(*turns):
 
 
 @contextlib.asynccontextmanager
-async def running_policy(tmp_path, mistakes=0.0):
+async def running_policy(tmp_path, mistakes=0.0, **settings):
     """Base URL of a scripted policy, and its log of every token it sampled."""
     log = tmp_path / "truth.jsonl"
-    server = PolicyServer(Policy(TASKS, mistakes=mistakes), Settings(), log)
+    server = PolicyServer(Policy(TASKS, mistakes=mistakes), Settings(**settings), log)
     runner = web.AppRunner(server.application(), access_log=None, shutdown_timeout=0.1)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()

