@@ -19,7 +19,7 @@ from atropos.tools.text import clip, decode, plural
 
 MAX_LINE = 500
 """Characters of a matching line that are shown."""
-SEARCH_S = 60.0
+SEARCH_S = 20.0
 """Longest a search may take, in seconds."""
 NO_RIPGREP = 97
 """The exit code by which our script says that the slot has no ripgrep."""
