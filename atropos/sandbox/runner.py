@@ -22,6 +22,8 @@ from _json import encode_basestring_ascii as quote
 
 SOCKET = 3
 CHUNK = 65536
+READ_AFTER_S = 0.004
+"""How long a command's output waits in its pipe (64 KiB) before it is read: most commands are over by then."""
 WORKSPACE = "/workspace"
 SMALL_FILE = 1 << 20
 """Files up to this size are served here; a larger one would keep other calls waiting, so a child does it."""
@@ -437,6 +439,7 @@ class Command:
         "all",
         "call",
         "cancelled",
+        "ends",
         "err",
         "err_fd",
         "fd",
@@ -458,6 +461,14 @@ class Command:
         self.timed_out = self.cancelled = False
         self.started = now()
         self.timer = 0
+        self.ends = 0.0
+
+    def listen(self):
+        """Read what it prints from now on. Not sooner: a short command is over by then, and is read once, at its end."""
+        self.timer = loop.later(self.ends, self.timeout)
+        loop.watch(self.fd, self.readable)
+        if self.err_fd >= 0:
+            loop.watch(self.err_fd, self.readable_err)
 
     def readable(self):
         self.take(self.fd, self.out)
@@ -628,10 +639,11 @@ def op_exec(call, command, timeout_s, workdir, env, stdin, split, max_output_byt
             os.close(fd)
     loop.children[task.pid] = task
     loop.calls[call] = task
-    loop.watch(read, task.readable)
-    if split:
-        loop.watch(read_err, task.readable_err)
-    task.timer = loop.later(task.started + min(timeout_s or loop.wall_s, loop.wall_s), task.timeout)
+    task.ends = task.started + min(timeout_s or loop.wall_s, loop.wall_s)
+    if task.ends <= task.started + READ_AFTER_S:
+        task.listen()
+    else:
+        task.timer = loop.later(task.started + READ_AFTER_S, task.listen)
 
 
 def not_started(task, error, workdir):
