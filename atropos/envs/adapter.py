@@ -12,7 +12,7 @@ import contextlib
 import logging
 import os
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +21,12 @@ os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import aiohttp
+from atroposlib.envs import base
 from atroposlib.envs.base import BaseEnv, BaseEnvConfig, EvalHandlingEnum, ScoredDataGroup, ScoredDataItem
+from atroposlib.envs.server_handling import sglang_server, trl_vllm_server, vllm_server
 from atroposlib.envs.server_handling.server_baseline import APIServerConfig, ServerBaseline
 from atroposlib.envs.server_handling.server_manager import ServerManagerConfig
+from transformers import AutoTokenizer
 
 from atropos.agent.model import EXACT, Failed, Model, capturing, describe
 from atropos.errors import ConfigError, InferenceError
@@ -40,12 +43,14 @@ __all__ = [
     "check_run_api",
     "check_tokenizer",
     "leave_run_api",
+    "load_tokenizer",
     "prepare_server_configs",
     "prepare_servers",
     "probe_servers",
     "quiet_logging",
     "server_types",
     "stop_servers",
+    "tokenizers",
 ]
 
 PROBE_TIMEOUT_S = 20.0
@@ -89,6 +94,42 @@ def check_tokenizer(name: str, *, field: str) -> None:
     if _cached(name) or _on_hub(name, field, cure):
         return
     raise ConfigError(f"{field}: {name!r} is not in the local cache and the model hub can't be reached; {cure}")
+
+
+def load_tokenizer(name: str, *, field: str) -> Any:
+    """A tokenizer, or one line that says why not, quickly.
+
+    Raises:
+        ConfigError: it can't be loaded.
+    """
+    check_tokenizer(name, field=field)
+    try:
+        return AutoTokenizer.from_pretrained(name)
+    except Exception as error:  # transformers raises nearly anything on a damaged file
+        text = " ".join(str(error).split())[:300]
+        raise ConfigError(f"{field}: {name!r} can't be loaded: {type(error).__name__}: {text}") from error
+
+
+@contextlib.contextmanager
+def tokenizers(loaded: dict[str, Any]) -> Generator[None]:
+    """Within, atroposlib is given these tokenizers instead of loading them once for the env and once a server."""
+
+    class Loaded:
+        @staticmethod
+        def from_pretrained(name: str, *args: Any, **options: Any) -> Any:
+            return loaded[name] if name in loaded else AutoTokenizer.from_pretrained(name, *args, **options)
+
+    modules = [
+        module for module in (base, vllm_server, sglang_server, trl_vllm_server) if hasattr(module, "AutoTokenizer")
+    ]
+    before = [module.AutoTokenizer for module in modules]
+    for module in modules:
+        module.AutoTokenizer = Loaded
+    try:
+        yield
+    finally:
+        for module, original in zip(modules, before, strict=True):
+            module.AutoTokenizer = original
 
 
 def _cached(name: str) -> bool:

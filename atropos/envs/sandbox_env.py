@@ -21,14 +21,15 @@ from atropos.envs.adapter import (
     APIServerConfig,
     ServerBaseline,
     check_run_api,
-    check_tokenizer,
     leave_run_api,
+    load_tokenizer,
     prepare_server_configs,
     prepare_servers,
     probe_servers,
     quiet_logging,
     server_types,
     stop_servers,
+    tokenizers,
 )
 from atropos.envs.config import SandboxEnvConfig
 from atropos.envs.groups import Event, Groups, Member, first_of
@@ -62,20 +63,25 @@ class SandboxEnv(Groups, Reporting):
         testing: bool = False,
     ) -> None:
         quiet_logging()
-        check_tokenizer(config.tokenizer_name, field="env.tokenizer_name")
+        loaded = {config.tokenizer_name: load_tokenizer(config.tokenizer_name, field="env.tokenizer_name")}
         if config.wandb_name is None:
             config.wandb_name = self.name or type(self).__name__
         servers = [] if testing else prepare_server_configs(server_configs, config.tokenizer_name)
         for server in servers:
-            if server.server_type in EXACT and server.tokenizer_name != config.tokenizer_name:
-                check_tokenizer(server.tokenizer_name, field="openai.tokenizer_name")
-            if server.server_type == "trl":
-                check_tokenizer(server.model_name, field="openai.model_name")
+            field = {"trl": "model_name"}.get(server.server_type, "tokenizer_name")
+            needed = getattr(server, field)
+            if server.server_type != "openai" and needed not in loaded:
+                loaded[needed] = load_tokenizer(needed, field=f"openai.{field}")
         self.jsonl_writer: Any = None
-        try:
-            super().__init__(config, cast("Any", server_configs if testing else servers), slurm=slurm, testing=testing)
-        except OSError as error:
-            raise ConfigError(f"env.tokenizer_name: {config.tokenizer_name!r} can't be loaded: {error}") from error
+        with tokenizers(loaded):
+            try:
+                super().__init__(
+                    config, cast("Any", server_configs if testing else servers), slurm=slurm, testing=testing
+                )
+            except OSError as error:  # the tokenizers are loaded: what is left is the file of the groups
+                raise ConfigError(
+                    f"env.data_path_to_save_groups: {error}; choose a place that can be written"
+                ) from error
         prepare_servers(self.server)
         self._begin(config.capacity)
         self.pool: SlotPool | None = None

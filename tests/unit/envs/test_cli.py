@@ -73,6 +73,20 @@ def test_bad_input_is_one_line_and_not_zero(capsys, monkeypatch, argv, says):
     assert line.count("\n") == 0
 
 
+def test_a_damaged_tokenizer_is_one_line(capsys, tmp_path):
+    (tmp_path / "tokenizer.json").write_text("{")
+    code, line = run(capsys, "process", "--env.tokenizer_name", str(tmp_path))
+    assert (code, line.count("\n")) == (2, 0)
+    assert f"env.tokenizer_name: '{tmp_path}' can't be loaded" in line
+
+
+def test_a_place_that_cannot_be_written_is_one_line(capsys, tmp_path):
+    (tmp_path / "file").write_text("")
+    code, line = run(capsys, "process", "--env.data_path_to_save_groups", str(tmp_path / "file" / "g.jsonl"))
+    assert (code, line.count("\n")) == (2, 0)
+    assert "env.data_path_to_save_groups" in line
+
+
 @pytest.mark.parametrize(
     ("text", "says"),
     [
