@@ -168,8 +168,11 @@ async def _judge(slot: Slot, task: Task) -> Verdict:
     )
     if clean.exit_code != 0:
         raise VerifierFailed(f"{task.name}: the place for the tests can't be made: {clean.output[-300:].strip()}")
-    for archive in packed_folder(task.path / "tests"):
-        await _untar(slot, "/tests", archive)
+    try:
+        for archive in packed_folder(task.path / "tests"):
+            await _untar(slot, "/tests", archive)
+    except OSError as error:  # a full disk, above all
+        raise VerifierFailed(f"{task.name}: the tests can't be uploaded: {error}") from None
     # What the agent left in its home folder or in user-wide Python and git settings must not run here.
     environment = {
         "PATH": PATH,
@@ -336,12 +339,15 @@ async def _carry_in(slot: Slot, path: str, carried: _Carried | None) -> None:
         raise TaskBroken(f"the verifier's slot can't take {path}: {cleared.output[-300:].strip()}")
     if carried is None:
         return
-    if carried.mode is not None:
-        await slot.write_file(path, carried.data, carried.mode)
-        return
-    if len(carried.data) <= wire.MAX_FILE_BYTES:
-        await _untar(slot, path, carried.data)
-        return
+    try:
+        if carried.mode is not None:
+            await slot.write_file(path, carried.data, carried.mode)
+            return
+        if len(carried.data) <= wire.MAX_FILE_BYTES:
+            await _untar(slot, path, carried.data)
+            return
+    except OSError as error:
+        raise VerifierFailed(f"the artifact {path} can't be put into the verifier's slot: {error}") from None
     name = f"/tmp/.artifact-{secrets.token_hex(8)}"
     await slot.write_file(name, carried.data)
     unpacked = await slot.exec(f"tar -xpf {name} -C {quoted} && rm {name}", workdir="/", timeout_s=300)

@@ -223,3 +223,14 @@ async def test_a_large_artifact_is_carried_in_pieces(pool, tmp_path):
     async with working_on(pool, task) as run:
         await run.slot.exec("head -c 40000000 /dev/zero > big; echo x > small")
         assert (await run.verify("separate")).reward == 1.0
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_an_agent_that_fills_its_disk_gets_no_reward_where_it_worked_and_its_due_in_a_fresh_slot(pool, tmp_path):
+    task = make_task(tmp_path, test="[ -s /workspace/given.txt ] && echo 1 > /logs/verifier/reward.txt")
+    fill = "head -c 2000000000 /dev/zero > /var/tmp/fill 2>/dev/null || head -c 2000000000 /dev/zero > /tmp/fill; echo"
+    async with working_on(pool, task) as run:
+        await run.slot.exec(fill)
+        with pytest.raises(VerifierFailed):
+            await run.verify("shared")
+        assert (await run.verify("separate")).reward == 1.0
