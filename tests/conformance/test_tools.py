@@ -374,3 +374,31 @@ async def test_random_calls_cancellations_and_releases_leave_every_slot_free(poo
     async with asyncio.timeout(30):
         while pool.stats().leased:  # noqa: ASYNC110
             await asyncio.sleep(0.02)
+
+
+WILD = [None, 0, -1, 1e308, float("nan"), "", " ", "a" * 1000, "\x00", "\ud800", "../../../etc/passwd", "/proc/1/mem",
+        "/dev/full", [], {}, [1], {"a": 1}, True, "*", "[", "(a+)+$", "-rf", "$(id)", "'; id; '", "\n", "😀", "/" * 5000,
+        "proc-1", ["C-c", "Enter"], 10**20, "1e400", ".", "/proc", "--- a/x\n+++ b/x\n@@ -1 +1 @@\n-a\n+b\n"]  # fmt: skip
+
+
+@pytest.mark.parametrize("seed", range(3))
+async def test_whatever_a_model_writes_is_answered(pool, seed):
+    generator = random.Random(seed)
+    tools = build_tool_registry(["default", "session"])
+    limits = ToolLimits(command_timeout_s=1, max_timeout_s=1, max_wait_s=0.2)
+    async with ToolExecutor(pool, tools, ToolExecutorConfig(limits=limits)) as executor:
+        for _ in range(40):
+            chosen = generator.choice(list(tools))
+            arguments = {}
+            for name, field in chosen.schema.parameters["properties"].items():
+                if generator.random() < (0.9 if name in chosen.schema.parameters.get("required", ()) else 0.35):
+                    arguments[name] = generator.choice(field.get("enum", WILD))
+            if generator.random() < 0.1:
+                arguments[generator.choice(["x", "cmd", "\ud800"])] = generator.choice(WILD)
+            async with asyncio.timeout(60):
+                result = await executor.execute("w", ToolCall(name=chosen.name, arguments=arguments))
+            assert f"the tool {chosen.name} failed" not in (result.error or ""), (chosen.name, arguments)
+            text = result.to_xml()
+            text.encode()
+            assert len(text) < 150_000
+            json.loads(text.removeprefix("<tool_response>\n").removesuffix("\n</tool_response>"))
