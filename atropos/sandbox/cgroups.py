@@ -58,6 +58,10 @@ def _hierarchies(text: str) -> Iterator[_Hierarchy]:
             yield _Hierarchy(1, controllers, path)
 
 
+_SERVER_WEIGHT = 1000
+"""cpu.weight of the server's own leaf on cgroup v2."""
+
+
 def own_name() -> str:
     """A directory name that tells which process made it, so that a later server can sweep what a killed one left."""
     return f"{PREFIX}{os.getpid()}-{_start_time(os.getpid())}"
@@ -156,6 +160,11 @@ def _claim_v1(hierarchy: _Hierarchy, mounts: str, uid: int, gid: int) -> Tree:
     sweep(parent)
     ours = parent / own_name()
     ours.mkdir()
+    if "cpu" in hierarchy.controllers:
+        # A group's weight is spread over the CPUs that it runs on: this is one ordinary program's weight on each, so
+        # that all slots together weigh no less than the server, and no more.
+        with contextlib.suppress(OSError):
+            (ours / "cpu.shares").write_text(str(1024 * (os.cpu_count() or 1)))
     _give(ours, uid, gid)
     return Tree(1, str(ours), tuple(name for name in hierarchy.controllers if name in CONTROLLERS))
 
@@ -191,6 +200,9 @@ def _claim_v2_under(parent: Path, uid: int, gid: int) -> Tree:
             _empty_into_leaf(parent)
             (parent / "cgroup.subtree_control").write_text(" ".join(f"+{name}" for name in offered))
         (ours / "cgroup.subtree_control").write_text(" ".join(f"+{name}" for name in offered))
+        if "cpu" in offered:
+            # beside the slots, of which each weighs 100: what one of them does must not slow down what serves all
+            (server / "cpu.weight").write_text(str(_SERVER_WEIGHT))
     except OSError:
         with contextlib.suppress(OSError):
             (parent / "cgroup.procs").write_text("0")
