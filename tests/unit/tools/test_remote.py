@@ -130,6 +130,36 @@ async def test_tools_that_the_server_lacks_are_not_offered(pool):
             pass
 
 
+@pytest.mark.parametrize(
+    ("enabled", "disabled", "offered"),
+    [
+        (["mcp"], None, True),
+        (["mcp-notes"], None, True),
+        (["all"], None, True),
+        (["default"], None, False),
+        (["mcp-other"], None, False),
+        (["all"], ["mcp"], False),
+    ],
+)
+async def test_tools_that_are_found_on_the_server_join_their_toolset(pool, enabled, disabled, offered):
+    @tool("jot", sandboxed=False, toolsets=("mcp-notes",))
+    async def jot(text: str) -> str:
+        """Jot it down."""
+        return text.upper()
+
+    def factory():
+        return create_app(ToolServerSettings(), tools=[jot])
+
+    registry = build_tool_registry(enabled, disabled, "inprocess")
+    config = ToolExecutorConfig(tool_server_url="inprocess")
+    async with ToolExecutor(pool, registry, config, tool_server_app=factory) as made:
+        assert ("jot" in made.tools) is offered
+        if offered:
+            assert (await made.execute("t", call("jot", text="hi"))).output == "HI"
+            schema = made.tools.get("jot").schema.parameters
+            assert schema["required"] == ["text"]
+
+
 async def test_no_server_at_all(pool):
     with pytest.raises(ToolServerUnavailable, match=r"127\.0\.0\.1:1"):
         async with executor(pool, "http://127.0.0.1:1"):
