@@ -157,8 +157,14 @@ def _mounted(hierarchy: _Hierarchy, mounts: str) -> Path:
 
 def _claim_v1(hierarchy: _Hierarchy, mounts: str, uid: int, gid: int) -> Tree:
     parent = Path(f"{_mounted(hierarchy, mounts)}/{hierarchy.path}")
+    # one folder for all servers that they may write to: so each can remove its own when it ends
+    top = parent / "atropos"
+    top.mkdir(exist_ok=True)
+    if uid != os.geteuid():
+        os.chown(top, uid, gid)
     sweep(parent)
-    ours = parent / own_name()
+    sweep(top)
+    ours = top / own_name()
     ours.mkdir()
     if "cpu" in hierarchy.controllers:
         # A group's weight is spread over the CPUs that it runs on: this is one ordinary program's weight on each, so

@@ -42,7 +42,7 @@ _TIOCSTI, _TIOCLINUX = 0x5412, 0x541C
 _LOW = 0xFFFFFFFF
 """The kernel takes these arguments as 32 bits; a comparison of all 64 would miss a value with high bits set."""
 _AUDIT_ARCH = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
-_X32_BIT = 0x40000000
+_NATIVE = 0  # libseccomp's name for the architecture it runs on
 
 
 def _binding() -> Any:

@@ -15,6 +15,7 @@ import select
 import signal
 import socket
 import sys
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -29,17 +30,18 @@ _MAX_REQUEST = 1 << 18
 
 def main() -> None:
     """Serve until the server's end of the socket is closed."""
-    parent = int(sys.argv[1])
-    syscalls.prctl(syscalls.PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        return
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         # the server decides when slots end; a Ctrl-C reaches the whole process group
         signal.signal(number, signal.SIG_IGN)
-    # the PID 1 of a slot whose bubblewrap was killed comes here to be reaped
+    # The PID 1 of a slot whose bubblewrap was killed comes here. Bubblewrap's own die-with-parent has a gap: a child
+    # that it has made but not yet prepared waits for it forever.
     syscalls.prctl(syscalls.PR_SET_CHILD_SUBREAPER, 1)
     syscalls.own_session_keyring()
-    Spawner(socket.socket(fileno=0)).run()
+    spawner = Spawner(socket.socket(fileno=0))
+    try:
+        spawner.run()
+    finally:
+        spawner.end_all()
 
 
 def _noted(_number: int, _frame: object) -> None:
@@ -71,7 +73,10 @@ class Spawner:
                     return
 
     def _request(self) -> bool:
-        data, fds, _, _ = socket.recv_fds(self._server, _MAX_REQUEST, 8)
+        try:
+            data, fds, _, _ = socket.recv_fds(self._server, _MAX_REQUEST, 8)
+        except ConnectionError:
+            return False
         if not data:
             return False
         request: dict[str, Any] = json.loads(data)
@@ -101,7 +106,35 @@ class Spawner:
                 return
             ident = self._running.pop(pid, None)
             if ident is not None:
+                self._end_orphans()
                 self._tell({"id": ident, "exit": os.waitstatus_to_exitcode(status)})
+
+    def _end_orphans(self) -> None:
+        """Kill what a bubblewrap left behind, and wait for it (milliseconds), before its end is told."""
+        for pid in _children():
+            if pid not in self._running:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+                for _ in range(200):
+                    try:
+                        if os.waitpid(pid, os.WNOHANG)[0]:
+                            break
+                    except ChildProcessError:
+                        break
+                    time.sleep(0.001)
+
+    def end_all(self) -> None:
+        """The server is gone, however it went: nothing of its slots stays."""
+        for _ in range(5000):
+            for pid in _children():
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            try:
+                while os.waitpid(-1, os.WNOHANG)[0]:
+                    pass
+            except ChildProcessError:
+                return
+            time.sleep(0.002)
 
     def _start(self, request: dict[str, Any], fds: list[int]) -> int:
         """Fork; the child enters a user namespace of its own, gets its maps from here, and becomes bubblewrap."""
@@ -137,6 +170,21 @@ class Spawner:
             os.close(ready_r)
             os.close(go_w)
         return pid
+
+
+def _children() -> list[int]:
+    """This process's children, the adopted ones among them."""
+    try:
+        with open(f"/proc/self/task/{os.getpid()}/children", "rb") as file:
+            return [int(pid) for pid in file.read().split()]
+    except OSError:  # a kernel without CONFIG_PROC_CHILDREN
+        found: list[int] = []
+        for name in os.listdir("/proc"):
+            if name.isdigit():
+                with contextlib.suppress(OSError), open(f"/proc/{name}/stat", "rb") as file:
+                    if int(file.read().rpartition(b")")[2].split()[1]) == os.getpid():
+                        found.append(int(name))
+        return found
 
 
 def _child(request: dict[str, Any], fds: list[int], mapped: Callable[[], bytes]) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
-import os
 import socket
 import subprocess
 import sys
@@ -30,7 +29,7 @@ class Spawner:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         script = str(Path(__file__).with_name("spawner.py"))
         self._process = subprocess.Popen(
-            [sys.executable, "-I", "-S", script, str(os.getpid())],
+            [sys.executable, "-I", "-S", script],
             stdin=theirs.fileno(),
             stdout=subprocess.DEVNULL,
             cwd="/",
