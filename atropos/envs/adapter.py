@@ -119,9 +119,7 @@ def tokenizers(loaded: dict[str, Any]) -> Generator[None]:
         def from_pretrained(name: str, *args: Any, **options: Any) -> Any:
             return loaded[name] if name in loaded else AutoTokenizer.from_pretrained(name, *args, **options)
 
-    modules = [
-        module for module in (base, vllm_server, sglang_server, trl_vllm_server) if hasattr(module, "AutoTokenizer")
-    ]
+    modules = cast("list[Any]", [base, vllm_server, sglang_server, trl_vllm_server])
     before = [module.AutoTokenizer for module in modules]
     for module in modules:
         module.AutoTokenizer = Loaded
