@@ -35,6 +35,8 @@ class Trajectory:
         default_factory=OrderedDict[str, "tuple[int, ToolResult | None]"]
     )
 
+    answered_chars: int = 0
+
     @property
     def empty(self) -> bool:
         """Whether there is nothing to release: no slot, nothing on a ToolServer, nothing remembered."""
@@ -42,12 +44,15 @@ class Trajectory:
 
     def remember(self, call: ToolCall, result: ToolResult | None) -> None:
         """Keep a call's result (None: it was given up) for the case that it is sent again."""
-        self.answered.pop(call.id, None)
+        self._forget(self.answered.pop(call.id, None))
         self.answered[call.id] = (fingerprint(call), result)
-        room = REMEMBERED_CHARS - sum(0 if one is None else len(one.output) for _, one in self.answered.values())
-        while len(self.answered) > REMEMBERED or (room < 0 and len(self.answered) > 1):
-            _, (_, oldest) = self.answered.popitem(last=False)
-            room += 0 if oldest is None else len(oldest.output)
+        self.answered_chars += 0 if result is None else len(result.output)
+        while len(self.answered) > REMEMBERED or (self.answered_chars > REMEMBERED_CHARS and len(self.answered) > 1):
+            self._forget(self.answered.popitem(last=False)[1])
+
+    def _forget(self, answer: tuple[int, ToolResult | None] | None) -> None:
+        if answer is not None and answer[1] is not None:
+            self.answered_chars -= len(answer[1].output)
 
 
 def fingerprint(call: ToolCall) -> int:
