@@ -65,23 +65,18 @@ class Channel:
         self._open: dict[int, tuple[str, asyncio.Future[OpResult] | None]] = {}
         self._number = 0
         self.ready: asyncio.Future[None] = self._loop.create_future()
-        self.listener: socket.socket | None = None
         self.closed = False
         self._loop.add_reader(self._fd, self._readable)
 
     def __repr__(self) -> str:
         return f"<Channel {len(self._open)} open calls, {self._queued} bytes queued{', closed' if self.closed else ''}>"
 
-    def start(
-        self, environment: dict[str, str], output_bytes: int, wall_s: float, oom_fd: int, proxy_port: int = 0
-    ) -> None:
+    def start(self, environment: dict[str, str], output_bytes: int, wall_s: float, oom_fd: int) -> None:
         """Send the first message; `ready` is done when the runner has answered.
 
-        `oom_fd`: its own oom_score_adj, opened from outside, because inside nobody may open it. With a `proxy_port` it
-        listens there on its loopback and hands the socket over: see `listener`.
+        `oom_fd`: its own oom_score_adj, opened from outside, because inside nobody may open it.
         """
-        settings = {"output_bytes": output_bytes, "wall_s": wall_s, "proxy_port": proxy_port}
-        frame = _frame(0, "init", {"environment": environment, **settings})
+        frame = _frame(0, "init", {"environment": environment, "output_bytes": output_bytes, "wall_s": wall_s})
         socket.send_fds(self._sock, [frame], [oom_fd])
 
     def call(self, op: str, arguments: dict[str, Any]) -> tuple[int, asyncio.Future[OpResult]]:
@@ -109,9 +104,6 @@ class Channel:
         self._loop.remove_reader(self._fd)
         self._loop.remove_writer(self._fd)
         self._sock.close()
-        if self.listener is not None:
-            self.listener.close()
-            self.listener = None
         waiting, self._open = self._open, {}
         for _, future in waiting.values():
             if future is not None and not future.done():
@@ -166,7 +158,7 @@ class Channel:
 
     def _readable(self) -> None:
         try:
-            data = os.read(self._fd, _READ) if self.ready.done() else self._first()
+            data = os.read(self._fd, _READ)
         except BlockingIOError:
             return
         except OSError as error:
@@ -179,17 +171,6 @@ class Channel:
             self._take(data)
         except ProtocolViolation as error:
             self._break(f"PID 1 of the slot broke the protocol: {error}")
-
-    def _first(self) -> bytes:
-        """The first word, which may bring a socket; descriptors sent later are dropped by the kernel."""
-        data, fds, _, _ = socket.recv_fds(self._sock, _READ, 1)
-        for fd in fds:
-            received = socket.socket(fileno=fd)
-            if self.listener is None and received.family == socket.AF_INET and received.type == socket.SOCK_STREAM:
-                self.listener = received
-            else:
-                received.close()
-        return data
 
     def _take(self, data: bytes) -> None:
         buffer = self._buffer

@@ -110,8 +110,8 @@ class SlotHost:
     ) -> SlotSandbox:
         """Start a sandbox on a fresh volume; see `contract.Host.start`. `limits`: instead of the configured ones."""
         limits = limits or self.config.limits
-        if network and not self.config.allow_network:
-            raise NotSupported("network=True: this server gives no slot a network (allow_network is false)")
+        if network:
+            raise NotSupported("network=True: this server has no egress proxy yet; lease without a network")
         stands_on = self._bases.get(base)
         if stands_on is None:
             known = ", ".join(repr(key) for key in self._bases if key is not None) or "none"
@@ -138,7 +138,7 @@ class SlotHost:
         sandbox = SlotSandbox(self, name, volume, cgroup, layers, limits)
         self._live.add(sandbox)
         try:
-            await sandbox.start(stands_on, network=network)
+            await sandbox.start(stands_on)
         except BaseException as error:
             await asyncio.shield(sandbox.stop())
             if isinstance(error, (OSError, ValueError)):

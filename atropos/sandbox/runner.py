@@ -1434,18 +1434,7 @@ def untar(path, data):
 # ---------------------------------------------------------------------------------------------------------------- start
 
 
-def proxy_listener(port):
-    """A listening socket on this slot's own loopback, for the server to answer on."""
-    from _socket import AF_INET, SO_REUSEADDR, SOCK_STREAM, SOL_SOCKET, socket
-
-    listener = socket(AF_INET, SOCK_STREAM)
-    listener.setsockopt(SOL_SOCKET, SO_REUSEADDR, 1)
-    listener.bind(("127.0.0.1", port))
-    listener.listen(64)
-    return listener
-
-
-def op_init(call, environment, output_bytes, wall_s, proxy_port):
+def op_init(call, environment, output_bytes, wall_s):
     loop.environment, loop.output_bytes, loop.wall_s = environment, output_bytes, wall_s
     for path in ("/proc", "/dev", "/dev/pts", "/proc/sys"):
         try:
@@ -1458,18 +1447,7 @@ def op_init(call, environment, output_bytes, wall_s, proxy_port):
         pass
     for fd in (0, 1, 2):  # up to here, what goes wrong is told on the server's side
         os.dup2(loop.null, fd, inheritable=True)
-    if not proxy_port:
-        loop.answer(call, "ready", {"pid": os.getpid()})
-        return
-    from _socket import SCM_RIGHTS, SOL_SOCKET, socket
-
-    listener = proxy_listener(proxy_port)
-    header = b'{"id":0,"r":{"kind":"ready"},"b":[]}'
-    frame = (4 + len(header)).to_bytes(4, "little") + len(header).to_bytes(4, "little") + header
-    sock = socket(fileno=SOCKET)
-    sock.sendmsg([frame], [(SOL_SOCKET, SCM_RIGHTS, listener.fileno().to_bytes(4, "little"))])
-    sock.detach()
-    listener.close()
+    loop.answer(call, "ready", {"pid": os.getpid()})
 
 
 def main():

@@ -17,8 +17,6 @@ from atropos.errors import OutcomeUnknown, SandboxError, SlotLost
 from atropos.sandbox import cgroups, volumes
 from atropos.sandbox.channel import Channel
 from atropos.sandbox.contract import Layer, Stopped
-from atropos.sandbox.egress import PROXY_PORT, Egress
-from atropos.sandbox.egress import environment as egress_environment
 from atropos.sandbox.spawning import Exit
 from atropos.wire import ExecResult, Operation, OpResult
 
@@ -60,7 +58,6 @@ class SlotSandbox:
         self._stopping: asyncio.Task[Stopped] | None = None
         self._frozen: Layer | None = None
         self._gone = False
-        self._egress: Egress | None = None
 
     def __repr__(self) -> str:
         state = "stopped" if self._gone else "dead" if self.died.done() else "live"
@@ -125,8 +122,8 @@ class SlotSandbox:
 
     # ------------------------------------------------------------------------------------------------------------ start
 
-    async def start(self, base: volumes.Base, *, network: bool = False) -> None:
-        """Start bubblewrap and wait for the runner's first word; with `network`, answer as its proxy.
+    async def start(self, base: volumes.Base) -> None:
+        """Start bubblewrap and wait for the runner's first word.
 
         Raises:
             SandboxError: it could not be started; `stop` cleans up.
@@ -150,7 +147,7 @@ class SlotSandbox:
             self._ended.add_done_callback(lambda _: self._broke("its bubblewrap ended"))
             try:
                 async with asyncio.timeout(START_DEADLINE_S):
-                    await self._hello(status_r, network=network)
+                    await self._hello(status_r)
             except TimeoutError:
                 told = _said(errors_r) or "no word from PID 1"
                 raise SandboxError(
@@ -162,7 +159,7 @@ class SlotSandbox:
             os.close(status_r)
             os.close(errors_r)
 
-    async def _hello(self, status_r: int, *, network: bool) -> None:
+    async def _hello(self, status_r: int) -> None:
         """Learn PID 1's pid from bubblewrap, give the runner what it needs, and hear from it."""
         channel = self._channel
         assert channel is not None
@@ -170,18 +167,10 @@ class SlotSandbox:
         self._init_fd = _hold(self.host_pid)
         oom_fd = os.open(f"/proc/{self.host_pid}/oom_score_adj", os.O_WRONLY | os.O_CLOEXEC)
         try:
-            names = {**self._host.environment, **egress_environment()} if network else self._host.environment
-            port = PROXY_PORT if network else 0
-            channel.start(names, self.limits.output_bytes, self.limits.wall_s, oom_fd, port)
+            channel.start(self._host.environment, self.limits.output_bytes, self.limits.wall_s, oom_fd)
         finally:
             os.close(oom_fd)
         await asyncio.shield(channel.ready)
-        if network:
-            if channel.listener is None:
-                raise SlotLost("PID 1 opened no socket for the network")
-            listener, channel.listener = channel.listener, None
-            self._egress = Egress(listener, self._host.config.egress_allow)
-            await self._egress.start()
 
     def _unanswered(self) -> None:
         self._broke("PID 1 of the slot did not answer in time")
@@ -237,9 +226,6 @@ class SlotSandbox:
         if self._channel is not None:
             self._channel.close(OutcomeUnknown(f"slot {self.name} was stopped while the call ran"))
         self._kill()
-        if self._egress is not None:
-            egress, self._egress = self._egress, None
-            await egress.aclose()
         problem = ""
         if self._ended is not None and not self._ended.done():
             try:

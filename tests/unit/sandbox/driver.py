@@ -19,13 +19,7 @@ LIMITS = SlotLimits(memory_mib=96, pids=48, disk_mib=24, inodes=3000, output_byt
 
 def main() -> None:
     config = rootphase.inherited_config() or ServerConfig(
-        token="-",
-        slots=8,
-        limits=LIMITS,
-        die_with_parent=True,
-        bases={"tiny": sys.argv[1]},
-        volume=sys.argv[2],
-        allow_network=True,
+        token="-", slots=8, limits=LIMITS, die_with_parent=True, bases={"tiny": sys.argv[1]}, volume=sys.argv[2]
     )
     rootphase.enter(config)
     asyncio.run(serve(config))
