@@ -47,6 +47,9 @@ class ServerConfig(BaseModel):
     volume: Literal["memory", "disk"] = "memory"
     allow_network: bool = Field(default=False, description="whether leases may ask for (filtered) egress")
     egress_allow: tuple[str, ...] = Field(default=("public",), description="host names, *.suffixes or 'public'")
+    egress_deny: tuple[str, ...] = Field(default=(), description="hosts, addresses or networks never reached")
+    egress_mib: int = Field(default=4096, ge=1, description="bytes a lease may move through the proxy, both ways")
+    egress_connections: int = Field(default=64, ge=1, description="connections a slot may have open at once")
     require_sandbox: bool = False
     require_stateful_sandbox: bool = False
     max_retired: int | None = Field(default=None, ge=1, description="retired slots that end the server; None: half")

@@ -39,9 +39,9 @@ class SandboxEnvConfig(BaseEnvConfig):
     )
 
     tool_pool_mode: Literal["nomad", "docker", "local"] = Field(default="nomad", description="what runs the containers")
-    allow_network: bool = Field(
-        default=True,
-        description="whether sandbox programs may get (filtered) egress; until it is built, all have loopback only",
+    allow_network: bool = Field(default=True, description="whether sandbox programs get (filtered) egress")
+    egress_allow: Names = Field(
+        default_factory=lambda: ["public"], description="hosts that programs may reach: names, *.suffixes or public"
     )
     require_sandbox: bool = Field(default=False, description="refuse to start unless every limit is there too")
     require_stateful_sandbox: bool = Field(default=False, description="refuse to start without lasting sessions")
@@ -132,6 +132,7 @@ class SandboxEnvConfig(BaseEnvConfig):
             lease_ttl_s=self.lease_ttl_s,
             base=self.sandbox_base,
             allow_network=self.allow_network,
+            egress_allow=tuple(self.egress_allow),
             require_sandbox=self.require_sandbox,
             require_stateful_sandbox=self.require_stateful_sandbox,
             batch_window_ms=self.tool_batch_window_ms,

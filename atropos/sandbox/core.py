@@ -81,7 +81,13 @@ class Core:
         self._tasks: set[asyncio.Task[Any]] = set()
         self._later: set[asyncio.Task[Any]] = set()
         spare = config.warm if config.warm is not None else min(4, max(1, config.slots // 4))
-        self.shelf = Shelf(host, target=lambda: self._wanted_warm(spare), parallel=PARALLEL_STARTS, broken=self.breaks)
+        self.shelf = Shelf(
+            host,
+            target=lambda: self._wanted_warm(spare),
+            parallel=PARALLEL_STARTS,
+            broken=self.breaks,
+            network=config.allow_network,
+        )
 
     # ----------------------------------------------------------------------------------------------------------- time
 
@@ -172,7 +178,7 @@ class Core:
                 raise NotSupported(f"the snapshot stands on base {snapshot.base!r}, not {request.base!r}")
             self._stand_on(run, snapshot)
             return await self.shelf.start(run.layers, snapshot.base, network=request.network)
-        if request.base is not None or request.network:
+        if request.base is not None or request.network != self.shelf.network:
             return await self.shelf.start((), request.base, network=request.network)
         return await self.shelf.take(START_S)
 

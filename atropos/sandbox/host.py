@@ -12,7 +12,7 @@ from typing import Any
 
 from atropos.config import ServerConfig, SlotLimits
 from atropos.errors import ConfigError, IsolationUnavailable, NotSupported, SandboxError
-from atropos.sandbox import bwrap, cgroups, filter, rootphase, runtime, skeleton, syscalls, volumes  # noqa: A004
+from atropos.sandbox import bwrap, cgroups, exchange, filter, rootphase, runtime, skeleton, syscalls, volumes  # noqa: A004
 from atropos.sandbox.contract import Layer
 from atropos.sandbox.slot import SlotSandbox
 from atropos.sandbox.spawning import Spawner
@@ -37,6 +37,12 @@ class SlotHost:
         self.environment = environment(config)
         self.spawner: Spawner
         self.disposer = volumes.Disposer()
+        # the last of the spare uids is the proxy's own, so that it can touch neither the server nor a slot
+        self.egress = (
+            exchange.Exchange(config, self._creators.pop() if self._creators else None)
+            if config.allow_network
+            else None
+        )
         self._runtime: runtime.Runtime
         self._seccomp: str
         self._empty = f"{self._scratch}/empty"
@@ -64,6 +70,8 @@ class SlotHost:
         except OSError as error:
             raise IsolationUnavailable(f"the server's own files could not be set up: {error}") from error
         host.spawner = Spawner()
+        if host.egress is not None:
+            host.egress.start()
         return host
 
     def _prepare_bases(self) -> None:
@@ -110,8 +118,8 @@ class SlotHost:
     ) -> SlotSandbox:
         """Start a sandbox on a fresh volume; see `contract.Host.start`. `limits`: instead of the configured ones."""
         limits = limits or self.config.limits
-        if network:
-            raise NotSupported("network=True: this server has no egress proxy yet; lease without a network")
+        if network and self.egress is None:
+            raise NotSupported("network=True: this server gives no slot a network (allow_network is false)")
         stands_on = self._bases.get(base)
         if stands_on is None:
             known = ", ".join(repr(key) for key in self._bases if key is not None) or "none"
@@ -135,7 +143,7 @@ class SlotHost:
             if cgroup is not None:
                 cgroup.remove()
             raise SandboxError(f"slot {name} could not be made: {error}") from error
-        sandbox = SlotSandbox(self, name, volume, cgroup, layers, limits)
+        sandbox = SlotSandbox(self, name, volume, cgroup, layers, limits, network=network)
         self._live.add(sandbox)
         try:
             await sandbox.start(stands_on)
@@ -147,7 +155,13 @@ class SlotHost:
         return sandbox
 
     def request(
-        self, volume: volumes.Volume, base: volumes.Base, cgroup: cgroups.SlotCgroup, limits: SlotLimits
+        self,
+        volume: volumes.Volume,
+        base: volumes.Base,
+        cgroup: cgroups.SlotCgroup,
+        limits: SlotLimits,
+        *,
+        network: bool = False,
     ) -> dict[str, Any]:
         """What the spawner needs to know to start one slot."""
         counted = any("pids" in tree.controllers for tree in self._entered.cgroups.trees)
@@ -159,7 +173,10 @@ class SlotHost:
         ranged = creator is not None
         preload = volumes.preload_cover(volume, self._runtime.empty, self._empty)
         return {
-            "argv": bwrap.command(self._bwrap, volume, base, self._runtime.empty, preload, self._runtime.argv),
+            "argv": bwrap.command(
+                self._bwrap, volume, base, self._runtime.empty, preload, self._runtime.argv, network=network
+            ),
+            "proxy_port": exchange.PORT if network else None,
             "ids": self._entered.slot_ids,
             "creator": creator,
             "cgroups": cgroup.paths,
@@ -237,6 +254,8 @@ class SlotHost:
         await self.disposer.aclose()
         if self._entered.disk is not None:
             await asyncio.to_thread(volumes.remove_tree, self._entered.disk)
+        if self.egress is not None:
+            await self.egress.aclose()
         await self.spawner.aclose()
         with contextlib.suppress(OSError):
             syscalls.umount(self._scratch)

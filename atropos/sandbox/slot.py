@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from atropos.config import SlotLimits
 from atropos.errors import OutcomeUnknown, SandboxError, SlotLost
-from atropos.sandbox import cgroups, volumes
+from atropos.sandbox import cgroups, exchange, volumes
 from atropos.sandbox.channel import Channel
 from atropos.sandbox.contract import Layer, Stopped
 from atropos.sandbox.spawning import Exit
@@ -41,6 +41,8 @@ class SlotSandbox:
         cgroup: cgroups.SlotCgroup,
         layers: Sequence[Layer],
         limits: SlotLimits,
+        *,
+        network: bool = False,
     ) -> None:
         self.name = name
         self.layers = tuple(layers)
@@ -51,6 +53,8 @@ class SlotSandbox:
         self._host = host
         self._volume = volume
         self._cgroup = cgroup
+        self._network = network
+        self._proxy: int | None = None
         self._channel: Channel | None = None
         self._ended: asyncio.Future[Exit] | None = None
         self._bwrap_fd = self._init_fd = -1
@@ -136,10 +140,17 @@ class SlotSandbox:
         limits = self.limits
         self._channel = Channel(ours, output_bytes=limits.output_bytes, on_broken=self._broke)
         try:
-            request = self._host.request(self._volume, base, self._cgroup, limits)
+            request = self._host.request(self._volume, base, self._cgroup, limits, network=self._network)
+            near, far = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             try:
-                pid, self._ended = await self._host.spawner.start(request, [theirs.fileno(), status_w, errors_w])
+                fds = [theirs.fileno(), status_w, errors_w, far.fileno()]
+                pid, self._ended = await self._host.spawner.start(request, fds)
+                if self._network:
+                    far.close()
+                    await self._reach_out(near, errors_r)
             finally:
+                near.close()
+                far.close()
                 theirs.close()
                 os.close(status_w)
                 os.close(errors_w)
@@ -159,6 +170,18 @@ class SlotSandbox:
             os.close(status_r)
             os.close(errors_r)
 
+    async def _reach_out(self, near: socket.socket, errors_r: int) -> None:
+        """Give the proxy the socket that was made in the slot's own network."""
+        near.settimeout(START_DEADLINE_S)
+        try:
+            _, fds, _, _ = await asyncio.to_thread(socket.recv_fds, near, 1, 1)
+        except OSError as error:
+            raise SandboxError(f"slot {self.name} got no network: {_said(errors_r) or error}") from None
+        if not fds:
+            raise SandboxError(f"slot {self.name} got no network: {_said(errors_r) or 'it ended'}")
+        assert self._host.egress is not None
+        self._proxy = self._host.egress.add(socket.socket(fileno=fds[0]))
+
     async def _hello(self, status_r: int) -> None:
         """Learn PID 1's pid from bubblewrap, give the runner what it needs, and hear from it."""
         channel = self._channel
@@ -167,7 +190,8 @@ class SlotSandbox:
         self._init_fd = _hold(self.host_pid)
         oom_fd = os.open(f"/proc/{self.host_pid}/oom_score_adj", os.O_WRONLY | os.O_CLOEXEC)
         try:
-            channel.start(self._host.environment, self.limits.output_bytes, self.limits.wall_s, oom_fd)
+            environment = self._host.environment | (exchange.environment() if self._network else {})
+            channel.start(environment, self.limits.output_bytes, self.limits.wall_s, oom_fd)
         finally:
             os.close(oom_fd)
         await asyncio.shield(channel.ready)
@@ -204,8 +228,15 @@ class SlotSandbox:
 
     async def _stop(self) -> Stopped:
         begun = time.monotonic()
+        self._hang_up()
         problems = [await self._end_processes(), await self._dispose(), await self._remove_cgroup()]
         return self._finished(begun, problems)
+
+    def _hang_up(self) -> None:
+        """Cut the slot's connections through the proxy."""
+        if self._proxy is not None and self._host.egress is not None:
+            self._host.egress.drop(self._proxy)
+            self._proxy = None
 
     async def _dispose(self) -> str:
         """Detach the volume; its files are freed later."""
@@ -262,6 +293,7 @@ class SlotSandbox:
 
     async def _freeze(self, layer_id: str) -> Stopped:
         begun = time.monotonic()
+        self._hang_up()
         problems = [await self._end_processes()]
         volume = self._volume
         if not any(problems):

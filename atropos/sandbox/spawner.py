@@ -8,12 +8,14 @@ Standard library only: a fork of the server itself would copy the page tables of
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import resource
 import select
 import signal
 import socket
+import struct
 import sys
 import time
 from collections.abc import Callable
@@ -26,6 +28,7 @@ from atropos.sandbox import syscalls
 
 STATUS_FD, SECCOMP_FD, RUNNER_FD = 4, 5, 3
 _MAX_REQUEST = 1 << 18
+_SIOCSIFFLAGS, _IFF_UP = 0x8914, 1  # <linux/sockios.h>, <linux/if.h>
 
 
 def main() -> None:
@@ -210,6 +213,8 @@ def _child(request: dict[str, Any], fds: list[int], mapped: Callable[[], bytes])
         os.setgroups([])
     os.setresgid(0, 0, 0)
     os.setresuid(0, 0, 0)
+    if request["proxy_port"] is not None:
+        _own_network(request["proxy_port"], fds[3])
     for name, value in request["counters"].items():
         _counter(name, value)
     for name, value in request["rlimits"].items():
@@ -221,6 +226,18 @@ def _child(request: dict[str, Any], fds: list[int], mapped: Callable[[], bytes])
     if os.getppid() != parent:
         os._exit(126)
     os.execve(request["argv"][0], request["argv"], {})
+
+
+def _own_network(port: int, answer: int) -> None:
+    """A network namespace with a loopback on which a socket listens; the socket goes to the server, for its proxy."""
+    syscalls.unshare(syscalls.CLONE_NEWNET)
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as control:
+        fcntl.ioctl(control, _SIOCSIFFLAGS, struct.pack("16sh14x", b"lo", _IFF_UP))
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as listener:
+        listener.bind(("127.0.0.1", port))
+        listener.listen(64)
+        with socket.socket(fileno=os.dup(answer)) as channel:
+            socket.send_fds(channel, [b"x"], [listener.fileno()])
 
 
 def _place_descriptors(runner: int, status: int, seccomp: bytes) -> None:

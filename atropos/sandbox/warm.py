@@ -40,10 +40,13 @@ class Shelf:
         target: Callable[[], int],
         parallel: int,
         broken: Callable[[str], None],
+        network: bool = False,
     ) -> None:
         self._host = host
         self._target = target
         self._broken = broken
+        self.network = network
+        """Whether what stands on the shelf has a network."""
         self._slots = asyncio.Semaphore(parallel)
         self._names = itertools.count(1)
         self._ready: deque[Sandbox] = deque()
@@ -143,7 +146,7 @@ class Shelf:
             async with self._slots:
                 if self._closed:
                     return
-                sandbox = await self._host.start(self._name())
+                sandbox = await self._host.start(self._name(), network=self.network)
         except Exception as error:
             if not isinstance(error, SandboxError):
                 log.exception("a sandbox could not be started")

@@ -36,7 +36,10 @@ class SlotPoolConfig(BaseModel):
     bases: dict[str, str] = Field(default_factory=dict, description="further root file systems by name")
     volume: Literal["memory", "disk"] = "memory"
     allow_network: bool = Field(default=False, description="leases may ask for (filtered) egress")
-    egress_allow: tuple[str, ...] = ("public",)
+    egress_allow: tuple[str, ...] = Field(default=("public",), description="host names, *.suffixes or 'public'")
+    egress_deny: tuple[str, ...] = Field(default=(), description="hosts, addresses or networks never reached")
+    egress_mib: int = Field(default=4096, ge=1, description="bytes a lease may move through the proxy, both ways")
+    egress_connections: int = Field(default=64, ge=1, description="connections a slot may have open at once")
     travel_mib: int = Field(default=512, ge=0, description="larger snapshots are not copied to other containers")
     reconnect_s: float = Field(default=15.0, gt=0, description="a lost connection is tried for so long; then SlotLost")
     require_sandbox: bool = Field(default=False, description="refuse containers that lack any isolation feature")
@@ -114,6 +117,9 @@ class SlotPoolConfig(BaseModel):
             "volume": self.volume,
             "allow_network": self.allow_network,
             "egress_allow": self.egress_allow,
+            "egress_deny": self.egress_deny,
+            "egress_mib": self.egress_mib,
+            "egress_connections": self.egress_connections,
             "require_sandbox": self.require_sandbox,
             "require_stateful_sandbox": self.require_stateful_sandbox,
             "heartbeat_s": min(5.0, self.lease_ttl_s / 4),

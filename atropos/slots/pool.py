@@ -214,7 +214,7 @@ class SlotPool:
             trajectory_id: for the server's status and logs; one trajectory may hold several slots.
             snapshot: start from this frozen workspace, in a container that holds it or can be brought it.
             base: another root file system, by its name in `bases`.
-            network: whether the slot gets filtered egress; None: no. Servers refuse it by name until they have it.
+            network: whether the slot gets filtered egress; None: as the pool's `allow_network`.
             timeout_s: None: `acquire_timeout_s`.
 
         Raises:
@@ -224,7 +224,7 @@ class SlotPool:
             BackendUnavailable: the pool is not running, or was stopped.
         """
         self._require_running()
-        wanted = bool(network)
+        wanted = self.config.allow_network if network is None else network
         self._check_request(base, network=wanted)
         started = self.now()
         timeout_s = self.config.acquire_timeout_s if timeout_s is None else timeout_s

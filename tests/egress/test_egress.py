@@ -1,0 +1,133 @@
+"""Egress in a small internet of the tests' own: what is allowed works, and nothing else can be reached."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.egress.world import FAR, METADATA, PRIVATE
+
+ROOT = Path(__file__).resolve().parents[2]
+pytestmark = pytest.mark.skipif(
+    os.geteuid() != 0 or shutil.which("ip") is None, reason="needs root and iproute2 to make network namespaces"
+)
+
+
+def scenario(name: str) -> dict:
+    done = subprocess.run(
+        ["unshare", "--net", "--mount", sys.executable, "-m", "tests.egress.world", name],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        cwd=ROOT,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.fixture(scope="module")
+def public() -> dict:
+    return scenario("public")
+
+
+@pytest.mark.parametrize(
+    ("what", "output"),
+    [
+        ("http", "hello from files.example.org to /path?q=1"),
+        ("literal", f"hello from {FAR} to /x"),
+        ("connect", "hello from files.example.org:443 to /tunnel"),
+        ("post", "got 3000000"),
+        ("chunked", "got 300000"),
+        ("big", "8388608\n"),
+        ("python", "hello from files.example.org to /py\n"),
+        ("hop", "hello from files.example.org to /"),
+        ("still", "hello from files.example.org to /still"),
+        ("mixed", "hello from mixed.example.org to /"),
+    ],
+)
+def test_programs_reach_public_hosts(public: dict, what: str, output: str) -> None:
+    assert public[what] == [0, output]
+
+
+def test_git_speaks_through_the_proxy(public: dict) -> None:
+    assert int(public["git"][1]) >= 1
+
+
+@pytest.mark.parametrize(
+    "what",
+    ["private", "private_literal", "private_connect", "metadata", "metadata_name", "mapped", "nat64", "loopback", "zero", "here",
+     "redirect"],
+)  # fmt: skip
+def test_no_address_that_is_not_public_is_reached(public: dict, what: str) -> None:
+    output = public[what][1]
+    assert "hello" not in output
+    assert "only public addresses can be reached" in output
+
+
+@pytest.mark.parametrize("what", ["decimal", "octal"])
+def test_odd_spellings_of_addresses_lead_nowhere(public: dict, what: str) -> None:
+    assert "hello" not in public[what][1]
+    assert "egress refused" in public[what][1] or public[what][0] != 0
+
+
+def test_a_refusal_says_why(public: dict) -> None:
+    assert "files.example.org:8080 is not on the list of allowed hosts" in public["port"][1]
+    assert "nowhere.example.org has no address" in public["unknown"][1]
+    assert f"{PRIVATE} leads to {PRIVATE}" in public["private_literal"][1]
+    assert METADATA in public["metadata_name"][1]
+    assert "403" in public["odd_scheme"][1]
+
+
+def test_there_is_no_way_around_the_proxy(public: dict) -> None:
+    assert public["direct"][0] != 0
+    assert "hello" not in public["direct"][1]
+
+
+def test_a_second_request_on_a_connection_is_not_smuggled(public: dict) -> None:
+    assert "/one" in public["smuggle"][1]
+    assert "/two" not in public["smuggle"][1]
+
+
+def test_an_endless_head_is_refused(public: dict) -> None:
+    assert " 400 " in public["long_head"][1] or not public["long_head"][1]
+
+
+def test_allow_and_deny_lists() -> None:
+    found = scenario("listed")
+    assert found["allowed"] == [0, "hello from files.example.org to /a"]
+    assert found["suffix"] == [0, "hello from deep.sub.example.org to /b"]
+    assert found["port"] == [0, "hello from other.example.net:8080 to /c"]
+    for refused in ("other_port", "other", "host_header"):
+        assert "is not on the list of allowed hosts" in found[refused][1]
+    assert "is on the list of denied hosts" in found["denied"][1]
+    assert "only public addresses" in found["denied_net"][1]
+
+
+def test_bytes_and_connections_are_bounded_per_slot() -> None:
+    found = scenario("bounds")
+    assert "this slot has 4 connections open already" in found["many"][1]
+    lines = found["spent"][1].splitlines()
+    assert lines[:2] == ["8388608", "8388608"]
+    assert "used up its bytes (egress_mib)" in found["spent"][1]
+    assert found["neighbour"] == [0, "hello from files.example.org to /neighbour"]
+    assert found["again"] == [0, "hello from files.example.org to /again"]
+
+
+def test_a_dead_proxy_is_replaced_and_forks_have_networks_of_their_own() -> None:
+    found = scenario("ends")
+    assert found["before"].endswith("/1")
+    assert found["proxies"] == 1
+    assert [int(text, 16) for text in found["capabilities"]] == [0]
+    assert found["after"].endswith("/2")
+    assert found["fork"].endswith("/fork")
+    assert found["original"].endswith("/orig")
+    assert found["off"][0] != 0
+    assert found["off"][1].startswith("0\n")
+    assert "hello" not in found["off"][1]

@@ -1,0 +1,257 @@
+"""A small internet of two network namespaces, and a pool of slots in one of them. Run as root, as a program.
+
+    unshare --net --mount python -m tests.egress.world SCENARIO
+
+Here: 198.51.100.1 (documentation range) is turned public by nothing; so the far host bears addresses that *are* public
+by their number, on a cable that leads nowhere else. Names come from a hosts file that only this namespace sees.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+from atropos.slots import SlotPool, SlotPoolConfig
+
+FAR = "93.184.215.14"
+HERE = "93.184.215.1"
+PRIVATE = "10.9.8.7"
+METADATA = "169.254.169.254"
+HOSTS = f"""127.0.0.1 localhost
+{FAR} files.example.org other.example.net deep.sub.example.org
+{PRIVATE} private.example.org
+{METADATA} metadata.example.org
+127.0.0.1 loop.example.org
+{HERE} here.example.org
+{PRIVATE} mixed.example.org
+{FAR} mixed.example.org
+"""
+
+SERVER = r"""
+import http.server, socketserver, sys, threading
+class Handler(http.server.BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    def log_message(self, *args): pass
+    def do_GET(self):
+        if self.path == "/redirect":
+            self.send_response(302); self.send_header("Location", "http://private.example.org/"); self.send_header("Content-Length", "0"); self.end_headers(); return
+        if self.path.startswith("/big"):
+            self.send_response(200); self.send_header("Content-Length", str(8 << 20)); self.end_headers()
+            try:
+                for _ in range(128): self.wfile.write(b"x" * (1 << 16))
+            except OSError: pass
+            return
+        if self.path == "/hang":
+            self.send_response(200); self.send_header("Content-Length", "10"); self.end_headers(); self.wfile.write(b"abc"); self.wfile.flush()
+            import time; time.sleep(30); return
+        body = ("hello from %s to %s%s" % (self.headers.get("Host"), self.path, self.headers.get("X-Secret", ""))).encode()
+        self.send_response(200); self.send_header("Content-Length", str(len(body))); self.end_headers(); self.wfile.write(body)
+    def do_POST(self):
+        length = self.headers.get("Content-Length")
+        if length is not None:
+            body = self.rfile.read(int(length))
+        else:
+            body = b""
+            while True:
+                size = int(self.rfile.readline(), 16)
+                body += self.rfile.read(size); self.rfile.readline()
+                if not size: break
+        answer = b"got %d" % len(body)
+        self.send_response(200); self.send_header("Content-Length", str(len(answer))); self.end_headers(); self.wfile.write(answer)
+class Server(socketserver.ThreadingMixIn, http.server.HTTPServer):
+    daemon_threads = True; allow_reuse_address = True
+for port in (80, 443, 8080):
+    threading.Thread(target=Server(("", port), Handler).serve_forever, daemon=True).start()
+print("ready", flush=True)
+sys.stdin.read()
+"""
+
+
+def ip(*words: str) -> None:
+    subprocess.run(["ip", *words], check=True)
+
+
+@contextlib.contextmanager
+def internet():
+    """The far host and its cable; gone with this process."""
+    with tempfile.NamedTemporaryFile("w", suffix=".hosts") as hosts:
+        hosts.write(HOSTS)
+        hosts.flush()
+        os.chmod(hosts.name, 0o644)
+        subprocess.run(["mount", "--bind", hosts.name, "/etc/hosts"], check=True)
+        far = subprocess.Popen(
+            ["unshare", "--net", sys.executable, "-c", SERVER], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        )
+        try:
+            assert far.stdout is not None
+            assert far.stdout.readline() == b"ready\n"
+            ip("link", "set", "lo", "up")
+            ip("link", "add", "near", "type", "veth", "peer", "name", "far")
+            ip("link", "set", "far", "netns", str(far.pid))
+            ip("addr", "add", f"{HERE}/24", "dev", "near")
+            ip("addr", "add", "10.9.8.1/24", "dev", "near")
+            ip("addr", "add", "169.254.169.1/24", "dev", "near")
+            ip("link", "set", "near", "up")
+            for words in (
+                ["link", "set", "lo", "up"],
+                *(["addr", "add", f"{address}/24", "dev", "far"] for address in (FAR, PRIVATE, METADATA)),
+                ["link", "set", "far", "up"],
+            ):
+                subprocess.run(["nsenter", "--net", "--target", str(far.pid), "ip", *words], check=True)
+            yield
+        finally:
+            far.kill()
+            far.wait()
+
+
+@contextlib.asynccontextmanager
+async def slots(**settings) -> AsyncIterator[SlotPool]:
+    config = {"backend": "local", "slots_per_container": 3, "max_containers": 1, "allow_network": True, "warm": 1}
+    async with SlotPool(SlotPoolConfig.model_validate({**config, **settings})) as pool:
+        yield pool
+
+
+async def run(pool: SlotPool, commands: dict[str, str]) -> dict[str, list]:
+    """Each command in one slot: exit code and output."""
+    found = {}
+    async with pool.lease("t") as slot:
+        for name, command in commands.items():
+            result = await slot.exec(command, timeout_s=20)
+            found[name] = [result.exit_code, result.output]
+    return found
+
+
+async def public() -> dict:
+    get = "curl -sS -m 10 "
+    async with slots() as pool:
+        return await run(
+            pool,
+            {
+                "http": get + "http://files.example.org/path?q=1",
+                "literal": get + f"http://{FAR}/x",
+                "connect": get + "-p http://files.example.org:443/tunnel",
+                "post": "head -c 3000000 /dev/zero | " + get + "--data-binary @- http://files.example.org/",
+                "chunked": "head -c 300000 /dev/zero | "
+                + get
+                + "-H 'Transfer-Encoding: chunked' --data-binary @- http://files.example.org/",
+                "big": get + "http://files.example.org/big | wc -c",
+                "python": "python3 -c \"import urllib.request as r; print(r.urlopen('http://files.example.org/py').read().decode())\"",
+                "git": "GIT_CURL_VERBOSE=1 git ls-remote http://files.example.org/repo 2>&1 | grep -c '200 OK'",
+                "hop": get + "-H 'Connection: X-Secret' -H 'X-Secret: yes' http://files.example.org/",
+                "private": get + "http://private.example.org/",
+                "private_literal": get + f"http://{PRIVATE}/",
+                "private_connect": f"curl -sS -v -m 10 -p http://{PRIVATE}:443/ 2>&1 | grep -i refused",
+                "metadata": get + f"http://{METADATA}/latest/",
+                "metadata_name": get + "http://metadata.example.org/",
+                "decimal": get + "--proxy-header 'x: y' http://2852039166/",
+                "octal": get + "http://0251.0376.0251.0376/",
+                "mapped": get + f"-g 'http://[::ffff:{METADATA}]/'",
+                "nat64": get + "-g 'http://[64:ff9b::a9fe:a9fe]/'",
+                "loopback": get + "http://loop.example.org/",
+                "zero": get + "http://0.0.0.0/",
+                "here": get + "http://here.example.org/",
+                "mixed": get + "http://mixed.example.org/",
+                "redirect": get + "-L http://files.example.org/redirect",
+                "port": get + "http://files.example.org:8080/",
+                "unknown": get + "http://nowhere.example.org/",
+                "direct": f"curl -sS --noproxy '*' -m 3 http://{FAR}/",
+                "odd_scheme": "printf 'GET ftp://files.example.org/ HTTP/1.1\\r\\nHost: x\\r\\n\\r\\n' >/dev/tcp/127.0.0.1/3128; "
+                "exec 3<>/dev/tcp/127.0.0.1/3128; printf 'GET ftp://files.example.org/ HTTP/1.1\\r\\nHost: x\\r\\n\\r\\n' >&3; head -1 <&3",
+                "smuggle": "exec 3<>/dev/tcp/127.0.0.1/3128; printf 'GET http://files.example.org/one HTTP/1.1\\r\\nHost: private.example.org\\r\\n"
+                f"\\r\\nGET http://{PRIVATE}/two HTTP/1.1\\r\\nHost: x\\r\\n\\r\\n' >&3; cat <&3 | tail -1",
+                "long_head": "exec 3<>/dev/tcp/127.0.0.1/3128; (printf 'GET http://files.example.org/ HTTP/1.1\\r\\nA: '; "
+                "head -c 200000 /dev/zero | tr '\\0' a) >&3 2>/dev/null; timeout 10 head -1 <&3",
+                "still": get + "http://files.example.org/still",
+            },
+        )
+
+
+async def listed() -> dict:
+    get = "curl -sS -m 10 "
+    async with slots(egress_allow=["files.example.org", "*.sub.example.org", "other.example.net:8080"]) as pool:
+        found = await run(
+            pool,
+            {
+                "allowed": get + "http://files.example.org/a",
+                "suffix": get + "http://deep.sub.example.org/b",
+                "port": get + "http://other.example.net:8080/c",
+                "other_port": get + "http://other.example.net/c",
+                "other": get + f"http://{FAR}/",
+                "host_header": get + "-H 'Host: files.example.org' http://other.example.net/",
+            },
+        )
+    async with slots(egress_deny=["files.example.org", "93.184.215.0/25"]) as pool:
+        found |= await run(
+            pool,
+            {"denied": get + "http://files.example.org/", "denied_net": get + "http://other.example.net/"},
+        )
+    return found
+
+
+async def bounds() -> dict:
+    async with slots(egress_mib=20, egress_connections=4) as pool:
+        async with pool.lease("greedy") as greedy, pool.lease("other") as other:
+            many = await greedy.exec(
+                "for i in 1 2 3 4; do curl -sS -m 20 -o /dev/null http://files.example.org/hang & done; sleep 0.7; "
+                "curl -sS -m 5 http://files.example.org/fifth; kill $(jobs -p); wait",
+                timeout_s=30,
+            )
+            spent = await greedy.exec(
+                "for i in 1 2 3 4; do curl -sS -m 20 http://files.example.org/big | wc -c; done; "
+                "curl -sS -m 5 http://files.example.org/after",
+                timeout_s=60,
+            )
+            neighbour = await other.exec("curl -sS -m 5 http://files.example.org/neighbour")
+        async with pool.lease("next") as fresh:
+            again = await fresh.exec("curl -sS -m 5 http://files.example.org/again")
+    return {
+        name: [result.exit_code, result.output]
+        for name, result in {"many": many, "spent": spent, "neighbour": neighbour, "again": again}.items()
+    }
+
+
+async def ends() -> dict:
+    """The proxy dies and comes back; a fork has a network of its own; without one there is only loopback."""
+    found: dict = {}
+    async with slots() as pool, pool.lease("a") as slot:
+        found["before"] = (await slot.exec("curl -sS -m 5 http://files.example.org/1")).output
+        mine = [pid for pid in map(int, filter(str.isdigit, os.listdir("/proc"))) if _is_our_proxy(pid)]
+        status = Path(f"/proc/{mine[0]}/status").read_text()
+        found["capabilities"] = [line.split()[1] for line in status.splitlines() if line.startswith("CapEff")]
+        found["proxies"] = len(mine)
+        os.kill(mine[0], 9)
+        for _ in range(100):
+            result = await slot.exec("curl -sS -m 5 http://files.example.org/2")
+            if result.exit_code == 0:
+                break
+            await asyncio.sleep(0.1)
+        found["after"] = result.output
+        snapshot = await slot.snapshot()
+        async with pool.lease("fork", snapshot=snapshot) as fork:
+            found["fork"] = (await fork.exec("curl -sS -m 5 http://files.example.org/fork")).output
+        found["original"] = (await slot.exec("curl -sS -m 5 http://files.example.org/orig")).output
+        async with pool.lease("off", network=False) as off:
+            result = await off.exec(
+                f"env | grep -ic _proxy; curl -sS -m 3 http://127.0.0.1:3128; curl -m 3 -sS http://{FAR}"
+            )
+            found["off"] = [result.exit_code, result.output]
+    return found
+
+
+def _is_our_proxy(pid: int) -> bool:
+    with contextlib.suppress(OSError):
+        ours = os.readlink(f"/proc/{pid}/ns/net") == os.readlink("/proc/self/ns/net")
+        return ours and b"atropos.sandbox.egress\0" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    return False
+
+
+if __name__ == "__main__":
+    with internet():
+        print(json.dumps(asyncio.run(globals()[sys.argv[1]]())))
