@@ -21,6 +21,7 @@ from atropos.envs.config import Names
 from atropos.envs.dataset_env import DatasetEnv, DatasetEnvConfig
 from atropos.envs.rollout import Rollout
 from atropos.envs.sandbox_env import ExecTool, Member
+from atropos.envs.task_carry import VerifierFailed
 from atropos.envs.task_folder import Task, load_tasks
 from atropos.errors import ConfigError
 from atropos.slots import Slot, Snapshot
@@ -126,7 +127,7 @@ class TaskEnv(DatasetEnv):
         slot: Slot = await self.executor.slot(trajectory_id)
         try:
             verdict = await workspace.verify(slot, item, mode=self.config.verifier_mode, fresh=fresh)
-        except workspace.VerifierFailed as failure:
+        except VerifierFailed as failure:
             if self.config.verifier_failure == "drop":
                 raise
             _log.warning("%s scores 0: %s", trajectory_id, failure)

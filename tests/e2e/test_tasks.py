@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from atropos.envs import task_workspace as workspace
+from atropos.envs.task_carry import TaskBroken, VerifierFailed
 from atropos.envs.task_folder import load_task, load_tasks
-from atropos.envs.task_workspace import TaskBroken, VerifierFailed
 from atropos.slots import SlotPool, SlotPoolConfig
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "tasks"

@@ -7,9 +7,10 @@ import json
 import pytest
 from transformers import AutoTokenizer
 
-from atropos.envs.hermes_agent import Dialect, HermesAgent, HermesSettings, PromptTooLong
+from atropos.envs.hermes_agent import HermesAgent, HermesSettings, PromptTooLong
 from atropos.envs.hermes_base_env import HermesAgentBaseEnv, readable
 from atropos.envs.hermes_config import HermesAgentEnvConfig
+from atropos.envs.hermes_dialect import Dialect
 from atropos.envs.sandbox_env import SandboxEnv
 from atropos.errors import ConfigError, InferenceError
 from atropos.tools import ToolResult

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from atropos.envs.dockerfile import Copy, Run
-from atropos.envs.task_folder import load_task, load_tasks, pack, unpack_steps
+from atropos.envs.task_archive import pack, unpack_steps
+from atropos.envs.task_folder import load_task, load_tasks
 from atropos.errors import ConfigError
 
 EXAMPLES = Path(__file__).resolve().parents[3] / "examples" / "tasks"
