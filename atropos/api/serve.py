@@ -59,6 +59,7 @@ class _Server(uvicorn.Server):
         """SIGINT or SIGTERM: drain; again: end now."""
         if self._draining is not None or self._drain is None:
             super().handle_exit(sig, frame)
+            self.force_exit = True
             return
         # signal handlers run between two steps of the loop, in its thread
         loop = asyncio.get_event_loop()

@@ -154,7 +154,8 @@ async def test_a_second_signal_ends_it_at_once():
         await asyncio.gather(hang, return_exceptions=True)
 
 
-async def test_a_server_killed_in_the_middle_is_told_as_such():
+async def test_a_server_killed_in_the_middle_is_told_as_such(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("atropos.tools.remote.MAX_ATTEMPTS", 3)  # it waits between them
     async with running() as server, client(server) as tools:
         call = asyncio.create_task(tools.execute("t", "c", "hang", {}))
         await asyncio.sleep(0.3)
