@@ -94,13 +94,13 @@ async def test_a_dead_clients_leases_end_within_twice_their_ttl():
 async def test_a_server_killed_while_it_starts_its_slots_leaves_no_process(engine):
     before = set(descendants())
     scratch = make_scratch()
-    for n in range(4):
+    for n in range(3):
         folder = scratch / str(n)
         folder.mkdir()
         config = SlotPoolConfig(slots_per_container=8).server_config("token", state_dir=str(folder))
         server = await ServerProcess.start(config)
         await until(lambda: any("bwrap" in line for line in descendants(but=before).values()), "a slot that starts")
-        await asyncio.sleep(n * 0.05)
+        await asyncio.sleep(n * 0.07)
         os.kill(server.pid, signal.SIGKILL)
         await server.stop(0)
         await until(lambda: not descendants(but=before), "the end of every process of it")
