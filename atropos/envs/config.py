@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BeforeValidator, ConfigDict, Field, SecretStr, model_validator
+from pydantic import BeforeValidator, ConfigDict, Field, SecretStr, ValidationError, model_validator
 
 from atropos.config import SlotLimits
 from atropos.envs.adapter import BaseEnvConfig
+from atropos.envs.flags import one_line
+from atropos.errors import ConfigError
 from atropos.slots import SlotPoolConfig
 from atropos.tools import ToolExecutorConfig
 
@@ -82,6 +84,12 @@ class SandboxEnvConfig(BaseEnvConfig):
         default=False, description="let `serve` send groups whose tokens are not the model's own (openai, trl)"
     )
     seed: int | None = Field(default=None, description="sent with each request, by trajectory, where set")
+
+    def __init__(self, **data: Any) -> None:
+        try:
+            super().__init__(**data)
+        except ValidationError as error:
+            raise ConfigError(one_line(error, "env")) from None
 
     @model_validator(mode="after")
     def _check_together(self) -> Self:

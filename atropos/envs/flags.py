@@ -237,6 +237,9 @@ def one_line(error: ValidationError, space: str) -> str:
     for item in error.errors(include_url=False):
         where = ".".join([space, *(str(place) for place in item["loc"])])
         text = item["msg"].removeprefix("Value error, ")
+        if item["type"] == "extra_forbidden":
+            parts.append(f"{where}: there is no such setting")
+            continue
         if item["loc"]:
             shown = "" if isinstance(item["input"], SecretStr) or "token" in where.rsplit(".", 1)[-1] else item["input"]
             parts.append(f"{where}: {text[:1].lower()}{text[1:]} (got {shown!r:.80})")

@@ -139,6 +139,8 @@ def build(args: argparse.Namespace, server: dict[str, Any], jsonl: Path) -> Any:
 @contextlib.asynccontextmanager
 async def policy(tasks: Path, mistakes: float) -> AsyncIterator[dict[str, Any]]:
     """The scripted policy server as a process of its own; ended in every ending."""
+    from atropos.errors import ConfigError
+
     process = await asyncio.create_subprocess_exec(
         sys.executable,
         "-m",
@@ -155,7 +157,7 @@ async def policy(tasks: Path, mistakes: float) -> AsyncIterator[dict[str, Any]]:
         async with asyncio.timeout(POLICY_START_S):
             line = await process.stdout.readline()
         if not line:
-            raise SystemExit(fail("the policy server ended at once; see above", 1))
+            raise ConfigError("the policy server ended at once; its own line stands above")
         yield json.loads(line)
     finally:
         with contextlib.suppress(ProcessLookupError):
