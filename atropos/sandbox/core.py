@@ -178,9 +178,9 @@ class Core:
                 raise NotSupported(f"the snapshot stands on base {snapshot.base!r}, not {request.base!r}")
             self._stand_on(run, snapshot)
             return await self.shelf.start(run.layers, snapshot.base, network=request.network)
-        if request.base is not None or request.network != self.shelf.network:
+        if request.base is not None:
             return await self.shelf.start((), request.base, network=request.network)
-        return await self.shelf.take(START_S)
+        return await self.shelf.take(START_S, network=request.network)
 
     def lease_of(self, held: Held) -> Lease:
         """The lease as its client sees it."""

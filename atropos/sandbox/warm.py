@@ -1,7 +1,8 @@
 """Sandboxes started ahead, so that a lease takes one from the shelf instead of waiting for it.
 
 The shelf is kept filled to a target (the free slots and some spare ones, so that a slot that is released can be leased
-again before its successor has started). Starts run a few at a time; failures back off, and too many in a row say so.
+again before its successor has started). There are two kinds, with a network and without, kept in the proportion of the
+last requests. Starts run a few at a time; failures back off, and too many in a row say so.
 """
 
 from __future__ import annotations
@@ -17,6 +18,9 @@ from atropos.errors import BackendUnavailable, SandboxError
 from atropos.sandbox.contract import Host, Layer, Sandbox, Stopped
 
 log = logging.getLogger(__name__)
+RECENT = 16
+"""Requests whose kinds decide what is started ahead."""
+KINDS = (False, True)
 BACKOFF_S = (0.05, 0.2, 1.0, 2.0, 5.0)
 """Pauses after failed starts; their number is how many may fail in a row before the shelf is called broken."""
 STOP_S = 30.0
@@ -31,6 +35,7 @@ class Shelf:
         target: how many there should be right now.
         parallel: starts at once.
         broken: called when starts keep failing, with the reason.
+        network: the kind to start ahead until somebody asks.
     """
 
     def __init__(
@@ -45,22 +50,22 @@ class Shelf:
         self._host = host
         self._target = target
         self._broken = broken
-        self.network = network
-        """Whether what stands on the shelf has a network."""
+        self._unasked = network
         self._slots = asyncio.Semaphore(parallel)
         self._names = itertools.count(1)
-        self._ready: deque[Sandbox] = deque()
-        self._waiting: deque[asyncio.Future[Sandbox]] = deque()
-        self._starts: set[asyncio.Task[None]] = set()
+        self._ready: dict[bool, deque[Sandbox]] = {kind: deque() for kind in KINDS}
+        self._waiting: dict[bool, deque[asyncio.Future[Sandbox]]] = {kind: deque() for kind in KINDS}
+        self._starts: dict[asyncio.Task[None], bool] = {}
+        self._recent: deque[bool] = deque(maxlen=RECENT)
         self._stops: set[asyncio.Task[None]] = set()
-        self._failures = 0
+        self._failures = dict.fromkeys(KINDS, 0)
         self._closed = False
         self.started = 0
 
     @property
     def ready(self) -> int:
         """Sandboxes on the shelf."""
-        return len(self._ready)
+        return sum(map(len, self._ready.values()))
 
     @property
     def warming(self) -> int:
@@ -71,27 +76,40 @@ class Shelf:
         """Start what is missing; returns at once."""
         if self._closed:
             return
-        missing = self._target() + len(self._waiting) - len(self._ready) - len(self._starts)
-        for _ in range(missing):
-            task = asyncio.get_running_loop().create_task(self._start_one())
-            self._starts.add(task)
-            task.add_done_callback(self._starts.discard)
+        for network, wanted in self._wanted().items():
+            ready = self._ready[network]
+            starting = sum(kind is network for kind in self._starts.values())
+            for _ in range(wanted + len(self._waiting[network]) - len(ready) - starting):
+                task = asyncio.get_running_loop().create_task(self._start_one(network=network))
+                self._starts[task] = network
+                task.add_done_callback(self._starts.pop)
+            while len(ready) > wanted + RECENT // 4:  # the requests changed: what nobody asks for any more goes
+                self._drop(ready.popleft(), "nobody asks for its kind")
 
-    async def take(self, timeout_s: float) -> Sandbox:
+    def _wanted(self) -> dict[bool, int]:
+        """How many of each kind there should be, by what was asked for of late."""
+        total = self._target()
+        recent = self._recent or (self._unasked,)
+        with_network = round(total * sum(recent) / len(recent))
+        return {False: total - with_network, True: with_network}
+
+    async def take(self, timeout_s: float, *, network: bool = False) -> Sandbox:
         """A sandbox that was started ahead, or the next one to come.
 
         Raises:
             BackendUnavailable: none came within the time.
         """
-        while self._ready:
-            sandbox = self._ready.popleft()
+        self._recent.append(network)
+        ready, waiting = self._ready[network], self._waiting[network]
+        while ready:
+            sandbox = ready.popleft()
             if not sandbox.died.done():
                 return sandbox
-            self._drop(sandbox)
+            self._drop(sandbox, "it died before it was used")
         if self._closed:
             raise BackendUnavailable("the sandbox server is ending")
         future: asyncio.Future[Sandbox] = asyncio.get_running_loop().create_future()
-        self._waiting.append(future)
+        waiting.append(future)
         self.fill()
         taken = False
         try:
@@ -100,13 +118,15 @@ class Shelf:
             taken = True
             return sandbox
         except TimeoutError:
-            message = f"no sandbox could be started within {timeout_s:g} s ({self._failures} starts failed in a row)"
+            message = (
+                f"no sandbox could be started within {timeout_s:g} s ({self._failures[network]} starts failed in a row)"
+            )
             raise BackendUnavailable(message) from None
         finally:
             with contextlib.suppress(ValueError):
-                self._waiting.remove(future)
+                waiting.remove(future)
             if not taken and not future.cancel() and not future.cancelled() and future.exception() is None:
-                self._put(future.result())  # it came in the moment in which the taker gave up
+                self._put(future.result(), network=network)  # it came in the moment in which the taker gave up
 
     async def start(self, layers: Sequence[Layer], base: str | None, *, network: bool) -> Sandbox:
         """Start one to order, not from the shelf.
@@ -122,7 +142,7 @@ class Shelf:
     async def aclose(self) -> list[Stopped]:
         """Stop everything on the shelf. Returns what was found of each."""
         self._closed = True
-        for future in self._waiting:
+        for future in itertools.chain(*self._waiting.values()):
             if not future.done():
                 future.set_exception(BackendUnavailable("the sandbox server is ending"))
         if self._starts:
@@ -132,8 +152,9 @@ class Shelf:
             task.cancel()
         if self._stops:
             await asyncio.wait(self._stops, timeout=STOP_S)
-        sandboxes = list(self._ready)
-        self._ready.clear()
+        sandboxes = list(itertools.chain(*self._ready.values()))
+        for ready in self._ready.values():
+            ready.clear()
         return list(await asyncio.gather(*(stop(sandbox) for sandbox in sandboxes)))
 
     # --------------------------------------------------------------------------------------------------------- inside
@@ -141,56 +162,65 @@ class Shelf:
     def _name(self) -> str:
         return f"s{next(self._names)}"
 
-    async def _start_one(self) -> None:
+    async def _start_one(self, *, network: bool) -> None:
         try:
             async with self._slots:
                 if self._closed:
                     return
-                sandbox = await self._host.start(self._name(), network=self.network)
+                sandbox = await self._host.start(self._name(), network=network)
         except Exception as error:
             if not isinstance(error, SandboxError):
                 log.exception("a sandbox could not be started")
-            await self._failed(error)
+            await self._failed(error, network=network)
             return
-        self._failures = 0
+        self._failures[network] = 0
         self.started += 1
-        self._put(sandbox)
+        self._put(sandbox, network=network)
 
-    async def _failed(self, error: Exception) -> None:
-        self._failures += 1
-        log.warning("starting a sandbox failed (%d in a row): %s", self._failures, error)
-        if self._failures > len(BACKOFF_S):
-            self._broken(f"sandboxes can't be started any more: {error}")
-            self._refuse_waiting(error)
+    async def _failed(self, error: Exception, *, network: bool) -> None:
+        self._failures[network] += 1
+        failures = self._failures[network]
+        log.warning("starting a sandbox failed (%d in a row): %s", failures, error)
+        if failures > len(BACKOFF_S):
+            self._refuse_waiting(error, network=network)
+            if network:  # without a network they may well start: only this kind is given up, until it is asked for
+                self._failures[network] = 0
+                self._recent.clear()
+                self._unasked = False
+            else:
+                self._broken(f"sandboxes can't be started any more: {error}")
             return
-        await asyncio.sleep(BACKOFF_S[self._failures - 1])
+        await asyncio.sleep(BACKOFF_S[failures - 1])
         # This task still counts as a start; its successor is begun once it is over.
         asyncio.get_running_loop().call_soon(self.fill)
 
-    def _refuse_waiting(self, error: Exception) -> None:
-        while self._waiting:
-            future = self._waiting.popleft()
+    def _refuse_waiting(self, error: Exception, *, network: bool) -> None:
+        waiting = self._waiting[network]
+        while waiting:
+            future = waiting.popleft()
             if not future.done():
                 future.set_exception(BackendUnavailable(f"sandboxes can't be started any more: {error}"))
 
-    def _put(self, sandbox: Sandbox) -> None:
-        while self._waiting:
-            future = self._waiting.popleft()
+    def _put(self, sandbox: Sandbox, *, network: bool) -> None:
+        waiting = self._waiting[network]
+        while waiting:
+            future = waiting.popleft()
             if not future.done():
                 future.set_result(sandbox)
                 return
-        self._ready.append(sandbox)
+        self._ready[network].append(sandbox)
         sandbox.died.add_done_callback(lambda _: self._unshelve(sandbox))
 
     def _unshelve(self, sandbox: Sandbox) -> None:
         """A sandbox died before anybody used it."""
-        if sandbox in self._ready:
-            self._ready.remove(sandbox)
-            self._drop(sandbox)
+        for ready in self._ready.values():
+            if sandbox in ready:
+                ready.remove(sandbox)
+                self._drop(sandbox, sandbox.died.result())
 
-    def _drop(self, sandbox: Sandbox) -> None:
+    def _drop(self, sandbox: Sandbox, why: str) -> None:
         async def end() -> None:
-            log.warning("an unused sandbox died: %s", sandbox.died.result() if sandbox.died.done() else "")
+            log.info("unused sandbox %s is dropped: %s", sandbox.name, why)
             await stop(sandbox)
             self.fill()
 

@@ -26,6 +26,7 @@ class FakeSandbox:
         self.died: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self.running: dict[str, asyncio.Future[OpResult]] = {}
         self.files: dict[str, bytes] = {}
+        self.network = False
         for layer in reversed(self.layers):
             self.files.update(host.layers[layer.id])
         self.order: list[str] = []
@@ -137,6 +138,7 @@ class FakeHost:
         if self.start_fails:
             raise SandboxError("no more namespaces")
         sandbox = FakeSandbox(self, name, layers, base)
+        sandbox.network = network
         self.live.add(sandbox)
         self.started.append(sandbox)
         return sandbox

@@ -73,6 +73,24 @@ async def test_a_warm_sandbox_that_died_is_never_leased():
         await until(lambda: not host.live & set(dead))
 
 
+async def test_what_was_asked_for_of_late_is_started_ahead():
+    host = FakeHost()
+    async with serving(host, slots=2, warm=2, allow_network=True) as running, client_of(running) as client:
+        for network in (True, False):
+            for _ in range(20):
+                lease = await client.acquire(request(network=network))
+                assert running.core.runs[lease.lease_id].sandbox.network is network
+                await client.release(lease)
+            await until(lambda: running.core.shelf.ready >= 4 and not running.core.shelf.warming)
+            kinds = [each.network for each in host.live]
+            assert kinds.count(network) >= 4
+            assert len(kinds) <= 8
+            before = len(host.started)
+            lease = await client.acquire(request(network=network))
+            assert running.core.runs[lease.lease_id].sandbox in host.started[:before], "it was there already"
+            await client.release(lease)
+
+
 async def test_a_release_while_the_lease_still_starts_leaves_nothing():
     host = FakeHost()
     async with serving(host, slots=1, warm=0) as running, client_of(running) as client:

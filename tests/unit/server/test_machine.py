@@ -359,7 +359,7 @@ class Machine(RuleBasedStateMachine):
             return
         leased = [run.sandbox for run in self.core.runs.values()]
         assert len(leased) == len(set(map(id, leased)))
-        assert {*leased, *self.core.shelf._ready} == self.host.live
+        assert {*leased, *self.core.shelf._ready[False]} == self.host.live
         for sandbox in leased:
             if self.used.setdefault(id(sandbox), sandbox.name) != sandbox.name:
                 self.used[id(sandbox)] = sandbox.name
