@@ -17,7 +17,7 @@ from examples.policy.play import TASKS, Policy
 from examples.policy.server import PolicyServer, Settings
 from examples.policy.tokenizer import FOLDER
 from tests.e2e.script_env import ScriptEnv
-from tests.e2e.test_demo import alive, children, name
+from tests.e2e.test_demo_endings import alive, children, name
 
 GROUPS = 8
 

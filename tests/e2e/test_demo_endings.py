@@ -1,0 +1,190 @@
+"""`make demo`'s program, as a user runs it: whole, repeatable, and gone without a trace in every ending."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+TASKS = "top-words,sqlite-report,merge-config"
+GONE_S = 5.0
+"""What is promised; a loaded machine is given more (`SLACK_S`), because a test's deadline is no benchmark."""
+SLACK_S = 10.0
+
+
+def children(pid: int) -> set[int]:
+    """Every process under `pid` now, sandboxes included."""
+    parents: dict[int, int] = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with contextlib.suppress(OSError, ValueError):
+                parents[int(entry.name)] = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+    found, fresh = set(), {pid}
+    while fresh:
+        fresh = {child for child, parent in parents.items() if parent in fresh} - found
+        found |= fresh
+    return found
+
+
+def alive(pids: set[int]) -> set[int]:
+    """Those that are neither gone nor zombies that only wait for a reaper."""
+    left = set()
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            if (Path("/proc") / str(pid) / "stat").read_text().rpartition(")")[2].split()[0] != "Z":
+                left.add(pid)
+    return left
+
+
+def left_by(pid: int, *, killed: bool = False) -> list[str]:
+    """Mounts and scratch folders that carry the process's number: other tests' and other people's are not ours.
+
+    A killed run can't remove its empty scratch folder; the next run does.
+    """
+    mark = f"atropos-{pid}-"
+    mounted = [line for line in Path("/proc/self/mounts").read_text().splitlines() if mark in line]
+    return mounted if killed else mounted + [str(path) for path in Path(tempfile.gettempdir()).glob(f"{mark}*")]
+
+
+class Demo:
+    """The program as a subprocess in a session of its own."""
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self.process = process
+        self.pid = process.pid
+        self.ever: set[int] = set()
+
+    def look(self) -> set[int]:
+        self.ever |= children(self.pid)
+        return self.ever
+
+    async def until(self, wanted) -> None:
+        async with asyncio.timeout(90):
+            while not wanted():
+                assert self.process.returncode is None, (await self.process.communicate())[0].decode()
+                self.look()
+                await asyncio.sleep(0.05)
+
+    async def gone(self) -> None:
+        """The process and all that it ever started end in time."""
+        async with asyncio.timeout(GONE_S + SLACK_S):
+            await self.process.wait()
+            while alive(self.ever):  # noqa: ASYNC110 (the kernel tells nobody of grandchildren)
+                await asyncio.sleep(0.05)
+
+
+@contextlib.asynccontextmanager
+async def demo(tmp_path: Path, *flags: str):
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-m",
+        "examples.demo",
+        f"--out={tmp_path}",
+        *flags,
+        cwd=ROOT,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.STDOUT if "--json" not in flags else asyncio.subprocess.PIPE,
+        start_new_session=True,
+        env={**os.environ, "COLUMNS": "120"},
+    )
+    try:
+        yield Demo(process)
+    finally:
+        if process.returncode is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            await process.wait()
+
+
+async def test_two_runs_score_alike_and_leave_nothing(tmp_path):
+    runs = []
+    for _ in range(2):
+        async with demo(tmp_path, "--json", f"--names={TASKS}", "--containers=2", "--slots=4") as run:
+            reader = asyncio.create_task(run.process.communicate())
+            while not reader.done():
+                run.look()
+                await asyncio.sleep(0.1)
+            out, err = await reader
+            assert run.process.returncode == 0, err.decode()
+            await run.gone()
+            runs.append(json.loads(out))
+        assert left_by(run.pid) == []
+    first, second = runs
+    assert set(first["tasks"]) == set(TASKS.split(","))
+    assert first["trajectories"] == 12
+    assert first["resets"] >= 12
+    scores = [score for task in first["tasks"].values() for score in task["scores"]]
+    assert set(scores) == {0.0, 1.0}
+    assert {name: task["scores"] for name, task in first["tasks"].items()} == {
+        name: task["scores"] for name, task in second["tasks"].items()
+    }
+    groups = [json.loads(line) for line in (tmp_path / "groups.jsonl").read_text().splitlines()]
+    assert sorted(group["atropos"]["item"] for group in groups) == sorted(TASKS.split(","))
+    for group in groups:
+        for tokens, masks, logprobs in zip(group["tokens"], group["masks"], group["inference_logprobs"], strict=True):
+            assert len(tokens) == len(masks) == len(logprobs)
+    page = (tmp_path / "groups.html").read_text()
+    assert "top-words" in page
+    assert "<script" not in page
+
+
+MOMENTS = ("importing", "starting", "working")
+
+
+@pytest.mark.parametrize(
+    ("moment", "number"),
+    [
+        ("importing", signal.SIGTERM),
+        ("starting", signal.SIGINT),
+        ("starting", signal.SIGTERM),
+        ("working", signal.SIGINT),
+        ("working", signal.SIGTERM),
+        ("working", signal.SIGKILL),
+    ],
+    ids=lambda value: getattr(value, "name", value),
+)
+async def test_a_signal_at_any_moment_leaves_nothing(tmp_path, moment, number):
+    async with demo(tmp_path, "--containers=2", "--slots=2", "--group-size=2") as run:
+        output = bytearray()
+
+        async def read():
+            while chunk := await run.process.stdout.read(4096):
+                output.extend(chunk)
+
+        reader = asyncio.create_task(read())
+        if moment == "importing":
+            await asyncio.sleep(0.5)
+        elif moment == "starting":
+            await run.until(lambda: any("bwrap" in name(pid) for pid in run.look()))
+        else:
+            await run.until(lambda: b" 1.00" in output)
+        run.look()
+        started = time.monotonic()
+        run.process.send_signal(number)
+        if number is signal.SIGTERM:
+            await asyncio.sleep(0.2)
+            with contextlib.suppress(ProcessLookupError):
+                run.process.send_signal(number)  # an impatient second one does no harm
+        await run.gone()
+        print(f"{moment} {number.name}: gone after {time.monotonic() - started:.2f} s")
+        assert run.process.returncode in {-number, 128 + number}
+        await reader
+        assert b"Traceback" not in output, output.decode()
+        assert left_by(run.pid, killed=number is signal.SIGKILL) == []
+        if moment == "working" and number is not signal.SIGKILL:
+            assert (tmp_path / "groups.jsonl").read_text().count("\n") >= 1
+            assert (tmp_path / "groups.html").exists()
+
+
+def name(pid: int) -> str:
+    with contextlib.suppress(OSError):
+        return (Path("/proc") / str(pid) / "comm").read_text()
+    return ""
