@@ -43,7 +43,8 @@ async def test_a_server_killed_in_the_middle_leaves_no_call_without_a_definite_a
                     outcomes.append(type(error))
 
             tasks = [asyncio.create_task(calls(slot)) for slot in slots]
-            await asyncio.sleep(0.1 + rng.random() * 0.1)
+            await until(lambda outcomes=outcomes: len(outcomes) >= 4, "calls at work")
+            await asyncio.sleep(rng.random() * 0.1)
             await engine.signal(slots[0].container, signal.SIGKILL)
             await asyncio.wait_for(asyncio.gather(*tasks), 30)
             assert {o for o in outcomes if o is not True} <= {SlotLost, OutcomeUnknown, LeaseExpired}
@@ -73,14 +74,14 @@ async def test_a_server_that_stops_and_goes_on_loses_and_doubles_nothing(local_p
 
 async def test_a_cancelled_call_is_not_run_later(local_pool):
     async with local_pool(max_containers=1) as pool, pool.lease("t") as slot:
-        first = asyncio.create_task(slot.exec("sleep 0.3"))
+        first = asyncio.create_task(slot.exec("sleep 1000"))
         await asyncio.sleep(0.05)
         queued = asyncio.create_task(slot.exec("touch ran"))
         await asyncio.sleep(0.05)
-        queued.cancel()
-        await first
-        with pytest.raises(asyncio.CancelledError):
-            await queued
+        for task in (queued, first):
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
         assert (await slot.exec("ls -A")).output == ""
 
 

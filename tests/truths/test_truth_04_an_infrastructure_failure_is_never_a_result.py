@@ -13,6 +13,7 @@ import pytest
 from atropos import errors
 from atropos.errors import ConfigError, SandboxError
 from atropos.slots import ExecResult
+from tests.waiting import until
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -60,8 +61,8 @@ async def test_whatever_kills_the_server_no_result_is_made_up(local_pool, engine
         slots = await asyncio.gather(*(pool.acquire(f"t{n}") for n in range(4)))
         commands = ["sleep 60; echo done", "yes", "cat", "while :; do :; done"]
         calls = [asyncio.create_task(s.exec(c, stdin=b"x" * 10)) for s, c in zip(slots, commands, strict=True)]
-        await asyncio.sleep(0.3)
-        ended = [call for call in calls if call.done()]  # cat alone
+        await until(calls[2].done, "the end of cat")
+        ended = [call for call in calls if call.done()]
         await engine.signal(slots[0].container, signal.SIGKILL)
         results = await asyncio.wait_for(asyncio.gather(*calls, return_exceptions=True), 30)
         assert len(ended) == 1
