@@ -56,6 +56,7 @@ class SlotSandbox:
         self._network = network
         self._proxy: int | None = None
         self._channel: Channel | None = None
+        self._started: asyncio.Future[int] | None = None
         self._ended: asyncio.Future[Exit] | None = None
         self._bwrap_fd = self._init_fd = -1
         self._calls: dict[str, int] = {}
@@ -144,7 +145,8 @@ class SlotSandbox:
             near, far = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             try:
                 fds = [theirs.fileno(), status_w, errors_w, far.fileno()]
-                pid, self._ended = await self._host.spawner.start(request, fds)
+                self._started, self._ended = await self._host.spawner.start(request, fds)
+                pid = await asyncio.shield(self._started)
                 if self._network:
                     far.close()
                     await self._reach_out(near, errors_r)
@@ -256,6 +258,10 @@ class SlotSandbox:
         """Kill PID 1, which ends every process of its namespace, and wait until it is reaped. '' when confirmed."""
         if self._channel is not None:
             self._channel.close(OutcomeUnknown(f"slot {self.name} was stopped while the call ran"))
+        if self._started is not None and self._bwrap_fd < 0:
+            # the start was given up, not the process: it is on its way
+            with contextlib.suppress(SandboxError, TimeoutError):
+                self._bwrap_fd = _hold(await asyncio.wait_for(asyncio.shield(self._started), STOP_DEADLINE_S))
         self._kill()
         problem = ""
         if self._ended is not None and not self._ended.done():

@@ -45,8 +45,8 @@ class Spawner:
         self._exits: dict[int, asyncio.Future[Exit]] = {}
         self.broken: str | None = None
 
-    async def start(self, request: dict[str, Any], fds: list[int]) -> tuple[int, asyncio.Future[Exit]]:
-        """Start a bubblewrap; its pid, and a future of its end. Call from the event loop's thread."""
+    async def start(self, request: dict[str, Any], fds: list[int]) -> tuple[asyncio.Future[int], asyncio.Future[Exit]]:
+        """Ask for a bubblewrap; futures of its pid and of its end. Call from the event loop's thread."""
         if self.broken is not None:
             raise SandboxError(self.broken)
         number = next(self._numbers)
@@ -63,9 +63,7 @@ class Spawner:
             except OSError as error:
                 self._broke(str(error))
                 break
-        # a start once asked for is waited for: a cancelled caller must not lose a process
-        pid = await asyncio.shield(started)
-        return pid, ended
+        return started, ended
 
     def _readable(self) -> None:
         while True:

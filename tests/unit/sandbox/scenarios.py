@@ -478,6 +478,24 @@ async def a_slot_that_cannot_start_leaves_nothing(host):
     assert (os.listdir(f"{host._scratch}/slots"), len(os.listdir("/proc/self/fd"))) == before
 
 
+async def a_start_that_is_cancelled_leaves_nothing(host):
+    await freed(host)
+    before = os.listdir(f"{host._scratch}/slots"), len(os.listdir("/proc/self/fd"))
+    for number in range(12):
+        start = asyncio.create_task(host.start(f"cancelled-{number}"))
+        await asyncio.sleep(number * 0.003)
+        start.cancel()
+        found = (await asyncio.gather(start, return_exceptions=True))[0]
+        if not isinstance(found, BaseException):
+            await found.stop()
+    for sandbox in list(host._live):
+        await sandbox.stop()
+    await freed(host)
+    assert (os.listdir(f"{host._scratch}/slots"), len(os.listdir("/proc/self/fd"))) == before
+    for tree in host._entered.cgroups.trees:
+        assert [name for name in os.listdir(tree.path) if name.startswith("slot")] == []
+
+
 async def forks_share_a_frozen_layer(host):
     first = await host.start("origin")
     await out(
