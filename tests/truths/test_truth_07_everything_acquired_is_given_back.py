@@ -42,9 +42,13 @@ async def test_a_trainer_that_is_ended_leaves_no_server_and_no_process(engine, n
     before = set(descendants())
     mark = str(1_000_000 + secrets.randbelow(1_000_000))
     process = await trainer(mark)
-    await until(lambda: sum(mark in line for line in descendants().values()) >= 6, "slots at work")
-    process.send_signal(number)
-    await asyncio.wait_for(process.wait(), 20)
+    try:
+        await until(lambda: sum(mark in line for line in descendants().values()) >= 6, "slots at work")
+        process.send_signal(number)
+        await asyncio.wait_for(process.wait(), 20)
+    finally:
+        if process.returncode is None:
+            process.kill()
     await until(lambda: not set(descendants()) - before, "the end of every process of it")
     process._transport.close()
 
