@@ -169,11 +169,12 @@ class _Place:
                 try:
                     await self._run()
                     return
-                except (ConfigError, IsolationUnavailable) as error:
-                    self.trouble = str(error)
-                    self._backend.give_up(error)
-                    return
-                except BackendUnavailable as error:
+                except (BackendUnavailable, ConfigError, IsolationUnavailable) as error:
+                    if not isinstance(error, BackendUnavailable) and not self._backend.ever_ready:
+                        self.trouble = str(error)
+                        self._backend.give_up(error)
+                        return
+                    # a host that has carried servers can carry them again: whatever this one says passes
                     if loop.time() - began > PROVEN_S:
                         failures, pause = 0, BACKOFF_S[0]
                     failures += 1
