@@ -46,7 +46,12 @@ class Engine:
     async def residue(self, config: SlotPoolConfig) -> list[str]:
         """What is left of a pool that was stopped and purged; empty when nothing is."""
         if self.name != "local":
-            return await asyncio.to_thread(engines.leftovers, self.name, config.job_id)
+            # an engine forgets a container a moment after its end
+            for _ in range(150):
+                if not (found := await asyncio.to_thread(engines.leftovers, self.name, config.job_id)):
+                    break
+                await asyncio.sleep(0.1)
+            return found
         left = [f"process {line}" for line in await gone_within(5, but=self._others)]
         mounts = Path("/proc/self/mounts").read_text().splitlines()
         return left + [f"mount {line}" for line in mounts if f"atropos-{os.getpid()}-" in line]

@@ -95,7 +95,7 @@ time.sleep(100000)
         assert result.output == "sound\n", result
 
 
-@pytest_asyncio.fixture(scope="session", loop_scope="session")
+@pytest_asyncio.fixture(scope="package", loop_scope="session")
 async def pool(tmp_path_factory):
     os.environ["HOST_SECRET"] = SECRET
     engine = Engine("local")
@@ -110,7 +110,7 @@ async def pool(tmp_path_factory):
     assert await engine.residue(config) == []
 
 
-@pytest_asyncio.fixture(scope="session", loop_scope="session")
+@pytest_asyncio.fixture(scope="package", loop_scope="session")
 async def secret_file():
     """A file of the host's that anybody on the host may read."""
     path = Path(f"/tmp/atropos-secret-{os.urandom(6).hex()}")
@@ -119,7 +119,7 @@ async def secret_file():
     path.unlink()
 
 
-@pytest_asyncio.fixture(scope="session", loop_scope="session")
+@pytest_asyncio.fixture(scope="package", loop_scope="session")
 async def neighbours(pool):
     async with pool.lease("neighbour-1") as one, pool.lease("neighbour-2") as two:
         found = [Neighbour(one), Neighbour(two)]
