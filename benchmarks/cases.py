@@ -68,6 +68,7 @@ async def sequential(ctx: Context) -> AsyncIterator[Row]:
                     add("atropos executor", (await ours.closed_loop(through_tools, 1, n))[0])
                     add("swe-rex, kept connection", (await ours.closed_loop(kept, 1, n))[0])
                     add("swe-rex, its own client", (await rex.own_client(1, n))[0])
+                    add("swe-rex, its own client, bash", (await rex.own_client(1, n, bash=True))[0])
                     add("atropos slot.exec", (await ours.closed_loop(direct, 1, n))[0])
                     add("fork+exec bash", peers.timed(peers.fork_exec, n)[0])
                     add("fork+exec sh", peers.timed(peers.fork_exec_sh, n)[0])
@@ -99,6 +100,7 @@ async def throughput(ctx: Context) -> AsyncIterator[Row]:
             if not ctx.skip_peers:
                 subjects["swe-rex, kept connection"] = lambda n=n, p=parallel: ours.closed_loop(kept, p, n // 2)
                 subjects["swe-rex, its own client"] = lambda n=n, p=parallel: rex.own_client(p, n // 2)
+                subjects["swe-rex, its own client, bash"] = lambda n=n, p=parallel: rex.own_client(p, n // 2, bash=True)
             taken: dict[str, tuple[list[float], float]] = {}
             for number in range(rounds):
                 for subject, measure in subjects.items():

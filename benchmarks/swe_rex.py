@@ -122,12 +122,12 @@ class SweRex:
         if data.get("stdout") != "hi\n":
             raise RuntimeError(f"SWE-ReX answered {data}")
 
-    async def own_client(self, parallel: int, n: int) -> tuple[list[float], float]:
-        """Samples and seconds of `n` executes by SWE-ReX's own client in its own process."""
+    async def own_client(self, parallel: int, n: int, *, bash: bool = False) -> tuple[list[float], float]:
+        """Samples and seconds of `n` executes by SWE-ReX's own client in its own process, in sh or in bash."""
         assert self._driver is not None
         assert self._driver.stdin is not None
         assert self._driver.stdout is not None
-        self._driver.stdin.write(json.dumps({"parallel": parallel, "n": n}).encode() + b"\n")
+        self._driver.stdin.write(json.dumps({"parallel": parallel, "n": n, "bash": bash}).encode() + b"\n")
         await self._driver.stdin.drain()
         line = await asyncio.wait_for(self._driver.stdout.readline(), 300)
         answer = json.loads(line)

@@ -1,6 +1,8 @@
 """Runs inside SWE-ReX's own environment, with SWE-ReX's own client: prints JSON samples. Started by `swe_rex.py`.
 
-Usage: python swe_rex_driver.py PORT TOKEN COMMAND < one JSON {"parallel": N, "n": N} a line > one JSON answer a line
+Usage: python swe_rex_driver.py PORT TOKEN COMMAND < one JSON order a line > one JSON answer a line
+An order: {"parallel": N, "n": N, "bash": bool}. With `bash` the command runs in bash, as ours does; else as SWE-ReX runs a
+shell command by itself, in sh, which starts faster.
 """
 
 import asyncio
@@ -17,18 +19,22 @@ async def main() -> None:
     runtime = RemoteRuntime(host="http://127.0.0.1", port=port, auth_token=token)
     loop = asyncio.get_running_loop()
 
-    async def worker(count: int, samples: list) -> None:
+    async def worker(count: int, samples: list, what: Command) -> None:
         for _ in range(count):
             start = time.perf_counter()
-            answer = await runtime.execute(Command(command=command, shell=True))
+            answer = await runtime.execute(what)
             samples.append(time.perf_counter() - start)
             assert answer.stdout == "hi\n", answer
 
     while line := await loop.run_in_executor(None, sys.stdin.readline):
         order = json.loads(line)
         samples: list = []
+        bash = Command(command=["/bin/bash", "-c", command], shell=False)
+        what = bash if order["bash"] else Command(command=command, shell=True)
         began = time.perf_counter()
-        await asyncio.gather(*(worker(order["n"] // order["parallel"], samples) for _ in range(order["parallel"])))
+        await asyncio.gather(
+            *(worker(order["n"] // order["parallel"], samples, what) for _ in range(order["parallel"]))
+        )
         seconds = time.perf_counter() - began
         print(json.dumps({"samples": samples, "seconds": seconds}), flush=True)
 
