@@ -48,6 +48,11 @@ async def trajectory(pool, ledger: Ledger, name: str, rng: random.Random) -> Non
                     await slot.exec(f"(setsid sleep {MARK} >/dev/null 2>&1 &)")
                 case 3:
                     assert (await slot.exec("cat owner")).output == f"{name}\n"
+        if rng.random() < 0.1:  # cancelled while a call runs, whatever the timers of the test hit
+            task = asyncio.current_task()
+            assert task is not None
+            asyncio.get_running_loop().call_later(rng.random() * 0.02, task.cancel)
+            await slot.exec(f"sleep {MARK}")
         if rng.random() < 0.2:  # release in the middle of a call
             call = asyncio.create_task(slot.exec(f"sleep {MARK}"))
             await asyncio.sleep(rng.random() * 0.02)
