@@ -191,8 +191,6 @@ class Engines:
     # ------------------------------------------------------------------------------------------------------- ending
 
     def stop(self) -> None:
-        if self.nomad or self.dockerd:
-            say("ending what was started")
         if self.nomad is not None:
             self.stop_nomad(self.nomad)
         if self.dockerd is not None:
