@@ -280,7 +280,6 @@ OpResult = Annotated[
     ExecResult | FileResult | Done | SearchResult | ProcState | ProcListing | OpError, Field(discriminator="kind")
 ]
 OP_RESULT: TypeAdapter[OpResult] = TypeAdapter(OpResult)
-OPERATION: TypeAdapter[Operation] = TypeAdapter(Operation)
 
 
 # ---------------------------------------------------------------------------------------------------- frames on a stream

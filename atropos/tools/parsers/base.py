@@ -122,24 +122,6 @@ def whole_text(text: str) -> str:
     return text.encode("utf-8", "replace").decode() if not text.isascii() else text
 
 
-def load_json(text: str) -> Any:
-    """JSON as models write it: raw line breaks within strings are let pass.
-
-    Raises:
-        ValueError: it is not JSON, or is nested too deeply; the message says where.
-    """
-    try:
-        value, end = _DECODER.raw_decode(text, _skip(text, 0))
-    except RecursionError:
-        raise ValueError("nested too deeply") from None
-    rest = text[end:].strip()
-    if rest:
-        raise ValueError(f"unexpected text after the object: {rest[:40]!r}")
-    if deeper_than(value, MAX_DEPTH):
-        raise ValueError("nested too deeply")
-    return value
-
-
 def first_json(text: str, start: int) -> tuple[Any, int]:
     """The JSON value that begins at or after `start`, and where it ends.
 
