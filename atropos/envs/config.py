@@ -10,6 +10,7 @@ from pydantic import BeforeValidator, ConfigDict, Field, SecretStr, ValidationEr
 from atropos.config import SlotLimits
 from atropos.envs.adapter import BaseEnvConfig
 from atropos.envs.flags import one_line
+from atropos.envs.prometheus import split_address
 from atropos.errors import ConfigError
 from atropos.slots import SlotPoolConfig
 from atropos.tools import ToolExecutorConfig
@@ -84,6 +85,9 @@ class SandboxEnvConfig(BaseEnvConfig):
         default=False, description="let `serve` send groups whose tokens are not the model's own (openai, trl)"
     )
     seed: int | None = Field(default=None, description="sent with each request, by trajectory, where set")
+    metrics_address: str | None = Field(
+        default=None, description="host:port that serves the env's metrics at /metrics for Prometheus; None: nowhere"
+    )
 
     def __init__(self, **data: Any) -> None:
         try:
@@ -103,6 +107,11 @@ class SandboxEnvConfig(BaseEnvConfig):
                 "privileged: sandbox containers are never privileged (slots are isolated by user namespaces); "
                 "leave it false"
             )
+        if self.metrics_address is not None:
+            try:
+                split_address(self.metrics_address)
+            except ValueError as error:
+                raise ValueError(f"metrics_address: {error}") from None
         if self.group_size < 1:
             raise ValueError(f"group_size: must be at least 1, not {self.group_size}")
         if self.total_steps < 1 and self.total_steps != -1:

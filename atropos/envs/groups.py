@@ -224,15 +224,19 @@ class Groups(BaseEnv):
         """One attempt, admitted when the env's own slots allow it, released in every ending."""
         async with self._admission:
             started = time.perf_counter()
+            acquire_s = 0.0
             try:
                 if member.snapshot is not None:
                     await self.executor.start_from(trajectory_id, member.snapshot)
                 rollout = await self.run_trajectory(item, trajectory_id, member)
                 rollout.seconds = time.perf_counter() - started
-                return rollout
+                acquire_s = self.executor.acquire_s(trajectory_id)
             finally:
+                released = time.perf_counter()
                 if self._executor is not None:
                     await self._executor.release_trajectory(trajectory_id, reset_workspace=True)
+            rollout.phases |= {"acquire": acquire_s, "reset": time.perf_counter() - released}
+            return rollout
 
     async def _persist(self, what: str, once: Callable[[str], Awaitable[Any]]) -> Any:
         """Try again after infrastructure failures, in a fresh slot each time, then give the group up.

@@ -179,7 +179,7 @@ class HermesAgentBaseEnv(SandboxEnv):
             prompt = self.format_prompt(item)
         async with self._lifetime_of(trajectory_id) as execute:
             agent = HermesAgent(
-                self.server, self.tokenizer, tools.schemas(), self._settings(member), _offered(tools, execute)
+                self.server, self.tokenizer, tools.schemas(), self._settings(member), self._offered(tools, execute)
             )
             set_up = time.perf_counter()
             with self.hook("the agent"):
@@ -210,6 +210,20 @@ class HermesAgentBaseEnv(SandboxEnv):
                 "verify": time.perf_counter() - acted,
             },
         )
+
+    def _offered(
+        self, tools: ToolRegistry, execute: Callable[[ToolCall], Coroutine[Any, Any, ToolResult]]
+    ) -> Callable[[ToolCall], Coroutine[Any, Any, ToolResult]]:
+        """Refuse what this group isn't offered, though others may be."""
+
+        async def run(call: ToolCall) -> ToolResult:
+            if call.name in tools:
+                return await execute(call)
+            self.metrics.calls += 1
+            self.metrics.tool_errors += 1
+            return ToolResult.failure(tools.unknown(call.name))
+
+        return run
 
     def _settings(self, member: Member) -> HermesSettings:
         config = self.config
@@ -326,19 +340,6 @@ def readable(messages: list[dict[str, Any]]) -> str:
             function = call["function"]
             parts.append(f"[call] {function['name']} {function['arguments']}")
     return "\n\n".join(parts)
-
-
-def _offered(
-    tools: ToolRegistry, execute: Callable[[ToolCall], Coroutine[Any, Any, ToolResult]]
-) -> Callable[[ToolCall], Coroutine[Any, Any, ToolResult]]:
-    """Refuse what this group isn't offered, though others may be."""
-
-    async def run(call: ToolCall) -> ToolResult:
-        if call.name not in tools:
-            return ToolResult.failure(tools.unknown(call.name))
-        return await execute(call)
-
-    return run
 
 
 def _after_the_frame(own: Callable[..., Any]) -> Callable[[HermesAgentBaseEnv], Coroutine[Any, Any, None]]:

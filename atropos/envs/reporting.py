@@ -11,6 +11,7 @@ from typing import Any, cast
 
 from atropos.envs.adapter import BaseEnv
 from atropos.envs.metrics import EnvMetrics
+from atropos.envs.prometheus import MetricsEndpoint, metrics_text
 from atropos.envs.replay import write_page
 from atropos.envs.rollout import drop_reason
 from atropos.errors import ConfigError
@@ -27,6 +28,7 @@ class Reporting(BaseEnv):
     pool: SlotPool | None
     jsonl_writer: Any
     _wandb_started: bool
+    _endpoint: MetricsEndpoint | None
 
     def item_name(self, item: Any) -> str:
         """A short name of an item; `Groups` knows."""
@@ -114,6 +116,30 @@ class Reporting(BaseEnv):
         except Exception as error:
             raise _wandb_error(error) from error
         self._wandb_started = True
+
+    def metrics_text(self) -> str:
+        """What wandb gets, and the pool's state, in Prometheus' text format."""
+        stats = None if self.pool is None else self.pool.stats()
+        return metrics_text(self.metrics, stats, self.config.wandb_name)
+
+    async def start_metrics(self) -> None:
+        """Serve `metrics_text` where `metrics_address` says; does nothing when that runs, or isn't set.
+
+        Raises:
+            ConfigError: the address can't be had.
+        """
+        if self.config.metrics_address is None or self._endpoint is not None:
+            return
+        endpoint = MetricsEndpoint(self.config.metrics_address, self.metrics_text)
+        await endpoint.start()
+        self._endpoint = endpoint
+        _log.info("metrics at http://%s:%d/metrics", endpoint.host, endpoint.port)
+
+    async def close_metrics(self) -> None:
+        """Stop serving metrics. Idempotent."""
+        endpoint, self._endpoint = self._endpoint, None
+        if endpoint is not None:
+            await endpoint.close()
 
     def close_files(self) -> None:
         """Close the JSONL and write its page; a file without a group is removed."""

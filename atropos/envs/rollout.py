@@ -41,7 +41,8 @@ class Rollout:
     Attributes:
         trajectory_id: of the attempt that was scored.
         info: what the verifying hook had to say; kept in the JSONL, never sent as tokens.
-        phases: seconds by phase: setup, model, tools, verify.
+        phases: seconds by phase: setup, model, tools, verify, reset; `acquire` is the wait for the slot, within whichever
+            of setup, tools and verify used it first, and `agent` is model, tools and what is between them.
     """
 
     trajectory_id: str

@@ -88,6 +88,7 @@ class SandboxEnv(Groups, Reporting):
         self._executor: ToolExecutor | None = None
         self._renderer: TurnRenderer | None = None
         self._wandb_started = False
+        self._endpoint = None
 
     # --------------------------------------------------------------------------------------------- for subclasses
 
@@ -144,6 +145,7 @@ class SandboxEnv(Groups, Reporting):
         """Probe inference, then start the tool backend, then the env's own set-up."""
         tools = self.build_tools()
         _ = self.renderer
+        await self.start_metrics()
         await probe_servers(self.server, self.tokenizer, self.config.model_timeout_s)
         await self.start_tool_backend(tools)
         with self.hook("setup_agent_env"):
@@ -278,6 +280,7 @@ class SandboxEnv(Groups, Reporting):
         await asyncio.gather(
             bounded("the tool backend", self.shutdown_tool_backend(), 90),
             bounded("the inference clients", stop_servers(self.server), 5),
+            bounded("the metrics", self.close_metrics(), 5),
         )
         self.close_files()
         if self._wandb_started:

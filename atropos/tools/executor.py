@@ -280,7 +280,9 @@ class ToolExecutor:
             options: dict[str, Any] = {} if snapshot is None else {"snapshot": snapshot}
             if self.config.allow_network is False or network is False:
                 options["network"] = False
+            asked = time.perf_counter()
             slot = await self.pool.acquire(trajectory.id, **options)
+            trajectory.acquire_s += time.perf_counter() - asked
             if trajectory.released:  # the acquire did not heed its interruption
                 await slot.release()
                 raise LeaseExpired(f"trajectory {trajectory.id!r} was released while it waited for a slot")
@@ -307,6 +309,11 @@ class ToolExecutor:
                 f"require_stateful_sandbox: container {slot.container} can't keep sessions between calls"
             )
         self._checked.add(slot.container)
+
+    def acquire_s(self, trajectory_id: str) -> float:
+        """Seconds that the trajectory has waited for its slot; 0 where it has none."""
+        trajectory = self._trajectories.get(trajectory_id)
+        return 0.0 if trajectory is None else trajectory.acquire_s
 
     async def release_trajectory(self, trajectory_id: str, reset_workspace: bool = True) -> None:
         """End a trajectory: its calls are interrupted, its slot goes back and is reset.

@@ -24,6 +24,7 @@ class Trajectory:
     id: str
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)
     slot: ToolSlot | None = None
+    acquire_s: float = 0.0
     state: dict[str, Any] = field(default_factory=dict[str, Any])
     broken: SandboxError | None = None
     released: bool = False

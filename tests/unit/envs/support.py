@@ -61,6 +61,9 @@ class StandInExecutor:
             self.fault(trajectory_id, tool_call)
         return ToolResult(success=True, output=f"ran {tool_call.arguments}", exit_code=0)
 
+    def acquire_s(self, trajectory_id: str) -> float:
+        return 0.001 if trajectory_id in self.live else 0.0
+
     async def slot(self, trajectory_id: str) -> Slot:
         self._lease(trajectory_id)
         return Slot(self)

@@ -345,25 +345,6 @@ async def test_what_is_left_out_of_a_batch_is_counted_by_name(policy, tmp_path):
     assert env.metrics.as_dict()["env/groups_unsent/same_scores"] == 3
 
 
-async def test_wandb_offline_gets_faults_and_readable_rollouts(policy, tmp_path, monkeypatch):
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    monkeypatch.setenv("WANDB_DIR", str(tmp_path))
-    monkeypatch.setenv("WANDB_SILENT", "true")
-    logged = []
-    env = make(ScriptEnv, policy.url, tmp_path / "g.jsonl", use_wandb=True)
-    import wandb
-
-    monkeypatch.setattr(wandb, "init", lambda **kw: logged.append(kw))
-    monkeypatch.setattr(wandb, "log", lambda metrics, **_: logged.append(metrics))
-    monkeypatch.setattr(wandb, "finish", lambda: logged.append("finished"))
-    await env.process_manager()
-    assert logged[0]["config"]["tool_server_token"] is None
-    assert logged[-1] == "finished"
-    last = logged[-2]
-    assert last["env/groups"] == 3
-    assert any(key.endswith("rollouts") for key in last)
-
-
 async def test_a_run_in_which_nothing_works_ends_by_itself(policy, tmp_path):
     class Env(ScriptEnv):
         @staticmethod
