@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Self
 from atropos.errors import BackendUnavailable, ConfigError, SandboxError
 from atropos.slots.backends import nomad_job
 from atropos.slots.backends.base import Backend, Container
-from atropos.slots.backends.nomad_api import Json, NomadApi, NomadRefused
+from atropos.slots.backends.nomad_api import Json, NomadApi
+from atropos.slots.backends.nomad_refusals import NomadMisset, NomadRefused
 from atropos.slots.backends.nomad_settings import NomadSettings
 from atropos.slots.backends.nomad_view import GROUP, TASK, Allocation, container, newest, placement_failures
 from atropos.slots.backends.server_http import ServerHttp
@@ -105,6 +106,16 @@ class NomadBackend(Backend):
 
     async def start(self) -> None:
         """Find the job, if there is one, and adopt its allocations."""
+        try:
+            await self._adopt()
+        except NomadMisset as error:
+            raise ConfigError(str(error)) from error
+        up = asyncio.Event()
+        self._main = asyncio.create_task(self._run(up), name=f"nomad backend {self._job_id}")
+        await up.wait()
+
+    async def _adopt(self) -> None:
+        await self._api.find_namespace()
         job = await self._api.job(self._job_id)
         if job is not None and self._purge_on_start:
             await self._purge()
@@ -113,9 +124,6 @@ class NomadBackend(Backend):
             self._target = _count(job)
             self._token = await self._api.token(self._job_id)
             await self._look()
-        up = asyncio.Event()
-        self._main = asyncio.create_task(self._run(up), name=f"nomad backend {self._job_id}")
-        await up.wait()
 
     async def scale(self, count: int) -> None:
         """Raise the job's count now, or lower it as the highest containers become idle."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import secrets
 from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -12,12 +13,21 @@ from typing import Any, TypeVar, cast
 import aiohttp
 import nomad
 import requests
+import urllib3
 from nomad.api import exceptions
 from requests.adapters import HTTPAdapter
 
 from atropos.errors import BackendUnavailable, ConfigError
+from atropos.slots.backends.nomad_refusals import (
+    NomadRefused,
+    denied,
+    missing_namespace,
+    refused,
+    unreachable,
+)
 from atropos.slots.backends.nomad_settings import NomadSettings
 
+log = logging.getLogger("atropos.slots.nomad")
 T = TypeVar("T")
 Json = dict[str, Any]
 ANSWER_S = 15
@@ -26,17 +36,7 @@ SILENCE_S = 35.0
 """The event stream sends a heartbeat every 10 s; after this long without a byte it is dead, in seconds."""
 BLOCK_S = 60
 """How long a blocking query waits for a change, in seconds."""
-POLICY = (
-    "the token needs the policy in docs/cluster.md: jobs, alloc-lifecycle, read-logs and variables under nomad/jobs"
-)
-
-
-class NomadRefused(BackendUnavailable):
-    """Nomad answered, and the answer was no; `status` is the HTTP status."""
-
-    def __init__(self, message: str, status: int) -> None:
-        super().__init__(message)
-        self.status = status
+DENIED, HTTP_ERROR = frozenset({401, 403}), 500
 
 
 class _TlsAdapter(HTTPAdapter):
@@ -49,7 +49,7 @@ class _TlsAdapter(HTTPAdapter):
     def init_poolmanager(self, *args: Any, **kwargs: Any) -> Any:
         kwargs["ssl_context"] = self._settings.tls()
         if self._settings.tls_server_name:
-            kwargs["server_hostname"] = kwargs["assert_hostname"] = self._settings.tls_server_name
+            kwargs["server_hostname"] = self._settings.tls_server_name  # which OpenSSL itself then checks
         return super().init_poolmanager(*args, **kwargs)
 
 
@@ -62,6 +62,9 @@ class NomadApi:
         session.trust_env = False  # a proxy for the outside world is not the way to the cluster
         if settings.tls() is not None:
             session.mount("https://", _TlsAdapter(settings))
+            if settings.skip_verify:
+                log.warning("NOMAD_SKIP_VERIFY: nobody checks that %s is the cluster", settings.address)
+                urllib3.disable_warnings(urllib3.exceptions.InsecureRequestWarning)  # once is enough, not each request
         verify: Any = False if settings.skip_verify else (settings.cacert or settings.capath or True)
         cert: Any = (settings.client_cert, settings.client_key) if settings.client_cert else ()
         self._nomad: Any = cast("Any", nomad).Nomad(
@@ -94,17 +97,43 @@ class NomadApi:
             return await asyncio.get_running_loop().run_in_executor(self._threads, call)
         except exceptions.BaseNomadException as error:
             response = cast("Any", error.nomad_resp)
-            if isinstance(response, requests.Response):
-                words = response.text.strip()[:1000] or response.reason
-                hint = f" ({POLICY}; it is read from NOMAD_TOKEN)" if response.status_code in {401, 403} else ""
-                raise NomadRefused(f"Nomad refused to {what}: {words}{hint}", response.status_code) from error
-            raise BackendUnavailable(
-                f"Nomad does not answer at {self.settings.address} (nomad_address or NOMAD_ADDR): {response}"
-            ) from error
+            if not isinstance(response, requests.Response):
+                raise unreachable(self.settings, response) from error
+            if response.status_code in DENIED:
+                known = await self._whoami()
+                raise denied(self.settings, what, response.status_code, known) from error
+            words = response.text.strip()[:1000] or response.reason
+            raise refused(self.settings, what, response.status_code, words) from error
         except (requests.RequestException, ValueError) as error:
             raise BackendUnavailable(f"Nomad at {self.settings.address} answered nonsense: {error}") from error
 
+    async def _whoami(self) -> str | None:
+        """The token's name and policies, as far as Nomad tells them; None: Nomad knows no such token."""
+        try:
+            async with self._get("/v1/acl/token/self", [], timeout=aiohttp.ClientTimeout(total=5)) as answer:
+                if answer.status in DENIED or (answer.status == HTTP_ERROR and "token" in await answer.text()):
+                    return None
+                told: Json = await answer.json() if answer.ok else {}
+        except (aiohttp.ClientError, TimeoutError, OSError, ValueError):
+            told = {}
+        policies = ", ".join(told.get("Policies") or []) or "none"
+        return f"the token {told['Name']!r} (policies: {policies})" if told.get("Name") else "the token"
+
     # ------------------------------------------------------------------------------------------------------------ jobs
+
+    async def find_namespace(self) -> None:
+        """Check that the namespace is there: Nomad itself says so only when a job is registered.
+
+        Raises:
+            NomadMisset: it isn't, or the token may do nothing in it.
+        """
+        name = self.settings.namespace
+        try:
+            await self._ask("find the namespace", lambda: self._nomad.namespace.get_namespace(name))
+        except NomadRefused as error:
+            if error.status == requests.codes.not_found:
+                raise missing_namespace(self.settings, error.status) from error
+            raise
 
     async def parse(self, hcl: str, variables: dict[str, str]) -> Json:
         """The job that a definition gives with these variables, through the agent's own parser.
@@ -258,7 +287,7 @@ class NomadApi:
         try:
             async with self._get("/v1/event/stream", params) as answer:
                 if not answer.ok:
-                    raise NomadRefused(f"Nomad refused its event stream: {(await answer.text())[:300]}", answer.status)
+                    raise refused(self.settings, "open its event stream", answer.status, (await answer.text())[:300])
                 yield
                 buffer = b""
                 async for chunk in answer.content.iter_any():
@@ -281,7 +310,7 @@ class NomadApi:
         try:
             async with self._get(f"/v1/job/{job_id}/allocations", params, timeout=timeout) as answer:
                 if not answer.ok:
-                    raise NomadRefused(f"Nomad refused to list: {(await answer.text())[:300]}", answer.status)
+                    raise refused(self.settings, "list allocations", answer.status, (await answer.text())[:300])
                 new = int(answer.headers["X-Nomad-Index"])
                 json.loads(await answer.read())
         except (aiohttp.ClientError, TimeoutError, OSError, KeyError, ValueError) as error:

@@ -40,7 +40,9 @@ class NomadSettings:
         Raises:
             ConfigError: the address is no http(s) URL, or a certificate can't be read.
         """
-        env = os.environ if environment is None else environment
+        env = {
+            k: v.strip() for k, v in (os.environ if environment is None else environment).items() if k[:6] == "NOMAD_"
+        }
         address = (address or env.get("NOMAD_ADDR") or DEFAULT_ADDRESS).rstrip("/")
         parts = urlsplit(address)
         if parts.scheme not in {"http", "https"} or not parts.hostname:
@@ -72,14 +74,31 @@ class NomadSettings:
         """How to check the agent and who to be; None without https."""
         if not self.address.startswith("https:"):
             return None
+        if self.capath and not os.path.isdir(self.capath):
+            raise ConfigError(f"NOMAD_CAPATH: {self.capath} is no folder of CA certificates")
         try:
             context = ssl.create_default_context(cafile=self.cacert, capath=self.capath)
-            if self.client_cert:
+        except OSError as error:  # ssl.SSLError is one
+            raise ConfigError(f"NOMAD_CACERT: {self.cacert} can't be used: {_why(error)}") from error
+        if self.client_cert:
+            for name, path in (("NOMAD_CLIENT_CERT", self.client_cert), ("NOMAD_CLIENT_KEY", self.client_key)):
+                if not os.access(path or "", os.R_OK):
+                    raise ConfigError(f"{name}: {path} can't be read: it must be a PEM file")
+            try:
                 context.load_cert_chain(self.client_cert, self.client_key)
-        except (OSError, ssl.SSLError) as error:
-            names = "NOMAD_CACERT, NOMAD_CAPATH, NOMAD_CLIENT_CERT or NOMAD_CLIENT_KEY"
-            raise ConfigError(f"{names} can't be used: {error}") from error
+            except OSError as error:
+                raise ConfigError(
+                    f"NOMAD_CLIENT_CERT, NOMAD_CLIENT_KEY: {self.client_cert} and {self.client_key} "
+                    f"are no certificate with its key: {_why(error)}"
+                ) from error
         if self.skip_verify:
             context.check_hostname = False
             context.verify_mode = ssl.CERT_NONE
         return context
+
+
+def _why(error: OSError) -> str:
+    """Why a file can't be used, in a few words."""
+    if isinstance(error, ssl.SSLError):
+        return (error.reason or str(error)).replace("_", " ").lower()
+    return error.strerror or str(error)
