@@ -1,4 +1,4 @@
-"""`python -m benchmarks [--quick] [--only NAME] [--json FILE]`."""
+"""`python -m benchmarks [--quick] [--only NAME] [--against REVISION] [--json FILE]`."""
 
 from __future__ import annotations
 
@@ -11,9 +11,27 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from . import machine, report
+from . import against, machine, report
 from .cases import CASES, Context
 from .stats import Row
+
+
+async def _compare(revision: str, context: Context) -> list[Row]:
+    """This checkout and an older one, taking turns in one run."""
+    rows: list[Row] = []
+    with against.checkout(revision) as older:
+        for parallel in (1, 32):
+            try:
+                rows += await against.measure(
+                    {"this checkout": against.HERE, revision: older},
+                    parallel=parallel,
+                    n=context.n(400 if parallel == 1 else 1600, least=parallel * 4),
+                    rounds=context.n(10, least=3),
+                    say=context.say,
+                )
+            except (RuntimeError, TimeoutError) as error:
+                context.problems.append(f"against {revision}, {parallel} trajectories: {error!r}")
+    return rows
 
 
 async def _measure(names: list[str], context: Context) -> list[Row]:
@@ -32,6 +50,9 @@ def main(
     quick: Annotated[bool, typer.Option("--quick", help="a tenth of the samples: is everything there?")] = False,
     only: Annotated[list[str] | None, typer.Option(help=f"a case, may be given again: {', '.join(CASES)}")] = None,
     json_path: Annotated[Path | None, typer.Option("--json", help="where the JSON goes")] = None,
+    revision: Annotated[
+        str | None, typer.Option("--against", help="this checkout beside that git revision, and nothing else")
+    ] = None,
     no_peers: Annotated[bool, typer.Option("--no-peers", help="our side alone, for profiling")] = False,
 ) -> None:
     """Measure atropos beside fork+exec, a fresh bwrap a call and SWE-ReX 1.4.0, in one run on this machine."""
@@ -44,7 +65,11 @@ def main(
     described = machine.describe()
     with console.status("starting") as status:
         context = Context(scale=0.1 if quick else 1.0, say=status.update, skip_peers=no_peers)
-        rows = asyncio.run(_measure(names, context))
+        try:
+            rows = asyncio.run(_measure(names, context) if revision is None else _compare(revision, context))
+        except RuntimeError as error:  # git's own words
+            console.print(f"--against {revision}: {error}")
+            raise typer.Exit(2) from None
     report.show(console, described, rows, context.problems)
     report.write(path, described, rows, context.problems)
     console.print(f"written to {path}")

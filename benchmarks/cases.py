@@ -7,7 +7,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
 
-from . import ours, peers, swe_rex
+from . import against, ours, peers, swe_rex
 from .stats import Row, row
 
 Progress = Callable[[str], None]
@@ -116,6 +116,14 @@ async def throughput(ctx: Context) -> AsyncIterator[Row]:
                     throughput=len(values) / seconds,
                     base=subject == "atropos executor",
                 )
+
+
+async def cpu(ctx: Context) -> AsyncIterator[Row]:
+    """CPU of a call by kind of process, which a busy machine changes less than it changes times."""
+    for made in await against.measure(
+        {"atropos executor": against.HERE}, parallel=8, n=ctx.n(1600), rounds=ctx.n(5, least=2), say=ctx.say
+    ):
+        yield made
 
 
 async def acquire(ctx: Context) -> AsyncIterator[Row]:
@@ -257,6 +265,7 @@ async def cold(ctx: Context) -> AsyncIterator[Row]:
 CASES: dict[str, Case] = {
     "sequential": sequential,
     "throughput": throughput,
+    "cpu": cpu,
     "acquire": acquire,
     "reset": reset,
     "neighbour": neighbour,
