@@ -13,19 +13,29 @@ import ipaddress
 import json
 import os
 import re
+import resource
 import signal
 import socket
 import sys
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
 import h11
 
 from atropos.sandbox import syscalls
-from atropos.sandbox.egress_rules import Address, Policy, Refused, literal
+from atropos.sandbox.egress_rules import Address, Policy, Refused, literal, plain
 
 HEAD_S, CONNECT_S, IDLE_S = 20.0, 10.0, 300.0
+LOOKUPS = 4
+"""Names that one slot may have looked up at once; its further requests wait."""
+_MAX_RESOLVERS = 512
+"""Threads that look names up, at most."""
+_DENIED_S = 30.0
+"""How often the addresses of denied names are looked up, in seconds."""
+_SPARE_FILES = 64
+"""Descriptors of the proxy that aren't for connections; the others are shared out among the slots."""
 _CHUNK = 1 << 16
 _MAX_HEAD = 32_768
 _HOP_BY_HOP = {b"connection", b"keep-alive", b"proxy-authenticate", b"proxy-authorization", b"proxy-connection", b"te",
@@ -45,6 +55,7 @@ class Account:
     left: int
     connections: int
     tasks: set[asyncio.Task[None]] = field(default_factory=set[asyncio.Task[None]])
+    lookups: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(LOOKUPS))
 
     def spend(self, count: int) -> None:
         """Count bytes.
@@ -60,9 +71,15 @@ class Account:
 class Proxy:
     """Serves the slots' listening sockets."""
 
-    def __init__(self, policy: Policy) -> None:
+    def __init__(self, policy: Policy, slots: int) -> None:
         self.policy = policy
         self._accounts: dict[int, Account] = {}
+        self._denied: dict[str, frozenset[Address]] = {}
+        # as many threads as all slots together may use: one with a dead name server leaves the others theirs
+        self._resolvers = ThreadPoolExecutor(min(_MAX_RESOLVERS, LOOKUPS * (slots + 1)), "resolve")
+        files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        unbounded = files == resource.RLIM_INFINITY
+        self._most = sys.maxsize if unbounded else max(1, (files - _SPARE_FILES) // (2 * slots + 2))
 
     async def add(self, number: int, listener: socket.socket, budget: int, connections: int) -> None:
         """Serve a slot from now on."""
@@ -76,7 +93,7 @@ class Proxy:
                 task.add_done_callback(account.tasks.discard)
 
         server = await asyncio.start_server(accepted, sock=listener, limit=_CHUNK, backlog=16)
-        self._accounts[number] = Account(server, budget, connections)
+        self._accounts[number] = Account(server, budget, min(connections, self._most))
 
     def drop(self, number: int) -> None:
         """A slot has ended."""
@@ -85,6 +102,30 @@ class Proxy:
             account.server.close()
             for task in list(account.tasks):
                 task.cancel()
+
+    async def watch_denied(self) -> None:
+        """Know the addresses of denied names, so that no other name leads there. A failed look-up keeps the last ones."""
+        places = asyncio.Semaphore(LOOKUPS)
+        while self.policy.denied_names:
+            for name in self.policy.denied_names:
+                with contextlib.suppress(Refused, TimeoutError):
+                    self._denied[name] = frozenset(await self._resolve(places, name, 443))
+            await asyncio.sleep(_DENIED_S)
+
+    async def _resolve(self, places: asyncio.Semaphore, name: str, port: int) -> list[Address]:
+        """A name's addresses. One of the asker's few places is taken until the thread is done, not until it is given up."""
+        address = literal(name)
+        if address is not None:
+            return [address]
+        loop = asyncio.get_running_loop()
+        async with asyncio.timeout(CONNECT_S):
+            await places.acquire()
+            work = self._resolvers.submit(_addresses, name, port)
+            work.add_done_callback(lambda _: loop.call_soon_threadsafe(places.release))
+            try:
+                return await asyncio.wrap_future(work)
+            except socket.gaierror as error:
+                raise Refused(f"{name} has no address ({error.strerror})") from None
 
     # ------------------------------------------------------------------------------------------------------ one client
 
@@ -102,14 +143,16 @@ class Proxy:
             request = await _head(connection, reader)
             host, port, target = _wanted(request)
             name = self.policy.judge_name(host, port)
-            addresses = self.policy.judge_addresses(name, await _resolve(name, port), own_addresses())
+            found = await self._resolve(account.lookups, name, port)
+            addresses = self.policy.judge_addresses(name, found, own_addresses().union(*self._denied.values()))
             remote, upstream = await _connect(name, addresses, port)
             if request.method == b"CONNECT":
                 writer.write(b"HTTP/1.1 200 Connection established\r\n\r\n")
                 rest, _ = connection.trailing_data
                 await _splice(account, reader, writer, remote, upstream, rest)
             else:
-                await _forward(account, connection, request, target, (reader, writer), (remote, upstream))
+                authority = _authority(name, port)
+                await _forward(account, connection, request, (target, authority), (reader, writer), (remote, upstream))
         except Refused as error:
             await _answer(connection, writer, 403, f"egress refused: {error}\n")
         except Spent:
@@ -155,17 +198,10 @@ def _wanted(request: h11.Request) -> tuple[str, int, bytes]:
     return parts.hostname, parts.port or 80, path.encode("ascii")
 
 
-async def _resolve(name: str, port: int) -> list[Address]:
-    address = literal(name)
-    if address is not None:
-        return [address]
-    loop = asyncio.get_running_loop()
-    try:
-        async with asyncio.timeout(CONNECT_S):
-            found = await loop.getaddrinfo(name, port, type=socket.SOCK_STREAM)
-    except socket.gaierror as error:
-        raise Refused(f"{name} has no address ({error.strerror})") from None
-    return list(dict.fromkeys(ipaddress.ip_address(str(item[4][0]).partition("%")[0]) for item in found))
+def _addresses(name: str, port: int) -> list[Address]:
+    """In a thread of its own: the C library's look-up can't be interrupted."""
+    found = socket.getaddrinfo(name, port, type=socket.SOCK_STREAM)
+    return list(dict.fromkeys(plain(ipaddress.ip_address(str(item[4][0]).partition("%")[0])) for item in found))
 
 
 async def _connect(name: str, addresses: list[Address], port: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
@@ -218,15 +254,18 @@ async def _forward(
     account: Account,
     client: h11.Connection,
     request: h11.Request,
-    target: bytes,
+    wanted: tuple[bytes, bytes],
     near: tuple[asyncio.StreamReader, asyncio.StreamWriter],
     far: tuple[asyncio.StreamReader, asyncio.StreamWriter],
 ) -> None:
-    """One request and its answer; the connection ends with it."""
+    """One request and its answer; the connection ends with it. `wanted`: the path and the authority to ask for."""
     reader, writer = near
     remote, upstream = far
     origin = h11.Connection(h11.CLIENT, max_incomplete_event_size=_MAX_HEAD)
-    headers = [*_end_to_end(request.headers), (b"connection", b"close")]
+    target, authority = wanted
+    # the origin is the one that was judged, whatever the program wrote into its own Host (RFC 9112, 3.2.2)
+    kept = [pair for pair in _end_to_end(request.headers) if pair[0].lower() != b"host"]
+    headers = [(b"host", authority), *kept, (b"connection", b"close")]
 
     async def sent(data: bytes | None, sink: asyncio.StreamWriter) -> None:
         if data:
@@ -260,8 +299,8 @@ async def _forward(
                 async with asyncio.timeout(IDLE_S):
                     origin.receive_data(await remote.read(_CHUNK))
             elif isinstance(event, h11.Response):
-                kept = [*_end_to_end(event.headers), (b"connection", b"close")]
-                answer = h11.Response(status_code=event.status_code, reason=event.reason, headers=kept)
+                fields = [*_end_to_end(event.headers), (b"connection", b"close")]
+                answer = h11.Response(status_code=event.status_code, reason=event.reason, headers=fields)
                 await sent(client.send(answer), writer)
             elif isinstance(event, h11.Data):
                 await sent(client.send(event), writer)
@@ -288,7 +327,17 @@ def _end_to_end(headers: Iterable[tuple[bytes, bytes]]) -> list[tuple[bytes, byt
     named = {
         token.strip().lower() for name, value in headers if name.lower() == b"connection" for token in value.split(b",")
     }
-    return [(name, value) for name, value in headers if name.lower() not in _HOP_BY_HOP | named]
+    dropped = _HOP_BY_HOP | named - {b"host", b"content-length", b"transfer-encoding"}
+    if any(name.lower() == b"transfer-encoding" for name, _ in headers):
+        dropped = dropped | {
+            b"content-length"
+        }  # two lengths in one message is how requests are smuggled (RFC 9112, 6.1)
+    return [(name, value) for name, value in headers if name.lower() not in dropped]
+
+
+def _authority(name: str, port: int) -> bytes:
+    host = f"[{name}]" if ":" in name else name
+    return (host if port == 80 else f"{host}:{port}").encode("ascii")
 
 
 async def _answer(connection: h11.Connection, writer: asyncio.StreamWriter, status: int, text: str) -> None:
@@ -330,8 +379,11 @@ async def serve(server: socket.socket, settings: dict[str, object]) -> None:
     allow, deny = settings["allow"], settings["deny"]
     assert isinstance(allow, list)
     assert isinstance(deny, list)
-    proxy = Proxy(Policy.of(allow, deny))
+    slots = settings["slots"]
+    assert isinstance(slots, int)
+    proxy = Proxy(Policy.of(allow, deny), slots)
     loop = asyncio.get_running_loop()
+    denied = loop.create_task(proxy.watch_denied())
     gone = asyncio.Event()
     adding: set[asyncio.Task[None]] = set()
 
@@ -359,6 +411,7 @@ async def serve(server: socket.socket, settings: dict[str, object]) -> None:
     server.setblocking(False)
     loop.add_reader(server, readable)
     await gone.wait()
+    denied.cancel()
 
 
 def main() -> None:
@@ -373,6 +426,8 @@ def main() -> None:
         return
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     control = socket.socket(fileno=os.dup(0))
     settings = json.loads(sys.argv[2])
     asyncio.run(serve(control, settings))

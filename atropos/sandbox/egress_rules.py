@@ -19,6 +19,11 @@ PORTS = frozenset({80, 443})
 """Ports that are open where a rule names none."""
 _NAT64 = ipaddress.IPv6Network("64:ff9b::/96")
 _SIX_TO_FOUR = ipaddress.IPv6Network("2002::/16")
+_NEVER: tuple[Network, ...] = tuple(
+    ipaddress.ip_network(text)
+    for text in ("192.0.0.0/24", "192.88.99.0/24", "64:ff9b:1::/48", "3fff::/20", "5f00::/16", "fec0::/10")
+)
+"""Special ranges (IANA's registries) that not every Python's own tables know."""
 _NAME = re.compile(
     r"(?=.{1,253}\Z)(?:[a-z0-9_](?:[a-z0-9_-]{0,61}[a-z0-9_])?\.)*[a-z0-9_](?:[a-z0-9_-]{0,61}[a-z0-9_])?\Z"
 )
@@ -66,7 +71,7 @@ def parse(text: str, *, field: str) -> Rule:
     else:
         host = entry
     try:
-        return Rule(host, port, ipaddress.ip_network(host.strip("[]"), strict=False))
+        return Rule(host, port, _plain_network(ipaddress.ip_network(host.strip("[]"), strict=False)))
     except ValueError:
         pass
     if host == "public" or _NAME.match(host.removeprefix("*.")):
@@ -77,11 +82,45 @@ def parse(text: str, *, field: str) -> Rule:
 
 
 def literal(host: str) -> Address | None:
-    """The address that a host is written as, if it is one; odd spellings of addresses are names that don't exist."""
+    """The address that a host is written as, if it is one; odd spellings of addresses are names that don't exist.
+
+    A zone (`%eth0`) is one of them: it would make two spellings of one address differ.
+    """
+    if "%" in host:
+        return None
     try:
-        return ipaddress.ip_address(host.strip("[]"))
+        return plain(ipaddress.ip_address(host.removeprefix("[").removesuffix("]")))
     except ValueError:
         return None
+
+
+def plain(address: Address) -> Address:
+    """The one spelling of an address: IPv4 where it is IPv4 in an IPv6 coat, which the kernel takes for the same."""
+    if isinstance(address, ipaddress.IPv6Address):
+        if address.scope_id is not None:
+            address = ipaddress.IPv6Address(int(address))
+        return address.ipv4_mapped or address
+    return address
+
+
+def _plain_network(network: Network) -> Network:
+    inner = network.network_address.ipv4_mapped if isinstance(network, ipaddress.IPv6Network) else None
+    if inner is None or network.prefixlen < 96:
+        return network
+    return ipaddress.IPv4Network((inner, network.prefixlen - 96))
+
+
+def forms(address: Address) -> tuple[Address, ...]:
+    """An address, and the IPv4 one that a tunnel or translator would make of it."""
+    address = plain(address)
+    if isinstance(address, ipaddress.IPv6Address):
+        if address in _SIX_TO_FOUR:
+            inner = address.sixtofour
+            assert inner is not None
+            return address, inner
+        if address in _NAT64:
+            return address, ipaddress.IPv4Address(int(address) & 0xFFFF_FFFF)
+    return (address,)
 
 
 @dataclass(frozen=True)
@@ -114,9 +153,11 @@ class Policy:
         Raises:
             Refused: the name or port isn't allowed.
         """
-        name = host.strip("[]").lower().rstrip(".")
-        if literal(name) is None and not _NAME.match(name):
+        name = host.removeprefix("[").removesuffix("]").lower().rstrip(".")
+        address = literal(name)
+        if address is None and not _NAME.match(name):
             raise Refused(f"{host[:200]!r} is not a host name")
+        name = name if address is None else str(address)
         if not any(rule.matches(name, port) for rule in self.allow):
             allowed = ", ".join(f"{rule.host}:{rule.port}" if rule.port else rule.host for rule in self.allow)
             raise Refused(f"{name}:{port} is not on the list of allowed hosts ({allowed or 'none'}; ports 80 and 443)")
@@ -124,25 +165,30 @@ class Policy:
             raise Refused(f"{name}:{port} is on the list of denied hosts")
         return name
 
+    @property
+    def denied_names(self) -> list[str]:
+        """The names on the deny list whose addresses aren't to be reached under other names either."""
+        return [rule.host for rule in self.deny if rule.network is None and "*" not in rule.host and "." in rule.host]
+
     def judge_addresses(self, name: str, addresses: Sequence[Address], own: frozenset[Address]) -> list[Address]:
-        """Those of a name's addresses that may be connected to.
+        """Those of a name's addresses that may be connected to, each in its one spelling.
 
         Args:
             name: for the message.
             addresses: what the name has right now.
-            own: the container's own addresses.
+            own: addresses that are never reached: the container's own, and those of denied names.
 
         Raises:
             Refused: none is left.
         """
-        good = [address for address in addresses if self._public(address) and address not in own]
+        good = [plain(address) for address in addresses if all(self._public(form, own) for form in forms(address))]
         if good:
             return good
         shown = ", ".join(str(address) for address in addresses[:3]) or "no address"
         raise Refused(f"{name} leads to {shown}: only public addresses can be reached")
 
-    def _public(self, address: Address) -> bool:
-        if any(rule.network is not None and address in rule.network for rule in self.deny):
+    def _public(self, address: Address, own: frozenset[Address]) -> bool:
+        if address in own or any(rule.network is not None and address in rule.network for rule in self.deny):
             return False
         return is_public(address)
 
@@ -155,14 +201,12 @@ def _denies(rule: Rule, name: str, port: int) -> bool:
 
 def is_public(address: Address) -> bool:
     """Whether an address is one of the public internet, also inside IPv6 forms that carry an IPv4 address."""
+    address, *inner = forms(address)
+    if any(address in network for network in _NEVER):
+        return False
     if isinstance(address, ipaddress.IPv6Address):
-        inner = address.ipv4_mapped
-        if inner is None and address in _SIX_TO_FOUR:
-            inner = address.sixtofour
-        if inner is None and address in _NAT64:
-            inner = ipaddress.IPv4Address(int(address) & 0xFFFF_FFFF)
-        if inner is not None:
-            return is_public(inner)
-        if address.teredo is not None or address.is_site_local:
+        if inner:
+            return is_public(inner[0])
+        if address.teredo is not None:
             return False
     return address.is_global and not address.is_multicast and not address.is_reserved

@@ -68,7 +68,8 @@ class Exchange:
 
     def _spawn(self) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        settings = {"allow": list(self._config.egress_allow), "deny": list(self._config.egress_deny)}
+        config = self._config
+        settings = {"allow": list(config.egress_allow), "deny": list(config.egress_deny), "slots": config.slots}
         paths = os.pathsep.join(path for path in sys.path if path)
         self._process = subprocess.Popen(
             [sys.executable, "-m", "atropos.sandbox.egress", str(os.getpid()), json.dumps(settings)],

@@ -35,11 +35,30 @@ HOSTS = f"""127.0.0.1 localhost
 """
 
 SERVER = r"""
-import http.server, socketserver, sys, threading
+import http.server, socket, socketserver, sys, threading
+seen = []
 class Handler(http.server.BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
-    def log_message(self, *args): pass
+    def setup(self):
+        seen.append("connection at " + self.request.getsockname()[0])
+        super().setup()
+    def log_message(self, *args):
+        seen.append(repr(self.requestline) + " of " + str(self.headers.get("Host")) + " at " + self.request.getsockname()[0])
+    def endless(self, head, piece):
+        try:
+            self.wfile.write(head)
+            for _ in range(2000): self.wfile.write(piece)
+        except OSError: pass
+        self.close_connection = True
     def do_GET(self):
+        if self.path == "/seen":
+            body = "\n".join(seen).encode(); seen.clear()
+            self.send_response(200); self.send_header("Content-Length", str(len(body))); self.end_headers(); self.wfile.write(body)
+            return
+        if self.path == "/endless-head":
+            self.endless(b"HTTP/1.1 200 OK\r\n", b"A: b\r\n" * 1000); return
+        if self.path == "/endless-chunk-line":
+            self.endless(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n", b"f" * 4000); return
         if self.path == "/redirect":
             self.send_response(302); self.send_header("Location", "http://private.example.org/"); self.send_header("Content-Length", "0"); self.end_headers(); return
         if self.path.startswith("/big"):
@@ -66,7 +85,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
         answer = b"got %d" % len(body)
         self.send_response(200); self.send_header("Content-Length", str(len(answer))); self.end_headers(); self.wfile.write(answer)
 class Server(socketserver.ThreadingMixIn, http.server.HTTPServer):
-    daemon_threads = True; allow_reuse_address = True
+    daemon_threads = True; allow_reuse_address = True; address_family = socket.AF_INET6; request_queue_size = 200
 for port in (80, 443, 8080):
     threading.Thread(target=Server(("", port), Handler).serve_forever, daemon=True).start()
 print("ready", flush=True)

@@ -12,6 +12,7 @@ import logging
 import re
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Self
 
 from atropos.errors import BackendUnavailable, ConfigError, SandboxError
@@ -94,9 +95,14 @@ class NomadBackend(Backend):
     @classmethod
     def from_pool(cls, config: SlotPoolConfig) -> Self:
         """The backend that a pool's configuration describes."""
+        settings = NomadSettings.from_environment(config.nomad_address)
+        spec = ContainerSpec.from_pool(config)
+        if config.allow_network and not settings.local:  # Nomad's API may well have a public address
+            deny = (*spec.server.egress_deny, settings.host)
+            spec = replace(spec, server=spec.server.model_copy(update={"egress_deny": deny}))
         return cls(
-            ContainerSpec.from_pool(config),
-            settings=NomadSettings.from_environment(config.nomad_address),
+            spec,
+            settings=settings,
             job_id=config.job_id,
             purge_on_start=config.purge_job_on_start,
             extra=config.nomad_variables,

@@ -65,10 +65,14 @@ class NomadSettings:
         return settings
 
     @property
+    def host(self) -> str:
+        """The name or address of the agent's machine."""
+        return urlsplit(self.address).hostname or ""
+
+    @property
     def local(self) -> bool:
         """Whether the agent is on this machine, so that paths here are paths there."""
-        host = urlsplit(self.address).hostname or ""
-        return host in {"localhost", "::1"} or host.startswith("127.")
+        return self.host in {"localhost", "::1"} or self.host.startswith("127.")
 
     def tls(self) -> ssl.SSLContext | None:
         """How to check the agent and who to be; None without https."""

@@ -1,0 +1,69 @@
+"""Which addresses and names the proxy's rules let through."""
+
+from __future__ import annotations
+
+import ipaddress
+
+import pytest
+
+from atropos.sandbox.egress_rules import Policy, Refused, is_public, literal
+
+OWN = frozenset({ipaddress.ip_address("93.184.215.1"), ipaddress.ip_address("2606:4700:10::1")})
+PUBLIC = Policy.of(["public"])
+
+
+def reached(policy: Policy, host: str, port: int = 80) -> str:
+    name = policy.judge_name(host, port)
+    address = literal(name)
+    assert address is not None
+    (good,) = policy.judge_addresses(name, [address], OWN)
+    return str(good)
+
+
+@pytest.mark.parametrize(
+    "host",
+    ["169.254.169.254", "10.0.0.1", "172.16.0.1", "192.168.1.1", "100.64.0.1", "127.0.0.1", "0.0.0.0", "224.0.0.1", "255.255.255.255",
+     "192.0.0.8", "192.88.99.1", "198.18.0.1", "240.0.0.1", "::1", "::", "fe80::1", "fd00:ec2::254", "fec0::1", "ff02::1",
+     "::ffff:169.254.169.254", "::169.254.169.254", "64:ff9b::169.254.169.254", "64:ff9b:1::a9fe:a9fe", "2002:a9fe:a9fe::1",
+     "2001:0:1::1", "3fff::1", "5f00::1", "::ffff:0:169.254.169.254", "93.184.215.1", "::ffff:93.184.215.1", "64:ff9b::93.184.215.1",
+     "2002:5db8:d701::1", "2606:4700:10::1", "2606:4700:10::1%1", "2606:4700:10::1%lo", "[2606:4700:10::1%25lo]"],
+)  # fmt: skip
+def test_what_is_not_public_or_our_own_is_refused_in_every_coat(host: str) -> None:
+    with pytest.raises(Refused):
+        reached(PUBLIC, host)
+
+
+@pytest.mark.parametrize(
+    ("host", "address"),
+    [("93.184.215.14", "93.184.215.14"), ("[2606:4700:10::2]", "2606:4700:10::2"), ("::ffff:93.184.215.14", "93.184.215.14"),
+     ("93.184.215.14.", "93.184.215.14"), ("64:ff9b::93.184.215.14", "64:ff9b::5db8:d70e")],
+)  # fmt: skip
+def test_what_is_public_is_reached_at_its_one_spelling(host: str, address: str) -> None:
+    assert reached(PUBLIC, host) == address
+
+
+@pytest.mark.parametrize(
+    "deny", ["93.184.215.0/24", "93.184.215.14", "::ffff:93.184.215.14", "::ffff:93.184.215.0/120"]
+)
+@pytest.mark.parametrize(
+    "host", ["93.184.215.14", "::ffff:93.184.215.14", "2002:5db8:d70e::1", "64:ff9b::93.184.215.14"]
+)
+def test_a_denied_network_is_denied_in_every_coat(deny: str, host: str) -> None:
+    with pytest.raises(Refused):
+        reached(Policy.of(["public"], [deny]), host)
+
+
+def test_a_denied_name_s_addresses_are_denied_under_other_names() -> None:
+    policy = Policy.of(["public"], ["nomad.example.org", "*.internal.example.org", "10.0.0.0/8"])
+    assert policy.denied_names == ["nomad.example.org"]
+    nomad = ipaddress.ip_address("93.184.215.14")
+    with pytest.raises(Refused, match="leads to"):
+        policy.judge_addresses("other.example.org", [nomad], OWN | {nomad})
+
+
+@pytest.mark.parametrize(
+    "host", ["0x7f.1", "2130706433", "127.1", "0177.0.0.1", "1.2.3", "[[::1]]", "a b", "a\0b", "ａ.org", "x" * 300, ""]
+)
+def test_odd_spellings_are_names_at_most(host: str) -> None:
+    assert literal(host) is None
+    assert not any(is_public(a) for a in [literal(host)] if a is not None)
