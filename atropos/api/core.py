@@ -11,13 +11,14 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
+from atropos.api.answers import bounded
 from atropos.api.bounds import Turn, Turnstile
-from atropos.api.http import Refusal, json_bytes
+from atropos.api.http import Refusal
 from atropos.api.journal import Journal
 from atropos.api.settings import ToolServerSettings
 from atropos.errors import ConfigError, OutcomeUnknown, SandboxError
 from atropos.tools.arguments import BadArguments, check
-from atropos.tools.base import Tool, ToolError, ToolScope, as_result
+from atropos.tools.base import Tool, ToolError, ToolScope
 from atropos.tools.models import ToolResult
 from atropos.tools.tool_server_models import ExecuteAnswer, ExecuteRefusal, ExternalCall
 
@@ -199,20 +200,22 @@ class ToolHost:
         wanted = call.timeout_s or tool.timeout_s or self.settings.timeout_s
         timeout_s = min(wanted, self.settings.max_timeout_s)
         began = time.monotonic()
+        most, size = self.settings.result_bytes, 500
         try:
             async with asyncio.timeout(timeout_s):
-                result = as_result(await tool.run(arguments, scope))
+                value = await tool.run(arguments, scope)
+                result, size = await bounded(value, result_bytes=most, data_bytes=self.settings.data_bytes)
         except TimeoutError:
             result = ToolResult.failure(f"{tool.name} did not finish within {timeout_s:g} s", timed_out=True)
         except ToolError as error:
-            result = ToolResult.failure(str(error))
+            result = ToolResult.failure(str(error)[:most])
         except (SandboxError, Refusal):
             raise
         except Exception as error:
             self._log_failure(tool.name, error)
             result = ToolResult.failure(f"{tool.name} failed: {type(error).__name__}: {str(error)[:500]}")
-        result = result.model_copy(update={"duration_s": time.monotonic() - began})
-        return self._bounded(result)
+        self._journal.weigh(call, size)
+        return result.model_copy(update={"duration_s": time.monotonic() - began})
 
     def _log_failure(self, name: str, error: Exception) -> None:
         """The first failure of a kind with its traceback, then each hundredth in a line: a broken tool fills no log."""
@@ -222,33 +225,6 @@ class ToolHost:
             _log.error("tool %s failed", name, exc_info=error)
         elif self._failures[kind] % 100 == 0:
             _log.error("tool %s failed %d times with %s", name, self._failures[kind], kind[1])
-
-    def _bounded(self, result: ToolResult) -> ToolResult:
-        """Keep head and tail of a long output, and drop a structured answer that is too long."""
-        update: dict[str, Any] = {}
-        most = self.settings.result_bytes
-        raw = result.output.encode("utf-8", "replace")
-        if len(raw) > most:
-            dropped = len(raw) - most
-            head = raw[: most // 2].decode("utf-8", "ignore")
-            tail = raw[-(most - most // 2) :].decode("utf-8", "ignore")
-            update |= {
-                "output": f"{head}\n[... {dropped:,} bytes left out ...]\n{tail}",
-                "truncated": True,
-                "dropped_bytes": dropped,
-            }
-        if result.error is not None and len(result.error) > most:
-            update["error"] = result.error[:most]
-        if result.data is not None and json_bytes(result.data) > self.settings.data_bytes:
-            update["data"] = None
-        return result.model_copy(update=update) if update else result
-
-    async def outcome(self, call: ExternalCall) -> ExecuteAnswer | ExecuteRefusal:
-        """Run a call and say how it ended, refusals included."""
-        try:
-            return await self.wait(call, self.submit(call))
-        except Refusal as refusal:
-            return self.refused(call, refusal)
 
     def refused(self, call: ExternalCall, refusal: Refusal) -> ExecuteRefusal:
         """A refusal as a line of a batch."""

@@ -22,7 +22,7 @@ from atropos.api.executor_models import (
     TrajectoryInfo,
     TrajectoryList,
 )
-from atropos.api.http import Gate, Refusal, add_error_handlers
+from atropos.api.http import Gate, Refusal, add_error_handlers, describe_auth
 from atropos.api.trajectories import Call, Trajectories
 from atropos.wire import Problem
 
@@ -72,6 +72,7 @@ def create_executor_app(settings: ExecutorServerSettings, *, executor: Any = Non
 
     app.router.lifespan_context = lifespan
     add_error_handlers(app)
+    describe_auth(app)
     app.add_middleware(Gate, token=settings.token.get_secret_value(), max_body_bytes=MAX_REQUEST_BYTES)
     _add_routes(app)
     _add_calls(app)

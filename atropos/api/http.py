@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-import json
 import math
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
@@ -13,6 +12,7 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
+from starlette.routing import Match
 
 from atropos.wire import Problem
 
@@ -127,6 +127,32 @@ def _explain(error: RequestValidationError) -> str:
     return "; ".join(parts) or "the request is malformed"
 
 
+def describe_auth(app: FastAPI) -> None:
+    """Say in the OpenAPI document that every operation but liveness needs the bearer token, which `Gate` asks for."""
+    generate = app.openapi
+
+    def described() -> dict[str, Any]:
+        document = generate()  # made once, kept by the app, and changed in place here
+        schemes = document.setdefault("components", {}).setdefault("securitySchemes", {})
+        schemes.setdefault("bearer", {"type": "http", "scheme": "bearer"})
+        for path, operations in document["paths"].items():
+            if path not in OPEN_PATHS:
+                for operation in operations.values():
+                    operation["security"] = [{"bearer": []}]
+        return document
+
+    app.openapi = described
+
+
+def _allowed(request: Request) -> str:
+    """The methods of every route at this path: the framework names only those of the first one that fits."""
+    methods: set[str] = set()
+    for route in request.app.routes:
+        if route.matches(request.scope)[0] is not Match.NONE:
+            methods |= getattr(route, "methods", None) or set()
+    return ", ".join(sorted(methods))
+
+
 def add_error_handlers(app: FastAPI) -> None:
     """Give every error the shape of `atropos.wire.Problem`."""
 
@@ -138,18 +164,21 @@ def add_error_handlers(app: FastAPI) -> None:
         assert isinstance(error, RequestValidationError)
         return Refusal(422, "invalid", _explain(error)).response()
 
-    async def http(_: Request, error: Exception) -> JSONResponse:
+    async def http(request: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, HTTPException)
+        if error.status_code == 400:  # the framework's word for a body that is no text; wrong JSON is 422 as well
+            return Refusal(422, "invalid", "body: it is not UTF-8; write one JSON object").response()
         codes = {404: "not_found", 405: "method_not_allowed"}
         answer = Refusal(error.status_code, codes.get(error.status_code, "http"), _safe(error.detail)).response()
         answer.headers.update(dict(error.headers or {}))
+        if error.status_code == 405:
+            answer.headers["Allow"] = _allowed(request)
         return answer
 
+    async def bug(_: Request, error: Exception) -> JSONResponse:
+        return Refusal(500, "internal", f"the server has a bug: {type(error).__name__}; its log says more").response()
+
+    app.add_exception_handler(Exception, bug)
     app.add_exception_handler(Refusal, refused)
     app.add_exception_handler(RequestValidationError, invalid)
     app.add_exception_handler(HTTPException, http)
-
-
-def json_bytes(value: object) -> int:
-    """How long a value is as JSON."""
-    return len(json.dumps(value, ensure_ascii=False, default=str).encode("utf-8", "replace"))

@@ -23,7 +23,7 @@ class Entry:
 
     fingerprint: bytes
     task: asyncio.Task[ToolResult]
-    bytes: int = 0
+    bytes: int = 500
     finished: float | None = None
 
 
@@ -73,14 +73,16 @@ class Journal:
         self._running[key] = entry
         task.add_done_callback(lambda _: self._done(key, entry))
 
+    def weigh(self, call: ExternalCall, size: int) -> None:
+        """Say how much memory the answer of a running call takes, in bytes."""
+        entry = self._running.get((call.trajectory_id, call.call_id))
+        if entry is not None:
+            entry.bytes = size
+
     def _done(self, key: Key, entry: Entry) -> None:
         self._running.pop(key, None)
         if entry.task.cancelled() or entry.task.exception() is not None:
             return  # refused, or ended with its trajectory: nothing that a resend could be told
-        result = entry.task.result()
-        entry.bytes = 500 + 4 * len(result.output)
-        if result.data is not None:
-            entry.bytes += len(str(result.data))
         entry.finished = time.monotonic()
         self._finished[key] = entry
         self._of.setdefault(key[0], set()).add(key)

@@ -8,12 +8,12 @@ from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from typing import Annotated, Any
 
 from fastapi import FastAPI, Path
-from fastapi.responses import StreamingResponse
+from fastapi.responses import Response, StreamingResponse
 from pydantic import SecretStr
 
 from atropos.api.core import ToolHost
 from atropos.api.external import external_services
-from atropos.api.http import Gate, Refusal, add_error_handlers
+from atropos.api.http import Gate, Refusal, add_error_handlers, describe_auth
 from atropos.api.settings import ToolServerSettings, search_from_environment
 from atropos.tools.base import Tool
 from atropos.tools.models import ToolResult
@@ -73,6 +73,7 @@ def create_app(
     )
     app.state.host = host
     add_error_handlers(app)
+    describe_auth(app)
     secret = token or chosen.token
     app.add_middleware(
         Gate, token=None if secret is None else secret.get_secret_value(), max_body_bytes=MAX_REQUEST_BYTES
@@ -97,10 +98,11 @@ def _add_routes(app: FastAPI, host: ToolHost) -> None:
         """Counts of calls, trajectories and what is remembered."""
         return host.stats()
 
-    @app.post("/execute", responses=_ERRORS)
-    async def execute(call: ExternalCall) -> ExecuteAnswer:
+    @app.post("/execute", responses=_ERRORS, response_model=ExecuteAnswer)
+    async def execute(call: ExternalCall) -> Response:
         """Run one call and answer its result. A tool's own failure is a result too."""
-        return await host.wait(call, host.submit(call))
+        answer = await host.wait(call, host.submit(call))
+        return Response(answer.model_dump_json(), media_type="application/json")  # checked once is enough
 
     @app.post(
         "/batch",

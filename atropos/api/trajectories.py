@@ -191,7 +191,7 @@ class Trajectories:
             Refusal: 409, the id belongs to another call; 429, too many wait; 410, the trajectory is broken.
         """
         if body.id is not None and key is not None and body.id != key:
-            raise Refusal(422, "invalid", "id and the header Idempotency-Key differ: give one of them")
+            raise Refusal(409, "ids_differ", "id and the header Idempotency-Key differ: give one of them")
         call_id = body.id or key or f"c-{uuid.uuid4().hex}"
         content = (body.name, body.arguments)
         known = trajectory.calls.get(call_id)

@@ -265,7 +265,7 @@ def as_result(value: Any) -> ToolResult:
     if value is None:
         return ToolResult(success=True)
     if isinstance(value, str):
-        return ToolResult(success=True, output=value.encode("utf-8", "replace").decode())
+        return ToolResult(success=True, output=value if value.isascii() else value.encode("utf-8", "replace").decode())
     if isinstance(value, BaseModel):
         value = value.model_dump(mode="json")
     try:

@@ -4,12 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
-import re
 import signal
-import sys
 from collections.abc import AsyncGenerator
-from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -19,59 +15,7 @@ from pydantic import SecretStr
 
 from atropos.errors import OutcomeUnknown, ToolServerUnavailable
 from atropos.tools.remote import ToolServerClient
-
-TOKEN = "e2e-token"
-COMMAND = (sys.executable, "-m", "atropos.cli", "tool-server", "--port", "0", "--only", "own")
-OWN = ("--tool", "tests.e2e.own_tools:TOOLS")
-
-
-class Server:
-    """A running ToolServer."""
-
-    def __init__(self, process: asyncio.subprocess.Process, url: str) -> None:
-        self.process = process
-        self.url = url
-        self._reader = asyncio.create_task(self._drain())  # a log that nobody reads would stop the server
-
-    async def _drain(self) -> None:
-        assert self.process.stderr is not None
-        while await self.process.stderr.read(65_536):
-            pass
-
-    def rss_mb(self) -> float:
-        text = Path(f"/proc/{self.process.pid}/status").read_text()
-        return int(re.search(r"VmRSS:\s+(\d+)", text)[1]) / 1024  # type: ignore[index]
-
-    def descriptors(self) -> int:
-        return len(os.listdir(f"/proc/{self.process.pid}/fd"))
-
-
-async def start(*more: str) -> Server:
-    process = await asyncio.create_subprocess_exec(
-        *(*COMMAND, *OWN, *more),
-        env={**os.environ, "ATROPOS_TOOL_SERVER_TOKEN": TOKEN},
-        stdout=asyncio.subprocess.DEVNULL,
-        stderr=asyncio.subprocess.PIPE,
-    )
-    assert process.stderr is not None
-    seen = ""
-    async with asyncio.timeout(60):
-        while line := (await process.stderr.readline()).decode():
-            seen += line
-            if found := re.search(r"ToolServer on (http://\S+)", line):
-                return Server(process, found[1])
-    raise AssertionError(f"the ToolServer did not start: {seen}")
-
-
-@contextlib.asynccontextmanager
-async def running(*more: str) -> AsyncGenerator[Server, None]:
-    server = await start(*more)
-    try:
-        yield server
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            server.process.kill()
-        await server.process.wait()
+from tests.e2e.servers import OWN, TOKEN, Server, running
 
 
 @contextlib.asynccontextmanager
@@ -87,7 +31,7 @@ async def client(server: Server) -> AsyncGenerator[ToolServerClient, None]:
 async def test_256_trajectories_beside_a_hanging_a_failing_and_a_flooding_tool():
     """Nobody waits for another's hanging call, answers stay bounded, and memory and sockets do not grow."""
     async with (
-        running() as server,
+        running("tool-server", *OWN) as server,
         aiohttp.ClientSession(
             headers={"Authorization": f"Bearer {TOKEN}"}, connector=aiohttp.TCPConnector(limit=0)
         ) as http,
@@ -129,7 +73,7 @@ async def test_256_trajectories_beside_a_hanging_a_failing_and_a_flooding_tool()
 
 
 async def test_sigterm_finishes_what_runs_and_refuses_what_comes():
-    async with running() as server, client(server) as tools:
+    async with running("tool-server", *OWN) as server, client(server) as tools:
         nap = asyncio.create_task(tools.execute("t", "c", "nap", {"seconds": 1.0}))
         await asyncio.sleep(0.3)
         server.process.send_signal(signal.SIGTERM)
@@ -143,7 +87,7 @@ async def test_sigterm_finishes_what_runs_and_refuses_what_comes():
 
 
 async def test_a_second_signal_ends_it_at_once():
-    async with running() as server, client(server) as tools:
+    async with running("tool-server", *OWN) as server, client(server) as tools:
         hang = asyncio.create_task(tools.execute("t", "c", "hang", {}))
         await asyncio.sleep(0.3)
         server.process.send_signal(signal.SIGTERM)
@@ -156,7 +100,7 @@ async def test_a_second_signal_ends_it_at_once():
 
 async def test_a_server_killed_in_the_middle_is_told_as_such(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("atropos.tools.remote.MAX_ATTEMPTS", 3)  # it waits between them
-    async with running() as server, client(server) as tools:
+    async with running("tool-server", *OWN) as server, client(server) as tools:
         call = asyncio.create_task(tools.execute("t", "c", "hang", {}))
         await asyncio.sleep(0.3)
         server.process.kill()

@@ -1,0 +1,146 @@
+"""A tool's answer within its bounds, worked out in small steps: one that answers 50 MB delays nobody else's calls.
+
+What is too long is cut before it is copied, encoded or checked, and long texts are measured piece by piece.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any, cast
+
+from pydantic import BaseModel
+
+from atropos.tools.base import ToolError, as_result
+from atropos.tools.models import ToolResult
+
+_PIECE = 262_144
+"""Characters that are measured before others get their turn."""
+_NODES_A_TURN = 5_000
+_MAX_NODES = 200_000
+"""Values in a structured answer; with more it is too long, whatever they hold."""
+
+
+async def bounded(value: Any, *, result_bytes: int, data_bytes: int) -> tuple[ToolResult, int]:
+    """What a tool returned, as a result within bounds.
+
+    Args:
+        value: a `ToolResult`, text, or anything that JSON can say.
+        result_bytes: longest output; head and tail of a longer one are kept.
+        data_bytes: longest structured answer; a longer one is dropped, and of its text the beginning is kept.
+
+    Returns:
+        The result, and about how much memory it takes, in bytes.
+
+    Raises:
+        ToolError: it can't be written as JSON.
+    """
+    if isinstance(value, ToolResult):
+        given = value
+    elif isinstance(value, str):
+        text, dropped = await cut(value, result_bytes)
+        given = ToolResult(success=True, output=text, truncated=bool(dropped), dropped_bytes=dropped)
+        return given, 4 * len(text) + 500
+    else:
+        if isinstance(value, BaseModel):
+            value = value.model_dump(mode="json")
+        weight, whole = await weigh(value)
+        if not whole or weight > data_bytes:
+            return _beginning(value, weight, result_bytes), 4 * result_bytes
+        given = as_result(value)
+    update: dict[str, Any] = {}
+    output, dropped = await cut(given.output, result_bytes)
+    if dropped:
+        update |= {"output": output, "truncated": True, "dropped_bytes": given.dropped_bytes + dropped}
+    elif output is not given.output:
+        update["output"] = output
+    if given.error is not None and len(given.error) > result_bytes:
+        update["error"] = given.error[:result_bytes]
+    size = 0
+    if given.data is not None:
+        size, whole = await weigh(given.data)
+        if not whole or size > data_bytes:
+            update["data"], size = None, 0
+    return given.model_copy(update=update) if update else given, size + 4 * len(output) + 500
+
+
+async def cut(text: str, most: int) -> tuple[str, int]:
+    """Head and tail of a text in `most` bytes of UTF-8, and how many bytes were left out; half of a pair is replaced."""
+    if len(text) <= most and text.isascii():
+        return text, 0
+    length = len(text)
+    if not text.isascii():
+        length = 0
+        for at in range(0, len(text), _PIECE):
+            length += len(text[at : at + _PIECE].encode("utf-8", "replace"))
+            await asyncio.sleep(0)
+    if length <= most:
+        return text.encode("utf-8", "replace").decode(), 0
+    half = most // 2
+    head = text[:half].encode("utf-8", "replace")[:half].decode("utf-8", "ignore")
+    tail = text[-(most - half) :].encode("utf-8", "replace")[-(most - half) :].decode("utf-8", "ignore")
+    dropped = length - most
+    return f"{head}\n[... {dropped:,} bytes left out ...]\n{tail}", dropped
+
+
+async def weigh(value: Any) -> tuple[int, bool]:
+    """About how long a value is as JSON, in characters, and whether all of it was looked at."""
+    weight = nodes = 0
+    stack = [value]
+    while stack:
+        one = stack.pop()
+        nodes += 1
+        if isinstance(one, dict):
+            pairs = cast("dict[Any, Any]", one)
+            weight += 2 + sum(len(key) + 4 for key in pairs if isinstance(key, str))
+            stack += pairs.values()
+        elif isinstance(one, list | tuple):
+            items = cast("list[Any]", one)
+            weight += 2 + len(items)
+            stack += items
+        else:
+            weight += len(one) + 2 if isinstance(one, str) else 8
+        if nodes % _NODES_A_TURN == 0:
+            await asyncio.sleep(0)
+        if nodes + len(stack) > _MAX_NODES:
+            return weight + len(stack), False
+    return weight, True
+
+
+def _beginning(value: Any, weight: int, most: int) -> ToolResult:
+    """The first part of an answer that is too long to be given whole."""
+    try:
+        text = json.dumps(_pruned(value, [most], 0), ensure_ascii=False, default=str)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ToolError(f"the tool's answer can't be written as JSON: {error}") from None
+    head = text.encode("utf-8", "replace")[:most].decode("utf-8", "ignore")
+    dropped = max(weight - len(head), 1)
+    note = f"[... about {dropped:,} bytes left out: the answer is too long ...]"
+    return ToolResult(success=True, output=f"{head}\n{note}", truncated=True, dropped_bytes=dropped)
+
+
+def _pruned(value: Any, left: list[int], depth: int) -> Any:
+    """As much of a value as `left` characters hold."""
+    if depth > 100:
+        return "..."
+    left[0] -= 2
+    if isinstance(value, str):
+        kept = value[: max(left[0], 0)]
+        left[0] -= len(kept)
+        return kept
+    if isinstance(value, dict):
+        shown: dict[str, Any] = {}
+        for key, one in cast("dict[Any, Any]", value).items():
+            if left[0] <= 0:
+                break
+            left[0] -= len(str(key))
+            shown[str(key)] = _pruned(one, left, depth + 1)
+        return shown
+    if isinstance(value, list | tuple):
+        items: list[Any] = []
+        for one in cast("list[Any]", value):
+            if left[0] <= 0:
+                break
+            items.append(_pruned(one, left, depth + 1))
+        return items
+    return value

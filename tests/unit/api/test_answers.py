@@ -1,0 +1,84 @@
+"""Answers of any size and shape come out within their bounds, and working that out leaves the loop to others."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+
+from atropos.api.answers import bounded, cut, weigh
+from atropos.tools.base import ToolError
+from atropos.tools.models import ToolResult
+
+CIRCLE: list[Any] = []
+CIRCLE.append(CIRCLE)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        "x" * 50_000_000,
+        "é" * 10_000_000,
+        "\ud800" * 1_000_000,
+        {"text": "x" * 50_000_000},
+        {"text": "é" * 5_000_000, "more": [1, 2]},
+        [{"k": index} for index in range(300_000)],
+        {str(index): None for index in range(300_000)},
+        ToolResult(success=True, output="x" * 10_000_000, data={"a": "y" * 10_000_000}),
+        ToolResult.failure("e" * 10_000_000),
+    ],
+    ids=["text", "wide text", "halves", "object", "wide object", "many", "many keys", "result", "error"],
+)
+async def test_a_huge_answer_is_cut_and_says_so(value: Any):
+    result, size = await bounded(value, result_bytes=10_000, data_bytes=20_000)
+    assert len(result.model_dump_json()) < 60_000
+    assert size < 60_000
+    assert result.data is None
+    assert result.truncated or result.error
+
+
+@pytest.mark.parametrize(
+    "value", ["", "é", None, 3, [1, None], {"a": {"b": [True]}}, ToolResult(success=True, output="a")]
+)
+async def test_a_small_answer_passes_as_it_is(value: Any):
+    result, _ = await bounded(value, result_bytes=10_000, data_bytes=20_000)
+    assert result.success
+    assert not result.truncated
+    if isinstance(value, dict):
+        assert result.data == value
+        assert json.loads(result.output) == value
+
+
+@pytest.mark.parametrize("value", [CIRCLE, {(1, 2): 3}])
+async def test_what_json_cannot_say_is_the_tools_error(value: Any):
+    try:
+        result, _ = await bounded(value, result_bytes=1000, data_bytes=2000)
+    except ToolError as error:
+        assert "JSON" in str(error)
+    else:
+        assert result.truncated
+
+
+async def test_a_cut_keeps_head_and_tail_and_counts_exactly():
+    text, dropped = await cut("é" * 3000, 1000)
+    head, note, tail = text.split("\n")
+    assert (len(head), len(tail), dropped) == (250, 250, 5000)
+    assert "5,000 bytes left out" in note
+
+
+async def test_others_get_their_turn_while_an_answer_is_weighed():
+    turns = 0
+
+    async def other() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    task = asyncio.create_task(other())
+    assert (await weigh([[1]] * 100_000))[1] is False
+    await cut("é" * 5_000_000, 1000)
+    task.cancel()
+    assert turns >= 20
