@@ -10,6 +10,7 @@ from atropos.envs import TaskEnv, TaskEnvConfig
 from atropos.envs.rollout import GroupsDropped
 from atropos.errors import ConfigError
 from tests.e2e.hermes_support import call, groups, make, running_policy, script
+from tests.settings import shows
 
 
 @pytest.fixture
@@ -64,6 +65,15 @@ async def test_a_task_from_setup_to_reward(policy, tmp_path, fork_setup):
     assert env.metrics.trajectories == 2
 
 
+@shows("verifier_mode")
+@pytest.mark.parametrize(("mode", "score"), [("shared", 1.0), ("separate", 0.0)])
+async def test_the_verifier_runs_where_it_is_told_to(policy, tmp_path, mode, score):
+    plant = script({"calls": [call("terminal", command="echo x > /etc/planted")]}, "done")
+    task(tmp_path, "t", prompt=plant, test="test -e /etc/planted; echo $((1 - $?)) > /logs/verifier/reward.txt")
+    found, _ = await run(policy, tmp_path, verifier_mode=mode)
+    assert found["t"]["scores"] == [score, score]
+
+
 async def test_verifiers_without_a_reward_drop_the_group_or_score_zero(policy, tmp_path):
     task(tmp_path, "fine")
     task(tmp_path, "silent", test="true")
@@ -103,6 +113,16 @@ async def test_the_agents_time_is_bounded_and_its_work_still_scored(policy, tmp_
 
 def config(tmp_path, **settings):
     return TaskEnvConfig(tasks_path=str(tmp_path / "tasks"), tokenizer_name="x", **settings)
+
+
+@shows("task_images")
+def test_an_image_that_nothing_stands_in_for_is_refused_by_name(tmp_path):
+    task(tmp_path, "t")
+    (tmp_path / "tasks/t/environment/Dockerfile").write_text("FROM alpine:3\nWORKDIR /workspace\n")
+    with pytest.raises(ConfigError, match=r"'alpine:3'; name it in task_images"):
+        TaskEnv(config(tmp_path), [])
+    with pytest.raises(ConfigError, match="tokenizer"):  # the next thing that is wrong
+        TaskEnv(config(tmp_path, task_images="debian*,alpine:3"), [])
 
 
 def test_what_slots_do_not_give_is_refused_by_name(tmp_path):

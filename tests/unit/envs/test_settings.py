@@ -1,0 +1,330 @@
+"""What the settings of the agent and of the run change, seen by the inference server and in what is written."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from pathlib import Path
+
+import pytest
+from aiohttp import web
+
+from atropos.envs import AgentEnvConfig, HermesAgentBaseEnv, HermesAgentEnvConfig
+from atropos.envs.rollout import GroupsDropped
+from atropos.errors import ConfigError, SlotLost
+from examples.policy.play import TASKS, Policy
+from examples.policy.server import PolicyServer, Settings
+from tests.e2e.hermes_support import make as make_hermes
+from tests.settings import shows
+from tests.unit.envs.support import ScriptEnv, StandInExecutor, call, items, make
+
+TWO_CALLS = [{"calls": [call("a")]}, {"calls": [call("b")]}, "done"]
+
+
+class Recording:
+    """The policy server in this loop, and the bodies of the requests that it got, the probe's left out."""
+
+    url: str
+
+    def __init__(self) -> None:
+        self._bodies: list[dict] = []
+        self.delay_s = 0.0
+
+    @property
+    def bodies(self) -> list[dict]:
+        return [body for body in self._bodies if body.get("max_tokens") != 1]
+
+    @web.middleware
+    async def keep(self, request, handler):
+        if request.method == "POST":
+            self._bodies.append(await request.json())
+            await asyncio.sleep(self.delay_s if self.bodies else 0)
+        return await handler(request)
+
+
+@pytest.fixture
+async def policy():
+    recording = Recording()
+    app = PolicyServer(Policy(TASKS), Settings()).application()
+    app.middlewares.append(recording.keep)
+    runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    recording.url = f"http://127.0.0.1:{runner.addresses[0][1]}/v1"
+    yield recording
+    await runner.cleanup()
+
+
+async def run(env, *script):
+    """The env's only item played; its group as written, and the messages of its first member."""
+    env.items = items(1, *script)
+    await env.process_manager()
+    [line] = Path(env.config.data_path_to_save_groups).read_text().splitlines()
+    group = json.loads(line)
+    return group, group["messages"][0]
+
+
+# ------------------------------------------------------------------------------------------------------------- AgentEnv
+
+
+@shows("agent_max_steps")
+async def test_a_trajectory_has_no_more_turns_than_agent_max_steps(policy, tmp_path):
+    env = make(ScriptEnv, policy.url, tmp_path / "g.jsonl", agent_max_steps=2)
+    group, _ = await run(env, *TWO_CALLS)
+    assert {one["steps"] for one in group["atropos"]["trajectories"]} == {2}
+    assert {one["stop_reason"] for one in group["atropos"]["trajectories"]} == {"max_steps"}
+
+
+@shows("agent_temperature", "agent_max_tokens", "seed")
+async def test_sampling_settings_reach_the_server(policy, tmp_path):
+    settings = {"agent_temperature": 0.25, "agent_max_tokens": 77, "seed": 9}
+    await run(make(ScriptEnv, policy.url, tmp_path / "g.jsonl", **settings), *TWO_CALLS)
+    assert {body["temperature"] for body in policy.bodies} == {0.25}
+    assert {body["max_tokens"] for body in policy.bodies} == {77}
+    first = {body["seed"] for body in policy.bodies}
+    assert len(first) >= 3, "each member of the group has its own"
+    policy._bodies.clear()
+    await run(make(ScriptEnv, policy.url, tmp_path / "h.jsonl"), *TWO_CALLS)
+    assert not any("seed" in body for body in policy.bodies)
+    assert min(body["max_tokens"] for body in policy.bodies) > 10_000, "what is left of the context"
+
+
+@shows("agent_tool_delay_s")
+async def test_a_pause_follows_each_call(policy, tmp_path):
+    seconds = {}
+    for delay in (0.0, 0.4):
+        env = make(ScriptEnv, policy.url, tmp_path / f"{delay}.jsonl", agent_tool_delay_s=delay, group_size=1)
+        group, _ = await run(env, *TWO_CALLS)
+        seconds[delay] = group["atropos"]["trajectories"][0]["phases"]["agent"]
+    assert seconds[0.4] >= 0.8
+
+
+@shows("agent_system_prompt")
+async def test_the_system_prompt_stands_before_the_tools(policy, tmp_path):
+    env = make(ScriptEnv, policy.url, tmp_path / "g.jsonl", agent_system_prompt="Speak like a pirate.")
+    _, messages = await run(env, *TWO_CALLS)
+    assert messages[0]["role"] == "system"
+    assert messages[0]["content"].startswith("Speak like a pirate.")
+    assert '"name": "terminal"' in messages[0]["content"]
+
+
+@shows("agent_tool_parser")
+async def test_calls_are_read_in_the_parsers_format(policy, tmp_path):
+    env = make(ScriptEnv, policy.url, tmp_path / "g.jsonl", agent_tool_parser="kimi_k2")
+    group, _ = await run(env, *TWO_CALLS)  # the policy writes hermes' format
+    assert {one["calls"] for one in group["atropos"]["trajectories"]} == {0}
+    with pytest.raises(ConfigError, match="nosuch"):
+        await make(ScriptEnv, policy.url, None, agent_tool_parser="nosuch").process_manager()
+
+
+@shows("agent_max_result_chars")
+async def test_long_results_are_shortened_for_the_model(policy, tmp_path):
+    env = make(ScriptEnv, policy.url, tmp_path / "g.jsonl", agent_max_result_chars=120)
+    _, messages = await run(env, {"calls": [call("x" * 5_000)]}, "done")
+    [answer] = [message["content"] for message in messages[2:] if message["role"] == "user"]
+    assert len(answer) < 600
+
+
+@shows("enabled_toolsets", "disabled_toolsets")
+def test_toolsets_are_offered_and_taken_away():
+    def names(**settings):
+        env = make(ScriptEnv, "http://127.0.0.1:9/v1", None, **settings)
+        return {tool.name for tool in env.build_tools()}
+
+    assert names() == {"terminal", "process", "read_file", "write_file", "patch", "search_files"}
+    assert "terminal" in names(enabled_toolsets=["terminal"])
+    assert "read_file" not in names(enabled_toolsets=["terminal"])
+    assert "terminal" not in names(disabled_toolsets=["terminal"])
+
+
+@shows("trajectory_retries")
+@pytest.mark.parametrize("retries", [0, 2])
+async def test_a_trajectory_is_tried_again_as_often_as_told(policy, tmp_path, retries):
+    tried: list[str] = []
+
+    class Env(ScriptEnv):
+        @staticmethod
+        def fault(trajectory, _call):
+            tried.append(trajectory)
+            raise SlotLost("gone")
+
+    env = make(Env, policy.url, tmp_path / "g.jsonl", trajectory_retries=retries, group_size=1)
+    env.items = items(1)
+    with pytest.raises(GroupsDropped):
+        await env.process_manager()
+    assert len(set(tried)) == 1 + retries
+
+
+@shows("model_timeout_s", "model_retries")
+async def test_a_model_call_has_a_deadline(policy, tmp_path):
+    settings = {"model_timeout_s": 0.5, "model_retries": 0, "trajectory_retries": 0, "group_size": 1}
+    env = make(ScriptEnv, policy.url, tmp_path / "g.jsonl", **settings)
+    policy.delay_s = 30
+    began = time.monotonic()
+    with pytest.raises(GroupsDropped, match="inference"):
+        await run(env, "done")
+    assert time.monotonic() - began < 20
+    assert len(policy.bodies) == 1
+
+
+@shows("process_concurrency")
+@pytest.mark.parametrize("groups", [1, 3])
+async def test_as_many_groups_are_in_flight_as_told(policy, tmp_path, groups):
+    inside = most = 0
+
+    class Env(ScriptEnv):
+        async def setup_trajectory_workspace(self, item, *, trajectory_id, exec_tool):
+            nonlocal inside, most
+            inside += 1
+            most = max(most, inside)
+            await asyncio.sleep(0.1)
+            inside -= 1
+            return {}
+
+    env = make(Env, policy.url, None, process_concurrency=groups, group_size=1)
+    env.items = items(6)
+    await env.process_manager()
+    assert most == groups
+
+
+@shows("allow_placeholder_tokens")
+async def test_serve_refuses_placeholder_tokens_unless_they_are_allowed(policy):
+    def env(**settings):
+        return make(
+            ScriptEnv, policy.url, None, server_type="openai", rollout_server_url="http://127.0.0.1:9", **settings
+        )
+
+    with pytest.raises(ConfigError, match=r"openai\.server_type: openai doesn't tell"):
+        await env().env_manager()
+    with pytest.raises(ConfigError, match=r"env\.rollout_server_url"):  # the next thing that is wrong
+        await env(allow_placeholder_tokens=True).env_manager()
+
+
+@shows("group_size")
+async def test_groups_have_the_size_that_was_asked_for(policy, tmp_path):
+    group, _ = await run(make(ScriptEnv, policy.url, tmp_path / "g.jsonl", group_size=5), "done")
+    assert len(group["scores"]) == len(group["tokens"]) == 5
+
+
+# -------------------------------------------------------------------------------------------------------------- Hermes
+
+
+class Hermes(HermesAgentBaseEnv):
+    """Rows carry the policy's script; every rollout scores 1."""
+
+    fault = None
+    most_rewards = rewards = 0
+
+    async def setup(self):
+        self.rows = self.load_rows()
+
+    async def get_next_item(self):
+        return next(self.rows, None)
+
+    async def start_tool_backend(self, tools=None):
+        self._executor = StandInExecutor(tools or self.build_tools())
+
+    async def compute_reward(self, item, result, ctx):
+        self.rewards += 1
+        self.most_rewards = max(self.most_rewards, self.rewards)
+        await asyncio.sleep(0.05)
+        self.rewards -= 1
+        return 1.0
+
+
+async def hermes(policy, tmp_path, *rows, **settings):
+    """Rows (a script, or a whole row) played; the env, and the messages of the first group's first member."""
+    whole = [row if isinstance(row, dict) else {"prompt": f"```policy\n{json.dumps(row)}\n```"} for row in rows]
+    env = make_hermes(Hermes, (policy.url, None), tmp_path, whole, **settings)
+    await env.process_manager()
+    first = json.loads((tmp_path / "groups.jsonl").read_text().splitlines()[0])
+    return env, first["messages"][0]
+
+
+@shows("system_prompt")
+async def test_hermes_system_prompt_is_the_first_message(policy, tmp_path):
+    _, messages = await hermes(policy, tmp_path, ["done"], system_prompt="Be terse.", server_type="openai")
+    assert messages[0] == {"role": "system", "content": "Be terse."}
+
+
+@shows("extra_body")
+async def test_extra_fields_reach_an_openai_server(policy, tmp_path):
+    extra = {"top_k": 7, "chat_template_kwargs": {"thinking": True}}
+    await hermes(policy, tmp_path, ["done"], extra_body=extra, server_type="openai")
+    assert {(body["top_k"], body["chat_template_kwargs"]["thinking"]) for body in policy.bodies} == {(7, True)}
+
+
+@shows("max_agent_turns")
+async def test_a_rollout_has_no_more_turns_than_max_agent_turns(policy, tmp_path):
+    env, messages = await hermes(policy, tmp_path, TWO_CALLS, max_agent_turns=2)
+    assert sum(message["role"] == "assistant" for message in messages) == 2
+    assert env.metrics.stop_reasons == {"max_turns": 2}
+
+
+@shows("tool_call_parser")
+async def test_hermes_calls_are_read_in_the_parsers_format(policy, tmp_path):
+    env, _ = await hermes(policy, tmp_path, TWO_CALLS, tool_call_parser="kimi_k2")
+    assert env.metrics.calls == 0
+
+
+@shows("tool_pool_size")
+@pytest.mark.parametrize("size", [1, 3])
+async def test_no_more_rewards_are_in_flight_than_tool_pool_size(policy, tmp_path, size):
+    env, _ = await hermes(policy, tmp_path, ["done"], tool_pool_size=size, group_size=4)
+    assert env.most_rewards == size
+
+
+@shows("dataset_name", "prompt_field")
+async def test_the_prompt_comes_from_the_rows_field(policy, tmp_path):
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"question": "why?", "prompt": "unused"}) + "\n")
+    settings = {"dataset_name": str(tmp_path / "rows.jsonl"), "prompt_field": "question"}
+    _, messages = await hermes(policy, tmp_path, total_steps=1, **settings)
+    assert {"role": "user", "content": "why?"} in messages
+    with pytest.raises(ConfigError, match="prompt_field: the item has no 'nosuch'"):
+        await hermes(policy, tmp_path / "b", {"prompt": "x"}, prompt_field="nosuch")
+
+
+@shows("dataset_split")
+def test_the_split_of_a_hub_dataset_is_asked_for(monkeypatch):
+    import datasets
+
+    from atropos.envs.hermes_data import load_rows
+
+    asked = []
+    monkeypatch.setattr(datasets, "load_dataset", lambda *a, **k: asked.append((a, k)) or [{"prompt": "x"}])
+    assert load_rows("someone/something", "validation") == [{"prompt": "x"}]
+    assert "validation" in repr(asked)
+
+
+@shows("distribution")
+def test_a_distribution_offers_its_toolsets_alone():
+    def names(name, *groups):
+        config = {"distribution": name, "enabled_toolsets": None, "seed": 1}
+        env = make_hermes(Hermes, ("http://127.0.0.1:9/v1", None), Path(), [], **config)
+        env._executor = StandInExecutor(env.build_tools())
+        return [tuple(sorted(env.tools_of(group).names)) for group in groups]
+
+    drawn = names("interactive", *map(str, range(30)))
+    assert len(set(drawn)) > 1
+    assert drawn == names("interactive", *map(str, range(30))), "the same seed draws the same"
+
+
+@shows("terminal_timeout")
+def test_a_command_that_names_no_timeout_gets_the_configured_one():
+    limits = HermesAgentEnvConfig(terminal_timeout=900).executor_config().limits
+    assert (limits.command_timeout_s, limits.max_timeout_s) == (900, 900)
+    assert HermesAgentEnvConfig(terminal_timeout=5).executor_config().limits.command_timeout_s == 5
+
+
+@shows("terminal_backend", "tool_pool_mode")
+def test_the_backend_is_the_pools():
+    assert HermesAgentEnvConfig(terminal_backend="docker").pool_config().backend == "docker"
+    assert AgentEnvConfig(tool_pool_mode="nomad").pool_config().backend == "nomad"
+    assert AgentEnvConfig(tool_pool_mode="local").pool_config().backend == "local"
+
+
+@shows("privileged")
+def test_privileged_is_refused_with_an_explanation():
+    with pytest.raises(ConfigError, match=r"env\.?.*privileged.*never privileged"):
+        AgentEnvConfig(privileged=True)
