@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from atropos.sandbox.runtime import INSIDE
 from atropos.sandbox.spawner import SECCOMP_FD, STATUS_FD
-from atropos.sandbox.volumes import Base, Volume
+from atropos.sandbox.volumes import GATE, NEXT, Base, Volume
 
 HOSTNAME = "atropos"
 CAPABILITIES = (
@@ -81,6 +81,10 @@ def command(
         "--ro-bind",
         f"{volume.folder}/runtime",
         INSIDE,
+        # through it a slot that runs already gets the root of a snapshot; to its programs, it is an empty folder
+        "--ro-bind",
+        f"{volume.folder}/{GATE}",
+        f"{INSIDE}/{NEXT}",
         # even a foreign loader reads this file: it would run code of a snapshot's maker in PID 1
         "--ro-bind",
         preload,

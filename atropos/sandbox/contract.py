@@ -50,6 +50,15 @@ class Sandbox(Protocol):
         """Kill what the call started; its `run` then returns a result that says `cancelled`."""
         ...
 
+    async def stand_on(self, layers: Sequence[Layer], base: str | None = None) -> None:
+        """Before the first operation: stand on `layers` (topmost first) over a base instead of on the default base.
+
+        Raises:
+            NotSupported: there is no such base.
+            SandboxError: it failed; the sandbox must be stopped.
+        """
+        ...
+
     async def stop(self) -> Stopped:
         """Kill everything in it, confirm, detach its mounts, remove its cgroups. Bounded in time; idempotent."""
         ...
@@ -70,10 +79,8 @@ class Host(Protocol):
         """Try every isolation property from inside a throw-away sandbox."""
         ...
 
-    async def start(
-        self, name: str, *, layers: Sequence[Layer] = (), base: str | None = None, network: bool = False
-    ) -> Sandbox:
-        """Start a sandbox on a fresh volume over `layers` (topmost first) over the base.
+    async def start(self, name: str, *, network: bool = False) -> Sandbox:
+        """Start a sandbox on a fresh volume over the default base.
 
         Raises:
             SandboxError: it could not be started; nothing of it is left.

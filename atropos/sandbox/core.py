@@ -177,9 +177,9 @@ class Core:
             if request.base is not None and request.base != snapshot.base:
                 raise NotSupported(f"the snapshot stands on base {snapshot.base!r}, not {request.base!r}")
             self._stand_on(run, snapshot)
-            return await self.shelf.start(run.layers, snapshot.base, network=request.network)
+            return await self.shelf.take_on(START_S, run.layers, snapshot.base, network=request.network)
         if request.base is not None:
-            return await self.shelf.start((), request.base, network=request.network)
+            return await self.shelf.take_on(START_S, (), request.base, network=request.network)
         return await self.shelf.take(START_S, network=request.network)
 
     def lease_of(self, held: Held) -> Lease:
@@ -379,7 +379,7 @@ class Core:
         self._let_go_layers(run)
         self._stand_on(run, snapshot)
         try:
-            sandbox = await self.shelf.start(run.layers, base, network=request.network)
+            sandbox = await self.shelf.take_on(START_S, run.layers, base, network=request.network)
         except BaseException as error:
             self.drop_layers(self.snapshots.drop(name))
             self.end(run.held, SlotLost.code, f"the workspace did not start again above its snapshot: {error}")

@@ -66,6 +66,9 @@ class SlotHost:
                 os.mkdir(f"{host._scratch}/{name}", 0o755)
             host._seccomp = filter.program().hex()
             host._runtime = await asyncio.to_thread(runtime.build, f"{host._scratch}/runtime")
+            os.mkdir(f"{host._scratch}/runtime/{volumes.NEXT}", 0o755)
+            for path in (host._runtime.empty, host._empty):
+                volumes.read_only(path)
             host._prepare_bases()
         except OSError as error:
             raise IsolationUnavailable(f"the server's own files could not be set up: {error}") from error
@@ -111,8 +114,6 @@ class SlotHost:
         self,
         name: str,
         *,
-        layers: Sequence[Layer] = (),
-        base: str | None = None,
         network: bool = False,
         limits: SlotLimits | None = None,
     ) -> SlotSandbox:
@@ -120,10 +121,7 @@ class SlotHost:
         limits = limits or self.config.limits
         if network and self.egress is None:
             raise NotSupported("network=True: this server gives no slot a network (allow_network is false)")
-        stands_on = self._bases.get(base)
-        if stands_on is None:
-            known = ", ".join(repr(key) for key in self._bases if key is not None) or "none"
-            raise NotSupported(f"base={base!r} is not one of this server's (bases: {known})")
+        stands_on = self._bases[None]
         unique = f"{next(self._serial)}"
         folder = f"{self._scratch}/slots/{unique}"
         disk = f"{self._entered.disk}/{unique}" if self._entered.disk is not None else None
@@ -133,7 +131,6 @@ class SlotHost:
             volume = volumes.create(
                 folder,
                 stands_on,
-                [layer.path for layer in layers],
                 limits,
                 self._runtime.path,
                 self._empty,
@@ -143,7 +140,7 @@ class SlotHost:
             if cgroup is not None:
                 cgroup.remove()
             raise SandboxError(f"slot {name} could not be made: {error}") from error
-        sandbox = SlotSandbox(self, name, volume, cgroup, layers, limits, network=network)
+        sandbox = SlotSandbox(self, name, volume, cgroup, limits, network=network)
         self._live.add(sandbox)
         try:
             await sandbox.start(stands_on)
@@ -153,6 +150,23 @@ class SlotHost:
                 raise SandboxError(f"slot {name} could not be started: {error}") from error
             raise
         return sandbox
+
+    def base(self, name: str | None) -> volumes.Base:
+        """A base by its name.
+
+        Raises:
+            NotSupported: there is none of that name.
+        """
+        found = self._bases.get(name)
+        if found is None:
+            known = ", ".join(repr(key) for key in self._bases if key is not None) or "none"
+            raise NotSupported(f"base={name!r} is not one of this server's (bases: {known})")
+        return found
+
+    def restack(self, volume: volumes.Volume, base: str | None, layers: Sequence[Layer]) -> None:
+        """Mount another root in a volume's gate; see `volumes.restack`."""
+        paths = [layer.path for layer in layers]
+        volumes.restack(volume, self.base(base), paths, self._runtime.empty, self._empty)
 
     def request(
         self,
@@ -171,7 +185,7 @@ class SlotHost:
         if creator is not None:
             self._creators.append(creator)  # round and round: reused long after its last slot is gone
         ranged = creator is not None
-        preload = volumes.preload_cover(volume, self._runtime.empty, self._empty)
+        preload = volumes.preload_cover(volume.root, self._runtime.empty, self._empty)
         return {
             "argv": bwrap.command(
                 self._bwrap, volume, base, self._runtime.empty, preload, self._runtime.argv, network=network

@@ -178,6 +178,7 @@ _KNOWN = {
     ),
     "cpu_weight": _Known(False, "run the server as root with a cpu cgroup controller, or delegate it to its user"),
     "files": _Known(True, "report this: the runner's file operations failed"),
+    "forks": _Known(True, "Linux 5.8 or later, and a seccomp profile that allows setns and pivot_root, as shipped"),
     "sessions": _Known(False, "devpts in a user namespace: a kernel with CONFIG_DEVPTS_MULTIPLE_INSTANCES"),
 }
 
@@ -196,6 +197,7 @@ async def run(host: SlotHost, entered: Entered) -> list[Feature]:
         found["cpu_weight"] = ("cpu" in controllers, entered.cgroups.missing.get("cpu", ""))
         found["files"] = await _files(sandbox)
         found["sessions"] = await _sessions(sandbox)
+        found["forks"] = await _forks(sandbox)
     finally:
         stopped = await sandbox.stop()
     found["reset"] = (stopped.clean, stopped.detail)
@@ -259,3 +261,14 @@ async def _sessions(sandbox: SlotSandbox) -> tuple[bool, str]:
     passed = isinstance(state, ProcState) and b"terminal" in state.output
     await sandbox.run("probe-end", ProcKill(id=begun.id, signal="KILL"))
     return passed, str(state)[:300]
+
+
+async def _forks(sandbox: SlotSandbox) -> tuple[bool, str]:
+    """Another root for a sandbox that runs: what was written on the first one is not there any more."""
+    await sandbox.run("probe-before", WriteFile(path="/workspace/before", data=b""))
+    try:
+        await sandbox.stand_on(())
+    except SandboxError as error:
+        return False, str(error)
+    result = await sandbox.run("probe-fork", Exec(command="test -d /workspace -a ! -e /workspace/before", timeout_s=10))
+    return isinstance(result, ExecResult) and result.exit_code == 0, _shown(result)

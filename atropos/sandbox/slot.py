@@ -17,6 +17,7 @@ from atropos.errors import OutcomeUnknown, SandboxError, SlotLost
 from atropos.sandbox import cgroups, exchange, volumes
 from atropos.sandbox.channel import Channel
 from atropos.sandbox.contract import Layer, Stopped
+from atropos.sandbox.runtime import INSIDE
 from atropos.sandbox.spawning import Exit
 from atropos.wire import ExecResult, Operation, OpResult
 
@@ -39,13 +40,12 @@ class SlotSandbox:
         name: str,
         volume: volumes.Volume,
         cgroup: cgroups.SlotCgroup,
-        layers: Sequence[Layer],
         limits: SlotLimits,
         *,
         network: bool = False,
     ) -> None:
         self.name = name
-        self.layers = tuple(layers)
+        self.layers: tuple[Layer, ...] = ()
         self.limits = limits
         self.died: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self.host_pid: int | None = None
@@ -54,6 +54,7 @@ class SlotSandbox:
         self._volume = volume
         self._cgroup = cgroup
         self._network = network
+        self._creator: int | None = None
         self._proxy: int | None = None
         self._channel: Channel | None = None
         self._started: asyncio.Future[int] | None = None
@@ -142,6 +143,7 @@ class SlotSandbox:
         self._channel = Channel(ours, output_bytes=limits.output_bytes, on_broken=self._broke)
         try:
             request = self._host.request(self._volume, base, self._cgroup, limits, network=self._network)
+            self._creator = request["creator"]
             near, far = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             try:
                 fds = [theirs.fileno(), status_w, errors_w, far.fileno()]
@@ -171,6 +173,28 @@ class SlotSandbox:
         finally:
             os.close(status_r)
             os.close(errors_r)
+
+    async def stand_on(self, layers: Sequence[Layer], base: str | None = None) -> None:
+        """Get another root; see `contract.Sandbox.stand_on`."""
+        if self._calls or self._volume.restacked:
+            raise SandboxError(f"slot {self.name} is in use: it can't get another root any more")
+        errors_r, errors_w = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        try:
+            self._host.restack(self._volume, base, layers)
+            request = {"restack": f"{INSIDE}/{volumes.NEXT}/{volumes.NEXT}", "creator": self._creator}
+            started, ended = await self._host.spawner.start(request, [self._init_fd, errors_w])
+            async with asyncio.timeout(START_DEADLINE_S):
+                await started
+                code = (await ended).code
+        except (OSError, TimeoutError) as error:
+            raise SandboxError(f"slot {self.name} got no root of its own: {error or type(error).__name__}") from error
+        else:
+            if code:
+                raise SandboxError(f"slot {self.name} got no root of its own: {_said(errors_r) or code}")
+        finally:
+            os.close(errors_r)
+            os.close(errors_w)
+        self.layers = tuple(layers)
 
     async def _reach_out(self, near: socket.socket, errors_r: int) -> None:
         """Give the proxy the socket that was made in the slot's own network."""

@@ -84,7 +84,7 @@ class Spawner:
             return False
         request: dict[str, Any] = json.loads(data)
         try:
-            pid = self._start(request, fds)
+            pid = self._restack(request, fds) if "restack" in request else self._start(request, fds)
         except OSError as error:
             self._tell({"id": request["id"], "error": str(error)})
         else:
@@ -173,6 +173,48 @@ class Spawner:
             os.close(ready_r)
             os.close(go_w)
         return pid
+
+    def _restack(self, request: dict[str, Any], fds: list[int]) -> int:
+        """Fork; the child gives a running slot the root that waits in its gate, and ends with 0 when that is so."""
+        pid = os.fork()
+        if pid == 0:
+            code = 1
+            try:
+                signal.set_wakeup_fd(-1)
+                os.dup2(fds[1], 2)
+                _change_root(fds[0], request["creator"], request["restack"])
+                code = 0
+            except BaseException as error:
+                with contextlib.suppress(OSError):
+                    os.write(2, f"{type(error).__name__}: {error}\n".encode())
+            finally:
+                os._exit(code)
+        return pid
+
+
+def _change_root(slot: int, creator: int | None, waiting: str) -> None:
+    """Enter a slot's user and mount namespaces and make what waits there the root of all that is in it.
+
+    Only the PID 1 that bubblewrap started is in it yet. The kernel moves its root and working directory along; it stays
+    without any capability to mount, before and after.
+    """
+    if creator is not None:  # the maker of a user namespace has every capability in it, and this one needs no other
+        os.setresgid(creator, creator, creator)
+        os.setresuid(creator, creator, creator)
+    syscalls.setns(slot, syscalls.CLONE_NEWUSER | syscalls.CLONE_NEWNS)
+    before = os.open("/", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    os.chdir(waiting)
+    wanted = os.stat(".")
+    for name in ("proc", "dev"):
+        syscalls.mount(f"/{name}", name, None, syscalls.MS_MOVE)
+    syscalls.pivot_root(".", ".")
+    os.fchdir(before)
+    syscalls.umount(".")
+    os.chdir("/")
+    for path in ("/", "/proc/1/root/", "/proc/1/cwd/"):
+        found = os.stat(path)
+        if (found.st_dev, found.st_ino) != (wanted.st_dev, wanted.st_ino):
+            raise OSError(f"{path} is not the new root")
 
 
 def _children() -> list[int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
 import platform
 from typing import Any
@@ -11,7 +12,7 @@ CLONE_NEWNS = 0x0002_0000
 CLONE_NEWUSER = 0x1000_0000
 CLONE_NEWNET = 0x4000_0000
 MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC = 1, 2, 4, 8
-MS_REMOUNT, MS_BIND, MS_REC, MS_PRIVATE = 32, 4096, 16384, 1 << 18
+MS_REMOUNT, MS_BIND, MS_MOVE, MS_REC, MS_PRIVATE, MS_SHARED = 32, 4096, 8192, 16384, 1 << 18, 1 << 20
 MNT_DETACH = 2
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_CAPBSET_DROP = 1, 4, 24
 PR_SET_CHILD_SUBREAPER = 36
@@ -20,6 +21,7 @@ PR_CAP_AMBIENT_RAISE, PR_CAP_AMBIENT_CLEAR_ALL = 2, 4
 KEYCTL_JOIN_SESSION_KEYRING = 1
 _CAP_VERSION_3 = 0x2008_0522
 _KEYCTL = {"x86_64": 250, "aarch64": 219}
+_PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
 # <linux/capability.h>
 CAPABILITIES = {
     "CHOWN": 0,
@@ -80,6 +82,19 @@ def umount(target: str, flags: int = MNT_DETACH) -> None:
 def unshare(flags: int) -> None:
     """Leave namespaces of the caller for new ones."""
     _check(libc.unshare(flags), "unshare")
+
+
+def setns(fd: int, flags: int) -> None:
+    """Enter namespaces of another process, by its pidfd (Linux 5.8)."""
+    _check(libc.setns(fd, flags), "setns")
+
+
+def pivot_root(new: str, put_old: str) -> None:
+    """Make `new` the root of this mount namespace, and of every process in it whose root the old one was."""
+    number = _PIVOT_ROOT.get(platform.machine())
+    if number is None:
+        raise OSError(errno.ENOSYS, f"pivot_root: its number on {platform.machine()} is not known")
+    _check(libc.syscall(number, os.fsencode(new), os.fsencode(put_old)), "pivot_root")
 
 
 def prctl(option: int, arg: int = 0, arg3: int = 0) -> int:

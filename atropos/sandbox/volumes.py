@@ -12,16 +12,20 @@ import itertools
 import os
 import stat
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 from atropos.config import SlotLimits
 from atropos.sandbox import syscalls
 
-MOUNT_POINTS = ("proc", "dev", "etc", "usr", ".atropos", "tmp", "root", "workspace")
+_RUNTIME = ".atropos"
+MOUNT_POINTS = ("proc", "dev", "etc", "usr", _RUNTIME, "tmp", "root", "workspace")
 """Folders that something is mounted on, or that every slot has. A snapshot may hold something else in their place."""
-_OWN_INODES = 24
+_OWN_INODES = 40
+GATE = "gate"
+"""The folder through which a slot that runs already gets another root: see `restack`."""
+NEXT = "next"
 _NOSUID_NODEV = syscalls.MS_NOSUID | syscalls.MS_NODEV
 
 
@@ -43,6 +47,7 @@ class Volume:
     folder: str
     disk: str | None = None
     mounts: list[str] = field(default_factory=list[str])
+    restacked: bool = False
 
     @property
     def data(self) -> str:
@@ -52,12 +57,17 @@ class Volume:
     @property
     def upper(self) -> str:
         """What the slot wrote, as overlay keeps it."""
-        return f"{self.data}/up"
+        return f"{self.data}/{'over' if self.restacked else 'up'}"
 
     @property
     def root(self) -> str:
-        """The slot's root file system."""
+        """The root file system that the slot starts on."""
         return f"{self.folder}/root"
+
+    @property
+    def next_root(self) -> str:
+        """Where a root that is to take its place waits."""
+        return f"{self.folder}/{GATE}/{NEXT}"
 
     def attach(self, name: str, kind: str, flags: int, options: str) -> None:
         """Mount something at a new folder here."""
@@ -178,7 +188,6 @@ def remove_tree(top: str) -> None:
 def create(
     folder: str,
     base: Base,
-    layers: Sequence[str],
     limits: SlotLimits,
     runtime: str,
     empty: str,
@@ -189,7 +198,6 @@ def create(
     Args:
         folder: a new folder for the mount points.
         base: the lowest layer.
-        layers: upper folders of frozen volumes, topmost first.
         limits: size and inodes.
         runtime: the folder with the private Python.
         empty: an empty folder, the second lower one that an overlay without an upper one needs.
@@ -203,22 +211,74 @@ def create(
     readonly = _NOSUID_NODEV | syscalls.MS_RDONLY
     try:
         _data(volume, limits)
-        lower = ":".join((*layers, base.lower))
-        options = f"lowerdir={lower},upperdir={volume.upper},workdir={volume.data}/wk,userxattr"
+        options = f"lowerdir={base.lower},upperdir={volume.upper},workdir={volume.data}/wk,userxattr"
         volume.attach("root", "overlay", _NOSUID_NODEV, options)
-        if layers:
-            restore_mount_points(volume.root)
         for name, source in base.host_folders.items():
             volume.attach(f"host-{name}", "overlay", readonly, f"lowerdir={empty}:{source},userxattr")
         volume.attach("runtime", "overlay", readonly, f"lowerdir={empty}:{runtime},userxattr")
         ptys = max(8, min(limits.pids, 64))
         options = f"newinstance,ptmxmode=0666,mode=620,max={ptys}"
         volume.attach("pts", "devpts", syscalls.MS_NOSUID | syscalls.MS_NOEXEC, options)
+        _make_gate(volume)
     except OSError:
         with contextlib.suppress(OSError):
             _free(volume.detach(), disk)
         raise
     return volume
+
+
+def _make_gate(volume: Volume) -> None:
+    """A folder of which the slot gets a one-way copy: what the server mounts in it later appears inside, too."""
+    gate = f"{volume.folder}/{GATE}"
+    os.makedirs(f"{gate}/{NEXT}", 0o755)
+    syscalls.mount(gate, gate, None, syscalls.MS_BIND)
+    volume.mounts.append(gate)
+    syscalls.mount(None, gate, None, syscalls.MS_SHARED)
+
+
+def restack(volume: Volume, base: Base, layers: Sequence[str], empty_file: str, empty_folder: str) -> None:
+    """Mount another root in the gate of a volume on which a slot runs, but in which nothing has been written yet.
+
+    The slot's namespace gets a copy of each of these mounts; the spawner then makes it the root (`spawner.Spawner`).
+
+    Args:
+        volume: the slot's.
+        base: the lowest layer.
+        layers: upper folders of frozen volumes, topmost first.
+        empty_file: covers /etc/ld.so.preload; mounted read-only (`read_only`), which a mount of it inherits.
+        empty_folder: covers it where it is a folder; likewise.
+
+    Raises:
+        OSError: a mount failed; the sandbox must be stopped.
+    """
+    volume.restacked = True
+    top, work = volume.next_root, f"{volume.data}/over-wk"
+    for path in (volume.upper, work):
+        os.mkdir(path, 0o755)
+        os.chown(path, 0, 0)
+    lower = ":".join((*layers, base.lower))
+    options = f"lowerdir={lower},upperdir={volume.upper},workdir={work},userxattr"
+    syscalls.mount("overlay", top, "overlay", _NOSUID_NODEV, options)
+    volume.mounts.append(top)
+    restore_mount_points(top, base.host_folders)
+    cover = preload_cover(top, empty_file, empty_folder)
+    preload = f"{top}/etc/ld.so.preload"
+    if not os.path.lexists(preload):
+        os.close(os.open(preload, os.O_CREAT | os.O_WRONLY | os.O_CLOEXEC, 0o644))
+    hosts = [(f"{volume.folder}/host-{name}", f"{top}/{name}") for name in base.host_folders]
+    for source, target in (*hosts, (f"{volume.folder}/runtime", f"{top}/{_RUNTIME}"), (cover, preload)):
+        syscalls.mount(source, target, None, syscalls.MS_BIND)
+        volume.mounts.append(target)
+
+
+def read_only(path: str) -> None:
+    """Mount a file or folder read-only over itself.
+
+    Raises:
+        OSError: it could not be mounted.
+    """
+    syscalls.mount(path, path, None, syscalls.MS_BIND)
+    syscalls.mount(None, path, None, syscalls.MS_REMOUNT | syscalls.MS_BIND | syscalls.MS_RDONLY | _NOSUID_NODEV)
 
 
 def blank(folder: str, limits: SlotLimits, disk: str | None = None) -> Volume:
@@ -253,12 +313,12 @@ def _data(volume: Volume, limits: SlotLimits) -> None:
         os.chown(path, 0, 0)
 
 
-def restore_mount_points(root: str) -> None:
+def restore_mount_points(root: str, more: Iterable[str] = ()) -> None:
     """Put a plain folder wherever one is mounted on, when a snapshot holds something else there.
 
     A symbolic link planted in such a place would send a mount, or the start of PID 1, to a path of its maker's choice.
     """
-    for name in MOUNT_POINTS:
+    for name in dict.fromkeys((*MOUNT_POINTS, *more)):
         path = f"{root}/{name}"
         if not _is(path, stat.S_ISDIR):
             with contextlib.suppress(FileNotFoundError):
@@ -277,9 +337,9 @@ def _is(path: str, test: object) -> bool:
     return bool(callable(test) and test(mode))
 
 
-def preload_cover(volume: Volume, empty_file: str, empty_folder: str) -> str:
+def preload_cover(root: str, empty_file: str, empty_folder: str) -> str:
     """What to mount over the slot's /etc/ld.so.preload: something empty, and of the kind that is there."""
-    path = f"{volume.root}/etc/ld.so.preload"
+    path = f"{root}/etc/ld.so.preload"
     try:
         mode = os.lstat(path).st_mode
     except FileNotFoundError:

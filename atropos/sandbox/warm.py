@@ -128,15 +128,21 @@ class Shelf:
             if not taken and not future.cancel() and not future.cancelled() and future.exception() is None:
                 self._put(future.result(), network=network)  # it came in the moment in which the taker gave up
 
-    async def start(self, layers: Sequence[Layer], base: str | None, *, network: bool) -> Sandbox:
-        """Start one to order, not from the shelf.
+    async def take_on(
+        self, timeout_s: float, layers: Sequence[Layer], base: str | None, *, network: bool = False
+    ) -> Sandbox:
+        """As `take`, but standing on the layers of a snapshot or on another base than the default one.
 
         Raises:
-            SandboxError: it could not be started.
+            BackendUnavailable: none came within the time.
+            SandboxError: it could not be made to stand there.
         """
-        async with self._slots:
-            sandbox = await self._host.start(self._name(), layers=layers, base=base, network=network)
-        self.started += 1
+        sandbox = await self.take(timeout_s, network=network)
+        try:
+            await sandbox.stand_on(layers, base)
+        except BaseException:
+            self._drop(sandbox, "it did not get the root that was asked for")
+            raise
         return sandbox
 
     async def aclose(self) -> list[Stopped]:

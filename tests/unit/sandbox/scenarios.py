@@ -32,12 +32,23 @@ _numbers = itertools.count(1)
 
 @asynccontextmanager
 async def slot(host, **options):
-    sandbox = await host.start(f"test-{next(_numbers)}", **options)
+    sandbox = await started(host, f"test-{next(_numbers)}", **options)
     try:
         yield sandbox
     finally:
         stopped = await sandbox.stop()
         assert stopped.clean, stopped
+
+
+async def started(host, name, *, layers=(), base=None, **options):
+    sandbox = await host.start(name, **options)
+    if layers or base is not None:
+        try:
+            await sandbox.stand_on(layers, base)
+        except BaseException:
+            assert (await sandbox.stop()).clean
+            raise
+    return sandbox
 
 
 async def sh(sandbox, command, **options):
@@ -460,7 +471,7 @@ async def a_slot_that_cannot_start_leaves_nothing(host):
     before = os.listdir(f"{host._scratch}/slots"), len(os.listdir("/proc/self/fd"))
     for options, kind in (({"network": True}, NotSupported), ({"base": "none"}, NotSupported)):
         try:
-            await host.start("bad", **options)
+            await started(host, "bad", **options)
         except kind as error:
             assert error.code == "not_supported"
         else:
@@ -514,12 +525,30 @@ async def forks_share_a_frozen_layer(host):
             == "200\n0\n"
         )
         assert await out(b, "ls tree | wc -l; test ! -e own") == "200\n"
-    second = await host.start("above", layers=[layer])
+    second = await started(host, "above", layers=[layer])
     await out(second, "echo deeper > tree/deeper")
     upper = await second.freeze("layer-2")
     async with slot(host, layers=[upper, layer]) as s:
         assert await out(s, "ls tree | wc -l; cat tree/deeper") == "201\ndeeper\n"
     await host.drop_layer(upper)
+    await host.drop_layer(layer)
+
+
+async def a_fork_s_mounts_are_those_of_any_slot(host):
+    look = "cut -d' ' -f5,6 /proc/self/mountinfo | grep -v ^/.atropos/next | sort; ls -A / /dev"
+    async with slot(host) as plain:
+        expected = (await out(plain, look)).splitlines()
+        layer = await (await host.start("origin-of-mounts")).freeze("mounts")
+        async with slot(host, layers=[layer]) as fork:
+            seen = (await out(fork, look)).splitlines()
+            assert seen == expected, set(seen) ^ set(expected)
+            assert (await sh(fork, "echo x > /etc/ld.so.preload")).exit_code != 0
+            try:
+                await fork.stand_on([layer])
+            except SandboxError as error:
+                assert "in use" in str(error)
+            else:
+                raise AssertionError("a slot in use got another root")
     await host.drop_layer(layer)
 
 
@@ -576,5 +605,5 @@ async def the_probe_finds_every_property(host):
 ALL = [
     name
     for name, value in list(globals().items())
-    if asyncio.iscoroutinefunction(value) and name not in ("sh", "out", "do", "freed")
+    if asyncio.iscoroutinefunction(value) and name not in ("sh", "out", "do", "freed", "started")
 ]

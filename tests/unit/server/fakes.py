@@ -21,14 +21,14 @@ from atropos.wire import Done, Exec, ExecResult, Feature, Operation, OpResult, P
 
 
 class FakeSandbox:
-    def __init__(self, host: FakeHost, name: str, layers: Sequence[Layer], base: str | None) -> None:
-        self.host, self.name, self.layers, self.base = host, name, tuple(layers), base
+    def __init__(self, host: FakeHost, name: str) -> None:
+        self.host, self.name = host, name
+        self.layers: tuple[Layer, ...] = ()
+        self.base: str | None = None
         self.died: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self.running: dict[str, asyncio.Future[OpResult]] = {}
         self.files: dict[str, bytes] = {}
         self.network = False
-        for layer in reversed(self.layers):
-            self.files.update(host.layers[layer.id])
         self.order: list[str] = []
         self.stopped: Stopped | None = None
         self.at_once = 0
@@ -93,6 +93,14 @@ class FakeSandbox:
             if not future.done():
                 future.set_exception(error)
 
+    async def stand_on(self, layers: Sequence[Layer], base: str | None = None) -> None:
+        await asyncio.sleep(self.host.start_s)
+        if self.host.start_fails:
+            raise SandboxError("no more mounts")
+        self.layers, self.base = tuple(layers), base
+        for layer in reversed(self.layers):
+            self.files.update(self.host.layers[layer.id])
+
     async def stop(self) -> Stopped:
         if self.stopped is None:
             self._fail(OutcomeUnknown("stopped"))
@@ -131,13 +139,11 @@ class FakeHost:
     async def probe(self) -> Sequence[Feature]:
         return self.features
 
-    async def start(
-        self, name: str, *, layers: Sequence[Layer] = (), base: str | None = None, network: bool = False
-    ) -> FakeSandbox:
+    async def start(self, name: str, *, network: bool = False) -> FakeSandbox:
         await asyncio.sleep(self.start_s)
         if self.start_fails:
             raise SandboxError("no more namespaces")
-        sandbox = FakeSandbox(self, name, layers, base)
+        sandbox = FakeSandbox(self, name)
         sandbox.network = network
         self.live.add(sandbox)
         self.started.append(sandbox)
