@@ -78,6 +78,12 @@ variable "kill_timeout" {
   default     = "30s"
 }
 
+variable "lost_after" {
+  description = "How long after Nomad lost contact with a client its containers are given up and replaced."
+  type        = string
+  default     = "20s"
+}
+
 variable "host_network" {
   description = "Use the client's own network instead of Docker's bridge: no port mapping, and no wall between the two."
   type        = bool
@@ -193,6 +199,13 @@ job "sandbox" {
       delay_function = "exponential"
       max_delay      = "1m"
       unlimited      = true
+    }
+
+    # A client that Nomad has lost contact with keeps its containers for a while: pools still reach them, and go on.
+    disconnect {
+      lost_after = var.lost_after
+      replace    = false
+      reconcile  = "keep_original"
     }
 
     # A node's drain moves containers one after the other; each one's leases get kill_timeout.

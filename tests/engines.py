@@ -99,6 +99,11 @@ def kill_container(container_id: str) -> None:
     _docker("kill", container_id)
 
 
+def remove_container(container_id: str) -> None:
+    """What becomes of a container whose machine is gone."""
+    _docker("rm", "--force", container_id)
+
+
 def _docker(*arguments: str) -> str:
     done = subprocess.run(["docker", *arguments], capture_output=True, text=True, timeout=60, check=True)
     return done.stdout

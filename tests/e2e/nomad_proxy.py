@@ -17,7 +17,8 @@ Mode = Literal["pass", "error", "empty", "gone"]
 class NomadProxy:
     """`async with NomadProxy() as proxy:` then `proxy.url`; `proxy.mode` says how it behaves from now on."""
 
-    def __init__(self, *, streams: bool = True) -> None:
+    def __init__(self, target: str = NOMAD, *, streams: bool = True) -> None:
+        self.target = target
         self.mode: Mode = "pass"
         self.streams = streams
         self.asked: Counter[str] = Counter()
@@ -71,7 +72,7 @@ class NomadProxy:
 
     async def _forward(self, request: web.Request) -> web.StreamResponse:
         body = await request.read()
-        async with self._session.request(request.method, f"{NOMAD}{request.path_qs}", data=body) as answer:
+        async with self._session.request(request.method, f"{self.target}{request.path_qs}", data=body) as answer:
             kept = {name: answer.headers[name] for name in ("X-Nomad-Index", "Content-Type") if name in answer.headers}
             response = web.StreamResponse(status=answer.status, headers=kept)
             await response.prepare(request)

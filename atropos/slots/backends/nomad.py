@@ -11,7 +11,7 @@ import asyncio
 import logging
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Self
 
@@ -314,9 +314,10 @@ class NomadBackend(Backend):
         """List the allocations; False when the answer contradicts servers that still answer, and isn't believed."""
         rows = [Allocation.read(row) for row in await self._api.allocations(self._job_id)]
         listed = {item.id for item in rows}
-        doubtful = [item for item in self._known.values() if item.id not in listed]
-        kept = [item for item in doubtful if item.url is not None and await self._http.healthy(item.url)]
-        now = {item.run: item for item in (*newest(rows), *kept)}
+        kept = await self._answering(item for item in self._known.values() if item.id not in listed)
+        # What Nomad gave up with its node may be whole, and merely out of Nomad's reach: its leases go on, no new ones.
+        given_up = await self._answering(item for item in rows if item.state == "lost" and item.run in self._known)
+        now = {item.run: item for item in (*newest(rows), *kept, *(replace(item, state="ending") for item in given_up))}
         if now.keys() - self._known.keys():
             self._token = await self._api.token(self._job_id)
         if now != self._known:
@@ -328,6 +329,12 @@ class NomadBackend(Backend):
             self._expect(item)
         await self._explain(rows)
         return not kept
+
+    async def _answering(self, doubtful: Iterable[Allocation]) -> list[Allocation]:
+        """Those whose servers answer."""
+        asked = [item for item in doubtful if item.url is not None]
+        answers = await asyncio.gather(*(self._http.healthy(item.url or "") for item in asked))
+        return [item for item, healthy in zip(asked, answers, strict=True) if healthy]
 
     def _expect(self, item: Allocation) -> None:
         """Await the first answer of a server that runs."""

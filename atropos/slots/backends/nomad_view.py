@@ -11,7 +11,7 @@ from atropos.slots.backends.base import Container
 
 GROUP, TASK, PORT = "sandbox", "server", "http"
 """Names in nomad/sandbox.nomad.hcl."""
-OVER = {"complete", "failed", "lost"}
+OVER = {"complete", "failed"}
 BAD_EVENTS = {"Driver Failure", "Setup Failure", "Failed Validation", "Failed Artifact Download", "Template"}
 """Task events that tell why a task doesn't run."""
 
@@ -21,7 +21,8 @@ class Allocation:
     """One allocation of the job.
 
     Attributes:
-        state: `over` when nothing of it runs any more; `unknown` when its client lost contact.
+        state: `over` when nothing of it runs any more; `unknown` when its client lost contact; `lost` when Nomad has
+            given it up besides, though it may well run on where nobody can stop it.
         run: a name for this run of its server: a restart in place is a new one.
         detail: what last went wrong with it, in Nomad's words; of interest while its server doesn't answer.
         exit_code: of its task's last end, where it has ended.
@@ -30,7 +31,7 @@ class Allocation:
     id: str
     run: str
     index: int
-    state: Literal["starting", "running", "ending", "unknown", "over"]
+    state: Literal["starting", "running", "ending", "unknown", "lost", "over"]
     url: str | None
     detail: str = ""
     failed: bool = False
@@ -60,10 +61,12 @@ class Allocation:
 
 def _state(
     row: Mapping[str, Any], task: Mapping[str, Any]
-) -> Literal["starting", "running", "ending", "unknown", "over"]:
+) -> Literal["starting", "running", "ending", "unknown", "lost", "over"]:
     client, desired = row.get("ClientStatus"), row.get("DesiredStatus")
     if client in OVER or (desired != "run" and task.get("State") == "dead"):
         return "over"
+    if client == "lost" or (client == "unknown" and desired != "run"):
+        return "lost"
     if desired != "run":
         return "ending" if client == "running" else "over"
     if client == "unknown":
@@ -96,8 +99,8 @@ def _task_trouble(events: Sequence[Mapping[str, Any]]) -> tuple[str, int | None]
 
 
 def newest(allocations: Iterable[Allocation]) -> list[Allocation]:
-    """What is left of a job's allocations once those that are over are taken out, by index."""
-    return sorted((a for a in allocations if a.state != "over"), key=lambda a: (a.index, a.modified))
+    """What is left of a job's allocations once those that are over or given up are taken out, by index."""
+    return sorted((a for a in allocations if a.state not in {"over", "lost"}), key=lambda a: (a.index, a.modified))
 
 
 def container(allocation: Allocation, token: str, *, ready: bool, ending: bool) -> Container:

@@ -1,0 +1,24 @@
+"""One cluster for all tests here; each of them leaves it whole."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.e2e.cluster.agents import Cluster
+from tests.engines import BACKENDS
+
+
+@pytest.fixture(scope="package")
+def running_cluster() -> Iterator[Cluster]:
+    if "nomad" not in BACKENDS:
+        pytest.skip("ATROPOS_BACKENDS has no nomad: no agent in this run")
+    with Cluster(clients=3) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def cluster(running_cluster: Cluster) -> Iterator[Cluster]:
+    yield running_cluster
+    running_cluster.heal()
