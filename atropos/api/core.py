@@ -36,6 +36,7 @@ class Trajectory:
 
     def __init__(self, trajectory_id: str, turnstile: Turnstile) -> None:
         self.id = trajectory_id
+        self.state_id = uuid.uuid4().hex
         self.turnstile = turnstile
         self.state: dict[str, Any] = {}
         self.running = 0
@@ -114,6 +115,12 @@ class ToolHost:
             return known
         if self.draining:
             raise Refusal(503, "draining", "the server is ending; ask another", retry_after_s=5)
+        kept = self._trajectories.get(call.trajectory_id)
+        if call.state_id is not None and (kept is None or kept.state_id != call.state_id):
+            message = (
+                "what was kept for this trajectory (such as its browser) is gone: the server restarted, or its TTL"
+            )
+            raise Refusal(409, "state_lost", f"{message} of {self.settings.trajectory_ttl_s:g} s without a call ended")
         tool = self.tools.get(call.name)
         resent = call.boot_id is not None
         if resent and not (tool is not None and tool.read_only):
@@ -253,24 +260,25 @@ class ToolHost:
             raise Refusal(503, error.code, str(error), retry_after_s=1 if error.retryable else None)
         if error is not None:
             raise error
-        return ExecuteAnswer(call_id=call.call_id, boot_id=self.boot_id, result=task.result())
+        kept = self._trajectories.get(call.trajectory_id)
+        state_id = kept.state_id if kept is not None and kept.state else None
+        return ExecuteAnswer(call_id=call.call_id, boot_id=self.boot_id, state_id=state_id, result=task.result())
 
     # ---------------------------------------------------------------------------------------------- trajectories
 
     async def end(self, trajectory_id: str) -> bool:
         """Cancel a trajectory's calls and close its state. Whether there was anything to end."""
         trajectory = self._trajectories.pop(trajectory_id, None)
-        self._journal.forget(trajectory_id)
+        running = self._journal.forget(trajectory_id)
         if trajectory is None:
             return False
-        task = asyncio.create_task(self._close(trajectory))
+        task = asyncio.create_task(self._close(trajectory, running))
         self._endings.add(task)  # goes on when the client that asked is gone
         task.add_done_callback(self._endings.discard)
         await asyncio.shield(task)
         return True
 
-    async def _close(self, trajectory: Trajectory) -> None:
-        running = self._journal.running_of(trajectory.id)
+    async def _close(self, trajectory: Trajectory, running: list[asyncio.Task[ToolResult]]) -> None:
         for task in running:
             task.cancel()
         if running:

@@ -80,7 +80,9 @@ class Journal:
             entry.bytes = size
 
     def _done(self, key: Key, entry: Entry) -> None:
-        self._running.pop(key, None)
+        if self._running.get(key) is not entry:
+            return  # its trajectory ended meanwhile
+        del self._running[key]
         if entry.task.cancelled() or entry.task.exception() is not None:
             return  # refused, or ended with its trajectory: nothing that a resend could be told
         entry.finished = time.monotonic()
@@ -107,10 +109,16 @@ class Journal:
         if not left:
             self._of.pop(key[0], None)
 
-    def forget(self, trajectory_id: str) -> None:
-        """Forget the finished calls of a trajectory that ended: one of that name that comes later is another."""
+    def forget(self, trajectory_id: str) -> list[asyncio.Task[ToolResult]]:
+        """Forget the calls of a trajectory that ended: one of that name that comes later is another.
+
+        Returns:
+            Those that run still.
+        """
         for key in list(self._of.get(trajectory_id, ())):
             self._drop(key)
+        running = [key for key in self._running if key[0] == trajectory_id]
+        return [self._running.pop(key).task for key in running]
 
     def lossy(self) -> bool:
         """Whether a call younger than the journal's age was forgotten: an unknown one may have run all the same."""
@@ -119,7 +127,3 @@ class Journal:
     def running(self) -> list[asyncio.Task[ToolResult]]:
         """The calls that run now."""
         return [entry.task for entry in self._running.values()]
-
-    def running_of(self, trajectory_id: str) -> list[asyncio.Task[ToolResult]]:
-        """The calls of one trajectory that run now."""
-        return [entry.task for (owner, _), entry in self._running.items() if owner == trajectory_id]

@@ -30,7 +30,7 @@ from atropos.wire import Problem
 
 INPROCESS = "inprocess"
 """The `tool_server_url` that means: run the ToolServer's application in this process."""
-MAX_ATTEMPTS = 6
+MAX_ATTEMPTS = 8
 """Sends of one call at most, while that is safe."""
 MAX_DELAY_S = 10.0
 """Longest pause between two attempts, also where the server asks for a longer one."""
@@ -65,6 +65,7 @@ class ToolServerClient:
         self._stack = AsyncExitStack()
         self._http: httpx.AsyncClient | None = None
         self._boot_id: str | None = None
+        self._states: dict[str, str] = {}  # what the server keeps, by trajectory
         if url != INPROCESS and not url.startswith(("http://", "https://")):
             raise ConfigError(f"tool_server_url: {url!r} is neither an http(s) URL nor 'inprocess'")
 
@@ -135,7 +136,12 @@ class ToolServerClient:
             OutcomeUnknown: the call may have run and nobody can tell.
         """
         call = ExternalCall(
-            trajectory_id=trajectory_id, call_id=call_id, name=name, arguments=arguments, timeout_s=timeout_s
+            trajectory_id=trajectory_id,
+            call_id=call_id,
+            name=name,
+            arguments=arguments,
+            timeout_s=timeout_s,
+            state_id=self._states.get(trajectory_id),
         )
         first_boot_id = self._boot_id  # not a later one: other calls may have met the server that came after it
         deadline = time.monotonic() + max(self.timeout_s, timeout_s or 0) + QUEUE_S
@@ -161,11 +167,11 @@ class ToolServerClient:
                 failure = f"broke the connection: {_said(error)}"
             else:
                 if response.status_code == 200:
-                    return self._answer(response, call_id)
+                    return self._answer(response, call)
                 if response.status_code == 413 and not sent_before:
                     return ToolResult.failure(f"{name}: the arguments are too long: {_problem(response)}")
                 if response.status_code not in {429, 502, 503, 504}:
-                    self._raise_for(response, sent_before=sent_before)
+                    self._raise_for(response, call, sent_before=sent_before)
                 sent_before |= response.status_code in {502, 504}  # a proxy's: the server behind it may be at work
                 failure = f"answered {response.status_code}: {_problem(response)}"
             await _pause(attempt, response)
@@ -175,6 +181,7 @@ class ToolServerClient:
 
     async def end_trajectory(self, trajectory_id: str) -> None:
         """Let the server forget what it keeps for a trajectory; a failure is logged, its TTL ends it anyway."""
+        self._states.pop(trajectory_id, None)
         try:
             await self._client.delete(f"/trajectories/{quote(trajectory_id, safe='')}", timeout=10.0)
         except httpx.HTTPError as error:
@@ -191,17 +198,26 @@ class ToolServerClient:
             raise RuntimeError("the ToolServer client is not started, or closed")
         return self._http
 
-    def _answer(self, response: httpx.Response, call_id: str) -> ToolResult:
+    def _answer(self, response: httpx.Response, call: ExternalCall) -> ToolResult:
         try:
             answer = ExecuteAnswer.model_validate_json(response.content)
         except ValidationError as error:
-            raise self._unavailable(f"answered nonsense to call {call_id}: {error.error_count()} problems") from error
+            raise self._unavailable(
+                f"answered nonsense to call {call.call_id}: {error.error_count()} problems"
+            ) from error
         self._boot_id = answer.boot_id
+        if answer.state_id is not None:
+            self._states[call.trajectory_id] = answer.state_id
+        elif call.trajectory_id in self._states:
+            del self._states[call.trajectory_id]
         return external_result(answer.result)
 
-    def _raise_for(self, response: httpx.Response, *, sent_before: bool) -> None:
+    def _raise_for(self, response: httpx.Response, call: ExternalCall, *, sent_before: bool) -> None:
         problem = _problem(response)
         if response.status_code == 409:
+            if _code(response) == "state_lost" and not sent_before:
+                self._states.pop(call.trajectory_id, None)  # told once: what comes after it begins anew
+                raise self._unavailable(f"did not run call {call.call_id}: {problem}")
             raise OutcomeUnknown(f"the ToolServer at {self.url}: {problem}")
         if response.status_code >= 500 or sent_before:
             raise OutcomeUnknown(f"the ToolServer at {self.url} answered {response.status_code}: {problem}")
@@ -272,6 +288,13 @@ def _problem(response: httpx.Response) -> str:
         return Problem.model_validate_json(response.content).message
     except ValidationError:
         return response.text[:200] or response.reason_phrase
+
+
+def _code(response: httpx.Response) -> str:
+    try:
+        return Problem.model_validate_json(response.content).code
+    except ValidationError:
+        return ""
 
 
 def _said(error: Exception) -> str:

@@ -32,6 +32,8 @@ class ExternalCall(Message):
     `call_id` is the idempotency key: while the server remembers it, the same id attaches to the running call or gets
     the finished call's answer, and nothing is run again. `boot_id` is set when a call is *sent again*: a server that
     was started anew since can't know whether the call ran, and answers 409 `outcome_unknown` instead of running it.
+    `state_id` names what the server was last known to keep for the trajectory (a browser): where that is gone, by a
+    restart or its TTL, the call is not run and the answer is 409 `state_lost`.
     """
 
     trajectory_id: str = Field(min_length=1, max_length=500)
@@ -40,6 +42,7 @@ class ExternalCall(Message):
     arguments: dict[str, Any] = Field(default_factory=dict)
     timeout_s: float | None = Field(default=None, gt=0, le=3600, description="None: the tool's own")
     boot_id: str | None = Field(default=None, max_length=100)
+    state_id: str | None = Field(default=None, max_length=100)
 
 
 ExternalResult = ToolResult
@@ -47,11 +50,15 @@ ExternalResult = ToolResult
 
 
 class ExecuteAnswer(Message):
-    """The 200 answer of `POST /execute`, and a finished call's line of `POST /batch`."""
+    """The 200 answer of `POST /execute`, and a finished call's line of `POST /batch`.
+
+    `state_id` is given where the server now keeps something for the trajectory; send it with the next calls.
+    """
 
     kind: Literal["result"] = "result"
     call_id: str
     boot_id: str
+    state_id: str | None = None
     result: ExternalResult
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
+from typing import Any
 
 from atropos.tools.base import tool
 
@@ -39,4 +41,29 @@ async def nap(seconds: float) -> str:
     return "rested"
 
 
-TOOLS = [echo, hang, explode, flood, nap]
+@tool(sandboxed=False, toolsets=("own",), read_only=True)
+async def look(seconds: float) -> str:
+    """Take a while and change nothing."""
+    await asyncio.sleep(seconds)
+    return "seen"
+
+
+@tool(sandboxed=False, toolsets=("own",))
+async def keep(item: str, scope: Any) -> str:
+    """Keep something for the trajectory."""
+    kept = scope.state.setdefault("kept", [])
+    kept.append(item)
+    return ",".join(kept)
+
+
+_runs: Counter[str] = Counter()
+
+
+@tool(sandboxed=False, toolsets=("own",))
+async def tally(key: str) -> str:
+    """Count how often this was run with the key."""
+    _runs[key] += 1
+    return str(_runs[key])
+
+
+TOOLS = [echo, hang, explode, flood, nap, look, keep, tally]

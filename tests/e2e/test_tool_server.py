@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
+import os
+import random
 import signal
+import time
 from collections.abc import AsyncGenerator
 from typing import Any
 
@@ -28,48 +32,168 @@ async def client(server: Server) -> AsyncGenerator[ToolServerClient, None]:
         await made.close()
 
 
-async def test_256_trajectories_beside_a_hanging_a_failing_and_a_flooding_tool():
-    """Nobody waits for another's hanging call, answers stay bounded, and memory and sockets do not grow."""
-    async with (
-        running("tool-server", *OWN) as server,
-        aiohttp.ClientSession(
-            headers={"Authorization": f"Bearer {TOKEN}"}, connector=aiohttp.TCPConnector(limit=0)
-        ) as http,
-    ):
+class Asker:
+    """Calls over one HTTP client, each under an id of its own."""
 
-        async def ask(trajectory: str, call_id: str, name: str, **arguments: Any) -> dict[str, Any]:
-            body = {"trajectory_id": trajectory, "call_id": call_id, "name": name, "arguments": arguments}
-            async with http.post(f"{server.url}/execute", json=body) as answer:
-                assert answer.status == 200
-                return (await answer.json())["result"]
+    def __init__(self, server: Server, http: aiohttp.ClientSession) -> None:
+        self.server, self.http = server, http
+        self._ids = itertools.count()
 
-        async def one(number: int) -> None:
-            assert (await ask(f"t{number}", "c", "echo", text=str(number)))["output"] == str(number)
-            assert "boom" in (await ask(f"t{number}", "d", "explode"))["error"]
-            async with http.delete(f"{server.url}/trajectories/t{number}") as answer:
-                assert (await answer.json())["ended"] is True
+    async def __call__(self, trajectory: str, name: str, timeout_s: float | None = None, **arguments: Any) -> Any:
+        body = {"trajectory_id": trajectory, "call_id": f"c{next(self._ids)}", "name": name, "arguments": arguments}
+        if timeout_s is not None:
+            body["timeout_s"] = timeout_s
+        async with self.http.post(f"{self.server.url}/execute", json=body) as answer:
+            assert answer.status == 200, await answer.text()
+            return (await answer.json())["result"]
 
-        hanging = [asyncio.create_task(ask(f"h{i}", "h", "hang")) for i in range(32)]
-        flooding = [asyncio.create_task(ask(f"f{i}", "f", "flood", megabytes=50)) for i in range(3)]
-        async with asyncio.timeout(200):
-            await asyncio.gather(*(one(number) for number in range(256)))
-            for task in flooding:
-                result = await task
-                assert result["truncated"] is True
-                assert len(result["output"]) < 300_000
-            before, sockets = server.rss_mb(), server.descriptors()
-            await asyncio.gather(*(one(number) for number in range(256)))
-        assert not any(task.done() for task in hanging)
-        assert server.rss_mb() < before + 30
-        assert server.descriptors() <= sockets + 20
-        for number, task in enumerate(hanging):
+    async def end(self, trajectory: str) -> bool:
+        async with self.http.delete(f"{self.server.url}/trajectories/{trajectory}") as answer:
+            return (await answer.json())["ended"]
+
+    async def stats(self) -> dict[str, Any]:
+        async with self.http.get(f"{self.server.url}/stats") as answer:
+            return await answer.json()
+
+
+@contextlib.asynccontextmanager
+async def asking(server: Server) -> AsyncGenerator[Asker, None]:
+    async with aiohttp.ClientSession(
+        headers={"Authorization": f"Bearer {TOKEN}"}, connector=aiohttp.TCPConnector(limit=0)
+    ) as http:
+        yield Asker(server, http)
+
+
+@contextlib.asynccontextmanager
+async def noise(ask: Asker) -> AsyncGenerator[None, None]:
+    """One tool that hangs, one that fails, and one that answers 50 MB, over and over."""
+
+    async def over_and_over(trajectory: str, name: str, **arguments: Any) -> None:
+        while True:
+            result = await ask(trajectory, name, **arguments)
+            assert len(result["output"] + (result["error"] or "")) < 300_000
+            await asyncio.sleep(0.05)
+
+    async with asyncio.TaskGroup() as group:
+        tasks = [group.create_task(ask(f"h{i}", "hang")) for i in range(32)]
+        tasks += [group.create_task(over_and_over(f"e{i}", "explode")) for i in range(4)]
+        tasks += [group.create_task(over_and_over("f", "flood", megabytes=50))]
+        yield
+        assert not any(task.done() for task in tasks)
+        for task in tasks:
             task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
-            async with http.delete(f"{server.url}/trajectories/h{number}") as answer:
-                assert answer.status == 200
-        async with http.get(f"{server.url}/stats") as answer:
-            stats = await answer.json()
-        assert (stats["running"], stats["with_state"]) == (0, 0)
+    for name in [f"h{i}" for i in range(32)] + [f"e{i}" for i in range(4)] + ["f"]:
+        await ask.end(name)
+
+
+def p99(seconds: list[float]) -> float:
+    return sorted(seconds)[int(len(seconds) * 0.99)]
+
+
+async def test_256_trajectories_beside_a_hanging_a_failing_and_a_flooding_tool():
+    """Their p99 beside the noise is at most twice their quiet one: rounds of both, in turn, in one run.
+
+    What else the machine does can only spoil a ratio: the best of a few attempts counts.
+    """
+    rounds, ratios = int(os.environ.get("ATROPOS_TOOL_ROUNDS", "2")), list[float]()
+    async with running("tool-server", *OWN) as server, asking(server) as ask:
+
+        async def one(number: int, seconds: list[float]) -> None:
+            for call in range(2):
+                began = time.perf_counter()
+                assert (await ask(f"t{number}", "echo", text=str(call)))["output"] == str(call)
+                seconds.append(time.perf_counter() - began)
+
+        async def everyone(seconds: list[float]) -> None:
+            await asyncio.gather(*(one(number, seconds) for number in range(256)))
+
+        await everyone([])
+        calm, sockets = server.rss_mb(), server.descriptors()
+        for _ in range(5):
+            quiet, noisy = list[float](), list[float]()
+            for _ in range(rounds):
+                await everyone(quiet)
+                async with noise(ask):
+                    await everyone(noisy)
+            ratios.append(p99(noisy) / p99(quiet))
+            if ratios[-1] <= 2:
+                break
+        print(f"p99 beside the noise: {ratios} of the quiet one; {calm:.0f} MB, peak {server.peak_mb():.0f} MB")
+        assert min(ratios) <= 2, ratios
+        assert server.peak_mb() < calm + 150, "more than two floods at once were held"
+        assert server.rss_mb() < calm + 40
+        assert server.descriptors() <= sockets + 64
+        for number in range(256):
+            await ask.end(f"t{number}")
+        stats = await ask.stats()
+    assert (stats["running"], stats["with_state"], stats["trajectories"]) == (0, 0, 0)
+
+
+async def test_thousands_of_calls_leave_nothing_behind():
+    """Right, wrong, late, huge, given up, in batches, with state: memory, sockets and threads stay as they were.
+
+    ATROPOS_TOOL_CALLS says how many (1,200 in CI, 10,000 by hand).
+    """
+    calls = int(os.environ.get("ATROPOS_TOOL_CALLS", "1200"))
+    settings = ("--config", os.devnull)
+    async with running("tool-server", *OWN, *settings) as server, asking(server) as ask:
+        rng = random.Random(5)
+
+        async def batch(name: str) -> None:
+            body = [
+                {"trajectory_id": name, "call_id": f"b{i}", "name": "echo", "arguments": {"text": "x"}}
+                for i in range(5)
+            ]
+            async with ask.http.post(f"{server.url}/batch", json={"calls": body}) as answer:
+                assert len((await answer.text()).splitlines()) == 5
+
+        async def give_up(name: str) -> None:
+            task = asyncio.create_task(ask(name, "nap", seconds=0.05))
+            await asyncio.sleep(0.01)
+            task.cancel()
+            await asyncio.wait([task])
+
+        async def trajectory(number: int) -> None:
+            name = f"t{number}"
+            for _ in range(10):
+                match rng.randrange(8):
+                    case 0:
+                        await ask(name, "explode")
+                    case 1:
+                        await ask(name, "nonsense")
+                    case 2:
+                        await ask(name, "hang", timeout_s=0.01)
+                    case 3:
+                        await ask(name, "keep", item="x" * 1000)
+                    case 4:
+                        await batch(name)
+                    case 5:
+                        await give_up(name)
+                    case 6:
+                        await ask(name, "flood", megabytes=1)
+                    case _:
+                        await ask(name, "echo", text="é" * 1000)
+            if number % 10:
+                await ask.end(name)
+
+        async def some(first: int, count: int) -> None:
+            for start in range(first, first + count, 32):
+                await asyncio.gather(*(trajectory(number) for number in range(start, min(start + 32, first + count))))
+
+        warm = max(40, calls // 40)
+        await some(0, warm)
+        before = (server.descriptors(), server.threads(), server.rss_mb())
+        await some(warm, calls // 10)
+        await asyncio.sleep(0.2)
+        after = (server.descriptors(), server.threads(), server.rss_mb())
+        for number in range(0, warm + calls // 10, 10):
+            await ask.end(f"t{number}")
+        stats = await ask.stats()
+    print(f"{calls} calls: descriptors, threads, MB: {before} -> {after}; {stats}")
+    assert after[0] <= before[0] + 32
+    assert after[1] <= before[1] + 2
+    assert after[2] <= before[2] + 25 + 64 * calls / 10_000  # the journal remembers 64 MB of answers at most
+    assert (stats["running"], stats["with_state"], stats["trajectories"], stats["journal"]) == (0, 0, 0, 0)
 
 
 async def test_sigterm_finishes_what_runs_and_refuses_what_comes():
@@ -96,6 +220,66 @@ async def test_a_second_signal_ends_it_at_once():
         await asyncio.wait_for(server.process.wait(), 20)
         hang.cancel()
         await asyncio.gather(hang, return_exceptions=True)
+
+
+async def test_a_restart_in_the_middle_is_told_as_what_it_is(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("atropos.tools.remote.MAX_ATTEMPTS", 40)
+    async with running("tool-server", *OWN) as server, client(server) as tools:
+        assert (await tools.execute("s", "k1", "keep", {"item": "a"})).output == "a"
+        changing = asyncio.create_task(tools.execute("t", "c", "hang", {}))
+        looking = asyncio.create_task(tools.execute("u", "c", "look", {"seconds": 0.5}))
+        await asyncio.sleep(0.2)
+        server.process.kill()
+        await server.process.wait()
+        late = asyncio.create_task(tools.execute("v", "c", "echo", {"text": "never left"}))
+        async with running("tool-server", *OWN, port=server.port):
+            with pytest.raises(OutcomeUnknown, match="started anew"):
+                await asyncio.wait_for(changing, 90)
+            assert (await asyncio.wait_for(looking, 90)).output == "seen"
+            assert (await asyncio.wait_for(late, 90)).output == "never left"
+            with pytest.raises(ToolServerUnavailable, match=r"kept for this trajectory .* is gone"):
+                await tools.execute("s", "k2", "keep", {"item": "b"})
+            assert (await tools.execute("s", "k3", "keep", {"item": "c"})).output == "c"
+
+
+async def test_connections_reset_at_any_point_run_no_call_twice(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("atropos.tools.remote.MAX_ATTEMPTS", 60)
+    monkeypatch.setattr("atropos.tools.remote.MAX_DELAY_S", 0.2)
+    rng = random.Random(3)
+    resets = 0
+
+    async def passed_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal resets
+        there, back = await asyncio.open_connection("127.0.0.1", server.port)
+        left = rng.choice([200, 600, 900, 1500, 1 << 30])
+
+        async def pump(source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
+            nonlocal left, resets
+            while left > 0 and (data := await source.read(300)):
+                left -= len(data)
+                sink.write(data)
+                await sink.drain()
+            if left <= 0:
+                resets += 1
+            for one in (writer, back):
+                one.transport.abort()
+
+        await asyncio.gather(pump(reader, back), pump(there, writer), return_exceptions=True)
+
+    async with running("tool-server", *OWN) as server:
+        proxy = await asyncio.start_server(passed_on, "127.0.0.1", 0)
+        made = ToolServerClient(f"http://127.0.0.1:{proxy.sockets[0].getsockname()[1]}", SecretStr(TOKEN), timeout_s=60)
+        for _ in range(20):
+            with contextlib.suppress(ToolServerUnavailable):
+                await made.start()
+                break
+        results = await asyncio.gather(
+            *(made.execute(f"t{i % 20}", f"c{i}", "tally", {"key": f"{i}"}) for i in range(60))
+        )
+        await made.close()
+        proxy.close()
+    assert resets > 5
+    assert {result.output for result in results} == {"1"}, "a call was run twice"
 
 
 async def test_a_server_killed_in_the_middle_is_told_as_such(monkeypatch: pytest.MonkeyPatch):
