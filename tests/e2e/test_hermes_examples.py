@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 
+import pytest
+
 from examples.envs.data_env import DataEnv
 from examples.envs.swe_env import BUILT_IN, SweEnv
 from examples.envs.terminal_env import TerminalEnv, TerminalEnvConfig
 from examples.policy.play import TASKS
 from tests.e2e.hermes_support import call, groups, make, running_policy, script
+from tests.engines import leftovers, params, pool_config
 
 FIX = (
     "def median(values):\n    o = sorted(values)\n    m = len(o) // 2\n"
@@ -16,7 +19,8 @@ FIX = (
 )
 
 
-async def test_swe_env_scores_hidden_tests_in_a_fork(tmp_path):
+@pytest.mark.parametrize("backend", params())
+async def test_swe_env_scores_hidden_tests_in_a_fork(tmp_path, backend):
     mend = {"calls": [call("write_file", path="stats.py", content=FIX)]}
     weaken = {"calls": [call("terminal", command="echo > test_stats.py; echo 'import os; os._exit(0)' > stats.py")]}
     rows = [
@@ -24,10 +28,24 @@ async def test_swe_env_scores_hidden_tests_in_a_fork(tmp_path):
         for name, turn in (("mended", mend), ("weakened", weaken), ("untouched", "nothing"))
     ]
     async with running_policy(tmp_path) as policy:
-        env = make(SweEnv, policy, tmp_path, rows, slots_per_container=12, process_concurrency=3)
+        settings = pool_config(backend)
+        env = make(
+            SweEnv,
+            policy,
+            tmp_path,
+            rows,
+            terminal_backend=backend,
+            slots_per_container=12,
+            process_concurrency=3,
+            slot_memory_mib=192,
+            slot_disk_mib=64,
+            sandbox_job_id=settings.job_id,
+            nomad_address=settings.nomad_address or "http://localhost:4646",
+        )
         await env.process_manager()
     scores = {group["atropos"]["item"]: group["scores"] for group in groups(tmp_path)}
     assert scores == {"mended": [1.0, 1.0], "weakened": [0.0, 0.0], "untouched": [0.0, 0.0]}
+    assert leftovers(backend, settings.job_id) == []
 
 
 async def test_data_env_feeds_from_the_background(tmp_path):
