@@ -19,11 +19,13 @@ import select
 import sys
 import time
 from _json import encode_basestring_ascii as quote
+from _posixsubprocess import fork_exec
 
 SOCKET = 3
 CHUNK = 65536
-READ_AFTER_S = 0.004
-"""How long a command's output waits in its pipe (64 KiB) before it is read: most commands are over by then."""
+READ_AFTER_S = (0.004, 0.016)
+"""How long a command's output waits in its pipe (64 KiB) before it is read: most commands are over by then. As long as
+the last command took, within these bounds: on a busy machine a short command takes long, and each look costs a call."""
 WORKSPACE = "/workspace"
 SMALL_FILE = 1 << 20
 """Files up to this size are served here; a larger one would keep other calls waiting, so a child does it."""
@@ -43,7 +45,8 @@ ARGUMENT_LIMIT = 120_000
 CAPABILITIES = (0, 1, 3, 4, 5, 6, 7, 8, 10, 18, 31)  # as bwrap.CAPABILITIES, by number
 OPS = {}
 now = time.monotonic
-clean = [_signal.SIGINT, _signal.SIGPIPE, _signal.SIGXFSZ, _signal.SIGTERM, _signal.SIGHUP, _signal.SIGUSR1]
+PLAIN = (_signal.SIGINT, _signal.SIGPIPE, _signal.SIGXFSZ, _signal.SIGTERM, _signal.SIGHUP, _signal.SIGUSR1)
+"""Without a handler here, which every program started inherits; the kernel drops such a signal where PID 1 gets it."""
 
 
 class OpFailed(Exception):
@@ -145,6 +148,9 @@ class Loop:
         self.quiescing = []
         self.serial = 0
         self.environment = {}
+        self.block = []
+        self.patience = READ_AFTER_S[0]
+        self.trouble = -1
         self.output_bytes = 1_000_000
         self.wall_s = 3600.0
         self.special = set()
@@ -278,36 +284,65 @@ class Loop:
             if child is not None:
                 child.ended(os.waitstatus_to_exitcode(status))
 
-    def spawn(self, argv, environment, workdir, actions):
-        """Start a program in a session of its own. vfork underneath: nothing of this process is copied."""
-        os.chdir(workdir)
+    def spawn(self, argv, block, workdir, stdin, stdout, stderr, keep):
+        """Start a program in a session of its own. vfork underneath: nothing of this process is copied.
+
+        The C part of `subprocess` does it, with fewer calls to the kernel than posix_spawn. Its child reports a failure by
+        writing to `trouble`, an empty file in memory; by the time vfork returns, the child has become the program or
+        written.
+        """
+        kept = tuple(sorted((self.trouble, *keep)))
         if self.oom >= 0:
             # inherited by the child: in a slot out of memory it goes before this process does
             os.pwrite(self.oom, b"1000", 0)
         try:
-            return os.posix_spawn(
-                argv[0], argv, environment, file_actions=actions, setsid=True, setsigdef=clean, setsigmask=()
+            pid = fork_exec(
+                *(argv, (argv[0].encode(),), False, kept, workdir, block, stdin, -1, -1, stdout, -1, stderr),
+                # the child closes one end of the pipe that `subprocess` would have here: any descriptor does
+                *(self.epoll.fileno(), self.trouble, False, True, -1, None, None, None, -1, None, True),
             )
         finally:
             if self.oom >= 0:
                 os.pwrite(self.oom, b"0", 0)
-            os.chdir("/")
+        told = os.pread(self.trouble, 64, 0)
+        if told:
+            os.ftruncate(self.trouble, 0)
+            os.lseek(self.trouble, 0, os.SEEK_SET)
+            number = int(told.split(b":")[1], 16)
+            raise OSError(number, os.strerror(number))
+        return pid
 
-    def shell(self, command, environment, workdir, actions, extra_fds):
-        """Start bash, or sh where there is none, on a command line of any length."""
+    def shell(self, command, start):
+        """Start bash, or sh where there is none, on a command line of any length; `start(argv, keep)` does it."""
+        script = -1
         if len(command) > ARGUMENT_LIMIT:
             script = memory_file(command.encode("utf-8", "surrogateescape"))
-            extra_fds.append(script)
-            actions = [*actions, (os.POSIX_SPAWN_DUP2, script, 9)]
-            arguments = ["/dev/fd/9"]
+            arguments, keep = (f"/dev/fd/{script}",), (script,)
         else:
-            arguments = ["-c", command]
+            arguments, keep = ("-c", command), ()
         try:
-            return self.spawn(["/bin/bash", *arguments], environment, workdir, actions)
+            return start(("/bin/bash", *arguments), keep)
         except FileNotFoundError:
             if os.path.exists("/bin/bash"):
                 raise
-            return self.spawn(["/bin/sh", *arguments], environment, workdir, actions)
+            return start(("/bin/sh", *arguments), keep)
+        finally:
+            if script >= 0:
+                os.close(script)
+
+
+def block_of(environment):
+    """An environment as programs get it.
+
+    Raises:
+        ValueError: a name that no environment can hold.
+    """
+    block = []
+    for name, value in environment.items():
+        if not name or "=" in name:
+            raise ValueError("illegal environment variable name")
+        block.append(f"{name}={value}".encode("utf-8", "surrogateescape"))
+    return block
 
 
 loop = Loop()
@@ -398,12 +433,18 @@ class Kept:
 
     def __init__(self, limit):
         self.half = max(1, limit // 2)
-        self.head = bytearray()
+        self.head = b""
         self.tail = []
         self.tail_size = 0
         self.total = 0
 
     def add(self, data):
+        if not self.total and len(data) <= self.half:
+            self.head = data  # as a rule it is all there is
+            self.total = len(data)
+            return
+        if type(self.head) is bytes:
+            self.head = bytearray(self.head)
         self.total += len(data)
         room = self.half - len(self.head)
         if room > 0:
@@ -510,6 +551,7 @@ class Command:
 
     def ended(self, code):
         loop.timers.pop(self.timer, None)
+        loop.patience = min(max(now() - self.started, READ_AFTER_S[0]), READ_AFTER_S[1])
         if self.timed_out or self.cancelled:
             self.settle(code, now() + KILL_PATIENCE_S)
         else:
@@ -538,6 +580,13 @@ class Command:
     def reply(self, code):
         output = self.all.value()
         lost = self.all.dropped()
+        if not (lost or self.timed_out or self.cancelled or self.limit or self.out) and code is not None:
+            # as a rule: what is left out has its default
+            header = '{"id":%d,"r":{"kind":"exec_result","exit_code":%d,"duration_s":%.6f},"b":[["output",%d]]}' % (
+                *(self.call, code, now() - self.started, len(output)),
+            )
+            loop.send(self.call, header, output)
+            return
         limit = self.limit or ("time" if self.timed_out else "output" if lost else None)
         blobs = [("output", output)]
         if self.out is not None:
@@ -604,34 +653,41 @@ def forget(fd):
 
 
 def op_exec(call, command, timeout_s, workdir, env, stdin, split, max_output_bytes):
-    environment = {**loop.environment, **env} if env else loop.environment
+    block = block_of({**loop.environment, **env}) if env else loop.block
     limit = min(max_output_bytes or loop.output_bytes, loop.output_bytes)
+    where = path_of(workdir) if workdir else WORKSPACE
     task = Command(call, limit, split)
     fds = []
-    if workdir is None and not os.path.isdir(WORKSPACE):
-        os.makedirs(WORKSPACE, 0o755, exist_ok=True)  # the slot's own programs may have removed it
     try:
-        read, write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
-        fds += [write]
-        task.fd = read
-        os.set_blocking(write, True)
-        read_err = write_err = -1
+        task.fd, write = os.pipe2(os.O_CLOEXEC)
+        fds.append(write)
+        os.set_blocking(task.fd, False)
+        write_err = write
         if split:
-            read_err, write_err = os.pipe2(os.O_CLOEXEC)
-            os.set_blocking(read_err, False)
-            fds += [write_err]
-            task.err_fd = read_err
+            task.err_fd, write_err = os.pipe2(os.O_CLOEXEC)
+            fds.append(write_err)
+            os.set_blocking(task.err_fd, False)
         source = loop.null
         if stdin is not None:
             source = memory_file(stdin)
             fds.append(source)
-        dup2 = os.POSIX_SPAWN_DUP2
-        actions = [(dup2, source, 0), (dup2, write, 1), (dup2, write_err if split else write, 2)]
-        task.pid = loop.shell(command, environment, path_of(workdir) if workdir else WORKSPACE, actions, fds)
-    except OSError as error:
+
+        def start(argv, keep):
+            return loop.spawn(argv, block, where, source, write, write_err, keep)
+
+        try:
+            task.pid = loop.shell(command, start)
+        except (FileNotFoundError, NotADirectoryError):
+            if workdir is not None or os.path.isdir(WORKSPACE):
+                raise
+            os.makedirs(WORKSPACE, 0o755, exist_ok=True)  # the slot's own programs may have removed it
+            task.pid = loop.shell(command, start)
+    except BaseException as error:
         for fd in (task.fd, task.err_fd):
             if fd >= 0:
                 os.close(fd)
+        if not isinstance(error, OSError):
+            raise
         not_started(task, error, workdir)
         return
     finally:
@@ -640,10 +696,10 @@ def op_exec(call, command, timeout_s, workdir, env, stdin, split, max_output_byt
     loop.children[task.pid] = task
     loop.calls[call] = task
     task.ends = task.started + min(timeout_s or loop.wall_s, loop.wall_s)
-    if task.ends <= task.started + READ_AFTER_S:
+    if task.ends <= task.started + loop.patience:
         task.listen()
     else:
-        task.timer = loop.later(task.started + READ_AFTER_S, task.listen)
+        task.timer = loop.later(task.started + loop.patience, task.listen)
 
 
 def not_started(task, error, workdir):
@@ -854,6 +910,23 @@ def resize(fd, rows, cols, fcntl, termios):
     fcntl.ioctl(fd, termios.TIOCSWINSZ, size)
 
 
+def spawn_on_terminal(argv, block, workdir, path, keep):
+    """Start a program with a terminal of its own: the first that the leader of a new session opens."""
+    environment = dict(line.split(b"=", 1) for line in block)
+    dup2 = os.POSIX_SPAWN_DUP2
+    actions = [(os.POSIX_SPAWN_OPEN, 0, path, os.O_RDWR, 0), (dup2, 0, 1), (dup2, 0, 2)]
+    actions += [(dup2, fd, fd) for fd in keep]
+    os.chdir(workdir)
+    if loop.oom >= 0:
+        os.pwrite(loop.oom, b"1000", 0)
+    try:
+        return os.posix_spawn(argv[0], argv, environment, file_actions=actions, setsid=True, setsigmask=())
+    finally:
+        if loop.oom >= 0:
+            os.pwrite(loop.oom, b"0", 0)
+        os.chdir("/")
+
+
 def op_proc_start(call, command, workdir, env, pty, rows, cols, buffer_bytes):
     if sum(proc.running for proc in loop.procs.values()) >= MAX_PROCS:
         raise OpFailed("limit", f"{MAX_PROCS} background processes run already", "pids")
@@ -864,6 +937,7 @@ def op_proc_start(call, command, workdir, env, pty, rows, cols, buffer_bytes):
     proc = Proc(f"proc-{loop.serial}", command, buffer_bytes, pty)
     environment = {**loop.environment, **env}
     fds, mine = [], []
+    where = path_of(workdir) if workdir else WORKSPACE
     try:
         if pty:
             environment = {
@@ -874,20 +948,25 @@ def op_proc_start(call, command, workdir, env, pty, rows, cols, buffer_bytes):
             }
             master, path = open_terminal(rows, cols)
             mine.append(master)
-            opened = (os.POSIX_SPAWN_OPEN, 0, path, os.O_RDWR, 0)
-            actions = [opened, (os.POSIX_SPAWN_DUP2, 0, 1), (os.POSIX_SPAWN_DUP2, 0, 2)]
             proc.fd = proc.stdin = master
+            block = block_of(environment)
+
+            def start(argv, keep):
+                return spawn_on_terminal(argv, block, where, path, keep)
         else:
             (read, write), (their_in, my_in) = os.pipe2(os.O_CLOEXEC), os.pipe2(os.O_CLOEXEC)
             fds += [write, their_in]
             mine += [read, my_in]
             os.set_blocking(read, False)
             os.set_blocking(my_in, False)
-            dup2 = os.POSIX_SPAWN_DUP2
-            actions = [(dup2, their_in, 0), (dup2, write, 1), (dup2, write, 2)]
             proc.fd, proc.stdin = read, my_in
-        proc.pid = loop.shell(command, environment, path_of(workdir) if workdir else WORKSPACE, actions, fds)
-    except OSError as error:
+            block = block_of(environment)
+
+            def start(argv, keep):
+                return loop.spawn(argv, block, where, their_in, write, write, keep)
+
+        proc.pid = loop.shell(command, start)
+    except BaseException as error:
         for fd in mine:
             os.close(fd)
         raise failure(error, workdir or "") from None
@@ -1436,6 +1515,7 @@ def untar(path, data):
 
 def op_init(call, environment, output_bytes, wall_s):
     loop.environment, loop.output_bytes, loop.wall_s = environment, output_bytes, wall_s
+    loop.block = block_of(environment)
     for path in ("/proc", "/dev", "/dev/pts", "/proc/sys"):
         try:
             loop.special.add(os.stat(path).st_dev)
@@ -1461,9 +1541,10 @@ def main():
             break
     os.closerange(SOCKET + 1, 4096)
     loop.epoll = select.epoll()
-    for number in clean:
+    for number in PLAIN:
         # a signal from inside that has no handler is dropped for PID 1; Python has one for SIGINT, which would end it
-        _signal.signal(number, _signal.SIG_IGN)
+        _signal.signal(number, _signal.SIG_DFL)
+    loop.trouble = os.memfd_create("trouble", os.MFD_CLOEXEC)
     loop.null = os.open("/dev/null", os.O_RDWR | os.O_CLOEXEC)
     os.set_inheritable(SOCKET, False)
     os.set_blocking(SOCKET, False)

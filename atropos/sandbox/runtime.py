@@ -42,6 +42,7 @@ _MODULES = [
     "_signal",
     "_json",
     "_ctypes",
+    "_posixsubprocess",
     "re",
     "fnmatch",
     "fcntl",
