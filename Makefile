@@ -7,7 +7,7 @@ BACKEND ?= local
 PYTEST_ARGS ?=
 ARGS ?=
 
-.PHONY: help setup system demo image nomad test lint format bench clean
+.PHONY: help setup system demo learn image nomad test lint format bench clean
 
 help:  ## what there is
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -20,6 +20,9 @@ setup: system  ## the Python environment, from the lock file
 
 demo: setup  ## the main job on the local backend: every example task, scored, no Docker
 	@$(if $(filter local,$(BACKEND)),,$(RUN) python scripts/engines.py $(BACKEND)) $(RUN) python -m examples.demo --backend $(BACKEND) $(ARGS)
+
+learn: setup  ## train a tiny policy from nothing on the CPU, and show that shifted masks or logprobs teach nothing
+	@$(if $(filter local,$(BACKEND)),,$(RUN) python scripts/engines.py $(BACKEND)) $(RUN) python -m examples.learn --backend $(BACKEND) $(ARGS)
 
 image:  ## the sandbox image, into the Docker engine (DOCKER_HOST)
 	@bash docker/sandbox/build.sh

@@ -1,0 +1,185 @@
+"""`make learn`: pupils that know nothing learn a task in sandbox slots, from what the trajectory API hands out.
+
+One process holds the policies, their inference server and the trainer; run-api and the env in `serve` are two more. All
+pupils get the same items from the same env. The first is trained on its groups as they are sent. The others, for
+comparison, on theirs with the masks or the logprobs moved by one position: they must not learn anything.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from examples.learn.curve import draw
+from examples.learn.policy import Grammar, Policy
+from examples.learn.server import Server
+from examples.learn.task import PLACES, PUPILS, WORDS, turns
+from examples.learn.trainer import SHIFTS, learn
+from examples.policy.tokenizer import FOLDER
+from examples.serve.processes import Trainer, flags, program, run_api
+
+WINDOW = 10
+"""Groups that a mean is taken over."""
+CLIMBED, FAILED = 0.9, 0.3
+
+
+def arguments() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="python -m examples.learn", description=__doc__)
+    parser.add_argument("--backend", choices=("local", "docker", "nomad"), default="local")
+    parser.add_argument("--updates", type=int, default=80, help="groups that each pupil learns from")
+    parser.add_argument("--group-size", type=int, default=8)
+    parser.add_argument("--slots", type=int, default=16)
+    parser.add_argument(
+        "--shifts", default=",".join(SHIFTS), help=f"pupils, by how their groups are moved: {', '.join(SHIFTS)}"
+    )
+    parser.add_argument("--stop-when-learned", action="store_true", help="end when the first pupil's mean is over 0.9")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--out", type=Path, default=Path("runs/learn"), help="folder for curve.png, .svg and .json")
+    args = parser.parse_args()
+    args.shifts = [name.strip() for name in args.shifts.split(",")]
+    for name in args.shifts:
+        if name not in SHIFTS:
+            parser.error(f"--shifts: {name!r} is none of {', '.join(SHIFTS)}")
+    if args.updates < 2 * WINDOW or args.group_size < 2:
+        parser.error(f"--updates must be at least {2 * WINDOW}, --group-size at least 2")
+    return args
+
+
+class School:
+    """Who learns, what is done to each one's groups, and the scores so far."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        grammar = Grammar(turns(WORDS), [*PLACES, *WORDS])
+        self.shift = dict(zip(PUPILS, args.shifts, strict=False))
+        self.policies = {pupil: Policy(grammar) for pupil in self.shift}
+        self.server = Server(grammar, self.policies, args.seed)
+        self.scores: dict[str, list[float]] = {pupil: [] for pupil in self.shift}
+        self.used: dict[str, list[float]] = {pupil: [] for pupil in self.shift}
+        self.updates = args.updates
+
+    def take(self, group: dict[str, Any]) -> None:
+        """Let the pupil whose group it is learn from it."""
+        pupil = self.server.pupil(group["tokens"][0])
+        if pupil is None or len(self.scores[pupil]) >= self.updates:
+            return
+        step = learn(self.policies[pupil], group, self.shift[pupil])
+        self.scores[pupil].append(step.score)
+        self.used[pupil].append(step.used / max(1, step.labels))
+
+    def last(self, pupil: str) -> float:
+        """Mean of the last groups."""
+        return mean(self.scores[pupil][-WINDOW:])
+
+    def finished(self, *, when_learned: bool) -> bool:
+        """Whether everyone has had all updates, or as many as the first pupil needed."""
+        if when_learned and len(self.scores["amy"]) >= 2 * WINDOW and self.last("amy") > CLIMBED:
+            return all(len(scores) >= len(self.scores["amy"]) - WINDOW for scores in self.scores.values())
+        return all(len(scores) >= self.updates for scores in self.scores.values())
+
+    def line(self) -> str:
+        """Where everyone stands."""
+        return "   ".join(f"{self.shift[p]} {self.last(p):.2f} ({len(s)})" for p, s in self.scores.items() if s)
+
+
+def mean(values: list[float]) -> float:
+    """0 of nothing."""
+    return sum(values) / len(values) if values else 0.0
+
+
+async def lesson(args: argparse.Namespace, school: School) -> None:
+    """Run everything until the school is finished."""
+    args.out.mkdir(parents=True, exist_ok=True)
+    batch = args.group_size * len(school.shift)
+    with (args.out / "env.log").open("wb") as log:
+        async with school.server.running() as base_url, run_api() as api, Trainer(api, batch_size=batch) as trainer:
+            env = {
+                "tool_pool_mode": args.backend,
+                "tokenizer_name": FOLDER,
+                "rollout_server_url": api,
+                "pupils": ",".join(school.shift),
+                "group_size": args.group_size,
+                "slots_per_container": args.slots,
+                "max_containers": 1,
+                "max_token_length": 4096,
+                "max_batches_offpolicy": 2,
+                "ensure_scores_are_not_same": "false",
+                "agent_temperature": "1.0",
+                "agent_max_steps": 3,
+                "allow_network": "false",
+                "slot_memory_mib": 128,
+                "sandbox_job_id": "atropos-learn",
+                "use_wandb": "false",
+            }
+            model = {"base_url": base_url, "server_type": "vllm", "model_name": "pupils"}
+            argv = ("-m", "examples.learn.env", "serve", *flags("env", env), *flags("openai", model))
+            async with program(*argv, output=log) as process:
+                said = time.monotonic()
+                async for groups in trainer.batches(process):
+                    for group in groups:
+                        school.take(group)
+                    if time.monotonic() - said > 5:
+                        said = time.monotonic()
+                        print(school.line(), flush=True)
+                    if school.finished(when_learned=args.stop_when_learned):
+                        return
+
+
+def report(args: argparse.Namespace, school: School, seconds: float) -> int:
+    """Write the picture and the numbers; 0 when the first pupil learned and no other did."""
+    curves = {school.shift[pupil]: scores for pupil, scores in school.scores.items()}
+    draw(curves, args.out / "curve", window=WINDOW, group_size=args.group_size)
+    rows = {
+        school.shift[pupil]: {
+            "updates": len(scores),
+            "first": round(mean(scores[:WINDOW]), 3),
+            "last": round(school.last(pupil), 3),
+            "positions_used": round(mean(school.used[pupil]), 3),
+        }
+        for pupil, scores in school.scores.items()
+    }
+    good = all(row["last"] > CLIMBED if name == "as sent" else row["last"] < FAILED for name, row in rows.items())
+    facts = {"seconds": round(seconds, 1), "as_expected": good, "rows": rows, "curves": curves}
+    (args.out / "curve.json").write_text(json.dumps(facts, indent=1) + "\n")
+    print(
+        f"{'trained on':<14}{'updates':>8}{'reward: first ' + str(WINDOW):>18}{'last ' + str(WINDOW):>10}{'positions used':>16}"
+    )
+    for name, row in rows.items():
+        print(f"{name:<14}{row['updates']:>8}{row['first']:>18.2f}{row['last']:>10.2f}{row['positions_used']:>16.0%}")
+    print(f"{seconds:.0f} s; the picture: {args.out / 'curve.png'}; the env's own output: {args.out / 'env.log'}")
+    if not good:
+        print(f"not as expected: `as sent` must end over {CLIMBED}, every other under {FAILED}", file=sys.stderr)
+    return 0 if good else 1
+
+
+async def run(args: argparse.Namespace) -> int:
+    """The lesson and its report; SIGTERM ends it as Ctrl-C does."""
+    task = asyncio.current_task()
+    assert task is not None
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+    school, started = School(args), time.monotonic()
+    await lesson(args, school)
+    return report(args, school, time.monotonic() - started)
+
+
+def main() -> int:
+    """Exit code 1 when something else came out than was claimed."""
+    args = arguments()
+    try:
+        return asyncio.run(run(args))
+    except (KeyboardInterrupt, asyncio.CancelledError):
+        print("interrupted", file=sys.stderr)
+        return 130
+    except RuntimeError as error:
+        print(f"error: {error} ({args.out / 'env.log'})", file=sys.stderr)
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

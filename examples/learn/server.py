@@ -1,0 +1,69 @@
+"""The policies behind `/generate`, as atroposlib's vLLM class calls it."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import re
+from collections.abc import AsyncIterator, Mapping
+from typing import Any
+
+from aiohttp import web
+
+from examples.learn.policy import Grammar, Policy
+
+_PUPIL = re.compile(r"Pupil (\w+):")
+
+
+class Server:
+    """Answers each prompt with the policy of the pupil that it addresses.
+
+    Args:
+        policies: by pupil; they may change between two answers.
+        seed: of all draws.
+    """
+
+    def __init__(self, grammar: Grammar, policies: Mapping[str, Policy], seed: int) -> None:
+        self._grammar = grammar
+        self._policies = policies
+        self._rng = random.Random(seed)
+
+    def pupil(self, tokens: list[int]) -> str | None:
+        """Whom a conversation addresses; None where it addresses nobody."""
+        found = _PUPIL.search(self._grammar.tokenizer.decode(tokens))
+        return found[1] if found and found[1] in self._policies else None
+
+    @contextlib.asynccontextmanager
+    async def running(self) -> AsyncIterator[str]:
+        """Base URL, as `--openai.base_url` takes it."""
+        app = web.Application(client_max_size=64 * 1024 * 1024)
+        app.router.add_get("/health", self._health)
+        app.router.add_post("/generate", self._generate)
+        runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.5)
+        await runner.setup()
+        try:
+            await web.TCPSite(runner, "127.0.0.1", 0).start()
+            yield f"http://127.0.0.1:{runner.addresses[0][1]}/v1"
+        finally:
+            await runner.cleanup()
+
+    async def _health(self, _request: web.Request) -> web.Response:
+        return web.json_response({"status": "ok"})
+
+    async def _generate(self, request: web.Request) -> web.Response:
+        body: dict[str, Any] = await request.json()
+        prompt = [int(token) for token in body["prompt"]["prompt_token_ids"]]
+        pupil = self.pupil(prompt)
+        if pupil is None:  # the probe before an env starts
+            ids, logprobs, reason = [self._grammar.end_id], [0.0], "stop"
+        elif body.get("temperature", 1.0) != 1.0:
+            return web.json_response({"error": "temperature: the policy is served as it is; send 1.0"}, status=400)
+        else:
+            ids, logprobs, reason = self._policies[pupil].sample(prompt, self._rng, body.get("max_tokens"))
+        return web.json_response(
+            {
+                "text": [self._grammar.tokenizer.decode(ids)],
+                "logprobs": [[[{str(token): logprob}] for token, logprob in zip(ids, logprobs, strict=True)]],
+                "finish_reasons": [reason],
+            }
+        )

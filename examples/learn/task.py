@@ -1,0 +1,74 @@
+"""The task: open one of several notes in the slot, and write the word in it to the file `door`.
+
+Everything is checked in the slot. The score is 1 when the right note was opened and its word was then written, 0.2 when
+another word was, else 0. A policy that chooses at random gets about 0.02; one that looks first and copies what it saw is
+always right.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+PLACES = ("garden", "harbor", "kitchen", "window")
+WORDS = ("amber", "coral", "ivory", "lilac", "navy", "pearl", "scarlet", "violet")
+PUPILS = ("amy", "ben", "cal", "dan", "eve")
+WRONG_WORD = 0.2
+"""Score of having opened the right note and written another word."""
+OPEN = 'echo "$1" >> opened; cat "notes/$1"'
+"""The program by which notes are opened."""
+CHECK = "cat opened; echo --; [ door -nt opened ] && cat door"
+"""What is asked of the slot when the agent is done."""
+
+
+@dataclass(frozen=True)
+class Door:
+    """One item: which note to open, what stands in each, and who is asked."""
+
+    number: int
+    pupil: str
+    place: str
+    notes: dict[str, str]
+
+    @property
+    def name(self) -> str:
+        """Unique in a run."""
+        return f"{self.pupil}-{self.number}"
+
+    def task(self) -> str:
+        """The user's message."""
+        return f"Pupil {self.pupil}: open the note {self.place}, then write the word in it to the file door"
+
+    def prepare(self) -> str:
+        """The command that fills the slot."""
+        notes = "; ".join(f"echo {word} > notes/{place}" for place, word in self.notes.items())
+        return f"mkdir notes; {notes}; echo '{OPEN}' > open; chmod +x open"
+
+    def score(self, found: str) -> float:
+        """From what `CHECK` printed."""
+        opened, _, door = found.partition("--\n")
+        if self.place not in opened.split() or not door:
+            return 0.0
+        return 1.0 if door.strip() == self.notes[self.place] else WRONG_WORD
+
+
+def door(number: int, pupil: str, words: Sequence[str]) -> Door:
+    """The item of that number, the same everywhere and for every pupil."""
+    rng = random.Random(number)
+    return Door(number, pupil, rng.choice(PLACES), {place: rng.choice(words) for place in PLACES})
+
+
+def call(tool: str, **arguments: Any) -> str:
+    """A turn with one call, in the hermes format."""
+    return f"<tool_call>\n{json.dumps({'name': tool, 'arguments': arguments})}\n</tool_call>"
+
+
+def turns(words: Sequence[str]) -> list[list[str]]:
+    """What the policy may say: any of these calls in each of two turns, then that it is done."""
+    calls = [call("terminal", command=f"./open {place}") for place in PLACES]
+    calls += [call("terminal", command=f"echo {word} > door") for word in words]
+    calls += [call("write_file", path="door", content=word) for word in words]
+    return [calls, calls, ["done"]]

@@ -1,0 +1,159 @@
+"""Programs of a training run: started together, ended together, whatever ends first."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import os
+import signal
+import socket
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import IO, Any, Self
+
+import aiohttp
+
+ROOT = Path(__file__).resolve().parents[2]
+PR_SET_PDEATHSIG = 1
+START_S = 60.0
+"""How long run-api may take to answer (it imports much)."""
+END_S = 10.0
+"""How long a program may take from SIGTERM to its end; then it is killed."""
+
+_libc = ctypes.CDLL(None)
+
+
+@contextlib.asynccontextmanager
+async def program(*argv: str, output: IO[bytes] | int | None = None) -> AsyncIterator[asyncio.subprocess.Process]:
+    """`python ARGV` in the repository, in a session of its own; ended with SIGTERM, and with this process."""
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        *argv,
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"},
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=output,
+        stderr=asyncio.subprocess.STDOUT if output is not None else None,
+        start_new_session=True,
+        preexec_fn=lambda: _libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM),
+    )
+    try:
+        yield process
+    finally:
+        await asyncio.shield(ended(process))
+
+
+async def ended(process: asyncio.subprocess.Process) -> int:
+    """The exit code, after SIGTERM and, where that is not enough, SIGKILL."""
+    if process.returncode is None:
+        with contextlib.suppress(ProcessLookupError):
+            process.terminate()
+        try:
+            async with asyncio.timeout(END_S):
+                await process.wait()
+        except TimeoutError:
+            process.kill()
+    return await process.wait()
+
+
+def free_port() -> int:
+    """A port of 127.0.0.1 that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@contextlib.asynccontextmanager
+async def run_api() -> AsyncIterator[str]:
+    """atroposlib's trajectory API on a port of its own; its URL.
+
+    Raises:
+        RuntimeError: it did not come up.
+    """
+    port = free_port()
+    argv = ("-m", "atroposlib.cli.run_api", "--host", "127.0.0.1", "--port", str(port))
+    async with program(*argv, output=asyncio.subprocess.DEVNULL) as process:
+        url = f"http://127.0.0.1:{port}"
+        try:
+            async with asyncio.timeout(START_S):
+                await _answers(url, process)
+        except TimeoutError:
+            raise RuntimeError(f"run-api did not answer within {START_S:g} s") from None
+        yield url
+
+
+async def _answers(url: str, process: asyncio.subprocess.Process) -> None:
+    async with aiohttp.ClientSession() as session:
+        while process.returncode is None:
+            with contextlib.suppress(aiohttp.ClientError):
+                async with session.get(url) as answer:
+                    if answer.status == 200:
+                        return
+            await asyncio.sleep(0.1)
+    raise RuntimeError(f"run-api ended with {process.returncode}")
+
+
+class Trainer:
+    """The trainer's side of the trajectory API.
+
+    Args:
+        url: of run-api.
+        batch_size: sequences of a batch.
+        max_token_len: groups with a sequence of this length or more are thrown away by the env.
+        steps: after so many batches the env ends.
+    """
+
+    def __init__(self, url: str, *, batch_size: int, max_token_len: int = 30_000, steps: int = 1_000_000) -> None:
+        self._session = aiohttp.ClientSession(url)
+        self._facts = {
+            "wandb_group": "none",
+            "wandb_project": "none",
+            "batch_size": batch_size,
+            "max_token_len": max_token_len,
+            "checkpoint_dir": "",
+            "save_checkpoint_interval": 0,
+            "starting_step": 0,
+            "num_steps": steps,
+        }
+
+    async def __aenter__(self) -> Self:
+        """Register; the first request for a batch is what lets envs begin."""
+        await self._answer("POST", "/register", json=self._facts)
+        await self.batch()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._session.close()
+
+    async def batch(self) -> list[dict[str, Any]] | None:
+        """The groups of the next batch, or None while there is none."""
+        found = (await self._answer("GET", "/batch"))["batch"]
+        return found or None
+
+    async def batches(self, *watched: asyncio.subprocess.Process) -> AsyncIterator[list[dict[str, Any]]]:
+        """Batch after batch, as they come.
+
+        Raises:
+            RuntimeError: one of the watched programs is over, so that none will come.
+        """
+        while True:
+            batch = await self.batch()
+            if batch is not None:
+                yield batch
+                continue
+            for process in watched:
+                if process.returncode is not None:
+                    raise RuntimeError(f"an env ended with {process.returncode}; its output says why")
+            await asyncio.sleep(0.05)
+
+    async def _answer(self, method: str, path: str, **options: Any) -> Any:
+        async with self._session.request(method, path, **options) as answer:
+            answer.raise_for_status()
+            return await answer.json()
+
+
+def flags(prefix: str, values: dict[str, Any]) -> list[str]:
+    """`--PREFIX.NAME VALUE` for each."""
+    return [part for name, value in values.items() for part in (f"--{prefix}.{name}", str(value))]
