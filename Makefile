@@ -7,10 +7,10 @@ BACKEND ?= local
 PYTEST_ARGS ?=
 ARGS ?=
 
-.PHONY: help setup system demo learn image nomad test lint format bench clean
+.PHONY: help setup system demo learn image nomad test test-cgroup2 lint format bench clean
 
 help:  ## what there is
-	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
+	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
 
 system:  ## install the system packages that slots need (root on Debian or Ubuntu), else name them
 	@bash scripts/system.sh
@@ -32,6 +32,9 @@ nomad:  ## a Nomad binary of the pinned version, built with Go where none is ins
 
 test: setup  ## every test, on real parts
 	@bash scripts/test.sh $(PYTEST_ARGS)
+
+test-cgroup2: setup  ## the tests of limits on an emulated machine with cgroup v2 alone (slow; root, for debootstrap)
+	@$(RUN) python scripts/cgroup2.py $(PYTEST_ARGS)
 
 lint: setup  ## ruff, pyright strict, import-linter
 	@bash scripts/lint.sh

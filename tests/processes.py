@@ -9,6 +9,8 @@ import os
 from collections.abc import Collection
 from pathlib import Path
 
+from tests.waiting import SLOWNESS
+
 
 def adopt_orphans() -> None:
     """Whatever a process of ours leaves behind becomes this process's child, and is counted (PR_SET_CHILD_SUBREAPER)."""
@@ -36,7 +38,7 @@ def descendants(root: int | None = None, but: Collection[int] = ()) -> dict[int,
 
 async def gone_within(seconds: float, root: int | None = None, but: Collection[int] = ()) -> list[str]:
     """Wait until no process is left below `root` (besides `but`); answers those that are."""
-    deadline = asyncio.get_running_loop().time() + seconds
+    deadline = asyncio.get_running_loop().time() + seconds * SLOWNESS
     while left := descendants(root, but):
         if asyncio.get_running_loop().time() > deadline:
             return [f"{pid}: {line}" for pid, line in left.items()]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -60,6 +61,9 @@ def _hierarchies(text: str) -> Iterator[_Hierarchy]:
 
 _SERVER_WEIGHT = 1000
 """cpu.weight of the server's own leaf on cgroup v2."""
+_TOP, _REST = "atropos", "rest"
+"""The one folder for all servers, which they may write to, so that each can remove its own when it ends; and on cgroup
+v2 the leaf in it for processes that must not stay where they were."""
 
 
 def own_name() -> str:
@@ -141,8 +145,8 @@ def _mounted(hierarchy: _Hierarchy, mounts: str) -> Path:
     """The hierarchy's mount point: one of our own, or the one that is there when ours is refused."""
     kind, name = ("cgroup2", "unified") if hierarchy.version == 2 else ("cgroup", ",".join(hierarchy.controllers))
     target = Path(mounts, name)
-    target.mkdir(parents=True, exist_ok=True)
     try:
+        target.mkdir(parents=True, exist_ok=True)
         syscalls.mount("none", str(target), kind, 0, None if hierarchy.version == 2 else name)
     except OSError:
         with open("/proc/self/mountinfo", encoding="utf-8") as file:
@@ -155,15 +159,17 @@ def _mounted(hierarchy: _Hierarchy, mounts: str) -> Path:
     return target
 
 
-def _claim_v1(hierarchy: _Hierarchy, mounts: str, uid: int, gid: int) -> Tree:
-    parent = Path(f"{_mounted(hierarchy, mounts)}/{hierarchy.path}")
-    # one folder for all servers that they may write to: so each can remove its own when it ends
-    top = parent / "atropos"
+def _make_top(parent: Path, uid: int, gid: int) -> Path:
+    top = parent / _TOP
     top.mkdir(exist_ok=True)
-    if uid != os.geteuid():
-        os.chown(top, uid, gid)
     sweep(parent)
     sweep(top)
+    _give(top, uid, gid)
+    return top
+
+
+def _claim_v1(hierarchy: _Hierarchy, mounts: str, uid: int, gid: int) -> Tree:
+    top = _make_top(Path(f"{_mounted(hierarchy, mounts)}/{hierarchy.path}"), uid, gid)
     ours = top / own_name()
     ours.mkdir()
     if "cpu" in hierarchy.controllers:
@@ -183,32 +189,46 @@ def _claim_v2(hierarchy: _Hierarchy, mounts: str, uid: int, gid: int) -> Tree:
         return Tree(2, str(own), ())
     error: OSError | None = None
     # A cgroup with processes of its own can't hand controllers down, so ours is made where that works: under the own
-    # cgroup when everything in it can be moved to a leaf, else beside it.
-    for parent in dict.fromkeys((own, own.parent if own != mount else own)):
+    # cgroup when nothing else runs in it or when it is a container's, else beside it; and where that isn't allowed
+    # under the own cgroup after all, when it was delegated to this user.
+    places = [(own, _is_a_container(own, mount)), (own.parent if own != mount else own, False)]
+    if uid != 0 and own.stat().st_uid == uid == os.geteuid():
+        places.append((own, True))
+    for parent, may_move in places:
         try:
-            return _claim_v2_under(parent, uid, gid)
+            return _claim_v2_under(parent, uid, gid, may_move=may_move)
         except OSError as failed:
             error = error or failed
     raise error or OSError("no place for a cgroup")
 
 
-def _claim_v2_under(parent: Path, uid: int, gid: int) -> Tree:
-    sweep(parent)
-    ours = parent / own_name()
+def _is_a_container(own: Path, mount: Path) -> bool:
+    """Whether everything in this cgroup belongs to one container: it is the root that the namespace shows, or PID 1's."""
+    return own == mount or "1" in (own / "cgroup.procs").read_text().split()
+
+
+def _claim_v2_under(parent: Path, uid: int, gid: int, *, may_move: bool) -> Tree:
+    names = [name for name in CONTROLLERS if name in (parent / "cgroup.controllers").read_text().split()]
+    offered = " ".join(f"+{name}" for name in names)
+    top = _make_top(parent, uid, gid)
+    rest, ours = top / _REST, top / own_name()
+    rest.mkdir(exist_ok=True)
+    _give(rest, uid, gid)
     ours.mkdir()
+    server = ours / "server"
     try:
-        offered = [name for name in CONTROLLERS if name in (parent / "cgroup.controllers").read_text().split()]
-        server = ours / "server"
         server.mkdir()
         (server / "cgroup.procs").write_text("0")
-        enabled = (parent / "cgroup.subtree_control").read_text().split()
-        if not set(offered) <= set(enabled):
-            _empty_into_leaf(parent)
-            (parent / "cgroup.subtree_control").write_text(" ".join(f"+{name}" for name in offered))
-        (ours / "cgroup.subtree_control").write_text(" ".join(f"+{name}" for name in offered))
-        if "cpu" in offered:
+        if not set(names) <= set((parent / "cgroup.subtree_control").read_text().split()):
+            _empty(parent, rest, may_move=may_move)
+            (parent / "cgroup.subtree_control").write_text(offered)
+        (top / "cgroup.subtree_control").write_text(offered)
+        (ours / "cgroup.subtree_control").write_text(offered)
+        if "cpu" in names:
             # beside the slots, of which each weighs 100: what one of them does must not slow down what serves all
             (server / "cpu.weight").write_text(str(_SERVER_WEIGHT))
+            if _is_real_root(parent):  # beside processes of which each weighs 100 on its CPU, see `_claim_v1`
+                (top / "cpu.weight").write_text(str(min(10_000, 100 * (os.cpu_count() or 1))))
     except OSError:
         with contextlib.suppress(OSError):
             (parent / "cgroup.procs").write_text("0")
@@ -216,22 +236,30 @@ def _claim_v2_under(parent: Path, uid: int, gid: int) -> Tree:
         raise
     _give(ours, uid, gid)
     _give(server, uid, gid)
-    return Tree(2, str(ours), tuple(offered))
+    return Tree(2, str(ours), tuple(names))
 
 
-def _empty_into_leaf(parent: Path) -> None:
-    """Move what runs in the container's root cgroup to a leaf; only where that is the whole container's own."""
-    if not (parent / "cgroup.type").exists():
-        return  # the real root may hold processes and hand controllers down alike
-    others = [pid for pid in (parent / "cgroup.procs").read_text().split() if int(pid) != os.getpid()]
-    if others and os.getpid() != 1 and os.getppid() not in (0, 1):
-        raise OSError(f"{len(others)} other processes run in this server's cgroup; start it in a scope of its own")
-    leaf = parent / f"{PREFIX}rest"
-    with contextlib.suppress(FileExistsError):
-        leaf.mkdir()
-    for pid in others:
-        with contextlib.suppress(ProcessLookupError):
-            (leaf / "cgroup.procs").write_text(pid)
+def _is_real_root(cgroup: Path) -> bool:
+    return not (cgroup / "cgroup.type").exists()
+
+
+def _empty(parent: Path, rest: Path, *, may_move: bool) -> None:
+    """Move what runs in a cgroup that is to hand controllers down to a leaf.
+
+    Raises:
+        OSError: others run in it, and they are not ours to move.
+    """
+    if _is_real_root(parent):
+        return  # it may hold processes and hand controllers down alike
+    for _ in range(20):  # what is moved may fork meanwhile
+        others = (parent / "cgroup.procs").read_text().split()
+        if not others:
+            return
+        if not may_move:
+            raise OSError(f"{len(others)} other processes run in this server's cgroup; start it in a scope of its own")
+        for pid in others:
+            with contextlib.suppress(ProcessLookupError):
+                (rest / "cgroup.procs").write_text(pid)
 
 
 def _give(path: Path, uid: int, gid: int) -> None:
@@ -311,12 +339,18 @@ class SlotCgroup:
                 found[limit] = int(text[at + len(key) :].split(None, 1)[0])
         return found
 
-    def processes(self) -> int:
-        """Processes that are still in it."""
-        if not self.paths:
-            return 0
-        with open(f"{self.paths[0]}/cgroup.procs", "rb") as file:
-            return len(file.read().split())
+    def kill(self) -> None:
+        """Kill every process in it at once (`cgroup.kill`, Linux 5.14), or one by one on older kernels and cgroup v1."""
+        for path in self.paths:
+            with contextlib.suppress(OSError):
+                try:
+                    _write(f"{path}/cgroup.kill", "1", needed=True)
+                except FileNotFoundError:
+                    with open(f"{path}/cgroup.procs", "rb") as file:
+                        pids = [int(pid) for pid in file.read().split()]
+                    for pid in pids:
+                        with contextlib.suppress(ProcessLookupError):
+                            os.kill(pid, signal.SIGKILL)
 
     def remove(self) -> bool:
         """Remove the directories; False when one is still in use."""
@@ -357,5 +391,5 @@ def release(cgroups: Cgroups) -> None:
         path = Path(tree.path)
         if tree.version == 2:
             with contextlib.suppress(OSError):
-                (path.parent / "cgroup.procs").write_text("0")
+                (path.parent / _REST / "cgroup.procs").write_text("0")
         _remove_tree(path)

@@ -295,6 +295,7 @@ class SlotSandbox:
                 await asyncio.wait_for(asyncio.shield(self._ended), STOP_DEADLINE_S)
             except TimeoutError:
                 self._kill(bubblewrap=True)
+                self._cgroup.kill()
                 problem = f"its processes did not end within {STOP_DEADLINE_S} s"
         for fd in (self._bwrap_fd, self._init_fd):
             if fd >= 0:
@@ -305,6 +306,7 @@ class SlotSandbox:
     async def _remove_cgroup(self) -> str:
         pause = 0.0005
         while not self._cgroup.remove():
+            self._cgroup.kill()  # PID 1 is gone, and nothing else of the slot is meant to be alive
             if pause > 1:
                 return f"cgroup still in use: {', '.join(self._cgroup.paths)}"
             await asyncio.sleep(pause)

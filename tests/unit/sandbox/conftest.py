@@ -7,19 +7,20 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 
 from tests.unit.sandbox.as_user import USER
+from tests.waiting import SLOWNESS
 
 ROOT = Path(__file__).parents[3]
 
 
 class Driver:
-    def __init__(self, base: Path, *, as_user: bool, volume: str = "memory") -> None:
-        prefix = [sys.executable, "-m", "tests.unit.sandbox.as_user"] if as_user else []
+    def __init__(self, base: Path, *, as_user: bool, volume: str = "memory", before: Sequence[str] = ()) -> None:
+        prefix = [*before, *([sys.executable, "-m", "tests.unit.sandbox.as_user"] if as_user else [])]
         self.process = subprocess.Popen(
             [*prefix, sys.executable, "-m", "tests.unit.sandbox.driver", str(base), volume],
             stdin=subprocess.PIPE,
@@ -44,7 +45,7 @@ class Driver:
 
     def close(self) -> None:
         self.process.stdin.close()
-        assert self.process.wait(30) == 0
+        assert self.process.wait(30 * SLOWNESS) == 0
 
 
 def tiny_base(folder: Path, owner: int) -> Path:

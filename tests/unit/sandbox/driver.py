@@ -13,6 +13,7 @@ import traceback
 
 from atropos.config import ServerConfig, SlotLimits
 from atropos.sandbox import rootphase
+from tests.waiting import SLOWNESS
 
 LIMITS = SlotLimits(memory_mib=96, pids=48, disk_mib=24, inodes=3000, output_bytes=100_000, open_files=256, wall_s=30)
 
@@ -35,7 +36,7 @@ async def serve(config: ServerConfig) -> None:
         request = json.loads(line)
         scenario = getattr(importlib.import_module(request["module"]), request["scenario"])
         try:
-            async with asyncio.timeout(60):
+            async with asyncio.timeout(60 * SLOWNESS):
                 await scenario(host)
         except BaseException:
             answer({"failed": traceback.format_exc()})

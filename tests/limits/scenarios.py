@@ -1,0 +1,194 @@
+"""What the limits of a slot do, each a function of a host; see `tests.unit.sandbox.scenarios`, whose helpers these use."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from pathlib import Path
+
+from atropos.config import SlotLimits
+from atropos.wire import Quiesce
+from tests.unit.sandbox.driver import LIMITS
+from tests.unit.sandbox.scenarios import do, freed, memory_limit_is_named_and_the_slot_goes_on, out, sh, slot
+from tests.waiting import until
+
+__all__ = ["memory_limit_is_named_and_the_slot_goes_on"]
+
+
+def tree(host, controller):
+    """The hierarchy that limits with a controller."""
+    return next(tree for tree in host._entered.cgroups.trees if controller in tree.controllers)
+
+
+def groups(host):
+    """Every directory of ours for a slot, in any hierarchy."""
+    return [f"{at.path}/{name}" for at in host._entered.cgroups.trees for name in os.listdir(at.path) if "slot" in name]
+
+
+async def processes_are_counted_by_the_cgroup(host):
+    """The kernel's own count names it, whatever a program's exit code is."""
+    bomb = (
+        "import os,time\nwhile True:\n  try:\n    if os.fork()==0: time.sleep(60); os._exit(0)\n  except OSError: break"
+    )
+    async with slot(host) as s, slot(host) as neighbour:
+        result = await sh(s, f'python3 -c "{bomb}"; exit 0', timeout_s=30)
+        assert result.limit == "pids", result
+        assert await out(neighbour, "for i in 1 2 3 4; do /bin/true & done; wait; echo untouched") == "untouched\n"
+        await do(s, Quiesce())
+        again = await sh(s, "echo usable")
+        assert (again.output, again.limit) == (b"usable\n", None)
+
+
+async def a_volume_leaves_room_in_memory_for_the_command_that_clears_it(host):
+    """The volume's pages are the slot's memory, and nothing but a command frees them: they never take all of it."""
+    limits = SlotLimits(memory_mib=64, pids=48)  # and by default a volume of many times that
+    async with slot(host, limits=limits) as s, slot(host, limits=limits) as neighbour:
+        await out(neighbour, "head -c 20000000 /dev/zero > kept")
+        for place in ("/workspace", "/dev/shm", "/tmp"):
+            result = await sh(s, f"exec head -c 300000000 /dev/zero > {place}/f", timeout_s=30)
+            assert result.exit_code == 1 and result.limit == "disk", (place, result)
+            assert await out(s, f"rm {place}/f; echo usable") == "usable\n"
+        many = "import os\nfor n in range(10**6): os.close(os.open(f'{n}', os.O_CREAT))"
+        result = await sh(s, f'mkdir many; cd many; python3 -c "{many}"', timeout_s=30)
+        assert result.exit_code == 1 and result.limit == "inodes", result
+        assert await out(s, "rm -r many; echo usable", timeout_s=30) == "usable\n"
+        assert await out(neighbour, "stat -c %s kept") == "20000000\n"
+
+
+async def a_background_process_that_is_killed_does_not_end_the_slot(host):
+    async with slot(host) as s:
+        await sh(s, "setsid python3 -c 'x = bytearray(300 << 20)' >/dev/null 2>&1 & echo")
+        # until the bomb has gone off
+        await until(lambda: s._cgroup.counts().get("memory", 0) > 0, "the kill", 30)
+        assert await out(s, "echo usable") == "usable\n"
+
+
+async def spinning(s):
+    """Start a loop without end in a slot, on the first CPU; its pid as seen from here. It has used some time already."""
+    cpu = min(os.sched_getaffinity(0))
+    await out(s, f"setsid taskset -c {cpu} sh -c 'while :; do :; done' >/dev/null 2>&1 &")
+    busiest = None
+
+    def begun():
+        nonlocal busiest
+        pids = Path(s._cgroup.paths[0], "cgroup.procs").read_text().split()
+        busiest = max(pids, key=cpu_s)
+        return cpu_s(busiest) > 0.05
+
+    await until(begun, "a loop in the slot", 30)
+    return busiest
+
+
+def cpu_s(pid):
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return 0.0
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+async def the_share_of_the_cpu_follows_the_weight(host):
+    light, heavy = (LIMITS.model_copy(update={"cpu_weight": weight}) for weight in (20, 500))
+    async with slot(host, limits=light) as a, slot(host, limits=heavy) as b:
+        # counted from when both run: the light one's start takes as long as its weight says
+        pids = [await spinning(a), await spinning(b)]
+        before = [cpu_s(pid) for pid in pids]
+        await until(lambda: sum(map(cpu_s, pids)) > sum(before) + 1, "a second of CPU time", 60)
+        used = [cpu_s(pid) - start for pid, start in zip(pids, before, strict=True)]
+        assert used[1] > 4 * used[0], f"25 times the weight gave {used}"
+
+
+async def a_quota_is_a_ceiling(host):
+    limits = LIMITS.model_copy(update={"cpu_quota": 0.05})
+    async with slot(host, limits=limits) as s:
+        pid = await spinning(s)
+        used, began = cpu_s(pid), time.monotonic()
+        await asyncio.sleep(2)
+        used, wall = cpu_s(pid) - used, time.monotonic() - began
+        assert used < 0.05 * wall + 0.05, f"{used} s of {wall} s under a quota of a twentieth"
+        path = next(
+            p for t, p in zip(host._entered.cgroups.trees, s._cgroup.paths, strict=True) if "cpu" in t.controllers
+        )
+        stat = Path(path, "cpu.stat").read_text()
+        assert int(stat.partition("nr_throttled")[2].split()[0]) > 0, stat
+
+
+async def memory_returns_and_the_directories_go(host):
+    def used():
+        file = "memory.current" if tree(host, "memory").version == 2 else "memory.usage_in_bytes"
+        return int(Path(tree(host, "memory").path, file).read_text())
+
+    await freed(host)
+    assert groups(host) == []
+    async with slot(host) as s:
+        await out(s, "true")
+    await freed(host)
+    before = used()
+    for _ in range(4):
+        async with slot(host) as s:
+            await out(s, "head -c 20000000 /dev/zero > /workspace/f; setsid python3 -c 'x=bytearray(30<<20); import time; time.sleep(99)' >/dev/null 2>&1 & sleep 0.3")  # fmt: skip
+            await until(lambda: used() > before + (30 << 20), "the memory in use", 20)
+            assert len(groups(host)) == len(host._entered.cgroups.trees)
+        await freed(host)
+        assert groups(host) == []
+    await until(lambda: used() < before + (20 << 20), "the memory back", 20)
+
+
+async def everything_in_the_cgroup_is_killed_at_once(host):
+    """What the server falls back on when a slot's PID 1 does not end."""
+    sandbox = await host.start("killed")
+    await sh(sandbox, "for i in 1 2 3 4 5 6 7 8; do setsid sleep 1000 & done; disown -a")
+    files = [f"{path}/cgroup.procs" for path in sandbox._cgroup.paths]
+    assert all(len(Path(file).read_text().split()) >= 10 for file in files)
+    sandbox._cgroup.kill()
+    await until(lambda: not any(Path(file).read_text().split() for file in files), "the end of all", 10)
+    assert (await sandbox.stop()).clean
+    assert groups(host) == []
+
+
+async def settings_are_the_kernel_s(host):
+    """What was asked for is what the kernel says it enforces."""
+    limits = SlotLimits(memory_mib=100, pids=50, cpu_weight=300, cpu_quota=1.5)
+    async with slot(host, limits=limits) as s:
+        found = {}
+        for one, path in zip(host._entered.cgroups.trees, s._cgroup.paths, strict=True):
+            for name in os.listdir(path):
+                if name.startswith(("memory.", "pids.", "cpu.")):
+                    try:
+                        found[name] = Path(path, name).read_text().strip()
+                    except OSError:  # some can't be read
+                        continue
+            version = one.version
+        wanted = (
+            {"memory.max": str(100 << 20), "memory.oom.group": "0", "pids.max": "52", "cpu.weight": "300",
+             "cpu.max": "150000 100000"}
+            if version == 2
+            else {"memory.limit_in_bytes": str(100 << 20), "pids.max": "52", "cpu.shares": "3072",
+                  "cpu.cfs_quota_us": "150000", "cpu.cfs_period_us": "100000"}
+        )  # fmt: skip
+        if "memory.swap.max" in found:
+            wanted["memory.swap.max"] = "0"
+        assert {name: found.get(name) for name in wanted} == wanted
+
+
+async def programs_are_told_how_many_threads_to_use(host):
+    """The limits of one slot of eight: no program starts a thread for each core that it sees."""
+    async with slot(host) as s:
+        named = await out(s, "env | grep -c _NUM_THREADS=; echo $OMP_NUM_THREADS $GOMAXPROCS; nproc")
+        many, omp, gomaxprocs, nproc = named.split()
+        assert int(many) >= 6 and omp == gomaxprocs and int(nproc) == int(omp), named
+
+
+ALL = [
+    processes_are_counted_by_the_cgroup,
+    memory_limit_is_named_and_the_slot_goes_on,
+    a_volume_leaves_room_in_memory_for_the_command_that_clears_it,
+    a_background_process_that_is_killed_does_not_end_the_slot,
+    the_share_of_the_cpu_follows_the_weight,
+    a_quota_is_a_ceiling,
+    memory_returns_and_the_directories_go,
+    everything_in_the_cgroup_is_killed_at_once,
+    settings_are_the_kernel_s,
+    programs_are_told_how_many_threads_to_use,
+]

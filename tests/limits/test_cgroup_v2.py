@@ -1,0 +1,158 @@
+"""Where a server may find itself on cgroup v2, and what is left of it there. Run by `make test-cgroup2`."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.limits import scenarios
+from tests.unit.sandbox.as_user import USER
+from tests.unit.sandbox.conftest import Driver, tiny_base
+from tests.waiting import SLOWNESS
+
+TOP = Path("/sys/fs/cgroup")
+UNIFIED = (TOP / "cgroup.controllers").exists() and os.geteuid() == 0
+pytestmark = pytest.mark.skipif(not UNIFIED, reason="needs root on a machine with cgroup v2 alone: make test-cgroup2")
+SOME = (
+    "memory_limit_is_named_and_the_slot_goes_on",
+    "processes_are_counted_by_the_cgroup",
+    "memory_returns_and_the_directories_go",
+)
+
+
+class Place:
+    """A cgroup of its own for a test."""
+
+    def __init__(self, name: str, controllers: str = "+memory +pids +cpu") -> None:
+        (TOP / "cgroup.subtree_control").write_text(controllers)
+        self.path = TOP / name
+        self.path.mkdir()
+        self.others: list[subprocess.Popen[bytes]] = []
+
+    def enter(self, *namespaces: str) -> list[str]:
+        """What a command is started with, to run in it."""
+        move = ["sh", "-c", f'echo $$ > {self.path}/cgroup.procs; exec "$@"', "sh"]
+        return [*move, "unshare", *namespaces] if namespaces else move
+
+    def neighbour(self) -> None:
+        """Another process in it."""
+        self.others.append(subprocess.Popen([*self.enter(), "sleep", "100000"]))
+        while not (self.path / "cgroup.procs").read_text():
+            time.sleep(0.01)
+
+    def give(self, user: int) -> None:
+        """Delegate it, as systemd does."""
+        for name in ("", "cgroup.procs", "cgroup.subtree_control", "cgroup.threads"):
+            os.chown(self.path / name, user, user)
+
+    def below(self) -> list[str]:
+        return sorted(str(path.relative_to(self.path)) for path in self.path.rglob("*/"))
+
+    def end(self) -> None:
+        for process in self.others:
+            process.kill()
+            process.wait()
+        deadline = time.monotonic() + 10 * SLOWNESS
+        while True:
+            for path in sorted(self.path.rglob("*/"), reverse=True):
+                path.rmdir()
+            try:
+                return self.path.rmdir()
+            except OSError:
+                assert time.monotonic() < deadline
+                time.sleep(0.05)
+
+
+@pytest.fixture
+def place(request):
+    place = Place(f"place-{os.getpid()}")
+    yield place
+    place.end()
+
+
+@pytest.fixture(scope="session")
+def base(tmp_path_factory):
+    return tiny_base(tmp_path_factory.mktemp("base"), 0)
+
+
+def check(driver: Driver, names=SOME) -> None:
+    try:
+        for name in names:
+            driver.run(scenarios.__name__, name)
+    finally:
+        driver.close()
+
+
+def groups_of(pid: int) -> list[Path]:
+    return list(TOP.rglob(f"atropos-{pid}-*/"))
+
+
+def test_alone_in_a_cgroup(place, base):
+    check(Driver(base, as_user=False, before=place.enter()), [one.__name__ for one in scenarios.ALL])
+    assert place.below() == ["atropos", "atropos/rest"], "what is left is what the next server uses again"
+
+
+def test_beside_others_in_a_cgroup(place, base):
+    """They are not the server's to move: its own is made beside theirs."""
+    place.neighbour()
+    before = (place.path / "cgroup.procs").read_text()
+    driver = Driver(base, as_user=False, before=place.enter())
+    assert groups_of(driver.process.pid)
+    check(driver)
+    assert (place.path / "cgroup.procs").read_text() == before
+    assert place.below() == []
+    assert not groups_of(driver.process.pid)
+
+
+def test_in_a_container_s_cgroup_namespace_beside_its_other_processes(place, base):
+    """The namespace's root is the container's own: what else runs there goes to a leaf."""
+    place.neighbour()
+    check(Driver(base, as_user=False, before=place.enter("--cgroup", "--mount")))
+    assert place.below() == ["atropos", "atropos/rest"]
+    assert str(place.others[0].pid) in (place.path / "atropos/rest/cgroup.procs").read_text()
+
+
+@pytest.mark.parametrize("beside", [False, True])
+def test_delegated_to_an_ordinary_user(place, tmp_path_factory, beside):
+    place.give(USER)
+    if beside:
+        place.neighbour()
+    folder = tmp_path_factory.mktemp("user")
+    for path in (folder, *folder.parents[:3]):
+        os.chmod(path, 0o755)
+    check(Driver(tiny_base(folder, USER), as_user=True, before=place.enter()))
+    assert place.below() == ["atropos", "atropos/rest"]
+
+
+def test_two_servers_in_one_place_and_one_killed(place, base):
+    first, second = (Driver(base, as_user=False, before=place.enter()) for _ in range(2))
+    first.process.kill()
+    first.process.wait()
+    assert groups_of(first.process.pid), "a killed server can't remove its directories"
+    check(second, SOME[:1])
+    third = Driver(base, as_user=False, before=place.enter())
+    assert not groups_of(first.process.pid), "so the next one does"
+    check(third, SOME[:1])
+    assert place.below() == ["atropos", "atropos/rest"]
+
+
+def test_a_limit_above_is_the_container_s_and_a_controller_not_handed_down_is_named(place, base):
+    (TOP / "cgroup.subtree_control").write_text("-cpu")
+    try:
+        code = (
+            "from atropos.config import ServerConfig\nfrom atropos.sandbox import rootphase\n"
+            "c = rootphase.inherited_config() or ServerConfig(token='-')\nrootphase.enter(c)\n"
+            "print(rootphase.entered().cgroups)"
+        )
+        script = base.parent / "claim.py"
+        script.write_text(code)
+        command = [*place.enter(), sys.executable, str(script)]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        assert "'memory', 'pids'" in done.stdout and "missing={'cpu': " in done.stdout, done
+    finally:
+        (TOP / "cgroup.subtree_control").write_text("+cpu")
