@@ -112,6 +112,14 @@ class HermesAgentBaseEnv(SandboxEnv):
 
     # -------------------------------------------------------------------------------------------------- ready made
 
+    def item_name(self, item: Any) -> str:
+        """As the frame's; a row without a name goes by the beginning of its prompt."""
+        if isinstance(item, dict) and not {"name", "id", "task_id", "task"} & {*item}:
+            prompt = item.get(self.config.prompt_field)
+            if isinstance(prompt, str):
+                return " ".join(prompt.split())[:40]
+        return super().item_name(item)
+
     def load_rows(self) -> Iterator[dict[str, Any]]:
         """The rows of `dataset_name`, once through.
 

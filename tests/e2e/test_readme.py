@@ -1,4 +1,4 @@
-"""The README's code runs as it is written."""
+"""The code of the README and of the first lessons runs as it is written."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -71,6 +72,39 @@ def test_an_environment_of_ones_own(policy, tmp_path: Path):
     groups = [json.loads(line) for line in out.read_text().splitlines()]
     assert [len(group["scores"]) for group in groups] == [4, 4]
     assert out.with_suffix(".html").exists()
+
+
+def lesson(name: str) -> str:
+    text = (ROOT / "docs/environments.md").read_text()
+    blocks = re.findall(r"^ *```python\n(.*?)^ *```$", text, re.DOTALL | re.MULTILINE)
+    return textwrap.dedent(next(block for block in blocks if name in block))
+
+
+@pytest.mark.parametrize("name", ["class Squares", "class Solved"])
+def test_the_lessons_environments(policy, tmp_path: Path, name: str):
+    script, out = tmp_path / "env.py", tmp_path / "out.jsonl"
+    script.write_text(lesson(name))
+    play = [{"calls": [{"name": "terminal", "arguments": {"command": "echo 1 > made"}}]}, "done"]
+    row = {"prompt": f"Make it.\n```policy\n{json.dumps(play)}\n```", "check": "grep 1 made"}
+    rows = ["--env.dataset_name", json.dumps([row, {**row, "check": "false"}])] if "Solved" in name else []
+    settings = {
+        "env.tokenizer_name": policy["tokenizer"],
+        "env.data_path_to_save_groups": out,
+        "openai.base_url": policy["base_url"],
+        "openai.server_type": "vllm",
+    }
+    done = subprocess.run(
+        [sys.executable, script, "process", *rows, *(str(x) for k, v in settings.items() for x in (f"--{k}", v))],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+        cwd=ROOT,
+        env={"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin", "HOME": str(tmp_path)},
+    )
+    assert done.returncode == 0, done.stderr
+    scores = [group["scores"] for group in map(json.loads, out.read_text().splitlines())]
+    assert sorted(scores) == ([[0.0] * 4, [1.0] * 4] if "Solved" in name else [[1.0] * 4] * 3)
 
 
 def test_the_interface_example_of_pool_and_executor(tmp_path: Path):
