@@ -16,7 +16,7 @@ from atropos.agent.prompt import results_text, schemas_of, system_text
 from atropos.agent.template import TurnRenderer
 from atropos.agent.transcript import Transcript
 from atropos.tools import ToolCall, ToolResult
-from atropos.tools.parsers import get_parser
+from atropos.tools.parsers import parser_for
 
 MIN_TURN_TOKENS = 16
 """Room that a turn needs to be worth beginning."""
@@ -61,7 +61,7 @@ class AtroposAgent:
         self._execute = execute_tool
         self._model = Model(server, timeout_s=self.config.model_timeout_s, retries=self.config.model_retries)
         self._renderer = renderer or TurnRenderer(tokenizer)
-        self._parser = get_parser(self.config.tool_call_parser)
+        self._parser = parser_for(self.config.tool_call_parser, tokenizer, self.schemas)
 
     async def run(self, task: str) -> AgentResult:
         """Work on a task until the model answers without a call, or a bound is reached.

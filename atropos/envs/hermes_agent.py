@@ -21,7 +21,7 @@ from atropos.envs.hermes_dialect import Dialect
 from atropos.errors import ConfigError
 from atropos.tools import ToolCall, ToolResult
 from atropos.tools.models import new_call_id
-from atropos.tools.parsers import Parser, get_parser
+from atropos.tools.parsers import Parser, parser_for
 
 StopReason = Literal["final", "max_turns", "context_length"]
 MAX_CALLS = 32
@@ -150,7 +150,7 @@ class HermesAgent:
         self._model = Model(server, timeout_s=settings.model_timeout_s, retries=settings.model_retries)
         self._execute = execute
         self._schemas = list(schemas)
-        self._parser: Parser = get_parser(settings.parser)
+        self._parser: Parser = parser_for(settings.parser, tokenizer, self._schemas)
         self._dialect = Dialect(tokenizer, self._schemas, settings.parser)
         if settings.extra_body and self._model.exact:
             raise ConfigError("extra_body: only OpenAI-compatible servers take it; remove it for vllm and sglang")

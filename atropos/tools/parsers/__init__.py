@@ -9,6 +9,7 @@ from atropos.tools.parsers.base import (
     register_parser,
 )
 from atropos.tools.parsers.hermes import HermesParser
+from atropos.tools.parsers.installed import parser_for
 from atropos.tools.parsers.llama import Llama3JsonParser, Llama4PythonicParser
 from atropos.tools.parsers.mistral import MistralParser
 from atropos.tools.parsers.tagged import Glm45Parser, Qwen3CoderParser
@@ -28,4 +29,4 @@ for _parser in (
 ):
     register_parser(_parser)
 
-__all__ = ["ParseError", "Parsed", "Parser", "get_parser", "parser_names", "register_parser"]
+__all__ = ["ParseError", "Parsed", "Parser", "get_parser", "parser_for", "parser_names", "register_parser"]
