@@ -101,7 +101,15 @@ async def probe(base: str | None = None) -> Capabilities:
 
     token = secrets.token_urlsafe(16)
     config = ServerConfig.model_validate(
-        {"token": token, "slots": 1, "warm": 0, "base": base, "drain_s": 0, "die_with_parent": True}
+        {
+            "token": token,
+            "slots": 1,
+            "warm": 0,
+            "base": base,
+            "drain_s": 0,
+            "die_with_parent": True,
+            "allow_network": True,
+        }
     )
     document = config.model_dump(mode="json") | {"token": token}
     server = await asyncio.create_subprocess_exec(

@@ -6,6 +6,7 @@ slot's private Python, so that the probe works on any base.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import shlex
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from atropos.config import SlotLimits
 from atropos.errors import SandboxError
+from atropos.sandbox import exchange
 from atropos.sandbox.rootphase import Entered
 from atropos.sandbox.runtime import INSIDE
 from atropos.wire import (
@@ -140,6 +142,39 @@ def text(value):
 print("{" + ",".join(f'{text(k)}:[{"true" if v[0] else "false"},{text(v[1])}]' for k, v in found.items()) + "}")
 """
 
+_PYTHON = f"{INSIDE}/ld.so --inhibit-cache --library-path {INSIDE}/lib {INSIDE}/python -I -S -B -X utf8"
+_EGRESS = r"""
+import os, _socket
+def ask(line, to=("127.0.0.1", PORT)):
+    s = _socket.socket(_socket.AF_INET, _socket.SOCK_STREAM)
+    s.settimeout(5)
+    try:
+        s.connect(to)
+        s.send(line.encode() + b"\r\nHost: x\r\n\r\n")
+        answer = b""
+        while data := s.recv(4096):
+            answer += data
+        return answer.decode("utf-8", "replace")
+    except OSError as error:
+        return f"error {error.errno}: {error}"
+    finally:
+        s.close()
+wrong = []
+with open("/proc/net/dev") as file:
+    devices = [line.split(":")[0].strip() for line in file.readlines()[2:]]
+if devices != ["lo"]:
+    wrong.append(f"network devices: {devices}")
+for address in ("192.0.2.1", "169.254.169.254", "10.0.0.1"):
+    answer = ask("GET / HTTP/1.1", (address, 80))
+    if not answer.startswith("error 101:"):
+        wrong.append(f"{address} can be reached past the proxy: {answer[:80]}")
+for line in ("GET http://169.254.169.254/", "GET http://127.0.0.1/", "CONNECT 10.0.0.1:443", "CONNECT [::1]:443", "CONNECT [::ffff:127.0.0.1]:80"):
+    answer = ask(line + " HTTP/1.1")
+    if not answer.startswith("HTTP/1.1 403 ") or "egress refused" not in answer:
+        wrong.append(f"the proxy answered {line!r} with {answer[:80]!r}")
+print("; ".join(wrong) or "held")
+"""
+
 
 @dataclass(frozen=True)
 class _Known:
@@ -177,6 +212,9 @@ _KNOWN = {
         "run the server as root with a memory cgroup controller, or delegate it to its user (systemd Delegate=yes)",
     ),
     "cpu_weight": _Known(False, "run the server as root with a cpu cgroup controller, or delegate it to its user"),
+    "egress": _Known(
+        True, "allow_network=False, or report this: a slot with a network reaches more than its proxy, or no proxy"
+    ),
     "files": _Known(True, "report this: the runner's file operations failed"),
     "forks": _Known(True, "Linux 5.8 or later, and a seccomp profile that allows setns and pivot_root, as shipped"),
     "sessions": _Known(False, "devpts in a user namespace: a kernel with CONFIG_DEVPTS_MULTIPLE_INSTANCES"),
@@ -189,6 +227,20 @@ async def run(host: SlotHost, entered: Entered) -> list[Feature]:
     Raises:
         SandboxError: not even the throw-away sandbox could be started.
     """
+    egress = asyncio.create_task(_egress(host)) if host.egress is not None else None
+    try:
+        features = await _properties(host, entered)
+        if egress is not None:
+            passed, detail = await egress
+            features.append(_feature("egress", passed, detail))
+    finally:
+        if egress is not None:
+            egress.cancel()
+            await asyncio.wait([egress])
+    return features
+
+
+async def _properties(host: SlotHost, entered: Entered) -> list[Feature]:
     sandbox = await host.start("probe", limits=_LIMITS)
     try:
         found = await _inside(sandbox, set(host.environment))
@@ -220,8 +272,7 @@ def _feature(name: str, passed: bool, detail: str) -> Feature:
 async def _inside(sandbox: SlotSandbox, names: set[str]) -> dict[str, tuple[bool, str]]:
     allowed = names | {"PWD", "SHLVL", "_", "OLDPWD"}
     code = _INSIDE.replace("WANTED", repr(sorted(allowed)))
-    python = f"{INSIDE}/ld.so --inhibit-cache --library-path {INSIDE}/lib {INSIDE}/python -I -S -B -X utf8"
-    result = await sandbox.run("probe-inside", Exec(command=f"exec {python} -c {shlex.quote(code)}", timeout_s=10))
+    result = await sandbox.run("probe-inside", Exec(command=f"exec {_PYTHON} -c {shlex.quote(code)}", timeout_s=10))
     try:
         output = result.output if isinstance(result, ExecResult) else b""
         answers: dict[str, Any] = json.loads(output.splitlines()[-1])
@@ -235,12 +286,24 @@ def _shown(result: OpResult) -> str:
     return " ".join(text.split())
 
 
+async def _egress(host: SlotHost) -> tuple[bool, str]:
+    """A slot with a network has a loopback and nothing else, and on it a proxy that refuses what it must."""
+    sandbox = await host.start("probe-egress", limits=_LIMITS, network=True)
+    try:
+        code = _EGRESS.replace("PORT", str(exchange.PORT))
+        result = await sandbox.run("probe-egress", Exec(command=f"exec {_PYTHON} -c {shlex.quote(code)}", timeout_s=30))
+    finally:
+        stopped = await sandbox.stop()
+    if not stopped.clean:
+        return False, stopped.detail
+    return isinstance(result, ExecResult) and result.output == b"held\n", _shown(result)
+
+
 async def _memory(sandbox: SlotSandbox, entered: Entered) -> tuple[bool, str]:
     if not any("memory" in tree.controllers for tree in entered.cgroups.trees):
         return False, entered.cgroups.missing.get("memory", "no memory controller")
-    python = f"{INSIDE}/ld.so --inhibit-cache --library-path {INSIDE}/lib {INSIDE}/python -I -S -B"
     result = await sandbox.run(
-        "probe-memory", Exec(command=f"exec {python} -c \"x = b'x' * (96 << 20)\"", timeout_s=10)
+        "probe-memory", Exec(command=f"exec {_PYTHON} -c \"x = b'x' * (96 << 20)\"", timeout_s=10)
     )
     named = isinstance(result, ExecResult) and result.limit == "memory" and result.exit_code == -9
     return named, f"96 MiB were used under a limit of {_LIMITS.memory_mib} MiB: {_shown(result)}"

@@ -48,3 +48,28 @@ async def test_a_base_that_is_not_there_is_named(engine):
     with pytest.raises(ConfigError, match=r"base.*/no/such/rootfs"):
         await pool.start()
     assert await engine.residue(pool.config) == []
+
+
+async def test_egress_is_tried_and_published_where_slots_may_have_a_network(local_pool):
+    for allowed in (True, False):
+        async with local_pool(slots_per_container=1, max_containers=1, allow_network=allowed) as pool:
+            (link,) = pool.keeper.links.values()
+            found = {feature.name: feature for feature in (await link.client.capabilities()).features}
+            assert ("egress" in found) is allowed
+            assert not allowed or found["egress"].ok, found["egress"]
+
+
+async def test_a_proxy_that_lets_through_what_it_must_not_is_found_out_at_start(engine, monkeypatch, tmp_path):
+    """Also without require_sandbox: it would be a hole, not a missing limit."""
+    tmp_path.chmod(0o755)
+    (tmp_path / "sitecustomize.py").write_text(
+        "import sys\n"
+        "if 'atropos.sandbox.egress' in sys.orig_argv:\n"
+        "    from atropos.sandbox import egress_rules\n"
+        "    egress_rules.Policy.judge_addresses = lambda self, name, addresses, own: list(addresses)\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    pool = SlotPool(engine.config(allow_network=True))
+    with pytest.raises(IsolationUnavailable, match=r"egress.*the proxy answered"):
+        await pool.start()
+    assert await engine.residue(pool.config) == []

@@ -70,7 +70,7 @@ def test_doctor_reports_every_feature_and_its_fix() -> None:
     assert done.returncode in {0, 1}, done
     assert report["ok"] is True
     names = {item["name"] for item in report["findings"]}
-    assert {"python", "bwrap", "docker", "nomad"} <= names
+    assert {"python", "bwrap", "docker", "nomad", "egress"} <= names
     assert len(names) >= 12
     assert all(item["ok"] or item["fix"] for item in report["findings"])
 
