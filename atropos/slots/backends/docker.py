@@ -80,6 +80,10 @@ class DockerBackend(Backend):
         self._ever_ready = False
         self._failure: Exception | None = None
         self._trouble = ""
+        self._outage = ""
+        """Why the engine itself gives no answer; empty when it does."""
+        self._left: set[str] = set()
+        """Names of containers whose removal the engine refused or did not answer."""
         self._crashes = Patience()
         self._changed = ChangeFlag()
         self._wake = ChangeFlag()
@@ -88,7 +92,7 @@ class DockerBackend(Backend):
         self._group: asyncio.TaskGroup | None = None
 
     def __repr__(self) -> str:
-        return f"DockerBackend({self._pool}: {len(self._live())} of {self._target} containers{self._trouble and ', '}{self._trouble})"
+        return f"DockerBackend({self._pool}: {len(self._live())} of {self._target} containers; {self.trouble() or 'no trouble'})"
 
     # ------------------------------------------------------------------------------------------------------ contract
 
@@ -128,7 +132,7 @@ class DockerBackend(Backend):
 
     def trouble(self) -> str:
         """Why containers are not coming."""
-        return self._trouble
+        return "; ".join(text for text in (self._outage, self._trouble) if text)
 
     def failure(self) -> Exception | None:
         """The servers refuse their configuration or this engine's isolation, or none ever came up."""
@@ -206,7 +210,8 @@ class DockerBackend(Backend):
                     await self._blocking(lambda: self._engine.watch(on_event, on_open))
                     patience.worked()
                 except BackendUnavailable as error:
-                    self._trouble = str(error)
+                    self._outage = str(error)
+                self._wake.set()
                 await asyncio.sleep(patience.failed())
         finally:
             if self._stream is not None:
@@ -217,12 +222,11 @@ class DockerBackend(Backend):
         while True:
             try:
                 found = await self._blocking(self._engine.found)
-                if unreachable.failures:
-                    unreachable.worked()
-                    self._trouble = ""
+                unreachable.worked()
+                self._outage = ""
                 await self._compare(found)
             except BackendUnavailable as error:
-                self._trouble = str(error)
+                self._outage = str(error)
                 await asyncio.sleep(unreachable.failed())
                 continue
             self._correct()
@@ -242,6 +246,10 @@ class DockerBackend(Backend):
                 self._target = max(
                     self._target, len(self._live())
                 )  # another process asked for it; `scale` may lower it
+        self._left &= by_name.keys()
+        for name in self._left:
+            if self._group is not None:
+                self._group.create_task(self._remove(name))
 
     def _lost(self, member: _Member, item: Found | None) -> None:
         """A container ended by itself: its leases are gone now; why, and its removal, may take a while."""
@@ -318,7 +326,12 @@ class DockerBackend(Backend):
         name = member.container.id
         deadline = asyncio.get_running_loop().time() + READY_S
         while asyncio.get_running_loop().time() < deadline:
-            item = await self._find(name)
+            try:
+                item = await self._find(name)
+            except BackendUnavailable as error:  # the container may well have started
+                self._outage = str(error)
+                await asyncio.sleep(LIST_LAG_S)
+                continue
             if item is None or item.state not in {"running", "created"}:
                 self._lost(member, item)
                 return False
@@ -357,8 +370,10 @@ class DockerBackend(Backend):
     async def _remove(self, name: str, *, within_s: float = 0) -> None:
         try:
             await self._blocking(lambda: self._engine.end(name, within_s=within_s))
+            self._left.discard(name)
         except BackendUnavailable as error:
-            self._trouble = str(error)
+            self._outage = str(error)
+            self._left.add(name)
 
     # ------------------------------------------------------------------------------------------- what others left or use
 

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import os
+import signal
+import subprocess
 import time
 from collections import Counter
 from collections.abc import Collection
@@ -159,3 +162,14 @@ class Load:
             BACK_S,
         )
         return time.monotonic() - began
+
+
+def kill_server(container: str) -> None:
+    """`kill -9` of the sandbox server inside a Docker container: the child of the container's init that is of its kind."""
+    listed = subprocess.run(
+        ["docker", "top", container, "-eo", "pid,ppid,args"], capture_output=True, text=True, check=True, timeout=60
+    )
+    rows = [line.split(maxsplit=2) for line in listed.stdout.splitlines()[1:]]
+    servers = {pid: parent for pid, parent, arguments in rows if "-m atropos.sandbox" in arguments}
+    (server,) = (pid for pid, parent in servers.items() if parent in servers)
+    os.kill(int(server), signal.SIGKILL)
