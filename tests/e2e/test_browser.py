@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import re
 import signal
@@ -20,6 +19,7 @@ from atropos.api.external.guard import Guard
 from atropos.api.http import Refusal
 from atropos.api.settings import BrowserSettings
 from atropos.tools.base import ToolError, ToolScope
+from tests.processes import descendants
 from tests.unit.api.conftest import until
 from tests.unit.api.site import Site
 
@@ -183,6 +183,39 @@ async def test_a_page_cannot_lead_the_browser_to_a_private_address(
     assert private.seen == []
 
 
+async def test_no_way_that_a_page_has_leads_to_a_private_address(ada: Person, site: Site):
+    """Sub-resources, frames, workers, service workers, WebSockets, WebRTC, forms, windows: not one connection is made."""
+    met: list[str] = []
+
+    async def accept(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        met.append("tcp")
+        writer.close()
+
+    class Datagrams(asyncio.DatagramProtocol):
+        def datagram_received(self, data: bytes, addr: Any) -> None:
+            met.append("udp")
+
+    listening = await asyncio.start_server(accept, "127.0.0.1", 0)
+    port = listening.sockets[0].getsockname()[1]
+    loop = asyncio.get_running_loop()
+    datagrams, _ = await loop.create_datagram_endpoint(Datagrams, local_addr=("127.0.0.1", port))
+    try:
+        seen = len(site.seen)
+        await ada("navigate", url=site.url(f"/attack?target=127.0.0.1:{port}"))
+        session = ada.scope.state["browser"]
+        page = session._context.pages[0]
+        await page.wait_for_function("document.getElementById('out').textContent.startsWith('over')", timeout=30_000)
+        reached = set(re.findall(r"\w+", (await page.text_content("#out") or "").partition("[")[2]))
+        assert reached <= {"fetch", "post", "redirect"}  # the proxy's own refusal, which a page can't read
+        frames = [await frame.content() for frame in page.frames if frame.url.startswith(("file:", "chrome-error:"))]
+        assert Path("/etc/hostname").read_text().strip() not in "".join(frames)
+        assert "/attack" in site.seen[seen:]
+        assert met == []
+    finally:
+        listening.close()
+        datagrams.close()
+
+
 async def test_a_failing_site_is_the_models_business(ada: Person, site: Site):
     assert "broken" in await ada("navigate", url=site.url("/broken"))
     with pytest.raises(ToolError):
@@ -204,34 +237,110 @@ async def test_contexts_are_bounded_and_all_are_closed(site: Site, world: tuple[
     assert host._browser.contexts == []
 
 
-async def test_a_crashed_browser_is_restarted_and_says_so(ada: Person, site: Site):
+def processes(word: str, but: str = "\0") -> list[int]:
+    return [pid for pid, line in descendants().items() if word in line and but not in line]
+
+
+def browsers() -> list[int]:
+    """Chromium's main process."""
+    return processes("--remote-debugging", but="--type=")
+
+
+async def test_trajectories_leave_no_context_page_process_or_connection(
+    site: Site, world: tuple[BrowserHost, Site, Site], ada: Person
+):
+    """ATROPOS_BROWSERS says how many trajectories (4 in CI, hundreds by hand)."""
+    host = world[0]
+    await ada("navigate", url=site.url("/"))  # Chromium runs now
+
+    async def one(number: int) -> None:
+        person = Person(host, f"p{number}")
+        home = await person("navigate", url=site.url("/login"))
+        await person("click", ref=ref(home, "Who am I"))
+        await person.leave()
+
+    async def some(count: int) -> None:
+        for start in range(0, count, 4):
+            await asyncio.gather(*(one(number) for number in range(start, start + 4)))
+
+    def census() -> dict[str, int]:
+        assert host._browser is not None
+        assert host._proxy is not None
+        return {
+            "sessions": host.sessions,
+            "contexts": len(host._browser.contexts),
+            "renderers": len(processes("--type=renderer")),
+            "connections": host._proxy.connections,
+            "tasks": len(asyncio.all_tasks()),
+            "descriptors": len(os.listdir("/proc/self/fd")),
+        }
+
+    await some(4)
+    before = census()
+    await some(int(os.environ.get("ATROPOS_BROWSERS", "4")))
+    await until(lambda: all(now <= before[name] + 3 for name, now in census().items()))
+    assert census()["contexts"] == before["contexts"]
+    print(before, census())
+
+
+async def test_a_crashed_browser_is_restarted_and_says_so(
+    ada: Person, site: Site, world: tuple[BrowserHost, Site, Site]
+):
+    bob = Person(world[0], "bob")
     await ada("navigate", url=site.url("/login"))
+    await bob("navigate", url=site.url("/"))
     session = ada.scope.state["browser"]
-    os.kill(_chromium(), signal.SIGKILL)
+    waiting = asyncio.create_task(bob("navigate", url=site.url("/hang")))  # in the middle of something
+    await until(lambda: "/hang" in site.seen)
+    for pid in browsers():
+        os.kill(pid, signal.SIGKILL)
+    with pytest.raises(ToolError, match="crashed and was restarted"):
+        await waiting
     await until(lambda: not session.alive)
     with pytest.raises(ToolError, match="crashed and was restarted"):
         await ada("snapshot")
-    assert "You are nobody" in await ada("navigate", url=site.url("/who"))
+    mine, other = await asyncio.gather(ada("navigate", url=site.url("/who")), bob("navigate", url=site.url("/")))
+    assert "You are nobody" in mine
+    assert "page: Home" in other
+    await bob.leave()
 
 
-def _chromium() -> int:
-    """The browser's main process, among this process's descendants."""
-    queue = [os.getpid()]
-    while queue:
-        parent = queue.pop(0)
-        for child in _children(parent):
-            with contextlib.suppress(OSError):
-                line = Path(f"/proc/{child}/cmdline").read_bytes()
-                if b"--remote-debugging" in line and b"--type=" not in line:
-                    return child
-            queue.append(child)
-    raise AssertionError("no Chromium is running")
+async def test_a_crashed_page_is_told_and_its_logins_are_kept(ada: Person, site: Site):
+    await ada("navigate", url=site.url("/login"))
+    for pid in processes("--type=renderer"):
+        os.kill(pid, signal.SIGKILL)
+    await until(lambda: ada.scope.state["browser"]._crashed)
+    assert "the page crashed; open an address again" in await ada("snapshot")
+    assert "You are ada" in await ada("navigate", url=site.url("/who"))
 
 
-def _children(parent: int) -> list[int]:
-    found: list[int] = []
-    with contextlib.suppress(OSError):
-        for task in os.listdir(f"/proc/{parent}/task"):
-            with contextlib.suppress(OSError):
-                found += map(int, Path(f"/proc/{parent}/task/{task}/children").read_text().split())
-    return found
+async def test_a_page_that_does_not_answer_is_replaced(ada: Person, site: Site, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("atropos.api.external.browser._CLOSE_S", 1.0)
+    await ada("navigate", url=site.url("/login"))
+    ada.scope.state["browser"]._context.set_default_timeout(800)
+    with pytest.raises(ToolError, match="does not answer any more"):
+        await ada("navigate", url=site.url("/spin"))
+        await asyncio.sleep(0.5)
+        await ada("snapshot")
+    assert "You are ada" in await ada("navigate", url=site.url("/who"))
+
+
+async def test_a_browser_or_a_driver_that_gives_no_sign_of_life_is_started_again(
+    ada: Person, site: Site, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("atropos.api.external.browser._PROBE_S", 1.0)
+    monkeypatch.setattr("atropos.api.external.browser._CLOSE_S", 1.0)
+    await ada("navigate", url=site.url("/"))
+    ada.scope.state["browser"]._context.set_default_timeout(800)
+    stopped = browsers()
+    for pid in stopped:
+        os.kill(pid, signal.SIGSTOP)
+    with pytest.raises(ToolError, match="crashed and was restarted"):
+        await ada("snapshot")
+    assert "page: Home" in await ada("navigate", url=site.url("/"))
+    await until(lambda: not set(stopped) & set(descendants()))
+    for pid in processes("playwright/driver"):
+        os.kill(pid, signal.SIGKILL)
+    with pytest.raises(ToolError, match="crashed and was restarted"):
+        await ada("snapshot")
+    assert "page: Home" in await ada("navigate", url=site.url("/"))

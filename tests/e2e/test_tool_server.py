@@ -186,8 +186,8 @@ async def test_thousands_of_calls_leave_nothing_behind():
         await some(warm, calls // 10)
         await asyncio.sleep(0.2)
         after = (server.descriptors(), server.threads(), server.rss_mb())
-        for number in range(0, warm + calls // 10, 10):
-            await ask.end(f"t{number}")
+        for number in range(warm + calls // 10):
+            await ask.end(f"t{number}")  # a call that was given up on its way may have come after the first end
         stats = await ask.stats()
     print(f"{calls} calls: descriptors, threads, MB: {before} -> {after}; {stats}")
     assert after[0] <= before[0] + 32

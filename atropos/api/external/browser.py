@@ -24,6 +24,11 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 _LAUNCH_S = 60.0
 _CLOSE_S = 5.0
+_CONTEXT_S = 30.0
+"""Longest that a browser which works takes for a new context; one that takes longer hangs, and is started again."""
+_PROBE_S = 5.0
+PAGE_CRASHED = "the page crashed; open an address again with browser_navigate"
+PAGE_HANGS = "the page does not answer any more and was closed; open an address again with browser_navigate"
 CRASHED = "the browser crashed and was restarted; its page and logins are gone: open an address with browser_navigate"
 _ARGUMENTS = (
     "--disable-background-networking",
@@ -34,7 +39,9 @@ _ARGUMENTS = (
     "--disable-gpu",
     "--disable-quic",
     "--disable-sync",
+    # WebRTC's datagrams know no proxy; the switch lost its "force" in later versions of Chromium
     "--force-webrtc-ip-handling-policy=disable_non_proxied_udp",
+    "--webrtc-ip-handling-policy=disable_non_proxied_udp",
     "--metrics-recording-only",
     "--no-first-run",
     "--no-pings",
@@ -76,6 +83,7 @@ class Session:
         self.alive = True
         self._notes: deque[str] = deque(maxlen=10)
         self._watched: set[Page] = set()
+        self._crashed: set[Page] = set()
         self.page = page
         context.on("page", self._opened)
         context.on("close", self._closed)
@@ -125,22 +133,40 @@ class Session:
         self.page = page
         self.note("a new page opened and is shown now")
 
-    def _page_crashed(self, _: Page) -> None:
-        self.note("the page crashed; open an address again")
+    def _page_crashed(self, page: Page) -> None:
+        self._crashed.add(page)
+        self.note(PAGE_CRASHED)
 
     def _page_closed(self, page: Page) -> None:
         self._watched.discard(page)
+        self._crashed.discard(page)
         if page is self.page and self.alive:
             left = [one for one in self._context.pages if one is not page and not one.is_closed()]
             if left:
                 self.page = left[-1]
                 self.note("the page closed itself; the one before it is shown")
 
+    async def responds(self) -> bool:
+        """Whether the page answers; one that does not, a script running without end, is replaced by the next call."""
+        page = self.page
+        try:
+            async with asyncio.timeout(_CLOSE_S):
+                await page.evaluate("1")
+        except Exception:
+            self._crashed.add(page)
+            return False
+        return True
+
     async def open_page(self) -> Page:
-        """The page, a new one where it was closed."""
-        if self.page.is_closed():
+        """The page, a new one where it was closed or has crashed."""
+        before = self.page
+        if before.is_closed() or before in self._crashed:
             self.page = await self._context.new_page()
             self._watch(self.page)
+            if not before.is_closed():
+                with contextlib.suppress(Exception):
+                    async with asyncio.timeout(_CLOSE_S):
+                        await before.close()
         return self.page
 
     async def aclose(self) -> None:
@@ -220,9 +246,9 @@ class BrowserHost:
                 return await self._open_context()
             except (ToolServerUnavailable, asyncio.CancelledError):
                 raise
-            except Exception:
-                _log.warning("Chromium is not usable; it is started again", exc_info=True)
-                await self._stop()
+            except Exception as error:
+                _log.warning("Chromium is not usable and is started again: %s", _line(error))
+                await self.restart()
                 return await self._open_context()
         except (ToolServerUnavailable, asyncio.CancelledError):
             raise
@@ -233,15 +259,18 @@ class BrowserHost:
 
     async def _open_context(self) -> Session:
         browser = await self._started()
-        context = await browser.new_context(
-            accept_downloads=False, viewport={"width": 1280, "height": 900}, service_workers="block", locale="en-US"
-        )
-        try:
-            context.set_default_timeout(10_000)
-            page = await context.new_page()
-        except BaseException:
-            await context.close()
-            raise
+        async with asyncio.timeout(_CONTEXT_S):
+            context = await browser.new_context(
+                accept_downloads=False, viewport={"width": 1280, "height": 900}, service_workers="block", locale="en-US"
+            )
+            try:
+                context.set_default_timeout(10_000)
+                page = await context.new_page()
+            except BaseException:
+                with contextlib.suppress(Exception):
+                    async with asyncio.timeout(_CLOSE_S):
+                        await context.close()
+                raise
         session = Session(self, context, page)
         self._sessions.add(session)
         return session
@@ -281,6 +310,26 @@ class BrowserHost:
             self._browser.on("disconnected", self._lost)
             return self._browser
 
+    async def restart(self) -> None:
+        """End Chromium; it is started again when it is needed next."""
+        async with self._starting:
+            await self._stop()
+
+    async def probe(self) -> None:
+        """Ask Chromium for a sign of life, and end it when it gives none: pages may hang, the browser must not."""
+        browser = self._browser
+        if browser is None:
+            return
+        try:
+            async with asyncio.timeout(_PROBE_S):
+                session = await browser.new_browser_cdp_session()
+                await session.send("Browser.getVersion")
+                await session.detach()
+        except Exception as error:
+            if browser is self._browser:
+                _log.warning("Chromium hangs and is started again: %s", _line(error))
+                await self.restart()
+
     def _lost(self, _: object) -> None:
         for session in list(self._sessions):
             session.alive = False
@@ -302,8 +351,7 @@ class BrowserHost:
 
     async def aclose(self) -> None:
         """End Chromium."""
-        async with self._starting:
-            await self._stop()
+        await self.restart()
 
 
 def _line(error: BaseException) -> str:

@@ -7,7 +7,7 @@ import contextlib
 import re
 from typing import TYPE_CHECKING, Any
 
-from atropos.api.external.browser import CRASHED, BrowserHost, Session
+from atropos.api.external.browser import CRASHED, PAGE_CRASHED, PAGE_HANGS, BrowserHost, Session
 from atropos.api.external.guard import Forbidden
 from atropos.api.external.proxy import REFUSED_HEADER
 from atropos.tools.base import Tool, ToolError, ToolScope
@@ -47,13 +47,18 @@ class BrowserTool(Tool):
     async def run(self, arguments: Any, scope: ToolScope) -> ToolResult:
         """Act on the trajectory's page and show it."""
         from playwright.async_api import Error
+        from playwright.async_api import TimeoutError as Late
 
         session = await self._host.session(scope.state, opening=self.opens)
         try:
             return await self.act(session, arguments)
         except Error as error:
+            if isinstance(error, Late) or "has been closed" in str(error):
+                await self._host.probe()
             if not session.alive:
                 raise ToolError(CRASHED) from None
+            if isinstance(error, Late) and not await session.responds():
+                raise ToolError(PAGE_HANGS) from None
             raise ToolError(_explain(error)) from None
 
     async def act(self, session: Session, arguments: Any) -> ToolResult:
@@ -241,6 +246,8 @@ def browser_tools(host: BrowserHost) -> list[Tool]:
 
 def _explain(error: Exception) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    if re.search(r"(?:Page|Target) crashed", str(error)):
+        return PAGE_CRASHED
     text = re.sub(r"^(Page|Locator|Frame)\.\w+: ", "", lines[0] if lines else type(error).__name__)
     if "intercepts pointer events" in str(error):
         blocker = next((line for line in lines if "intercepts pointer events" in line), "")

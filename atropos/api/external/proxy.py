@@ -60,6 +60,7 @@ class GuardedProxy:
         self._basic = b"Basic " + base64.b64encode(f"{self.username}:{self.password}".encode())
         self._server: asyncio.Server | None = None
         self._tasks: set[asyncio.Task[None]] = set()
+        self._closing = False
 
     @property
     def url(self) -> str:
@@ -78,6 +79,7 @@ class GuardedProxy:
 
     async def aclose(self) -> None:
         """Stop listening and cut what is open."""
+        self._closing = True
         if self._server is not None:
             self._server.close()
         for task in list(self._tasks):
@@ -93,6 +95,10 @@ class GuardedProxy:
                 await self._serve(reader, writer)
         except (OSError, asyncio.IncompleteReadError, asyncio.LimitOverrunError, TimeoutError, ValueError):
             pass  # either side went away or talks nonsense: the browser shows its own error
+        except asyncio.CancelledError:
+            if not self._closing:
+                raise
+            # the end of this task: asyncio's streams would log its cancellation
         finally:
             self._tasks.discard(task)
             writer.close()

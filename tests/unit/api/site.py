@@ -28,6 +28,52 @@ FORM = """<!doctype html><title>Form</title><form action="/submitted" method="po
 </select></label><button>Send</button></form>"""
 
 
+ATTACK = """<!doctype html><html><head><title>Attack</title>
+<link rel="preconnect" href="http://TARGET"><link rel="dns-prefetch" href="http://TARGET">
+<link rel="prefetch" href="http://TARGET/prefetch"><link rel="stylesheet" href="http://TARGET/css">
+<link rel="manifest" href="http://TARGET/manifest"><link rel="icon" href="http://TARGET/icon">
+<link rel="modulepreload" href="http://TARGET/module"><script src="http://TARGET/script"></script>
+<script type="speculationrules">{"prefetch": [{"source": "list", "urls": ["http://TARGET/speculated"],
+"eagerness": "immediate"}], "prerender": [{"source": "list", "urls": ["/redirect?to=http://TARGET/p"],
+"eagerness": "immediate"}]}</script>
+<style>@import url(http://TARGET/import); body { background: url(http://TARGET/background) }
+@font-face { font-family: f; src: url(http://TARGET/font) } p { font-family: f }</style></head><body><p>text</p>
+<img src="http://TARGET/img"><video src="http://TARGET/video"></video><object data="http://TARGET/object"></object>
+<embed src="http://TARGET/embed"><iframe src="http://TARGET/iframe"></iframe><iframe src="file:///etc/hostname"></iframe>
+<iframe src="data:text/html,<script>fetch('http://TARGET/data', {mode: 'no-cors'})</script>"></iframe>
+<iframe srcdoc="<script>fetch('http://TARGET/srcdoc', {mode: 'no-cors'})</script>"></iframe>
+<form id=f action="http://TARGET/form" method=post target=hidden><input name=a value=b></form><iframe name=hidden></iframe>
+<h1 id=out>trying</h1><script>
+const told = [];
+const tries = {
+  fetch: () => fetch('http://TARGET/fetch', {mode: 'no-cors'}),
+  post: () => fetch('http://TARGET/post', {method: 'POST', mode: 'no-cors', body: 'x', keepalive: true}),
+  redirect: () => fetch('/redirect?to=http://TARGET/redirected', {mode: 'no-cors'}),
+  file: () => fetch('file:///etc/hostname'),
+  xhr: () => new Promise((yes, no) => { const x = new XMLHttpRequest(); x.onload = yes; x.onerror = no;
+    x.open('GET', 'http://TARGET/xhr'); x.send(); }),
+  socket: () => new Promise((yes, no) => { const s = new WebSocket('ws://TARGET/socket'); s.onopen = yes; s.onerror = no; }),
+  events: () => new Promise((yes, no) => { const e = new EventSource('http://TARGET/events'); e.onopen = yes; e.onerror = no; }),
+  beacon: () => { navigator.sendBeacon('http://TARGET/beacon', 'x'); return Promise.reject(); },
+  module: () => import('http://TARGET/dynamic'),
+  worker: () => { new Worker('/worker.js?target=TARGET'); return Promise.reject(); },
+  blob: () => { new Worker(URL.createObjectURL(new Blob(["fetch('http://TARGET/blob', {mode: 'no-cors'})"])));
+    return Promise.reject(); },
+  service: () => navigator.serviceWorker.register('/worker.js?target=TARGET').then(r => new Promise((yes, no) =>
+    setTimeout(() => r && r.active ? yes() : no(), 300))),
+  rtc: async () => { const c = new RTCPeerConnection({iceServers: [{urls: 'stun:TARGET'}, {urls: 'turn:TARGET?transport=tcp',
+    username: 'u', credential: 'c'}]}); c.createDataChannel('d'); await c.setLocalDescription(await c.createOffer());
+    await new Promise(yes => setTimeout(yes, 300)); throw 0; },
+  transport: () => new WebTransport('https://TARGET/transport').ready,
+  form: () => { document.getElementById('f').submit(); return Promise.reject(); },
+  open: () => { window.open('http://TARGET/open'); return Promise.reject(); },
+};
+Promise.all(Object.entries(tries).map(([name, go]) => Promise.race([
+  Promise.resolve().then(go).then(() => told.push(name), () => 0), new Promise(yes => setTimeout(yes, 1500))])))
+  .then(() => { document.getElementById('out').textContent = 'over, reached: [' + told.join(' ') + ']'; });
+</script></body></html>"""
+
+
 def pdf(text: str) -> bytes:
     """A one-page PDF."""
     stream = f"BT /F1 24 Tf 72 700 Td ({text}) Tj ET".encode()
@@ -86,6 +132,14 @@ class Site:
                 web.get("/broken", self._broken),
                 web.get("/hang", self._hang),
                 web.get("/reach", self._reach),
+                web.get("/attack", self._attack),
+                web.get(
+                    "/spin",
+                    self._static(
+                        "<title>Spin</title><h1>begun</h1><script>setTimeout(() => { for (;;); }, 300)</script>"
+                    ),
+                ),
+                web.get("/worker.js", self._worker),
                 web.get("/search", self._search),
                 web.get("/res/v1/web/search", self._brave),
                 web.post("/search", self._tavily),
@@ -167,6 +221,14 @@ class Site:
             ".catch(() => document.getElementById('r').textContent = 'not reached')</script>"
             f"<img src={target}>"
         )
+
+    async def _attack(self, request: web.Request) -> web.Response:
+        """A page that tries every way there is to reach `host:port`, and a file of the browser's machine."""
+        return _html(ATTACK.replace("TARGET", request.query["target"]))
+
+    async def _worker(self, request: web.Request) -> web.Response:
+        text = f"fetch('http://{request.query['target']}/worker', {{mode: 'no-cors'}}).catch(() => 0)"
+        return web.Response(text=text, content_type="text/javascript")
 
     async def _search(self, request: web.Request) -> web.Response:
         if request.query.get("q") == "fail":
