@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import itertools
 import os
-import time
 from pathlib import Path
 
 import pytest_asyncio
@@ -28,8 +27,11 @@ class Neighbour:
     def __init__(self, slot) -> None:
         self.slot = slot
         self.calls = 0
-        self.slowest_s = 0.0
         self.failure: str | None = None
+        self._going = asyncio.Event()
+        self.resume = self._going.set
+        self.pause = self._going.clear
+        self.resume()
 
     async def settle(self) -> None:
         """Put down what attacks look for."""
@@ -60,8 +62,8 @@ time.sleep(100000)
 
     async def work(self) -> None:
         for number in itertools.count():
-            begun = time.monotonic()
             try:
+                await self._going.wait()
                 async with asyncio.timeout(PATIENCE_S):
                     result = await self.slot.exec(f"cat {NEIGHBOUR} /dev/shm/{NEIGHBOUR}; echo $(({number} + 1))")
                     if result.output != f"minemine{number + 1}\n" or result.exit_code != 0:
@@ -72,14 +74,13 @@ time.sleep(100000)
             except Exception as error:
                 self.failure = f"a call failed: {type(error).__name__}: {error}"
                 return
-            self.slowest_s = max(self.slowest_s, time.monotonic() - begun)
             self.calls = number + 1
             await asyncio.sleep(0.02)
 
     async def unharmed(self, since: int) -> None:
         """It has gone on working since, nothing in it has changed, and the kernel still gives it what it needs."""
         async with asyncio.timeout(PATIENCE_S):
-            while self.calls <= since and self.failure is None:  # noqa: ASYNC110
+            while self.calls <= since and self.failure is None and self._going.is_set():  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
         assert self.failure is None, self.failure
         code = (

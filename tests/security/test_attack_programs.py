@@ -11,10 +11,15 @@ from tests.security.prelude import program
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 
-async def attack(slot, body: str, secret_file, pool, timeout_s: float = 30):
-    port = int(slot.link.url.rsplit(":", 1)[1].split("/")[0]) if hasattr(slot.link, "url") else 1
+def source(slot, body: str, secret_file) -> str:
+    """The whole program, with what it is to look for."""
+    port = int(slot.link.container.url.rsplit(":", 1)[1].split("/")[0])
     names = f"SECRET = {SECRET[:12]!r} + {SECRET[12:]!r}\nSECRET_FILE = {str(secret_file)!r}\nNEIGHBOUR = {NEIGHBOUR!r}\nSERVER_PORT = {port}\n"
-    result = await slot.exec("exec python3 -I -", stdin=names + program(body), timeout_s=timeout_s)
+    return names + program(body)
+
+
+async def attack(slot, body: str, secret_file, pool, timeout_s: float = 30):
+    result = await slot.exec("exec python3 -I -", stdin=source(slot, body, secret_file), timeout_s=timeout_s)
     assert "BREACH" not in result.output, result.output
     return result
 

@@ -1,0 +1,156 @@
+"""What neighbours feel of each attack: their p99 stays within 3 times its quiet value beside bombs, 2 times beside the rest.
+
+How it is told on a machine that is busy with other things: `tests.security.calm`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import os
+import time
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+
+from tests.security import programs
+from tests.security.calm import Clock, Control, Watch
+from tests.security.conftest import NEIGHBOUR
+from tests.security.test_attack_programs import source
+
+pytestmark = pytest.mark.asyncio(loop_scope="session")
+REST = {**programs.ESCAPE, **programs.NEIGHBOURS}
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def watch(pool, neighbours, tmp_path_factory):
+    """The neighbours' own work pauses meanwhile: this is work on a schedule."""
+    control = Control(tmp_path_factory.mktemp("control"))
+    clocks = [Clock() for _ in neighbours]
+
+    numbers = itertools.count()
+
+    async def call(neighbour) -> None:
+        number = next(numbers)
+        result = await neighbour.slot.exec(f"read a < {NEIGHBOUR}; echo ${{a}}{number}")
+        assert result.output == f"mine{number}\n", result
+
+    for neighbour in neighbours:
+        neighbour.pause()
+    tasks = [
+        asyncio.create_task(clock.keep(lambda neighbour=neighbour: call(neighbour)))
+        for clock, neighbour in zip(clocks, neighbours, strict=True)
+    ]
+    try:
+        yield Watch(clocks, control, tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for neighbour in neighbours:
+            neighbour.resume()
+        control.end()
+
+
+@pytest.mark.parametrize("name", programs.BOMBS)
+async def test_beside_a_bomb_neighbours_stay_quick(watch, attacker, pool, secret_file, name):
+    text = source(attacker, programs.BOMBS[name], secret_file)
+
+    async def attack(until: float) -> None:
+        while (left := until - time.monotonic()) > 0:
+            await attacker.exec("exec python3 -I -", stdin=text, timeout_s=max(0.05, left))
+        await attacker.quiesce()
+
+    print(name, await watch.within(3, attack))
+    result = await attacker.exec("echo usable")
+    assert (result.exit_code, result.output) == (0, "usable\n"), result
+
+
+async def test_beside_programs_that_try_to_break_out_neighbours_stay_quick(watch, attacker, pool, secret_file):
+    texts = itertools.cycle([source(attacker, body, secret_file) for body in REST.values()])
+
+    async def attack(until: float) -> None:
+        while (left := until - time.monotonic()) > 0:
+            await attacker.exec("exec python3 -I -", stdin=next(texts), timeout_s=max(0.05, left))
+        await attacker.quiesce()
+
+    for _ in range(5):  # so that every program has its turn
+        print(await watch.within(2, attack))
+
+
+async def floods_output(slot, pool) -> None:
+    await slot.exec("exec head -c 100000000 /dev/zero")
+
+
+async def answers_as_much_as_it_may(slot, pool) -> None:
+    await slot.exec("exec head -c 200000 /dev/urandom")
+
+
+async def is_cancelled_again_and_again(slot, pool) -> None:
+    task = asyncio.create_task(slot.exec("sleep 1000"))
+    await asyncio.sleep(0.01)
+    task.cancel()
+    await asyncio.wait([task])
+
+
+async def leases_and_leaves_a_full_slot(slot, pool) -> None:
+    async with pool.lease(f"churn-{os.urandom(4).hex()}") as other:
+        await other.exec(
+            "mkdir -p a; for i in $(seq 500); do echo > a/$i; done; (setsid sleep 1000 &); head -c 9999999 /dev/zero > big"
+        )
+
+
+async def freezes_and_forks(slot, pool) -> None:
+    async with pool.lease(f"origin-{os.urandom(4).hex()}") as origin:
+        snapshot = await origin.snapshot()
+        async with pool.lease(f"fork-{os.urandom(4).hex()}", snapshot=snapshot) as fork:
+            await fork.exec("echo hi")
+        await snapshot.drop()
+
+
+async def hangs_until_its_time_is_over(slot, pool) -> None:
+    result = await slot.exec("trap '' TERM INT HUP; while :; do sleep 1000; done", timeout_s=0.2)
+    assert result.timed_out
+
+
+CALLS = [floods_output, answers_as_much_as_it_may, is_cancelled_again_and_again, leases_and_leaves_a_full_slot, freezes_and_forks,
+         hangs_until_its_time_is_over]  # fmt: skip
+
+
+@pytest.mark.parametrize("use", CALLS, ids=lambda use: use.__name__)
+async def test_beside_a_slot_that_is_used_badly_neighbours_stay_quick(watch, attacker, pool, use):
+    async def attack(until: float) -> None:
+        with contextlib.suppress(TimeoutError):
+            while time.monotonic() < until:
+                await use(attacker, pool)
+        await attacker.quiesce()
+
+    print(use.__name__, await watch.within(3, attack))
+
+
+async def test_afterwards_every_slot_can_be_used(pool):
+    stats = pool.stats()
+    async with contextlib.AsyncExitStack() as stack:
+        for number in range(6 - stats.leased - stats.retired):
+            slot = await stack.enter_async_context(pool.lease(f"afterwards-{number}"))
+            assert (await slot.exec("echo usable")).output == "usable\n"
+
+
+async def test_the_server_s_memory_stays_flat(pool, attacker, secret_file):
+    """Every bomb once more, after all of them have run before: the server holds no more than then."""
+    (link,) = pool.keeper.links.values()
+    pid = int(link.container.id.partition("-")[0])
+
+    def mib() -> float:
+        return int(Path(f"/proc/{pid}/status").read_text().partition("VmRSS:")[2].split()[0]) / 1024
+
+    async def everything() -> None:
+        for body in programs.BOMBS.values():
+            await attacker.exec("exec python3 -I -", stdin=source(attacker, body, secret_file), timeout_s=0.2)
+            await attacker.quiesce()
+
+    before = mib()
+    await everything()
+    assert mib() <= before + 8, (before, mib())
