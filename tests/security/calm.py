@@ -6,11 +6,11 @@ after the other. What both stretches are compared with:
 
 - a *control*, an ordinary process outside the slots that starts a program on the same schedule. It gets its fair share of
   the CPU and no more, so what slows it as well is that share (up to what a fair scheduler may take) or the machine;
-- the CPU time that others on the machine used. In a round where it was much, a bad ratio says nothing, and the round is
-  repeated; a good one still says that neighbours did well even so.
+- the CPU time that others on the machine used. In a round where it was much, a bad ratio says half as much; a good one
+  says that neighbours did well even so.
 
-An attack passes when good rounds lead, and fails when bad ones lead by three or no round was good. Noise makes some
-rounds bad; what blocks the server makes all of them bad.
+An attack passes when good rounds lead, and fails when bad ones lead by three or good ones never do. Noise makes some
+rounds bad; what blocks the server makes nearly all of them bad.
 """
 
 from __future__ import annotations
@@ -183,7 +183,7 @@ class Watch:
         Raises:
             AssertionError: neighbours' p99 is not within `bound` times its quiet value.
         """
-        lead, told = 0, []
+        lead, told = 0.0, list[str]()
         for _ in range(MOST_ROUNDS):
             seen = await self.round(attack)
             for task in self._working:
@@ -191,8 +191,8 @@ class Watch:
             told.append(str(seen))
             if max(seen.ratios) <= bound:
                 lead += 1
-            elif seen.foreign <= FOREIGN_CORES:
-                lead -= 1
+            else:
+                lead -= 1 if seen.foreign <= FOREIGN_CORES else 0.5
             if lead >= 1:
                 return "; ".join(told)
             if lead <= -3:
