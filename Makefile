@@ -7,7 +7,7 @@ BACKEND ?= local
 PYTEST_ARGS ?=
 ARGS ?=
 
-.PHONY: help setup system demo learn image nomad test test-cgroup2 lint format bench clean
+.PHONY: help setup system demo learn serve-demo image nomad test test-cgroup2 lint format bench clean
 
 help:  ## what there is
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -23,6 +23,9 @@ demo: setup  ## the main job on the local backend: every example task, scored, n
 
 learn: setup  ## train a tiny policy from nothing on the CPU, and show that shifted masks or logprobs teach nothing
 	@$(if $(filter local,$(BACKEND)),,$(RUN) python scripts/engines.py $(BACKEND)) $(RUN) python -m examples.learn --backend $(BACKEND) $(ARGS)
+
+serve-demo: setup  ## run-api, env processes in serve, and a trainer that checks every token of its batches
+	@$(if $(filter local,$(BACKEND)),,$(RUN) python scripts/engines.py $(BACKEND)) $(RUN) python -m examples.serve --backend $(BACKEND) $(ARGS)
 
 image:  ## the sandbox image, into the Docker engine (DOCKER_HOST)
 	@bash docker/sandbox/build.sh

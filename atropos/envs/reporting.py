@@ -9,7 +9,10 @@ import time
 from pathlib import Path
 from typing import Any, cast
 
-from atropos.envs.adapter import BaseEnv
+import aiohttp
+
+from atropos.envs.adapter import BaseEnv, GroupRefused, send_groups
+from atropos.envs.lifecycle import outlive
 from atropos.envs.metrics import EnvMetrics
 from atropos.envs.prometheus import MetricsEndpoint, metrics_text
 from atropos.envs.replay import write_page
@@ -56,11 +59,22 @@ class Reporting(BaseEnv):
             writer.flush()
 
     async def _send_scored_data_to_api(self, scored_data: Any) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """Without what is for people and files."""
+        """Send what the trainer takes, whole even when this worker is cancelled meanwhile; what can't be sent is counted."""
         several = isinstance(scored_data, list)
         groups = cast("list[dict[str, Any]]", scored_data if several else [scored_data])
-        plain = [{key: value for key, value in group.items() if key != "atropos"} for group in groups]
-        await super()._send_scored_data_to_api(plain if several else plain[0])
+        env_id = getattr(self, "env_id", None)
+        plain = [{k: v for k, v in group.items() if k != "atropos"} | {"env_id": env_id} for group in groups]
+        await outlive(self._hand_over(plain, listed=several))
+
+    async def _hand_over(self, groups: list[dict[str, Any]], *, listed: bool) -> None:
+        url = self.config.rollout_server_url
+        try:
+            await send_groups(url, groups, listed=listed)
+        except (GroupRefused, aiohttp.ClientError, TimeoutError) as error:
+            reason = "refused" if isinstance(error, GroupRefused) else "send_failed"
+            self.metrics.unsent[reason] += len(groups)
+            text = f"{type(error).__name__}: {error}"
+            _log.error("%d group(s) lost: the trajectory API at %s did not take them (%s)", len(groups), url, text)
 
     # -------------------------------------------------------------------------------------------------------- wandb
 

@@ -18,8 +18,10 @@ from atropos.agent import TurnRenderer
 from atropos.agent.model import EXACT
 from atropos.envs import cli as command_line
 from atropos.envs.adapter import (
+    API_FAILURES,
     APIServerConfig,
     ServerBaseline,
+    TrajectoryApiLost,
     check_run_api,
     leave_run_api,
     load_tokenizer,
@@ -267,6 +269,35 @@ class SandboxEnv(Groups, Reporting):
                 await super().env_manager()
             finally:
                 await leave_run_api(self.config.rollout_server_url, getattr(self, "env_id", None))
+
+    async def get_server_info(self) -> None:
+        """As atroposlib's; sizes of which run-api would never make a batch are refused by name.
+
+        Raises:
+            ConfigError: the trainer's batch can't be made of whole groups of this size.
+        """
+        size = self.config.group_size
+        try:
+            await super().get_server_info()
+        except ValueError as error:
+            raise ConfigError(f"env.group_size: {size} is more than the trainer's batch; {error}") from error
+        batch = self.config.batch_size
+        if batch > 0 and batch % size:
+            raise ConfigError(
+                f"env.group_size: the trainer's batch of {batch} is no multiple of {size}, so that run-api would never "
+                "make one of whole groups; choose a group size that divides it"
+            )
+
+    async def get_status(self) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """As atroposlib's; a trajectory API that is gone ends the run with one line."""
+        try:
+            await super().get_status()
+        except API_FAILURES as error:
+            url = self.config.rollout_server_url
+            raise TrajectoryApiLost(
+                f"env.rollout_server_url: the trajectory API at {url} is gone, or was started anew and doesn't know this "
+                "env; start run-api and the trainer, then the env"
+            ) from error
 
     async def _run_evaluate(self) -> None:
         async with self.lifetime.running(self._close):

@@ -1,0 +1,144 @@
+"""A trainer that trains nothing and checks everything: `python -m examples.serve.trainer --api URL --truth LOG`.
+
+It registers, fetches batches, and compares each sequence with the inference server's log, position by position: what the
+masks call sampled must be an entry of the log, tokens and logprobs, under exactly the prompt that stands before it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import sys
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from examples.serve.processes import Trainer
+
+MASKED = -100
+
+
+class Truth:
+    """The server's log, read as it grows."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._read = 0
+        self._entries: set[tuple[tuple[int, ...], tuple[int, ...], tuple[float, ...]]] = set()
+
+    def has(self, prompt: Sequence[int], ids: Sequence[int], logprobs: Sequence[float]) -> bool:
+        """Whether the server sampled just this for just this prompt."""
+        wanted = (tuple(prompt), tuple(ids), tuple(logprobs))
+        if wanted not in self._entries:
+            self._read_on()
+        return wanted in self._entries
+
+    def _read_on(self) -> None:
+        with self._path.open("rb") as log:
+            log.seek(self._read)
+            for line in log:
+                if not line.endswith(b"\n"):
+                    break
+                self._read += len(line)
+                entry = json.loads(line)
+                self._entries.add((tuple(entry["prompt"]), tuple(entry["ids"]), tuple(entry["logprobs"])))
+
+
+def sampled_runs(tokens: Sequence[int], masks: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Begin and end of each stretch that the masks call sampled."""
+    at = 0
+    while at < len(tokens):
+        end = at
+        while end < len(tokens) and (masks[end] == MASKED) == (masks[at] == MASKED):
+            end += 1
+        if masks[at] != MASKED:
+            yield at, end
+        at = end
+
+
+@dataclass
+class Found:
+    """What the batches held, and what was wrong with them."""
+
+    batches: int = 0
+    groups: int = 0
+    sequences: int = 0
+    turns: int = 0
+    sampled_tokens: int = 0
+    scores: Counter[float] = field(default_factory=Counter[float])
+    envs: Counter[int] = field(default_factory=Counter[int])
+    wrong: list[str] = field(default_factory=list[str])
+
+    def check(self, batch: list[dict[str, Any]], truth: Truth, group_size: int) -> None:
+        """Count one batch, and note what is wrong in it."""
+        self.batches += 1
+        for group in batch:
+            self.groups += 1
+            self.envs[int(group["env_id"])] += 1
+            parts = [group[name] for name in ("tokens", "masks", "inference_logprobs", "scores")]
+            if [len(part) for part in parts] != [group_size] * 4:
+                self.wrong.append(f"a group of {[len(part) for part in parts]}, not of {group_size}")
+                continue
+            if group["group_overrides"] != {}:
+                self.wrong.append(f"group_overrides {group['group_overrides']}")
+            for tokens, masks, logprobs, score in zip(*parts, strict=True):
+                self.scores[round(score, 3)] += 1
+                self._sequence(tokens, masks, logprobs, truth)
+
+    def _sequence(self, tokens: list[int], masks: list[int], logprobs: list[float], truth: Truth) -> None:
+        self.sequences += 1
+        if not len(tokens) == len(masks) == len(logprobs):
+            self.wrong.append(f"{len(tokens)} tokens, {len(masks)} masks, {len(logprobs)} logprobs")
+            return
+        turns = list(sampled_runs(tokens, masks))
+        if not turns:
+            self.wrong.append("a sequence in which nothing was sampled")
+        for begin, end in turns:
+            self.turns += 1
+            self.sampled_tokens += end - begin
+            if masks[begin:end] != tokens[begin:end]:
+                self.wrong.append(f"masks {begin} to {end} are not the tokens")
+            if not truth.has(tokens[:begin], tokens[begin:end], logprobs[begin:end]):
+                self.wrong.append(f"positions {begin} to {end} are not what the server sampled")
+
+    def as_dict(self) -> dict[str, Any]:
+        """For people and for `--json`."""
+        counted = {name: getattr(self, name) for name in ("batches", "groups", "sequences", "turns", "sampled_tokens")}
+        scores = {str(score): count for score, count in sorted(self.scores.items())}
+        return {**counted, "scores": scores, "groups_by_env": dict(self.envs), "wrong": self.wrong[:20]}
+
+
+async def run(args: argparse.Namespace) -> int:
+    """Fetch and check; one JSON line a batch, and one at the end."""
+    found, truth = Found(), Truth(args.truth)
+    async with Trainer(args.api, batch_size=args.batch_size, steps=args.batches) as trainer:
+        print(json.dumps({"registered": True}), flush=True)
+        async for batch in trainer.batches():
+            found.check(batch, truth, args.group_size)
+            print(json.dumps(found.as_dict()), flush=True)
+            enough = found.batches >= args.batches and len(found.envs) >= args.envs
+            if enough or found.wrong:
+                break
+    return 1 if found.wrong else 0
+
+
+def main() -> int:
+    """Exit code 1 when a batch was wrong."""
+    parser = argparse.ArgumentParser(prog="python -m examples.serve.trainer", description=__doc__)
+    parser.add_argument("--api", required=True, help="URL of run-api")
+    parser.add_argument("--truth", type=Path, required=True, help="the policy server's --log")
+    parser.add_argument("--batches", type=int, default=6)
+    parser.add_argument("--batch-size", type=int, default=8)
+    parser.add_argument("--group-size", type=int, default=4)
+    parser.add_argument("--envs", type=int, default=1, help="go on until so many envs have sent something")
+    try:
+        return asyncio.run(run(parser.parse_args()))
+    except KeyboardInterrupt:
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())
