@@ -329,15 +329,16 @@ class SlotCgroup:
             if event is not None:
                 self._events.append((os.open(f"{path}/{event[0]}", os.O_RDONLY | os.O_CLOEXEC), event[1], event[2]))
 
-    def counts(self) -> dict[str, int]:
-        """How often each limit has stopped a program so far, by the limit's name."""
-        found: dict[str, int] = {}
-        for fd, key, limit in self._events:
-            text = os.pread(fd, 4096, 0)
-            at = text.find(key)
-            if at >= 0:
-                found[limit] = int(text[at + len(key) :].split(None, 1)[0])
-        return found
+    def counts(self) -> list[bytes]:
+        """What the kernel counts of each limit that has stopped a program, as it tells it; see `grown`."""
+        return [os.pread(fd, 4096, 0) for fd, _, _ in self._events]
+
+    def grown(self, before: list[bytes]) -> str | None:
+        """The limit that has stopped a program since `before` was taken, by its name."""
+        for (_, key, limit), old, new in zip(self._events, before, self.counts(), strict=False):
+            if new != old and _count(new, key) > _count(old, key):
+                return limit
+        return None
 
     def kill(self) -> None:
         """Kill every process in it at once (`cgroup.kill`, Linux 5.14), or one by one on older kernels and cgroup v1."""
@@ -367,6 +368,11 @@ class SlotCgroup:
                 left.append(path)
         self.paths = left
         return not left
+
+
+def _count(text: bytes, key: bytes) -> int:
+    at = text.find(key)
+    return int(text[at + len(key) :].split(None, 1)[0]) if at >= 0 else 0
 
 
 def _write(path: str, value: str, *, needed: bool) -> None:

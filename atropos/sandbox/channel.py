@@ -8,16 +8,19 @@ sizes, and through the wire's own models.
 from __future__ import annotations
 
 import asyncio
-import json
 import marshal
 import os
 import socket
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
+from pydantic_core import from_json
 
-from atropos.wire import MAX_FILE_BYTES, OP_RESULT, OpResult
+from atropos.wire import MAX_FILE_BYTES, OP_RESULT
+
+if TYPE_CHECKING:
+    from atropos.sandbox.contract import Told
 
 _MAX_HEADER = 32 * 1024 * 1024
 _MAX_QUEUED = 128 * 1024 * 1024
@@ -62,7 +65,7 @@ class Channel:
         self._buffer = bytearray()
         self._queue: list[bytes] = []
         self._queued = 0
-        self._open: dict[int, tuple[str, asyncio.Future[OpResult] | None]] = {}
+        self._open: dict[int, tuple[str, Told | None]] = {}
         self._number = 0
         self.ready: asyncio.Future[None] = self._loop.create_future()
         self.closed = False
@@ -79,13 +82,12 @@ class Channel:
         frame = _frame(0, "init", {"environment": environment, "output_bytes": output_bytes, "wall_s": wall_s})
         socket.send_fds(self._sock, [frame], [oom_fd])
 
-    def call(self, op: str, arguments: dict[str, Any]) -> tuple[int, asyncio.Future[OpResult]]:
-        """Hand an operation over; the future gets its result, or an exception when the channel breaks."""
+    def call(self, op: str, arguments: dict[str, Any], done: Told) -> int:
+        """Hand an operation over; `done` gets its result, or an exception when the channel breaks."""
         self._number += 1
-        future: asyncio.Future[OpResult] = self._loop.create_future()
-        self._open[self._number] = (op, future)
+        self._open[self._number] = (op, done)
         self._send(self._number, op, arguments)
-        return self._number, future
+        return self._number
 
     def cancel(self, number: int, *, forget: bool = False) -> None:
         """Ask for a call's end; with `forget`, nobody waits for its answer any more."""
@@ -105,9 +107,9 @@ class Channel:
         self._loop.remove_writer(self._fd)
         self._sock.close()
         waiting, self._open = self._open, {}
-        for _, future in waiting.values():
-            if future is not None and not future.done():
-                future.set_exception(error)
+        for _, done in waiting.values():
+            if done is not None:
+                self._loop.call_soon(done, error)  # not before whoever closes has put down why
         if not self.ready.done():
             self.ready.set_exception(error)
             self.ready.exception()  # nobody may be waiting for it
@@ -195,7 +197,7 @@ class Channel:
         if len(frame) < 4 + length:
             raise ProtocolViolation("a header longer than its frame")
         try:
-            header = json.loads(frame[4 : 4 + length])
+            header = from_json(frame[4 : 4 + length])
             number, fields, blobs = header["id"], header["r"], header["b"]
             at = 4 + length
             for name, size in blobs:
@@ -215,7 +217,7 @@ class Channel:
     def _result(self, number: Any, fields: Any) -> None:
         if not isinstance(number, int) or number not in self._open:
             raise ProtocolViolation("an answer to a question that isn't open")
-        op, future = self._open.pop(number)
+        op, done = self._open[number]
         try:
             result = OP_RESULT.validate_python(fields)
         except ValidationError as error:
@@ -224,8 +226,9 @@ class Channel:
             raise ProtocolViolation(f"a {result.kind} in answer to {op}")
         if result.kind == "exec_result" and len(result.output) > self._output_bytes + 200:
             raise ProtocolViolation("more output than the bound")
-        if future is not None and not future.done():
-            future.set_result(result)
+        del self._open[number]
+        if done is not None:
+            done(result)
 
     def _break(self, reason: str) -> None:
         if not self.closed:

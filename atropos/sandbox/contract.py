@@ -11,6 +11,9 @@ if TYPE_CHECKING:
 
     from atropos.wire import Feature, Operation, OpResult
 
+    Told = Callable[[OpResult | Exception], None]
+    """Told how an operation ended."""
+
 
 @dataclass(frozen=True)
 class Layer:
@@ -37,17 +40,23 @@ class Sandbox(Protocol):
     died: asyncio.Future[str]
     """Done, with the reason, when the sandbox ended without `stop` being asked."""
 
-    async def run(self, call_id: str, operation: Operation) -> OpResult:
-        """Run one operation. Cancelling this task kills what it started.
+    def begin(self, call_id: str, operation: Operation, done: Told) -> None:
+        """Hand one operation over.
+
+        `done` is called once, and not before this returns: with the result, or with `OutcomeUnknown` when the sandbox
+        ended while the operation ran.
 
         Raises:
-            SlotLost: the sandbox ended, or broke its protocol, before the operation was handed to it.
-            OutcomeUnknown: it ended while the operation ran.
+            SlotLost: the sandbox has ended, or broke its protocol; `done` is not called.
         """
         ...
 
     def cancel(self, call_id: str) -> None:
-        """Kill what the call started; its `run` then returns a result that says `cancelled`."""
+        """Kill what the call started; its result then says `cancelled`."""
+        ...
+
+    def forget(self, call_id: str) -> None:
+        """Kill what the call started; its `done` is not called any more."""
         ...
 
     async def stand_on(self, layers: Sequence[Layer], base: str | None = None) -> None:

@@ -18,7 +18,7 @@ from typing import Any
 from atropos.errors import SandboxError
 from atropos.sandbox.contract import Sandbox
 from atropos.sandbox.journal import Entry, Journal, cancelled_reply
-from atropos.wire import Fault, Operation, OpError, ProcKill, ProcList, ProcRead, ProcWrite, Reply
+from atropos.wire import Fault, Operation, OpError, OpResult, ProcKill, ProcList, ProcRead, ProcWrite, Reply
 
 log = logging.getLogger(__name__)
 MAX_QUEUED = 1024
@@ -63,7 +63,7 @@ class Lanes:
         self._running: dict[str, Entry] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._main_busy = self._side_busy = False
-        self._barrier = False
+        self._barrier = self._congested = False
         self._closed: tuple[str, str] | None = None
 
     @property
@@ -118,72 +118,90 @@ class Lanes:
                 self._fault(item[0], code, message)
         for entry in list(self._running.values()):
             self._fault(entry, code, message)
+            self.sandbox.forget(entry.number)
+        self._running.clear()
         for task in self._tasks:
             task.cancel()
 
     async def join(self, timeout_s: float = 10) -> None:
-        """Wait until nothing runs any more, after `close`."""
+        """Wait until a barrier's work has ended, after `close`."""
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=timeout_s)
 
     # --------------------------------------------------------------------------------------------------------- inside
 
     def _kick(self) -> None:
-        if self._main and not self._main_busy:
-            self._main_busy = True
-            self._spawn(self._run_main())
-        if self._side and not self._side_busy and not self._barrier:
-            self._side_busy = True
-            self._spawn(self._run_side())
+        """Start what may start. Results come by callbacks: a task for each call would cost more than the call's way."""
+        while self._main and not self._main_busy:
+            item = self._main[0]
+            if isinstance(item, Barrier):
+                self._main_busy = True
+                self._spawn(self._run_barrier(item))
+            elif self._has_room():
+                self._main_busy = self._begin(*item, self._main_ended)
+            else:
+                break
+            self._main.popleft()
+        while self._side and not self._side_busy and not self._barrier and self._has_room():
+            entry, operation = self._side.popleft()
+            if isinstance(operation, ProcRead) and operation.wait_s > 0:
+                self._begin(entry, operation, lambda: None)
+            else:
+                self._side_busy = self._begin(entry, operation, self._side_ended)
+
+    def _main_ended(self) -> None:
+        self._main_busy = False
+
+    def _side_ended(self) -> None:
+        self._side_busy = False
+
+    def _has_room(self) -> bool:
+        """Whether the journal takes more; else the lanes go on when it does."""
+        if self._journal.congested and not self._congested:
+            self._congested = True
+            self._spawn(self._wait_for_room())
+        return not self._congested
+
+    async def _wait_for_room(self) -> None:
+        try:
+            await self._room()
+        finally:
+            self._congested = False
+        self._kick()
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _run_main(self) -> None:
-        try:
-            while self._main:
-                item = self._main.popleft()
-                if isinstance(item, Barrier):
-                    await self._run_barrier(item)
-                else:
-                    await self._run(*item)
-        finally:
-            self._main_busy = False
-
-    async def _run_side(self) -> None:
-        try:
-            while self._side and not self._barrier:
-                entry, operation = self._side.popleft()
-                if isinstance(operation, ProcRead) and operation.wait_s > 0:
-                    self._spawn(self._run(entry, operation))
-                else:
-                    await self._run(entry, operation)
-        finally:
-            self._side_busy = False
-
-    async def _run(self, entry: Entry, operation: Operation) -> None:
-        if self._journal.congested:
-            await self._room()
-        if entry.state != "queued":  # cancelled meanwhile, or the lease ended
-            return
+    def _begin(self, entry: Entry, operation: Operation, free: Callable[[], None]) -> bool:
+        """Whether the call runs now; `free` is called when it has ended."""
+        if entry.state != "queued":  # cancelled meanwhile
+            return False
         entry.state = "running"
-        self._running[entry.call_id] = entry
-        try:
-            result = await self.sandbox.run(entry.number, operation)
-            self._answer(entry, Reply(call_id=entry.call_id, result=result))
-        except SandboxError as error:
-            self._failed(entry, operation, error.code, str(error))
-        except asyncio.CancelledError:
-            code, message = self._closed or ("outcome_unknown", "the call was interrupted while it ran")
-            self._fault(entry, code, message)
-            raise
-        except Exception as error:  # a fault of ours: told as unknown, never as a result
-            log.exception("call %s failed inside the server", entry.number)
-            self._fault(entry, "outcome_unknown", f"the sandbox server failed while the call ran: {error!r}")
-        finally:
+
+        def ended(result: OpResult | Exception) -> None:
+            free()
             self._running.pop(entry.call_id, None)
+            self._ended(entry, operation, result)
+            self._kick()
+
+        try:
+            self.sandbox.begin(entry.number, operation, ended)
+        except Exception as error:
+            self._ended(entry, operation, error)
+            return False
+        self._running[entry.call_id] = entry
+        return True
+
+    def _ended(self, entry: Entry, operation: Operation, result: OpResult | Exception) -> None:
+        if not isinstance(result, Exception):
+            self._answer(entry, Reply(call_id=entry.call_id, result=result))
+        elif isinstance(result, SandboxError):
+            self._failed(entry, operation, result.code, str(result))
+        else:  # a fault of ours: told as unknown, never as a result
+            log.error("call %s failed inside the server", entry.number, exc_info=result)
+            self._fault(entry, "outcome_unknown", f"the sandbox server failed while the call ran: {result!r}")
 
     async def _run_barrier(self, barrier: Barrier) -> None:
         self._barrier = True
@@ -201,7 +219,7 @@ class Lanes:
             if not barrier.done.done():
                 barrier.done.set_exception(error)
         finally:
-            self._barrier = False
+            self._barrier = self._main_busy = False
             self._kick()
 
     def _failed(self, entry: Entry, operation: Operation, code: str, message: str) -> None:

@@ -22,6 +22,7 @@ from atropos.sandbox.spawning import Exit
 from atropos.wire import ExecResult, Operation, OpResult
 
 if TYPE_CHECKING:
+    from atropos.sandbox.contract import Told
     from atropos.sandbox.host import SlotHost
 
 START_DEADLINE_S = 20.0
@@ -60,7 +61,10 @@ class SlotSandbox:
         self._started: asyncio.Future[int] | None = None
         self._ended: asyncio.Future[Exit] | None = None
         self._bwrap_fd = self._init_fd = -1
-        self._calls: dict[str, int] = {}
+        self._loop = asyncio.get_running_loop()
+        self._calls: dict[str, tuple[int, float]] = {}
+        """Number in the channel and when its answer is due, of each call that runs."""
+        self._watchdog: asyncio.TimerHandle | None = None
         self._stopping: asyncio.Task[Stopped] | None = None
         self._frozen: Layer | None = None
         self._gone = False
@@ -71,8 +75,8 @@ class SlotSandbox:
 
     # ------------------------------------------------------------------------------------------------------- operations
 
-    async def run(self, call_id: str, operation: Operation) -> OpResult:
-        """Run one operation; see `contract.Sandbox.run`."""
+    def begin(self, call_id: str, operation: Operation, done: Told) -> None:
+        """Hand one operation over; see `contract.Sandbox.begin`."""
         channel = self._channel
         if channel is None or channel.closed:
             raise SlotLost(f"slot {self.name} is gone: {self._why()}")
@@ -80,47 +84,85 @@ class SlotSandbox:
         arguments = dict(operation.__dict__)
         op: str = arguments.pop("op")
         deadline = FILE_DEADLINE_S
-        before: dict[str, int] | None = None
+        before: list[bytes] | None = None
         if operation.op == "exec":
             arguments.pop("clean_env")
             deadline = min(operation.timeout_s or limits.wall_s, limits.wall_s)
             before = self._cgroup.counts()
         elif operation.op == "proc_read":
             deadline = min(operation.wait_s, limits.wall_s)
-        number, future = channel.call(op, arguments)
-        self._calls[call_id] = number
-        watchdog = asyncio.get_running_loop().call_later(deadline + ANSWER_GRACE_S, self._unanswered)
-        try:
-            result = await future
-        except asyncio.CancelledError:
-            channel.cancel(number, forget=True)
-            raise
-        finally:
-            watchdog.cancel()
-            if self._calls.get(call_id) == number:
-                del self._calls[call_id]
-        if before is not None and isinstance(result, ExecResult):
-            return self._name_limit(result, before)
-        return result
 
-    def _name_limit(self, result: ExecResult, before: dict[str, int]) -> OpResult:
+        def ended(result: OpResult | Exception) -> None:
+            self._calls.pop(call_id, None)
+            if before is not None and isinstance(result, ExecResult):
+                result = self._name_limit(result, before)
+            done(result)
+
+        number = channel.call(op, arguments, ended)
+        due = self._loop.time() + deadline + ANSWER_GRACE_S
+        self._calls[call_id] = (number, due)
+        if self._watchdog is None or due < self._watchdog.when():
+            self._watch(due)
+
+    async def run(self, call_id: str, operation: Operation) -> OpResult:
+        """Run one operation. Cancelling this task kills what it started.
+
+        Raises:
+            SlotLost: the sandbox ended, or broke its protocol, before the operation was handed to it.
+            OutcomeUnknown: it ended while the operation ran.
+        """
+        future: asyncio.Future[OpResult] = self._loop.create_future()
+
+        def done(result: OpResult | Exception) -> None:
+            if future.done():
+                return
+            if isinstance(result, Exception):
+                future.set_exception(result)
+            else:
+                future.set_result(result)
+
+        self.begin(call_id, operation, done)
+        try:
+            return await future
+        except asyncio.CancelledError:
+            self.forget(call_id)
+            raise
+
+    def _watch(self, when: float) -> None:
+        """Look at the calls again then: one timer for all of them."""
+        if self._watchdog is not None:
+            self._watchdog.cancel()
+        self._watchdog = self._loop.call_at(when, self._check_answers)
+
+    def _check_answers(self) -> None:
+        self._watchdog = None
+        if self._calls:
+            due = min(due for _, due in self._calls.values())
+            if due <= self._loop.time():
+                self._broke("PID 1 of the slot did not answer in time")
+            else:
+                self._watch(due)
+
+    def _name_limit(self, result: ExecResult, before: list[bytes]) -> OpResult:
         """Say which limit ended the program, by the kernel's own counters; nothing that it printed matters."""
         if result.timed_out or result.cancelled or (result.limit is not None and result.limit != "output"):
             return result
-        limit: Any = None
-        for name, count in self._cgroup.counts().items():
-            if count > before.get(name, 0):
-                limit = name
-                break
+        limit: Any = self._cgroup.grown(before)
         if limit is None and result.exit_code != 0:
             limit = volumes.exhausted(self._volume)
         return result if limit is None else result.model_copy(update={"limit": limit})
 
     def cancel(self, call_id: str) -> None:
         """Kill what the call started."""
-        number = self._calls.get(call_id)
-        if number is not None and self._channel is not None:
-            self._channel.cancel(number)
+        call = self._calls.get(call_id)
+        if call is not None and self._channel is not None:
+            self._channel.cancel(call[0])
+
+    def forget(self, call_id: str) -> None:
+        """Kill what the call started, and hear nothing of it any more."""
+        call = self._calls.pop(call_id, None)
+        if call is not None and self._channel is not None:
+            self._channel.cancel(call[0], forget=True)
 
     def memory_bytes(self) -> int:
         """Memory that the volume's files take, in bytes."""
@@ -222,9 +264,6 @@ class SlotSandbox:
             os.close(oom_fd)
         await asyncio.shield(channel.ready)
 
-    def _unanswered(self) -> None:
-        self._broke("PID 1 of the slot did not answer in time")
-
     def _why(self) -> str:
         return self.died.result() if self.died.done() else "it was stopped"
 
@@ -274,6 +313,8 @@ class SlotSandbox:
 
     def _finished(self, begun: float, problems: list[str]) -> Stopped:
         self._gone = True
+        if self._watchdog is not None:
+            self._watchdog.cancel()
         self._host.forget(self)
         detail = "; ".join(problem for problem in problems if problem)
         return Stopped(clean=not detail, seconds=time.monotonic() - begun, detail=detail)

@@ -27,11 +27,29 @@ class FakeSandbox:
         self.base: str | None = None
         self.died: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self.running: dict[str, asyncio.Future[OpResult]] = {}
+        self.tasks: dict[str, asyncio.Task[OpResult]] = {}
         self.files: dict[str, bytes] = {}
         self.network = False
         self.order: list[str] = []
         self.stopped: Stopped | None = None
         self.at_once = 0
+
+    def begin(self, call_id: str, operation: Operation, done: Callable[[OpResult | Exception], None]) -> None:
+        if self.died.done() or self.stopped is not None:
+            raise SlotLost("the sandbox is gone")
+
+        def ended(task: asyncio.Task[OpResult]) -> None:
+            self.tasks.pop(call_id, None)
+            if not task.cancelled():
+                error = task.exception()
+                done(task.result() if error is None else error)  # type: ignore[arg-type]
+
+        self.tasks[call_id] = asyncio.create_task(self.run(call_id, operation))
+        self.tasks[call_id].add_done_callback(ended)
+
+    def forget(self, call_id: str) -> None:
+        if task := self.tasks.get(call_id):
+            task.cancel()
 
     async def run(self, call_id: str, operation: Operation) -> OpResult:
         if self.died.done() or self.stopped is not None:
