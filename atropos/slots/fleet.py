@@ -68,7 +68,7 @@ class Fleet:
     ready: int = 0
     waiting: int = 0
     pinned_waiting: int = 0
-    _open: list[tuple[int, str, Seat]] = field(default_factory=list[tuple[int, str, Seat]])
+    _open: list[tuple[int, str, int, Seat]] = field(default_factory=list[tuple[int, str, int, Seat]])
     _line: list[tuple[int, Ticket]] = field(default_factory=list[tuple[int, Ticket]])
     _pinned: dict[Seat, list[tuple[int, Ticket]]] = field(default_factory=dict[Seat, list[tuple[int, Ticket]]])
     _seq: Iterator[int] = field(default_factory=itertools.count)
@@ -204,7 +204,8 @@ class Fleet:
         seat.free = free
         if free > 0 and not seat.queued:
             seat.queued = True
-            heapq.heappush(self._open, (seat.index, seat.key, seat))
+            # a container that is connected to anew has a new seat of the same key: the number tells them apart
+            heapq.heappush(self._open, (seat.index, seat.key, next(self._seq), seat))
 
     def _reserve(self, ticket: Ticket, seat: Seat) -> Ticket:
         self._served(ticket)
@@ -246,7 +247,7 @@ class Fleet:
 
     def _best(self) -> Seat | None:
         while self._open:
-            seat = self._open[0][2]
+            seat = self._open[0][3]
             if seat.open and seat.free > 0:
                 return seat
             seat.queued = False

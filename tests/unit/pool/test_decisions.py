@@ -188,3 +188,16 @@ def test_an_acquire_costs_the_same_in_a_fleet_a_hundred_times_larger():
         return best
 
     assert cost(5000) < 15 * cost(50)
+
+
+def test_a_container_that_was_restarted_in_place_has_a_seat_beside_its_old_one():
+    fleet = Fleet()
+    for _ in range(3):  # the old seats still lie in the heap, with the same index and key
+        seat = Seat("same", 0)
+        fleet.join(seat, slots=1, free=1, now=0.0)
+        fleet.ask(fleet.ticket())
+        assert [ticket.seat for ticket in fleet.match()] == [seat]
+        fleet.forgone(seat)
+        fleet.leave(seat)
+    fleet.ask(fleet.ticket())
+    assert list(fleet.match()) == []
