@@ -2,6 +2,7 @@
 
 Containers and servers are simulated in memory; the pool's own code is what runs. Each row is one fleet size with churn:
 acquires and releases in a nearly full fleet, and containers that die and are replaced. Printed as a curve in n.
+With `--live N` instead: N real slots on this machine at once (`live`).
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import gc
 import json
 import time
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -23,6 +25,9 @@ from atropos.errors import PoolFull
 from atropos.slots import SlotPool, SlotPoolConfig
 from atropos.slots.backends.base import Backend, Container
 from atropos.slots.fleet import Fleet, Seat
+
+from . import machine
+from .live import measure, show
 
 SLOTS = 10
 
@@ -180,8 +185,18 @@ async def whole_us(containers: int, rounds: int) -> dict[str, float]:
 def main(
     json_path: Annotated[Path | None, typer.Option("--json", help="where the JSON goes")] = None,
     largest: Annotated[int, typer.Option(help="containers in the largest fleet")] = 10_000,
+    live: Annotated[int, typer.Option(help="real slots at once on this machine, instead of the simulation")] = 0,
+    containers: Annotated[int, typer.Option(help="with --live: sandbox servers that hold them")] = 10,
+    rounds: Annotated[int, typer.Option(help="with --live: calls of each slot")] = 10,
 ) -> None:
     """Print the curve, and write it when asked."""
+    if live:
+        console = Console()
+        found = asyncio.run(measure(live, containers, rounds, console))
+        show(console, found)
+        if json_path:
+            json_path.write_text(json.dumps({"machine": machine.describe(), **asdict(found)}, indent=1))
+        raise typer.Exit(1 if found.left else 0)
     sizes = [n for n in (10, 100, 1000, 3000, 10_000, 100_000) if n <= largest]
     table = Table(title=f"a simulated fleet, {SLOTS} slots a container, nine tenths leased, with churn")
     columns = "containers", "slots", "decision µs", "acquire µs", "reconcile µs", "ready s", "asked"

@@ -24,5 +24,6 @@ fi
 "${uv[@]}" sync --frozen --quiet --all-extras --python "$python"
 # A sandbox server runs as a user that may not write here: without bytecode it would compile its libraries at each start.
 .venv/bin/python -m compileall -q atropos \
-  .venv/lib/python3*/site-packages/{aiohttp,aiosignal,aiohappyeyeballs,attr,frozenlist,idna,multidict,propcache,pydantic,yarl} \
+  .venv/lib/python3*/site-packages/{aiohttp,aiosignal,aiohappyeyeballs,attr,frozenlist,idna,multidict,propcache,pydantic,pydantic_core,annotated_types,typing_inspection,yarl} \
+  .venv/lib/python3*/site-packages/{typing_extensions,pyseccomp}.py \
   || echo "bytecode could not be written; servers start a little slower" >&2

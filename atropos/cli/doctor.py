@@ -17,11 +17,13 @@ from rich.console import Console
 from rich.table import Table
 
 from atropos.config import ServerConfig
-from atropos.errors import IsolationUnavailable
+from atropos.errors import ConfigError, SandboxError
 from atropos.wire import Capabilities
 
 START_LIMIT_S = 60.0
 """Longest that a server may take to start on a busy machine before doctor gives up."""
+STOP_LIMIT_S = 20.0
+"""How long it may take to end before it is killed."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +85,7 @@ async def isolation(base: str | None) -> list[Finding]:
         return []
     try:
         capabilities = await probe(base)
-    except IsolationUnavailable as error:
+    except (SandboxError, ConfigError) as error:
         return [Finding("slots", ok=False, needed=True, detail=str(error), fix="see the reason on the left")]
     return [
         Finding(feature.name, feature.ok, feature.required, feature.detail, "" if feature.ok else feature.fix)
@@ -92,12 +94,14 @@ async def isolation(base: str | None) -> list[Finding]:
 
 
 async def probe(base: str | None = None) -> Capabilities:
-    """The capabilities of a server that is started for this question alone.
+    """The capabilities of a server that is started for this question alone, as the local backend starts its own.
 
     Raises:
-        IsolationUnavailable: it did not start; the message is its own last line.
+        SandboxError: it did not start; the message is its own last line.
     """
     import httpx
+
+    from atropos.slots.backends.supervision import ServerProcess
 
     token = secrets.token_urlsafe(16)
     config = ServerConfig.model_validate(
@@ -111,43 +115,15 @@ async def probe(base: str | None = None) -> Capabilities:
             "allow_network": True,
         }
     )
-    document = config.model_dump(mode="json") | {"token": token}
-    server = await asyncio.create_subprocess_exec(
-        sys.executable,
-        "-m",
-        "atropos.sandbox",
-        "--config",
-        "-",
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
-    )
-    assert server.stdin is not None
-    assert server.stdout is not None
-    assert server.stderr is not None
+    server = await ServerProcess.start(config)
     try:
-        server.stdin.write(json.dumps(document).encode())
-        server.stdin.close()
-        try:
-            line = await asyncio.wait_for(server.stdout.readline(), START_LIMIT_S)
-        except TimeoutError:
-            raise IsolationUnavailable(f"the sandbox server did not start within {START_LIMIT_S:.0f} s") from None
-        if not line:
-            said = (await server.stderr.read()).decode(errors="replace").strip().splitlines()
-            raise IsolationUnavailable(said[-1] if said else "the sandbox server ended without a word")
-        port = int(json.loads(line)["port"])
+        await server.ready(START_LIMIT_S)
         async with httpx.AsyncClient(trust_env=False, headers={"Authorization": f"Bearer {token}"}) as client:
-            answer = await client.get(f"http://127.0.0.1:{port}/v1/capabilities")
+            answer = await client.get(f"http://127.0.0.1:{server.port}/v1/capabilities")
             answer.raise_for_status()
             return Capabilities.model_validate_json(answer.content)
     finally:
-        if server.returncode is None:
-            server.terminate()
-            try:
-                await asyncio.wait_for(server.communicate(), 20)
-            except TimeoutError:
-                server.kill()
-                await server.wait()
+        await server.stop(STOP_LIMIT_S)
 
 
 ENGINES = ("docker", "nomad")

@@ -2,32 +2,33 @@
 
 FILE (or `-` for stdin) is a `ServerConfig` in JSON. Prints one line of JSON on stdout when ready. Exit codes: 0 ended as
 asked, 1 failed, 2 the configuration is wrong, 3 the isolation is not available; the reason is one line on stderr.
+
+It runs twice: see `rootphase`. What only the second run needs is imported there, since loading it takes most of a start.
 """
 
 from __future__ import annotations
 
-import argparse
-import asyncio
 import gc
-import logging
 import os
+import resource
 import sys
-from pathlib import Path
+from typing import TYPE_CHECKING
 
-from pydantic import ValidationError
-
-from atropos.config import ServerConfig
 from atropos.errors import ConfigError, IsolationUnavailable, SandboxError
+from atropos.sandbox import early, rootphase
 from atropos.sandbox.init import fork_from_init
+
+if TYPE_CHECKING:
+    from atropos.config import ServerConfig
 
 MAX_CONFIG_BYTES = 1024 * 1024
 
 
-def read_config(name: str) -> ServerConfig:
-    """The configuration from a file or stdin.
+def read_text(name: str) -> bytes:
+    """The configuration's text from a file or stdin.
 
     Raises:
-        ConfigError: in one line, which field is wrong and how.
+        ConfigError: it can't be read.
     """
     try:
         if name == "-":
@@ -36,10 +37,25 @@ def read_config(name: str) -> ServerConfig:
             os.dup2(nothing, 0)  # a file with the token in it is nothing to inherit
             os.close(nothing)
         else:
-            with Path(name).open("rb") as file:
+            with open(name, "rb") as file:
                 text = file.read(MAX_CONFIG_BYTES)
     except OSError as error:
         raise ConfigError(f"--config: {name!r} can't be read ({error.strerror})") from None
+    return text
+
+
+def parse(text: bytes | str) -> ServerConfig:
+    """The configuration, checked.
+
+    Raises:
+        ConfigError: in one line, which field is wrong and how.
+    """
+    # looking for plugins of pydantic reads the metadata of every package that is installed
+    os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "1")
+    from pydantic import ValidationError
+
+    from atropos.config import ServerConfig
+
     try:
         return ServerConfig.model_validate_json(text)
     except ValidationError as error:
@@ -48,28 +64,20 @@ def read_config(name: str) -> ServerConfig:
         raise ConfigError(f"{where}: {first['msg']}") from None
 
 
-async def _serve(config: ServerConfig) -> int:
-    from atropos.sandbox.host import SlotHost
-    from atropos.sandbox.serve import Server
-
-    return await Server(config, SlotHost.create).run()
-
-
 def main(argv: list[str] | None = None) -> int:
     """Run the server; returns the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m atropos.sandbox", description="The sandbox server.")
-    parser.add_argument("--config", required=True, metavar="FILE", help="ServerConfig as JSON; - for stdin")
-    arguments = parser.parse_args(argv)
-    logging.basicConfig(stream=sys.stderr, level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    name = _config_name(sys.argv[1:] if argv is None else argv)
+    gc.disable()  # nothing of what is loaded now is garbage
     try:
-        from atropos.sandbox import rootphase
-
-        config = rootphase.inherited_config() or read_config(arguments.config)
-        rootphase.enter(config)
-        fork_from_init()
-        gc.collect()
-        gc.freeze()
-        return asyncio.run(_serve(config))
+        inherited = rootphase.inherited()
+        if inherited is None:
+            text = read_text(name)
+            rootphase.enter(rootphase.Settings.glance(text) or parse(text))
+        assert inherited is not None
+        try:
+            return _second_stage(inherited)
+        finally:
+            rootphase.undo()
     except ConfigError as error:
         return _fail(2, error)
     except IsolationUnavailable as error:
@@ -78,6 +86,41 @@ def main(argv: list[str] | None = None) -> int:
         return _fail(1, error)
     except KeyboardInterrupt:
         return 130
+
+
+def _config_name(argv: list[str]) -> str:
+    if len(argv) == 2 and argv[0] == "--config":
+        return argv[1]
+    import argparse
+
+    parser = argparse.ArgumentParser(prog="python -m atropos.sandbox", description="The sandbox server.")
+    parser.add_argument("--config", required=True, metavar="FILE", help="ServerConfig as JSON; - for stdin")
+    return str(parser.parse_args(argv).config)
+
+
+def _second_stage(text: str) -> int:
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # each slot takes half a dozen descriptors
+    settings = rootphase.Settings.glance(text.encode()) or rootphase.Settings.of(parse(text))
+    rootphase.enter(settings)
+    fork_from_init()
+    early.begin(rootphase.entered().scratch, settings.base)
+    config = parse(text)
+
+    import asyncio
+    import logging
+
+    from atropos.sandbox.host import SlotHost
+    from atropos.sandbox.serve import Server
+
+    logging.basicConfig(stream=sys.stderr, level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    gc.freeze()
+    gc.enable()
+
+    async def serve() -> int:
+        return await Server(config, SlotHost.create).run()
+
+    return asyncio.run(serve())
 
 
 def _fail(code: int, error: Exception) -> int:

@@ -6,8 +6,9 @@ import functools
 from collections.abc import Sequence
 
 from atropos.sandbox.runtime import INSIDE
+from atropos.sandbox.skeleton import Base
 from atropos.sandbox.spawner import SECCOMP_FD, STATUS_FD
-from atropos.sandbox.volumes import GATE, NEXT, Base, Volume
+from atropos.sandbox.volumes import GATE, NEXT, Volume
 
 HOSTNAME = "atropos"
 CAPABILITIES = (

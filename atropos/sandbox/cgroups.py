@@ -12,9 +12,12 @@ import signal
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from atropos.config import SlotLimits
 from atropos.sandbox import syscalls
+
+if TYPE_CHECKING:
+    from atropos.config import SlotLimits
 
 CONTROLLERS = ("memory", "pids", "cpu")
 PREFIX = "atropos-"

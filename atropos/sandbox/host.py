@@ -8,17 +8,16 @@ import itertools
 import os
 import shutil
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from atropos.config import ServerConfig, SlotLimits
 from atropos.errors import ConfigError, IsolationUnavailable, NotSupported, SandboxError
-from atropos.sandbox import bwrap, cgroups, exchange, filter, rootphase, runtime, skeleton, syscalls, volumes  # noqa: A004
+from atropos.sandbox import bwrap, cgroups, early, exchange, rootphase, runtime, skeleton, syscalls, volumes
 from atropos.sandbox.contract import Layer
 from atropos.sandbox.slot import SlotSandbox
 from atropos.sandbox.spawning import Spawner
 from atropos.wire import Feature
-
-_SCRATCH_OPTIONS = "mode=755,size=512m"
 
 
 class SlotHost:
@@ -30,7 +29,7 @@ class SlotHost:
         self._scratch = entered.scratch
         self._live: set[SlotSandbox] = set()
         self._layers: dict[str, volumes.Volume] = {}
-        self._bases: dict[str | None, volumes.Base] = {}
+        self._bases: dict[str | None, skeleton.Base] = {}
         self._creators = list(range(entered.creators[0], sum(entered.creators)))
         self._serial = itertools.count(1)
         self._bwrap = shutil.which("bwrap") or ""
@@ -61,26 +60,24 @@ class SlotHost:
         host = cls(config, rootphase.entered())
         rootphase.check_programs()
         try:
-            syscalls.mount("atropos", host._scratch, "tmpfs", syscalls.MS_NOSUID | syscalls.MS_NODEV, _SCRATCH_OPTIONS)
-            for name in ("empty", "slots", "runtime", "bases"):
-                os.mkdir(f"{host._scratch}/{name}", 0o755)
-            host._seccomp = filter.program().hex()
-            host._runtime = await asyncio.to_thread(runtime.build, f"{host._scratch}/runtime")
+            begun = early.take(host._scratch, config.base)
+            shared = begun.shared()
+            host._seccomp, host._runtime = shared.seccomp, shared.runtime
             os.mkdir(f"{host._scratch}/runtime/{volumes.NEXT}", 0o755)
             for path in (host._runtime.empty, host._empty):
                 volumes.read_only(path)
-            host._prepare_bases()
+            host._prepare_bases(shared.skeleton)
         except OSError as error:
             raise IsolationUnavailable(f"the server's own files could not be set up: {error}") from error
-        host.spawner = Spawner()
+        host.spawner = Spawner(begun.spawner, begun.socket)
         if host.egress is not None:
             host.egress.start()
         return host
 
-    def _prepare_bases(self) -> None:
-        default = self.config.base or ("/rootfs" if os.path.isdir("/rootfs") else None)
-        if default is None:
-            self._bases[None] = skeleton.build(f"{self._scratch}/skeleton")
+    def _prepare_bases(self, over_host: skeleton.Base | None) -> None:
+        default = early.default_base(self.config.base)
+        if over_host is not None:
+            self._bases[None] = over_host
         named = {**({} if default is None else {None: default}), **self.config.bases}
         for index, (name, path) in enumerate(named.items()):
             if not os.path.isdir(path):
@@ -96,7 +93,7 @@ class SlotHost:
             target = f"{self._scratch}/bases/{index}"
             os.mkdir(target)
             syscalls.mount(path, target, None, syscalls.MS_BIND)
-            self._bases[name] = volumes.Base(target)
+            self._bases[name] = skeleton.Base(target)
 
     @staticmethod
     def _owned(path: str) -> bool:
@@ -151,7 +148,7 @@ class SlotHost:
             raise
         return sandbox
 
-    def base(self, name: str | None) -> volumes.Base:
+    def base(self, name: str | None) -> skeleton.Base:
         """A base by its name.
 
         Raises:
@@ -171,7 +168,7 @@ class SlotHost:
     def request(
         self,
         volume: volumes.Volume,
-        base: volumes.Base,
+        base: skeleton.Base,
         cgroup: cgroups.SlotCgroup,
         limits: SlotLimits,
         *,
@@ -186,9 +183,17 @@ class SlotHost:
             self._creators.append(creator)  # round and round: reused long after its last slot is gone
         ranged = creator is not None
         preload = volumes.preload_cover(volume.root, self._runtime.empty, self._empty)
+        seen = f"{self._scratch}/own"
         return {
+            "own": (volume.folder, seen, f"{self._scratch}/slots"),
             "argv": bwrap.command(
-                self._bwrap, volume, base, self._runtime.empty, preload, self._runtime.argv, network=network
+                self._bwrap,
+                replace(volume, folder=seen),
+                base,
+                self._runtime.empty,
+                preload,
+                self._runtime.argv,
+                network=network,
             ),
             "proxy_port": exchange.PORT if network else None,
             "ids": self._entered.slot_ids,

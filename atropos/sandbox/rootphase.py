@@ -13,23 +13,22 @@ from __future__ import annotations
 import errno
 import json
 import os
-import pwd
 import shutil
 import signal
 import stat
-import subprocess
 import sys
-import tempfile
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
-from atropos.config import ServerConfig
 from atropos.errors import IsolationUnavailable
 from atropos.sandbox import syscalls
-from atropos.sandbox.cgroups import Cgroups, Tree, alive, claim, own_name
-from atropos.sandbox.volumes import remove_tree
+from atropos.sandbox.cgroups import Cgroups, Tree, alive, claim, own_name, release
+from atropos.sandbox.trees import remove_tree
+
+if TYPE_CHECKING:
+    from atropos.config import ServerConfig
 
 ID_BASE = 100_000
 """First host id of the range: above every account, below what systemd gives to its own containers."""
@@ -65,14 +64,60 @@ class Entered:
     disk: str | None = None
 
 
+@dataclass(frozen=True)
+class Settings:
+    """What the first stage needs to know of a configuration, and its text for the second.
+
+    The first stage doesn't check it: the library that does takes ten times as long to load as all of this stage.
+    """
+
+    text: str
+    volume: str
+    base: str | None
+    bases: dict[str, str]
+    die_with_parent: bool
+    state_dir: str | None
+
+    @classmethod
+    def of(cls, config: ServerConfig) -> Settings:
+        """Those of a configuration that has been checked."""
+        values = config.model_dump(mode="json")
+        values["token"] = config.token.get_secret_value()
+        bases = dict(config.bases)
+        return cls(json.dumps(values), config.volume, config.base, bases, config.die_with_parent, config.state_dir)
+
+    @classmethod
+    def glance(cls, text: bytes) -> Settings | None:
+        """Those in a text that the second stage will check; None when it has to be checked at once."""
+        try:
+            data: Any = json.loads(text)
+            volume, bases = data.get("volume", "memory"), data.get("bases", {})
+            ends, paths = data.get("die_with_parent", False), (data.get("base"), data.get("state_dir"))
+            plain = volume in ("memory", "disk") and type(ends) is bool
+            plain = plain and all(path is None or type(path) is str for path in paths)
+            if not plain or not all(type(part) is str for item in bases.items() for part in item):
+                return None
+            return cls(text.decode(), volume, paths[0], bases, ends, paths[1])
+        except (ValueError, AttributeError, TypeError, RecursionError):
+            return None
+
+
 _entered: Entered | None = None
-_config: ServerConfig | None = None
+_text: str | None = None
+
+
+def inherited() -> str | None:
+    """The text of the configuration that the first stage passed on; None in the first stage."""
+    _load()
+    return _text
 
 
 def inherited_config() -> ServerConfig | None:
     """The configuration that the first stage passed on; None in the first stage."""
-    _load()
-    return _config
+    from atropos.config import ServerConfig
+
+    text = inherited()
+    return None if text is None else ServerConfig.model_validate_json(text)
 
 
 def entered() -> Entered:
@@ -87,7 +132,7 @@ def entered() -> Entered:
     return _entered
 
 
-def enter(config: ServerConfig) -> None:
+def enter(config: ServerConfig | Settings) -> None:
     """Leave privilege: in the first stage this executes the program again and doesn't return; in the second it does.
 
     Raises:
@@ -102,17 +147,25 @@ def enter(config: ServerConfig) -> None:
     if config.die_with_parent:
         _arm(parent)
     check_programs()
-    _first_stage(config, parent)
+    _first_stage(config if isinstance(config, Settings) else Settings.of(config), parent)
+
+
+def undo() -> None:
+    """Take back what the first stage made, where the server didn't come so far as to do it itself."""
+    if _entered is not None:
+        release(_entered.cgroups)
+        if _entered.disk is not None:
+            remove_tree(_entered.disk)
 
 
 def _load() -> None:
-    global _entered, _config
+    global _entered, _text
     text = os.environ.pop(_STAGE, None)
     if text is None:
         return
     with os.fdopen(int(text), "rb") as file:
         data = json.loads(file.read())
-    _config = ServerConfig.model_validate(data["config"])
+    _text = data["config"]
     raw: dict[str, Any] = data["entered"]
     trees = tuple(Tree(t["version"], t["path"], tuple(t["controllers"])) for t in raw["cgroups"]["trees"])
     _entered = Entered(
@@ -151,7 +204,7 @@ def _capable() -> bool:
     return False
 
 
-def _first_stage(config: ServerConfig, parent: int) -> NoReturn:
+def _first_stage(config: Settings, parent: int) -> NoReturn:
     root = _capable()
     scratch = _scratch(config, root=root)
     entered = Entered(scratch, 1, (0, 0), Cgroups(), parent, root)
@@ -163,12 +216,10 @@ def _first_stage(config: ServerConfig, parent: int) -> NoReturn:
     _execute_again(config, entered)
 
 
-def _execute_again(config: ServerConfig, entered: Entered) -> NoReturn:
-    settings = config.model_dump(mode="json")
-    settings["token"] = config.token.get_secret_value()
+def _execute_again(config: Settings, entered: Entered) -> NoReturn:
     fd = os.memfd_create("atropos-config", 0)
     with os.fdopen(os.dup(fd), "wb") as file:
-        file.write(json.dumps({"config": settings, "entered": asdict(entered)}).encode())
+        file.write(json.dumps({"config": config.text, "entered": asdict(entered)}).encode())
     os.lseek(fd, 0, os.SEEK_SET)
     os.set_inheritable(fd, True)
     environment = {**os.environ, _STAGE: str(fd)}
@@ -180,7 +231,7 @@ def _execute_again(config: ServerConfig, entered: Entered) -> NoReturn:
 # ------------------------------------------------------------------------------------------------------------ as root
 
 
-def _as_root(config: ServerConfig, entered: Entered) -> Entered:
+def _as_root(config: Settings, entered: Entered) -> Entered:
     base, slot_ids, creators = _free_range()
     server = base + slot_ids  # kernel-wise: a uid of its own, so that no slot can use up what is counted per user
     try:
@@ -247,7 +298,7 @@ def _become(uid: int) -> None:
     syscalls.set_capabilities(frozenset({syscalls.CAPABILITIES["SYS_ADMIN"]}))
 
 
-def _needed_paths(config: ServerConfig) -> list[str]:
+def _needed_paths(config: ServerConfig | Settings) -> list[str]:
     """What the second stage reads by path: Python, this package, and the bases."""
     package = Path(__file__).resolve().parents[2]
     wanted = [sys.prefix, sys.base_prefix, sys.exec_prefix, sys.base_exec_prefix, str(package), *sys.path]
@@ -325,7 +376,7 @@ def _closed_ancestor(path: str) -> str | None:
 # ------------------------------------------------------------------------------------------------- as an ordinary user
 
 
-def _as_user(config: ServerConfig, entered: Entered) -> Entered:
+def _as_user(config: Settings, entered: Entered) -> Entered:
     uid, gid = os.getuid(), os.getgid()
     cgroups = claim_delegated(uid, gid)
     entered = replace(entered, disk=_disk(uid, gid) if config.volume == "disk" else None)
@@ -367,6 +418,8 @@ def claim_delegated(uid: int, gid: int) -> Cgroups:
 
 
 def _subordinate(file: str) -> tuple[int, int]:
+    import pwd
+
     names = {str(os.getuid())}
     try:
         names.add(pwd.getpwuid(os.getuid()).pw_name)
@@ -436,6 +489,8 @@ def _write_maps(extents: list[tuple[int, int, int]]) -> Callable[[int], None]:
 
 
 def _newidmap(uids: list[tuple[int, int, int]], gids: list[tuple[int, int, int]]) -> Callable[[int], None]:
+    import subprocess
+
     def write(pid: int) -> None:
         for program, extents in (("newuidmap", uids), ("newgidmap", gids)):
             numbers = [str(number) for extent in extents for number in extent]
@@ -495,13 +550,15 @@ def _disk(owner: int, slot_group: int) -> str:
     return folder
 
 
-def _scratch(config: ServerConfig, *, root: bool) -> str:
+def _scratch(config: Settings, *, root: bool) -> str:
     """A folder to mount the server's own file system on; nothing is ever written into the folder itself."""
     if config.state_dir is not None:
         path = config.state_dir
     elif root:
         path = "/run/atropos"
     else:
+        import tempfile
+
         path = os.path.join(os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir(), f"atropos-{os.getuid()}")
     try:
         os.makedirs(path, 0o755 if root else 0o700, exist_ok=True)

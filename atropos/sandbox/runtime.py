@@ -71,6 +71,8 @@ with open('/proc/self/maps') as maps:
 print(json.dumps([files, stdlib, loaded]))
 """
 _PT_LOAD, _PT_DYNAMIC, _PT_INTERP = 1, 2, 3
+_HEADERS = 8192
+"""The program headers stand within so many bytes of a file's start."""
 _DT_STRTAB, _DT_SONAME, _DT_RPATH, _DT_RUNPATH, _DT_IGNORED = 5, 14, 15, 29, 0x6000_0001
 
 
@@ -154,29 +156,26 @@ def _compile(name: str, source: str, target: str) -> None:
 
 def _soname(path: str) -> str:
     """The name that others ask for a library by, which its file name may extend (libz.so.1 is libz.so.1.2.13)."""
-    with open(path, "rb") as file:
-        data = file.read()
-    loads: list[tuple[int, int, int]] = []
-    dynamic: dict[int, int] = {}
-    for kind, offset, size, address in _program_headers(data, path):
-        if kind == _PT_LOAD:
-            loads.append((address, offset, size))
-        elif kind == _PT_DYNAMIC:
-            dynamic = dict(struct.unpack_from("<qQ", data, at) for at in range(offset, offset + size, 16))
-    if _DT_SONAME not in dynamic or _DT_STRTAB not in dynamic:
-        return os.path.basename(path)
-    table = dynamic[_DT_STRTAB]
-    start = next(table - address + offset for address, offset, size in loads if address <= table < address + size)
-    start += dynamic[_DT_SONAME]
-    return data[start : data.index(b"\0", start)].decode()
+    with open(path, "rb", buffering=0) as file:
+        loads: list[tuple[int, int, int]] = []
+        dynamic: dict[int, int] = {}
+        for kind, offset, size, address in _program_headers(file.read(_HEADERS), path):
+            if kind == _PT_LOAD:
+                loads.append((address, offset, size))
+            elif kind == _PT_DYNAMIC:
+                dynamic = dict(struct.iter_unpack("<qQ", os.pread(file.fileno(), size, offset)))
+        if _DT_SONAME not in dynamic or _DT_STRTAB not in dynamic:
+            return os.path.basename(path)
+        table = dynamic[_DT_STRTAB]
+        start = next(table - address + offset for address, offset, size in loads if address <= table < address + size)
+        return os.pread(file.fileno(), 4096, start + dynamic[_DT_SONAME]).split(b"\0", 1)[0].decode()
 
 
 def _interpreter(binary: str) -> str:
-    with open(binary, "rb") as file:
-        data = file.read(8192)
-    for kind, offset, size, _ in _program_headers(data, binary):
-        if kind == _PT_INTERP:
-            return os.path.realpath(data[offset : offset + size].rstrip(b"\0").decode())
+    with open(binary, "rb", buffering=0) as file:
+        for kind, offset, size, _ in _program_headers(file.read(_HEADERS), binary):
+            if kind == _PT_INTERP:
+                return os.path.realpath(os.pread(file.fileno(), size, offset).rstrip(b"\0").decode())
     raise IsolationUnavailable(f"{binary} is linked statically or isn't an ELF program; use another Python")
 
 
@@ -193,14 +192,21 @@ def _program_headers(data: bytes, name: str) -> list[tuple[int, int, int, int]]:
 
 
 def _copy_binary(source: str, target: str) -> None:
-    with open(source, "rb") as file:
-        data = bytearray(file.read())
-    for kind, offset, size, _ in _program_headers(bytes(data[:8192]), source):
-        if kind == _PT_DYNAMIC:
-            for at in range(offset, offset + size, 16):
-                tag = struct.unpack_from("<q", data, at)[0]
-                if tag in (_DT_RPATH, _DT_RUNPATH):
-                    struct.pack_into("<q", data, at, _DT_IGNORED)
-    with open(target, "wb") as file:
-        file.write(data)
-    os.chmod(target, 0o755)
+    """Copy what is loaded of a program or library: symbols for debuggers, which may be most of it, stay behind."""
+    with open(source, "rb", buffering=0) as file, open(target, "wb", buffering=0) as copy:
+        data = file.read(_HEADERS)
+        headers = _program_headers(data, source)
+        end = max((offset + size for kind, offset, size, _ in headers if kind == _PT_LOAD), default=0)
+        at = 0
+        while at < end and (sent := os.sendfile(copy.fileno(), file.fileno(), at, end - at)):
+            at += sent
+        # no table of sections, which only debuggers and linkers read: e_shoff; e_shnum and e_shstrndx
+        for field, zero in ((40, bytes(8)), (60, bytes(4))):
+            os.pwrite(copy.fileno(), zero, field)
+        for kind, offset, size, _ in headers:
+            if kind == _PT_DYNAMIC:
+                entries = os.pread(file.fileno(), size, offset)
+                for number, (tag, _value) in enumerate(struct.iter_unpack("<qQ", entries)):
+                    if tag in (_DT_RPATH, _DT_RUNPATH):
+                        os.pwrite(copy.fileno(), struct.pack("<q", _DT_IGNORED), offset + 16 * number)
+        os.fchmod(copy.fileno(), 0o755)

@@ -10,9 +10,8 @@ import contextlib
 import os
 import shutil
 import stat
+from dataclasses import dataclass, field
 from pathlib import Path
-
-from atropos.sandbox.volumes import Base
 
 _FOLDERS = [
     "boot",
@@ -137,6 +136,14 @@ _FILES = {
     "gshadow": "",
 }
 _BASHRC = "# ~/.bashrc\nexport PS1='\\u@\\h:\\w\\$ '\n"
+
+
+@dataclass(frozen=True)
+class Base:
+    """What slots stand on: a lower folder, and folders of the host that are seen read-only."""
+
+    lower: str
+    host_folders: dict[str, str] = field(default_factory=dict[str, str])
 
 
 def build(folder: str) -> Base:

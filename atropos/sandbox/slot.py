@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from atropos.config import SlotLimits
 from atropos.errors import OutcomeUnknown, SandboxError, SlotLost
-from atropos.sandbox import cgroups, exchange, volumes
+from atropos.sandbox import cgroups, exchange, skeleton, volumes
 from atropos.sandbox.channel import Channel
 from atropos.sandbox.contract import Layer, Stopped
 from atropos.sandbox.runtime import INSIDE
@@ -170,7 +170,7 @@ class SlotSandbox:
 
     # ------------------------------------------------------------------------------------------------------------ start
 
-    async def start(self, base: volumes.Base) -> None:
+    async def start(self, base: skeleton.Base) -> None:
         """Start bubblewrap and wait for the runner's first word.
 
         Raises:

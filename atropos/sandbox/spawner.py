@@ -244,6 +244,7 @@ def _child(request: dict[str, Any], fds: list[int], mapped: Callable[[], bytes])
         os.close(fd)
     for name, value in request["rlimits_before"].items():
         _lower(name, value)
+    _own_mounts(*request["own"])
     creator: int | None = request["creator"]
     if creator is not None:
         os.setresgid(creator, creator, creator)
@@ -268,6 +269,21 @@ def _child(request: dict[str, Any], fds: list[int], mapped: Callable[[], bytes])
     if os.getppid() != parent:
         os._exit(126)
     os.execve(request["argv"][0], request["argv"], {})
+
+
+def _own_mounts(volume: str, seen: str, slots: str) -> None:
+    """A mount namespace without the mounts of other slots: bubblewrap reads the whole list for each mount that it makes.
+
+    Args:
+        volume: where this slot's mounts are.
+        seen: where bubblewrap finds them.
+        slots: the mount that all slots' mounts are in.
+    """
+    syscalls.unshare(syscalls.CLONE_NEWNS)
+    # one way alone: what is taken away here must stay where it is in the server's namespace
+    syscalls.mount(None, "/", None, syscalls.MS_REC | syscalls.MS_SLAVE)
+    syscalls.mount(volume, seen, None, syscalls.MS_BIND | syscalls.MS_REC)
+    syscalls.umount(slots)
 
 
 def _own_network(port: int, answer: int) -> None:

@@ -7,9 +7,7 @@ import itertools
 import json
 import socket
 import subprocess
-import sys
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from atropos.errors import SandboxError
@@ -23,23 +21,18 @@ class Exit:
 
 
 class Spawner:
-    """Starts bubblewraps, and tells of their ends."""
+    """Starts bubblewraps, and tells of their ends.
 
-    def __init__(self) -> None:
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        script = str(Path(__file__).with_name("spawner.py"))
-        self._process = subprocess.Popen(
-            [sys.executable, "-I", "-S", script],
-            stdin=theirs.fileno(),
-            stdout=subprocess.DEVNULL,
-            cwd="/",
-            env={},
-        )
-        theirs.close()
-        ours.setblocking(False)
-        self._sock = ours
+    Args:
+        process: the spawner, which `early` started.
+        sock: our end of its socket.
+    """
+
+    def __init__(self, process: subprocess.Popen[bytes], sock: socket.socket) -> None:
+        self._process = process
+        self._sock = sock
         self._loop = asyncio.get_running_loop()
-        self._loop.add_reader(ours, self._readable)
+        self._loop.add_reader(sock, self._readable)
         self._numbers = itertools.count(1)
         self._started: dict[int, asyncio.Future[int]] = {}
         self._exits: dict[int, asyncio.Future[Exit]] = {}

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import os
 import stat
 import threading
@@ -18,6 +17,8 @@ from dataclasses import dataclass, field
 
 from atropos.config import SlotLimits
 from atropos.sandbox import syscalls
+from atropos.sandbox.skeleton import Base
+from atropos.sandbox.trees import remove_tree
 
 _RUNTIME = ".atropos"
 MOUNT_POINTS = ("proc", "dev", "etc", "usr", _RUNTIME, "tmp", "root", "workspace")
@@ -31,14 +32,6 @@ _MEMORY_KEPT_MIB = 16
 _INODE_BYTES = 1880
 """Kernel memory of an empty file in a tmpfs below an overlay: 200,000 were seen to take 359 MiB."""
 _NOSUID_NODEV = syscalls.MS_NOSUID | syscalls.MS_NODEV
-
-
-@dataclass(frozen=True)
-class Base:
-    """What slots stand on: a lower folder, and folders of the host that are seen read-only."""
-
-    lower: str
-    host_folders: dict[str, str] = field(default_factory=dict[str, str])
 
 
 @dataclass
@@ -152,41 +145,6 @@ def _free(descriptors: list[int], folder: str | None) -> None:
         os.close(fd)
     if folder is not None:
         remove_tree(folder)
-
-
-def remove_tree(top: str) -> None:
-    """Remove a folder of any depth and any names: subfolders are first moved to the top, so that no path grows long."""
-    number = itertools.count()
-    pending = [top]
-    while pending:
-        folder = pending[-1]
-        try:
-            fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-        except OSError:
-            pending.pop()
-            continue
-        before = len(pending)
-        try:
-            if folder != top:
-                os.fchmod(fd, 0o700)
-            with os.scandir(fd) as entries:
-                for entry in entries:
-                    if not entry.is_dir(follow_symlinks=False):
-                        os.unlink(entry.name, dir_fd=fd)
-                    elif folder != top:
-                        moved = f"{top}/.removing-{next(number)}"
-                        os.rename(entry.name, moved, src_dir_fd=fd)
-                        pending.append(moved)
-                    else:
-                        pending.append(f"{top}/{entry.name}")
-        except OSError:
-            pass
-        finally:
-            os.close(fd)
-        if len(pending) == before:
-            with contextlib.suppress(OSError):
-                os.rmdir(folder)
-            pending.pop()
 
 
 def create(
