@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
+import resource
 import stat
 import subprocess
 import sys
@@ -24,6 +25,10 @@ from typing import IO, Any
 
 _XATTR = "SCHILY.xattr."
 _COPY = 1 << 20
+_MEMORY = 512 << 20
+"""Address space of an unpacking program: a header may claim any size, and the tar module reads headers whole."""
+_TRAILING = 64 << 20
+"""Most that may follow an archive's end: writers fill up their last block, and compressed nothing is endless."""
 _NOFOLLOW = os.O_NOFOLLOW | os.O_CLOEXEC
 Parts = tuple[str, ...]
 
@@ -156,9 +161,14 @@ class Unpacker:
     def __init__(self, layers: list[str]) -> None:
         self._folders = Folders(layers)
         self._later: list[tuple[int, Parts, tarfile.TarInfo]] = []
+        self._seen: set[int] = set()
 
     def unpack(self, source: IO[bytes]) -> None:
-        """Read the stream to its end."""
+        """Read the archive to its end, and what follows it.
+
+        Raises:
+            Refused: a name, kind or length that no snapshot has.
+        """
         with tarfile.open(fileobj=source, mode="r|", bufsize=_COPY, encoding="utf-8", errors="surrogateescape") as tar:
             for info in tar:
                 index, parts = self._place(info.name)
@@ -166,6 +176,11 @@ class Unpacker:
         # Folders last: making things in them changes their times, and a mode may forbid it.
         for index, parts, info in reversed(self._later):
             _finish(self._folders.open(index, parts), info)
+        left = _TRAILING
+        while data := source.read(_COPY):
+            left -= len(data)
+            if left < 0:
+                raise Refused("bytes without end after the archive")
 
     def _place(self, name: str) -> tuple[int, tuple[str, ...]]:
         first, *parts = name.split("/")
@@ -177,6 +192,10 @@ class Unpacker:
         if info.isdir():
             if parts:
                 os.mkdir(parts[-1], 0o700, dir_fd=self._folders.open(index, parts[:-1]))
+            elif index in self._seen:
+                raise Refused("a layer that comes twice")
+            else:
+                self._seen.add(index)
             self._later.append((index, parts, info))
             return
         if not parts:
@@ -255,6 +274,8 @@ def main(arguments: list[str]) -> int:
     with contextlib.suppress(OSError):
         os.nice(5)
     try:
+        if mode == "unpack":
+            resource.setrlimit(resource.RLIMIT_AS, (_MEMORY, _MEMORY))
         if "--zstd" in layers:
             layers.remove("--zstd")
             return _through_zstd(mode, layers)
@@ -263,9 +284,10 @@ def main(arguments: list[str]) -> int:
             sys.stdout.buffer.flush()
         else:
             Unpacker(layers).unpack(sys.stdin.buffer)
-            while sys.stdin.buffer.read(_COPY):
-                pass
-    except (OSError, tarfile.TarError, Refused, ValueError) as error:
+    except MemoryError:
+        print(f"{mode}: a header that takes more than {_MEMORY >> 20} MiB of memory", file=sys.stderr)
+        return 1
+    except (OSError, tarfile.TarError, Refused, ValueError, ArithmeticError, RecursionError) as error:
         print(f"{mode}: {error}", file=sys.stderr)
         return 1
     return 0
@@ -282,8 +304,6 @@ def _through_zstd(mode: str, layers: list[str]) -> int:
         with subprocess.Popen(["zstd", "-q", "-d", "-c"], stdin=sys.stdin.buffer, stdout=subprocess.PIPE) as zstd:
             assert zstd.stdout is not None
             Unpacker(layers).unpack(zstd.stdout)
-            while zstd.stdout.read(_COPY):
-                pass
     if zstd.returncode:
         print(f"{mode}: zstd ended with {zstd.returncode}", file=sys.stderr)
         return 1

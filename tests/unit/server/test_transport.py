@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import shutil
 import socket
 import stat
 import subprocess
@@ -209,3 +210,80 @@ def test_only_user_attributes_are_set(tmp_path):
     out = fresh(tmp_path)
     Unpacker(out).unpack(archive_of(info))
     assert os.listxattr(f"{out[0]}/file") == []
+
+
+def endless(kind: bytes) -> bytes:
+    """A header of this kind that claims 8 GiB."""
+    info = tarfile.TarInfo("0/x")
+    info.type, info.size = kind, 8 << 30
+    return info.tobuf(tarfile.GNU_FORMAT)
+
+
+BOMBS = {
+    "a header without end": endless(tarfile.XHDTYPE),
+    "a global header without end": endless(tarfile.XGLTYPE),
+    "a name without end": endless(tarfile.GNUTYPE_LONGNAME),
+    "nothing without end": tarfile.NUL * 1024,
+    "folders without end": None,
+}
+
+
+@pytest.mark.parametrize("name", BOMBS)
+@pytest.mark.parametrize("compressed", [False, True], ids=["plain", "zstd"])
+def test_an_archive_without_end_is_refused_in_bounded_memory(name, compressed, tmp_path):
+    if compressed and shutil.which("zstd") is None:
+        pytest.skip("zstd is not installed")
+    (tmp_path / "out").mkdir()
+    folder = member("0", tarfile.DIRTYPE).tobuf(tarfile.GNU_FORMAT)
+    head, body = (BOMBS[name] or folder, bytes(1 << 20) if BOMBS[name] else folder * 2048)
+    make = subprocess.Popen(
+        [
+            sys.executable,
+            "-c",
+            f"import sys\nsys.stdout.buffer.write({head!r})\nwhile True: sys.stdout.buffer.write({body[:512]!r} * 2048)",
+        ],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+    )
+    feed = make
+    if compressed:
+        feed = subprocess.Popen(
+            ["zstd", "-q", "-1", "-c"], stdin=make.stdout, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+        )
+    command = [
+        sys.executable,
+        "-I",
+        "-S",
+        PROGRAM,
+        "unpack",
+        *(["--zstd"] if compressed else []),
+        str(tmp_path / "out"),
+    ]
+    try:
+        done = subprocess.run(command, stdin=feed.stdout, capture_output=True, text=True, timeout=120, check=False)
+    finally:
+        for process in {make, feed}:
+            process.kill()
+            process.wait()
+            assert process.stdout is not None
+            process.stdout.close()
+    assert done.returncode == 1, done
+    assert done.stderr.startswith("unpack: ") and len(done.stderr.splitlines()) == 1, done.stderr
+    assert os.listdir(tmp_path / "out") == []
+
+
+def test_a_sparse_file_larger_than_the_place_is_refused(tmp_path):
+    out = tmp_path / "out"
+    out.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "none", str(out)], check=True)
+    try:
+        (tmp_path / "in").mkdir()
+        os.truncate(os.open(tmp_path / "in/huge", os.O_CREAT | os.O_RDWR), 1 << 40)
+        archive = subprocess.run(
+            ["tar", "-cS", "--transform=s,^,0/,", "-C", str(tmp_path / "in"), "huge"], capture_output=True, check=True
+        )
+        command = [sys.executable, "-I", "-S", PROGRAM, "unpack", str(out)]
+        done = subprocess.run(command, input=archive.stdout, capture_output=True, timeout=120, check=False)
+        assert done.returncode == 1 and b"No space left" in done.stderr, done.stderr
+    finally:
+        subprocess.run(["umount", str(out)], check=True)
