@@ -180,7 +180,7 @@ job "sandbox" {
 
     network {
       port "http" {
-        to     = var.host_network ? -1 : 8787
+        to     = var.host_network ? 0 : 8787
         static = var.static_port
       }
     }
@@ -229,7 +229,7 @@ job "sandbox" {
         image        = var.image
         force_pull   = var.force_pull
         hostname     = var.host_network ? "" : "atropos" # the slots' too: nothing inside may set one
-        ports        = ["http"]
+        ports        = var.host_network ? [] : ["http"]
         network_mode = var.host_network ? "host" : "bridge"
         cgroupns     = "private"
         pids_limit   = var.pids > 0 ? var.pids : 512 + var.slots * var.slot_pids
@@ -240,6 +240,7 @@ job "sandbox" {
 
       env {
         ATROPOS_CONFIG     = jsonencode(local.server)
+        ATROPOS_HOST       = var.host_network ? "$${NOMAD_IP_http}" : "0.0.0.0"
         ATROPOS_PORT       = var.host_network ? "$${NOMAD_PORT_http}" : "8787"
         ATROPOS_TOKEN_FILE = "$${NOMAD_SECRETS_DIR}/token"
       }

@@ -13,6 +13,7 @@ from atropos.envs.flags import one_line
 from atropos.envs.prometheus import split_address
 from atropos.errors import ConfigError
 from atropos.slots import SlotPoolConfig
+from atropos.slots.config import NomadVariables
 from atropos.tools import ToolExecutorConfig
 
 
@@ -52,9 +53,18 @@ class SandboxEnvConfig(BaseEnvConfig):
     tool_max_batch_size: int = Field(default=200, ge=1, le=10_000, description="most calls in one frame")
     nomad_address: str = Field(default="http://localhost:4646", description="also NOMAD_ADDR from the environment")
     sandbox_job_id: str = Field(default="atropos-sandbox-agent-env", description="name of the Nomad job")
+    nomad_variables: NomadVariables = Field(
+        default_factory=dict,
+        description="more variables of nomad/sandbox.nomad.hcl, as `nomad job run -var` takes them",
+    )
+    placement_s: float = Field(default=5.0, ge=0, description="how long Nomad may find no place before start fails")
+    docker_host: str | None = Field(default=None, description="Docker engine; None: DOCKER_HOST, else the local one")
     sandbox_image: str = Field(default="atropos-sandbox:local", description="image of the containers")
     sandbox_base: str | None = Field(default=None, description="root file system of the slots (local); None: host /usr")
     slots_per_container: int = Field(default=10, ge=1, le=1000, description="slots in each container")
+    container_memory_mib: int | None = Field(
+        default=None, ge=64, description="memory of a container; None: the server's and all slots' limits"
+    )
     min_containers: int = Field(default=1, ge=0, description="containers kept even when idle")
     max_containers: int = Field(default=10, ge=1, description="most containers")
     privileged: bool = Field(default=False, description="kept for compatibility; true is refused")
@@ -157,6 +167,10 @@ class SandboxEnvConfig(BaseEnvConfig):
             image=self.sandbox_image,
             job_id=self.sandbox_job_id,
             nomad_address=nomad,
+            nomad_variables=self.nomad_variables,
+            placement_s=self.placement_s,
+            docker_host=self.docker_host,
+            container_memory_mib=self.container_memory_mib,
             purge_job_on_start=self.purge_job_on_start,
             purge_job_on_shutdown=self.purge_job_on_shutdown,
         )

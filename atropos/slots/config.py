@@ -4,12 +4,28 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import Any, Literal, Self, cast
+from typing import Annotated, Any, Literal, Self, cast
 
-from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SecretStr, ValidationError, model_validator
 
 from atropos.config import ServerConfig, SlotLimits
 from atropos.errors import ConfigError
+
+
+def _expressions(value: Any) -> Any:
+    """Values that are no text as HCL, of which JSON is nearly a part: only `${` and `%{` mean more there."""
+    if not isinstance(value, Mapping):
+        return value
+    given = cast("Mapping[Any, Any]", value)
+    return {name: each if isinstance(each, str) else _expression(each) for name, each in given.items()}
+
+
+def _expression(value: Any) -> str:
+    return json.dumps(value).replace("${", "$${").replace("%{", "%%{")
+
+
+NomadVariables = Annotated[dict[str, str], BeforeValidator(_expressions)]
+"""Variables of the Nomad job: text as `nomad job run -var` takes it; numbers, booleans and lists as they are."""
 
 
 class SlotPoolConfig(BaseModel):
@@ -50,9 +66,14 @@ class SlotPoolConfig(BaseModel):
     image: str = Field(default="atropos-sandbox:local", min_length=1, description="docker and nomad")
     job_id: str = Field(default="atropos-sandbox-agent-env", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,100}$")
     nomad_address: str | None = Field(default=None, description="None: NOMAD_ADDR, else http://localhost:4646")
-    nomad_variables: dict[str, str] = Field(
+    nomad_variables: NomadVariables = Field(
         default_factory=dict,
         description="more variables of nomad/sandbox.nomad.hcl, as `nomad job run -var` takes them",
+    )
+    placement_s: float = Field(
+        default=5.0,
+        ge=0,
+        description="nomad: how long the first container may be without a place before `start` fails; more where nodes are added on demand",
     )
     container_memory_mib: int | None = Field(
         default=None,

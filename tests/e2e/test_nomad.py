@@ -6,11 +6,10 @@ import asyncio
 import secrets
 import subprocess
 import sys
-import time
 
 import pytest
 
-from atropos.errors import AcquireTimeout, BackendUnavailable, ConfigError, SandboxError, SlotLost
+from atropos.errors import AcquireTimeout, SandboxError, SlotLost
 from atropos.slots import SlotPool
 from atropos.slots.backends import nomad_job
 from tests.e2e.nomad_proxy import NomadProxy
@@ -109,42 +108,6 @@ async def test_idle_containers_go_from_the_highest_index_and_never_one_in_use():
         job = nomad("GET", f"/v1/job/{pool.config.job_id}")
         assert job["TaskGroups"][0]["Count"] == 1
         assert [link.container.index for link in pool.keeper.links.values()] == [0]
-
-
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"container_memory_mib": 4_000_000}, "memory exhausted on 1 of 1 nodes"),
-        ({"image": "no-such-image:local"}, "Failed to pull `no-such-image:local`"),
-        ({"nomad_variables": {"datacenters": '["mars"]'}}, "datacenters"),
-        (
-            {"nomad_variables": {"constraints": '[{attribute="$${attr.cpu.arch}",operator="=",value="z80"}]'}},
-            "z80' filtered 1 of 1 nodes",
-        ),
-    ],
-    ids=["memory", "image", "datacenter", "constraint"],
-)
-async def test_what_nomad_cannot_place_is_told_in_its_words_long_before_a_timeout(changes, words):
-    config = pool_config("nomad", min_containers=0, **changes)
-    async with SlotPool(config) as pool:
-        began = time.monotonic()
-        waiting = asyncio.create_task(pool.acquire("t", timeout_s=60))
-        await until(lambda: words in pool.trouble() or waiting.done(), f"{words!r} in {pool.trouble()!r}", 45)
-        assert time.monotonic() - began < 45
-        waiting.cancel()
-        with pytest.raises(AcquireTimeout, match=r"Nomad|container 0"):
-            await pool.acquire("u", timeout_s=0.2)
-        await asyncio.gather(waiting, return_exceptions=True)
-    assert leftovers("nomad", config.job_id) == []
-
-
-async def test_wrong_settings_are_refused_by_name():
-    with pytest.raises(ConfigError, match=r"nomad_variables.*no variable colour"):
-        await SlotPool(pool_config("nomad", nomad_variables={"colour": "red"})).start()
-    with pytest.raises(BackendUnavailable, match="nomad_address or NOMAD_ADDR"):
-        await SlotPool(pool_config("nomad", nomad_address="http://127.0.0.1:9")).start()
-    with pytest.raises(ConfigError, match="nomad_address"):
-        SlotPool(pool_config("nomad", nomad_address="localhost:4646"))
 
 
 @pytest.mark.parametrize("mode", ["error", "empty", "gone"])

@@ -21,9 +21,18 @@ from atropos.slots.backends.base import Backend, Container
 from atropos.slots.backends.nomad_api import Json, NomadApi
 from atropos.slots.backends.nomad_refusals import NomadMisset, NomadRefused
 from atropos.slots.backends.nomad_settings import NomadSettings
-from atropos.slots.backends.nomad_view import GROUP, TASK, Allocation, container, newest, placement_failures
+from atropos.slots.backends.nomad_view import (
+    DRIVER,
+    GROUP,
+    TASK,
+    Allocation,
+    container,
+    newest,
+    placement_failures,
+    set_up_fault,
+)
 from atropos.slots.backends.server_http import ServerHttp
-from atropos.slots.backends.spec import ContainerSpec, hopeless
+from atropos.slots.backends.spec import BAD_CONFIG, ContainerSpec, hopeless
 from atropos.slots.backends.supervise import ChangeFlag, Patience
 
 if TYPE_CHECKING:
@@ -55,6 +64,7 @@ class NomadBackend(Backend):
         job_id: str,
         purge_on_start: bool = False,
         extra: Mapping[str, str] | None = None,
+        placement_s: float = 5.0,
     ) -> None:
         if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,100}", job_id):
             raise ConfigError(f"sandbox_job_id {job_id!r} must be letters, digits, '.', '_' and '-', at most 100")
@@ -62,6 +72,7 @@ class NomadBackend(Backend):
         self._job_id = job_id
         self._purge_on_start = purge_on_start
         self._extra = dict(extra or {})
+        self._placement_s = placement_s
         self._settings = settings
         self._api = NomadApi(settings)
         self._http = ServerHttp()
@@ -71,6 +82,7 @@ class NomadBackend(Backend):
         """By run: what Nomad last said of the allocations that are not over."""
         self._ready: set[str] = set()
         """Runs whose server has answered."""
+        self._ever_ready = False
         self._ending: set[str] = set()
         """Runs that this process is draining or has stopped."""
         self._waiting: set[str] = set()
@@ -78,6 +90,8 @@ class NomadBackend(Backend):
         self._told: set[str] = set()
         self._outage = ""
         self._placement = ""
+        self._unplaced_since: float | None = None
+        """When Nomad first said that it can place nothing at all, by the monotonic clock."""
         self._crash = ""
         self._failures = 0
         self._failure: Exception | None = None
@@ -106,6 +120,7 @@ class NomadBackend(Backend):
             job_id=config.job_id,
             purge_on_start=config.purge_job_on_start,
             extra=config.nomad_variables,
+            placement_s=config.placement_s,
         )
 
     # ------------------------------------------------------------------------------------------------------ contract
@@ -155,8 +170,8 @@ class NomadBackend(Backend):
         return "; ".join(text for text in (self._outage, self._placement, self._crash) if text)
 
     def failure(self) -> Exception | None:
-        """The servers refuse their configuration or the clients' isolation, or none ever came up."""
-        return self._failure
+        """While no server ever came up: they can't run as they are set up, or Nomad can place none of them."""
+        return None if self._ever_ready else self._failure
 
     async def retire(self, container: Container) -> None:
         """Stop an allocation; Nomad makes another in its place. One that was restarted meanwhile is a new one."""
@@ -303,6 +318,8 @@ class NomadBackend(Backend):
             await self._wake.wait(pause)
             try:
                 pause = LOOK_AGAIN_S if await self._look() else DOUBT_S
+                if self._unplaced_since is not None and self.failure() is None:
+                    pause = min(pause, max(0.1, self._unplaced_since + self._placement_s - time.monotonic()))
                 patience.worked()
                 self._outage = ""
             except BackendUnavailable as error:
@@ -350,6 +367,7 @@ class NomadBackend(Backend):
             while run in self._known:
                 if await self._http.until_healthy(url, within_s=1.0):
                     self._ready.add(run)
+                    self._ever_ready = True
                     self._crash, self._failures = "", 0
                     self._changed.set()
                     return
@@ -369,29 +387,51 @@ class NomadBackend(Backend):
             self._placement = placement_failures(await self._api.evaluations(self._job_id))
         else:
             self._placement = ""
+        self._judge_placement(placed=bool(live))
         ailing = [
             item
             for item in rows
             if item.detail and item.run not in self._ready and (item.state == "starting" or item.failed)
         ]
         if ailing and not any(run in self._ready for run in self._known):
-            await self._diagnose(max(ailing, key=lambda item: item.modified))
+            hopeful = {item.index for item in live} - {item.index for item in ailing}
+            await self._diagnose(max(ailing, key=lambda item: item.modified), alone=not hopeful)
         elif not ailing:
             self._crash = ""
         if self.trouble() != before:
             self._changed.set()
+            if self.trouble():
+                log.warning("job %s: %s", self._job_id, self.trouble())
 
-    async def _diagnose(self, item: Allocation) -> None:
-        """Say why a container doesn't come up, with its server's own last words."""
-        if item.run in self._told and item.exit_code is not None:
+    def _judge_placement(self, *, placed: bool) -> None:
+        """Give up on a job of which Nomad has placed nothing for a while; take it back when it does."""
+        if placed or not self._placement:
+            if self._unplaced_since is not None and isinstance(self._failure, BackendUnavailable):
+                self._failure = None
+            self._unplaced_since = None
             return
-        words = await self._api.last_words(item.id, TASK) if item.exit_code is not None else ""
-        self._crash = f"container {item.index} on {item.node}: {item.detail}{words and ': '}{words}"
-        if item.exit_code is not None:
+        now = time.monotonic()
+        self._unplaced_since = self._unplaced_since or now
+        if now >= self._unplaced_since + self._placement_s and self._failure is None:
+            self._failure = BackendUnavailable(self._placement)
+            self._changed.set()
+
+    async def _diagnose(self, item: Allocation, *, alone: bool) -> None:
+        """Say why a container doesn't come up, with its server's own last words; `alone`: no other one may still."""
+        cure = set_up_fault(item.detail)
+        if item.run not in self._told:
+            words = await self._api.last_words(item.id, TASK) if item.exit_code is not None else ""
+            self._crash = f"container {item.index} on {item.node}: {item.detail}" + "".join(
+                f"{mark}{text}" for mark, text in ((": ", words), ("; ", cure)) if text
+            )
+            if item.exit_code is None and not item.detail.startswith(DRIVER):
+                return  # it may still come up: a template that waits for its variable, say
             self._told.add(item.run)
             self._failures += 1
-            if not self._ready:
-                self._failure = hopeless(item.exit_code, self._crash, self._failures)
+        if alone and (cure or item.unrecoverable):
+            self._failure = ConfigError(self._crash)
+        elif alone or item.exit_code == BAD_CONFIG:
+            self._failure = hopeless(item.exit_code, self._crash, self._failures)
 
     # ------------------------------------------------------------------------------------------------------------ purge
 

@@ -15,6 +15,21 @@ DEFINITION = "nomad/sandbox.nomad.hcl"
 PROFILE = "docker/sandbox/seccomp.json"
 
 
+OWN = {
+    "job_id": "sandbox_job_id",
+    "count": "min_containers",
+    "namespace": "NOMAD_NAMESPACE",
+    "region": "NOMAD_REGION",
+    "image": "sandbox_image",
+    "slots": "slots_per_container",
+    "slot_memory_mib": "limits (slot_memory_mib)",
+    "slot_pids": "limits (slot_pids)",
+    "memory_mib": "container_memory_mib",
+    "config": "the pool's own settings",
+}
+"""Variables that the pool's configuration says already, each by its own name: two answers would contradict."""
+
+
 def definition() -> str:
     """The job's HCL."""
     return asset(DEFINITION).read_text()
@@ -29,13 +44,16 @@ def variables(
     own default says.
 
     Raises:
-        ConfigError: `extra` names a variable that the definition doesn't declare (Nomad's parser ignores those).
+        ConfigError: `extra` names a variable that the definition doesn't declare (Nomad's parser ignores those), or one
+            that the pool has a setting for.
     """
     declared = set(re.findall(r'^variable "(\w+)"', definition(), re.MULTILINE))
     if unknown := extra.keys() - declared:
         raise ConfigError(
             f"nomad_variables: {DEFINITION} has no variable {', '.join(sorted(unknown))}; it has {', '.join(sorted(declared))}"
         )
+    if twice := sorted(extra.keys() & OWN.keys()):
+        raise ConfigError(f"nomad_variables: {twice[0]} is said by {OWN[twice[0]]}: set that instead")
     config = {key: value for key, value in spec.config().items() if key not in {"slots", "limits"}}
     limits = spec.server.limits.model_dump(mode="json", exclude_defaults=True)
     if limits:

@@ -11,8 +11,11 @@ from atropos.slots.backends.base import Container
 
 GROUP, TASK, PORT = "sandbox", "server", "http"
 """Names in nomad/sandbox.nomad.hcl."""
+UNRECOVERABLE = "Error was unrecoverable"
+"""Nomad's reason for not restarting a task whose driver refused it for good."""
 OVER = {"complete", "failed"}
-BAD_EVENTS = {"Driver Failure", "Setup Failure", "Failed Validation", "Failed Artifact Download", "Template"}
+DRIVER = "Driver Failure"
+BAD_EVENTS = {DRIVER, "Setup Failure", "Failed Validation", "Failed Artifact Download", "Template"}
 """Task events that tell why a task doesn't run."""
 
 
@@ -26,6 +29,7 @@ class Allocation:
         run: a name for this run of its server: a restart in place is a new one.
         detail: what last went wrong with it, in Nomad's words; of interest while its server doesn't answer.
         exit_code: of its task's last end, where it has ended.
+        unrecoverable: its driver says that trying again can't help.
     """
 
     id: str
@@ -36,6 +40,7 @@ class Allocation:
     detail: str = ""
     failed: bool = False
     exit_code: int | None = None
+    unrecoverable: bool = False
     node: str = ""
     modified: int = 0
 
@@ -44,7 +49,8 @@ class Allocation:
         """An entry of /v1/allocations?resources=true&task_states=true."""
         task = (row.get("TaskStates") or {}).get(TASK) or {}
         index = re.search(r"\[(\d+)\]$", row["Name"])
-        detail, exit_code = _task_trouble(task.get("Events") or [])
+        events: Sequence[Mapping[str, Any]] = task.get("Events") or []
+        detail, exit_code = _task_trouble(events)
         return cls(
             id=row["ID"],
             run=f"{row['ID']}.{task.get('Restarts', 0)}",
@@ -54,6 +60,7 @@ class Allocation:
             detail=detail,
             failed=row.get("ClientStatus") == "failed",
             exit_code=exit_code,
+            unrecoverable=any(event.get("RestartReason") == UNRECOVERABLE for event in events),
             node=row.get("NodeName") or "",
             modified=int(row.get("ModifyIndex") or 0),
         )
@@ -96,6 +103,30 @@ def _task_trouble(events: Sequence[Mapping[str, Any]]) -> tuple[str, int | None]
         elif kind in BAD_EVENTS:
             words = f"{kind}: {event.get('DisplayMessage') or event.get('Message') or ''}"
     return words, code
+
+
+CURES = {
+    "does not allow the following capabilities": (
+        "its client's Docker plugin lacks allow_caps: merge nomad/client-plugin.hcl into the client's configuration"
+    ),
+    "seccomp profile": (
+        "seccomp_profile names a file on the client: copy docker/sandbox/seccomp.json there, "
+        "or set it in nomad_variables"
+    ),
+    "Failed to pull": "push sandbox_image to a registry that the clients reach, or `docker load` it on each of them",
+    "No such image": "push sandbox_image to a registry that the clients reach, or `docker load` it on each of them",
+    "pids_limit cannot be greater": "its client's Docker plugin bounds pids_limit: set it to 0 there, or `pids` in nomad_variables",
+}
+"""Words of a Docker driver that a change of the set-up alone will cure, and that change."""
+PASSING = ("i/o timeout", "deadline exceeded", "toomanyrequests", "connection reset", "503")
+"""In a failed pull's words: the registry may be back in a moment."""
+
+
+def set_up_fault(detail: str) -> str:
+    """The cure for what a driver said, where the client or the job is set up wrongly; empty when it may pass."""
+    if not detail.startswith(DRIVER) or any(word in detail for word in PASSING):
+        return ""
+    return next((cure for words, cure in CURES.items() if words in detail), "")
 
 
 def newest(allocations: Iterable[Allocation]) -> list[Allocation]:

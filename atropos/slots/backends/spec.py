@@ -29,7 +29,7 @@ STOP_MARGIN_S = 5
 """How much longer than the server's own drain an engine waits before it kills, in seconds."""
 BAD_CONFIG, NO_ISOLATION = 2, 3
 """Exit codes of the server that trying again can't change."""
-HOPELESS = 5
+HOPELESS = 3
 """Failed starts in a row, with no server ever ready, after which the fault is taken to be in the set-up."""
 _PLACED_BY_ENGINE = {"host", "port", "token", "die_with_parent", "state_dir", "base"}
 

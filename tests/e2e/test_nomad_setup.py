@@ -1,0 +1,170 @@
+"""A cluster that can't do what is asked says so in seconds, in Nomad's own words; and the job's variables do what they say."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import subprocess
+
+import pytest
+
+from atropos.errors import AcquireTimeout, BackendUnavailable, ConfigError, IsolationUnavailable
+from atropos.slots import SlotPool
+from atropos.slots.backends.nomad_view import Allocation, explain, set_up_fault
+from tests.engines import BACKENDS, ROOT, leftovers, nomad, pool_config
+from tests.waiting import until
+
+pytestmark = [
+    pytest.mark.nomad,
+    pytest.mark.skipif("nomad" not in BACKENDS, reason="ATROPOS_BACKENDS has no nomad: no agent in this run"),
+]
+PORT = 19_402
+"""A port that no agent of the tests gives away by itself."""
+
+
+def most_of_the_node() -> int:
+    """More than half of what the one node has, in MiB: a second container of this size has no room."""
+    (node,) = nomad("GET", "/v1/nodes?resources=true")
+    return int(node["NodeResources"]["Memory"]["MemoryMB"] * 0.6)
+
+
+async def refused(kind: type[Exception], **changes) -> str:
+    """What the start of such a pool fails with, long before it would time out; nothing is left of it."""
+    config = pool_config("nomad", start_timeout_s=600, **changes)
+    with pytest.raises(kind) as caught:
+        await asyncio.wait_for(SlotPool(config).start(), 90)
+    assert leftovers("nomad", config.job_id) == []
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"container_memory_mib": 4_000_000}, "memory exhausted on 1 of 1 nodes"),
+        ({"nomad_variables": {"cpu_mhz": 9_000_000}}, "cpu exhausted on 1 of 1 nodes"),
+        ({"nomad_variables": {"datacenters": ["mars"]}}, "in the job's datacenters"),
+        ({"nomad_variables": {"node_pool": "gpu"}}, 'nonexistent node pool "gpu"'),
+        (
+            {"nomad_variables": {"constraints": [{"attribute": "${attr.cpu.arch}", "operator": "=", "value": "z80"}]}},
+            "'${attr.cpu.arch} = z80' filtered 1 of 1 nodes",
+        ),
+    ],
+    ids=["memory", "cpu", "datacenter", "node pool", "constraint"],
+)
+async def test_what_nomad_can_not_place_fails_the_start_with_the_schedulers_reason(changes, says):
+    assert says in await refused(BackendUnavailable, placement_s=0.3, **changes)
+
+
+async def test_what_can_not_run_fails_the_start_with_the_cure(tmp_path):
+    weak = json.loads((ROOT / "docker/sandbox/seccomp.json").read_text())
+    for rule in weak["syscalls"]:
+        rule["names"] = [name for name in rule["names"] if name != "unshare"]
+    (tmp_path / "weak.json").write_text(json.dumps(weak))
+    image = "atropos-crashes:local"
+    text = b'FROM atropos-sandbox:local\nENTRYPOINT ["sh", "-c", "echo boom: out of luck >&2; exit 7"]\n'
+    await asyncio.to_thread(
+        subprocess.run, ["docker", "build", "-q", "-t", image, "-"], input=text, check=True, capture_output=True
+    )
+    try:
+        image_missing, crash, no_profile, weak_profile = await asyncio.gather(
+            refused(ConfigError, image="no-such-image:local"),
+            refused(BackendUnavailable, image=image),
+            refused(ConfigError, nomad_variables={"seccomp_profile": "/nowhere.json"}),
+            refused(IsolationUnavailable, nomad_variables={"seccomp_profile": str(tmp_path / "weak.json")}),
+        )
+    finally:
+        await asyncio.to_thread(subprocess.run, ["docker", "rmi", "-f", image], check=True, capture_output=True)
+    assert "Failed to pull `no-such-image:local`" in image_missing
+    assert "docker load" in image_missing
+    assert "exit code 7: boom: out of luck" in crash
+    assert "/nowhere.json" in no_profile
+    assert "copy docker/sandbox/seccomp.json there" in no_profile
+    assert "a seccomp profile that allows mount and unshare" in weak_profile
+
+
+def test_what_the_docker_driver_says_of_a_client_is_given_its_cure():
+    # the words of Nomad 1.11.3's driver on clients without the plugin's settings of nomad/client-plugin.hcl
+    begin = 'Driver Failure: Failed to create container configuration for image "x": '
+    caps = set_up_fault(f"{begin}driver does not allow the following capabilities: sys_admin")
+    assert "allow_caps: merge nomad/client-plugin.hcl" in caps
+    assert "pids_limit" in set_up_fault(f"{begin}pids_limit cannot be greater than nomad plugin config pids_limit: 100")
+    assert set_up_fault("Driver Failure: Failed to pull `x`: toomanyrequests: slow down") == ""
+    assert set_up_fault("its server ended with exit code 1") == ""
+    events = [
+        {"Type": "Driver Failure", "DisplayMessage": "refused"},
+        {"Type": "Not Restarting", "RestartReason": "Error was unrecoverable"},
+    ]
+    row = {"ID": "a", "Name": "job.sandbox[3]", "ClientStatus": "failed", "DesiredStatus": "run"}
+    read = Allocation.read(row | {"TaskStates": {"server": {"State": "dead", "Events": events}}})
+    assert (read.index, read.state, read.unrecoverable, read.detail) == (3, "over", True, "Driver Failure: refused")
+
+
+def test_a_quota_and_a_node_class_are_told_too():
+    said = explain({"NodesEvaluated": 4, "NodesInPool": 4, "ClassFiltered": {"gpu": 3}, "QuotaExhausted": ["memory"]})
+    assert said == "node class 'gpu' filtered 3 of 4 nodes; quota limit hit: memory"
+
+
+async def test_wrong_settings_are_refused_by_name():
+    with pytest.raises(ConfigError, match=r"nomad_variables.*no variable colour"):
+        await SlotPool(pool_config("nomad", nomad_variables={"colour": "red"})).start()
+    with pytest.raises(ConfigError, match=r"nomad_variables: slots is said by slots_per_container"):
+        await SlotPool(pool_config("nomad", nomad_variables={"slots": 3})).start()
+    with pytest.raises(ConfigError, match=r"nomad_variables.*a number is required"):
+        await SlotPool(pool_config("nomad", nomad_variables={"priority": "high"})).start()
+    with pytest.raises(BackendUnavailable, match=r"nomad_address or NOMAD_ADDR.*Connection refused"):
+        await SlotPool(pool_config("nomad", nomad_address="http://127.0.0.1:9")).start()
+    with pytest.raises(ConfigError, match="nomad_address"):
+        SlotPool(pool_config("nomad", nomad_address="localhost:4646"))
+
+
+async def test_demand_of_three_times_the_capacity_waits_in_line_and_is_told_what_nomad_said():
+    # of three containers that are asked for, this one node can take one
+    config = pool_config("nomad", max_containers=3, placement_s=0.3, container_memory_mib=most_of_the_node())
+    async with SlotPool(config) as pool:
+        order: list[int] = []
+        held = [await pool.acquire(f"first {n}") for n in range(2)]
+
+        async def trajectory(number: int) -> None:
+            async with pool.lease(f"t{number}", timeout_s=60) as slot:
+                order.append(number)
+                assert (await slot.exec("ls -A; echo mine > f")).output == ""
+
+        async with asyncio.TaskGroup() as group:
+            for number in range(6):
+                group.create_task(trajectory(number))
+                await asyncio.sleep(0)
+            await until(lambda: "memory" in pool.trouble(), "Nomad's reason", 30)
+            with pytest.raises(AcquireTimeout) as caught:
+                await pool.acquire("late", timeout_s=0.2)
+            assert not order
+            for slot in held:
+                await slot.release()
+        assert order == list(range(6))
+        told = str(caught.value)
+        assert "1 of 3 containers ready (at most 3), 2 slots (0 free, 2 leased, 0 retired), 6 waiting" in told
+        assert re.search(r"Nomad can't place [12] of its containers: memory exhausted on 1 of 1 nodes", told)
+
+
+async def test_a_job_without_a_place_is_told_and_runs_once_there_is_one():
+    large = {"container_memory_mib": most_of_the_node(), "placement_s": 0.3}
+    async with SlotPool(pool_config("nomad", min_containers=0, **large)) as late:
+        async with SlotPool(pool_config("nomad", **large)) as early:
+            with pytest.raises(BackendUnavailable, match="Nomad can't place 1 of its containers: memory exhausted"):
+                await late.acquire("t", timeout_s=120)
+            async with early.lease("t") as slot:
+                assert (await slot.exec("echo ok")).output == "ok\n"
+        await until(lambda: late.failure() is None, "a place for the other job", 60)
+        async with late.lease("t") as slot:
+            assert (await slot.exec("echo ok")).output == "ok\n"
+
+
+async def test_a_container_on_its_clients_own_network_listens_where_nomad_says_and_nowhere_else():
+    chosen = {"host_network": True, "static_port": PORT, "node_pool": "all", "priority": 70}
+    async with SlotPool(pool_config("nomad", nomad_variables=chosen)) as pool, pool.lease("t") as slot:
+        assert (await slot.exec("tail -n +3 /proc/net/dev | wc -l")).output == "1\n"
+        listening = await asyncio.to_thread(
+            subprocess.run, ["ss", "-Hltn", f"sport = :{PORT}"], capture_output=True, text=True, check=True
+        )
+        assert listening.stdout.split()[3] in {f"127.0.0.1:{PORT}", f"[::1]:{PORT}"}
