@@ -318,7 +318,7 @@ class NomadBackend(Backend):
             await self._wake.wait(pause)
             try:
                 pause = LOOK_AGAIN_S if await self._look() else DOUBT_S
-                if self._unplaced_since is not None and self.failure() is None:
+                if self._unplaced_since is not None and not self._ever_ready and self._failure is None:
                     pause = min(pause, max(0.1, self._unplaced_since + self._placement_s - time.monotonic()))
                 patience.worked()
                 self._outage = ""
