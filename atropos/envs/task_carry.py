@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import io
+import posixpath
 import secrets
 import shlex
 import tarfile
@@ -15,6 +16,7 @@ from atropos.slots import Slot
 from atropos.slots.results import file_error
 
 PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+_PROGRAMS = ("/usr/", "/bin/", "/sbin/", "/lib/", "/lib64/", "/opt/", "/etc/")
 MAX_ARTIFACT_BYTES = 256 * 1024 * 1024
 """Most that is carried from the agent's slot to a separate verifier's."""
 
@@ -78,7 +80,8 @@ async def _pack_folder(slot: Slot, path: str) -> bytes:
 def safe_archive(archive: bytes, path: str) -> bytes:
     """The same archive without what leads out of the folder it is unpacked in: absolute names, `..`, ways through links.
 
-    The archive comes from a slot that the agent owned: it may hold anything.
+    The archive comes from a slot that the agent owned: it may hold anything, a link to the expected answers among it.
+    Links that stay are those within the folder, and to programs and libraries of the verifier's own machine.
 
     Raises:
         VerifierFailed: it is no tar archive.
@@ -87,6 +90,7 @@ def safe_archive(archive: bytes, path: str) -> bytes:
     links: set[str] = set()
     try:
         with tarfile.open(fileobj=io.BytesIO(archive)) as source, tarfile.open(fileobj=out, mode="w") as target:
+            every = {_plain(member.name) for member in source if member.issym()}
             for member in source:
                 name = _inside(member.name, links)
                 if name is None or not (member.isreg() or member.isdir() or member.issym() or member.islnk()):
@@ -97,6 +101,8 @@ def safe_archive(archive: bytes, path: str) -> bytes:
                         continue
                     member.linkname = link
                 if member.issym():
+                    if not _stays(name, member.linkname, path, every):
+                        continue
                     links.add(name)
                 member.name = name
                 member.uid = member.gid = 0
@@ -105,6 +111,33 @@ def safe_archive(archive: bytes, path: str) -> bytes:
     except (tarfile.TarError, EOFError, ValueError, KeyError) as error:
         raise VerifierFailed(f"the artifact {path} came as no tar archive: {error}") from None
     return out.getvalue()
+
+
+def _plain(name: str) -> str:
+    return "/".join(part for part in name.split("/") if part not in {"", "."})
+
+
+def _stays(name: str, target: str, folder: str, links: set[str]) -> bool:
+    """Whether a link ends inside its folder or in a place of programs, by a way that passes no other link."""
+    at = name.split("/")[:-1]
+    if target.startswith("/"):
+        below = posixpath.normpath(target)
+        if f"{below}/".startswith(_PROGRAMS) and ".." not in target.split("/"):
+            return True
+        if not target.startswith(f"{folder.rstrip('/')}/"):
+            return False
+        at, target = [], target.removeprefix(f"{folder.rstrip('/')}/")
+    steps = [part for part in target.split("/") if part not in {"", "."}]
+    for number, part in enumerate(steps):
+        if part == "..":
+            if not at:
+                return False
+            at.pop()
+        else:
+            at.append(part)
+        if number < len(steps) - 1 and "/".join(at) in links:
+            return False
+    return True
 
 
 def _inside(name: str, links: set[str]) -> str | None:

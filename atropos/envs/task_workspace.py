@@ -147,8 +147,10 @@ async def verify(
 
 async def _judge(slot: Slot, task: Task) -> Verdict:
     home = f"/tmp/.verifier-{secrets.token_hex(8)}"
+    # links and files where folders belong would send the tests, or the reward, to a place of the agent's choice
+    plain = "for d in /logs /tmp; do if [ -L $d ] || [ ! -d $d ]; then rm -f $d && mkdir -m 1777 $d; fi; done"
     clean = await slot.exec(
-        f"rm -rf /tests /logs/verifier && mkdir -p /logs/verifier /tests && chmod 700 /tests && mkdir {home}",
+        f"{plain} && rm -rf /tests /logs/verifier && mkdir -p /logs/verifier /tests && chmod 700 /tests && mkdir {home}",
         workdir="/",
         env={"PATH": PATH},
         clean_env=True,

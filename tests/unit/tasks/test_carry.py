@@ -53,6 +53,20 @@ def test_ways_out_are_left_out():
     assert names(safe_archive(data, "/workspace")) == ["way", "good"]
 
 
+def test_links_lead_nowhere_but_into_the_folder_and_to_programs():
+    good = [
+        ("python", "/usr/bin/python3"),
+        ("sub/up", "../file"),
+        ("abs", "/workspace/file"),
+        ("two", "python"),
+        ("dot", "./file"),
+    ]
+    bad = [("answer", "/tests/expected"), ("up", "../tests/expected"), ("sub/out", "../../tests"), ("mem", "/proc/1/mem"), ("root", "/"),
+           ("back", "/usr/../tests/expected"), ("way", "python/../../tests"), ("absolute", "/workspace/../tests"), ("logs", "/logs/verifier")]  # fmt: skip
+    data = archive(*(("s", name, target) for name, target in good + bad))
+    assert names(safe_archive(data, "/workspace")) == [name for name, _ in good]
+
+
 @pytest.mark.parametrize("data", [b"", b"nonsense" * 200, archive(("f", "a", ""))[:100]])
 def test_what_is_no_archive_is_the_verifiers_failure(data):
     with pytest.raises(VerifierFailed):
