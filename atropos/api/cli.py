@@ -133,7 +133,9 @@ def executor_server(
     try:
         settings = ExecutorServerSettings.model_validate(values)
     except ValidationError as error:
-        said = "; ".join(f"{'.'.join(str(p) for p in e['loc'])}: {e['msg']}" for e in error.errors())
+        said = "; ".join(
+            f"{'.'.join(str(p) for p in e['loc'])}: {e['msg'].removeprefix('Value error, ')}" for e in error.errors()
+        )
         raise ConfigError(f"executor server settings: {said}") from None
     app = create_executor_app(settings)
 

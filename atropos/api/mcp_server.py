@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import os
 import signal
+import stat
 import uuid
 from collections.abc import AsyncIterator
+from importlib.metadata import version
+from io import FileIO
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
@@ -55,7 +59,7 @@ def make_server(executor: ToolExecutor, trajectory_id: str) -> Server[Any]:
             )
         return _answer(_shown(result), error=not result.success)
 
-    return Server("atropos", on_list_tools=list_tools, on_call_tool=call_tool)
+    return Server("atropos", version=version("atropos"), on_list_tools=list_tools, on_call_tool=call_tool)
 
 
 def _shown(result: ToolResult) -> str:
@@ -92,13 +96,14 @@ async def serve(backend: str, toolsets: list[str], *, network: bool) -> None:
         "max_containers": 1,
         "allow_network": network,
     }
+    config = SlotPoolConfig(**settings)
     this = asyncio.current_task()
     assert this is not None
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, this.cancel)
     source = await _stdin_lines()
     async with (
-        SlotPool(SlotPoolConfig(**settings)) as pool,
+        SlotPool(config) as pool,
         ToolExecutor(pool=pool, tools=tools, config=ToolExecutorConfig(allow_network=network)) as executor,
     ):
         server = make_server(executor, f"mcp-{uuid.uuid4().hex}")
@@ -113,6 +118,9 @@ async def _stdin_lines() -> AsyncIterator[str]:
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)  # what is started from here must not read the client's messages
     os.close(nothing)
+    kind = os.fstat(own.fileno()).st_mode
+    if not (stat.S_ISFIFO(kind) or stat.S_ISSOCK(kind) or own.isatty()):
+        return _file_lines(own)
     await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), own)
 
     async def lines() -> AsyncIterator[str]:
@@ -120,6 +128,13 @@ async def _stdin_lines() -> AsyncIterator[str]:
             yield line.decode("utf-8", "replace")
 
     return lines()
+
+
+async def _file_lines(source: FileIO) -> AsyncIterator[str]:
+    """The lines of a file or of /dev/null, which no loop can watch and which never block for long."""
+    with io.BufferedReader(source) as lines:
+        while line := await asyncio.to_thread(lines.readline):
+            yield line.decode("utf-8", "replace")
 
 
 def mcp(

@@ -61,6 +61,9 @@ class _Server(uvicorn.Server):
             super().handle_exit(sig, frame)
             self.force_exit = True
             return
+        print(
+            "ending: running calls are finished first; the same signal again ends at once", file=sys.stderr, flush=True
+        )
         # signal handlers run between two steps of the loop, in its thread
         loop = asyncio.get_event_loop()
         self._draining = loop.create_task(self._drained())

@@ -125,7 +125,9 @@ def load_settings(values: dict[str, Any]) -> ToolServerSettings:
     try:
         return ToolServerSettings.model_validate(values)
     except ValidationError as error:
-        said = "; ".join(f"{'.'.join(str(p) for p in e['loc'])}: {e['msg']}" for e in error.errors())
+        said = "; ".join(
+            f"{'.'.join(str(p) for p in e['loc'])}: {e['msg'].removeprefix('Value error, ')}" for e in error.errors()
+        )
         raise ConfigError(f"tool server settings: {said}") from None
 
 

@@ -61,14 +61,14 @@ def main() -> None:
     except KeyboardInterrupt:
         sys.exit(130)
     except ValidationError as error:
-        stderr.print(f"atropos: {describe(error)}", markup=False)
+        stderr.print(f"atropos: {describe(error)}", markup=False, soft_wrap=True)
         sys.exit(2)
     except ConfigError as error:
-        stderr.print(f"atropos: {error}", markup=False)
+        stderr.print(f"atropos: {error}", markup=False, soft_wrap=True)
         sys.exit(2)
     except IsolationUnavailable as error:
-        stderr.print(f"atropos: {error}", markup=False)
+        stderr.print(f"atropos: {error}", markup=False, soft_wrap=True)
         sys.exit(3)
     except SandboxError as error:
-        stderr.print(f"atropos: {error} ({error.code})", markup=False)
+        stderr.print(f"atropos: {error} ({error.code})", markup=False, soft_wrap=True)
         sys.exit(70)

@@ -3,9 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import os
+import signal
 import sys
+from pathlib import Path
 
+import pytest
 from mcp import Client, StdioServerParameters
+
+from tests.processes import adopt_orphans, descendants, gone_within
+
+adopt_orphans()
 
 
 async def test_an_mcp_client_works_in_a_slot():
@@ -23,3 +32,50 @@ async def test_an_mcp_client_works_in_a_slot():
         wrong = await client.call_tool("terminal", {"cmd": "x"})
         assert wrong.is_error is True
         assert "'command' is missing" in wrong.content[0].text
+
+
+async def test_a_lost_slot_is_told_and_the_next_call_has_a_fresh_one():
+    parameters = StdioServerParameters(command=sys.executable, args=["-m", "atropos.cli", "mcp"])
+    async with asyncio.timeout(120), Client(parameters) as client:
+        await client.call_tool("write_file", {"path": "a.txt", "content": "x"})
+        hanging = asyncio.create_task(client.call_tool("terminal", {"command": "sleep 600"}))
+        await asyncio.sleep(0.3)
+        for pid in [pid for pid, line in descendants().items() if "atropos.sandbox" in line]:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        lost = await hanging
+        assert lost.is_error is True
+        assert "the next call starts in a fresh one" in lost.content[0].text
+        while True:  # a container takes a moment to come
+            answer = await client.call_tool("terminal", {"command": "ls -A"})
+            if not answer.is_error:
+                break
+        assert answer.content[0].text == "(no output)"
+
+
+async def test_a_client_that_leaves_in_the_middle_of_a_call_leaves_nothing():
+    before = set(descendants())
+    parameters = StdioServerParameters(command=sys.executable, args=["-m", "atropos.cli", "mcp"])
+    async with asyncio.timeout(60):
+        async with Client(parameters) as client:
+            await client.call_tool("terminal", {"command": "true"})
+            hanging = asyncio.create_task(client.call_tool("terminal", {"command": "sleep 600"}))
+            await asyncio.sleep(0.3)
+        await asyncio.gather(hanging, return_exceptions=True)
+    assert await gone_within(20, but=before) == []
+
+
+@pytest.mark.parametrize("stdin", ["/dev/null", "file"])
+async def test_a_stdin_that_is_no_pipe_is_read_to_its_end(stdin: str, tmp_path: Path):
+    if stdin == "file":
+        stdin = str(tmp_path / "messages")
+        Path(stdin).write_text("no JSON\n")
+    with open(stdin) as source:
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "atropos.cli", "mcp"),
+            stdin=source,
+            stdout=asyncio.subprocess.DEVNULL,
+            stderr=asyncio.subprocess.PIPE,
+        )
+        _, said = await asyncio.wait_for(process.communicate(), 60)
+    assert (process.returncode, b"Traceback" in said) == (0, False), said

@@ -208,6 +208,7 @@ async def test_sigterm_finishes_what_runs_and_refuses_what_comes():
         assert (refused.status_code, refused.json()["code"]) == (503, "draining")
         assert (await nap).output == "rested"
         assert await asyncio.wait_for(server.process.wait(), 20) == 0
+        assert "ending: running calls are finished first" in server.log
 
 
 async def test_a_second_signal_ends_it_at_once():

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 _CONNECT_S = 30.0
 _MAX_TOOLS = 500
+_PING_S = 5.0
+"""Within this a server answers a ping, whatever its tools do; one that doesn't hangs, and is connected to again."""
 
 
 class AnyArguments(BaseModel):
@@ -43,6 +45,7 @@ class McpConnection:
         self._task: asyncio.Task[None] | None = None
         self._stop = asyncio.Event()
         self._lock = asyncio.Lock()
+        self._check: asyncio.Task[None] | None = None
 
     def __repr__(self) -> str:
         return f"<McpConnection {self.server.name} {'up' if self._client is not None else 'down'}>"
@@ -112,6 +115,21 @@ class McpConnection:
             if self._client is client:
                 await self._close()
 
+    def suspect(self, client: Client) -> None:
+        """A call got no answer in time: find out whether only its tool hangs, or the server with all its tools."""
+        if self._check is None or self._check.done():
+            self._check = asyncio.create_task(self._ping(client))
+
+    async def _ping(self, client: Client) -> None:
+        try:
+            async with asyncio.timeout(_PING_S):
+                await client.list_tools(cache_mode="bypass")  # every server can say this; `ping` is no more
+        except Exception as error:
+            _log.warning(
+                "MCP server %s does not answer and is connected to again: %s", self.server.name, _reason(error)
+            )
+            await self.lost(client)
+
     async def _close(self) -> None:
         self._client = None
         self._stop.set()
@@ -124,6 +142,9 @@ class McpConnection:
 
     async def aclose(self) -> None:
         """End the connection; a server started here ends with it."""
+        if self._check is not None:
+            self._check.cancel()
+            await asyncio.wait([self._check])
         async with self._lock:
             await self._close()
 
@@ -184,7 +205,7 @@ class McpTool(Tool):
             OutcomeUnknown: the connection was lost while it ran.
         """
         del scope
-        from mcp import MCPError
+        from mcp import MCPError, types
 
         client = await self._connection.client()
         try:
@@ -193,7 +214,13 @@ class McpTool(Tool):
             if _connection_lost(error):
                 await self._connection.lost(client)
                 raise self._broken(error) from error
-            return ToolResult.failure(f"{self.name}: {error}")
+            if error.code == types.REQUEST_TIMEOUT:
+                self._connection.suspect(client)
+                return ToolResult.failure(f"{self.name} did not finish within {self.timeout_s:g} s", timed_out=True)
+            return ToolResult.failure(f"{self.name}: {error.message}")
+        except asyncio.CancelledError:
+            self._connection.suspect(client)
+            raise
         except (OSError, RuntimeError) as error:
             await self._connection.lost(client)
             raise self._broken(error) from error

@@ -95,6 +95,8 @@ def test_a_bad_settings_file_names_the_field(
         (("--toolset", "nonsense"), "unknown toolset 'nonsense'"),
         (("--slots-per-container", "0"), "slots_per_container"),
         (("--toolset", "web"), "tool_server_url"),
+        (("--backend", "nonsense"), "pool: backend: input should be 'local', 'docker' or 'nomad'"),
+        (("--tool-server-url", "ftp://x"), "neither an http(s) URL nor 'inprocess'"),
     ],
 )
 def test_a_bad_setting_of_the_executor_server_is_one_clear_line(
@@ -102,3 +104,28 @@ def test_a_bad_setting_of_the_executor_server_is_one_clear_line(
 ):
     monkeypatch.setenv("ATROPOS_EXECUTOR_TOKEN", "x")
     assert said in said_by("executor-server", ("--port", "0", *arguments), monkeypatch, capfd)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--backend", "nonsense"), "backend: input should be 'local', 'docker' or 'nomad'"),
+        (("--toolset", "nonsense"), "unknown toolset 'nonsense'"),
+        (("--toolset", "web"), "runs on a ToolServer"),
+        (("surplus",), "surplus"),
+    ],
+)
+def test_a_bad_setting_of_the_mcp_server_is_one_clear_line(
+    arguments: tuple[str, ...], said: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+):
+    monkeypatch.setattr("atropos.api.mcp_server._stdin_lines", None)  # pytest's own stdin is left alone
+    assert said in said_by("mcp", arguments, monkeypatch, capfd)
+
+
+@pytest.mark.parametrize("command", ["tool-server", "executor-server", "mcp"])
+def test_help_names_every_option(command: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]):
+    monkeypatch.setattr(sys, "argv", ["atropos", command, "--help"])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 0
+    assert ("--network" if command == "mcp" else "--token-file") in capfd.readouterr().out

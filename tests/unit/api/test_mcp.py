@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
+import signal
 import socket
 import sys
 from collections.abc import AsyncGenerator
@@ -17,8 +19,9 @@ from pydantic import SecretStr
 from atropos.api.settings import McpServer, ToolServerSettings
 from atropos.api.tool_server import create_app
 from atropos.errors import ConfigError, ToolServerUnavailable
+from tests.processes import descendants
 
-from .conftest import call
+from .conftest import call, until
 
 SERVER = str(Path(__file__).with_name("mcp_server.py"))
 STDIO = McpServer(name="little", command=sys.executable, args=(SERVER,), timeout_s=20)
@@ -69,6 +72,18 @@ async def test_a_dead_mcp_server_is_an_infrastructure_fault_and_comes_back():
         assert (await ask(client, "little_add", "c2", a=1, b=2)).json()["result"]["output"] == "3"
 
 
+async def test_an_mcp_server_that_hangs_with_all_its_tools_is_started_anew(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("atropos.api.external.mcp._PING_S", 0.5)
+    async with offering(STDIO) as client:
+        (server,) = [pid for pid, line in descendants().items() if SERVER in line]
+        os.kill(server, signal.SIGSTOP)
+        body = {**call("little_add", call_id="h", a=1, b=1), "timeout_s": 0.3}
+        assert (await client.post("/execute", json=body)).json()["result"]["timed_out"] is True
+        await until(lambda: server not in descendants())
+        assert (await ask(client, "little_add", "c2", a=1, b=2)).json()["result"]["output"] == "3"
+    assert not [line for line in descendants().values() if SERVER in line]
+
+
 async def test_an_mcp_server_that_does_not_start_is_told_at_start():
     with pytest.raises(ToolServerUnavailable, match="MCP server 'gone'"):
         async with offering(McpServer(name="gone", command="/no/such/program")):
@@ -78,27 +93,43 @@ async def test_an_mcp_server_that_does_not_start_is_told_at_start():
             pass
 
 
-async def test_streamable_http_works_too():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+async def over_http(port: int) -> asyncio.subprocess.Process:
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, SERVER, str(port)),
         stdout=asyncio.subprocess.DEVNULL,
         stderr=asyncio.subprocess.DEVNULL,
     )
+    async with asyncio.timeout(60):
+        while True:
+            try:
+                _, writer = await asyncio.open_connection("127.0.0.1", port)
+                writer.close()
+                return process
+            except OSError:
+                await asyncio.sleep(0.05)
+
+
+async def test_streamable_http_works_too_and_comes_back():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    process = await over_http(port)
     try:
-        async with asyncio.timeout(30):
-            while True:
-                try:
-                    _, writer = await asyncio.open_connection("127.0.0.1", port)
-                    writer.close()
-                    break
-                except OSError:
-                    await asyncio.sleep(0.05)
-        server = McpServer(name="web", url=f"http://127.0.0.1:{port}/mcp", tools=("add",))
+        server = McpServer(name="web", url=f"http://127.0.0.1:{port}/mcp", tools=("add", "slow", "fail"), timeout_s=20)
         async with offering(server) as client:
             assert (await ask(client, "web_add", a=20, b=22)).json()["result"]["output"] == "42"
+            assert (await ask(client, "web_fail", "f")).json()["result"]["success"] is False
+            slow = asyncio.create_task(ask(client, "web_slow", "s"))
+            await asyncio.sleep(0.3)
+            process.kill()
+            await process.wait()
+            lost = await slow
+            assert (lost.status_code, lost.json()["code"]) == (409, "outcome_unknown"), lost.text
+            gone = await ask(client, "web_add", "g", a=1, b=1)
+            assert (gone.status_code, gone.json()["code"]) == (503, "tool_server_unavailable"), gone.text
+            process = await over_http(port)
+            assert (await ask(client, "web_add", "h", a=1, b=1)).json()["result"]["output"] == "2"
     finally:
-        process.kill()
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
         await process.wait()
