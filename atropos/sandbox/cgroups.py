@@ -336,9 +336,9 @@ class SlotCgroup:
         """What the kernel counts of each limit that has stopped a program, as it tells it; see `grown`."""
         return [os.pread(fd, 4096, 0) for fd, _, _ in self._events]
 
-    def grown(self, before: list[bytes]) -> str | None:
-        """The limit that has stopped a program since `before` was taken, by its name."""
-        for (_, key, limit), old, new in zip(self._events, before, self.counts(), strict=False):
+    def grown(self, before: list[bytes], after: list[bytes]) -> str | None:
+        """The limit that has stopped a program between two `counts`, by its name."""
+        for (_, key, limit), old, new in zip(self._events, before, after, strict=False):
             if new != old and _count(new, key) > _count(old, key):
                 return limit
         return None

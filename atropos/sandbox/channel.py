@@ -69,6 +69,8 @@ class Channel:
         self._number = 0
         self.ready: asyncio.Future[None] = self._loop.create_future()
         self.closed = False
+        self.alone = False
+        """Whether the runner said with its latest answer that it has no other process left in the slot."""
         self._loop.add_reader(self._fd, self._readable)
 
     def __repr__(self) -> str:
@@ -199,6 +201,7 @@ class Channel:
         try:
             header = from_json(frame[4 : 4 + length])
             number, fields, blobs = header["id"], header["r"], header["b"]
+            self.alone = header.get("alone") is True
             at = 4 + length
             for name, size in blobs:
                 if name not in _BLOBS or size < 0 or at + size > len(frame):

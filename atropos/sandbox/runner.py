@@ -33,6 +33,8 @@ WORK_DEADLINE_S = 30.0
 KILL_PATIENCE_S = 5.0
 TERM_GRACE_S = 5.0
 MAX_PROCS = 64
+MAX_REAPED = 256
+"""Ended processes taken in one go, before those that wait for an answer get it."""
 MAX_ORPHAN_PIPES = 32
 MAX_STDIN_QUEUE = 1 << 20
 MAX_SEARCH_FILES = 100_000
@@ -151,6 +153,7 @@ class Loop:
         self.block = []
         self.patience = READ_AFTER_S[0]
         self.trouble = -1
+        self.alone = False
         self.output_bytes = 1_000_000
         self.wall_s = 3600.0
         self.special = set()
@@ -270,19 +273,26 @@ class Loop:
             os.read(self.wake, 4096)
         except BlockingIOError:
             pass
-        while True:
+        ended, self.alone = [], False
+        for _ in range(MAX_REAPED):
             try:
                 pid, status = os.waitpid(-1, os.WNOHANG)
             except ChildProcessError:
-                for call, count in self.quiescing:
-                    self.answer(call, "done", {"count": count})
-                self.quiescing = []
-                return
+                self.alone = True
+                break
             if pid == 0:
-                return
+                break
             child = self.children.pop(pid, None)
             if child is not None:
-                child.ended(os.waitstatus_to_exitcode(status))
+                ended.append((child, status))
+        else:
+            self.later(now(), self.reap)
+        for child, status in ended:
+            child.ended(os.waitstatus_to_exitcode(status))
+        if self.alone:
+            for call, count in self.quiescing:
+                self.answer(call, "done", {"count": count})
+            self.quiescing = []
 
     def spawn(self, argv, block, workdir, stdin, stdout, stderr, keep):
         """Start a program in a session of its own. vfork underneath: nothing of this process is copied.
@@ -582,8 +592,9 @@ class Command:
         lost = self.all.dropped()
         if not (lost or self.timed_out or self.cancelled or self.limit or self.out) and code is not None:
             # as a rule: what is left out has its default
-            header = '{"id":%d,"r":{"kind":"exec_result","exit_code":%d,"duration_s":%.6f},"b":[["output",%d]]}' % (
+            header = '{"id":%d,"r":{"kind":"exec_result","exit_code":%d,"duration_s":%.6f},"b":[["output",%d]]%s}' % (
                 *(self.call, code, now() - self.started, len(output)),
+                ',"alone":true' if loop.alone else "",
             )
             loop.send(self.call, header, output)
             return

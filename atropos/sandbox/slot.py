@@ -64,6 +64,8 @@ class SlotSandbox:
         self._loop = asyncio.get_running_loop()
         self._calls: dict[str, tuple[int, float]] = {}
         """Number in the channel and when its answer is due, of each call that runs."""
+        self._counts: list[bytes] | None = None
+        """The limits' counts, while nothing runs in the slot that could change them: then a call need not read them."""
         self._watchdog: asyncio.TimerHandle | None = None
         self._stopping: asyncio.Task[Stopped] | None = None
         self._frozen: Layer | None = None
@@ -88,14 +90,16 @@ class SlotSandbox:
         if operation.op == "exec":
             arguments.pop("clean_env")
             deadline = min(operation.timeout_s or limits.wall_s, limits.wall_s)
-            before = self._cgroup.counts()
+            before = self._counts or self._cgroup.counts()
         elif operation.op == "proc_read":
             deadline = min(operation.wait_s, limits.wall_s)
+
+        self._counts = None
 
         def ended(result: OpResult | Exception) -> None:
             self._calls.pop(call_id, None)
             if before is not None and isinstance(result, ExecResult):
-                result = self._name_limit(result, before)
+                result = self._name_limit(result, before, alone=channel.alone)
             done(result)
 
         number = channel.call(op, arguments, ended)
@@ -143,11 +147,14 @@ class SlotSandbox:
             else:
                 self._watch(due)
 
-    def _name_limit(self, result: ExecResult, before: list[bytes]) -> OpResult:
+    def _name_limit(self, result: ExecResult, before: list[bytes], *, alone: bool) -> OpResult:
         """Say which limit ended the program, by the kernel's own counters; nothing that it printed matters."""
         if result.timed_out or result.cancelled or (result.limit is not None and result.limit != "output"):
             return result
-        limit: Any = self._cgroup.grown(before)
+        after = self._cgroup.counts()
+        limit: Any = self._cgroup.grown(before, after)
+        if alone:
+            self._counts = after
         if limit is None and result.exit_code != 0:
             limit = volumes.exhausted(self._volume)
         return result if limit is None else result.model_copy(update={"limit": limit})
