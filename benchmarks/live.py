@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
+import re
 import resource
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import gettempdir
 
 from rich.console import Console
 from rich.table import Table
@@ -52,7 +55,7 @@ async def measure(slots: int, containers: int, rounds: int, console: Console) ->
     live = Live(slots, containers)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, max(soft, 65_536)), hard))
-    before = leftovers()
+    started = {os.getpid()}
     config = SlotPoolConfig(
         backend="local",
         slots_per_container=-(-slots // containers),
@@ -69,12 +72,13 @@ async def measure(slots: int, containers: int, rounds: int, console: Console) ->
         console.print(f"{slots} slots leased after {live.ready_s:.1f} s")
         await _calls(live, leased, rounds)
         console.print(f"{live.calls} calls answered in {live.calls_s:.1f} s")
+        started |= set(ours.our_processes())
         found = [ours.pss_bytes(pid) for pid in ours.our_processes()]
         live.processes, live.pss_mib = len(found), sum(found) / 2**20
         began = time.perf_counter()
         await asyncio.gather(*(slot.release() for slot in leased))
     live.closed_s = time.perf_counter() - began
-    live.left = tuple(sorted(leftovers() - before))
+    live.left = tuple(sorted(leftovers(started)))
     return live
 
 
@@ -99,14 +103,22 @@ async def _calls(live: Live, leased: list[Slot], rounds: int) -> None:
     live.p50_s, live.p99_s = samples[len(samples) // 2], samples[int(len(samples) * 0.99)]
 
 
-def leftovers() -> set[str]:
-    """Processes, mounts, cgroups and folders that sandbox servers make."""
+def leftovers(started: set[int]) -> set[str]:
+    """Processes of this run that live on, and mounts, cgroups and folders that bear the name of one of them."""
     found = {f"process {pid}" for pid in ours.our_processes()}
-    found |= {line.split()[1] for line in Path("/proc/self/mounts").read_text().splitlines() if "atropos" in line}
-    for pattern in ("*/atropos/atropos-*", "*/atropos-*", "atropos-*"):
-        with contextlib.suppress(OSError):
-            found |= {str(path) for path in Path("/sys/fs/cgroup").glob(pattern) if path.is_dir()}
-    return found | {str(path) for path in Path("/tmp").glob("atropos-[0-9]*")}
+    named = [line.split()[1] for line in Path("/proc/self/mounts").read_text().splitlines()]
+    for top, patterns in (
+        ("/sys/fs/cgroup", ("*/atropos/atropos-*", "*/atropos-*", "atropos-*")),
+        (gettempdir(), ("atropos-*",)),
+    ):
+        for pattern in patterns:
+            with contextlib.suppress(OSError):
+                named += map(str, Path(top).glob(pattern))
+    for path in named:
+        match = re.search(r"/atropos-(\d+)-", path)
+        if match and int(match[1]) in started:
+            found.add(path)
+    return found
 
 
 def show(console: Console, live: Live) -> None:

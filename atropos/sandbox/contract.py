@@ -84,6 +84,9 @@ class Sandbox(Protocol):
 class Host(Protocol):
     """Makes sandboxes on this machine. One a server."""
 
+    max_layers: int | None
+    """Layers that there is room for at once; None: as many as fit into their bound of bytes."""
+
     async def probe(self) -> Sequence[Feature]:
         """Try every isolation property from inside a throw-away sandbox."""
         ...

@@ -65,7 +65,7 @@ class Core:
         self.limit_note: str | None = None
         self.table = LeaseTable(config.slots)
         self.runs: dict[str, LeaseRun] = {}
-        self.snapshots = Snapshots(config.max_snapshots, config.max_snapshot_mib * MIB)
+        self.snapshots = Snapshots(config.max_snapshots, config.max_snapshot_mib * MIB, host.max_layers)
         self.clients = Clients(self)
         self.arriving: set[str] = set()
         self.counters: Counter[str] = Counter()

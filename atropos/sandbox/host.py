@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import logging
 import os
 import shutil
 from collections.abc import Awaitable, Callable, Sequence
@@ -13,11 +14,15 @@ from typing import Any
 
 from atropos.config import ServerConfig, SlotLimits
 from atropos.errors import ConfigError, IsolationUnavailable, NotSupported, SandboxError
-from atropos.sandbox import bwrap, cgroups, early, exchange, rootphase, runtime, skeleton, syscalls, volumes
+from atropos.sandbox import bwrap, cgroups, disks, early, exchange, rootphase, runtime, skeleton, syscalls, volumes
 from atropos.sandbox.contract import Layer
 from atropos.sandbox.slot import SlotSandbox
 from atropos.sandbox.spawning import Spawner
 from atropos.wire import Feature
+
+log = logging.getLogger(__name__)
+CELL_DEADLINE_S = 20.0
+"""Longest that a start waits for a place on disk that is just being emptied, in seconds."""
 
 
 class SlotHost:
@@ -35,7 +40,7 @@ class SlotHost:
         self._bwrap = shutil.which("bwrap") or ""
         self.environment = environment(config)
         self.spawner: Spawner
-        self.disposer = volumes.Disposer()
+        self.disposer = volumes.Disposer(self._free_cell)
         # the last of the spare uids is the proxy's own, so that it can touch neither the server nor a slot
         self.egress = (
             exchange.Exchange(config, self._creators.pop() if self._creators else None)
@@ -45,6 +50,13 @@ class SlotHost:
         self._runtime: runtime.Runtime
         self._seccomp: str
         self._empty = f"{self._scratch}/empty"
+        self._cells: asyncio.Queue[str] = asyncio.Queue()
+        self.max_layers: int | None = None
+        if entered.cells is not None:
+            plan = disks.Plan.of(config)
+            self.max_layers = plan.layers
+            for number in range(plan.cells):
+                self._cells.put_nowait(f"{entered.cells}/{number}")
 
     def __repr__(self) -> str:
         return f"<SlotHost {len(self._live)} live, {len(self._layers)} layers>"
@@ -59,6 +71,7 @@ class SlotHost:
         """
         host = cls(config, rootphase.entered())
         rootphase.check_programs()
+        _check_disk(config, host._entered)
         try:
             begun = early.take(host._scratch, config.base)
             shared = begun.shared()
@@ -121,7 +134,7 @@ class SlotHost:
         stands_on = self._bases[None]
         unique = f"{next(self._serial)}"
         folder = f"{self._scratch}/slots/{unique}"
-        disk = f"{self._entered.disk}/{unique}" if self._entered.disk is not None else None
+        disk = await self._disk_for(unique, probe=limits is not self.config.limits)
         cgroup: cgroups.SlotCgroup | None = None
         try:
             cgroup = cgroups.SlotCgroup(self._entered.cgroups, f"slot{unique}", limits)
@@ -136,6 +149,7 @@ class SlotHost:
         except OSError as error:
             if cgroup is not None:
                 cgroup.remove()
+            self._free_cell(disk)
             raise SandboxError(f"slot {name} could not be made: {error}") from error
         sandbox = SlotSandbox(self, name, volume, cgroup, limits, network=network)
         self._live.add(sandbox)
@@ -147,6 +161,38 @@ class SlotHost:
                 raise SandboxError(f"slot {name} could not be started: {error}") from error
             raise
         return sandbox
+
+    async def _disk_for(self, unique: str, *, probe: bool = False) -> str | None:
+        """Where on disk a volume's files go; waits for a cell that is just being emptied.
+
+        Raises:
+            SandboxError: no cell came free.
+        """
+        entered = self._entered
+        if entered.disk is None:
+            return None
+        if entered.cells is None:
+            return f"{entered.disk}/{unique}"
+        if probe:
+            return f"{entered.cells}/{disks.PROBE}/{unique}"
+        try:
+            async with asyncio.timeout(CELL_DEADLINE_S):
+                return f"{await self._cells.get()}/{unique}"
+        except TimeoutError:
+            raise SandboxError(f"volume='disk': no place on disk came free within {CELL_DEADLINE_S:g} s") from None
+
+    def _free_cell(self, disk: str | None) -> None:
+        """A volume's folder was removed, or never made: its cell may be used again, if nothing is left in it."""
+        if disk is None or self._entered.cells is None:
+            return
+        cell = os.path.dirname(disk)
+        if os.path.basename(cell) == disks.PROBE:
+            return
+        left = os.listdir(cell)
+        if left:
+            log.error("%s could not be emptied and is not used again: %s", cell, left[:3])
+        else:
+            self._cells.put_nowait(cell)
 
     def base(self, name: str | None) -> skeleton.Base:
         """A base by its name.
@@ -232,10 +278,13 @@ class SlotHost:
     async def import_layer(self, layer_id: str, fill: Callable[[str], Awaitable[None]]) -> Layer:
         """Make a layer of what `fill` writes into a folder; see `contract.Host.import_layer`."""
         unique = f"{next(self._serial)}"
-        disk = f"{self._entered.disk}/{unique}" if self._entered.disk is not None else None
+        if self.max_layers is not None and len(self._layers) >= self.max_layers:
+            raise SandboxError(f"layer {layer_id} finds no place: {self.max_layers} are kept on disk already")
+        disk = await self._disk_for(unique)
         try:
             volume = volumes.blank(f"{self._scratch}/slots/{unique}", self.config.limits, disk)
         except OSError as error:
+            self._free_cell(disk)
             raise SandboxError(f"layer {layer_id} could not be made: {error}") from error
         try:
             await fill(volume.upper)
@@ -279,6 +328,18 @@ class SlotHost:
         with contextlib.suppress(OSError):
             syscalls.umount(self._scratch)
         cgroups.release(self._entered.cgroups)
+
+
+def _check_disk(config: ServerConfig, entered: rootphase.Entered) -> None:
+    """Refuse a limit that can't be kept."""
+    if config.volume == "memory" or entered.cells is not None:
+        return
+    for name in ("disk_mib", "inodes"):
+        if getattr(config.limits, name) != SlotLimits.model_fields[name].default:
+            raise IsolationUnavailable(
+                f"limits.{name}: volume='disk' can't be limited here ({entered.no_cells}); leave it out to run without "
+                "a limit, or start the server as root with loop devices and e2fsprogs, or use volume='memory'"
+            )
 
 
 def _sysctl(name: str, default: int) -> int:

@@ -176,6 +176,9 @@ print("; ".join(wrong) or "held")
 """
 
 
+_DISK_FIX = "start the server as root, with loop devices and e2fsprogs (mkfs.ext4); or volume='memory'"
+
+
 @dataclass(frozen=True)
 class _Known:
     required: bool
@@ -254,12 +257,11 @@ async def _properties(host: SlotHost, entered: Entered) -> list[Feature]:
         stopped = await sandbox.stop()
     found["reset"] = (stopped.clean, stopped.detail)
     features = [_feature(name, passed, detail) for name, (passed, detail) in found.items()]
-    if host.config.volume == "memory":
+    if host.config.volume == "memory" or entered.cells is not None:
         return features
-    # a folder on disk has no quota of its own: told, not promised
-    return [
-        f.model_copy(update={"required": False}) if f.name in ("disk_limit", "inode_limit") else f for f in features
-    ]
+    # a folder on disk has no limits of its own: told, not promised
+    told = {"required": False, "detail": f"volume='disk' without a limit: {entered.no_cells}", "fix": _DISK_FIX}
+    return [f.model_copy(update=told) if f.name in ("disk_limit", "inode_limit") else f for f in features]
 
 
 def _feature(name: str, passed: bool, detail: str) -> Feature:

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from atropos.errors import IsolationUnavailable
-from atropos.sandbox import syscalls
+from atropos.sandbox import disks, syscalls
 from atropos.sandbox.cgroups import Cgroups, Tree, alive, claim, own_name, release
 from atropos.sandbox.trees import remove_tree
 
@@ -53,6 +53,7 @@ class Entered:
         parent: pid of the process that started the server.
         root: whether the first stage was root.
         disk: a folder on disk for volumes, when the configuration wants them there.
+        cells: where its sized places are mounted; None: `no_cells` says why there are none.
     """
 
     scratch: str
@@ -62,6 +63,8 @@ class Entered:
     parent: int
     root: bool
     disk: str | None = None
+    cells: str | None = None
+    no_cells: str = "the server was not started as root"
 
 
 @dataclass(frozen=True)
@@ -77,6 +80,7 @@ class Settings:
     bases: dict[str, str]
     die_with_parent: bool
     state_dir: str | None
+    plan: disks.Plan | None = None
 
     @classmethod
     def of(cls, config: ServerConfig) -> Settings:
@@ -84,7 +88,10 @@ class Settings:
         values = config.model_dump(mode="json")
         values["token"] = config.token.get_secret_value()
         bases = dict(config.bases)
-        return cls(json.dumps(values), config.volume, config.base, bases, config.die_with_parent, config.state_dir)
+        plan = disks.Plan.of(config) if config.volume == "disk" else None
+        return cls(
+            json.dumps(values), config.volume, config.base, bases, config.die_with_parent, config.state_dir, plan
+        )
 
     @classmethod
     def glance(cls, text: bytes) -> Settings | None:
@@ -93,7 +100,7 @@ class Settings:
             data: Any = json.loads(text)
             volume, bases = data.get("volume", "memory"), data.get("bases", {})
             ends, paths = data.get("die_with_parent", False), (data.get("base"), data.get("state_dir"))
-            plain = volume in ("memory", "disk") and type(ends) is bool
+            plain = volume == "memory" and type(ends) is bool
             plain = plain and all(path is None or type(path) is str for path in paths)
             if not plain or not all(type(part) is str for item in bases.items() for part in item):
                 return None
@@ -176,6 +183,8 @@ def _load() -> None:
         parent=raw["parent"],
         root=raw["root"],
         disk=raw["disk"],
+        cells=raw["cells"],
+        no_cells=raw["no_cells"],
     )
 
 
@@ -247,6 +256,13 @@ def _as_root(config: Settings, entered: Entered) -> Entered:
         ) from error
     cgroups = claim(f"{entered.scratch}/cgroups", server, server)
     disk = _disk(server, base) if config.volume == "disk" else None
+    cells, no_cells = None, ""
+    if disk is not None and config.plan is not None:
+        try:
+            disks.make(config.plan, disk, f"{entered.scratch}/cells", server, base)
+            cells = f"{entered.scratch}/cells"
+        except OSError as error:
+            no_cells = f"no file system of a given size could be made: {error}"
     _expose(_needed_paths(config))
     for path in filter(None, (config.base, *config.bases.values())):
         if os.path.isdir(path) and os.stat(path).st_uid == 0:
@@ -261,6 +277,8 @@ def _as_root(config: Settings, entered: Entered) -> Entered:
         creators=(slot_ids + 1, creators) if creators else (0, 0),
         cgroups=cgroups,
         disk=disk,
+        cells=cells,
+        no_cells=no_cells,
     )
 
 

@@ -50,10 +50,12 @@ class Snapshots:
     Args:
         max_count: snapshots kept at once.
         max_bytes: bytes of all layers together.
+        max_layers: layers kept at once, where each takes a place of its own.
     """
 
     max_count: int
     max_bytes: int
+    max_layers: int | None = None
     by_id: dict[str, Snapshot] = field(default_factory=dict[str, Snapshot])
     pending: int = 0
     _layers: dict[str, Layer] = field(default_factory=dict[str, Layer])
@@ -67,7 +69,11 @@ class Snapshots:
     @property
     def full(self) -> bool:
         """Whether a bound is reached."""
-        return len(self.by_id) + self.pending >= self.max_count or self.bytes >= self.max_bytes
+        return len(self.by_id) + self.pending >= self.max_count or self.bytes >= self.max_bytes or self._no_place
+
+    @property
+    def _no_place(self) -> bool:
+        return self.max_layers is not None and len(self._layers) + self.pending >= self.max_layers
 
     def reserve(self, below: Sequence[Layer]) -> None:
         """Check that one more snapshot on `below` may be taken, before anything is frozen; `commit` or `abandon` ends it.
@@ -80,6 +86,8 @@ class Snapshots:
             raise NotSupported(f"a snapshot of a snapshot may be {MAX_LAYERS} layers deep, not more")
         if len(self.by_id) + self.pending >= self.max_count:
             raise PoolFull(f"{self.max_count} snapshots are kept already (max_snapshots); drop one first")
+        if self._no_place:
+            raise PoolFull(f"{self.max_layers} layers of snapshots are kept on disk already; drop one first")
         if self.full:
             raise PoolFull(
                 f"snapshots hold {self.bytes // MIB} MiB of {self.max_bytes // MIB} (max_snapshot_mib); drop one first"

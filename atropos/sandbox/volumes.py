@@ -11,19 +11,19 @@ import contextlib
 import os
 import stat
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 from atropos.config import SlotLimits
 from atropos.sandbox import syscalls
+from atropos.sandbox.disks import OWN_INODES
 from atropos.sandbox.skeleton import Base
 from atropos.sandbox.trees import remove_tree
 
 _RUNTIME = ".atropos"
 MOUNT_POINTS = ("proc", "dev", "etc", "usr", _RUNTIME, "tmp", "root", "workspace")
 """Folders that something is mounted on, or that every slot has. A snapshot may hold something else in their place."""
-_OWN_INODES = 40
 GATE = "gate"
 """The folder through which a slot that runs already gets another root: see `restack`."""
 NEXT = "next"
@@ -115,7 +115,9 @@ class Disposer:
 
     BOUND = 32
 
-    def __init__(self) -> None:
+    def __init__(self, freed: Callable[[str | None], None]) -> None:
+        """`freed` is told of each folder that was removed."""
+        self._freed = freed
         self._thread = ThreadPoolExecutor(1, "dispose", initializer=_be_nice)
         self._waiting: set[asyncio.Future[None]] = set()
 
@@ -128,6 +130,7 @@ class Disposer:
         job = asyncio.get_running_loop().run_in_executor(self._thread, _free, descriptors, folder)
         self._waiting.add(job)
         job.add_done_callback(self._waiting.discard)
+        job.add_done_callback(lambda _: self._freed(folder))
 
     async def aclose(self) -> None:
         """Wait until all is freed."""
@@ -282,7 +285,7 @@ def bounds(limits: SlotLimits) -> tuple[str, int]:
     """
     room = limits.memory_mib - max(_MEMORY_KEPT_MIB, limits.memory_mib // 16)
     inodes = min(limits.inodes, (room << 20) // _INODE_BYTES)
-    return f"{min(limits.disk_mib, room)}m", inodes + _OWN_INODES
+    return f"{min(limits.disk_mib, room)}m", inodes + OWN_INODES
 
 
 def restore_mount_points(root: str, more: Iterable[str] = ()) -> None:
@@ -355,4 +358,6 @@ def exhausted(volume: Volume) -> str | None:
         return None
     if found.f_favail == 0:
         return "inodes"
-    return "disk" if found.f_bavail == 0 else None
+    # a disk's file system keeps some blocks for itself: it says no before the last one is gone
+    spare = 0 if volume.disk is None else found.f_blocks // 50
+    return "disk" if found.f_bavail <= spare else None

@@ -26,6 +26,7 @@ from atropos.wire import (
     WriteFile,
 )
 
+ON_DISK_ONLY = {"places_on_disk_are_used_again_once_they_are_empty"}
 ROOT_ONLY = {"memory_limit_is_named_and_the_slot_goes_on", "many_users_inside"}
 _numbers = itertools.count(1)
 
@@ -602,8 +603,27 @@ async def the_probe_finds_every_property(host):
         assert feature.ok or (not feature.required and feature.fix), feature
 
 
+async def places_on_disk_are_used_again_once_they_are_empty(host):
+    """Only with volumes on disk: `test_scenarios.ON_DISK`."""
+    places = host._cells.qsize()
+    assert places
+    for _ in range(2):
+        sandboxes = [await host.start(f"cell-{number}") for number in range(places)]
+        assert host._cells.qsize() == 0
+        for sandbox in sandboxes:
+            assert await out(sandbox, "ls -A; mkdir -p a/b; head -c 100000 /dev/zero > a/b/c; chmod 000 a") == ""
+        waiting = asyncio.create_task(host.start("one-more"))
+        await asyncio.sleep(0.1)
+        assert not waiting.done()
+        for sandbox in sandboxes:
+            assert (await sandbox.stop()).clean
+        assert (await (await waiting).stop()).clean
+        await freed(host)
+        assert host._cells.qsize() == places
+
+
 ALL = [
     name
     for name, value in list(globals().items())
-    if asyncio.iscoroutinefunction(value) and name not in ("sh", "out", "do", "freed", "started")
+    if asyncio.iscoroutinefunction(value) and name not in ("sh", "out", "do", "freed", "started", *ON_DISK_ONLY)
 ]

@@ -12,7 +12,15 @@ def test_as_root(root_driver, name):
     root_driver.run(MODULE, name)
 
 
-ON_DISK = ["files_round_trip", "forks_share_a_frozen_layer", "nothing_is_left_after_a_stop", "tools_of_the_base_work"]
+ON_DISK = [
+    "disk_and_inode_limits_are_named",
+    "files_round_trip",
+    "forks_share_a_frozen_layer",
+    "nothing_is_left_after_a_stop",
+    "places_on_disk_are_used_again_once_they_are_empty",
+    "the_probe_finds_every_property",
+    "tools_of_the_base_work",
+]
 
 
 @pytest.mark.parametrize("name", ON_DISK)

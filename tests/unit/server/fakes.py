@@ -141,6 +141,8 @@ class FakeSandbox:
 
 
 class FakeHost:
+    max_layers: int | None = None
+
     def __init__(self) -> None:
         self.live: set[FakeSandbox] = set()
         self.started: list[FakeSandbox] = []
