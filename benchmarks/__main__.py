@@ -12,7 +12,8 @@ import typer
 from rich.console import Console
 
 from . import against, machine, report
-from .cases import CASES, Context
+from .backends import present
+from .cases import CASES, NEEDS_ENGINES, Context
 from .stats import Row
 
 
@@ -57,7 +58,7 @@ def main(
 ) -> None:
     """Measure atropos beside fork+exec, a fresh bwrap a call and SWE-ReX 1.4.0, in one run on this machine."""
     console = Console() if sys.stdout.isatty() else Console(width=180)
-    names = only or list(CASES)
+    names = only or [name for name in CASES if name not in NEEDS_ENGINES or present() != ["local"]]
     if unknown := [name for name in names if name not in CASES]:
         console.print(f"--only {unknown[0]}: there is no such case; there are {', '.join(CASES)}")
         raise typer.Exit(2)

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
 
 from . import against, ours, peers, swe_rex
+from .backends import backends
 from .stats import Row, row
 
 Progress = Callable[[str], None]
@@ -271,4 +272,7 @@ CASES: dict[str, Case] = {
     "neighbour": neighbour,
     "memory": memory,
     "cold": cold,
+    "backends": backends,
 }
+NEEDS_ENGINES = frozenset({"backends"})
+"""Left out of a whole run that has no engine but local."""
