@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+import os
 import subprocess
 import sys
 
@@ -113,18 +115,54 @@ async def test_a_server_that_can_not_isolate_fails_the_start_with_its_own_words(
     assert leftovers("docker", config.job_id) == []
 
 
-async def test_packages_install_in_a_slot_and_touch_no_other():
-    build = (
-        "mkdir -p p/DEBIAN p/usr/bin && printf 'Package: hi\\nVersion: 1\\nArchitecture: all\\nMaintainer: m <m@m>\\n"
-        "Description: d\\n' > p/DEBIAN/control && printf '#!/bin/sh\\necho hi\\n' > p/usr/bin/hi && chmod 755 p/usr/bin/hi "
-        "&& dpkg-deb -b p hi.deb >/dev/null && apt-get install -y ./hi.deb >/dev/null 2>&1; hi"
-    )
-    async with SlotPool(pool_config("docker")) as pool, pool.lease("a") as a, pool.lease("b") as b:
-        assert (await a.exec(build, timeout_s=120)).output == "hi\n"
-        assert (await b.exec("command -v hi || echo none")).output == "none\n"
-        programs = "git curl python3 pip gcc g++ make rg jq tmux less vim.tiny ps sqlite3"
-        missing = await b.exec(
-            f"for p in {programs}; do command -v $p >/dev/null || echo $p; done; python3 -m venv v && v/bin/pip --version | wc -l",
-            timeout_s=120,
-        )
-        assert missing.output == "1\n"
+@contextlib.asynccontextmanager
+async def over_tcp():
+    """The engine's socket as `tcp://127.0.0.1:port`, as a remote engine is reached."""
+    path = os.environ.get("DOCKER_HOST", "unix:///var/run/docker.sock").removeprefix("unix://")
+
+    async def pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(OSError):
+            while data := await reader.read(65536):
+                writer.write(data)
+                await writer.drain()
+        with contextlib.suppress(OSError):
+            writer.close()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        upstream, downstream = await asyncio.open_unix_connection(path)
+        await asyncio.gather(pump(reader, downstream), pump(upstream, writer))
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    try:
+        yield f"tcp://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    finally:
+        server.close()
+
+
+async def test_a_remote_engines_containers_are_met_on_a_published_port_and_adopted():
+    async with over_tcp() as host:
+        config = pool_config("docker", docker_host=host, lease_ttl_s=3)
+        await leave_behind(config)
+        (before,) = containers(config.job_id)
+        async with SlotPool(config) as pool, pool.lease("t") as slot:
+            assert (await slot.exec("echo ok")).output == "ok\n"
+            assert containers(config.job_id) == [before]
+            found = json.loads(await docker("inspect", before))[0]
+            port = found["NetworkSettings"]["Ports"]["8787/tcp"][0]["HostPort"]
+            assert [each.url for each in pool.backend.containers()] == [f"http://127.0.0.1:{port}"]
+    assert leftovers("docker", config.job_id) == []
+
+
+async def test_the_image_says_what_it_is_and_its_health_check_tells_a_server_from_none():
+    image = json.loads(await docker("image", "inspect", "atropos-sandbox:local"))[0]
+    assert image["Config"]["Labels"]["org.opencontainers.image.title"] == "atropos-sandbox"
+    assert image["Config"]["Healthcheck"]["Test"][0] == "CMD"
+    async with SlotPool(pool_config("docker")) as pool, pool.lease("t") as slot:
+        labels = json.loads(await docker("inspect", slot.container))[0]["Config"]["Labels"]
+        assert (labels["atropos.pool"], labels["atropos.index"]) == (pool.config.job_id, "0")
+        assert f":{os.getpid()}:" in labels["atropos.owner"]
+        check = image["Config"]["Healthcheck"]["Test"][1:]
+        assert (await docker("exec", slot.container, *check)) == "ok\n"
+        alone = ["docker", "exec", "-e", "ATROPOS_PORT=1", slot.container, *check]
+        none = await asyncio.to_thread(subprocess.run, alone, capture_output=True, text=True, check=False)
+        assert (none.returncode, none.stdout[:24]) == (1, "no answer on 127.0.0.1:1")

@@ -17,7 +17,8 @@ ANSWER_S = 3.0
 """How long a server may take to answer one of these questions, in seconds."""
 DOUBT_S = 12.0
 """More than two of the longest heartbeats that a pool sets, in seconds."""
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.02, 0.5
+FIRST_PAUSE_S, LONGEST_PAUSE_S, LONGEST_HEALTH_PAUSE_S = 0.02, 0.5, 0.1
+"""Pauses between two questions; a start waits for the first answer, so that one is asked for more often, in seconds."""
 
 
 class ServerHttp:
@@ -53,7 +54,7 @@ class ServerHttp:
             async with asyncio.timeout(within_s):
                 while not await self.healthy(url):
                     await asyncio.sleep(pause)
-                    pause = min(pause * 1.3, LONGEST_PAUSE_S)
+                    pause = min(pause * 1.3, LONGEST_HEALTH_PAUSE_S)
         except TimeoutError:
             return False
         return True
