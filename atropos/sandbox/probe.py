@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from atropos.sandbox.host import SlotHost
     from atropos.sandbox.slot import SlotSandbox
 
-_LIMITS = SlotLimits(memory_mib=48, pids=24, disk_mib=8, inodes=1000, open_files=256, wall_s=10)
+_LIMITS = SlotLimits(memory_mib=48, pids=24, disk_mib=8, inodes=1000, open_files=256, wall_s=60)
 
 _INSIDE = r"""
 import errno, os, select, _ctypes
@@ -274,7 +274,7 @@ def _feature(name: str, passed: bool, detail: str) -> Feature:
 async def _inside(sandbox: SlotSandbox, names: set[str]) -> dict[str, tuple[bool, str]]:
     allowed = names | {"PWD", "SHLVL", "_", "OLDPWD"}
     code = _INSIDE.replace("WANTED", repr(sorted(allowed)))
-    result = await sandbox.run("probe-inside", Exec(command=f"exec {_PYTHON} -c {shlex.quote(code)}", timeout_s=10))
+    result = await sandbox.run("probe-inside", Exec(command=f"exec {_PYTHON} -c {shlex.quote(code)}", timeout_s=60))
     try:
         output = result.output if isinstance(result, ExecResult) else b""
         answers: dict[str, Any] = json.loads(output.splitlines()[-1])
@@ -284,8 +284,10 @@ async def _inside(sandbox: SlotSandbox, names: set[str]) -> dict[str, tuple[bool
 
 
 def _shown(result: OpResult) -> str:
-    text = result.output.decode(errors="replace")[-500:] if isinstance(result, ExecResult) else str(result)
-    return " ".join(text.split())
+    if not isinstance(result, ExecResult):
+        return str(result)
+    text = " ".join(result.output.decode(errors="replace")[-500:].split())
+    return text or f"it printed nothing (exit code {result.exit_code}{', timed out' if result.timed_out else ''})"
 
 
 async def _egress(host: SlotHost) -> tuple[bool, str]:
@@ -305,7 +307,7 @@ async def _memory(sandbox: SlotSandbox, entered: Entered) -> tuple[bool, str]:
     if not any("memory" in tree.controllers for tree in entered.cgroups.trees):
         return False, entered.cgroups.missing.get("memory", "no memory controller")
     result = await sandbox.run(
-        "probe-memory", Exec(command=f"exec {_PYTHON} -c \"x = b'x' * (96 << 20)\"", timeout_s=10)
+        "probe-memory", Exec(command=f"exec {_PYTHON} -c \"x = b'x' * (96 << 20)\"", timeout_s=60)
     )
     named = isinstance(result, ExecResult) and result.limit == "memory" and result.exit_code == -9
     return named, f"96 MiB were used under a limit of {_LIMITS.memory_mib} MiB: {_shown(result)}"
@@ -335,5 +337,5 @@ async def _forks(sandbox: SlotSandbox) -> tuple[bool, str]:
         await sandbox.stand_on(())
     except SandboxError as error:
         return False, str(error)
-    result = await sandbox.run("probe-fork", Exec(command="test -d /workspace -a ! -e /workspace/before", timeout_s=10))
+    result = await sandbox.run("probe-fork", Exec(command="test -d /workspace -a ! -e /workspace/before", timeout_s=60))
     return isinstance(result, ExecResult) and result.exit_code == 0, _shown(result)

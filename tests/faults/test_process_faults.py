@@ -6,11 +6,17 @@ ATROPOS_FAULTS multiplies the number of faults (1 in CI).
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import os
 import random
 import signal
+import subprocess
 import sys
+import tempfile
+from pathlib import Path
+
+import pytest
 
 from atropos.errors import PoolFull, SandboxError
 from atropos.slots.client import SandboxClient
@@ -138,3 +144,105 @@ async def test_a_server_killed_at_random_moments_gives_only_results_and_typed_er
                     assert outcome.code in {"outcome_unknown", "slot_lost"}
             assert isinstance(outcomes[-1], SandboxError)
             await client.close()
+
+
+async def test_a_client_that_slept_through_its_time_is_fenced():
+    """It wakes, takes its lease for its own, and reaches nothing of the lease that followed."""
+    code = (
+        "import asyncio, sys\n"
+        "from atropos.errors import SandboxError\n"
+        "from atropos.slots.client import SandboxClient\n"
+        "from atropos.wire import Exec, LeaseRequest\n"
+        "async def main():\n"
+        "    name, url, token = sys.argv[1:]\n"
+        "    client = SandboxClient(url, token, client_id=name)\n"
+        "    await client.connect()\n"
+        "    lease = await client.acquire(LeaseRequest(lease_id=f'{name}-lease', client_id=name, ttl_s=0.5))\n"
+        "    print('up', flush=True)\n"
+        "    while True:\n"
+        "        try:\n"
+        "            await client.call(lease, Exec(command='echo stale >> log'))\n"
+        "        except SandboxError as error:\n"
+        "            print(error.code, flush=True)\n"
+        "            return\n"
+        "        await asyncio.sleep(0.01)\n"
+        "asyncio.run(main())\n"
+    )
+    async with running(slots=1, heartbeat_s=0.2) as server, server.client() as client:
+        for number in range(2 * TIMES):
+            sleeper = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-c", code, f"sleeper-{number:04}", server.url, TOKEN),
+                cwd=ROOT,
+                stdout=asyncio.subprocess.PIPE,
+            )
+            assert sleeper.stdout is not None
+            assert await asyncio.wait_for(sleeper.stdout.readline(), 60) == b"up\n"
+            sleeper.send_signal(signal.SIGSTOP)
+            lease = await granted(client)
+            sleeper.send_signal(signal.SIGCONT)
+            assert (await asyncio.wait_for(sleeper.stdout.readline(), 60)).strip() in {
+                b"lease_expired", b"slot_lost", b"outcome_unknown",
+            }  # fmt: skip
+            await asyncio.wait_for(sleeper.wait(), 20)
+            result = await client.call(lease, Exec(command="ls -A"))
+            assert isinstance(result, ExecResult) and result.output == b""
+            assert (await client.release(lease)).clean
+
+
+@pytest.fixture
+def small_disk():
+    """A file system of 24 MiB, which the server's own user may enter."""
+    folder = Path(tempfile.mkdtemp(prefix="small-disk-", dir="/tmp"))
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=24m,mode=755", "none", str(folder)], check=True)
+    yield folder
+    subprocess.run(["umount", "-l", str(folder)], check=True)
+    folder.rmdir()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root to make a small file system")
+async def test_a_disk_that_runs_full_ends_no_call_without_an_answer(small_disk):
+    """Volumes on a disk that is too small for them, and filled from outside at random moments."""
+    rng = random.Random(14)
+    async with running(slots=3, volume="disk", state_dir=str(small_disk)) as server, server.client() as client:
+        going = True
+
+        async def trajectory() -> int:
+            lives = 0
+            while going:
+                lease = None
+                try:
+                    lease = await client.acquire(request())
+                    for step in range(4):
+                        size = rng.randrange(6_000_000)
+                        result = await client.call(
+                            lease,
+                            Exec(command=f"head -c {size} /dev/zero > f{step}; s=$?; stat -c %s f{step}; exit $s"),
+                        )
+                        assert isinstance(result, ExecResult)
+                        if result.exit_code == 0:
+                            assert result.output == f"{size}\n".encode()
+                    lives += 1
+                except SandboxError:
+                    await asyncio.sleep(0.02)
+                finally:
+                    if lease is not None:
+                        assert (await client.release(lease)).clean
+            return lives
+
+        working = [asyncio.create_task(trajectory()) for _ in range(3)]
+        hog = small_disk / "hog"
+        for _ in range(6 * TIMES):
+            await asyncio.sleep(rng.random() * 0.1)
+            with contextlib.suppress(OSError), open(hog, "wb") as file:
+                while file.write(bytes(1 << 20)):
+                    file.flush()
+            await asyncio.sleep(rng.random() * 0.1)
+            hog.unlink()
+        going = False
+        assert sum(await asyncio.wait_for(asyncio.gather(*working), 60)) > 0
+        async with asyncio.timeout(30):
+            while (await client.status()).free < 3:  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
+        lease = await granted(client)
+        result = await client.call(lease, Exec(command="head -c 4000000 /dev/zero > f && echo room"))
+        assert isinstance(result, ExecResult) and result.output == b"room\n"

@@ -10,6 +10,7 @@ import asyncio
 import itertools
 import os
 import random
+import time
 
 from atropos.errors import SandboxError
 from atropos.slots.client import SandboxClient
@@ -211,3 +212,20 @@ async def test_every_outcome_of_a_server_that_goes_away_is_a_result_or_typed():
                     if outcome.code == "lease_expired":
                         assert ran == 0
             await client.close()
+
+
+async def test_a_clock_that_is_stepped_at_random_moments_changes_nothing(monkeypatch):
+    """The time of day leaps by up to years, both ways, under server and client: no lease ends, no call is lost."""
+    host, rng, real, steps = FakeHost(), random.Random(17), time.time, 100 * TIMES
+    async with serving(host, slots=4, heartbeat_s=0.1) as running, proxied(running.server.port) as proxy:
+        async with client_of(proxy) as client:
+            leases = [await client.acquire(request(ttl_s=5)) for _ in range(4)]
+            for step in range(steps):
+                leap = rng.choice([-1, 1]) * 10 ** (rng.random() * 9)
+                monkeypatch.setattr(time, "time", lambda leap=leap: real() + leap)
+                monkeypatch.setattr(time, "time_ns", lambda leap=leap: int((real() + leap) * 1e9))
+                calls = (client.call(lease, Exec(command=f"count {step} {lease.lease_id}")) for lease in leases)
+                for result in await asyncio.wait_for(asyncio.gather(*calls), 20):
+                    assert isinstance(result, ExecResult)
+            assert [(await client.release(lease)).clean for lease in leases] == [True] * 4
+    assert len(host.ran) == 4 * steps and set(host.ran.values()) == {1}

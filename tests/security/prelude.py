@@ -29,7 +29,7 @@ def refused(name, *arguments):
 def denied(function, *arguments, what=""):
     try:
         result = function(*arguments)
-    except OSError:
+    except (OSError, ValueError):
         return
     breach(f"{what or getattr(function, '__name__', function)}{arguments} gave {result!r:.80}")
 def read(path):

@@ -307,6 +307,81 @@ for name in ("timerslack_ns", "coredump_filter", "comm", "autogroup", "sched", "
     except OSError:
         pass
 """,
+    "write_every_setting_of_the_kernel": """
+for top, folders, files in os.walk("/proc/sys"):
+    for name in files:
+        path = os.path.join(top, name)
+        value = read(path)
+        try:
+            if write(path, value or b"1") >= 0:
+                breach(path)
+        except OSError:
+            pass
+""",
+    "open_any_file_of_the_kernel_for_writing": """
+for root in ("/proc", "/sys"):
+    for top, folders, files in os.walk(root):
+        if top == "/proc":
+            folders[:] = [name for name in folders if not name.isdigit() and name not in ("self", "thread-self", "sys")]
+        for name in files:
+            path = os.path.join(top, name)
+            try:
+                fd = os.open(path, os.O_WRONLY | os.O_NONBLOCK)
+            except OSError:
+                continue
+            try:  # some open for anybody and refuse the write
+                if os.write(fd, b"1\\n") > 0 and not os.path.realpath(path).startswith(f"/proc/{os.getpid()}/"):
+                    breach(path)
+            except OSError:
+                pass
+            os.close(fd)
+""",
+    "climb_to_the_namespace_above": """
+for name in ("user", "pid"):
+    fd = os.open(f"/proc/self/ns/{name}", os.O_RDONLY)
+    for request in (0xB701, 0xB702):  # NS_GET_USERNS, NS_GET_PARENT
+        try:
+            above = fcntl.ioctl(fd, request)
+        except OSError:
+            continue
+        own = os.readlink(f"/proc/self/ns/user")
+        if os.readlink(f"/proc/self/fd/{above}") != own:
+            breach(f"{name} {request:#x}: {os.readlink(f'/proc/self/fd/{above}')}")
+        refused("setns", above, 0)
+for path in ("uid_map", "gid_map", "setgroups", "projid_map"):
+    denied(write, f"/proc/self/{path}", b"0 0 1")
+""",
+    "dump_core_where_it_should_not": """
+denied(resource.setrlimit, resource.RLIMIT_CORE, (1 << 30, 1 << 30))
+forked(lambda: os.kill(os.getpid(), signal.SIGSEGV))
+for top in ("/workspace", "/tmp", "/"):
+    for name in os.listdir(top):
+        if name.startswith("core"):
+            breach(os.path.join(top, name))
+""",
+    "raise_limits_and_priorities": """
+for name in ("RLIMIT_NOFILE", "RLIMIT_NPROC", "RLIMIT_MEMLOCK", "RLIMIT_MSGQUEUE", "RLIMIT_SIGPENDING", "RLIMIT_RTPRIO", "RLIMIT_NICE"):
+    number = getattr(resource, name)
+    hard = resource.getrlimit(number)[1]
+    if hard == resource.RLIM_INFINITY:
+        breach(f"{name} is endless")
+    else:
+        denied(resource.setrlimit, number, (hard + 1, hard + 1), what=name)
+denied(os.sched_setscheduler, 0, os.SCHED_FIFO, os.sched_param(1), what="FIFO")
+denied(os.sched_setscheduler, 0, os.SCHED_RR, os.sched_param(1), what="RR")
+denied(os.nice, -5)
+if call("ioprio_set", 1, 0, 1 << 13) == 0:
+    breach("real-time I/O")
+denied(write, "/proc/self/oom_score_adj", b"-1000", what="oom_score_adj")
+""",
+    "link_to_what_is_not_ones_own": """
+for path in ("/usr/bin/env", "/.atropos/python", "/proc/1/exe", "/etc/ld.so.preload"):
+    if os.path.lexists(path):
+        denied(os.link, path, "/workspace/linked", what=path)
+for path in ("/usr/bin/su", "/usr/bin/passwd", "/usr/bin/mount"):
+    if os.path.exists(path):
+        status = forked(lambda: os.execv(path, [path, "--version"]))
+""",
 }
 
 NEIGHBOURS = {
@@ -687,5 +762,126 @@ def eat():
         ctypes.memset(at, 1, 8 << 20)
     breach("800 MiB of segments under a limit of 128")
 forked(eat)
+""",
+}
+
+TRICKS = {
+    "kill_everything": """
+print("HELD", flush=True)
+os.kill(-1, signal.SIGKILL)
+""",
+    "stop_everything": """
+if os.fork() == 0:
+    os.setsid()
+    for _ in range(20):
+        os.kill(-1, signal.SIGSTOP)
+os.kill(-1, signal.SIGSTOP)
+""",
+    "signal_pid_1_without_end": """
+until = time.time() + 0.5
+while time.time() < until:
+    for number in (signal.SIGCHLD, signal.SIGTERM, signal.SIGRTMIN, signal.SIGWINCH):
+        try:
+            os.kill(1, number)
+        except OSError:
+            pass
+""",
+    "waits_in_the_kernel": """
+for _ in range(10):
+    if os.fork() == 0:
+        os.setsid()
+        if libc.vfork() == 0:
+            libc.pause()
+time.sleep(0.2)
+""",
+    "attributes_without_end": """
+count = 0
+try:
+    for number in range(400):
+        os.close(os.open(f"/workspace/a{number}", os.O_CREAT | os.O_WRONLY))
+        for key in range(100):
+            os.setxattr(f"/workspace/a{number}", f"user.{key}", bytes(60000))
+            count += 1
+    breach(f"{count * 60000 >> 20} MiB of attributes")
+except OSError as error:
+    print(count, error)
+""",
+    "holes_without_end": """
+for number in range(50):
+    fd = os.open(f"/workspace/h{number}", os.O_CREAT | os.O_RDWR)
+    try:
+        os.ftruncate(fd, 1 << 62)
+        os.pwrite(fd, b"x", (1 << 62) - 10)
+        os.posix_fallocate(fd, 0, 1 << 40)
+        breach("a terabyte was given")
+    except OSError as error:
+        print(error)
+""",
+    "watches_of_epoll_without_end": """
+import select
+fds = [os.eventfd(0) for _ in range(200)]
+kept = []
+try:
+    while True:
+        kept.append(select.epoll())
+        for fd in fds:
+            kept[-1].register(fd, select.EPOLLIN)
+except OSError as error:
+    print(len(kept), error)
+time.sleep(0.2)
+""",
+    "listeners_without_end": """
+kept = []
+try:
+    while True:
+        s = socket.socket()
+        s.bind(("127.0.0.1", 0))
+        s.listen(4096)
+        kept.append(s)
+except OSError as error:
+    print(len(kept), error)
+""",
+    "timers_without_end": """
+kept, timer = 0, ctypes.c_void_p()
+while kept < 100000 and libc.timer_create(1, None, ctypes.byref(timer)) == 0:
+    kept += 1
+if kept > 10000:
+    breach(f"{kept} timers")
+""",
+    "names_that_are_not_there": """
+for number in range(100000):
+    try:
+        os.stat(f"/usr/not-there-{number}")
+    except OSError:
+        pass
+""",
+    "mapped_and_locked_memory": """
+class Limit(ctypes.Structure):
+    _fields_ = [("soft", ctypes.c_ulong), ("hard", ctypes.c_ulong)]
+libc.mlockall(3)
+kept = []
+for number in range(60000):
+    at = libc.mmap(None, 8192, 3 if number % 2 else 1, 0x22, -1, 0)
+    if at in (None, ctypes.c_void_p(-1).value):
+        break
+    kept.append(at)
+print(len(kept))
+""",
+    "processes_of_other_users": """
+for uid in range(1, 40):
+    try:
+        if os.fork() == 0:
+            os.setsid()
+            os.setresuid(uid, uid, uid)
+            for _ in range(20):
+                if os.fork() == 0:
+                    time.sleep(20)
+            time.sleep(20)
+    except OSError as error:
+        print(uid, error)
+        break
+running = sum(name.isdigit() for name in os.listdir("/proc"))
+if running > 80:
+    breach(f"{running} processes under a limit of 64")
 """,
 }

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 
+from atropos.errors import SandboxError
 from tests.security import programs
 from tests.security.conftest import NEIGHBOUR, SECRET
 from tests.security.prelude import program
@@ -48,3 +51,26 @@ async def test_no_program_reaches_a_neighbour_or_the_network(attacker, pool, sec
 async def test_no_bomb_harms_more_than_its_own_slot(attacker, pool, secret_file, name):
     await attack(attacker, programs.BOMBS[name], secret_file, pool)
     await usable(attacker)
+
+
+@pytest.mark.parametrize("name", programs.TRICKS)
+async def test_no_trick_takes_the_slot_from_its_owner(attacker, pool, secret_file, name):
+    await attack(attacker, programs.TRICKS[name], secret_file, pool, timeout_s=2)
+    await usable(attacker)
+
+
+@pytest.mark.parametrize("name", [*programs.BOMBS, *programs.TRICKS])
+async def test_a_slot_released_in_the_middle_of_it_is_whole_for_the_next(pool, beside, secret_file, name):
+    body = {**programs.BOMBS, **programs.TRICKS}[name]
+    async with pool.lease(f"leaver-{name}") as slot:
+        running = asyncio.create_task(slot.exec("exec python3 -I -", stdin=source(slot, body, secret_file)))
+        await asyncio.sleep(0.15)
+    await asyncio.wait([running])
+    assert running.exception() is None or isinstance(running.exception(), SandboxError)
+    async with pool.lease(f"next-{name}") as slot:
+        result = await slot.exec(
+            "ls -A /workspace /tmp /dev/shm | wc -l; ls -d /proc/[0-9]* | wc -l; dd if=/dev/zero of=f bs=1M count=40 status=none && echo room"
+        )
+        lines = result.output.split()
+        assert int(lines[0]) <= 5 and int(lines[1]) <= 4 and lines[2:] == ["room"], result
+    assert pool.stats().retired == 0, repr(pool)

@@ -80,6 +80,18 @@ async def test_beside_programs_that_try_to_break_out_neighbours_stay_quick(watch
         print(await watch.within(2, attack))
 
 
+async def test_beside_tricks_neighbours_stay_quick(watch, attacker, pool, secret_file):
+    texts = itertools.cycle([source(attacker, body, secret_file) for body in programs.TRICKS.values()])
+
+    async def attack(until: float) -> None:
+        while (left := until - time.monotonic()) > 0:
+            await attacker.exec("exec python3 -I -", stdin=next(texts), timeout_s=max(0.05, min(0.3, left)))
+            await attacker.quiesce()
+
+    for _ in range(3):
+        print(await watch.within(3, attack))
+
+
 async def floods_output(slot, pool) -> None:
     await slot.exec("exec head -c 100000000 /dev/zero")
 

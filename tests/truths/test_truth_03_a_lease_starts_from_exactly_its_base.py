@@ -28,6 +28,10 @@ MESSES = {
     "system files": "echo evil >> /etc/passwd; echo 6.6.6.6 x >> /etc/hosts; rm -rf /etc/ssl /root; mkdir -p /root; echo 'echo evil' > /root/.bashrc; rm /tmp -rf; ln -s /etc /tmp",
     "limits and host name": "ulimit -n 10; ulimit -u 5; hostname evil 2>/dev/null; renice 19 $$ >/dev/null 2>&1; umask 0",
     "shared memory": "head -c 5000000 /dev/zero > /dev/shm/x; head -c 5000000 /dev/zero > /tmp/y",
+    "a fork bomb that goes on": "(setsid bash -c ':(){ :|:& };:' >/dev/null 2>&1 &); sleep 0.2",
+    "everything is stopped": "for i in 1 2 3 4 5; do sleep 1000 & kill -STOP $!; done; python3 -c 'import os, signal; os.fork(); os.kill(-1, signal.SIGSTOP)'",
+    "a parent that waits in the kernel": 'python3 -c "import ctypes; l=ctypes.CDLL(None); l.vfork() == 0 and l.pause()" & sleep 0.2',
+    "attributes and holes": "truncate -s 8E hole; truncate -s 1T hole2; python3 -c \"import os; open('a','w'); [os.setxattr('a', f'user.{n}', bytes(60000)) for n in range(50)]\"; chmod 7777 a",
     "many files": "mkdir many; cd many; seq 20000 | xargs touch",
 }
 
@@ -39,7 +43,7 @@ async def test_nothing_of_an_earlier_lease_is_left_whatever_it_did(local_pool):
             assert "/workspace" in fresh
         for name, mess in MESSES.items():
             async with pool.lease(name) as slot:
-                await slot.exec(mess, timeout_s=60)
+                await slot.exec(mess, timeout_s=2 if "stopped" in name else 60)
             async with pool.lease(f"after {name}") as slot:
                 assert (await slot.exec(LOOK)).output == fresh, name
         assert pool.stats().retired == 0
