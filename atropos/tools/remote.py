@@ -12,7 +12,6 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 from urllib.parse import quote
 
-import httpx
 from pydantic import SecretStr, ValidationError
 
 from atropos.errors import ConfigError, OutcomeUnknown, ToolServerUnavailable
@@ -26,6 +25,7 @@ from atropos.tools.tool_server_models import (
     ToolInfo,
     ToolList,
 )
+from atropos.tools.way import Answer, Broken, Connections, InProcess, Unsent, Way
 from atropos.wire import Problem
 
 INPROCESS = "inprocess"
@@ -63,7 +63,7 @@ class ToolServerClient:
         self._factory = app_factory
         self._tools = tools
         self._stack = AsyncExitStack()
-        self._http: httpx.AsyncClient | None = None
+        self._way: Way | None = None
         self._boot_id: str | None = None
         self._states: dict[str, str] = {}  # what the server keeps, by trajectory
         if url != INPROCESS and not url.startswith(("http://", "https://")):
@@ -75,25 +75,16 @@ class ToolServerClient:
         Raises:
             ToolServerUnavailable: it can't be reached, refuses the token, or answers nonsense.
         """
-        headers = {}
+        headers: dict[str, str] = {}
         if self._token is not None:
             headers["Authorization"] = f"Bearer {self._token.get_secret_value()}"
-        transport: httpx.AsyncBaseTransport | None = None
-        base = self.url
         if self.url == INPROCESS:
             app = self._factory() if self._factory is not None else _default_app(self._token, self._tools)
             await self._stack.enter_async_context(_living(app))
-            transport, base = httpx.ASGITransport(app=app, raise_app_exceptions=False), "http://inprocess"
-        self._http = await self._stack.enter_async_context(
-            httpx.AsyncClient(
-                base_url=base,
-                headers=headers,
-                transport=transport,
-                timeout=httpx.Timeout(self.timeout_s, connect=10.0, pool=None),
-                limits=httpx.Limits(max_connections=1000, max_keepalive_connections=100),
-                trust_env=False,
-            )
-        )
+            self._way = InProcess(app, headers)
+        else:
+            self._way = Connections(self.url, headers)
+            self._stack.push_async_callback(self._way.close)
         try:
             answer = await self._get_tools()
         except BaseException:
@@ -105,19 +96,19 @@ class ToolServerClient:
     async def _get_tools(self) -> ToolList:
         for attempt in range(MAX_ATTEMPTS):
             try:
-                response = await self._client.get("/tools", timeout=15.0)
-            except httpx.TransportError as error:
+                response = await self._open.send("GET", "/tools", None, 15.0)
+            except (Unsent, Broken) as error:
                 if attempt + 1 == 3:
-                    raise self._unavailable(f"can't be reached: {_said(error)}") from error
+                    raise self._unavailable(f"can't be reached: {error}") from error
                 await _pause(attempt, None)
                 continue
-            if response.status_code in {429, 503} and attempt + 1 < MAX_ATTEMPTS:
+            if response.status in {429, 503} and attempt + 1 < MAX_ATTEMPTS:
                 await _pause(attempt, response)
                 continue
-            if response.status_code != 200:
+            if response.status != 200:
                 raise self._refused(response)
             try:
-                tools = ToolList.model_validate_json(response.content)
+                tools = ToolList.model_validate_json(response.body)
             except ValidationError as error:
                 raise self._unavailable(f"answered nonsense to GET /tools: {error.error_count()} problems") from error
             if tools.version != VERSION:
@@ -152,28 +143,23 @@ class ToolServerClient:
             if left <= 0:
                 break
             body = call.model_copy(update={"boot_id": first_boot_id}) if sent_before else call
-            response: httpx.Response | None = None
+            response: Answer | None = None
             try:
-                response = await self._client.post(
-                    "/execute",
-                    content=body.model_dump_json(),
-                    headers={"Content-Type": "application/json"},
-                    timeout=httpx.Timeout(left, connect=10.0),
-                )
-            except (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout) as error:
-                failure = f"can't be reached: {_said(error)}"
-            except httpx.TransportError as error:
+                response = await self._open.send("POST", "/execute", body.__pydantic_serializer__.to_json(body), left)
+            except Unsent as error:
+                failure = f"can't be reached: {error}"
+            except Broken as error:
                 sent_before = True
-                failure = f"broke the connection: {_said(error)}"
+                failure = f"broke the connection: {error}"
             else:
-                if response.status_code == 200:
+                if response.status == 200:
                     return self._answer(response, call)
-                if response.status_code == 413 and not sent_before:
+                if response.status == 413 and not sent_before:
                     return ToolResult.failure(f"{name}: the arguments are too long: {_problem(response)}")
-                if response.status_code not in {429, 502, 503, 504}:
+                if response.status not in {429, 502, 503, 504}:
                     self._raise_for(response, call, sent_before=sent_before)
-                sent_before |= response.status_code in {502, 504}  # a proxy's: the server behind it may be at work
-                failure = f"answered {response.status_code}: {_problem(response)}"
+                sent_before |= response.status in {502, 504}  # a proxy's: the server behind it may be at work
+                failure = f"answered {response.status}: {_problem(response)}"
             await _pause(attempt, response)
         if sent_before:
             raise OutcomeUnknown(f"the ToolServer at {self.url} {failure}; call {call_id} may have run")
@@ -183,24 +169,24 @@ class ToolServerClient:
         """Let the server forget what it keeps for a trajectory; a failure is logged, its TTL ends it anyway."""
         self._states.pop(trajectory_id, None)
         try:
-            await self._client.delete(f"/trajectories/{quote(trajectory_id, safe='')}", timeout=10.0)
-        except httpx.HTTPError as error:
-            _log.warning("the ToolServer was not told that trajectory %s ended: %s", trajectory_id, _said(error))
+            await self._open.send("DELETE", f"/trajectories/{quote(trajectory_id, safe='')}", None, 10.0)
+        except (Unsent, Broken) as error:
+            _log.warning("the ToolServer was not told that trajectory %s ended: %s", trajectory_id, error)
 
     async def close(self) -> None:
         """Close the connections, and the application where it runs in this process."""
-        self._http = None
+        self._way = None
         await self._stack.aclose()
 
     @property
-    def _client(self) -> httpx.AsyncClient:
-        if self._http is None:
+    def _open(self) -> Way:
+        if self._way is None:
             raise RuntimeError("the ToolServer client is not started, or closed")
-        return self._http
+        return self._way
 
-    def _answer(self, response: httpx.Response, call: ExternalCall) -> ToolResult:
+    def _answer(self, response: Answer, call: ExternalCall) -> ToolResult:
         try:
-            answer = ExecuteAnswer.model_validate_json(response.content)
+            answer = ExecuteAnswer.model_validate_json(response.body)
         except ValidationError as error:
             raise self._unavailable(
                 f"answered nonsense to call {call.call_id}: {error.error_count()} problems"
@@ -212,20 +198,20 @@ class ToolServerClient:
             del self._states[call.trajectory_id]
         return external_result(answer.result)
 
-    def _raise_for(self, response: httpx.Response, call: ExternalCall, *, sent_before: bool) -> None:
+    def _raise_for(self, response: Answer, call: ExternalCall, *, sent_before: bool) -> None:
         problem = _problem(response)
-        if response.status_code == 409:
+        if response.status == 409:
             if _code(response) == "state_lost" and not sent_before:
                 self._states.pop(call.trajectory_id, None)  # told once: what comes after it begins anew
                 raise self._unavailable(f"did not run call {call.call_id}: {problem}")
             raise OutcomeUnknown(f"the ToolServer at {self.url}: {problem}")
-        if response.status_code >= 500 or sent_before:
-            raise OutcomeUnknown(f"the ToolServer at {self.url} answered {response.status_code}: {problem}")
+        if response.status >= 500 or sent_before:
+            raise OutcomeUnknown(f"the ToolServer at {self.url} answered {response.status}: {problem}")
         raise self._refused(response)
 
-    def _refused(self, response: httpx.Response) -> ToolServerUnavailable:
-        cure = "; check tool_server_token" if response.status_code in {401, 403} else ""
-        return self._unavailable(f"answered {response.status_code}: {_problem(response)}{cure}")
+    def _refused(self, response: Answer) -> ToolServerUnavailable:
+        cure = "; check tool_server_token" if response.status in {401, 403} else ""
+        return self._unavailable(f"answered {response.status}: {_problem(response)}{cure}")
 
     def _unavailable(self, why: str) -> ToolServerUnavailable:
         return ToolServerUnavailable(f"the ToolServer at {self.url} {why}")
@@ -283,29 +269,25 @@ async def _living(app: Any) -> AsyncGenerator[None]:
             _log.warning("the ToolServer in this process did not end well: %r", failure)
 
 
-def _problem(response: httpx.Response) -> str:
+def _problem(response: Answer) -> str:
     try:
-        return Problem.model_validate_json(response.content).message
+        return Problem.model_validate_json(response.body).message
     except ValidationError:
-        return response.text[:200] or response.reason_phrase
+        return response.body.decode(errors="replace")[:200] or f"status {response.status}"
 
 
-def _code(response: httpx.Response) -> str:
+def _code(response: Answer) -> str:
     try:
-        return Problem.model_validate_json(response.content).code
+        return Problem.model_validate_json(response.body).code
     except ValidationError:
         return ""
 
 
-def _said(error: Exception) -> str:
-    return str(error) or type(error).__name__
-
-
-async def _pause(attempt: int, response: httpx.Response | None) -> None:
+async def _pause(attempt: int, response: Answer | None) -> None:
     asked = 0.0
     if response is not None:
         try:
-            asked = float(response.headers.get("Retry-After", 0))
+            asked = float(response.headers.get("retry-after", 0))
         except ValueError:
             asked = 0.0
     backoff = 0.1 * 2**attempt * random.uniform(0.5, 1.5)

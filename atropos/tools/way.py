@@ -1,0 +1,159 @@
+"""One request to a ToolServer and its answer: over kept connections, or straight into an application in this process."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+from urllib.parse import unquote
+
+import aiohttp
+
+CONNECT_S = 10.0
+MAX_CONNECTIONS = 1000
+KEEP_S = 4.0
+"""How long an unused connection is kept: less than the 5 s after which uvicorn closes it."""
+
+
+class Unsent(Exception):
+    """The request never reached the server."""
+
+
+class Broken(Exception):
+    """The request may have reached the server; its answer did not come."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A response, read to its end. Names of headers are in lower case."""
+
+    status: int
+    headers: Mapping[str, str]
+    body: bytes
+
+
+class Way(Protocol):
+    """How requests get to the server."""
+
+    async def send(self, method: str, path: str, body: bytes | None, timeout_s: float) -> Answer:
+        """One request: `path` is quoted, `body` is JSON.
+
+        Raises:
+            Unsent: it was not delivered.
+            Broken: it may have been.
+        """
+        ...
+
+    async def close(self) -> None:
+        """Close the connections."""
+        ...
+
+
+class Connections:
+    """Over HTTP: aiohttp, of which a request costs a fifth of what it costs with httpx."""
+
+    def __init__(self, url: str, headers: Mapping[str, str]) -> None:
+        self._url = url.rstrip("/")
+        self._session = aiohttp.ClientSession(
+            headers=headers,
+            connector=aiohttp.TCPConnector(limit=MAX_CONNECTIONS, keepalive_timeout=KEEP_S),
+            cookie_jar=aiohttp.DummyCookieJar(),
+        )
+
+    async def send(self, method: str, path: str, body: bytes | None, timeout_s: float) -> Answer:
+        """See `Way`."""
+        request = self._session.request(
+            method,
+            self._url + path,
+            data=body,
+            headers={"Content-Type": "application/json"} if body is not None else None,
+            timeout=aiohttp.ClientTimeout(total=timeout_s, sock_connect=CONNECT_S),
+            allow_redirects=False,
+        )
+        try:
+            async with request as response:
+                headers = {name.lower(): value for name, value in response.headers.items()}
+                return Answer(response.status, headers, await response.read())
+        except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError, aiohttp.InvalidURL) as error:
+            raise Unsent(str(error) or type(error).__name__) from error
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            raise Broken(str(error) or type(error).__name__) from error
+
+    async def close(self) -> None:
+        """See `Way`."""
+        await self._session.close()
+
+
+class InProcess:
+    """Straight into an ASGI application."""
+
+    def __init__(self, app: Any, headers: Mapping[str, str]) -> None:
+        self._app = app
+        self._headers = _encoded({"host": "inprocess", **headers}.items())
+
+    async def send(self, method: str, path: str, body: bytes | None, timeout_s: float) -> Answer:
+        """See `Way`."""
+        content = body or b""
+        more = {"content-type": "application/json", "content-length": str(len(content))} if body is not None else {}
+        scope: dict[str, Any] = {
+            "type": "http",
+            "asgi": {"version": "3.0"},
+            "http_version": "1.1",
+            "method": method,
+            "scheme": "http",
+            "path": unquote(path),
+            "raw_path": path.encode(),
+            "query_string": b"",
+            "root_path": "",
+            "headers": [*self._headers, *_encoded(more.items())],
+            "client": ("127.0.0.1", 0),
+            "server": ("inprocess", 80),
+        }
+        exchange = _Exchange(content)
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._app(scope, exchange.receive, exchange.send)
+        except TimeoutError as error:
+            raise Broken(f"no answer within {timeout_s:g} s") from error
+        except Exception as error:
+            if exchange.status == 0:
+                return Answer(500, {}, repr(error).encode())
+        return Answer(exchange.status or 500, exchange.headers, b"".join(exchange.parts))
+
+    async def close(self) -> None:
+        """See `Way`."""
+
+
+class _Exchange:
+    """One request as its application sees it, and what it answered."""
+
+    def __init__(self, content: bytes) -> None:
+        self._content: bytes | None = content
+        self._complete = asyncio.Event()
+        self.status = 0
+        self.headers: dict[str, str] = {}
+        self.parts: list[bytes] = []
+
+    async def receive(self) -> dict[str, Any]:
+        if self._content is None:
+            await self._complete.wait()
+            return {"type": "http.disconnect"}
+        content, self._content = self._content, None
+        return {"type": "http.request", "body": content, "more_body": False}
+
+    async def send(self, message: dict[str, Any]) -> None:
+        if message["type"] == "http.response.start":
+            self.status = message["status"]
+            for name, value in message.get("headers", ()):
+                with contextlib.suppress(UnicodeDecodeError):
+                    self.headers[name.decode().lower()] = value.decode("latin-1")
+        elif message["type"] == "http.response.body":
+            self.parts.append(message.get("body", b""))
+            if not message.get("more_body", False):
+                self._complete.set()
+
+
+def _encoded(headers: Iterable[tuple[str, str]]) -> list[tuple[bytes, bytes]]:
+    return [(name.lower().encode("latin-1"), value.encode("latin-1")) for name, value in headers]
