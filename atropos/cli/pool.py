@@ -24,6 +24,8 @@ Job = Annotated[str, typer.Option("--job-id", help="the pool's sandbox_job_id")]
 Address = Annotated[str | None, typer.Option(help="of the engine; default: NOMAD_ADDR or DOCKER_HOST")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 DEFAULT_JOB = "atropos-sandbox-agent-env"
+SUCCESSOR_S = 60.0
+"""How long the next container is not drained because the last one's successor does not answer yet, in seconds."""
 
 
 def _run(backend: str, job_id: str, address: str | None, work: Callable[[Survey], Awaitable[T]]) -> T:
@@ -73,7 +75,9 @@ def watch(
 @pool_app.command()
 def drain(
     index: Annotated[list[int] | None, typer.Argument(help="indexes of the containers")] = None,
-    everything: Annotated[bool, typer.Option("--all", help="every container, one after the other")] = False,
+    everything: Annotated[
+        bool, typer.Option("--all", help="every container, each once the last one's successor answers")
+    ] = False,
     deadline_s: Annotated[
         float, typer.Option("--deadline", min=0, help="longest a container's leases may go on")
     ] = 3600,
@@ -88,7 +92,10 @@ def drain(
     async def work(survey: Survey) -> int:
         seen, _ = await survey.look()
         chosen = [each for each in seen if everything or each.container.index in (index or [])]
-        for each in sorted(chosen, key=lambda each: -each.container.index):
+        answering = sum(each.status is not None for each in seen)
+        for number, each in enumerate(sorted(chosen, key=lambda each: -each.container.index)):
+            if number and not await survey.until_answering(answering, within_s=SUCCESSOR_S):
+                typer.echo(f"no successor answers after {SUCCESSOR_S:.0f} s: going on", err=True)
             leased = each.status.leased if each.status else 0
             typer.echo(f"draining container {each.container.index} ({leased} leases)", err=True)
             await survey.drain(each, deadline_s=deadline_s)

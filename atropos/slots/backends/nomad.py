@@ -335,7 +335,8 @@ class NomadBackend(Backend):
         # What Nomad gave up with its node may be whole, and merely out of Nomad's reach: its leases go on, no new ones.
         given_up = await self._answering(item for item in rows if item.state == "lost" and item.run in self._known)
         now = {item.run: item for item in (*newest(rows), *kept, *(replace(item, state="ending") for item in given_up))}
-        if now.keys() - self._known.keys():
+        # Asked for as long as servers start: who purged the job just before may have taken the secret of its successor.
+        if now.keys() - self._known.keys() or any(item.state == "starting" for item in now.values()):
             self._token = await self._api.token(self._job_id)
         if now != self._known:
             self._known = now
@@ -451,12 +452,23 @@ class NomadBackend(Backend):
         try:
             async with asyncio.timeout(self._spec.stop_s):
                 index = 0
-                while newest(Allocation.read(row) for row in await self._api.allocations(self._job_id)):
+                while await self._stopped() and newest(
+                    Allocation.read(row) for row in await self._api.allocations(self._job_id)
+                ):
                     index = await self._api.next_change(self._job_id, index)
         except TimeoutError:
             log.warning("job %s is purged while some of its containers still end", self._job_id)
+        if not await self._stopped():
+            log.info("job %s was registered anew by another client: not purged", self._job_id)
+            return
         await self._api.deregister(self._job_id, purge=True)
-        await self._api.drop_token(self._job_id)
+        if await self._api.job(self._job_id) is None:
+            await self._api.drop_token(self._job_id)
+
+    async def _stopped(self) -> bool:
+        """Whether the job is stopped or gone: nobody has registered it anew."""
+        job = await self._api.job(self._job_id)
+        return job is None or bool(job.get("Stop"))
 
 
 def _group(job: Json) -> Json:

@@ -78,6 +78,23 @@ class Survey:
                 pass
         await self._end(seen.container)
 
+    async def until_answering(self, count: int, *, within_s: float) -> bool:
+        """Wait until so many containers answer and take leases, or nobody is connected who would miss them.
+
+        Returns:
+            False when that did not come about within `within_s` seconds.
+        """
+        try:
+            async with asyncio.timeout(within_s):
+                while True:
+                    seen, _ = await self.look()
+                    answers = [each.status for each in seen if each.status is not None]
+                    if sum(not each.draining for each in answers) >= count or not any(e.connected for e in answers):
+                        return True
+                    await asyncio.sleep(0.5)
+        except TimeoutError:
+            return False
+
     async def in_use(self) -> list[Seen]:
         """The containers that a live client works in."""
         found, _ = await self.look()

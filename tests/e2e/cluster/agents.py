@@ -11,6 +11,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import tempfile
 import time
@@ -77,10 +78,11 @@ plugin "docker" {{
 class Cluster:
     """`with Cluster(clients=3) as cluster:` then `cluster.url`. Blocking; its methods are quick but for the start."""
 
-    def __init__(self, *, clients: int = 3, base_port: int = 5646) -> None:
+    def __init__(self, *, clients: int = 3) -> None:
         self.clients = [f"client{n}" for n in range(1, clients + 1)]
-        self.url = f"http://127.0.0.1:{base_port}"
-        self._base = base_port
+        self._place = next(place for place in range(8) if _free(5646 + 1000 * place))
+        self._base = 5646 + 1000 * self._place
+        self.url = f"http://127.0.0.1:{self._base}"
         self._folder = Path(tempfile.mkdtemp(prefix="atropos-cluster."))
         self._agents: dict[str, subprocess.Popen[bytes]] = {}
 
@@ -123,7 +125,7 @@ class Cluster:
         data.mkdir(exist_ok=True)
         port = self._base + 100 * number
         text = COMMON.format(data=data, name=name, port=port, rpc=port + 1, serf=port + 2)
-        low = 21_000 + 1000 * number
+        low = 20_000 + 1000 * (4 * self._place + number)
         text += SERVER if number == 0 else CLIENT.format(rpc=self._base + 1, low=low, high=low + 999)
         config = self._folder / f"{name}.hcl"
         config.write_text(text)
@@ -204,6 +206,12 @@ class Cluster:
             if self.ask("GET", path) is not None:
                 left.append(f"{what} {job_id}")
         return left
+
+
+def _free(port: int) -> bool:
+    """Whether nobody listens there: another run of the tests may have a cluster of its own."""
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) != 0
 
 
 def _wait(condition: Callable[[], object], what: str, seconds: float) -> None:
