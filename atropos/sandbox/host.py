@@ -316,8 +316,8 @@ class SlotHost:
         """Undo what was set up for the server as a whole."""
         await asyncio.gather(*(sandbox.stop() for sandbox in list(self._live)))
         for volume in self._layers.values():
-            with contextlib.suppress(OSError):
-                await self.disposer.give(volume.detach(), volume.disk)
+            with contextlib.suppress(OSError):  # a cell goes as a whole, with this server
+                await self.disposer.give(volume.detach(), None if self._entered.cells else volume.disk)
         self._layers.clear()
         await self.disposer.aclose()
         if self._entered.disk is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import fcntl
 import logging
 import os
 import random
@@ -244,14 +245,35 @@ class _Place:
 # -------------------------------------------------------------------------------------------------------------- scratch
 
 _SCRATCH = re.compile(r"atropos-(\d+)-(\d+)-")
+_locks: dict[Path, int] = {}
 
 
 def make_scratch() -> Path:
-    """An empty folder, named after this process, in which servers mount what only they can see."""
+    """An empty folder, named after this process and locked by it, in which servers mount what only they can see."""
     pid = os.getpid()
-    path = Path(tempfile.mkdtemp(prefix=f"atropos-{pid}-{start_time(pid)}-"))
-    path.chmod(0o755)  # the server passes through it as another user
-    return path
+    while True:
+        path = Path(tempfile.mkdtemp(prefix=f"atropos-{pid}-{start_time(pid)}-"))
+        path.chmod(0o755)  # the server passes through it as another user
+        if lock(path):
+            return path
+
+
+def lock(path: Path) -> bool:
+    """Lock a folder until it is removed or this process ends. False when another holds it, or it is gone."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        kept = os.path.samestat(os.fstat(fd), os.stat(path))
+    except OSError:
+        kept = False
+    if kept:
+        _locks[path] = fd
+    else:
+        os.close(fd)
+    return kept
 
 
 def remove_scratch(path: Path) -> None:
@@ -259,10 +281,16 @@ def remove_scratch(path: Path) -> None:
     for folder, _, _ in os.walk(path, topdown=False):
         with contextlib.suppress(OSError):
             os.rmdir(folder)
+    if (fd := _locks.pop(path, None)) is not None:
+        os.close(fd)
 
 
 def remove_stale_scratch() -> None:
-    """Remove what was left by processes that were killed; the name says whose it was."""
+    """Remove what was left by processes that were killed.
+
+    The name says whose it was, but a process of another container may seem gone from here: its lock tells. Removing a
+    folder detaches what is mounted on it elsewhere.
+    """
     for path in Path(tempfile.gettempdir()).glob("atropos-*"):
-        if (match := _SCRATCH.match(path.name)) and start_time(int(match[1])) != int(match[2]):
+        if (match := _SCRATCH.match(path.name)) and start_time(int(match[1])) != int(match[2]) and lock(path):
             remove_scratch(path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import os
 import sys
 import textwrap
@@ -158,8 +159,16 @@ async def test_scratch_of_the_dead_is_removed_and_that_of_the_living_kept(tmp_pa
     mine.mkdir()
     kept = tmp_path / f"atropos-{os.getpid()}-{local.start_time(os.getpid())}-zz"
     kept.mkdir()
+    elsewhere = tmp_path / "atropos-1-99999999999-def"  # its owner lives where we don't see its pid, and holds its lock
+    elsewhere.mkdir()
+    held = os.open(elsewhere, os.O_RDONLY)
+    fcntl.flock(held, fcntl.LOCK_EX)
     local.remove_stale_scratch()
     assert not dead.exists()
+    assert elsewhere.exists()
+    os.close(held)
+    local.remove_stale_scratch()
+    assert not elsewhere.exists()
     assert mine.exists()
     assert kept.exists()
 

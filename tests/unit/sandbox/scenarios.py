@@ -536,7 +536,7 @@ async def forks_share_a_frozen_layer(host):
 
 
 async def a_fork_s_mounts_are_those_of_any_slot(host):
-    look = "cut -d' ' -f5,6 /proc/self/mountinfo | grep -v ^/.atropos/next | sort; ls -A / /dev"
+    look = "cut -d' ' -f5,6 /proc/self/mountinfo | grep -v ^/.atropos/next | sort; ls -A / /dev; grep -E 'Cap|Seccomp:|NoNew' /proc/self/status"
     async with slot(host) as plain:
         expected = (await out(plain, look)).splitlines()
         layer = await (await host.start("origin-of-mounts")).freeze("mounts")
