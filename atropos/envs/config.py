@@ -14,7 +14,7 @@ from atropos.envs.prometheus import split_address
 from atropos.errors import ConfigError
 from atropos.slots import SlotPoolConfig
 from atropos.slots.config import NomadVariables
-from atropos.tools import ToolExecutorConfig
+from atropos.tools import ToolExecutorConfig, ToolLimits
 
 
 def _names(value: Any) -> Any:
@@ -95,6 +95,9 @@ class SandboxEnvConfig(BaseEnvConfig):
         default=False, description="let `serve` send groups whose tokens are not the model's own (openai, trl)"
     )
     seed: int | None = Field(default=None, description="sent with each request, by trajectory, where set")
+    record_sessions: bool = Field(
+        default=False, description="record every terminal session, beside the JSONL; else those that the agent asks for"
+    )
     metrics_address: str | None = Field(
         default=None, description="host:port that serves the env's metrics at /metrics for Prometheus; None: nowhere"
     )
@@ -185,7 +188,16 @@ class SandboxEnvConfig(BaseEnvConfig):
             require_stateful_sandbox=self.require_stateful_sandbox,
             tool_server_url=self.tool_server_url,
             tool_server_token=self.tool_server_token,
+            recordings_dir=self.recordings_dir,
+            limits=ToolLimits(record_sessions=self.record_sessions),
         )
+
+    @property
+    def recordings_dir(self) -> str | None:
+        """Where recorded terminal sessions go: the folder `NAME.recordings` beside the trajectories' `NAME.jsonl`."""
+        if self.data_path_to_save_groups is None:
+            return None
+        return f"{self.data_path_to_save_groups.removesuffix('.jsonl')}.recordings"
 
 
 class AgentEnvConfig(SandboxEnvConfig):

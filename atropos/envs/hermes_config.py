@@ -94,5 +94,6 @@ class HermesAgentEnvConfig(SandboxEnvConfig):
     def executor_config(self) -> ToolExecutorConfig:
         """The executor that these settings mean."""
         longest = max(ToolLimits().max_timeout_s, self.terminal_timeout)
-        limits = ToolLimits(command_timeout_s=self.terminal_timeout, max_timeout_s=longest)
-        return super().executor_config().model_copy(update={"limits": limits})
+        config = super().executor_config()
+        changes = {"command_timeout_s": self.terminal_timeout, "max_timeout_s": longest}
+        return config.model_copy(update={"limits": config.limits.model_copy(update=changes)})

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncGenerator, Callable, Coroutine
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
 from types import TracebackType
 from typing import Any, Protocol, Self
 
@@ -353,17 +353,20 @@ class ToolExecutor:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(INTERRUPT_S):
                     await trajectory.idle.wait()
-        try:
-            await self._put_away(trajectory)
-            if trajectory.slot is not None:
-                await trajectory.slot.release()
-            if trajectory.external and self._server is not None:
-                await self._server.end_trajectory(trajectory.id)
-        except SandboxError as error:
-            # The slot went with its container: the pool knows, and there is nothing left to give back.
-            _log.info("release of %s: %s", trajectory.id, error)
-        except Exception:
-            _log.exception("release of trajectory %s failed", trajectory.id)
+        # Each on its own: a recording that can't be written or a slot that is gone keeps nothing else from being given back.
+        steps: list[Awaitable[Any]] = [self._put_away(trajectory)]
+        if trajectory.slot is not None:
+            steps.append(trajectory.slot.release())
+        if trajectory.external and self._server is not None:
+            steps.append(self._server.end_trajectory(trajectory.id))
+        for step in steps:
+            try:
+                await step
+            except SandboxError as error:
+                # The slot went with its container: the pool knows, and there is nothing left to give back.
+                _log.info("release of %s: %s", trajectory.id, error)
+            except Exception:
+                _log.exception("release of trajectory %s failed", trajectory.id)
 
     async def _put_away(self, trajectory: Trajectory) -> None:
         """Let tools finish what they kept, while the slot is still there, and write the recordings."""
@@ -377,6 +380,8 @@ class ToolExecutor:
                     await finish(scope)
             except (SandboxError, ToolError, TimeoutError) as error:
                 _log.info("release of %s: a tool could not finish: %s", trajectory.id, error)
+            except Exception:
+                _log.exception("release of %s: what a tool kept could not be finished", trajectory.id)
         sessions: Sessions | None = trajectory.state.get("session")
         if sessions is not None and self.config.recordings_dir is not None:
             await asyncio.to_thread(write_recordings, self.config.recordings_dir, trajectory.id, sessions.recordings())

@@ -43,7 +43,8 @@ class ProcessArguments(Arguments):
     """Arguments of `process`."""
 
     action: Action = Field(
-        description="list: all sessions; poll: state and new output; log: last lines of output; wait: until it ends; "
+        description="list: all sessions; poll: state and new output; log: last lines of output; "
+        "wait: until it ends (later calls come after it; poll to go on meanwhile); "
         "kill: end it; write: send data as it is; submit: send data and Enter; close: end its input"
     )
     session_id: str | None = Field(default=None, description="from terminal(background=true); not for list")

@@ -30,6 +30,7 @@ TESTS = Path(__file__).parents[1]
 
 ELSEWHERE = {
     "max_token_length": "unit/envs/test_process.py::test_an_item_too_long_for_the_context_drops_its_group_and_no_other",
+    "record_sessions": "e2e/test_recordings.py::test_recordings_stand_beside_the_trajectories",
     "require_sandbox": "truths/test_truth_08_isolation_is_proven_at_start.py"
     "::test_require_sandbox_refuses_exactly_what_the_probe_misses",
     "require_stateful_sandbox": "unit/server/test_serve.py::test_require_sandbox_refuses_what_is_not_complete",

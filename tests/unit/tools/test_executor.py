@@ -374,3 +374,22 @@ async def test_a_trajectory_needs_an_id(executor):
     for wrong in ("", "a" * 501):
         with pytest.raises(ConfigError, match="trajectory_id"):
             await executor.execute(wrong, terminal("true"))
+
+
+async def test_what_a_tool_kept_and_cannot_finish_keeps_no_slot(pool, tmp_path):
+    class Kept:
+        async def finish(self, scope):
+            raise RuntimeError("a bug of its own")
+
+    class Recorded:
+        def recordings(self):
+            return {"proc-1": "{}"}
+
+    (tmp_path / "file").write_text("no folder")
+    config = ToolExecutorConfig(recordings_dir=str(tmp_path / "file" / "below"))
+    async with ToolExecutor(pool, build_tool_registry(["default"]), config) as executor:
+        await executor.execute("t", terminal("true"))
+        state = executor._trajectories["t"].state
+        state |= {"kept": Kept(), "session": Recorded()}
+        await executor.release_trajectory("t")
+    assert pool.free == 8
