@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 import pytest
@@ -14,6 +15,8 @@ from tests.engines import BACKENDS
 def running_cluster() -> Iterator[Cluster]:
     if "nomad" not in BACKENDS:
         pytest.skip("ATROPOS_BACKENDS has no nomad: no agent in this run")
+    if os.geteuid() != 0:
+        pytest.skip("Nomad's clients need root")
     with Cluster(clients=3) as cluster:
         yield cluster
 
