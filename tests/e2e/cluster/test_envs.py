@@ -55,19 +55,17 @@ async def test_an_env_killed_with_9_is_followed_by_one_that_finds_its_job_and_ca
 
 
 @pytest.mark.parametrize("turn", range(TIMES))
-async def test_envs_that_share_a_job_end_well_though_others_purge_at_their_start_and_end(
+async def test_two_envs_share_a_job_and_both_end_well_though_one_purges_at_its_start_and_end(
     cluster, policy, job_id, tmp_path, turn
 ):
     async with env_program(cluster, job_id, policy, tmp_path / "a.jsonl") as long:
         await long.until_groups(1)
         created = cluster.ask("GET", f"/v1/job/{job_id}")["CreateIndex"]
-        purging = {"purge_job_on_start": "true"}
-        async with (
-            env_program(cluster, job_id, policy, tmp_path / "b.jsonl") as short,
-            env_program(cluster, job_id, policy, tmp_path / "c.jsonl", **purging) as purger,
-        ):
-            await asyncio.gather(short.until_groups(1), purger.until_groups(1))
-            await asyncio.gather(short.ends_well(), purger.ends_well())
+        async with env_program(
+            cluster, job_id, policy, tmp_path / "b.jsonl", purge_job_on_start="true", purge_job_on_shutdown="true"
+        ) as purger:
+            await purger.until_groups(1)
+            await purger.ends_well()
         assert cluster.ask("GET", f"/v1/job/{job_id}")["CreateIndex"] == created
         await long.ends_well()
     await nothing_left(cluster, job_id)
