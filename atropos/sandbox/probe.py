@@ -203,7 +203,8 @@ _KNOWN = {
     "devices": _Known(True, "bubblewrap 0.8 or later"),
     "overlay": _Known(
         True,
-        "Linux 6.6 or later (tmpfs needs user xattrs under an overlay), with the overlay module loaded on the host",
+        "Linux 6.6 or later (tmpfs needs user xattrs under an overlay), or volume='disk'; and the overlay module loaded on "
+        "the host",
     ),
     "disk_limit": _Known(True, "volume='memory', and a kernel whose tmpfs takes size="),
     "inode_limit": _Known(True, "volume='memory', and a kernel whose tmpfs takes nr_inodes="),
