@@ -48,7 +48,7 @@ PTH = "/repo\n/repo/.cgroup2-site\n"
 TEST_PACKAGES = ("pytest", "pytest-asyncio", "pytest-timeout", "hypothesis")
 TESTS = "tests/limits tests/unit/sandbox tests/truths/test_truth_03* tests/truths/test_truth_06* tests/truths/test_truth_08* tests/conformance/test_slots.py"
 OLD_TESTS = "tests/limits/test_old_kernel.py"
-SLOWNESS = os.environ.get("ATROPOS_SLOWNESS", "20")
+SLOWNESS = os.environ.get("ATROPOS_SLOWNESS", "10")
 """How much longer than on a machine of its own anything may take: emulation is 10 to 20 times as slow."""
 BOOT_S, RUN_S = 120, 7200
 STARTED = time.monotonic()

@@ -187,6 +187,8 @@ def _claim_v1(hierarchy: _Hierarchy, mounts: str, uid: int, gid: int) -> Tree:
 def _claim_v2(hierarchy: _Hierarchy, mounts: str, uid: int, gid: int) -> Tree:
     mount = _mounted(hierarchy, mounts)
     own = Path(f"{mount}/{hierarchy.path}")
+    if own.name == _REST and own.parent.name == _TOP:
+        own = own.parent.parent  # another server has moved whoever started this one
     offered = set((own / "cgroup.controllers").read_text().split()) & set(CONTROLLERS)
     if not offered:
         return Tree(2, str(own), ())
@@ -236,6 +238,9 @@ def _claim_v2_under(parent: Path, uid: int, gid: int, *, may_move: bool) -> Tree
         with contextlib.suppress(OSError):
             (parent / "cgroup.procs").write_text("0")
         _remove_tree(ours)
+        for path in (rest, top):  # unless another server has something there
+            with contextlib.suppress(OSError):
+                path.rmdir()
         raise
     _give(ours, uid, gid)
     _give(server, uid, gid)

@@ -36,7 +36,14 @@ class Place:
 
     def enter(self, *namespaces: str) -> list[str]:
         """What a command is started with, to run in it."""
-        move = ["sh", "-c", f'echo $$ > {self.path}/cgroup.procs; exec "$@"', "sh"]
+        # once a server has been there, nothing can join the group itself: what runs there is in the leaf for the rest
+        rest = f"{self.path}/atropos/rest"
+        move = [
+            "sh",
+            "-c",
+            f'echo $$ > $([ -d {rest} ] && echo {rest} || echo {self.path})/cgroup.procs; exec "$@"',
+            "sh",
+        ]
         return [*move, "unshare", *namespaces] if namespaces else move
 
     def neighbour(self) -> None:
@@ -141,18 +148,15 @@ def test_two_servers_in_one_place_and_one_killed(place, base):
     assert place.below() == ["atropos", "atropos/rest"]
 
 
-def test_a_limit_above_is_the_container_s_and_a_controller_not_handed_down_is_named(place, base):
-    (TOP / "cgroup.subtree_control").write_text("-cpu")
-    try:
-        code = (
-            "from atropos.config import ServerConfig\nfrom atropos.sandbox import rootphase\n"
-            "c = rootphase.inherited_config() or ServerConfig(token='-')\nrootphase.enter(c)\n"
-            "print(rootphase.entered().cgroups)"
-        )
-        script = base.parent / "claim.py"
-        script.write_text(code)
-        command = [*place.enter(), sys.executable, str(script)]
-        done = subprocess.run(command, capture_output=True, text=True, check=True)
-        assert "'memory', 'pids'" in done.stdout and "missing={'cpu': " in done.stdout, done
-    finally:
-        (TOP / "cgroup.subtree_control").write_text("+cpu")
+def test_a_controller_that_is_not_handed_down_is_named(place):
+    (place.path / "cgroup.subtree_control").write_text("+memory +pids")
+    inner = place.path / "inner"
+    inner.mkdir()
+    code = (
+        "from atropos.config import ServerConfig\nfrom atropos.sandbox import rootphase\n"
+        "c = rootphase.inherited_config() or ServerConfig(token='-')\nrootphase.enter(c)\n"
+        "print(rootphase.entered().cgroups)"
+    )
+    command = ["sh", "-c", f'echo $$ > {inner}/cgroup.procs; exec "$@"', "sh", sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert "'memory', 'pids'" in done.stdout and "missing={'cpu': " in done.stdout, done
