@@ -250,7 +250,7 @@ def boot(made: Path, kind: str, disk: Path, folder: Path) -> int | None:
     argv = [
         "nice", "-n", "5", "qemu-system-x86_64", *accelerator(), "-smp", "1", "-m", "3072", "-no-reboot", "-nodefaults", "-display", "none",
         "-kernel", str(made / f"vmlinuz-{kind}"), "-initrd", str(folder / "initrd"),
-        "-append", "console=ttyS0 quiet loglevel=1 panic=1 random.trust_cpu=on",
+        "-append", "console=ttyS0 quiet loglevel=1 panic=1 no_timer_check random.trust_cpu=on",
         "-drive", f"file={made}/root.img,format=raw,if=virtio,snapshot=on", "-drive", f"file={disk},format=raw,if=virtio,readonly=on",
         "-serial", "stdio", "-serial", f"file:{told}",
     ]  # fmt: skip
