@@ -29,7 +29,7 @@ from pathlib import Path
 from tests.processes import descendants
 
 PERIOD_S = 0.012
-QUIET_S, STRETCH_S = 0.4, 0.9
+QUIET_S, STRETCH_S = 0.35, 0.75
 KEPT_QUIET = 3
 """Quiet stretches, the latest, that make up the quiet value."""
 FAIR = 3.0

@@ -134,6 +134,15 @@ async def test_honest_work_is_scored_whatever_else_was_left(pool, task, name):
     assert await reward(pool, task, f"echo 42 > /workspace/answer; {RIGS[name]}", "shared") == 1
 
 
-@pytest.mark.parametrize("name", [*SEPARATE_ONLY, *RIGS])
+BOTH = (
+    "the reward is there already",
+    "a daemon writes the reward",
+    "the tests are a link",
+    "the workspace is a link",
+    "a fork bomb",
+)
+
+
+@pytest.mark.parametrize("name", [*SEPARATE_ONLY, *BOTH])
 async def test_a_separate_verifier_sees_nothing_but_the_work(pool, task, name):
     assert await reward(pool, task, {**SEPARATE_ONLY, **RIGS}[name], "separate") in {0, None}
