@@ -133,10 +133,11 @@ class SessionTool(Tool):
 def _find(arguments: SessionArguments, kept: Sessions) -> _Session:
     known = ", ".join(kept.by_id) or "none; start one"
     if arguments.session_id is None:
-        alive = [one for one in kept.by_id.values() if not one.finished]
-        if len(alive) != 1:
+        every = list(kept.by_id.values())
+        meant = [one for one in every if not one.finished] or every[-1:]  # of one that ended, the end is still to be seen
+        if len(meant) != 1:
             raise ToolError(f"session: session_id is missing; the sessions are: {known}")
-        return alive[0]
+        return meant[0]
     try:
         return kept.by_id[arguments.session_id]
     except KeyError:

@@ -260,6 +260,41 @@ class TestSessions:
         assert "100x30" in (await use("session", action="screen")).output
         await use("session", action="send", keys=["q"])
 
+    async def test_programs_know_the_windows_size_and_hear_of_its_change(self, use):
+        await use("session", action="start", command="trap 'stty size' WINCH; stty size; while :; do sleep 0.05; done",
+                  rows=17, cols=53)  # fmt: skip
+        assert (await use("session", action="wait", pattern="^17 53$", timeout=30)).success
+        await use("session", action="resize", rows=31, cols=97)
+        assert (await use("session", action="wait", pattern="^31 97$", timeout=30)).success
+        await use("session", action="close")
+
+    async def test_an_installer_asks_shows_its_progress_and_is_answered(self, use):
+        """As apt does it: a question, a bar that is drawn over itself on the last row, and a line at the end."""
+        script = """
+        read -p 'After this operation, 12 MB will be used. Do you want to continue? [Y/n] ' answer
+        case $answer in n*|N*) echo Abort.; exit 1;; esac
+        rows=$(stty size | cut -d' ' -f1)
+        printf '\\0337\\033[0;%dr\\0338' $((rows - 1))
+        for i in 10 55 100; do
+          echo "Unpacking package-$i ..."
+          printf '\\0337\\033[%d;0fProgress: [%3d%%] [####....]\\0338' $rows $i
+          sleep 0.05
+        done
+        printf '\\0337\\033[0;%dr\\0338\\033[1A\\033[J' $rows
+        echo 'Setting up done.'
+        """
+        await use("write_file", path="install.sh", content=script)
+        await use("session", action="start", command="bash install.sh", rows=12)
+        assert (await use("session", action="wait", pattern=r"\[Y/n\]", timeout=30)).success
+        await use("session", action="send", keys=["y", "Enter"])
+        shown = await use("session", action="wait", pattern="Setting up done", timeout=30)
+        assert shown.success
+        assert "Unpacking package-55" in shown.output
+        assert "Progress" not in shown.output.splitlines()[-1]
+        refused = await use("terminal", command="bash install.sh <<< n")
+        assert (refused.exit_code, "Abort." in refused.output) == (1, True)
+        assert (await use("terminal", command="yes | bash install.sh", pty=True)).success
+
     async def test_git_rebase_interactive(self, use):
         await has(use, "vi")
         script = (
