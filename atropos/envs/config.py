@@ -69,6 +69,7 @@ class SandboxEnvConfig(BaseEnvConfig):
     max_containers: int = Field(default=10, ge=1, description="most containers")
     privileged: bool = Field(default=False, description="kept for compatibility; true is refused")
     acquire_timeout_s: float = Field(default=30.0, gt=0, description="longest a trajectory waits for a slot")
+    start_timeout_s: float = Field(default=60.0, gt=0, description="longest the start waits for the first container")
     purge_job_on_start: bool = Field(default=False, description="remove the job of an earlier run first")
     purge_job_on_shutdown: bool = Field(default=True, description="remove the job at the end")
 
@@ -158,6 +159,7 @@ class SandboxEnvConfig(BaseEnvConfig):
             min_containers=self.min_containers,
             max_containers=self.max_containers,
             acquire_timeout_s=self.acquire_timeout_s,
+            start_timeout_s=self.start_timeout_s,
             limits=self.limits(),
             lease_ttl_s=self.lease_ttl_s,
             base=self.sandbox_base,

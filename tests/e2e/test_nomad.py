@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import secrets
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 
 from atropos.errors import AcquireTimeout, SandboxError, SlotLost
 from atropos.slots import SlotPool
 from atropos.slots.backends import nomad_job
+from examples.policy.tokenizer import FOLDER
+from tests.e2e.hermes_support import running_policy
 from tests.e2e.nomad_proxy import NomadProxy
 from tests.engines import (
     BACKENDS,
@@ -38,11 +42,13 @@ def binary() -> str:
     return found.stdout.split()[-1]
 
 
-async def test_a_job_run_by_hand_is_shared_by_two_pools_and_goes_with_the_last():
-    config = pool_config("nomad", max_containers=1)
+async def run_by_hand(job_id: str) -> None:
+    """`nomad var put` and `nomad job run`, as docs/cluster.md has them."""
+    secret = [binary(), "var", "put", "-address", NOMAD, f"nomad/jobs/{job_id}", f"token={secrets.token_hex(32)}"]
+    await asyncio.to_thread(subprocess.run, secret, check=True, capture_output=True)
     command = [binary(), "job", "run", "-detach", "-address", NOMAD]
     for name, value in {
-        "job_id": config.job_id,
+        "job_id": job_id,
         "slots": 2,
         "slot_memory_mib": SMALL.memory_mib,
         "seccomp_profile": ROOT / "docker/sandbox/seccomp.json",
@@ -51,6 +57,50 @@ async def test_a_job_run_by_hand_is_shared_by_two_pools_and_goes_with_the_last()
     await asyncio.to_thread(
         subprocess.run, [*command, str(ROOT / nomad_job.DEFINITION)], check=True, capture_output=True
     )
+
+
+async def test_a_job_run_by_hand_serves_two_env_scripts_at_once(tmp_path):
+    job_id = f"atropos-{secrets.token_hex(4)}"
+    await run_by_hand(job_id)
+    before = nomad("GET", f"/v1/job/{job_id}")["CreateIndex"]
+
+    async def script(number: int, policy: str) -> list[dict[str, Any]]:
+        groups = tmp_path / f"{number}.jsonl"
+        command = [sys.executable, "-m", "tests.e2e.script_env", "process", "--openai.base_url", policy]
+        command += ["--openai.server_type", "vllm", "--openai.model_name", "policy", "--env.use_wandb", "false"]
+        for name, value in {
+            "tokenizer_name": FOLDER,
+            "tool_pool_mode": "nomad",
+            "nomad_address": NOMAD,
+            "sandbox_job_id": job_id,
+            "slots_per_container": 2,
+            "max_containers": 1,
+            "slot_memory_mib": SMALL.memory_mib,
+            "acquire_timeout_s": 120,
+            "start_timeout_s": 240,
+            "group_size": 2,
+            "total_steps": 3,
+            "data_path_to_save_groups": groups,
+        }.items():
+            command += [f"--env.{name}", str(value)]
+        process = await asyncio.create_subprocess_exec(*command, cwd=ROOT, stderr=asyncio.subprocess.PIPE)
+        _, errors = await process.communicate()
+        assert process.returncode == 0, errors.decode()[-2000:]
+        return [json.loads(line) for line in groups.read_text().splitlines()]
+
+    async with running_policy(tmp_path) as (url, _):
+        one, two = asyncio.create_task(script(1, url)), asyncio.create_task(script(2, url))
+        await until(lambda: one.done() or two.done(), "the first script's end", 240)
+        if not (one.done() and two.done()):  # the other one's job is still the one that was run by hand
+            assert nomad("GET", f"/v1/job/{job_id}")["CreateIndex"] == before
+        for groups in await asyncio.gather(one, two):
+            assert [sorted(group["scores"]) for group in groups] == [[0.0, 1.0]] * 3
+    assert leftovers("nomad", job_id) == []
+
+
+async def test_a_job_run_by_hand_is_shared_by_two_pools_and_goes_with_the_last():
+    config = pool_config("nomad", max_containers=1)
+    await run_by_hand(config.job_id)
     before = nomad("GET", f"/v1/job/{config.job_id}")["CreateIndex"]
     async with SlotPool(config) as two:
         async with SlotPool(config) as one:
