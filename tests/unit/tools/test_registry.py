@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import random
+import subprocess
+import sys
 from importlib.metadata import EntryPoint
 from typing import Annotated, Literal
 
@@ -169,6 +172,47 @@ def test_tools_of_installed_packages_are_found_by_entry_point(monkeypatch):
 
 def offered():
     return [add, Shout]
+
+
+def test_a_package_that_is_installed_offers_its_tools(tmp_path):
+    """As a new user writes one: ten lines and an entry point, found by another process."""
+    (tmp_path / "mine.py").write_text(
+        "from atropos.tools import tool\n\n"
+        "@tool(toolsets=('mine',))\n"
+        "async def count(slot, path: str) -> str:\n"
+        '    """Count the words of a file."""\n'
+        "    return str(len((await slot.read_file(path)).split()))\n\n"
+        "@tool(sandboxed=False, toolsets=('mine',), read_only=True)\n"
+        "async def price(item: str) -> str:\n"
+        '    """What an item costs."""\n'
+        "    return f'{item}: 3'\n"
+    )
+    info = tmp_path / "mine-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: mine\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[atropos.tools]\ncount = mine:count\nprice = mine:price\n")
+    script = (
+        "import asyncio\n"
+        "from atropos.tools import ToolCall, ToolExecutor, ToolExecutorConfig, build_tool_registry\n"
+        "from tests.unit.tools.fakes import FakePool\n"
+        "async def main():\n"
+        "    assert build_tool_registry(['mine']).names == ['count']\n"
+        "    tools = build_tool_registry(['mine'], None, 'inprocess')\n"
+        "    async with ToolExecutor(FakePool(), tools, ToolExecutorConfig(tool_server_url='inprocess')) as executor:\n"
+        "        result = await executor.execute('t', ToolCall(name='price', arguments={'item': 'tea'}))\n"
+        "    print(tools.names, result.output)\n"
+        "asyncio.run(main())\n"
+    )
+    path = os.pathsep.join([str(tmp_path), os.getcwd()])
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.stdout == "['count', 'price'] tea: 3\n", done.stderr
 
 
 @pytest.mark.parametrize(
