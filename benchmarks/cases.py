@@ -7,7 +7,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
 
-from . import against, ours, peers, swe_rex
+from . import against, env_load, ours, peers, swe_rex
 from .backends import backends
 from .stats import Row, row
 
@@ -263,6 +263,14 @@ async def cold(ctx: Context) -> AsyncIterator[Row]:
     yield row("32 slots ready from nothing", "atropos", samples, unit="s", base=True)
 
 
+async def env(ctx: Context) -> AsyncIterator[Row]:
+    """Many trajectories in one env process."""
+    count = 256 if ctx.scale >= 1 else 32
+    ctx.say(f"an env with {count} trajectories at once")
+    async for made in env_load.rows(count):
+        yield made
+
+
 CASES: dict[str, Case] = {
     "sequential": sequential,
     "throughput": throughput,
@@ -273,6 +281,7 @@ CASES: dict[str, Case] = {
     "memory": memory,
     "cold": cold,
     "backends": backends,
+    "env": env,
 }
 NEEDS_ENGINES = frozenset({"backends"})
 """Left out of a whole run that has no engine but local."""

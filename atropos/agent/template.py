@@ -21,7 +21,7 @@ from typing import Any
 
 from atropos.errors import ConfigError
 
-PROMPTS_KEPT = 32
+PROMPTS_KEPT = 256
 """Opening prompts remembered by a renderer."""
 MARK = "\ue000mark\ue000"
 """Private-use characters: no template changes them and no conversation is likely to hold them."""

@@ -49,6 +49,7 @@ __all__ = [
     "TrajectoryApiLost",
     "check_run_api",
     "check_tokenizer",
+    "json_of",
     "leave_run_api",
     "load_tokenizer",
     "prepare_server_configs",
@@ -334,6 +335,23 @@ class GroupRefused(Exception):
     """The trajectory API would not have a group, however often it is sent."""
 
 
+def json_of(group: dict[str, Any]) -> str:
+    """A group as JSON, made member by member: the encoder keeps the interpreter to itself while it is at one value."""
+    parts: list[str] = []
+    for key, value in group.items():
+        if isinstance(value, list):
+            text = f"[{', '.join(json.dumps(member) for member in cast('list[Any]', value))}]"
+        else:
+            text = json.dumps(value)
+        parts.append(f"{json.dumps(key)}: {text}")
+    return f"{{{', '.join(parts)}}}"
+
+
+def _packed(groups: list[dict[str, Any]], listed: bool) -> bytes:
+    texts = [json_of(group) for group in groups]
+    return gzip.compress((f"[{', '.join(texts)}]" if listed else texts[0]).encode(), 1)
+
+
 async def send_groups(url: str, groups: list[dict[str, Any]], *, listed: bool) -> None:
     """Hand groups to the trajectory API, as atroposlib does; the JSON and its compression are made in a thread.
 
@@ -346,7 +364,7 @@ async def send_groups(url: str, groups: list[dict[str, Any]], *, listed: bool) -
         GroupRefused: a 4xx.
         aiohttp.ClientError, TimeoutError: `SEND_TRIES` times nothing came of it.
     """
-    body = await asyncio.to_thread(lambda: gzip.compress(json.dumps(groups if listed else groups[0]).encode(), 1))
+    body = await asyncio.to_thread(_packed, groups, listed)
     headers = {"Content-Type": "application/json", "Content-Encoding": "gzip"}
     path = "scored_data_list" if listed else "scored_data"
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=SEND_TIMEOUT_S)) as session:

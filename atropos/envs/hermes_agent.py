@@ -14,8 +14,9 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, cast
 
-from atropos.agent import Model, Transcript
+from atropos.agent import Model, PromptTooLong, Transcript
 from atropos.agent.agent import MIN_TURN_TOKENS
+from atropos.agent.fairness import gate
 from atropos.agent.prompt import shorten
 from atropos.envs.hermes_dialect import Dialect
 from atropos.errors import ConfigError
@@ -123,10 +124,6 @@ class HermesSettings:
     max_errors: int = 50
 
 
-class PromptTooLong(Exception):
-    """The prompt leaves no room for a turn."""
-
-
 class HermesAgent:
     """Runs one rollout.
 
@@ -136,6 +133,7 @@ class HermesAgent:
         schemas: OpenAI schemas of the tools that this rollout is offered.
         settings: bounds and sampling.
         execute: runs one call; a raised `SandboxError` ends the rollout.
+        dialect: of this tokenizer, these tools and this parser, where rollouts share it.
     """
 
     def __init__(
@@ -145,13 +143,15 @@ class HermesAgent:
         schemas: Sequence[dict[str, Any]],
         settings: HermesSettings,
         execute: Callable[[ToolCall], Awaitable[ToolResult]],
+        *,
+        dialect: Dialect | None = None,
     ) -> None:
         self.settings = settings
         self._model = Model(server, timeout_s=settings.model_timeout_s, retries=settings.model_retries)
         self._execute = execute
         self._schemas = list(schemas)
         self._parser: Parser = parser_for(settings.parser, tokenizer, self._schemas)
-        self._dialect = Dialect(tokenizer, self._schemas, settings.parser)
+        self._dialect = dialect or Dialect(tokenizer, self._schemas, settings.parser)
         if settings.extra_body and self._model.exact:
             raise ConfigError("extra_body: only OpenAI-compatible servers take it; remove it for vllm and sglang")
 
@@ -165,7 +165,8 @@ class HermesAgent:
         """
         messages = self._opening(prompt)
         transcript = Transcript(messages=messages, placeholder=not self._model.exact)
-        transcript.add_context(self._dialect.opening(messages))
+        async with gate():
+            transcript.add_context(self._dialect.opening(messages))
         if len(transcript) + MIN_TURN_TOKENS > self.settings.context_tokens:
             raise PromptTooLong(
                 f"the prompt has {len(transcript)} tokens and the context {self.settings.context_tokens}: "
@@ -182,7 +183,8 @@ class HermesAgent:
                 result.stop_reason = "max_turns"
             else:
                 answers = await self._answers(result, calls, unread)
-                context = self._dialect.following(answers, ids)
+                async with gate():
+                    context = self._dialect.following(answers, ids)
                 if len(transcript) + len(context) + MIN_TURN_TOKENS <= self.settings.context_tokens:
                     transcript.messages.extend(answers)
                     transcript.add_context(context)
@@ -223,10 +225,11 @@ class HermesAgent:
         generation = await self._model.generate(transcript.tokens, max_tokens=room, **sampling)
         ids = generation.ids[:room]
         transcript.add_sampled(ids, generation.logprobs[:room])
-        text = self._dialect.text(ids)
+        async with gate():
+            text = self._dialect.text(ids)
+            parsed = self._parser.parse(_without_thinking(text))
         turn.reasoning = "\n".join(part.strip() for part in _THINK.findall(text))
         cut_off = generation.finish_reason == "length" or len(generation.ids) > room
-        parsed = self._parser.parse(_without_thinking(text))
         calls = [] if cut_off else list(parsed.calls)
         # The content keeps the thinking, as the model wrote it; calls stand in tool_calls.
         thinking = "".join(match[0] for match in _THINK.finditer(text))

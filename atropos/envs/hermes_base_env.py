@@ -41,6 +41,7 @@ from atropos.envs.bridge import bridged
 from atropos.envs.hermes_agent import HermesAgent, HermesResult, HermesSettings, ToolError
 from atropos.envs.hermes_config import HermesAgentEnvConfig
 from atropos.envs.hermes_data import load_rows
+from atropos.envs.hermes_dialect import Dialect
 from atropos.envs.rollout import HookError, Rollout, checked_score
 from atropos.envs.sandbox_env import Member, SandboxEnv
 from atropos.envs.tool_context import ToolContext
@@ -50,6 +51,8 @@ from atropos.tools.toolsets import EXTERNAL, get_distribution
 
 KEPT_ERRORS = 200
 """Tool errors kept for wandb, the latest."""
+DIALECTS_KEPT = 64
+"""Sets of tools whose rendering is remembered."""
 
 _log = logging.getLogger(__name__)
 
@@ -78,6 +81,7 @@ class HermesAgentBaseEnv(SandboxEnv):
         self._calls = asyncio.Semaphore(config.tool_pool_size)
         self._rewards = asyncio.Semaphore(config.tool_pool_size)
         self._framed = False
+        self._dialects: dict[tuple[str, ...], Dialect] = {}
         self._tool_errors_count = 0
         self._tool_errors: deque[dict[str, Any]] = deque(maxlen=KEPT_ERRORS)
 
@@ -187,7 +191,12 @@ class HermesAgentBaseEnv(SandboxEnv):
             prompt = self.format_prompt(item)
         async with self._lifetime_of(trajectory_id) as execute:
             agent = HermesAgent(
-                self.server, self.tokenizer, tools.schemas(), self._settings(member), self._offered(tools, execute)
+                self.server,
+                self.tokenizer,
+                tools.schemas(),
+                self._settings(member),
+                self._offered(tools, execute),
+                dialect=self._dialect(tools),
             )
             set_up = time.perf_counter()
             with self.hook("the agent"):
@@ -218,6 +227,15 @@ class HermesAgentBaseEnv(SandboxEnv):
                 "verify": time.perf_counter() - acted,
             },
         )
+
+    def _dialect(self, tools: ToolRegistry) -> Dialect:
+        """How the tokenizer's template tells of these tools: found out once for each set that is drawn."""
+        key = tuple(tools.names)
+        if key not in self._dialects:
+            if len(self._dialects) >= DIALECTS_KEPT:
+                self._dialects.clear()
+            self._dialects[key] = Dialect(self.tokenizer, tools.schemas(), self.config.tool_call_parser)
+        return self._dialects[key]
 
     def _offered(
         self, tools: ToolRegistry, execute: Callable[[ToolCall], Coroutine[Any, Any, ToolResult]]

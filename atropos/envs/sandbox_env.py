@@ -313,7 +313,7 @@ class SandboxEnv(Groups, Reporting):
             bounded("the inference clients", stop_servers(self.server), 5),
             bounded("the metrics", self.close_metrics(), 5),
         )
-        self.close_files()
+        await bounded("the files", asyncio.to_thread(self.close_files), 30)
         if self._wandb_started:
             import wandb
 

@@ -26,6 +26,8 @@ from examples.serve.processes import Trainer, flags, program, run_api
 
 WINDOW = 10
 """Groups that a mean is taken over."""
+START = 3
+"""Groups at the beginning, when next to nothing is learned yet."""
 CLIMBED, FAILED = 0.9, 0.3
 
 
@@ -138,7 +140,7 @@ def report(args: argparse.Namespace, school: School, seconds: float) -> int:
     rows = {
         school.shift[pupil]: {
             "updates": len(scores),
-            "first": round(mean(scores[:WINDOW]), 3),
+            "first": round(mean(scores[:START]), 3),
             "last": round(school.last(pupil), 3),
             "positions_used": round(mean(school.used[pupil]), 3),
         }
@@ -148,7 +150,7 @@ def report(args: argparse.Namespace, school: School, seconds: float) -> int:
     facts = {"seconds": round(seconds, 1), "as_expected": good, "rows": rows, "curves": curves}
     (args.out / "curve.json").write_text(json.dumps(facts, indent=1) + "\n")
     print(
-        f"{'trained on':<14}{'updates':>8}{'reward: first ' + str(WINDOW):>18}{'last ' + str(WINDOW):>10}{'positions used':>16}"
+        f"{'trained on':<14}{'updates':>8}{'reward: first ' + str(START):>18}{'last ' + str(WINDOW):>10}{'positions used':>16}"
     )
     for name, row in rows.items():
         print(f"{name:<14}{row['updates']:>8}{row['first']:>18.2f}{row['last']:>10.2f}{row['positions_used']:>16.0%}")

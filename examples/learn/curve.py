@@ -24,7 +24,7 @@ def draw(curves: Mapping[str, Sequence[float]], path: Path, *, window: int, grou
         ylim=(-0.02, 1.02),
         title="A policy that learns from the batches, and four that get them shifted by one position",
     )
-    axes.legend(loc="center left")
+    axes.legend(loc="center right")
     for suffix in (".png", ".svg"):
         figure.savefig(path.with_suffix(suffix), dpi=120, metadata={"Date": None} if suffix == ".svg" else None)
     plt.close(figure)

@@ -1,0 +1,123 @@
+"""Suffixes with tools and with thinking: equal to the whole conversation's rendering, or different as documented.
+
+The templates are shortened from what Qwen3, Llama 3.1, Mistral v3 and DeepSeek R1 publish: tools told at the place and in
+the form that each uses, tool results in its own role, thinking of earlier turns removed where it removes it.
+"""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from transformers import AutoTokenizer
+
+from atropos.envs.hermes_dialect import Dialect
+from examples.policy.tokenizer import FOLDER
+
+QWEN3 = (
+    "{%- if tools %}{{- '<|im_start|>system\\n# Tools\\n' }}{%- for t in tools %}{{- t | tojson + '\\n' }}{%- endfor %}"
+    "{{- '<|im_end|>\\n' }}{%- endif %}{%- set ns = namespace(last=0) %}"
+    "{%- for m in messages %}{%- if m.role == 'user' %}{%- set ns.last = loop.index0 %}{%- endif %}{%- endfor %}"
+    "{%- for m in messages %}{%- if m.role == 'tool' %}"
+    "{{- '<|im_start|>user\\n<tool_response>\\n' + m.content + '\\n</tool_response><|im_end|>\\n' }}"
+    "{%- elif m.role == 'assistant' %}{%- set c = m.content %}"
+    "{%- if '</think>' in c and loop.index0 < ns.last %}{%- set c = c.split('</think>')[-1].lstrip('\\n') %}{%- endif %}"
+    "{{- '<|im_start|>assistant\\n' + c + '<|im_end|>\\n' }}"
+    "{%- else %}{{- '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}{%- endif %}{%- endfor %}"
+    "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"
+)
+LLAMA31 = (
+    "{{- '<|begin_of_text|>' }}{%- for m in messages %}"
+    "{{- '<|start_header_id|>' + ('ipython' if m.role == 'tool' else m.role) + '<|end_header_id|>\\n\\n' }}"
+    "{%- if loop.first and tools %}{%- for t in tools %}{{- t | tojson + '\\n' }}{%- endfor %}{%- endif %}"
+    "{{- m.content + '<|eot_id|>' }}{%- endfor %}"
+    "{%- if add_generation_prompt %}{{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{%- endif %}"
+)
+MISTRAL3 = (
+    "{{- '<s>' }}{%- set ns = namespace(last=0) %}"
+    "{%- for m in messages %}{%- if m.role == 'user' %}{%- set ns.last = loop.index0 %}{%- endif %}{%- endfor %}"
+    "{%- for m in messages %}{%- if m.role == 'user' %}{%- if tools and loop.index0 == ns.last %}"
+    "{{- '[AVAILABLE_TOOLS] ' + (tools | tojson) + '[/AVAILABLE_TOOLS]' }}{%- endif %}"
+    "{{- '[INST] ' + m.content + '[/INST]' }}"
+    "{%- elif m.role == 'tool' %}{{- '[TOOL_RESULTS] ' + m.content + '[/TOOL_RESULTS]' }}"
+    "{%- else %}{{- m.content + '</s>' }}{%- endif %}{%- endfor %}"
+)
+DEEPSEEK_R1 = (
+    "{{- '<|bos|>' }}{%- if tools %}{{- tools | tojson }}{%- endif %}{%- for m in messages %}"
+    "{%- if m.role == 'user' %}{{- '<|User|>' + m.content + '<|Assistant|>' }}"
+    "{%- elif m.role == 'tool' %}{{- '<|tool_output|>' + m.content + '<|tool_end|><|Assistant|>' }}"
+    "{%- else %}{%- set c = m.content %}{%- if '</think>' in c %}{%- set c = c.split('</think>')[-1] %}{%- endif %}"
+    "{{- c + '<|eos|>' }}{%- endif %}{%- endfor %}"
+)
+SPECIAL = {
+    "qwen3": (QWEN3, []),
+    "llama3.1": (LLAMA31, ["<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]),
+    "mistral3": (MISTRAL3, ["<s>", "</s>", "[INST]", "[/INST]", "[TOOL_RESULTS]", "[/TOOL_RESULTS]"]),
+    "deepseek-r1": (
+        DEEPSEEK_R1,
+        ["<|bos|>", "<|eos|>", "<|User|>", "<|Assistant|>", "<|tool_output|>", "<|tool_end|>"],
+    ),
+}
+TOOLS = [{"type": "function", "function": {"name": "terminal", "description": "d", "parameters": {"type": "object"}}}]
+THOUGHT = "<think>\nI look é\n</think>\n\n"
+CALL = '<tool_call>\n{"name": "terminal", "arguments": {"command": "ls"}}\n</tool_call>'
+
+
+def rendered(name: str, later: list[dict[str, str]], *, thinking: bool) -> tuple[str, str]:
+    """The text of the tokens turn by turn, and of the whole conversation by the template."""
+    template, specials = SPECIAL[name]
+    tokenizer = AutoTokenizer.from_pretrained(FOLDER)
+    tokenizer.add_special_tokens({"additional_special_tokens": specials})
+    tokenizer.chat_template = template
+    dialect = Dialect(tokenizer, TOOLS, "hermes")
+    thought = THOUGHT if thinking else ""
+    messages = [{"role": "user", "content": "count the files"}]
+    ids = dialect.opening(messages)
+    end = dialect.placeholder("")
+    for said, answer in zip([thought + CALL, thought + "seven", "bye"], [*later, None], strict=False):
+        sampled = [*tokenizer(said, add_special_tokens=False)["input_ids"], *end]
+        assert dialect.text(sampled) == said
+        ids += sampled
+        messages.append({"role": "assistant", "content": said})
+        if answer is None:
+            break
+        ids += dialect.following([answer], sampled)
+        messages.append(answer)
+    whole = tokenizer.apply_chat_template(messages, tokenize=False, tools=TOOLS)
+    return tokenizer.decode(ids).rstrip("\n"), whole.rstrip("\n")
+
+
+RESULT = {"role": "tool", "tool_call_id": "a", "name": "terminal", "content": '{"output": "a\\nb é 日本"}'}
+MORE = {"role": "user", "content": "and now?"}
+
+
+@pytest.mark.parametrize("name", SPECIAL)
+def test_tools_and_their_results_turn_by_turn_equal_the_whole_template(name):
+    ours, whole = rendered(name, [RESULT], thinking=False)
+    assert ours == whole
+    assert "terminal" in ours.partition("count the files")[0] + ours
+    assert RESULT["content"] in ours
+
+
+@pytest.mark.parametrize("name", ["qwen3", "llama3.1", "mistral3"])
+def test_thinking_between_tool_calls_stays_where_the_template_keeps_it(name):
+    ours, whole = rendered(name, [RESULT], thinking=True)
+    assert ours == whole
+    assert ours.count("I look") == 2
+
+
+@pytest.mark.parametrize(("name", "later"), [("qwen3", [RESULT, MORE]), ("deepseek-r1", [RESULT])])
+def test_thinking_that_a_template_takes_out_of_history_is_the_only_difference(name, later):
+    """The model was given what it had said, and the trainer gets just that: history is never rewritten."""
+    ours, whole = rendered(name, later, thinking=True)
+    assert "I look" in ours
+    assert "I look" not in whole
+    cleaned = re.sub(r"<think>.*?</think>\s*", "", ours, flags=re.DOTALL)
+    assert cleaned == re.sub(r"\n\n(?=<tool_call>|seven)", "", whole)
+
+
+def test_mistral_tells_the_tools_again_with_a_later_user_message_as_its_template_puts_them_before_the_last():
+    ours, whole = rendered("mistral3", [RESULT, MORE], thinking=False)
+    assert (ours.count("[AVAILABLE_TOOLS]"), whole.count("[AVAILABLE_TOOLS]")) == (2, 1)
+    first = ours[: ours.index("[INST]")].removeprefix("<s>")
+    assert ours.replace(first, "", 1) == whole
