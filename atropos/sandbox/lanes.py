@@ -136,12 +136,12 @@ class Lanes:
             item = self._main[0]
             if isinstance(item, Barrier):
                 self._main_busy = True
-                self._spawn(self._run_barrier(item))
-            elif self._has_room():
-                self._main_busy = self._begin(*item, self._main_ended)
-            else:
+                self._spawn(self._run_barrier(item))  # which takes it from the queue: until then, `close` answers it
+                break
+            if not self._has_room():
                 break
             self._main.popleft()
+            self._main_busy = self._begin(*item, self._main_ended)
         while self._side and not self._side_busy and not self._barrier and self._has_room():
             entry, operation = self._side.popleft()
             if isinstance(operation, ProcRead) and operation.wait_s > 0:
@@ -204,6 +204,7 @@ class Lanes:
             self._fault(entry, "outcome_unknown", f"the sandbox server failed while the call ran: {result!r}")
 
     async def _run_barrier(self, barrier: Barrier) -> None:
+        self._main.popleft()
         self._barrier = True
         try:
             for entry in list(self._running.values()):

@@ -229,12 +229,18 @@ class Stream:
     def _flush_soon(self) -> None:
         """Write at the end of this turn of the loop: what else ends in it goes into the same frame.
 
-        A client with many calls under way gets a frame every `FRAME_S` at most: then both ends wake up less often.
+        A client without another call under way gets its answer at once: nothing else can end. One with many gets a frame
+        every `FRAME_S` at most: then both ends wake up less often.
         """
         if self._flushing or not self._welcomed:
             return
+        assert self.client is not None
+        open_calls = self.client.journal.open_calls
+        if not open_calls:
+            self._flush()
+            return
         self._flushing = True
-        if self.client is not None and self.client.journal.open_calls >= MANY:
+        if open_calls >= MANY:
             next_at = self._written_at + FRAME_S
             if next_at > self._loop.time():
                 self._loop.call_at(next_at, self._flush)

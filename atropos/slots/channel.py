@@ -131,6 +131,7 @@ class Channel:
         self._acks_sent: list[str] = []
         self._acks_covered: deque[tuple[int, list[str]]] = deque()
         self._out: deque[Pending | Cancel | Heartbeat] = deque()
+        self._socket: aiohttp.ClientWebSocketResponse | None = None
         self._wake = asyncio.Event()
         self._beat_now = asyncio.Event()
         self._flush_acks = False
@@ -182,7 +183,10 @@ class Channel:
         pending = self._pending[call.call_id] = Pending(call, encoded)
         pending.waiters.append(waiter)
         self._out.append(pending)
-        self._wake.set()
+        if len(self._pending) == 1 and self._socket is not None and len(encoded) < LARGE_FRAME:
+            self._send_now(self._socket)
+        else:
+            self._wake.set()
         return None
 
     def _give_up(self, call_id: str, waiter: asyncio.Future[OpResult]) -> None:
@@ -302,10 +306,12 @@ class Channel:
         """Until the connection breaks; returns why."""
         loop = asyncio.get_running_loop()
         parts = [loop.create_task(part) for part in (self._read(socket), self._write(socket), self._beat())]
+        self._socket = socket
         try:
             done, _ = await asyncio.wait(parts, return_when=asyncio.FIRST_COMPLETED)
             return next(iter(done)).result()
         finally:
+            self._socket = None
             for part in parts:
                 part.cancel()
             await asyncio.wait(parts)
@@ -406,6 +412,23 @@ class Channel:
                     await socket.send_frame(frame, aiohttp.WSMsgType.TEXT)
         except (aiohttp.ClientError, OSError, RuntimeError) as error:
             return f"writing failed: {error!r}"
+
+    def _send_now(self, socket: aiohttp.ClientWebSocketResponse) -> None:
+        """An idle connection sends at once, without waiting for the writer's turn on the loop."""
+        frame = self._next_frame()
+        if frame is None:
+            return
+        sending = socket.send_frame(frame, aiohttp.WSMsgType.TEXT)
+        try:
+            sending.send(None)
+        except StopIteration:
+            pass  # as a rule: all of it is with the transport
+        except (aiohttp.ClientError, OSError, RuntimeError) as error:
+            log.debug(
+                "writing failed: %r", error
+            )  # the connection has broken: its reader finds out, and all is sent again
+        else:
+            sending.close()  # it is written; what is waited for is room for more, and the writer waits for that too
 
     def _next_frame(self) -> bytes | None:
         parts: list[bytes] = []

@@ -7,11 +7,13 @@ import asyncio
 import pytest
 
 from atropos.errors import BackendUnavailable, LeaseExpired, NotSupported, PoolFull, SandboxError, SlotLost
+from atropos.sandbox.journal import Journal
+from atropos.sandbox.lanes import Lanes
 from atropos.sandbox.upkeep import forget
 from atropos.slots.client import SandboxClient
 from atropos.wire import Exec, OpError, ProcRead, WriteFile
 from tests.unit.client.test_client import client_of, request, until
-from tests.unit.server.fakes import TOKEN, FakeHost, serving
+from tests.unit.server.fakes import TOKEN, FakeHost, FakeSandbox, serving
 
 
 async def test_too_many_retired_slots_break_the_server_which_ends_with_its_last_lease():
@@ -266,3 +268,19 @@ async def test_a_new_client_of_the_same_name_ends_what_the_old_one_held():
         await old.close()
         async with SandboxClient(running.url, TOKEN, client_id="tester"):
             await until(lambda: running.core.table.free == 4)
+
+
+async def test_a_barrier_that_has_not_begun_is_answered_when_the_lease_ends():
+    async def work() -> None:
+        raise AssertionError("it ran")
+
+    async def room() -> None:
+        pass
+
+    sandbox = FakeSandbox(FakeHost(), "slot", (), None)
+    lanes = Lanes(sandbox, Journal(), lambda _: None, room)
+    done = lanes.barrier(work)
+    lanes.close("lease_expired", "the lease was released")
+    with pytest.raises(SandboxError):
+        await asyncio.wait_for(done, 10)
+    await lanes.join()
