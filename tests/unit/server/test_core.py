@@ -13,7 +13,7 @@ from atropos.sandbox.upkeep import forget
 from atropos.slots.client import SandboxClient
 from atropos.wire import Exec, OpError, ProcRead, WriteFile
 from tests.unit.client.test_client import client_of, request, until
-from tests.unit.server.fakes import TOKEN, FakeHost, FakeSandbox, serving
+from tests.unit.server.fakes import TOKEN, FakeHost, serving
 
 
 async def test_too_many_retired_slots_break_the_server_which_ends_with_its_last_lease():
@@ -277,7 +277,7 @@ async def test_a_barrier_that_has_not_begun_is_answered_when_the_lease_ends():
     async def room() -> None:
         pass
 
-    sandbox = FakeSandbox(FakeHost(), "slot", (), None)
+    sandbox = await FakeHost().start("slot")
     lanes = Lanes(sandbox, Journal(), lambda _: None, room)
     done = lanes.barrier(work)
     lanes.close("lease_expired", "the lease was released")
