@@ -227,14 +227,16 @@ class SlotSandbox:
         """Get another root; see `contract.Sandbox.stand_on`."""
         if self._calls or self._volume.restacked:
             raise SandboxError(f"slot {self.name} is in use: it can't get another root any more")
+        if self._init_fd < 0 or self.died.done():
+            raise SlotLost(f"slot {self.name} is gone: {self._why()}")
         errors_r, errors_w = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         try:
             self._host.restack(self._volume, base, layers)
             request = {"restack": f"{INSIDE}/{volumes.NEXT}/{volumes.NEXT}", "creator": self._creator}
             started, ended = await self._host.spawner.start(request, [self._init_fd, errors_w])
             async with asyncio.timeout(START_DEADLINE_S):
-                await started
-                code = (await ended).code
+                await asyncio.shield(started)
+                code = (await asyncio.shield(ended)).code
         except (OSError, TimeoutError) as error:
             raise SandboxError(f"slot {self.name} got no root of its own: {error or type(error).__name__}") from error
         else:
