@@ -223,8 +223,11 @@ class NomadApi:
 
     # ---------------------------------------------------------------------------------------------------------- secret
 
-    async def token(self, job_id: str) -> str:
-        """The bearer token of a job's servers, made when there is none; several clients agree on one (check-and-set)."""
+    async def token(self, job_id: str, *, make: bool = True) -> str:
+        """The bearer token of a job's servers, made when there is none; several clients agree on one (check-and-set).
+
+        With `make` False nothing is written; empty then, when there is none.
+        """
         path, namespace = f"nomad/jobs/{job_id}", self.settings.namespace
         for _ in range(3):
             try:
@@ -236,6 +239,8 @@ class NomadApi:
                 if error.status != requests.codes.not_found:
                     raise
                 index = 0
+            if not make:
+                return ""
             payload = {"Path": path, "Items": {"token": secrets.token_hex(32)}}
             try:
                 await self._ask(

@@ -174,7 +174,7 @@ async def _nomad(job_id: str, address: str | None) -> Survey:
     async def containers() -> tuple[list[Container], str]:
         if await api.job(job_id) is None:
             return [], ""
-        token = await api.token(job_id)
+        token = await api.token(job_id, make=False)  # who only looks writes nothing
         rows = newest(Allocation.read(row) for row in await api.allocations(job_id))
         trouble = placement_failures(await api.evaluations(job_id))
         return [container(row, token, ready=row.state == "running", ending=False) for row in rows], trouble
