@@ -8,6 +8,8 @@ import json
 import logging
 import os
 import re
+import subprocess
+import sys
 from collections.abc import AsyncGenerator
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -89,6 +91,7 @@ class McpConnection:
     @contextlib.asynccontextmanager
     async def _made(self) -> AsyncGenerator[Client, None]:
         from mcp import Client, StdioServerParameters
+        from mcp.client.stdio import stdio_client
         from mcp.client.streamable_http import (
             create_mcp_http_client,  # pyright: ignore[reportPrivateImportUsage]
             streamable_http_client,
@@ -100,7 +103,9 @@ class McpConnection:
             parameters = StdioServerParameters(
                 command=server.command, args=list(server.args), env={**inherited, **server.env}
             )
-            async with Client(parameters, read_timeout_seconds=server.timeout_s) as client:
+            # The SDK takes the stderr of the moment it is imported; the operator's is the process's own.
+            log: Any = sys.__stderr__ or subprocess.DEVNULL
+            async with Client(stdio_client(parameters, log), read_timeout_seconds=server.timeout_s) as client:
                 yield client
             return
         headers = {name: value.get_secret_value() for name, value in server.headers.items()}
