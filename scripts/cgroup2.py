@@ -297,9 +297,9 @@ def main() -> int:
         signal.signal(number, lambda got, _: sys.exit(128 + got))
     install()
     made = machine()
-    tests = shlex.join(arguments) if arguments else TESTS
-    if options.kernel == "old" and not arguments:
-        tests = OLD_TESTS
+    tests = shlex.join(arguments)
+    if not any(argument.startswith("tests") for argument in arguments):
+        tests = f"{OLD_TESTS if options.kernel == 'old' else TESTS} {tests}"
     command = options.command or f"python -u -m pytest -v -p no:cacheprovider -o timeout=1800 {tests}"
     with tempfile.TemporaryDirectory(prefix="atropos-cgroup2.", dir="/var/tmp") as name:
         folder = Path(name)

@@ -28,18 +28,18 @@ async def test_volumes_in_memory_are_refused_by_name():
 
 async def test_volumes_on_disk_are_whole():
     engine = Engine("local")
-    config = engine.config(max_containers=1, volume="disk")
+    config = engine.config(max_containers=1, volume="disk", limits={"memory_mib": 192, "pids": 64})
     async with SlotPool(config) as pool:
         async with pool.lease("origin") as slot:
             found = await slot.exec(
-                "rm -r /media /etc/ssl /srv && mkdir /etc/ssl /srv && touch /srv/new && mv /opt /moved"
+                "rm -r /media /var/log /srv && mkdir /var/log /srv && touch /srv/new && mv /opt /moved"
             )
             assert found.exit_code == 0, found
             async with await slot.snapshot() as snapshot, pool.lease("fork", snapshot=snapshot) as fork:
                 seen = await fork.exec(
-                    "ls -A /srv /etc/ssl; ls -d /media /opt /moved 2>/dev/null; rm -r /moved /srv; echo fine"
+                    "ls -A /srv /var/log; ls -d /media /opt /moved 2>/dev/null; rm -r /moved /srv; echo fine"
                 )
-                assert seen.output == "/etc/ssl:\n\n/srv:\nnew\n/moved\nfine\n", seen
+                assert seen.output == "/srv:\nnew\n\n/var/log:\n/moved\nfine\n", seen
             assert (await slot.exec("exec python3 -c 'x = bytearray(500 << 20)'")).limit == "memory"
             assert (await slot.exec("echo usable")).output == "usable\n"
         async with pool.lease("next") as slot:
