@@ -9,6 +9,7 @@ import pytest
 
 from atropos import wire
 from atropos.errors import AcquireTimeout
+from tests.waiting import SLOWNESS
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -55,12 +56,12 @@ async def test_a_thousand_calls_at_once_are_answered(shared_pool):
 
 
 async def test_a_limit_is_named_and_the_slot_stays_usable(local_pool):
-    limits = {"disk_mib": 16, "inodes": 1500, "wall_s": 1.0}
+    limits = {"disk_mib": 16, "inodes": 1500, "wall_s": 3.0 * SLOWNESS}
     async with local_pool(slots_per_container=1, max_containers=1, limits=limits) as pool:
         for command, limit in [
             ("head -c 100000000 /dev/zero > f", "disk"),
             ("for i in $(seq 3000); do : > f$i || exit 1; done", "inodes"),
-            ("sleep 100", "time"),
+            ("sleep 1000", "time"),
         ]:
             async with pool.lease(limit) as slot:
                 assert (await slot.exec(command)).limit == limit
