@@ -174,11 +174,12 @@ class ServerProcess:
                 await self._process.wait()
         except TimeoutError:
             log.critical("sandbox server %d was killed and is still there", self.pid)
-        for task in (self._log, self._stdout):
-            if task is not None:
-                task.cancel()
-        # a stray child may hold the pipes open: let go of our ends, or they outlive the event loop
-        self._process._transport.close()  # type: ignore[attr-defined]  # noqa: SLF001
+        finally:  # also where the wait is cancelled, at the end of a shutdown's own deadline
+            for task in (self._log, self._stdout):
+                if task is not None:
+                    task.cancel()
+            # a stray child may hold the pipes open: let go of our ends, or they outlive the event loop
+            self._process._transport.close()  # type: ignore[attr-defined]  # noqa: SLF001
 
     def _signal(self, number: signal.Signals) -> None:
         with contextlib.suppress(ProcessLookupError):
