@@ -35,7 +35,7 @@ def arguments() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(prog="python -m examples.learn", description=__doc__)
     parser.add_argument("--backend", choices=("local", "docker", "nomad"), default="local")
-    parser.add_argument("--updates", type=int, default=80, help="groups that each pupil learns from")
+    parser.add_argument("--updates", type=int, default=60, help="groups that each pupil learns from")
     parser.add_argument("--group-size", type=int, default=8)
     parser.add_argument("--slots", type=int, default=16)
     parser.add_argument(
