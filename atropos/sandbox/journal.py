@@ -4,8 +4,9 @@ A call id is taken once. Sent again it finds its entry: the answer, or the run t
 
 - Answers that wait for their acknowledgement are bounded in number and bytes. At a bound the oldest answer of the lease
   that holds most is dropped; whoever asks for it again gets `OutcomeUnknown`. It never runs again.
-- Ids whose answer is gone are remembered, `MAX_GONE` a lease. Beyond that the oldest id is forgotten, and a call marked
-  `resent` that isn't known then ends as `OutcomeUnknown`, because it might be the forgotten one.
+- Ids whose answer is gone are remembered, `MAX_GONE` a lease. Beyond that the oldest id is forgotten. A client never sends
+  again what it has acknowledged, so only where a *dropped* answer's id was forgotten does a call marked `resent` that isn't
+  known end as `OutcomeUnknown`: it might be that one.
 - Cancels that arrive before their call are remembered, `MAX_EARLY` a client.
 """
 
@@ -47,11 +48,11 @@ class Entry:
 
 @dataclass(slots=True)
 class _Log:
-    """The calls of one lease: the finished ones in the order they finished, and the ids without an answer."""
+    """The calls of one lease: the finished ones in the order they finished, and the ids without an answer (True: dropped)."""
 
     bytes: int = 0
     done: dict[str, Entry] = field(default_factory=dict[str, Entry])
-    gone: dict[str, None] = field(default_factory=dict[str, None])
+    gone: dict[str, bool] = field(default_factory=dict[str, bool])
     forgot: bool = False
     dropped: bool = False
 
@@ -165,7 +166,7 @@ class Journal:
             entry = next((each for each in log.done.values() if each is not newest), None)
             if entry is None:  # the newest is the largest lease's only one: take the oldest of all others
                 entry = next(e for each in self._logs.values() for e in each.done.values() if e is not newest)
-            self._forget(entry)
+            self._forget(entry, dropped=True)
             # A connection may still hold the entry in its queue: what it sends then is the truth, and small.
             message = "the journal was full and dropped the result; the call ran and was not run again"
             entry.answer = Fault(call_id=entry.call_id, code="outcome_unknown", message=message)
@@ -173,17 +174,16 @@ class Journal:
             log.dropped = True
             self.dropped += 1
 
-    def _forget(self, entry: Entry) -> None:
+    def _forget(self, entry: Entry, *, dropped: bool = False) -> None:
         log = self._logs[entry.lease_id]
         del self.entries[entry.call_id]
         del log.done[entry.call_id]
         log.bytes -= entry.size
         self.bytes -= entry.size
         self.answers -= 1
-        log.gone[entry.call_id] = None
+        log.gone[entry.call_id] = dropped
         if len(log.gone) > self.max_gone:
-            del log.gone[next(iter(log.gone))]
-            log.forgot = True
+            log.forgot |= log.gone.pop(next(iter(log.gone)))
 
 
 def cancelled_reply(call_id: str) -> Reply:

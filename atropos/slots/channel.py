@@ -465,6 +465,8 @@ class Channel:
         """Heartbeats out, and the end of a connection on which nothing comes in."""
         for seq in itertools.count(1):
             pause = min(self._heartbeat_s, self._events.beat_s())
+            if seq == 1 and (self._acks or self._acks_sent):
+                pause = 0  # its echo ends what would else be sent again on every connection that lives for less
             self._beat_now.clear()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(pause):  # wait_for would swallow a cancellation at the wrong moment

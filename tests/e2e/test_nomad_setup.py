@@ -111,6 +111,9 @@ async def test_wrong_settings_are_refused_by_name():
         await SlotPool(pool_config("nomad", nomad_variables={"colour": "red"})).start()
     with pytest.raises(ConfigError, match=r"nomad_variables: slots is said by slots_per_container"):
         await SlotPool(pool_config("nomad", nomad_variables={"slots": 3})).start()
+    for config, says in (('{"slots": 3}', r"config\.slots is said by the pool"), ("5", "config must be an object")):
+        with pytest.raises(ConfigError, match=rf"nomad_variables: {says}"):
+            await SlotPool(pool_config("nomad", nomad_variables={"config": config})).start()
     with pytest.raises(ConfigError, match=r"nomad_variables.*a number is required"):
         await SlotPool(pool_config("nomad", nomad_variables={"priority": "high"})).start()
     with pytest.raises(BackendUnavailable, match=r"nomad_address or NOMAD_ADDR.*Connection refused"):

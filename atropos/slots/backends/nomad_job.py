@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
+from typing import cast
 
 from atropos.errors import ConfigError
 from atropos.slots.backends.assets import asset
@@ -25,7 +26,6 @@ OWN = {
     "slot_memory_mib": "limits (slot_memory_mib)",
     "slot_pids": "limits (slot_pids)",
     "memory_mib": "container_memory_mib",
-    "config": "the pool's own settings",
 }
 """Variables that the pool's configuration says already, each by its own name: two answers would contradict."""
 
@@ -55,6 +55,10 @@ def variables(
     if twice := sorted(extra.keys() & OWN.keys()):
         raise ConfigError(f"nomad_variables: {twice[0]} is said by {OWN[twice[0]]}: set that instead")
     config = {key: value for key, value in spec.config().items() if key not in {"slots", "limits"}}
+    added = _server_settings(extra.get("config", "{}"))
+    if twice := sorted(added.keys() & {*config, "slots", "limits"}):
+        raise ConfigError(f"nomad_variables: config.{twice[0]} is said by the pool's own settings: set that instead")
+    config |= added
     limits = spec.server.limits.model_dump(mode="json", exclude_defaults=True)
     if limits:
         config["limits"] = limits
@@ -74,7 +78,19 @@ def variables(
         chosen["region"] = quoted(settings.region)
     if settings.local:
         chosen["seccomp_profile"] = quoted(str(asset(PROFILE)))
-    return chosen | {name: expression(value) for name, value in extra.items()}
+    return chosen | {name: expression(value) for name, value in extra.items() if name != "config"}
+
+
+def _server_settings(text: str) -> dict[str, object]:
+    """Further settings of the server, from an object in JSON or the HCL literal that holds one."""
+    try:
+        found = json.loads(text)
+        found = json.loads(found) if isinstance(found, str) else found
+    except ValueError:
+        found = None
+    if not isinstance(found, dict):
+        raise ConfigError('nomad_variables: config must be an object in JSON, as {"drain_s": 10}')
+    return cast("dict[str, object]", found)
 
 
 def quoted(text: str) -> str:

@@ -26,7 +26,7 @@ DRAIN_S = 2
 
 def config_for(cluster, **changes):
     """A pool on every node, whose containers are given `DRAIN_S` for their leases when they are told to stop."""
-    variables = {"config": json.dumps(json.dumps({"drain_s": DRAIN_S})), "lost_after": "4s"}
+    variables = {"config": json.dumps({"drain_s": DRAIN_S}), "lost_after": "4s"}
     fields = {"nomad_address": cluster.url, "min_containers": 3, "max_containers": 3, "nomad_variables": variables}
     return pool_config("nomad", **(fields | changes))
 

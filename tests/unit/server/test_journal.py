@@ -76,13 +76,21 @@ def test_the_number_of_answers_is_bounded():
 
 
 def test_forgotten_ids_are_unknown_only_to_calls_sent_again():
+    journal = Journal(max_gone=5, max_answers=1)
+    for n in range(10):
+        finish(journal, f"c{n}")  # each drops the answer before it
+    assert code_of(journal.look_up(call("c8"))) == "outcome_unknown"
+    assert code_of(journal.look_up(call("c0", resent=True))) == "outcome_unknown"
+    assert journal.look_up(call("never seen")) is None
+
+
+def test_a_long_lease_makes_no_call_unknown():
     journal = Journal(max_gone=5)
     for n in range(10):
         finish(journal, f"c{n}")
         journal.ack(f"c{n}")
     assert code_of(journal.look_up(call("c9"))) == "outcome_unknown"
-    assert code_of(journal.look_up(call("c0", resent=True))) == "outcome_unknown"
-    assert journal.look_up(call("never seen")) is None
+    assert journal.look_up(call("sent, cut off, and sent again", resent=True)) is None
 
 
 def test_a_cancel_that_comes_first_wins():
