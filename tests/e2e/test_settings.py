@@ -30,6 +30,11 @@ TESTS = Path(__file__).parents[1]
 
 ELSEWHERE = {
     "max_token_length": "unit/envs/test_process.py::test_an_item_too_long_for_the_context_drops_its_group_and_no_other",
+    "nomad_variables": "e2e/test_nomad_setup.py::test_what_nomad_can_not_place_fails_the_start_with_the_schedulers_reason",
+    "container_memory_mib": "e2e/test_nomad_setup.py::test_a_job_without_a_place_is_told_and_runs_once_there_is_one",
+    "placement_s": "e2e/test_nomad_setup.py::test_a_job_without_a_place_is_told_and_runs_once_there_is_one",
+    "docker_host": "e2e/test_docker.py::test_a_remote_engines_containers_are_met_on_a_published_port_and_adopted",
+    "start_timeout_s": "unit/pool/test_pool.py::test_start_that_finds_no_container_in_time_says_why",
     "record_sessions": "e2e/test_recordings.py::test_recordings_stand_beside_the_trajectories",
     "require_sandbox": "truths/test_truth_08_isolation_is_proven_at_start.py"
     "::test_require_sandbox_refuses_exactly_what_the_probe_misses",
