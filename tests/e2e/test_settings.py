@@ -39,7 +39,7 @@ ELSEWHERE = {
     "require_sandbox": "truths/test_truth_08_isolation_is_proven_at_start.py"
     "::test_require_sandbox_refuses_exactly_what_the_probe_misses",
     "require_stateful_sandbox": "unit/server/test_serve.py::test_require_sandbox_refuses_what_is_not_complete",
-    "nomad_address": "e2e/test_nomad.py::test_wrong_settings_are_refused_by_name",
+    "nomad_address": "e2e/test_nomad_setup.py::test_wrong_settings_are_refused_by_name",
     "sandbox_job_id": "e2e/test_nomad.py::test_a_job_run_by_hand_is_shared_by_two_pools_and_goes_with_the_last",
     "sandbox_image": "e2e/test_docker.py::test_an_image_or_an_engine_that_is_not_there_is_told_at_once_by_name",
     "purge_job_on_start": "e2e/test_docker.py::test_what_a_killed_run_left_is_removed_when_it_is_made_of_other_parts",

@@ -100,8 +100,14 @@ time.sleep(100000)
 async def pool(tmp_path_factory):
     os.environ["HOST_SECRET"] = SECRET
     engine = Engine("local")
+    # Leases outlive modules with an event loop of their own, while which this one stands still.
     config = engine.config(
-        slots_per_container=6, min_containers=1, max_containers=1, limits=LIMITS, acquire_timeout_s=60
+        slots_per_container=6,
+        min_containers=1,
+        max_containers=1,
+        limits=LIMITS,
+        acquire_timeout_s=60,
+        lease_ttl_s=3600,
     )
     async with SlotPool(config) as pool:
         yield pool
