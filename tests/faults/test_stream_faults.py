@@ -180,7 +180,7 @@ async def test_a_connection_that_is_played_again_from_its_first_byte_runs_nothin
 
 async def test_every_outcome_of_a_server_that_goes_away_is_a_result_or_typed():
     rng = random.Random(3)
-    for _ in range(15 * TIMES):
+    for _ in range(4 * TIMES):
         host = FakeHost()
         async with serving(host, slots=4) as running, proxied(running.server.port) as proxy:
             client = client_of(proxy)
