@@ -424,9 +424,8 @@ class Channel:
         except StopIteration:
             pass  # as a rule: all of it is with the transport
         except (aiohttp.ClientError, OSError, RuntimeError) as error:
-            log.debug(
-                "writing failed: %r", error
-            )  # the connection has broken: its reader finds out, and all is sent again
+            # the connection has broken: its reader finds out, and all is sent again
+            log.debug("writing failed: %r", error)
         else:
             sending.close()  # it is written; what is waited for is room for more, and the writer waits for that too
 

@@ -134,9 +134,8 @@ def _find(arguments: SessionArguments, kept: Sessions) -> _Session:
     known = ", ".join(kept.by_id) or "none; start one"
     if arguments.session_id is None:
         every = list(kept.by_id.values())
-        meant = [one for one in every if not one.finished] or every[
-            -1:
-        ]  # of one that ended, the end is still to be seen
+        # where all have ended, the end of the last one is still to be seen
+        meant = [one for one in every if not one.finished] or every[-1:]
         if len(meant) != 1:
             raise ToolError(f"session: session_id is missing; the sessions are: {known}")
         return meant[0]

@@ -29,6 +29,25 @@ def policy():
         process.stdout.close()
 
 
+def process(script: Path, settings: dict[str, object]) -> None:
+    """Run an env's `process` as a user would, in its own folder for a home."""
+    done = subprocess.run(
+        [
+            sys.executable,
+            script,
+            "process",
+            *(str(x) for name, value in settings.items() for x in (f"--{name}", value)),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+        cwd=ROOT,
+        env={"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin", "HOME": str(script.parent)},
+    )
+    assert done.returncode == 0, done.stderr
+
+
 def test_a_slot_in_five_lines():
     block = next(block for block in BLOCKS if "pool.lease" in block)
     done = subprocess.run(
@@ -43,32 +62,15 @@ def test_an_environment_of_ones_own(policy, tmp_path: Path):
     script = tmp_path / "count_lines.py"
     script.write_text(block)
     out = tmp_path / "out.jsonl"
-    done = subprocess.run(
-        [
-            sys.executable,
-            script,
-            "process",
-            "--env.total_steps",
-            "2",
-            "--env.max_containers",
-            "1",
-            "--env.tokenizer_name",
-            policy["tokenizer"],
-            "--env.data_path_to_save_groups",
-            out,
-            "--openai.base_url",
-            policy["base_url"],
-            "--openai.model_name",
-            policy["model"],
-        ],
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-        cwd=ROOT,
-        env={"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin", "HOME": str(tmp_path)},
-    )
-    assert done.returncode == 0, done.stderr
+    settings = {
+        "env.total_steps": 2,
+        "env.max_containers": 1,
+        "env.tokenizer_name": policy["tokenizer"],
+        "env.data_path_to_save_groups": out,
+        "openai.base_url": policy["base_url"],
+        "openai.model_name": policy["model"],
+    }
+    process(script, settings)
     groups = [json.loads(line) for line in out.read_text().splitlines()]
     assert [len(group["scores"]) for group in groups] == [4, 4]
     assert out.with_suffix(".html").exists()
@@ -86,23 +88,15 @@ def test_the_lessons_environments(policy, tmp_path: Path, name: str):
     script.write_text(lesson(name))
     play = [{"calls": [{"name": "terminal", "arguments": {"command": "echo 1 > made"}}]}, "done"]
     row = {"prompt": f"Make it.\n```policy\n{json.dumps(play)}\n```", "check": "grep 1 made"}
-    rows = ["--env.dataset_name", json.dumps([row, {**row, "check": "false"}])] if "Solved" in name else []
+    rows = {"env.dataset_name": json.dumps([row, {**row, "check": "false"}])} if "Solved" in name else {}
     settings = {
+        **rows,
         "env.tokenizer_name": policy["tokenizer"],
         "env.data_path_to_save_groups": out,
         "openai.base_url": policy["base_url"],
         "openai.server_type": "vllm",
     }
-    done = subprocess.run(
-        [sys.executable, script, "process", *rows, *(str(x) for k, v in settings.items() for x in (f"--{k}", v))],
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-        cwd=ROOT,
-        env={"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin", "HOME": str(tmp_path)},
-    )
-    assert done.returncode == 0, done.stderr
+    process(script, settings)
     scores = [group["scores"] for group in map(json.loads, out.read_text().splitlines())]
     assert sorted(scores) == ([[0.0] * 4, [1.0] * 4] if "Solved" in name else [[1.0] * 4] * 3)
 
