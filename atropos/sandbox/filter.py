@@ -39,6 +39,7 @@ PERSONALITIES = (0x0, 0x0008, 0x20000, 0x20008, 0x40000, 0x40008, 0xFFFFFFFF)
 """Linux, with UNAME26, 32-bit address space limits and no randomisation (what setarch -R and gdb ask for)."""
 _NEW_NAMESPACES = (0x80, 0x20000, 0x2000000, 0x4000000, 0x8000000, 0x10000000, 0x20000000, 0x40000000)
 _TIOCSTI, _TIOCLINUX = 0x5412, 0x541C
+_RLIMIT_CORE = 4
 _LOW = 0xFFFFFFFF
 """The kernel takes these arguments as 32 bits; a comparison of all 64 would miss a value with high bits set."""
 _AUDIT_ARCH = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
@@ -116,6 +117,11 @@ def _arguments(lib: Any, rules: Any, refuse: Any) -> None:
         _rule(lib, rules, refuse, "ioctl", same(1, request))
     for bit in range(32):  # limits of another process, PID 1 first of all; reading them is harmless
         _rule(lib, rules, refuse, "prlimit64", has(0, 1 << bit), lib.Arg(2, lib.NE, 0))
+    # the limit of core dumps is 1 for good (0 would start the host's handler, see host.py); who sets it is told that it
+    # was done, since programs that turn dumps off end when they can't
+    done = lib.ERRNO(0)
+    _rule(lib, rules, done, "setrlimit", same(0, _RLIMIT_CORE))
+    _rule(lib, rules, done, "prlimit64", same(0, 0), same(1, _RLIMIT_CORE), lib.Arg(2, lib.NE, 0))
     for name in ("sched_setaffinity", "sched_setscheduler", "sched_setparam", "sched_setattr"):
         _rule(lib, rules, refuse, name, same(0, 1))
     for name in ("setpriority", "ioprio_set"):

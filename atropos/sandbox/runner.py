@@ -35,7 +35,8 @@ TERM_GRACE_S = 5.0
 MAX_PROCS = 64
 MAX_REAPED = 256
 """Ended processes taken in one go, before those that wait for an answer get it."""
-MAX_ORPHAN_PIPES = 32
+MAX_ORPHAN_PIPES = 256
+"""Pipes of ended commands that background children still hold, and a quarter of all descriptors at most."""
 MAX_STDIN_QUEUE = 1 << 20
 MAX_SEARCH_FILES = 100_000
 MAX_SEARCH_BYTES = 512 << 20
@@ -46,6 +47,9 @@ ARGUMENT_LIMIT = 120_000
 
 CAPABILITIES = (0, 1, 3, 4, 5, 6, 7, 8, 10, 18, 31)  # as bwrap.CAPABILITIES, by number
 OPS = {}
+IN, OUT = select.POLLIN, select.POLLOUT
+WRITABLE = select.POLLOUT | select.POLLERR
+"""A full pipe that nobody reads any more is an error and no room: its writer has to learn of it, too."""
 now = time.monotonic
 PLAIN = (_signal.SIGINT, _signal.SIGPIPE, _signal.SIGXFSZ, _signal.SIGTERM, _signal.SIGHUP, _signal.SIGUSR1)
 """Without a handler here, which every program started inherits; the kernel drops such a signal where PID 1 gets it."""
@@ -137,7 +141,7 @@ class Loop:
     """Descriptors with a function each, timers, and the frames to the server."""
 
     def __init__(self):
-        self.epoll = None
+        self.poll = select.poll()  # not epoll: its watches are counted per user, and other slots can use them all up
         self.readers = {}
         self.writers = {}
         self.timers = {}
@@ -157,16 +161,19 @@ class Loop:
         self.output_bytes = 1_000_000
         self.wall_s = 3600.0
         self.special = set()
+        self.wake = -1
+        self.ptrace = 0
+        self.max_orphans = min(MAX_ORPHAN_PIPES, os.sysconf("SC_OPEN_MAX") // 4)
         self.oom = -1
         self.null = -1
 
     def watch(self, fd, function):
         self.readers[fd] = function
-        self.epoll.register(fd, select.EPOLLIN)
+        self.poll.register(fd, IN)
 
     def unwatch(self, fd):
         if self.readers.pop(fd, None) is not None:
-            self.epoll.unregister(fd)
+            self.poll.unregister(fd)
 
     def later(self, when, function):
         self.serial += 1
@@ -174,15 +181,15 @@ class Loop:
         return self.serial
 
     def run(self):
-        poll, readers, writers, timers = self.epoll.poll, self.readers, self.writers, self.timers
+        poll, readers, writers, timers = self.poll.poll, self.readers, self.writers, self.timers
         while True:
-            timeout = -1
+            timeout = None
             if timers:
-                timeout = max(0.0, min(when for when, _ in timers.values()) - now())
+                timeout = max(0.0, min(when for when, _ in timers.values()) - now()) * 1000
             for fd, event in poll(timeout):
-                if event & select.EPOLLOUT and fd in writers:
+                if event & WRITABLE and fd in writers:
                     writers[fd]()
-                    event &= ~select.EPOLLOUT
+                    event &= ~OUT
                 if event and fd in readers:
                     readers[fd]()
             if timers:
@@ -240,7 +247,7 @@ class Loop:
                 return
             frame = frame[sent:]
             self.writers[SOCKET] = self.flush
-            self.epoll.modify(SOCKET, select.EPOLLIN | select.EPOLLOUT)
+            self.poll.modify(SOCKET, IN | OUT)
         self.outgoing.append(frame)
 
     def flush(self):
@@ -255,7 +262,7 @@ class Loop:
             else:
                 self.outgoing.pop(0)
         self.writers.pop(SOCKET, None)
-        self.epoll.modify(SOCKET, select.EPOLLIN)
+        self.poll.modify(SOCKET, IN)
 
     def answer(self, call, kind, fields, **blobs):
         body = {"kind": kind, **fields}
@@ -282,6 +289,9 @@ class Loop:
                 break
             if pid == 0:
                 break
+            if os.WIFSTOPPED(status):
+                self.untrace(pid, os.WSTOPSIG(status))
+                continue
             child = self.children.pop(pid, None)
             if child is not None:
                 ended.append((child, status))
@@ -293,6 +303,14 @@ class Loop:
             for call, count in self.quiescing:
                 self.answer(call, "done", {"count": count})
             self.quiescing = []
+
+    def untrace(self, pid, number):
+        """A child that asked its parent to trace it has stopped: it goes on by itself, with the signal that stopped it."""
+        if _ctypes.call_function(self.ptrace, (17, pid, 0, 0 if number == _signal.SIGTRAP else number)) != 0:
+            try:
+                os.kill(pid, _signal.SIGKILL)
+            except OSError:
+                pass
 
     def spawn(self, argv, block, workdir, stdin, stdout, stderr, keep):
         """Start a program in a session of its own. vfork underneath: nothing of this process is copied.
@@ -309,7 +327,7 @@ class Loop:
             pid = fork_exec(
                 *(argv, (argv[0].encode(),), False, kept, workdir, block, stdin, -1, -1, stdout, -1, stderr),
                 # the child closes one end of the pipe that `subprocess` would have here: any descriptor does
-                *(self.epoll.fileno(), self.trouble, False, True, -1, None, None, None, -1, None, True),
+                *(self.wake, self.trouble, False, True, -1, None, None, None, -1, None, True),
             )
         finally:
             if self.oom >= 0:
@@ -389,7 +407,11 @@ def memory_file(data):
 def session_members(session, *, but_group=-1):
     """Pids of all processes in a session, but those of one process group, by /proc."""
     found = []
-    for name in os.listdir("/proc"):
+    try:
+        names = os.listdir("/proc")
+    except OSError:  # no descriptor is left for it
+        return found
+    for name in names:
         if name.isdigit() and name != "1":
             try:
                 fd = os.open(f"/proc/{name}/stat", os.O_RDONLY | os.O_CLOEXEC)
@@ -642,7 +664,7 @@ class Command:
 def adopt(fd):
     """Read a pipe into nothing until its last writer is gone; beyond a number, the oldest is closed."""
     loop.unwatch(fd)
-    while len(loop.orphans) >= MAX_ORPHAN_PIPES:
+    while len(loop.orphans) >= loop.max_orphans:
         forget(next(iter(loop.orphans)))
     loop.orphans[fd] = True
 
@@ -775,7 +797,7 @@ class Proc:
     def close_stdin(self):
         if self.stdin >= 0 and self.stdin != self.fd:
             if loop.writers.pop(self.stdin, None) is not None:
-                loop.epoll.unregister(self.stdin)
+                loop.poll.unregister(self.stdin)
             os.close(self.stdin)
             self.stdin = -1
 
@@ -846,11 +868,11 @@ class Proc:
         else:
             loop.writers.pop(self.stdin)
         if self.stdin == self.fd:
-            loop.epoll.modify(self.fd, select.EPOLLIN | (select.EPOLLOUT if wanted else 0))
+            loop.poll.modify(self.fd, IN | (OUT if wanted else 0))
         elif wanted:
-            loop.epoll.register(self.stdin, select.EPOLLOUT)
+            loop.poll.register(self.stdin, OUT)
         else:
-            loop.epoll.unregister(self.stdin)
+            loop.poll.unregister(self.stdin)
 
     def harden_kill(self):
         if self.running:
@@ -1146,9 +1168,9 @@ def is_special(device):
     return device in loop.special
 
 
-def open_regular(path, flags=os.O_RDONLY):
+def open_regular(path, flags=os.O_RDONLY, folder=None):
     """A regular file opened without ever waiting: not on a FIFO, not on a device, not on a lease."""
-    fd = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
+    fd = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY, dir_fd=folder)
     try:
         found = os.fstat(fd)
         kind = found.st_mode & 0o170000
@@ -1203,6 +1225,10 @@ def op_read_file(call, path, offset, max_bytes):
 
     def job():
         fd, found = open_regular(path)
+        if is_special(found.st_dev):
+            owner = os.readlink(f"/proc/self/fd/{fd}").split("/")[2:3]
+            if owner in (["1"], [str(os.getpid())]):  # a copy of PID 1, with all that it has in memory
+                raise OpFailed("permission", f"is a file of the process that serves files: {text(path)}")
         return read_result(fd, found, offset, max_bytes)
 
     Work(call, job)
@@ -1388,10 +1414,12 @@ def search(path, pattern, glob, max_matches, context, ignore_case):
             matches.append({"path": text(name), "line": 0, "text": ""})
             continue
         try:
-            fd, _ = open_regular(name)
+            fd, opened = open_regular(name)
         except (OSError, OpFailed):
             continue
         try:
+            if is_special(opened.st_dev):
+                continue
             data = read_all(fd, 0, min(found.st_size, MAX_SEARCH_FILE))
         except OSError:
             continue
@@ -1454,37 +1482,65 @@ class Bounded:
 def tar(path, max_bytes):
     tarfile = tar_module()
     os.lstat(path)
-
-    def allowed(info):
-        kept = info.isreg() or info.isdir() or info.issym() or info.islnk()
-        return info if kept else None
-
     out = Bounded(max_bytes)
-    name = os.path.basename(os.path.normpath(path))
     with tarfile.open(fileobj=out, mode="w|", format=tarfile.PAX_FORMAT, bufsize=512 * 128) as archive:
-        add_to(archive, path, name if not os.path.isdir(path) else ".", allowed)
+        if os.path.isdir(path):
+            add_folders(archive, path)
+        else:
+            add_file(archive, None, path, os.path.basename(os.path.normpath(path)))
     return "file_result", {"size": out.size, "mode": 0o644, "sha256": None}, {"data": b"".join(out.parts)}
 
 
-def add_to(archive, path, name, allowed):
-    """As TarFile.add, but a file that vanishes or can't be read meanwhile is left out, and no device is opened."""
-    if is_special(os.lstat(path).st_dev):
-        return
-    info = allowed(archive.gettarinfo(path, name))
-    if info is None:
-        return
-    if not info.isreg():
-        archive.addfile(info)
-        if info.isdir():
-            for entry in sorted(os.listdir(path)):
+def add_folders(archive, top):
+    """A folder and all below it. Programs of the slot may move things meanwhile: below it no link is followed, nothing of
+    /proc is read, and what vanishes is left out."""
+    pending = [(top, ".")]
+    while pending:
+        path, name = pending.pop()
+        follow = 0 if name == "." else os.O_NOFOLLOW
+        try:
+            folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | follow)
+        except (FileNotFoundError, NotADirectoryError):
+            continue
+        try:
+            if is_special(os.fstat(folder).st_dev):
+                continue
+            archive.addfile(archive.gettarinfo(f"/proc/self/fd/{folder}/.", name))
+            below = []
+            for entry in sorted(os.listdir(folder)):
                 try:
-                    add_to(archive, f"{path}/{entry}", f"{name}/{entry}", allowed)
+                    found = os.stat(entry, dir_fd=folder, follow_symlinks=False)
+                    if found.st_mode & 0o170000 == 0o040000:
+                        below.append((f"{path}/{entry}", f"{name}/{entry}"))
+                    else:
+                        add_file(archive, folder, entry, f"{name}/{entry}")
                 except FileNotFoundError:
                     pass
+            pending += reversed(below)
+        finally:
+            os.close(folder)
+
+
+def add_file(archive, folder, entry, name):
+    """A file or link; anything else is left out, and so is what has become something else by the time it is opened."""
+    found = os.stat(entry, dir_fd=folder, follow_symlinks=False)
+    if is_special(found.st_dev):
         return
-    fd, _ = open_regular(path)
-    with os.fdopen(fd, "rb") as file:
-        archive.addfile(info, file)
+    kind = found.st_mode & 0o170000
+    if kind == 0o120000:
+        info = archive.gettarinfo(entry if folder is None else f"/proc/self/fd/{folder}/{entry}", name)
+        if info.issym():
+            archive.addfile(info)
+    elif kind == 0o100000:
+        try:
+            fd, found = open_regular(entry, os.O_RDONLY | os.O_NOFOLLOW, folder)
+        except OSError as error:
+            if error.errno == errno.ELOOP:
+                return
+            raise
+        with os.fdopen(fd, "rb") as file:
+            if not is_special(found.st_dev):
+                archive.addfile(archive.gettarinfo(arcname=name, fileobj=file), file)
 
 
 def op_untar(call, path, data):
@@ -1500,25 +1556,96 @@ def untar(path, data):
     count = 0
     try:
         with tarfile.open(fileobj=io.BytesIO(data), mode="r:") as archive:
+            places = Places(path)
             for info in archive:
-                name = os.path.normpath(info.name)
-                if name.startswith(("/", "../")) or name == "..":
-                    raise OpFailed("bad_path", f"the archive names a path outside its folder: {info.name}")
                 if not (info.isreg() or info.isdir() or info.issym() or info.islnk()):
-                    raise OpFailed("not_regular", f"the archive holds a device or a pipe: {info.name}")
-                info.uid = info.gid = 0
-                info.uname = info.gname = ""
-                target = f"{path}/{name}"
-                if not info.isdir() and os.path.islink(target):
-                    os.unlink(target)
-                if hasattr(tarfile, "fully_trusted_filter"):
-                    archive.extract(info, path, numeric_owner=True, filter="fully_trusted")
-                else:
-                    archive.extract(info, path, numeric_owner=True)
+                    raise OpFailed("not_regular", f"the archive holds a device or a pipe: {text(info.name)}")
+                extract(archive, info, places)
                 count += 1
     except tarfile.TarError as error:
         raise OpFailed("bad_path", f"not an uncompressed tar archive: {error}") from None
     return "done", {"count": count}, {}
+
+
+class Places:
+    """Folders at and below one. A link in the way is followed only as long as it leads to a place below, by the kernel's
+    own word of where a descriptor is: neither an archive nor a program that moves things meanwhile gets further."""
+
+    def __init__(self, path):
+        self.last, self.fd = None, -1
+        self.top = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        self.where = os.readlink(f"/proc/self/fd/{self.top}").rstrip("/")
+        self.check(self.top)
+
+    def check(self, fd):
+        where = os.readlink(f"/proc/self/fd/{fd}").rstrip("/")
+        if is_special(os.fstat(fd).st_dev) or not (where == self.where or where.startswith(f"{self.where}/")):
+            raise OpFailed("bad_path", f"the archive leads to a path outside its folder: {text(where or '/')}")
+
+    def below(self, folder, name, extra=0):
+        fd = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | extra, dir_fd=folder)
+        try:
+            self.check(fd)
+        except BaseException:
+            os.close(fd)
+            raise
+        return fd
+
+    def of(self, name):
+        """(descriptor of the folder that `name` is in, valid until the next call; last part). Folders are made as needed."""
+        parts = os.path.normpath(name).split("/")
+        if parts[0] in ("", ".."):
+            raise OpFailed("bad_path", f"the archive names a path outside its folder: {text(name)}")
+        if parts[:-1] == self.last:
+            return self.fd, parts[-1]
+        fd = os.dup(self.top)
+        for part in parts[:-1]:
+            try:
+                below = self.below(fd, part)
+            except FileNotFoundError:
+                os.mkdir(part, 0o755, dir_fd=fd)
+                below = self.below(fd, part, os.O_NOFOLLOW)
+            os.close(fd)
+            fd = below
+        if self.fd >= 0:
+            os.close(self.fd)
+        self.last, self.fd = parts[:-1], fd
+        return fd, parts[-1]
+
+
+def extract(archive, info, places):
+    """One member of an archive. What is in its place and no folder is replaced, never written to."""
+    folder, name = places.of(info.name)
+    if info.isdir():
+        try:
+            os.mkdir(name, 0o755, dir_fd=folder)
+        except FileExistsError:
+            pass
+        finish(places.below(folder, name), info)
+        return
+    try:
+        os.unlink(name, dir_fd=folder)
+    except FileNotFoundError:
+        pass
+    if info.issym():
+        os.symlink(info.linkname, name, dir_fd=folder)
+    elif info.islnk():
+        folder = os.dup(folder)
+        source, target = places.of(info.linkname)
+        os.link(target, name, src_dir_fd=source, dst_dir_fd=folder, follow_symlinks=False)
+        os.close(folder)
+    else:
+        fd = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=folder)
+        source = archive.extractfile(info)
+        while data := source.read(1 << 20):
+            put(fd, data, None)
+        finish(fd, info)
+
+
+def finish(fd, info):
+    os.fchmod(fd, info.mode & 0o7777)
+    os.utime(fd, (info.mtime, info.mtime))
+    os.close(fd)
 
 
 # ---------------------------------------------------------------------------------------------------------------- start
@@ -1544,14 +1671,13 @@ def op_init(call, environment, output_bytes, wall_s):
 def main():
     # before anything else runs in this slot: no process of it may trace or read this one
     handle = _ctypes.dlopen(None, 0)
-    prctl = _ctypes.dlsym(handle, "prctl")
+    prctl, loop.ptrace = _ctypes.dlsym(handle, "prctl"), _ctypes.dlsym(handle, "ptrace")
     if _ctypes.call_function(prctl, (4, 0, 0, 0, 0)) != 0:
         os._exit(3)
     for capability in range(64):  # what bubblewrap left in the bounding set: no program here can ever gain it
         if capability not in CAPABILITIES and _ctypes.call_function(prctl, (24, capability, 0, 0, 0)) != 0:
             break
     os.closerange(SOCKET + 1, 4096)
-    loop.epoll = select.epoll()
     for number in PLAIN:
         # a signal from inside that has no handler is dropped for PID 1; Python has one for SIGINT, which would end it
         _signal.signal(number, _signal.SIG_DFL)

@@ -352,12 +352,85 @@ for path in ("uid_map", "gid_map", "setgroups", "projid_map"):
     denied(write, f"/proc/self/{path}", b"0 0 1")
 """,
     "dump_core_where_it_should_not": """
-denied(resource.setrlimit, resource.RLIMIT_CORE, (1 << 30, 1 << 30))
-forked(lambda: os.kill(os.getpid(), signal.SIGSEGV))
+before = resource.getrlimit(resource.RLIMIT_CORE)
+if before[1] > 1:
+    breach(f"core dumps of {before} bytes")
+for limit in ((1 << 30, 1 << 30), (0, 0)):  # with 0, a core_pattern that is a pipe starts its program as the host's root
+    try:
+        resource.setrlimit(resource.RLIMIT_CORE, limit)
+    except (OSError, ValueError):
+        pass
+    libc.syscall(ctypes.c_long(160), 4, struct.pack("QQ", *limit))
+if resource.getrlimit(resource.RLIMIT_CORE) != before:
+    breach(f"core dumps of {resource.getrlimit(resource.RLIMIT_CORE)} bytes")
+status = forked(lambda: os.kill(os.getpid(), signal.SIGSEGV))
+if os.WCOREDUMP(status):
+    breach("a core dump")
 for top in ("/workspace", "/tmp", "/"):
     for name in os.listdir(top):
         if name.startswith("core"):
             breach(os.path.join(top, name))
+""",
+    "find_a_socket_of_pid_1": """
+import array, stat
+for fd in range(512):
+    try:
+        if stat.S_ISSOCK(os.fstat(fd).st_mode):
+            breach(f"descriptor {fd} is a socket")
+    except OSError:
+        pass
+for line in open("/proc/net/unix").readlines()[1:]:
+    breach(line)
+frame = struct.pack("<II", 40, 36) + b'{"id":1,"r":{"kind":"done"},"b":[]}'
+for name in ["", "\\0", "\\0atropos", "/run/atropos", "/.atropos/socket"]:
+    for kind in (socket.SOCK_STREAM, socket.SOCK_DGRAM, socket.SOCK_SEQPACKET):
+        s = socket.socket(socket.AF_UNIX, kind)
+        try:
+            s.connect(name)
+            s.sendmsg([frame], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [0, 1, 2]))])
+            breach(f"{name!r} takes frames")
+        except (OSError, ValueError):
+            pass
+""",
+    "signal_pid_1_by_other_ways": """
+a, b = socket.socketpair()
+for number in range(1, 65):
+    for owner in (1, -1):
+        try:
+            fcntl.fcntl(a, 10, number)  # F_SETSIG
+            fcntl.fcntl(a, fcntl.F_SETOWN, owner)
+            fcntl.fcntl(a, fcntl.F_SETFL, os.O_ASYNC | os.O_NONBLOCK)
+            b.send(b"x")
+            a.recv(10)
+        except OSError:
+            pass
+info = ctypes.create_string_buffer(128)
+for number in (9, 10, 17, 19, 34, 64):
+    struct.pack_into("<iii", info, 0, number, 0, -1)
+    for name, arguments in ((129, (1, number, info)), (297, (1, 1, number, info)), (200, (1, number)), (234, (1, 1, number)),
+                            (424, (os.pidfd_open(1), number, 0, 0))):
+        libc.syscall(ctypes.c_long(name), *arguments)
+class Event(ctypes.Structure):
+    _fields_ = [("value", ctypes.c_void_p), ("signal", ctypes.c_int), ("notify", ctypes.c_int), ("tid", ctypes.c_int), ("pad", ctypes.c_char * 48)]
+timer = ctypes.c_void_p()
+if libc.timer_create(1, ctypes.byref(Event(0, 9, 4, 1)), ctypes.byref(timer)) == 0:
+    breach("a timer that signals PID 1")
+time.sleep(0.05)
+""",
+    "be_traced_by_pid_1": """
+def stops():
+    while os.getppid() != 1:
+        time.sleep(0.001)
+    if call("ptrace", 0, 0, 0, 0) == 0:
+        for number in (signal.SIGWINCH, signal.SIGTRAP, signal.SIGUSR1):
+            os.kill(os.getpid(), number)
+for _ in range(8):  # orphans, whose parent is PID 1
+    forked(lambda: os.fork() or stops())
+threads = [threading.Thread(target=lambda: call("ptrace", 0, 0, 0, 0)) for _ in range(4)]
+[thread.start() for thread in threads]
+[thread.join() for thread in threads]
+if call("ptrace", 0, 0, 0, 0) == 0:
+    os.kill(os.getpid(), signal.SIGWINCH)
 """,
     "raise_limits_and_priorities": """
 for name in ("RLIMIT_NOFILE", "RLIMIT_NPROC", "RLIMIT_MEMLOCK", "RLIMIT_MSGQUEUE", "RLIMIT_SIGPENDING", "RLIMIT_RTPRIO", "RLIMIT_NICE"):
