@@ -3,7 +3,8 @@
 Inside a user namespace nobody may mount a disk's file system or set a quota. So as many as will be needed at once are
 mounted before privilege is left: a *cell* each, with its own size and number of inodes. A volume is a new folder in an
 empty cell; a cell that could not be emptied is not used again. The image files have no name and the loop devices clear
-themselves: however the server ends, nothing of them stays. Standard library only.
+themselves: however the server ends, nothing of them stays. They are sparse until a cell is first used: then all of its
+blocks are reserved, because a write that finds no room behind a loop device is lost in silence. Standard library only.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ class Plan:
         return cls(cells, layers, config.limits.disk_mib, config.limits.inodes)
 
 
-def make(plan: Plan, images: str, target: str, owner: int, group: int) -> None:
+def make(plan: Plan, images: str, target: str, owner: int, group: int) -> list[int]:
     """Make the cells `target`/0, 1, … and the probe's.
 
     Args:
@@ -66,21 +67,43 @@ def make(plan: Plan, images: str, target: str, owner: int, group: int) -> None:
         owner: the server's uid.
         group: that of the slots' root, which passes through.
 
+    Returns:
+        A descriptor of each cell's image, for `reserve`.
+
     Raises:
         OSError: this host or container has no loop devices, or no mkfs.ext4.
     """
     os.mkdir(target, 0o755)
     template = f"{images}/template"
+    made: list[int] = []
     try:
         _format(template, plan.mib, plan.inodes)
         for number in range(plan.cells):
-            _cell(template, images, f"{target}/{number}", owner, group)
+            made.append(_cell(template, images, f"{target}/{number}", owner, group))  # noqa: PERF401 - as far as it came
         os.unlink(template)
         _format(template, PROBE_MIB, PROBE_INODES)
-        _cell(template, images, f"{target}/{PROBE}", owner, group)
+        probe = _cell(template, images, f"{target}/{PROBE}", owner, group)
+        try:
+            reserve(probe)
+        finally:
+            os.close(probe)
+    except BaseException:
+        for fd in made:
+            os.close(fd)
+        raise
     finally:
         if os.path.exists(template):
             os.unlink(template)
+    return made
+
+
+def reserve(image: int) -> None:
+    """Give a cell's image all of its blocks, so that what is written into it finds room whatever else fills the disk.
+
+    Raises:
+        OSError: the disk has no room for it.
+    """
+    os.posix_fallocate(image, 0, os.fstat(image).st_size)
 
 
 def _format(path: str, mib: int, inodes: int) -> None:
@@ -100,7 +123,7 @@ def _format(path: str, mib: int, inodes: int) -> None:
         raise OSError(errno.EINVAL, f"mkfs.ext4: {' '.join(done.stderr.split()) or done.returncode}")
 
 
-def _cell(template: str, images: str, target: str, owner: int, group: int) -> None:
+def _cell(template: str, images: str, target: str, owner: int, group: int) -> int:
     os.mkdir(target, 0o755)
     image = f"{images}/image"
     _copy_sparse(template, image)
@@ -110,17 +133,19 @@ def _cell(template: str, images: str, target: str, owner: int, group: int) -> No
         os.unlink(image)
     try:
         device = _attach(fd)
-    finally:
+        try:
+            # nodiscard: what is deleted inside stays reserved; noinit_itable: unused inodes stay holes until then
+            flags = syscalls.MS_NOSUID | syscalls.MS_NODEV
+            syscalls.mount(f"/proc/self/fd/{device}", target, "ext4", flags, "nodiscard,noinit_itable")
+        finally:
+            os.close(device)
+        os.rmdir(f"{target}/lost+found")
+        os.chown(target, owner, group)
+        os.chmod(target, 0o710)  # noqa: S103 - the slots' root passes through
+    except BaseException:
         os.close(fd)
-    try:
-        # discard: what is deleted inside is given back to the disk; noinit_itable: unused inodes stay holes
-        flags = syscalls.MS_NOSUID | syscalls.MS_NODEV
-        syscalls.mount(f"/proc/self/fd/{device}", target, "ext4", flags, "discard,noinit_itable")
-    finally:
-        os.close(device)
-    os.rmdir(f"{target}/lost+found")
-    os.chown(target, owner, group)
-    os.chmod(target, 0o710)  # noqa: S103 - the slots' root passes through
+        raise
+    return fd
 
 
 def _copy_sparse(source: str, target: str) -> None:

@@ -50,12 +50,14 @@ class SlotHost:
         self._runtime: runtime.Runtime
         self._seccomp: str
         self._empty = f"{self._scratch}/empty"
-        self._cells: asyncio.Queue[str] = asyncio.Queue()
+        # the last one that came free first: fewer of them ever take room on the disk
+        self._cells: asyncio.LifoQueue[str] = asyncio.LifoQueue()
+        self._reserved: set[str] = set()
         self.max_layers: int | None = None
         if entered.cells is not None:
             plan = disks.Plan.of(config)
             self.max_layers = plan.layers
-            for number in range(plan.cells):
+            for number in reversed(range(plan.cells)):
                 self._cells.put_nowait(f"{entered.cells}/{number}")
 
     def __repr__(self) -> str:
@@ -166,7 +168,7 @@ class SlotHost:
         """Where on disk a volume's files go; waits for a cell that is just being emptied.
 
         Raises:
-            SandboxError: no cell came free.
+            SandboxError: no cell came free, or the disk has no room for one.
         """
         entered = self._entered
         if entered.disk is None:
@@ -177,9 +179,22 @@ class SlotHost:
             return f"{entered.cells}/{disks.PROBE}/{unique}"
         try:
             async with asyncio.timeout(CELL_DEADLINE_S):
-                return f"{await self._cells.get()}/{unique}"
+                cell = await self._cells.get()
         except TimeoutError:
             raise SandboxError(f"volume='disk': no place on disk came free within {CELL_DEADLINE_S:g} s") from None
+        if cell not in self._reserved:
+            try:
+                await asyncio.to_thread(disks.reserve, entered.images[int(os.path.basename(cell))])
+            except BaseException as error:
+                self._cells.put_nowait(cell)
+                if isinstance(error, OSError):
+                    mib = self.config.limits.disk_mib
+                    raise SandboxError(
+                        f"volume='disk': the disk has no room for {mib} MiB more ({error.strerror})"
+                    ) from error
+                raise
+            self._reserved.add(cell)
+        return f"{cell}/{unique}"
 
     def _free_cell(self, disk: str | None) -> None:
         """A volume's folder was removed, or never made: its cell may be used again, if nothing is left in it."""
@@ -253,7 +268,8 @@ class SlotHost:
                 "MEMLOCK": 65_536,
                 **({"NPROC": processes} if ranged else {}),
             },
-            "rlimits": {"NOFILE": limits.open_files, "CORE": 0, "NPROC": processes, "RTPRIO": 0, "NICE": 0},
+            # CORE 1: no file is that small, and a handler of the host's, which runs as its root, is not started either
+            "rlimits": {"NOFILE": limits.open_files, "CORE": 1, "NPROC": processes, "RTPRIO": 0, "NICE": 0},
             "counters": {
                 **dict.fromkeys(
                     (f"max_{kind}_namespaces" for kind in ("pid", "net", "mnt", "ipc", "uts", "cgroup")), 1

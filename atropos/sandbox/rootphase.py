@@ -54,6 +54,7 @@ class Entered:
         root: whether the first stage was root.
         disk: a folder on disk for volumes, when the configuration wants them there.
         cells: where its sized places are mounted; None: `no_cells` says why there are none.
+        images: a descriptor of each one's image.
     """
 
     scratch: str
@@ -64,6 +65,7 @@ class Entered:
     root: bool
     disk: str | None = None
     cells: str | None = None
+    images: tuple[int, ...] = ()
     no_cells: str = "the server was not started as root"
 
 
@@ -184,8 +186,11 @@ def _load() -> None:
         root=raw["root"],
         disk=raw["disk"],
         cells=raw["cells"],
+        images=tuple(raw["images"]),
         no_cells=raw["no_cells"],
     )
+    for fd in _entered.images:
+        os.set_inheritable(fd, False)
 
 
 def _arm(parent: int) -> None:
@@ -230,7 +235,8 @@ def _execute_again(config: Settings, entered: Entered) -> NoReturn:
     with os.fdopen(os.dup(fd), "wb") as file:
         file.write(json.dumps({"config": config.text, "entered": asdict(entered)}).encode())
     os.lseek(fd, 0, os.SEEK_SET)
-    os.set_inheritable(fd, True)
+    for inherited in (fd, *entered.images):
+        os.set_inheritable(inherited, True)
     environment = {**os.environ, _STAGE: str(fd)}
     sys.stdout.flush()
     sys.stderr.flush()
@@ -256,10 +262,10 @@ def _as_root(config: Settings, entered: Entered) -> Entered:
         ) from error
     cgroups = claim(f"{entered.scratch}/cgroups", server, server)
     disk = _disk(server, base) if config.volume == "disk" else None
-    cells, no_cells = None, ""
+    cells, images, no_cells = None, list[int](), ""
     if disk is not None and config.plan is not None:
         try:
-            disks.make(config.plan, disk, f"{entered.scratch}/cells", server, base)
+            images = disks.make(config.plan, disk, f"{entered.scratch}/cells", server, base)
             cells = f"{entered.scratch}/cells"
         except OSError as error:
             no_cells = f"no file system of a given size could be made: {error}"
@@ -278,6 +284,7 @@ def _as_root(config: Settings, entered: Entered) -> Entered:
         cgroups=cgroups,
         disk=disk,
         cells=cells,
+        images=tuple(images),
         no_cells=no_cells,
     )
 

@@ -9,7 +9,7 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -43,8 +43,9 @@ class Process:
         return SandboxClient(self.url, TOKEN, **{"client_id": "tester", **settings})
 
 
-async def spawn(config: str, *arguments: str) -> Process:
+async def spawn(config: str, *arguments: str, before: Sequence[str] = ()) -> Process:
     process = await asyncio.create_subprocess_exec(
+        *before,
         sys.executable,
         "-m",
         "atropos.sandbox",
@@ -63,8 +64,10 @@ async def spawn(config: str, *arguments: str) -> Process:
 
 
 @contextlib.asynccontextmanager
-async def running(**settings) -> AsyncIterator[Process]:
-    found = await spawn(json.dumps({"token": TOKEN, "slots": 2, "drain_s": 0, "die_with_parent": True, **settings}))
+async def running(before: Sequence[str] = (), **settings) -> AsyncIterator[Process]:
+    """A server with these settings; `before`: a command that ends by executing its arguments."""
+    config = {"token": TOKEN, "slots": 2, "drain_s": 0, "die_with_parent": True, **settings}
+    found = await spawn(json.dumps(config), before=before)
     assert found.process.stdout is not None
     line = await asyncio.wait_for(found.process.stdout.readline(), 60)
     if not line:
