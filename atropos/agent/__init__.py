@@ -4,7 +4,7 @@ from atropos.agent.agent import AtroposAgent, ExecuteTool, seed_for
 from atropos.agent.config import AgentConfig, AgentResult, AgentStep, PromptTooLong, StopReason
 from atropos.agent.model import Model
 from atropos.agent.template import TurnRenderer
-from atropos.agent.transcript import Transcript
+from atropos.agent.transcript import Transcript, sampled_runs
 from atropos.errors import InferenceError
 
 __all__ = [
@@ -19,5 +19,6 @@ __all__ = [
     "StopReason",
     "Transcript",
     "TurnRenderer",
+    "sampled_runs",
     "seed_for",
 ]

@@ -35,7 +35,7 @@ class AgentConfig:
         tool_call_parser: the format of calls in model text.
         max_calls_per_turn: calls beyond it are answered with an error and not run.
         max_result_chars: of each tool result in the conversation; the middle of a longer one is left out.
-        seed: sent with every request (mixed with the turn) where set, so that a sampling server can repeat itself.
+        seed: sent with every request where set, so that a sampling server can repeat itself.
         timeout_s: after so many seconds no further call is run and no turn begun; None: no bound.
     """
 

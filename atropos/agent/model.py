@@ -17,6 +17,7 @@ from typing import Any, TypeVar, cast
 
 from atropos.agent.fairness import started_in_turn
 from atropos.errors import InferenceError
+from atropos.tools.parsers.base import whole_text
 
 EXACT = frozenset({"vllm", "sglang"})
 """Server types that tell the tokens they sampled."""
@@ -207,7 +208,7 @@ def _chat_answer(answer: Any) -> ChatAnswer:
         message = choice.message
         content = message.content
         calls = [
-            {"id": call.id, "name": call.function.name, "arguments": call.function.arguments}
+            {"id": call.id, "name": _whole(call.function.name), "arguments": _whole(call.function.arguments)}
             for call in (getattr(message, "tool_calls", None) or [])
         ]
     except (AttributeError, IndexError, TypeError) as error:
@@ -217,4 +218,8 @@ def _chat_answer(answer: Any) -> ChatAnswer:
     reasoning = getattr(message, "reasoning_content", None) or getattr(message, "reasoning", None) or ""
     if not content and not calls and not reasoning:
         raise InferenceError("the inference server answered without a message")
-    return ChatAnswer(content or "", str(reasoning), calls, str(choice.finish_reason or ""))
+    return ChatAnswer(whole_text(content or ""), whole_text(str(reasoning)), calls, str(choice.finish_reason or ""))
+
+
+def _whole(value: Any) -> Any:
+    return whole_text(value) if isinstance(value, str) else value

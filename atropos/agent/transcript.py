@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Any
 
 MASKED = -100
@@ -47,3 +48,12 @@ class Transcript:
         assert len(self.tokens) == len(self.masks) == len(self.logprobs), (
             f"tokens {len(self.tokens)}, masks {len(self.masks)}, logprobs {len(self.logprobs)}"
         )
+
+
+def sampled_runs(masks: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Begin and end of each stretch of a sequence that the model sampled: its turns, as a trainer sees them."""
+    end = 0
+    for masked, stretch in groupby(masks, lambda mask: mask == MASKED):
+        begin, end = end, end + sum(1 for _ in stretch)
+        if not masked:
+            yield begin, end

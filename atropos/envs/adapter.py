@@ -9,11 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import gzip
-import json
 import logging
 import os
-import random
 import warnings
 from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
@@ -23,40 +20,31 @@ os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
-import aiohttp
 from atroposlib.envs import base
 from atroposlib.envs.base import BaseEnv, BaseEnvConfig, EvalHandlingEnum, ScoredDataGroup, ScoredDataItem
 from atroposlib.envs.server_handling import sglang_server, trl_vllm_server, vllm_server
 from atroposlib.envs.server_handling.server_baseline import APIServerConfig, ServerBaseline
 from atroposlib.envs.server_handling.server_manager import ServerManagerConfig
-from tenacity import RetryError
 from transformers import AutoTokenizer
 
 from atropos.agent.model import EXACT, Failed, Model, capturing, describe
 from atropos.errors import ConfigError, InferenceError
 
 __all__ = [
-    "API_FAILURES",
     "APIServerConfig",
     "BaseEnv",
     "BaseEnvConfig",
     "EvalHandlingEnum",
-    "GroupRefused",
     "ScoredDataGroup",
     "ScoredDataItem",
     "ServerBaseline",
     "ServerManagerConfig",
-    "TrajectoryApiLost",
-    "check_run_api",
     "check_tokenizer",
-    "json_of",
-    "leave_run_api",
     "load_tokenizer",
     "prepare_server_configs",
     "prepare_servers",
     "probe_servers",
     "quiet_logging",
-    "send_groups",
     "server_types",
     "stop_servers",
     "tokenizers",
@@ -64,10 +52,6 @@ __all__ = [
 
 PROBE_TIMEOUT_S = 20.0
 """How long a server may take for one token before an env starts."""
-API_FAILURES = (RetryError, aiohttp.ClientError, KeyError)
-"""What atroposlib raises when the trajectory API is gone, or is another one."""
-SEND_TRIES, SEND_TIMEOUT_S = 3, 30.0
-"""How often a group is handed to the trajectory API, and how long one try may take."""
 HUB_TIMEOUT_S = 4.0
 """How long the model hub may take to answer at all."""
 
@@ -305,89 +289,3 @@ async def stop_servers(server: Any) -> None:
         if client is not None:
             with contextlib.suppress(Exception):
                 await client.close()
-
-
-async def check_run_api(url: str) -> None:
-    """Whether the trajectory API is there, before anything is started for it.
-
-    Raises:
-        ConfigError: it isn't.
-    """
-    last: Exception | None = None
-    for attempt in range(3):
-        try:
-            async with (
-                aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=5)) as session,
-                session.get(f"{url.rstrip('/')}/"),
-            ):
-                return
-        except (aiohttp.ClientError, TimeoutError, ValueError) as error:
-            last = error
-        await asyncio.sleep(0.3 * (attempt + 1))
-    raise ConfigError(f"env.rollout_server_url: no trajectory API at {url} ({last}); start it with `run-api`") from last
-
-
-class TrajectoryApiLost(Exception):
-    """The trajectory API is gone, or another one stands in its place that doesn't know this env."""
-
-
-class GroupRefused(Exception):
-    """The trajectory API would not have a group, however often it is sent."""
-
-
-def json_of(group: dict[str, Any]) -> str:
-    """A group as JSON, made member by member: the encoder keeps the interpreter to itself while it is at one value."""
-    parts: list[str] = []
-    for key, value in group.items():
-        if isinstance(value, list):
-            text = f"[{', '.join(json.dumps(member) for member in cast('list[Any]', value))}]"
-        else:
-            text = json.dumps(value)
-        parts.append(f"{json.dumps(key)}: {text}")
-    return f"{{{', '.join(parts)}}}"
-
-
-def _packed(groups: list[dict[str, Any]], listed: bool) -> bytes:
-    texts = [json_of(group) for group in groups]
-    return gzip.compress((f"[{', '.join(texts)}]" if listed else texts[0]).encode(), 1)
-
-
-async def send_groups(url: str, groups: list[dict[str, Any]], *, listed: bool) -> None:
-    """Hand groups to the trajectory API, as atroposlib does; the JSON and its compression are made in a thread.
-
-    Args:
-        url: of run-api.
-        groups: plain data.
-        listed: whether they go out as a list.
-
-    Raises:
-        GroupRefused: a 4xx.
-        aiohttp.ClientError, TimeoutError: `SEND_TRIES` times nothing came of it.
-    """
-    body = await asyncio.to_thread(_packed, groups, listed)
-    headers = {"Content-Type": "application/json", "Content-Encoding": "gzip"}
-    path = "scored_data_list" if listed else "scored_data"
-    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=SEND_TIMEOUT_S)) as session:
-        for attempt in range(SEND_TRIES):
-            try:
-                async with session.post(f"{url.rstrip('/')}/{path}", data=body, headers=headers) as answer:
-                    if 400 <= answer.status < 500:
-                        raise GroupRefused(f"{answer.status}: {(await answer.text())[:300]}")
-                    answer.raise_for_status()
-                    return
-            except (aiohttp.ClientError, TimeoutError):
-                if attempt == SEND_TRIES - 1:
-                    raise
-            await asyncio.sleep(0.5 * 2**attempt * random.uniform(0.5, 1.0))
-
-
-async def leave_run_api(url: str, env_id: int | None) -> None:
-    """Tell the trajectory API that this env sends no more, so that it is counted out of batches; best effort."""
-    if env_id is None:
-        return
-    with contextlib.suppress(aiohttp.ClientError, TimeoutError, asyncio.CancelledError):
-        async with (
-            aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=1)) as session,
-            session.post(f"{url.rstrip('/')}/disconnect-env", json={"env_id": env_id}),
-        ):
-            pass

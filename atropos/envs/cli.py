@@ -50,12 +50,13 @@ def run(cls: Any, argv: list[str]) -> int:
 
 
 def _drive(env: Any, command: str) -> int:
-    from atropos.envs.rollout import GroupsDropped
+    from atropos.envs.rollout import GroupsDropped, HookError
+    from atropos.envs.run_api import TrajectoryApiLost
 
     code, line = 0, ""
     try:
         asyncio.run(_manager(env, command))
-    except GroupsDropped as error:
+    except (GroupsDropped, HookError, TrajectoryApiLost) as error:
         code, line = EXIT_FAILED, str(error)
     except ConfigError as error:
         code, line = EXIT_USAGE, str(error)
@@ -77,7 +78,7 @@ def _drive(env: Any, command: str) -> int:
             raise
     finally:
         env.close_files()
-    if command == "process" and env.metrics.groups:
+    if command != "evaluate" and env.metrics.groups:
         _report(env)
     return _fail(line, code) if code else 0
 

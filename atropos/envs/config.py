@@ -128,6 +128,10 @@ class SandboxEnvConfig(BaseEnvConfig):
                 raise ValueError(f"metrics_address: {error}") from None
         if self.group_size < 1:
             raise ValueError(f"group_size: must be at least 1, not {self.group_size}")
+        if self.min_batch_allocation is not None and not 0 <= self.min_batch_allocation <= 1:
+            raise ValueError(
+                f"min_batch_allocation: a share of a batch is from 0 to 1, not {self.min_batch_allocation}"
+            )
         if self.total_steps < 1 and self.total_steps != -1:
             raise ValueError(f"total_steps: must be at least 1, or -1 for all items, not {self.total_steps}")
         return self

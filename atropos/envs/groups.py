@@ -23,6 +23,9 @@ from atropos.tools import ToolExecutor
 NOT_RETRIED = (IsolationUnavailable, NotSupported)
 """Another slot would not help."""
 
+KNOWN = (SandboxError, InferenceError, ConfigError, HookError, PromptTooLong)
+"""What already says which of the three channels it belongs to."""
+
 DROPPED_IN_A_ROW = 20
 """Groups dropped one after the other, none completed between, that end a run; from half of it on it slows down."""
 HOPELESS_IN_A_ROW = 3
@@ -115,9 +118,11 @@ class Groups(BaseEnv):
         """Around an env's own code: what it raises is reported, counted and becomes a `HookError`, never a score."""
         try:
             yield
-        except (SandboxError, InferenceError, ConfigError, HookError, PromptTooLong):
+        except KNOWN:
             raise
         except Exception as error:
+            if (inner := _known(error)) is not None:
+                raise inner from error
             self.metrics.hook_errors[name] += 1
             if (name, type(error)) not in self._traced:  # the traceback once, the rest in a line each
                 self._traced.add((name, type(error)))
@@ -154,7 +159,10 @@ class Groups(BaseEnv):
         self._dropped_in_a_row = 0
         _log.info("group %s: scores %s", name, " ".join(f"{rollout.score:.2f}" for rollout in rollouts))
         self.tell(Event("group", name, rollouts=tuple(rollouts)))
-        return scored_group(rollouts, name=name, include_messages=self.config.include_messages)
+        wanted = (
+            self.config.include_messages or self.config.use_wandb
+        )  # wandb shows them; they are sent only if included
+        return scored_group(rollouts, name=name, include_messages=wanted)
 
     async def _after_drop(self, dropped: GroupDropped) -> None:
         """Slow down while nothing works, and end the run when it looks as if nothing ever will."""
@@ -246,7 +254,8 @@ class Groups(BaseEnv):
         """
         for attempt in range(1 + self.config.trajectory_retries):
             try:
-                return await once(f"-r{attempt}" if attempt else "")
+                with _ungrouped():
+                    return await once(f"-r{attempt}" if attempt else "")
             except (HookError, PromptTooLong) as error:
                 raise GroupDropped(f"{what}: {error}", code=error.code) from error
             except (SandboxError, InferenceError) as error:
@@ -274,6 +283,27 @@ class Groups(BaseEnv):
                 observer(event)
             except Exception:
                 _log.exception("an observer failed")
+
+
+@contextlib.contextmanager
+def _ungrouped() -> Generator[None]:
+    """A known failure by itself, where an env's code ran its calls in a task group."""
+    try:
+        yield
+    except ExceptionGroup as errors:
+        if (inner := _known(errors)) is None:
+            raise
+        raise inner from errors
+
+
+def _known(error: Exception) -> Exception | None:
+    """The known failure within a group of errors, where nothing else is in it."""
+    if not isinstance(error, ExceptionGroup):
+        return None
+    flat = list(_flatten(error))
+    if not all(isinstance(one, KNOWN) for one in flat):
+        return None
+    return next((one for one in flat if isinstance(one, Exception)), None)
 
 
 def first_of(errors: BaseExceptionGroup) -> BaseException:

@@ -23,6 +23,7 @@ from atropos.errors import ConfigError
 from atropos.tools import ToolCall, ToolResult
 from atropos.tools.models import new_call_id
 from atropos.tools.parsers import Parser, parser_for
+from atropos.tools.parsers.base import whole_text
 
 StopReason = Literal["final", "max_turns", "context_length"]
 MAX_CALLS = 32
@@ -281,7 +282,7 @@ class HermesAgent:
             else:
                 # Models repeat ids between turns, and to the executor the same id and call is the same work.
                 outcome = await self._execute(call.model_copy(update={"id": new_call_id()}))
-            content = shorten(outcome, MAX_RESULT_CHARS).to_json()
+            content = whole_text(shorten(outcome, MAX_RESULT_CHARS).to_json())
             answers.append({"role": "tool", "tool_call_id": call.id, "name": call.name, "content": content})
             if outcome.error is not None and len(result.tool_errors) < self.settings.max_errors:
                 result.tool_errors.append(_recorded(result.turns_used, call, outcome.error, content))
@@ -313,10 +314,14 @@ def _call_of(call: dict[str, Any]) -> ToolCall:
 
 
 def _openai_call(call: ToolCall) -> dict[str, Any]:
+    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": _written(call)}}
+
+
+def _written(call: ToolCall) -> str:
+    """A call's arguments as text, without the halves of characters that JSON can say and messages can't."""
     arguments = call.arguments if isinstance(call.arguments, str) else json.dumps(call.arguments, ensure_ascii=False)
-    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": arguments}}
+    return whole_text(arguments)
 
 
 def _recorded(turn: int, call: ToolCall, error: str, content: str) -> ToolError:
-    arguments = call.arguments if isinstance(call.arguments, str) else json.dumps(call.arguments, ensure_ascii=False)
-    return ToolError(turn, call.name[:200], arguments[:KEPT_CHARS], error[:KEPT_CHARS], content[:KEPT_CHARS])
+    return ToolError(turn, call.name[:200], _written(call)[:KEPT_CHARS], error[:KEPT_CHARS], content[:KEPT_CHARS])

@@ -341,32 +341,6 @@ class HermesAgentBaseEnv(SandboxEnv):
         self._tool_errors.clear()
         await super().wandb_log(found)
 
-    async def add_rollouts_for_wandb(self, scored_data: Any, item: Any = None) -> None:
-        """Readable rollouts: what was thought, called and answered."""
-        messages = scored_data.get("messages")
-        if not self.config.use_wandb or not messages:
-            await super().add_rollouts_for_wandb(scored_data, item)
-            return
-        keep = self.config.num_rollouts_per_group_for_logging
-        count = len(scored_data["scores"]) if keep == -1 else min(keep, len(scored_data["scores"]))
-        texts = [(readable(messages[index]), scored_data["scores"][index]) for index in range(count)]
-        self.rollouts_for_wandb.append(texts)
-        del self.rollouts_for_wandb[: -self.config.num_rollouts_to_keep]
-
-
-def readable(messages: list[dict[str, Any]]) -> str:
-    """A conversation for people."""
-    parts: list[str] = []
-    for message in messages:
-        if message.get("reasoning_content"):
-            parts.append(f"[thinking]\n{message['reasoning_content']}")
-        if message.get("content"):
-            parts.append(f"[{message['role']}]\n{message['content']}")
-        for call in message.get("tool_calls") or []:
-            function = call["function"]
-            parts.append(f"[call] {function['name']} {function['arguments']}")
-    return "\n\n".join(parts)
-
 
 def _after_the_frame(own: Callable[..., Any]) -> Callable[[HermesAgentBaseEnv], Coroutine[Any, Any, None]]:
     @functools.wraps(own)

@@ -101,6 +101,16 @@ async def outlive(work: Coroutine[Any, Any, None]) -> None:
     task.result()
 
 
+@contextlib.asynccontextmanager
+async def beside(work: Coroutine[Any, Any, None]) -> AsyncGenerator[None]:
+    """Run `work` while the body does, and end it with the body."""
+    task = asyncio.get_running_loop().create_task(work)
+    try:
+        yield
+    finally:
+        await cancel_and_wait([task])
+
+
 async def cancel_and_wait(tasks: Iterable[asyncio.Task[Any] | None]) -> None:
     """Cancel tasks and wait until each is over; their errors are theirs."""
     alive = [task for task in tasks if task is not None and task is not asyncio.current_task()]

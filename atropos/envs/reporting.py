@@ -13,12 +13,13 @@ from typing import Any, cast
 import aiohttp
 
 from atropos.agent.transcript import MASKED
-from atropos.envs.adapter import BaseEnv, GroupRefused, json_of, send_groups
+from atropos.envs.adapter import BaseEnv
 from atropos.envs.lifecycle import outlive
 from atropos.envs.metrics import EnvMetrics
 from atropos.envs.prometheus import MetricsEndpoint, metrics_text
 from atropos.envs.replay import write_page
 from atropos.envs.rollout import drop_reason
+from atropos.envs.run_api import GroupRefused, json_of, send_groups
 from atropos.errors import ConfigError
 from atropos.slots import SlotPool
 
@@ -72,6 +73,8 @@ class Reporting(BaseEnv):
                 group["messages"] = [[{"role": "user", "content": self.tokenizer.decode(t)}] for t in group["tokens"]]
             self.completion_lengths.extend(len(mask) - mask.count(MASKED) for mask in group["masks"])
             await self.add_rollouts_for_wandb(group, item)
+            if not self.config.include_messages:
+                group["messages"] = None
             await outlive(self._write(group))
             kept.append(group)
         if kept and do_send_to_api:
@@ -109,21 +112,18 @@ class Reporting(BaseEnv):
     # -------------------------------------------------------------------------------------------------------- wandb
 
     async def add_rollouts_for_wandb(self, scored_data: Any, item: Any = None) -> None:
-        """Readable conversations instead of decoded tokens."""
+        """Readable conversations instead of decoded tokens: what was thought, said, called and answered."""
         if not self.config.use_wandb:
             return
+        scores = scored_data["scores"]
         keep = self.config.num_rollouts_per_group_for_logging
-        keep = len(scored_data["scores"]) if keep == -1 else min(keep, len(scored_data["scores"]))
-        texts: list[tuple[str, float]] = []
-        for index in range(keep):
-            messages = (scored_data.get("messages") or [None] * keep)[index]
-            text = (
-                "\n\n".join(f"[{m['role']}]\n{m['content']}" for m in messages)
-                if messages
-                else self.tokenizer.decode(scored_data["tokens"][index])
-            )
-            texts.append((text, scored_data["scores"][index]))
-        self.rollouts_for_wandb.append(texts)
+        messages = scored_data.get("messages")
+        self.rollouts_for_wandb.append(
+            [
+                (readable(messages[at]) if messages else self.tokenizer.decode(scored_data["tokens"][at]), scores[at])
+                for at in range(len(scores) if keep == -1 else min(keep, len(scores)))
+            ]
+        )
         del self.rollouts_for_wandb[: -self.config.num_rollouts_to_keep]
 
     async def wandb_log(self, wandb_metrics: dict[str, Any] | None = None) -> None:
@@ -201,6 +201,20 @@ class Reporting(BaseEnv):
                 write_page(jsonl, title=self.name or type(self).__name__)
         except OSError as error:
             _log.warning("the page beside %s could not be written: %s", path, error)
+
+
+def readable(messages: list[dict[str, Any]]) -> str:
+    """A conversation for people."""
+    parts: list[str] = []
+    for message in messages:
+        if message.get("reasoning_content"):
+            parts.append(f"[thinking]\n{message['reasoning_content']}")
+        if message.get("content"):
+            parts.append(f"[{message['role']}]\n{message['content']}")
+        for call in message.get("tool_calls") or []:
+            function = call["function"]
+            parts.append(f"[call] {function['name']} {function['arguments']}")
+    return "\n\n".join(parts)
 
 
 def _wandb_error(error: Exception) -> ConfigError:

@@ -6,38 +6,28 @@ an infrastructure failure, and drops a group whole when one of its members can't
 
 from __future__ import annotations
 
-import asyncio
 import logging
-import math
 import time
 from abc import abstractmethod
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, NoReturn, cast
 
 from atropos.agent import TurnRenderer
-from atropos.agent.model import EXACT
 from atropos.envs import cli as command_line
 from atropos.envs.adapter import (
-    API_FAILURES,
     APIServerConfig,
     ServerBaseline,
-    TrajectoryApiLost,
-    check_run_api,
-    leave_run_api,
     load_tokenizer,
     prepare_server_configs,
     prepare_servers,
     probe_servers,
     quiet_logging,
-    server_types,
-    stop_servers,
     tokenizers,
 )
+from atropos.envs.commands import Commands
 from atropos.envs.config import SandboxEnvConfig
-from atropos.envs.groups import Event, Groups, Member, first_of
-from atropos.envs.lifecycle import bounded, cancel_and_wait
-from atropos.envs.reporting import Reporting
-from atropos.envs.rollout import GroupsDropped
+from atropos.envs.groups import Event, Member
+from atropos.envs.lifecycle import bounded
 from atropos.errors import ConfigError, NotSupported
 from atropos.slots import SlotPool
 from atropos.tools import ToolCall, ToolExecutor, ToolRegistry, ToolResult
@@ -50,7 +40,7 @@ ExecTool = Callable[[ToolCall], Awaitable[ToolResult]]
 _log = logging.getLogger(__name__)
 
 
-class SandboxEnv(Groups, Reporting):
+class SandboxEnv(Commands):
     """See the module. Not used by itself: `AgentEnv` and `HermesAgentBaseEnv` extend it."""
 
     name: str | None = None
@@ -132,11 +122,6 @@ class SandboxEnv(Groups, Reporting):
         return self._renderer
 
     @property
-    def exact_tokens(self) -> bool:
-        """Whether the inference servers tell the tokens they sample."""
-        return server_types(self.server) <= EXACT
-
-    @property
     def context_tokens(self) -> int:
         """Most tokens of a trajectory: the env's bound, and less than what the trainer throws away."""
         if self.max_token_len > 0:
@@ -204,118 +189,3 @@ class SandboxEnv(Groups, Reporting):
         self.metrics.calls += 1
         self.metrics.tool_errors += result.error is not None
         return result
-
-    # ------------------------------------------------------------------------------------------------- the commands
-
-    async def process_manager(self) -> None:
-        """Run `total_steps` groups, or as many as there are items, and write the JSONL and the page.
-
-        Raises:
-            GroupsDropped: at the end, when groups could not be completed; the files hold the others.
-            ConfigError, InferenceError, SandboxError: it could not start.
-        """
-        async with self.lifetime.running(self._close):
-            self.config.group_size = int(getattr(self, "group_size_to_process", self.config.group_size))
-            await self.setup()
-            self._start_wandb()
-            await self._process(int(getattr(self, "n_groups_to_process", self.config.total_steps)))
-        dropped = sum(self.metrics.dropped.values())
-        if dropped:
-            reasons = ", ".join(f"{count} x {code}" for code, count in self.metrics.dropped.items())
-            raise GroupsDropped(f"{dropped} of {dropped + self.metrics.groups} groups were dropped ({reasons})")
-
-    async def _process(self, total: int) -> None:
-        self.curr_step = 0
-        fill = math.ceil(self.config.capacity / self.config.group_size)
-        free = asyncio.Semaphore(self.config.process_concurrency or fill)
-        begun = 0
-        try:
-            async with asyncio.TaskGroup() as tasks:
-                while total < 0 or begun < total:
-                    await free.acquire()
-                    item = await self.get_next_item()
-                    if item is None:
-                        break
-                    begun += 1
-                    task = tasks.create_task(self._process_group(item))
-                    task.add_done_callback(lambda _: free.release())
-        except BaseExceptionGroup as errors:
-            raise first_of(errors) from None
-
-    async def _process_group(self, item: Any) -> None:
-        group, _ = await self.collect_trajectories(item)
-        if group is None:
-            return
-        processed = await self.postprocess_histories(group)
-        await self.handle_send_to_api(processed, item, do_send_to_api=False, abort_on_any_max_length_exceeded=False)
-        await self.wandb_log()
-        self.curr_step += 1
-
-    async def env_manager(self) -> None:
-        """Serve groups to a trainer until its steps are done.
-
-        Raises:
-            ConfigError: the tokens would be placeholders, or there is no trajectory API.
-        """
-        if not self.exact_tokens and not self.config.allow_placeholder_tokens:
-            kinds = ", ".join(sorted(server_types(self.server)))
-            raise ConfigError(
-                f"openai.server_type: {kinds} doesn't tell the tokens it samples, so a trainer would get placeholders; "
-                "use vllm or sglang, or set --env.allow_placeholder_tokens true"
-            )
-        async with self.lifetime.running(self._close):
-            await check_run_api(self.config.rollout_server_url)
-            try:
-                await super().env_manager()
-            finally:
-                await leave_run_api(self.config.rollout_server_url, getattr(self, "env_id", None))
-
-    async def get_server_info(self) -> None:
-        """As atroposlib's; sizes of which run-api would never make a batch are refused by name.
-
-        Raises:
-            ConfigError: the trainer's batch can't be made of whole groups of this size.
-        """
-        size = self.config.group_size
-        try:
-            await super().get_server_info()
-        except ValueError as error:
-            raise ConfigError(f"env.group_size: {size} is more than the trainer's batch; {error}") from error
-        batch = self.config.batch_size
-        if batch > 0 and batch % size:
-            raise ConfigError(
-                f"env.group_size: the trainer's batch of {batch} is no multiple of {size}, so that run-api would never "
-                "make one of whole groups; choose a group size that divides it"
-            )
-
-    async def get_status(self) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """As atroposlib's; a trajectory API that is gone ends the run with one line."""
-        try:
-            await super().get_status()
-        except API_FAILURES as error:
-            url = self.config.rollout_server_url
-            raise TrajectoryApiLost(
-                f"env.rollout_server_url: the trajectory API at {url} is gone, or was started anew and doesn't know this "
-                "env; start run-api and the trainer, then the env"
-            ) from error
-
-    async def _run_evaluate(self) -> None:
-        async with self.lifetime.running(self._close):
-            await self.setup()
-            self._start_wandb()
-            await self.evaluate()
-
-    async def _close(self) -> None:
-        """Workers first, then executor and pool, then files."""
-        await cancel_and_wait({*self.workers, *self.eval_workers, *self._collecting, self.eval_runner})
-        await asyncio.gather(
-            bounded("the tool backend", self.shutdown_tool_backend(), 90),
-            bounded("the inference clients", stop_servers(self.server), 5),
-            bounded("the metrics", self.close_metrics(), 5),
-        )
-        await bounded("the files", asyncio.to_thread(self.close_files), 30)
-        if self._wandb_started:
-            import wandb
-
-            await bounded("wandb", asyncio.to_thread(wandb.finish), 30)
-            self._wandb_started = False

@@ -8,9 +8,7 @@ comparison, on theirs with the masks or the logprobs moved by one position: they
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
-import signal
 import sys
 import time
 from pathlib import Path
@@ -22,7 +20,7 @@ from examples.learn.server import Server
 from examples.learn.task import PLACES, PUPILS, WORDS, turns
 from examples.learn.trainer import SHIFTS, learn
 from examples.policy.tokenizer import FOLDER
-from examples.serve.processes import Trainer, flags, program, run_api
+from examples.serve.processes import Trainer, flags, program, run, run_api
 
 WINDOW = 10
 """Groups that a mean is taken over."""
@@ -100,11 +98,11 @@ async def lesson(args: argparse.Namespace, school: School) -> None:
     args.out.mkdir(parents=True, exist_ok=True)
     batch = args.group_size * len(school.shift)
     with (args.out / "env.log").open("wb") as log:
-        async with school.server.running() as base_url, run_api() as api, Trainer(api, batch_size=batch) as trainer:
+        async with school.server.running() as base_url, run_api() as api, Trainer(api.url, batch_size=batch) as trainer:
             env = {
                 "tool_pool_mode": args.backend,
                 "tokenizer_name": FOLDER,
-                "rollout_server_url": api,
+                "rollout_server_url": api.url,
                 "pupils": ",".join(school.shift),
                 "group_size": args.group_size,
                 "slots_per_container": args.slots,
@@ -160,27 +158,20 @@ def report(args: argparse.Namespace, school: School, seconds: float) -> int:
     return 0 if good else 1
 
 
-async def run(args: argparse.Namespace) -> int:
-    """The lesson and its report; SIGTERM ends it as Ctrl-C does."""
-    task = asyncio.current_task()
-    assert task is not None
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+async def teach(args: argparse.Namespace) -> int:
+    """The lesson and its report."""
     school, started = School(args), time.monotonic()
-    await lesson(args, school)
+    try:
+        await lesson(args, school)
+    except RuntimeError as error:
+        raise RuntimeError(f"{error} ({args.out / 'env.log'})") from error
     return report(args, school, time.monotonic() - started)
 
 
 def main() -> int:
     """Exit code 1 when something else came out than was claimed."""
     args = arguments()
-    try:
-        return asyncio.run(run(args))
-    except (KeyboardInterrupt, asyncio.CancelledError):
-        print("interrupted", file=sys.stderr)
-        return 130
-    except RuntimeError as error:
-        print(f"error: {error} ({args.out / 'env.log'})", file=sys.stderr)
-        return 1
+    return run(lambda: teach(args))
 
 
 if __name__ == "__main__":

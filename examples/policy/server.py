@@ -68,7 +68,12 @@ class PolicyServer:
         app.router.add_post("/generate", self._generate)
         for prefix in ("", "/v1"):
             app.router.add_post(f"{prefix}/generate/", self._generate_trl)
+        app.on_cleanup.append(self._close)
         return app
+
+    async def _close(self, _app: web.Application) -> None:
+        if self._log is not None:
+            self._log.close()
 
     # ------------------------------------------------------------------------------------------------------- faults
 

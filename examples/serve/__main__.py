@@ -11,14 +11,13 @@ import argparse
 import asyncio
 import contextlib
 import json
-import signal
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
 from examples.policy.tokenizer import FOLDER
-from examples.serve.processes import flags, program, run_api
+from examples.serve.processes import flags, how, program, run, run_api
 
 GROUP_SIZE = 4
 
@@ -61,12 +60,8 @@ def env_command(args: argparse.Namespace, api: str, policy: dict[str, Any]) -> l
     return ["-m", "atropos.envs.task_env", "serve", *flags("env", env), *flags("openai", model)]
 
 
-async def run(args: argparse.Namespace) -> int:
+async def demo(args: argparse.Namespace) -> int:
     """Start everything, wait for the trainer, end everything."""
-    task = asyncio.current_task()
-    assert task is not None
-    for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, task.cancel)
     args.out.mkdir(parents=True, exist_ok=True)
     truth = args.out / "policy.jsonl"
     truth.unlink(missing_ok=True)
@@ -78,16 +73,20 @@ async def run(args: argparse.Namespace) -> int:
         assert policy_process.stdout is not None
         policy = json.loads(await policy_process.stdout.readline())
         api = await stack.enter_async_context(run_api())
-        check = [f"--api={api}", f"--truth={truth.resolve()}", f"--batches={args.batches}", f"--envs={args.envs}"]
+        check = [f"--api={api.url}", f"--truth={truth.resolve()}", f"--batches={args.batches}", f"--envs={args.envs}"]
         trainer = await stack.enter_async_context(
             program("-m", "examples.serve.trainer", *check, output=asyncio.subprocess.PIPE)
         )
         envs: list[asyncio.subprocess.Process] = []
         for number in range(args.envs):
             log = stack.enter_context((args.out / f"env-{number}.log").open("wb"))
-            envs.append(await stack.enter_async_context(program(*env_command(args, api, policy), output=log)))
-        print(f"{args.envs} env(s) on {args.backend}, run-api at {api}; their output: {args.out}/env-*.log", flush=True)
-        code = await _watch(trainer, {"policy server": policy_process, **{f"env {n}": p for n, p in enumerate(envs)}})
+            envs.append(await stack.enter_async_context(program(*env_command(args, api.url, policy), output=log)))
+        print(
+            f"{args.envs} env(s) on {args.backend}, run-api at {api.url}; their output: {args.out}/env-*.log",
+            flush=True,
+        )
+        others = {"policy server": policy_process, "run-api": api.process}
+        code = await _watch(trainer, others | {f"env {number}": process for number, process in enumerate(envs)})
     print(f"{time.monotonic() - started:.0f} s; everything was ended", flush=True)
     return code
 
@@ -99,9 +98,10 @@ async def _watch(trainer: asyncio.subprocess.Process, others: dict[str, asyncio.
     try:
         await asyncio.wait({told, *ends}, return_when=asyncio.FIRST_COMPLETED)
         if not told.done():
-            name = next(name for task, name in ends.items() if task.done())
-            print(f"error: the {name} ended before the trainer had its batches", file=sys.stderr)
-            return 1
+            task, name = next((task, name) for task, name in ends.items() if task.done())
+            raise RuntimeError(f"the {name} {how(task.result())} before the trainer had its batches")
+        if told.result() < 0:
+            raise RuntimeError(f"the trainer {how(told.result())} before it had its batches")
         return told.result()
     finally:
         for task in (told, *ends):
@@ -118,14 +118,7 @@ async def _tell(trainer: asyncio.subprocess.Process) -> int:
 def main() -> int:
     """0 when every batch was what the server sampled."""
     args = arguments()
-    try:
-        return asyncio.run(run(args))
-    except asyncio.CancelledError:
-        print("interrupted; everything was ended", file=sys.stderr)
-        return 130
-    except RuntimeError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+    return run(lambda: demo(args))
 
 
 if __name__ == "__main__":

@@ -9,9 +9,9 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Coroutine
 from pathlib import Path
-from typing import IO, Any, Self
+from typing import IO, Any, NamedTuple, Self
 
 import aiohttp
 
@@ -65,9 +65,16 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+class RunApi(NamedTuple):
+    """A running trajectory API."""
+
+    url: str
+    process: asyncio.subprocess.Process
+
+
 @contextlib.asynccontextmanager
-async def run_api() -> AsyncIterator[str]:
-    """atroposlib's trajectory API on a port of its own; its URL.
+async def run_api() -> AsyncIterator[RunApi]:
+    """atroposlib's trajectory API on a port of its own.
 
     Raises:
         RuntimeError: it did not come up.
@@ -81,7 +88,7 @@ async def run_api() -> AsyncIterator[str]:
                 await _answers(url, process)
         except TimeoutError:
             raise RuntimeError(f"run-api did not answer within {START_S:g} s") from None
-        yield url
+        yield RunApi(url, process)
 
 
 async def _answers(url: str, process: asyncio.subprocess.Process) -> None:
@@ -106,6 +113,7 @@ class Trainer:
     """
 
     def __init__(self, url: str, *, batch_size: int, max_token_len: int = 30_000, steps: int = 1_000_000) -> None:
+        self._url = url
         self._session = aiohttp.ClientSession(url)
         self._facts = {
             "wandb_group": "none",
@@ -136,7 +144,7 @@ class Trainer:
         """Batch after batch, as they come.
 
         Raises:
-            RuntimeError: one of the watched programs is over, so that none will come.
+            RuntimeError: one of the watched programs is over, so that none will come; or the API is.
         """
         while True:
             batch = await self.batch()
@@ -145,13 +153,53 @@ class Trainer:
                 continue
             for process in watched:
                 if process.returncode is not None:
-                    raise RuntimeError(f"an env ended with {process.returncode}; its output says why")
+                    raise RuntimeError(f"an env {how(process.returncode)}; its output says why")
             await asyncio.sleep(0.05)
 
     async def _answer(self, method: str, path: str, **options: Any) -> Any:
-        async with self._session.request(method, path, **options) as answer:
-            answer.raise_for_status()
-            return await answer.json()
+        try:
+            async with self._session.request(method, path, **options) as answer:
+                answer.raise_for_status()
+                return await answer.json()
+        except aiohttp.ClientError as error:
+            raise RuntimeError(
+                f"the trajectory API at {self._url} is gone ({type(error).__name__}: {error})"
+            ) from error
+
+
+def how(code: int) -> str:
+    """How a program ended, in words, from `returncode`."""
+    return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+
+
+def run(work: Callable[[], Coroutine[Any, Any, int]]) -> int:
+    """The exit code of a program: its own, 1 after a RuntimeError, which is one line, or 128 + N after signal N.
+
+    SIGTERM and Ctrl-C cancel the work once, and its clean-up is waited for; a second one changes nothing.
+    """
+    told: list[int] = []
+
+    async def until_told() -> int:
+        task = asyncio.current_task()
+        assert task is not None
+
+        def stop(number: int) -> None:
+            if not told:
+                task.cancel()
+            told.append(number)
+
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(number, stop, number)
+        return await work()
+
+    try:
+        return asyncio.run(until_told())
+    except (asyncio.CancelledError, KeyboardInterrupt):
+        print("interrupted; everything was ended", file=sys.stderr)
+        return 128 + (told[0] if told else signal.SIGINT)
+    except RuntimeError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
 
 
 def flags(prefix: str, values: dict[str, Any]) -> list[str]:

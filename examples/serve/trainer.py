@@ -7,56 +7,15 @@ masks call sampled must be an entry of the log, tokens and logprobs, under exact
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
 import sys
 from collections import Counter
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from examples.serve.processes import Trainer
-
-MASKED = -100
-
-
-class Truth:
-    """The server's log, read as it grows."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._read = 0
-        self._entries: set[tuple[tuple[int, ...], tuple[int, ...], tuple[float, ...]]] = set()
-
-    def has(self, prompt: Sequence[int], ids: Sequence[int], logprobs: Sequence[float]) -> bool:
-        """Whether the server sampled just this for just this prompt."""
-        wanted = (tuple(prompt), tuple(ids), tuple(logprobs))
-        if wanted not in self._entries:
-            self._read_on()
-        return wanted in self._entries
-
-    def _read_on(self) -> None:
-        with self._path.open("rb") as log:
-            log.seek(self._read)
-            for line in log:
-                if not line.endswith(b"\n"):
-                    break
-                self._read += len(line)
-                entry = json.loads(line)
-                self._entries.add((tuple(entry["prompt"]), tuple(entry["ids"]), tuple(entry["logprobs"])))
-
-
-def sampled_runs(tokens: Sequence[int], masks: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Begin and end of each stretch that the masks call sampled."""
-    at = 0
-    while at < len(tokens):
-        end = at
-        while end < len(tokens) and (masks[end] == MASKED) == (masks[at] == MASKED):
-            end += 1
-        if masks[at] != MASKED:
-            yield at, end
-        at = end
+from examples.policy.truth import Truth, claims
+from examples.serve.processes import Trainer, run
 
 
 @dataclass
@@ -90,19 +49,20 @@ class Found:
 
     def _sequence(self, tokens: list[int], masks: list[int], logprobs: list[float], truth: Truth) -> None:
         self.sequences += 1
-        if not len(tokens) == len(masks) == len(logprobs):
-            self.wrong.append(f"{len(tokens)} tokens, {len(masks)} masks, {len(logprobs)} logprobs")
+        turns = 0
+        try:
+            for entry in claims(tokens, masks, logprobs):
+                turns += 1
+                self.sampled_tokens += len(entry[1])
+                if entry not in truth:
+                    begin = len(entry[0])
+                    self.wrong.append(f"positions {begin} to {begin + len(entry[1])} are not what the server sampled")
+        except ValueError as error:
+            self.wrong.append(str(error))
             return
-        turns = list(sampled_runs(tokens, masks))
+        self.turns += turns
         if not turns:
             self.wrong.append("a sequence in which nothing was sampled")
-        for begin, end in turns:
-            self.turns += 1
-            self.sampled_tokens += end - begin
-            if masks[begin:end] != tokens[begin:end]:
-                self.wrong.append(f"masks {begin} to {end} are not the tokens")
-            if not truth.has(tokens[:begin], tokens[begin:end], logprobs[begin:end]):
-                self.wrong.append(f"positions {begin} to {end} are not what the server sampled")
 
     def as_dict(self) -> dict[str, Any]:
         """For people and for `--json`."""
@@ -111,7 +71,7 @@ class Found:
         return {**counted, "scores": scores, "groups_by_env": dict(self.envs), "wrong": self.wrong[:20]}
 
 
-async def run(args: argparse.Namespace) -> int:
+async def train(args: argparse.Namespace) -> int:
     """Fetch and check; one JSON line a batch, and one at the end."""
     found, truth = Found(), Truth(args.truth)
     async with Trainer(args.api, batch_size=args.batch_size, steps=args.batches) as trainer:
@@ -134,10 +94,8 @@ def main() -> int:
     parser.add_argument("--batch-size", type=int, default=8)
     parser.add_argument("--group-size", type=int, default=4)
     parser.add_argument("--envs", type=int, default=1, help="go on until so many envs have sent something")
-    try:
-        return asyncio.run(run(parser.parse_args()))
-    except KeyboardInterrupt:
-        return 130
+    args = parser.parse_args()
+    return run(lambda: train(args))
 
 
 if __name__ == "__main__":

@@ -7,11 +7,11 @@ import json
 
 from aiohttp import web
 
-from atropos.agent.transcript import MASKED
 from atropos.envs import APIServerConfig, HermesAgentEnvConfig
 from examples.policy.play import TASKS, Policy
 from examples.policy.server import PolicyServer, Settings
 from examples.policy.tokenizer import FOLDER
+from examples.policy.truth import claims
 
 
 def call(name, **arguments):
@@ -73,16 +73,6 @@ def groups(tmp_path):
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-def sampled_runs(group, index):
-    """(prompt, ids, logprobs) of every turn, as the tokens say."""
-    tokens, masks, logprobs = (group[key][index] for key in ("tokens", "masks", "inference_logprobs"))
-    assert len(tokens) == len(masks) == len(logprobs)
-    at = 0
-    while at < len(tokens):
-        end = at
-        while end < len(tokens) and (masks[end] == MASKED) == (masks[at] == MASKED):
-            end += 1
-        if masks[at] != MASKED:
-            assert masks[at:end] == tokens[at:end]
-            yield tuple(tokens[:at]), tuple(tokens[at:end]), tuple(logprobs[at:end])
-        at = end
+def sampled(group, index):
+    """(prompt, ids, logprobs) of every turn of a member, as its tokens, masks and logprobs say."""
+    return list(claims(*(group[key][index] for key in ("tokens", "masks", "inference_logprobs"))))

@@ -6,7 +6,7 @@ import itertools
 import json
 from typing import Any
 
-from atropos.envs import AgentEnv
+from atropos.envs import AgentEnv, commands
 from atropos.tools import ToolCall
 
 
@@ -35,4 +35,5 @@ class ScriptEnv(AgentEnv):
 
 
 if __name__ == "__main__":
+    commands.WAITED_S = 2.0  # a test's patience
     ScriptEnv.cli()

@@ -1,4 +1,10 @@
-"""Truth 4 in a whole env: sandboxes killed at random and a flaky inference server change no score and lose no group."""
+"""Truth 4 in a whole env: sandboxes killed at random and a flaky inference server change no token, no score, no group.
+
+Each attempt of a trajectory has one chance in five that its sandbox is killed, at a call and a moment drawn by its name;
+one inference call in ten fails, all through the run. What is sent is compared with a run of the same seeds without
+faults, and what was done with what was lost: faults may cost the attempts that they ended, and nothing else.
+`ATROPOS_FAULTS=N` runs N times as many groups.
+"""
 
 from __future__ import annotations
 
@@ -9,28 +15,58 @@ import json
 import os
 import random
 import signal
-
-from aiohttp import web
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
 from atropos.envs import AgentEnvConfig, APIServerConfig
-from examples.policy.play import TASKS, Policy
-from examples.policy.server import PolicyServer, Settings
+from atropos.tools import ToolCall
 from examples.policy.tokenizer import FOLDER
+from examples.policy.truth import Truth
+from tests.e2e.hermes_support import running_policy, sampled
 from tests.e2e.script_env import ScriptEnv
-from tests.e2e.test_demo_endings import alive, children, name
+from tests.e2e.test_demo_endings import alive, children, left_by, name
 
-GROUPS = 8
+GROUPS = 12 * int(os.environ.get("ATROPOS_FAULTS", "1"))
+MEMBERS, TURNS = 4, 5
+KILLED, FAILING = 0.2, 0.1
+NAMESPACE = ToolCall(name="terminal", arguments={"command": "readlink /proc/self/ns/pid"})
 
 
-class SlowScriptEnv(ScriptEnv):
-    """Two calls and a pause, so that a killer finds trajectories at work; the score depends on item and member."""
+@dataclass
+class Work:
+    """What a run did.
+
+    Attributes:
+        calls: begun, by attempt of a trajectory.
+        killed: attempts whose sandbox was killed.
+        answers: of the inference server.
+    """
+
+    calls: Counter[str] = field(default_factory=Counter[str])
+    killed: set[str] = field(default_factory=set[str])
+    answers: int = 0
+    seconds: float = 0.0
+
+
+class NumberingEnv(ScriptEnv):
+    """Each turn appends its number to a file; the score says whether each stands there once, and whose file it is."""
+
+    kills = 0.0
+    work: Work
 
     def build_task(self, item):
-        calls = [
-            {"name": "terminal", "arguments": {"command": f"sleep 0.1; echo {item['name']} >> answer; cat answer"}}
+        turns = [
+            {
+                "calls": [
+                    {"name": "terminal", "arguments": {"command": f"sleep 0.05; echo {turn} >> answer; cat answer"}}
+                ]
+            }
+            for turn in range(TURNS)
         ]
-        look = [{"name": "terminal", "arguments": {"command": "sleep 0.1; cat answer"}}]
-        return f"```policy\n{json.dumps([{'calls': calls}, {'calls': look}, 'done'])}\n```"
+        return f"{item['name']}\n```policy\n{json.dumps([*turns, 'done'])}\n```"
 
     async def get_next_item(self):
         number = next(self.numbers)
@@ -39,91 +75,132 @@ class SlowScriptEnv(ScriptEnv):
     async def setup_agent_env(self):
         self.numbers = itertools.count()
 
+    async def execute_tool(self, trajectory_id: str, call: ToolCall) -> Any:
+        number = self.work.calls[trajectory_id]
+        self.work.calls[trajectory_id] += 1
+        draw = random.Random(trajectory_id)
+        if draw.random() >= self.kills or number != draw.randrange(TURNS + 1):
+            return await super().execute_tool(trajectory_id, call)
+        self.work.killed.add(trajectory_id)
+        told = await super().execute_tool(trajectory_id, NAMESPACE)
+        async with asyncio.TaskGroup() as tasks:  # an infrastructure failure stays one, within a group of errors too
+            running = tasks.create_task(super().execute_tool(trajectory_id, call))
+            await asyncio.sleep(draw.random() * 0.1)
+            kill_namespace(told.output.strip(), draw)
+        return running.result()
 
-@contextlib.asynccontextmanager
-async def policy(log, **faults):
-    server = PolicyServer(Policy(TASKS), Settings(**faults), log)
-    runner = web.AppRunner(server.application(), access_log=None, shutdown_timeout=0.1)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    try:
-        yield f"http://127.0.0.1:{runner.addresses[0][1]}/v1"
-    finally:
-        await runner.cleanup()
+    async def verify_and_score_trajectory(self, item, final_response, *, trajectory_id, exec_tool, agent_result):
+        written = await exec_tool(ToolCall(name="terminal", arguments={"command": "cat answer"}))
+        member = int(trajectory_id.rpartition("-r")[0 if "-r" in trajectory_id else 2].rpartition("-")[2])
+        right = written.output.split() == [str(turn) for turn in range(TURNS)]
+        return right * (1 + member) / MEMBERS, {}
+
+    async def shutdown_tool_backend(self) -> None:
+        if self.pool is not None:
+            stats = self.pool.stats()
+            assert (stats.leased, stats.waiting) == (0, 0), stats
+        await super().shutdown_tool_backend()
 
 
-async def run(tmp_path, label: str, *, killed: int, **faults):
-    """The groups by item, the env and how many sandboxes were killed."""
-    path, truth = tmp_path / f"{label}.jsonl", tmp_path / f"{label}.truth"
-    async with policy(truth, **faults) as url:
+def kill_namespace(namespace: str, draw: random.Random) -> None:
+    """Kill a sandbox by the PID namespace that its programs see: its first process, or bwrap above it."""
+    found = []
+    for pid in sorted(children(os.getpid())):
+        with contextlib.suppress(OSError):
+            if os.readlink(f"/proc/{pid}/ns/pid") == namespace:
+                found.append(pid)
+    assert found, f"no process is in {namespace}"
+    first = next(pid for pid in found if _parent(pid) not in found)
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(draw.choice([first, _parent(first)]), signal.SIGKILL)
+
+
+def _parent(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+async def run(folder: Path, *, kills: float, failing: float):
+    """The groups by item, the server's log, the env, and what was done."""
+    folder.mkdir()
+    path, work = folder / "groups.jsonl", Work()
+    async with running_policy(folder, fault="503", fault_rate=failing) as (url, log):
         config = AgentEnvConfig(
             tool_pool_mode="local",
             tokenizer_name=str(FOLDER),
             slots_per_container=4,
             min_containers=2,
             max_containers=2,
-            group_size=4,
+            group_size=MEMBERS,
             include_messages=True,
             ensure_scores_are_not_same=False,
             use_wandb=False,
             trajectory_retries=12,
-            model_retries=4,
+            model_retries=1,
             model_timeout_s=60,
+            seed=3,
             slot_memory_mib=256,
             allow_network=False,
             data_path_to_save_groups=str(path),
         )
-        env = SlowScriptEnv(config, [APIServerConfig(base_url=url, server_type="vllm", model_name="m", api_key="x")])
-        killer = asyncio.create_task(kill_sandboxes(env, killed))
-        try:
-            await env.process_manager()
-        finally:
-            killer.cancel()
-            count = (await asyncio.gather(killer, return_exceptions=True))[0]
+        env = NumberingEnv(config, [APIServerConfig(base_url=url, server_type="vllm", model_name="m", api_key="x")])
+        env.kills, env.work = kills, work
+        started = time.monotonic()
+        await env.process_manager()
+        work.seconds = time.monotonic() - started
+    work.answers = len(log.read_text().splitlines()) - 1  # one is the probe's
     groups = {group["atropos"]["item"]: group for group in map(json.loads, path.read_text().splitlines())}
-    entries = {
-        (tuple(e["prompt"]), tuple(e["ids"]), tuple(e["logprobs"]))
-        for e in map(json.loads, truth.read_text().splitlines())
-    }
-    return groups, entries, env, count
+    return groups, Truth(log), env, work
 
 
-async def kill_sandboxes(env, count: int) -> int:
-    """`count` times, at a moment when trajectories hold slots, one of the sandboxes, whoever has it."""
-    rng = random.Random(4)
-    done = 0
-    while done < count:
-        await asyncio.sleep(0.1)
-        if env.pool is None or not env.pool.stats().leased:
-            continue
-        found = [pid for pid in children(os.getpid()) if name(pid).startswith("bwrap")]
-        if found:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(rng.choice(found), signal.SIGKILL)
-            done += 1
-    return done
-
-
-async def test_killed_sandboxes_and_a_flaky_server_change_no_score_and_lose_no_group(tmp_path):
-    quiet, _, _, _ = await run(tmp_path, "quiet", killed=0)
-    stormy, entries, env, killed = await run(tmp_path, "stormy", killed=8, fault="503", fault_rate=0.1)
-    assert killed == 8
+async def test_killed_sandboxes_and_a_flaky_server_change_nothing_and_cost_what_they_ended(tmp_path):
+    tasks = asyncio.all_tasks()
+    quiet, _, _, calm = await run(tmp_path / "quiet", kills=0, failing=0)
+    descriptors = len(os.listdir("/proc/self/fd"))
+    stormy, truth, env, storm = await run(tmp_path / "stormy", kills=KILLED, failing=FAILING)
+    retries = sum(env.metrics.retries.values())
+    trajectories = GROUPS * MEMBERS
+    lost = {attempt: calls for attempt, calls in storm.calls.items() if attempt not in scored(stormy)}
+    print(
+        f"\n{trajectories} trajectories; {len(storm.killed)} sandboxes killed of {len(storm.calls)}; tried again: "
+        f"{dict(env.metrics.retries)}; calls {sum(calm.calls.values())} -> {sum(storm.calls.values())} "
+        f"({sum(storm.calls.values()) / sum(calm.calls.values()):.2f}), of these lost {sum(lost.values())}; answers "
+        f"{calm.answers} -> {storm.answers} ({storm.answers / calm.answers:.2f}); {calm.seconds:.1f} s -> "
+        f"{storm.seconds:.1f} s ({storm.seconds / calm.seconds:.2f})"
+    )
     assert set(stormy) == set(quiet) == {f"item-{n}" for n in range(GROUPS)}
-    for item, group in stormy.items():
-        assert group["scores"] == quiet[item]["scores"] == [1.0, 0.0, 1.0, 0.0]
-        for tokens, masks, logprobs in zip(group["tokens"], group["masks"], group["inference_logprobs"], strict=True):
-            assert len(tokens) == len(masks) == len(logprobs)
-            starts = [i for i in range(len(masks)) if masks[i] != -100 and (i == 0 or masks[i - 1] == -100)]
-            for start in starts:
-                end = next((i for i in range(start, len(masks)) if masks[i] == -100), len(masks))
-                assert (tuple(tokens[:start]), tuple(tokens[start:end]), tuple(logprobs[start:end])) in entries
-            assert len(starts) == 3
     assert not env.metrics.dropped
-    await nothing_left()
+    for item, group in stormy.items():
+        assert group["scores"] == quiet[item]["scores"] == [(1 + n) / MEMBERS for n in range(MEMBERS)]
+        for key in ("tokens", "masks", "inference_logprobs", "messages"):
+            assert group[key] == quiet[item][key], f"{key} of {item} differ from those without faults"
+        for index in range(MEMBERS):
+            runs = sampled(group, index)
+            assert len(runs) == TURNS + 1
+            assert all(run in truth for run in runs)
+
+    assert len(storm.killed) >= KILLED / 2 * trajectories
+    assert retries >= len(storm.killed) / 2
+    # What faults may cost: the attempts that they ended, up to where they were; no sibling, and nothing twice.
+    whole = TURNS + 1  # calls of a trajectory, verification included; as many answers
+    assert sum(calm.calls.values()) == calm.answers == trajectories * whole
+    assert len(storm.calls) <= trajectories + retries
+    assert sum(storm.calls.values()) == trajectories * whole + sum(lost.values())
+    assert all(calls <= whole for calls in storm.calls.values())
+    assert storm.answers == sum(storm.calls.values())
+    assert storm.answers / calm.answers <= 1 + retries / trajectories
+    await nothing_left(tasks)
+    assert len(os.listdir("/proc/self/fd")) <= descriptors
 
 
-async def nothing_left() -> None:
-    """No sandbox of this process is left; what was just killed may need a moment to be reaped."""
+def scored(groups: dict[str, Any]) -> set[str]:
+    """The attempts whose work is in the groups."""
+    return {summary["trajectory_id"] for group in groups.values() for summary in group["atropos"]["trajectories"]}
+
+
+async def nothing_left(tasks: set[asyncio.Task[Any]]) -> None:
+    """No sandbox, server, mount, folder or task of this process is left; what was just killed may need a moment."""
     async with asyncio.timeout(15):
-        while any(name(pid).startswith("bwrap") for pid in alive(children(os.getpid()))):  # noqa: ASYNC110
+        while any(name(pid).startswith(("bwrap", "python")) for pid in alive(children(os.getpid()))):  # noqa: ASYNC110
             await asyncio.sleep(0.05)
+    assert left_by(os.getpid()) == []
+    assert not asyncio.all_tasks() - tasks

@@ -9,17 +9,18 @@ Tools answer from a table, so that it is the tokens that are tested; tests/truth
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import random
 from dataclasses import replace
 
 import pytest
 
+from atropos.agent.transcript import CONTEXT_LOGPROB, MASKED
 from atropos.envs import AgentEnv, HermesAgentBaseEnv, HermesAgentEnvConfig
 from atropos.envs.config import AgentEnvConfig
 from atropos.tools import ToolResult
-from tests.e2e.hermes_support import call, groups, make, running_policy, sampled_runs, script
+from examples.policy.truth import Truth
+from tests.e2e.hermes_support import call, groups, make, running_policy, sampled, script
 from tests.unit.envs.support import StandInExecutor
 
 TRAJECTORIES = int(os.environ.get("ATROPOS_EXAMPLES", "500"))
@@ -119,21 +120,22 @@ async def test_tokens_masks_and_logprobs_are_the_servers_log(tmp_path, cls, conf
         env = make(cls, policy, tmp_path, [], server_type=server_type, config_cls=config, **settings)
         env.rows, env.n_groups_to_process = rows, GROUPS
         await env.process_manager()
-        log = [json.loads(line) for line in policy[1].read_text().splitlines()]
-    truth = {(tuple(e["prompt"]), tuple(e["ids"]), tuple(e["logprobs"])) for e in log}
+    truth = Truth(policy[1])
     done = groups(tmp_path)
     assert len(done) == GROUPS
     endings = set()
     for group in done:
         assert len(group["tokens"]) == len(group["scores"]) == MEMBERS
         for index, facts in enumerate(group["atropos"]["trajectories"]):
-            runs = list(sampled_runs(group, index))
+            runs = sampled(group, index)
             assert len(runs) == facts["steps"], "a turn is missing, or two of them touch"
-            assert set(runs) <= truth
+            assert all(run in truth for run in runs)
             said = [message for message in group["messages"][index] if message["role"] == "assistant"]
             assert len(said) == len(runs)
             logprobs, masks = group["inference_logprobs"][index], group["masks"][index]
-            assert all((mask == -100) == (logprob == 1.0) for mask, logprob in zip(masks, logprobs, strict=True))
+            assert all(
+                (mask == MASKED) == (logprob == CONTEXT_LOGPROB) for mask, logprob in zip(masks, logprobs, strict=True)
+            )
             endings.add(facts["stop_reason"])
     assert "context_length" in endings
     assert "final" in endings or TRAJECTORIES < 400

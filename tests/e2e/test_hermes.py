@@ -12,7 +12,8 @@ import pytest
 from atropos.envs import HermesAgentBaseEnv, HermesAgentEnvConfig
 from atropos.envs.rollout import GroupsDropped
 from atropos.errors import ConfigError, SlotLost
-from tests.e2e.hermes_support import call, groups, running_policy, sampled_runs, script
+from examples.policy.truth import Truth
+from tests.e2e.hermes_support import call, groups, running_policy, sampled, script
 from tests.e2e.hermes_support import make as make_env
 
 WRITES = script(
@@ -75,13 +76,10 @@ async def test_a_run_from_prompt_to_reward(policy, tmp_path, server_type):
         ids = [c["id"] for m in messages for c in m.get("tool_calls") or []]
         assert [m["tool_call_id"] for m in messages if m["role"] == "tool"] == ids
         if server_type != "openai":
-            truth = {
-                (tuple(e["prompt"]), tuple(e["ids"]), tuple(e["logprobs"]))
-                for e in map(json.loads, policy[1].read_text().splitlines())
-            }
-            runs = list(sampled_runs(worked, index))
+            truth = Truth(policy[1])
+            runs = sampled(worked, index)
             assert len(runs) == 4
-            assert set(runs) <= truth
+            assert all(run in truth for run in runs)
     result = next(result for item, result in env.seen if item["prompt"] == WRITES)
     assert (result.turns_used, result.finished_naturally, result.final_response) == (4, True, "finished")
     assert result.reasoning_per_turn == ["a file, then", None, None, None]

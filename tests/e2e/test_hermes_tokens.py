@@ -12,7 +12,8 @@ import random
 import pytest
 
 from atropos.envs import HermesAgentBaseEnv
-from tests.e2e.hermes_support import call, groups, make, running_policy, sampled_runs, script
+from examples.policy.truth import Truth
+from tests.e2e.hermes_support import call, groups, make, running_policy, sampled, script
 
 GROUPS, MEMBERS = 8, 3
 TEXTS = ["fine", "grüße ☃ 🦊", "<|im_end|> is text here", "a\n\n  b\t", "<tool_call>\n{broken", "x" * 300, ""]
@@ -53,16 +54,15 @@ async def test_every_token_of_every_trajectory_is_in_the_servers_log(tmp_path, s
     async with running_policy(tmp_path, fault="503", fault_rate=0.1) as policy:
         env = make(Hermes, policy, tmp_path, rows, server_type=server_type, model_retries=8, **common)
         await env.process_manager()
-        log = [json.loads(line) for line in policy[1].read_text().splitlines()]
-    truth = {(tuple(e["prompt"]), tuple(e["ids"]), tuple(e["logprobs"])) for e in log}
+    truth = Truth(policy[1])
     done = groups(tmp_path)
     assert len(done) == GROUPS
     turns = 0
     for group in done:
         assert len(group["scores"]) == len(group["tokens"]) == MEMBERS
         for index in range(MEMBERS):
-            runs = list(sampled_runs(group, index))
+            runs = sampled(group, index)
             assert runs, "nothing was sampled"
-            assert set(runs) <= truth
+            assert all(run in truth for run in runs)
             turns += len(runs)
     assert turns > GROUPS * MEMBERS

@@ -14,6 +14,8 @@ from pathlib import Path
 import aiohttp
 
 from examples.policy.tokenizer import FOLDER
+from examples.policy.truth import Truth
+from tests.e2e.hermes_support import sampled
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -112,31 +114,13 @@ async def test_a_trainer_gets_whole_groups_of_exactly_what_was_sampled(tmp_path)
             async with asyncio.timeout(20):
                 assert await env.wait() == 128 + signal.SIGTERM, (await output).decode()
             assert b"Traceback" not in await output, (await output).decode()
-    entries = {
-        (tuple(e["prompt"]), tuple(e["ids"]), tuple(e["logprobs"]))
-        for e in map(json.loads, truth.read_text().splitlines())
-    }
+    log = Truth(truth)
     for batch in taken:
         assert [len(group["tokens"]) for group in batch] == [4, 4]
         for group in batch:
             assert sorted(group["scores"]) == [0.0, 0.0, 1.0, 1.0]
             assert group["group_overrides"] == {}
-            for tokens, masks, logprobs in zip(
-                group["tokens"], group["masks"], group["inference_logprobs"], strict=True
-            ):
-                check(tokens, masks, logprobs, entries)
-
-
-def check(tokens, masks, logprobs, entries) -> None:
-    """Position by position: what is unmasked is an entry of the server's log, under exactly its prompt."""
-    assert len(tokens) == len(masks) == len(logprobs)
-    at = runs = 0
-    while at < len(tokens):
-        end = at
-        while end < len(tokens) and (masks[end] == -100) == (masks[at] == -100):
-            end += 1
-        if masks[at] != -100:
-            assert (tuple(tokens[:at]), tuple(tokens[at:end]), tuple(logprobs[at:end])) in entries
-            runs += 1
-        at = end
-    assert runs == 2
+            for index in range(4):
+                runs = sampled(group, index)
+                assert len(runs) == 2
+                assert all(run in log for run in runs)

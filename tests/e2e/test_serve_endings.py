@@ -8,6 +8,7 @@ import json
 import os
 import signal
 import sys
+import time
 
 from examples.policy.tokenizer import FOLDER
 from examples.serve.processes import Trainer, flags, run_api
@@ -18,27 +19,48 @@ SCRIPT = ROOT / "tests" / "e2e" / "script_env.py"
 
 
 class Running:
-    """A program, and every process that it ever had."""
+    """A program, what it has said, and every process that it ever had."""
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self.process = process
         self.ever: set[int] = set()
-        self.output = asyncio.create_task(process.stdout.read())
+        self._said = bytearray()
+        self.reader = asyncio.create_task(self._read())
+
+    @property
+    def said(self) -> str:
+        return self._said.decode(errors="replace")
+
+    async def _read(self) -> None:
+        while chunk := await self.process.stdout.read(65_536):
+            self._said += chunk
 
     def look(self) -> None:
         self.ever |= children(self.process.pid)
 
+    async def says(self, *words: str, within_s: float = 120) -> str:
+        """Wait until all of these have been said; all that was."""
+        async with asyncio.timeout(within_s):
+            while not all(word in self.said for word in words):
+                assert self.process.returncode is None, self.said
+                self.look()
+                await asyncio.sleep(0.05)
+        return self.said
+
     async def ended(self, number: int | None = None, *, within_s: float = GONE_S + SLACK_S) -> str:
-        """Its output, when it and all of its processes are gone."""
+        """All that it said, when it and all of its processes are gone."""
         self.look()
         if number is not None:
             self.process.send_signal(number)
+        began = time.monotonic()
         async with asyncio.timeout(within_s):
             await self.process.wait()
             while alive(self.ever):  # noqa: ASYNC110 (the kernel tells nobody of grandchildren)
                 await asyncio.sleep(0.05)
-        assert left_by(self.process.pid) == []
-        return (await self.output).decode()
+        print(f"{signal.Signals(number).name if number else 'by itself'}: gone after {time.monotonic() - began:.2f} s")
+        assert left_by(self.process.pid, killed=number == signal.SIGKILL) == []
+        await self.reader
+        return self.said
 
 
 @contextlib.asynccontextmanager
@@ -75,16 +97,14 @@ def serving(api: str, base_url: str) -> list[str]:
     return [str(SCRIPT), "serve", *flags("env", env), *flags("openai", model)]
 
 
-async def test_serve_ends_whatever_goes_first_and_leaves_nothing(tmp_path):
+async def test_serve_ends_whatever_goes_first_and_leaves_nothing():
     async with contextlib.AsyncExitStack() as stack:
         policy = await stack.enter_async_context(running("-m", "examples.policy", "--delay=0.05"))
-        policy.output.cancel()
-        await asyncio.gather(policy.output, return_exceptions=True)
-        base_url = json.loads(await policy.process.stdout.readline())["base_url"]
+        base_url = json.loads(await policy.says("\n"))["base_url"]
         api_stack = await stack.enter_async_context(contextlib.AsyncExitStack())
         api = await api_stack.enter_async_context(run_api())
-        trainer = await stack.enter_async_context(Trainer(api, batch_size=8))
-        envs = [await stack.enter_async_context(running(*serving(api, base_url))) for _ in range(3)]
+        trainer = await stack.enter_async_context(Trainer(api.url, batch_size=8))
+        envs = [await stack.enter_async_context(running(*serving(api.url, base_url))) for _ in range(3)]
         seen: set[int] = set()
         async with asyncio.timeout(200):
             async for batch in trainer.batches(*(env.process for env in envs)):
@@ -95,13 +115,62 @@ async def test_serve_ends_whatever_goes_first_and_leaves_nothing(tmp_path):
                     break
         assert "ended by SIGINT" in await envs[0].ended(signal.SIGINT)
         os.killpg(policy.process.pid, signal.SIGKILL)
-        await asyncio.sleep(0.5)
+        await envs[1].says(f"the inference server at {base_url} doesn't answer; calls wait for it")
         assert "ended by SIGTERM" in await envs[1].ended(signal.SIGTERM)
         await api_stack.aclose()
         said = await envs[2].ended(within_s=60)
         assert envs[2].process.returncode == 1, said
         assert "rollout_server_url" in said.splitlines()[-1], said
         assert "Traceback" not in said, said
+
+
+async def test_each_is_told_when_another_was_killed_and_an_env_outlives_its_trainer(tmp_path):
+    truth = tmp_path / "truth.jsonl"
+    async with contextlib.AsyncExitStack() as stack:
+        policy = await stack.enter_async_context(running("-m", "examples.policy", "--delay=0.05", f"--log={truth}"))
+        base_url = json.loads(await policy.says("\n"))["base_url"]
+        api = await stack.enter_async_context(run_api())
+        argv = ("-m", "examples.serve.trainer", f"--api={api.url}", f"--truth={truth}")
+        forever = (*argv, "--batches=100000")
+        trainer = await stack.enter_async_context(running(*forever))
+        await trainer.says("registered")
+        env, other = [await stack.enter_async_context(running(*serving(api.url, base_url))) for _ in range(2)]
+        async with asyncio.timeout(200):
+            while len(last(trainer.said)["groups_by_env"]) < 2:
+                assert {program.process.returncode for program in (trainer, env, other)} == {None}, (
+                    trainer.said + env.said
+                )
+                other.look()
+                await asyncio.sleep(0.1)
+
+        await other.ended(signal.SIGKILL)  # an env: its sandboxes go with it, and the others go on
+        had = last(trainer.said)["batches"]
+        async with asyncio.timeout(60):
+            while last(trainer.said)["batches"] < had + 2:  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
+
+        await trainer.ended(signal.SIGKILL)  # the trainer: the env says that it waits, and for whom
+        said = await env.says("no trainer has fetched a batch")
+        assert api.url in said
+        again = await stack.enter_async_context(running(*argv, "--batches=3"))
+        told = last(await again.ended(within_s=60))
+        assert (again.process.returncode, told["wrong"], told["batches"]) == (0, [], 3)
+        await env.says("the trainer fetches batches again")
+
+        third = await stack.enter_async_context(running(*forever))
+        await third.says("sequences")
+        api.process.kill()  # run-api: everyone ends, each with one line
+        for program in (env, third):
+            said = await program.ended(within_s=60)
+            assert program.process.returncode == 1, said
+            assert f"the trajectory API at {api.url} is gone" in said.splitlines()[-1], said
+            assert "Traceback" not in said, said
+
+
+def last(said: str) -> dict:
+    """The newest whole line of JSON that a trainer has printed, with nothing in it before the first."""
+    lines = [line for line in said[: said.rfind("\n") + 1].splitlines() if line.startswith('{"batches"')]
+    return json.loads(lines[-1]) if lines else {"groups_by_env": {}, "batches": 0}
 
 
 async def test_the_demo_serves_several_envs_to_a_trainer_that_finds_nothing_wrong(tmp_path):
@@ -111,22 +180,18 @@ async def test_the_demo_serves_several_envs_to_a_trainer_that_finds_nothing_wron
     argv += ["--tasks=top-words,merge-config", "--backend=docker" if shared else "--backend=local"]
     async with running(*argv, "--batches=2" if shared else "--batches=1000") as demo:
         if not shared:  # then the other ending: Ctrl-C in the middle
-            demo.output.cancel()
-            await asyncio.gather(demo.output, return_exceptions=True)
-            told: dict = {}
             async with asyncio.timeout(200):
-                while len(told.get("groups_by_env", ())) < 2:
-                    line = await demo.process.stdout.readline()
-                    assert line, told
+                while len(last(demo.said)["groups_by_env"]) < 2:
+                    assert demo.process.returncode is None, demo.said
                     demo.look()
-                    told = json.loads(line) if line.startswith(b"{") else told
-            demo.output = asyncio.create_task(demo.process.stdout.read())
+                    await asyncio.sleep(0.1)
+            told = last(demo.said)
             said = await demo.ended(signal.SIGINT, within_s=2 * (GONE_S + SLACK_S))
             assert demo.process.returncode == 130, said
         else:
             said = await demo.ended(within_s=250)
             assert demo.process.returncode == 0, said
-            told = json.loads([line for line in said.splitlines() if line.startswith("{")][-1])
+            told = last(said)
             assert containers(job) == []
     assert told["wrong"] == []
     assert set(told["groups_by_env"]) == {"0", "1"}

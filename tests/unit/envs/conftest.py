@@ -1,13 +1,11 @@
 from __future__ import annotations
 
 import contextlib
-import json
 
 import pytest
-from aiohttp import web
 
-from examples.policy.play import TASKS, Policy
-from examples.policy.server import PolicyServer, Settings
+from examples.policy.truth import Truth
+from tests.e2e import hermes_support
 
 
 class RunningPolicy:
@@ -15,32 +13,22 @@ class RunningPolicy:
 
     def __init__(self, url, log):
         self.url = url
-        self._log = log
-
-    def truth(self):
-        return [json.loads(line) for line in self._log.read_text().splitlines()] if self._log.exists() else []
+        self.truth = Truth(log)
 
 
 @contextlib.asynccontextmanager
-async def running_policy(log, **settings):
-    runner = web.AppRunner(
-        PolicyServer(Policy(TASKS), Settings(**settings), log).application(), access_log=None, shutdown_timeout=0.1
-    )
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    try:
-        yield RunningPolicy(f"http://127.0.0.1:{runner.addresses[0][1]}/v1", log)
-    finally:
-        await runner.cleanup()
+async def running_policy(folder, **settings):
+    async with hermes_support.running_policy(folder, mistakes=0.4, **settings) as (url, log):
+        yield RunningPolicy(url, log)
 
 
 @pytest.fixture
 async def policy(tmp_path):
-    async with running_policy(tmp_path / "truth.jsonl") as running:
+    async with running_policy(tmp_path) as running:
         yield running
 
 
 @pytest.fixture
 def faulty_policy(tmp_path):
     """A context manager: the policy with a fault, `faulty_policy(fault="503", fault_rate=0.3)`."""
-    return lambda **settings: running_policy(tmp_path / "truth.jsonl", **settings)
+    return lambda **settings: running_policy(tmp_path, **settings)

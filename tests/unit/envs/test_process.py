@@ -8,8 +8,10 @@ import signal
 
 import pytest
 
+from atropos.agent.transcript import CONTEXT_LOGPROB, MASKED
 from atropos.envs.rollout import GroupDropped, GroupsDropped
 from atropos.errors import AcquireTimeout, ConfigError, InferenceError, NotSupported, SlotLost
+from tests.e2e.hermes_support import sampled
 from tests.unit.envs.support import ScriptEnv, call, items, make
 
 
@@ -19,22 +21,12 @@ def groups_in(path):
 
 def assert_true(group, truth):
     """Each sampled run of each trajectory is an entry of the server's log, under exactly its prompt."""
-    entries = {(tuple(e["prompt"]), tuple(e["ids"]), tuple(e["logprobs"])) for e in truth}
-    for tokens, masks, logprobs in zip(group["tokens"], group["masks"], group["inference_logprobs"], strict=True):
-        assert len(tokens) == len(masks) == len(logprobs)
-        at = runs = 0
-        while at < len(tokens):
-            end = at
-            while end < len(tokens) and (masks[end] == -100) == (masks[at] == -100):
-                end += 1
-            if masks[at] == -100:
-                assert set(logprobs[at:end]) == {1.0}
-            else:
-                assert masks[at:end] == tokens[at:end]
-                assert (tuple(tokens[:at]), tuple(tokens[at:end]), tuple(logprobs[at:end])) in entries
-                runs += 1
-            at = end
-        assert runs >= 1
+    for index in range(len(group["tokens"])):
+        runs = sampled(group, index)
+        assert runs
+        assert all(run in truth for run in runs)
+        pairs = zip(group["masks"][index], group["inference_logprobs"][index], strict=True)
+        assert all((mask == MASKED) == (logprob == CONTEXT_LOGPROB) for mask, logprob in pairs)
 
 
 @pytest.mark.parametrize("server_type", ["vllm", "sglang"])
@@ -46,7 +38,7 @@ async def test_groups_hold_exactly_what_the_server_sampled(policy, tmp_path, ser
     for group in groups:
         assert len(group["scores"]) == 3
         assert group["group_overrides"] == {}
-        assert_true(group, policy.truth())
+        assert_true(group, policy.truth)
     assert (tmp_path / "g.html").read_text().count("<details>") == 3 + 9
     assert env.stand_in.closed
     assert not env.stand_in.live
@@ -146,7 +138,7 @@ async def test_a_flaky_server_changes_no_score_and_loses_no_group(faulty_policy,
         groups = groups_in(tmp_path / "g.jsonl")
         assert [group["scores"] for group in groups] == [[4.0] * 3] * 3
         for group in groups:
-            assert_true(group, policy.truth())
+            assert_true(group, policy.truth)
 
 
 @pytest.mark.parametrize("fault", ["400", "nonsense"])

@@ -10,7 +10,9 @@ import json
 import pytest
 from aiohttp import web
 
-from atropos.envs.adapter import TrajectoryApiLost
+from atropos.envs import commands, lifecycle
+from atropos.envs.rollout import HookError
+from atropos.envs.run_api import TrajectoryApiLost
 from atropos.errors import ConfigError
 from tests.unit.envs.support import ScriptEnv, make
 
@@ -108,3 +110,114 @@ async def test_a_trajectory_api_that_is_gone_is_one_line():
     env.env_id = 0
     with pytest.raises(TrajectoryApiLost, match="rollout_server_url"):
         await env.get_status()
+
+
+STATUS = {"queue_size": 0, "max_group_size": 3, "unallocated_fraction": 1.0}
+
+
+def told(env, **status) -> None:
+    env.status_dict = STATUS | status
+    env._tell_of_the_queue(env.status_dict)
+
+
+async def test_a_trainer_that_fetches_nothing_is_told_once_and_its_return_too(monkeypatch, caplog):
+    caplog.set_level("INFO", "atropos")
+    monkeypatch.setattr(commands, "WAITED_S", 0.0)
+    env = env_at("http://127.0.0.1:9", batch_size=9, max_batches_offpolicy=2)
+    full = 6  # groups of 3, two batches of 9
+    for queued in (full - 1, full, full, full, full):
+        told(env, queue_size=queued)
+    assert caplog.text.count("no trainer has fetched a batch") == 1
+    assert "18 trajectories wait at http://127.0.0.1:9" in caplog.text
+    told(env, queue_size=full - 3)
+    assert caplog.text.count("the trainer fetches batches again") == 1
+    for _ in range(3):
+        told(env, queue_size=full)
+    assert caplog.text.count("no trainer has fetched a batch") == 2
+
+
+@pytest.mark.parametrize(
+    ("status", "settings", "says"),
+    [
+        ({"max_group_size": 8}, {}, "another env's 8, which is no multiple of 3"),
+        ({"max_group_size": 6}, {}, ""),
+        ({"max_group_size": 1}, {}, ""),
+        ({"unallocated_fraction": 0.0}, {}, "other envs hold the whole batch"),
+        ({"unallocated_fraction": 0.0}, {"min_batch_allocation": 0.5}, ""),
+    ],
+)
+async def test_groups_that_would_be_in_no_batch_are_told_once(status, settings, says, caplog):
+    env = env_at("http://127.0.0.1:9", batch_size=9, **settings)
+    for _ in range(3):
+        told(env, **status)
+    assert len(caplog.records) == bool(says)
+    assert says in caplog.text
+
+
+async def test_a_share_of_less_than_a_trajectory_is_told(caplog):
+    async with trajectory_api(batch_size=9) as (api, _):
+        await env_at(api, min_batch_allocation=0.1).get_server_info()
+    assert "0.1 of a batch of 9 is less than one trajectory" in caplog.text
+
+
+async def test_weights_that_run_api_can_not_share_out_are_named():
+    env = env_at("http://127.0.0.1:9", inference_weight=-1)
+    env.env_id = 0
+    with pytest.raises(TrajectoryApiLost, match=r"set env\.inference_weight"):
+        await env.get_status()
+
+
+async def test_groups_of_one_would_all_have_equal_scores_and_are_refused():
+    env = env_at("http://127.0.0.1:9", group_size=1, ensure_scores_are_not_same=True)
+    with pytest.raises(ConfigError, match=r"env\.group_size: a group of 1"):
+        await env.env_manager()
+
+
+async def test_the_end_of_the_items_is_told_and_an_error_of_theirs_is_named(caplog):
+    env = env_at("http://127.0.0.1:9")
+    env.items = ["first"]
+    ask = env._asking(env.get_next_item)
+    assert [await ask() for _ in range(3)] == ["first", None, None]
+    assert caplog.text.count("get_next_item() gave None") == 1
+    env.items = None
+    with pytest.raises(HookError, match="get_next_item raised"):
+        await env._asking(lambda: asyncio.sleep(1 / 0))()
+
+
+async def test_an_evaluation_that_fails_when_serving_is_reported(caplog):
+    class Env(ScriptEnv):
+        async def evaluate(self, *args, **kwargs):
+            raise ZeroDivisionError("in evaluate")
+
+    env = make(Env, "http://127.0.0.1:9/v1", None, steps_per_eval=5)
+    env.curr_step, env.status_dict = 4, {"current_step": 5}
+    await env.env_step_checks()
+    await asyncio.gather(env.eval_runner, return_exceptions=True)
+    await asyncio.sleep(0)
+    assert "evaluate failed; training goes on" in caplog.text
+    assert "in evaluate" in caplog.text
+
+
+async def test_an_inference_server_that_goes_and_comes_is_told_once_each(monkeypatch, caplog):
+    caplog.set_level("INFO", "atropos")
+    monkeypatch.setattr(commands, "HEALTH_S", 0.01)
+    env = env_at("http://127.0.0.1:9")
+    [server] = env.server.servers
+    async with lifecycle.beside(env._watch_inference()):
+        for healthy in (True, False, True):
+            server.server_healthy = healthy
+            await asyncio.sleep(0.1)
+    assert caplog.text.count("http://127.0.0.1:9/v1 doesn't answer") == 1
+    assert caplog.text.count("http://127.0.0.1:9/v1 answers again") == 1
+
+
+async def test_messages_are_kept_for_wandb_and_sent_only_where_the_trainer_wants_them(policy):
+    env = make(ScriptEnv, policy.url, None, use_wandb=True, include_messages=False)
+    await env.setup()
+    collected, _ = await env.collect_trajectories(env.items[0])
+    await env.handle_send_to_api(collected, env.items[0], do_send_to_api=False)
+    assert collected["messages"] is None
+    [[(text, score)]] = env.rollouts_for_wandb
+    assert "[assistant]\ndone" in text
+    assert score == 4.0
+    await env.shutdown_tool_backend()

@@ -1,0 +1,50 @@
+"""What the policy server sampled (its `--log`), and what a training sequence claims that it sampled."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from atropos.agent import sampled_runs
+
+Entry = tuple[tuple[int, ...], tuple[int, ...], tuple[float, ...]]
+"""A prompt, and the ids and logprobs that were sampled for just this prompt."""
+
+
+class Truth:
+    """The server's log, read as it grows: `entry in truth`."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._read = 0
+        self._entries: set[Entry] = set()
+
+    def __contains__(self, entry: Entry) -> bool:
+        if entry not in self._entries:
+            self._read_on()
+        return entry in self._entries
+
+    def _read_on(self) -> None:
+        with self._path.open("rb") as log:
+            log.seek(self._read)
+            for line in log:
+                if not line.endswith(b"\n"):
+                    break
+                self._read += len(line)
+                entry = json.loads(line)
+                self._entries.add((tuple(entry["prompt"]), tuple(entry["ids"]), tuple(entry["logprobs"])))
+
+
+def claims(tokens: Sequence[int], masks: Sequence[int], logprobs: Sequence[float]) -> Iterator[Entry]:
+    """What a sequence says was sampled, turn by turn, as entries of the log.
+
+    Raises:
+        ValueError: the lengths differ, or a label is not the token that stands there.
+    """
+    if not len(tokens) == len(masks) == len(logprobs):
+        raise ValueError(f"{len(tokens)} tokens, {len(masks)} masks, {len(logprobs)} logprobs")
+    for begin, end in sampled_runs(masks):
+        if list(masks[begin:end]) != list(tokens[begin:end]):
+            raise ValueError(f"masks {begin} to {end} are not the tokens")
+        yield tuple(tokens[:begin]), tuple(tokens[begin:end]), tuple(logprobs[begin:end])
