@@ -298,10 +298,10 @@ def test_the_split_of_a_hub_dataset_is_asked_for(monkeypatch):
 
 
 @shows("distribution")
-def test_a_distribution_offers_its_toolsets_alone():
+def test_a_distribution_offers_its_toolsets_alone(tmp_path):
     def names(name, *groups):
         config = {"distribution": name, "enabled_toolsets": None, "seed": 1}
-        env = make_hermes(Hermes, ("http://127.0.0.1:9/v1", None), Path(), [], **config)
+        env = make_hermes(Hermes, ("http://127.0.0.1:9/v1", None), tmp_path, [], **config)
         env._executor = StandInExecutor(env.build_tools())
         return [tuple(sorted(env.tools_of(group).names)) for group in groups]
 
