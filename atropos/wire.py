@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
+from pydantic import BaseModel, ConfigDict, FailFast, Field, TypeAdapter
 
 VERSION = 1
 MAX_FRAME_BYTES = 64 * 1024 * 1024
@@ -383,8 +383,9 @@ ClientMessage = Annotated[Hello | Call | Cancel | Ack | Heartbeat, Field(discrim
 ServerMessage = Annotated[
     Welcome | Reply | Fault | Heartbeat | LeaseEnded | Draining | Capacity, Field(discriminator="kind")
 ]
-CLIENT_FRAME: TypeAdapter[list[ClientMessage]] = TypeAdapter(list[ClientMessage])
-SERVER_FRAME: TypeAdapter[list[ServerMessage]] = TypeAdapter(list[ServerMessage])
+# The first wrong message refuses a frame: 64 MiB of them would be gigabytes of complaints.
+CLIENT_FRAME: TypeAdapter[list[ClientMessage]] = TypeAdapter(Annotated[list[ClientMessage], FailFast()])
+SERVER_FRAME: TypeAdapter[list[ServerMessage]] = TypeAdapter(Annotated[list[ServerMessage], FailFast()])
 
 
 # ---------------------------------------------------------------------------------------------------------------- HTTP

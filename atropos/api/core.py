@@ -20,7 +20,7 @@ from atropos.errors import ConfigError, OutcomeUnknown, SandboxError
 from atropos.tools.arguments import BadArguments, check
 from atropos.tools.base import Tool, ToolError, ToolScope
 from atropos.tools.models import ToolResult
-from atropos.tools.tool_server_models import ExecuteAnswer, ExecuteRefusal, ExternalCall
+from atropos.tools.tool_server_models import ExecuteAnswer, ExecuteRefusal, ExternalCall, Owner
 
 _log = logging.getLogger(__name__)
 _CLOSE_S = 10.0
@@ -34,8 +34,8 @@ _GONE = 429
 class Trajectory:
     """What is kept for one trajectory between its calls."""
 
-    def __init__(self, trajectory_id: str, turnstile: Turnstile) -> None:
-        self.id = trajectory_id
+    def __init__(self, owner: Owner, turnstile: Turnstile) -> None:
+        self.owner = owner
         self.state_id = uuid.uuid4().hex
         self.turnstile = turnstile
         self.state: dict[str, Any] = {}
@@ -57,7 +57,7 @@ class ToolHost:
         self.draining = False
         self.tools: dict[str, Tool] = {}
         self._gates: dict[str, Turnstile] = {}
-        self._trajectories: dict[str, Trajectory] = {}
+        self._trajectories: dict[Owner, Trajectory] = {}
         self._journal = Journal(
             calls=settings.journal_calls, max_bytes=settings.journal_bytes, ttl_s=settings.journal_ttl_s
         )
@@ -115,7 +115,7 @@ class ToolHost:
             return known
         if self.draining:
             raise Refusal(503, "draining", "the server is ending; ask another", retry_after_s=5)
-        kept = self._trajectories.get(call.trajectory_id)
+        kept = self._trajectories.get(call.owner)
         if call.state_id is not None and (kept is None or kept.state_id != call.state_id):
             message = (
                 "what was kept for this trajectory (such as its browser) is gone: the server restarted, or its TTL"
@@ -148,7 +148,7 @@ class ToolHost:
         return task
 
     def _start(self, call: ExternalCall, tool: Tool, arguments: Any) -> asyncio.Task[ToolResult]:
-        trajectory = self._trajectory(call.trajectory_id)
+        trajectory = self._trajectory(call.owner)
         first = trajectory.turnstile.enter()
         try:
             second = self._gates[tool.name].enter()
@@ -170,8 +170,8 @@ class ToolHost:
         self._journal.add(call, task)
         return task
 
-    def _trajectory(self, trajectory_id: str) -> Trajectory:
-        found = self._trajectories.get(trajectory_id)
+    def _trajectory(self, owner: Owner) -> Trajectory:
+        found = self._trajectories.get(owner)
         if found is None:
             if len(self._trajectories) >= self.settings.max_trajectories and not self._forget_one():
                 raise Refusal(
@@ -180,8 +180,8 @@ class ToolHost:
                     f"{len(self._trajectories)} trajectories are open; end one with DELETE /trajectories/ID",
                     retry_after_s=5,
                 )
-            found = Trajectory(trajectory_id, Turnstile("this trajectory", self.settings.trajectory_bounds))
-            self._trajectories[trajectory_id] = found
+            found = Trajectory(owner, Turnstile("this trajectory", self.settings.trajectory_bounds))
+            self._trajectories[owner] = found
         found.last_used = time.monotonic()
         return found
 
@@ -189,7 +189,7 @@ class ToolHost:
         """Forget a trajectory that nothing would be lost with."""
         for trajectory in self._trajectories.values():
             if not trajectory.running and not trajectory.state and trajectory.turnstile.idle:
-                del self._trajectories[trajectory.id]
+                del self._trajectories[trajectory.owner]
                 return True
         return False
 
@@ -260,16 +260,26 @@ class ToolHost:
             raise Refusal(503, error.code, str(error), retry_after_s=1 if error.retryable else None)
         if error is not None:
             raise error
-        kept = self._trajectories.get(call.trajectory_id)
+        kept = self._trajectories.get(call.owner)
         state_id = kept.state_id if kept is not None and kept.state else None
         return ExecuteAnswer(call_id=call.call_id, boot_id=self.boot_id, state_id=state_id, result=task.result())
 
     # ---------------------------------------------------------------------------------------------- trajectories
 
-    async def end(self, trajectory_id: str) -> bool:
+    async def end(self, trajectory_id: str, life: str | None = None) -> bool:
+        """End a trajectory because its client says so. Whether there was anything to end.
+
+        Calls of a `life` that arrive after its end, such as one that was given up on its way, are refused. Without one,
+        a call that comes later is the first of a new trajectory of that name.
+        """
+        if life is not None:
+            self._journal.close((trajectory_id, life))
+        return await self._end((trajectory_id, life))
+
+    async def _end(self, owner: Owner) -> bool:
         """Cancel a trajectory's calls and close its state. Whether there was anything to end."""
-        trajectory = self._trajectories.pop(trajectory_id, None)
-        running = self._journal.forget(trajectory_id)
+        trajectory = self._trajectories.pop(owner, None)
+        running = self._journal.forget(owner)
         if trajectory is None:
             return False
         task = asyncio.create_task(self._close(trajectory, running))
@@ -301,7 +311,7 @@ class ToolHost:
             oldest = time.monotonic() - ttl
             for trajectory in list(self._trajectories.values()):
                 if not trajectory.running and trajectory.last_used < oldest:
-                    await self.end(trajectory.id)
+                    await self._end(trajectory.owner)
 
     async def drain(self, timeout_s: float) -> None:
         """Take no new calls, and give the running ones some time."""
@@ -314,6 +324,6 @@ class ToolHost:
         self.draining = True
         for task in self._journal.running():
             task.cancel()
-        await asyncio.gather(*(self.end(one) for one in list(self._trajectories)), return_exceptions=True)
+        await asyncio.gather(*(self._end(one) for one in list(self._trajectories)), return_exceptions=True)
         with contextlib.suppress(Exception):
             await asyncio.gather(*self._endings)

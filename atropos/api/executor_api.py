@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Annotated, Any
 
@@ -114,8 +115,13 @@ def _add_routes(app: FastAPI) -> None:
         return TrajectoryList(trajectories=tuple(_of(request).list()))
 
     @app.post("/trajectories", status_code=201, responses={**_ERRORS, 200: {"model": TrajectoryInfo}})
-    async def opened(request: Request, response: Response, wanted: OpenTrajectory) -> TrajectoryInfo:
-        """Open a trajectory with a slot of its own. 200 instead of 201: it was open already under this id."""
+    async def opened(
+        request: Request, response: Response, wanted: OpenTrajectory, idempotency_key: Key = None
+    ) -> TrajectoryInfo:
+        """Open a trajectory with a slot of its own. 200 instead of 201: it was open already under this id or key."""
+        if wanted.trajectory_id is None and idempotency_key is not None:
+            named = f"k-{hashlib.sha256(idempotency_key.encode()).hexdigest()[:32]}"
+            wanted = wanted.model_copy(update={"trajectory_id": named})
         trajectory, new = await _of(request).open(wanted)
         response.status_code = 201 if new else 200
         response.headers["Location"] = f"/trajectories/{trajectory.id}"

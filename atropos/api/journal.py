@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 from atropos.api.http import Refusal
 from atropos.tools.models import ToolResult
-from atropos.tools.tool_server_models import ExternalCall
+from atropos.tools.tool_server_models import ExternalCall, Owner
 
-Key = tuple[str, str]
+Key = tuple[Owner, str]
 """Trajectory and call."""
 
 
@@ -33,7 +33,7 @@ def fingerprint(call: ExternalCall) -> bytes:
 
 
 class Journal:
-    """Running calls, and finished ones within bounds of count, memory and age."""
+    """Running calls, and finished ones and trajectories that ended, within bounds of count, memory and age."""
 
     def __init__(self, *, calls: int, max_bytes: int, ttl_s: float) -> None:
         self._calls = calls
@@ -43,7 +43,8 @@ class Journal:
         self._finished: OrderedDict[Key, Entry] = OrderedDict()
         self._bytes = 0
         self._lost: float | None = None
-        self._of: dict[str, set[Key]] = {}
+        self._of: dict[Owner, set[Key]] = {}
+        self._ended: OrderedDict[Owner, float] = OrderedDict()
 
     def __repr__(self) -> str:
         return f"<Journal running={len(self._running)} finished={len(self._finished)} bytes={self._bytes}>"
@@ -55,10 +56,12 @@ class Journal:
         """The task of an equal call seen before.
 
         Raises:
-            Refusal: 409, the id was used for another call.
+            Refusal: 409, the id was used for another call; 410, the call's trajectory has ended.
         """
         self._forget_old()
-        key = (call.trajectory_id, call.call_id)
+        if call.owner in self._ended:
+            raise Refusal(410, "trajectory_ended", "the trajectory ended before this call came; the call is not run")
+        key = (call.owner, call.call_id)
         entry = self._running.get(key) or self._finished.get(key)
         if entry is None:
             return None
@@ -68,14 +71,14 @@ class Journal:
 
     def add(self, call: ExternalCall, task: asyncio.Task[ToolResult]) -> None:
         """Remember a call that starts now."""
-        key = (call.trajectory_id, call.call_id)
+        key = (call.owner, call.call_id)
         entry = Entry(fingerprint(call), task)
         self._running[key] = entry
         task.add_done_callback(lambda _: self._done(key, entry))
 
     def weigh(self, call: ExternalCall, size: int) -> None:
         """Say how much memory the answer of a running call takes, in bytes."""
-        entry = self._running.get((call.trajectory_id, call.call_id))
+        entry = self._running.get((call.owner, call.call_id))
         if entry is not None:
             entry.bytes = size
 
@@ -93,6 +96,8 @@ class Journal:
 
     def _forget_old(self) -> None:
         oldest = time.monotonic() - self._ttl_s
+        while self._ended and (len(self._ended) > self._calls or next(iter(self._ended.values())) < oldest):
+            self._ended.popitem(last=False)
         while self._finished:
             entry = next(iter(self._finished.values()))
             expired = entry.finished is not None and entry.finished < oldest
@@ -109,16 +114,22 @@ class Journal:
         if not left:
             self._of.pop(key[0], None)
 
-    def forget(self, trajectory_id: str) -> list[asyncio.Task[ToolResult]]:
+    def forget(self, owner: Owner) -> list[asyncio.Task[ToolResult]]:
         """Forget the calls of a trajectory that ended: one of that name that comes later is another.
 
         Returns:
             Those that run still.
         """
-        for key in list(self._of.get(trajectory_id, ())):
+        for key in list(self._of.get(owner, ())):
             self._drop(key)
-        running = [key for key in self._running if key[0] == trajectory_id]
+        running = [key for key in self._running if key[0] == owner]
         return [self._running.pop(key).task for key in running]
+
+    def close(self, owner: Owner) -> None:
+        """Take no more calls of a trajectory's life, also such as are still on their way."""
+        self._ended[owner] = time.monotonic()
+        self._ended.move_to_end(owner)
+        self._forget_old()
 
     def lossy(self) -> bool:
         """Whether a call younger than the journal's age was forgotten: an unknown one may have run all the same."""

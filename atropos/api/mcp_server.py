@@ -64,7 +64,7 @@ def make_server(executor: ToolExecutor, trajectory_id: str) -> Server[Any]:
 
 def _shown(result: ToolResult) -> str:
     lines = [result.output] if result.output else []
-    if result.error:
+    if result.error and result.error != f"exit code {result.exit_code}":
         lines.append(f"error: {result.error}")
     if result.exit_code is not None and result.exit_code != 0:
         lines.append(f"exit code: {result.exit_code}")

@@ -7,7 +7,7 @@ import contextlib
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from typing import Annotated, Any
 
-from fastapi import FastAPI, Path
+from fastapi import FastAPI, Path, Query
 from fastapi.responses import Response, StreamingResponse
 from pydantic import SecretStr
 
@@ -31,7 +31,9 @@ from atropos.tools.tool_server_models import (
 )
 from atropos.wire import Problem
 
-_ERRORS: dict[int | str, dict[str, Any]] = {status: {"model": Problem} for status in (401, 409, 413, 422, 429, 503)}
+_ERRORS: dict[int | str, dict[str, Any]] = {
+    status: {"model": Problem} for status in (401, 409, 410, 413, 422, 429, 503)
+}
 _DESCRIPTION = (
     "Runs external tools (web, browser, MCP servers, one's own) for agents. Send `Authorization: Bearer TOKEN` with "
     "every request but /health. 429 and 503 say in Retry-After when to ask again. A call is run once: send it again "
@@ -115,9 +117,15 @@ def _add_routes(app: FastAPI, host: ToolHost) -> None:
         return StreamingResponse(_lines(host, submitted), media_type="application/x-ndjson")
 
     @app.delete("/trajectories/{trajectory_id:path}", responses={401: {"model": Problem}, 422: {"model": Problem}})
-    async def end(trajectory_id: Annotated[str, Path(min_length=1, max_length=500)]) -> TrajectoryEnded:
-        """End a trajectory: its running calls are cancelled, its browser context and other state closed."""
-        return TrajectoryEnded(ended=await host.end(trajectory_id))
+    async def end(
+        trajectory_id: Annotated[str, Path(min_length=1, max_length=500)],
+        life: Annotated[str | None, Query(min_length=1, max_length=100)] = None,
+    ) -> TrajectoryEnded:
+        """End a trajectory: its running calls are cancelled, its browser context and other state closed.
+
+        With the `life` that its calls named, calls of it that are still on their way are refused with 410.
+        """
+        return TrajectoryEnded(ended=await host.end(trajectory_id, life))
 
 
 def _info(host: ToolHost, tool: Tool) -> ToolInfo:

@@ -257,7 +257,12 @@ class Channel:
     async def _greet(self, socket: aiohttp.ClientWebSocketResponse) -> None:
         hello = Hello(client_id=self._client_id, connection=next(_numbers), holds=self._events.holds())
         await socket.send_frame(_frame([hello.model_dump_json().encode()]), aiohttp.WSMsgType.TEXT)
-        messages = _parse(await socket.receive())
+        try:
+            messages = _parse(await socket.receive())
+        except ValidationError as error:
+            raise BackendUnavailable(
+                f"{self._url} is no sandbox server: {error.errors(include_input=False)[:1]}"
+            ) from None
         if not messages or not isinstance(messages[0], Welcome):
             raise BackendUnavailable(f"{self._url} did not welcome this client")
         welcome = messages[0]

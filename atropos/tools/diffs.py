@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import difflib
+import heapq
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-_HUNK = re.compile(r"@@+ ?(?:-(\d+)(?:,\d+)? \+\d+(?:,\d+)?)?")
+_HUNK = re.compile(r"@@+ ?(?:-(\d{1,18})(?:,\d+)? \+\d+(?:,\d+)?)?")
 _NEAR = 0.6
 """Similarity from which a piece of a file is told as the near miss of what was looked for."""
 MAX_COMPARED = 4000
 """Lines of a file that a near miss is looked for in."""
+_CANDIDATES = 20
+_COMPARED_CHARS = 200
+"""Of those lines, the ones that are compared in full, and how much of each: that takes the cube of its length."""
+MAX_HUNKS = 2000
+"""Hunks of one diff: each may look at the whole of its file."""
 
 
 class PatchError(Exception):
@@ -170,6 +177,8 @@ def _hunks(lines: list[str], index: int, change: FileChange) -> int:
             hunk.lines.pop()  # blank lines between two files belong to neither
         if not hunk.lines:
             raise PatchError(f"a hunk of {change.path} is empty")
+        if len(change.hunks) == MAX_HUNKS:
+            raise PatchError(f"more than {MAX_HUNKS} hunks for {change.path}; split the diff")
         change.hunks.append(hunk)
     if not change.hunks and not change.rename:
         raise PatchError(f"the diff has no hunk ('@@ -1,3 +1,4 @@') for {change.path}")
@@ -236,17 +245,39 @@ def _find(lines: list[str], old: list[str], guess: int, floor: int) -> int | Non
     if not old:
         return max(guess, floor)
     best: int | None = None
-    at = floor - 1
-    while True:
-        try:
-            at = lines.index(old[0], at + 1, len(lines) - len(old) + 1)
-        except ValueError:
-            return best
-        if lines[at : at + len(old)] == old:
-            if best is None or abs(at - guess) < abs(best - guess):
-                best = at
-            elif at > guess:
-                return best  # from here on they only lie farther away
+    for at in _places(lines, old, floor):
+        if best is None or abs(at - guess) < abs(best - guess):
+            best = at
+        elif at > guess:
+            break  # from here on they only lie farther away
+    return best
+
+
+def _places(lines: list[str], wanted: list[str], floor: int = 0) -> Iterator[int]:
+    """Where the wanted lines stand, from `floor` on, in time linear in both (Knuth, Morris and Pratt).
+
+    A file of ten thousand equal lines is nothing unusual, and comparing anew at each of them takes minutes.
+    """
+    fallback, matched = [0] * len(wanted), 0
+    for index in range(1, len(wanted)):
+        while matched and wanted[index] != wanted[matched]:
+            matched = fallback[matched - 1]
+        matched += wanted[index] == wanted[matched]
+        fallback[index] = matched
+    matched, at = 0, floor
+    while at < len(lines):
+        if not matched:
+            try:
+                at = lines.index(wanted[0], at)
+            except ValueError:
+                return
+        while matched and lines[at] != wanted[matched]:
+            matched = fallback[matched - 1]
+        matched += lines[at] == wanted[matched]
+        at += 1
+        if matched == len(wanted):
+            yield at - matched
+            matched = fallback[matched - 1]
 
 
 def _missed(path: str, number: int, total: int, lines: list[str], old: list[str]) -> str:
@@ -260,9 +291,8 @@ def near_miss(lines: list[str], wanted: list[str]) -> str:
         return "the file is empty"
     squeezed = [" ".join(one.split()) for one in lines]
     target = [" ".join(one.split()) for one in wanted]
-    for at in range(len(lines) - len(wanted) + 1):
-        if squeezed[at : at + len(wanted)] == target:
-            return f"lines {at + 1} to {at + len(wanted)} differ in white space only; there stands:\n{_show(lines, at, len(wanted))}"
+    for at in _places(squeezed, target):
+        return f"lines {at + 1} to {at + len(wanted)} differ in white space only; there stands:\n{_show(lines, at, len(wanted))}"
     at, ratio = _closest(squeezed[:MAX_COMPARED], target)
     if ratio < _NEAR:
         return "nothing like it is in the file; read it again, it may have changed"
@@ -274,12 +304,16 @@ def _closest(lines: list[str], wanted: list[str]) -> tuple[int, float]:
     wanted = wanted[:40]
     anchor = max(range(len(wanted)), key=lambda index: len(wanted[index]))
     matcher = difflib.SequenceMatcher(autojunk=False)
-    matcher.set_seq2(wanted[anchor][:500])
+    matcher.set_seq2(wanted[anchor][:_COMPARED_CHARS])
+
+    def at_most(index: int) -> float:
+        matcher.set_seq1(lines[index][:_COMPARED_CHARS])
+        return matcher.quick_ratio() if matcher.real_quick_ratio() >= _NEAR else 0.0
+
     best, best_ratio = 0, 0.0
-    for index, line in enumerate(lines):
-        matcher.set_seq1(line[:500])
-        if matcher.real_quick_ratio() <= best_ratio or matcher.quick_ratio() <= best_ratio:
-            continue
+    for index in heapq.nlargest(_CANDIDATES, range(len(lines)), key=at_most):
+        if at_most(index) <= best_ratio:
+            break
         ratio = matcher.ratio()
         if ratio > best_ratio:
             best, best_ratio = max(index - anchor, 0), ratio

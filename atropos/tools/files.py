@@ -24,6 +24,8 @@ MAX_LINE = 2000
 DEFAULT_LINES = 500
 WORKSPACE = "/workspace"
 """Where relative paths begin in every slot."""
+_COMPARED = 60
+"""Characters by which names are compared: that takes the cube of their length, and this is on the event loop."""
 MAX_PATH = 4096
 """Linux's PATH_MAX."""
 
@@ -226,8 +228,8 @@ async def _alike(scope: ToolScope, path: str) -> str:
     if not isinstance(result, wire.SearchResult):
         return "; its folder does not exist" if folder else ""
     paths = [as_asked(match.path, path) for match in result.matches]
-    by_name = {posixpath.basename(one): one for one in reversed(paths)}
-    close = difflib.get_close_matches(name, by_name, n=3, cutoff=0.6)
+    by_name = {posixpath.basename(one)[:_COMPARED]: one for one in reversed(paths)}
+    close = difflib.get_close_matches(name[:_COMPARED], by_name, n=3, cutoff=0.6)
     return f"; did you mean {' or '.join(by_name[one] for one in close)}?" if close else ""
 
 

@@ -7,8 +7,10 @@ import importlib
 import logging
 import random
 import time
+import uuid
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import quote
 
@@ -41,6 +43,14 @@ QUEUE_S = 75.0
 _log = logging.getLogger(__name__)
 
 
+@dataclass
+class _Life:
+    """A trajectory from its first call to its end: its name for the server, and what the server keeps for it."""
+
+    id: str = field(default_factory=lambda: uuid.uuid4().hex)
+    state_id: str | None = None
+
+
 class ToolServerClient:
     """One ToolServer, over HTTP or in this process.
 
@@ -65,7 +75,7 @@ class ToolServerClient:
         self._stack = AsyncExitStack()
         self._way: Way | None = None
         self._boot_id: str | None = None
-        self._states: dict[str, str] = {}  # what the server keeps, by trajectory
+        self._lives: dict[str, _Life] = {}
         if url != INPROCESS and not url.startswith(("http://", "https://")):
             raise ConfigError(f"tool_server_url: {url!r} is neither an http(s) URL nor 'inprocess'")
 
@@ -126,13 +136,15 @@ class ToolServerClient:
                 run, or, where the server's memory of it is gone with a restart, see next.
             OutcomeUnknown: the call may have run and nobody can tell.
         """
+        life = self._lives.setdefault(trajectory_id, _Life())
         call = ExternalCall(
             trajectory_id=trajectory_id,
             call_id=call_id,
             name=name,
             arguments=arguments,
             timeout_s=timeout_s,
-            state_id=self._states.get(trajectory_id),
+            state_id=life.state_id,
+            life=life.id,
         )
         first_boot_id = self._boot_id  # not a later one: other calls may have met the server that came after it
         deadline = time.monotonic() + max(self.timeout_s, timeout_s or 0) + QUEUE_S
@@ -153,11 +165,11 @@ class ToolServerClient:
                 failure = f"broke the connection: {error}"
             else:
                 if response.status == 200:
-                    return self._answer(response, call)
+                    return self._answer(response, call, life)
                 if response.status == 413 and not sent_before:
                     return ToolResult.failure(f"{name}: the arguments are too long: {_problem(response)}")
                 if response.status not in {429, 502, 503, 504}:
-                    self._raise_for(response, call, sent_before=sent_before)
+                    self._raise_for(response, call, life, sent_before=sent_before)
                 sent_before |= response.status in {502, 504}  # a proxy's: the server behind it may be at work
                 failure = f"answered {response.status}: {_problem(response)}"
             await _pause(attempt, response)
@@ -166,10 +178,16 @@ class ToolServerClient:
         raise self._unavailable(failure)
 
     async def end_trajectory(self, trajectory_id: str) -> None:
-        """Let the server forget what it keeps for a trajectory; a failure is logged, its TTL ends it anyway."""
-        self._states.pop(trajectory_id, None)
+        """Let the server forget what it keeps for a trajectory; a failure is logged, its TTL ends it anyway.
+
+        A call that was given up may reach the server after this: it is of a life that has ended, and is not run.
+        """
+        life = self._lives.pop(trajectory_id, None)
+        if life is None:
+            return
+        path = f"/trajectories/{quote(trajectory_id, safe='')}?life={life.id}"
         try:
-            await self._open.send("DELETE", f"/trajectories/{quote(trajectory_id, safe='')}", None, 10.0)
+            await self._open.send("DELETE", path, None, 10.0)
         except (Unsent, Broken) as error:
             _log.warning("the ToolServer was not told that trajectory %s ended: %s", trajectory_id, error)
 
@@ -184,7 +202,7 @@ class ToolServerClient:
             raise RuntimeError("the ToolServer client is not started, or closed")
         return self._way
 
-    def _answer(self, response: Answer, call: ExternalCall) -> ToolResult:
+    def _answer(self, response: Answer, call: ExternalCall, life: _Life) -> ToolResult:
         try:
             answer = ExecuteAnswer.model_validate_json(response.body)
         except ValidationError as error:
@@ -192,17 +210,14 @@ class ToolServerClient:
                 f"answered nonsense to call {call.call_id}: {error.error_count()} problems"
             ) from error
         self._boot_id = answer.boot_id
-        if answer.state_id is not None:
-            self._states[call.trajectory_id] = answer.state_id
-        elif call.trajectory_id in self._states:
-            del self._states[call.trajectory_id]
+        life.state_id = answer.state_id
         return external_result(answer.result)
 
-    def _raise_for(self, response: Answer, call: ExternalCall, *, sent_before: bool) -> None:
+    def _raise_for(self, response: Answer, call: ExternalCall, life: _Life, *, sent_before: bool) -> None:
         problem = _problem(response)
         if response.status == 409:
             if _code(response) == "state_lost" and not sent_before:
-                self._states.pop(call.trajectory_id, None)  # told once: what comes after it begins anew
+                life.state_id = None  # told once: what comes after it begins anew
                 raise self._unavailable(f"did not run call {call.call_id}: {problem}")
             raise OutcomeUnknown(f"the ToolServer at {self.url}: {problem}")
         if response.status >= 500 or sent_before:

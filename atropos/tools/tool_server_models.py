@@ -18,6 +18,8 @@ MAX_BATCH = 1000
 """Most calls in one batch."""
 MAX_REQUEST_BYTES = 8 * 1024 * 1024
 """Largest request body the server reads; a longer one is refused with 413."""
+Owner = tuple[str, str | None]
+"""A trajectory and which life of it: what a call's state and answers belong to."""
 
 
 class Message(BaseModel):
@@ -34,6 +36,9 @@ class ExternalCall(Message):
     was started anew since can't know whether the call ran, and answers 409 `outcome_unknown` instead of running it.
     `state_id` names what the server was last known to keep for the trajectory (a browser): where that is gone, by a
     restart or its TTL, the call is not run and the answer is 409 `state_lost`.
+    `life` tells trajectories of one name apart, and calls on their way from calls that come later: the client makes it up,
+    sends it with every call and with the end, and a call that arrives after the end of its life is answered 410
+    `trajectory_ended` instead of beginning the trajectory anew. Without it, a call after the end begins anew.
     """
 
     trajectory_id: str = Field(min_length=1, max_length=500)
@@ -43,6 +48,12 @@ class ExternalCall(Message):
     timeout_s: float | None = Field(default=None, gt=0, le=3600, description="None: the tool's own")
     boot_id: str | None = Field(default=None, max_length=100)
     state_id: str | None = Field(default=None, max_length=100)
+    life: str | None = Field(default=None, min_length=1, max_length=100)
+
+    @property
+    def owner(self) -> Owner:
+        """Whose call this is."""
+        return self.trajectory_id, self.life
 
 
 ExternalResult = ToolResult

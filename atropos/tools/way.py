@@ -38,7 +38,7 @@ class Way(Protocol):
     """How requests get to the server."""
 
     async def send(self, method: str, path: str, body: bytes | None, timeout_s: float) -> Answer:
-        """One request: `path` is quoted, `body` is JSON.
+        """One request: `path` is quoted and may have a query, `body` is JSON.
 
         Raises:
             Unsent: it was not delivered.
@@ -96,6 +96,7 @@ class InProcess:
     async def send(self, method: str, path: str, body: bytes | None, timeout_s: float) -> Answer:
         """See `Way`."""
         content = body or b""
+        path, _, query = path.partition("?")
         more = {"content-type": "application/json", "content-length": str(len(content))} if body is not None else {}
         scope: dict[str, Any] = {
             "type": "http",
@@ -105,7 +106,7 @@ class InProcess:
             "scheme": "http",
             "path": unquote(path),
             "raw_path": path.encode(),
-            "query_string": b"",
+            "query_string": query.encode(),
             "root_path": "",
             "headers": [*self._headers, *_encoded(more.items())],
             "client": ("127.0.0.1", 0),

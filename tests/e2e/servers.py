@@ -7,7 +7,7 @@ import contextlib
 import os
 import re
 import sys
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from pathlib import Path
 
 TOKEN = "e2e-token"
@@ -49,8 +49,9 @@ class Server:
         return len(os.listdir(f"/proc/{self.process.pid}/fd"))
 
 
-async def start(command: str, *arguments: str, port: int = 0) -> Server:
+async def start(command: str, *arguments: str, port: int = 0, within: Sequence[str] = ()) -> Server:
     process = await asyncio.create_subprocess_exec(
+        *within,
         *(sys.executable, "-m", "atropos.cli", command, "--port", str(port), *arguments),
         env={**os.environ, "ATROPOS_TOOL_SERVER_TOKEN": TOKEN, "ATROPOS_EXECUTOR_TOKEN": TOKEN},
         stdout=asyncio.subprocess.DEVNULL,
@@ -67,9 +68,14 @@ async def start(command: str, *arguments: str, port: int = 0) -> Server:
 
 
 @contextlib.asynccontextmanager
-async def running(command: str = "tool-server", *arguments: str, port: int = 0) -> AsyncGenerator[Server, None]:
-    """`atropos COMMAND` until the end of the context; told to end, and killed where it does not."""
-    server = await start(command, *arguments, port=port)
+async def running(
+    command: str = "tool-server", *arguments: str, port: int = 0, within: Sequence[str] = ()
+) -> AsyncGenerator[Server, None]:
+    """`atropos COMMAND` until the end of the context; told to end, and killed where it does not.
+
+    `within`: a command line in front of it that becomes it, such as `unshare -m`.
+    """
+    server = await start(command, *arguments, port=port, within=within)
     try:
         yield server
     finally:

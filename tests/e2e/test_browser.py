@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import re
 import signal
 from collections.abc import AsyncGenerator
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlencode
 
 import pytest
 import pytest_asyncio
@@ -163,7 +165,17 @@ async def test_a_screenshot_is_a_png(ada: Person, site: Site):
 
 @pytest.mark.parametrize(
     "address",
-    ["file:///etc/passwd", "chrome://version", "javascript:alert(1)", "data:text/html,x", "http://169.254.169.254/"],
+    [
+        *("file:///etc/passwd", "chrome://version", "javascript:alert(1)", "data:text/html,x", "about:blank"),
+        *(
+            "view-source:http://127.0.0.1/",
+            "view-source:file:///etc/passwd",
+            "blob:http://127.0.0.1/x",
+            "ftp://127.0.0.1/",
+        ),
+        *("http://169.254.169.254/", "http://0x7f000001/", "http://127.1/", "http://2130706433/", "http://0177.0.0.1/"),
+        *("http://[::ffff:127.0.0.1]/", "http://[::1]/", "localhost:80", "127.0.0.1"),
+    ],
 )
 async def test_local_and_private_addresses_are_refused(ada: Person, address: str):
     with pytest.raises(ToolError, match=r"only http|public address"):
@@ -177,7 +189,8 @@ async def test_a_page_cannot_lead_the_browser_to_a_private_address(
     private = world[2]
     with pytest.raises(ToolError, match=r"port|public address"):
         await ada("navigate", url=site.url(f"/redirect?to={private.url('/who')}"))
-    for host in ("127.0.0.1", "localhost", "[::1]", "127.1", "0.0.0.0"):
+    spellings = ("127.0.0.1", "localhost", "localhost.", "[::1]", "[::ffff:127.0.0.1]", "[::ffff:7f00:1]", "127.1")
+    for host in (*spellings, "0.0.0.0", "0x7f000001", "0x7f.1", "2130706433", "0177.0.0.1", "[::127.0.0.1]"):
         await ada("navigate", url=site.url(f"/reach?target=http://{host}:{private.port}/who"))
     await asyncio.sleep(0.2)
     assert private.seen == []
@@ -214,6 +227,27 @@ async def test_no_way_that_a_page_has_leads_to_a_private_address(ada: Person, si
     finally:
         listening.close()
         datagrams.close()
+
+
+@pytest.mark.parametrize("how", ["meta", "script", "click", "frame", "form", "header"])
+async def test_a_page_that_leads_its_window_elsewhere_shows_nothing_private(
+    ada: Person, site: Site, world: tuple[BrowserHost, Site, Site], how: str
+):
+    private = world[2].url("/who")
+    within = f'data:text/html,<meta http-equiv="refresh" content="0;url={private}">'
+    for target in (
+        private,
+        "file:///etc/hostname",
+        f"view-source:{private}",
+        within,
+        "view-source:file:///etc/hostname",
+    ):
+        with contextlib.suppress(ToolError):
+            await ada("navigate", url=site.url(f"/go?{urlencode({'how': how, 'to': target})}"))
+        shown = await ada("snapshot")
+        assert Path("/etc/hostname").read_text().strip() not in shown
+        assert "You are" not in shown
+    assert world[2].seen == []
 
 
 async def test_a_failing_site_is_the_models_business(ada: Person, site: Site):

@@ -19,6 +19,8 @@ from atropos.tools.models import ToolResult
 
 _PARSE_S = 20.0
 """Longest that one page may take to be parsed; its worker is killed then."""
+_PAGE_S = 45.0
+"""Longest that one page may take to be fetched and read; the other pages of the call are then answered without it."""
 _ANSWER_BYTES = 64 * 1024 * 1024
 _JOBS = 200
 """Pages after which a worker is replaced, so that what parsers leak stays bounded."""
@@ -115,12 +117,18 @@ class WebExtract(Tool):
 
     async def _one(self, url: str) -> dict[str, Any]:
         try:
-            page = await fetch(self._client, self._guard, url, max_bytes=self._max_bytes)
-            if page.truncated and page.content[:5] == b"%PDF-":
-                raise FetchError(f"the PDF is longer than {self._max_bytes:,} bytes")
-            answer = await self._extractor.extract(page)
+            async with asyncio.timeout(_PAGE_S):
+                return await self._read(url)
         except FetchError as error:
             return {"url": url, "error": str(error)}
+        except TimeoutError:
+            return {"url": url, "error": f"it was not there and read within {_PAGE_S:g} s"}
+
+    async def _read(self, url: str) -> dict[str, Any]:
+        page = await fetch(self._client, self._guard, url, max_bytes=self._max_bytes)
+        if page.truncated and page.content[:5] == b"%PDF-":
+            raise FetchError(f"the PDF is longer than {self._max_bytes:,} bytes")
+        answer = await self._extractor.extract(page)
         found: dict[str, Any] = {"url": url, "title": answer["title"], "content": answer["text"]}
         if page.url != url:
             found["final_url"] = page.url

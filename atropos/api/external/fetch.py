@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from dataclasses import dataclass
 from urllib.parse import urljoin
 
@@ -10,6 +11,8 @@ import httpx
 from atropos.api.external.guard import Forbidden, Guard
 
 _MAX_REDIRECTS = 8
+_GZIP_OR_ZLIB = 32 + zlib.MAX_WBITS
+"""zlib finds out itself which of the two it is."""
 
 
 class FetchError(Exception):
@@ -55,15 +58,43 @@ async def fetch(client: httpx.AsyncClient, guard: Guard, url: str, *, max_bytes:
     raise FetchError(f"more than {_MAX_REDIRECTS} redirects")
 
 
+class _Unpacker:
+    """An answer's body as it was before it was compressed, and never more of it than asked for.
+
+    httpx unpacks what came at once, and with zstd or two layers of gzip 64 kB stand for gigabytes. So only one layer of
+    gzip is asked for, and nothing else is taken.
+    """
+
+    def __init__(self, encoding: str) -> None:
+        self._packed = encoding not in {"", "identity"}
+        if self._packed and encoding not in {"gzip", "x-gzip", "deflate"}:
+            raise FetchError(f"the page came packed with {encoding[:60]!r}, which was not asked for")
+        self._inflate = zlib.decompressobj(_GZIP_OR_ZLIB)
+
+    def unpack(self, data: bytes, most: int) -> bytes:
+        """Up to `most` bytes of what the next piece holds; what is beyond them is lost."""
+        if not self._packed:
+            return data[:most]
+        made = bytearray()
+        while data and len(made) < most:
+            if self._inflate.eof:
+                if not data.startswith(b"\x1f\x8b"):
+                    break  # padding
+                self._inflate = zlib.decompressobj(_GZIP_OR_ZLIB)  # gzip may be several, one after the other
+            try:
+                made += self._inflate.decompress(data, most - len(made))
+            except zlib.error as error:
+                raise FetchError(f"the page can't be unpacked: {error}") from None
+            data = self._inflate.unused_data
+        return bytes(made)
+
+
 async def _read(answer: httpx.Response, url: str, max_bytes: int) -> Page:
-    chunks: list[bytes] = []
-    size = 0
-    truncated = False
-    async for chunk in answer.aiter_bytes(65_536):
-        chunks.append(chunk[: max_bytes - size])
-        size += len(chunk)
-        if size >= max_bytes:
-            truncated = size > max_bytes
+    unpacker = _Unpacker(answer.headers.get("content-encoding", "").strip().lower())
+    content = bytearray()
+    async for chunk in answer.aiter_raw(65_536):
+        content += unpacker.unpack(chunk, max_bytes + 1 - len(content))
+        if len(content) > max_bytes:
             break
     kind = answer.headers.get("content-type", "").partition(";")[0].strip().lower()
-    return Page(url, kind, answer.charset_encoding, b"".join(chunks), truncated)
+    return Page(url, kind, answer.charset_encoding, bytes(content[:max_bytes]), len(content) > max_bytes)

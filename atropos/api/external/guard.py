@@ -234,5 +234,6 @@ def guarded_client(guard: Guard, *, timeout_s: float = 20, connections: int = 10
             "User-Agent": "Mozilla/5.0 (compatible; atropos-web-extract)",
             "Accept": "text/html,application/xhtml+xml,application/pdf,text/*;q=0.9,*/*;q=0.5",
             "Accept-Language": "en,*;q=0.5",
+            "Accept-Encoding": "gzip",
         },
     )

@@ -74,6 +74,7 @@ class Collector:
         self._content: list[str] = []
         self._calls: list[ToolCall] = []
         self._errors: list[ParseError] = []
+        self._over = False
 
     def text(self, piece: str) -> None:
         """Text outside any call."""
@@ -82,6 +83,8 @@ class Collector:
 
     def call(self, name: Any, arguments: Any, written: str, call_id: str | None = None) -> None:
         """A call, if it is one."""
+        if self.full(written):
+            return
         if not isinstance(name, str) or not name.strip():
             self.error("the call has no name; name the tool to call", written)
             return
@@ -105,11 +108,17 @@ class Collector:
         """
         if len(self._calls) + len(self._errors) < MAX_CALLS:
             return False
-        self.error(f"more than {MAX_CALLS} calls in one turn; the rest is left out", rest)
+        if not self._over:
+            self._over = True
+            self._note(f"more than {MAX_CALLS} calls in one turn; the rest is left out", rest)
         return True
 
     def error(self, message: str, written: str) -> None:
         """Something that was meant to be a call."""
+        if not self.full(written):
+            self._note(message, written)
+
+    def _note(self, message: str, written: str) -> None:
         self._errors.append(ParseError(message, whole_text(written[:500]), len(self._calls)))
 
     def done(self) -> Parsed:

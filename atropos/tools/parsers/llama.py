@@ -15,7 +15,7 @@ from atropos.tools.parsers.literals import LiteralReader
 
 TAG = "<|python_tag|>"
 _START = re.compile(r'^[ \t]*(?=\{\s*"(?:name|type|function|parameters|arguments)")', re.MULTILINE)
-_ENDS = re.compile(r"\s*(?:<\|eom_id\|>|<\|eot_id\|>)?\s*\Z")
+_ENDS = re.compile(r"\s*(?:(?:<\|eom_id\|>|<\|eot_id\|>)\s*)?\Z")
 _RIGHT = 'write {"name": "tool", "parameters": {"name": "value"}}'
 
 

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import gzip
+import html
 import json
+import zlib
+from collections.abc import Callable
 from typing import Any
 
+import zstandard
 from aiohttp import web
 
 ARTICLE = """<!doctype html><html><head><title>On Slots</title></head><body>
@@ -74,6 +78,33 @@ Promise.all(Object.entries(tries).map(([name, go]) => Promise.race([
 </script></body></html>"""
 
 
+GO = {
+    "meta": '<title>Go</title><meta http-equiv="refresh" content="0;url=TO">',
+    "script": '<title>Go</title><a id=a href="TO"></a><script>location = document.getElementById("a").href</script>',
+    "click": '<title>Go</title><a id=a href="TO" target=_blank></a><script>document.getElementById("a").click()</script>',
+    "frame": '<title>Go</title><iframe src="TO"></iframe>',
+    "form": '<title>Go</title><form id=f action="TO"></form><script>document.getElementById("f").submit()</script>',
+    "header": "<title>Go</title>",
+}
+
+INSIST = """<!doctype html><title>Insist</title><link rel=dns-prefetch href="//prefetched.test"><h1 id=out>trying</h1><script>
+(async () => { const told = [];
+  for (let i = 0; i < 24; i++) { try { told.push((await fetch('/article?' + i, {cache: 'no-store'})).status); } catch (e) { told.push(0); } }
+  document.getElementById('out').textContent = 'over: ' + told.join(' '); })();
+</script>"""
+
+
+PACKED: dict[str, tuple[str, Callable[[], bytes]]] = {
+    "twice": ("gzip, gzip", lambda: gzip.compress(gzip.compress(bytes(50_000_000)))),
+    "zstd": ("zstd", lambda: zstandard.compress(bytes(50_000_000))),
+    "unknown": ("br", lambda: b"x" * 100),
+    "broken": ("gzip", lambda: b"no gzip at all"),
+    "members": ("gzip", lambda: gzip.compress(b"one ") + gzip.compress(b"two") + bytes(10)),
+    "zlib": ("deflate", lambda: zlib.compress(b"one two")),
+    "plain": ("identity", lambda: b"one two"),
+}
+
+
 def pdf(text: str) -> bytes:
     """A one-page PDF."""
     stream = f"BT /F1 24 Tf 72 700 Td ({text}) Tj ET".encode()
@@ -103,13 +134,13 @@ def _html(text: str) -> web.Response:
 class Site:
     """The running site; `seen` are the paths that were asked for."""
 
-    def __init__(self) -> None:
+    def __init__(self, host: str = "127.0.0.1", port: int = 0) -> None:
         self.seen: list[str] = []
-        self.port = 0
+        self.host, self.port = host, port
         self._runner: web.AppRunner | None = None
 
     def url(self, path: str) -> str:
-        return f"http://127.0.0.1:{self.port}{path}"
+        return f"http://{self.host}:{self.port}{path}"
 
     async def start(self) -> None:
         app = web.Application(middlewares=[self._note])
@@ -129,10 +160,14 @@ class Site:
                 web.get("/data.json", self._json),
                 web.get("/endless", self._endless),
                 web.get("/bomb", self._bomb),
+                web.get("/packed", self._packed),
+                web.get("/drip", self._drip),
                 web.get("/broken", self._broken),
                 web.get("/hang", self._hang),
                 web.get("/reach", self._reach),
                 web.get("/attack", self._attack),
+                web.get("/go", self._go),
+                web.get("/insist", self._static(INSIST)),
                 web.get(
                     "/spin",
                     self._static(
@@ -147,7 +182,7 @@ class Site:
         )
         self._runner = web.AppRunner(app, shutdown_timeout=0.5)
         await self._runner.setup()
-        listening = web.TCPSite(self._runner, "127.0.0.1", 0)
+        listening = web.TCPSite(self._runner, self.host, self.port)
         await listening.start()
         self.port = self._runner.addresses[0][1]
 
@@ -205,6 +240,18 @@ class Site:
             body=gzip.compress(b"0" * 50_000_000), headers={"Content-Encoding": "gzip", "Content-Type": "text/plain"}
         )
 
+    async def _packed(self, request: web.Request) -> web.Response:
+        encoding, body = PACKED[request.query["how"]]
+        return web.Response(body=body(), headers={"Content-Encoding": encoding, "Content-Type": "text/plain"})
+
+    async def _drip(self, request: web.Request) -> web.StreamResponse:
+        """A byte now and then, for ever."""
+        answer = web.StreamResponse(headers={"Content-Type": "text/plain"})
+        await answer.prepare(request)
+        while True:
+            await answer.write(b"x")
+            await asyncio.sleep(0.05)
+
     async def _broken(self, _: web.Request) -> web.Response:
         return web.Response(status=500, text="broken")
 
@@ -225,6 +272,14 @@ class Site:
     async def _attack(self, request: web.Request) -> web.Response:
         """A page that tries every way there is to reach `host:port`, and a file of the browser's machine."""
         return _html(ATTACK.replace("TARGET", request.query["target"]))
+
+    async def _go(self, request: web.Request) -> web.Response:
+        """A page that leads its window to another address."""
+        to = request.query["to"]
+        answer = _html(GO[request.query["how"]].replace("TO", html.escape(to)))
+        if request.query["how"] == "header":
+            answer.headers["Refresh"] = f"0;url={to}"
+        return answer
 
     async def _worker(self, request: web.Request) -> web.Response:
         text = f"fetch('http://{request.query['target']}/worker', {{mode: 'no-cors'}}).catch(() => 0)"

@@ -265,3 +265,13 @@ async def test_nonsense_is_422(executor: HeldExecutor, body: bytes):
         answer = await client.post("/trajectories", content=body, headers={"Content-Type": "application/json"})
         assert answer.status_code == 422
         assert answer.json()["code"] == "invalid"
+
+
+async def test_a_trajectory_asked_for_again_under_its_key_is_opened_once(executor: HeldExecutor):
+    async with api(executor) as client:
+        asked = [await client.post("/trajectories", json={}, headers={"Idempotency-Key": "a key / of mine"}) for _ in range(2)]
+        assert [one.status_code for one in asked] == [201, 200]
+        assert len({one.json()["trajectory_id"] for one in asked}) == 1
+        other = await client.post("/trajectories", json={}, headers={"Idempotency-Key": "another"})
+        assert other.status_code == 201
+        assert len(executor.leased) == 2

@@ -173,3 +173,21 @@ async def test_a_compressed_bomb_is_read_only_to_the_bound(site: Site):
     async with guarded_client(guard) as client:
         page = await fetch(client, guard, site.url("/bomb"), max_bytes=1_000_000)
         assert (len(page.content), page.truncated) == (1_000_000, True)
+
+
+@pytest.mark.parametrize("how", ["members", "zlib", "plain"])
+async def test_a_page_is_unpacked(site: Site, how: str):
+    guard = Guard(["127.0.0.1"])
+    async with guarded_client(guard) as client:
+        page = await fetch(client, guard, site.url(f"/packed?how={how}"), max_bytes=1000)
+        assert (page.content, page.truncated) == (b"one two", False)
+        page = await fetch(client, guard, site.url(f"/packed?how={how}"), max_bytes=5)
+        assert (page.content, page.truncated) == (b"one t", True)
+
+
+@pytest.mark.parametrize("how", ["twice", "zstd", "unknown", "broken"])
+async def test_a_page_in_a_packing_that_was_not_asked_for_is_never_unpacked(site: Site, how: str):
+    guard = Guard(["127.0.0.1"])
+    async with guarded_client(guard) as client:
+        with pytest.raises(FetchError, match=r"not asked for|can't be unpacked"):
+            await fetch(client, guard, site.url(f"/packed?how={how}"), max_bytes=1000)

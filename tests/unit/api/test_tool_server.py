@@ -244,6 +244,33 @@ async def test_a_trajectory_of_the_same_name_does_not_get_the_old_ones_answers(b
         assert client.host.stats()["journal"] == 0
 
 
+async def test_a_call_that_comes_after_the_end_of_its_trajectory_begins_nothing(bench: Workbench):
+    """A call that was given up on its way, and reaches the server when its trajectory has ended, is told so."""
+    async with served(bench) as client:
+        first = {**call("keep", "t", "c1", item="a"), "life": "one"}
+        assert (await client.post("/execute", json=first)).status_code == 200
+        assert (await client.delete("/trajectories/t?life=one")).json() == {"ended": True}
+        for late in (first, {**call("keep", "t", "c2", item="b"), "life": "one"}):
+            answer = await client.post("/execute", json=late)
+            assert (answer.status_code, answer.json()["code"]) == (410, "trajectory_ended")
+            batch = await client.post("/batch", json={"calls": [late]})
+            assert json.loads(batch.text)["status"] == 410
+        assert client.host.stats()["trajectories"] == 0
+        other = await client.post("/execute", json={**call("keep", "t", "c1", item="c"), "life": "two"})
+        assert other.json()["result"]["output"] == "c", "the next trajectory of that name is another one"
+        assert (await client.delete("/trajectories/t?life=one")).json() == {"ended": False}
+        assert [jar.closed for jar in bench.jars] == [True, False]
+        unnamed = await client.post("/execute", json=call("keep", "t", "c1", item="d"))
+        assert unnamed.json()["result"]["output"] == "d"
+
+
+async def test_what_is_known_of_ended_trajectories_is_bounded(bench: Workbench):
+    async with served(bench, journal_calls=10) as client:
+        for number in range(100):
+            await client.delete(f"/trajectories/t{number}?life=x")
+        assert len(client.host._journal._ended) <= 10
+
+
 async def test_idle_state_ends_after_its_ttl(bench: Workbench):
     async with served(bench, trajectory_ttl_s=0.1) as client:
         await client.post("/execute", json=call("keep", item="a"))

@@ -48,6 +48,14 @@ async def test_pages_pdfs_and_text_are_read_and_a_failing_one_spoils_nothing(sit
     assert "error:" in result.output
 
 
+async def test_a_page_that_never_ends_to_come_spoils_no_other(site: Site, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("atropos.api.external.extract._PAGE_S", 5.0)
+    result = await extract(site, "/article", "/drip")
+    pages: list[Any] = result.data["pages"]
+    assert "leased, used, reset" in pages[0]["content"]
+    assert "within 5 s" in pages[1]["error"]
+
+
 async def test_a_private_page_is_refused_and_never_asked_for(site: Site):
     result = await extract(site, "/article", allow=False)
     assert not result.success

@@ -129,3 +129,25 @@ def test_a_near_miss_is_looked_for_in_a_bounded_part_of_a_file():
         return time.process_time() - started
 
     assert seconds(200_000) < max(seconds(25_000), 0.2) * 30
+
+
+@pytest.mark.parametrize("kind", ["missing", "blank", "near", "hunks", "number"])
+def test_no_diff_takes_long_on_a_file_of_equal_lines(kind):
+    started = time.process_time()
+    if kind == "number":
+        with pytest.raises(PatchError):
+            diffs.apply("a\n", diffs.parse(f"--- a/f\n+++ b/f\n@@ -{'9' * 5000} +1 @@\n-b\n+c\n")[0])
+    elif kind == "hunks":
+        text = "--- a/f\n+++ b/f\n" + "@@ -1 +1 @@\n-a\n+b\n" * 50_000
+        with pytest.raises(PatchError, match="hunks"):
+            diffs.apply("a\n" * 100_000, diffs.parse(text)[0])
+    elif kind == "near":  # lines of the same letters in another order: alike at a glance, compared in vain
+        lines = ["".join("ab"[(index * step) % 7 % 2] for index in range(400)) for step in range(1, 500)]
+        diffs.near_miss(lines, ["".join("ba"[index * index % 5 % 2] for index in range(400))])
+    else:
+        file, wanted = ["a"] * 100_000, ["a" if kind == "missing" else " a"] * 50_000 + ["b"]
+        assert diffs.near_miss(file, wanted)
+        hunk = diffs.Hunk(None, [(" ", one) for one in wanted])
+        with pytest.raises(PatchError):
+            diffs.apply("a\n" * 100_000, diffs.FileChange("f", "f", [hunk]))
+    assert time.process_time() - started < 20

@@ -1,8 +1,12 @@
-"""Parsers: what a model writes comes back as calls, and nothing it can write breaks them."""
+"""Parsers: what a model writes comes back as calls, and nothing it can write breaks them.
+
+ATROPOS_EXAMPLES says how many texts are drawn for each parser (60 to 150 in CI; thousands by hand).
+"""
 
 from __future__ import annotations
 
 import json
+import os
 import time
 
 import pytest
@@ -42,7 +46,7 @@ def same(call, parsed):
 
 
 @pytest.mark.parametrize("name", NAMES)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=int(os.environ.get("ATROPOS_EXAMPLES", "60")), deadline=None)
 @given(call_name=tool_names, arguments=st.dictionaries(keys, json_values, max_size=4))
 def test_a_rendered_call_is_parsed_back(name, call_name, arguments):
     if name in TYPELESS:
@@ -71,13 +75,19 @@ def test_several_calls_keep_their_order_and_the_content(name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(
+    max_examples=int(os.environ.get("ATROPOS_EXAMPLES", "150")),
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
+)
 @given(pieces=st.lists(st.sampled_from(TOKENS) | st.text(max_size=5), max_size=25))
 def test_no_text_breaks_a_parser(name, pieces):
     parsed = get_parser(name).parse("".join(pieces))
     for call in parsed.calls:
         call.name.encode()
         assert call.name
+    for error in parsed.errors:
+        f"{error.message}{error.text}".encode()
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -105,6 +115,29 @@ def test_time_is_linear_whatever_the_text(name):
     seconds(1000)
     small, large = seconds(20_000), seconds(160_000)
     # Eight times the text: quadratic work would take 64 times as long.
+    assert large < max(small, 0.05) * 30
+
+
+FILLERS = (" ", "\n", "0,", "{},", '{"name": 1},', "a", "\\", "''", "[", '"', "1", "f(", "a=1,", "<", ":1", "`")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_time_and_complaints_are_bounded_where_a_call_does_not_end(name):
+    """What opens a call, then the same over and over, then something else: nothing is looked at again and again."""
+    parser = get_parser(name)
+    openings = [one for one in TOKENS if one[:1] in "<[{" and len(one) > 1]
+
+    def seconds(size):
+        started = time.process_time()
+        for opening in openings:
+            for filler in FILLERS:
+                for inner in ("", "["):
+                    parsed = parser.parse(opening + inner + filler * (size // len(filler)) + "x")
+                    assert len(parsed.calls) + len(parsed.errors) <= 129
+        return time.process_time() - started
+
+    seconds(500)
+    small, large = seconds(4_000), seconds(32_000)
     assert large < max(small, 0.05) * 30
 
 

@@ -10,8 +10,8 @@ import uvicorn
 
 from atropos.api.settings import ToolServerSettings
 from atropos.api.tool_server import create_app
-from atropos.errors import ConfigError, OutcomeUnknown, ToolServerUnavailable
-from atropos.tools import ToolCall, ToolExecutor, ToolExecutorConfig, build_tool_registry, tool
+from atropos.errors import ConfigError, LeaseExpired, OutcomeUnknown, ToolServerUnavailable
+from atropos.tools import ToolCall, ToolExecutor, ToolExecutorConfig, build_tool_registry, tool, way
 from atropos.tools import remote as remote_module
 
 runs = []
@@ -173,7 +173,7 @@ class Scripted:
     """An HTTP server that answers each request by the next step of a script."""
 
     def __init__(self):
-        self.steps, self.seen, self.boot = [], [], "one"
+        self.steps, self.seen, self.ended, self.boot = [], [], [], "one"
 
     async def __aenter__(self):
         self.server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
@@ -194,6 +194,7 @@ class Scripted:
                     info = {"name": "note", "toolset": "test", "schema": schema, "timeout_s": 5}
                     self._answer(writer, 200, {"version": 1, "boot_id": self.boot, "tools": [info]})
                 elif head.startswith("delete"):
+                    self.ended.append(head.split()[1])
                     self._answer(writer, 200, {"ended": True})
                 else:
                     self.seen.append(json.loads(body))
@@ -296,3 +297,47 @@ async def test_each_execution_has_an_id_of_its_own_on_the_wire(made, scripted):
     await made.execute("t", one)
     await made.execute("t", other)
     assert len({seen["call_id"] for seen in scripted.seen}) == 2
+
+
+async def test_each_life_of_a_trajectory_has_a_name_of_its_own_and_ends_by_it(made, scripted):
+    await made.execute("t", call("note", text="a"))
+    await made.execute("t", call("note", text="b"))
+    await made.execute("u", call("note", text="c"))
+    await made.release_trajectory("t")
+    await made.execute("t", call("note", text="d"))
+    first, again, other, second = (seen["life"] for seen in scripted.seen)
+    assert first == again
+    assert len({first, other, second}) == 3
+    assert scripted.ended == [f"/trajectories/t?life={first}"]
+
+
+async def test_a_call_given_up_on_its_way_does_not_begin_its_trajectory_anew(pool, served):
+    """It is sent, its trajectory is released, and only then does it arrive."""
+    held = []
+
+    class Slow(way.Connections):
+        async def send(self, method, path, body, timeout_s):
+            if method == "POST" and b"late" in body:
+                held.append(asyncio.create_task(self.arrive(method, path, body, timeout_s)))
+                await asyncio.sleep(3600)
+            return await super().send(method, path, body, timeout_s)
+
+        async def arrive(self, *request):
+            await released.wait()
+            return await super().send(*request)
+
+    released = asyncio.Event()
+    async with executor(pool, served, token="right") as made:
+        made._server._way = Slow(served, {"Authorization": "Bearer right"})
+        await made.execute("t", call("note", text="early"))
+        late = asyncio.create_task(made.execute("t", call("note", text="late")))
+        async with asyncio.timeout(20):
+            while not held:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        await made.release_trajectory("t")
+        with pytest.raises(LeaseExpired):
+            await late
+        released.set()
+        assert (await held[0]).status == 410
+        assert runs == ["early"]
+        await made._server._way.close()

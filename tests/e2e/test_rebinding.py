@@ -1,0 +1,81 @@
+"""Names whose addresses change between the check and the connection: a real resolver, Chromium and `web_extract`."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from atropos.api.external.browser import browser_available
+from atropos.api.settings import BrowserSettings
+from tests.e2e.names import AAAA, asking_us, missing, serving
+from tests.e2e.servers import TOKEN, running
+from tests.unit.api.site import Site
+
+MISSING = browser_available(BrowserSettings()) or missing()
+pytestmark = pytest.mark.skipif(bool(MISSING), reason=f"no browser or no resolver of its own: {MISSING}")
+ALLOWED, FORBIDDEN = "127.0.0.2", "127.0.0.1"
+
+
+async def test_a_name_that_changes_its_mind_leads_nowhere_else(tmp_path: Path):
+    """Two sites on one port: the name stands now for the one that may be visited, now for the one that may not."""
+    turns = itertools.cycle([ALLOWED, ALLOWED, FORBIDDEN, ALLOWED, FORBIDDEN, FORBIDDEN])
+    given: list[str] = []
+
+    def answers(name: str, kind: int) -> list[str]:
+        if name == "both.test":
+            return [ALLOWED, FORBIDDEN] if kind != AAAA else []
+        if name == "mapped.test":
+            return ["::ffff:127.0.0.1"] if kind == AAAA else []
+        if name != "turns.test" or kind == AAAA:
+            return []
+        given.append(next(turns))
+        return [given[-1]]
+
+    allowed = Site(ALLOWED)
+    await allowed.start()
+    forbidden = Site(FORBIDDEN, allowed.port)
+    await forbidden.start()
+    settings = tmp_path / "settings.toml"
+    settings.write_text(f'allow_hosts = ["{ALLOWED}"]\nonly = ["browser", "web_extract"]\n')
+    numbers = itertools.count()
+    try:
+        async with (
+            serving(answers) as names,
+            running("tool-server", "--config", str(settings), within=asking_us(tmp_path)) as server,
+            httpx.AsyncClient(headers={"Authorization": f"Bearer {TOKEN}"}, timeout=90) as http,
+        ):
+
+            async def use(name: str, **arguments: Any) -> str:
+                body = {"trajectory_id": "t", "call_id": f"c{next(numbers)}", "name": name, "arguments": arguments}
+                answer = await http.post(f"{server.url}/execute", json=body)
+                assert answer.status_code == 200, answer.text
+                result = answer.json()["result"]
+                return result["output"] or result["error"]
+
+            site = f"turns.test:{allowed.port}"
+            pages = [await use("browser_navigate", url=f"http://{site}/insist") for _ in range(6)]
+            assert any("page: Insist" in page for page in pages), pages
+            assert any("not a public address" in page for page in pages), pages
+            while "page: Insist" not in (page := await use("browser_navigate", url=f"http://{site}/insist")):
+                pass
+            while "over:" not in page:
+                page = await use("browser_snapshot")
+            statuses = page.partition("over: ")[2].split('"')[0].split()
+            assert {"200", "403"} <= set(statuses), page
+            read = [await use("web_extract", urls=[f"http://{site}/article"]) for _ in range(6)]
+            assert any("leased, used, reset" in page for page in read)
+            assert any("not a public address" in page for page in read)
+            for name in ("both.test", "mapped.test"):
+                assert "not a public address" in await use("browser_navigate", url=f"http://{name}:{allowed.port}/")
+                assert "not a public address" in await use("web_extract", urls=[f"http://{name}:{allowed.port}/"])
+        assert {ALLOWED, FORBIDDEN} <= set(given)
+        assert set(names.asked) == {"turns.test", "both.test", "mapped.test"}, "the browser asks for names itself"
+        assert forbidden.seen == []
+        assert "/article" in allowed.seen
+    finally:
+        await allowed.stop()
+        await forbidden.stop()
