@@ -10,6 +10,7 @@ import struct
 import subprocess
 from collections.abc import AsyncGenerator, Callable
 from pathlib import Path
+from typing import cast
 
 ADDRESS = "127.53.0.1"
 A, AAAA = 1, 28
@@ -24,8 +25,7 @@ class Names(asyncio.DatagramProtocol):
         self._transport: asyncio.DatagramTransport | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.DatagramTransport)
-        self._transport = transport
+        self._transport = cast("asyncio.DatagramTransport", transport)
 
     def datagram_received(self, data: bytes, addr: tuple[str, int]) -> None:
         labels: list[str] = []

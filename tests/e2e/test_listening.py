@@ -111,7 +111,7 @@ async def test_a_token_opens_its_own_server_alone():
         mine, theirs = (next(iter(pool.backend.containers())) for pool in (one, other))
         assert mine.token != theirs.token
         run = {"trajectory_id": "t", "call_id": "c", "name": "tally", "arguments": {"key": "k"}}
-        for token in (theirs.token, TOKEN, TOKEN[:-1], f"{mine.token} ", f" {mine.token}", mine.token.swapcase(), ""):
+        for token in (theirs.token, TOKEN, TOKEN[:-1], mine.token[:-1], f"{mine.token}x", mine.token.swapcase()):
             headers = {"Authorization": f"Bearer {token}"}
             for method, path in (
                 ("GET", "/v1/status"),
@@ -119,9 +119,8 @@ async def test_a_token_opens_its_own_server_alone():
                 ("GET", "/v1/stream"),
                 ("POST", "/v1/drain"),
             ):
-                if token.strip() != mine.token:
-                    answer = await http.request(method, f"{mine.url}{path}", headers=headers, json={})
-                    assert answer.status_code == 401, (path, token)
+                answer = await http.request(method, f"{mine.url}{path}", headers=headers, json={})
+                assert answer.status_code == 401, (path, token)
             if token != TOKEN:
                 assert (await http.post(f"{tools.url}/execute", headers=headers, json=run)).status_code == 401
                 opened = await http.post(f"{executor.url}/trajectories", headers=headers, json={})

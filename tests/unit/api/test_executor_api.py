@@ -269,7 +269,10 @@ async def test_nonsense_is_422(executor: HeldExecutor, body: bytes):
 
 async def test_a_trajectory_asked_for_again_under_its_key_is_opened_once(executor: HeldExecutor):
     async with api(executor) as client:
-        asked = [await client.post("/trajectories", json={}, headers={"Idempotency-Key": "a key / of mine"}) for _ in range(2)]
+        asked = [
+            await client.post("/trajectories", json={}, headers={"Idempotency-Key": "a key / of mine"})
+            for _ in range(2)
+        ]
         assert [one.status_code for one in asked] == [201, 200]
         assert len({one.json()["trajectory_id"] for one in asked}) == 1
         other = await client.post("/trajectories", json={}, headers={"Idempotency-Key": "another"})
