@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from atropos.config import SlotLimits
 from atropos.errors import OutcomeUnknown, SandboxError, SlotLost
-from atropos.sandbox import cgroups, exchange, skeleton, volumes
+from atropos.sandbox import cgroups, exchange, skeleton, stuck, volumes
 from atropos.sandbox.channel import Channel
 from atropos.sandbox.contract import Layer, Stopped
 from atropos.sandbox.runtime import INSIDE
@@ -30,6 +30,8 @@ STOP_DEADLINE_S = 10.0
 ANSWER_GRACE_S = 15.0
 """How much longer than an operation's own limit an answer may take before the slot counts as broken."""
 FILE_DEADLINE_S = 30.0
+LOOK_S = 0.5
+"""How often it is looked after calls that have no answer yet."""
 
 
 class SlotSandbox:
@@ -105,8 +107,8 @@ class SlotSandbox:
         number = channel.call(op, arguments, ended)
         due = self._loop.time() + deadline + ANSWER_GRACE_S
         self._calls[call_id] = (number, due)
-        if self._watchdog is None or due < self._watchdog.when():
-            self._watch(due)
+        if self._watchdog is None:
+            self._watchdog = self._loop.call_later(LOOK_S, self._look)
 
     async def run(self, call_id: str, operation: Operation) -> OpResult:
         """Run one operation. Cancelling this task kills what it started.
@@ -132,20 +134,16 @@ class SlotSandbox:
             self.forget(call_id)
             raise
 
-    def _watch(self, when: float) -> None:
-        """Look at the calls again then: one timer for all of them."""
-        if self._watchdog is not None:
-            self._watchdog.cancel()
-        self._watchdog = self._loop.call_at(when, self._check_answers)
-
-    def _check_answers(self) -> None:
+    def _look(self) -> None:
+        """Look after the calls: one timer for all of them, while there are any."""
         self._watchdog = None
-        if self._calls:
-            due = min(due for _, due in self._calls.values())
-            if due <= self._loop.time():
-                self._broke("PID 1 of the slot did not answer in time")
-            else:
-                self._watch(due)
+        if not self._calls or self.host_pid is None:
+            return
+        if min(due for _, due in self._calls.values()) <= self._loop.time():
+            self._broke("PID 1 of the slot did not answer in time")
+            return
+        stuck.release(self.host_pid)
+        self._watchdog = self._loop.call_later(LOOK_S, self._look)
 
     def _name_limit(self, result: ExecResult, before: list[bytes], *, alone: bool) -> OpResult:
         """Say which limit ended the program, by the kernel's own counters; nothing that it printed matters."""

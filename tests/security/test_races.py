@@ -491,3 +491,75 @@ async def test_input_that_its_reader_gives_up_costs_no_time(attacker):
     await asyncio.sleep(1)
     assert sum(map(int, (await attacker.exec(ticks)).output.split())) - first < 30
     assert (await attacker.run(wire.ProcWrite(id=begun.id, data=b"x"))).kind == "op_error"
+
+
+async def test_a_program_that_stops_all_others_again_and_again_makes_no_fault_of_a_call(attacker):
+    """It catches programs in the moment of their start, when PID 1 waits for them in the kernel."""
+    stopper = (
+        "import os, signal\n"
+        "os.fork() and os._exit(0)\n"
+        "os.setsid()\n"
+        "while True:\n"
+        "    try:\n        os.kill(-1, signal.SIGSTOP)\n"
+        "    except OSError:\n        pass\n"
+    )
+    await attacker.exec('python3 -c "$CODE"', env={"CODE": stopper}, timeout_s=2)
+    for _ in range(5):
+        async with asyncio.timeout(20):
+            result = await attacker.exec("echo hi", timeout_s=1)
+        assert (result.exit_code, result.output) in ((0, "hi\n"), (-9, "hi\n"), (-9, "")), result
+    async with asyncio.timeout(30):
+        read = await attacker.run(wire.ReadFile(path="/etc/passwd"))
+        assert read.kind == "file_result"
+        await attacker.quiesce()
+    await says(attacker, "echo next", "next\n")
+
+
+async def test_no_copy_of_pid_1_that_serves_files_can_be_read_or_traced(attacker):
+    """Large files and archives are served by forks of PID 1, which know what it knows."""
+    spy = r"""
+import ctypes, os, time
+libc = ctypes.CDLL(None)
+own = open("/proc/1/comm").read()
+seen, ends = set(), time.time() + 2.5
+while time.time() < ends:
+    for name in os.listdir("/proc"):
+        if not name.isdigit() or name in ("1", str(os.getpid())):
+            continue
+        try:
+            if open(f"/proc/{name}/comm").read() != own or open(f"/proc/{name}/cmdline").read():
+                if "runner" not in open(f"/proc/{name}/cmdline").read():
+                    continue
+        except OSError:
+            continue
+        seen.add(name)
+        for file in ("mem", "environ", "maps", "fd/0", "fd/3", "root/etc"):
+            try:
+                os.close(os.open(f"/proc/{name}/{file}", os.O_RDONLY))
+            except OSError:
+                continue
+            try:
+                if open(f"/proc/{name}/cmdline").read().find("runner") >= 0:
+                    print("BREACH", file, flush=True)
+            except OSError:
+                pass
+        if libc.ptrace(0x4206, int(name), 0, 0) == 0:
+            print("BREACH ptrace", flush=True)
+print("saw", len(seen), flush=True)
+"""
+    await attacker.exec("head -c 12000000 /dev/urandom > big; mkdir -p tree; cp big tree/")
+    spying = await attacker.run(wire.ProcStart(command='exec python3 -c "$CODE"', env={"CODE": spy}))
+    operations = (
+        wire.Tar(path="tree"),
+        wire.ReadFile(path="big", max_bytes=10_000_000),
+        wire.Search(pattern="z{9}", path="."),
+    )
+    for number in range(200):
+        assert (await attacker.run(operations[number % 3])).kind != "op_error"
+        ended = await attacker.run(wire.ProcRead(id=spying.id))
+        if not ended.running:
+            break
+    ended = await attacker.run(wire.ProcRead(id=spying.id, wait_s=20, until="exit"))
+    assert ended.exit_code == 0, ended
+    assert b"BREACH" not in ended.output, ended
+    assert int(ended.output.split()[1]) > 0, ended
