@@ -171,8 +171,12 @@ job "sandbox" {
   }
 
   # A deployment in progress would make scaling answer 400; containers are replaced by draining, not by deployments.
+  # Who changes the job all the same sets max_parallel = 1 meanwhile (docs/cluster.md); the rest is for then.
   update {
-    max_parallel = 0
+    max_parallel     = 0
+    health_check     = "task_states"
+    min_healthy_time = "5s"
+    healthy_deadline = "2m"
   }
 
   group "sandbox" {

@@ -12,16 +12,16 @@ import logging
 import re
 import secrets
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from atropos.errors import BackendUnavailable, ConfigError, SandboxError
 from atropos.slots.backends.base import Backend, Container
-from atropos.slots.backends.docker_engine import REMOVED, DockerEngine, Ending, Found
+from atropos.slots.backends.docker_engine import ANSWER_S, REMOVED, DockerEngine, Ending, Found
 from atropos.slots.backends.server_http import ServerHttp
 from atropos.slots.backends.spec import ContainerSpec, hopeless, owner
-from atropos.slots.backends.supervise import ChangeFlag, Patience
+from atropos.slots.backends.supervise import ChangeFlag, Patience, persist
 
 if TYPE_CHECKING:
     from atropos.slots.config import SlotPoolConfig
@@ -37,6 +37,8 @@ LIST_LAG_S = 0.1
 BEING_MADE_S = 120.0
 """A container that was created and not started within this time was left behind by a killed process, in seconds."""
 LONGEST_DRAIN_S = 3600.0
+PURGE_AGAIN_S = 10.0
+"""How long a purge is tried again when the engine doesn't answer at the end, in seconds; then containers are left."""
 NAME = re.compile(r"^[a-zA-Z0-9][a-zA-Z0-9_.-]{0,99}$")
 
 
@@ -71,6 +73,8 @@ class DockerBackend(Backend):
         self._purge_on_start = purge_on_start
         self._engine = DockerEngine(pool, docker_host)
         self._threads = ThreadPoolExecutor(max_workers=8, thread_name_prefix="docker")
+        self._under_way: set[Future[None]] = set()
+        """Containers that are being made."""
         self._http = ServerHttp()
         self._members: dict[str, _Member] = {}
         self._strangers: set[str] = set()
@@ -152,11 +156,13 @@ class DockerBackend(Backend):
         if self._main is not None:
             self._main.cancel()
             await asyncio.gather(self._main, return_exceptions=True)
+        # Who waited for these was cancelled, and they are made all the same: the purge must see them.
+        await asyncio.to_thread(wait, list(self._under_way), ANSWER_S)
         try:
             if purge and self._image_id:
-                await self._purge()
-        except* BackendUnavailable as errors:
-            log.error("containers of %s may be left: %s", self._pool, errors.exceptions[0])  # noqa: TRY400 (no traceback)
+                await persist(self._purge, PURGE_AGAIN_S)
+        except BackendUnavailable as error:
+            log.error("containers of %s may be left: %s", self._pool, error)  # noqa: TRY400 (no traceback)
         finally:
             await self._http.close()
             self._members.clear()
@@ -296,17 +302,19 @@ class DockerBackend(Backend):
     async def _bring_up(self, member: _Member) -> None:
         """Make a container and wait until its server answers."""
         container = member.container
+        making = self._threads.submit(
+            self._engine.create,
+            self._spec,
+            name=container.id,
+            index=container.index,
+            image_id=self._image_id,
+            owner=self._owner,
+            token=container.token,
+        )
+        self._under_way.add(making)
+        making.add_done_callback(self._under_way.discard)
         try:
-            await self._blocking(
-                lambda: self._engine.create(
-                    self._spec,
-                    name=container.id,
-                    index=container.index,
-                    image_id=self._image_id,
-                    owner=self._owner,
-                    token=container.token,
-                )
-            )
+            await asyncio.wrap_future(making)
         except BackendUnavailable as error:
             self._trouble = str(error)
             self._crashes.failed()
@@ -412,7 +420,13 @@ class DockerBackend(Backend):
             told = bool(token and item.url) and await self._http.drain(item.url or "", token or "", 0)
             await self._remove(item.name, within_s=self._spec.stop_s if told else 0)
 
-        async with asyncio.TaskGroup() as group:
-            for item in await self._blocking(self._engine.found):
-                if item.state != "created" or item.age_s > BEING_MADE_S or item.owner == self._owner:
-                    group.create_task(one(item))
+        found = await self._blocking(self._engine.found)
+        self._left &= {item.name for item in found}
+        mine = (
+            each for each in found if each.state != "created" or each.age_s > BEING_MADE_S or each.owner == self._owner
+        )
+        for result in await asyncio.gather(*(one(item) for item in mine), return_exceptions=True):
+            if isinstance(result, BaseException):
+                raise result
+        if self._left:
+            raise BackendUnavailable(self._outage)

@@ -33,7 +33,7 @@ from atropos.slots.backends.nomad_view import (
 )
 from atropos.slots.backends.server_http import ServerHttp
 from atropos.slots.backends.spec import BAD_CONFIG, ContainerSpec, hopeless
-from atropos.slots.backends.supervise import ChangeFlag, Patience
+from atropos.slots.backends.supervise import ChangeFlag, Patience, persist
 
 if TYPE_CHECKING:
     from atropos.slots.config import SlotPoolConfig
@@ -47,6 +47,10 @@ DOUBT_S = 2.0
 READY_S = 60.0
 """A server that doesn't answer for this long after it started is said to be in trouble, in seconds."""
 LONGEST_DRAIN_S = 3600.0
+PURGE_AGAIN_S = 10.0
+"""How long a purge is tried again when Nomad answers errors at the end, in seconds; then the job is left, and told."""
+DEPLOYMENT = "active deployment"
+"""In Nomad's words when it doesn't scale a job because a changed version of it is being rolled out."""
 CHANGES = 5
 """How often a change of the job is tried again when another process changed it at the same moment."""
 
@@ -77,6 +81,8 @@ class NomadBackend(Backend):
         self._api = NomadApi(settings)
         self._http = ServerHttp()
         self._token = ""
+        self._changing = False
+        """Whether this process has changed something in Nomad, or was about to."""
         self._target = 0
         self._known: dict[str, Allocation] = {}
         """By run: what Nomad last said of the allocations that are not over."""
@@ -89,6 +95,8 @@ class NomadBackend(Backend):
         """Runs whose first answer is awaited."""
         self._told: set[str] = set()
         self._outage = ""
+        self._deployment = ""
+        """Why the job's count can't be raised now; empty when it can."""
         self._placement = ""
         self._unplaced_since: float | None = None
         """When Nomad first said that it can place nothing at all, by the monotonic clock."""
@@ -167,7 +175,7 @@ class NomadBackend(Backend):
 
     def trouble(self) -> str:
         """Nomad's own reasons: it is away, it can't place, what it places doesn't run."""
-        return "; ".join(text for text in (self._outage, self._placement, self._crash) if text)
+        return "; ".join(text for text in (self._outage, self._deployment, self._placement, self._crash) if text)
 
     def failure(self) -> Exception | None:
         """While no server ever came up: they can't run as they are set up, or Nomad can place none of them."""
@@ -186,9 +194,10 @@ class NomadBackend(Backend):
         if self._main is not None:
             self._main.cancel()
             await asyncio.gather(self._main, return_exceptions=True)
+        await self._api.settled()
         try:
-            if purge and self._token:
-                await self._purge()
+            if purge and (self._token or self._changing):
+                await persist(self._purge, PURGE_AGAIN_S)
         except BackendUnavailable as error:
             log.error("job %s may be left: %s", self._job_id, error)  # noqa: TRY400 (its words are enough)
         finally:
@@ -200,9 +209,11 @@ class NomadBackend(Backend):
 
     async def _grow(self) -> None:
         """Register the job, or raise its count, until it is what this process asks for at least."""
+        refused: NomadRefused | None = None
         for _ in range(CHANGES):
             job = await self._api.job(self._job_id)
             if job is None or job.get("Stop"):
+                self._changing = True
                 self._token = await self._api.token(self._job_id)
                 hcl, wanted = nomad_job.definition(), self._target
                 chosen = nomad_job.variables(self._spec, self._settings, self._job_id, wanted, self._extra)
@@ -212,15 +223,24 @@ class NomadBackend(Backend):
             elif _count(job) < self._target:
                 try:
                     await self._api.scale(self._job_id, GROUP, self._target, "asked for by a slot pool")
+                    self._deployment = ""
                 except NomadRefused as error:
-                    if error.status < 500 and "deployment" not in str(error):
+                    if DEPLOYMENT in str(error):  # somebody changes the job; the pool asks again in a while
+                        self._deployment = (
+                            f"job {self._job_id} can't grow to {self._target} yet: its deployment goes on"
+                        )
+                        self._changed.set()
+                        return
+                    if error.status < 500:
                         raise
+                    refused = error
                     await asyncio.sleep(0.2)
                     continue
                 return
             else:
+                self._deployment = ""
                 return
-        raise BackendUnavailable(f"job {self._job_id} could not be changed: others change it all the time")
+        raise refused or BackendUnavailable(f"job {self._job_id} could not be changed: others change it all the time")
 
     async def _shrinker(self) -> None:
         """Take containers away from the highest index down, each once it is drained."""
@@ -440,15 +460,14 @@ class NomadBackend(Backend):
         """Remove the job and its secret, unless a live client works in one of its containers."""
         token = self._token or await self._api.token(self._job_id)
         rows = newest(Allocation.read(row) for row in await self._api.allocations(self._job_id))
-        for item in rows:
-            if item.url is not None and await self._http.used_by_others(item.url, token, self.client_id):
-                log.warning("job %s is in use by another client: not purged", self._job_id)
-                return
+        servers = [item.url for item in rows if item.url is not None]
+        if any(await asyncio.gather(*(self._http.used_by_others(url, token, self.client_id) for url in servers))):
+            log.warning("job %s is in use by another client: not purged", self._job_id)
+            return
         # Stopped first and forgotten after: once purged, Nomad lists none of its containers, though some still end.
         await self._api.deregister(self._job_id, purge=False)
-        for item in rows:
-            if item.url is not None:
-                await self._http.drain(item.url, token, 0)  # leases that are left are this pool's own, or dead clients'
+        # Leases that are left are this pool's own, or dead clients'.
+        await asyncio.gather(*(self._http.drain(url, token, 0) for url in servers))
         try:
             async with asyncio.timeout(self._spec.stop_s):
                 index = 0

@@ -7,7 +7,7 @@ import json
 import logging
 import secrets
 from collections.abc import AsyncGenerator, Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any, TypeVar, cast
 
 import aiohttp
@@ -78,6 +78,7 @@ class NomadApi:
             session=session,
         )
         self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="nomad")
+        self._under_way: set[Future[Any]] = set()
         self._session: aiohttp.ClientSession | None = None
 
     async def close(self) -> None:
@@ -86,6 +87,10 @@ class NomadApi:
             await self._session.close()
         self._threads.shutdown(wait=False, cancel_futures=True)
 
+    async def settled(self) -> None:
+        """Until requests whose callers were cancelled are over: what they changed can be seen, and undone."""
+        await asyncio.to_thread(wait, list(self._under_way), ANSWER_S)
+
     async def _ask(self, what: str, call: Callable[[], T]) -> T:
         """Run one blocking request off the loop.
 
@@ -93,8 +98,11 @@ class NomadApi:
             NomadRefused: Nomad said no; the message carries its words.
             BackendUnavailable: Nomad can't be reached.
         """
+        request = self._threads.submit(call)
+        self._under_way.add(request)
+        request.add_done_callback(self._under_way.discard)
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._threads, call)
+            return await asyncio.wrap_future(request)
         except exceptions.BaseNomadException as error:
             response = cast("Any", error.nomad_resp)
             if not isinstance(response, requests.Response):

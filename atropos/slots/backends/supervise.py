@@ -1,11 +1,14 @@
-"""Small pieces that backends share: a flag for `changed()`, and patience with what keeps failing."""
+"""Small pieces that backends share: a flag for `changed()`, patience with what keeps failing, and persistence."""
 
 from __future__ import annotations
 
 import asyncio
 import random
 import time
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+
+from atropos.errors import BackendUnavailable
 
 
 class ChangeFlag:
@@ -58,3 +61,20 @@ class Patience:
     def left_s(self) -> float:
         """How long until the next attempt is due, in seconds; 0 when it is."""
         return max(0.0, self._until - time.monotonic())
+
+
+async def persist(action: Callable[[], Awaitable[None]], within_s: float) -> None:
+    """Do what an engine may refuse for a moment: again and again, for at most `within_s` seconds.
+
+    Raises:
+        BackendUnavailable: it still refuses, or trying again can't change it.
+    """
+    patience = Patience(first_s=0.2, longest_s=2)
+    deadline = time.monotonic() + within_s
+    while True:
+        try:
+            return await action()
+        except BackendUnavailable as error:
+            if not error.retryable or time.monotonic() > deadline:
+                raise
+        await asyncio.sleep(patience.failed())

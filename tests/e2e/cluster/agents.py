@@ -2,6 +2,8 @@
 
 All clients share one Docker engine, so none may clean up what it thinks is dangling. The clients start once the server
 has its keys: one that registers before is refused, and tries again only 15 to 30 s later. Measured: ready in 4 s.
+
+ATROPOS_CLUSTER_LOGS names a folder that gets the agents' logs at the end.
 """
 
 from __future__ import annotations
@@ -46,11 +48,16 @@ SERVER = """
 server {
   enabled = true
   bootstrap_expect = 1
-  heartbeat_grace = "2s"
-  min_heartbeat_ttl = "3s"
+  min_heartbeat_ttl = "1s"
+  heartbeat_grace = "9s"
   failover_heartbeat_ttl = "15s"
 }
 """
+"""A heartbeat comes every 1 to 2 s and is valid for 10 to 11 s. It must be valid for 10 s at least: a client that was
+started anew sends its first one up to 10 s after it has registered (initialHeartbeatStagger), and would be lost again.
+"""
+VALID_S = 11
+"""The longest that a heartbeat is valid, in seconds."""
 CLIENT = """
 client {{
   enabled = true
@@ -122,6 +129,11 @@ class Cluster:
         for line in reversed(Path("/proc/self/mounts").read_text().splitlines()):
             if (where := line.split()[1]).startswith(f"{self._folder}/"):
                 subprocess.run(["umount", "-l", where], check=False)
+        if logs := os.environ.get("ATROPOS_CLUSTER_LOGS"):
+            kept = Path(logs) / self._folder.name
+            kept.mkdir(parents=True)
+            for log in self._folder.glob("*.log"):
+                shutil.copy(log, kept)
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def start(self, name: str) -> None:
@@ -162,7 +174,43 @@ class Cluster:
         for node in self.nodes():
             if node["SchedulingEligibility"] != "eligible":
                 self.ask("POST", f"/v1/node/{node['ID']}/drain", {"DrainSpec": None, "MarkEligible": True})
+        self.in_touch(0)
         _wait(lambda: self.ready() == len(self.clients), "all clients ready again", 60)
+
+    def in_touch(self, steady_s: float) -> None:
+        """Wait until every client is heard of by the server, and has been for so long without a break.
+
+        Heard of is `ready`, or `initializing`: Nomad 1.11.3 leaves a node there for good if its heartbeat was missed and
+        came before the scheduler could do anything about it. Its allocations have no news then, and the server waits for
+        some before it places more there. They run on; `ready` comes with the next change of one of them.
+        """
+        for name in self.clients:
+            _wait(lambda name=name: self._in_touch(name), f"{name}'s first word with the server", 60)
+        since: float | None = None
+        deadline = time.monotonic() + 90
+        while since is None or time.monotonic() < since + steady_s:
+            assert time.monotonic() < deadline, f"not all clients are heard of again: {self.histories()}"
+            if sum(node["Status"] in {"ready", "initializing"} for node in self.nodes()) < len(self.clients):
+                since = None
+            elif since is None:
+                since = time.monotonic()
+            time.sleep(0.05)
+
+    def _in_touch(self, name: str) -> bool:
+        """Whether a client has spoken to its server: one just started anew may be ready in the server's eyes alone."""
+        with contextlib.suppress(OSError, ValueError, KeyError):
+            port = self._base + 100 * (self.clients.index(name) + 1)
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}/v1/agent/self", timeout=5) as answer:
+                return json.loads(answer.read())["stats"]["client"]["heartbeat_ttl"] != "0s"  # the server gives it one
+        return False
+
+    def histories(self) -> dict[str, list[str]]:
+        """What happened to each node, as the server tells it: for the message of a test that waited in vain."""
+        told: dict[str, list[str]] = {}
+        for node in self.nodes():
+            events = (self.ask("GET", f"/v1/node/{node['ID']}") or {}).get("Events") or []
+            told[f"{node['Name']} ({node['Status']})"] = [f"{e['Timestamp']} {e['Message']}" for e in events][-8:]
+        return told
 
     def ask(self, method: str, path: str, body: object = None) -> Any:
         """Ask the server agent; None for 404."""
