@@ -17,6 +17,8 @@ _NUMBER = re.compile(r"[+-]?(?:\d[\d_]*\.?\d*(?:[eE][+-]?\d+)?|\.\d+(?:[eE][+-]?
 _STRING = re.compile(
     r"""[rRuU]?(?:'''(?:[^\\]|\\.)*?'''|\"\"\"(?:[^\\]|\\.)*?\"\"\"|'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*")""", re.DOTALL
 )
+_ESCAPE = re.compile(r"\\(.)", re.DOTALL)
+_ESCAPES = frozenset("\\'\"\n\rabfnrtvxuUN01234567")
 _WORDS: dict[str, Any] = {
     "True": True,
     "False": False,
@@ -83,15 +85,7 @@ class LiteralReader:
         match: re.Match[str] | None = found
         while match:
             self.at = match.end()
-            token = match[0]
-            if not token.endswith(("'''", '"""')):
-                # Models write raw line breaks where Python wants them escaped.
-                token = token.replace("\r", "\\r")
-                token = re.sub(r"(\\.)|\n", lambda one: one[1] or "\\n", token, flags=re.DOTALL)
-            try:
-                parts.append(ast.literal_eval(token))
-            except (SyntaxError, ValueError) as error:
-                raise ValueError(f"a string can't be read: {error}") from None
+            parts.append(_said(match[0]))
             self.space()
             match = _STRING.match(self.text, self.at)
         return "".join(parts)
@@ -146,3 +140,24 @@ class LiteralReader:
     def _here(self) -> str:
         rest = self.text[self.at : self.at + 20]
         return repr(rest) if rest else "the end of the text"
+
+
+def _said(literal: str) -> str:
+    """What a string literal stands for.
+
+    Raises:
+        ValueError: it can't be read.
+    """
+    triple = literal.endswith(("'''", '"""'))
+    if literal[0] in "rR":
+        return literal[4:-3] if triple else literal[2:-1]
+    # Python keeps the backslash of an escape that is none (`\d`), and complains of it on stderr.
+    literal = _ESCAPE.sub(lambda one: one[0] if one[1] in _ESCAPES else f"\\{one[0]}", literal)
+    if not triple:
+        # Models write raw line breaks where Python wants them escaped.
+        literal = literal.replace("\r", "\\r")
+        literal = re.sub(r"(\\.)|\n", lambda one: one[1] or "\\n", literal, flags=re.DOTALL)
+    try:
+        return ast.literal_eval(literal)
+    except (SyntaxError, ValueError) as error:
+        raise ValueError(f"a string can't be read: {error}") from None

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import time
+import warnings
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -225,6 +226,10 @@ def test_llama4_reads_python_literals():
     assert parsed.calls[0].arguments == {"a": "x", "b": [1, -2.5, {"k": None}], "c": True}
     assert parsed.calls[1].name == "pkg.g"
     assert parsed.calls[1].arguments == {"s": "two\nlines", "t": "ab"}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # of an escape that is none
+        escapes = get_parser("llama4_pythonic").parse("[f(a='\\d+\\n', b=r'\\d\nx', c=r\"\"\"\\s\"\"\", d='\\'')]")
+    assert escapes.calls[0].arguments == {"a": "\\d+\n", "b": "\\d\nx", "c": "\\s", "d": "'"}
     wrong = get_parser("llama4_pythonic").parse("[f(1)]")
     assert wrong.errors
     assert not wrong.calls
