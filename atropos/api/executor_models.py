@@ -8,6 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field, SecretStr
 
 from atropos.slots.config import SlotPoolConfig
 from atropos.tools.models import ToolResult
+from atropos.tools.tool_server_models import Request
 
 MAX_REQUEST_BYTES = 48 * 1024 * 1024
 """Largest request body: a 32 MiB file as base64, and some."""
@@ -39,7 +40,7 @@ class ExecutorServerSettings(Message):
     drain_s: float = Field(default=30, ge=0)
 
 
-class OpenTrajectory(Message):
+class OpenTrajectory(Request):
     """`POST /trajectories`. With an id of the client's own, asking again answers the same trajectory."""
 
     trajectory_id: str | None = Field(default=None, min_length=1, max_length=200, pattern=_ID)
@@ -64,7 +65,7 @@ class TrajectoryList(Message):
     trajectories: tuple[TrajectoryInfo, ...]
 
 
-class CallBody(Message):
+class CallBody(Request):
     """`POST /trajectories/{id}/calls`. `id` is the idempotency key, as is the header `Idempotency-Key`."""
 
     name: str = Field(min_length=1, max_length=200)

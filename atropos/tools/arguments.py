@@ -10,6 +10,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 MAX_ARGUMENT_BYTES = 8 * 1024 * 1024
 """Longest JSON text of a call's arguments that is parsed at all, in bytes."""
+MAX_ARGUMENTS = 1000
+"""Arguments of one call, by name: each wrong one is a complaint."""
 MAX_DEPTH = 64
 """Levels that a model's arguments may be nested."""
 _SHOWN = 120
@@ -115,6 +117,8 @@ def check(tool: str, model: type[_Model], arguments: dict[str, Any]) -> _Model:
         BadArguments: with every field that is wrong, and what the tool takes.
     """
     sayable(tool, arguments)
+    if len(arguments) > MAX_ARGUMENTS:
+        raise BadArguments(f"{tool}: {len(arguments):,} arguments are too many. {usage(tool, model)}")
     try:
         return model.model_validate(arguments)
     except ValidationError as error:

@@ -7,9 +7,9 @@ and 503 carry `Retry-After` in seconds.
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, cast
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, FailFast, Field, model_validator
 
 from atropos.tools.models import ToolResult
 
@@ -18,6 +18,8 @@ MAX_BATCH = 1000
 """Most calls in one batch."""
 MAX_REQUEST_BYTES = 8 * 1024 * 1024
 """Largest request body the server reads; a longer one is refused with 413."""
+MAX_FIELDS = 50
+"""Fields of a request, wrong ones included."""
 Owner = tuple[str, str | None]
 """A trajectory and which life of it: what a call's state and answers belong to."""
 
@@ -28,7 +30,18 @@ class Message(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
-class ExternalCall(Message):
+class Request(Message):
+    """Base of what clients send: refused at its first excess, where millions of complaints would take gigabytes."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _few_fields(cls, value: Any) -> Any:
+        if isinstance(value, dict) and len(cast("dict[str, Any]", value)) > MAX_FIELDS:
+            raise ValueError(f"more than {MAX_FIELDS} fields; the fields are: {', '.join(cls.model_fields)}")
+        return value
+
+
+class ExternalCall(Request):
     """One call of an external tool, the body of `POST /execute`.
 
     `call_id` is the idempotency key: while the server remembers it, the same id attaches to the running call or gets
@@ -85,10 +98,10 @@ class ExecuteRefusal(Message):
     retry_after_s: float | None = None
 
 
-class BatchRequest(Message):
+class BatchRequest(Request):
     """`POST /batch`: calls of any trajectories. One trajectory's calls run in the order given."""
 
-    calls: tuple[ExternalCall, ...] = Field(min_length=1, max_length=MAX_BATCH)
+    calls: Annotated[tuple[ExternalCall, ...], FailFast()] = Field(min_length=1, max_length=MAX_BATCH)
 
 
 class ToolInfo(Message):

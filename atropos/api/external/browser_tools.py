@@ -249,6 +249,8 @@ def _explain(error: Exception) -> str:
     if re.search(r"(?:Page|Target) crashed", str(error)):
         return PAGE_CRASHED
     text = re.sub(r"^(Page|Locator|Frame)\.\w+: ", "", lines[0] if lines else type(error).__name__)
+    if "ERR_TUNNEL_CONNECTION_FAILED" in text:
+        text += " (the server can't be reached, or the address leads where this browser may not go)"
     if "intercepts pointer events" in str(error):
         blocker = next((line for line in lines if "intercepts pointer events" in line), "")
         text += f" (another element covers it: {blocker[:200]})"

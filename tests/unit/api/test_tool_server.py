@@ -325,6 +325,23 @@ async def test_nonsense_is_422_with_one_line(bench: Workbench, path: str, conten
         assert "\n" not in answer.json()["message"]
 
 
+@pytest.mark.parametrize("what", ["calls", "empty", "fields", "arguments"])
+async def test_a_request_of_a_million_mistakes_is_one_complaint(bench: Workbench, what: str):
+    many = json.dumps({f"k{i}": 0 for i in range(100_000)})
+    content = {
+        "calls": '{"calls": [' + "0," * 500_000 + "0]}",
+        "empty": '{"calls": [' + "{}," * 500_000 + "{}]}",
+        "fields": '{"calls": [' + many + "]}",
+        "arguments": '{"calls": [{"trajectory_id": "t", "call_id": "c", "name": "note", "arguments": ' + many + "}]}",
+    }[what]
+    async with served(bench) as client:
+        answer = await client.post("/batch", content=content, headers={"Content-Type": "application/json"})
+        assert len(answer.content) < 2000
+        assert answer.status_code == (200 if what == "arguments" else 422)
+        assert what != "arguments" or "too many" in answer.json()["result"]["error"]
+        assert bench.ran == []
+
+
 async def test_a_surrogate_in_an_argument_does_no_harm(bench: Workbench):
     async with served(bench) as client:
         body = json.dumps(call("note", text="\ud800"))
