@@ -34,6 +34,7 @@ _KINDS = {
     "untar": "done",
     "tar": "file_result",
     "quiesce": "done",
+    "end_leftovers": "done",
     "proc_start": "proc_state",
     "proc_read": "proc_state",
     "proc_write": "done",

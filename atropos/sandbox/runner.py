@@ -349,11 +349,11 @@ class Loop:
         else:
             arguments, keep = ("-c", command), ()
         try:
-            return start(("/bin/bash", *arguments), keep)
+            return with_room(lambda: start(("/bin/bash", *arguments), keep))
         except FileNotFoundError:
             if os.path.exists("/bin/bash"):
                 raise
-            return start(("/bin/sh", *arguments), keep)
+            return with_room(lambda: start(("/bin/sh", *arguments), keep))
         finally:
             if script >= 0:
                 os.close(script)
@@ -404,8 +404,8 @@ def memory_file(data):
     return fd
 
 
-def session_members(session, *, but_group=-1):
-    """Pids of all processes in a session, but those of one process group, by /proc."""
+def members(wanted):
+    """Pids of all processes but zombies of which `wanted(pid, session, group)` says so, by /proc."""
     found = []
     try:
         names = os.listdir("/proc")
@@ -419,13 +419,26 @@ def session_members(session, *, but_group=-1):
                 continue
             try:
                 fields = os.read(fd, 1024).rpartition(b")")[2].split()
-                if int(fields[3]) == session and int(fields[2]) != but_group and fields[0] != b"Z":
+                if fields[0] != b"Z" and wanted(int(name), int(fields[3]), int(fields[2])):
                     found.append(int(name))
             except (OSError, IndexError, ValueError):
                 pass
             finally:
                 os.close(fd)
     return found
+
+
+def session_members(session, *, but_group=-1):
+    """Pids of all processes in a session, but those of one process group."""
+    return members(lambda _, its_session, group: its_session == session and group != but_group)
+
+
+def signal_each(pids, number):
+    for pid in pids:
+        try:
+            os.kill(pid, number)
+        except OSError:
+            pass
 
 
 def signal_session(session, number):
@@ -436,14 +449,55 @@ def signal_session(session, number):
         pass
     again = number == _signal.SIGKILL
     for _ in range(20):
-        members = session_members(session, but_group=-1 if again else session)
-        for pid in members:
-            try:
-                os.kill(pid, number)
-            except OSError:
-                pass
-        if not members or not again:
+        found = session_members(session, but_group=-1 if again else session)
+        signal_each(found, number)
+        if not found or not again:
             return
+
+
+def with_room(start):
+    """What `start` returns. Where the limit of processes refuses it, what ended commands left running makes room for it."""
+    try:
+        return start()
+    except BlockingIOError:
+        patience = now() + KILL_PATIENCE_S
+    while True:
+        end_leftovers()
+        loop.reap()
+        try:
+            return start()
+        except BlockingIOError:
+            if now() > patience:
+                raise
+        time.sleep(0.002)
+
+
+def leftovers():
+    """Pids of all processes but this one, running commands, background processes, and the sessions of those two."""
+    return members(lambda pid, session, _: pid not in loop.children and session not in loop.children)
+
+
+def end_leftovers():
+    if not loop.children:
+        kill_all()
+        return
+    stopped = set()
+    # what is stopped forks no more but still counts: after a round or two there is no place left to fork into
+    for _ in range(50):
+        found = [pid for pid in leftovers() if pid not in stopped]
+        signal_each(found, _signal.SIGSTOP)
+        stopped.update(found)
+        if not found:
+            break
+    signal_each(stopped, _signal.SIGKILL)
+
+
+def kill_all():
+    """Kill everything but this process. One call to the kernel: nothing can fork away from it."""
+    try:
+        os.kill(-1, _signal.SIGKILL)
+    except ProcessLookupError:
+        pass
 
 
 def path_of(path):
@@ -591,8 +645,7 @@ class Command:
 
     def settle(self, code, until):
         """Answer a killed command when all that was killed with it is gone, not only its first process."""
-        members = session_members(self.pid)
-        if not members or now() > until:
+        if not session_members(self.pid) or now() > until:
             self.finish(code)
             return
         signal_session(self.pid, _signal.SIGKILL)
@@ -1055,13 +1108,24 @@ def op_proc_list(call):
     loop.answer(call, "proc_listing", {"processes": states})
 
 
+def op_end_leftovers(call):
+    """Kill what ended commands left running; answered when it is gone, or after `KILL_PATIENCE_S`."""
+    end_leftovers()
+    wait_for_leftovers(call, now() + KILL_PATIENCE_S)
+
+
+def wait_for_leftovers(call, until):
+    loop.reap()
+    if now() > until or not leftovers():
+        loop.answer(call, "done", {})
+    else:
+        loop.later(now() + 0.002, lambda: wait_for_leftovers(call, until))
+
+
 def op_quiesce(call):
-    """Kill everything but this process. One call to the kernel: nothing can fork away from it."""
+    """Kill everything but this process."""
     count = sum(name.isdigit() for name in os.listdir("/proc")) - 1
-    try:
-        os.kill(-1, _signal.SIGKILL)
-    except ProcessLookupError:
-        pass
+    kill_all()
     loop.quiescing.append((call, count))
     loop.reap()
 
@@ -1080,7 +1144,7 @@ class Work:
         if loop.oom >= 0:
             os.pwrite(loop.oom, b"1000", 0)
         try:
-            self.pid = os.fork()
+            self.pid = with_room(os.fork)
         except OSError:
             os.close(self.fd)
             os.close(write)

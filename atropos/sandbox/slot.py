@@ -101,7 +101,16 @@ class SlotSandbox:
         def ended(result: OpResult | Exception) -> None:
             self._calls.pop(call_id, None)
             if before is not None and isinstance(result, ExecResult):
-                result = self._name_limit(result, before, alone=channel.alone)
+                named, refused = self._name_limit(result, before, alone=channel.alone)
+                if refused:  # what commands left running may hold every place: it is ended, and the slot stays usable
+                    last = channel.call("end_leftovers", {}, lambda _: over(named))
+                    self._calls[call_id] = (last, self._loop.time() + ANSWER_GRACE_S)
+                    return
+                result = named
+            done(result)
+
+        def over(result: OpResult) -> None:
+            self._calls.pop(call_id, None)
             done(result)
 
         number = channel.call(op, arguments, ended)
@@ -145,17 +154,21 @@ class SlotSandbox:
         stuck.release(self.host_pid)
         self._watchdog = self._loop.call_later(LOOK_S, self._look)
 
-    def _name_limit(self, result: ExecResult, before: list[bytes], *, alone: bool) -> OpResult:
-        """Say which limit ended the program, by the kernel's own counters; nothing that it printed matters."""
-        if result.timed_out or result.cancelled or (result.limit is not None and result.limit != "output"):
-            return result
+    def _name_limit(self, result: ExecResult, before: list[bytes], *, alone: bool) -> tuple[ExecResult, bool]:
+        """Say which limit ended the program, and whether forks were refused meanwhile.
+
+        By the kernel's own counters; nothing that the program printed matters.
+        """
         after = self._cgroup.counts()
         limit: Any = self._cgroup.grown(before, after)
         if alone:
             self._counts = after
+        refused = limit == "pids" and not alone
+        if result.timed_out or result.cancelled or (result.limit is not None and result.limit != "output"):
+            return result, refused
         if limit is None and result.exit_code != 0:
             limit = volumes.exhausted(self._volume)
-        return result if limit is None else result.model_copy(update={"limit": limit})
+        return result if limit is None else result.model_copy(update={"limit": limit}), refused
 
     def cancel(self, call_id: str) -> None:
         """Kill what the call started."""

@@ -8,6 +8,7 @@ import os
 import pytest
 import pytest_asyncio
 
+from atropos import wire
 from atropos.slots import SlotPool
 from tests.backends import Engine
 from tests.limits import scenarios
@@ -33,6 +34,11 @@ HIT = {
     "inodes": "for i in $(seq 3000); do : > f$i || exit 1; done 2>/dev/null",
     "output": "head -c 20000000 /dev/zero | tr '\\0' x",
     "time": "sleep 1000",
+}
+LEFT_RUNNING = {
+    "a shell's": "bomb() { bomb | bomb & }; bomb",
+    "in sessions of its own": "setsid bash -c 'bomb() { bomb | bomb & }; bomb'; sleep 0.3",
+    "each in a session of its own": "for i in $(seq 60); do setsid sleep 1000 & done 2>/dev/null",
 }
 CLEAR = {"disk": "rm -f f", "inodes": "rm -f f*"}
 
@@ -95,6 +101,26 @@ async def test_a_shorter_deadline_and_a_smaller_output_can_be_asked_for_but_no_l
     assert (await slot.exec("sleep 1000", timeout_s=100_000)).limit == "time"
     result = await slot.exec("seq 100000", max_output_bytes=1000)
     assert result.limit == "output" and len(result.output_bytes) < 2000
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="limits of memory and processes need cgroups: root, or delegation")
+@pytest.mark.parametrize("bomb", LEFT_RUNNING.values(), ids=LEFT_RUNNING)
+@in_one_loop
+async def test_what_fills_every_place_for_processes_is_ended_and_the_slot_goes_on(slots, bomb):
+    """A bomb outlives the command that set it off. What was started as a background process is nobody's leftover."""
+    slot, neighbour = slots
+    server = await slot.run(wire.ProcStart(command="sleep 1000"))
+    first = await slot.exec(bomb)
+    # a bomb may go off only after its command has ended: then the next one makes room for itself
+    second = await slot.exec("echo usable")
+    third = await slot.exec("for i in 1 2 3 4 5 6 7 8; do cat < /dev/null & done; wait; echo usable | cat")
+    assert "pids" in (first.limit, second.limit, third.limit) or first.timed_out, (first, second, third)
+    assert (second.exit_code, second.output) == (0, "usable\n"), second
+    fourth = await slot.exec("echo usable | cat")
+    assert (fourth.exit_code, fourth.output, fourth.limit) == (0, "usable\n", None), (first, second, third, fourth)
+    assert (await slot.run(wire.ProcRead(id=server.id))).running
+    assert (await neighbour.exec("kill -0 $(cat pid) && echo lives")).output == "lives\n"
+    await slot.quiesce()
 
 
 @in_one_loop
