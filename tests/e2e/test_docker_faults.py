@@ -110,3 +110,14 @@ async def test_a_docker_daemon_that_is_restarted_costs_at_most_the_containers_th
         await until(lambda: not pool.stats().trouble, "no trouble", 60)
         print(f"live-restore {live_restore}, {number.name}: {load}; back after {took:.1f} s")
     assert own.containers(config.job_id) == []
+
+
+async def test_containers_are_purged_though_the_daemon_is_away_for_a_moment_at_the_end(own):
+    config = pool_config("docker", docker_host=own.host, max_containers=1)
+    pool = SlotPool(config)
+    await pool.start()
+    await asyncio.to_thread(own.end, signal.SIGKILL)
+    stopping = asyncio.create_task(pool.stop())
+    await asyncio.to_thread(own.start)
+    await stopping
+    assert own.containers(config.job_id) == []

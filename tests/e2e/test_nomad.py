@@ -177,6 +177,40 @@ async def test_trajectories_go_on_while_nomad_fails_and_scaling_resumes_after(mo
         assert leftovers("nomad", config.job_id) == []
 
 
+async def test_a_job_is_purged_though_nomad_answers_errors_for_a_moment_at_the_end():
+    async with NomadProxy() as proxy:
+        config = pool_config("nomad", nomad_address=proxy.url)
+        pool = SlotPool(config)
+        await pool.start()
+        proxy.fail("error")
+        stopping = asyncio.create_task(pool.stop())
+        await asyncio.sleep(1)
+        proxy.mode = "pass"
+        await stopping
+    assert leftovers("nomad", config.job_id) == []
+
+
+async def test_a_job_that_is_being_changed_grows_when_its_deployment_is_over_and_a_pool_says_so_meanwhile():
+    async with SlotPool(pool_config("nomad", slots_per_container=1)) as pool:
+        path = f"/v1/job/{pool.config.job_id}"
+        job = nomad("GET", path)
+        (group,) = job["TaskGroups"]
+        group["Update"] |= {"MaxParallel": 1, "MinHealthyTime": 100_000_000_000}  # it goes on until it is ended here
+        group["Tasks"][0]["Resources"]["CPU"] += 1
+        (old,) = pool.keeper.links
+        nomad("POST", "/v1/jobs", json.dumps({"Job": job}).encode())
+        await until(lambda: old not in pool.keeper.links and pool.stats().ready == 1, "the new container", 60)
+        async with pool.lease("t") as one:
+            waiting = asyncio.create_task(pool.acquire("needs another container", timeout_s=90))
+            await until(lambda: "can't grow to 2 yet: its deployment goes on" in pool.trouble(), "why it waits", 60)
+            (deployment,) = nomad("GET", f"{path}/deployments")
+            nomad("POST", f"/v1/deployment/fail/{deployment['ID']}", b"{}")
+            async with await waiting as two:
+                assert one.container != two.container
+                assert (await two.exec("echo ok")).output == "ok\n"
+        await until(lambda: not pool.trouble(), "no trouble")
+
+
 async def test_without_an_event_stream_changes_come_by_blocking_queries():
     async with NomadProxy(streams=False) as proxy:
         config = pool_config("nomad", nomad_address=proxy.url)

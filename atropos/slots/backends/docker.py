@@ -37,7 +37,7 @@ LIST_LAG_S = 0.1
 BEING_MADE_S = 120.0
 """A container that was created and not started within this time was left behind by a killed process, in seconds."""
 LONGEST_DRAIN_S = 3600.0
-PURGE_AGAIN_S = 10.0
+PURGE_AGAIN_S = 20.0
 """How long a purge is tried again when the engine doesn't answer at the end, in seconds; then containers are left."""
 NAME = re.compile(r"^[a-zA-Z0-9][a-zA-Z0-9_.-]{0,99}$")
 

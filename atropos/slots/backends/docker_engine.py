@@ -29,6 +29,9 @@ REMOVAL_S = 20
 """How long a removal that somebody else began may take, in seconds."""
 ANSWER_S = 60
 """How long Docker may take to answer, in seconds; starting a container on a busy disk is the slowest."""
+LIST_S = 15
+"""How long it may take to list containers, in seconds. Nothing is replaced until the list is read, so that one question
+without an answer, to a daemon that is just starting say, must not hold it up for long."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +66,7 @@ class DockerEngine:
         self._pool = pool
         self._host = docker_host
         self._client: Any = None
+        self._lists: Any = None
         self._address = ""
 
     def connect(self) -> None:
@@ -72,13 +76,15 @@ class DockerEngine:
             BackendUnavailable: no engine answers; the message names DOCKER_HOST.
         """
         with self._told():
-            if self._host:
-                self._client = docker.DockerClient(base_url=self._host, timeout=ANSWER_S)
-            else:
-                self._client = docker.from_env(timeout=ANSWER_S)
+            self._client, self._lists = self._open(ANSWER_S), self._open(LIST_S)
             self._client.version()
         parts = urlsplit(self._host or os.environ.get("DOCKER_HOST") or "unix://")
         self._address = "" if parts.scheme == "unix" else (parts.hostname or "")
+
+    def _open(self, timeout_s: int) -> Any:
+        if self._host:
+            return docker.DockerClient(base_url=self._host, timeout=timeout_s)
+        return docker.from_env(timeout=timeout_s)
 
     @contextmanager
     def _told(self) -> Generator[None]:
@@ -115,7 +121,7 @@ class DockerEngine:
     def found(self) -> list[Found]:
         """All containers of the pool, in any state."""
         with self._told():
-            rows = self._client.api.containers(all=True, filters={"label": f"{POOL}={self._pool}"})
+            rows = self._lists.api.containers(all=True, filters={"label": f"{POOL}={self._pool}"})
         return [self._read(row) for row in rows]
 
     def _read(self, row: dict[str, Any]) -> Found:
@@ -232,8 +238,9 @@ class DockerEngine:
 
     def close(self) -> None:
         """Close the connection."""
-        if self._client is not None:
-            self._client.close()
+        for client in (self._client, self._lists):
+            if client is not None:
+                client.close()
 
 
 def _archive(name: str, data: bytes) -> bytes:

@@ -47,7 +47,7 @@ DOUBT_S = 2.0
 READY_S = 60.0
 """A server that doesn't answer for this long after it started is said to be in trouble, in seconds."""
 LONGEST_DRAIN_S = 3600.0
-PURGE_AGAIN_S = 10.0
+PURGE_AGAIN_S = 20.0
 """How long a purge is tried again when Nomad answers errors at the end, in seconds; then the job is left, and told."""
 DEPLOYMENT = "active deployment"
 """In Nomad's words when it doesn't scale a job because a changed version of it is being rolled out."""
@@ -407,7 +407,7 @@ class NomadBackend(Backend):
         if len(live) < self._target:
             self._placement = placement_failures(await self._api.evaluations(self._job_id))
         else:
-            self._placement = ""
+            self._placement = self._deployment = ""
         self._judge_placement(placed=bool(live))
         ailing = [
             item

@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from tests.e2e.cluster.programs import env_program
-from tests.e2e.cluster.test_nodes import TIMES, nothing_left
+from tests.e2e.cluster.test_nodes import nothing_left
 from tests.e2e.hermes_support import running_policy
 from tests.engines import ROOT
 from tests.waiting import until
@@ -72,34 +72,31 @@ async def test_an_image_is_upgraded_by_draining_while_an_env_works(cluster, imag
     await nothing_left(cluster, job_id)
 
 
-if TIMES > 1:  # Nomad's deployments take their time: by hand
-
-    async def test_a_changed_job_replaces_container_after_container_while_an_env_works(cluster, image, tmp_path):
-        job_id = f"test-{secrets.token_hex(4)}"
-        flags = {"sandbox_image": image}
-        async with (
-            running_policy(tmp_path) as (policy, _),
-            env_program(cluster, job_id, policy, tmp_path / "a.jsonl", **flags) as env,
-        ):
-            await env.until_groups(1)
-            image_2 = f"{image}-2"
-            new = await newer(image_2)
-            try:
-                await asyncio.to_thread(change_job, cluster, job_id, parallel=1, image=image_2)
-                await until(
-                    lambda: (
-                        {each["Status"] for each in cluster.ask("GET", f"/v1/job/{job_id}/deployments")}
-                        == {"successful"}
-                    ),
-                    f"the deployment of {image_2}",
-                    120,
-                )
-                await asyncio.to_thread(change_job, cluster, job_id, parallel=0, image=image_2)
-                await until(lambda: images(job_id) == [new, new], "two containers of the new image", 60)
-                await env.ends_well()
-                await nothing_left(cluster, job_id)
-            finally:
-                await command("docker", "rmi", "--force", image_2)
+async def test_a_changed_job_replaces_container_after_container_while_an_env_works(cluster, image, tmp_path):
+    job_id = f"test-{secrets.token_hex(4)}"
+    flags = {"sandbox_image": image}
+    async with (
+        running_policy(tmp_path) as (policy, _),
+        env_program(cluster, job_id, policy, tmp_path / "a.jsonl", **flags) as env,
+    ):
+        await env.until_groups(1)
+        image_2 = f"{image}-2"
+        new = await newer(image_2)
+        try:
+            await asyncio.to_thread(change_job, cluster, job_id, parallel=1, image=image_2)
+            await until(
+                lambda: (
+                    {each["Status"] for each in cluster.ask("GET", f"/v1/job/{job_id}/deployments")} == {"successful"}
+                ),
+                f"the deployment of {image_2}",
+                120,
+            )
+            await asyncio.to_thread(change_job, cluster, job_id, parallel=0, image=image_2)
+            await until(lambda: images(job_id) == [new, new], "two containers of the new image", 60)
+            await env.ends_well()
+            await nothing_left(cluster, job_id)
+        finally:
+            await command("docker", "rmi", "--force", image_2)
 
 
 def change_job(cluster, job_id: str, *, parallel: int, image: str) -> None:
