@@ -21,7 +21,9 @@ from .stats import Row, row
 
 TRAJECTORIES, GROUP, TURNS = 256, 4, 6
 MODEL_S = 4.0
-"""Seconds of a model's answer, short for one."""
+"""Seconds of a model's answer on average, short for one."""
+SPREADS = {"answers take 2 to 6 s": 0.5, "all answers at the same moment": 0.0}
+"""By which part of `MODEL_S` answers differ. Models' answers differ in length; that none does is the worst case."""
 TICK_S = 0.005
 
 
@@ -44,9 +46,16 @@ class Watch:
 
 
 @contextlib.asynccontextmanager
-async def policy() -> AsyncIterator[str]:
+async def policy(spread: float) -> AsyncIterator[str]:
     """The scripted policy as a process; its base URL."""
-    argv = (sys.executable, "-m", "examples.policy", "--die-with-parent", f"--delay={MODEL_S}")
+    argv = (
+        sys.executable,
+        "-m",
+        "examples.policy",
+        "--die-with-parent",
+        f"--delay={MODEL_S}",
+        f"--delay-spread={spread}",
+    )
     process = await asyncio.create_subprocess_exec(*argv, stdout=asyncio.subprocess.PIPE)
     try:
         assert process.stdout is not None
@@ -95,7 +104,7 @@ def make(url: str, path: Path, trajectories: int) -> Any:
     return Env(config, [APIServerConfig(base_url=url, server_type="vllm", model_name="m", api_key="x")])
 
 
-async def measure(trajectories: int = TRAJECTORIES) -> tuple[Watch, dict[str, float]]:
+async def measure(trajectories: int = TRAJECTORIES, spread: float = 0.5) -> tuple[Watch, dict[str, float]]:
     """One run; the watch, and seconds of all trajectories together by where they went."""
     watch, seconds = Watch(), {"all": 0.0, "model": 0.0, "tools": 0.0, "own": 0.0}
 
@@ -105,10 +114,10 @@ async def measure(trajectories: int = TRAJECTORIES) -> tuple[Watch, dict[str, fl
             seconds["all"] += rollout.seconds
             for name in ("model", "tools"):
                 seconds[name] += rollout.phases[name]
-            seconds["own"] += rollout.phases["agent"] - rollout.phases["model"] - rollout.phases["tools"]
+            seconds["own"] += rollout.seconds - rollout.phases["model"] - rollout.phases["tools"]
 
     with tempfile.TemporaryDirectory() as folder:
-        async with policy() as url:
+        async with policy(spread) as url:
             env = make(url, Path(folder) / "groups.jsonl", trajectories)
             env.observers.append(see)
             started = env.setup_agent_env
@@ -130,10 +139,11 @@ async def measure(trajectories: int = TRAJECTORIES) -> tuple[Watch, dict[str, fl
 
 async def rows(trajectories: int) -> AsyncIterator[Row]:
     """Lateness of the loop, CPU between two turns of it, and the shares."""
-    watch, seconds = await measure(trajectories)
-    case = f"event loop, {trajectories} trajectories"
-    share = seconds["own"] / seconds["all"]
-    note = f"outside model and tools: {share:.1%} of {seconds['all']:.0f} s; loop busy {watch.cpu / watch.wall:.0%}"
-    extra = {"seconds": seconds, "share_outside": share, "loop_cpu_s": watch.cpu, "wall_s": watch.wall}
-    yield row(case, "atropos, a timer's lateness", watch.late, base=True, note=note, extra=extra)
-    yield row(case, "atropos, the loop's own CPU", watch.busy)
+    for told, spread in SPREADS.items():
+        watch, seconds = await measure(trajectories, spread)
+        case = f"event loop, {trajectories} trajectories, {told}"
+        share = seconds["own"] / seconds["all"]
+        note = f"outside model and tools: {share:.1%} of {seconds['all']:.0f} s; loop busy {watch.cpu / watch.wall:.0%}"
+        extra = {"seconds": seconds, "share_outside": share, "loop_cpu_s": watch.cpu, "wall_s": watch.wall}
+        yield row(case, "atropos, a timer's lateness", watch.late, base=True, note=note, extra=extra)
+        yield row(case, "atropos, the loop's own CPU", watch.busy)

@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from atropos.agent.config import AgentConfig, AgentResult, AgentStep, PromptTooLong, StopReason
-from atropos.agent.fairness import gate
+from atropos.agent.fairness import gate, gate_for
 from atropos.agent.model import Generation, Model
 from atropos.agent.prompt import results_text, schemas_of, system_text
 from atropos.agent.template import TurnRenderer
@@ -129,7 +129,7 @@ class AtroposAgent:
         generation, text = await self._generate(transcript, limit)
         model_s = time.perf_counter() - started
         ids = generation.ids[:limit]
-        async with gate():
+        async with gate_for(len(ids)):
             text = self._renderer.text(ids) if text is None else text
             parsed = self._parser.parse(text)
         transcript.add_sampled(ids, generation.logprobs[:limit])

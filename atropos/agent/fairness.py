@@ -8,11 +8,16 @@ pieces go through one gate, and the loop gets round between them.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import weakref
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 Value = TypeVar("Value")
+
+SHORT_TOKENS = 256
+"""A turn of so many tokens is read in a few hundredths of a millisecond: hundreds at once are no long pass of the loop,
+and waiting in line behind longer pieces would cost more than it saves."""
 
 _gates: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Lock] = weakref.WeakKeyDictionary()
 
@@ -23,6 +28,11 @@ def gate() -> asyncio.Lock:
     if loop not in _gates:
         _gates[loop] = asyncio.Lock()
     return _gates[loop]
+
+
+def gate_for(tokens: int) -> contextlib.AbstractAsyncContextManager[None]:
+    """The gate around reading a turn of so many tokens; none where that is short work."""
+    return gate() if tokens > SHORT_TOKENS else contextlib.nullcontext()
 
 
 async def started_in_turn(work: Callable[[], Coroutine[Any, Any, Value]]) -> Value:

@@ -15,6 +15,8 @@ from collections.abc import Callable, Coroutine, Generator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
+from aiohttp import ContentTypeError
+
 from atropos.agent.fairness import started_in_turn
 from atropos.errors import InferenceError
 from atropos.tools.parsers.base import whole_text
@@ -165,7 +167,11 @@ def describe(error: BaseException) -> InferenceError:
     status = getattr(inner, "status_code", None) or getattr(inner, "status", None)
     status = status if isinstance(status, int) else None
     text = f"{type(inner).__name__}: {str(inner) or 'no detail'}"[:500]
-    if status is None and isinstance(inner, KeyError | TypeError | IndexError | AttributeError | ValueError):
+    if isinstance(inner, KeyError):
+        text = f"the inference server's answer has no {inner}"
+    elif (status is None or status < 400) and isinstance(
+        inner, TypeError | IndexError | AttributeError | ValueError | ContentTypeError
+    ):
         text = f"the inference server answered nonsense ({text})"
     elif status is not None:
         text = f"the inference server answered {status} ({text})"

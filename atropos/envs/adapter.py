@@ -25,6 +25,7 @@ from atroposlib.envs.base import BaseEnv, BaseEnvConfig, EvalHandlingEnum, Score
 from atroposlib.envs.server_handling import sglang_server, trl_vllm_server, vllm_server
 from atroposlib.envs.server_handling.server_baseline import APIServerConfig, ServerBaseline
 from atroposlib.envs.server_handling.server_manager import ServerManagerConfig
+from openai import APIConnectionError
 from transformers import AutoTokenizer
 
 from atropos.agent.model import EXACT, Failed, Model, capturing, describe
@@ -245,11 +246,28 @@ async def probe_servers(server: Any, tokenizer: Any, timeout_s: float = PROBE_TI
                 await _probe_chat(one, min(timeout_s, PROBE_TIMEOUT_S))
         except InferenceError as error:
             raise InferenceError(
-                f"openai.base_url: {config.base_url} ({config.server_type}): {error}; start the server, or correct "
-                "--openai.base_url and --openai.server_type",
+                f"openai.base_url: {config.base_url} ({config.server_type}): {error}; {_cure(error, config.server_type)}",
                 status=error.status,
                 retryable=error.retryable,
             ) from error
+
+
+def _cure(error: InferenceError, kind: str) -> str:
+    """What would probably help against a server that doesn't answer its first question."""
+    status = error.status
+    if status in {401, 403}:
+        return "set --openai.api_key"
+    if status is not None and status >= 500:
+        return "its own log says why"
+    if status is None and isinstance(error.__cause__, OSError | APIConnectionError):
+        return "start the server, or correct --openai.base_url"
+    if kind in EXACT:
+        own = "atroposlib's own vLLM server, for one" if kind == "vllm" else "SGLang's"
+        return (
+            f"{kind} means a server with {kind}'s /generate that tells logprobs ({own}); correct --openai.base_url, "
+            "or set --openai.server_type"
+        )
+    return "correct --openai.base_url, --openai.model_name or --openai.server_type"
 
 
 class _Direct:

@@ -16,7 +16,7 @@ from typing import Any, Literal, cast
 
 from atropos.agent import Model, PromptTooLong, Transcript
 from atropos.agent.agent import MIN_TURN_TOKENS
-from atropos.agent.fairness import gate
+from atropos.agent.fairness import gate, gate_for
 from atropos.agent.prompt import shorten
 from atropos.envs.hermes_dialect import Dialect
 from atropos.errors import ConfigError
@@ -226,7 +226,7 @@ class HermesAgent:
         generation = await self._model.generate(transcript.tokens, max_tokens=room, **sampling)
         ids = generation.ids[:room]
         transcript.add_sampled(ids, generation.logprobs[:room])
-        async with gate():
+        async with gate_for(len(ids)):
             text = self._dialect.text(ids)
             parsed = self._parser.parse(_without_thinking(text))
         turn.reasoning = "\n".join(part.strip() for part in _THINK.findall(text))

@@ -13,8 +13,12 @@ import jinja2
 MAX_TRAJECTORIES = 1000
 """Shown on one page; the JSONL has all of them."""
 MAX_MESSAGE_CHARS = 20_000
+PHASES = ("acquire", "setup", "model", "tools", "verify", "reset")
+"""Whose seconds are told, from a twentieth on."""
 KINDS = frozenset({"user", "assistant", "tool"})
 CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
+HIDDEN = re.compile("[\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]")
+"""Characters that turn the direction of what follows, scores included."""
 RESULT = re.compile(r"<tool_response>(.*?)</tool_response>", re.DOTALL)
 
 _PAGE = """\
@@ -122,14 +126,16 @@ def _rollouts(group: dict[str, Any]) -> Iterator[dict[str, Any]]:
         facts += [f"{summary['seconds']:.1f} s"] if "seconds" in summary else []
         facts += [summary["stop_reason"]] if summary.get("stop_reason", "final") != "final" else []
         facts += [f"attempt {summary['attempts']}"] if summary.get("attempts", 1) > 1 else []
+        phases = summary.get("phases") or {}
+        facts += [", ".join(f"{name} {phases[name]:.1f}" for name in PHASES if phases.get(name, 0) >= 0.05)]
         info = summary.get("info")
         yield {
             "id": _visible(str(summary.get("trajectory_id") or f"trajectory {index}")),
             "score": float(score),
             "colour": _colour(float(score)),
-            "facts": " · ".join(facts),
+            "facts": " · ".join(fact for fact in facts if fact),
             "messages": list(_messages(messages)),
-            "info": json.dumps(info, indent=1, ensure_ascii=False, default=str) if info else "",
+            "info": _visible(json.dumps(info, indent=1, ensure_ascii=False, default=str)) if info else "",
         }
 
 
@@ -139,10 +145,10 @@ def _messages(messages: Iterable[Any]) -> Iterator[dict[str, Any]]:
         role = str(message.get("role", ""))
         content = message.get("content")
         text = content if isinstance(content, str) else json.dumps(content, ensure_ascii=False, default=str)
-        calls = message.get("tool_calls") or ()
-        parts = [*_parts(role, text), *(("call", json.dumps(call, indent=1, default=str)) for call in calls)]
-        if role == "tool":
-            parts = [("result", text) for _, text in parts]
+        thought = message.get("reasoning_content")
+        parts = [("result", str(thought))] if thought else []
+        parts += [("result", _result(text))] if role == "tool" else [*_parts(role, text)]
+        parts += [("call", _openai_call(call)) for call in message.get("tool_calls") or ()]
         shown = [{"kind": kind, "text": _visible(_short(text))} for kind, text in parts if text.strip()]
         yield {
             "role": _visible(role),
@@ -170,6 +176,17 @@ def _call(block: str) -> str:
         return block.strip()
     arguments = [f"{key}: {_plain(item)}" for key, item in value["arguments"].items()]
     return "\n".join([str(value.get("name")), *arguments])
+
+
+def _openai_call(call: Any) -> str:
+    """As `_call`; arguments that are no object, and calls that are none, as they are."""
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
+        return json.dumps(call, indent=1, ensure_ascii=False, default=str)
+    arguments = _object(function["arguments"])
+    if arguments is None:
+        return f"{function.get('name')}\n{function['arguments']}"
+    return "\n".join([str(function.get("name")), *(f"{key}: {_plain(item)}" for key, item in arguments.items())])
 
 
 def _result(block: str) -> str:
@@ -207,8 +224,9 @@ def _short(text: str) -> str:
 
 
 def _visible(text: str) -> str:
-    """Control characters as symbols: a page shows what was there."""
-    return "".join(char if char >= " " or char in "\n\t" else chr(0x2400 + ord(char)) for char in text)
+    """Control characters as symbols, and those that turn the direction of text as escapes: a page shows what was there."""
+    shown = "".join(char if char >= " " or char in "\n\t" else chr(0x2400 + ord(char)) for char in text)
+    return HIDDEN.sub(lambda found: f"\\u{ord(found[0]):04x}", shown)
 
 
 def _colour(score: float) -> str:

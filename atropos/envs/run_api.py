@@ -13,6 +13,7 @@ import aiohttp
 from tenacity import RetryError
 
 from atropos.errors import ConfigError
+from atropos.tools.parsers.base import whole_text
 
 API_FAILURES = (RetryError, aiohttp.ClientError, KeyError)
 """What atroposlib raises when the trajectory API is gone, or is another one."""
@@ -49,15 +50,32 @@ class GroupRefused(Exception):
 
 
 def json_of(group: dict[str, Any]) -> str:
-    """A group as JSON, made member by member: the encoder keeps the interpreter to itself while it is at one value."""
+    """A group as JSON, made member by member: the encoder keeps the interpreter to itself while it is at one value.
+
+    Halves of characters are replaced: run-api takes them, and then can't say them to the trainer.
+    """
     parts: list[str] = []
     for key, value in group.items():
-        if isinstance(value, list):
-            text = f"[{', '.join(json.dumps(member) for member in cast('list[Any]', value))}]"
-        else:
-            text = json.dumps(value)
+        members = cast("list[Any]", value) if isinstance(value, list) else [value]
+        texts = [_text(member) for member in members]
+        text = f"[{', '.join(texts)}]" if isinstance(value, list) else texts[0]
         parts.append(f"{json.dumps(key)}: {text}")
     return f"{{{', '.join(parts)}}}"
+
+
+def _text(value: Any) -> str:
+    text = json.dumps(value)
+    return json.dumps(_whole(value)) if "\\ud" in text else text
+
+
+def _whole(value: Any) -> Any:
+    if isinstance(value, str):
+        return whole_text(value)
+    if isinstance(value, list):
+        return [_whole(one) for one in cast("list[Any]", value)]
+    if isinstance(value, dict):
+        return {_whole(key): _whole(one) for key, one in cast("dict[Any, Any]", value).items()}
+    return value
 
 
 def _packed(groups: list[dict[str, Any]], listed: bool) -> bytes:

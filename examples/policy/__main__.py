@@ -29,7 +29,10 @@ def main() -> int:
     parser.add_argument("--mistakes", type=float, default=0.4, help="part of the trajectories that err")
     parser.add_argument("--fault", choices=FAULTS, default="none", help="what goes wrong, for tests")
     parser.add_argument("--fault-rate", type=float, default=1.0)
-    parser.add_argument("--delay", type=float, default=0.0, help="seconds every answer takes")
+    parser.add_argument("--delay", type=float, default=0.0, help="seconds an answer takes")
+    parser.add_argument(
+        "--delay-spread", type=float, default=0.0, help="part of --delay by which answers differ, 0 to 1"
+    )
     parser.add_argument("--log", type=Path, help="append every sampled answer's tokens here, as JSON lines")
     parser.add_argument("--die-with-parent", action="store_true")
     args = parser.parse_args()
@@ -40,7 +43,9 @@ def main() -> int:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:
             return 1
-    settings = Settings(fault=args.fault, fault_rate=args.fault_rate, delay_s=args.delay)
+    settings = Settings(
+        fault=args.fault, fault_rate=args.fault_rate, delay_s=args.delay, delay_spread=args.delay_spread
+    )
     server = PolicyServer(Policy(args.tasks, mistakes=args.mistakes), settings, args.log)
     return asyncio.run(serve(server, args.host, args.port))
 

@@ -35,13 +35,15 @@ class Settings:
     Attributes:
         fault: what goes wrong, one of `FAULTS`.
         fault_rate: how often, 0 to 1. Health and model listing are never hit.
-        delay_s: time that every answer takes.
+        delay_s: time that an answer takes.
+        delay_spread: part of it by which answers differ: 0.5 means from half of it to one and a half.
         odd_tokens: how often a token is split into smaller ones.
     """
 
     fault: str = "none"
     fault_rate: float = 1.0
     delay_s: float = 0.0
+    delay_spread: float = 0.0
     odd_tokens: float = 0.1
 
 
@@ -55,7 +57,7 @@ class PolicyServer:
         self.start_id = self.tokenizer.token_to_id(IM_START)
         self.end_id = self.tokenizer.token_to_id(IM_END)
         self._log: TextIO | None = log.open("a") if log else None
-        self._faults = random.Random(7)
+        self._faults, self._delays = random.Random(7), random.Random(8)
 
     def application(self) -> web.Application:
         """Routes; the vLLM class strips `/v1` from the base URL for /generate and /health."""
@@ -85,7 +87,8 @@ class PolicyServer:
             return await handler(request)
         settings = self.settings
         if settings.delay_s:
-            await asyncio.sleep(settings.delay_s)
+            spread = self._delays.uniform(-settings.delay_spread, settings.delay_spread)
+            await asyncio.sleep(settings.delay_s * (1 + spread))
         if settings.fault == "none" or self._faults.random() >= settings.fault_rate:
             try:
                 return await handler(request)

@@ -3,7 +3,7 @@
 Two protocols (vLLM's and SGLang's), two agents. Turns have several calls, calls that can't be read, text that looks like
 special tokens, unicode; results hold bytes and forged turns; one request in ten fails; turns and contexts are cut off.
 Tools answer from a table, so that it is the tokens that are tested; tests/truths does the same in real slots.
-`ATROPOS_EXAMPLES=N` runs N trajectories.
+`ATROPOS_EXAMPLES=N` runs N trajectories, `ATROPOS_SEED=TEXT` others than CI's.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from tests.e2e.hermes_support import call, groups, make, running_policy, sampled
 from tests.unit.envs.support import StandInExecutor
 
 TRAJECTORIES = int(os.environ.get("ATROPOS_EXAMPLES", "500"))
+SEED = os.environ.get("ATROPOS_SEED", "")
 MEMBERS = 5
 GROUPS = max(1, TRAJECTORIES // (4 * MEMBERS))
 TEXTS = [
@@ -102,7 +103,7 @@ class Hermes(Items, HermesAgentBaseEnv):
 @pytest.mark.parametrize("server_type", ["vllm", "sglang"])
 @pytest.mark.parametrize(("cls", "config"), [(Agent, AgentEnvConfig), (Hermes, HermesAgentEnvConfig)])
 async def test_tokens_masks_and_logprobs_are_the_servers_log(tmp_path, cls, config, server_type):
-    rng = random.Random(f"{cls.name}{server_type}")
+    rng = random.Random(f"{cls.name}{server_type}{SEED}")
     rows = [
         {"name": f"r{n}", "prompt": conversation(rng), "max_tokens": rng.choice([None, None, None, 60, 300])}
         for n in range(1, GROUPS)

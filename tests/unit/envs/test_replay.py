@@ -95,3 +95,27 @@ def test_calls_that_are_no_json_are_shown_as_they_are(tmp_path):
     assert "{broken" in page
     assert "&#34;name&#34;: &#34;f&#34;" in page
     assert "odd" in page
+
+
+def test_text_that_turns_its_direction_can_not_turn_a_score(tmp_path):
+    page = page_of(tmp_path, [json.dumps(group("a\u202eb\u2066c")).replace("31m", "31m\\u202e")])
+    assert "\u202e" not in page
+    assert "\u2066" not in page
+    assert "a\\u202eb\\u2066c" in page
+
+
+def test_openai_messages_are_readable_with_their_thinking_and_seconds(tmp_path):
+    call = {"id": "c", "type": "function", "function": {"name": "terminal", "arguments": '{"command": "a\\nb"}'}}
+    messages = [
+        {"role": "assistant", "content": "", "reasoning_content": "first I think", "tool_calls": [call]},
+        {"role": "tool", "content": '{"success": true, "output": "1\\n2\\n", "exit_code": 0}'},
+        {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": "[no object"}}, 7]},
+    ]
+    facts = {"trajectory_id": "t", "phases": {"model": 1.25, "tools": 0.5, "reset": 0.001}}
+    shown = {"scores": [1.0], "messages": [messages], "atropos": {"trajectories": [facts]}}
+    page = page_of(tmp_path, [json.dumps(shown)])
+    assert "first I think" in page
+    assert "terminal\ncommand: \na\nb" in page
+    assert "1\n2\n[exit_code: 0]" in page
+    assert "f\n[no object" in page
+    assert "model 1.2, tools 0.5</span>" in page

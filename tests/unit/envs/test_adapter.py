@@ -1,0 +1,62 @@
+"""What a user is told of an inference server that is no use: what it did, and what would help against just that."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+from aiohttp import web
+
+from atropos.errors import InferenceError
+from tests.unit.envs.support import ScriptEnv, make
+
+
+@contextlib.asynccontextmanager
+async def server(**answer):
+    async def handle(request):
+        return web.json_response({"status": "ok"}) if request.method == "GET" else web.Response(**answer)
+
+    app = web.Application()
+    app.router.add_route("*", "/{path:.*}", handle)
+    runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    try:
+        yield f"http://127.0.0.1:{runner.addresses[0][1]}/v1"
+    finally:
+        await runner.cleanup()
+
+
+JSON = {"content_type": "application/json"}
+
+
+@pytest.mark.parametrize(
+    ("answer", "kind", "says"),
+    [
+        (
+            {"text": '{"text": ["hi"], "finish_reasons": ["stop"]}', **JSON},
+            "vllm",
+            "answer has no 'logprobs'.*vllm means",
+        ),
+        ({"text": '{"text": "hi"}', **JSON}, "sglang", "sampled no token.*sglang means"),
+        ({"text": "<html>log in", "content_type": "text/html"}, "vllm", "answered nonsense.*correct --openai.base_url"),
+        ({"status": 404}, "vllm", "answered 404.*set --openai.server_type"),
+        ({"status": 401}, "vllm", "answered 401.*set --openai.api_key"),
+        ({"status": 401}, "openai", "answered 401.*set --openai.api_key"),
+        ({"status": 500}, "vllm", "answered 500.*its own log says why"),
+        ({"text": "<html>log in", "content_type": "text/html"}, "openai", "answered nonsense.*--openai.model_name"),
+    ],
+)
+async def test_a_useless_server_is_named_with_what_would_help(answer, kind, says):
+    async with server(**answer) as url:
+        env = make(ScriptEnv, url, None, server_type=kind)
+        with pytest.raises(InferenceError, match=f"(?s)openai.base_url: {url}.*{says}"):
+            await env.setup()
+        assert env._executor is None
+
+
+@pytest.mark.parametrize("kind", ["vllm", "openai"])
+async def test_a_server_that_is_not_there_is_to_be_started(kind):
+    env = make(ScriptEnv, "http://127.0.0.1:9/v1", None, server_type=kind)
+    with pytest.raises(InferenceError, match=r"start the server, or correct --openai\.base_url"):
+        await env.setup()
