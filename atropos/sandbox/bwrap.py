@@ -96,6 +96,9 @@ def command(
         "/proc/sys",
         "/proc/sys",
         *covered,
+        # a program that made itself dear to the memory killer would have it take PID 1 instead
+        "--remount-ro",
+        "/proc",
         "--dev",
         "/dev",
         "--dev-bind",
