@@ -1232,9 +1232,17 @@ def is_special(device):
     return device in loop.special
 
 
+def open_at_once(path, flags, mode=0o644, folder=None):
+    """Without waiting for a program that holds a lease (F_SETLEASE) on the file."""
+    try:
+        return os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY, mode, dir_fd=folder)
+    except BlockingIOError:
+        raise OpFailed("io", f"a program holds a lease on the file: {text(path)}") from None
+
+
 def open_regular(path, flags=os.O_RDONLY, folder=None):
     """A regular file opened without ever waiting: not on a FIFO, not on a device, not on a lease."""
-    fd = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY, dir_fd=folder)
+    fd = open_at_once(path, flags, folder=folder)
     try:
         found = os.fstat(fd)
         kind = found.st_mode & 0o170000
@@ -1360,8 +1368,8 @@ def write_file(path, data, mode, append, if_sha256):
         if if_sha256 is not None:
             check_unchanged(folder, name, if_sha256)
         if append:
-            flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-            fd = os.open(name, flags, 0o644 if mode is None else mode, dir_fd=folder)
+            flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW
+            fd = open_at_once(name, flags, 0o644 if mode is None else mode, folder)
             try:
                 put(fd, data, mode)
             finally:
@@ -1383,8 +1391,7 @@ def put(fd, data, mode):
 
 def replace(folder, name, data, mode, old):
     """Write beside, then rename: a reader sees the old file or the new one, and a full disk keeps the old one."""
-    loop.serial += 1
-    beside = f".{name[:100]}.{loop.serial}.{os.getpid()}.tmp"
+    beside = f".{os.urandom(9).hex()}.tmp"  # a name that no program can have taken already, and never too long
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     fd = os.open(beside, flags, 0o644, dir_fd=folder)
     try:
@@ -1402,7 +1409,7 @@ def replace(folder, name, data, mode, old):
 
 def check_unchanged(folder, name, wanted):
     try:
-        fd = os.open(name, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
+        fd = open_at_once(name, os.O_RDONLY | os.O_NOFOLLOW, folder=folder)
     except FileNotFoundError:
         raise OpFailed("changed", "the file is gone") from None
     try:

@@ -1,6 +1,6 @@
 """Mixed load on one real server: what it holds afterwards is what it held after the first rounds.
 
-ATROPOS_SOAK_S sets its length in seconds (15 in CI; 1800 is the half hour that is run by hand).
+ATROPOS_SOAK_S sets its length in seconds (30 in CI; 1800 is the half hour that is run by hand).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from atropos.slots.client import SandboxClient
 from atropos.wire import Exec, LeaseRequest, ProcStart, ReadFile, WriteFile
 from tests.unit.server.test_serve import Process, descendants, running
 
-SOAK_S = float(os.environ.get("ATROPOS_SOAK_S", "15"))
+SOAK_S = float(os.environ.get("ATROPOS_SOAK_S", "30"))
 SLOTS = 6
 WORK = (
     "echo hi",

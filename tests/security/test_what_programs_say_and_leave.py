@@ -160,6 +160,33 @@ async def test_pipes_devices_and_sparse_files_hold_nobody_up(attacker):
     await says(attacker, "rm -f sparse; echo next", "next\n")
 
 
+async def test_a_file_that_is_leased_or_guessed_is_said_to_be_so_and_can_be_replaced(attacker):
+    """A lease (F_SETLEASE) makes who opens the file wait; names beside it may all be taken."""
+    code = (
+        "import fcntl, os, signal, time\n"
+        "signal.signal(signal.SIGIO, signal.SIG_IGN)\n"
+        "open('leased', 'w').write('x')\n"
+        "fd = os.open('leased', os.O_RDWR)\n"
+        "fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_WRLCK)\n"
+        "for n in range(2000):\n    open(f'.leased.{n}.1.tmp', 'w').close()\n"
+        "print('leased', flush=True)\n"
+        "time.sleep(1000)\n"
+    )
+    begun = await attacker.run(wire.ProcStart(command='exec python3 -c "$CODE"', env={"CODE": code}))
+    assert (await attacker.run(wire.ProcRead(id=begun.id, wait_s=10, until="output"))).output == b"leased\n"
+    async with asyncio.timeout(20):
+        for operation in (wire.ReadFile(path="leased"), wire.WriteFile(path="leased", data=b"y", append=True)):
+            result = await attacker.run(operation)
+            assert (result.kind, result.error, result.limit) == ("op_error", "io", None), result
+        await attacker.write_file("leased", b"whole")
+        assert await attacker.read_file("leased") == b"whole"
+        long = "ü" * 127
+        await attacker.write_file(long, b"named")
+        assert await attacker.read_file(long) == b"named"
+    await attacker.quiesce()
+    await attacker.exec("rm -f .leased.*")
+
+
 async def test_an_expression_that_never_ends_is_ended(attacker):
     await attacker.write_file("a", "a" * 40 + "!")
     search = asyncio.create_task(attacker.run(wire.Search(pattern="(a+)+$", path="a")))
