@@ -23,9 +23,10 @@ from _posixsubprocess import fork_exec
 
 SOCKET = 3
 CHUNK = 65536
-READ_AFTER_S = (0.004, 0.016)
-"""How long a command's output waits in its pipe (64 KiB) before it is read: most commands are over by then. As long as
-the last command took, within these bounds: on a busy machine a short command takes long, and each look costs a call."""
+READ_AFTER_S = (0.004, 0.048)
+"""How long a command's output waits in its pipe (64 KiB) before it is read: most commands are over by then. Twice what the
+last command took, within these bounds: on a busy machine a short command takes long, and each look costs a call. After
+one that printed more than half a pipe the shortest: it may have waited for us."""
 WORKSPACE = "/workspace"
 SMALL_FILE = 1 << 20
 """Files up to this size are served here; a larger one would keep other calls waiting, so a child does it."""
@@ -637,7 +638,8 @@ class Command:
 
     def ended(self, code):
         loop.timers.pop(self.timer, None)
-        loop.patience = min(max(now() - self.started, READ_AFTER_S[0]), READ_AFTER_S[1])
+        least, most = READ_AFTER_S
+        loop.patience = least if self.all.total > CHUNK // 2 else min(max(2 * (now() - self.started), least), most)
         if self.timed_out or self.cancelled:
             self.settle(code, now() + KILL_PATIENCE_S)
         else:
@@ -1767,11 +1769,12 @@ def main():
             OPS[name[3:]] = function
     loop.watch(SOCKET, loop.receive)
     loop.watch(wake, loop.reap)
-    gc.collect()
     gc.freeze()
+    gc.enable()
     loop.run()
 
 
 if __name__ == "__main__":
     sys.dont_write_bytecode = True
+    gc.disable()  # nothing of what is made until the loop runs is garbage
     main()

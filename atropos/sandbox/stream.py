@@ -42,8 +42,9 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 HELLO_S = 10.0
 """Longest a new connection may take to say hello, in seconds."""
-MANY, FRAME_S = 16, 0.002
-"""With so many calls under way, the least time between two frames, in seconds: little beside what each of them takes."""
+SHARE, FRAME_S = 8, 0.006
+"""A frame waits until one of so many open calls has its answer in it, at most so long (seconds), and only while answers come
+that fast: then a call takes several times as long as its answer waits."""
 MAX_BATCH = 200
 """Most messages in one frame to a client."""
 FULL_S = 0.005
@@ -70,7 +71,8 @@ class Stream:
         self._out: deque[Entry | ServerMessage] = deque()
         self._loop = asyncio.get_running_loop()
         self._flushing = self._welcomed = False
-        self._written_at = 0.0
+        self._gathering: asyncio.TimerHandle | None = None
+        self._ended_at: deque[float] = deque(maxlen=32)
         self._held_bytes: dict[str, int] = {}
         self._queued_bytes = 0
         self._room = asyncio.Event()
@@ -89,6 +91,7 @@ class Stream:
             self._queued_bytes -= size
             self._room.set()
         self._out.append(entry)
+        self._ended_at.append(self._loop.time())
         self._flush_soon()
 
     def tell(self, message: ServerMessage) -> None:
@@ -229,8 +232,8 @@ class Stream:
     def _flush_soon(self) -> None:
         """Write at the end of this turn of the loop: what else ends in it goes into the same frame.
 
-        A client without another call under way gets its answer at once: nothing else can end. One with many gets a frame
-        every `FRAME_S` at most: then both ends wake up less often.
+        A client without another call under way gets its answer at once: nothing else can end. Of one with many, answers
+        that come close after each other are gathered: then both ends wake up less often.
         """
         if self._flushing or not self._welcomed:
             return
@@ -239,16 +242,22 @@ class Stream:
         if not open_calls:
             self._flush()
             return
+        if self._worth_waiting(min(open_calls // SHARE, len(self._ended_at))):
+            if self._gathering is None:
+                self._gathering = self._loop.call_later(FRAME_S, self._flush)
+            return
         self._flushing = True
-        if open_calls >= MANY:
-            next_at = self._written_at + FRAME_S
-            if next_at > self._loop.time():
-                self._loop.call_at(next_at, self._flush)
-                return
         self._loop.call_soon(self._flush)
+
+    def _worth_waiting(self, wanted: int) -> bool:
+        """Whether `wanted` answers are not there yet, and came within `FRAME_S` the last time."""
+        return len(self._out) < wanted and self._loop.time() - self._ended_at[-wanted] < FRAME_S
 
     def _flush(self) -> None:
         self._flushing = False
+        if self._gathering is not None:
+            self._gathering.cancel()
+            self._gathering = None
         transport = self._transport
         try:
             while self._out and not self._closed and not transport.is_closing():
@@ -259,7 +268,6 @@ class Stream:
                     return
                 # By hand, on the transport: a frame is a few bytes before the batch, and this is on every call's way.
                 transport.write(_framed(self._next_batch()))
-                self._written_at = self._loop.time()
         except Exception:
             log.exception("a stream's writer failed")
             self.abort("the writer failed")
