@@ -15,8 +15,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from atropos.errors import ConfigError, IsolationUnavailable, SandboxError
-from atropos.sandbox import early, rootphase
-from atropos.sandbox.init import fork_from_init
+from atropos.sandbox import rootphase
 
 if TYPE_CHECKING:
     from atropos.config import ServerConfig
@@ -103,8 +102,14 @@ def _second_stage(text: str) -> int:
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # each slot takes half a dozen descriptors
     settings = rootphase.Settings.glance(text.encode()) or rootphase.Settings.of(parse(text))
     rootphase.enter(settings)
+
+    from atropos.sandbox import early
+    from atropos.sandbox.init import fork_from_init
+
     fork_from_init()
     early.begin(rootphase.entered().scratch, settings.base)
+    # aiohttp would load it for TLS, which this server doesn't speak, and read all certificates of the host for nothing
+    sys.modules.setdefault("ssl", None)  # pyright: ignore[reportArgumentType]
     config = parse(text)
 
     import asyncio

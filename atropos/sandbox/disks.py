@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 PROBE = "probe"
 """The cell of the start-up probe, small enough to be filled in milliseconds."""
-PROBE_MIB, PROBE_INODES = 8, 1000
+PROBE_MIB, PROBE_INODES = 8, 200
 OWN_INODES = 40
 """Inodes of a volume that are not its slot's: mount points, upper and working folders."""
 _INODE_BYTES = 256

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
 import re
-import uuid
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -17,7 +17,7 @@ _FRAMING = re.compile(r"<(?=\||/?tool_(?:call|response))")
 
 def new_call_id() -> str:
     """A fresh id for a tool call: unique, and short enough for any wire."""
-    return f"call_{uuid.uuid4().hex[:24]}"
+    return f"call_{os.urandom(12).hex()}"
 
 
 class ToolCall(BaseModel):
