@@ -44,7 +44,7 @@ class OpenTrajectory(Request):
     """`POST /trajectories`. With an id of the client's own, asking again answers the same trajectory."""
 
     trajectory_id: str | None = Field(default=None, min_length=1, max_length=200, pattern=_ID)
-    ttl_s: float | None = Field(default=None, gt=0, le=86_400, description="None: the server's")
+    ttl_s: float | None = Field(default=None, gt=0, le=86_400, strict=True, description="None: the server's")
 
 
 class TrajectoryInfo(Message):

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 from fastapi import FastAPI, Path, Query
 from fastapi.responses import Response, StreamingResponse
 from pydantic import SecretStr
+from starlette.convertors import PathConvertor, register_url_convertor
 
 from atropos.api.core import ToolHost
 from atropos.api.external import external_services
@@ -34,6 +35,15 @@ from atropos.wire import Problem
 _ERRORS: dict[int | str, dict[str, Any]] = {
     status: {"model": Problem} for status in (401, 409, 410, 413, 422, 429, 503)
 }
+
+
+class _AnythingConvertor(PathConvertor):
+    """The rest of a path, line breaks included: a trajectory's id may hold any character."""
+
+    regex = "(?s:.*)"
+
+
+register_url_convertor("anything", _AnythingConvertor())
 _DESCRIPTION = (
     "Runs external tools (web, browser, MCP servers, one's own) for agents. Send `Authorization: Bearer TOKEN` with "
     "every request but /health. 429 and 503 say in Retry-After when to ask again. A call is run once: send it again "
@@ -116,7 +126,7 @@ def _add_routes(app: FastAPI, host: ToolHost) -> None:
         submitted = [(call, _submit(host, call)) for call in request.calls]
         return StreamingResponse(_lines(host, submitted), media_type="application/x-ndjson")
 
-    @app.delete("/trajectories/{trajectory_id:path}", responses={401: {"model": Problem}, 422: {"model": Problem}})
+    @app.delete("/trajectories/{trajectory_id:anything}", responses={401: {"model": Problem}, 422: {"model": Problem}})
     async def end(
         trajectory_id: Annotated[str, Path(min_length=1, max_length=500)],
         life: Annotated[str | None, Query(min_length=1, max_length=100)] = None,

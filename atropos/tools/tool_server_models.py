@@ -58,7 +58,7 @@ class ExternalCall(Request):
     call_id: str = Field(min_length=1, max_length=200)
     name: str = Field(min_length=1, max_length=200)
     arguments: dict[str, Any] = Field(default_factory=dict)
-    timeout_s: float | None = Field(default=None, gt=0, le=3600, description="None: the tool's own")
+    timeout_s: float | None = Field(default=None, gt=0, le=3600, strict=True, description="None: the tool's own")
     boot_id: str | None = Field(default=None, max_length=100)
     state_id: str | None = Field(default=None, max_length=100)
     life: str | None = Field(default=None, min_length=1, max_length=100)

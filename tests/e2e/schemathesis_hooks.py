@@ -6,6 +6,10 @@ import random
 from typing import Any
 
 import schemathesis
+from pydantic import BaseModel, ValidationError
+
+from atropos.api.executor_models import CallBody
+from atropos.tools.tool_server_models import BatchRequest, ExternalCall
 
 _CALLS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("echo", {"text": "é"}),
@@ -23,9 +27,7 @@ _CALLS: tuple[tuple[str, dict[str, Any]], ...] = (
 
 
 def _known(call: Any) -> Any:
-    """Of a well-formed call, often one of a tool that exists, with the drawn arguments or right ones."""
-    if not isinstance(call, dict) or not isinstance(call.get("name"), str) or not call["name"]:
-        return call
+    """Of a right call, often one of a tool that exists, with the drawn arguments or right ones."""
     generator = random.Random(repr(call))  # the same body for the same draw, or nothing could be shrunk
     if generator.random() < 0.3:
         return call
@@ -35,6 +37,15 @@ def _known(call: Any) -> Any:
 
 @schemathesis.hook
 def map_body(context: Any, body: Any) -> Any:
-    if isinstance(body, dict) and isinstance(body.get("calls"), list):
+    if _right(BatchRequest, body):
         return {**body, "calls": [_known(one) for one in body["calls"]]}
-    return _known(body)
+    return _known(body) if _right(ExternalCall, body) or _right(CallBody, body) else body
+
+
+def _right(model: type[BaseModel], body: Any) -> bool:
+    """Whether it is one: a body that was drawn to be wrong must stay wrong."""
+    try:
+        model.model_validate(body)
+    except ValidationError:
+        return False
+    return True

@@ -235,13 +235,9 @@ async def test_a_page_that_leads_its_window_elsewhere_shows_nothing_private(
 ):
     private = world[2].url("/who")
     within = f'data:text/html,<meta http-equiv="refresh" content="0;url={private}">'
-    for target in (
-        private,
-        "file:///etc/hostname",
-        f"view-source:{private}",
-        within,
-        "view-source:file:///etc/hostname",
-    ):
+    refused = ("file:///etc/hostname", f"view-source:{private}", "view-source:file:///etc/hostname")
+    targets = {"form": (private,), "frame": (private, within)}  # Chromium leaves those hanging that it refuses itself
+    for target in targets.get(how, (private, within, *refused)):
         with contextlib.suppress(ToolError):
             await ada("navigate", url=site.url(f"/go?{urlencode({'how': how, 'to': target})}"))
         shown = await ada("snapshot")

@@ -27,6 +27,8 @@ _CLOSE_S = 5.0
 _CONTEXT_S = 30.0
 """Longest that a browser which works takes for a new context; one that takes longer hangs, and is started again."""
 _PROBE_S = 5.0
+_ANSWER_MS = 5000
+"""Longest that a page may take to be shown; a frame that Chromium refused to load never answers, and is left empty."""
 PAGE_CRASHED = "the page crashed; open an address again with browser_navigate"
 PAGE_HANGS = "the page does not answer any more and was closed; open an address again with browser_navigate"
 CRASHED = "the browser crashed and was restarted; its page and logins are gone: open an address with browser_navigate"
@@ -264,7 +266,7 @@ class BrowserHost:
                 accept_downloads=False, viewport={"width": 1280, "height": 900}, service_workers="block", locale="en-US"
             )
             try:
-                context.set_default_timeout(10_000)
+                context.set_default_timeout(_ANSWER_MS)
                 page = await context.new_page()
             except BaseException:
                 with contextlib.suppress(Exception):

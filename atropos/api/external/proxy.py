@@ -92,9 +92,7 @@ class GuardedProxy:
         self._tasks.add(task)
         try:
             if len(self._tasks) <= _MAX_CONNECTIONS:
-                await self._serve(reader, writer)
-        except (OSError, asyncio.IncompleteReadError, asyncio.LimitOverrunError, TimeoutError, ValueError):
-            pass  # either side went away or talks nonsense: the browser shows its own error
+                await self._served(reader, writer)
         except asyncio.CancelledError:
             if not self._closing:
                 raise
@@ -102,6 +100,12 @@ class GuardedProxy:
         finally:
             self._tasks.discard(task)
             writer.close()
+
+    async def _served(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            await self._serve(reader, writer)
+        except* (OSError, asyncio.IncompleteReadError, asyncio.LimitOverrunError, TimeoutError, ValueError):
+            pass  # either side went away or talks nonsense: the browser shows its own error
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         async with asyncio.timeout(_HEAD_S):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from urllib.parse import quote
 
 import httpx
 import pytest
@@ -286,6 +287,23 @@ async def test_ending_a_trajectory_cancels_its_calls(bench: Workbench):
         answer = await running
         assert (answer.status_code, answer.json()["code"]) == (409, "trajectory_ended")
         assert bench.running == 0
+
+
+@pytest.mark.parametrize("name", ["a\nb", "\n\n", "a/../b", "%", "?life=x", "é😀", " "])
+async def test_a_trajectory_of_any_name_is_ended(bench: Workbench, name: str):
+    async with served(bench) as client:
+        await client.post("/execute", json=call("keep", name, item="a"))
+        assert (await client.delete(f"/trajectories/{quote(name, safe='')}")).json() == {"ended": True}
+        assert client.host.stats()["trajectories"] == 0
+
+
+@pytest.mark.parametrize("timeout_s", [True, "1", float("nan"), 0, -1, 1e9, [], {}])
+async def test_a_timeout_is_a_number(bench: Workbench, timeout_s: object):
+    async with served(bench) as client:
+        content = json.dumps({**call("note", text="a"), "timeout_s": timeout_s})
+        answer = await client.post("/execute", content=content, headers={"Content-Type": "application/json"})
+        assert answer.status_code == 422
+        assert (await client.post("/execute", json={**call("note", text="a"), "timeout_s": 5})).status_code == 200
 
 
 async def test_draining_refuses_new_calls_and_finishes_running_ones(bench: Workbench):
