@@ -9,6 +9,7 @@ import os
 import random
 import signal
 import time
+from collections import Counter
 from collections.abc import AsyncGenerator
 from typing import Any
 
@@ -38,18 +39,24 @@ class Asker:
     def __init__(self, server: Server, http: aiohttp.ClientSession) -> None:
         self.server, self.http = server, http
         self._ids = itertools.count()
+        self._ended = Counter[str]()
 
     async def __call__(self, trajectory: str, name: str, timeout_s: float | None = None, **arguments: Any) -> Any:
         body = {"trajectory_id": trajectory, "call_id": f"c{next(self._ids)}", "name": name, "arguments": arguments}
-        body["life"] = trajectory
+        body["life"] = self.life(trajectory)
         if timeout_s is not None:
             body["timeout_s"] = timeout_s
         async with self.http.post(f"{self.server.url}/execute", json=body) as answer:
             assert answer.status == 200, await answer.text()
             return (await answer.json())["result"]
 
+    def life(self, trajectory: str) -> str:
+        return f"{trajectory}-{self._ended[trajectory]}"
+
     async def end(self, trajectory: str) -> bool:
-        async with self.http.delete(f"{self.server.url}/trajectories/{trajectory}?life={trajectory}") as answer:
+        life = self.life(trajectory)
+        self._ended[trajectory] += 1
+        async with self.http.delete(f"{self.server.url}/trajectories/{trajectory}?life={life}") as answer:
             return (await answer.json())["ended"]
 
     async def stats(self) -> dict[str, Any]:
@@ -142,7 +149,13 @@ async def test_thousands_of_calls_leave_nothing_behind():
 
         async def batch(name: str) -> None:
             body = [
-                {"trajectory_id": name, "life": name, "call_id": f"b{i}", "name": "echo", "arguments": {"text": "x"}}
+                {
+                    "trajectory_id": name,
+                    "life": ask.life(name),
+                    "call_id": f"b{i}",
+                    "name": "echo",
+                    "arguments": {"text": "x"},
+                }
                 for i in range(5)
             ]
             async with ask.http.post(f"{server.url}/batch", json={"calls": body}) as answer:
