@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 from atropos.envs import AgentEnv
-from tests.e2e.test_env_faults import policy
+from tests.e2e.hermes_support import running_policy
 from tests.unit.envs.support import ScriptEnv, make
 
 SCRIPT = [
@@ -56,7 +56,7 @@ def check_cast(path: Path) -> str:
 
 async def test_recordings_stand_beside_the_trajectories(tmp_path: Path):
     path = tmp_path / "out" / "groups.jsonl"
-    async with policy(None) as url:
+    async with running_policy(tmp_path) as (url, _):
         env = make(
             SessionEnv,
             url,

@@ -8,9 +8,10 @@ import pytest
 from transformers import AutoTokenizer
 
 from atropos.envs.hermes_agent import HermesAgent, HermesSettings, PromptTooLong
-from atropos.envs.hermes_base_env import HermesAgentBaseEnv, readable
+from atropos.envs.hermes_base_env import HermesAgentBaseEnv
 from atropos.envs.hermes_config import HermesAgentEnvConfig
 from atropos.envs.hermes_dialect import Dialect
+from atropos.envs.reporting import readable
 from atropos.envs.sandbox_env import SandboxEnv
 from atropos.errors import ConfigError, InferenceError
 from atropos.tools import ToolResult
