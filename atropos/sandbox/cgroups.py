@@ -7,20 +7,29 @@ makes and removes a child of it for each slot (`SlotCgroup`). What a host doesn'
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import signal
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from atropos.hierarchies import (
+    CONTROLLERS,
+    PREFIX,
+    REST,
+    TOP,
+    Hierarchy,
+    mount_point,
+    of_this_process,
+    places,
+    remove_tree,
+)
 from atropos.sandbox import syscalls
 
 if TYPE_CHECKING:
     from atropos.config import SlotLimits
 
-CONTROLLERS = ("memory", "pids", "cpu")
-PREFIX = "atropos-"
 _MIB = 1024 * 1024
 _OWN_PROCESSES = 2
 """bwrap's monitor and the runner count in a slot's cgroup and are not the program's."""
@@ -43,30 +52,12 @@ class Cgroups:
     missing: dict[str, str] = field(default_factory=dict[str, str])
 
 
-@dataclass(frozen=True)
-class _Hierarchy:
-    """A line of /proc/self/cgroup."""
-
-    version: int
-    controllers: tuple[str, ...]
-    path: str
-
-
-def _hierarchies(text: str) -> Iterator[_Hierarchy]:
-    for line in text.splitlines():
-        number, names, path = line.split(":", 2)
-        controllers = tuple(name for name in names.split(",") if name)
-        if number == "0":
-            yield _Hierarchy(2, (), path)
-        elif not any(name.startswith("name=") for name in controllers):
-            yield _Hierarchy(1, controllers, path)
-
-
 _SERVER_WEIGHT = 1000
 """cpu.weight of the server's own leaf on cgroup v2."""
-_TOP, _REST = "atropos", "rest"
-"""The one folder for all servers, which they may write to, so that each can remove its own when it ends; and on cgroup
-v2 the leaf in it for processes that must not stay where they were."""
+_TRIES = 100
+"""How often a folder is made anew that somebody else removes as an empty one, before that is taken for a fault."""
+_VANISHED = (errno.ENOENT, errno.ENODEV)
+"""What the kernel says of a folder that is being removed."""
 
 
 def own_name() -> str:
@@ -93,16 +84,7 @@ def sweep(parent: Path) -> None:
     with contextlib.suppress(OSError):
         for entry in parent.glob(f"{PREFIX}*"):
             if not alive(entry.name):
-                _remove_tree(entry)
-
-
-def _remove_tree(path: Path) -> None:
-    with contextlib.suppress(OSError):
-        for child in path.iterdir():
-            if child.is_dir():
-                _remove_tree(child)
-    with contextlib.suppress(OSError):
-        path.rmdir()
+                remove_tree(entry)
 
 
 def claim(mounts: str, uid: int, gid: int) -> Cgroups:
@@ -115,12 +97,8 @@ def claim(mounts: str, uid: int, gid: int) -> Cgroups:
     """
     trees: list[Tree] = []
     missing: dict[str, str] = {}
-    with open("/proc/self/cgroup", encoding="utf-8") as file:
-        hierarchies = list(_hierarchies(file.read()))
-    for hierarchy in hierarchies:
+    for hierarchy in of_this_process():
         wanted = [name for name in hierarchy.controllers if name in CONTROLLERS]
-        if hierarchy.version == 1 and not wanted:
-            continue
         try:
             tree = (
                 _claim_v1(hierarchy, mounts, uid, gid)
@@ -144,7 +122,7 @@ def claim(mounts: str, uid: int, gid: int) -> Cgroups:
     return Cgroups(tuple(trees), missing)
 
 
-def _mounted(hierarchy: _Hierarchy, mounts: str) -> Path:
+def _mounted(hierarchy: Hierarchy, mounts: str) -> Path:
     """The hierarchy's mount point: one of our own, or the one that is there when ours is refused."""
     kind, name = ("cgroup2", "unified") if hierarchy.version == 2 else ("cgroup", ",".join(hierarchy.controllers))
     target = Path(mounts, name)
@@ -152,29 +130,39 @@ def _mounted(hierarchy: _Hierarchy, mounts: str) -> Path:
         target.mkdir(parents=True, exist_ok=True)
         syscalls.mount("none", str(target), kind, 0, None if hierarchy.version == 2 else name)
     except OSError:
-        with open("/proc/self/mountinfo", encoding="utf-8") as file:
-            for line in file:
-                left, _, right = line.partition(" - ")
-                fields, (found, _source, options) = left.split(), right.split()[:3]
-                if found == kind and (kind == "cgroup2" or set(hierarchy.controllers) <= set(options.split(","))):
-                    return Path(fields[4])
-        raise
+        there = mount_point(hierarchy)
+        if there is None:
+            raise
+        return there
     return target
 
 
-def _make_top(parent: Path, uid: int, gid: int) -> Path:
-    top = parent / _TOP
-    top.mkdir(exist_ok=True)
+def _make_own(parent: Path, uid: int, gid: int) -> Path:
+    """Our folder, in the one that all servers share; who finds that one empty may remove it at any moment."""
+    top = parent / TOP
+    ours = top / own_name()
+    for attempt in range(_TRIES):
+        _make(top)
+        try:
+            os.mkdir(ours)
+            break
+        except OSError as error:
+            if error.errno not in _VANISHED or attempt == _TRIES - 1:
+                raise
     sweep(parent)
     sweep(top)
     _give(top, uid, gid)
-    return top
+    return ours
 
 
-def _claim_v1(hierarchy: _Hierarchy, mounts: str, uid: int, gid: int) -> Tree:
-    top = _make_top(Path(f"{_mounted(hierarchy, mounts)}/{hierarchy.path}"), uid, gid)
-    ours = top / own_name()
-    ours.mkdir()
+def _make(path: Path) -> None:
+    with contextlib.suppress(FileExistsError):
+        os.mkdir(path)
+
+
+def _claim_v1(hierarchy: Hierarchy, mounts: str, uid: int, gid: int) -> Tree:
+    (parent,) = places(hierarchy, _mounted(hierarchy, mounts))
+    ours = _make_own(parent, uid, gid)
     if "cpu" in hierarchy.controllers:
         # A group's weight is spread over the CPUs that it runs on: this is one ordinary program's weight on each, so
         # that all slots together weigh no less than the server, and no more.
@@ -184,11 +172,9 @@ def _claim_v1(hierarchy: _Hierarchy, mounts: str, uid: int, gid: int) -> Tree:
     return Tree(1, str(ours), tuple(name for name in hierarchy.controllers if name in CONTROLLERS))
 
 
-def _claim_v2(hierarchy: _Hierarchy, mounts: str, uid: int, gid: int) -> Tree:
+def _claim_v2(hierarchy: Hierarchy, mounts: str, uid: int, gid: int) -> Tree:
     mount = _mounted(hierarchy, mounts)
-    own = Path(f"{mount}/{hierarchy.path}")
-    if own.name == _REST and own.parent.name == _TOP:
-        own = own.parent.parent  # another server has moved whoever started this one
+    own, beside = places(hierarchy, mount)
     offered = set((own / "cgroup.controllers").read_text().split()) & set(CONTROLLERS)
     if not offered:
         return Tree(2, str(own), ())
@@ -196,10 +182,10 @@ def _claim_v2(hierarchy: _Hierarchy, mounts: str, uid: int, gid: int) -> Tree:
     # A cgroup with processes of its own can't hand controllers down, so ours is made where that works: under the own
     # cgroup when nothing else runs in it or when it is a container's, else beside it; and where that isn't allowed
     # under the own cgroup after all, when it was delegated to this user.
-    places = [(own, _is_a_container(own, mount)), (own.parent if own != mount else own, False)]
+    tried = [(own, _is_a_container(own, mount)), (beside, False)]
     if uid != 0 and own.stat().st_uid == uid == os.geteuid():
-        places.append((own, True))
-    for parent, may_move in places:
+        tried.append((own, True))
+    for parent, may_move in tried:
         try:
             return _claim_v2_under(parent, uid, gid, may_move=may_move)
         except OSError as failed:
@@ -215,13 +201,11 @@ def _is_a_container(own: Path, mount: Path) -> bool:
 def _claim_v2_under(parent: Path, uid: int, gid: int, *, may_move: bool) -> Tree:
     names = [name for name in CONTROLLERS if name in (parent / "cgroup.controllers").read_text().split()]
     offered = " ".join(f"+{name}" for name in names)
-    top = _make_top(parent, uid, gid)
-    rest, ours = top / _REST, top / own_name()
-    rest.mkdir(exist_ok=True)
-    _give(rest, uid, gid)
-    ours.mkdir()
-    server = ours / "server"
+    ours = _make_own(parent, uid, gid)
+    top, server = ours.parent, ours / "server"
+    rest = top / REST
     try:
+        _make(rest)
         server.mkdir()
         (server / "cgroup.procs").write_text("0")
         if not set(names) <= set((parent / "cgroup.subtree_control").read_text().split()):
@@ -237,13 +221,13 @@ def _claim_v2_under(parent: Path, uid: int, gid: int, *, may_move: bool) -> Tree
     except OSError:
         with contextlib.suppress(OSError):
             (parent / "cgroup.procs").write_text("0")
-        _remove_tree(ours)
+        remove_tree(ours)
         for path in (rest, top):  # unless another server has something there
             with contextlib.suppress(OSError):
                 path.rmdir()
         raise
-    _give(ours, uid, gid)
-    _give(server, uid, gid)
+    for path in (rest, ours, server):
+        _give(path, uid, gid)
     return Tree(2, str(ours), tuple(names))
 
 
@@ -266,8 +250,22 @@ def _empty(parent: Path, rest: Path, *, may_move: bool) -> None:
         if not may_move:
             raise OSError(f"{len(others)} other processes run in this server's cgroup; start it in a scope of its own")
         for pid in others:
-            with contextlib.suppress(ProcessLookupError):
-                (rest / "cgroup.procs").write_text(pid)
+            _move(pid, rest)
+
+
+def _move(pid: str, rest: Path) -> None:
+    """Move a process ("0": this one) to the leaf for the rest, which is made anew where somebody removed it empty."""
+    for attempt in range(_TRIES):
+        _make(rest)
+        try:
+            (rest / "cgroup.procs").write_text(pid)
+        except ProcessLookupError:
+            pass  # it has ended
+        except OSError as error:
+            if error.errno not in _VANISHED or attempt == _TRIES - 1:
+                raise
+            continue
+        return
 
 
 def _give(path: Path, uid: int, gid: int) -> None:
@@ -405,5 +403,5 @@ def release(cgroups: Cgroups) -> None:
         path = Path(tree.path)
         if tree.version == 2:
             with contextlib.suppress(OSError):
-                (path.parent / _REST / "cgroup.procs").write_text("0")
-        _remove_tree(path)
+                _move("0", path.parent / REST)
+        remove_tree(path)

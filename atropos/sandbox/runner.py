@@ -479,6 +479,7 @@ def leftovers():
 
 
 def end_leftovers():
+    """End what commands left running, a bomb that forks faster than it is killed too; children that were asked for stay."""
     if not loop.children:
         kill_all()
         return

@@ -99,7 +99,6 @@ class SlotSandbox:
         self._counts = None
 
         def ended(result: OpResult | Exception) -> None:
-            self._calls.pop(call_id, None)
             if before is not None and isinstance(result, ExecResult):
                 named, refused = self._name_limit(result, before, alone=channel.alone)
                 if refused:  # what commands left running may hold every place: it is ended, and the slot stays usable
@@ -107,9 +106,9 @@ class SlotSandbox:
                     self._calls[call_id] = (last, self._loop.time() + ANSWER_GRACE_S)
                     return
                 result = named
-            done(result)
+            over(result)
 
-        def over(result: OpResult) -> None:
+        def over(result: OpResult | Exception) -> None:
             self._calls.pop(call_id, None)
             done(result)
 

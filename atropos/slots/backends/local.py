@@ -225,6 +225,7 @@ class _Place:
                 self.container = None
                 remove_scratch(state_dir)
                 self._backend.news()
+            await server.tidy()
 
     async def _unless_over(self, work: Coroutine[Any, Any, None]) -> bool:
         """Await `work`; False when the end was asked for first."""

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import atropos
+from atropos import hierarchies
 from atropos.errors import BackendUnavailable, ConfigError, IsolationUnavailable
 from atropos.slots.config import server_json
 
@@ -31,6 +32,8 @@ SHOWN_CHARS = 600
 """At most so much of its last line goes into an error."""
 KILL_WAIT_S = 5.0
 """How long a killed process may take to be reaped before it is reported."""
+GROUPS_WAIT_S, GROUPS_LOOK_S = 1.0, 0.02
+"""How long the slots of a server that was killed may take to end, before its cgroups are left to the next server."""
 
 COMMAND = (sys.executable, "-m", "atropos.sandbox", "--config", "-")
 PASSED_ON = ("PATH", "HOME", "USER", "LOGNAME", "TMPDIR", "LD_LIBRARY_PATH", "XDG_RUNTIME_DIR", "LANG", "LC_ALL", "TZ")
@@ -59,6 +62,7 @@ class ServerProcess:
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self._process = process
+        self._groups = hierarchies.own_places()
         self.pid = process.pid
         self.id = f"{process.pid}-{start_time(process.pid)}"
         self.port = 0
@@ -180,6 +184,14 @@ class ServerProcess:
                     task.cancel()
             # a stray child may hold the pipes open: let go of our ends, or they outlive the event loop
             self._process._transport.close()  # type: ignore[attr-defined]  # noqa: SLF001
+
+    async def tidy(self) -> None:
+        """After its end: remove its cgroups, as far as it couldn't and this process may, within `GROUPS_WAIT_S`."""
+        deadline = asyncio.get_running_loop().time() + GROUPS_WAIT_S
+        while not await asyncio.to_thread(hierarchies.remove_server, self._groups, self.id):
+            if asyncio.get_running_loop().time() > deadline:
+                return
+            await asyncio.sleep(GROUPS_LOOK_S)
 
     def _signal(self, number: signal.Signals) -> None:
         with contextlib.suppress(ProcessLookupError):

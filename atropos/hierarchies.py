@@ -1,0 +1,116 @@
+"""Where a process's cgroups are, and what sandbox servers call theirs there.
+
+Known to the server, which makes them, and to whoever started it, who removes what a server can't: it has left the
+privilege for the folder that all servers share, and one that was killed removes nothing. Standard library only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+CONTROLLERS = ("memory", "pids", "cpu")
+"""Those that slots are limited by."""
+TOP, REST = "atropos", "rest"
+"""The one folder for all servers, which they may write to, so that each can remove its own when it ends; and on cgroup
+v2 the leaf in it for processes that must not stay where they were."""
+PREFIX = "atropos-"
+"""A server's own folder is named so, then by its process id and start time."""
+
+
+@dataclass(frozen=True)
+class Hierarchy:
+    """A line of /proc/self/cgroup: a hierarchy, and where in it this process is."""
+
+    version: int
+    controllers: tuple[str, ...]
+    path: str
+
+
+def of_this_process() -> list[Hierarchy]:
+    """Every hierarchy that may offer one of `CONTROLLERS`, that of cgroup v2 among them."""
+    found: list[Hierarchy] = []
+    with open("/proc/self/cgroup", encoding="utf-8") as file:
+        for line in file:
+            number, names, path = line.rstrip("\n").split(":", 2)
+            controllers = tuple(name for name in names.split(",") if name)
+            if number == "0":
+                found.append(Hierarchy(2, (), path))
+            elif set(controllers) & set(CONTROLLERS):
+                found.append(Hierarchy(1, controllers, path))
+    return found
+
+
+def mount_point(hierarchy: Hierarchy) -> Path | None:
+    """Where it is mounted already, so that this process's own folder is below; None when it isn't."""
+    kind = "cgroup2" if hierarchy.version == 2 else "cgroup"
+    with open("/proc/self/mountinfo", encoding="utf-8") as file:
+        for line in file:
+            left, _, right = line.partition(" - ")
+            at, (found, _source, options) = left.split()[4], right.split()[:3]
+            wanted = found == kind and (kind == "cgroup2" or set(hierarchy.controllers) <= set(options.split(",")))
+            if wanted and os.path.isdir(f"{at}/{hierarchy.path}"):
+                return Path(at)
+    return None
+
+
+def places(hierarchy: Hierarchy, mount: Path) -> list[Path]:
+    """The folders in which a server that is started here may make `TOP`, the likeliest first.
+
+    On cgroup v2 a group with processes of its own can't hand controllers down: beside it is a place, too.
+    """
+    own = Path(f"{mount}/{hierarchy.path}")
+    if hierarchy.version == 1:
+        return [own]
+    if own.name == REST and own.parent.name == TOP:
+        own = own.parent.parent  # another server has moved whoever started this one
+    return [own, own.parent if own != mount else own]
+
+
+def own_places() -> list[Path]:
+    """All places of a server that this process starts, in every hierarchy that can be seen from here."""
+    try:
+        found = [(one, mount_point(one)) for one in of_this_process()]
+    except OSError:  # a kernel without cgroups
+        return []
+    return list(dict.fromkeys(place for one, mount in found if mount is not None for place in places(one, mount)))
+
+
+def remove_server(places: list[Path], server: str) -> bool:
+    """Remove the folders of a server that has ended, and those that all servers share where no other is left.
+
+    Another server may be starting at the same moment: it makes what vanished once more. What this process may not
+    remove stays.
+
+    Args:
+        places: see `own_places`.
+        server: what its folder is named by, after `PREFIX`.
+
+    Returns:
+        False while something of it is in use: a killed server's processes take a moment to end.
+    """
+    ended = True
+    for place in places:
+        top = place / TOP
+        ended = remove_tree(top / f"{PREFIX}{server}") and ended
+        for folder in (top / REST, top):
+            with contextlib.suppress(OSError):  # others are in it
+                folder.rmdir()
+    return ended
+
+
+def remove_tree(path: Path) -> bool:
+    """Remove a folder of cgroups, as far as this process may. False where something runs in it still."""
+    ended = True
+    with contextlib.suppress(OSError):
+        for child in path.iterdir():
+            if child.is_dir():
+                ended = remove_tree(child) and ended
+    try:
+        path.rmdir()
+    except OSError as error:
+        ended = ended and error.errno != errno.EBUSY
+    return ended
