@@ -35,6 +35,7 @@ _KINDS = {
     "tar": "file_result",
     "quiesce": "done",
     "end_leftovers": "done",
+    "end_all": "done",
     "proc_start": "proc_state",
     "proc_read": "proc_state",
     "proc_write": "done",

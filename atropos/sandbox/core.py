@@ -386,6 +386,7 @@ class Core:
             raise
         run.sandbox = run.lanes.sandbox = sandbox
         self._watch(run, sandbox)
+        self.shelf.fill()
         self.counters["snapshots_taken"] += 1
         return snapshot.info
 

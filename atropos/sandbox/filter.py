@@ -19,7 +19,7 @@ REFUSED = (  # noqa: SIM905
     # keys of the host's user; memory that others handle; rings and counters of the kernel
     "keyctl add_key request_key userfaultfd io_uring_setup io_uring_enter io_uring_register io_setup io_submit io_destroy "
     "io_cancel io_getevents io_pgetevents bpf perf_event_open kcmp pidfd_getfd fanotify_init fanotify_mark "
-    "name_to_handle_at open_by_handle_at memfd_secret modify_ldt "
+    "name_to_handle_at open_by_handle_at memfd_secret modify_ldt process_madvise "
     # mounts and namespaces
     "mount umount umount2 pivot_root unshare setns fsopen fsconfig fsmount fspick move_mount open_tree open_tree_attr "
     "mount_setattr listmount statmount "
@@ -40,6 +40,10 @@ PERSONALITIES = (0x0, 0x0008, 0x20000, 0x20008, 0x40000, 0x40008, 0xFFFFFFFF)
 _NEW_NAMESPACES = (0x80, 0x20000, 0x2000000, 0x4000000, 0x8000000, 0x10000000, 0x20000000, 0x40000000)
 _TIOCSTI, _TIOCLINUX = 0x5412, 0x541C
 _RLIMIT_CORE = 4
+_SOL_SOCKET, _SO_RCVBUF = 1, 8
+_FADV_DONTNEED, _MADV_COLD, _MADV_PAGEOUT = 4, 20, 21
+_MAP_HUGETLB, _MFD_HUGETLB, _SHM_HUGETLB = 0x40000, 0x4, 0o4000
+_PR_SCHED_CORE = 62
 _LOW = 0xFFFFFFFF
 """The kernel takes these arguments as 32 bits; a comparison of all 64 would miss a value with high bits set."""
 _AUDIT_ARCH = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
@@ -122,6 +126,18 @@ def _arguments(lib: Any, rules: Any, refuse: Any) -> None:
     done = lib.ERRNO(0)
     _rule(lib, rules, done, "setrlimit", same(0, _RLIMIT_CORE))
     _rule(lib, rules, done, "prlimit64", same(0, 0), same(1, _RLIMIT_CORE), lib.Arg(2, lib.NE, 0))
+    # what waits in a socket's receive buffer is memory that no cgroup counts, see sockets.py: it keeps its default size
+    _rule(lib, rules, done, "setsockopt", same(1, _SOL_SOCKET), same(2, _SO_RCVBUF))
+    # advice to forget files is no order to: their pages may be those of all slots' programs
+    _rule(lib, rules, done, "fadvise64", same(3, _FADV_DONTNEED))
+    for advice in (_MADV_COLD, _MADV_PAGEOUT):
+        _rule(lib, rules, lib.ERRNO(errno.EINVAL), "madvise", same(2, advice))
+    # a host's huge pages are set aside for somebody, and in no limit of a slot's
+    _rule(lib, rules, lib.ERRNO(errno.ENOMEM), "mmap", has(3, _MAP_HUGETLB))
+    _rule(lib, rules, lib.ERRNO(errno.ENODEV), "memfd_create", has(1, _MFD_HUGETLB))
+    _rule(lib, rules, refuse, "shmget", has(2, _SHM_HUGETLB))
+    # with a cookie of its own, each thread of a slot would keep all others from its core's second half
+    _rule(lib, rules, lib.ERRNO(errno.EINVAL), "prctl", same(0, _PR_SCHED_CORE))
     for name in ("sched_setaffinity", "sched_setscheduler", "sched_setparam", "sched_setattr"):
         _rule(lib, rules, refuse, name, same(0, 1))
     for name in ("setpriority", "ioprio_set"):

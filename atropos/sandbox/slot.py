@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from atropos.config import SlotLimits
 from atropos.errors import OutcomeUnknown, SandboxError, SlotLost
-from atropos.sandbox import cgroups, exchange, skeleton, stuck, volumes
+from atropos.sandbox import cgroups, exchange, skeleton, sockets, stuck, volumes
 from atropos.sandbox.channel import Channel
 from atropos.sandbox.contract import Layer, Stopped
 from atropos.sandbox.runtime import INSIDE
@@ -31,7 +31,9 @@ ANSWER_GRACE_S = 15.0
 """How much longer than an operation's own limit an answer may take before the slot counts as broken."""
 FILE_DEADLINE_S = 30.0
 LOOK_S = 0.5
-"""How often it is looked after calls that have no answer yet."""
+"""How often it is looked after calls that have no answer yet, and after programs that run."""
+_STARTS = frozenset({"exec", "proc_start"})
+"""Operations that start a program."""
 
 
 class SlotSandbox:
@@ -68,6 +70,13 @@ class SlotSandbox:
         """Number in the channel and when its answer is due, of each call that runs."""
         self._counts: list[bytes] | None = None
         """The limits' counts, while nothing runs in the slot that could change them: then a call need not read them."""
+        self._programs = False
+        """Whether programs may be running, with or without a call."""
+        self._most_sockets = sockets.most(limits.memory_mib << 20)
+        self._sockets = 0
+        """How many were open at the last look."""
+        self._cut: set[str] = set()
+        """Calls whose programs were ended because the slot had too many sockets."""
         self._watchdog: asyncio.TimerHandle | None = None
         self._stopping: asyncio.Task[Stopped] | None = None
         self._frozen: Layer | None = None
@@ -97,10 +106,13 @@ class SlotSandbox:
             deadline = min(operation.wait_s, limits.wall_s)
 
         self._counts = None
+        self._programs = self._programs or op in _STARTS
 
         def ended(result: OpResult | Exception) -> None:
+            if op == "exec":
+                self._programs = not channel.alone
             if before is not None and isinstance(result, ExecResult):
-                named, refused = self._name_limit(result, before, alone=channel.alone)
+                named, refused = self._name_limit(result, before, alone=channel.alone, cut=call_id in self._cut)
                 if refused:  # what commands left running may hold every place: it is ended, and the slot stays usable
                     last = channel.call("end_leftovers", {}, lambda _: over(named))
                     self._calls[call_id] = (last, self._loop.time() + ANSWER_GRACE_S)
@@ -110,6 +122,7 @@ class SlotSandbox:
 
         def over(result: OpResult | Exception) -> None:
             self._calls.pop(call_id, None)
+            self._cut.discard(call_id)
             done(result)
 
         number = channel.call(op, arguments, ended)
@@ -145,15 +158,26 @@ class SlotSandbox:
     def _look(self) -> None:
         """Look after the calls: one timer for all of them, while there are any."""
         self._watchdog = None
-        if not self._calls or self.host_pid is None:
+        if not (self._calls or self._programs) or self.host_pid is None or self._gone or self.died.done():
             return
-        if min(due for _, due in self._calls.values()) <= self._loop.time():
+        if self._calls and min(due for _, due in self._calls.values()) <= self._loop.time():
             self._broke("PID 1 of the slot did not answer in time")
             return
         stuck.release(self.host_pid)
+        if self._programs:
+            self._count_sockets(self.host_pid)
         self._watchdog = self._loop.call_later(LOOK_S, self._look)
 
-    def _name_limit(self, result: ExecResult, before: list[bytes], *, alone: bool) -> tuple[ExecResult, bool]:
+    def _count_sockets(self, pid: int) -> None:
+        """End all programs where they have too many, unless those of programs that were ended are just going."""
+        before, self._sockets = self._sockets, sockets.used(pid)
+        if self._sockets > self._most_sockets and self._sockets >= before and self._channel is not None:
+            self._cut.update(self._calls)
+            self._channel.call("end_all", {}, lambda _: None)
+
+    def _name_limit(
+        self, result: ExecResult, before: list[bytes], *, alone: bool, cut: bool
+    ) -> tuple[ExecResult, bool]:
         """Say which limit ended the program, and whether forks were refused meanwhile.
 
         By the kernel's own counters; nothing that the program printed matters.
@@ -165,6 +189,8 @@ class SlotSandbox:
         refused = limit == "pids" and not alone
         if result.timed_out or result.cancelled or (result.limit is not None and result.limit != "output"):
             return result, refused
+        if cut and result.exit_code == -signal.SIGKILL:
+            limit = "files"
         if limit is None and result.exit_code != 0:
             limit = volumes.exhausted(self._volume)
         return result if limit is None else result.model_copy(update={"limit": limit}), refused
@@ -178,6 +204,7 @@ class SlotSandbox:
     def forget(self, call_id: str) -> None:
         """Kill what the call started, and hear nothing of it any more."""
         call = self._calls.pop(call_id, None)
+        self._cut.discard(call_id)
         if call is not None and self._channel is not None:
             self._channel.cancel(call[0], forget=True)
 

@@ -82,7 +82,7 @@ class Shelf:
             for _ in range(wanted + len(self._waiting[network]) - len(ready) - starting):
                 task = asyncio.get_running_loop().create_task(self._start_one(network=network))
                 self._starts[task] = network
-                task.add_done_callback(self._starts.pop)
+                task.add_done_callback(self._over)
             while len(ready) > wanted + RECENT // 4:  # the requests changed: what nobody asks for any more goes
                 self._drop(ready.popleft(), "nobody asks for its kind")
 
@@ -197,8 +197,11 @@ class Shelf:
                 self._broken(f"sandboxes can't be started any more: {error}")
             return
         await asyncio.sleep(BACKOFF_S[failures - 1])
-        # This task still counts as a start; its successor is begun once it is over.
-        asyncio.get_running_loop().call_soon(self.fill)
+
+    def _over(self, start: asyncio.Task[None]) -> None:
+        """A start has ended, whether well or after its pause: until now it counted as one that is on its way."""
+        del self._starts[start]
+        self.fill()
 
     def _refuse_waiting(self, error: Exception, *, network: bool) -> None:
         waiting = self._waiting[network]

@@ -94,6 +94,48 @@ async def test_open_files_are_bounded_and_the_program_is_told(slots):
     assert (await neighbour.exec("python3 -c 'import os; [os.dup(0) for _ in range(100)]; print(1)'")).output == "1\n"
 
 
+SOCKETS = """
+import os, socket, struct, time
+ask = struct.pack("IHHII", 32, 18, 1, 1, 0) + struct.pack("BxHiII", 0, 0, 1, 0, 0)  # for a network device
+def fill():
+    kept = []
+    for _ in range(124):
+        kept.append(socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, 0))
+        kept[-1].setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 26)
+        for _ in range(150):
+            kept[-1].send(ask)  # nobody reads the answer
+    print(max(s.getsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF) for s in kept), flush=True)
+    time.sleep(1000)
+for _ in range(8):
+    if os.fork() == 0:
+        fill()
+os.wait()
+"""
+
+
+@in_one_loop
+async def test_the_kernel_s_memory_that_no_cgroup_counts_is_bounded_by_the_number_of_sockets(slots):
+    slot, neighbour = slots
+    for left_running in (False, True):
+        command = '(setsid python3 -c "$CODE" &)' if left_running else 'exec python3 -c "$CODE"'
+        result = await slot.exec(command, env={"CODE": SOCKETS}, timeout_s=60 * SLOWNESS)
+        if left_running:
+            await until_over(slot)
+        else:
+            assert (result.limit, result.exit_code) == ("files", -9), result
+            assert all(int(line) <= 425_984 for line in result.output.split()), result
+        again = await slot.exec("echo usable")
+        assert (again.exit_code, again.output, again.limit) == (0, "usable\n", None), again
+    assert (await neighbour.exec("kill -0 $(cat pid) && echo lives")).output == "lives\n"
+
+
+async def until_over(slot) -> None:
+    """Until what was left running has been ended, with no call open most of the time."""
+    async with asyncio.timeout(60 * SLOWNESS):
+        while "python3" in (await slot.exec("cat /proc/[0-9]*/comm")).output:  # noqa: ASYNC110
+            await asyncio.sleep(1)
+
+
 @in_one_loop
 async def test_a_shorter_deadline_and_a_smaller_output_can_be_asked_for_but_no_larger(slots):
     slot, _ = slots

@@ -288,6 +288,37 @@ denied(os.mkdir, "/usr/mine")
 denied(os.mkdir, "/.atropos/mine")
 denied(os.symlink, "/", "/.atropos/link")
 """,
+    "take_what_is_set_aside_or_make_others_slow": """
+import mmap
+for flags in (0x40022, 0x40022 | 21 << 26, 0x40022 | 30 << 26):
+    if libc.mmap(None, 1 << 21, 3, flags, -1, 0) != ctypes.c_void_p(-1).value:
+        breach(f"huge pages {flags:#x}")
+denied(os.memfd_create, "x", 4, what="a memory file of huge pages")
+if libc.shmget(0, 1 << 21, 0o4000 | 0o1600) != -1:
+    breach("a segment of huge pages")
+if libc.prctl(62, 1, 0, 0, 0) != -1 or ctypes.get_errno() != errno.EINVAL:
+    breach("core scheduling")
+for family, kind in ((1, 1), (2, 1), (2, 2), (16, 3)):
+    s = socket.socket(family, kind)
+    before = s.getsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF)
+    for number in (8, 33):
+        for level in (1, 1 | 1 << 32):
+            libc.setsockopt(s.fileno(), ctypes.c_long(level), ctypes.c_long(number), ctypes.byref(ctypes.c_int(1 << 26)), 4)
+    if s.getsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF) > before:
+        breach(f"a larger receive buffer {family} {kind}")
+path = "/usr/bin/find"
+if os.path.exists(path):  # a page that no process has mapped stays in memory, whoever advises to forget it
+    read(path)
+    fd = os.open(path, os.O_RDONLY)
+    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+    with mmap.mmap(fd, 0, prot=mmap.PROT_READ) as mapped:
+        there = (ctypes.c_ubyte * (len(mapped) // 4096 + 1))()
+        at = libc.mmap(None, len(mapped), 1, 2, fd, 0)
+        if libc.madvise(ctypes.c_void_p(at), ctypes.c_size_t(len(mapped)), 21) == 0:
+            breach("pages of others were put out")
+        libc.mincore(ctypes.c_void_p(at), ctypes.c_size_t(len(mapped)), there)
+        print(sum(page & 1 for page in there), "of", len(there))
+""",
     "reach_a_cgroup": """
 for line in open("/proc/self/mountinfo"):
     if " - cgroup" in line:
@@ -822,6 +853,33 @@ time.sleep(0.2)
 zombies = [pid for pid in os.listdir("/proc") if pid.isdigit() and b") Z" in read(f"/proc/{pid}/stat")]
 if len(zombies) > 30:
     breach(f"{len(zombies)} zombies")
+""",
+    "answers_and_errors_that_nobody_reads": """
+ask = struct.pack("IHHII", 32, 18, 1, 1, 0) + struct.pack("BxHiII", 0, 0, 1, 0, 0)
+def fill():
+    kept = []
+    try:
+        while True:
+            kept.append(socket.socket(16, 3, 0))
+            kept.append(socket.socket(2, 2))
+            kept[-1].setsockopt(0, 11, 1)
+            for s in kept[-2:]:
+                s.setsockopt(1, 8, 1 << 26)
+            for _ in range(150):
+                kept[-2].send(ask)
+                try:
+                    kept[-1].sendto(bytes(1000), ("127.0.0.1", 9))
+                except OSError:
+                    pass
+    except OSError as error:
+        print(len(kept), error, flush=True)
+    time.sleep(5)
+for _ in range(6):
+    if os.fork() == 0:
+        fill()
+time.sleep(5)
+if int(open("/proc/net/sockstat").read().split()[2]) > 700:
+    breach("more sockets than there may be")
 """,
     "segments_of_system_v_memory": """
 def eat():

@@ -62,6 +62,29 @@ async def test_sandboxes_that_do_not_start_fail_the_acquire_and_then_the_server(
         assert await asyncio.wait_for(running.task, 20) == 1
 
 
+async def test_the_shelf_is_full_again_though_nobody_asks(monkeypatch):
+    monkeypatch.setattr("atropos.sandbox.warm.BACKOFF_S", (0.01,) * 50)
+    host = FakeHost()
+    async with serving(host, slots=2, warm=1) as running, client_of(running) as client:
+        shelf = running.core.shelf
+        await until(lambda: shelf.ready == 3)
+        host.start_fails = True
+        next(iter(host.live)).die("killed from outside")
+        await until(lambda: shelf._failures[False] == 3)
+        host.start_fails = False
+        await until(lambda: shelf.ready == 3)
+        lease = await client.acquire(request())
+        await until(lambda: shelf.ready == 2)
+        await client.snapshot(lease)  # takes one to go on in
+        await until(lambda: shelf.ready == 2)
+        # a start that ends for somebody who waits, in the very moment in which it is counted what is missing
+        shelf._ready[False].clear()
+        host.live.clear()
+        await shelf.take(5)
+        await until(lambda: shelf.ready == 2)
+        host.live.clear()
+
+
 async def test_a_warm_sandbox_that_died_is_never_leased():
     host = FakeHost()
     async with serving(host, slots=2) as running, client_of(running) as client:
