@@ -140,6 +140,10 @@ def _arguments(lib: Any, rules: Any, refuse: Any) -> None:
     _rule(lib, rules, lib.ERRNO(errno.EINVAL), "prctl", same(0, _PR_SCHED_CORE))
     for name in ("sched_setaffinity", "sched_setscheduler", "sched_setparam", "sched_setattr"):
         _rule(lib, rules, refuse, name, same(0, 1))
+    # Which core a program runs on stays the kernel's to choose: each move is made by a thread of the kernel's that comes
+    # before everything else, and a few programs that moved to and fro took nearly all of the CPU from their neighbours.
+    for pid in (same(0, 0), *(has(0, 1 << bit) for bit in range(1, 32))):  # all but 1
+        _rule(lib, rules, done, "sched_setaffinity", pid)
     for name in ("setpriority", "ioprio_set"):
         _rule(lib, rules, refuse, name, same(1, 1))
     _rule(lib, rules, refuse, "setpriority", same(0, 2))  # PRIO_USER: all of a user's, PID 1 among them

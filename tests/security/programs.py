@@ -839,6 +839,20 @@ for _ in range(16):
 for _ in range(16):
     os.wait()
 """,
+    "moves_from_core_to_core_without_end": """
+cores = sorted(os.sched_getaffinity(0))
+for _ in range(8):
+    if os.fork() == 0:
+        until, count = time.time() + 1, 0
+        while time.time() < until:
+            os.sched_setaffinity(0, {cores[count % len(cores)]})
+            count += 1
+        if sorted(os.sched_getaffinity(0)) != cores:
+            breach("a core was chosen")
+        os._exit(0)
+for _ in range(8):
+    os.wait()
+""",
     "orphans_and_zombies_without_end": """
 for _ in range(600):
     try:
