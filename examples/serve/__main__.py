@@ -85,8 +85,9 @@ async def demo(args: argparse.Namespace) -> int:
             f"{args.envs} env(s) on {args.backend}, run-api at {api.url}; their output: {args.out}/env-*.log",
             flush=True,
         )
-        others = {"policy server": policy_process, "run-api": api.process}
-        code = await _watch(trainer, others | {f"env {number}": process for number, process in enumerate(envs)})
+        others = {"the policy server": policy_process, "run-api": api.process}
+        others |= {f"env {n} (its output: {args.out}/env-{n}.log)": process for n, process in enumerate(envs)}
+        code = await _watch(trainer, others)
     print(f"{time.monotonic() - started:.0f} s; everything was ended", flush=True)
     return code
 
@@ -99,7 +100,7 @@ async def _watch(trainer: asyncio.subprocess.Process, others: dict[str, asyncio.
         await asyncio.wait({told, *ends}, return_when=asyncio.FIRST_COMPLETED)
         if not told.done():
             task, name = next((task, name) for task, name in ends.items() if task.done())
-            raise RuntimeError(f"the {name} {how(task.result())} before the trainer had its batches")
+            raise RuntimeError(f"{name} {how(task.result())} before the trainer had its batches")
         if told.result() < 0:
             raise RuntimeError(f"the trainer {how(told.result())} before it had its batches")
         return told.result()
