@@ -2,7 +2,8 @@
 
 What already runs is used (DOCKER_HOST or the default socket, NOMAD_ADDR or localhost:4646). What doesn't is started in
 a folder of its own, with the sandbox image in it, and is stopped and removed when the command has ended, whatever ended
-it: by the process ids started here, nothing else. The command finds the engines in DOCKER_HOST and NOMAD_ADDR, and in
+it: by the process ids started here, nothing else. `engines.py --ahead` starts nothing that stays: it makes what a fresh
+machine lacks and what takes minutes, Nomad's binary and the slow half of the image, both kept. The command finds the engines in DOCKER_HOST and NOMAD_ADDR, and in
 ATROPOS_BACKENDS the backends that there are. One that can't be had is left out with its reason printed, unless
 ATROPOS_REQUIRE_BACKENDS=1.
 """
@@ -21,6 +22,7 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Callable
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -72,6 +74,7 @@ class Engines:
         self.env = dict(os.environ)
         self.dockerd: subprocess.Popen[bytes] | None = None
         self.nomad: subprocess.Popen[bytes] | None = None
+        self.building: subprocess.Popen[bytes] | None = None
         self.had_bridge = Path("/sys/class/net/docker0").exists()
 
     def spawn(self, argv: list[str], log: Path) -> subprocess.Popen[bytes]:
@@ -155,6 +158,17 @@ class Engines:
 
     # -------------------------------------------------------------------------------------------------------- nomad
 
+    def build_nomad_meanwhile(self) -> None:
+        """Begin to build the binary where there is none: it takes minutes, as the sandbox image does beside it."""
+        if not self.env.get("NOMAD_ADDR") and os.geteuid() == 0:
+            self.building = self.spawn(["bash", f"{ROOT}/scripts/nomad.sh"], self.folder / "nomad-build.log")
+
+    def end_build(self) -> None:
+        if self.building is not None and self.building.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.building.pid, signal.SIGTERM)
+            self.building.wait()
+
     def start_nomad(self) -> None:
         address = self.env.get("NOMAD_ADDR", "http://127.0.0.1:4646")
         if not answers(f"{address}/v1/status/leader"):
@@ -162,6 +176,8 @@ class Engines:
                 raise Unavailable(f"no Nomad agent answers at NOMAD_ADDR={address}")
             if os.geteuid() != 0:
                 raise Unavailable("no Nomad agent answers, and starting one needs root; set NOMAD_ADDR")
+            if self.building is not None:
+                self.building.wait()  # what it couldn't do is tried, and told, by the next line
             binary = self.run_script("scripts/nomad.sh").splitlines()[-1]
             log = self.folder / "nomad.log"
             say("starting a Nomad development agent")
@@ -191,6 +207,7 @@ class Engines:
     # ------------------------------------------------------------------------------------------------------- ending
 
     def stop(self) -> None:
+        self.end_build()
         if self.nomad is not None:
             self.stop_nomad(self.nomad)
         if self.dockerd is not None:
@@ -241,34 +258,70 @@ def run(argv: list[str], env: dict[str, str]) -> int:
     return code if code >= 0 else 128 - code
 
 
+def is_made(*script: str) -> bool:
+    return subprocess.run(["bash", *script], cwd=ROOT, stdout=subprocess.DEVNULL, check=False).returncode == 0
+
+
+def ahead(engines: Engines) -> int:
+    """Make what takes minutes where it is missing. What fails is told; whoever needs it tries again."""
+    backends = os.environ.get("ATROPOS_BACKENDS", "docker,nomad")
+    if "nomad" in backends and not is_made("scripts/nomad.sh", "--find"):
+        say("building Nomad")
+        engines.build_nomad_meanwhile()
+    if ("nomad" in backends or "docker" in backends) and not is_made("docker/sandbox/build.sh", "--kept"):
+        try:
+            engines.start_docker()
+        except (Unavailable, OSError, subprocess.SubprocessError) as error:
+            say(f"no image: {error}")
+            return 1
+    if engines.building is not None and engines.building.wait():
+        say((engines.folder / "nomad-build.log").read_text(errors="replace").strip())
+        return 1
+    return 0
+
+
 def main() -> int:
-    backends = [name for name in sys.argv[1].replace(" ", ",").split(",") if name]
-    for name in backends:
-        if name not in {"local", "docker", "nomad"}:
-            sys.exit(f"engines: no backend is called {name!r}: local, docker, nomad")
+    if sys.argv[1:] == ["--ahead"]:
+        return guarded(ahead)
+    return guarded(run_with_engines)
+
+
+def guarded(work: Callable[[Engines], int]) -> int:
+    """Do something with engines; whatever ends it, what was started is ended."""
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda got, _: sys.exit(128 + got))
     engines = Engines()
     try:
-        for start, users in ((engines.start_docker, {"docker", "nomad"}), (engines.start_nomad, {"nomad"})):
-            if not users & set(backends):
-                continue
-            try:
-                start()
-            except (Unavailable, OSError, subprocess.SubprocessError) as error:
-                left_out = [name for name in backends if name in users]
-                say(f"LEFT OUT {', '.join(left_out)}: {error}")
-                if os.environ.get("ATROPOS_REQUIRE_BACKENDS") == "1":
-                    return 1
-                backends = [name for name in backends if name not in users]
-        engines.env["ATROPOS_BACKENDS"] = ",".join(backends)
-        return run(sys.argv[2:], engines.env)
+        return work(engines)
     except KeyboardInterrupt:
         return 130
     finally:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, signal.SIG_IGN)
         engines.stop()
+
+
+def run_with_engines(engines: Engines) -> int:
+    backends = [name for name in sys.argv[1].replace(" ", ",").split(",") if name]
+    for name in backends:
+        if name not in {"local", "docker", "nomad"}:
+            sys.exit(f"engines: no backend is called {name!r}: local, docker, nomad")
+    if "nomad" in backends:
+        engines.build_nomad_meanwhile()
+    for start, users in ((engines.start_docker, {"docker", "nomad"}), (engines.start_nomad, {"nomad"})):
+        if not users & set(backends):
+            continue
+        try:
+            start()
+        except (Unavailable, OSError, subprocess.SubprocessError) as error:
+            left_out = [name for name in backends if name in users]
+            say(f"LEFT OUT {', '.join(left_out)}: {error}")
+            if os.environ.get("ATROPOS_REQUIRE_BACKENDS") == "1":
+                return 1
+            backends = [name for name in backends if name not in users]
+            engines.end_build()
+    engines.env["ATROPOS_BACKENDS"] = ",".join(backends)
+    return run(sys.argv[2:], engines.env)
 
 
 if __name__ == "__main__":

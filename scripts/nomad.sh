@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
 # Prints the path of a nomad binary of the pinned version; builds it with Go into ~/.cache/atropos where there is none.
+# `nomad.sh --find` builds nothing: it fails where there is none.
 # (No package registry carries Nomad's binary. Version 2 has no installable Go module, so 1.11.3 is what is pinned.)
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -7,12 +8,17 @@ version=$(awk '$1 == "github.com/hashicorp/nomad" { print substr($2, 2) }' nomad
 cache=${ATROPOS_CACHE:-${XDG_CACHE_HOME:-$HOME/.cache}/atropos}
 binary=$cache/nomad-$version
 
-for candidate in "${ATROPOS_NOMAD:-}" "$binary" "$(command -v nomad || true)"; do
-  if [ -n "$candidate" ] && [ -x "$candidate" ] && "$candidate" version 2>/dev/null | grep -q "^Nomad v$version"; then
-    echo "$candidate"
-    exit 0
-  fi
-done
+find_binary() { # prints it and ends this script when there is one
+  local candidate
+  for candidate in "${ATROPOS_NOMAD:-}" "$binary" "$(command -v nomad || true)"; do
+    if [ -n "$candidate" ] && [ -x "$candidate" ] && "$candidate" version 2>/dev/null | grep -q "^Nomad v$version"; then
+      echo "$candidate"
+      exit 0
+    fi
+  done
+}
+find_binary
+[ "${1:-}" != --find ] || exit 1
 
 go=$(command -v go || true)
 [ -n "$go" ] || [ ! -x /usr/local/go/bin/go ] || go=/usr/local/go/bin/go
@@ -21,8 +27,15 @@ if [ -z "$go" ]; then
   exit 1
 fi
 command -v cc >/dev/null || { echo "building Nomad needs a C compiler: apt-get install gcc libc6-dev" >&2; exit 1; }
-echo "building Nomad $version with Go (3 minutes once; then it is kept in $cache)" >&2
 mkdir -p "$cache"
+exec 9>"$cache/nomad.lock"
+if ! flock --nonblock 9; then
+  echo "Nomad $version is being built already: waiting for that" >&2
+  flock 9
+  find_binary
+fi
+rm -f "$binary".part* # of a build that was killed
+echo "building Nomad $version with Go (3 minutes once; then it is kept in $cache)" >&2
 log=$(mktemp)
 part=$binary.part$$
 trap 'rm -f "$log" "$part"' EXIT

@@ -70,6 +70,11 @@ class SandboxEnvConfig(BaseEnvConfig):
     privileged: bool = Field(default=False, description="kept for compatibility; true is refused")
     acquire_timeout_s: float = Field(default=30.0, gt=0, description="longest a trajectory waits for a slot")
     start_timeout_s: float = Field(default=60.0, gt=0, description="longest the start waits for the first container")
+    outage_s: float = Field(
+        default=900.0,
+        ge=0,
+        description="how long Nomad or Docker may be away, with no container left, before the run ends",
+    )
     purge_job_on_start: bool = Field(default=False, description="remove the job of an earlier run first")
     purge_job_on_shutdown: bool = Field(default=True, description="remove the job at the end")
 
@@ -164,6 +169,7 @@ class SandboxEnvConfig(BaseEnvConfig):
             max_containers=self.max_containers,
             acquire_timeout_s=self.acquire_timeout_s,
             start_timeout_s=self.start_timeout_s,
+            outage_s=self.outage_s,
             limits=self.limits(),
             lease_ttl_s=self.lease_ttl_s,
             base=self.sandbox_base,

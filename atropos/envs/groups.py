@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import re
 import time
@@ -17,7 +18,15 @@ from atropos.envs.adapter import BaseEnv
 from atropos.envs.lifecycle import Lifetime
 from atropos.envs.metrics import EnvMetrics
 from atropos.envs.rollout import GroupDropped, GroupsDropped, HookError, Rollout, scored_group
-from atropos.errors import ConfigError, InferenceError, IsolationUnavailable, NotSupported, SandboxError
+from atropos.errors import (
+    BackendUnavailable,
+    ConfigError,
+    InferenceError,
+    IsolationUnavailable,
+    NotSupported,
+    SandboxError,
+)
+from atropos.slots import SlotPool
 from atropos.tools import ToolExecutor
 
 NOT_RETRIED = (IsolationUnavailable, NotSupported)
@@ -69,6 +78,7 @@ class Groups(BaseEnv):
     metrics: EnvMetrics
     observers: list[Callable[[Event], None]]
     lifetime: Lifetime
+    pool: SlotPool | None
     _executor: ToolExecutor | None
     _admission: asyncio.Semaphore
 
@@ -249,16 +259,23 @@ class Groups(BaseEnv):
     async def _persist(self, what: str, once: Callable[[str], Awaitable[Any]]) -> Any:
         """Try again after infrastructure failures, in a fresh slot each time, then give the group up.
 
+        What fails while Nomad or Docker is away with all containers is not counted: it is waited for (`outage_s`).
+
         Raises:
             GroupDropped: it can't be completed.
         """
-        for attempt in range(1 + self.config.trajectory_retries):
+        attempt = 0
+        for number in itertools.count():
+            await self._outlast(what)
             try:
                 with _ungrouped():
-                    return await once(f"-r{attempt}" if attempt else "")
+                    return await once(f"-r{number}" if number else "")
             except (HookError, PromptTooLong) as error:
                 raise GroupDropped(f"{what}: {error}", code=error.code) from error
             except (SandboxError, InferenceError) as error:
+                if isinstance(error, SandboxError) and self._engine_away():
+                    self.metrics.retries[error.code] += 1
+                    continue
                 hopeless = isinstance(error, NOT_RETRIED) or (isinstance(error, InferenceError) and not error.retryable)
                 if hopeless or attempt == self.config.trajectory_retries:
                     text = f"{what}: {type(error).__name__}: {error}"
@@ -267,7 +284,23 @@ class Groups(BaseEnv):
                 _log.warning("%s is tried again after %s: %s", what, type(error).__name__, error)
                 self.tell(Event("retry", what, detail=str(error)))
                 await asyncio.sleep(min(2.0, 0.1 * 2**attempt))
+                attempt += 1
         raise AssertionError("unreachable")
+
+    def _engine_away(self) -> bool:
+        """Whether Nomad or Docker doesn't answer, and no container is left."""
+        return self.pool is not None and bool(self.pool.outage())
+
+    async def _outlast(self, what: str) -> None:
+        """Wait while the engine is away with all containers; one that stays away ends the run."""
+        if self.pool is None or not self._engine_away():
+            return
+        _log.info("%s waits for the engine to answer: %s", what, self.pool.outage())
+        try:
+            await self.pool.outlast()
+        except BackendUnavailable as error:
+            self.lifetime.abort(error)
+            raise GroupDropped(f"{what}: {error}", code=error.code, hopeless=True) from error
 
     def _count(self, rollout: Rollout) -> None:
         self.metrics.trajectories += 1

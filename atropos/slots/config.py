@@ -43,6 +43,11 @@ class SlotPoolConfig(BaseModel):
     max_containers: int = Field(default=10, ge=1, le=100_000)
     acquire_timeout_s: float = Field(default=30.0, gt=0, description="longest an acquire waits for a slot")
     start_timeout_s: float = Field(default=60.0, gt=0, description="longest `start` waits for the first container")
+    outage_s: float = Field(
+        default=900.0,
+        ge=0,
+        description="docker and nomad: how long the engine may give no answer, with no container left, before that is final",
+    )
     idle_container_s: float = Field(default=60.0, gt=0, description="unused for this long, a container may be closed")
 
     limits: SlotLimits = SlotLimits()

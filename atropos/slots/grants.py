@@ -53,7 +53,7 @@ class Grants:
 
     def _look_for_room(self, ticket: Ticket) -> None:
         """Nothing is known to be free: ask for containers, and ask those whose count is in doubt."""
-        if (failure := self._pool.failure()) is not None and not self._pool.keeper.links:
+        if (failure := self._pool.hopeless()) is not None:
             self._pool.fleet.withdraw(ticket)
             self.strand(ticket, failure)
         self._pool.keeper.kick()

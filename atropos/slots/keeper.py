@@ -34,6 +34,8 @@ class Keeper:
         self.backend = backend
         self.links: dict[str, Link] = {}
         self.condemned: set[str] = set()
+        self._unreplaced: dict[str, float] = {}
+        """Condemned containers that the backend could not replace, and when to try them anew, by the pool's clock."""
         self.asked = 0
         self.trouble = ""
         self.limits = Limits(
@@ -71,10 +73,13 @@ class Keeper:
                 link.container = now
                 if now.state == "ending":
                     self.pool.closing(link)
+        again = {key for key, due in self._unreplaced.items() if self.pool.now() >= due}
+        self.condemned -= again
         for key, container in listed.items():
             if container.state == "running" and container.url and key not in self.links and key not in self.condemned:
-                self._connect(container)
+                self._connect(container, RELINK_S if key in again else None)
         self.condemned &= listed.keys()
+        self._unreplaced = {key: due for key, due in self._unreplaced.items() if key in self.condemned}
         self.kick()
 
     def _connect(self, container: Container, patience_s: float | None = None) -> None:
@@ -85,7 +90,10 @@ class Keeper:
     def drop(self, link: Link, reason: str) -> None:
         """Forget a container; its leases end as lost."""
         if self.links.pop(link.container.id, None) is not None:
-            log.info("container %s is gone: %s", link.container.id, reason)
+            tried_in_vain = self.backend.outage() and link.seat.key not in self.pool.fleet.seats
+            log.log(
+                logging.DEBUG if tried_in_vain else logging.INFO, "container %s is gone: %s", link.container.id, reason
+            )
         link.lose(reason)
         self.pool.serve()
         self.kick()
@@ -99,7 +107,11 @@ class Keeper:
             self._connect(link.container, RELINK_S)
 
     async def condemn(self, link: Link, reason: str) -> None:
-        """A container that is listed but can't be used: let go of it, and have the backend replace it."""
+        """A container that is listed but can't be used: let go of it, and have the backend replace it.
+
+        One that the backend can't replace now is tried anew in a while: where the way to the engine was cut, it may well
+        be whole.
+        """
         if link.gone is not None:
             return
         self.condemned.add(link.container.id)
@@ -108,9 +120,16 @@ class Keeper:
             await self.backend.retire(link.container)
         except (SandboxError, NotImplementedError) as error:
             self.trouble = f"container {link.container.id} could not be replaced: {error}"
-            log.warning("%s", self.trouble)
+            log.log(self._loudness, "%s", self.trouble)
+            if isinstance(error, SandboxError):
+                self._unreplaced[link.container.id] = self.pool.now() + ASK_AGAIN_S
 
     # ---------------------------------------------------------------------------------------------------- scaling
+
+    @property
+    def _loudness(self) -> int:
+        """Of a refusal in the log: that the engine doesn't answer has been told already."""
+        return logging.DEBUG if self.backend.outage() else logging.WARNING
 
     def kick(self) -> None:
         """Demand or supply changed: plan again."""
@@ -156,6 +175,8 @@ class Keeper:
         pause, longest = REFUSED_S
         while True:
             self._kicked.clear()
+            if self._unreplaced:
+                self.reconcile()
             decided = plan(self.state(), self.limits)
             grow = decided.target > self.containers or self._missing(decided.target)
             if grow or (decided.target < self.containers and await self._really_idle(decided.target)):
@@ -163,8 +184,8 @@ class Keeper:
                     await self.ask(decided.target, decided.reason)
                     pause = REFUSED_S[0]
                 except BackendUnavailable as error:
+                    log.log(self._loudness, "the backend refused %d containers: %s", decided.target, error)
                     self.trouble = str(error)
-                    log.warning("the backend refused %d containers: %s", decided.target, error)
                     await asyncio.sleep(pause * random.uniform(0.7, 1.3))
                     pause = min(pause * 2, longest)
                     self.kick()

@@ -158,6 +158,7 @@ class SlotPool:
 
     async def _stop(self, *, purge: bool) -> None:
         self._state = "stopping"
+        self._moved.set()
         self._grants.end_all(BackendUnavailable("the pool was stopped"))
         await self._loops.cancel()
         links = list(self.keeper.links.values())
@@ -333,7 +334,7 @@ class SlotPool:
     def moved(self) -> None:
         """Something that `start`, or an acquire in line, may wait for has changed."""
         self._moved.set()
-        if (failure := self.failure()) is not None and not self.keeper.links:
+        if (failure := self.hopeless()) is not None:
             self._grants.end_all(failure)
 
     def refuse(self, error: Exception) -> None:
@@ -372,6 +373,30 @@ class SlotPool:
     def failure(self) -> Exception | None:
         """Why no container will ever be leased from; None while there is hope."""
         return self.backend.failure() or self._refusal
+
+    def hopeless(self) -> Exception | None:
+        """Why whoever waits for a slot waits in vain; None while there is hope, in a container or in the engine."""
+        failure = self.failure()
+        if failure is None or self.fleet.ready:
+            return None
+        return failure if self.outage() or not self.keeper.links else None
+
+    def outage(self) -> str:
+        """Why the engine doesn't answer, while no container can be leased from; empty otherwise."""
+        return "" if self.fleet.ready else self.backend.outage()
+
+    async def outlast(self) -> None:
+        """Wait until the engine answers, or a container can be leased from; at most as long as `outage_s` allows.
+
+        Raises:
+            BackendUnavailable: neither came about.
+        """
+        while self.outage():
+            self._require_running()
+            if (failure := self.hopeless()) is not None:
+                raise failure
+            self._moved.clear()
+            await self._moved.wait()
 
     def _situation(self) -> str:
         s = self.stats()

@@ -11,7 +11,7 @@ from aiohttp import web
 
 from tests.engines import NOMAD
 
-Mode = Literal["pass", "error", "empty", "gone"]
+Mode = Literal["pass", "error", "empty", "gone", "silent"]
 
 
 class NomadProxy:
@@ -66,6 +66,8 @@ class NomadProxy:
         assert task is not None
         self._tasks.add(task)
         try:
+            if self.mode == "silent":
+                await asyncio.sleep(3600)
             return await self._forward(request)
         finally:
             self._tasks.discard(task)

@@ -12,7 +12,8 @@ import pytest
 from atropos.errors import AcquireTimeout, BackendUnavailable, ConfigError, IsolationUnavailable
 from atropos.slots import SlotPool
 from atropos.slots.backends.nomad_view import Allocation, explain, set_up_fault
-from tests.engines import BACKENDS, ROOT, leftovers, nomad, pool_config
+from atropos.slots.backends.survey import open_survey
+from tests.engines import BACKENDS, NOMAD, ROOT, leftovers, nomad, pool_config
 from tests.waiting import until
 
 pytestmark = [
@@ -42,7 +43,7 @@ async def refused(kind: type[Exception], **changes) -> str:
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"container_memory_mib": 4_000_000}, "memory exhausted on 1 of 1 nodes"),
+        ({"container_memory_mib": 4_000_000}, "memory exhausted on 1 of 1 nodes (lower slots_per_container or"),
         ({"nomad_variables": {"cpu_mhz": 9_000_000}}, "cpu exhausted on 1 of 1 nodes"),
         ({"nomad_variables": {"datacenters": ["mars"]}}, "in the job's datacenters"),
         ({"nomad_variables": {"node_pool": "gpu"}}, 'nonexistent node pool "gpu"'),
@@ -104,6 +105,35 @@ def test_what_the_docker_driver_says_of_a_client_is_given_its_cure():
 def test_a_quota_and_a_node_class_are_told_too():
     said = explain({"NodesEvaluated": 4, "NodesInPool": 4, "ClassFiltered": {"gpu": 3}, "QuotaExhausted": ["memory"]})
     assert said == "node class 'gpu' filtered 3 of 4 nodes; quota limit hit: memory"
+    said = explain({"NodesEvaluated": 2, "NodesInPool": 2, "ConstraintFiltered": {"missing drivers": 2}})
+    assert said.startswith("constraint 'missing drivers' filtered 2 of 2 nodes (install Docker on the clients")
+
+
+async def test_a_job_of_the_same_name_that_is_something_else_is_left_alone_by_pools_and_operators():
+    config = pool_config("nomad", purge_job_on_start=True)
+    group = {"Name": "web", "Count": 0, "Tasks": [{"Name": "web", "Driver": "docker", "Config": {"image": "x:local"}}]}
+    job = {"ID": config.job_id, "Name": config.job_id, "Datacenters": ["*"], "TaskGroups": [group]}
+    await asyncio.to_thread(nomad, "POST", "/v1/jobs", json.dumps({"Job": job}).encode())
+    try:
+        with pytest.raises(ConfigError, match=r"sandbox_job_id: job 'test-.*' in Nomad is no sandbox job.*left alone"):
+            await SlotPool(config).start()
+        async with await open_survey("nomad", config.job_id, address=NOMAD) as survey:
+            with pytest.raises(ConfigError, match="no sandbox job"):
+                await survey.purge()
+        assert not (await asyncio.to_thread(nomad, "GET", f"/v1/job/{config.job_id}"))["Stop"]
+    finally:
+        await asyncio.to_thread(nomad, "DELETE", f"/v1/job/{config.job_id}?purge=true")
+
+
+async def test_a_job_that_is_there_is_taken_as_it_is_and_what_differs_is_told(caplog):
+    async with SlotPool(pool_config("nomad")) as first:
+        other = {"job_id": first.config.job_id, "slots_per_container": 3, "image": "atropos-sandbox:2"}
+        async with SlotPool(pool_config("nomad", **other)) as second, second.lease("t") as slot:
+            assert (await slot.exec("echo ok")).output == "ok\n"
+            assert second.stats().slots == 2
+    (told,) = [message for message in caplog.messages if "taken as it is" in message]
+    assert "its sandbox_image is atropos-sandbox:local, not atropos-sandbox:2" in told
+    assert "its slots_per_container is 2, not 3; give this pool another sandbox_job_id" in told
 
 
 async def test_wrong_settings_are_refused_by_name():

@@ -66,6 +66,10 @@ class Backend(ABC):
     def trouble(self) -> str:
         """Why containers are not coming, in the engine's own words; empty when nothing is wrong."""
 
+    def outage(self) -> str:
+        """Why the engine itself gives no answer, in its own words; empty while it answers, or where there is none."""
+        return ""
+
     def failure(self) -> Exception | None:
         """Why no container will ever come (a `SandboxError` or `ConfigError`); None while trying again makes sense."""
         return None

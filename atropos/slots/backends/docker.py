@@ -12,16 +12,15 @@ import logging
 import re
 import secrets
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from atropos.errors import BackendUnavailable, ConfigError, SandboxError
 from atropos.slots.backends.base import Backend, Container
-from atropos.slots.backends.docker_engine import ANSWER_S, REMOVED, DockerEngine, Ending, Found
+from atropos.slots.backends.docker_engine import REMOVED, DockerEngine, Ending, Found
 from atropos.slots.backends.server_http import ServerHttp
 from atropos.slots.backends.spec import ContainerSpec, hopeless, owner
-from atropos.slots.backends.supervise import ChangeFlag, Patience, persist
+from atropos.slots.backends.supervise import BlockingCalls, ChangeFlag, Outage, Patience, persist
 
 if TYPE_CHECKING:
     from atropos.slots.config import SlotPoolConfig
@@ -37,8 +36,13 @@ LIST_LAG_S = 0.1
 BEING_MADE_S = 120.0
 """A container that was created and not started within this time was left behind by a killed process, in seconds."""
 LONGEST_DRAIN_S = 3600.0
-PURGE_AGAIN_S = 20.0
-"""How long a purge is tried again when the engine doesn't answer at the end, in seconds; then containers are left."""
+PURGE_AGAIN_S, PURGE_AWAY_S = 20.0, 2.0
+"""How long a purge is tried again at the end when the engine doesn't answer, in seconds, and where it hadn't for a while
+before; then containers are left, and told."""
+PURGE_S = 45.0
+"""The longest that a purge may take in all, in seconds: an engine that hangs must not hold up the end for longer."""
+SETTLE_S = 10.0
+"""How long containers that are being made may take to be there, so that the purge sees them, in seconds."""
 NAME = re.compile(r"^[a-zA-Z0-9][a-zA-Z0-9_.-]{0,99}$")
 
 
@@ -64,7 +68,13 @@ class DockerBackend(Backend):
     name = "docker"
 
     def __init__(
-        self, spec: ContainerSpec, *, pool: str, docker_host: str | None = None, purge_on_start: bool = False
+        self,
+        spec: ContainerSpec,
+        *,
+        pool: str,
+        docker_host: str | None = None,
+        purge_on_start: bool = False,
+        outage_s: float = 900.0,
     ) -> None:
         if not NAME.match(pool):
             raise ConfigError(f"sandbox_job_id {pool!r} must be letters, digits, '.', '_' and '-', at most 100")
@@ -72,9 +82,7 @@ class DockerBackend(Backend):
         self._pool = pool
         self._purge_on_start = purge_on_start
         self._engine = DockerEngine(pool, docker_host)
-        self._threads = ThreadPoolExecutor(max_workers=8, thread_name_prefix="docker")
-        self._under_way: set[Future[None]] = set()
-        """Containers that are being made."""
+        self._calls = BlockingCalls("docker", at_once=8)
         self._http = ServerHttp()
         self._members: dict[str, _Member] = {}
         self._strangers: set[str] = set()
@@ -84,10 +92,9 @@ class DockerBackend(Backend):
         self._ever_ready = False
         self._failure: Exception | None = None
         self._trouble = ""
-        self._outage = ""
-        """Why the engine itself gives no answer; empty when it does."""
-        self._left: set[str] = set()
-        """Names of containers whose removal the engine refused or did not answer."""
+        self._outage = Outage(outage_s)
+        self._left: dict[str, str] = {}
+        """Names of containers whose removal the engine refused or did not answer, and its words."""
         self._crashes = Patience()
         self._changed = ChangeFlag()
         self._wake = ChangeFlag()
@@ -105,7 +112,13 @@ class DockerBackend(Backend):
         """The backend that a pool's configuration describes."""
         spec = ContainerSpec.from_pool(config)
         host = config.docker_host
-        return cls(spec, pool=config.job_id, docker_host=host, purge_on_start=config.purge_job_on_start)
+        return cls(
+            spec,
+            pool=config.job_id,
+            docker_host=host,
+            purge_on_start=config.purge_job_on_start,
+            outage_s=config.outage_s,
+        )
 
     async def start(self) -> None:
         """Connect, find the image, and sort out what an earlier run left."""
@@ -136,11 +149,15 @@ class DockerBackend(Backend):
 
     def trouble(self) -> str:
         """Why containers are not coming."""
-        return "; ".join(text for text in (self._outage, self._trouble) if text)
+        return "; ".join(text for text in (self._outage.reason, self._trouble) if text)
+
+    def outage(self) -> str:
+        """Why the engine doesn't answer; empty while it does."""
+        return self._outage.reason
 
     def failure(self) -> Exception | None:
-        """The servers refuse their configuration or this engine's isolation, or none ever came up."""
-        return self._failure
+        """The engine is gone for good; or the servers refuse their configuration or isolation, or none ever came up."""
+        return self._outage.failure() or self._failure
 
     async def retire(self, container: Container) -> None:
         """End a container whatever its state; another takes its place at once."""
@@ -152,27 +169,35 @@ class DockerBackend(Backend):
         self._wake.set()
 
     async def aclose(self, *, purge: bool) -> None:
-        """Stop looking after the containers; with `purge`, remove those that no other live client uses."""
+        """Stop looking after the containers; with `purge`, remove those that no other live client uses.
+
+        What can't be removed, because the engine doesn't answer, is named in the log.
+        """
         if self._main is not None:
             self._main.cancel()
             await asyncio.gather(self._main, return_exceptions=True)
+        again_s = PURGE_AWAY_S if self._outage.away_s > PURGE_AGAIN_S else PURGE_AGAIN_S
         # Who waited for these was cancelled, and they are made all the same: the purge must see them.
-        await asyncio.to_thread(wait, list(self._under_way), ANSWER_S)
+        await self._calls.settled(min(SETTLE_S, again_s))
         try:
             if purge and self._image_id:
-                await persist(self._purge, PURGE_AGAIN_S)
-        except BackendUnavailable as error:
-            log.error("containers of %s may be left: %s", self._pool, error)  # noqa: TRY400 (no traceback)
+                async with asyncio.timeout(PURGE_S):
+                    await persist(self._purge, lambda _: again_s)
+        except (BackendUnavailable, TimeoutError) as error:
+            why = str(error) or f"the engine did not answer within {PURGE_S:g} s"
+            log.error(  # noqa: TRY400 (its words are enough)
+                "containers of %s may be left: %s; `atropos pool purge --backend docker --job-id %s` removes them",
+                self._pool, why, self._pool,
+            )  # fmt: skip
         finally:
             await self._http.close()
             self._members.clear()
-            await asyncio.to_thread(self._engine.close)
-            self._threads.shutdown(wait=False, cancel_futures=True)
+            await self._calls.run(self._engine.close)
 
     # ---------------------------------------------------------------------------------------------------- the machinery
 
     async def _blocking(self, call: Callable[[], T]) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._threads, call)
+        return await self._calls.run(call)
 
     def _live(self) -> list[_Member]:
         return [member for member in self._members.values() if member.container.state != "ending"]
@@ -216,7 +241,9 @@ class DockerBackend(Backend):
                     await self._blocking(lambda: self._engine.watch(on_event, on_open))
                     patience.worked()
                 except BackendUnavailable as error:
-                    self._outage = str(error)
+                    log.debug(
+                        "changes are not told: %s", error
+                    )  # the list that follows says whether the engine answers
                 self._wake.set()
                 await asyncio.sleep(patience.failed())
         finally:
@@ -229,10 +256,12 @@ class DockerBackend(Backend):
             try:
                 found = await self._blocking(self._engine.found)
                 unreachable.worked()
-                self._outage = ""
+                if self._outage.over():
+                    self._changed.set()
                 await self._compare(found)
             except BackendUnavailable as error:
-                self._outage = str(error)
+                self._outage.noted(error)
+                self._changed.set()
                 await asyncio.sleep(unreachable.failed())
                 continue
             self._correct()
@@ -252,7 +281,7 @@ class DockerBackend(Backend):
                 self._target = max(
                     self._target, len(self._live())
                 )  # another process asked for it; `scale` may lower it
-        self._left &= by_name.keys()
+        self._left = {name: why for name, why in self._left.items() if name in by_name}
         for name in self._left:
             if self._group is not None:
                 self._group.create_task(self._remove(name))
@@ -302,19 +331,19 @@ class DockerBackend(Backend):
     async def _bring_up(self, member: _Member) -> None:
         """Make a container and wait until its server answers."""
         container = member.container
-        making = self._threads.submit(
-            self._engine.create,
-            self._spec,
-            name=container.id,
-            index=container.index,
-            image_id=self._image_id,
-            owner=self._owner,
-            token=container.token,
-        )
-        self._under_way.add(making)
-        making.add_done_callback(self._under_way.discard)
+
+        def make() -> None:
+            self._engine.create(
+                self._spec,
+                name=container.id,
+                index=container.index,
+                image_id=self._image_id,
+                owner=self._owner,
+                token=container.token,
+            )
+
         try:
-            await asyncio.wrap_future(making)
+            await self._calls.run(make, changes=True)
         except BackendUnavailable as error:
             self._trouble = str(error)
             self._crashes.failed()
@@ -337,7 +366,7 @@ class DockerBackend(Backend):
             try:
                 item = await self._find(name)
             except BackendUnavailable as error:  # the container may well have started
-                self._outage = str(error)
+                log.debug("container %s can't be looked for: %s", name, error)
                 await asyncio.sleep(LIST_LAG_S)
                 continue
             if item is None or item.state not in {"running", "created"}:
@@ -378,10 +407,9 @@ class DockerBackend(Backend):
     async def _remove(self, name: str, *, within_s: float = 0) -> None:
         try:
             await self._blocking(lambda: self._engine.end(name, within_s=within_s))
-            self._left.discard(name)
+            self._left.pop(name, None)
         except BackendUnavailable as error:
-            self._outage = str(error)
-            self._left.add(name)
+            self._left[name] = str(error)
 
     # ------------------------------------------------------------------------------------------- what others left or use
 
@@ -421,7 +449,8 @@ class DockerBackend(Backend):
             await self._remove(item.name, within_s=self._spec.stop_s if told else 0)
 
         found = await self._blocking(self._engine.found)
-        self._left &= {item.name for item in found}
+        names = {item.name for item in found}
+        self._left = {name: why for name, why in self._left.items() if name in names}
         mine = (
             each for each in found if each.state != "created" or each.age_s > BEING_MADE_S or each.owner == self._owner
         )
@@ -429,4 +458,4 @@ class DockerBackend(Backend):
             if isinstance(result, BaseException):
                 raise result
         if self._left:
-            raise BackendUnavailable(self._outage)
+            raise BackendUnavailable("; ".join(f"{name}: {why}" for name, why in self._left.items()))

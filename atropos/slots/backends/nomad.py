@@ -33,7 +33,7 @@ from atropos.slots.backends.nomad_view import (
 )
 from atropos.slots.backends.server_http import ServerHttp
 from atropos.slots.backends.spec import BAD_CONFIG, ContainerSpec, hopeless
-from atropos.slots.backends.supervise import ChangeFlag, Patience, persist
+from atropos.slots.backends.supervise import ChangeFlag, Outage, Patience, persist
 
 if TYPE_CHECKING:
     from atropos.slots.config import SlotPoolConfig
@@ -47,8 +47,9 @@ DOUBT_S = 2.0
 READY_S = 60.0
 """A server that doesn't answer for this long after it started is said to be in trouble, in seconds."""
 LONGEST_DRAIN_S = 3600.0
-PURGE_AGAIN_S = 20.0
-"""How long a purge is tried again when Nomad answers errors at the end, in seconds; then the job is left, and told."""
+PURGE_AGAIN_S, PURGE_UNANSWERED_S, PURGE_AWAY_S = 20.0, 8.0, 2.0
+"""How long a purge is tried again at the end, in seconds; then the job is left, and told: while Nomad answers with errors,
+while it doesn't answer, and where it hadn't answered for a while before."""
 DEPLOYMENT = "active deployment"
 """In Nomad's words when it doesn't scale a job because a changed version of it is being rolled out."""
 CHANGES = 5
@@ -69,6 +70,7 @@ class NomadBackend(Backend):
         purge_on_start: bool = False,
         extra: Mapping[str, str] | None = None,
         placement_s: float = 5.0,
+        outage_s: float = 900.0,
     ) -> None:
         if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,100}", job_id):
             raise ConfigError(f"sandbox_job_id {job_id!r} must be letters, digits, '.', '_' and '-', at most 100")
@@ -94,7 +96,13 @@ class NomadBackend(Backend):
         self._waiting: set[str] = set()
         """Runs whose first answer is awaited."""
         self._told: set[str] = set()
-        self._outage = ""
+        self._drained: set[str] = set()
+        """Runs that were drained to make the job smaller; Nomad has not been told yet."""
+        self._outage = Outage(outage_s)
+        self._cluster: frozenset[str] = frozenset()
+        """By which the cluster is known that the job is registered in; empty where it doesn't tell."""
+        self._left_behind = False
+        """Whether the job was registered in another cluster before, which is out of reach."""
         self._deployment = ""
         """Why the job's count can't be raised now; empty when it can."""
         self._placement = ""
@@ -129,6 +137,7 @@ class NomadBackend(Backend):
             purge_on_start=config.purge_job_on_start,
             extra=config.nomad_variables,
             placement_s=config.placement_s,
+            outage_s=config.outage_s,
         )
 
     # ------------------------------------------------------------------------------------------------------ contract
@@ -146,12 +155,17 @@ class NomadBackend(Backend):
     async def _adopt(self) -> None:
         await self._api.find_namespace()
         job = await self._api.job(self._job_id)
+        if job is not None:
+            nomad_job.group_of(job)
         if job is not None and self._purge_on_start:
             await self._purge()
             job = await self._api.job(self._job_id)
         if job is not None and not job.get("Stop"):
             self._target = _count(job)
+            if told := nomad_job.differences(job, self._spec):
+                log.warning("job %s is there already and taken as it is: %s", self._job_id, told)
             self._token = await self._api.token(self._job_id)
+            self._cluster = await self._api.keys()
             await self._look()
 
     async def scale(self, count: int) -> None:
@@ -175,31 +189,58 @@ class NomadBackend(Backend):
 
     def trouble(self) -> str:
         """Nomad's own reasons: it is away, it can't place, what it places doesn't run."""
-        return "; ".join(text for text in (self._outage, self._deployment, self._placement, self._crash) if text)
+        return "; ".join(text for text in (self._outage.reason, self._deployment, self._placement, self._crash) if text)
+
+    def outage(self) -> str:
+        """Why Nomad doesn't answer; empty while it does."""
+        return self._outage.reason
 
     def failure(self) -> Exception | None:
-        """While no server ever came up: they can't run as they are set up, or Nomad can place none of them."""
-        return None if self._ever_ready else self._failure
+        """Nomad is gone for good; or no server ever came up, as none can run as it is set up, or none has a place."""
+        return self._outage.failure() or (None if self._ever_ready else self._failure)
 
     async def retire(self, container: Container) -> None:
-        """Stop an allocation; Nomad makes another in its place. One that was restarted meanwhile is a new one."""
+        """Stop an allocation; Nomad makes another in its place. One that was restarted meanwhile is a new one.
+
+        While Nomad doesn't answer it is tried again; a server that works by then is left alone, since others may use it.
+        """
         item = self._known.get(container.id)
         if item is not None and item.run not in self._ending:
             self._ending.add(item.run)
             self._changed.set()
-            await self._api.stop_allocation(item.id)
+            try:
+                await self._api.stop_allocation(item.id)
+            except BackendUnavailable:
+                self._ending.discard(item.run)
+                self._changed.set()
+                raise
 
     async def aclose(self, *, purge: bool) -> None:
-        """Stop watching; with `purge`, remove job and secret unless another live client works there."""
+        """Stop watching; with `purge`, remove job and secret unless another live client works there.
+
+        What can't be removed, because Nomad doesn't answer, is named in the log. That takes seconds, not a run's patience.
+        """
         if self._main is not None:
             self._main.cancel()
             await asyncio.gather(self._main, return_exceptions=True)
+        unanswered_s = PURGE_AWAY_S if self._outage.away_s > PURGE_UNANSWERED_S else PURGE_UNANSWERED_S
         await self._api.settled()
         try:
             if purge and (self._token or self._changing):
-                await persist(self._purge, PURGE_AGAIN_S)
+                await persist(
+                    self._purge, lambda error: PURGE_AGAIN_S if isinstance(error, NomadRefused) else unanswered_s
+                )
+            if purge and self._left_behind:
+                log.error(
+                    "job %s may be left in the cluster that was at %s before", self._job_id, self._settings.address
+                )
         except BackendUnavailable as error:
-            log.error("job %s may be left: %s", self._job_id, error)  # noqa: TRY400 (its words are enough)
+            # (its words are enough)
+            log.error(  # noqa: TRY400
+                "job %s and its variable nomad/jobs/%s may be left: %s; "
+                "`atropos pool purge --job-id %s --address %s` removes them",
+                self._job_id, self._job_id, error, self._job_id, self._settings.address,
+            )  # fmt: skip
         finally:
             await self._http.close()
             await self._api.close()
@@ -213,12 +254,15 @@ class NomadBackend(Backend):
         for _ in range(CHANGES):
             job = await self._api.job(self._job_id)
             if job is None or job.get("Stop"):
+                if job is None:
+                    await self._recognise()
                 self._changing = True
                 self._token = await self._api.token(self._job_id)
                 hcl, wanted = nomad_job.definition(), self._target
                 chosen = nomad_job.variables(self._spec, self._settings, self._job_id, wanted, self._extra)
                 fresh = await self._api.parse(hcl, chosen)
                 if await self._api.register(fresh, modify_index=job["JobModifyIndex"] if job else 0):
+                    self._cluster = self._cluster or await self._api.keys()
                     return
             elif _count(job) < self._target:
                 try:
@@ -242,6 +286,22 @@ class NomadBackend(Backend):
                 return
         raise refused or BackendUnavailable(f"job {self._job_id} could not be changed: others change it all the time")
 
+    async def _recognise(self) -> None:
+        """Say so when the job is gone because another cluster answers now, or one that lost its state.
+
+        The job is registered there all the same: a run of days goes on, and where there are ACLs a cluster that is
+        somebody else's refuses the token.
+        """
+        keys = await self._api.keys()
+        if self._cluster and keys and self._cluster.isdisjoint(keys):
+            self._left_behind = True
+            log.warning(
+                "another cluster answers at %s than before, or it has lost its state: job %s is registered there anew",
+                self._settings.address,
+                self._job_id,
+            )
+        self._cluster = keys or self._cluster
+
     async def _shrinker(self) -> None:
         """Take containers away from the highest index down, each once it is drained."""
         while True:
@@ -250,28 +310,32 @@ class NomadBackend(Backend):
                 while await self._shrink_once():
                     pass
             except BackendUnavailable as error:
-                self._outage = str(error)
+                log.info("job %s can't be made smaller yet: %s", self._job_id, error)
                 await asyncio.sleep(DOUBT_S)
                 self._shrink.set()
 
     async def _shrink_once(self) -> bool:
         """Take one container away; False: there is none too many, or none that may go."""
-        live = [
-            item for item in newest(self._known.values()) if item.state != "ending" and item.run not in self._ending
-        ]
-        if len(live) <= self._target:
-            return False
-        item = live[-1]
-        if item.url is not None and item.run in self._ready:
-            if await self._http.used_by_others(item.url, self._token, self.client_id):
+        item = next((each for each in self._known.values() if each.run in self._drained), None)
+        if item is None:
+            live = [
+                item for item in newest(self._known.values()) if item.state != "ending" and item.run not in self._ending
+            ]
+            if len(live) <= self._target:
                 return False
+            item = live[-1]
+            if item.url is not None and item.run in self._ready:
+                if await self._http.used_by_others(item.url, self._token, self.client_id):
+                    return False
+                self._ending.add(item.run)
+                self._changed.set()
+                await self._http.drain(item.url, self._token, LONGEST_DRAIN_S)
+                await self._http.until_idle(item.url, self._token)
             self._ending.add(item.run)
-            self._changed.set()
-            await self._http.drain(item.url, self._token, LONGEST_DRAIN_S)
-            await self._http.until_idle(item.url, self._token)
-        self._ending.add(item.run)
+            self._drained.add(item.run)  # it takes no leases any more: whatever Nomad answers, it has to go
         if not await self._lower(item.index):
             await self._api.stop_allocation(item.id)  # it is drained, and wanted again: let Nomad make a fresh one
+        self._drained.discard(item.run)
         self._changed.set()
         return True
 
@@ -283,7 +347,7 @@ class NomadBackend(Backend):
                 return True
             if _count(job) != index + 1 or self._target > index:
                 return False
-            _group(job)["Count"] = index
+            nomad_job.group_of(job)["Count"] = index
             if await self._api.register(job, modify_index=job["JobModifyIndex"]):
                 return True
         return False
@@ -324,9 +388,8 @@ class NomadBackend(Backend):
                     log.info("no event stream, using blocking queries: %s", error)
                     streams = False
                     continue
-                self._outage = str(error)
             except BackendUnavailable as error:
-                self._outage = str(error)
+                log.debug("changes are not told: %s", error)  # the look that follows says whether Nomad answers
             index = 0
             await asyncio.sleep(patience.failed())
             self._wake.set()
@@ -341,9 +404,13 @@ class NomadBackend(Backend):
                 if self._unplaced_since is not None and not self._ever_ready and self._failure is None:
                     pause = min(pause, max(0.1, self._unplaced_since + self._placement_s - time.monotonic()))
                 patience.worked()
-                self._outage = ""
+                if self._outage.over():
+                    self._changed.set()
+                    self._shrink.set()
+                    self._cluster |= await self._api.keys() if self._known else frozenset()
             except BackendUnavailable as error:
-                self._outage = str(error)
+                self._outage.noted(error)
+                self._changed.set()
                 await asyncio.sleep(patience.failed())
                 self._wake.set()
 
@@ -362,6 +429,7 @@ class NomadBackend(Backend):
             self._known = now
             self._ready &= now.keys()
             self._ending &= now.keys()
+            self._drained &= now.keys()
             self._changed.set()
         for item in now.values():
             self._expect(item)
@@ -490,9 +558,5 @@ class NomadBackend(Backend):
         return job is None or bool(job.get("Stop"))
 
 
-def _group(job: Json) -> Json:
-    return next(group for group in job["TaskGroups"] if group["Name"] == GROUP)
-
-
 def _count(job: Json) -> int:
-    return int(_group(job)["Count"])
+    return int(nomad_job.group_of(job)["Count"])

@@ -7,7 +7,6 @@ import json
 import logging
 import secrets
 from collections.abc import AsyncGenerator, Callable
-from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any, TypeVar, cast
 
 import aiohttp
@@ -26,16 +25,30 @@ from atropos.slots.backends.nomad_refusals import (
     unreachable,
 )
 from atropos.slots.backends.nomad_settings import NomadSettings
+from atropos.slots.backends.supervise import BlockingCalls
 
 log = logging.getLogger("atropos.slots.nomad")
 T = TypeVar("T")
 Json = dict[str, Any]
 ANSWER_S = 15
 """How long Nomad may take to answer, in seconds. Without a leader it holds a request for 5 s before it says so."""
+CLOSING_S = 5.0
+"""The same once the backend is being closed: a Nomad that hangs must not hold up the end of a run for longer, in seconds."""
 SILENCE_S = 35.0
 """The event stream sends a heartbeat every 10 s; after this long without a byte it is dead, in seconds."""
 BLOCK_S = 60
 """How long a blocking query waits for a change, in seconds."""
+CHANGES = frozenset(
+    {
+        "register the job",
+        "scale the job",
+        "stop the job",
+        "stop an allocation",
+        "write the variable",
+        "delete the variable",
+    }
+)
+"""Requests that leave something behind when nobody waits for their answer any more."""
 DENIED, HTTP_ERROR = frozenset({401, 403}), 500
 
 
@@ -77,19 +90,22 @@ class NomadApi:
             cert=cert,
             session=session,
         )
-        self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="nomad")
-        self._under_way: set[Future[Any]] = set()
+        self._calls = BlockingCalls("nomad", at_once=4)
+        self._answer_s = 2.0 * ANSWER_S
         self._session: aiohttp.ClientSession | None = None
 
     async def close(self) -> None:
         """Close the connections."""
         if self._session is not None:
             await self._session.close()
-        self._threads.shutdown(wait=False, cancel_futures=True)
 
     async def settled(self) -> None:
-        """Until requests whose callers were cancelled are over: what they changed can be seen, and undone."""
-        await asyncio.to_thread(wait, list(self._under_way), ANSWER_S)
+        """Until requests whose callers were cancelled are over: what they changed can be seen, and undone.
+
+        The end has begun then: no request is waited for longer than `CLOSING_S` any more.
+        """
+        self._answer_s = CLOSING_S
+        await self._calls.settled(CLOSING_S)
 
     async def _ask(self, what: str, call: Callable[[], T]) -> T:
         """Run one blocking request off the loop.
@@ -98,11 +114,11 @@ class NomadApi:
             NomadRefused: Nomad said no; the message carries its words.
             BackendUnavailable: Nomad can't be reached.
         """
-        request = self._threads.submit(call)
-        self._under_way.add(request)
-        request.add_done_callback(self._under_way.discard)
         try:
-            return await asyncio.wrap_future(request)
+            async with asyncio.timeout(self._answer_s):
+                return await self._calls.run(call, changes=what in CHANGES)
+        except TimeoutError as error:
+            raise unreachable(self.settings, f"no answer within {self._answer_s:g} s") from error
         except exceptions.BaseNomadException as error:
             response = cast("Any", error.nomad_resp)
             if not isinstance(response, requests.Response):
@@ -142,6 +158,15 @@ class NomadApi:
             if error.status == requests.codes.not_found:
                 raise missing_namespace(self.settings, error.status) from error
             raise
+
+    async def keys(self) -> frozenset[str]:
+        """The ids of the cluster's own signing keys, by which two clusters differ; empty where they aren't told."""
+        try:
+            async with self._get("/.well-known/jwks.json", [], timeout=aiohttp.ClientTimeout(total=5)) as answer:
+                told: Json = await answer.json() if answer.ok else {}
+        except (aiohttp.ClientError, TimeoutError, OSError, ValueError):
+            told = {}
+        return frozenset(str(key.get("kid")) for key in told.get("keys") or [])
 
     async def parse(self, hcl: str, variables: dict[str, str]) -> Json:
         """The job that a definition gives with these variables, through the agent's own parser.

@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from typing import cast
+from typing import Any, cast
 
 from atropos.errors import ConfigError
 from atropos.slots.backends.assets import asset
 from atropos.slots.backends.nomad_settings import NomadSettings
+from atropos.slots.backends.nomad_view import GROUP, TASK
 from atropos.slots.backends.spec import ContainerSpec
 
 DEFINITION = "nomad/sandbox.nomad.hcl"
@@ -79,6 +80,40 @@ def variables(
     if settings.local:
         chosen["seccomp_profile"] = quoted(str(asset(PROFILE)))
     return chosen | {name: expression(value) for name, value in extra.items() if name != "config"}
+
+
+def group_of(job: Mapping[str, Any]) -> dict[str, Any]:
+    """The group of a job that holds the containers.
+
+    Raises:
+        ConfigError: the job is something else, which happens to have the same name.
+    """
+    for group in job.get("TaskGroups") or []:
+        if group["Name"] == GROUP and any(task["Name"] == TASK for task in group.get("Tasks") or []):
+            return group
+    raise ConfigError(
+        f"sandbox_job_id: job {job.get('ID')!r} in Nomad is no sandbox job (it has no task {GROUP}/{TASK}), and is left "
+        "alone; choose another sandbox_job_id"
+    )
+
+
+def differences(job: Mapping[str, Any], spec: ContainerSpec) -> str:
+    """What a registered job has otherwise than a pool would make it, and what to do about it; empty: nothing of weight."""
+    task = next(task for task in group_of(job)["Tasks"] if task["Name"] == TASK)
+    try:
+        server = json.loads((task.get("Env") or {}).get("ATROPOS_CONFIG", "{}"))
+    except ValueError:
+        server = {}
+    limits = spec.server.limits
+    pairs = {
+        "sandbox_image": ((task.get("Config") or {}).get("image"), spec.image),
+        "slots_per_container": (server.get("slots"), spec.server.slots),
+        "slot_memory_mib": ((server.get("limits") or {}).get("memory_mib"), limits.memory_mib),
+    }
+    found = [f"its {name} is {has}, not {own}" for name, (has, own) in pairs.items() if has is not None and has != own]
+    if not found:
+        return ""
+    return f"{'; '.join(found)}; give this pool another sandbox_job_id, or purge the job first (docs/cluster.md)"
 
 
 def _server_settings(text: str) -> dict[str, object]:

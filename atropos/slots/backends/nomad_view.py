@@ -156,8 +156,31 @@ def placement_failures(evaluations: Iterable[Mapping[str, Any]]) -> str:
     return ""
 
 
+ROOM = {
+    "memory": "lower slots_per_container or slot_memory_mib, or set container_memory_mib",
+    "cpu": "lower cpu_mhz in nomad_variables",
+    "network": "set static_port in nomad_variables to 0",
+    "disk": "free some on the clients",
+}
+"""What a pool's settings can do about a resource that is exhausted; the dimension's first word is Nomad's."""
+
+
+def cure(metric: Mapping[str, Any]) -> str:
+    """What to change where the scheduler found no place; empty where only the cluster can help."""
+    cures: list[str] = []
+    if not metric.get("NodesInPool", 1):
+        cures.append("set node_pool or datacenters in nomad_variables to where there are clients")
+    for key in metric.get("ConstraintFiltered") or {}:
+        if key == "missing drivers":
+            cures.append("install Docker on the clients and merge nomad/client-plugin.hcl (docs/cluster.md)")
+        else:
+            cures.append("see constraints in nomad_variables")
+    cures.extend(ROOM.get(name.split()[0].split(":")[0], "") for name in metric.get("DimensionExhausted") or {})
+    return "; ".join(dict.fromkeys(filter(None, cures)))
+
+
 def explain(metric: Mapping[str, Any]) -> str:
-    """An AllocMetric as `nomad job status` would say it."""
+    """An AllocMetric as `nomad job status` would say it, and what may help."""
     parts: list[str] = []
     if not metric.get("NodesInPool", 1):
         parts.append(f"no ready node of node pool {metric.get('NodePool', 'default')!r} is in the job's datacenters")
@@ -175,4 +198,5 @@ def explain(metric: Mapping[str, Any]) -> str:
     parts.extend(f"quota limit hit: {name}" for name in metric.get("QuotaExhausted") or [])
     if metric.get("NodesFiltered") and not metric.get("ConstraintFiltered") and not metric.get("ClassFiltered"):
         parts.append(f"{metric['NodesFiltered']} of {evaluated} nodes were filtered")
-    return "; ".join(parts) or "no reason given"
+    reasons = "; ".join(parts) or "no reason given"
+    return f"{reasons} ({help_})" if (help_ := cure(metric)) else reasons

@@ -1,14 +1,21 @@
-"""Small pieces that backends share: a flag for `changed()`, patience with what keeps failing, and persistence."""
+"""Small pieces that backends share: a flag for `changed()`, patience with what fails or is away, and blocking calls."""
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import random
+import threading
 import time
 from collections.abc import Awaitable, Callable
+from concurrent.futures import Future
 from dataclasses import dataclass
+from typing import TypeVar
 
 from atropos.errors import BackendUnavailable
+
+log = logging.getLogger("atropos.slots")
+T = TypeVar("T")
 
 
 class ChangeFlag:
@@ -63,18 +70,99 @@ class Patience:
         return max(0.0, self._until - time.monotonic())
 
 
-async def persist(action: Callable[[], Awaitable[None]], within_s: float) -> None:
-    """Do what an engine may refuse for a moment: again and again, for at most `within_s` seconds.
+class Outage:
+    """Whether an engine answers, since when it doesn't, and when it is taken to be gone for good.
+
+    Args:
+        patience_s: the pool's `outage_s`, in seconds.
+    """
+
+    def __init__(self, patience_s: float) -> None:
+        self._patience_s = patience_s
+        self._since: float | None = None
+        self.reason = ""
+        """In the words of the last request; empty while the engine answers."""
+
+    @property
+    def away_s(self) -> float:
+        """How long it has not answered, in seconds; 0 while it does."""
+        return 0.0 if self._since is None else time.monotonic() - self._since
+
+    def noted(self, error: BackendUnavailable) -> None:
+        """A request failed; the first one is told in the log."""
+        self.reason = str(error)
+        if self._since is None:
+            self._since = time.monotonic()
+            log.warning("%s; containers that run are used on, and none can be added until it answers", self.reason)
+
+    def over(self) -> bool:
+        """A request was answered; whether that ends an outage."""
+        if self._since is None:
+            return False
+        log.warning("the engine answers again, after %.0f s", self.away_s)
+        self._since, self.reason = None, ""
+        return True
+
+    def failure(self) -> BackendUnavailable | None:
+        """That it won't come back, once it has been away for longer than `outage_s`."""
+        if self._since is None or self.away_s < self._patience_s:
+            return None
+        text = f"that has been so for longer than outage_s ({self._patience_s:g} s)"
+        return BackendUnavailable(f"{self.reason}; {text}: start it again, or raise outage_s where that takes longer")
+
+
+class BlockingCalls:
+    """Runs an SDK's blocking calls off the event loop, in daemon threads.
+
+    An executor's threads are awaited when the process ends: one whose engine accepts connections and says nothing would
+    hold that up for as long as requests may take.
+    """
+
+    def __init__(self, name: str, *, at_once: int) -> None:
+        self._name = name
+        self._turns = asyncio.Semaphore(at_once)
+        self._under_way: set[Future[object]] = set()
+
+    async def run(self, call: Callable[[], T], *, changes: bool = False) -> T:
+        """Run a call. Who is cancelled leaves it behind; with `changes`, `settled` then waits for its end."""
+        async with self._turns:
+            future: Future[T] = Future()
+            if changes:
+                self._under_way.add(future)  # type: ignore[arg-type]
+                future.add_done_callback(self._under_way.discard)  # type: ignore[arg-type]
+            threading.Thread(target=_fulfil, args=(future, call), name=self._name, daemon=True).start()
+            return await asyncio.wrap_future(future)
+
+    async def settled(self, within_s: float) -> None:
+        """Until calls that change something are over though their callers were cancelled: it can be seen, and undone."""
+        if waits := [asyncio.wrap_future(future) for future in self._under_way]:
+            await asyncio.wait(waits, timeout=within_s)
+            for each in waits:
+                if not each.cancel() and not each.cancelled():
+                    each.exception()  # its caller is gone: nobody else asks
+
+
+def _fulfil(future: Future[T], call: Callable[[], T]) -> None:
+    if not future.set_running_or_notify_cancel():
+        return
+    try:
+        future.set_result(call())
+    except BaseException as error:
+        future.set_exception(error)
+
+
+async def persist(action: Callable[[], Awaitable[None]], within_s: Callable[[BackendUnavailable], float]) -> None:
+    """Do what an engine may refuse for a moment: again and again, for as many seconds as `within_s` gives the refusal.
 
     Raises:
         BackendUnavailable: it still refuses, or trying again can't change it.
     """
     patience = Patience(first_s=0.2, longest_s=2)
-    deadline = time.monotonic() + within_s
+    started = time.monotonic()
     while True:
         try:
             return await action()
         except BackendUnavailable as error:
-            if not error.retryable or time.monotonic() > deadline:
+            if not error.retryable or time.monotonic() > started + within_s(error):
                 raise
         await asyncio.sleep(patience.failed())

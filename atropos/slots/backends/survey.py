@@ -166,14 +166,16 @@ async def _docker(pool: str, address: str | None) -> Survey:
 
 async def _nomad(job_id: str, address: str | None) -> Survey:
     from atropos.slots.backends.nomad_api import NomadApi
+    from atropos.slots.backends.nomad_job import group_of
     from atropos.slots.backends.nomad_settings import NomadSettings
     from atropos.slots.backends.nomad_view import Allocation, container, newest, placement_failures
 
     api = NomadApi(NomadSettings.from_environment(address))
 
     async def containers() -> tuple[list[Container], str]:
-        if await api.job(job_id) is None:
+        if (job := await api.job(job_id)) is None:
             return [], ""
+        group_of(job)
         token = await api.token(job_id, make=False)  # who only looks writes nothing
         rows = newest(Allocation.read(row) for row in await api.allocations(job_id))
         trouble = placement_failures(await api.evaluations(job_id))
@@ -183,7 +185,8 @@ async def _nomad(job_id: str, address: str | None) -> Survey:
         await api.stop_allocation(container.id.partition(".")[0])
 
     async def purge() -> None:
-        if await api.job(job_id) is not None:
+        if (job := await api.job(job_id)) is not None:
+            group_of(job)
             await api.deregister(job_id, purge=False)
             await api.deregister(job_id, purge=True)
         await api.drop_token(job_id)

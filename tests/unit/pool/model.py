@@ -195,6 +195,8 @@ class ModelBackend(Backend):
         self.never = False
         self.sick = ""
         self.fatal: Exception | None = None
+        self.away = ""
+        self.refuse_retire: Exception | None = None
         self.delay_s = 0.0
         self.jitter: random.Random | None = None
         self.made = 0
@@ -250,6 +252,9 @@ class ModelBackend(Backend):
     def trouble(self) -> str:
         return self.sick
 
+    def outage(self) -> str:
+        return self.away
+
     def failure(self) -> Exception | None:
         return self.fatal
 
@@ -259,6 +264,8 @@ class ModelBackend(Backend):
 
     async def retire(self, container: Container) -> None:
         self.retired.append(container.id)
+        if self.refuse_retire:
+            raise self.refuse_retire
         if container.id in self.listed:
             self.vanish(container.id)
             self.open(container.index)

@@ -1,0 +1,133 @@
+"""An engine that doesn't answer: what runs goes on, what waits is told in time, and the end of the process waits for nobody."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import subprocess
+import sys
+import time
+
+import pytest
+
+from atropos.errors import BackendUnavailable
+from atropos.slots.backends.supervise import BlockingCalls, Outage, persist
+from tests.unit.pool.model import model_pool, until
+
+GONE = "Nomad does not answer at http://nomad:4646"
+
+
+async def test_an_outage_is_told_once_and_final_after_outage_s(caplog):
+    caplog.set_level(logging.WARNING)
+    outage = Outage(patience_s=0.05)
+    assert (outage.reason, outage.away_s, outage.failure(), outage.over()) == ("", 0, None, False)
+    for _ in range(3):
+        outage.noted(BackendUnavailable(GONE))
+    assert (outage.reason, outage.failure()) == (GONE, None)
+    await asyncio.sleep(0.06)
+    failure = outage.failure()
+    assert str(failure).startswith(f"{GONE}; that has been so for longer than outage_s (0.05 s): start it again")
+    assert outage.over()
+    assert (outage.reason, outage.failure()) == ("", None)
+    assert [GONE in record.message for record in caplog.records] == [True, False], caplog.messages
+
+
+async def test_who_waits_hears_of_an_engine_that_is_gone_for_good_and_who_has_a_container_does_not():
+    pool, backend = model_pool(slots=1, containers=1)
+    async with pool:
+        slot = await pool.acquire("t")
+        backend.away = GONE
+        backend.fail(BackendUnavailable(f"{GONE}; for good"))
+        waiting = asyncio.create_task(pool.acquire("u"))
+        await asyncio.sleep(0.02)
+        assert (await slot.exec("true")).exit_code == 0
+        assert not waiting.done(), "the container may serve it yet"
+        assert pool.outage() == ""
+        backend.never = True
+        backend.vanish(slot.container)
+        with pytest.raises(BackendUnavailable, match="for good"):
+            await waiting
+        with pytest.raises(BackendUnavailable, match="for good"):
+            await pool.acquire("v")
+        with pytest.raises(BackendUnavailable, match="for good"):
+            await pool.outlast()
+
+
+async def test_an_outage_is_outlasted_until_the_engine_or_a_container_is_back():
+    pool, backend = model_pool(slots=1, containers=1)
+    async with pool:
+        await pool.outlast()
+        backend.never, backend.away = True, GONE
+        (key,) = pool.keeper.links
+        backend.vanish(key)
+        await until(lambda: pool.outage() == GONE, "the outage")
+        waiting = [asyncio.create_task(pool.outlast()) for _ in range(2)]
+        await asyncio.sleep(0.02)
+        assert not any(task.done() for task in waiting)
+        backend.open(0)
+        await asyncio.gather(*waiting)
+        assert backend.away, "a container is enough"
+
+
+async def test_a_container_out_of_reach_that_the_engine_could_not_replace_is_used_again_when_it_is_back(monkeypatch):
+    monkeypatch.setattr("atropos.slots.keeper.ASK_AGAIN_S", 0.02)
+    monkeypatch.setattr("atropos.slots.keeper.RELINK_S", 0.02)
+    pool, backend = model_pool(slots=1, containers=1)
+    async with pool:
+        (key,) = pool.keeper.links
+        server = backend.servers[key]
+        backend.refuse_retire = BackendUnavailable(GONE)
+        server.kill()  # the way to it is cut
+        await until(lambda: len(backend.retired) >= 2, "a second try to replace it")
+        assert "could not be replaced" in pool.trouble()
+        server.alive = True
+        async with pool.lease("t", timeout_s=5) as slot:
+            assert slot.container == key
+        assert list(pool.keeper.links) == [key]
+
+
+async def test_a_purge_is_tried_for_as_long_as_its_refusal_allows():
+    tried = 0
+
+    async def action() -> None:
+        nonlocal tried
+        tried += 1
+        raise BackendUnavailable("first" if tried == 1 else "then")
+
+    with pytest.raises(BackendUnavailable, match="then"):
+        await persist(action, lambda error: 60 if str(error) == "first" else 0)
+    assert tried == 2
+
+
+def test_a_call_that_an_engine_never_answers_does_not_hold_up_the_end_of_the_process():
+    program = (
+        "import asyncio, time\n"
+        "from atropos.slots.backends.supervise import BlockingCalls\n"
+        "async def main():\n"
+        "    calls = BlockingCalls('test', at_once=1)\n"
+        "    try:\n"
+        "        async with asyncio.timeout(0.1): await calls.run(lambda: time.sleep(600), changes=True)\n"
+        "    except TimeoutError: await calls.settled(0.1)\n"
+        "    print(await calls.run(lambda: 'the next one has its turn'))\n"
+        "asyncio.run(main())\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    assert (done.stdout, done.stderr) == ("the next one has its turn\n", "")
+
+
+async def test_what_a_cancelled_caller_left_behind_is_waited_for_when_it_changes_something():
+    calls, ended = BlockingCalls("test", at_once=2), []
+
+    def change() -> None:
+        time.sleep(0.1)
+        ended.append(True)
+        raise OSError("nobody is there to hear it")
+
+    task = asyncio.create_task(calls.run(change, changes=True))
+    await asyncio.sleep(0.02)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    await calls.settled(10)
+    assert ended == [True]
+    with pytest.raises(ZeroDivisionError):
+        await calls.run(lambda: 1 / 0)
