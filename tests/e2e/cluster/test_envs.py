@@ -46,10 +46,12 @@ async def test_an_env_killed_with_9_is_followed_by_one_that_finds_its_job_and_ca
     async with env_program(cluster, job_id, policy, tmp_path / "b.jsonl") as second:
         await second.until_groups(1)
         assert running(cluster, job_id) == before, "the containers were adopted"
-        for number, fault in enumerate((kill_container, kill_server)):  # what was lost is retried, and scored right
+        faults = (kill_container, kill_server)
+        for number, fault in enumerate(faults):  # what was lost is retried, and scored right
             await asyncio.to_thread(fault, await container_of(sorted(before)[number]))
-            await second.until_groups(3 + 2 * number)
-            await until(lambda: len(running(cluster, job_id)) == 2, "two containers", 60)
+            if TIMES > 1 or fault is faults[-1]:  # in CI both at once: nothing is left then
+                await second.until_groups(len(second.groups()) + 2)
+                await until(lambda: len(running(cluster, job_id)) == 2, "two containers", 60)
         await second.ends_well()
     await nothing_left(cluster, job_id)
 
