@@ -8,6 +8,7 @@ import json
 import os
 import signal
 import socket
+import sys
 import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -73,8 +74,8 @@ class SlotSandbox:
         self._programs = False
         """Whether programs may be running, with or without a call."""
         self._most_sockets = sockets.most(limits.memory_mib << 20)
-        self._sockets = 0
-        """How many were open at the last look."""
+        self._going = 0
+        """How many sockets of programs that were ended were still there at the last look."""
         self._cut: set[str] = set()
         """Calls whose programs were ended because the slot had too many sockets."""
         self._watchdog: asyncio.TimerHandle | None = None
@@ -169,9 +170,14 @@ class SlotSandbox:
         self._watchdog = self._loop.call_later(LOOK_S, self._look)
 
     def _count_sockets(self, pid: int) -> None:
-        """End all programs where they have too many, unless those of programs that were ended are just going."""
-        before, self._sockets = self._sockets, sockets.used(pid)
-        if self._sockets > self._most_sockets and self._sockets >= before and self._channel is not None:
+        """End all programs where they have too many; those of programs that were ended take a while to go."""
+        used = sockets.used(pid)
+        if used <= self._most_sockets:
+            self._going = 0
+        elif used <= self._going:
+            self._going = used
+        elif self._channel is not None:
+            self._going = sys.maxsize
             self._cut.update(self._calls)
             self._channel.call("end_all", {}, lambda _: None)
 
