@@ -11,7 +11,7 @@ from aiohttp import web
 
 from tests.engines import NOMAD
 
-Mode = Literal["pass", "error", "empty", "gone", "silent"]
+Mode = Literal["pass", "error", "readonly", "empty", "gone", "silent"]
 
 
 class NomadProxy:
@@ -52,7 +52,7 @@ class NomadProxy:
 
     async def _handle(self, request: web.Request) -> web.StreamResponse:
         self.asked[request.path] += 1
-        if self.mode == "error":
+        if self.mode == "error" or (self.mode == "readonly" and request.method != "GET"):
             return web.Response(status=500, text="No cluster leader")
         if self.mode == "gone":
             assert request.transport is not None

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from atropos.errors import AcquireTimeout, SandboxError, SlotLost
+from atropos.errors import AcquireTimeout, BackendUnavailable, SandboxError, SlotLost
 from atropos.slots import SlotPool
 from atropos.slots.backends import nomad_job
 from examples.policy.tokenizer import FOLDER
@@ -173,6 +173,29 @@ async def goes_on_while_nomad_fails(mode: Mode) -> None:
             proxy.mode = "pass"
             async with await waiting as other:
                 assert (await other.exec("echo ok")).output == "ok\n"
+        assert leftovers("nomad", config.job_id) == []
+
+
+async def test_what_nomad_could_not_be_told_while_it_failed_is_made_up_for():
+    async with NomadProxy() as proxy:
+        config = pool_config("nomad", nomad_address=proxy.url, slots_per_container=1, idle_container_s=0.3)
+        async with SlotPool(config) as pool:
+            slots = [await pool.acquire(f"t{n}") for n in range(2)]
+            index = {slot: pool.keeper.links[slot.container].container.index for slot in slots}
+            first, last = sorted(slots, key=lambda slot: index[slot])
+            proxy.fail("readonly")
+            with pytest.raises(BackendUnavailable, match="No cluster leader"):
+                await pool.backend.retire(pool.keeper.links[first.container].container)
+            await last.release()
+            await until(lambda: any(each.state == "ending" for each in pool.backend.containers()), "a drained one", 60)
+            await asyncio.sleep(0.5)
+            assert (await first.exec("echo still here")).output == "still here\n"
+            proxy.mode = "pass"
+            await until(lambda: len(pool.backend.containers()) == 1, "one container", 60)
+            assert nomad("GET", f"/v1/job/{config.job_id}")["TaskGroups"][0]["Count"] == 1
+            async with pool.lease("again", timeout_s=60) as slot:
+                assert (await slot.exec("echo ok")).output == "ok\n"
+            await first.release()
         assert leftovers("nomad", config.job_id) == []
 
 
