@@ -18,14 +18,12 @@ import urllib.request
 from collections import Counter
 from pathlib import Path
 
-from atropos.slots import SlotPool
 from tests.egress.world import FAR, HERE, METADATA, PRIVATE, _is_our_proxy, internet, ip, slots
 from tests.security.egress_programs import ATTACKS, HOGS, PRELUDE
 
 HERE6, FAR6, UNIQUE6 = "2606:4700:10::1", "2606:4700:10::2", "fd00:ec2::254"
 TRAPS = [("0.0.0.0", 80), ("::", 80), ("127.0.0.1", 4646), ("127.0.0.1", 443), ("127.0.0.1", 22)]
 DENIED = "93.184.215.15"
-SLOTS = 4
 
 
 class Traps:
@@ -104,35 +102,20 @@ def proxy_size() -> dict[str, int]:
     }
 
 
-async def side_by_side(pool: SlotPool) -> dict[str, str]:
-    """What each attack says. Most of their time they wait for answers that never come: all slots attack at once."""
-    outputs: dict[str, str] = {}
-    waiting = iter(ATTACKS.items())
-
-    async def attacker() -> None:
-        async with pool.lease("attacker") as slot:
-            for name, body in waiting:
-                result = await slot.exec("python3 -I -", stdin=PRELUDE + body + "\nprint('HELD')\n", timeout_s=60)
-                outputs[name] = result.output
-
-    await asyncio.gather(*(attacker() for _ in range(SLOTS)))
-    return outputs
-
-
 async def attacks(traps: Traps) -> dict:
     found: dict = {"attacks": {}, "hogs": {}}
-    async with slots(egress_deny=["denied.example.org"], slots_per_container=SLOTS) as pool:
+    async with slots(egress_deny=["denied.example.org"], slots_per_container=3) as pool:
         fetch = "curl -sS -m 15 http://files.example.org/"
-        async with pool.lease("first") as slot:
+        async with pool.lease("attacker") as slot:
             await slot.exec(fetch)
-        seen()
-        found["before"] = proxy_size()
-        traps.reached.clear()
-        outputs = await side_by_side(pool)
-        lines = await asyncio.to_thread(seen)
-        reached = sorted(traps.reached) + forbidden(lines)  # whichever attack it was, this fails
-        for name in ATTACKS:
-            found["attacks"][name] = {"output": outputs[name], "reached": reached, "asked": lines}
+            seen()
+            found["before"] = proxy_size()
+            for name, body in ATTACKS.items():
+                traps.reached.clear()
+                result = await slot.exec("python3 -I -", stdin=PRELUDE + body + "\nprint('HELD')\n", timeout_s=60)
+                lines = await asyncio.to_thread(seen)
+                reached = sorted(traps.reached) + forbidden(lines)
+                found["attacks"][name] = {"output": result.output, "reached": reached, "asked": lines}
         for name, body in HOGS.items():
             async with pool.lease("hog") as hog, pool.lease("neighbour") as neighbour:
                 await hog.exec(f"cat > hog.py <<'END'\n{PRELUDE}{body}\nEND\n(python3 -I hog.py > log 2>&1 &)")
