@@ -33,6 +33,8 @@ ANSWER_GRACE_S = 15.0
 FILE_DEADLINE_S = 30.0
 LOOK_S = 0.5
 """How often it is looked after calls that have no answer yet, and after programs that run."""
+GOING_S = 2.0
+"""How long the sockets of programs that were ended may take to go; so long, too many of them end nobody else."""
 _STARTS = frozenset({"exec", "proc_start"})
 """Operations that start a program."""
 
@@ -74,8 +76,8 @@ class SlotSandbox:
         self._programs = False
         """Whether programs may be running, with or without a call."""
         self._most_sockets = sockets.most(limits.memory_mib << 20)
-        self._going = 0
-        """How many sockets of programs that were ended were still there at the last look."""
+        self._going, self._going_until = 0, 0.0
+        """How many sockets of programs that were ended were still there at the last look, and when they must be gone."""
         self._cut: set[str] = set()
         """Calls whose programs were ended because the slot had too many sockets."""
         self._watchdog: asyncio.TimerHandle | None = None
@@ -174,10 +176,11 @@ class SlotSandbox:
         used = sockets.used(pid)
         if used <= self._most_sockets:
             self._going = 0
-        elif used <= self._going:
+        elif used <= self._going and self._loop.time() < self._going_until:
             self._going = used
         elif self._channel is not None:
             self._going = sys.maxsize
+            self._going_until = self._loop.time() + GOING_S
             self._cut.update(self._calls)
             self._channel.call("end_all", {}, lambda _: None)
 
