@@ -17,12 +17,14 @@ from tests.waiting import SLOWNESS, until
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, who has a cgroup wherever there are any")
 ROOT = Path(__file__).parents[2]
 
-POOL = """
+DEADLINE_S = 60 * SLOWNESS
+POOL = f"""
 import asyncio, os, signal, sys
 from atropos.slots import SlotPool, SlotPoolConfig
 
+CONFIG = dict(start_timeout_s={DEADLINE_S}, acquire_timeout_s={DEADLINE_S})
 async def main():
-    async with SlotPool(SlotPoolConfig(slots_per_container=2, min_containers=1, max_containers=1)) as pool:
+    async with SlotPool(SlotPoolConfig(slots_per_container=2, min_containers=1, max_containers=1, **CONFIG)) as pool:
         for ending in sys.stdin:
             async with pool.lease("t") as slot:
                 assert (await slot.exec("echo here")).output == "here\\n"
@@ -113,7 +115,7 @@ async def ask(pool: asyncio.subprocess.Process, ending: str) -> int:
     """Use the pool, and then let its server go on or be killed. Returns that server's pid."""
     assert pool.stdin is not None and pool.stdout is not None
     pool.stdin.write(f"{ending}\n".encode())
-    said, server = (await asyncio.wait_for(pool.stdout.readline(), 60)).split()
+    said, server = (await asyncio.wait_for(pool.stdout.readline(), DEADLINE_S)).split()
     assert said == b"ready"
     return int(server)
 
@@ -121,7 +123,7 @@ async def ask(pool: asyncio.subprocess.Process, ending: str) -> int:
 async def end(pool: asyncio.subprocess.Process) -> None:
     assert pool.stdin is not None
     pool.stdin.close()
-    assert await asyncio.wait_for(pool.wait(), 60) == 0
+    assert await asyncio.wait_for(pool.wait(), DEADLINE_S) == 0
 
 
 async def test_a_pool_that_ends_leaves_no_cgroup_even_if_its_server_was_killed(place):
@@ -148,6 +150,8 @@ async def test_the_folder_that_servers_share_stays_for_the_others(place):
 
 
 def test_a_server_that_starts_while_others_remove_what_they_shared_has_all_its_limits(place):
-    done = subprocess.run(place.enter(CLAIMS), capture_output=True, text=True, check=False, cwd=ROOT, timeout=60)
+    done = subprocess.run(
+        place.enter(CLAIMS), capture_output=True, text=True, check=False, cwd=ROOT, timeout=DEADLINE_S
+    )
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) == len(place.folders) or place.version == 2
