@@ -10,6 +10,7 @@ import contextlib
 import errno
 import os
 import signal
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -141,14 +142,7 @@ def _make_own(parent: Path, uid: int, gid: int) -> Path:
     """Our folder, in the one that all servers share; who finds that one empty may remove it at any moment."""
     top = parent / TOP
     ours = top / own_name()
-    for attempt in range(_TRIES):
-        _make(top)
-        try:
-            os.mkdir(ours)
-            break
-        except OSError as error:
-            if error.errno not in _VANISHED or attempt == _TRIES - 1:
-                raise
+    _within(top, lambda: os.mkdir(ours))
     sweep(parent)
     sweep(top)
     _give(top, uid, gid)
@@ -158,6 +152,19 @@ def _make_own(parent: Path, uid: int, gid: int) -> Path:
 def _make(path: Path) -> None:
     with contextlib.suppress(FileExistsError):
         os.mkdir(path)
+
+
+def _within(folder: Path, action: Callable[[], object]) -> None:
+    """Make a folder and do something in it: both once more where somebody removed it, empty, in between."""
+    for left in reversed(range(_TRIES)):
+        _make(folder)
+        try:
+            action()
+        except OSError as error:
+            if error.errno not in _VANISHED or not left:
+                raise
+        else:
+            return
 
 
 def _claim_v1(hierarchy: Hierarchy, mounts: str, uid: int, gid: int) -> Tree:
@@ -254,18 +261,9 @@ def _empty(parent: Path, rest: Path, *, may_move: bool) -> None:
 
 
 def _move(pid: str, rest: Path) -> None:
-    """Move a process ("0": this one) to the leaf for the rest, which is made anew where somebody removed it empty."""
-    for attempt in range(_TRIES):
-        _make(rest)
-        try:
-            (rest / "cgroup.procs").write_text(pid)
-        except ProcessLookupError:
-            pass  # it has ended
-        except OSError as error:
-            if error.errno not in _VANISHED or attempt == _TRIES - 1:
-                raise
-            continue
-        return
+    """Move a process ("0": this one) to the leaf for the rest."""
+    with contextlib.suppress(ProcessLookupError):  # it has ended
+        _within(rest, lambda: (rest / "cgroup.procs").write_text(pid))
 
 
 def _give(path: Path, uid: int, gid: int) -> None:
