@@ -241,9 +241,8 @@ class DockerBackend(Backend):
                     await self._blocking(lambda: self._engine.watch(on_event, on_open))
                     patience.worked()
                 except BackendUnavailable as error:
-                    log.debug(
-                        "changes are not told: %s", error
-                    )  # the list that follows says whether the engine answers
+                    # the list that follows says whether the engine answers
+                    log.debug("changes are not told: %s", error)
                 self._wake.set()
                 await asyncio.sleep(patience.failed())
         finally:

@@ -38,17 +38,6 @@ SILENCE_S = 35.0
 """The event stream sends a heartbeat every 10 s; after this long without a byte it is dead, in seconds."""
 BLOCK_S = 60
 """How long a blocking query waits for a change, in seconds."""
-CHANGES = frozenset(
-    {
-        "register the job",
-        "scale the job",
-        "stop the job",
-        "stop an allocation",
-        "write the variable",
-        "delete the variable",
-    }
-)
-"""Requests that leave something behind when nobody waits for their answer any more."""
 DENIED, HTTP_ERROR = frozenset({401, 403}), 500
 
 
@@ -107,8 +96,13 @@ class NomadApi:
         self._answer_s = CLOSING_S
         await self._calls.settled(CLOSING_S)
 
-    async def _ask(self, what: str, call: Callable[[], T]) -> T:
+    async def _ask(self, what: str, call: Callable[[], T], *, changes: bool = False) -> T:
         """Run one blocking request off the loop.
+
+        Args:
+            what: in a refusal's words.
+            call: the request.
+            changes: it leaves something behind even when nobody waits for its answer any more; see `settled`.
 
         Raises:
             NomadRefused: Nomad said no; the message carries its words.
@@ -116,7 +110,7 @@ class NomadApi:
         """
         try:
             async with asyncio.timeout(self._answer_s):
-                return await self._calls.run(call, changes=what in CHANGES)
+                return await self._calls.run(call, changes=changes)
         except TimeoutError as error:
             raise unreachable(self.settings, f"no answer within {self._answer_s:g} s") from error
         except exceptions.BaseNomadException as error:
@@ -198,7 +192,9 @@ class NomadApi:
         """Register a job if nobody changed it since `modify_index` (0: if it isn't there); False: somebody did."""
         body = {"Job": job, "EnforceIndex": True, "JobModifyIndex": modify_index}
         try:
-            await self._ask("register the job", lambda: self._nomad.jobs.request(json=body, method="post").json())
+            await self._ask(
+                "register the job", lambda: self._nomad.jobs.request(json=body, method="post").json(), changes=True
+            )
         except NomadRefused as error:
             if "Enforcing job modify index" in str(error):
                 return False
@@ -208,12 +204,14 @@ class NomadApi:
     async def scale(self, job_id: str, group: str, count: int, message: str) -> None:
         """Set the number of allocations of a group."""
         body = {"Count": count, "Target": {"Group": group}, "Message": message}
-        await self._ask("scale the job", lambda: self._nomad.job.request(job_id, "scale", json=body, method="post"))
+        await self._ask(
+            "scale the job", lambda: self._nomad.job.request(job_id, "scale", json=body, method="post"), changes=True
+        )
 
     async def deregister(self, job_id: str, *, purge: bool) -> None:
         """Stop a job; with `purge`, forget it. One that is gone already is fine."""
         try:
-            await self._ask("stop the job", lambda: self._nomad.job.deregister_job(job_id, purge=purge))
+            await self._ask("stop the job", lambda: self._nomad.job.deregister_job(job_id, purge=purge), changes=True)
         except NomadRefused as error:
             if error.status != requests.codes.not_found:
                 raise
@@ -233,7 +231,9 @@ class NomadApi:
     async def stop_allocation(self, allocation_id: str) -> None:
         """Stop one allocation; Nomad makes another in its place. One that is gone already is fine."""
         try:
-            await self._ask("stop an allocation", lambda: self._nomad.allocation.stop_allocation(allocation_id))
+            await self._ask(
+                "stop an allocation", lambda: self._nomad.allocation.stop_allocation(allocation_id), changes=True
+            )
         except NomadRefused as error:
             if error.status != requests.codes.not_found:
                 raise
@@ -281,6 +281,7 @@ class NomadApi:
                     lambda index=index, payload=payload: self._nomad.variable.create_variable(
                         path, payload, namespace, cas=index
                     ),
+                    changes=True,
                 )
             except NomadRefused as error:
                 if error.status != requests.codes.conflict:
@@ -290,7 +291,9 @@ class NomadApi:
     async def drop_token(self, job_id: str) -> None:
         """Forget the bearer token of a job."""
         path, namespace = f"nomad/jobs/{job_id}", self.settings.namespace
-        await self._ask("delete the variable", lambda: self._nomad.variable.delete_variable(path, namespace))
+        await self._ask(
+            "delete the variable", lambda: self._nomad.variable.delete_variable(path, namespace), changes=True
+        )
 
     # --------------------------------------------------------------------------------------------------------- watching
 
