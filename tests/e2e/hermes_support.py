@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import sys
 
 from aiohttp import web
 
@@ -12,6 +13,7 @@ from examples.policy.play import TASKS, Policy
 from examples.policy.server import PolicyServer, Settings
 from examples.policy.tokenizer import FOLDER
 from examples.policy.truth import claims
+from tests.engines import SMALL
 
 
 def call(name, **arguments):
@@ -34,6 +36,21 @@ async def running_policy(tmp_path, mistakes=0.0, **settings):
         yield f"http://127.0.0.1:{runner.addresses[0][1]}/v1", log
     finally:
         await runner.cleanup()
+
+
+def script_env(policy, **settings):
+    """The command line of the script env's `process` on a small Nomad pool, as a user would type it."""
+    command = [sys.executable, "-m", "tests.e2e.script_env", "process", "--openai.base_url", policy]
+    command += ["--openai.server_type", "vllm", "--openai.model_name", "policy", "--env.use_wandb", "false"]
+    common = {
+        "tokenizer_name": FOLDER,
+        "tool_pool_mode": "nomad",
+        "slots_per_container": 2,
+        "max_containers": 1,
+        "slot_memory_mib": SMALL.memory_mib,
+        "group_size": 2,
+    }
+    return command + [f"--env.{name}={value}" for name, value in {**common, **settings}.items()]
 
 
 def make(cls, policy, tmp_path, rows, *, server_type="vllm", config_cls=HermesAgentEnvConfig, **settings):

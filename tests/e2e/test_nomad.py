@@ -14,8 +14,7 @@ import pytest
 from atropos.errors import AcquireTimeout, BackendUnavailable, SandboxError, SlotLost
 from atropos.slots import SlotPool
 from atropos.slots.backends import nomad_job
-from examples.policy.tokenizer import FOLDER
-from tests.e2e.hermes_support import running_policy
+from tests.e2e.hermes_support import running_policy, script_env
 from tests.e2e.nomad_proxy import Mode, NomadProxy
 from tests.engines import (
     BACKENDS,
@@ -65,23 +64,15 @@ async def test_a_job_run_by_hand_serves_two_env_scripts_at_once(tmp_path):
 
     async def script(number: int, policy: str) -> list[dict[str, Any]]:
         groups = tmp_path / f"{number}.jsonl"
-        command = [sys.executable, "-m", "tests.e2e.script_env", "process", "--openai.base_url", policy]
-        command += ["--openai.server_type", "vllm", "--openai.model_name", "policy", "--env.use_wandb", "false"]
-        for name, value in {
-            "tokenizer_name": FOLDER,
-            "tool_pool_mode": "nomad",
-            "nomad_address": NOMAD,
-            "sandbox_job_id": job_id,
-            "slots_per_container": 2,
-            "max_containers": 1,
-            "slot_memory_mib": SMALL.memory_mib,
-            "acquire_timeout_s": 120,
-            "start_timeout_s": 240,
-            "group_size": 2,
-            "total_steps": 3,
-            "data_path_to_save_groups": groups,
-        }.items():
-            command += [f"--env.{name}", str(value)]
+        command = script_env(
+            policy,
+            nomad_address=NOMAD,
+            sandbox_job_id=job_id,
+            acquire_timeout_s=120,
+            start_timeout_s=240,
+            total_steps=3,
+            data_path_to_save_groups=groups,
+        )
         process = await asyncio.create_subprocess_exec(*command, cwd=ROOT, stderr=asyncio.subprocess.PIPE)
         _, errors = await process.communicate()
         assert process.returncode == 0, errors.decode()[-2000:]

@@ -12,10 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from examples.policy.tokenizer import FOLDER
-from tests.e2e.hermes_support import running_policy
+from tests.e2e.hermes_support import running_policy, script_env
 from tests.e2e.nomad_proxy import NomadProxy
-from tests.engines import BACKENDS, NOMAD, ROOT, SMALL, containers, leftovers, nomad, remove_container
+from tests.engines import BACKENDS, NOMAD, ROOT, containers, leftovers, nomad, remove_container
 from tests.waiting import SLOWNESS, until
 
 pytestmark = [
@@ -57,25 +56,16 @@ class Running:
 
 @contextlib.asynccontextmanager
 async def env_program(tmp_path, nomad: str, job_id: str, policy: str, **more):
-    command = [sys.executable, "-m", "tests.e2e.script_env", "process", "--openai.base_url", policy]
-    command += ["--openai.server_type", "vllm", "--openai.model_name", "policy", "--env.use_wandb", "false"]
-    for name, value in {
-        "tokenizer_name": FOLDER,
-        "tool_pool_mode": "nomad",
+    own = {
         "nomad_address": nomad,
         "sandbox_job_id": job_id,
-        "slots_per_container": 2,
-        "max_containers": 1,
-        "slot_memory_mib": SMALL.memory_mib,
         "allow_network": "false",
         "acquire_timeout_s": 1,
         "trajectory_retries": 0,
-        "group_size": 2,
         "total_steps": -1,
         "data_path_to_save_groups": tmp_path / "groups.jsonl",
-        **more,
-    }.items():
-        command += [f"--env.{name}={value}"]
+    }
+    command = script_env(policy, **{**own, **more})
     said = tmp_path / "said"
     with said.open("wb") as file:
         process = await asyncio.create_subprocess_exec(*command, cwd=ROOT, stdout=file, stderr=file)
@@ -85,18 +75,8 @@ async def env_program(tmp_path, nomad: str, job_id: str, policy: str, **more):
         if process.returncode is None:
             process.kill()
             await process.wait()
-        purge = [
-            sys.executable,
-            "-m",
-            "atropos.cli",
-            "pool",
-            "purge",
-            "--force",
-            "--job-id",
-            job_id,
-            "--address",
-            NOMAD,
-        ]
+        purge = ["pool", "purge", "--force", "--job-id", job_id, "--address", NOMAD]
+        purge = [sys.executable, "-m", "atropos.cli", *purge]
         await asyncio.to_thread(subprocess.run, purge, cwd=ROOT, check=False, capture_output=True)
 
 

@@ -104,8 +104,7 @@ def change_job(cluster, job_id: str, *, parallel: int, image: str) -> None:
     job = cluster.ask("GET", f"/v1/job/{job_id}")
     (group,) = job["TaskGroups"]
     group["Update"]["MaxParallel"] = parallel
-    group["Update"]["MinHealthyTime"] = (
-        1_000_000_000  # the job's own 5 s are an operator's caution, and no part of this
-    )
+    # in nanoseconds; the job's own 5 s are an operator's caution, and no part of this
+    group["Update"]["MinHealthyTime"] = 1_000_000_000
     group["Tasks"][0]["Config"]["image"] = image
     cluster.ask("POST", "/v1/jobs", {"Job": job})
