@@ -19,7 +19,9 @@ class SlotLimits(BaseModel):
     memory_mib: int = Field(default=1024, ge=32, description="memory, its files in the volume included")
     pids: int = Field(default=256, ge=8, description="processes and threads at once")
     cpu_weight: int = Field(default=100, ge=1, le=10_000, description="share of the CPU against the other slots")
-    cpu_quota: float | None = Field(default=None, gt=0, description="most cores used; None: no ceiling")
+    cpu_quota: float | None = Field(
+        default=None, gt=0, description="most cores used; None: half of the machine's, all where a server has one slot"
+    )
     disk_mib: int = Field(default=512, ge=8, description="bytes the slot may write, /tmp and /dev/shm included")
     inodes: int = Field(default=262_144, ge=1000, description="files and folders the slot may make")
     open_files: int = Field(default=4096, ge=64, description="descriptors a process may hold")

@@ -81,7 +81,9 @@ class SandboxEnvConfig(BaseEnvConfig):
     slot_memory_mib: int = Field(default=1024, ge=32, description="memory of a slot, its files included")
     slot_pids: int = Field(default=256, ge=8, description="processes and threads of a slot")
     slot_cpu_weight: int = Field(default=100, ge=1, le=10_000, description="a slot's share of the CPU")
-    slot_cpu_quota: float | None = Field(default=None, gt=0, description="most cores of a slot; None: no ceiling")
+    slot_cpu_quota: float | None = Field(
+        default=None, gt=0, description="most cores of a slot; None: half of them, all in containers of one slot"
+    )
     slot_disk_mib: int = Field(default=512, ge=8, description="bytes a slot may write")
     slot_inodes: int = Field(default=262_144, ge=1000, description="files a slot may make")
     slot_output_bytes: int = Field(default=1_000_000, ge=1000, description="output kept of one command")

@@ -34,6 +34,11 @@ if TYPE_CHECKING:
 _MIB = 1024 * 1024
 _OWN_PROCESSES = 2
 """bwrap's monitor and the runner count in a slot's cgroup and are not the program's."""
+_PERIOD_US = 10_000
+"""How often a slot's quota of CPU time is given anew: the longer, the longer it can keep others waiting, the shorter, the
+more timers interrupt everybody."""
+_LEAST_QUOTA_US = 1000
+"""The kernel's own bound."""
 
 
 @dataclass(frozen=True)
@@ -274,10 +279,28 @@ def _give(path: Path, uid: int, gid: int) -> None:
             os.chown(path / name, uid, gid)
 
 
-def settings(tree: Tree, limits: SlotLimits) -> list[tuple[str, str, bool]]:
-    """What to write into a slot's directory: (file, value, whether a missing file is an error)."""
+def ceiling(limits: SlotLimits, slots: int) -> float | None:
+    """Most cores that one slot may use; None: all of them.
+
+    Unless told otherwise, half of them where others share them. A fair share needs no ceiling as long as programs
+    compute, but the kernel (EEVDF, Linux 6.18) shares badly between programs that only wake each other: the pipes of one
+    slot kept a neighbour from its core for 5 s. See docs/security.md for what was measured with which ceiling.
+    """
+    cores = len(os.sched_getaffinity(0))
+    most = limits.cpu_quota
+    if most is None:
+        most = max(1.0, cores / 2) if slots > 1 else cores
+    return most if most < cores else None
+
+
+def settings(tree: Tree, limits: SlotLimits, most_cores: float | None) -> list[tuple[str, str, bool]]:
+    """What to write into a slot's directory: (file, value, whether it is an error that it can't be written)."""
     memory, pids = str(limits.memory_mib * _MIB), str(limits.pids + _OWN_PROCESSES)
-    quota = None if limits.cpu_quota is None else max(1000, int(limits.cpu_quota * 100_000))
+    quota = period = 0
+    if most_cores is not None:
+        period = _PERIOD_US if most_cores * _PERIOD_US >= _LEAST_QUOTA_US else 10 * _PERIOD_US
+        quota = max(_LEAST_QUOTA_US, int(most_cores * period))
+    asked = limits.cpu_quota is not None  # cgroup v1 takes no quota above a container's own, which is then the ceiling
     lines: list[tuple[str, str, bool]] = []
     if "memory" in tree.controllers and tree.version == 1:
         lines += [
@@ -292,12 +315,12 @@ def settings(tree: Tree, limits: SlotLimits) -> list[tuple[str, str, bool]]:
         lines.append(("pids.max", pids, True))
     if "cpu" in tree.controllers and tree.version == 1:
         lines.append(("cpu.shares", str(max(2, limits.cpu_weight * 1024 // 100)), True))
-        if quota is not None:
-            lines += [("cpu.cfs_period_us", "100000", True), ("cpu.cfs_quota_us", str(quota), True)]
+        if quota:
+            lines += [("cpu.cfs_period_us", str(period), asked), ("cpu.cfs_quota_us", str(quota), asked)]
     elif "cpu" in tree.controllers:
         lines.append(("cpu.weight", str(limits.cpu_weight), True))
-        if quota is not None:
-            lines.append(("cpu.max", f"{quota} 100000", True))
+        if quota:
+            lines.append(("cpu.max", f"{quota} {period}", asked))
     return lines
 
 
@@ -310,9 +333,9 @@ _EVENTS = {  # (version, controller) -> (file, key, the limit it tells of)
 
 
 class SlotCgroup:
-    """The cgroups of one slot, from before its first process until after its last."""
+    """The cgroups of one slot, from before its first process until after its last. `most_cores`: see `ceiling`."""
 
-    def __init__(self, cgroups: Cgroups, name: str, limits: SlotLimits) -> None:
+    def __init__(self, cgroups: Cgroups, name: str, limits: SlotLimits, most_cores: float | None) -> None:
         self.paths: list[str] = []
         self._events: list[tuple[int, bytes, str]] = []
         try:
@@ -320,7 +343,7 @@ class SlotCgroup:
                 path = f"{tree.path}/{name}"
                 os.mkdir(path)
                 self.paths.append(path)
-                for file, value, needed in settings(tree, limits):
+                for file, value, needed in settings(tree, limits, most_cores):
                     _write(f"{path}/{file}", value, needed=needed)
                 self._watch(tree, path)
         except OSError:

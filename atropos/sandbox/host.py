@@ -139,7 +139,8 @@ class SlotHost:
         disk = await self._disk_for(unique, probe=limits is not self.config.limits)
         cgroup: cgroups.SlotCgroup | None = None
         try:
-            cgroup = cgroups.SlotCgroup(self._entered.cgroups, f"slot{unique}", limits)
+            most_cores = cgroups.ceiling(limits, self.config.slots)
+            cgroup = cgroups.SlotCgroup(self._entered.cgroups, f"slot{unique}", limits, most_cores)
             volume = volumes.create(
                 folder,
                 stands_on,

@@ -102,7 +102,8 @@ def cpu_s(pids):
 
 
 async def the_share_of_the_cpu_follows_the_weight(host):
-    light, heavy = (LIMITS.model_copy(update={"cpu_weight": weight}) for weight in (20, 500))
+    # a ceiling that is higher than the machine: the slots are held by nothing but their weight
+    light, heavy = (LIMITS.model_copy(update={"cpu_weight": weight, "cpu_quota": 1000}) for weight in (20, 500))
     async with slot(host, limits=light) as a, slot(host, limits=heavy) as b:
         # counted from when both run: the light one's start takes as long as its weight says
         cores = len(os.sched_getaffinity(0))  # no program of a slot can choose its core: each slot fills all of them
@@ -126,6 +127,16 @@ async def a_quota_is_a_ceiling(host):
         )
         stat = Path(path, "cpu.stat").read_text()
         assert int(stat.partition("nr_throttled")[2].split()[0]) > 0, stat
+
+
+async def half_of_the_cores_are_a_slots_ceiling_unless_asked(host):
+    cores = len(os.sched_getaffinity(0))
+    async with slot(host) as s:
+        pids = await spinning(s, cores)
+        used, began = cpu_s(pids), time.monotonic()
+        await asyncio.sleep(2)
+        used, wall = cpu_s(pids) - used, time.monotonic() - began
+        assert used < max(1, cores / 2) * wall + 0.1, f"{used} s of {wall} s on {cores} cores"
 
 
 async def memory_returns_and_the_directories_go(host):
@@ -176,10 +187,10 @@ async def settings_are_the_kernel_s(host):
             version = one.version
         wanted = (
             {"memory.max": str(100 << 20), "memory.oom.group": "0", "pids.max": "52", "cpu.weight": "300",
-             "cpu.max": "150000 100000"}
+             "cpu.max": "15000 10000"}
             if version == 2
             else {"memory.limit_in_bytes": str(100 << 20), "pids.max": "52", "cpu.shares": "3072",
-                  "cpu.cfs_quota_us": "150000", "cpu.cfs_period_us": "100000"}
+                  "cpu.cfs_quota_us": "15000", "cpu.cfs_period_us": "10000"}
         )  # fmt: skip
         if "memory.swap.max" in found:
             wanted["memory.swap.max"] = "0"
@@ -201,6 +212,7 @@ ALL = [
     a_background_process_that_is_killed_does_not_end_the_slot,
     the_share_of_the_cpu_follows_the_weight,
     a_quota_is_a_ceiling,
+    half_of_the_cores_are_a_slots_ceiling_unless_asked,
     memory_returns_and_the_directories_go,
     everything_in_the_cgroup_is_killed_at_once,
     settings_are_the_kernel_s,

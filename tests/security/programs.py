@@ -319,6 +319,25 @@ if os.path.exists(path):  # a page that no process has mapped stays in memory, w
         libc.mincore(ctypes.c_void_p(at), ctypes.c_size_t(len(mapped)), there)
         print(sum(page & 1 for page in there), "of", len(there))
 """,
+    "have_the_kernel_compile_filters": """
+code = ctypes.create_string_buffer(struct.pack("HBBI", 6, 0, 0, 0x7FFF0000))  # one instruction: everything passes
+program = ctypes.create_string_buffer(struct.pack("HxxxxxxQ", 1, ctypes.addressof(code)))
+for family, kind in ((1, 2), (2, 1), (2, 2), (16, 3)):
+    s = socket.socket(family, kind)
+    if family == 2:
+        s.setsockopt(1, 15, 1)  # SO_REUSEPORT
+    for option in (26, 51) if family == 2 else (26,):
+        for level in (1, 1 | 1 << 32):
+            if libc.setsockopt(s.fileno(), ctypes.c_long(level), ctypes.c_long(option), program, 16) != -1:
+                breach(f"a filter on a socket {family} {kind} {option}")
+def filtered():
+    for number in (1, 1 | 1 << 32):
+        refused("seccomp", number, 0, program)
+    for option in (22, 22 | 1 << 32):
+        if libc.prctl(ctypes.c_long(option), 2, program) != -1:
+            breach("a filter by prctl")
+forked(filtered)
+""",
     "reach_a_cgroup": """
 for line in open("/proc/self/mountinfo"):
     if " - cgroup" in line:
@@ -837,6 +856,29 @@ for _ in range(16):
             pass
         os._exit(0)
 for _ in range(16):
+    os.wait()
+""",
+    "wake_each_other_without_end": """
+for _ in range(16):
+    ends = os.pipe(), os.pipe()
+    for mine, other in (ends, ends[::-1]):
+        if os.fork() == 0:
+            signal.alarm(2)
+            os.write(other[1], b"x")
+            while True:
+                os.read(mine[0], 1)
+                os.write(other[1], b"x")
+for _ in range(32):
+    os.wait()
+""",
+    "sleep_for_moments_without_end": """
+for _ in range(40):
+    if os.fork() == 0:
+        until = time.time() + 2
+        while time.time() < until:
+            time.sleep(1e-5)
+        os._exit(0)
+for _ in range(40):
     os.wait()
 """,
     "moves_from_core_to_core_without_end": """

@@ -27,6 +27,8 @@ FEW = (
     "memory_without_end",
     "fill_every_file_system",
     "burn_every_core",
+    "wake_each_other_without_end",
+    "sleep_for_moments_without_end",
     "pipe_buffers_without_end",
     "inotify_without_end",
     "orphans_and_zombies_without_end",
