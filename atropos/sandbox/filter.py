@@ -40,10 +40,11 @@ PERSONALITIES = (0x0, 0x0008, 0x20000, 0x20008, 0x40000, 0x40008, 0xFFFFFFFF)
 _NEW_NAMESPACES = (0x80, 0x20000, 0x2000000, 0x4000000, 0x8000000, 0x10000000, 0x20000000, 0x40000000)
 _TIOCSTI, _TIOCLINUX = 0x5412, 0x541C
 _RLIMIT_CORE = 4
-_SOL_SOCKET, _SO_RCVBUF = 1, 8
+_SOL_SOCKET, _SO_RCVBUF, _SO_ATTACH_FILTER, _SO_ATTACH_REUSEPORT_CBPF = 1, 8, 26, 51
 _FADV_DONTNEED, _MADV_COLD, _MADV_PAGEOUT = 4, 20, 21
 _MAP_HUGETLB, _MFD_HUGETLB, _SHM_HUGETLB = 0x40000, 0x4, 0o4000
-_PR_SCHED_CORE = 62
+_PR_SCHED_CORE, _PR_SET_SECCOMP = 62, 22
+_SECCOMP_MODE_FILTER, _SECCOMP_SET_MODE_FILTER = 2, 1
 _LOW = 0xFFFFFFFF
 """The kernel takes these arguments as 32 bits; a comparison of all 64 would miss a value with high bits set."""
 _AUDIT_ARCH = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
@@ -136,6 +137,14 @@ def _arguments(lib: Any, rules: Any, refuse: Any) -> None:
     _rule(lib, rules, lib.ERRNO(errno.ENOMEM), "mmap", has(3, _MAP_HUGETLB))
     _rule(lib, rules, lib.ERRNO(errno.ENODEV), "memfd_create", has(1, _MFD_HUGETLB))
     _rule(lib, rules, refuse, "shmget", has(2, _SHM_HUGETLB))
+    # Filters of programs' own are compiled into memory of which the whole machine has one bounded piece, and each is taken
+    # out of it under one lock: when a few slots were released with all that they may have, no sandbox and no container
+    # could start on the host any more (Linux 6.18, a deadlock). The errors are those of a kernel built without them.
+    for option in (_SO_ATTACH_FILTER, _SO_ATTACH_REUSEPORT_CBPF):
+        _rule(lib, rules, lib.ERRNO(errno.ENOPROTOOPT), "setsockopt", same(1, _SOL_SOCKET), same(2, option))
+    no_filter = lib.ERRNO(errno.EINVAL)
+    _rule(lib, rules, no_filter, "prctl", same(0, _PR_SET_SECCOMP), same(1, _SECCOMP_MODE_FILTER))
+    _rule(lib, rules, no_filter, "seccomp", same(0, _SECCOMP_SET_MODE_FILTER))
     # with a cookie of its own, each thread of a slot would keep all others from its core's second half
     _rule(lib, rules, lib.ERRNO(errno.EINVAL), "prctl", same(0, _PR_SCHED_CORE))
     for name in ("sched_setaffinity", "sched_setscheduler", "sched_setparam", "sched_setattr"):
