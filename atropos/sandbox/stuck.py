@@ -2,7 +2,8 @@
 
 PID 1 starts programs with vfork and waits in the kernel until the child has become the program. A program of the slot that
 stops everything it finds (SIGSTOP) may catch a child just then; PID 1 can't end it, because it waits. Without this, a
-program could turn the results of its own calls into faults of the infrastructure.
+program could turn the results of its own calls into faults of the infrastructure. The same goes for one that holds a lease
+(F_SETLEASE) on the file that is to be executed: who opens it sleeps for up to 45 s (`fs.lease-break-time`).
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import signal
 
 
 def release(pid: int) -> int:
-    """Kill the children of a slot's PID 1 that were stopped before they became programs, and for which it waits.
+    """Kill the children of a slot's PID 1 that were stopped, or sleep, before they became programs, and for which it waits.
 
     Args:
         pid: PID 1, as this process sees it.
@@ -30,7 +31,7 @@ def release(pid: int) -> int:
             handle = os.pidfd_open(child)
             try:
                 # by the name: what has become a program bears its own
-                if _stat(child) == (found[0], "T", pid):
+                if _stat(child) in ((found[0], "T", pid), (found[0], "S", pid)):
                     signal.pidfd_send_signal(handle, signal.SIGKILL)
                     released += 1
             finally:

@@ -279,13 +279,18 @@ def _data(volume: Volume, limits: SlotLimits) -> None:
 
 
 def bounds(limits: SlotLimits) -> tuple[str, int]:
-    """Size and inodes of a tmpfs volume: what is asked for, as far as it fits into the slot's memory.
+    """Size and inodes of a tmpfs volume: what is asked for, as far as both together fit into the slot's memory.
 
-    Its pages can't be reclaimed. One that took all of the memory would have every later command killed, `rm` as well.
+    Its pages can't be reclaimed, nor its inodes. A volume that took all of the memory would have every later command
+    killed, `rm` as well. Where both don't fit, an eighth at least is left to inodes.
     """
-    room = limits.memory_mib - max(_MEMORY_KEPT_MIB, limits.memory_mib // 16)
-    inodes = min(limits.inodes, (room << 20) // _INODE_BYTES)
-    return f"{min(limits.disk_mib, room)}m", inodes + OWN_INODES
+    most = limits.memory_mib - _MEMORY_KEPT_MIB
+    room = min(most, limits.memory_mib - limits.memory_mib // 16)
+    size = min(limits.disk_mib, room)
+    left = max(most - size, most // 8)
+    inodes = min(limits.inodes, (min(room, left) << 20) // _INODE_BYTES)
+    size = min(size, most - (inodes * _INODE_BYTES >> 20))
+    return f"{size}m", inodes + OWN_INODES
 
 
 def restore_mount_points(root: str, more: Iterable[str] = ()) -> None:

@@ -1,0 +1,53 @@
+"""What PID 1 of a slot does without a slot around it: its functions, in a process of their own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[3]
+
+CHANGED = """
+import resource, sys
+from atropos.sandbox import runner
+now = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (now + (16 << 20),) * 2)
+try:
+    runner.write_file(sys.argv[1], b"x", None, False, "0" * 64)
+except runner.OpFailed as failed:
+    print(failed.error, failed.limit)
+"""
+TERMINALS = """
+import os
+from atropos.sandbox import runner
+kept = os.open("/dev/ptmx", os.O_RDWR | os.O_NOCTTY)
+try:
+    runner.open_terminal(24, 80)
+except runner.OpFailed as failed:
+    print(failed.error, failed.limit)
+"""
+
+
+def said(*command: str) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, timeout=30, cwd=ROOT, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_a_large_file_that_may_have_changed_is_not_read_into_memory_whole(tmp_path):
+    """The memory of PID 1 is its slot's: a file of half of it would be the end of both."""
+    file = tmp_path / "large"
+    with file.open("wb") as opened:
+        opened.truncate(48 << 20)
+    assert said(sys.executable, "-c", CHANGED, str(file)) == "changed None\n"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root to mount terminals")
+def test_terminals_that_are_used_up_are_no_full_disk():
+    few = "mount -t devpts -o newinstance,max=1,ptmxmode=0666 few /dev/pts && mount --bind /dev/pts/ptmx /dev/ptmx"
+    command = f'{few} && exec "$@"'
+    assert said("unshare", "--mount", "sh", "-c", command, "sh", sys.executable, "-c", TERMINALS) == "limit None\n"
