@@ -157,16 +157,18 @@ class Proxy:
             await _answer(connection, writer, 403, f"egress refused: {error}\n")
         except Spent:
             await _answer(connection, writer, 403, "egress refused: this slot has used up its bytes (egress_mib)\n")
-        except (h11.RemoteProtocolError, ValueError) as error:
+        except (h11.ProtocolError, ValueError) as error:
             await _answer(connection, writer, 400, f"egress: not a proxy request: {error}\n")
         except TimeoutError:
             await _answer(connection, writer, 504, "egress: timed out\n")
         except OSError as error:
             await _answer(connection, writer, 502, f"egress: {error.strerror or error}\n")
+        except asyncio.CancelledError:
+            for stream in filter(None, (writer, upstream)):
+                stream.transport.abort()  # the slot is gone: nobody reads what is left
+            raise
         finally:
-            for stream in (writer, upstream):
-                if stream is not None:
-                    stream.close()
+            await _hang_up(*filter(None, (writer, upstream)))
 
 
 async def _head(connection: h11.Connection, reader: asyncio.StreamReader) -> h11.Request:
@@ -194,8 +196,9 @@ def _wanted(request: h11.Request) -> tuple[str, int, bytes]:
     parts = urlsplit(text)
     if parts.scheme != "http" or not parts.hostname:
         raise Refused("only http:// addresses and CONNECT; is the proxy set in HTTP_PROXY and HTTPS_PROXY?")
-    path = parts._replace(scheme="", netloc="", fragment="").geturl() or "/"
-    return parts.hostname, parts.port or 80, path.encode("ascii")
+    # as it was written: put together again by `urllib`, `//a` becomes `////a` (Python 3.13) and `/a?` loses its mark
+    path = text.partition("://")[2].partition("#")[0].removeprefix(parts.netloc)
+    return parts.hostname, parts.port or 80, (path if path.startswith("/") else f"/{path}").encode("ascii")
 
 
 def _addresses(name: str, port: int) -> list[Address]:
@@ -289,8 +292,8 @@ async def _forward(
             else:
                 break
         # a client that hangs up wants no answer any more; what it sends beyond its request is dropped
-        while await reader.read(_CHUNK):
-            pass
+        while dropped := await reader.read(_CHUNK):
+            account.spend(len(dropped))
 
     async def down() -> None:
         while True:
@@ -352,6 +355,20 @@ async def _answer(connection: h11.Connection, writer: asyncio.StreamWriter, stat
     with contextlib.suppress(OSError):
         async with asyncio.timeout(HEAD_S):
             await writer.drain()
+
+
+async def _hang_up(*streams: asyncio.StreamWriter) -> None:
+    """Close, and wait until what was written has been read: meanwhile the connection counts as one of its slot's."""
+    for stream in streams:
+        stream.close()
+    try:
+        async with asyncio.timeout(IDLE_S):
+            await asyncio.gather(*(stream.wait_closed() for stream in streams), return_exceptions=True)
+    except TimeoutError:
+        pass
+    finally:
+        for stream in streams:
+            stream.transport.abort()
 
 
 def own_addresses() -> frozenset[Address]:

@@ -1,0 +1,109 @@
+"""Connections through the proxy itself, without slots: what counts as one, what counts as bytes, what the origin is asked."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import AsyncIterator
+
+import pytest
+
+from atropos.sandbox.egress import Proxy
+from atropos.sandbox.egress_rules import Address, Policy
+
+BIG = 8 << 20
+
+
+class Anything(Policy):
+    """Lets everything through, so that an origin may stand on this machine."""
+
+    def judge_name(self, host: str, port: int) -> str:
+        return host
+
+    def judge_addresses(self, name: str, addresses: list[Address], own: frozenset[Address]) -> list[Address]:
+        return addresses
+
+
+@contextlib.asynccontextmanager
+async def proxied(*, budget: int = 1 << 40, connections: int = 8) -> AsyncIterator[tuple[Proxy, int, str, list[bytes]]]:
+    """A proxy, its port, an origin's address, and the request lines that the origin got."""
+    asked: list[bytes] = []
+
+    async def origin(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        head = await reader.readuntil(b"\r\n\r\n")
+        asked.append(head.split(b"\r\n")[0])
+        with contextlib.suppress(OSError):
+            size = BIG if b"/big" in head else 2
+            writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % size)
+            if b"/hang" not in head:
+                writer.write(b"x" * size)
+            await reader.read()
+        writer.close()
+
+    server = await asyncio.start_server(origin, "127.0.0.1", 0)
+    listener = socket.create_server(("127.0.0.1", 0))
+    proxy = Proxy(Anything((), ()), slots=1)
+    await proxy.add(1, listener, budget, connections)
+    try:
+        yield proxy, listener.getsockname()[1], f"127.0.0.1:{server.sockets[0].getsockname()[1]}", asked
+    finally:
+        proxy.drop(1)
+        server.close()
+
+
+async def ask(port: int, target: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(f"GET {target} HTTP/1.1\r\nHost: x\r\n\r\n".encode())
+    return reader, writer
+
+
+async def answer(reader: asyncio.StreamReader) -> bytes:
+    """All that came, also where the connection is reset after it."""
+    got = b""
+    with contextlib.suppress(ConnectionError):
+        while piece := await reader.read(1 << 16):
+            got += piece
+    return got
+
+
+async def test_a_connection_counts_until_its_answer_has_been_read():
+    """A program that half-closes and does not read keeps its connection, and so its place."""
+    async with proxied(connections=4) as (proxy, port, origin, _), asyncio.timeout(20):
+        kept = []
+        for _ in range(4):
+            reader, writer = await ask(port, f"http://{origin}/big")
+            await reader.readexactly(1)
+            await asyncio.sleep(0.2)  # until it waits for this end to read on
+            writer.write_eof()
+            kept.append((reader, writer))
+        await asyncio.sleep(0.2)
+        refused, _ = await ask(port, f"http://{origin}/fifth")
+        assert b"this slot has 4 connections open already" in await answer(refused)
+        await answer(kept[0][0])
+        again, _ = await ask(port, f"http://{origin}/again")
+        assert (await answer(again)).endswith(b"xx")
+        proxy.drop(1)
+        await asyncio.sleep(0.1)
+        assert not [task for task in asyncio.all_tasks() if "Proxy._serve" in repr(task)]
+
+
+async def test_what_comes_after_a_request_is_counted():
+    async with proxied(budget=1 << 20) as (_, port, origin, _), asyncio.timeout(20):
+        reader, writer = await ask(port, f"http://{origin}/hang")
+        with contextlib.suppress(OSError):
+            for _ in range(64):
+                writer.write(bytes(1 << 16))
+                await writer.drain()
+            await answer(reader)
+        after, _ = await ask(port, f"http://{origin}/after")
+        assert b"used up its bytes" in await answer(after)
+
+
+@pytest.mark.parametrize("path", ["", "?q=1", "/", "//twice//there", "/a?", "/a?b?c", "/a;b", "/%2f%0a", "/a#no"])
+async def test_the_origin_is_asked_what_was_written(path):
+    async with proxied() as (_, port, origin, asked), asyncio.timeout(20):
+        reader, _ = await ask(port, f"http://{origin}{path}")
+        await answer(reader)
+        wanted = path.partition("#")[0]
+        assert asked == [f"GET {wanted if wanted.startswith('/') else '/' + wanted} HTTP/1.1".encode()]
