@@ -89,8 +89,7 @@ class AgentEnv(SandboxEnv):
             try:
                 with self.hook("setup_group_workspace"):
                     await self.setup_group_workspace(item, exec_tool=partial(self.execute_tool, group))
-                slot = await self.executor.slot(group)
-                return await slot.snapshot()
+                return await self._frozen(group)
             finally:
                 await self.executor.release_trajectory(group)
 

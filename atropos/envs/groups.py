@@ -113,6 +113,17 @@ class Groups(BaseEnv):
         """What a group's trajectories start from: a snapshot, or None for an empty workspace."""
         return None
 
+    async def _frozen(self, trajectory_id: str) -> Any:
+        """A snapshot of a trajectory's workspace, whose slot is given back. Cancelled on the way, it leaves neither."""
+        slot = await self.executor.slot(trajectory_id)
+        snapshot = await slot.snapshot()
+        try:
+            await self.executor.release_trajectory(trajectory_id)
+        except BaseException:
+            await snapshot.drop()
+            raise
+        return snapshot
+
     def item_name(self, item: Any) -> str:
         """A short name of an item for people, file names and seeds."""
         if isinstance(item, dict):

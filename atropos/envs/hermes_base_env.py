@@ -175,8 +175,7 @@ class HermesAgentBaseEnv(SandboxEnv):
             try:
                 ctx = ToolContext(self.executor, group, limit=self._calls)
                 await self._call_hook("setup_group", lambda: self.setup_group(item, ctx), ctx)
-                slot = await self.executor.slot(group)
-                return await slot.snapshot()
+                return await self._frozen(group)
             finally:
                 await self.executor.release_trajectory(group)
 

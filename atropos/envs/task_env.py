@@ -86,7 +86,7 @@ class TaskEnv(DatasetEnv):
                 slot = await self._slot(item, group)
                 with self.hook("prepare_group"):
                     await workspace.build(slot, item)
-                return await slot.snapshot()
+                return await self._frozen(group)
             finally:
                 await self.executor.release_trajectory(group)
 

@@ -244,19 +244,19 @@ class ToolContext:
         Both go on above the same frozen files. A second slot must come free within the pool's acquire timeout.
         """
         name = f"{self.trajectory_id}-fork-{uuid.uuid4().hex[:8]}"
-        try:
-            async with self._limit:
-                snapshot = await (await self._slot()).snapshot()
-                try:
-                    await self._executor.start_from(name, snapshot)
-                finally:
-                    with contextlib.suppress(SandboxError):
-                        await snapshot.drop()
-        except SandboxError as error:
-            self.failure = self.failure or error
-            raise
         context = ToolContext(self._executor, name, limit=self._limit)
         try:
+            try:
+                async with self._limit:
+                    snapshot = await (await self._slot()).snapshot()
+                    try:
+                        await self._executor.start_from(name, snapshot)
+                    finally:
+                        with contextlib.suppress(SandboxError):
+                            await snapshot.drop()
+            except SandboxError as error:
+                self.failure = self.failure or error
+                raise
             yield context
         finally:
             self.failure = self.failure or context.failure

@@ -25,6 +25,7 @@ class Snapshot:
 
     async def drop(self) -> None:
         self.dropped = True
+        await asyncio.sleep(0)
 
 
 class Slot:

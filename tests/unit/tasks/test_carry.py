@@ -67,6 +67,26 @@ def test_links_lead_nowhere_but_into_the_folder_and_to_programs():
     assert names(safe_archive(data, "/workspace")) == [name for name, _ in good]
 
 
+def test_a_sparse_file_is_not_written_out_in_full():
+    """Some bytes of an archive may say that a file has a terabyte."""
+    out, hole = io.BytesIO(), 64 << 20
+    with tarfile.open(fileobj=out, mode="w") as tar:
+        info = tarfile.TarInfo("sparse")
+        body = f"1\n{hole}\n0\n".encode().ljust(512, b"\0")
+        info.size = len(body)
+        info.pax_headers = {
+            "GNU.sparse.major": "1",
+            "GNU.sparse.minor": "0",
+            "GNU.sparse.name": "sparse",
+            "GNU.sparse.realsize": str(hole),
+        }
+        tar.addfile(info, io.BytesIO(body))
+        tar.addfile(tarfile.TarInfo("good"))
+    data = safe_archive(out.getvalue(), "/workspace")
+    assert names(data) == ["good"]
+    assert len(data) < 1 << 20
+
+
 @pytest.mark.parametrize("data", [b"", b"nonsense" * 200, archive(("f", "a", ""))[:100]])
 def test_what_is_no_archive_is_the_verifiers_failure(data):
     with pytest.raises(VerifierFailed):
