@@ -448,7 +448,7 @@ class DrainRequest(Message):
 class CallRequest(Message):
     """POST /v1/leases/{id}/calls, for people with curl."""
 
-    call_id: str | None = None
+    call_id: str | None = Field(default=None, min_length=1, max_length=200)
     epoch: int | None = None
     operation: Operation
 

@@ -67,6 +67,11 @@ class Client:
         if self.connection is not None:
             self.connection.push(entry)
 
+    def eased(self) -> None:
+        """Answers were acknowledged or forgotten: calls that waited for that may go on."""
+        if not self.journal.congested:
+            self.acked.set()
+
     async def room(self) -> None:
         """Wait until the client has acknowledged enough."""
         while self.journal.congested:
@@ -99,6 +104,11 @@ class Clients:
     def connected(self) -> tuple[str, ...]:
         """Ids of the clients whose stream is open."""
         return tuple(client_id for client_id, client in self._all.items() if client.connection is not None)
+
+    def hears(self, client_id: str) -> bool:
+        """Whether a client's stream is open."""
+        client = self._all.get(client_id)
+        return client is not None and client.connection is not None
 
     def live(self, now: float) -> tuple[str, ...]:
         """Ids of the clients that are connected, or hold leases and were heard of within two heartbeats."""
@@ -143,16 +153,24 @@ class Clients:
             message = each.message
             connection.tell(LeaseEnded(lease_id=each.lease_id, epoch=each.epoch, code=each.code, message=message))
         if hello.holds is not None:
-            self._end_unheld(client_id, frozenset(hello.holds))
+            self._end_unheld(client, frozenset(hello.holds))
         if self._core.table.draining:
             connection.tell(Draining(deadline_s=self._deadline))
         return client
 
-    def _end_unheld(self, client_id: str, holds: frozenset[str]) -> None:
-        """End the leases whose client doesn't know them: the answer to its acquire was lost, or it started anew."""
+    def _end_unheld(self, client: Client, holds: frozenset[str]) -> None:
+        """End the leases whose client doesn't know them: the answer to its acquire was lost, or it started anew.
+
+        Their results go as well: nobody would ever acknowledge them, and so many of them stop all of the client's calls.
+        """
         for held in list(self._core.table.held.values()):
-            if held.client_id == client_id and held.lease_id not in holds and held.state != "ending":
+            if held.client_id == client.client_id and held.lease_id not in holds and held.state != "ending":
                 self._core.end(held, LeaseExpired.code, "its client does not hold it any more")
+        for lease_id in client.journal.lease_ids():
+            if lease_id not in holds:
+                for entry in client.journal.give_up(lease_id):
+                    client.answered(entry)
+        client.eased()
 
     def disconnect(self, client: Client, connection: Connection) -> None:
         """A stream is over; the client's leases live on for their time."""
@@ -219,7 +237,7 @@ class Clients:
             client.journal.cancel_early(call_id)
             return
         if entry.state == "done":
-            client.journal.ack(call_id)  # nobody waits for the answer any more
+            self.ack(client, (call_id,))  # nobody waits for the answer any more
             return
         run = self._core.runs.get(entry.lease_id)
         if run is not None and run.lanes is not None:
@@ -229,19 +247,19 @@ class Clients:
         """The client has these answers."""
         for call_id in call_ids:
             client.journal.ack(call_id)
-        if not client.journal.congested:
-            client.acked.set()
+        client.eased()
 
     async def call(self, lease_id: str, request: CallRequest) -> Reply | Fault:
         """One call by HTTP: the same journal, the same lanes, and the answer as the return value."""
+        own = request.call_id is not None
         found = self._core.table.find(lease_id, request.epoch)
-        if not isinstance(found, Held):
-            message = found.message if isinstance(found, Ended) else f"lease {lease_id!r} is not known to this server"
+        if found is None or not found.client_id:
+            message = f"lease {lease_id!r} is not known to this server" if found is None else found.message
             return Fault(call_id=request.call_id or "", code=LeaseExpired.code, message=message)
         client = self.of(found.client_id)
         self._core.table.seen(client.client_id, self._core.now())
         call_id = request.call_id or f"http-{uuid.uuid4().hex}"
-        call = Call(call_id=call_id, lease_id=lease_id, epoch=found.epoch, operation=request.operation, resent=True)
+        call = Call(call_id=call_id, lease_id=lease_id, epoch=found.epoch, operation=request.operation, resent=own)
         entry = self.submit(client, call)
         if isinstance(entry, Fault):
             return entry
@@ -254,9 +272,13 @@ class Clients:
                 with contextlib.suppress(ValueError):
                     entry.waiters.remove(waiter)
         assert entry.answer is not None
-        if request.call_id is None:
+        answer = entry.answer
+        if own:
+            client.journal.keep(entry)
+            client.eased()
+        else:
             self.ack(client, (call_id,))
-        return entry.answer
+        return answer
 
     # -------------------------------------------------------------------------------------------------------- upkeep
 
@@ -269,6 +291,7 @@ class Clients:
             for lease_id in client.journal.lease_ids():
                 if lease_id not in table.held and lease_id not in table.ended:
                     client.journal.forget_lease(lease_id)
+            client.eased()
             seen = table.last_seen(client_id) or client.since
             if client.connection is None and client_id not in holding and now - seen > FORGET_S:
                 del self._all[client_id]

@@ -67,7 +67,8 @@ class Core:
         self.runs: dict[str, LeaseRun] = {}
         self.snapshots = Snapshots(config.max_snapshots, config.max_snapshot_mib * MIB, host.max_layers)
         self.clients = Clients(self)
-        self.arriving: set[str] = set()
+        self.arriving: dict[str, asyncio.Event] = {}
+        """Snapshots that are being imported, each with what is set when that is over."""
         self.counters: Counter[str] = Counter()
         self.reset_seconds = 0.0
         self.broken = ""
@@ -96,8 +97,14 @@ class Core:
         return self._clock() - self._asleep_s
 
     def forgive(self, gap_s: float) -> None:
-        """The whole process slept (SIGSTOP, a frozen machine): that time counts against nobody's lease."""
+        """The whole process slept (SIGSTOP, a frozen machine): that time counts against nobody's lease.
+
+        What was heard since it woke up has the time before this: left so, a client that died then would live on as long.
+        """
         self._asleep_s += gap_s
+        self.table.awoke(self.now())
+        for stream in self.streams:
+            stream.heard_at = min(stream.heard_at, self.now())
 
     def spawn(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
         """Run something of the server's own; `aclose` waits for it."""
@@ -270,7 +277,7 @@ class Core:
     def _offer(self) -> None:
         """Tell the clients that were refused that asking again is worth it."""
         if self.table.free and not self.table.draining:
-            for client_id in self.table.wanting():
+            for client_id in self.table.offer(self.now(), self.clients.hears):
                 self.clients.tell(client_id, Capacity(free=self.table.free))
 
     def _retire(self, run: LeaseRun, detail: str) -> None:
@@ -321,12 +328,12 @@ class Core:
         if known is not None:
             return known.info
         held = self.table.find(lease_id, epoch)
-        if not isinstance(held, Held) or held.state != "active":
-            raise LeaseExpired(f"lease {lease_id!r} is over")
-        run = self.runs[lease_id]
+        run = self.runs.get(lease_id) if isinstance(held, Held) else None
         name = snapshot_id or f"snap-{uuid.uuid4().hex}"
-        task = run.freezing.get(name)
+        task = run.freezing.get(name) if run is not None else None
         if task is None:
+            if run is None or run.held.state != "active":
+                raise LeaseExpired(f"lease {lease_id!r} is over")
             self.reserve_snapshot(run.layers)
             task = run.freezing[name] = self.spawn(self._queue_freeze(run, name))
             task.add_done_callback(lambda _: run.freezing.pop(name, None))

@@ -8,11 +8,14 @@ A call id is taken once. Sent again it finds its entry: the answer, or the run t
   again what it has acknowledged, so only where a *dropped* answer's id was forgotten does a call marked `resent` that isn't
   known end as `OutcomeUnknown`: it might be that one.
 - Cancels that arrive before their call are remembered, `MAX_EARLY` a client.
+- Answers that were given by HTTP under an id of the caller's are acknowledged by nobody. The latest are kept, `KEPT_BYTES` a
+  client; older ones are dropped.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -24,6 +27,8 @@ MAX_ANSWER_BYTES = 256 * 1024 * 1024
 """Their size in memory together, roughly, in bytes. The newest answer is always kept, however large."""
 GATE_BYTES = 32 * 1024 * 1024
 """With more than this waiting to be acknowledged, no further call of the client is started until it is less."""
+KEPT_BYTES = 16 * 1024 * 1024
+"""Answers kept for one client that it got by HTTP and may ask for again: below the gate, which waits for acknowledgements."""
 MAX_GONE = 10_000
 """Ids remembered of one lease after their answer was acknowledged or dropped."""
 MAX_EARLY = 4096
@@ -41,6 +46,7 @@ class Entry:
     number: str
     state: Literal["queued", "running", "done"] = "queued"
     cancelled: bool = False
+    kept: bool = False
     answer: Reply | Fault | None = None
     size: int = 0
     waiters: list[asyncio.Future[None]] = field(default_factory=list[asyncio.Future[None]])
@@ -70,6 +76,8 @@ class Journal:
     dropped: int = 0
     _logs: dict[str, _Log] = field(default_factory=dict[str, _Log])
     _early: dict[str, None] = field(default_factory=dict[str, None])
+    _kept: deque[Entry] = field(default_factory=deque[Entry])
+    _kept_bytes: int = 0
     _next: int = 0
 
     @property
@@ -139,6 +147,27 @@ class Journal:
         if entry is not None and entry.state == "done":
             self._forget(entry)
 
+    def keep(self, entry: Entry) -> None:
+        """The answer was given, and nobody will acknowledge it: it stays for a while, in case that it is asked for again."""
+        if entry.kept:
+            return
+        entry.kept = True
+        self._kept.append(entry)
+        self._kept_bytes += entry.size
+        while self._kept_bytes > KEPT_BYTES:
+            oldest = self._kept.popleft()
+            self._kept_bytes -= oldest.size
+            if self.entries.get(oldest.call_id) is oldest:
+                self._drop(oldest)
+
+    def give_up(self, lease_id: str) -> list[Entry]:
+        """Nobody will acknowledge what there is of this lease: it is dropped. Returns its entries, for who may wait even so."""
+        log = self._logs.get(lease_id)
+        entries = list(log.done.values()) if log is not None else []
+        for entry in entries:
+            self._drop(entry)
+        return entries
+
     def forget_lease(self, lease_id: str) -> None:
         """Nothing of this lease can be asked for any more."""
         log = self._logs.pop(lease_id, None)
@@ -166,13 +195,15 @@ class Journal:
             entry = next((each for each in log.done.values() if each is not newest), None)
             if entry is None:  # the newest is the largest lease's only one: take the oldest of all others
                 entry = next(e for each in self._logs.values() for e in each.done.values() if e is not newest)
-            self._forget(entry, dropped=True)
-            # A connection may still hold the entry in its queue: what it sends then is the truth, and small.
-            message = "the journal was full and dropped the result; the call ran and was not run again"
-            entry.answer = Fault(call_id=entry.call_id, code="outcome_unknown", message=message)
-            log = self._logs[entry.lease_id]
-            log.dropped = True
+            self._drop(entry)
             self.dropped += 1
+
+    def _drop(self, entry: Entry) -> None:
+        self._forget(entry, dropped=True)
+        # A connection may still hold the entry in its queue: what it sends then is the truth, and small.
+        message = "the journal dropped the result; the call ran and was not run again"
+        entry.answer = Fault(call_id=entry.call_id, code="outcome_unknown", message=message)
+        self._logs[entry.lease_id].dropped = True
 
     def _forget(self, entry: Entry, *, dropped: bool = False) -> None:
         log = self._logs[entry.lease_id]

@@ -3,22 +3,25 @@
 The table is the only authority on a server's leases. Every method takes `now` (seconds of a monotonic clock, so that a
 stepped wall clock changes nothing), decides at once and returns what is to be done; `core` does it.
 
-Fairness between clients that share a container: a refused request is remembered as wanted for `WANT_S` seconds. Slots
-that come free go to the wanting clients in the order (fewest leases, longest wanting), as many as each asked for but no
-more than its equal share; a client further back is refused although a slot is free. So nobody starves, and a client
-that stopped asking costs the others at most `WANT_S`.
+Fairness between clients that share a container: a refused request is remembered as wanted until a slot comes free, and for
+`WANT_S` seconds from then on, in which its client hears of it and asks again. Slots that come free go to the wanting clients
+in the order (fewest leases, longest wanting), as many as each asked for but no more than its equal share; a client further
+back is refused although a slot is free. So nobody starves, and a client that stopped asking costs the others at most `WANT_S`.
 """
 
 from __future__ import annotations
 
 from collections import Counter, OrderedDict, deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
 
 from atropos.wire import LeaseRequest
 
 WANT_S = 1.0
-"""How long a refused client keeps its place after it last asked, in seconds."""
+"""How long a slot is kept for a refused client after it last asked, or was told of the slot, in seconds."""
+MAX_WANTING = 1024
+"""Refused clients remembered; beyond that the first is forgotten. Of each, as many requests as there are slots."""
 MAX_ENDED = 4096
 """Ended leases remembered, so that late calls and double releases get the right answer."""
 
@@ -87,10 +90,20 @@ class Refused:
 
 @dataclass(slots=True)
 class _Want:
-    """The refused requests of one client, with the time each was last made."""
+    """The refused requests of one client, with the time each was last made, or offered a slot (once)."""
 
     first: float
     requests: dict[str, float] = field(default_factory=dict[str, float])
+    offered: set[str] = field(default_factory=set[str])
+
+    def fresh(self, now: float) -> int:
+        """How many of them a slot is kept for."""
+        return sum(now - last <= WANT_S for last in self.requests.values())
+
+    def drop(self, lease_id: str) -> None:
+        """Want this no more."""
+        del self.requests[lease_id]
+        self.offered.discard(lease_id)
 
 
 @dataclass(slots=True)
@@ -138,7 +151,7 @@ class LeaseTable:
         if self.draining:
             return Refused("backend_unavailable", self.draining)
         if self._kept_from(request.client_id, now) >= len(self._free):
-            self._wants.setdefault(request.client_id, _Want(now)).requests[request.lease_id] = now
+            self._want(request, now)
             return Refused("full", self._full_message(), free=0)
         self._satisfy(request)
         self.epoch += 1
@@ -151,27 +164,38 @@ class LeaseTable:
     def _kept_from(self, client_id: str, now: float) -> int:
         """How many slots are kept for the wanting clients that come before this one."""
         for name, want in list(self._wants.items()):
-            for lease_id in [each for each, last in want.requests.items() if now - last > WANT_S]:
-                del want.requests[lease_id]
+            for lease_id in [each for each in want.offered if now - want.requests[each] > WANT_S]:
+                want.drop(lease_id)
             if not want.requests:
                 del self._wants[name]
-        if not self._wants:
+        wanting = {name: fresh for name, want in self._wants.items() if (fresh := want.fresh(now))}
+        if not wanting:
             return 0
-        sharing = {client_id, *self._wants, *(name for name, count in self._counts.items() if count)}
+        sharing = {client_id, *wanting, *(name for name, count in self._counts.items() if count)}
         share = (self.slots - len(self.retired)) // len(sharing)
         mine = self._wants.get(client_id)
         rank = (self._counts[client_id], mine.first if mine else now)
         return sum(
-            min(len(want.requests), max(1, share - self._counts[name]))
-            for name, want in self._wants.items()
-            if name != client_id and (self._counts[name], want.first) < rank
+            min(fresh, max(1, share - self._counts[name]))
+            for name, fresh in wanting.items()
+            if name != client_id and (self._counts[name], self._wants[name].first) < rank
         )
+
+    def _want(self, request: LeaseRequest, now: float) -> None:
+        want = self._wants.setdefault(request.client_id, _Want(now))
+        if request.lease_id in want.requests:
+            want.drop(request.lease_id)  # it is the latest from now on
+        want.requests[request.lease_id] = now
+        if len(want.requests) > self.slots:
+            want.drop(next(iter(want.requests)))
+        if len(self._wants) > MAX_WANTING:
+            del self._wants[next(iter(self._wants))]
 
     def _satisfy(self, request: LeaseRequest) -> None:
         """One request less is wanted: this one, or, asked under a new id, the oldest."""
         want = self._wants.get(request.client_id)
         if want is not None:
-            del want.requests[request.lease_id if request.lease_id in want.requests else next(iter(want.requests))]
+            want.drop(request.lease_id if request.lease_id in want.requests else next(iter(want.requests)))
             if not want.requests:
                 del self._wants[request.client_id]
 
@@ -183,11 +207,29 @@ class LeaseTable:
         """The clients that were refused and should hear of a free slot, in the order in which they come."""
         return sorted(self._wants, key=lambda name: (self._counts[name], self._wants[name].first))
 
+    def offer(self, now: float, hears: Callable[[str], bool]) -> list[str]:
+        """A slot came free. Returns `wanting`; for those who can hear of it, however long ago they asked, it is kept a while."""
+        for name, want in self._wants.items():
+            if hears(name):
+                want.requests.update(dict.fromkeys(want.requests.keys() - want.offered, now))
+            want.offered.update(want.requests)
+        return self.wanting()
+
     # --------------------------------------------------------------------------------------------------- keeping alive
 
     def seen(self, client_id: str, now: float) -> None:
         """The client gave a sign of life, which renews all its leases."""
         self._seen[client_id] = now
+
+    def awoke(self, now: float) -> None:
+        """The clock was set back to `now`: nothing was heard later than that."""
+        for client_id, seen in self._seen.items():
+            self._seen[client_id] = min(seen, now)
+        for held in self.held.values():
+            held.renewed_at = min(held.renewed_at, now)
+        for want in self._wants.values():
+            want.first = min(want.first, now)
+            want.requests = {lease_id: min(last, now) for lease_id, last in want.requests.items()}
 
     def last_seen(self, client_id: str) -> float | None:
         """When the client last gave a sign of life; None when it is not known."""

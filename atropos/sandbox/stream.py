@@ -1,9 +1,8 @@
 """One client's WebSocket: frames of messages in, answers out as they finish.
 
 What is ready while a frame is being written goes into the next one, so batches grow with the load and an idle stream
-sends at once. The queue to the client holds references into its journal, which is what bounds its memory. What a client
-sends is bounded by stopping to read: while more than `MAX_QUEUED_BYTES` of its calls have not been answered, TCP makes
-it wait.
+sends at once. What a client sends is bounded by stopping to read: while more than `MAX_QUEUED_BYTES` of its calls have
+not been answered, or more than `MAX_WAITING` messages wait for it to read them, TCP makes it wait.
 """
 
 from __future__ import annotations
@@ -53,6 +52,8 @@ MAX_BATCH_BYTES = 1024 * 1024
 """A frame is closed when it is this large, so that a large answer delays the others no longer than it must."""
 MAX_QUEUED_BYTES = 256 * 1024 * 1024
 """Frames of unanswered calls held for one connection before it is read no further."""
+MAX_WAITING = 40_000
+"""Messages that wait for a client to read them before it is read no further: twice its open calls."""
 
 
 class Stream:
@@ -109,8 +110,11 @@ class Stream:
 
     @property
     def silent_s(self) -> float:
-        """Seconds since anything came from the client. One that isn't read because it sent too much is not silent."""
-        return 0.0 if self.paused else self._core.now() - self.heard_at
+        """Seconds since anything came from the client or, while it is not read, since anything went to it.
+
+        A client that hears nothing for so long connects anew: one that doesn't is dead.
+        """
+        return self._core.now() - self.heard_at
 
     # -------------------------------------------------------------------------------------------------------- running
 
@@ -170,12 +174,16 @@ class Stream:
             assert self.client is not None
             self._core.table.seen(self.client.client_id, self.heard_at)
             self._handle(messages, len(frame))
-            if self._queued_bytes > MAX_QUEUED_BYTES:
+            if self._full:
                 await self._wait_for_room()
+
+    @property
+    def _full(self) -> bool:
+        return self._queued_bytes > MAX_QUEUED_BYTES or len(self._out) > MAX_WAITING
 
     async def _wait_for_room(self) -> None:
         self.paused = True
-        while self._queued_bytes > MAX_QUEUED_BYTES and not self._closed:
+        while self._full and not self._closed:
             self._room.clear()
             await self._room.wait()
         self.paused = False
@@ -268,6 +276,9 @@ class Stream:
                     return
                 # By hand, on the transport: a frame is a few bytes before the batch, and this is on every call's way.
                 transport.write(_framed(self._next_batch()))
+                if self.paused:
+                    self.heard_at = self._core.now()
+            self._room.set()
         except Exception:
             log.exception("a stream's writer failed")
             self.abort("the writer failed")

@@ -83,20 +83,23 @@ async def exported(core: Core, snapshot: Snapshot, *, compress: bool) -> AsyncGe
     Raises:
         NotSupported: zstd is asked for and not installed.
     """
-    process = await _program("pack", [layer.path for layer in snapshot.layers], compress=compress)
+    # Before the program is started, which takes a while: a layer that is dropped meanwhile would be read as an empty one.
     core.snapshots.hold(snapshot.layers)
     snapshot.touched_at = core.now()
-
-    async def chunks() -> AsyncIterator[bytes]:
-        assert process.stdout is not None
-        while chunk := await process.stdout.read(COPY_BYTES):
-            yield chunk
-        await _ended(process, f"snapshot {snapshot.id} could not be exported")
-
     try:
-        yield chunks()
+        process = await _program("pack", [layer.path for layer in snapshot.layers], compress=compress)
+
+        async def chunks() -> AsyncIterator[bytes]:
+            assert process.stdout is not None
+            while chunk := await process.stdout.read(COPY_BYTES):
+                yield chunk
+            await _ended(process, f"snapshot {snapshot.id} could not be exported")
+
+        try:
+            yield chunks()
+        finally:
+            await asyncio.shield(_stop(process))
     finally:
-        await asyncio.shield(_stop(process))
         core.let_go(snapshot.layers)
 
 
@@ -108,6 +111,8 @@ async def imported(core: Core, wanted: Arriving, chunks: AsyncIterator[bytes]) -
         PoolFull: a bound on snapshots is reached.
         SandboxError: the archive is broken or doesn't fit; nothing is left of it.
     """
+    while (arriving := core.arriving.get(wanted.snapshot_id)) is not None:
+        await arriving.wait()  # the connection broke, and whoever sent it sends it again
     known = core.snapshots.by_id.get(wanted.snapshot_id)
     if known is not None:
         return known.info
@@ -115,19 +120,20 @@ async def imported(core: Core, wanted: Arriving, chunks: AsyncIterator[bytes]) -
         raise NotSupported(f"layers: {wanted.layers} is not between 1 and {MAX_LAYERS}")
     if wanted.base is not None and wanted.base not in core.config.bases:
         raise NotSupported(f"base {wanted.base!r} is not known to this server")
-    if wanted.snapshot_id in core.arriving:
-        raise SandboxError(f"snapshot {wanted.snapshot_id!r} is just being imported")
     core.reserve_snapshot(())
-    core.arriving.add(wanted.snapshot_id)
+    over = core.arriving[wanted.snapshot_id] = asyncio.Event()
     # Its own task: a client that goes away ends the stream, and so the import, but doesn't interrupt the tidying.
     try:
         layers = await asyncio.shield(core.spawn(_unpack(core, wanted, chunks)))
+        snapshot = core.snapshots.commit(
+            wanted.snapshot_id, layers[0], layers[1:], wanted.owner, wanted.base, core.now()
+        )
     except BaseException:
         core.snapshots.abandon()
         raise
     finally:
-        core.arriving.discard(wanted.snapshot_id)
-    snapshot = core.snapshots.commit(wanted.snapshot_id, layers[0], layers[1:], wanted.owner, wanted.base, core.now())
+        del core.arriving[wanted.snapshot_id]
+        over.set()
     core.counters["snapshots_imported"] += 1
     return snapshot.info
 

@@ -39,9 +39,13 @@ T = TypeVar("T", bound=BaseModel)
 R = TypeVar("R")
 REQUEST_S = 60.0
 """Longest one HTTP request may take: a lease may wait for its sandbox, a release for its reset."""
+MAX_REQUESTS = 100
+"""HTTP requests under way at once; more wait for these."""
 CONNECT_S = 5.0
 CLOSE_S = 2.0
 """Longest `close` waits for what is under way."""
+COPY_TRIES = 3
+"""Attempts to copy a snapshot while connections break."""
 MAX_ENDED = 10_000
 """Leases remembered as over, so that a late call is refused without asking."""
 
@@ -86,6 +90,7 @@ class SandboxClient:
         self._on_capacity = on_capacity
         self._reconnect_s = reconnect_s
         self._session: aiohttp.ClientSession | None = None
+        self._stream_session: aiohttp.ClientSession | None = None
         self._channel: Channel | None = None
         self._held: dict[str, Lease] = {}
         self._asking: set[str] = set()
@@ -114,17 +119,15 @@ class SandboxClient:
         if self._closed:
             raise BackendUnavailable("this client is closed")
         if self._session is None:
-            self._session = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=100, keepalive_timeout=60),
-                headers={"Authorization": f"Bearer {self._token}"},
-                timeout=aiohttp.ClientTimeout(total=REQUEST_S, sock_connect=CONNECT_S),
-                auto_decompress=False,
-            )
+            self._session = self._new_session(MAX_REQUESTS)
+            # Connections of its own: requests that wait must not keep a stream that broke from coming back.
+            self._stream_session = self._new_session(0)
         if self._channel is not None:
             return
+        assert self._stream_session is not None
         events = Events(self._lease_ended, self._capacity, self._lose, self._holds, self._beat_s)
         channel = Channel(
-            self._session,
+            self._stream_session,
             f"{self._url}/v1/stream",
             self._client_id,
             events,
@@ -155,10 +158,19 @@ class SandboxClient:
             await asyncio.wait(self._tasks, timeout=1)
         await self._close_session()
 
+    def _new_session(self, limit: int) -> aiohttp.ClientSession:
+        return aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=limit, keepalive_timeout=60),
+            headers={"Authorization": f"Bearer {self._token}"},
+            timeout=aiohttp.ClientTimeout(total=REQUEST_S, sock_connect=CONNECT_S),
+            auto_decompress=False,
+        )
+
     async def _close_session(self) -> None:
-        session, self._session = self._session, None
-        if session is not None:
-            await session.close()
+        sessions, self._session, self._stream_session = (self._session, self._stream_session), None, None
+        for session in sessions:
+            if session is not None:
+                await session.close()
 
     async def __aenter__(self) -> Self:
         await self.connect()
@@ -279,15 +291,22 @@ class SandboxClient:
             NotSupported, PoolFull: too deep, or too many.
         """
         request = SnapshotRequest(snapshot_id=f"snap-{uuid.uuid4().hex}", epoch=lease.epoch)
-        return await self._ask("POST", f"/v1/leases/{lease.lease_id}/snapshot", SnapshotInfo, request)
+        path = f"/v1/leases/{lease.lease_id}/snapshot"
+        return await self._ask("POST", path, SnapshotInfo, request, patient=True)  # the calls before it may take long
 
     async def drop_snapshot(self, snapshot_id: str) -> None:
         """Forget a snapshot; leases that stand on it go on. One that is not there is as good as dropped."""
         with contextlib.suppress(_NotFound):
             await self._ask("DELETE", f"/v1/snapshots/{snapshot_id}", None)
 
+    async def _forget(self, snapshot_id: str) -> None:
+        with contextlib.suppress(SandboxError):
+            await self.drop_snapshot(snapshot_id)
+
     async def copy_snapshot(self, snapshot_id: str, to: SandboxClient) -> SnapshotInfo:
         """Bring a snapshot to another server under the same id, as a zstd tar where both can, else as a plain one.
+
+        A transfer that breaks is begun again: it may be there, and only its answer was lost.
 
         Raises:
             SandboxError: it is not here, doesn't fit there, or the transfer broke; nothing is left there then.
@@ -296,29 +315,39 @@ class SandboxClient:
         zstd = all(each.limits.get("zstd") for each in both)
         info = await self._ask("GET", f"/v1/snapshots/{snapshot_id}", SnapshotInfo)
         query = {"layers": str(info.layers), "client_id": to._client_id} | ({"base": info.base} if info.base else {})
+        for attempt in range(COPY_TRIES):
+            try:
+                return await self._copy_once(snapshot_id, to, query, zstd=zstd)
+            except (aiohttp.ClientError, OSError) as error:
+                if attempt + 1 == COPY_TRIES or self.lost.is_set() or to.lost.is_set():
+                    to._spawn(to._forget(snapshot_id))
+                    raise BackendUnavailable(f"the snapshot could not be copied to {to._url}: {error!r}") from error
+            await asyncio.sleep(0.1 * 2**attempt)
+        raise AssertionError
+
+    async def _copy_once(
+        self, snapshot_id: str, to: SandboxClient, query: dict[str, str], *, zstd: bool
+    ) -> SnapshotInfo:
         source, target = self._session, to._session
         if source is None or target is None:
             raise BackendUnavailable("this client is not connected")
         kind = "application/zstd" if zstd else "application/x-tar"
         path = f"/v1/snapshots/{snapshot_id}/archive"
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S, sock_read=REQUEST_S)
-        try:
-            async with source.get(f"{self._url}{path}?zstd={int(zstd)}", timeout=timeout) as archive:
-                if archive.status != 200:
-                    raise _problem(archive.status, await archive.read())
-                put = target.put(
-                    to._url + path,
-                    params=query,
-                    data=archive.content.iter_chunked(1 << 18),
-                    headers={"Content-Type": kind},
-                    timeout=timeout,
-                )
-                async with put as response:
-                    raw = await response.read()
-                    if response.status != 200:
-                        raise _problem(response.status, raw)
-        except (aiohttp.ClientError, OSError) as error:
-            raise BackendUnavailable(f"the snapshot could not be copied to {to._url}: {error!r}") from error
+        async with source.get(f"{self._url}{path}?zstd={int(zstd)}", timeout=timeout) as archive:
+            if archive.status != 200:
+                raise _problem(archive.status, await archive.read())
+            put = target.put(
+                to._url + path,
+                params=query,
+                data=archive.content.iter_chunked(1 << 18),
+                headers={"Content-Type": kind},
+                timeout=timeout,
+            )
+            async with put as response:
+                raw = await response.read()
+                if response.status != 200:
+                    raise _problem(response.status, raw)
         return SnapshotInfo.model_validate_json(raw)
 
     # --------------------------------------------------------------------------------------------------------- looking
@@ -343,10 +372,16 @@ class SandboxClient:
 
     # ---------------------------------------------------------------------------------------------------------- inside
 
-    async def _ask(self, method: str, path: str, kind: type[T] | None, body: BaseModel | None = None) -> T:
-        """One request, repeated while the connection fails: everything asked for here may be asked twice."""
+    async def _ask(
+        self, method: str, path: str, kind: type[T] | None, body: BaseModel | None = None, *, patient: bool = False
+    ) -> T:
+        """One request, repeated while the connection fails: everything asked for here may be asked twice.
+
+        A `patient` one is asked again when its answer takes longer than a request may take.
+        """
         pause = 0.02
-        until = time.monotonic() + (self._reconnect_s if method != "GET" else 1.0)
+        patience_s = self._reconnect_s if method != "GET" else 1.0
+        until: float | None = None
         while True:
             if self.lost.is_set():
                 raise SlotLost(self.lost_reason)
@@ -355,8 +390,11 @@ class SandboxClient:
             try:
                 return await self._ask_once(method, path, kind, body)
             except TimeoutError as error:
-                raise BackendUnavailable(f"{self._url}{path} did not answer within {REQUEST_S:g} s") from error
+                if not patient:
+                    raise BackendUnavailable(f"{self._url}{path} did not answer within {REQUEST_S:g} s") from error
             except (aiohttp.ClientError, OSError) as error:
+                # From the first failure on: an answer that took long to come, and was cut off, is asked for again as well.
+                until = until or time.monotonic() + patience_s
                 if time.monotonic() + pause > until:
                     raise BackendUnavailable(f"{self._url} can't be reached: {error}") from error
             with contextlib.suppress(TimeoutError):

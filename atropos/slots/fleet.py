@@ -129,6 +129,10 @@ class Fleet:
             self.pinned_waiting += 1
             heapq.heappush(self._pinned.setdefault(ticket.pin, []), (ticket.seq, ticket))
 
+    def wanted(self, seat: Seat) -> bool:
+        """Whether somebody waits whom this container could serve."""
+        return bool(self.waiting or self._pinned.get(seat))
+
     def withdraw(self, ticket: Ticket) -> None:
         """Wait no more; idempotent."""
         if not ticket.waiting:

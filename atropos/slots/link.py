@@ -111,6 +111,7 @@ class Link:
             async with asyncio.timeout(self.patience_s):
                 await self._connect()
                 await self._check_isolation()
+                await self.pool.keeper.tidy(self)
                 status = await self.client.status()
         except TimeoutError:
             reason = f"its sandbox server did not answer within {self.patience_s:g} s"
@@ -236,3 +237,7 @@ class Link:
             if not fleet.waiting and not fleet.pinned_waiting:
                 self.pool.doubtful.add(self)  # looked at again when somebody waits
                 return
+            if not seat.free and fleet.wanted(seat):
+                # Asked all the same: a server tells of a slot, and keeps it for, only whom it has refused. Others that wait
+                # in line would else take each slot in the moment in which they give it back.
+                self._capacity(1)

@@ -63,7 +63,9 @@ class Snapshot:
         """Give it up; slots that stand on it keep what they need. Idempotent."""
         if not self._dropped:
             self._dropped = True
-            self.pool.tasks.spawn(self._drop(), f"drop {self.id}")
+            dropping = self.pool.tasks.spawn(self._drop(), f"drop {self.id}")
+            self.pool.snapshots.dropping.add(dropping)
+            dropping.add_done_callback(self.pool.snapshots.dropping.discard)
             await asyncio.sleep(0)
 
     async def _drop(self) -> None:
@@ -110,6 +112,8 @@ class Snapshots:
 
     def __init__(self, pool: SlotPool) -> None:
         self._pool = pool
+        self.dropping: set[asyncio.Task[None]] = set()
+        """Snapshots that servers are being told to forget."""
 
     async def take(self, slot: Slot) -> Snapshot:
         """As `Slot.snapshot`."""

@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import itertools
 
+import aiohttp
 import pytest
 
 from atropos.errors import BackendUnavailable, LeaseExpired, NotSupported, OutcomeUnknown, PoolFull, SlotLost
+from atropos.sandbox.contract import Layer
 from atropos.slots.client import SandboxClient
 from atropos.wire import Exec, ExecResult, LeaseEnded, LeaseRequest, OpError, ProcRead, WriteFile
 from tests.unit.server.fakes import TOKEN, FakeHost, Running, serving
@@ -262,3 +264,89 @@ async def test_close_leaves_no_task_and_no_socket():
         with pytest.raises((OutcomeUnknown, SlotLost)):
             await call
         await until(lambda: not [t for t in asyncio.all_tasks() - before if "Stream" in repr(t) or "stream" in repr(t)])
+
+
+@pytest.fixture
+def cut_off(monkeypatch):
+    """The first answer that is waited for comes as a broken connection, after longer than reconnecting may take."""
+    whole, cuts = SandboxClient._ask_once, itertools.count()
+
+    async def once(self, method, *arguments):
+        result = await whole(self, method, *arguments)
+        if method != "GET" and next(cuts) == 0:
+            await asyncio.sleep(0.1)
+            raise aiohttp.ClientConnectionError("cut")
+        return result
+
+    monkeypatch.setattr(SandboxClient, "_ask_once", once)
+
+
+async def test_an_answer_that_is_long_in_coming_and_cut_off_is_asked_for_again(cut_off):
+    async with serving() as running, client_of(running, reconnect_s=0.05) as client:
+        lease = await client.acquire(request())
+        assert (await client.call(lease, Exec(command="echo on"))).output == b"on"
+        assert running.core.table.free == 3
+
+
+async def test_a_stream_comes_back_though_as_many_requests_wait_as_there_may_be(monkeypatch):
+    monkeypatch.setattr("atropos.slots.client.MAX_REQUESTS", 3)
+    async with serving() as running, client_of(running) as client:
+        lease = await client.acquire(request())
+        asked, answer = 0, asyncio.Event()
+
+        async def slowly(_):
+            nonlocal asked
+            asked += 1
+            await answer.wait()
+            raise PoolFull("none")
+
+        monkeypatch.setattr(running.core, "acquire", slowly)
+        waiting = [asyncio.create_task(client.acquire(request())) for _ in range(3)]
+        await until(lambda: asked == 3)
+        for stream in list(running.core.streams):
+            stream.abort("cut")
+        result = await asyncio.wait_for(client.call(lease, Exec(command="echo on")), 4)
+        assert result.output == b"on"
+        answer.set()
+        await asyncio.wait(waiting)
+        assert all(isinstance(task.exception(), PoolFull) for task in waiting)
+
+
+@pytest.mark.parametrize("cuts", [1, 9])
+async def test_a_copy_that_breaks_is_begun_again_and_one_that_always_breaks_leaves_nothing(monkeypatch, cuts):
+    """What was copied is there, only the answer is lost."""
+    tries = 0
+
+    async def once(self, snapshot_id, to, query, *, zstd):
+        nonlocal tries
+        tries += 1
+        there = target.core.snapshots
+        if snapshot_id not in there.by_id:
+            there.reserve(())
+            there.commit(snapshot_id, Layer("x", "/x", 1), (), query["client_id"], None, 0)
+            target.host.layers["x"] = {}
+        if tries <= cuts:
+            raise aiohttp.ServerDisconnectedError
+        return there.by_id[snapshot_id].info
+
+    monkeypatch.setattr(SandboxClient, "_copy_once", once)
+    async with serving() as source, serving() as target, client_of(source) as here, client_of(target) as there:
+        info = await here.snapshot(await here.acquire(request()))
+        if cuts == 1:
+            assert (await here.copy_snapshot(info.snapshot_id, there)).snapshot_id == info.snapshot_id
+            assert tries == 2
+        else:
+            with pytest.raises(BackendUnavailable, match="could not be copied"):
+                await here.copy_snapshot(info.snapshot_id, there)
+            await until(lambda: not target.host.layers)
+
+
+async def test_a_snapshot_waits_for_calls_that_take_longer_than_a_request_may(monkeypatch):
+    monkeypatch.setattr("atropos.slots.client.REQUEST_S", 0.1)
+    async with serving() as running, client_of(running) as client:
+        lease = await client.acquire(request())
+        before = asyncio.create_task(client.call(lease, Exec(command="sleep 0.5")))
+        await until(lambda: running.host.ran["sleep 0.5"])
+        info = await client.snapshot(lease)
+        assert before.done()
+        assert list(running.core.snapshots.by_id) == [info.snapshot_id]

@@ -192,6 +192,19 @@ async def test_asking_twice_for_one_snapshot_freezes_once():
         assert len(running.host.layers) == 1
 
 
+async def test_a_snapshot_that_is_asked_for_again_after_a_release_is_the_one_that_was_under_way():
+    async with serving() as running, client_of(running) as client:
+        lease = await client.acquire(request())
+        running.host.start_s = 0.05
+        first = asyncio.create_task(running.core.snapshot(lease.lease_id, "snap-mine-1", None))
+        await until(lambda: running.host.layers)
+        releasing = asyncio.create_task(client.release(lease))
+        await until(lambda: running.core.runs[lease.lease_id].held.state == "ending")
+        running.core.snapshots.by_id.clear()  # as if it had not got so far
+        assert await running.core.snapshot(lease.lease_id, "snap-mine-1", None) == await first
+        await releasing
+
+
 async def test_snapshots_are_bounded_in_number_bytes_and_depth():
     async with serving(max_snapshots=20, max_snapshot_mib=1) as running, client_of(running) as client:
         lease = await client.acquire(request())

@@ -148,6 +148,7 @@ async def test_a_full_server_answers_409_with_its_free_count(server, curl):
         ("POST", "/v1/leases", '{"lease_id": "lease-0001", "client_id": "c", "mine": 1}', 400, "mine"),
         ("POST", "/v1/leases", "x" * 70_000, 413, ""),
         ("POST", "/v1/leases/lease-0001/calls", '{"operation": {"op": "format"}}', 400, "operation"),
+        ("POST", "/v1/leases/lease-0001/calls", json.dumps({"call_id": "x" * 201, **ECHO}), 400, "call_id"),
         ("DELETE", "/v1/leases/lease-0001?epoch=one", None, 400, "epoch"),
         ("PUT", "/v1/leases", None, 405, ""),
         ("GET", "/nowhere", None, 404, ""),
@@ -261,6 +262,36 @@ async def test_a_sender_that_goes_away_leaves_nothing(server, curl):
     async with asyncio.timeout(10):
         while server.core.arriving or server.core.snapshots.pending or server.host.layers:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
+
+
+async def test_an_archive_that_is_sent_again_waits_for_what_became_of_the_first(server, curl):
+    path, whole = "/v1/snapshots/snap-sent/archive?layers=1", archive("0/a")
+    go_on = asyncio.Event()
+
+    async def slowly():
+        yield whole[:512]
+        await go_on.wait()
+        yield whole[512:]
+
+    for breaks in (True, False):
+        go_on.clear()
+        first = asyncio.create_task(curl("PUT", path, data=slowly()))
+        async with asyncio.timeout(10):
+            while not server.core.arriving:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        again = asyncio.create_task(curl("PUT", path, data=whole))
+        await asyncio.sleep(0.05)
+        assert not again.done()
+        if breaks:
+            first.cancel()
+        go_on.set()
+        assert (await asyncio.wait_for(again, 10))[0] == 200
+        assert breaks or (await first)[0] == 200
+        assert len(server.host.layers) == len(server.core.snapshots.by_id) == 1
+        server.core.drop_snapshot("snap-sent")
+        async with asyncio.timeout(5):
+            while server.host.layers:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
 
 
 async def frames(socket: aiohttp.ClientWebSocketResponse) -> list[dict]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 
+import pytest
+
 from atropos.sandbox.leases import MAX_ENDED, WANT_S, Ended, Granted, Held, LeaseTable, Refused
 from atropos.wire import LeaseRequest
 
@@ -137,6 +139,48 @@ def test_a_client_that_stopped_asking_blocks_nobody_for_long():
     end(table, lease)
     assert isinstance(ask(table, "a2", "a", now=0.1), Refused)
     assert held(ask(table, "a3", "a", now=WANT_S + 0.1))
+
+
+def test_a_client_that_waits_to_hear_of_a_slot_gets_it_however_long_it_takes():
+    """Leases last longer than a refused request is kept; whoever gives one back asks again before the other has heard."""
+    table = LeaseTable(2)
+    greedy = [held(ask(table, f"g{n}", "greedy")) for n in range(2)]
+    assert isinstance(ask(table, "p0", "poor"), Refused)
+    for now in (50.0, 100.0):
+        end(table, greedy.pop(0), now=now)
+        assert table.offer(now, lambda _: True) == (["poor"] if now == 50 else ["greedy"])
+        again = ask(table, f"g-{now:.0f}", "greedy", now=now)
+        if now == 50.0:
+            assert isinstance(again, Refused), "kept for the one that waits"
+            assert held(ask(table, "p1", "poor", now=now + 0.5)).client_id == "poor"
+    held(again)
+
+
+@pytest.mark.parametrize("hears", [True, False])
+def test_a_client_that_waits_no_more_costs_the_others_one_moment_once(hears):
+    table = LeaseTable(2)
+    lease, _ = (held(ask(table, f"g{n}", "greedy")) for n in range(2))
+    assert isinstance(ask(table, "p0", "poor"), Refused)
+    for now in (50.0, 60.0):
+        end(table, lease, now=now)
+        table.offer(now, lambda _: hears)
+        first = ask(table, f"g-{now:.0f}", "greedy", now=now + 0.1)
+        assert isinstance(first, Refused) == (hears and now == 50.0)
+        lease = held(
+            first if isinstance(first, Granted) else ask(table, f"h-{now:.0f}", "greedy", now=now + WANT_S + 0.1)
+        )
+
+
+def test_what_is_remembered_of_the_refused_is_bounded(monkeypatch):
+    monkeypatch.setattr("atropos.sandbox.leases.MAX_WANTING", 20)
+    table = LeaseTable(2)
+    for n in range(2):
+        held(ask(table, f"g{n}", "greedy"))
+    for n in range(100):
+        ask(table, f"p{n}", "poor", now=n)
+        ask(table, f"q{n}", f"other-{n}", now=n)
+    assert len(table._wants) == 20
+    assert all(len(want.requests) <= 2 for want in table._wants.values())
 
 
 def test_clients_that_keep_asking_share_evenly_and_nobody_starves():

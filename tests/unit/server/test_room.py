@@ -1,0 +1,207 @@
+"""What holds a client's calls up, as its peers on the wire see it: it ends, and the dead are not waited for."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import json
+from collections.abc import AsyncIterator
+
+import aiohttp
+import pytest
+
+from atropos.sandbox import travel
+from atropos.wire import Exec, Hello, Lease, LeaseRequest, Operation, Problem, WriteFile
+from tests.unit.client.test_client import until
+from tests.unit.server.fakes import TOKEN, Running, serving
+
+HEADERS = {"Authorization": f"Bearer {TOKEN}"}
+LARGE = "echo " + "x" * 5000
+ids = itertools.count()
+
+
+class Peer:
+    """A client by hand: it acknowledges nothing by itself."""
+
+    def __init__(self, socket: aiohttp.ClientWebSocketResponse, came: list[dict]) -> None:
+        self.socket, self.came = socket, came
+
+    async def send(self, *messages: dict) -> None:
+        await self.socket.send_str(json.dumps(messages))
+
+    async def call(self, lease: Lease, call_id: str, operation: Operation, **more) -> None:
+        named = {"call_id": call_id, "lease_id": lease.lease_id, "epoch": lease.epoch, **more}
+        await self.send({"kind": "call", **named, "operation": operation.model_dump(mode="json")})
+
+    async def answer(self, call_id: str) -> dict:
+        async with asyncio.timeout(2):
+            while True:
+                for message in self.came:
+                    if message.get("call_id") == call_id:
+                        return message
+                self.came = json.loads((await self.socket.receive()).data)
+
+    def die(self) -> None:
+        assert self.socket._response.connection is not None
+        assert self.socket._response.connection.transport is not None
+        self.socket._response.connection.transport.abort()
+
+
+@contextlib.asynccontextmanager
+async def peer(running: Running, holds: tuple[Lease, ...] | None = None) -> AsyncIterator[Peer]:
+    held = None if holds is None else [lease.lease_id for lease in holds]
+    async with (
+        aiohttp.ClientSession(headers=HEADERS) as session,
+        session.ws_connect(running.url + "/v1/stream", max_msg_size=0) as socket,
+    ):
+        hello = Hello(client_id="peer", connection=next(ids), holds=held)
+        await socket.send_str(f"[{hello.model_dump_json()}]")
+        welcome, *came = json.loads((await socket.receive()).data)
+        assert welcome["kind"] == "welcome"
+        yield Peer(socket, came)
+
+
+async def leased(running: Running, **fields) -> Lease:
+    return await running.core.acquire(LeaseRequest(lease_id=f"lease-{next(ids):05}", client_id="peer", **fields))
+
+
+@pytest.fixture
+async def running(monkeypatch):
+    monkeypatch.setattr("atropos.sandbox.journal.GATE_BYTES", 4000)
+    async with serving() as running:
+        yield running
+
+
+async def test_an_answer_that_was_given_up_lets_the_next_call_start(running):
+    """Given up while the connection was away: the cancel is all that ever comes of it."""
+    lease, other = await leased(running), await leased(running)
+    async with peer(running) as first:
+        await first.call(lease, "large", Exec(command=LARGE))
+        await first.answer("large")
+        await first.call(other, "waits", Exec(command="echo on"))
+        await until(lambda: running.core.runs[other.lease_id].lanes._congested)
+    async with peer(running) as second:
+        await second.send({"kind": "cancel", "call_id": "large"})
+        await second.call(other, "waits", Exec(command="echo on"), resent=True)
+        assert (await second.answer("waits"))["kind"] == "reply"
+
+
+async def test_what_a_client_left_unacknowledged_does_not_stop_the_one_that_follows_it(running):
+    """A pool that lost its connection for good and comes back knows nothing of the old one's calls."""
+    lease = await leased(running)
+    async with peer(running) as old:
+        await old.call(lease, "large", Exec(command=LARGE))
+        await old.answer("large")
+    async with peer(running, holds=()) as new:
+        lease = await leased(running)
+        await new.call(lease, "first", Exec(command="echo on"))
+        assert (await new.answer("first"))["kind"] == "reply"
+        assert running.core.clients.of("peer").journal.bytes < 1000
+
+
+async def test_a_call_of_a_lease_that_its_client_does_not_hold_any_more_has_an_answer_all_the_same(running):
+    lease = await leased(running)
+    async with peer(running) as old:
+        await old.call(lease, "ran", Exec(command="count a"))
+        await until(lambda: running.host.ran["count a"])
+    async with peer(running, holds=()) as new:
+        assert (await new.answer("ran"))["code"] == "outcome_unknown"
+
+
+class Curl:
+    def __init__(self, running: Running, session: aiohttp.ClientSession) -> None:
+        self.url, self.session = running.url, session
+
+    async def __call__(self, lease: Lease, call_id: str | None, command: str) -> tuple[int, dict]:
+        body = {"call_id": call_id, "operation": {"op": "exec", "command": command}}
+        async with (
+            asyncio.timeout(2),
+            self.session.post(f"{self.url}/v1/leases/{lease.lease_id}/calls", data=json.dumps(body)) as response,
+        ):
+            return response.status, await response.json()
+
+
+async def test_calls_by_hand_under_ids_of_ones_own_go_on_and_the_latest_answers_are_kept(running, monkeypatch):
+    monkeypatch.setattr("atropos.sandbox.journal.KEPT_BYTES", 3000)
+    lease = await leased(running)
+    async with aiohttp.ClientSession(headers=HEADERS) as session:
+        curl = Curl(running, session)
+        for number in range(20):
+            assert (await curl(lease, f"mine-{number}", f"echo {number}" + "x" * 1000))[0] == 200
+        assert (await curl(lease, "too-large-to-keep", LARGE))[0] == 200
+        assert (await curl(lease, None, LARGE))[0] == 200
+        first = await curl(lease, "mine-20", "count 20")
+        assert first[0] == 200
+        assert await curl(lease, "mine-20", "count 20") == first
+        assert running.host.ran["count 20"] == 1
+        status, problem = await curl(lease, "mine-0", "echo 0")
+        assert (status, Problem.model_validate(problem).code) == (500, "outcome_unknown")
+
+
+async def test_a_call_by_hand_is_answered_again_when_its_lease_is_over(running):
+    lease = await leased(running)
+    async with aiohttp.ClientSession(headers=HEADERS) as session:
+        curl = Curl(running, session)
+        first = await curl(lease, "mine", "count a")
+        await running.core.release(lease.lease_id, None)
+        assert await curl(lease, "mine", "count a") == first
+        status, problem = await curl(lease, "other", "count a")
+        assert (status, Problem.model_validate(problem).code) == (410, "lease_expired")
+    assert running.host.ran["count a"] == 1
+
+
+async def test_a_dead_client_that_sent_more_than_is_read_loses_its_leases(monkeypatch):
+    monkeypatch.setattr("atropos.sandbox.stream.MAX_QUEUED_BYTES", 100_000)
+    async with serving(heartbeat_s=0.1, slots=1) as running, peer(running) as client:
+        lease = await leased(running, ttl_s=0.4)
+        await client.call(lease, "hang", Exec(command="hang"))
+        for number in range(3):
+            await client.call(lease, f"write-{number}", WriteFile(path="x", data=bytes(80_000)))
+        stream = running.core.clients.of("peer").connection
+        await until(lambda: stream.paused)
+        client.die()
+        await until(lambda: running.core.table.free == 1 and not running.core.streams, 3)
+
+
+async def test_a_client_that_reads_nothing_is_not_read_without_end(monkeypatch):
+    monkeypatch.setattr("atropos.sandbox.stream.MAX_WAITING", 1000)
+    async with serving(heartbeat_s=0.3) as running, peer(running) as client:
+        stream = running.core.clients.of("peer").connection
+        beats = [{"kind": "heartbeat", "seq": 10**1000 + n} for n in range(500)]
+        async with asyncio.timeout(10):
+            while not stream.paused:
+                await client.send(*beats)
+        assert len(stream._out) <= 1500
+        await until(lambda: not running.core.streams)
+
+
+async def test_a_server_that_slept_does_not_give_the_dead_the_time_it_slept(running):
+    core = running.core
+    lease = await leased(running, ttl_s=10)
+    held = core.table.held[lease.lease_id]
+    core._clock = lambda clock=core._clock: clock() + 1000
+    # it was stopped, and what waited in its sockets is read before it notices
+    core.table.seen("peer", core.now())
+    core.forgive(1000)
+    assert core.table.expires_at(held) - core.now() <= 10
+
+
+async def test_a_snapshot_that_is_dropped_while_its_export_begins_is_exported_whole(running, monkeypatch):
+    lease = await leased(running)
+    info = await running.core.snapshot(lease.lease_id, None, None)
+    await running.core.release(lease.lease_id, None)
+    begin = travel._program
+
+    async def slowly(*arguments, **options):
+        running.core.drop_snapshot(info.snapshot_id)
+        await asyncio.sleep(0.02)
+        assert running.host.layers, "it was dropped under its reader"
+        return await begin(*arguments, **options)
+
+    monkeypatch.setattr(travel, "_program", slowly)
+    snapshot = running.core.snapshots.by_id[info.snapshot_id]
+    async with travel.exported(running.core, snapshot, compress=False):
+        pass
+    await until(lambda: not running.host.layers)
+    assert running.core.counters["layers_leaked"] == 0

@@ -1,0 +1,73 @@
+"""Two pools, as of two env processes, on one server."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+from atropos.slots import SlotPool, SlotPoolConfig
+from atropos.slots.backends.base import Backend, Container
+from tests.unit.server.fakes import TOKEN, serving
+
+
+class One(Backend):
+    """A container that somebody else started."""
+
+    name = "one"
+
+    def __init__(self, url: str) -> None:
+        self.listed = [Container("c0", 0, url, TOKEN, "running")]
+
+    async def start(self):
+        pass
+
+    async def scale(self, count):
+        pass
+
+    def containers(self):
+        return self.listed
+
+    async def changed(self):
+        await asyncio.Event().wait()
+
+    def trouble(self):
+        return ""
+
+    async def aclose(self, *, purge):
+        pass
+
+
+async def test_a_pool_that_wants_little_is_not_starved_by_one_that_wants_all(monkeypatch):
+    """It comes when all is taken, and is slow to ask: the other asks again in the moment in which it gives one back."""
+    monkeypatch.setattr("atropos.sandbox.leases.WANT_S", 0.05)
+    async with serving(slots=2) as running:
+        config = SlotPoolConfig(slots_per_container=2, max_containers=1, acquire_timeout_s=30)
+        pools = [SlotPool(config, backend=One(running.url)) for _ in range(2)]
+        waits: list[list[float]] = [[], []]
+        over = False
+
+        async def work(number: int) -> None:
+            while not over:
+                asked = time.monotonic()
+                async with pools[number].lease("t"):
+                    waits[number].append(time.monotonic() - asked)
+                    await asyncio.sleep(0.15)
+
+        async with pools[0]:
+            working = [asyncio.create_task(work(0)) for _ in range(6)]
+            await asyncio.sleep(0.1)
+            async with pools[1]:
+                (link,) = pools[1].keeper.links.values()
+                at_once = link.client.acquire
+
+                async def slowly(request):
+                    await asyncio.sleep(0.02)
+                    return await at_once(request)
+
+                link.client.acquire = slowly
+                working.append(asyncio.create_task(work(1)))
+                await asyncio.sleep(1.5)
+                over = True
+                await asyncio.gather(*working)
+    # two slots, two who want: about half of the leases are the small one's
+    assert len(waits[1]) >= 3, waits
