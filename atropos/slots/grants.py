@@ -20,6 +20,8 @@ log = logging.getLogger("atropos.slots")
 
 CONTRARY_S = 0.01
 """Pause before asking a container again that refuses though it says that it has room."""
+IN_TURN_S = 0.1
+"""Longest that an acquire whose answer came early waits for the one before it."""
 
 
 class Grants:
@@ -28,6 +30,7 @@ class Grants:
     def __init__(self, pool: SlotPool) -> None:
         self._pool = pool
         self._waiters: dict[Ticket, asyncio.Future[None]] = {}
+        self._last: dict[Link, asyncio.Task[Slot | None]] = {}
 
     async def seat(self, ticket: Ticket) -> Link | None:
         """Wait for a container with a slot for this ticket; one slot is reserved there then. None: it is gone again."""
@@ -99,14 +102,35 @@ class Grants:
         slot = link.slots[lease.lease_id] = Slot(link, lease, request.trajectory_id)
         return slot
 
+    async def _in_turn(
+        self,
+        link: Link,
+        request: wire.LeaseRequest,
+        snapshot: Snapshot | None,
+        before: asyncio.Task[Slot | None] | None,
+    ) -> Slot | None:
+        """As `_grant`, after the one before: a container's answers come over many connections and overtake each other."""
+        slot = await self._grant(link, request, snapshot)
+        if before is not None and not before.done():
+            await asyncio.wait([before], timeout=IN_TURN_S)
+        return slot
+
     async def finish(self, link: Link, request: wire.LeaseRequest, snapshot: Snapshot | None) -> Slot | None:
         """Turn a reservation into a lease; None: look elsewhere. Cancelled meanwhile, it gives back what it gets."""
-        task = self._pool.tasks.spawn(self._grant(link, request, snapshot), "grant", awaited=True)
+        before = self._last.get(link) if snapshot is None else None
+        task = self._pool.tasks.spawn(self._in_turn(link, request, snapshot, before), "grant", awaited=True)
+        if snapshot is None:  # one that has to travel first holds nobody up
+            self._last[link] = task
+            task.add_done_callback(lambda ended: self._forget(link, ended))
         try:
             return await asyncio.shield(task)
         except asyncio.CancelledError:
             task.add_done_callback(self._unwanted)
             raise
+
+    def _forget(self, link: Link, ended: asyncio.Task[Slot | None]) -> None:
+        if self._last.get(link) is ended:
+            del self._last[link]
 
     def _unwanted(self, task: asyncio.Task[Slot | None]) -> None:
         if not task.cancelled() and task.exception() is None and (slot := task.result()) is not None:

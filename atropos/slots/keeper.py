@@ -36,6 +36,8 @@ class Keeper:
         self.condemned: set[str] = set()
         self._unreplaced: dict[str, float] = {}
         """Condemned containers that the backend could not replace, and when to try them anew, by the pool's clock."""
+        self._left: dict[str, set[str]] = {}
+        """Snapshots that containers may still have from before they were lost, by the containers' ids."""
         self.asked = 0
         self.trouble = ""
         self.limits = Limits(
@@ -48,11 +50,14 @@ class Keeper:
         self._kicked = asyncio.Event()
         self._seen = 0
         self._asked_at = 0.0
+        self._wanted_at = 0.0
+        """When somebody last waited, or more containers were asked for, by the pool's clock."""
 
     # -------------------------------------------------------------------------------------------------- reconcile
 
     async def watch(self) -> None:
         """Follow the backend's containers until cancelled."""
+        self._wanted_at = self.pool.now()
         while True:
             await self.backend.changed()
             self.reconcile()
@@ -80,6 +85,7 @@ class Keeper:
                 self._connect(container, RELINK_S if key in again else None)
         self.condemned &= listed.keys()
         self._unreplaced = {key: due for key, due in self._unreplaced.items() if key in self.condemned}
+        self._left = {key: names for key, names in self._left.items() if key in listed}
         self.kick()
 
     def _connect(self, container: Container, patience_s: float | None = None) -> None:
@@ -94,9 +100,18 @@ class Keeper:
             log.log(
                 logging.DEBUG if tried_in_vain else logging.INFO, "container %s is gone: %s", link.container.id, reason
             )
+        if link.snapshots:
+            self._left.setdefault(link.container.id, set()).update(each.id for each in link.snapshots)
         link.lose(reason)
         self.pool.serve()
         self.kick()
+
+    async def tidy(self, link: Link) -> None:
+        """A server that was lost and is back ends our old leases by itself; our old snapshots it would keep for good."""
+        left = self._left.get(link.container.id, set())
+        for snapshot_id in list(left):
+            await link.client.drop_snapshot(snapshot_id)
+            left.discard(snapshot_id)
 
     def relink(self, link: Link, reason: str) -> None:
         """A server was lost while its container is still listed: it may have been restarted in place."""
@@ -150,6 +165,7 @@ class Keeper:
             waiting=fleet.waiting,
             needed=self._needed(),
             closing=self._closing(),
+            late=max(0, self.asked - self._seen) if self.pool.now() > self._wanted_at + self.limits.idle_s else 0,
         )
 
     def _closing(self) -> int:
@@ -177,6 +193,8 @@ class Keeper:
             self._kicked.clear()
             if self._unreplaced:
                 self.reconcile()
+            if self.pool.fleet.waiting:
+                self._wanted_at = self.pool.now()
             decided = plan(self.state(), self.limits)
             grow = decided.target > self.containers or self._missing(decided.target)
             if grow or (decided.target < self.containers and await self._really_idle(decided.target)):
@@ -207,6 +225,8 @@ class Keeper:
         before = self.asked
         self.asked = count
         self._asked_at = self.pool.now()
+        if count > before:
+            self._wanted_at = self._asked_at
         try:
             await self.backend.scale(count)
         except BaseException:

@@ -138,9 +138,16 @@ class SlotPool:
                 if self.fleet.ready:
                     log.warning("starting with %d of %d containers", self.fleet.ready, self.config.min_containers)
                     return
-                reason = self.backend.trouble() or self.keeper.trouble or "the backend gives no reason"
+                reason = self.backend.trouble() or self.keeper.trouble or self._unheard()
                 text = f"no container could be leased from within start_timeout_s ({self.config.start_timeout_s:g} s)"
                 raise BackendUnavailable(f"{text}: {reason}") from None
+
+    def _unheard(self) -> str:
+        """Which container was started and says nothing, where nobody else gives a reason."""
+        for container in self.backend.containers():
+            if container.url is not None:
+                return f"no server answers at {container.url}: can that address be reached from here?"
+        return "the backend gives no reason"
 
     async def stop(self, *, purge_job: bool | None = None) -> None:
         """End all leases, close all connections, and let go of the containers. Idempotent; goes on when cancelled.
@@ -168,7 +175,7 @@ class SlotPool:
                 self.returns.begin(slot)
             for snapshot in {snapshot for link in links for snapshot in link.snapshots}:
                 await snapshot.drop()
-            waits = [slot.releasing for slot in held if slot.releasing is not None]
+            waits = [*self.snapshots.dropping, *(slot.releasing for slot in held if slot.releasing is not None)]
             if waits:
                 await asyncio.wait(waits, timeout=STOP_RELEASE_S)
             for link in links:

@@ -26,6 +26,8 @@ class PoolState:
         free: slots that can be leased now.
         waiting: acquires that any container could serve; those bound to a snapshot's container are not among them.
         needed: how many containers reach up to the highest-index one that is in use, or was within `idle_s`.
+        late: of these, the ones that are not even starting though nobody has waited for a slot for `idle_s`: the engine has
+            no place for them, and they are not waited for any more.
     """
 
     containers: int
@@ -34,6 +36,7 @@ class PoolState:
     waiting: int
     needed: int
     closing: int = 0
+    late: int = 0
 
 
 @dataclass(frozen=True)
@@ -59,7 +62,7 @@ def plan(state: PoolState, limits: Limits) -> Plan:
             return Plan(target, f"{state.waiting} waiting, {state.free} slots free, {coming} coming")
     if state.containers < limits.min_containers:
         return Plan(limits.min_containers, "below min_containers")
-    if state.waiting == 0 and state.ready + state.closing >= state.containers:
+    if state.waiting == 0 and state.ready + state.closing + state.late >= state.containers:
         target = max(limits.min_containers, state.needed)
         if target < state.containers:
             return Plan(target, f"{state.containers - target} idle for {limits.idle_s:g} s")

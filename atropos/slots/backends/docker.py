@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
-from atropos.errors import BackendUnavailable, ConfigError, SandboxError
+from atropos.errors import BackendUnavailable, ConfigError
 from atropos.slots.backends.base import Backend, Container
 from atropos.slots.backends.docker_engine import REMOVED, DockerEngine, Ending, Found
 from atropos.slots.backends.server_http import ServerHttp
@@ -219,7 +219,7 @@ class DockerBackend(Backend):
                 up.set()
                 group.create_task(self._watch(loop))
                 group.create_task(self._look_after())
-        except* SandboxError:
+        except* Exception:
             log.exception("the Docker backend of %s stopped", self._pool)
         finally:
             self._group = None
@@ -320,7 +320,7 @@ class DockerBackend(Backend):
                 self._group.create_task(self._bring_up(member))
         for member in sorted(live, key=lambda m: -m.container.index)[: max(0, len(live) - self._target)]:
             if not member.busy:
-                self._put(member, state="ending", detail="no longer needed")
+                member.busy = True
                 self._group.create_task(self._drain(member))
 
     def _fresh(self, index: int) -> Container:
@@ -387,13 +387,15 @@ class DockerBackend(Backend):
     async def _drain(self, member: _Member) -> None:
         """End a container that is no longer needed, once its last lease has ended.
 
-        One that another process is connected to stays: that process may be about to use it.
+        One that another process is connected to stays, and stays open: that process, or this one, may be about to use it.
         """
         container = member.container
+        used = container.url and await self._http.used_by_others(container.url, container.token, self.client_id)
+        member.busy = False
+        if used or len(self._live()) <= self._target or member.container.state == "ending":
+            return
+        self._put(member, state="ending", detail="no longer needed")
         if container.url is not None:
-            if await self._http.used_by_others(container.url, container.token, self.client_id):
-                self._put(member, state="running", detail="used by another process")
-                return
             await self._http.drain(container.url, container.token, LONGEST_DRAIN_S)
             await self._http.until_idle(container.url, container.token)
         await self._end(member, within_s=self._spec.stop_s)

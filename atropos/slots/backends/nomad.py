@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Self
 
-from atropos.errors import BackendUnavailable, ConfigError, SandboxError
+from atropos.errors import BackendUnavailable, ConfigError
 from atropos.slots.backends import nomad_job
 from atropos.slots.backends.base import Backend, Container
 from atropos.slots.backends.nomad_api import Json, NomadApi
@@ -42,6 +42,8 @@ log = logging.getLogger("atropos.slots.nomad")
 
 LOOK_AGAIN_S = 60.0
 """How often allocations are listed even when no change was told, in seconds."""
+LASTED_S = 5.0
+"""An event stream or a blocking query that lasted for this long was sound, in seconds."""
 DOUBT_S = 2.0
 """How soon to look again while an answer of Nomad's is not believed, in seconds."""
 READY_S = 60.0
@@ -72,8 +74,8 @@ class NomadBackend(Backend):
         placement_s: float = 5.0,
         outage_s: float = 900.0,
     ) -> None:
-        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,100}", job_id):
-            raise ConfigError(f"sandbox_job_id {job_id!r} must be letters, digits, '.', '_' and '-', at most 100")
+        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_-]{0,100}", job_id):  # Nomad takes no '.' in a variable's path
+            raise ConfigError(f"sandbox_job_id {job_id!r} must be letters, digits, '_' and '-', at most 100")
         self._spec = spec
         self._job_id = job_id
         self._purge_on_start = purge_on_start
@@ -86,6 +88,10 @@ class NomadBackend(Backend):
         self._changing = False
         """Whether this process has changed something in Nomad, or was about to."""
         self._target = 0
+        self._most = 0
+        """The job's count may be lowered from up to here: what is above was asked for by another process."""
+        self._surplus = False
+        """Whether the job's count is above what this process asks for."""
         self._known: dict[str, Allocation] = {}
         """By run: what Nomad last said of the allocations that are not over."""
         self._ready: set[str] = set()
@@ -114,6 +120,8 @@ class NomadBackend(Backend):
         self._changed = ChangeFlag()
         self._wake = ChangeFlag()
         self._shrink = ChangeFlag()
+        self._streams = True
+        """Whether Nomad tells changes by its event stream."""
         self._main: asyncio.Task[None] | None = None
         self._group: asyncio.TaskGroup | None = None
 
@@ -161,7 +169,7 @@ class NomadBackend(Backend):
             await self._purge()
             job = await self._api.job(self._job_id)
         if job is not None and not job.get("Stop"):
-            self._target = _count(job)
+            self._target = self._most = _count(job)
             if told := nomad_job.differences(job, self._spec):
                 log.warning("job %s is there already and taken as it is: %s", self._job_id, told)
             self._token = await self._api.token(self._job_id)
@@ -172,9 +180,11 @@ class NomadBackend(Backend):
         """Raise the job's count now, or lower it as the highest containers become idle."""
         if self._group is None:
             raise BackendUnavailable("the Nomad backend is not running")
-        self._target = count
+        self._target, self._most = count, max(self._most, count)
         await self._grow()
         self._shrink.set()
+        if not self._streams:  # no allocation changes where none finds a place
+            self._wake.set()
 
     def containers(self) -> Sequence[Container]:
         """The job's allocations that are not over, by index."""
@@ -224,7 +234,7 @@ class NomadBackend(Backend):
             self._main.cancel()
             await asyncio.gather(self._main, return_exceptions=True)
         unanswered_s = PURGE_AWAY_S if self._outage.away_s > PURGE_UNANSWERED_S else PURGE_UNANSWERED_S
-        await self._api.settled()
+        await self._api.settled(unanswered_s)
         try:
             if purge and (self._token or self._changing):
                 await persist(
@@ -283,6 +293,7 @@ class NomadBackend(Backend):
                 return
             else:
                 self._deployment = ""
+                self._surplus = _count(job) > self._target
                 return
         raise refused or BackendUnavailable(f"job {self._job_id} could not be changed: others change it all the time")
 
@@ -322,6 +333,7 @@ class NomadBackend(Backend):
                 item for item in newest(self._known.values()) if item.state != "ending" and item.run not in self._ending
             ]
             if len(live) <= self._target:
+                await self._forgo()
                 return False
             item = live[-1]
             if item.url is not None and item.run in self._ready:
@@ -339,18 +351,39 @@ class NomadBackend(Backend):
         self._changed.set()
         return True
 
+    async def _forgo(self) -> None:
+        """Take back what was asked for and found no place; what another process asked for beyond that stays."""
+        if not self._surplus:
+            return
+        if (job := await self._api.job(self._job_id)) is not None and not job.get("Stop"):
+            wanted = max(self._target, self._placed())
+            if wanted < _count(job) <= self._most and await self._set_count(job, wanted):
+                log.info("job %s has %d containers asked for: no more have found a place", self._job_id, wanted)
+        self._surplus = False
+
+    def _placed(self) -> int:
+        """How many containers reach up to the highest index that has a place."""
+        return max((item.index + 1 for item in self._known.values() if item.state != "ending"), default=0)
+
     async def _lower(self, index: int) -> bool:
         """Set the job's count so that `index` is the first to go; False: it isn't the highest any more."""
         for _ in range(CHANGES):
             job = await self._api.job(self._job_id)
             if job is None or job.get("Stop"):
                 return True
-            if _count(job) != index + 1 or self._target > index:
+            highest = self._placed() <= index + 1 <= _count(job) <= max(index + 1, self._most)
+            if not highest or self._target > index:
                 return False
-            nomad_job.group_of(job)["Count"] = index
-            if await self._api.register(job, modify_index=job["JobModifyIndex"]):
+            if await self._set_count(job, index):
                 return True
         return False
+
+    async def _set_count(self, job: Json, count: int) -> bool:
+        """Register a job as it was read, with another count; False: somebody has changed it since."""
+        nomad_job.group_of(job)["Count"] = count
+        if done := await self._api.register(job, modify_index=job["JobModifyIndex"]):
+            self._most = max(count, self._target)
+        return done
 
     # ---------------------------------------------------------------------------------------------------------- watching
 
@@ -364,33 +397,37 @@ class NomadBackend(Backend):
                 group.create_task(self._look_after())
                 group.create_task(self._shrinker())
                 up.set()
-        except* SandboxError:
+        except* Exception:
             log.exception("the Nomad backend of %s stopped", self._job_id)
         finally:
             self._group = None
 
     async def _watch(self) -> None:
         """Wake whenever Nomad says that something changed: by its event stream, or where there is none by blocking."""
-        patience, streams, index = Patience(first_s=0.2, longest_s=5), True, 0
+        patience, index = Patience(first_s=0.2, longest_s=5), 0
         while True:
+            began = time.monotonic()
             try:
-                if streams:
+                if self._streams:
                     async for _ in self._api.events(self._job_id):
-                        patience.worked()
                         self._wake.set()
                 else:
-                    index = await self._api.next_change(self._job_id, index)
-                    patience.worked()
-                    self._wake.set()
-                    continue
+                    last, index = index, await self._api.next_change(self._job_id, index)
+                    if index != last:
+                        patience.worked()
+                        self._wake.set()
+                        continue
             except NomadRefused as error:
-                if streams and error.status < 500 and error.status != 429:
+                if self._streams and error.status < 500 and error.status != 429:
                     log.info("no event stream, using blocking queries: %s", error)
-                    streams = False
+                    self._streams = False
                     continue
+                index = 0
             except BackendUnavailable as error:
                 log.debug("changes are not told: %s", error)  # the look that follows says whether Nomad answers
-            index = 0
+                index = 0
+            if time.monotonic() > began + LASTED_S:  # what is cut or answered at once is asked for ever less often
+                patience.worked()
             await asyncio.sleep(patience.failed())
             self._wake.set()
 
@@ -400,7 +437,8 @@ class NomadBackend(Backend):
         while True:
             await self._wake.wait(pause)
             try:
-                pause = LOOK_AGAIN_S if await self._look() else DOUBT_S
+                sure = await self._look() and (self._streams or len(self._known) >= self._target)
+                pause = LOOK_AGAIN_S if sure else DOUBT_S
                 if self._unplaced_since is not None and not self._ever_ready and self._failure is None:
                     pause = min(pause, max(0.1, self._unplaced_since + self._placement_s - time.monotonic()))
                 patience.worked()
@@ -471,6 +509,7 @@ class NomadBackend(Backend):
     async def _explain(self, rows: Sequence[Allocation]) -> None:
         """Find out why containers are missing, while some are."""
         live = [item for item in self._known.values() if item.state != "ending"]
+        serving = {item.index for item in live if item.run in self._ready}
         before = self.trouble()
         if len(live) < self._target:
             self._placement = placement_failures(await self._api.evaluations(self._job_id))
@@ -480,12 +519,16 @@ class NomadBackend(Backend):
         ailing = [
             item
             for item in rows
-            if item.detail and item.run not in self._ready and (item.state == "starting" or item.failed)
+            if item.detail
+            and (item.state == "starting" or item.failed)
+            and item.index not in serving
+            and item.index < max(self._target, self._placed())
         ]
-        if ailing and not any(run in self._ready for run in self._known):
+        self._told &= {item.run for item in rows}
+        if ailing:
             hopeful = {item.index for item in live} - {item.index for item in ailing}
             await self._diagnose(max(ailing, key=lambda item: item.modified), alone=not hopeful)
-        elif not ailing:
+        else:
             self._crash = ""
         if self.trouble() != before:
             self._changed.set()

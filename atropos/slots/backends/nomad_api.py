@@ -32,13 +32,11 @@ T = TypeVar("T")
 Json = dict[str, Any]
 ANSWER_S = 15
 """How long Nomad may take to answer, in seconds. Without a leader it holds a request for 5 s before it says so."""
-CLOSING_S = 5.0
-"""The same once the backend is being closed: a Nomad that hangs must not hold up the end of a run for longer, in seconds."""
-SILENCE_S = 35.0
+SILENCE_S = 15.0
 """The event stream sends a heartbeat every 10 s; after this long without a byte it is dead, in seconds."""
 BLOCK_S = 60
 """How long a blocking query waits for a change, in seconds."""
-DENIED, HTTP_ERROR = frozenset({401, 403}), 500
+DENIED, NOT_FOUND, HTTP_ERROR = frozenset({401, 403}), 404, 500
 
 
 class _TlsAdapter(HTTPAdapter):
@@ -88,20 +86,22 @@ class NomadApi:
         if self._session is not None:
             await self._session.close()
 
-    async def settled(self) -> None:
+    async def settled(self, answer_s: float) -> None:
         """Until requests whose callers were cancelled are over: what they changed can be seen, and undone.
 
-        The end has begun then: no request is waited for longer than `CLOSING_S` any more.
+        The end has begun then: a Nomad that hangs must not hold it up, and no request is waited for longer than `answer_s`
+        any more. Without a leader it takes more than 5 s to say so.
         """
-        self._answer_s = CLOSING_S
-        await self._calls.settled(CLOSING_S)
+        self._answer_s = answer_s
+        await self._calls.settled(answer_s)
 
-    async def _ask(self, what: str, call: Callable[[], T], *, changes: bool = False) -> T:
+    async def _ask(self, what: str, call: Callable[[], T], *, kind: type | None = None, changes: bool = False) -> T:
         """Run one blocking request off the loop.
 
         Args:
             what: in a refusal's words.
             call: the request.
+            kind: what its answer must be; anything else is nonsense, as proxies give it for a Nomad that is away.
             changes: it leaves something behind even when nobody waits for its answer any more; see `settled`.
 
         Raises:
@@ -110,7 +110,7 @@ class NomadApi:
         """
         try:
             async with asyncio.timeout(self._answer_s):
-                return await self._calls.run(call, changes=changes)
+                answer = await self._calls.run(call, changes=changes)
         except TimeoutError as error:
             raise unreachable(self.settings, f"no answer within {self._answer_s:g} s") from error
         except exceptions.BaseNomadException as error:
@@ -123,7 +123,13 @@ class NomadApi:
             words = response.text.strip()[:1000] or response.reason
             raise refused(self.settings, what, response.status_code, words) from error
         except (requests.RequestException, ValueError) as error:
-            raise BackendUnavailable(f"Nomad at {self.settings.address} answered nonsense: {error}") from error
+            raise self._nonsense(error) from error
+        if kind is not None and not isinstance(answer, kind):
+            raise self._nonsense(f"{str(answer)[:200]} where it was asked to {what}")
+        return answer
+
+    def _nonsense(self, what: object) -> BackendUnavailable:
+        return BackendUnavailable(f"Nomad at {self.settings.address} answered nonsense: {what}")
 
     async def _whoami(self) -> str | None:
         """The token's name and policies, as far as Nomad tells them; None: Nomad knows no such token."""
@@ -149,7 +155,7 @@ class NomadApi:
         try:
             await self._ask("find the namespace", lambda: self._nomad.namespace.get_namespace(name))
         except NomadRefused as error:
-            if error.status == requests.codes.not_found:
+            if error.status == NOT_FOUND:
                 raise missing_namespace(self.settings, error.status) from error
             raise
 
@@ -172,19 +178,19 @@ class NomadApi:
         body = {"JobHCL": hcl, "Variables": lines, "Canonicalize": True}
         try:
             return await self._ask(
-                "parse the job", lambda: self._nomad.jobs.request("parse", json=body, method="post").json()
+                "parse the job", lambda: self._nomad.jobs.request("parse", json=body, method="post").json(), kind=dict
             )
         except NomadRefused as error:
-            if error.status in {400, 500} and "leader" not in str(error):
+            if error.status == requests.codes.bad_request:
                 raise ConfigError(f"nomad_variables, or nomad/sandbox.nomad.hcl itself: {error}") from error
             raise
 
     async def job(self, job_id: str) -> Json | None:
         """A job as it is registered, also one that is stopped (`Stop`); None when Nomad knows none."""
         try:
-            return await self._ask("read the job", lambda: self._nomad.job.get_job(job_id))
+            return await self._ask("read the job", lambda: self._nomad.job.get_job(job_id), kind=dict)
         except NomadRefused as error:
-            if error.status == requests.codes.not_found:
+            if error.status == NOT_FOUND:
                 return None
             raise
 
@@ -213,7 +219,7 @@ class NomadApi:
         try:
             await self._ask("stop the job", lambda: self._nomad.job.deregister_job(job_id, purge=purge), changes=True)
         except NomadRefused as error:
-            if error.status != requests.codes.not_found:
+            if error.status != NOT_FOUND:
                 raise
 
     # ----------------------------------------------------------------------------------------------------- allocations
@@ -221,12 +227,9 @@ class NomadApi:
     async def allocations(self, job_id: str) -> list[Json]:
         """All allocations of a job that Nomad remembers, with addresses and task states."""
         params = {"resources": "true", "task_states": "true", "filter": f'JobID == "{job_id}"'}
-        found: Any = await self._ask(
-            "list allocations", lambda: self._nomad.allocations.request(method="get", params=params).json()
+        return await self._ask(
+            "list allocations", lambda: self._nomad.allocations.request(method="get", params=params).json(), kind=list
         )
-        if not isinstance(found, list):
-            raise BackendUnavailable(f"Nomad at {self.settings.address} answered nonsense: {str(found)[:200]}")
-        return cast("list[Json]", found)
 
     async def stop_allocation(self, allocation_id: str) -> None:
         """Stop one allocation; Nomad makes another in its place. One that is gone already is fine."""
@@ -235,12 +238,12 @@ class NomadApi:
                 "stop an allocation", lambda: self._nomad.allocation.stop_allocation(allocation_id), changes=True
             )
         except NomadRefused as error:
-            if error.status != requests.codes.not_found:
+            if error.status != NOT_FOUND:
                 raise
 
     async def evaluations(self, job_id: str) -> list[Json]:
         """The scheduler's decisions about a job, those that failed with their reasons."""
-        return await self._ask("read evaluations", lambda: cast("list[Json]", self._nomad.job.get_evaluations(job_id)))
+        return await self._ask("read evaluations", lambda: self._nomad.job.get_evaluations(job_id), kind=list)
 
     async def last_words(self, allocation_id: str, task: str) -> str:
         """The last line that a task printed on its stderr; empty where that can't be read."""
@@ -264,12 +267,14 @@ class NomadApi:
         path, namespace = f"nomad/jobs/{job_id}", self.settings.namespace
         for _ in range(3):
             try:
-                found = await self._ask("read the variable", lambda: self._nomad.variable.get_variable(path, namespace))
+                found: Json = await self._ask(
+                    "read the variable", lambda: self._nomad.variable.get_variable(path, namespace), kind=dict
+                )
                 if found["Items"].get("token"):
                     return str(found["Items"]["token"])
                 index = found["ModifyIndex"]
             except NomadRefused as error:
-                if error.status != requests.codes.not_found:
+                if error.status != NOT_FOUND:
                     raise
                 index = 0
             if not make:
@@ -321,21 +326,30 @@ class NomadApi:
         """Yield once when the stream is open, then whenever something about the job changed; never ends by itself.
 
         Raises:
-            NomadRefused: there is no event stream here, or not for this token.
+            NomadRefused: there is no event stream here, not for this token, or it says nothing, as with enable_event_broker off.
             BackendUnavailable: the stream broke.
         """
         params = [("topic", f"{topic}:{job_id}") for topic in ("Job", "Allocation", "Evaluation")]
+        silent = False
         try:
             async with self._get("/v1/event/stream", params) as answer:
                 if not answer.ok:
                     raise refused(self.settings, "open its event stream", answer.status, (await answer.text())[:300])
+                silent = True
                 yield
                 buffer = b""
                 async for chunk in answer.content.iter_any():
+                    silent = False
                     *lines, buffer = (buffer + chunk).split(b"\n")
                     if any(b'"Events"' in line or b"Error" in line for line in lines):
                         yield
-        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+        except TimeoutError as error:
+            text = f"Nomad's event stream at {self.settings.address} said nothing for {SILENCE_S:g} s"
+            if silent:
+                text = f"{text} since it was opened (enable_event_broker?)"
+                raise NomadRefused(text, NOT_FOUND) from error
+            raise BackendUnavailable(text) from error
+        except (aiohttp.ClientError, OSError) as error:
             raise BackendUnavailable(f"Nomad's event stream at {self.settings.address} broke: {error}") from error
         raise BackendUnavailable(f"Nomad's event stream at {self.settings.address} ended")
 

@@ -6,6 +6,7 @@ Calls and leases are not its business: those travel by `atropos.slots.client`.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 
 import aiohttp
@@ -61,15 +62,35 @@ class ServerHttp:
 
     async def status(self, url: str, token: str) -> Status | None:
         """Slots, leases and clients of a server; None when it doesn't say."""
+        with contextlib.suppress(TimeoutError):
+            return await self._status(url, token)
+        return None
+
+    async def _status(self, url: str, token: str) -> Status | None:
+        """As `status`.
+
+        Raises:
+            TimeoutError: no answer within `ANSWER_S`, which may mean that the server is busy.
+        """
         try:
             async with self._open().get(f"{url}/v1/status", headers=_bearer(token)) as answer:
                 return Status.model_validate_json(await answer.read()) if answer.ok else None
-        except (aiohttp.ClientError, TimeoutError, OSError, ValidationError):
+        except TimeoutError:
+            raise
+        except (aiohttp.ClientError, OSError, ValidationError):
             return None
+
+    async def _status_in_the_end(self, url: str, token: str) -> Status | None:
+        """As `status`; one that is too busy to answer is asked again for `DOUBT_S`: what it holds must not be ended."""
+        deadline = time.monotonic() + DOUBT_S
+        while time.monotonic() < deadline:
+            with contextlib.suppress(TimeoutError):
+                return await self._status(url, token)
+        return None
 
     async def until_idle(self, url: str, token: str) -> None:
         """Wait until no lease is left on a draining server, or it doesn't answer any more."""
-        while (status := await self.status(url, token)) is not None and status.leased:  # noqa: ASYNC110 (another process)
+        while (status := await self._status_in_the_end(url, token)) is not None and status.leased:  # noqa: ASYNC110 (another process)
             await asyncio.sleep(LONGEST_PAUSE_S)
 
     async def used_by_others(self, url: str, token: str, client_id: str) -> bool:
@@ -79,7 +100,7 @@ class ServerHttp:
         known after two heartbeats.
         """
         deadline = time.monotonic() + DOUBT_S
-        while (status := await self.status(url, token)) is not None:
+        while (status := await self._status_in_the_end(url, token)) is not None:
             if any(each != client_id for each in status.connected):
                 return True
             if all(each == client_id for each in status.live):
@@ -90,14 +111,22 @@ class ServerHttp:
         return False
 
     async def drain(self, url: str, token: str, deadline_s: float) -> bool:
-        """Ask a server to take no new leases; its leases may go on for `deadline_s` seconds. False: it didn't answer."""
+        """Ask a server to take no new leases; its leases may go on for `deadline_s` seconds. False: it didn't answer.
+
+        As long as there may be leases that go on, one that is too busy to answer is asked again for `DOUBT_S`.
+        """
         body = DrainRequest(deadline_s=deadline_s).model_dump_json()
         headers = _bearer(token) | {"Content-Type": "application/json"}
-        try:
-            async with self._open().post(f"{url}/v1/drain", data=body, headers=headers) as answer:
-                return answer.ok
-        except (aiohttp.ClientError, TimeoutError, OSError):
-            return False
+        until = time.monotonic() + (DOUBT_S if deadline_s else 0)
+        while True:
+            try:
+                async with self._open().post(f"{url}/v1/drain", data=body, headers=headers) as answer:
+                    return answer.ok
+            except TimeoutError:
+                if time.monotonic() >= until:
+                    return False
+            except (aiohttp.ClientError, OSError):
+                return False
 
 
 def _bearer(token: str) -> dict[str, str]:

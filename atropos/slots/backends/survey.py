@@ -171,6 +171,11 @@ async def _nomad(job_id: str, address: str | None) -> Survey:
     from atropos.slots.backends.nomad_view import Allocation, container, newest, placement_failures
 
     api = NomadApi(NomadSettings.from_environment(address))
+    try:
+        await api.find_namespace()  # where there is none, no job would be told, and a purge called done
+    except BaseException:
+        await api.close()
+        raise
 
     async def containers() -> tuple[list[Container], str]:
         if (job := await api.job(job_id)) is None:

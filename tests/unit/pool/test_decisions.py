@@ -18,7 +18,10 @@ limits = st.tuples(st.integers(0, 20), st.integers(0, 20), st.integers(1, 16)).m
 )
 
 
-@given(st.builds(PoolState, containers=counts, ready=counts, free=counts, waiting=counts, needed=counts), limits)
+@given(
+    st.builds(PoolState, containers=counts, ready=counts, free=counts, waiting=counts, needed=counts, late=counts),
+    limits,
+)
 def test_a_plan_stays_within_its_bounds_and_never_shrinks_while_somebody_waits(state, bounds):
     target = plan(state, bounds).target
     if target > state.containers:
@@ -42,6 +45,8 @@ def test_a_plan_stays_within_its_bounds_and_never_shrinks_while_somebody_waits(s
         (PoolState(containers=1, ready=1, free=0, waiting=999, needed=1), 5),
         (PoolState(containers=5, ready=5, free=20, waiting=0, needed=2), 2),
         (PoolState(containers=5, ready=4, free=20, waiting=0, needed=2), 5),  # not while one is coming
+        (PoolState(containers=5, ready=4, free=20, waiting=0, needed=2, late=1), 2),  # it has no place
+        (PoolState(containers=5, ready=3, free=20, waiting=0, needed=2, late=1), 5),
         (PoolState(containers=5, ready=5, free=20, waiting=0, needed=0), 1),
         (PoolState(containers=0, ready=0, free=0, waiting=0, needed=0), 1),
     ],

@@ -42,8 +42,8 @@ async def test_a_second_release_does_nothing():
         assert pool.stats().free == 2
 
 
-async def test_waiters_are_served_first_come_first_served():
-    pool, _ = model_pool(slots=1, containers=1)
+async def in_line(pool, count):
+    """Start leases one after the other. Returns the order in which they are served, and their tasks."""
     order = []
 
     async def one(n):
@@ -51,13 +51,29 @@ async def test_waiters_are_served_first_come_first_served():
             order.append(n)
             await asyncio.sleep(0)
 
+    tasks = []
+    for n in range(count):
+        tasks.append(asyncio.create_task(one(n)))
+        await asyncio.sleep(0)
+    return order, tasks
+
+
+async def test_waiters_are_served_first_come_first_served():
+    pool, _ = model_pool(slots=1, containers=1)
     async with pool:
-        tasks = []
-        for n in range(20):
-            tasks.append(asyncio.create_task(one(n)))
-            await asyncio.sleep(0)
+        order, tasks = await in_line(pool, 20)
         await asyncio.gather(*tasks)
     assert order == list(range(20))
+
+
+async def test_answers_that_overtake_each_other_change_nothing_of_the_order():
+    pool, backend = model_pool(slots=4, containers=1)
+    backend.delay_s, backend.jitter = 0.003, random.Random(7)
+    async with pool:
+        order, tasks = await in_line(pool, 40)
+        await asyncio.gather(*tasks)
+        assert order == list(range(40))
+        assert not pool._grants._last
 
 
 async def test_a_refused_acquire_keeps_its_place_in_the_line():
@@ -65,17 +81,33 @@ async def test_a_refused_acquire_keeps_its_place_in_the_line():
     async with pool:
         (server,) = backend.servers.values()
         server.foreign = 1  # another client took the slot without our knowing
-        order = []
-
-        async def one(n):
-            async with pool.lease(f"t{n}"):
-                order.append(n)
-
-        tasks = [asyncio.create_task(one(n)) for n in range(5)]
+        order, tasks = await in_line(pool, 5)
         await until(lambda: pool.fleet.waiting == 5, "five in line")
         server.foreign = 0
         await asyncio.gather(*tasks)
         assert order == list(range(5))
+
+
+async def test_a_server_full_of_others_leases_hears_who_waits():
+    pool, backend = model_pool(slots=1, containers=1)
+    async with pool:
+        (server,) = backend.servers.values()
+        server.foreign = 1
+        (link,) = pool.keeper.links.values()
+        link.look()
+        await until(lambda: not link.seat.free, "known to be full")
+        refused, grant = 0, server.grant
+
+        def asked(request):
+            nonlocal refused
+            refused += server.free <= 0
+            return grant(request)
+
+        server.grant = asked
+        waiting = asyncio.create_task(pool.acquire("t"))
+        await until(lambda: refused, "asked")
+        server.foreign = 0
+        await (await waiting).release()
 
 
 async def test_demand_opens_containers_up_to_the_maximum_and_idleness_closes_them():
@@ -87,6 +119,21 @@ async def test_demand_opens_containers_up_to_the_maximum_and_idleness_closes_the
         await asyncio.gather(*(slot.release() for slot in slots))
         await until(lambda: len(backend.listed) == 1, "the idle ones closed")
         assert pool.stats().containers == 1
+
+
+async def test_containers_without_a_place_are_not_asked_for_for_ever_and_do_not_keep_idle_ones_open():
+    pool, backend = model_pool(slots=1, containers=5, idle_container_s=0.2)
+    async with pool:
+        slots = [await pool.acquire(f"t{n}") for n in range(2)]
+        backend.never = True
+        with pytest.raises(AcquireTimeout):
+            await asyncio.gather(*(pool.acquire("no place", timeout_s=0.1) for _ in range(3)))
+        assert backend.asked[-1] == 5
+        await slots[1].release()
+        await until(lambda: len(backend.listed) == 1, "the idle one closed")
+        assert backend.asked[-1] == 1
+        assert (await slots[0].exec("true")).ok
+        await slots[0].release()
 
 
 async def test_a_container_in_use_is_not_closed_and_low_ones_fill_first():
@@ -297,6 +344,9 @@ async def test_start_that_finds_no_container_in_time_says_why():
     backend.sick = "image missing"
     with pytest.raises(BackendUnavailable, match=r"start_timeout_s.*image missing"):
         await pool.start()
+    pool, backend = model_pool(start_timeout_s=0.1, start_s=60)
+    with pytest.raises(BackendUnavailable, match=r"no server answers at http://c0-1: can that address be reached"):
+        await pool.start()
 
 
 async def test_waiters_hear_of_a_fatal_failure_at_once():
@@ -484,3 +534,41 @@ async def test_random_traffic_with_cancellations_and_dying_containers_leaks_noth
         assert pool.fleet.free == sum(seat.free for seat in pool.fleet.seats.values())
         assert outcomes["ok"] > 100
     assert not pool.tasks._tasks
+
+
+async def test_snapshots_in_a_server_that_was_lost_and_comes_back_are_dropped():
+    pool, backend = model_pool(slots=2, containers=1)
+    async with pool:
+        slot = await pool.acquire("t")
+        server = backend.servers[slot.container]
+        old = await slot.snapshot()
+        server.clients[0].lost.set()
+        await until(lambda: len(server.clients) == 2 and pool.stats().ready == 1, "it is connected to again")
+        assert server.snapshots == set()
+        with pytest.raises(SlotLost):
+            await pool.acquire("f", snapshot=old)
+        async with pool.lease("next") as other:
+            await other.snapshot()
+            server.clients[1].lost.set()
+            await until(lambda: len(server.clients) == 3 and pool.stats().ready == 1, "and once more")
+        assert server.snapshots == set()
+
+
+async def test_a_pool_that_stops_waits_until_its_snapshots_are_dropped():
+    pool, backend = model_pool(slots=2, containers=1)
+    async with pool:
+        slot = await pool.acquire("t")
+        server = backend.servers[slot.container]
+        dropping, kept = await slot.snapshot(), await slot.snapshot()
+        await slot.release()
+        told = server.clients[0].drop_snapshot
+
+        async def slowly(snapshot_id):
+            await asyncio.sleep(0.02)
+            assert not server.clients[0].closed
+            await told(snapshot_id)
+
+        server.clients[0].drop_snapshot = slowly
+        await dropping.drop()
+        assert not kept.dropped
+    assert server.snapshots == set()

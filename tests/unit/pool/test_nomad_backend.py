@@ -1,0 +1,117 @@
+"""The Nomad backend against an agent that does what real ones do rarely; the rest is in tests/e2e, on a real one."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from aiohttp import web
+
+from atropos.errors import AcquireTimeout, BackendUnavailable, ConfigError
+from atropos.slots.backends.survey import open_survey
+from tests.unit.pool.fake_nomad import FakeNomad
+from tests.unit.pool.model import until
+
+
+def nonsense() -> web.Response:
+    return web.json_response([])
+
+
+async def test_containers_without_a_place_are_taken_back_when_nobody_waits_for_them_any_more():
+    async with FakeNomad() as nomad, nomad.pool(max_containers=5) as pool:
+        nomad.room = 2
+        slots = [await pool.acquire(f"t{n}") for n in range(2)]
+        with pytest.raises(AcquireTimeout, match="Nomad can't place 3 of its containers: memory exhausted"):
+            await asyncio.gather(*(pool.acquire("no place", timeout_s=0.3) for _ in range(3)))
+        assert nomad.count == 5
+        low, high = sorted(slots, key=lambda slot: pool.keeper.links[slot.container].container.index)
+        await high.release()
+        await until(lambda: nomad.count == 1, "one container asked for")
+        assert (await low.exec("echo still here")).output == "still here"
+        await until(lambda: not pool.trouble(), "no trouble")
+        assert len(nomad.allocations) == 2, "nothing was started in place of what was closed"
+        await low.release()
+
+
+async def test_an_adopted_job_of_which_not_all_has_a_place_shrinks_without_starting_anything():
+    async with FakeNomad() as nomad:
+        nomad.room = 3
+        await nomad.register(5)
+        async with nomad.pool(max_containers=5) as pool:
+            await until(lambda: pool.stats().ready == 3, "three containers")
+            await until(lambda: len(pool.keeper.links) == 1 and nomad.count == 1, "one container")
+            assert len(nomad.allocations) == 3
+
+
+async def test_why_one_more_container_does_not_come_up_is_told_though_others_run():
+    async with FakeNomad() as nomad, nomad.pool(max_containers=2) as pool, pool.lease("t"):
+        nomad.broken_images = True
+        with pytest.raises(AcquireTimeout, match=r"container 1 on .*Failed to pull `nowhere:1`.*docker load"):
+            await pool.acquire("u", timeout_s=0.5)
+        nomad.broken_images = False
+        nomad.allocations.pop()
+        await nomad.register(2)
+        async with pool.lease("u"):
+            await until(lambda: not pool.trouble(), "no trouble")
+
+
+@pytest.mark.parametrize("streams", ["refused", "silent"])
+async def test_without_events_a_placement_failure_is_told_in_seconds(monkeypatch, streams):
+    monkeypatch.setattr("atropos.slots.backends.nomad_api.SILENCE_S", 0.3)
+    async with FakeNomad() as nomad:
+        nomad.room, nomad.streams, nomad.blocks = 0, streams, True
+        with pytest.raises(BackendUnavailable, match="Nomad can't place 1 of its containers: memory exhausted"):
+            async with asyncio.timeout(8):
+                await nomad.pool(placement_s=0.3).start()
+        assert nomad.asked["stream"] == 1
+
+
+@pytest.mark.parametrize("streams", ["cut", "refused"])
+async def test_streams_that_are_cut_and_queries_that_do_not_block_are_asked_for_ever_less_often(streams):
+    async with FakeNomad() as nomad, nomad.pool() as pool:
+        nomad.streams = streams
+        await nomad.register(1)  # ends the stream that was open
+        await asyncio.sleep(1.5)
+        assert 2 <= nomad.asked["stream"] + nomad.asked["allocations"] < 18, nomad.asked
+        assert pool.stats().ready == 1
+
+
+async def test_nonsense_in_place_of_any_answer_costs_a_running_pool_nothing(monkeypatch):
+    monkeypatch.setattr("atropos.slots.keeper.REFUSED_S", (0.01, 0.05))
+    async with FakeNomad() as nomad, nomad.pool(max_containers=2) as pool, pool.lease("t") as slot:
+        for end in ("/atropos-sandbox-agent-env", "/allocations", "/evaluations"):
+            nomad.answers[end] = [nonsense()]
+        async with pool.lease("u"):
+            assert (await slot.exec("echo still here")).output == "still here"
+        assert not any(nomad.answers.values())
+
+
+@pytest.mark.parametrize(("status", "kind"), [(500, BackendUnavailable), (400, ConfigError)])
+async def test_a_parser_that_is_away_is_no_mistake_in_the_job(status, kind):
+    async with FakeNomad() as nomad:
+        nomad.answers["/parse"] = [web.Response(status=status, text="rpc error: EOF")]
+        with pytest.raises(kind, match="Nomad refused to parse the job: rpc error: EOF"):
+            await nomad.pool().start()
+
+
+async def test_a_name_that_nomad_can_not_take_is_refused_before_it_is_asked():
+    async with FakeNomad() as nomad:
+        with pytest.raises(ConfigError, match=r"sandbox_job_id 'my\.env' must be letters, digits"):
+            nomad.pool(job_id="my.env")
+        assert not nomad.asked
+
+
+async def test_an_operator_hears_of_a_namespace_that_is_not_there(monkeypatch):
+    monkeypatch.setenv("NOMAD_NAMESPACE", "nowhere")
+    async with FakeNomad() as nomad:
+        nomad.answers["/nowhere"] = [web.Response(status=404, text="Namespace not found")]
+        with pytest.raises(BackendUnavailable, match=r"NOMAD_NAMESPACE: .*no namespace 'nowhere'"):
+            await open_survey("nomad", "any", address=nomad.url)
+
+
+async def test_at_the_end_a_nomad_without_a_leader_is_given_the_time_that_it_takes_to_say_so():
+    async with FakeNomad() as nomad:
+        async with nomad.pool() as pool:
+            pass
+        held_s = 5 * (1 + 1 / 16)  # Nomad's RPCHoldTimeout and its stagger
+        assert pool.backend._api._answer_s > held_s  # type: ignore[attr-defined]

@@ -1,0 +1,98 @@
+"""Containers that other processes work in, or whose servers are slow to answer, are taken from nobody."""
+
+from __future__ import annotations
+
+import asyncio
+
+from aiohttp import web
+
+from atropos import wire
+from atropos.slots import SlotPool, SlotPoolConfig
+from atropos.slots.backends.docker_engine import Found
+from atropos.slots.backends.server_http import ServerHttp
+from tests.unit.pool.model import until
+from tests.unit.server.fakes import TOKEN, serving
+
+
+class FakeEngine:
+    """A Docker engine in which servers of this process run."""
+
+    def __init__(self, urls: list[str], spec: str) -> None:
+        self.containers = [
+            Found(f"c{n}", f"c{n}", n, spec, "somebody", "running", 99.0, url) for n, url in enumerate(urls)
+        ]
+
+    def connect(self) -> None: ...
+
+    def close(self) -> None: ...
+
+    def watch(self, on_event, on_open) -> None: ...
+
+    def image_id(self, image: str) -> str:
+        return image
+
+    def found(self) -> list[Found]:
+        return list(self.containers)
+
+    def token(self, container_id: str) -> str:
+        return TOKEN
+
+    def end(self, container_id: str, *, within_s: float) -> None:
+        self.containers = [each for each in self.containers if each.id != container_id]
+
+
+async def test_a_docker_container_that_another_process_is_connected_to_stays_open_for_this_one():
+    async with serving(slots=1) as one, serving(slots=1) as two:
+        config = SlotPoolConfig(backend="docker", slots_per_container=1, max_containers=2, idle_container_s=0.2)
+
+        def pool(**changes: object) -> SlotPool:
+            made = SlotPool(config.model_copy(update=changes))
+            backend = made.backend
+            backend._engine = FakeEngine([one.url, two.url], backend._spec.fingerprint(config.image))  # type: ignore[attr-defined]
+            return made
+
+        async with pool(idle_container_s=600.0, purge_job_on_shutdown=False) as other, pool() as mine:
+            await until(lambda: other.stats().ready == mine.stats().ready == 2, "both pools on both containers")
+            await until(lambda: mine.keeper.asked == 1, "a wish for one container")
+            await asyncio.sleep(0.3)
+            assert mine.stats().ready == 2
+            async with mine.lease("a", timeout_s=2), mine.lease("b", timeout_s=2):
+                pass
+
+
+def status(leased: int) -> web.Response:
+    found = wire.Status(
+        boot_id="b", slots=1, free=1 - leased, leased=leased, warming=0, retired=0, draining=True, clients=1, uptime_s=1,
+        live=("other",), connected=("other",),
+    )  # fmt: skip
+    return web.json_response(text=found.model_dump_json())
+
+
+async def test_a_server_that_is_too_busy_to_answer_is_neither_idle_nor_unused(monkeypatch):
+    monkeypatch.setattr("atropos.slots.backends.server_http.ANSWER_S", 0.1)
+    answers = [False, True, False, True, False, False]
+
+    async def answer(_: web.Request) -> web.Response:
+        if not answers.pop():
+            await asyncio.sleep(0.5)
+        return status(leased=1 if answers else 0)
+
+    app = web.Application()
+    app.router.add_get("/v1/status", answer)
+    app.router.add_post("/v1/drain", answer)
+    runner = web.AppRunner(app, shutdown_timeout=0)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    url, http = f"http://127.0.0.1:{runner.addresses[0][1]}", ServerHttp()
+    try:
+        assert await http.used_by_others(url, "t", "me")
+        assert await http.drain(url, "t", 3600)
+        answers[:] = [True, False, True, False]
+        await http.until_idle(url, "t")
+        assert not answers, "it was asked until it had answered that no lease is left"
+    finally:
+        await http.close()
+        await runner.cleanup()
+    assert not await http.used_by_others("http://127.0.0.1:9", "t", "me")
+    await http.close()
