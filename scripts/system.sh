@@ -7,7 +7,8 @@ missing=()
 for command in "${!need[@]}"; do
   command -v "$command" >/dev/null 2>&1 || missing+=("${need[$command]}")
 done
-ldconfig -p 2>/dev/null | grep -q 'libseccomp\.so\.2' || missing+=(libseccomp2)
+# not grep -q: it would end before ldconfig has written all, which pipefail takes for a failure
+ldconfig -p 2>/dev/null | grep 'libseccomp\.so\.2' >/dev/null || missing+=(libseccomp2)
 for extra in ${ATROPOS_SYSTEM_PACKAGES:-}; do
   dpkg -s "$extra" >/dev/null 2>&1 || missing+=("$extra")
 done

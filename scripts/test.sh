@@ -4,5 +4,11 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 export PATH="$PWD/.venv/bin:$PATH"
+# asked as the tests ask, which are skipped where there is none
+if ! python -c 'import sys; from atropos.api.external.browser import browser_available as lacks
+from atropos.api.settings import BrowserSettings; sys.exit(bool(lacks(BrowserSettings())))'; then
+  ATROPOS_SYSTEM_PACKAGES=chromium bash scripts/system.sh \
+    || echo "no Chromium: the tests of the browser tools are skipped" >&2
+fi
 backends=${ATROPOS_BACKENDS:-local,docker,nomad}
 exec python scripts/engines.py "$backends" pytest "$@"
