@@ -49,7 +49,7 @@ def command(
         empty: an empty file.
         preload: what covers /etc/ld.so.preload.
         runner: the command of PID 1.
-        network: the caller has made the slot's network namespace already.
+        network: the caller has made the slot's network namespace already; the one of System V objects it always has.
     """
     capabilities = [part for name in CAPABILITIES for part in ("--cap-add", f"CAP_{name}")]
     # A container's seccomp profile refuses to set one; ours bear the name already.
@@ -61,7 +61,6 @@ def command(
         bwrap,
         "--unshare-pid",
         *([] if network else ["--unshare-net"]),
-        "--unshare-ipc",
         "--unshare-uts",
         "--unshare-cgroup",
         *hostname,

@@ -282,6 +282,13 @@ class SlotHost:
                 "max_fanotify_groups": 0,
                 "max_fanotify_marks": 0,
             },
+            # These outlive the programs that made them, and what they hold is the slot's memory: without bounds, one bomb
+            # leaves none to the programs after it.
+            "ipc": {
+                "shmall": (limits.memory_mib << 20) // 4 // os.sysconf("SC_PAGESIZE"),
+                "msgmni": 64,
+                "sem": "32000 32000 500 1000",
+            },
         }
 
     def forget(self, sandbox: SlotSandbox) -> None:

@@ -20,7 +20,7 @@ from atropos.sandbox.channel import Channel
 from atropos.sandbox.contract import Layer, Stopped
 from atropos.sandbox.runtime import INSIDE
 from atropos.sandbox.spawning import Exit
-from atropos.wire import ExecResult, Operation, OpResult
+from atropos.wire import ExecResult, Limit, Operation, OpResult, ProcListing, ProcState
 
 if TYPE_CHECKING:
     from atropos.sandbox.contract import Told
@@ -37,6 +37,10 @@ GOING_S = 2.0
 """How long the sockets of programs that were ended may take to go; so long, too many of them end nobody else."""
 _STARTS = frozenset({"exec", "proc_start"})
 """Operations that start a program."""
+_KILLED = (-signal.SIGKILL, 128 + signal.SIGKILL)
+"""Exit codes of a program, or of a shell whose program, was killed."""
+_MAX_BACKGROUND = 64
+"""Background processes that PID 1 keeps."""
 
 
 class SlotSandbox:
@@ -80,6 +84,8 @@ class SlotSandbox:
         """How many sockets of programs that were ended were still there at the last look, and when they must be gone."""
         self._cut: set[str] = set()
         """Calls whose programs were ended because the slot had too many sockets."""
+        self._background: dict[str, list[bytes] | Limit | None] = {}
+        """The limits' counts when a background process was started; once it has ended, the limit that ended it."""
         self._watchdog: asyncio.TimerHandle | None = None
         self._stopping: asyncio.Task[Stopped] | None = None
         self._frozen: Layer | None = None
@@ -105,8 +111,12 @@ class SlotSandbox:
             arguments.pop("clean_env")
             deadline = min(operation.timeout_s or limits.wall_s, limits.wall_s)
             before = self._counts or self._cgroup.counts()
+        elif operation.op == "proc_start":
+            before = self._cgroup.counts()
         elif operation.op == "proc_read":
             deadline = min(operation.wait_s, limits.wall_s)
+        elif operation.op == "proc_kill":
+            self._background.pop(operation.id, None)  # what ends it now is no limit
 
         self._counts = None
         self._programs = self._programs or op in _STARTS
@@ -121,6 +131,15 @@ class SlotSandbox:
                     self._calls[call_id] = (last, self._loop.time() + ANSWER_GRACE_S)
                     return
                 result = named
+            elif isinstance(result, ProcState):
+                if before is not None:
+                    self._background[result.id] = before
+                    while len(self._background) > _MAX_BACKGROUND:
+                        del self._background[next(iter(self._background))]
+                result = self._named_state(result)
+            elif isinstance(result, ProcListing):
+                states = tuple(self._named_state(each) for each in result.processes)
+                result = result.model_copy(update={"processes": states})
             over(result)
 
         def over(result: OpResult | Exception) -> None:
@@ -182,6 +201,7 @@ class SlotSandbox:
             self._going = sys.maxsize
             self._going_until = self._loop.time() + GOING_S
             self._cut.update(self._calls)
+            self._background.update((key, "files") for key, at in self._background.items() if isinstance(at, list))
             self._channel.call("end_all", {}, lambda _: None)
 
     def _name_limit(
@@ -203,6 +223,17 @@ class SlotSandbox:
         if limit is None and result.exit_code != 0:
             limit = volumes.exhausted(self._volume)
         return result if limit is None else result.model_copy(update={"limit": limit}), refused
+
+    def _named_state(self, state: ProcState) -> ProcState:
+        """Say which limit ended a background process, where one did: the same at every look."""
+        known = self._background.get(state.id)
+        if known is None or state.running:
+            return state
+        if isinstance(known, list):
+            killed = state.exit_code in _KILLED
+            limit: Any = self._cgroup.grown(known, self._cgroup.counts()) if killed else None
+            known = self._background[state.id] = limit
+        return state.model_copy(update={"limit": known})
 
     def cancel(self, call_id: str) -> None:
         """Kill what the call started."""

@@ -259,7 +259,8 @@ def _child(request: dict[str, Any], fds: list[int], mapped: Callable[[], bytes])
     if request["proxy_port"] is not None:
         _own_network(request["proxy_port"], fds[3])
     for name, value in request["counters"].items():
-        _counter(name, value)
+        _set(f"user/{name}", value)
+    _own_objects(request["ipc"])
     for name, value in request["rlimits"].items():
         _lower(name, value)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGPIPE, signal.SIGXFSZ, signal.SIGCHLD):
@@ -298,6 +299,14 @@ def _own_network(port: int, answer: int) -> None:
             socket.send_fds(channel, [b"x"], [listener.fileno()])
 
 
+def _own_objects(bounds: dict[str, Any]) -> None:
+    """A namespace for System V memory, queues and semaphores with bounds of its own, where Linux lets us (6.9)."""
+    syscalls.unshare(syscalls.CLONE_NEWIPC)
+    for name, value in bounds.items():
+        with contextlib.suppress(PermissionError):
+            _set(f"kernel/{name}", value)
+
+
 def _place_descriptors(runner: int, status: int, seccomp: bytes) -> None:
     """Exactly what bubblewrap and the runner expect, and nothing else."""
     read, write = os.pipe()
@@ -312,10 +321,10 @@ def _place_descriptors(runner: int, status: int, seccomp: bytes) -> None:
     os.closerange(6, 4096)
 
 
-def _counter(name: str, value: int) -> None:
-    """A per-user kernel counter's ceiling, in this namespace; one that this kernel lacks has nothing to bound."""
+def _set(name: str, value: int | str) -> None:
+    """One of the kernel's bounds, in this namespace; of what this kernel lacks there is nothing to bound."""
     try:
-        fd = os.open(f"/proc/sys/user/{name}", os.O_WRONLY | os.O_CLOEXEC)
+        fd = os.open(f"/proc/sys/{name}", os.O_WRONLY | os.O_CLOEXEC)
     except FileNotFoundError:
         return
     try:

@@ -99,7 +99,7 @@ class TerminalTool(Tool):
             timed_out=timed_out,
             truncated=bool(state.dropped_bytes),
             dropped_bytes=state.dropped_bytes,
-            limit=state.limit,
+            limit="time" if timed_out else state.limit,
             duration_s=state.uptime_s,
         )
 

@@ -118,7 +118,7 @@ class TestProcesses:
         result = await use("terminal", command="test -t 1 && printf '\\033[31mred\\033[0m\\n'; exit 3", pty=True)
         assert (result.output, result.exit_code) == ("red\n", 3)
         late = await use("terminal", command="echo begun; sleep 600", pty=True, timeout=0.5)
-        assert (late.output, late.timed_out) == ("begun\n", True)
+        assert (late.output, late.timed_out, late.limit) == ("begun\n", True, "time")
 
     async def test_pipes_are_closed_and_exit_codes_kept(self, use):
         session = (await use("terminal", command="sort; exit 5", background=True)).data["session_id"]

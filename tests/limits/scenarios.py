@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 from atropos.config import SlotLimits
-from atropos.wire import Quiesce
+from atropos.wire import ProcKill, ProcList, ProcRead, ProcStart, Quiesce
 from tests.unit.sandbox.driver import LIMITS
 from tests.unit.sandbox.scenarios import do, freed, memory_limit_is_named_and_the_slot_goes_on, out, sh, slot
 from tests.waiting import SLOWNESS, until
@@ -66,6 +66,53 @@ async def a_background_process_that_is_killed_does_not_end_the_slot(host):
         # until the bomb has gone off
         await until(lambda: "oom_kill 0" not in file.read_text(), "the kill", 30)
         assert await out(s, "echo usable") == "usable\n"
+
+
+async def a_background_process_tells_of_the_memory_that_ended_it(host):
+    async with slot(host) as s:
+        for command, code in (("exec {}", -9), ("{}; exit $?", 137)):
+            started = await do(s, ProcStart(command=command.format("python3 -c 'x = bytearray(300 << 20)'")))
+            ended = await do(s, ProcRead(id=started.id, wait_s=20))
+            assert (ended.running, ended.exit_code, ended.limit) == (False, code, "memory"), ended
+        killed = await do(s, ProcStart(command="sleep 1000"))
+        await do(s, ProcKill(id=killed.id, signal="KILL"))
+        await sh(s, "python3 -c 'x = bytearray(300 << 20)'")  # another's end is not its own
+        listed = {each.id: each.limit for each in (await do(s, ProcList())).processes}
+        assert listed[killed.id] is None
+        assert [limit for key, limit in listed.items() if key != killed.id] == ["memory", "memory"], listed
+
+
+async def what_outlives_its_program_leaves_memory_to_others(host):
+    """System V memory, queues and semaphores stay until the end of the slot, and nothing but their owner removes them."""
+    async with slot(host, limits=LIMITS.model_copy(update={"memory_mib": 128})) as s:
+        for kind in ("shm", "msg", "sem"):
+            had = (await out(s, f"python3 -c '{SYSTEM_V}' {kind}", timeout_s=30 * SLOWNESS)).split()
+            assert int(had[0]) > 1, (kind, had)
+            assert len((await out(s, f"cat /proc/sysvipc/{kind}")).splitlines()) > 2, "they are there still"
+        assert await out(s, "python3 -c 'print(len(bytearray(64 << 20)))'") == f"{64 << 20}\n"
+
+
+SYSTEM_V = """
+import ctypes, sys
+libc = ctypes.CDLL(None)
+libc.shmat.restype = ctypes.c_void_p
+libc.shmat.argtypes = [ctypes.c_int, ctypes.c_void_p, ctypes.c_int]
+text = ctypes.create_string_buffer(8192)
+text[0] = 1
+def one():
+    if sys.argv[1] == "shm":
+        found = libc.shmget(0, 8 << 20, 0o1600)
+        if found >= 0:
+            ctypes.memset(libc.shmat(found, None, 0), 1, 8 << 20)
+    elif sys.argv[1] == "msg":
+        found = libc.msgget(0, 0o1600)
+        while found >= 0 and libc.msgsnd(found, text, 8000, 0o4000) == 0:
+            pass
+    else:
+        found = libc.semget(0, 1000, 0o1600)
+    return found >= 0
+print(next(made for made in range(40_000) if not one()))
+"""
 
 
 async def spinning(s, loops=1):
@@ -210,6 +257,8 @@ ALL = [
     memory_limit_is_named_and_the_slot_goes_on,
     a_volume_leaves_room_in_memory_for_the_command_that_clears_it,
     a_background_process_that_is_killed_does_not_end_the_slot,
+    a_background_process_tells_of_the_memory_that_ended_it,
+    what_outlives_its_program_leaves_memory_to_others,
     the_share_of_the_cpu_follows_the_weight,
     a_quota_is_a_ceiling,
     half_of_the_cores_are_a_slots_ceiling_unless_asked,
