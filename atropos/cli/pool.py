@@ -115,18 +115,19 @@ def purge(
 ) -> None:
     """Remove a pool's containers, job and secret. Refused, with exit code 1, while a live client works in it."""
 
-    async def work(survey: Survey) -> list[Seen]:
+    async def work(survey: Survey) -> tuple[list[Seen], int]:
+        seen, _ = await survey.look()
         used = [] if force else await survey.in_use()
         if not used:
             await survey.purge()
-        return used
+        return used, len(seen)
 
-    used = _run(backend, job_id, address, work)
+    used, count = _run(backend, job_id, address, work)
     if used:
         indexes = ", ".join(str(each.container.index) for each in used)
         typer.echo(f"not purged: live clients work in container {indexes} (--force purges all the same)", err=True)
         raise typer.Exit(1)
-    typer.echo(f"{job_id} is purged")
+    typer.echo(f"{job_id} is purged" if count else f"{job_id} had no container; what else there was of it is purged")
 
 
 def _plain(job_id: str, seen: list[Seen], trouble: str) -> dict[str, Any]:
