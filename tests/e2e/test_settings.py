@@ -111,7 +111,7 @@ async def test_each_limit_of_a_slot_holds_and_is_named():
         assert (await sh(env, "echo ready")).output == "ready\n"
         shares = cgroup_values("cpu.shares", "cpu.weight")
         assert shares & {"37", str(37 * 1024 // 100), str(round(37 * 1024 / 100))}, shares
-        assert cgroup_values("cpu.cfs_quota_us", "cpu.max") & {"75000", "75000 100000"}
+        assert cgroup_values("cpu.cfs_quota_us", "cpu.max") & {"7500", "7500 10000"}
         result = await sh(env, "python3 -c 'x = bytearray(200 << 20)'; echo still")
         assert result.limit == "memory"
         result = await sh(env, "python3 -c 'import os,time\nwhile os.fork(): pass\ntime.sleep(1)'")
