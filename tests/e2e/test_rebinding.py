@@ -35,7 +35,7 @@ async def test_a_name_that_changes_its_mind_leads_nowhere_else(tmp_path: Path):
         given.append(next(turns))
         return [given[-1]]
 
-    allowed = Site(ALLOWED)
+    allowed = Site(ALLOWED, hangs_up=True)  # or a connection that was judged once is used again, with no name asked for
     await allowed.start()
     forbidden = Site(FORBIDDEN, allowed.port)
     await forbidden.start()

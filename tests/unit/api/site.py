@@ -132,10 +132,11 @@ def _html(text: str) -> web.Response:
 
 
 class Site:
-    """The running site; `seen` are the paths that were asked for."""
+    """The running site; `seen` are the paths that were asked for. With `hangs_up`, one answer a connection."""
 
-    def __init__(self, host: str = "127.0.0.1", port: int = 0) -> None:
+    def __init__(self, host: str = "127.0.0.1", port: int = 0, *, hangs_up: bool = False) -> None:
         self.seen: list[str] = []
+        self.hangs_up = hangs_up
         self.host, self.port = host, port
         self._runner: web.AppRunner | None = None
 
@@ -193,7 +194,10 @@ class Site:
     @web.middleware
     async def _note(self, request: web.Request, handler: Any) -> web.StreamResponse:
         self.seen.append(request.path)
-        return await handler(request)
+        response: web.StreamResponse = await handler(request)
+        if self.hangs_up:
+            response.force_close()
+        return response
 
     def _static(self, text: str) -> Any:
         async def answer(_: web.Request) -> web.Response:
