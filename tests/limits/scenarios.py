@@ -221,7 +221,7 @@ async def everything_in_the_cgroup_is_killed_at_once(host):
 
 async def settings_are_the_kernel_s(host):
     """What was asked for is what the kernel says it enforces."""
-    limits = SlotLimits(memory_mib=100, pids=50, cpu_weight=300, cpu_quota=1.5)
+    limits = SlotLimits(memory_mib=100, pids=50, cpu_weight=300, cpu_quota=0.75)
     async with slot(host, limits=limits) as s:
         found = {}
         for one, path in zip(host._entered.cgroups.trees, s._cgroup.paths, strict=True):
@@ -234,10 +234,10 @@ async def settings_are_the_kernel_s(host):
             version = one.version
         wanted = (
             {"memory.max": str(100 << 20), "memory.oom.group": "0", "pids.max": "52", "cpu.weight": "300",
-             "cpu.max": "15000 10000"}
+             "cpu.max": "7500 10000"}
             if version == 2
             else {"memory.limit_in_bytes": str(100 << 20), "pids.max": "52", "cpu.shares": "3072",
-                  "cpu.cfs_quota_us": "15000", "cpu.cfs_period_us": "10000"}
+                  "cpu.cfs_quota_us": "7500", "cpu.cfs_period_us": "10000"}
         )  # fmt: skip
         if "memory.swap.max" in found:
             wanted["memory.swap.max"] = "0"
