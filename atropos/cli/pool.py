@@ -117,7 +117,7 @@ def purge(
 
     async def work(survey: Survey) -> tuple[list[Seen], int]:
         seen, _ = await survey.look()
-        used = [] if force else await survey.in_use()
+        used = [] if force else await survey.in_use(seen)
         if not used:
             await survey.purge()
         return used, len(seen)

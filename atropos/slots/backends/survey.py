@@ -14,7 +14,7 @@ from atropos.errors import ConfigError
 from atropos.slots.backends.server_http import ServerHttp
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
+    from collections.abc import Awaitable, Callable, Sequence
 
     from atropos.slots.backends.base import Container
     from atropos.wire import Status
@@ -95,13 +95,12 @@ class Survey:
         except TimeoutError:
             return False
 
-    async def in_use(self) -> list[Seen]:
-        """The containers that a live client works in."""
-        found, _ = await self.look()
+    async def in_use(self, seen: Sequence[Seen]) -> list[Seen]:
+        """Those containers of a `look` that a live client works in."""
         return [
-            seen
-            for seen in found
-            if seen.container.url and await self._http.used_by_others(seen.container.url, seen.container.token, "")
+            each
+            for each in seen
+            if each.container.url and await self._http.used_by_others(each.container.url, each.container.token, "")
         ]
 
     async def purge(self) -> None:

@@ -8,6 +8,11 @@ import subprocess
 import sys
 
 import pytest
+from typer.testing import CliRunner
+
+from atropos.cli import pool as pool_commands
+from atropos.slots.backends.base import Container
+from atropos.slots.backends.survey import Survey
 
 
 def atropos(
@@ -81,3 +86,36 @@ def test_doctor_names_a_missing_bwrap(tmp_path: object) -> None:
     bwrap = next(item for item in json.loads(done.stdout)["findings"] if item["name"] == "bwrap")
     assert not bwrap["ok"]
     assert "bubblewrap" in bwrap["fix"]
+
+
+@pytest.mark.parametrize(
+    ("containers", "said"),
+    [
+        ([Container(id="c", index=0, url=None, token="", state="starting")], "mine is purged\n"),
+        ([], "mine had no container; what else there was of it is purged\n"),
+    ],
+)
+def test_a_purge_says_whether_there_was_anything(monkeypatch, containers: list[Container], said: str) -> None:
+    done: list[str] = []
+
+    async def listed() -> tuple[list[Container], str]:
+        done.append("looked")
+        return containers, ""
+
+    async def end(container: Container) -> None:
+        done.append(f"ended {container.id}")
+
+    async def purge() -> None:
+        done.append("purged")
+
+    async def close() -> None:
+        done.append("closed")
+
+    async def survey(backend: str, job_id: str, *, address: str | None) -> Survey:
+        assert (backend, job_id, address) == ("docker", "mine", None)
+        return Survey(listed, end, purge, close)
+
+    monkeypatch.setattr(pool_commands, "open_survey", survey)
+    result = CliRunner().invoke(pool_commands.pool_app, ["purge", "--backend", "docker", "--job-id", "mine"])
+    assert (result.exit_code, result.output) == (0, said)
+    assert done == ["looked", "purged", "closed"]
