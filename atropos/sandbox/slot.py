@@ -201,7 +201,8 @@ class SlotSandbox:
             self._going = sys.maxsize
             self._going_until = self._loop.time() + GOING_S
             self._cut.update(self._calls)
-            self._background.update((key, "files") for key, at in self._background.items() if isinstance(at, list))
+            running = [key for key, at in self._background.items() if isinstance(at, list)]
+            self._background.update(dict.fromkeys(running, "files"))
             self._channel.call("end_all", {}, lambda _: None)
 
     def _name_limit(
