@@ -29,7 +29,7 @@ def table() -> str:
     from atropos.envs.adapter import BaseEnvConfig
     from atropos.envs.config import AgentEnvConfig, SandboxEnvConfig
     from atropos.envs.dataset_env import DatasetEnvConfig
-    from atropos.envs.hermes_config import HermesAgentEnvConfig
+    from atropos.envs.hermes.config import HermesAgentEnvConfig
     from atropos.envs.humaneval_env import HumanEvalEnvConfig
     from atropos.envs.task_env import TaskEnvConfig
 

@@ -20,7 +20,7 @@ from atropos.errors import ConfigError, OutcomeUnknown, SandboxError
 from atropos.tools.arguments import BadArguments, check
 from atropos.tools.base import Tool, ToolError, ToolScope
 from atropos.tools.models import ToolResult
-from atropos.tools.tool_server_models import ExecuteAnswer, ExecuteRefusal, ExternalCall, Owner
+from atropos.tools.tool_server.messages import ExecuteAnswer, ExecuteRefusal, ExternalCall, Owner
 
 _log = logging.getLogger(__name__)
 _CLOSE_S = 10.0

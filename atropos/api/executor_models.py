@@ -8,7 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field, SecretStr
 
 from atropos.slots.config import SlotPoolConfig
 from atropos.tools.models import ToolResult
-from atropos.tools.tool_server_models import Request
+from atropos.tools.tool_server.messages import Request
 
 MAX_REQUEST_BYTES = 48 * 1024 * 1024
 """Largest request body: a 32 MiB file as base64, and some."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from atropos.api.http import Refusal
 from atropos.tools.models import ToolResult
-from atropos.tools.tool_server_models import ExternalCall, Owner
+from atropos.tools.tool_server.messages import ExternalCall, Owner
 
 Key = tuple[Owner, str]
 """Trajectory and call."""

@@ -18,7 +18,7 @@ from atropos.api.http import Gate, Refusal, add_error_handlers, describe_auth
 from atropos.api.settings import ToolServerSettings, search_from_environment
 from atropos.tools.base import Tool
 from atropos.tools.models import ToolResult
-from atropos.tools.tool_server_models import (
+from atropos.tools.tool_server.messages import (
     MAX_REQUEST_BYTES,
     VERSION,
     BatchRequest,

@@ -101,7 +101,7 @@ async def probe(base: str | None = None) -> Capabilities:
     """
     import httpx
 
-    from atropos.slots.backends.supervision import ServerProcess
+    from atropos.slots.backends.local.server_process import ServerProcess
 
     token = secrets.token_urlsafe(16)
     config = ServerConfig.model_validate(

@@ -9,26 +9,26 @@ if TYPE_CHECKING:
     from atropos.envs.adapter import APIServerConfig
     from atropos.envs.agent_env import AgentEnv
     from atropos.envs.config import AgentEnvConfig, SandboxEnvConfig
-    from atropos.envs.hermes_base_env import HermesAgentBaseEnv
-    from atropos.envs.hermes_config import HermesAgentEnvConfig
+    from atropos.envs.hermes.base_env import HermesAgentBaseEnv
+    from atropos.envs.hermes.config import HermesAgentEnvConfig
+    from atropos.envs.hermes.tool_context import ToolContext
     from atropos.envs.humaneval_env import HumanEvalEnv, HumanEvalEnvConfig
     from atropos.envs.sandbox_env import SandboxEnv
     from atropos.envs.task_env import TaskEnv, TaskEnvConfig
-    from atropos.envs.tool_context import ToolContext
 
 _HOMES = {
     "APIServerConfig": "adapter",
     "AgentEnv": "agent_env",
     "AgentEnvConfig": "config",
-    "HermesAgentBaseEnv": "hermes_base_env",
-    "HermesAgentEnvConfig": "hermes_config",
+    "HermesAgentBaseEnv": "hermes.base_env",
+    "HermesAgentEnvConfig": "hermes.config",
     "HumanEvalEnv": "humaneval_env",
     "HumanEvalEnvConfig": "humaneval_env",
     "SandboxEnv": "sandbox_env",
     "SandboxEnvConfig": "config",
     "TaskEnv": "task_env",
     "TaskEnvConfig": "task_env",
-    "ToolContext": "tool_context",
+    "ToolContext": "hermes.tool_context",
 }
 
 __all__ = [

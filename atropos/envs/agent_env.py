@@ -12,7 +12,7 @@ from typing import Any, TypeVar, cast
 
 from atropos.agent import AgentConfig, AgentResult, AtroposAgent
 from atropos.envs.config import AgentEnvConfig
-from atropos.envs.rollout import HookError, Rollout, checked_score
+from atropos.envs.running.rollout import HookError, Rollout, checked_score
 from atropos.envs.sandbox_env import ExecTool, Member, SandboxEnv
 from atropos.tools import ToolRegistry, build_tool_registry
 from atropos.tools.parsers import get_parser

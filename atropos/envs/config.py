@@ -9,8 +9,8 @@ from pydantic import BeforeValidator, ConfigDict, Field, SecretStr, ValidationEr
 
 from atropos.config import SlotLimits
 from atropos.envs.adapter import BaseEnvConfig
-from atropos.envs.flags import one_line
-from atropos.envs.prometheus import split_address
+from atropos.envs.command_line.flags import one_line
+from atropos.envs.running.prometheus import split_address
 from atropos.errors import ConfigError
 from atropos.slots import SlotPoolConfig
 from atropos.slots.config import NomadVariables

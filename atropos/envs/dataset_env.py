@@ -13,7 +13,7 @@ from pydantic import Field
 
 from atropos.envs.agent_env import AgentEnv
 from atropos.envs.config import AgentEnvConfig
-from atropos.envs.rollout import GroupDropped, GroupsDropped, Rollout
+from atropos.envs.running.rollout import GroupDropped, GroupsDropped, Rollout
 
 _log = logging.getLogger(__name__)
 

@@ -13,7 +13,6 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, NoReturn, cast
 
 from atropos.agent import TurnRenderer
-from atropos.envs import cli as command_line
 from atropos.envs.adapter import (
     APIServerConfig,
     ServerBaseline,
@@ -24,10 +23,11 @@ from atropos.envs.adapter import (
     quiet_logging,
     tokenizers,
 )
-from atropos.envs.commands import Commands
+from atropos.envs.command_line import app as command_line
+from atropos.envs.command_line.commands import Commands
 from atropos.envs.config import SandboxEnvConfig
-from atropos.envs.groups import Event, Member
-from atropos.envs.lifecycle import bounded
+from atropos.envs.running.groups import Event, Member
+from atropos.envs.running.lifecycle import bounded
 from atropos.errors import ConfigError, NotSupported
 from atropos.slots import SlotPool
 from atropos.tools import ToolCall, ToolExecutor, ToolRegistry, ToolResult

@@ -16,15 +16,15 @@ from typing import Any, Literal
 from pydantic import Field
 
 from atropos.agent import AgentConfig, AgentResult
-from atropos.envs import task_workspace as workspace
 from atropos.envs.config import Names
 from atropos.envs.dataset_env import DatasetEnv, DatasetEnvConfig
-from atropos.envs.rollout import Rollout
+from atropos.envs.running.rollout import Rollout
 from atropos.envs.sandbox_env import ExecTool, Member
-from atropos.envs.task_carry import VerifierFailed
-from atropos.envs.task_folder import Task, load_tasks
 from atropos.errors import ConfigError
 from atropos.slots import Slot, Snapshot
+from atropos.tasks import workspace
+from atropos.tasks.carry import VerifierFailed
+from atropos.tasks.folder import Task, load_tasks
 
 _log = logging.getLogger(__name__)
 

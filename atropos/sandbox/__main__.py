@@ -3,7 +3,7 @@
 FILE (or `-` for stdin) is a `ServerConfig` in JSON. Prints one line of JSON on stdout when ready. Exit codes: 0 ended as
 asked, 1 failed, 2 the configuration is wrong, 3 the isolation is not available; the reason is one line on stderr.
 
-It runs twice: see `rootphase`. What only the second run needs is imported there, since loading it takes most of a start.
+It runs twice: see `boot.root_phase`. What only the second run needs is imported there, since loading it takes most of a start.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from atropos.errors import ConfigError, IsolationUnavailable, SandboxError
-from atropos.sandbox import rootphase
+from atropos.sandbox.boot import root_phase
 
 if TYPE_CHECKING:
     from atropos.config import ServerConfig
@@ -68,15 +68,15 @@ def main(argv: list[str] | None = None) -> int:
     name = _config_name(sys.argv[1:] if argv is None else argv)
     gc.disable()  # nothing of what is loaded now is garbage
     try:
-        inherited = rootphase.inherited()
+        inherited = root_phase.inherited()
         if inherited is None:
             text = read_text(name)
-            rootphase.enter(rootphase.Settings.glance(text) or parse(text))
+            root_phase.enter(root_phase.Settings.glance(text) or parse(text))
         assert inherited is not None
         try:
             return _second_stage(inherited)
         finally:
-            rootphase.undo()
+            root_phase.undo()
     except ConfigError as error:
         return _fail(2, error)
     except IsolationUnavailable as error:
@@ -100,14 +100,14 @@ def _config_name(argv: list[str]) -> str:
 def _second_stage(text: str) -> int:
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # each slot takes half a dozen descriptors
-    settings = rootphase.Settings.glance(text.encode()) or rootphase.Settings.of(parse(text))
-    rootphase.enter(settings)
+    settings = root_phase.Settings.glance(text.encode()) or root_phase.Settings.of(parse(text))
+    root_phase.enter(settings)
 
-    from atropos.sandbox import early
-    from atropos.sandbox.init import fork_from_init
+    from atropos.sandbox.boot.init import fork_from_init
+    from atropos.sandbox.host import prestart
 
     fork_from_init()
-    early.begin(rootphase.entered().scratch, settings.base)
+    prestart.begin(root_phase.entered().scratch, settings.base)
     # aiohttp would load it for TLS, which this server doesn't speak, and read all certificates of the host for nothing
     sys.modules.setdefault("ssl", None)  # pyright: ignore[reportArgumentType]
     config = parse(text)
@@ -115,8 +115,8 @@ def _second_stage(text: str) -> int:
     import asyncio
     import logging
 
-    from atropos.sandbox.host import SlotHost
-    from atropos.sandbox.serve import Server
+    from atropos.sandbox.host.slot_host import SlotHost
+    from atropos.sandbox.server.serve import Server
 
     logging.basicConfig(stream=sys.stderr, level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     gc.freeze()

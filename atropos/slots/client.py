@@ -17,7 +17,7 @@ import aiohttp
 from pydantic import BaseModel, SecretStr, ValidationError
 
 from atropos.errors import BackendUnavailable, LeaseExpired, PoolFull, SandboxError, SlotLost, from_code
-from atropos.slots.channel import Channel, Events, Refused
+from atropos.slots.call_stream import Channel, Events, Refused
 from atropos.wire import (
     Call,
     Capabilities,

@@ -11,8 +11,8 @@ from atropos.slots.slot import Slot
 
 if TYPE_CHECKING:
     from atropos import wire
+    from atropos.slots.container_link import Link
     from atropos.slots.fleet import Ticket
-    from atropos.slots.link import Link
     from atropos.slots.pool import SlotPool
     from atropos.slots.snapshots import Snapshot
 

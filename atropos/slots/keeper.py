@@ -8,12 +8,12 @@ import random
 from typing import TYPE_CHECKING
 
 from atropos.errors import BackendUnavailable, SandboxError
-from atropos.slots.link import Link
+from atropos.slots.container_link import Link
 from atropos.slots.scaling import Limits, PoolState, plan
 
 if TYPE_CHECKING:
     from atropos.slots.backends.base import Backend, Container
-    from atropos.slots.link import ClientFactory
+    from atropos.slots.container_link import ClientFactory
     from atropos.slots.pool import SlotPool
 
 log = logging.getLogger("atropos.slots")

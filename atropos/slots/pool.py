@@ -23,15 +23,15 @@ from atropos.slots.backends import make_backend
 from atropos.slots.backends.base import Backend, Container
 from atropos.slots.client import SandboxClient
 from atropos.slots.config import SlotPoolConfig
+from atropos.slots.container_link import Client, ClientFactory, Link
 from atropos.slots.fleet import Fleet, Seat, Ticket
 from atropos.slots.grants import Grants
 from atropos.slots.keeper import Keeper
-from atropos.slots.link import Client, ClientFactory, Link
 from atropos.slots.returns import Returns
 from atropos.slots.slot import Slot
 from atropos.slots.snapshots import Snapshot, Snapshots
 from atropos.slots.stats import Counters, Percentiles, PoolStats
-from atropos.slots.tasks import Tasks
+from atropos.slots.task_owner import Tasks
 
 log = logging.getLogger("atropos.slots")
 T = TypeVar("T")

@@ -14,7 +14,7 @@ from atropos.errors import LeaseExpired, SandboxError
 from atropos.slots.results import ExecResult, file_error
 
 if TYPE_CHECKING:
-    from atropos.slots.link import Link
+    from atropos.slots.container_link import Link
     from atropos.slots.snapshots import Snapshot
 
 PIECE_BYTES = 8 * 1024 * 1024

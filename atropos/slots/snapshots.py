@@ -10,7 +10,7 @@ from atropos.errors import SandboxError, SlotLost
 
 if TYPE_CHECKING:
     from atropos import wire
-    from atropos.slots.link import Link
+    from atropos.slots.container_link import Link
     from atropos.slots.pool import SlotPool
     from atropos.slots.slot import Slot
 

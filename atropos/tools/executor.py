@@ -22,16 +22,16 @@ from atropos.errors import (
 )
 from atropos.tools.arguments import BadArguments, check, coerce, parse_object, sayable
 from atropos.tools.base import Tool, ToolError, ToolScope, ToolSlot
-from atropos.tools.external import ExternalTool
 from atropos.tools.models import ToolCall, ToolResult, new_call_id
-from atropos.tools.process import due_notes
-from atropos.tools.recording import write_recordings
 from atropos.tools.registry import ToolRegistry, user_tools
-from atropos.tools.remote import ToolServerClient
 from atropos.tools.running import run_tool
-from atropos.tools.sessions import Sessions
+from atropos.tools.sandboxed.process import due_notes
+from atropos.tools.sandboxed.recording import write_recordings
+from atropos.tools.sandboxed.sessions import Sessions
 from atropos.tools.settings import ToolExecutorConfig
 from atropos.tools.stats import ExecutorStats, Meter
+from atropos.tools.tool_server.client import ToolServerClient
+from atropos.tools.tool_server.external import ExternalTool
 from atropos.tools.trajectory import Trajectory, fingerprint
 
 MAX_WAITING = 256

@@ -181,8 +181,8 @@ def tools_of(value: Any, where: str) -> list[Tool]:
 
 
 def _catalogue(own: list[Tool]) -> list[Tool]:
-    from atropos.tools.builtin import sandbox_tools
-    from atropos.tools.external import external_tools
+    from atropos.tools.sandboxed.builtin import sandbox_tools
+    from atropos.tools.tool_server.external import external_tools
 
     names = {tool.name for tool in own}
     every = [*sandbox_tools(), *external_tools()]

@@ -29,7 +29,7 @@ if [ "$tag" = --kept ]; then
   exit
 fi
 docker version --format '{{.Server.Version}}' >/dev/null || { echo "no Docker engine answers; start dockerd" >&2; exit 1; }
-mapfile -t sources < <(find atropos/__init__.py atropos/errors.py atropos/wire.py atropos/config.py atropos/hierarchies.py atropos/sandbox -name '*.py' | LC_ALL=C sort)
+mapfile -t sources < <(find atropos/__init__.py atropos/errors.py atropos/wire.py atropos/config.py atropos/cgroup_paths.py atropos/sandbox -name '*.py' | LC_ALL=C sort)
 content=$base_content-$(hash_of $here/Dockerfile $here/entry.py $here/healthcheck.py $here/seccomp.json "${sources[@]}")
 if [ "$(docker image inspect --format '{{index .Config.Labels "atropos.content"}}' "$tag" 2>/dev/null)" = "$content" ]; then
   echo "$tag is up to date ($content)"

@@ -1,7 +1,7 @@
 /* hold PROGRAM ARGUMENTS...: become PROGRAM with SIGTERM and SIGINT blocked.
  *
  * The kernel drops signals for which PID 1 has no handler, so a container that is stopped while its server still starts
- * would run on until it is killed. Blocked, the signals wait for the server's init (atropos/sandbox/init.py). In C,
+ * would run on until it is killed. Blocked, the signals wait for the server's init (atropos/sandbox/boot/init.py). In C,
  * since Python takes a while until it could say so.
  */
 #include <signal.h>

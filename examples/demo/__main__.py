@@ -51,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
     console = Console(stderr=args.json)
     if console.is_terminal:
         console.print("[dim]loading atroposlib and transformers …[/dim]")
-    from atropos.envs.rollout import GroupsDropped
+    from atropos.envs.running.rollout import GroupsDropped
     from atropos.errors import ConfigError, InferenceError, IsolationUnavailable, SandboxError
 
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")

@@ -9,7 +9,7 @@ import schemathesis
 from pydantic import BaseModel, ValidationError
 
 from atropos.api.executor_models import CallBody
-from atropos.tools.tool_server_models import BatchRequest, ExternalCall
+from atropos.tools.tool_server.messages import BatchRequest, ExternalCall
 
 _CALLS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("echo", {"text": "é"}),

@@ -6,7 +6,8 @@ import itertools
 import json
 from typing import Any
 
-from atropos.envs import AgentEnv, commands
+from atropos.envs import AgentEnv
+from atropos.envs.command_line import commands
 from atropos.tools import ToolCall
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from atropos.envs import HermesAgentBaseEnv, HermesAgentEnvConfig
-from atropos.envs.rollout import GroupsDropped
+from atropos.envs.running.rollout import GroupsDropped
 from atropos.errors import ConfigError, SlotLost
 from examples.policy.truth import Truth
 from tests.e2e.hermes_support import call, groups, running_policy, sampled, script
@@ -242,7 +242,7 @@ def test_rows_come_from_files_lists_and_parquet(tmp_path: Path):
     import pyarrow as pa
     import pyarrow.parquet
 
-    from atropos.envs.hermes_data import load_rows
+    from atropos.envs.hermes.data import load_rows
 
     rows = [{"prompt": "a", "n": 1}, {"prompt": "b", "n": 2}]
     (tmp_path / "r.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n\n")

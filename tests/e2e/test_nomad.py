@@ -13,7 +13,7 @@ import pytest
 
 from atropos.errors import AcquireTimeout, BackendUnavailable, SandboxError, SlotLost
 from atropos.slots import SlotPool
-from atropos.slots.backends import nomad_job
+from atropos.slots.backends.nomad import job
 from tests.e2e.hermes_support import running_policy, script_env
 from tests.e2e.nomad_proxy import Mode, NomadProxy
 from tests.engines import (
@@ -53,9 +53,7 @@ async def run_by_hand(job_id: str) -> None:
         "seccomp_profile": ROOT / "docker/sandbox/seccomp.json",
     }.items():
         command += ["-var", f"{name}={value}"]
-    await asyncio.to_thread(
-        subprocess.run, [*command, str(ROOT / nomad_job.DEFINITION)], check=True, capture_output=True
-    )
+    await asyncio.to_thread(subprocess.run, [*command, str(ROOT / job.DEFINITION)], check=True, capture_output=True)
 
 
 async def test_a_job_run_by_hand_serves_two_env_scripts_at_once(tmp_path):

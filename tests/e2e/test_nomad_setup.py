@@ -11,7 +11,7 @@ import pytest
 
 from atropos.errors import AcquireTimeout, BackendUnavailable, ConfigError, IsolationUnavailable
 from atropos.slots import SlotPool
-from atropos.slots.backends.nomad_view import Allocation, explain, set_up_fault
+from atropos.slots.backends.nomad.view import Allocation, explain, set_up_fault
 from atropos.slots.backends.survey import open_survey
 from tests.engines import BACKENDS, NOMAD, ROOT, leftovers, nomad, pool_config
 from tests.waiting import until

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from atropos.envs import TaskEnv, TaskEnvConfig
-from atropos.envs.rollout import GroupsDropped
+from atropos.envs.running.rollout import GroupsDropped
 from atropos.errors import ConfigError
 from tests.e2e.hermes_support import call, groups, make, running_policy, script
 from tests.settings import shows

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from atropos.envs import task_workspace as workspace
-from atropos.envs.task_carry import TaskBroken, VerifierFailed
-from atropos.envs.task_folder import load_task, load_tasks
 from atropos.slots import SlotPool, SlotPoolConfig
+from atropos.tasks import workspace
+from atropos.tasks.carry import TaskBroken, VerifierFailed
+from atropos.tasks.folder import load_task, load_tasks
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "tasks"
 TASKS = load_tasks(EXAMPLES)

@@ -19,7 +19,7 @@ import pytest
 from pydantic import SecretStr
 
 from atropos.errors import OutcomeUnknown, ToolServerUnavailable
-from atropos.tools.remote import ToolServerClient
+from atropos.tools.tool_server.client import ToolServerClient
 from tests.e2e.servers import OWN, TOKEN, Server, running
 
 
@@ -238,7 +238,7 @@ async def test_a_second_signal_ends_it_at_once():
 
 
 async def test_a_restart_in_the_middle_is_told_as_what_it_is(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("atropos.tools.remote.MAX_ATTEMPTS", 40)
+    monkeypatch.setattr("atropos.tools.tool_server.client.MAX_ATTEMPTS", 40)
     async with running("tool-server", *OWN) as server, client(server) as tools:
         assert (await tools.execute("s", "k1", "keep", {"item": "a"})).output == "a"
         changing = asyncio.create_task(tools.execute("t", "c", "hang", {}))
@@ -258,8 +258,8 @@ async def test_a_restart_in_the_middle_is_told_as_what_it_is(monkeypatch: pytest
 
 
 async def test_connections_reset_at_any_point_run_no_call_twice(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("atropos.tools.remote.MAX_ATTEMPTS", 60)
-    monkeypatch.setattr("atropos.tools.remote.MAX_DELAY_S", 0.2)
+    monkeypatch.setattr("atropos.tools.tool_server.client.MAX_ATTEMPTS", 60)
+    monkeypatch.setattr("atropos.tools.tool_server.client.MAX_DELAY_S", 0.2)
     rng = random.Random(3)
     resets = 0
 
@@ -298,7 +298,7 @@ async def test_connections_reset_at_any_point_run_no_call_twice(monkeypatch: pyt
 
 
 async def test_a_server_killed_in_the_middle_is_told_as_such(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("atropos.tools.remote.MAX_ATTEMPTS", 3)  # it waits between them
+    monkeypatch.setattr("atropos.tools.tool_server.client.MAX_ATTEMPTS", 3)  # it waits between them
     async with running("tool-server", *OWN) as server, client(server) as tools:
         call = asyncio.create_task(tools.execute("t", "c", "hang", {}))
         await asyncio.sleep(0.3)

@@ -9,8 +9,8 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from atropos.sandbox.egress import Proxy
-from atropos.sandbox.egress_rules import Address, Policy
+from atropos.sandbox.programs.egress_proxy import Proxy
+from atropos.sandbox.programs.egress_rules import Address, Policy
 
 BIG = 8 << 20
 

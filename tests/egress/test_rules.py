@@ -6,7 +6,7 @@ import ipaddress
 
 import pytest
 
-from atropos.sandbox.egress_rules import Policy, Refused, is_public, literal
+from atropos.sandbox.programs.egress_rules import Policy, Refused, is_public, literal
 
 OWN = frozenset({ipaddress.ip_address("93.184.215.1"), ipaddress.ip_address("2606:4700:10::1")})
 PUBLIC = Policy.of(["public"])

@@ -267,7 +267,7 @@ async def ends() -> dict:
 def _is_our_proxy(pid: int) -> bool:
     with contextlib.suppress(OSError):
         ours = os.readlink(f"/proc/{pid}/ns/net") == os.readlink("/proc/self/ns/net")
-        return ours and b"atropos.sandbox.egress\0" in Path(f"/proc/{pid}/cmdline").read_bytes()
+        return ours and b"atropos.sandbox.programs.egress_proxy\0" in Path(f"/proc/{pid}/cmdline").read_bytes()
     return False
 
 

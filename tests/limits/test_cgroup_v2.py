@@ -153,9 +153,9 @@ def test_a_controller_that_is_not_handed_down_is_named(place):
     inner = place.path / "inner"
     inner.mkdir()
     code = (
-        "from atropos.config import ServerConfig\nfrom atropos.sandbox import rootphase\n"
-        "c = rootphase.inherited_config() or ServerConfig(token='-')\nrootphase.enter(c)\n"
-        "print(rootphase.entered().cgroups)"
+        "from atropos.config import ServerConfig\nfrom atropos.sandbox.boot import root_phase\n"
+        "c = root_phase.inherited_config() or ServerConfig(token='-')\nroot_phase.enter(c)\n"
+        "print(root_phase.entered().cgroups)"
     )
     command = ["sh", "-c", f'echo $$ > {inner}/cgroup.procs; exec "$@"', "sh", sys.executable, "-c", code]
     done = subprocess.run(command, capture_output=True, text=True, check=True)

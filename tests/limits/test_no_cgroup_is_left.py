@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from atropos import hierarchies
+from atropos import cgroup_paths
 from tests.waiting import SLOWNESS, until
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, who has a cgroup wherever there are any")
@@ -38,15 +38,15 @@ asyncio.run(main())
 """
 CLAIMS = """
 import os, signal
-from atropos import hierarchies
-from atropos.sandbox import cgroups
+from atropos import cgroup_paths
+from atropos.sandbox.linux import cgroups
 
-places, pids = hierarchies.own_places(), []
+places, pids = cgroup_paths.own_places(), []
 for _ in range(2):
     pids.append(os.fork())
     if pids[-1] == 0:
         while os.getppid() != 1:
-            hierarchies.remove_server(places, "0-0")
+            cgroup_paths.remove_server(places, "0-0")
         os._exit(0)
 wanted = cgroups.claim("/proc/no-folder", 4321, 4321)
 cgroups.release(wanted)
@@ -67,7 +67,7 @@ class Place:
     """A folder of a test's own in each hierarchy: who enters it is in one below, so that `atropos` may be beside it."""
 
     def __init__(self) -> None:
-        found = [(one, hierarchies.mount_point(one)) for one in hierarchies.of_this_process()]
+        found = [(one, cgroup_paths.mount_point(one)) for one in cgroup_paths.of_this_process()]
         self.version = min((one.version for one, mount in found if mount), default=0)
         self.folders = [
             Path(f"{mount}/{one.path}/place-{os.getpid()}")
@@ -86,14 +86,14 @@ class Place:
         return [path for folder in self.folders for path in folder.rglob("*/") if path != folder / "inner"]
 
     def of(self, server: int) -> list[Path]:
-        return [path for path in self.below() if path.name.startswith(f"{hierarchies.PREFIX}{server}-")]
+        return [path for path in self.below() if path.name.startswith(f"{cgroup_paths.PREFIX}{server}-")]
 
     def end(self) -> None:
         deadline = time.monotonic() + 10 * SLOWNESS
         for folder in self.folders:
             while folder.exists():
                 assert time.monotonic() < deadline, folder
-                hierarchies.remove_tree(folder)
+                cgroup_paths.remove_tree(folder)
                 time.sleep(0.01)
 
 

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import pytest
 
-from atropos.envs import task_workspace as workspace
-from atropos.envs.task_carry import VerifierFailed
-from atropos.envs.task_folder import load_task
+from atropos.tasks import workspace
+from atropos.tasks.carry import VerifierFailed
+from atropos.tasks.folder import load_task
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 

@@ -15,8 +15,8 @@ import pytest
 
 from atropos.errors import SandboxError
 from atropos.slots import SlotPoolConfig
-from atropos.slots.backends.local import make_scratch, remove_scratch
-from atropos.slots.backends.supervision import ServerProcess
+from atropos.slots.backends.local.backend import make_scratch, remove_scratch
+from atropos.slots.backends.local.server_process import ServerProcess
 from atropos.slots.client import SandboxClient
 from atropos.wire import LeaseRequest
 from tests.processes import descendants

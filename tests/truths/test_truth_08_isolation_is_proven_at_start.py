@@ -64,8 +64,8 @@ async def test_a_proxy_that_lets_through_what_it_must_not_is_found_out_at_start(
     tmp_path.chmod(0o755)
     (tmp_path / "sitecustomize.py").write_text(
         "import sys\n"
-        "if 'atropos.sandbox.egress' in sys.orig_argv:\n"
-        "    from atropos.sandbox import egress_rules\n"
+        "if 'atropos.sandbox.programs.egress_proxy' in sys.orig_argv:\n"
+        "    from atropos.sandbox.programs import egress_rules\n"
         "    egress_rules.Policy.judge_addresses = lambda self, name, addresses, own: list(addresses)\n"
     )
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))

@@ -11,8 +11,14 @@ from atropos.api.external.browser import CRASHED, PAGE_CRASHED, PAGE_HANGS, Brow
 from atropos.api.external.guard import Forbidden
 from atropos.api.external.proxy import REFUSED_HEADER
 from atropos.tools.base import Tool, ToolError, ToolScope
-from atropos.tools.external import ClickArguments, NavigateArguments, NoArguments, SnapshotArguments, TypeArguments
 from atropos.tools.models import ToolResult
+from atropos.tools.tool_server.external import (
+    ClickArguments,
+    NavigateArguments,
+    NoArguments,
+    SnapshotArguments,
+    TypeArguments,
+)
 
 if TYPE_CHECKING:
     from playwright.async_api import Locator, Page, Response

@@ -14,8 +14,8 @@ import httpx
 from atropos.api.external.fetch import FetchError, Page, fetch
 from atropos.api.external.guard import Guard
 from atropos.tools.base import Tool, ToolScope
-from atropos.tools.external import WebExtractArguments
 from atropos.tools.models import ToolResult
+from atropos.tools.tool_server.external import WebExtractArguments
 
 _PARSE_S = 20.0
 """Longest that one page may take to be parsed; its worker is killed then."""

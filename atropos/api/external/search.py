@@ -10,8 +10,8 @@ from pydantic import BaseModel, ConfigDict
 from atropos.api.settings import SearchSettings
 from atropos.errors import ToolServerUnavailable
 from atropos.tools.base import Tool, ToolScope
-from atropos.tools.external import WebSearchArguments
 from atropos.tools.models import ToolResult
+from atropos.tools.tool_server.external import WebSearchArguments
 
 _TIMEOUT_S = 20.0
 _TEXT = 600

@@ -12,13 +12,13 @@ if TYPE_CHECKING:
 def make_backend(config: SlotPoolConfig) -> Backend:
     """The backend that a pool's configuration names; only its own dependencies are imported."""
     if config.backend == "docker":
-        from atropos.slots.backends.docker import DockerBackend
+        from atropos.slots.backends.docker.backend import DockerBackend
 
         return DockerBackend.from_pool(config)
     if config.backend == "nomad":
-        from atropos.slots.backends.nomad import NomadBackend  # pyright: ignore[reportMissingImports]
+        from atropos.slots.backends.nomad.backend import NomadBackend  # pyright: ignore[reportMissingImports]
 
         return NomadBackend.from_pool(config)
-    from atropos.slots.backends.local import LocalBackend
+    from atropos.slots.backends.local.backend import LocalBackend
 
     return LocalBackend(config)

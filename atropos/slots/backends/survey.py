@@ -133,7 +133,7 @@ async def open_survey(backend: str, job_id: str, *, address: str | None) -> Surv
 
 async def _docker(pool: str, address: str | None) -> Survey:
     from atropos.slots.backends.base import Container
-    from atropos.slots.backends.docker_engine import DockerEngine
+    from atropos.slots.backends.docker.engine import DockerEngine
 
     engine = DockerEngine(pool, address)
     await asyncio.to_thread(engine.connect)
@@ -164,10 +164,10 @@ async def _docker(pool: str, address: str | None) -> Survey:
 
 
 async def _nomad(job_id: str, address: str | None) -> Survey:
-    from atropos.slots.backends.nomad_api import NomadApi
-    from atropos.slots.backends.nomad_job import group_of
-    from atropos.slots.backends.nomad_settings import NomadSettings
-    from atropos.slots.backends.nomad_view import Allocation, container, newest, placement_failures
+    from atropos.slots.backends.nomad.api import NomadApi
+    from atropos.slots.backends.nomad.job import group_of
+    from atropos.slots.backends.nomad.settings import NomadSettings
+    from atropos.slots.backends.nomad.view import Allocation, container, newest, placement_failures
 
     api = NomadApi(NomadSettings.from_environment(address))
     try:

@@ -11,7 +11,7 @@ import re
 import pytest
 from transformers import AutoTokenizer
 
-from atropos.envs.hermes_dialect import Dialect
+from atropos.envs.hermes.dialect import Dialect
 from examples.policy.tokenizer import FOLDER
 
 QWEN3 = (

@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from atropos.api.settings import Bounds
-from atropos.tools.tool_server_models import ExecuteAnswer, ToolList
+from atropos.tools.tool_server.messages import ExecuteAnswer, ToolList
 
 from .conftest import ONE_AT_A_TIME, Workbench, call, served, until
 

@@ -15,8 +15,8 @@ from atropos.api.external.search import PROVIDERS, WebSearch, search_client
 from atropos.api.settings import SearchSettings
 from atropos.errors import ToolServerUnavailable
 from atropos.tools.base import ToolScope
-from atropos.tools.external import WebExtractArguments, WebSearchArguments
 from atropos.tools.models import ToolResult
+from atropos.tools.tool_server.external import WebExtractArguments, WebSearchArguments
 
 from .site import Site, pdf
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from atropos.envs.tool_context import ToolContext
+from atropos.envs.hermes.tool_context import ToolContext
 from tests.unit.envs.support import ScriptEnv, StandInExecutor, make
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 from pydantic import SecretStr
 
-from atropos.envs import AgentEnvConfig, APIServerConfig, cli, flags
+from atropos.envs import AgentEnvConfig, APIServerConfig
+from atropos.envs.command_line import app, flags
 from atropos.envs.config import SandboxEnvConfig
 from atropos.errors import ConfigError
 from examples.policy.tokenizer import FOLDER
@@ -27,10 +28,10 @@ def config_of(*words: str, command: str = "process") -> AgentEnvConfig:
 def run(capsys, *argv: str) -> tuple[int, str]:
     """The exit code and the one line, with everything not under test right."""
     words = list(argv)
-    if words and words[0] in cli.COMMANDS:
+    if words and words[0] in app.COMMANDS:
         given = {word.split("=")[0] for word in words}
         words[1:1] = [part for flag, value in GOOD.items() if flag not in given for part in (flag, value)]
-    code = cli.run(ScriptEnv, words)
+    code = app.run(ScriptEnv, words)
     return code, capsys.readouterr().err.strip()
 
 
@@ -181,9 +182,9 @@ def test_servers_are_always_a_list_and_flags_reach_the_only_one(tmp_path):
         flags.parse(["process", "--config", str(path), "--openai.model_name", "m"], AgentEnvConfig, APIServerConfig)
 
 
-@pytest.mark.parametrize("command", cli.COMMANDS)
+@pytest.mark.parametrize("command", app.COMMANDS)
 def test_help_names_every_setting_with_its_default(capsys, command):
-    assert cli.run(ScriptEnv, [command, "--help"]) == 0
+    assert app.run(ScriptEnv, [command, "--help"]) == 0
     text = capsys.readouterr().out
     for name in AgentEnvConfig.model_fields:
         assert f"--env.{name}" in text
@@ -193,7 +194,7 @@ def test_help_names_every_setting_with_its_default(capsys, command):
 
 
 def test_help_without_a_command_lists_them(capsys):
-    assert cli.run(ScriptEnv, ["--help"]) == 0
+    assert app.run(ScriptEnv, ["--help"]) == 0
     assert "evaluate" in capsys.readouterr().out
 
 

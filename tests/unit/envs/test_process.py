@@ -9,7 +9,7 @@ import signal
 import pytest
 
 from atropos.agent.transcript import CONTEXT_LOGPROB, MASKED
-from atropos.envs.rollout import GroupDropped, GroupsDropped
+from atropos.envs.running.rollout import GroupDropped, GroupsDropped
 from atropos.errors import AcquireTimeout, ConfigError, InferenceError, NotSupported, SlotLost
 from tests.e2e.hermes_support import sampled
 from tests.unit.envs.support import ScriptEnv, call, items, make

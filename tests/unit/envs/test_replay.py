@@ -5,8 +5,8 @@ from __future__ import annotations
 import html.parser
 import json
 
-from atropos.envs import replay
-from atropos.envs.replay import write_page
+from atropos.envs.running import replay
+from atropos.envs.running.replay import write_page
 
 EVIL = "<script>alert(1)</script><img src=x onerror=alert(2)>\"'><b>&amp;\x1b[31m</details>"
 

@@ -10,9 +10,10 @@ import json
 import pytest
 from aiohttp import web
 
-from atropos.envs import commands, lifecycle
-from atropos.envs.rollout import HookError
-from atropos.envs.run_api import TrajectoryApiLost
+from atropos.envs.command_line import commands
+from atropos.envs.running import lifecycle
+from atropos.envs.running.rollout import HookError
+from atropos.envs.running.run_api import TrajectoryApiLost
 from atropos.errors import ConfigError
 from tests.unit.envs.support import ScriptEnv, make
 

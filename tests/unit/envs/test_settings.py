@@ -11,7 +11,7 @@ import pytest
 from aiohttp import web
 
 from atropos.envs import AgentEnvConfig, HermesAgentBaseEnv, HermesAgentEnvConfig
-from atropos.envs.rollout import GroupsDropped
+from atropos.envs.running.rollout import GroupsDropped
 from atropos.errors import ConfigError, SlotLost
 from examples.policy.play import TASKS, Policy
 from examples.policy.server import PolicyServer, Settings
@@ -289,7 +289,7 @@ async def test_the_prompt_comes_from_the_rows_field(policy, tmp_path):
 def test_the_split_of_a_hub_dataset_is_asked_for(monkeypatch):
     import datasets
 
-    from atropos.envs.hermes_data import load_rows
+    from atropos.envs.hermes.data import load_rows
 
     asked = []
     monkeypatch.setattr(datasets, "load_dataset", lambda *a, **k: asked.append((a, k)) or [{"prompt": "x"}])

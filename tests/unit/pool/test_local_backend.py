@@ -14,8 +14,8 @@ import pytest
 
 from atropos.errors import BackendUnavailable, ConfigError, IsolationUnavailable
 from atropos.slots import SlotPool, SlotPoolConfig
-from atropos.slots.backends import local
-from atropos.slots.backends.local import LocalBackend
+from atropos.slots.backends.local import backend
+from atropos.slots.backends.local.backend import LocalBackend
 from tests.unit.pool.model import until
 
 READY = """
@@ -29,8 +29,8 @@ DEAF = READY + "signal.signal(signal.SIGTERM, signal.SIG_IGN)\nwhile True: signa
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
-    monkeypatch.setattr(local, "BACKOFF_S", (0.01, 0.05))
-    monkeypatch.setattr(local, "STOP_S", 0.3)
+    monkeypatch.setattr(backend, "BACKOFF_S", (0.01, 0.05))
+    monkeypatch.setattr(backend, "STOP_S", 0.3)
 
 
 @asynccontextmanager
@@ -153,21 +153,21 @@ async def test_no_secret_of_the_trainer_reaches_a_server(monkeypatch):
 
 
 async def test_scratch_of_the_dead_is_removed_and_that_of_the_living_kept(tmp_path, monkeypatch):
-    monkeypatch.setattr(local.tempfile, "gettempdir", lambda: str(tmp_path))
+    monkeypatch.setattr(backend.tempfile, "gettempdir", lambda: str(tmp_path))
     dead, mine = tmp_path / "atropos-1-99999999999-abc", tmp_path / "atropos-x"
     (dead / "0-ab" / "mnt").mkdir(parents=True)
     mine.mkdir()
-    kept = tmp_path / f"atropos-{os.getpid()}-{local.start_time(os.getpid())}-zz"
+    kept = tmp_path / f"atropos-{os.getpid()}-{backend.start_time(os.getpid())}-zz"
     kept.mkdir()
     elsewhere = tmp_path / "atropos-1-99999999999-def"  # its owner lives where we don't see its pid, and holds its lock
     elsewhere.mkdir()
     held = os.open(elsewhere, os.O_RDONLY)
     fcntl.flock(held, fcntl.LOCK_EX)
-    local.remove_stale_scratch()
+    backend.remove_stale_scratch()
     assert not dead.exists()
     assert elsewhere.exists()
     os.close(held)
-    local.remove_stale_scratch()
+    backend.remove_stale_scratch()
     assert not elsewhere.exists()
     assert mine.exists()
     assert kept.exists()

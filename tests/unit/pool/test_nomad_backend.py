@@ -57,7 +57,7 @@ async def test_why_one_more_container_does_not_come_up_is_told_though_others_run
 
 @pytest.mark.parametrize("streams", ["refused", "silent"])
 async def test_without_events_a_placement_failure_is_told_in_seconds(monkeypatch, streams):
-    monkeypatch.setattr("atropos.slots.backends.nomad_api.SILENCE_S", 0.3)
+    monkeypatch.setattr("atropos.slots.backends.nomad.api.SILENCE_S", 0.3)
     async with FakeNomad() as nomad:
         nomad.room, nomad.streams, nomad.blocks = 0, streams, True
         with pytest.raises(BackendUnavailable, match="Nomad can't place 1 of its containers: memory exhausted"):

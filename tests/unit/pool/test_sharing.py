@@ -8,7 +8,7 @@ from aiohttp import web
 
 from atropos import wire
 from atropos.slots import SlotPool, SlotPoolConfig
-from atropos.slots.backends.docker_engine import Found
+from atropos.slots.backends.docker.engine import Found
 from atropos.slots.backends.server_http import ServerHttp
 from tests.unit.pool.model import until
 from tests.unit.server.fakes import TOKEN, serving

@@ -7,7 +7,8 @@ import os
 import sys
 
 from atropos.config import ServerConfig
-from atropos.sandbox import rootphase, syscalls
+from atropos.sandbox.boot import root_phase
+from atropos.sandbox.linux import syscalls
 
 USER = 65_533
 
@@ -16,7 +17,7 @@ def main() -> None:
     if os.geteuid() == 0:
         syscalls.unshare(syscalls.CLONE_NEWNS)
         syscalls.mount(None, "/", None, syscalls.MS_REC | syscalls.MS_PRIVATE)
-        rootphase._expose(rootphase._needed_paths(ServerConfig(token="-")))
+        root_phase._expose(root_phase._needed_paths(ServerConfig(token="-")))
         os.setgroups([])
         os.setresgid(USER, USER, USER)
         os.setresuid(USER, USER, USER)

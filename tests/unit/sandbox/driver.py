@@ -12,22 +12,22 @@ import sys
 import traceback
 
 from atropos.config import ServerConfig, SlotLimits
-from atropos.sandbox import rootphase
+from atropos.sandbox.boot import root_phase
 from tests.waiting import SLOWNESS
 
 LIMITS = SlotLimits(memory_mib=96, pids=48, disk_mib=24, inodes=3000, output_bytes=100_000, open_files=256, wall_s=30)
 
 
 def main() -> None:
-    config = rootphase.inherited_config() or ServerConfig(
+    config = root_phase.inherited_config() or ServerConfig(
         token="-", slots=8, limits=LIMITS, die_with_parent=True, bases={"tiny": sys.argv[1]}, volume=sys.argv[2]
     )
-    rootphase.enter(config)
+    root_phase.enter(config)
     asyncio.run(serve(config))
 
 
 async def serve(config: ServerConfig) -> None:
-    from atropos.sandbox.host import SlotHost
+    from atropos.sandbox.host.slot_host import SlotHost
 
     host = await SlotHost.create(config)
     answer({"ready": os.geteuid()})

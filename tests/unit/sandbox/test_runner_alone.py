@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[3]
 
 CHANGED = """
 import resource, sys
-from atropos.sandbox import runner
+from atropos.sandbox.programs import runner
 now = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
 resource.setrlimit(resource.RLIMIT_AS, (now + (16 << 20),) * 2)
 try:
@@ -23,7 +23,7 @@ except runner.OpFailed as failed:
 """
 TERMINALS = """
 import os
-from atropos.sandbox import runner
+from atropos.sandbox.programs import runner
 kept = os.open("/dev/ptmx", os.O_RDWR | os.O_NOCTTY)
 try:
     runner.open_terminal(24, 80)

@@ -16,7 +16,7 @@ from pathlib import Path
 from atropos.config import ServerConfig
 from atropos.errors import OutcomeUnknown, SandboxError, SlotLost
 from atropos.sandbox.contract import Layer, Stopped
-from atropos.sandbox.serve import Server
+from atropos.sandbox.server.serve import Server
 from atropos.wire import Done, Exec, ExecResult, Feature, Operation, OpResult, ProcRead, ProcState, WriteFile
 
 

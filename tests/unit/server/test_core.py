@@ -7,9 +7,9 @@ import asyncio
 import pytest
 
 from atropos.errors import BackendUnavailable, LeaseExpired, NotSupported, PoolFull, SandboxError, SlotLost
-from atropos.sandbox.journal import Journal
-from atropos.sandbox.lanes import Lanes
-from atropos.sandbox.upkeep import forget
+from atropos.sandbox.server.journal import Journal
+from atropos.sandbox.server.lanes import Lanes
+from atropos.sandbox.server.upkeep import forget
 from atropos.slots.client import SandboxClient
 from atropos.wire import Exec, OpError, ProcRead, WriteFile
 from tests.unit.client.test_client import client_of, request, until
@@ -44,7 +44,7 @@ async def test_a_retired_slot_comes_back_once_it_is_confirmed_empty():
 
 
 async def test_sandboxes_that_do_not_start_fail_the_acquire_and_then_the_server(monkeypatch):
-    monkeypatch.setattr("atropos.sandbox.warm.BACKOFF_S", (0.01,) * 5)
+    monkeypatch.setattr("atropos.sandbox.server.warm_pool.BACKOFF_S", (0.01,) * 5)
     host = FakeHost()
     async with serving(host, slots=2, warm=0) as running, client_of(running) as client:
         await until(lambda: running.core.shelf.ready == 2)
@@ -63,7 +63,7 @@ async def test_sandboxes_that_do_not_start_fail_the_acquire_and_then_the_server(
 
 
 async def test_the_shelf_is_full_again_though_nobody_asks(monkeypatch):
-    monkeypatch.setattr("atropos.sandbox.warm.BACKOFF_S", (0.01,) * 50)
+    monkeypatch.setattr("atropos.sandbox.server.warm_pool.BACKOFF_S", (0.01,) * 50)
     host = FakeHost()
     async with serving(host, slots=2, warm=1) as running, client_of(running) as client:
         shelf = running.core.shelf

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from atropos import wire
-from atropos.sandbox.channel import Channel
+from atropos.sandbox.host.runner_link import Channel
 
 EXAMPLES = settings(
     max_examples=int(os.environ.get("ATROPOS_EXAMPLES", "100")),

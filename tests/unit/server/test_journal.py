@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from atropos.sandbox.journal import GATE_BYTES, MAX_EARLY, Entry, Journal
+from atropos.sandbox.server.journal import GATE_BYTES, MAX_EARLY, Entry, Journal
 from atropos.wire import Call, Done, Exec, ExecResult, Fault, Reply
 
 

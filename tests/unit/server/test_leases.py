@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 
-from atropos.sandbox.leases import MAX_ENDED, WANT_S, Ended, Granted, Held, LeaseTable, Refused
+from atropos.sandbox.server.leases import MAX_ENDED, WANT_S, Ended, Granted, Held, LeaseTable, Refused
 from atropos.wire import LeaseRequest
 
 
@@ -172,7 +172,7 @@ def test_a_client_that_waits_no_more_costs_the_others_one_moment_once(hears):
 
 
 def test_what_is_remembered_of_the_refused_is_bounded(monkeypatch):
-    monkeypatch.setattr("atropos.sandbox.leases.MAX_WANTING", 20)
+    monkeypatch.setattr("atropos.sandbox.server.leases.MAX_WANTING", 20)
     table = LeaseTable(2)
     for n in range(2):
         held(ask(table, f"g{n}", "greedy"))

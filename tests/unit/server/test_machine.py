@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from atropos.errors import LeaseExpired, PoolFull, SandboxError
-from atropos.sandbox.core import Core
-from atropos.sandbox.journal import Entry
-from atropos.sandbox.upkeep import beat
+from atropos.sandbox.server.core import Core
+from atropos.sandbox.server.journal import Entry
+from atropos.sandbox.server.upkeep import beat
 from atropos.wire import Call, Exec, Fault, Hello, Lease, LeaseEnded, LeaseRequest, Message, Reply
 from tests.unit.server.fakes import FakeHost, config
 

@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator
 import aiohttp
 import pytest
 
-from atropos.sandbox import travel
+from atropos.sandbox.server import snapshot_transfer
 from atropos.wire import Exec, Hello, Lease, LeaseRequest, Operation, Problem, WriteFile
 from tests.unit.client.test_client import until
 from tests.unit.server.fakes import TOKEN, Running, serving
@@ -68,7 +68,7 @@ async def leased(running: Running, **fields) -> Lease:
 
 @pytest.fixture
 async def running(monkeypatch):
-    monkeypatch.setattr("atropos.sandbox.journal.GATE_BYTES", 4000)
+    monkeypatch.setattr("atropos.sandbox.server.journal.GATE_BYTES", 4000)
     async with serving() as running:
         yield running
 
@@ -123,7 +123,7 @@ class Curl:
 
 
 async def test_calls_by_hand_under_ids_of_ones_own_go_on_and_the_latest_answers_are_kept(running, monkeypatch):
-    monkeypatch.setattr("atropos.sandbox.journal.KEPT_BYTES", 3000)
+    monkeypatch.setattr("atropos.sandbox.server.journal.KEPT_BYTES", 3000)
     lease = await leased(running)
     async with aiohttp.ClientSession(headers=HEADERS) as session:
         curl = Curl(running, session)
@@ -152,7 +152,7 @@ async def test_a_call_by_hand_is_answered_again_when_its_lease_is_over(running):
 
 
 async def test_a_dead_client_that_sent_more_than_is_read_loses_its_leases(monkeypatch):
-    monkeypatch.setattr("atropos.sandbox.stream.MAX_QUEUED_BYTES", 100_000)
+    monkeypatch.setattr("atropos.sandbox.server.stream.MAX_QUEUED_BYTES", 100_000)
     async with serving(heartbeat_s=0.1, slots=1) as running, peer(running) as client:
         lease = await leased(running, ttl_s=0.4)
         await client.call(lease, "hang", Exec(command="hang"))
@@ -165,7 +165,7 @@ async def test_a_dead_client_that_sent_more_than_is_read_loses_its_leases(monkey
 
 
 async def test_a_client_that_reads_nothing_is_not_read_without_end(monkeypatch):
-    monkeypatch.setattr("atropos.sandbox.stream.MAX_WAITING", 1000)
+    monkeypatch.setattr("atropos.sandbox.server.stream.MAX_WAITING", 1000)
     async with serving(heartbeat_s=0.3) as running, peer(running) as client:
         stream = running.core.clients.of("peer").connection
         beats = [{"kind": "heartbeat", "seq": 10**1000 + n} for n in range(500)]
@@ -191,7 +191,7 @@ async def test_a_snapshot_that_is_dropped_while_its_export_begins_is_exported_wh
     lease = await leased(running)
     info = await running.core.snapshot(lease.lease_id, None, None)
     await running.core.release(lease.lease_id, None)
-    begin = travel._program
+    begin = snapshot_transfer._program
 
     async def slowly(*arguments, **options):
         running.core.drop_snapshot(info.snapshot_id)
@@ -199,9 +199,9 @@ async def test_a_snapshot_that_is_dropped_while_its_export_begins_is_exported_wh
         assert running.host.layers, "it was dropped under its reader"
         return await begin(*arguments, **options)
 
-    monkeypatch.setattr(travel, "_program", slowly)
+    monkeypatch.setattr(snapshot_transfer, "_program", slowly)
     snapshot = running.core.snapshots.by_id[info.snapshot_id]
-    async with travel.exported(running.core, snapshot, compress=False):
+    async with snapshot_transfer.exported(running.core, snapshot, compress=False):
         pass
     await until(lambda: not running.host.layers)
     assert running.core.counters["layers_leaked"] == 0

@@ -14,10 +14,10 @@ from pathlib import Path
 
 import pytest
 
-from atropos.sandbox import transport
-from atropos.sandbox.transport import Refused, Unpacker, pack
+from atropos.sandbox.programs import snapshot_tar
+from atropos.sandbox.programs.snapshot_tar import Refused, Unpacker, pack
 
-PROGRAM = transport.__file__
+PROGRAM = snapshot_tar.__file__
 
 
 def facts(top: bytes) -> dict[bytes, tuple]:

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from atropos.envs.bridge import bridged, in_bridge, wait
+from atropos.envs.hermes.bridge import bridged, in_bridge, wait
 
 
 async def after(seconds, value):

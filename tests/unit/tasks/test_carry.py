@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from atropos.envs.task_carry import VerifierFailed, safe_archive
+from atropos.tasks.carry import VerifierFailed, safe_archive
 
 KINDS = {"f": tarfile.REGTYPE, "d": tarfile.DIRTYPE, "s": tarfile.SYMTYPE, "h": tarfile.LNKTYPE, "c": tarfile.CHRTYPE}
 

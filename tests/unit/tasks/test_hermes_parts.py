@@ -7,11 +7,11 @@ import json
 import pytest
 from transformers import AutoTokenizer
 
-from atropos.envs.hermes_agent import HermesAgent, HermesSettings, PromptTooLong
-from atropos.envs.hermes_base_env import HermesAgentBaseEnv
-from atropos.envs.hermes_config import HermesAgentEnvConfig
-from atropos.envs.hermes_dialect import Dialect
-from atropos.envs.reporting import readable
+from atropos.envs.hermes.agent import HermesAgent, HermesSettings, PromptTooLong
+from atropos.envs.hermes.base_env import HermesAgentBaseEnv
+from atropos.envs.hermes.config import HermesAgentEnvConfig
+from atropos.envs.hermes.dialect import Dialect
+from atropos.envs.running.reporting import readable
 from atropos.envs.sandbox_env import SandboxEnv
 from atropos.errors import ConfigError, InferenceError
 from atropos.tools import ToolResult

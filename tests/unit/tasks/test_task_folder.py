@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from atropos.envs.dockerfile import Copy, Run
-from atropos.envs.task_archive import pack, unpack_steps
-from atropos.envs.task_folder import load_task, load_tasks
 from atropos.errors import ConfigError
+from atropos.tasks.archive import pack, unpack_steps
+from atropos.tasks.dockerfile import Copy, Run
+from atropos.tasks.folder import load_task, load_tasks
 
 EXAMPLES = Path(__file__).resolve().parents[3] / "examples" / "tasks"
 

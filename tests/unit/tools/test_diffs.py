@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from atropos.tools import diffs
-from atropos.tools.diffs import PatchError
+from atropos.tools.sandboxed import diffs
+from atropos.tools.sandboxed.diffs import PatchError
 
 line = st.sampled_from(["a", "b", "", " ", "-- x", "++ y", "@@ z", "\\ w", "    if x:", "é", "a b"])
 texts = st.lists(line, max_size=14)

@@ -11,8 +11,9 @@ import uvicorn
 from atropos.api.settings import ToolServerSettings
 from atropos.api.tool_server import create_app
 from atropos.errors import ConfigError, LeaseExpired, OutcomeUnknown, ToolServerUnavailable
-from atropos.tools import ToolCall, ToolExecutor, ToolExecutorConfig, build_tool_registry, tool, way
-from atropos.tools import remote as remote_module
+from atropos.tools import ToolCall, ToolExecutor, ToolExecutorConfig, build_tool_registry, tool
+from atropos.tools.tool_server import client as remote_module
+from atropos.tools.tool_server import transport
 
 runs = []
 
@@ -315,7 +316,7 @@ async def test_a_call_given_up_on_its_way_does_not_begin_its_trajectory_anew(poo
     """It is sent, its trajectory is released, and only then does it arrive."""
     held = []
 
-    class Slow(way.Connections):
+    class Slow(transport.Connections):
         async def send(self, method, path, body, timeout_s):
             if method == "POST" and b"late" in body:
                 held.append(asyncio.create_task(self.arrive(method, path, body, timeout_s)))

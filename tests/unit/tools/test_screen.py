@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from atropos.tools.recording import Recording, write_recordings
-from atropos.tools.screen import Screen
+from atropos.tools.sandboxed.recording import Recording, write_recordings
+from atropos.tools.sandboxed.screen import Screen
 
 PIECES = [b"\x1b[", b"\x1b]0;", b"\x1bP", b"\x1b\\", b"\x07", b"?1049h", b"?1049l", b"m", b"9999;9999H", b"\x1b[2J", b"\x1b[?6c",
           b"\x1b[6n", b"\xff", "é".encode(), "世".encode(), "\u200b".encode(), "a\u0301".encode(), b"\r\n", b"\x1b[?3h",

@@ -144,7 +144,7 @@ class TestFiles:
         assert "more characters" in long.output
 
     async def test_the_numbering_is_right_across_chunks(self, use, root, monkeypatch):
-        monkeypatch.setattr("atropos.tools.files.CHUNK_BYTES", 7)
+        monkeypatch.setattr("atropos.tools.sandboxed.files.CHUNK_BYTES", 7)
         text = "".join(f"{'x' * (i % 13)}{i}\n" for i in range(60)) + "no end"
         (root / "f").write_text(text)
         lines = text.split("\n")

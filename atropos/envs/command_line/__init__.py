@@ -1,0 +1,1 @@
+"""The command line of an env: `serve`, `process` and `evaluate`."""

@@ -1,0 +1,1 @@
+"""`HermesAgentBaseEnv` and its parts."""

@@ -1,0 +1,353 @@
+"""`HermesAgentBaseEnv`: OpenAI-style tool use, and reward functions with the rollout's own slot in their hands.
+
+    class MyEnv(HermesAgentBaseEnv):
+        name = "my_env"
+
+        async def setup(self):
+            self.rows = self.load_rows()
+
+        async def get_next_item(self):
+            return next(self.rows, None)
+
+        def format_prompt(self, item):
+            return item["prompt"]
+
+        async def compute_reward(self, item, result, ctx):
+            return float(ctx.terminal("pytest -q")["exit_code"] == 0)
+
+It stands on the frame that `AgentEnv` stands on: groups, retries, admission, `process`, `serve`, `evaluate` and their
+ends are the same. What is stricter than in its forerunner: an unknown parser is refused, a reward function that raises
+drops the group instead of scoring 0, and no assistant message at all is an inference failure.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import inspect
+import json
+import logging
+import secrets
+import time
+from collections import deque
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator
+from dataclasses import asdict
+from typing import Any
+
+from atropos.agent.model import EXACT
+from atropos.envs.adapter import server_types
+from atropos.envs.hermes.agent import HermesAgent, HermesResult, HermesSettings, ToolError
+from atropos.envs.hermes.bridge import bridged
+from atropos.envs.hermes.config import HermesAgentEnvConfig
+from atropos.envs.hermes.data import load_rows
+from atropos.envs.hermes.dialect import Dialect
+from atropos.envs.hermes.tool_context import ToolContext
+from atropos.envs.running.rollout import HookError, Rollout, checked_score
+from atropos.envs.sandbox_env import Member, SandboxEnv
+from atropos.errors import ConfigError, LeaseExpired
+from atropos.tools import ToolCall, ToolRegistry, ToolResult, build_tool_registry
+from atropos.tools.toolsets import EXTERNAL, get_distribution
+
+KEPT_ERRORS = 200
+"""Tool errors kept for wandb, the latest."""
+DIALECTS_KEPT = 64
+"""Sets of tools whose rendering is remembered."""
+
+_log = logging.getLogger(__name__)
+
+
+class HermesAgentBaseEnv(SandboxEnv):
+    """Implement `setup`, `get_next_item`, `format_prompt` and `compute_reward`; see the module."""
+
+    name = "hermes_agent_env"
+    env_config_cls: Any = HermesAgentEnvConfig
+    config: Any
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """A subclass's own `setup` runs after the frame's, whether or not it calls `super().setup()`."""
+        super().__init_subclass__(**kwargs)
+        own = cls.__dict__.get("setup")
+        if own is not None:
+            cls.setup = _after_the_frame(own)  # pyright: ignore[reportAttributeAccessIssue]
+
+    def __init__(self, config: HermesAgentEnvConfig, *args: Any, **kwargs: Any) -> None:
+        super().__init__(config, *args, **kwargs)
+        if config.extra_body and server_types(self.server) & EXACT:
+            raise ConfigError("env.extra_body: only OpenAI-compatible servers take it; remove it for vllm and sglang")
+        if config.enabled_toolsets is None and config.distribution is None:
+            _log.warning("enabled_toolsets is not set: the model is offered every tool there is")
+        self._draw = secrets.token_hex(8) if config.seed is None else str(config.seed)
+        self._calls = asyncio.Semaphore(config.tool_pool_size)
+        self._rewards = asyncio.Semaphore(config.tool_pool_size)
+        self._framed = False
+        self._dialects: dict[tuple[str, ...], Dialect] = {}
+        self._tool_errors_count = 0
+        self._tool_errors: deque[dict[str, Any]] = deque(maxlen=KEPT_ERRORS)
+
+    # ------------------------------------------------------------------------------------------------------- hooks
+
+    async def setup(self) -> None:
+        """Load data and the like. Inference, slots and tools are there already."""
+        await self._frame()
+
+    def format_prompt(self, item: Any) -> str:
+        """The user's message for an item; by default the row's `prompt_field`."""
+        try:
+            return str(item[self.config.prompt_field])
+        except (KeyError, TypeError, IndexError):
+            raise ConfigError(
+                f"prompt_field: the item has no {self.config.prompt_field!r}; name another, or define format_prompt"
+            ) from None
+
+    async def compute_reward(self, item: Any, result: HermesResult, ctx: ToolContext) -> float:
+        """The rollout's reward. `ctx.terminal(...)` and the like need no `await`, and take one.
+
+        Raises:
+            Exception: whatever it raises drops the group; it is no score.
+        """
+        raise NotImplementedError(f"{type(self).__name__} must define compute_reward(item, result, ctx) -> float")
+
+    async def setup_group(self, item: Any, ctx: ToolContext) -> None:
+        """Prepare a workspace once for a group, whose rollouts start as forks of it (where overridden)."""
+
+    async def setup_rollout(self, item: Any, ctx: ToolContext) -> None:
+        """Prepare each rollout's workspace before the model sees it (where overridden)."""
+
+    # -------------------------------------------------------------------------------------------------- ready made
+
+    def item_name(self, item: Any) -> str:
+        """As the frame's; a row without a name goes by the beginning of its prompt."""
+        if isinstance(item, dict) and not {"name", "id", "task_id", "task"} & {*item}:
+            prompt = item.get(self.config.prompt_field)
+            if isinstance(prompt, str):
+                return " ".join(prompt.split())[:40]
+        return super().item_name(item)
+
+    def load_rows(self) -> Iterator[dict[str, Any]]:
+        """The rows of `dataset_name`, once through.
+
+        Raises:
+            ConfigError: it isn't set, or can't be loaded.
+        """
+        if self.config.dataset_name is None:
+            raise ConfigError("dataset_name: not set; give a file, a JSON list or a dataset's name")
+        return iter(load_rows(self.config.dataset_name, self.config.dataset_split))
+
+    def build_tools(self) -> ToolRegistry:
+        """Every tool that some group may be offered."""
+        config = self.config
+        enabled = config.enabled_toolsets
+        if config.distribution is not None:
+            enabled = [name for name, share in get_distribution(config.distribution).probabilities.items() if share > 0]
+            if config.tool_server_url is None:
+                enabled = self._without_external(enabled)
+        return build_tool_registry(
+            ["all"] if enabled is None else enabled, config.disabled_toolsets, config.tool_server_url
+        )
+
+    def _without_external(self, names: list[str]) -> list[str]:
+        left = [name for name in names if name not in EXTERNAL]
+        if not left:
+            raise ConfigError(
+                f"distribution: {self.config.distribution!r} has external toolsets alone ({', '.join(names)}); set "
+                "tool_server_url to a ToolServer's URL or 'inprocess'"
+            )
+        if len(left) < len(names):
+            dropped = ", ".join(name for name in names if name in EXTERNAL)
+            _log.warning("distribution %s: no tool_server_url, so never drawn: %s", self.config.distribution, dropped)
+        return left
+
+    def tools_of(self, group: str) -> ToolRegistry:
+        """The tools that a group's rollouts are offered: the same for all of them, drawn anew for each group."""
+        every = self.executor.tools
+        if self.config.distribution is None:
+            return every
+        drawn = {*get_distribution(self.config.distribution).sample(f"{self._draw}/{group}")}
+        offered = [tool for tool in every if drawn & {*tool.toolsets}]
+        return ToolRegistry(offered or every)
+
+    async def prepare_group(self, item: Any, group: str) -> Any:
+        """A snapshot of what `setup_group` made, where it is overridden."""
+        if type(self).setup_group is HermesAgentBaseEnv.setup_group:
+            return None
+        async with self._admission:
+            try:
+                ctx = ToolContext(self.executor, group, limit=self._calls)
+                await self._call_hook("setup_group", lambda: self.setup_group(item, ctx), ctx)
+                return await self._frozen(group)
+            finally:
+                await self.executor.release_trajectory(group)
+
+    async def run_trajectory(self, item: Any, trajectory_id: str, member: Member) -> Rollout:
+        """Set up, act, reward; see `SandboxEnv.run_trajectory`."""
+        started = time.perf_counter()
+        tools = self.tools_of(member.group)
+        ctx = ToolContext(self.executor, trajectory_id, limit=self._calls)
+        if type(self).setup_rollout is not HermesAgentBaseEnv.setup_rollout:
+            await self._call_hook("setup_rollout", lambda: self.setup_rollout(item, ctx), ctx)
+        with self.hook("format_prompt"):
+            prompt = self.format_prompt(item)
+        async with self._lifetime_of(trajectory_id) as execute:
+            agent = HermesAgent(
+                self.server,
+                self.tokenizer,
+                tools.schemas(),
+                self._settings(member),
+                self._offered(tools, execute),
+                dialect=self._dialect(tools),
+            )
+            set_up = time.perf_counter()
+            with self.hook("the agent"):
+                result = await agent.run(prompt)
+        acted = time.perf_counter()
+        self._record(result.tool_errors)
+        async with self._rewards:
+            reward = await self._call_hook("compute_reward", lambda: self.compute_reward(item, result, ctx), ctx)
+        return Rollout(
+            trajectory_id,
+            result.transcript,
+            checked_score(reward, "compute_reward"),
+            steps=result.turns_used,
+            calls=result.tool_calls,
+            stop_reason=result.stop_reason,
+            final_response=result.final_response,
+            info={
+                "toolsets": list(tools.names),
+                "reasoning": [text is not None for text in result.reasoning_per_turn],
+                "tool_errors": [asdict(error) for error in result.tool_errors],
+                "turns": [{"model_s": round(t.model_s, 4), "tools_s": round(t.tools_s, 4)} for t in result.turns],
+            },
+            phases={
+                "setup": set_up - started,
+                "model": sum(turn.model_s for turn in result.turns),
+                "tools": sum(turn.tools_s for turn in result.turns),
+                "agent": acted - set_up,
+                "verify": time.perf_counter() - acted,
+            },
+        )
+
+    def _dialect(self, tools: ToolRegistry) -> Dialect:
+        """How the tokenizer's template tells of these tools: found out once for each set that is drawn."""
+        key = tuple(tools.names)
+        if key not in self._dialects:
+            if len(self._dialects) >= DIALECTS_KEPT:
+                self._dialects.clear()
+            self._dialects[key] = Dialect(self.tokenizer, tools.schemas(), self.config.tool_call_parser)
+        return self._dialects[key]
+
+    def _offered(
+        self, tools: ToolRegistry, execute: Callable[[ToolCall], Coroutine[Any, Any, ToolResult]]
+    ) -> Callable[[ToolCall], Coroutine[Any, Any, ToolResult]]:
+        """Refuse what this group isn't offered, though others may be."""
+
+        async def run(call: ToolCall) -> ToolResult:
+            if call.name in tools:
+                return await execute(call)
+            self.metrics.calls += 1
+            self.metrics.tool_errors += 1
+            return ToolResult.failure(tools.unknown(call.name))
+
+        return run
+
+    def _settings(self, member: Member) -> HermesSettings:
+        config = self.config
+        return HermesSettings(
+            max_turns=config.max_agent_turns,
+            temperature=config.agent_temperature,
+            context_tokens=self.context_tokens,
+            system_prompt=config.system_prompt,
+            parser=config.tool_call_parser,
+            extra_body=config.extra_body,
+            model_timeout_s=config.model_timeout_s,
+            model_retries=config.model_retries,
+            seed=member.seed,
+        )
+
+    async def _call_hook(self, name: str, function: Callable[[], Any], ctx: ToolContext) -> Any:
+        """Run an env's own code on the bridge. An infrastructure failure that it swallowed is raised after all."""
+        try:
+            with self.hook(name):
+                value = await bridged(function)
+        except HookError:
+            if ctx.failure is not None:
+                raise ctx.failure from None
+            raise
+        if ctx.failure is not None:
+            raise ctx.failure
+        return value
+
+    @contextlib.asynccontextmanager
+    async def _lifetime_of(
+        self, trajectory_id: str
+    ) -> AsyncGenerator[Callable[[ToolCall], Coroutine[Any, Any, ToolResult]]]:
+        """Gives a way to run calls; a slot that is idle for longer than `terminal_lifetime` is given back."""
+        idle_s: float = self.config.terminal_lifetime
+        expired = False
+        timer: asyncio.TimerHandle | None = None
+        releases: set[asyncio.Task[None]] = set()
+        loop = asyncio.get_running_loop()
+
+        def expire() -> None:
+            nonlocal expired
+            expired = True
+            task = loop.create_task(self.executor.release_trajectory(trajectory_id))
+            releases.add(task)
+            task.add_done_callback(releases.discard)
+
+        async def execute(call: ToolCall) -> ToolResult:
+            nonlocal timer
+            if timer is not None:
+                timer.cancel()
+            if expired:
+                raise LeaseExpired(
+                    f"{trajectory_id}: its slot was idle for more than terminal_lifetime ({idle_s:g} s) and is gone"
+                )
+            async with self._calls:
+                result = await self.execute_tool(trajectory_id, call)
+            timer = loop.call_later(idle_s, expire)
+            return result
+
+        try:
+            yield execute
+            if expired:
+                raise LeaseExpired(f"{trajectory_id}: its slot was idle for more than {idle_s:g} s and is gone")
+        finally:
+            if timer is not None:
+                timer.cancel()
+            if releases:
+                await asyncio.gather(*releases, return_exceptions=True)
+
+    async def _frame(self) -> None:
+        """Inference and the tool backend, once."""
+        if not self._framed:
+            self._framed = True
+            await super().setup()
+
+    # -------------------------------------------------------------------------------------------------------- wandb
+
+    def _record(self, errors: list[ToolError]) -> None:
+        self._tool_errors_count += len(errors)
+        self._tool_errors.extend(asdict(error) for error in errors)
+
+    async def wandb_log(self, wandb_metrics: dict[str, Any] | None = None) -> None:
+        """As the frame's, with the tool errors since the last time."""
+        found = dict(wandb_metrics or {})
+        found["train/tool_errors_count"] = self._tool_errors_count
+        if self._tool_errors:
+            found["train/tool_error_details"] = json.dumps(list(self._tool_errors), ensure_ascii=False)
+        self._tool_errors_count = 0
+        self._tool_errors.clear()
+        await super().wandb_log(found)
+
+
+def _after_the_frame(own: Callable[..., Any]) -> Callable[[HermesAgentBaseEnv], Coroutine[Any, Any, None]]:
+    @functools.wraps(own)
+    async def setup(self: HermesAgentBaseEnv) -> None:
+        await self._frame()  # pyright: ignore[reportPrivateUsage]
+        with self.hook("setup"):
+            value = own(self)
+            if inspect.isawaitable(value):
+                await value
+
+    return setup

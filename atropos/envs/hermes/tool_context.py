@@ -1,0 +1,330 @@
+"""What a reward function has in its hands: the rollout's own slot, the tools, and ways to look at what was done.
+
+Every method works three ways: called plainly in a reward function (`ctx.terminal("pytest")["exit_code"]`, see
+`bridge`), awaited, and from another thread. None of them blocks the event loop.
+
+An infrastructure failure is remembered besides being raised, so that a reward function that catches everything can't
+turn it into a score.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import io
+import json
+import logging
+import tarfile
+import uuid
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Sequence
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+from atropos import wire
+from atropos.envs.hermes.bridge import in_bridge, wait
+from atropos.errors import SandboxError
+from atropos.slots import Slot
+from atropos.tools import ToolCall, ToolExecutor, ToolResult
+
+_log = logging.getLogger(__name__)
+
+Value = TypeVar("Value")
+CLEANUP_S = 10.0
+"""How long a cleanup may take."""
+SEARCH_MATCHES = 200
+
+
+class Answer(dict[str, Any]):
+    """A finished call's answer. It may be awaited as well, which gives it back at once."""
+
+    def __await__(self) -> Any:
+        """Give the answer itself."""
+        return _ready(self).__await__()
+
+
+class Text(str):
+    """A finished call's text answer, which may be awaited as well."""
+
+    __slots__ = ()
+
+    def __await__(self) -> Any:
+        """Give the text itself."""
+        return _ready(str(self)).__await__()
+
+
+class Done:
+    """A finished call without an answer, which may be awaited as well."""
+
+    def __await__(self) -> Any:
+        """Give None."""
+        return _ready(None).__await__()
+
+
+async def _ready(value: Value) -> Value:
+    return value
+
+
+class Pending:
+    """A call that was made in a task of its own, where only `await` can wait for it."""
+
+    def __init__(self, work: Coroutine[Any, Any, Any], name: str) -> None:
+        self._work = work
+        self._name = name
+
+    def __await__(self) -> Any:
+        """Make the call."""
+        return (yield from self._work.__await__())  # a generator, so that it holds on to this object meanwhile
+
+    def __getattr__(self, name: str) -> Any:
+        raise RuntimeError(self._hint())
+
+    def __getitem__(self, key: Any) -> Any:
+        raise RuntimeError(self._hint())
+
+    def __del__(self) -> None:
+        self._work.close()
+
+    def _hint(self) -> str:
+        return f"write `await ctx.{self._name}(...)`: this runs in a task of its own, not in the reward function itself"
+
+
+def _either(method: Callable[..., Coroutine[Any, Any, Any]]) -> Callable[..., Any]:
+    """Make a coroutine method usable without `await`, with it, and from other threads."""
+
+    @functools.wraps(method)
+    def call(self: ToolContext, *args: Any, **kwargs: Any) -> Any:
+        work = self._watched(functools.partial(method, self, *args, **kwargs))  # pyright: ignore[reportPrivateUsage]
+        try:
+            running = asyncio.get_running_loop()
+        except RuntimeError:
+            running = None
+        if running is not self._loop:  # pyright: ignore[reportPrivateUsage]
+            return asyncio.run_coroutine_threadsafe(work, self._loop).result()  # pyright: ignore[reportPrivateUsage]
+        if in_bridge():
+            value = wait(work)
+            if value is None:
+                return Done()
+            return Text(value) if isinstance(value, str) else value
+        return Pending(work, method.__name__)
+
+    return call
+
+
+class ToolContext:
+    """One rollout's slot and tools. `HermesAgentBaseEnv` makes one for each reward function.
+
+    Args:
+        executor: runs the calls.
+        trajectory_id: whose slot it is.
+        limit: bounds the calls in flight, across rollouts.
+    """
+
+    def __init__(self, executor: ToolExecutor, trajectory_id: str, *, limit: asyncio.Semaphore | None = None) -> None:
+        self._executor = executor
+        self._loop = asyncio.get_running_loop()
+        self._limit = limit or asyncio.Semaphore(1_000_000)
+        self.trajectory_id = trajectory_id
+        self.failure: SandboxError | None = None
+        """The infrastructure failure that a call met, if one did."""
+
+    async def _watched(self, work: Callable[[], Awaitable[Value]]) -> Value:
+        try:
+            async with self._limit:
+                return await work()
+        except SandboxError as error:
+            self.failure = self.failure or error
+            raise
+
+    async def _slot(self) -> Slot:
+        return cast("Slot", await self._executor.slot(self.trajectory_id))
+
+    # ------------------------------------------------------------------------------------------------------- the slot
+
+    @_either
+    async def terminal(
+        self, command: str, timeout: float = 180, workdir: str | None = None, env: dict[str, str] | None = None
+    ) -> Answer:
+        """Run a shell command in the rollout's slot.
+
+        Args:
+            command: for bash.
+            timeout: seconds until it is killed; its exit code is then -9, and `timed_out` is there.
+            workdir: None: the workspace.
+            env: added to the slot's environment.
+
+        Returns:
+            exit_code and output (stdout and stderr together), and the limits that were hit.
+        """
+        slot = await self._slot()
+        result = await slot.exec(command, timeout_s=timeout, workdir=workdir, env=env)
+        answer = Answer(exit_code=result.exit_code, output=result.output)
+        if result.timed_out:
+            answer["timed_out"] = True
+        if result.truncated:
+            answer["truncated"] = True
+        if result.limit is not None:
+            answer["limit"] = result.limit
+        if result.error is not None:
+            answer["error"] = result.error
+        return answer
+
+    @_either
+    async def read_file(self, path: str) -> Answer:
+        """A text file's `content`, or an `error`. Undecodable bytes are replaced."""
+        try:
+            return Answer(content=(await (await self._slot()).read_file(path)).decode("utf-8", "replace"))
+        except OSError as error:
+            return Answer(error=_said(error))
+
+    @_either
+    async def write_file(self, path: str, content: str | bytes) -> Answer:
+        """Write a file, making its parents: `bytes_written`, or an `error`."""
+        data = content.encode("utf-8", "surrogatepass") if isinstance(content, str) else content
+        try:
+            await (await self._slot()).write_file(path, data)
+        except OSError as error:
+            return Answer(error=_said(error))
+        return Answer(success=True, bytes_written=len(data))
+
+    @_either
+    async def search(self, query: str, path: str = ".") -> Answer:
+        """Lines that match a regular expression: `matches` of path, line and text; or an `error`."""
+        operation = wire.Search(pattern=query, path=path, max_matches=SEARCH_MATCHES)
+        result = await (await self._slot()).run(operation)
+        if isinstance(result, wire.OpError):
+            return Answer(error=result.message)
+        assert isinstance(result, wire.SearchResult)
+        matches = [{"path": match.path, "line": match.line, "text": match.text} for match in result.matches]
+        return Answer(matches=matches, truncated=result.truncated)
+
+    @_either
+    async def upload(self, source: str | Path, path: str) -> Answer:
+        """Copy a local file or folder into the slot: `success`, or an `error` of the slot's.
+
+        Raises:
+            OSError: the local file can't be read.
+        """
+        if not Path(source).exists():
+            raise FileNotFoundError(f"there is no local file {source}")
+        try:
+            await (await self._slot()).upload(source, path)
+        except OSError as error:
+            return Answer(error=_said(error))
+        return Answer(success=True)
+
+    @_either
+    async def download(self, path: str, target: str | Path) -> Answer:
+        """Copy a file or folder out of the slot to a local path: `success`, or an `error`.
+
+        What a hostile slot packs can't leave the target: links that lead out of it, devices and `..` are refused.
+        """
+        slot = await self._slot()
+        try:
+            seen = await slot.run(wire.ReadFile(path=path, max_bytes=1))
+            if isinstance(seen, wire.FileResult):
+                data = await slot.read_file(path)
+                await asyncio.to_thread(_write_local, Path(target), data)
+            else:
+                archive = await slot.download(path)
+                await asyncio.to_thread(_unpack_local, Path(target), archive)
+        except (OSError, tarfile.TarError) as error:
+            return Answer(error=_said(error))
+        return Answer(success=True)
+
+    @_either
+    async def quiesce(self) -> Answer:
+        """End every process in the slot, the model's background ones included; files stay."""
+        return Answer(ended=await (await self._slot()).quiesce())
+
+    @contextlib.asynccontextmanager
+    async def fork(self) -> AsyncGenerator[ToolContext]:
+        """Another slot with this one's files and none of its processes, for verification; given back at the end.
+
+        Both go on above the same frozen files. A second slot must come free within the pool's acquire timeout.
+        """
+        name = f"{self.trajectory_id}-fork-{uuid.uuid4().hex[:8]}"
+        context = ToolContext(self._executor, name, limit=self._limit)
+        try:
+            try:
+                async with self._limit:
+                    snapshot = await (await self._slot()).snapshot()
+                    try:
+                        await self._executor.start_from(name, snapshot)
+                    finally:
+                        with contextlib.suppress(SandboxError):
+                            await snapshot.drop()
+            except SandboxError as error:
+                self.failure = self.failure or error
+                raise
+            yield context
+        finally:
+            self.failure = self.failure or context.failure
+            await self._executor.release_trajectory(name)
+
+    # ---------------------------------------------------------------------------------------------------------- tools
+
+    @_either
+    async def web_search(self, query: str) -> Answer:
+        """Search the web, through the ToolServer."""
+        return await self._tool("web_search", {"query": query})
+
+    @_either
+    async def web_extract(self, urls: Sequence[str]) -> Answer:
+        """Read web pages, through the ToolServer."""
+        return await self._tool("web_extract", {"urls": list(urls)})
+
+    @_either
+    async def browser_navigate(self, url: str) -> Answer:
+        """Open an address in the rollout's browser."""
+        return await self._tool("browser_navigate", {"url": url})
+
+    @_either
+    async def browser_snapshot(self) -> Answer:
+        """The page in the rollout's browser, as text."""
+        return await self._tool("browser_snapshot", {})
+
+    @_either
+    async def call_tool(self, tool_name: str, arguments: dict[str, Any] | None = None) -> str:
+        """Call any tool of the env: its result as a JSON string, as the model would read it."""
+        return (await self._call(tool_name, arguments or {})).to_json()
+
+    async def _tool(self, name: str, arguments: dict[str, Any]) -> Answer:
+        result = await self._call(name, arguments)
+        answer = Answer(result.for_model())
+        if result.data is not None:
+            answer["data"] = result.data
+        elif result.success:
+            with contextlib.suppress(ValueError):
+                answer["data"] = json.loads(result.output)
+        return answer
+
+    async def _call(self, name: str, arguments: dict[str, Any]) -> ToolResult:
+        return await self._executor.execute(self.trajectory_id, ToolCall(name=name, arguments=arguments))
+
+    # -------------------------------------------------------------------------------------------------------- the end
+
+    @_either
+    async def cleanup(self) -> None:
+        """End what still runs in the slot. Idempotent, and quiet when the slot is gone already."""
+        with contextlib.suppress(SandboxError, TimeoutError):
+            async with asyncio.timeout(CLEANUP_S):
+                await (await self._slot()).quiesce()
+
+    def __repr__(self) -> str:
+        return f"<ToolContext of {self.trajectory_id!r}{', failed' if self.failure else ''}>"
+
+
+def _said(error: Exception) -> str:
+    return str(getattr(error, "strerror", None) or error)
+
+
+def _write_local(target: Path, data: bytes) -> None:
+    target.parent.mkdir(parents=True, exist_ok=True)
+    target.write_bytes(data)
+
+
+def _unpack_local(target: Path, archive: bytes) -> None:
+    target.mkdir(parents=True, exist_ok=True)
+    with tarfile.open(fileobj=io.BytesIO(archive)) as source:
+        source.extractall(target, filter="data")

@@ -1,0 +1,1 @@
+"""What a running env has: groups, reporting, metrics, lifecycle."""

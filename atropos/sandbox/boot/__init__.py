@@ -1,0 +1,1 @@
+"""What happens before a sandbox server listens: its init and its root phase."""

@@ -1,0 +1,1 @@
+"""Slots on one machine: their file systems, sandboxes, filters and limits."""

@@ -1,0 +1,137 @@
+"""What a server's start doesn't have to wait for: begun in processes of their own while its libraries load.
+
+That is the process which starts sandboxes, and the making of what all slots share: the private Python, the seccomp
+filter, the skeleton. Standard library only, and little of it: it stands before everything that takes time to load.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from atropos.errors import IsolationUnavailable
+from atropos.sandbox.host.runtime import Runtime
+from atropos.sandbox.host.skeleton import Base
+from atropos.sandbox.linux import syscalls
+
+_SCRATCH_OPTIONS = "mode=755,size=512m"
+_FOLDERS = ("empty", "slots", "own", "runtime", "bases")
+
+
+@dataclass(frozen=True)
+class Shared:
+    """What all slots share.
+
+    Attributes:
+        runtime: the private Python.
+        seccomp: the filter, as hexadecimal digits.
+        skeleton: the base over the host's folders, where no root file system is given.
+    """
+
+    runtime: Runtime
+    seccomp: str
+    skeleton: Base | None
+
+
+@dataclass(frozen=True)
+class Begun:
+    """The process that starts sandboxes, our end of its socket, and the one that prepares what all slots share."""
+
+    spawner: subprocess.Popen[bytes]
+    socket: socket.socket
+    _maker: int
+    _answer: int
+
+    def shared(self) -> Shared:
+        """Wait for what all slots share; once.
+
+        Raises:
+            IsolationUnavailable: it could not be made.
+        """
+        with os.fdopen(self._answer, "rb") as file:
+            text = file.read()
+        os.waitpid(self._maker, 0)
+        answer = json.loads(text or b'{"error": "the process that prepared them ended at once"}')
+        if "error" in answer:
+            raise IsolationUnavailable(f"the server's own files could not be set up: {answer['error']}")
+        runtime, base = answer["runtime"], answer["skeleton"]
+        return Shared(
+            Runtime(runtime["path"], runtime["empty"], tuple(runtime["argv"])),
+            answer["seccomp"],
+            None if base is None else Base(**base),
+        )
+
+
+_begun: list[Begun] = []
+
+
+def default_base(base: str | None) -> str | None:
+    """The root file system that slots stand on unless told otherwise; None: the host's programs over a skeleton."""
+    return base or ("/rootfs" if os.path.isdir("/rootfs") else None)
+
+
+def begin(scratch: str, base: str | None) -> None:
+    """Mount the server's own file system on `scratch` and begin.
+
+    Raises:
+        IsolationUnavailable: it could not be mounted.
+    """
+    try:
+        syscalls.mount("atropos", scratch, "tmpfs", syscalls.MS_NOSUID | syscalls.MS_NODEV, _SCRATCH_OPTIONS)
+        for name in _FOLDERS:
+            os.mkdir(f"{scratch}/{name}", 0o755)
+        # a mount of its own, so that a slot's start can take all the others away at once
+        syscalls.mount(f"{scratch}/slots", f"{scratch}/slots", None, syscalls.MS_BIND)
+    except OSError as error:
+        raise IsolationUnavailable(f"the server's own files could not be set up: {error}") from error
+    answer_r, answer_w = os.pipe2(os.O_CLOEXEC)
+    parent = os.getpid()
+    maker = os.fork()
+    if maker == 0:
+        _make(scratch, parent, answer_w, skeleton=default_base(base) is None)
+    os.close(answer_w)
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    script = str(Path(__file__).parent.parent / "programs" / "spawner.py")
+    process = subprocess.Popen(
+        [sys.executable, "-I", "-S", script], stdin=theirs.fileno(), stdout=subprocess.DEVNULL, cwd="/", env={}
+    )
+    theirs.close()
+    ours.setblocking(False)
+    _begun.append(Begun(process, ours, maker, answer_r))
+
+
+def take(scratch: str, base: str | None) -> Begun:
+    """What was begun, or is now."""
+    if not _begun:
+        begin(scratch, base)
+    return _begun.pop()
+
+
+def _make(scratch: str, parent: int, answer: int, *, skeleton: bool) -> None:
+    """In the fork."""
+    try:
+        syscalls.prctl(syscalls.PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:
+            os._exit(1)
+        try:
+            from atropos.sandbox.host import runtime, seccomp
+            from atropos.sandbox.host.skeleton import build
+
+            found = Shared(
+                runtime.build(f"{scratch}/runtime"),
+                seccomp.program().hex(),
+                build(f"{scratch}/skeleton") if skeleton else None,
+            )
+            text = json.dumps(asdict(found))
+        except Exception as error:  # its text goes to the server, which ends with it
+            text = json.dumps({"error": str(error) or type(error).__name__})
+        with os.fdopen(answer, "wb") as file:
+            file.write(text.encode())
+    finally:
+        os._exit(0)

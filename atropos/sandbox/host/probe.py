@@ -1,0 +1,345 @@
+"""Every isolation property, tried from inside a throw-away sandbox at start: what is published is what was seen.
+
+The sandbox has small limits of its own, so that each can be run into within milliseconds. The program inside is the
+slot's private Python, so that the probe works on any base.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shlex
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from atropos.config import SlotLimits
+from atropos.errors import SandboxError
+from atropos.sandbox.boot.root_phase import Entered
+from atropos.sandbox.host import egress_supervisor
+from atropos.sandbox.host.runtime import INSIDE
+from atropos.sandbox.linux.disks import PROBE_INODES
+from atropos.wire import (
+    Exec,
+    ExecResult,
+    Feature,
+    OpResult,
+    ProcKill,
+    ProcRead,
+    ProcStart,
+    ProcState,
+    ReadFile,
+    WriteFile,
+)
+
+if TYPE_CHECKING:
+    from atropos.sandbox.host.slot import SlotSandbox
+    from atropos.sandbox.host.slot_host import SlotHost
+
+_LIMITS = SlotLimits(memory_mib=48, pids=24, disk_mib=8, open_files=256, wall_s=60).model_copy(
+    update={"inodes": PROBE_INODES}  # fewer than a slot for use may have: making them takes its time at each start
+)
+
+_INSIDE = r"""
+import errno, os, select, _ctypes
+handle = _ctypes.dlopen(None, 0)
+libc = {name: _ctypes.dlsym(handle, name) for name in ("syscall", "socket", "prctl", "unshare", "mount")}
+errno_of = _ctypes.get_errno if hasattr(_ctypes, "get_errno") else None
+import sys
+calls = {"x86_64": {"clone3": 435, "keyctl": 250, "bpf": 321, "perf_event_open": 298, "io_uring_setup": 425},
+         "aarch64": {"clone3": 435, "keyctl": 219, "bpf": 280, "perf_event_open": 241, "io_uring_setup": 425}}
+calls = calls.get(os.uname().machine, {})
+found = {}
+def refused(name, *arguments):
+    return _ctypes.call_function(libc[name], arguments) == -1
+def check(name, passed, detail=""):
+    found[name] = [bool(passed), str(detail)]
+def can(function, *arguments):
+    try:
+        function(*arguments)
+        return True
+    except OSError:
+        return False
+def read(path):
+    try:
+        with open(path, "rb") as file:
+            return file.read()
+    except OSError:
+        return b""
+inside, outside, count = read("/proc/self/uid_map").split()
+check("user_namespace", refused("unshare", 0x10000000), "a nested user namespace could be made")
+check("separate_ids", int(count) > 1, f"{int(count)} user ids are mapped")
+pids = [name for name in os.listdir("/proc") if name.isdigit()]
+check("pid_namespace", len(pids) <= 4 and "1" in pids, f"{len(pids)} processes are visible")
+devices = [line.split(b":")[0].strip() for line in read("/proc/net/dev").splitlines()[2:]]
+check("network_namespace", devices == [b"lo"], f"network devices: {devices}")
+mounts = [line.split()[4].decode() for line in read("/proc/self/mountinfo").splitlines()]
+strange = [path for path in mounts if not path.startswith(("/proc", "/dev", "/usr", "/bin", "/sbin", "/lib", "/.atropos"))
+           and path not in ("/", "/etc/ld.so.preload")]
+check("mount_namespace", not strange, f"mounts of the host: {strange[:5]}")
+status = dict(line.split(b":\t", 1) for line in read("/proc/self/status").splitlines() if b":\t" in line)
+bounding = int(status[b"CapBnd"], 16)
+check("capabilities", not bounding & (1 << 21 | 1 << 12 | 1 << 19 | 1 << 16) and status[b"NoNewPrivs"].strip() == b"1",
+      f"bounding set {bounding:x}")
+check("seccomp", status.get(b"Seccomp", b"").strip() == b"2" and all(refused("syscall", n, 0, 0, 0, 0) for n in calls.values())
+      and refused("socket", 40, 1, 0) and refused("mount", 0, 0, 0, 0, 0), "a refused call went through")
+check("runner_protected", not can(os.readlink, "/proc/1/exe") and not can(open, "/proc/1/mem", "rb")
+      and read("/proc/1/environ") == b"", "PID 1 can be read")
+descriptors = {name for name in os.listdir("/proc/self/fd")}
+check("no_inherited_descriptors", len(descriptors) <= 4, f"open at start: {sorted(descriptors)}")
+check("no_inherited_environment", set(os.environ) <= set(WANTED), sorted(set(os.environ) - set(WANTED)))
+known = {"null", "zero", "full", "random", "urandom", "tty", "console", "ptmx", "pts", "shm", "fd", "stdin", "stdout", "stderr",
+         "core"}
+check("devices", set(os.listdir("/dev")) <= known and not can(os.mknod, "/workspace/node", 0o020666, 0x103),
+      sorted(set(os.listdir("/dev")) - known))
+def whiteout():
+    os.rmdir("/media")
+    os.mkdir("/media")
+    os.rmdir("/media")
+try:
+    if os.path.isdir("/media"):
+        whiteout()
+    check("overlay", True)
+except OSError as error:
+    check("overlay", False, f"a folder of the base can't be removed: {error}")
+def fill():
+    fd = os.open("/workspace/fill", os.O_WRONLY | os.O_CREAT)
+    try:
+        for _ in range(16):
+            os.write(fd, b"x" * (1 << 20))
+        return False
+    except OSError as error:
+        return error.errno == errno.ENOSPC
+    finally:
+        os.close(fd)
+        os.unlink("/workspace/fill")
+check("disk_limit", fill(), "16 MiB went into a volume of 8 MiB")
+def inodes():
+    os.mkdir("/workspace/many")
+    try:
+        for number in range(300):
+            os.close(os.open(f"/workspace/many/{number}", os.O_CREAT))
+        return False
+    except OSError as error:
+        return error.errno == errno.ENOSPC
+    finally:
+        for name in os.listdir("/workspace/many"):
+            os.unlink(f"/workspace/many/{name}")
+check("inode_limit", inodes(), "300 files went into a volume for 200")
+children = []
+try:
+    for _ in range(80):
+        child = os.fork()
+        if child == 0:
+            import time
+            time.sleep(5)
+            os._exit(0)
+        children.append(child)
+    check("pids_limit", False, "80 processes ran under a limit of 24")
+except OSError:
+    check("pids_limit", len(children) >= 8, f"only {len(children)} processes could be started")
+for child in children:
+    os.kill(child, 9)
+import _json
+def text(value):
+    return _json.encode_basestring_ascii(value)
+print("{" + ",".join(f'{text(k)}:[{"true" if v[0] else "false"},{text(v[1])}]' for k, v in found.items()) + "}")
+"""
+
+_PYTHON = f"{INSIDE}/ld.so --inhibit-cache --library-path {INSIDE}/lib {INSIDE}/python -I -S -B -X utf8"
+_EGRESS = r"""
+import os, _socket
+def ask(line, to=("127.0.0.1", PORT)):
+    s = _socket.socket(_socket.AF_INET, _socket.SOCK_STREAM)
+    s.settimeout(5)
+    try:
+        s.connect(to)
+        s.send(line.encode() + b"\r\nHost: x\r\n\r\n")
+        answer = b""
+        while data := s.recv(4096):
+            answer += data
+        return answer.decode("utf-8", "replace")
+    except OSError as error:
+        return f"error {error.errno}: {error}"
+    finally:
+        s.close()
+wrong = []
+with open("/proc/net/dev") as file:
+    devices = [line.split(":")[0].strip() for line in file.readlines()[2:]]
+if devices != ["lo"]:
+    wrong.append(f"network devices: {devices}")
+for address in ("192.0.2.1", "169.254.169.254", "10.0.0.1"):
+    answer = ask("GET / HTTP/1.1", (address, 80))
+    if not answer.startswith("error 101:"):
+        wrong.append(f"{address} can be reached past the proxy: {answer[:80]}")
+for line in ("GET http://169.254.169.254/", "GET http://127.0.0.1/", "CONNECT 10.0.0.1:443", "CONNECT [::1]:443", "CONNECT [::ffff:127.0.0.1]:80"):
+    answer = ask(line + " HTTP/1.1")
+    if not answer.startswith("HTTP/1.1 403 ") or "egress refused" not in answer:
+        wrong.append(f"the proxy answered {line!r} with {answer[:80]!r}")
+print("; ".join(wrong) or "held")
+"""
+
+
+_DISK_FIX = "start the server as root, with loop devices and e2fsprogs (mkfs.ext4); or volume='memory'"
+
+
+@dataclass(frozen=True)
+class _Known:
+    required: bool
+    fix: str
+
+
+_KNOWN = {
+    "user_namespace": _Known(
+        True, "a kernel with user namespaces: sysctl user.max_user_namespaces, and seccomp as shipped"
+    ),
+    "separate_ids": _Known(
+        False, "run the server as root, or give its user 65536 ids in /etc/subuid and /etc/subgid and install uidmap"
+    ),
+    "pid_namespace": _Known(True, "a kernel with CONFIG_PID_NS"),
+    "network_namespace": _Known(True, "a kernel with CONFIG_NET_NS"),
+    "mount_namespace": _Known(True, "a kernel with user-namespace mounts"),
+    "capabilities": _Known(True, "bubblewrap 0.8 or later"),
+    "seccomp": _Known(True, "a kernel with CONFIG_SECCOMP_FILTER, and libseccomp 2.5 or later"),
+    "runner_protected": _Known(True, "a kernel without fs.suid_dumpable=1 or a ptrace policy that overrides it"),
+    "no_inherited_descriptors": _Known(True, "report this: the server leaked a descriptor"),
+    "no_inherited_environment": _Known(True, "report this: the server leaked its environment"),
+    "devices": _Known(True, "bubblewrap 0.8 or later"),
+    "overlay": _Known(
+        True,
+        "Linux 6.6 or later (tmpfs needs user xattrs under an overlay), or volume='disk'; and the overlay module loaded on "
+        "the host",
+    ),
+    "disk_limit": _Known(True, "volume='memory', and a kernel whose tmpfs takes size="),
+    "inode_limit": _Known(True, "volume='memory', and a kernel whose tmpfs takes nr_inodes="),
+    "pids_limit": _Known(
+        False, "run the server as root, or delegate the pids controller to its user (systemd Delegate=yes)"
+    ),
+    "memory_limit": _Known(
+        False,
+        "run the server as root with a memory cgroup controller, or delegate it to its user (systemd Delegate=yes)",
+    ),
+    "cpu_weight": _Known(False, "run the server as root with a cpu cgroup controller, or delegate it to its user"),
+    "egress": _Known(
+        True, "allow_network=False, or report this: a slot with a network reaches more than its proxy, or no proxy"
+    ),
+    "files": _Known(True, "report this: the runner's file operations failed"),
+    "forks": _Known(True, "Linux 5.8 or later, and a seccomp profile that allows setns and pivot_root, as shipped"),
+    "sessions": _Known(False, "devpts in a user namespace: a kernel with CONFIG_DEVPTS_MULTIPLE_INSTANCES"),
+}
+
+
+async def run(host: SlotHost, entered: Entered) -> list[Feature]:
+    """Start a sandbox with small limits, try everything, stop it.
+
+    Raises:
+        SandboxError: not even the throw-away sandbox could be started.
+    """
+    egress = asyncio.create_task(_egress(host)) if host.egress is not None else None
+    try:
+        features = await _properties(host, entered)
+        if egress is not None:
+            passed, detail = await egress
+            features.append(_feature("egress", passed, detail))
+    finally:
+        if egress is not None:
+            egress.cancel()
+            await asyncio.wait([egress])
+    return features
+
+
+async def _properties(host: SlotHost, entered: Entered) -> list[Feature]:
+    sandbox = await host.start("probe", limits=_LIMITS)
+    try:
+        found = await _inside(sandbox, set(host.environment))
+        found["memory_limit"] = await _memory(sandbox, entered)
+        controllers = {name for tree in entered.cgroups.trees for name in tree.controllers}
+        found["cpu_weight"] = ("cpu" in controllers, entered.cgroups.missing.get("cpu", ""))
+        found["files"] = await _files(sandbox)
+        found["sessions"] = await _sessions(sandbox)
+        found["forks"] = await _forks(sandbox)
+    finally:
+        stopped = await sandbox.stop()
+    found["reset"] = (stopped.clean, stopped.detail)
+    features = [_feature(name, passed, detail) for name, (passed, detail) in found.items()]
+    if host.config.volume == "memory" or entered.cells is not None:
+        return features
+    # a folder on disk has no limits of its own: told, not promised
+    told = {"required": False, "detail": f"volume='disk' without a limit: {entered.no_cells}", "fix": _DISK_FIX}
+    return [f.model_copy(update=told) if f.name in ("disk_limit", "inode_limit") else f for f in features]
+
+
+def _feature(name: str, passed: bool, detail: str) -> Feature:
+    known = _KNOWN.get(name, _Known(True, "report this: the sandbox could not be confirmed gone"))
+    return Feature(
+        name=name, ok=passed, required=known.required, detail="" if passed else detail, fix="" if passed else known.fix
+    )
+
+
+async def _inside(sandbox: SlotSandbox, names: set[str]) -> dict[str, tuple[bool, str]]:
+    allowed = names | {"PWD", "SHLVL", "_", "OLDPWD"}
+    code = _INSIDE.replace("WANTED", repr(sorted(allowed)))
+    result = await sandbox.run("probe-inside", Exec(command=f"exec {_PYTHON} -c {shlex.quote(code)}", timeout_s=60))
+    try:
+        output = result.output if isinstance(result, ExecResult) else b""
+        answers: dict[str, Any] = json.loads(output.splitlines()[-1])
+    except (ValueError, IndexError):
+        raise SandboxError(f"the start-up probe failed inside its sandbox: {_shown(result)}") from None
+    return {name: (bool(passed), str(detail)) for name, (passed, detail) in answers.items()}
+
+
+def _shown(result: OpResult) -> str:
+    if not isinstance(result, ExecResult):
+        return str(result)
+    text = " ".join(result.output.decode(errors="replace")[-500:].split())
+    return text or f"it printed nothing (exit code {result.exit_code}{', timed out' if result.timed_out else ''})"
+
+
+async def _egress(host: SlotHost) -> tuple[bool, str]:
+    """A slot with a network has a loopback and nothing else, and on it a proxy that refuses what it must."""
+    sandbox = await host.start("probe-egress", limits=_LIMITS, network=True)
+    try:
+        code = _EGRESS.replace("PORT", str(egress_supervisor.PORT))
+        result = await sandbox.run("probe-egress", Exec(command=f"exec {_PYTHON} -c {shlex.quote(code)}", timeout_s=30))
+    finally:
+        stopped = await sandbox.stop()
+    if not stopped.clean:
+        return False, stopped.detail
+    return isinstance(result, ExecResult) and result.output == b"held\n", _shown(result)
+
+
+async def _memory(sandbox: SlotSandbox, entered: Entered) -> tuple[bool, str]:
+    if not any("memory" in tree.controllers for tree in entered.cgroups.trees):
+        return False, entered.cgroups.missing.get("memory", "no memory controller")
+    result = await sandbox.run(
+        "probe-memory", Exec(command=f"exec {_PYTHON} -c \"x = b'x' * (64 << 20)\"", timeout_s=60)
+    )
+    named = isinstance(result, ExecResult) and result.limit == "memory" and result.exit_code == -9
+    return named, f"64 MiB were used under a limit of {_LIMITS.memory_mib} MiB: {_shown(result)}"
+
+
+async def _files(sandbox: SlotSandbox) -> tuple[bool, str]:
+    data = bytes(range(256))
+    await sandbox.run("probe-write", WriteFile(path="/workspace/many/0", data=data))
+    result = await sandbox.run("probe-read", ReadFile(path="/workspace/many/0"))
+    return getattr(result, "data", None) == data, str(result)[:300]
+
+
+async def _sessions(sandbox: SlotSandbox) -> tuple[bool, str]:
+    begun = await sandbox.run("probe-start", ProcStart(command="test -t 0 && echo terminal", pty=True))
+    if not isinstance(begun, ProcState):
+        return False, str(begun)
+    state = await sandbox.run("probe-session", ProcRead(id=begun.id, wait_s=5))
+    passed = isinstance(state, ProcState) and b"terminal" in state.output
+    await sandbox.run("probe-end", ProcKill(id=begun.id, signal="KILL"))
+    return passed, str(state)[:300]
+
+
+async def _forks(sandbox: SlotSandbox) -> tuple[bool, str]:
+    """Another root for a sandbox that runs: what was written on the first one is not there any more."""
+    await sandbox.run("probe-before", WriteFile(path="/workspace/before", data=b""))
+    try:
+        await sandbox.stand_on(())
+    except SandboxError as error:
+        return False, str(error)
+    result = await sandbox.run("probe-fork", Exec(command="test -d /workspace -a ! -e /workspace/before", timeout_s=60))
+    return isinstance(result, ExecResult) and result.exit_code == 0, _shown(result)

@@ -1,0 +1,212 @@
+"""A private copy of the server's own Python for PID 1 of every slot, so that any base works and none is trusted.
+
+The interpreter, its libraries, its dynamic loader and the modules that the runner imports are copied to one folder,
+which each slot sees read-only at `/.atropos`. Search paths written into the binaries are blanked: they would name folders
+that a program in the slot could make and fill.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import marshal
+import os
+import struct
+import subprocess
+import sys
+from dataclasses import dataclass
+from importlib.machinery import SourceFileLoader
+from pathlib import Path
+
+from atropos.errors import IsolationUnavailable
+
+INSIDE = "/.atropos"
+_MODULES = [
+    "encodings.aliases",
+    "encodings.ascii",
+    "encodings.utf_8",
+    "encodings.latin_1",
+    "os",
+    "stat",
+    "posixpath",
+    "genericpath",
+    "codecs",
+    "io",
+    "abc",
+    "_collections_abc",
+    "_socket",
+    "marshal",
+    "select",
+    "time",
+    "errno",
+    "_signal",
+    "_json",
+    "_ctypes",
+    "_posixsubprocess",
+    "re",
+    "fnmatch",
+    "fcntl",
+    "termios",
+    "tarfile",
+    "linecache",
+]
+_OPTIONAL = ("_sha256", "_sha2", "encodings.idna")
+_LIST = """
+import sys, json, importlib
+for name in {required!r}:
+    importlib.import_module(name)
+for name in {optional!r}:
+    try:
+        importlib.import_module(name)
+    except ImportError:
+        pass
+files = {{}}
+for name, module in list(sys.modules.items()):
+    spec = getattr(module, '__spec__', None)
+    files[name] = [getattr(spec, 'origin', None), getattr(module, '__file__', None), hasattr(module, '__path__')]
+import os
+stdlib = os.path.dirname(os.__file__) if getattr(os, '__file__', None) else None
+with open('/proc/self/maps') as maps:
+    loaded = sorted({{line.split(None, 5)[5].rstrip() for line in maps if '.so' in line}})
+print(json.dumps([files, stdlib, loaded]))
+"""
+_PT_LOAD, _PT_DYNAMIC, _PT_INTERP = 1, 2, 3
+_HEADERS = 8192
+"""The program headers stand within so many bytes of a file's start."""
+_DT_STRTAB, _DT_SONAME, _DT_RPATH, _DT_RUNPATH, _DT_IGNORED = 5, 14, 15, 29, 0x6000_0001
+
+
+@dataclass(frozen=True)
+class Runtime:
+    """The folder of the copy, and the command line that starts the runner where it is seen at `INSIDE`."""
+
+    path: str
+    empty: str
+    argv: tuple[str, ...]
+
+
+def build(folder: str) -> Runtime:
+    """Copy what the runner needs to `folder`.
+
+    Raises:
+        IsolationUnavailable: this Python can't be copied (not an ELF program of this machine's own).
+    """
+    python = os.path.realpath(sys.executable)
+    loader = _interpreter(python)
+    os.makedirs(f"{folder}/lib", 0o755)
+    version = f"python{sys.version_info[0]}.{sys.version_info[1]}"
+    stdlib = Path(folder, "lib", version)
+    (stdlib / "lib-dynload").mkdir(parents=True)
+    _copy_binary(python, f"{folder}/python")
+    _copy_binary(loader, f"{folder}/ld.so")
+    for library in _copy_modules(python, stdlib):
+        _copy_binary(library, f"{folder}/lib/{_soname(library)}")
+    _compile("runner", str(Path(__file__).parent.parent / "programs" / "runner.py"), f"{folder}/runner.pyc")
+    empty = f"{folder}/empty"
+    Path(empty).touch(0o444)
+    argv = (f"{INSIDE}/ld.so", "--inhibit-cache", "--library-path", f"{INSIDE}/lib", f"{INSIDE}/python")
+    options = ("-I", "-S", "-B", "-X", "utf8", "-X", "frozen_modules=on", f"{INSIDE}/runner.pyc")
+    return Runtime(folder, empty, (*argv, *options))
+
+
+def _copy_modules(python: str, stdlib: Path) -> list[str]:
+    """Modules as bytecode without source; returns the shared libraries that they and the interpreter were seen to load."""
+    code = _LIST.format(required=_MODULES, optional=_OPTIONAL)
+    done = subprocess.run(
+        [sys.executable, "-I", "-S", "-c", code], capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL
+    )
+    if done.returncode:
+        raise IsolationUnavailable(f"{python} lacks a module that the runner needs: {done.stderr.strip()[-300:]}")
+    files, where, loaded = json.loads(done.stdout)
+    where = where or sysconfig_stdlib()
+    extensions: set[str] = set()
+    for name, (origin, file, package) in files.items():
+        source = file
+        if origin == "frozen" and source is None:
+            source = f"{where}/{name.replace('.', '/')}" + ("/__init__.py" if package else ".py")
+        if source is None or name == "__main__" or not os.path.exists(source):
+            continue
+        if source.endswith(".so"):
+            extensions.add(os.path.realpath(source))
+            _copy_binary(source, f"{stdlib}/lib-dynload/{os.path.basename(source)}")
+        elif source.endswith(".py"):
+            relative = os.path.relpath(source, where)
+            if not relative.startswith(".."):
+                target = stdlib / f"{relative}c"
+                target.parent.mkdir(parents=True, exist_ok=True)
+                _compile(name, source, str(target))
+    return [path for path in loaded if os.path.realpath(path) not in extensions and "/ld-" not in path]
+
+
+def sysconfig_stdlib() -> str:
+    """The standard library's folder."""
+    import sysconfig
+
+    return sysconfig.get_path("stdlib")
+
+
+def _compile(name: str, source: str, target: str) -> None:
+    """Bytecode of a module, from the interpreter's own cache where that is fresh."""
+    code = SourceFileLoader(name, source).get_code(name)
+    # flags 0b01: validated by hash, and never checked: there is no source beside it
+    header = importlib.util.MAGIC_NUMBER + (1).to_bytes(4, "little") + bytes(8)
+    with open(target, "wb") as file:
+        file.write(header + marshal.dumps(code))
+
+
+def _soname(path: str) -> str:
+    """The name that others ask for a library by, which its file name may extend (libz.so.1 is libz.so.1.2.13)."""
+    with open(path, "rb", buffering=0) as file:
+        loads: list[tuple[int, int, int]] = []
+        dynamic: dict[int, int] = {}
+        for kind, offset, size, address in _program_headers(file.read(_HEADERS), path):
+            if kind == _PT_LOAD:
+                loads.append((address, offset, size))
+            elif kind == _PT_DYNAMIC:
+                dynamic = dict(struct.iter_unpack("<qQ", os.pread(file.fileno(), size, offset)))
+        if _DT_SONAME not in dynamic or _DT_STRTAB not in dynamic:
+            return os.path.basename(path)
+        table = dynamic[_DT_STRTAB]
+        start = next(table - address + offset for address, offset, size in loads if address <= table < address + size)
+        return os.pread(file.fileno(), 4096, start + dynamic[_DT_SONAME]).split(b"\0", 1)[0].decode()
+
+
+def _interpreter(binary: str) -> str:
+    with open(binary, "rb", buffering=0) as file:
+        for kind, offset, size, _ in _program_headers(file.read(_HEADERS), binary):
+            if kind == _PT_INTERP:
+                return os.path.realpath(os.pread(file.fileno(), size, offset).rstrip(b"\0").decode())
+    raise IsolationUnavailable(f"{binary} is linked statically or isn't an ELF program; use another Python")
+
+
+def _program_headers(data: bytes, name: str) -> list[tuple[int, int, int, int]]:
+    """(type, file offset, size in the file, address) of each program header of a 64-bit little-endian ELF file."""
+    if data[:6] != b"\x7fELF\x02\x01":
+        raise IsolationUnavailable(f"{name} is not a 64-bit little-endian ELF file; use another Python")
+    start, size, count = struct.unpack_from("<Q", data, 32)[0], *struct.unpack_from("<HH", data, 54)
+    headers: list[tuple[int, int, int, int]] = []
+    for index in range(count):
+        kind, _, offset, address, _, length = struct.unpack_from("<IIQQQQ", data, start + index * size)
+        headers.append((kind, offset, length, address))
+    return headers
+
+
+def _copy_binary(source: str, target: str) -> None:
+    """Copy what is loaded of a program or library: symbols for debuggers, which may be most of it, stay behind."""
+    with open(source, "rb", buffering=0) as file, open(target, "wb", buffering=0) as copy:
+        data = file.read(_HEADERS)
+        headers = _program_headers(data, source)
+        end = max((offset + size for kind, offset, size, _ in headers if kind == _PT_LOAD), default=0)
+        at = 0
+        while at < end and (sent := os.sendfile(copy.fileno(), file.fileno(), at, end - at)):
+            at += sent
+        # no table of sections, which only debuggers and linkers read: e_shoff; e_shnum and e_shstrndx
+        for field, zero in ((40, bytes(8)), (60, bytes(4))):
+            os.pwrite(copy.fileno(), zero, field)
+        for kind, offset, size, _ in headers:
+            if kind == _PT_DYNAMIC:
+                entries = os.pread(file.fileno(), size, offset)
+                for number, (tag, _value) in enumerate(struct.iter_unpack("<qQ", entries)):
+                    if tag in (_DT_RPATH, _DT_RUNPATH):
+                        os.pwrite(copy.fileno(), struct.pack("<q", _DT_IGNORED), offset + 16 * number)
+        os.fchmod(copy.fileno(), 0o755)

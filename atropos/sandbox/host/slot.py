@@ -1,0 +1,515 @@
+"""One live sandbox: operations in it, its end, and the confirmation that nothing of it is left."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from atropos.config import SlotLimits
+from atropos.errors import OutcomeUnknown, SandboxError, SlotLost
+from atropos.sandbox.contract import Layer, Stopped
+from atropos.sandbox.host import egress_supervisor, skeleton, volumes
+from atropos.sandbox.host.runner_link import Channel
+from atropos.sandbox.host.runtime import INSIDE
+from atropos.sandbox.host.spawner_client import Exit
+from atropos.sandbox.linux import cgroups, sockets, stopped_children
+from atropos.wire import ExecResult, Limit, Operation, OpResult, ProcListing, ProcState
+
+if TYPE_CHECKING:
+    from atropos.sandbox.contract import Told
+    from atropos.sandbox.host.slot_host import SlotHost
+
+START_DEADLINE_S = 20.0
+STOP_DEADLINE_S = 10.0
+ANSWER_GRACE_S = 15.0
+"""How much longer than an operation's own limit an answer may take before the slot counts as broken."""
+FILE_DEADLINE_S = 30.0
+LOOK_S = 0.5
+"""How often it is looked after calls that have no answer yet, and after programs that run."""
+GOING_S = 2.0
+"""How long the sockets of programs that were ended may take to go; so long, too many of them end nobody else."""
+_STARTS = frozenset({"exec", "proc_start"})
+"""Operations that start a program."""
+_KILLED = (-signal.SIGKILL, 128 + signal.SIGKILL)
+"""Exit codes of a program, or of a shell whose program, was killed."""
+_MAX_BACKGROUND = 64
+"""Background processes that PID 1 keeps."""
+
+
+class SlotSandbox:
+    """One live sandbox on one volume. Made by `SlotHost.start`."""
+
+    def __init__(
+        self,
+        host: SlotHost,
+        name: str,
+        volume: volumes.Volume,
+        cgroup: cgroups.SlotCgroup,
+        limits: SlotLimits,
+        *,
+        network: bool = False,
+    ) -> None:
+        self.name = name
+        self.layers: tuple[Layer, ...] = ()
+        self.limits = limits
+        self.died: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self.host_pid: int | None = None
+        """PID 1 of the slot, as the server sees it."""
+        self._host = host
+        self._volume = volume
+        self._cgroup = cgroup
+        self._network = network
+        self._creator: int | None = None
+        self._proxy: int | None = None
+        self._channel: Channel | None = None
+        self._started: asyncio.Future[int] | None = None
+        self._ended: asyncio.Future[Exit] | None = None
+        self._bwrap_fd = self._init_fd = -1
+        self._loop = asyncio.get_running_loop()
+        self._calls: dict[str, tuple[int, float]] = {}
+        """Number in the channel and when its answer is due, of each call that runs."""
+        self._counts: list[bytes] | None = None
+        """The limits' counts, while nothing runs in the slot that could change them: then a call need not read them."""
+        self._programs = False
+        """Whether programs may be running, with or without a call."""
+        self._most_sockets = sockets.most(limits.memory_mib << 20)
+        self._going, self._going_until = 0, 0.0
+        """How many sockets of programs that were ended were still there at the last look, and when they must be gone."""
+        self._cut: set[str] = set()
+        """Calls whose programs were ended because the slot had too many sockets."""
+        self._background: dict[str, list[bytes] | Limit | None] = {}
+        """The limits' counts when a background process was started; once it has ended, the limit that ended it."""
+        self._watchdog: asyncio.TimerHandle | None = None
+        self._stopping: asyncio.Task[Stopped] | None = None
+        self._frozen: Layer | None = None
+        self._gone = False
+
+    def __repr__(self) -> str:
+        state = "stopped" if self._gone else "dead" if self.died.done() else "live"
+        return f"<SlotSandbox {self.name} {state} pid={self.host_pid} calls={len(self._calls)}>"
+
+    # ------------------------------------------------------------------------------------------------------- operations
+
+    def begin(self, call_id: str, operation: Operation, done: Told) -> None:
+        """Hand one operation over; see `contract.Sandbox.begin`."""
+        channel = self._channel
+        if channel is None or channel.closed:
+            raise SlotLost(f"slot {self.name} is gone: {self._why()}")
+        limits = self.limits
+        arguments = dict(operation.__dict__)
+        op: str = arguments.pop("op")
+        deadline = FILE_DEADLINE_S
+        before: list[bytes] | None = None
+        if operation.op == "exec":
+            arguments.pop("clean_env")
+            deadline = min(operation.timeout_s or limits.wall_s, limits.wall_s)
+            before = self._counts or self._cgroup.counts()
+        elif operation.op == "proc_start":
+            before = self._cgroup.counts()
+        elif operation.op == "proc_read":
+            deadline = min(operation.wait_s, limits.wall_s)
+        elif operation.op == "proc_kill":
+            self._background.pop(operation.id, None)  # what ends it now is no limit
+
+        self._counts = None
+        self._programs = self._programs or op in _STARTS
+
+        def ended(result: OpResult | Exception) -> None:
+            if op == "exec":
+                self._programs = not channel.alone
+            if before is not None and isinstance(result, ExecResult):
+                named, refused = self._name_limit(result, before, alone=channel.alone, cut=call_id in self._cut)
+                if refused:  # what commands left running may hold every place: it is ended, and the slot stays usable
+                    last = channel.call("end_leftovers", {}, lambda _: over(named))
+                    self._calls[call_id] = (last, self._loop.time() + ANSWER_GRACE_S)
+                    return
+                result = named
+            elif isinstance(result, ProcState):
+                if before is not None:
+                    self._background[result.id] = before
+                    while len(self._background) > _MAX_BACKGROUND:
+                        del self._background[next(iter(self._background))]
+                result = self._named_state(result)
+            elif isinstance(result, ProcListing):
+                states = tuple(self._named_state(each) for each in result.processes)
+                result = result.model_copy(update={"processes": states})
+            over(result)
+
+        def over(result: OpResult | Exception) -> None:
+            self._calls.pop(call_id, None)
+            self._cut.discard(call_id)
+            done(result)
+
+        number = channel.call(op, arguments, ended)
+        due = self._loop.time() + deadline + ANSWER_GRACE_S
+        self._calls[call_id] = (number, due)
+        if self._watchdog is None:
+            self._watchdog = self._loop.call_later(LOOK_S, self._look)
+
+    async def run(self, call_id: str, operation: Operation) -> OpResult:
+        """Run one operation. Cancelling this task kills what it started.
+
+        Raises:
+            SlotLost: the sandbox ended, or broke its protocol, before the operation was handed to it.
+            OutcomeUnknown: it ended while the operation ran.
+        """
+        future: asyncio.Future[OpResult] = self._loop.create_future()
+
+        def done(result: OpResult | Exception) -> None:
+            if future.done():
+                return
+            if isinstance(result, Exception):
+                future.set_exception(result)
+            else:
+                future.set_result(result)
+
+        self.begin(call_id, operation, done)
+        try:
+            return await future
+        except asyncio.CancelledError:
+            self.forget(call_id)
+            raise
+
+    def _look(self) -> None:
+        """Look after the calls: one timer for all of them, while there are any."""
+        self._watchdog = None
+        if not (self._calls or self._programs) or self.host_pid is None or self._gone or self.died.done():
+            return
+        if self._calls and min(due for _, due in self._calls.values()) <= self._loop.time():
+            self._broke("PID 1 of the slot did not answer in time")
+            return
+        stopped_children.release(self.host_pid)
+        if self._programs:
+            self._count_sockets(self.host_pid)
+        self._watchdog = self._loop.call_later(LOOK_S, self._look)
+
+    def _count_sockets(self, pid: int) -> None:
+        """End all programs where they have too many; those of programs that were ended take a while to go."""
+        used = sockets.used(pid)
+        if used <= self._most_sockets:
+            self._going = 0
+        elif used <= self._going and self._loop.time() < self._going_until:
+            self._going = used
+        elif self._channel is not None:
+            self._going = sys.maxsize
+            self._going_until = self._loop.time() + GOING_S
+            self._cut.update(self._calls)
+            running = [key for key, at in self._background.items() if isinstance(at, list)]
+            self._background.update(dict.fromkeys(running, "files"))
+            self._channel.call("end_all", {}, lambda _: None)
+
+    def _name_limit(
+        self, result: ExecResult, before: list[bytes], *, alone: bool, cut: bool
+    ) -> tuple[ExecResult, bool]:
+        """Say which limit ended the program, and whether forks were refused meanwhile.
+
+        By the kernel's own counters; nothing that the program printed matters.
+        """
+        after = self._cgroup.counts()
+        limit: Any = self._cgroup.grown(before, after)
+        if alone:
+            self._counts = after
+        refused = limit == "pids" and not alone
+        if result.timed_out or result.cancelled or (result.limit is not None and result.limit != "output"):
+            return result, refused
+        if cut and result.exit_code == -signal.SIGKILL:
+            limit = "files"
+        if limit is None and result.exit_code != 0:
+            limit = volumes.exhausted(self._volume)
+        return result if limit is None else result.model_copy(update={"limit": limit}), refused
+
+    def _named_state(self, state: ProcState) -> ProcState:
+        """Say which limit ended a background process, where one did: the same at every look."""
+        known = self._background.get(state.id)
+        if known is None or state.running:
+            return state
+        if isinstance(known, list):
+            killed = state.exit_code in _KILLED
+            limit: Any = self._cgroup.grown(known, self._cgroup.counts()) if killed else None
+            known = self._background[state.id] = limit
+        return state.model_copy(update={"limit": known})
+
+    def cancel(self, call_id: str) -> None:
+        """Kill what the call started."""
+        call = self._calls.get(call_id)
+        if call is not None and self._channel is not None:
+            self._channel.cancel(call[0])
+
+    def forget(self, call_id: str) -> None:
+        """Kill what the call started, and hear nothing of it any more."""
+        call = self._calls.pop(call_id, None)
+        self._cut.discard(call_id)
+        if call is not None and self._channel is not None:
+            self._channel.cancel(call[0], forget=True)
+
+    def memory_bytes(self) -> int:
+        """Memory that the volume's files take, in bytes."""
+        return volumes.used_bytes(self._volume)
+
+    # ------------------------------------------------------------------------------------------------------------ start
+
+    async def start(self, base: skeleton.Base) -> None:
+        """Start bubblewrap and wait for the runner's first word.
+
+        Raises:
+            SandboxError: it could not be started; `stop` cleans up.
+        """
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        status_r, status_w = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        errors_r, errors_w = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        os.set_blocking(status_w, True)
+        os.set_blocking(errors_w, True)
+        limits = self.limits
+        self._channel = Channel(ours, output_bytes=limits.output_bytes, on_broken=self._broke)
+        try:
+            request = self._host.request(self._volume, base, self._cgroup, limits, network=self._network)
+            self._creator = request["creator"]
+            near, far = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            try:
+                fds = [theirs.fileno(), status_w, errors_w, far.fileno()]
+                self._started, self._ended = await self._host.spawner.start(request, fds)
+                pid = await asyncio.shield(self._started)
+                if self._network:
+                    far.close()
+                    await self._reach_out(near, errors_r)
+            finally:
+                near.close()
+                far.close()
+                theirs.close()
+                os.close(status_w)
+                os.close(errors_w)
+            self._bwrap_fd = _hold(pid)
+            self._ended.add_done_callback(lambda _: self._broke("its bubblewrap ended"))
+            try:
+                async with asyncio.timeout(START_DEADLINE_S):
+                    await self._hello(status_r)
+            except TimeoutError:
+                told = _said(errors_r) or "no word from PID 1"
+                raise SandboxError(
+                    f"slot {self.name} could not be started within {START_DEADLINE_S} s: {told}"
+                ) from None
+            except (SlotLost, OutcomeUnknown, OSError) as error:
+                raise SandboxError(f"slot {self.name} could not be started: {_said(errors_r) or error}") from None
+        finally:
+            os.close(status_r)
+            os.close(errors_r)
+
+    async def stand_on(self, layers: Sequence[Layer], base: str | None = None) -> None:
+        """Get another root; see `contract.Sandbox.stand_on`."""
+        if self._calls or self._volume.restacked:
+            raise SandboxError(f"slot {self.name} is in use: it can't get another root any more")
+        if self._init_fd < 0 or self.died.done():
+            raise SlotLost(f"slot {self.name} is gone: {self._why()}")
+        errors_r, errors_w = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        try:
+            self._host.restack(self._volume, base, layers)
+            request = {"restack": f"{INSIDE}/{volumes.NEXT}/{volumes.NEXT}", "creator": self._creator}
+            started, ended = await self._host.spawner.start(request, [self._init_fd, errors_w])
+            async with asyncio.timeout(START_DEADLINE_S):
+                await asyncio.shield(started)
+                code = (await asyncio.shield(ended)).code
+        except (OSError, TimeoutError) as error:
+            raise SandboxError(f"slot {self.name} got no root of its own: {error or type(error).__name__}") from error
+        else:
+            if code:
+                raise SandboxError(f"slot {self.name} got no root of its own: {_said(errors_r) or code}")
+        finally:
+            os.close(errors_r)
+            os.close(errors_w)
+        self.layers = tuple(layers)
+
+    async def _reach_out(self, near: socket.socket, errors_r: int) -> None:
+        """Give the proxy the socket that was made in the slot's own network."""
+        near.settimeout(START_DEADLINE_S)
+        try:
+            _, fds, _, _ = await asyncio.to_thread(socket.recv_fds, near, 1, 1)
+        except OSError as error:
+            raise SandboxError(f"slot {self.name} got no network: {_said(errors_r) or error}") from None
+        if not fds:
+            raise SandboxError(f"slot {self.name} got no network: {_said(errors_r) or 'it ended'}")
+        assert self._host.egress is not None
+        self._proxy = self._host.egress.add(socket.socket(fileno=fds[0]))
+
+    async def _hello(self, status_r: int) -> None:
+        """Learn PID 1's pid from bubblewrap, give the runner what it needs, and hear from it."""
+        channel = self._channel
+        assert channel is not None
+        self.host_pid = await _child_pid(status_r)
+        self._init_fd = _hold(self.host_pid)
+        oom_fd = os.open(f"/proc/{self.host_pid}/oom_score_adj", os.O_WRONLY | os.O_CLOEXEC)
+        try:
+            environment = self._host.environment | (egress_supervisor.environment() if self._network else {})
+            channel.start(environment, self.limits.output_bytes, self.limits.wall_s, oom_fd)
+        finally:
+            os.close(oom_fd)
+        await asyncio.shield(channel.ready)
+
+    def _why(self) -> str:
+        return self.died.result() if self.died.done() else "it was stopped"
+
+    def _broke(self, reason: str) -> None:
+        """The sandbox ended by itself, or can't be trusted: it is killed, and its owner told."""
+        if self._channel is not None and not self._channel.closed:
+            self._channel.close(OutcomeUnknown(f"slot {self.name} ended while the call ran: {reason}"))
+        if self._stopping is None and not self._gone:
+            self._kill()
+            if not self.died.done():
+                self.died.set_result(reason)
+
+    def _kill(self, *, bubblewrap: bool = False) -> None:
+        """Kill PID 1. Bubblewrap itself only where there is no PID 1: it is what reaps, and so what confirms."""
+        fd = self._bwrap_fd if bubblewrap or self._init_fd < 0 else self._init_fd
+        if fd >= 0:
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(fd, signal.SIGKILL)
+
+    # ------------------------------------------------------------------------------------------------------------- stop
+
+    async def stop(self) -> Stopped:
+        """Kill everything in it and confirm; see `contract.Sandbox.stop`."""
+        if self._stopping is None:
+            self._stopping = asyncio.get_running_loop().create_task(self._stop(), name=f"stop {self.name}")
+        return await asyncio.shield(self._stopping)
+
+    async def _stop(self) -> Stopped:
+        begun = time.monotonic()
+        self._hang_up()
+        problems = [await self._end_processes(), await self._dispose(), await self._remove_cgroup()]
+        return self._finished(begun, problems)
+
+    def _hang_up(self) -> None:
+        """Cut the slot's connections through the proxy."""
+        if self._proxy is not None and self._host.egress is not None:
+            self._host.egress.drop(self._proxy)
+            self._proxy = None
+
+    async def _dispose(self) -> str:
+        """Detach the volume; its files are freed later."""
+        try:
+            await self._host.disposer.give(self._volume.detach(), self._volume.disk)
+        except OSError as error:
+            return str(error)
+        return ""
+
+    def _finished(self, begun: float, problems: list[str]) -> Stopped:
+        self._gone = True
+        if self._watchdog is not None:
+            self._watchdog.cancel()
+        self._host.forget(self)
+        detail = "; ".join(problem for problem in problems if problem)
+        return Stopped(clean=not detail, seconds=time.monotonic() - begun, detail=detail)
+
+    async def _end_processes(self) -> str:
+        """Kill PID 1, which ends every process of its namespace, and wait until it is reaped. '' when confirmed."""
+        if self._channel is not None:
+            self._channel.close(OutcomeUnknown(f"slot {self.name} was stopped while the call ran"))
+        if self._started is not None and self._bwrap_fd < 0:
+            # the start was given up, not the process: it is on its way
+            with contextlib.suppress(SandboxError, TimeoutError):
+                self._bwrap_fd = _hold(await asyncio.wait_for(asyncio.shield(self._started), STOP_DEADLINE_S))
+        self._kill()
+        problem = ""
+        if self._ended is not None and not self._ended.done():
+            try:
+                # the one confirmation that counts: bubblewrap ends after it has reaped PID 1, and PID 1 is reaped after
+                # every process of the namespace
+                await asyncio.wait_for(asyncio.shield(self._ended), STOP_DEADLINE_S)
+            except TimeoutError:
+                self._kill(bubblewrap=True)
+                self._cgroup.kill()
+                problem = f"its processes did not end within {STOP_DEADLINE_S} s"
+        for fd in (self._bwrap_fd, self._init_fd):
+            if fd >= 0:
+                os.close(fd)
+        self._bwrap_fd = self._init_fd = -1
+        return problem
+
+    async def _remove_cgroup(self) -> str:
+        pause = 0.0005
+        while not self._cgroup.remove():
+            self._cgroup.kill()  # PID 1 is gone, and nothing else of the slot is meant to be alive
+            if pause > 1:
+                return f"cgroup still in use: {', '.join(self._cgroup.paths)}"
+            await asyncio.sleep(pause)
+            pause *= 2
+        return ""
+
+    async def freeze(self, layer_id: str) -> Layer:
+        """End the sandbox and keep its volume as a read-only layer; see `contract.Sandbox.freeze`."""
+        if self._stopping is not None or self._gone:
+            raise SandboxError(f"slot {self.name} has ended, there is nothing to freeze")
+        self._stopping = asyncio.get_running_loop().create_task(self._freeze(layer_id), name=f"freeze {self.name}")
+        stopped = await asyncio.shield(self._stopping)
+        if self._frozen is None:
+            raise SandboxError(f"the snapshot of slot {self.name} can't be trusted: {stopped.detail}")
+        return self._frozen
+
+    async def _freeze(self, layer_id: str) -> Stopped:
+        begun = time.monotonic()
+        self._hang_up()
+        problems = [await self._end_processes()]
+        volume = self._volume
+        if not any(problems):
+            try:
+                await asyncio.to_thread(volume.uncover)
+                if volume.disk is None:
+                    volumes.freeze(volume)
+                used = await asyncio.to_thread(volumes.used_bytes, volume)
+                self._frozen = Layer(layer_id, volume.upper, used)
+                self._host.keep(self._frozen, volume)
+            except OSError as error:
+                problems.append(f"a writer was left: {error}")
+        if self._frozen is None:
+            problems.append(await self._dispose())
+        problems.append(await self._remove_cgroup())
+        return self._finished(begun, problems)
+
+
+def _said(fd: int) -> str:
+    """What bubblewrap wrote before it ended, in one line."""
+    try:
+        return " ".join(os.read(fd, 4096).decode(errors="replace").split())
+    except BlockingIOError:
+        return ""
+
+
+async def _child_pid(fd: int) -> int:
+    """The pid of PID 1, from the first line that bubblewrap writes (in pieces).
+
+    Raises:
+        SlotLost: it ended before it had one.
+    """
+    loop = asyncio.get_running_loop()
+    line: asyncio.Future[bytes] = loop.create_future()
+    found = bytearray()
+
+    def readable() -> None:
+        data = os.read(fd, 4096)
+        found.extend(data)
+        if (not data or b"\n" in found) and not line.done():
+            loop.remove_reader(fd)
+            line.set_result(bytes(found).split(b"\n", 1)[0])
+
+    loop.add_reader(fd, readable)
+    try:
+        return int(json.loads(await line)["child-pid"])
+    except (ValueError, KeyError):
+        raise SlotLost("bubblewrap ended at once") from None
+    finally:
+        loop.remove_reader(fd)
+
+
+def _hold(pid: int) -> int:
+    """A handle on a process that can't come to mean another one; -1 when it has gone."""
+    try:
+        return os.pidfd_open(pid)
+    except ProcessLookupError:
+        return -1

@@ -1,0 +1,398 @@
+"""Slots on this machine: what they all share, and the making of each."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import os
+import shutil
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from atropos.config import ServerConfig, SlotLimits
+from atropos.errors import ConfigError, IsolationUnavailable, NotSupported, SandboxError
+from atropos.sandbox.boot import root_phase
+from atropos.sandbox.contract import Layer
+from atropos.sandbox.host import bwrap, egress_supervisor, prestart, runtime, skeleton, volumes
+from atropos.sandbox.host.slot import SlotSandbox
+from atropos.sandbox.host.spawner_client import Spawner
+from atropos.sandbox.linux import cgroups, disks, syscalls
+from atropos.wire import Feature
+
+log = logging.getLogger(__name__)
+CELL_DEADLINE_S = 20.0
+"""Longest that a start waits for a place on disk that is just being emptied, in seconds."""
+
+
+class SlotHost:
+    """Makes sandboxes on this machine; `await SlotHost.create(config)` after `root_phase.enter(config)`."""
+
+    def __init__(self, config: ServerConfig, entered: root_phase.Entered) -> None:
+        self.config = config
+        self._entered = entered
+        self._scratch = entered.scratch
+        self._live: set[SlotSandbox] = set()
+        self._layers: dict[str, volumes.Volume] = {}
+        self._bases: dict[str | None, skeleton.Base] = {}
+        self._creators = list(range(entered.creators[0], sum(entered.creators)))
+        self._serial = itertools.count(1)
+        self._bwrap = shutil.which("bwrap") or ""
+        self.environment = environment(config)
+        self.spawner: Spawner
+        self.disposer = volumes.Disposer(self._free_cell)
+        # the last of the spare uids is the proxy's own, so that it can touch neither the server nor a slot
+        self.egress = (
+            egress_supervisor.Exchange(config, self._creators.pop() if self._creators else None)
+            if config.allow_network
+            else None
+        )
+        self._runtime: runtime.Runtime
+        self._seccomp: str
+        self._empty = f"{self._scratch}/empty"
+        # the last one that came free first: fewer of them ever take room on the disk
+        self._cells: asyncio.LifoQueue[str] = asyncio.LifoQueue()
+        self._reserved: set[str] = set()
+        self.max_layers: int | None = None
+        if entered.cells is not None:
+            plan = disks.Plan.of(config)
+            self.max_layers = plan.layers
+            for number in reversed(range(plan.cells)):
+                self._cells.put_nowait(f"{entered.cells}/{number}")
+
+    def __repr__(self) -> str:
+        return f"<SlotHost {len(self._live)} live, {len(self._layers)} layers>"
+
+    @classmethod
+    async def create(cls, config: ServerConfig) -> SlotHost:
+        """Set up what all slots share.
+
+        Raises:
+            IsolationUnavailable: this machine can't make slots; the message says what to change.
+            ConfigError: a base is not there.
+        """
+        host = cls(config, root_phase.entered())
+        root_phase.check_programs()
+        _check_disk(config, host._entered)
+        try:
+            begun = prestart.take(host._scratch, config.base)
+            shared = begun.shared()
+            host._seccomp, host._runtime = shared.seccomp, shared.runtime
+            os.mkdir(f"{host._scratch}/runtime/{volumes.NEXT}", 0o755)
+            for path in (host._runtime.empty, host._empty):
+                volumes.read_only(path)
+            host._prepare_bases(shared.skeleton)
+        except OSError as error:
+            raise IsolationUnavailable(f"the server's own files could not be set up: {error}") from error
+        host.spawner = Spawner(begun.spawner, begun.socket)
+        if host.egress is not None:
+            host.egress.start()
+        return host
+
+    def _prepare_bases(self, over_host: skeleton.Base | None) -> None:
+        default = prestart.default_base(self.config.base)
+        if over_host is not None:
+            self._bases[None] = over_host
+        named = {**({} if default is None else {None: default}), **self.config.bases}
+        for index, (name, path) in enumerate(named.items()):
+            if not os.path.isdir(path):
+                field = "base" if name is None else f"bases[{name!r}]"
+                raise ConfigError(f"{field}: {path} is not a folder that the server can read")
+            if not self._owned(path):
+                field = "base" if name is None else f"bases[{name!r}]"
+                raise ConfigError(
+                    f"{field}: {path} belongs to a user that slots don't have; give it to theirs (chown -R to uid "
+                    f"{self._outside_root()}), or keep it on a file system that can be mounted with other ids"
+                )
+            # bound to a short path of ours: overlay options have their own meaning for ':' and ','
+            target = f"{self._scratch}/bases/{index}"
+            os.mkdir(target)
+            syscalls.mount(path, target, None, syscalls.MS_BIND)
+            self._bases[name] = skeleton.Base(target)
+
+    @staticmethod
+    def _owned(path: str) -> bool:
+        """Whether a base's files belong to ids that slots have: an unmapped owner is shown as the overflow id."""
+        return os.stat(path).st_uid != _sysctl("kernel/overflowuid", 65_534)
+
+    @staticmethod
+    def _outside_root() -> str:
+        with open("/proc/self/uid_map", encoding="ascii") as file:
+            return file.read().split()[1]
+
+    # ------------------------------------------------------------------------------------------------------------ slots
+
+    async def start(
+        self,
+        name: str,
+        *,
+        network: bool = False,
+        limits: SlotLimits | None = None,
+    ) -> SlotSandbox:
+        """Start a sandbox on a fresh volume; see `contract.Host.start`. `limits`: instead of the configured ones."""
+        limits = limits or self.config.limits
+        if network and self.egress is None:
+            raise NotSupported("network=True: this server gives no slot a network (allow_network is false)")
+        stands_on = self._bases[None]
+        unique = f"{next(self._serial)}"
+        folder = f"{self._scratch}/slots/{unique}"
+        disk = await self._disk_for(unique, probe=limits is not self.config.limits)
+        cgroup: cgroups.SlotCgroup | None = None
+        try:
+            most_cores = cgroups.ceiling(limits, self.config.slots)
+            cgroup = cgroups.SlotCgroup(self._entered.cgroups, f"slot{unique}", limits, most_cores)
+            volume = volumes.create(
+                folder,
+                stands_on,
+                limits,
+                self._runtime.path,
+                self._empty,
+                disk,
+            )
+        except OSError as error:
+            if cgroup is not None:
+                cgroup.remove()
+            self._free_cell(disk)
+            raise SandboxError(f"slot {name} could not be made: {error}") from error
+        sandbox = SlotSandbox(self, name, volume, cgroup, limits, network=network)
+        self._live.add(sandbox)
+        try:
+            await sandbox.start(stands_on)
+        except BaseException as error:
+            await asyncio.shield(sandbox.stop())
+            if isinstance(error, (OSError, ValueError)):
+                raise SandboxError(f"slot {name} could not be started: {error}") from error
+            raise
+        return sandbox
+
+    async def _disk_for(self, unique: str, *, probe: bool = False) -> str | None:
+        """Where on disk a volume's files go; waits for a cell that is just being emptied.
+
+        Raises:
+            SandboxError: no cell came free, or the disk has no room for one.
+        """
+        entered = self._entered
+        if entered.disk is None:
+            return None
+        if entered.cells is None:
+            return f"{entered.disk}/{unique}"
+        if probe:
+            return f"{entered.cells}/{disks.PROBE}/{unique}"
+        try:
+            async with asyncio.timeout(CELL_DEADLINE_S):
+                cell = await self._cells.get()
+        except TimeoutError:
+            raise SandboxError(f"volume='disk': no place on disk came free within {CELL_DEADLINE_S:g} s") from None
+        if cell not in self._reserved:
+            try:
+                await asyncio.to_thread(disks.reserve, entered.images[int(os.path.basename(cell))])
+            except BaseException as error:
+                self._cells.put_nowait(cell)
+                if isinstance(error, OSError):
+                    mib = self.config.limits.disk_mib
+                    raise SandboxError(
+                        f"volume='disk': the disk has no room for {mib} MiB more ({error.strerror})"
+                    ) from error
+                raise
+            self._reserved.add(cell)
+        return f"{cell}/{unique}"
+
+    def _free_cell(self, disk: str | None) -> None:
+        """A volume's folder was removed, or never made: its cell may be used again, if nothing is left in it."""
+        if disk is None or self._entered.cells is None:
+            return
+        cell = os.path.dirname(disk)
+        if os.path.basename(cell) == disks.PROBE:
+            return
+        left = os.listdir(cell)
+        if left:
+            log.error("%s could not be emptied and is not used again: %s", cell, left[:3])
+        else:
+            self._cells.put_nowait(cell)
+
+    def base(self, name: str | None) -> skeleton.Base:
+        """A base by its name.
+
+        Raises:
+            NotSupported: there is none of that name.
+        """
+        found = self._bases.get(name)
+        if found is None:
+            known = ", ".join(repr(key) for key in self._bases if key is not None) or "none"
+            raise NotSupported(f"base={name!r} is not one of this server's (bases: {known})")
+        return found
+
+    def restack(self, volume: volumes.Volume, base: str | None, layers: Sequence[Layer]) -> None:
+        """Mount another root in a volume's gate; see `volumes.restack`."""
+        paths = [layer.path for layer in layers]
+        volumes.restack(volume, self.base(base), paths, self._runtime.empty, self._empty)
+
+    def request(
+        self,
+        volume: volumes.Volume,
+        base: skeleton.Base,
+        cgroup: cgroups.SlotCgroup,
+        limits: SlotLimits,
+        *,
+        network: bool = False,
+    ) -> dict[str, Any]:
+        """What the spawner needs to know to start one slot."""
+        counted = any("pids" in tree.controllers for tree in self._entered.cgroups.trees)
+        processes = limits.pids + (64 if counted else 2)
+        shares = 2 * self.config.slots + 2
+        creator = self._creators.pop(0) if self._creators else None
+        if creator is not None:
+            self._creators.append(creator)  # round and round: reused long after its last slot is gone
+        ranged = creator is not None
+        preload = volumes.preload_cover(volume.root, self._runtime.empty, self._empty)
+        seen = f"{self._scratch}/own"
+        return {
+            "own": (volume.folder, seen, f"{self._scratch}/slots"),
+            "argv": bwrap.command(
+                self._bwrap,
+                replace(volume, folder=seen),
+                base,
+                self._runtime.empty,
+                preload,
+                self._runtime.argv,
+                network=network,
+            ),
+            "proxy_port": egress_supervisor.PORT if network else None,
+            "ids": self._entered.slot_ids,
+            "creator": creator,
+            "cgroups": cgroup.paths,
+            "seccomp": self._seccomp,
+            # before the namespace is made: what it then allows in sum, to all its uids together
+            "rlimits_before": {
+                "SIGPENDING": 4096,
+                "MSGQUEUE": 262_144,
+                "MEMLOCK": 65_536,
+                **({"NPROC": processes} if ranged else {}),
+            },
+            # CORE 1: no file is that small, and a handler of the host's, which runs as its root, is not started either
+            "rlimits": {"NOFILE": limits.open_files, "CORE": 1, "NPROC": processes, "RTPRIO": 0, "NICE": 0},
+            "counters": {
+                **dict.fromkeys(
+                    (f"max_{kind}_namespaces" for kind in ("pid", "net", "mnt", "ipc", "uts", "cgroup")), 1
+                ),
+                "max_user_namespaces": 0,
+                "max_time_namespaces": 0,
+                "max_inotify_instances": max(4, _sysctl("fs/inotify/max_user_instances", 128) // shares),
+                "max_inotify_watches": max(1024, _sysctl("fs/inotify/max_user_watches", 65_536) // shares),
+                "max_fanotify_groups": 0,
+                "max_fanotify_marks": 0,
+            },
+            # These outlive the programs that made them, and what they hold is the slot's memory: without bounds, one bomb
+            # leaves none to the programs after it.
+            "ipc": {
+                "shmall": (limits.memory_mib << 20) // 4 // os.sysconf("SC_PAGESIZE"),
+                "msgmni": 64,
+                "sem": "32000 32000 500 1000",
+            },
+        }
+
+    def forget(self, sandbox: SlotSandbox) -> None:
+        """A sandbox has ended."""
+        self._live.discard(sandbox)
+
+    def keep(self, layer: Layer, volume: volumes.Volume) -> None:
+        """A sandbox's volume has become a layer."""
+        self._layers[layer.id] = volume
+
+    async def import_layer(self, layer_id: str, fill: Callable[[str], Awaitable[None]]) -> Layer:
+        """Make a layer of what `fill` writes into a folder; see `contract.Host.import_layer`."""
+        unique = f"{next(self._serial)}"
+        if self.max_layers is not None and len(self._layers) >= self.max_layers:
+            raise SandboxError(f"layer {layer_id} finds no place: {self.max_layers} are kept on disk already")
+        disk = await self._disk_for(unique)
+        try:
+            volume = volumes.blank(f"{self._scratch}/slots/{unique}", self.config.limits, disk)
+        except OSError as error:
+            self._free_cell(disk)
+            raise SandboxError(f"layer {layer_id} could not be made: {error}") from error
+        try:
+            await fill(volume.upper)
+            if volume.disk is None:
+                volumes.freeze(volume)
+        except BaseException:
+            await self.disposer.give(volume.detach(), volume.disk)
+            raise
+        layer = Layer(layer_id, volume.upper, volumes.used_bytes(volume))
+        self.keep(layer, volume)
+        return layer
+
+    async def drop_layer(self, layer: Layer) -> None:
+        """Forget a layer on which nothing stands any more."""
+        volume = self._layers.pop(layer.id, None)
+        if volume is not None:
+            try:
+                await self.disposer.give(volume.detach(), volume.disk)
+            except OSError as error:
+                raise SandboxError(f"layer {layer.id} could not be dropped: {error}") from error
+
+    async def probe(self) -> Sequence[Feature]:
+        """Try every isolation property from inside a throw-away sandbox."""
+        from atropos.sandbox.host import probe
+
+        return await probe.run(self, self._entered)
+
+    async def aclose(self) -> None:
+        """Undo what was set up for the server as a whole."""
+        await asyncio.gather(*(sandbox.stop() for sandbox in list(self._live)))
+        for volume in self._layers.values():
+            with contextlib.suppress(OSError):  # a cell goes as a whole, with this server
+                await self.disposer.give(volume.detach(), None if self._entered.cells else volume.disk)
+        self._layers.clear()
+        await self.disposer.aclose()
+        if self._entered.disk is not None:
+            await asyncio.to_thread(volumes.remove_tree, self._entered.disk)
+        if self.egress is not None:
+            await self.egress.aclose()
+        await self.spawner.aclose()
+        with contextlib.suppress(OSError):
+            syscalls.umount(self._scratch)
+        cgroups.release(self._entered.cgroups)
+
+
+def _check_disk(config: ServerConfig, entered: root_phase.Entered) -> None:
+    """Refuse a limit that can't be kept."""
+    if config.volume == "memory" or entered.cells is not None:
+        return
+    for name in ("disk_mib", "inodes"):
+        if getattr(config.limits, name) != SlotLimits.model_fields[name].default:
+            raise IsolationUnavailable(
+                f"limits.{name}: volume='disk' can't be limited here ({entered.no_cells}); leave it out to run without "
+                "a limit, or start the server as root with loop devices and e2fsprogs, or use volume='memory'"
+            )
+
+
+def _sysctl(name: str, default: int) -> int:
+    try:
+        with open(f"/proc/sys/{name}", encoding="ascii") as file:
+            return int(file.read())
+    except (OSError, ValueError):
+        return default
+
+
+def environment(config: ServerConfig) -> dict[str, str]:
+    """The environment that every command starts with."""
+    cores = os.cpu_count() or 1
+    quota = config.limits.cpu_quota
+    # what a program should use of the machine, not what it can see of it
+    threads = str(max(1, min(cores, round(quota) if quota is not None else cores // config.slots)))
+    libraries = ("OMP", "OPENBLAS", "MKL", "NUMEXPR", "VECLIB", "BLIS", "RAYON", "JULIA")
+    names = [f"{name}_NUM_THREADS" for name in libraries]
+    return {
+        "PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
+        "HOME": "/root",
+        "USER": "root",
+        "LOGNAME": "root",
+        "SHELL": "/bin/bash",
+        "TERM": "xterm",
+        "LC_CTYPE": "C.UTF-8",
+        "PIP_ROOT_USER_ACTION": "ignore",
+        **dict.fromkeys(names, threads),
+        **dict.fromkeys(("POLARS_MAX_THREADS", "GOMAXPROCS", "PYTHON_CPU_COUNT"), threads),
+    }

@@ -1,0 +1,110 @@
+"""The server's side of the process that starts bubblewraps (`spawner`)."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import socket
+import subprocess
+from dataclasses import dataclass
+from typing import Any
+
+from atropos.errors import SandboxError
+
+
+@dataclass(frozen=True)
+class Exit:
+    """How bubblewrap ended."""
+
+    code: int
+
+
+class Spawner:
+    """Starts bubblewraps, and tells of their ends.
+
+    Args:
+        process: the spawner, which `prestart` started.
+        sock: our end of its socket.
+    """
+
+    def __init__(self, process: subprocess.Popen[bytes], sock: socket.socket) -> None:
+        self._process = process
+        self._sock = sock
+        self._loop = asyncio.get_running_loop()
+        self._loop.add_reader(sock, self._readable)
+        self._numbers = itertools.count(1)
+        self._started: dict[int, asyncio.Future[int]] = {}
+        self._exits: dict[int, asyncio.Future[Exit]] = {}
+        self.broken: str | None = None
+
+    async def start(self, request: dict[str, Any], fds: list[int]) -> tuple[asyncio.Future[int], asyncio.Future[Exit]]:
+        """Ask for a bubblewrap; futures of its pid and of its end. Call from the event loop's thread."""
+        if self.broken is not None:
+            raise SandboxError(self.broken)
+        number = next(self._numbers)
+        started: asyncio.Future[int] = self._loop.create_future()
+        ended: asyncio.Future[Exit] = self._loop.create_future()
+        self._started[number], self._exits[number] = started, ended
+        data = json.dumps({"id": number, **request}).encode()
+        while True:
+            try:
+                socket.send_fds(self._sock, [data], fds)
+                break
+            except BlockingIOError:
+                await asyncio.sleep(0.001)
+            except OSError as error:
+                self._broke(str(error))
+                break
+        return started, ended
+
+    def _readable(self) -> None:
+        while True:
+            try:
+                data = self._sock.recv(1 << 16)
+            except BlockingIOError:
+                return
+            except OSError as error:
+                self._broke(str(error))
+                return
+            if not data:
+                self._broke("it ended")
+                return
+            self._report(json.loads(data))
+
+    def _report(self, report: dict[str, Any]) -> None:
+        number = report["id"]
+        if "pid" in report:
+            self._started.pop(number).set_result(report["pid"])
+        elif "error" in report:
+            self._exits.pop(number).cancel()
+            self._started.pop(number).set_exception(SandboxError(f"a sandbox could not be started: {report['error']}"))
+        else:
+            ended = self._exits.pop(number)
+            if not ended.done():
+                ended.set_result(Exit(report["exit"]))
+
+    def _broke(self, why: str) -> None:
+        if self.broken is not None:
+            return
+        self.broken = f"the process that starts sandboxes is gone ({why})"
+        self._loop.remove_reader(self._sock)
+        for future in self._started.values():
+            future.set_exception(SandboxError(self.broken))
+        for ended in self._exits.values():
+            if not ended.done():
+                ended.set_result(Exit(-9))
+        self._started.clear()
+        self._exits.clear()
+
+    async def aclose(self) -> None:
+        """End it, and with it any bubblewrap that is left."""
+        if self.broken is None:
+            self._loop.remove_reader(self._sock)
+            self.broken = "closed"
+        self._sock.close()
+        try:
+            await asyncio.to_thread(self._process.wait, 5)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            await asyncio.to_thread(self._process.wait)

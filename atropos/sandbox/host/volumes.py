@@ -1,0 +1,368 @@
+"""File systems of slots: the volume that holds what one lease writes, the overlay above it, and what lies below.
+
+A volume is a tmpfs with a size and a number of inodes. The slot's root is an overlay: the volume's `up` over any frozen
+volumes over a base. Forgetting a slot is detaching its mounts: constant time, whatever was written.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import stat
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+from atropos.config import SlotLimits
+from atropos.sandbox.host.skeleton import Base
+from atropos.sandbox.linux import syscalls
+from atropos.sandbox.linux.disks import OWN_INODES
+from atropos.sandbox.linux.trees import remove_tree
+
+_RUNTIME = ".atropos"
+MOUNT_POINTS = ("proc", "dev", "etc", "usr", _RUNTIME, "tmp", "root", "workspace")
+"""Folders that something is mounted on, or that every slot has. A snapshot may hold something else in their place."""
+GATE = "gate"
+"""The folder through which a slot that runs already gets another root: see `restack`."""
+NEXT = "next"
+_MEMORY_KEPT_MIB = 16
+"""What a volume leaves of its slot's memory at least: a shell and what clears up fit in."""
+_INODE_BYTES = 1880
+"""Kernel memory of an empty file in a tmpfs below an overlay: 200,000 were seen to take 359 MiB."""
+_NOSUID_NODEV = syscalls.MS_NOSUID | syscalls.MS_NODEV
+
+
+@dataclass
+class Volume:
+    """One lease's mounts: a tmpfs at `folder`, and everything else mounted inside it.
+
+    With the data on disk the tmpfs holds the mount points alone.
+    """
+
+    folder: str
+    disk: str | None = None
+    mounts: list[str] = field(default_factory=list[str])
+    restacked: bool = False
+
+    @property
+    def data(self) -> str:
+        """Where the slot's files are kept."""
+        return self.disk or self.folder
+
+    @property
+    def upper(self) -> str:
+        """What the slot wrote, as overlay keeps it."""
+        return f"{self.data}/{'over' if self.restacked else 'up'}"
+
+    @property
+    def root(self) -> str:
+        """The root file system that the slot starts on."""
+        return f"{self.folder}/root"
+
+    @property
+    def next_root(self) -> str:
+        """Where a root that is to take its place waits."""
+        return f"{self.folder}/{GATE}/{NEXT}"
+
+    def attach(self, name: str, kind: str, flags: int, options: str) -> None:
+        """Mount something at a new folder here."""
+        target = f"{self.folder}/{name}"
+        os.mkdir(target, 0o755)
+        syscalls.mount(kind, target, kind, flags, options)
+        self.mounts.append(target)
+
+    def detach(self) -> list[int]:
+        """Detach everything at once: no name leads there any more, in constant time.
+
+        Returns:
+            Descriptors that keep the files themselves. Closing the last one frees them, which takes the longer the more
+            there are: see `Disposer`.
+
+        Raises:
+            OSError: it could not be detached.
+        """
+        held: list[int] = []
+        try:
+            if self.mounts:
+                held += [os.open(path, os.O_PATH | os.O_CLOEXEC) for path in (*reversed(self.mounts), self.folder)]
+                syscalls.umount(self.folder)
+                self.mounts = []
+            os.rmdir(self.folder)
+        except OSError:
+            for fd in held:
+                os.close(fd)
+            raise
+        return held
+
+    def uncover(self) -> None:
+        """Take away what is mounted inside, so that only the data is left; for a layer, which nobody runs on.
+
+        Raises:
+            OSError: something could not be detached.
+        """
+        while len(self.mounts) > 1:
+            syscalls.umount(self.mounts[-1])
+            self.mounts.pop()
+
+
+class Disposer:
+    """Frees what was detached, beside everything else: a million files take a second of kernel time.
+
+    It is one thread of low priority; a bound on what waits for it keeps memory from running away.
+    """
+
+    BOUND = 32
+
+    def __init__(self, freed: Callable[[str | None], None]) -> None:
+        """`freed` is told of each folder that was removed."""
+        self._freed = freed
+        self._thread = ThreadPoolExecutor(1, "dispose", initializer=_be_nice)
+        self._waiting: set[asyncio.Future[None]] = set()
+
+    async def give(self, descriptors: list[int], folder: str | None = None) -> None:
+        """Free later; waits only when too much waits already."""
+        if not descriptors and folder is None:
+            return
+        while len(self._waiting) >= self.BOUND:
+            await asyncio.wait(self._waiting, return_when=asyncio.FIRST_COMPLETED)
+        job = asyncio.get_running_loop().run_in_executor(self._thread, _free, descriptors, folder)
+        self._waiting.add(job)
+        job.add_done_callback(self._waiting.discard)
+        job.add_done_callback(lambda _: self._freed(folder))
+
+    async def aclose(self) -> None:
+        """Wait until all is freed."""
+        if self._waiting:
+            await asyncio.wait(self._waiting)
+        self._thread.shutdown()
+
+
+def _be_nice() -> None:
+    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
+
+
+def _free(descriptors: list[int], folder: str | None) -> None:
+    for fd in descriptors:
+        os.close(fd)
+    if folder is not None:
+        remove_tree(folder)
+
+
+def create(
+    folder: str,
+    base: Base,
+    limits: SlotLimits,
+    runtime: str,
+    empty: str,
+    disk: str | None = None,
+) -> Volume:
+    """Mount everything that a new slot stands on.
+
+    Args:
+        folder: a new folder for the mount points.
+        base: the lowest layer.
+        limits: size and inodes.
+        runtime: the folder with the private Python.
+        empty: an empty folder, the second lower one that an overlay without an upper one needs.
+        disk: a new folder on disk for the slot's files, instead of the tmpfs.
+
+    Raises:
+        OSError: a mount failed; nothing is left mounted.
+    """
+    os.mkdir(folder, 0o755)
+    volume = Volume(folder, disk)
+    readonly = _NOSUID_NODEV | syscalls.MS_RDONLY
+    try:
+        _data(volume, limits)
+        options = f"lowerdir={base.lower},upperdir={volume.upper},workdir={volume.data}/wk,userxattr"
+        volume.attach("root", "overlay", _NOSUID_NODEV, options)
+        for name, source in base.host_folders.items():
+            volume.attach(f"host-{name}", "overlay", readonly, f"lowerdir={empty}:{source},userxattr")
+        volume.attach("runtime", "overlay", readonly, f"lowerdir={empty}:{runtime},userxattr")
+        ptys = max(8, min(limits.pids, 64))
+        options = f"newinstance,ptmxmode=0666,mode=620,max={ptys}"
+        volume.attach("pts", "devpts", syscalls.MS_NOSUID | syscalls.MS_NOEXEC, options)
+        _make_gate(volume)
+    except OSError:
+        with contextlib.suppress(OSError):
+            _free(volume.detach(), disk)
+        raise
+    return volume
+
+
+def _make_gate(volume: Volume) -> None:
+    """A folder of which the slot gets a one-way copy: what the server mounts in it later appears inside, too."""
+    gate = f"{volume.folder}/{GATE}"
+    os.makedirs(f"{gate}/{NEXT}", 0o755)
+    syscalls.mount(gate, gate, None, syscalls.MS_BIND)
+    volume.mounts.append(gate)
+    syscalls.mount(None, gate, None, syscalls.MS_SHARED)
+
+
+def restack(volume: Volume, base: Base, layers: Sequence[str], empty_file: str, empty_folder: str) -> None:
+    """Mount another root in the gate of a volume on which a slot runs, but in which nothing has been written yet.
+
+    The slot's namespace gets a copy of each of these mounts; the spawner then makes it the root (`spawner.Spawner`).
+
+    Args:
+        volume: the slot's.
+        base: the lowest layer.
+        layers: upper folders of frozen volumes, topmost first.
+        empty_file: covers /etc/ld.so.preload; mounted read-only (`read_only`), which a mount of it inherits.
+        empty_folder: covers it where it is a folder; likewise.
+
+    Raises:
+        OSError: a mount failed; the sandbox must be stopped.
+    """
+    volume.restacked = True
+    top, work = volume.next_root, f"{volume.data}/over-wk"
+    for path in (volume.upper, work):
+        os.mkdir(path, 0o755)
+        os.chown(path, 0, 0)
+    lower = ":".join((*layers, base.lower))
+    options = f"lowerdir={lower},upperdir={volume.upper},workdir={work},userxattr"
+    syscalls.mount("overlay", top, "overlay", _NOSUID_NODEV, options)
+    volume.mounts.append(top)
+    restore_mount_points(top, base.host_folders)
+    cover = preload_cover(top, empty_file, empty_folder)
+    preload = f"{top}/etc/ld.so.preload"
+    if not os.path.lexists(preload):
+        os.close(os.open(preload, os.O_CREAT | os.O_WRONLY | os.O_CLOEXEC, 0o644))
+    hosts = [(f"{volume.folder}/host-{name}", f"{top}/{name}") for name in base.host_folders]
+    for source, target in (*hosts, (f"{volume.folder}/runtime", f"{top}/{_RUNTIME}"), (cover, preload)):
+        syscalls.mount(source, target, None, syscalls.MS_BIND)
+        volume.mounts.append(target)
+
+
+def read_only(path: str) -> None:
+    """Mount a file or folder read-only over itself.
+
+    Raises:
+        OSError: it could not be mounted.
+    """
+    syscalls.mount(path, path, None, syscalls.MS_BIND)
+    syscalls.mount(None, path, None, syscalls.MS_REMOUNT | syscalls.MS_BIND | syscalls.MS_RDONLY | _NOSUID_NODEV)
+
+
+def blank(folder: str, limits: SlotLimits, disk: str | None = None) -> Volume:
+    """A volume on which nothing stands yet: what a layer from elsewhere is unpacked into.
+
+    Raises:
+        OSError: a mount failed; nothing is left mounted.
+    """
+    os.mkdir(folder, 0o755)
+    volume = Volume(folder, disk)
+    try:
+        _data(volume, limits)
+    except OSError:
+        with contextlib.suppress(OSError):
+            _free(volume.detach(), disk)
+        raise
+    return volume
+
+
+def _data(volume: Volume, limits: SlotLimits) -> None:
+    size, inodes = bounds(limits)
+    if volume.disk is not None:
+        os.mkdir(volume.disk, 0o755)
+        size, inodes = "64k", 64
+    options = f"size={size},nr_inodes={inodes},mode=755,uid=0,gid=0"
+    syscalls.mount("atropos", volume.folder, "tmpfs", _NOSUID_NODEV, options)
+    volume.mounts.append(volume.folder)
+    for name, mode in (("up", 0o755), ("wk", 0o755), ("shm", 0o1777)):
+        path = f"{volume.data}/{name}"
+        os.mkdir(path)
+        os.chmod(path, mode)
+        os.chown(path, 0, 0)
+
+
+def bounds(limits: SlotLimits) -> tuple[str, int]:
+    """Size and inodes of a tmpfs volume: what is asked for, as far as both together fit into the slot's memory.
+
+    Its pages can't be reclaimed, nor its inodes. A volume that took all of the memory would have every later command
+    killed, `rm` as well. Where both don't fit, an eighth at least is left to inodes.
+    """
+    most = limits.memory_mib - _MEMORY_KEPT_MIB
+    room = min(most, limits.memory_mib - limits.memory_mib // 16)
+    size = min(limits.disk_mib, room)
+    left = max(most - size, most // 8)
+    inodes = min(limits.inodes, (min(room, left) << 20) // _INODE_BYTES)
+    size = min(size, most - (inodes * _INODE_BYTES >> 20))
+    return f"{size}m", inodes + OWN_INODES
+
+
+def restore_mount_points(root: str, more: Iterable[str] = ()) -> None:
+    """Put a plain folder wherever one is mounted on, when a snapshot holds something else there.
+
+    A symbolic link planted in such a place would send a mount, or the start of PID 1, to a path of its maker's choice.
+    """
+    for name in dict.fromkeys((*MOUNT_POINTS, *more)):
+        path = f"{root}/{name}"
+        if not _is(path, stat.S_ISDIR):
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(path)  # not a folder, so this is all of it
+            os.mkdir(path, 0o755)
+            os.chown(path, 0, 0)
+            if name == "tmp":
+                os.chmod(path, 0o1777)
+
+
+def _is(path: str, test: object) -> bool:
+    try:
+        mode = os.lstat(path).st_mode
+    except FileNotFoundError:
+        return False
+    return bool(callable(test) and test(mode))
+
+
+def preload_cover(root: str, empty_file: str, empty_folder: str) -> str:
+    """What to mount over the slot's /etc/ld.so.preload: something empty, and of the kind that is there."""
+    path = f"{root}/etc/ld.so.preload"
+    try:
+        mode = os.lstat(path).st_mode
+    except FileNotFoundError:
+        return empty_file
+    if stat.S_ISDIR(mode):
+        return empty_folder
+    if not stat.S_ISREG(mode):
+        os.unlink(path)
+    return empty_file
+
+
+def freeze(volume: Volume) -> None:
+    """Make the volume read-only for good.
+
+    Raises:
+        OSError: EBUSY tells that a file in it is still open for writing.
+    """
+    syscalls.mount(None, volume.folder, None, syscalls.MS_REMOUNT | syscalls.MS_RDONLY | _NOSUID_NODEV)
+
+
+def used_bytes(volume: Volume) -> int:
+    """Bytes that the volume's files take."""
+    if volume.disk is not None:
+        return sum(_blocks(os.path.join(at, name)) for at, _, names in os.walk(volume.disk) for name in names)
+    found = os.statvfs(volume.data)
+    return (found.f_blocks - found.f_bfree) * found.f_frsize
+
+
+def _blocks(path: str) -> int:
+    try:
+        return os.lstat(path).st_blocks * 512
+    except OSError:
+        return 0
+
+
+def exhausted(volume: Volume) -> str | None:
+    """'disk' or 'inodes' when the volume has none left."""
+    try:
+        found = os.statvfs(volume.data)
+    except OSError:
+        return None
+    if found.f_favail == 0:
+        return "inodes"
+    # a disk's file system keeps some blocks for itself: it says no before the last one is gone
+    spare = 0 if volume.disk is None else found.f_blocks // 50
+    return "disk" if found.f_bavail <= spare else None

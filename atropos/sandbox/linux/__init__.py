@@ -1,0 +1,1 @@
+"""Thin wrappers of the kernel's interfaces: no policy."""

@@ -1,0 +1,1 @@
+"""Programs that a sandbox server starts as processes of their own."""

@@ -1,0 +1,1 @@
+"""The sandbox server: leases, calls and snapshots over HTTP and WebSocket."""

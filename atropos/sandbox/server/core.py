@@ -1,0 +1,456 @@
+"""The server's leases at work: carries out what `leases` decides, on sandboxes from `warm`.
+
+One `LeaseRun` a lease. Its end runs as a task of its own, so that nobody's cancellation interrupts a reset.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+import uuid
+from collections import Counter
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from atropos.config import ServerConfig
+from atropos.errors import BackendUnavailable, LeaseExpired, NotSupported, PoolFull, SandboxError, SlotLost, from_code
+from atropos.sandbox.contract import Host, Layer, Sandbox, Stopped
+from atropos.sandbox.server.clients import Clients
+from atropos.sandbox.server.lanes import Lanes
+from atropos.sandbox.server.leases import Ended, Granted, Held, LeaseTable
+from atropos.sandbox.server.snapshots import MIB, Snapshot, Snapshots
+from atropos.sandbox.server.warm_pool import Shelf, stop
+from atropos.wire import Capacity, Feature, Lease, LeaseRequest, ReleaseResult, SnapshotInfo
+
+if TYPE_CHECKING:
+    from atropos.sandbox.server.stream import Stream
+
+log = logging.getLogger(__name__)
+START_S = 30.0
+"""Longest an acquire waits for a sandbox to start, in seconds."""
+PARALLEL_STARTS = 4
+"""Sandboxes started at once: measured on 2 cores, more only makes each slower."""
+
+
+@dataclass(slots=True, eq=False)
+class LeaseRun:
+    """What serves one lease."""
+
+    held: Held
+    sandbox: Sandbox | None = None
+    lanes: Lanes | None = None
+    layers: tuple[Layer, ...] = ()
+    stands_on: Snapshot | None = None
+    starting: asyncio.Task[Lease] | None = None
+    ending: asyncio.Task[Ended] | None = None
+    freezing: dict[str, asyncio.Task[SnapshotInfo]] = field(default_factory=dict[str, "asyncio.Task[SnapshotInfo]"])
+
+
+class Core:
+    """All state of one sandbox server.
+
+    Args:
+        config: the server's settings.
+        host: makes the sandboxes.
+        clock: monotonic seconds; tests step it.
+    """
+
+    def __init__(self, config: ServerConfig, host: Host, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self.config = config
+        self.host = host
+        self.boot_id = uuid.uuid4().hex
+        self.features: Sequence[Feature] = ()
+        self.limit_note: str | None = None
+        self.table = LeaseTable(config.slots)
+        self.runs: dict[str, LeaseRun] = {}
+        self.snapshots = Snapshots(config.max_snapshots, config.max_snapshot_mib * MIB, host.max_layers)
+        self.clients = Clients(self)
+        self.arriving: dict[str, asyncio.Event] = {}
+        """Snapshots that are being imported, each with what is set when that is over."""
+        self.counters: Counter[str] = Counter()
+        self.reset_seconds = 0.0
+        self.broken = ""
+        self.idle = asyncio.Event()
+        self.idle.set()
+        self.short_ttl = asyncio.Event()
+        self.streams: set[Stream] = set()
+        self._clock = clock
+        self._asleep_s = 0.0
+        self.started_at = clock()
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._later: set[asyncio.Task[Any]] = set()
+        spare = config.warm if config.warm is not None else min(4, max(1, config.slots // 4))
+        self.shelf = Shelf(
+            host,
+            target=lambda: self._wanted_warm(spare),
+            parallel=PARALLEL_STARTS,
+            broken=self.breaks,
+            network=config.allow_network,
+        )
+
+    # ----------------------------------------------------------------------------------------------------------- time
+
+    def now(self) -> float:
+        """Seconds of a monotonic clock that stands still while this process was stopped: see `forgive`."""
+        return self._clock() - self._asleep_s
+
+    def forgive(self, gap_s: float) -> None:
+        """The whole process slept (SIGSTOP, a frozen machine): that time counts against nobody's lease.
+
+        What was heard since it woke up has the time before this: left so, a client that died then would live on as long.
+        """
+        self._asleep_s += gap_s
+        self.table.awoke(self.now())
+        for stream in self.streams:
+            stream.heard_at = min(stream.heard_at, self.now())
+
+    def spawn(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+        """Run something of the server's own; `aclose` waits for it."""
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    def _wanted_warm(self, spare: int) -> int:
+        return 0 if self.table.draining else self.table.free + spare
+
+    # --------------------------------------------------------------------------------------------------------- leasing
+
+    async def acquire(self, request: LeaseRequest) -> Lease:
+        """Grant a lease, or tell why not.
+
+        Raises:
+            PoolFull: no slot is free for this client now.
+            NotSupported: the server doesn't do what is asked for (base, network).
+            BackendUnavailable: draining, or no sandbox could be started.
+            LeaseExpired: a lease of this id is over.
+        """
+        self._check(request)
+        decision = self.table.grant(request, self.now())
+        if not isinstance(decision, Granted):
+            self.counters["leases_refused"] += 1
+            if decision.code == PoolFull.code:
+                raise PoolFull(decision.message, free=decision.free)
+            raise from_code(decision.code, decision.message)
+        if decision.new:
+            self.idle.clear()
+            run = self.runs[request.lease_id] = LeaseRun(decision.held)
+            run.starting = self.spawn(self._start(run))
+            self.clients.of(request.client_id)
+            if request.ttl_s < 4:
+                self.short_ttl.set()
+        starting = self.runs[request.lease_id].starting
+        assert starting is not None
+        return await asyncio.shield(starting)
+
+    def _check(self, request: LeaseRequest) -> None:
+        if request.base is not None and request.base not in self.config.bases:
+            known = ", ".join(sorted(self.config.bases)) or "none"
+            raise NotSupported(f"base {request.base!r} is not known to this server; known: {known}")
+        if request.network and not self.config.allow_network:
+            raise NotSupported("network: this server gives no slot a network (allow_network is false)")
+
+    async def _start(self, run: LeaseRun) -> Lease:
+        held = run.held
+        try:
+            sandbox = await self._sandbox_for(run)
+        except BaseException as error:
+            code = error.code if isinstance(error, SandboxError) else BackendUnavailable.code
+            self._let_go_layers(run)
+            if self.table.begin_end(held, code, str(error)):
+                self._finish(run, Stopped(clean=True, seconds=0))
+            if not isinstance(error, SandboxError | asyncio.CancelledError):
+                log.exception("lease %s could not be started", held.lease_id)
+                raise BackendUnavailable(f"the sandbox could not be started: {error!r}") from error
+            raise
+        run.sandbox = sandbox
+        if held.state == "ending":  # released while it started; its end waits for this task and stops the sandbox
+            raise LeaseExpired("the lease was released before it was granted")
+        client = self.clients.of(held.client_id)
+        run.lanes = Lanes(sandbox, client.journal, client.answered, client.room)
+        held.state = "active"
+        held.renewed_at = self.now()
+        self._watch(run, sandbox)
+        self.counters["leases_granted"] += 1
+        self.shelf.fill()
+        return self.lease_of(held)
+
+    async def _sandbox_for(self, run: LeaseRun) -> Sandbox:
+        request = run.held.request
+        if request.snapshot is not None:
+            snapshot = self.snapshots.get(request.snapshot)
+            if request.base is not None and request.base != snapshot.base:
+                raise NotSupported(f"the snapshot stands on base {snapshot.base!r}, not {request.base!r}")
+            self._stand_on(run, snapshot)
+            return await self.shelf.take_on(START_S, run.layers, snapshot.base, network=request.network)
+        if request.base is not None:
+            return await self.shelf.take_on(START_S, (), request.base, network=request.network)
+        return await self.shelf.take(START_S, network=request.network)
+
+    def lease_of(self, held: Held) -> Lease:
+        """The lease as its client sees it."""
+        return Lease(
+            lease_id=held.lease_id,
+            slot=f"slot-{held.slot}",
+            epoch=held.epoch,
+            boot_id=self.boot_id,
+            ttl_s=held.request.ttl_s,
+            limit_note=self.limit_note,
+        )
+
+    def _watch(self, run: LeaseRun, sandbox: Sandbox) -> None:
+        def died(future: asyncio.Future[str]) -> None:
+            if not future.cancelled() and run.sandbox is sandbox:
+                self.counters["sandboxes_died"] += 1
+                self.end(run.held, SlotLost.code, f"the sandbox ended: {future.result()}")
+
+        sandbox.died.add_done_callback(died)
+
+    def renew(self, lease_id: str, epoch: int | None) -> Lease:
+        """Renew one lease.
+
+        Raises:
+            LeaseExpired: it is over.
+        """
+        held = self.table.find(lease_id, epoch)
+        if not isinstance(held, Held) or held.state != "active":
+            raise LeaseExpired(f"lease {lease_id!r} is over or was never granted")
+        held.renewed_at = self.now()
+        return self.lease_of(held)
+
+    # ---------------------------------------------------------------------------------------------------------- ending
+
+    async def release(self, lease_id: str, epoch: int | None) -> ReleaseResult:
+        """Give a slot back. Again and again with the same answer; a lease that is over answers `released=False`."""
+        found = self.table.find(lease_id, epoch)
+        if found is None:
+            self.table.refuse_later(lease_id, self.now())
+            return ReleaseResult(released=False)
+        if isinstance(found, Held):
+            found = await asyncio.shield(self.end(found, "released", "the lease was released"))
+        return ReleaseResult(released=found.code == "released", clean=found.clean, reset_s=found.reset_s)
+
+    def end(self, held: Held, code: str, message: str) -> asyncio.Task[Ended]:
+        """End a lease, whatever runs in it. Returns the task that resets its slot; the same one when asked again."""
+        run = self.runs[held.lease_id]
+        if run.ending is None:
+            self.table.begin_end(held, code, message)
+            self.counters[f"leases_ended_{code}"] += 1
+            if code != "released":
+                self.clients.tell_ended(held.client_id, held.lease_id, held.epoch, code, message)
+            if run.lanes is not None:
+                run.lanes.close(LeaseExpired.code if code == "released" else code, message)
+            run.ending = self.spawn(self._end(run))
+        return run.ending
+
+    async def _end(self, run: LeaseRun) -> Ended:
+        began = time.monotonic()
+        if run.starting is not None and not run.starting.done():
+            await asyncio.wait([run.starting])
+        if run.freezing:
+            await asyncio.wait(list(run.freezing.values()))
+        if run.held.lease_id not in self.runs:  # its start failed and ended it
+            return self.table.ended[run.held.lease_id]
+        stopped = await stop(run.sandbox) if run.sandbox is not None else Stopped(clean=True, seconds=0)
+        if run.lanes is not None:
+            await run.lanes.join()
+        self._let_go_layers(run)
+        return self._finish(run, Stopped(stopped.clean, time.monotonic() - began, stopped.detail))
+
+    def _finish(self, run: LeaseRun, stopped: Stopped) -> Ended:
+        held = run.held
+        ended = self.table.finish_end(held, self.now(), clean=stopped.clean, reset_s=stopped.seconds)
+        del self.runs[held.lease_id]
+        self.clients.of(held.client_id).journal.trim_lease(held.lease_id)
+        self.counters["resets"] += 1
+        self.reset_seconds += stopped.seconds
+        if not stopped.clean:
+            self._retire(run, stopped.detail)
+        self.shelf.fill()
+        self._offer()
+        if not self.runs:
+            self.idle.set()
+        return ended
+
+    def _offer(self) -> None:
+        """Tell the clients that were refused that asking again is worth it."""
+        if self.table.free and not self.table.draining:
+            for client_id in self.table.offer(self.now(), self.clients.hears):
+                self.clients.tell(client_id, Capacity(free=self.table.free))
+
+    def _retire(self, run: LeaseRun, detail: str) -> None:
+        log.error("slot-%d is retired, its sandbox could not be confirmed gone: %s", run.held.slot, detail)
+        self.counters["slots_retired"] += 1
+        limit = self.config.max_retired or max(1, self.config.slots // 2)
+        if len(self.table.retired) >= limit:
+            self.breaks(f"{len(self.table.retired)} of {self.config.slots} slots are retired; the last: {detail}")
+        elif run.sandbox is not None:
+            self._later.add(self.spawn(self._confirm_later(run.held.slot, run.sandbox)))
+
+    async def _confirm_later(self, slot: int, sandbox: Sandbox) -> None:
+        """A retired slot comes back only when its old sandbox is confirmed gone after all."""
+        for pause in (0.5, 2.0, 10.0, 60.0):
+            await asyncio.sleep(pause)
+            if (await stop(sandbox)).clean:
+                log.info("slot-%d is confirmed empty and back in use", slot)
+                self.table.restore(slot)
+                self.shelf.fill()
+                self._offer()
+                return
+
+    def breaks(self, reason: str) -> None:
+        """The server can't go on: it takes no new leases, and ends when the last one has."""
+        if not self.broken:
+            log.error("the server is broken: %s", reason)
+            self.broken = reason
+            self.drain(None)
+
+    def drain(self, deadline_s: float | None) -> None:
+        """Take no new leases; tell the clients."""
+        if not self.table.draining:
+            self.table.draining = f"the server is broken: {self.broken}" if self.broken else "the server is draining"
+        self.clients.tell_draining(deadline_s)
+        if not self.runs:
+            self.idle.set()
+
+    # ------------------------------------------------------------------------------------------------------- snapshots
+
+    async def snapshot(self, lease_id: str, snapshot_id: str | None, epoch: int | None) -> SnapshotInfo:
+        """Freeze a lease's workspace and let it go on above; after the calls before it, alone.
+
+        Raises:
+            LeaseExpired, SlotLost: the lease is over, or was lost by the attempt.
+            NotSupported, PoolFull: a bound of `Snapshots`.
+        """
+        known = self.snapshots.by_id.get(snapshot_id or "")
+        if known is not None:
+            return known.info
+        held = self.table.find(lease_id, epoch)
+        run = self.runs.get(lease_id) if isinstance(held, Held) else None
+        name = snapshot_id or f"snap-{uuid.uuid4().hex}"
+        task = run.freezing.get(name) if run is not None else None
+        if task is None:
+            if run is None or run.held.state != "active":
+                raise LeaseExpired(f"lease {lease_id!r} is over")
+            self.reserve_snapshot(run.layers)
+            task = run.freezing[name] = self.spawn(self._queue_freeze(run, name))
+            task.add_done_callback(lambda _: run.freezing.pop(name, None))
+        return await asyncio.shield(task)
+
+    def reserve_snapshot(self, below: Sequence[Layer]) -> None:
+        """As `Snapshots.reserve`; at its bounds, what dead clients left goes first, the oldest before the others.
+
+        Raises:
+            NotSupported, PoolFull: as there.
+        """
+        for snapshot in sorted(self.snapshots.by_id.values(), key=lambda each: each.touched_at):
+            if not self.snapshots.full:
+                break
+            if not snapshot.users and not self.clients.alive(snapshot.owner):
+                self.drop_snapshot(snapshot.id)
+        self.snapshots.reserve(below)
+
+    async def _queue_freeze(self, run: LeaseRun, name: str) -> SnapshotInfo:
+        frozen: list[asyncio.Task[SnapshotInfo]] = []
+
+        async def work() -> None:
+            # Its own task: a release that cancels the lane must not interrupt a freeze half-way.
+            frozen.append(self.spawn(self._freeze(run, name)))
+            await asyncio.shield(frozen[0])
+
+        assert run.lanes is not None
+        try:
+            await run.lanes.barrier(work)
+        except SandboxError as error:
+            if not frozen:
+                self.snapshots.abandon()
+                raise LeaseExpired(f"the lease ended before the snapshot: {error}") from None
+        return await frozen[0]
+
+    async def _freeze(self, run: LeaseRun, name: str) -> SnapshotInfo:
+        assert run.sandbox is not None
+        assert run.lanes is not None
+        request, old, below = run.held.request, run.sandbox, run.layers
+        base = run.stands_on.base if run.stands_on is not None else request.base
+        run.sandbox = None  # from here on it is the freeze's to end, and its death is no news
+        try:
+            layer = await old.freeze(f"layer-{uuid.uuid4().hex[:12]}")
+        except BaseException as error:
+            self.snapshots.abandon()
+            run.sandbox = old  # so that the end of the lease stops it, or retires the slot
+            self.end(run.held, SlotLost.code, f"the snapshot failed, and the workspace with it: {error}")
+            raise
+        snapshot = self.snapshots.commit(name, layer, below, request.client_id, base, self.now())
+        self._let_go_layers(run)
+        self._stand_on(run, snapshot)
+        try:
+            sandbox = await self.shelf.take_on(START_S, run.layers, base, network=request.network)
+        except BaseException as error:
+            self.drop_layers(self.snapshots.drop(name))
+            self.end(run.held, SlotLost.code, f"the workspace did not start again above its snapshot: {error}")
+            raise
+        run.sandbox = run.lanes.sandbox = sandbox
+        self._watch(run, sandbox)
+        self.shelf.fill()
+        self.counters["snapshots_taken"] += 1
+        return snapshot.info
+
+    def drop_snapshot(self, snapshot_id: str) -> bool:
+        """Forget a snapshot; leases that stand on it go on. False when there was none."""
+        known = snapshot_id in self.snapshots.by_id
+        self.drop_layers(self.snapshots.drop(snapshot_id))
+        return known
+
+    def _stand_on(self, run: LeaseRun, snapshot: Snapshot) -> None:
+        run.stands_on, run.layers = snapshot, snapshot.layers
+        snapshot.users += 1
+        snapshot.touched_at = self.now()
+        self.snapshots.hold(snapshot.layers)
+
+    def _let_go_layers(self, run: LeaseRun) -> None:
+        if run.stands_on is not None:
+            run.stands_on.users -= 1
+            run.stands_on.touched_at = self.now()
+            run.stands_on = None
+        layers, run.layers = run.layers, ()
+        self.let_go(layers)
+
+    def let_go(self, layers: Sequence[Layer]) -> None:
+        """Somebody who held these layers (`snapshots.hold`) left them."""
+        self.drop_layers(self.snapshots.let_go(layers))
+
+    def drop_layers(self, layers: Sequence[Layer]) -> None:
+        """Hand layers back on which nothing stands."""
+
+        async def drop(layer: Layer) -> None:
+            try:
+                await self.host.drop_layer(layer)
+            except Exception:
+                log.exception("layer %s could not be dropped", layer.id)
+                self.counters["layers_leaked"] += 1
+
+        for layer in layers:
+            self.spawn(drop(layer))
+
+    # ----------------------------------------------------------------------------------------------------------- close
+
+    async def aclose(self) -> bool:
+        """End every lease, stop every sandbox, undo the host. False when something could not be confirmed gone."""
+        self.drain(0)
+        for task in self._later:
+            task.cancel()
+        ends = [self.end(r.held, SlotLost.code, "the sandbox server ended") for r in list(self.runs.values())]
+        if ends:
+            await asyncio.wait(ends)
+        found = await self.shelf.aclose()
+        for snapshot_id in list(self.snapshots.by_id):
+            self.drop_snapshot(snapshot_id)
+        self.clients.close()
+        pending = [task for task in self._tasks if task is not asyncio.current_task()]
+        if pending:
+            for task in (await asyncio.wait(pending, timeout=2))[1]:
+                task.cancel()
+        await self.host.aclose()
+        return all(each.clean for each in found) and not self.table.retired

@@ -1,0 +1,267 @@
+"""The server's HTTP routes. Every answer is a model of `wire`; everything but liveness needs the bearer token."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import logging
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING, TypeVar
+
+from aiohttp import web
+from pydantic import BaseModel, ValidationError
+
+from atropos.errors import PoolFull, SandboxError
+from atropos.sandbox.server.metrics import metrics_text, status_of
+from atropos.sandbox.server.snapshot_transfer import COPY_BYTES, Arriving, exported, imported
+from atropos.sandbox.server.stream import Stream
+from atropos.wire import (
+    MAX_FRAME_BYTES,
+    CallRequest,
+    Capabilities,
+    DrainRequest,
+    Fault,
+    Health,
+    LeaseRequest,
+    Problem,
+    SnapshotRequest,
+)
+
+if TYPE_CHECKING:
+    from atropos.sandbox.server.core import Core
+
+log = logging.getLogger(__name__)
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+M = TypeVar("M", bound=BaseModel)
+MAX_SMALL_BODY = 65_536
+"""Largest body of anything but a call, in bytes."""
+STATUS = {
+    "full": 409,
+    "lease_expired": 410,
+    "slot_lost": 410,
+    "not_supported": 422,
+    "outcome_unknown": 500,
+    "backend_unavailable": 503,
+}
+
+
+class Routes:
+    """All handlers of one server.
+
+    Args:
+        core: the server's state.
+        token: the bearer token.
+        capabilities: what the probe found; None until it has ended.
+        drain: begins the end of the server.
+    """
+
+    def __init__(
+        self,
+        core: Core,
+        token: str,
+        capabilities: Callable[[], Capabilities | None],
+        drain: Callable[[float | None], None],
+    ) -> None:
+        self._core = core
+        self._expected = f"Bearer {token}".encode()
+        self._capabilities = capabilities
+        self._drain = drain
+
+    def app(self) -> web.Application:
+        """The aiohttp application."""
+        app = web.Application(middlewares=[self._guard], client_max_size=MAX_FRAME_BYTES)
+        app.router.add_get("/v1/health", self.health)
+        app.router.add_get("/v1/capabilities", self.capabilities)
+        app.router.add_get("/v1/status", self.status)
+        app.router.add_get("/metrics", self.metrics)
+        app.router.add_post("/v1/leases", self.acquire)
+        app.router.add_post("/v1/leases/{id}/renew", self.renew)
+        app.router.add_delete("/v1/leases/{id}", self.release)
+        app.router.add_post("/v1/leases/{id}/calls", self.call)
+        app.router.add_post("/v1/leases/{id}/snapshot", self.snapshot)
+        app.router.add_get("/v1/snapshots/{id}", self.get_snapshot)
+        app.router.add_delete("/v1/snapshots/{id}", self.drop_snapshot)
+        app.router.add_get("/v1/snapshots/{id}/archive", self.export)
+        app.router.add_put("/v1/snapshots/{id}/archive", self.receive)
+        app.router.add_post("/v1/drain", self.drain)
+        app.router.add_get("/v1/stream", self.stream)
+        return app
+
+    # ------------------------------------------------------------------------------------------------------ the guard
+
+    @web.middleware
+    async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """The token first, then every failure as a `Problem`."""
+        if request.path != "/v1/health":
+            given = request.headers.get("Authorization", "").encode("utf-8", "surrogateescape")
+            if not hmac.compare_digest(given, self._expected):
+                return problem(401, "unauthorized", "send the server's token: Authorization: Bearer …")
+        try:
+            return await handler(request)
+        except SandboxError as error:
+            free = error.free if isinstance(error, PoolFull) else None
+            return problem(STATUS.get(error.code, 500), error.code, str(error), free)
+        except web.HTTPException as error:
+            names = {404: "not_found", 405: "method_not_allowed", 413: "too_large"}
+            return problem(error.status, names.get(error.status, "bad_request"), error.text or error.reason)
+        except (ConnectionError, asyncio.CancelledError):
+            raise
+        except Exception as error:
+            log.exception("%s %s failed", request.method, request.path)
+            return problem(500, SandboxError.code, f"the server failed: {error!r}")
+
+    # --------------------------------------------------------------------------------------------------------- looking
+
+    async def health(self, _: web.Request) -> web.Response:
+        """GET /v1/health."""
+        core = self._core
+        if core.broken:
+            return answer(Health(status="broken", boot_id=core.boot_id, detail=core.broken), status=503)
+        state = "draining" if core.table.draining else "ok" if self._capabilities() is not None else "starting"
+        return answer(Health(status=state, boot_id=core.boot_id, detail=core.table.draining))
+
+    async def capabilities(self, _: web.Request) -> web.Response:
+        """GET /v1/capabilities."""
+        found = self._capabilities()
+        if found is None:
+            return problem(503, "backend_unavailable", "the start-up probe has not ended")
+        return answer(found)
+
+    async def status(self, _: web.Request) -> web.Response:
+        """GET /v1/status."""
+        return answer(status_of(self._core))
+
+    async def metrics(self, _: web.Request) -> web.Response:
+        """GET /metrics, in Prometheus' text format."""
+        return web.Response(text=metrics_text(self._core), content_type="text/plain", charset="utf-8")
+
+    # --------------------------------------------------------------------------------------------------------- leasing
+
+    async def acquire(self, request: web.Request) -> web.Response:
+        """POST /v1/leases."""
+        return answer(await self._core.acquire(await _body(request, LeaseRequest)))
+
+    async def renew(self, request: web.Request) -> web.Response:
+        """POST /v1/leases/{id}/renew."""
+        return answer(self._core.renew(request.match_info["id"], _epoch(request)))
+
+    async def release(self, request: web.Request) -> web.Response:
+        """DELETE /v1/leases/{id}."""
+        return answer(await self._core.release(request.match_info["id"], _epoch(request)))
+
+    async def call(self, request: web.Request) -> web.Response:
+        """POST /v1/leases/{id}/calls."""
+        result = await self._core.clients.call(request.match_info["id"], await _body(request, CallRequest, large=True))
+        if isinstance(result, Fault):
+            return problem(STATUS.get(result.code, 500), result.code, result.message)
+        return answer(result)
+
+    async def snapshot(self, request: web.Request) -> web.Response:
+        """POST /v1/leases/{id}/snapshot."""
+        wanted = await _body(request, SnapshotRequest)
+        return answer(await self._core.snapshot(request.match_info["id"], wanted.snapshot_id, wanted.epoch))
+
+    async def get_snapshot(self, request: web.Request) -> web.Response:
+        """GET /v1/snapshots/{id}."""
+        snapshot = self._core.snapshots.by_id.get(request.match_info["id"])
+        if snapshot is None:
+            return problem(404, "not_found", f"snapshot {request.match_info['id']!r} is not on this server")
+        return answer(snapshot.info)
+
+    async def drop_snapshot(self, request: web.Request) -> web.Response:
+        """DELETE /v1/snapshots/{id}; leases on it go on."""
+        if not self._core.drop_snapshot(request.match_info["id"]):
+            return problem(404, "not_found", f"snapshot {request.match_info['id']!r} is not on this server")
+        return web.Response(status=204)
+
+    async def export(self, request: web.Request) -> web.StreamResponse:
+        """GET /v1/snapshots/{id}/archive[?zstd=1]: its layers as a (zstd) tar."""
+        snapshot = self._core.snapshots.by_id.get(request.match_info["id"])
+        if snapshot is None:
+            return problem(404, "not_found", f"snapshot {request.match_info['id']!r} is not on this server")
+        compress = request.query.get("zstd") == "1"
+        kind = "application/zstd" if compress else "application/x-tar"
+        response = web.StreamResponse(headers={"Content-Type": kind})
+        async with exported(self._core, snapshot, compress=compress) as chunks:
+            await response.prepare(request)
+            try:
+                async for chunk in chunks:
+                    await response.write(chunk)
+            except SandboxError as error:
+                log.warning("%s", error)
+                response.force_close()
+                if request.transport is not None:
+                    request.transport.close()  # without the last chunk, so that nobody takes it for whole
+                return response
+            await response.write_eof()
+        return response
+
+    async def receive(self, request: web.Request) -> web.Response:
+        """PUT /v1/snapshots/{id}/archive?layers=N[&base=NAME]: a snapshot that another server exported."""
+        try:
+            layers = int(request.query.get("layers", "1"))
+        except ValueError:
+            raise web.HTTPBadRequest(text="layers: a number is needed") from None
+        wanted = Arriving(
+            snapshot_id=request.match_info["id"],
+            layers=layers,
+            base=request.query.get("base"),
+            owner=request.query.get("client_id", "import"),
+            compressed=request.content_type == "application/zstd",
+        )
+        return answer(await imported(self._core, wanted, aiter(request.content.iter_chunked(COPY_BYTES))))
+
+    async def drain(self, request: web.Request) -> web.Response:
+        """POST /v1/drain."""
+        wanted = await _body(request, DrainRequest)
+        self._drain(wanted.deadline_s)
+        return answer(status_of(self._core))
+
+    async def stream(self, request: web.Request) -> web.StreamResponse:
+        """GET /v1/stream, the WebSocket."""
+        socket = web.WebSocketResponse(compress=False, max_msg_size=MAX_FRAME_BYTES + 1, timeout=1.0)
+        if not socket.can_prepare(request).ok:
+            return problem(426, "bad_request", "this is a WebSocket: send an Upgrade")
+        await socket.prepare(request)
+        transport = request.transport
+        if isinstance(transport, asyncio.Transport):
+            await Stream(self._core, socket, transport).run()
+        return socket
+
+
+def answer(model: BaseModel, status: int = 200) -> web.Response:
+    """A wire model as the body."""
+    return web.Response(
+        body=model.__pydantic_serializer__.to_json(model), status=status, content_type="application/json"
+    )
+
+
+def problem(status: int, code: str, message: str, free: int | None = None) -> web.Response:
+    """A refusal."""
+    return answer(Problem(code=code, message=message, free=free), status)
+
+
+async def _body(request: web.Request, kind: type[M], *, large: bool = False) -> M:
+    length = request.content_length
+    limit = MAX_FRAME_BYTES if large else MAX_SMALL_BODY
+    if length is not None and length > limit:
+        raise web.HTTPRequestEntityTooLarge(limit, length)
+    raw = await request.read()
+    if len(raw) > limit:
+        raise web.HTTPRequestEntityTooLarge(limit, len(raw))
+    try:
+        return kind.model_validate_json(raw or b"{}")
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        where = ".".join(str(part) for part in first["loc"])
+        raise web.HTTPBadRequest(text=f"{where or 'body'}: {first['msg']}") from None
+
+
+def _epoch(request: web.Request) -> int | None:
+    text = request.query.get("epoch")
+    if text is None:
+        return None
+    try:
+        return int(text)
+    except ValueError:
+        raise web.HTTPBadRequest(text=f"epoch: {text[:40]!r} is not a number") from None

@@ -1,0 +1,242 @@
+"""How the calls of one lease run: in the order given, in one sandbox at a time.
+
+There are two lanes. The *main* lane runs commands and file operations one after the other. The *process* lane takes
+`proc_read`, `proc_write`, `proc_kill` and `proc_list`, so that a background process can be watched and ended while a
+command runs; it keeps its own order, but a `proc_read` that waits lets the ones behind it go on. A `Barrier` (a
+snapshot) runs alone: after the calls before it in the main lane, with nothing in the process lane.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Awaitable, Callable, Coroutine
+from dataclasses import dataclass
+from typing import Any
+
+from atropos.errors import SandboxError
+from atropos.sandbox.contract import Sandbox
+from atropos.sandbox.server.journal import Entry, Journal, cancelled_reply
+from atropos.wire import Fault, Operation, OpError, OpResult, ProcKill, ProcList, ProcRead, ProcWrite, Reply
+
+log = logging.getLogger(__name__)
+MAX_QUEUED = 1024
+"""Calls that may wait in one lease; one more is refused, not run."""
+SIDE = (ProcRead, ProcWrite, ProcKill, ProcList)
+
+
+@dataclass(slots=True, eq=False)
+class Barrier:
+    """Work on the sandbox itself, in the main lane's order. It may replace `lanes.sandbox`."""
+
+    work: Callable[[], Awaitable[None]]
+    done: asyncio.Future[None]
+
+
+Work = tuple[Entry, Operation]
+
+
+class Lanes:
+    """Runs one lease's calls and gives each its answer.
+
+    Args:
+        sandbox: where they run.
+        journal: told of every answer.
+        answered: called after an answer is in the journal.
+        room: waits while the journal is congested.
+    """
+
+    def __init__(
+        self,
+        sandbox: Sandbox,
+        journal: Journal,
+        answered: Callable[[Entry], None],
+        room: Callable[[], Awaitable[None]],
+    ) -> None:
+        self.sandbox = sandbox
+        self._journal = journal
+        self._answered = answered
+        self._room = room
+        self._main: deque[Work | Barrier] = deque()
+        self._side: deque[Work] = deque()
+        self._running: dict[str, Entry] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._main_busy = self._side_busy = False
+        self._barrier = self._congested = False
+        self._closed: tuple[str, str] | None = None
+
+    @property
+    def queued(self) -> int:
+        """Calls that wait or run."""
+        return len(self._main) + len(self._side) + len(self._running)
+
+    def submit(self, entry: Entry, operation: Operation) -> None:
+        """Queue a call; its answer comes by the journal. Never raises."""
+        if self._closed is not None:
+            self._fault(entry, *self._closed)
+        elif self.queued >= MAX_QUEUED:
+            self._fault(entry, "sandbox_error", f"{MAX_QUEUED} calls wait in this lease already; it was not run")
+        elif isinstance(operation, SIDE):
+            self._side.append((entry, operation))
+            self._kick()
+        else:
+            self._main.append((entry, operation))
+            self._kick()
+
+    def barrier(self, work: Callable[[], Awaitable[None]]) -> asyncio.Future[None]:
+        """Queue work on the sandbox itself; the future ends as it does (or with SandboxError, when the lease ends)."""
+        barrier = Barrier(work, asyncio.get_running_loop().create_future())
+        if self._closed is not None:
+            barrier.done.set_exception(SandboxError(self._closed[1]))
+        else:
+            self._main.append(barrier)
+            self._kick()
+        return barrier.done
+
+    def cancel(self, entry: Entry) -> None:
+        """Give a call up: one that waits is answered at once, one that runs is killed and answers by itself."""
+        entry.cancelled = True
+        if entry.state == "running":
+            self.sandbox.cancel(entry.number)
+        elif entry.state == "queued":
+            self._answer(entry, cancelled_reply(entry.call_id))
+
+    def close(self, code: str, message: str) -> None:
+        """Run nothing more: each call that has no answer gets this fault now. `join` waits for what ran."""
+        if self._closed is not None:
+            return
+        self._closed = (code, message)
+        waiting = [*self._main, *self._side]
+        self._main.clear()
+        self._side.clear()
+        for item in waiting:
+            if isinstance(item, Barrier):
+                if not item.done.done():
+                    item.done.set_exception(SandboxError(message))
+            else:
+                self._fault(item[0], code, message)
+        for entry in list(self._running.values()):
+            self._fault(entry, code, message)
+            self.sandbox.forget(entry.number)
+        self._running.clear()
+        for task in self._tasks:
+            task.cancel()
+
+    async def join(self, timeout_s: float = 10) -> None:
+        """Wait until a barrier's work has ended, after `close`."""
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=timeout_s)
+
+    # --------------------------------------------------------------------------------------------------------- inside
+
+    def _kick(self) -> None:
+        """Start what may start. Results come by callbacks: a task for each call would cost more than the call's way."""
+        while self._main and not self._main_busy:
+            item = self._main[0]
+            if isinstance(item, Barrier):
+                self._main_busy = True
+                self._spawn(self._run_barrier(item))  # which takes it from the queue: until then, `close` answers it
+                break
+            if not self._has_room():
+                break
+            self._main.popleft()
+            self._main_busy = self._begin(*item, self._main_ended)
+        while self._side and not self._side_busy and not self._barrier and self._has_room():
+            entry, operation = self._side.popleft()
+            if isinstance(operation, ProcRead) and operation.wait_s > 0:
+                self._begin(entry, operation, lambda: None)
+            else:
+                self._side_busy = self._begin(entry, operation, self._side_ended)
+
+    def _main_ended(self) -> None:
+        self._main_busy = False
+
+    def _side_ended(self) -> None:
+        self._side_busy = False
+
+    def _has_room(self) -> bool:
+        """Whether the journal takes more; else the lanes go on when it does."""
+        if self._journal.congested and not self._congested:
+            self._congested = True
+            self._spawn(self._wait_for_room())
+        return not self._congested
+
+    async def _wait_for_room(self) -> None:
+        try:
+            await self._room()
+        finally:
+            self._congested = False
+        self._kick()
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def _begin(self, entry: Entry, operation: Operation, free: Callable[[], None]) -> bool:
+        """Whether the call runs now; `free` is called when it has ended."""
+        if entry.state != "queued":  # cancelled meanwhile
+            return False
+        entry.state = "running"
+
+        def ended(result: OpResult | Exception) -> None:
+            free()
+            self._running.pop(entry.call_id, None)
+            self._ended(entry, operation, result)
+            self._kick()
+
+        try:
+            self.sandbox.begin(entry.number, operation, ended)
+        except Exception as error:
+            self._ended(entry, operation, error)
+            return False
+        self._running[entry.call_id] = entry
+        return True
+
+    def _ended(self, entry: Entry, operation: Operation, result: OpResult | Exception) -> None:
+        if not isinstance(result, Exception):
+            self._answer(entry, Reply(call_id=entry.call_id, result=result))
+        elif isinstance(result, SandboxError):
+            self._failed(entry, operation, result.code, str(result))
+        else:  # a fault of ours: told as unknown, never as a result
+            log.error("call %s failed inside the server", entry.number, exc_info=result)
+            self._fault(entry, "outcome_unknown", f"the sandbox server failed while the call ran: {result!r}")
+
+    async def _run_barrier(self, barrier: Barrier) -> None:
+        self._main.popleft()
+        self._barrier = True
+        try:
+            for entry in list(self._running.values()):
+                self.sandbox.cancel(entry.number)
+            await barrier.work()
+            if not barrier.done.done():
+                barrier.done.set_result(None)
+        except asyncio.CancelledError:
+            if not barrier.done.done():
+                barrier.done.set_exception(SandboxError("the lease ended meanwhile"))
+            raise
+        except Exception as error:
+            if not barrier.done.done():
+                barrier.done.set_exception(error)
+        finally:
+            self._barrier = self._main_busy = False
+            self._kick()
+
+    def _failed(self, entry: Entry, operation: Operation, code: str, message: str) -> None:
+        """What a raised error means: in a barrier the process a call watched was ended on purpose."""
+        if self._closed is not None:
+            code, message = self._closed
+        elif self._barrier and isinstance(operation, SIDE):
+            error = OpError(error="unknown_process", message="a snapshot was taken, which ends background processes")
+            self._answer(entry, Reply(call_id=entry.call_id, result=error))
+            return
+        self._fault(entry, code, message)
+
+    def _fault(self, entry: Entry, code: str, message: str) -> None:
+        self._answer(entry, Fault(call_id=entry.call_id, code=code, message=message))
+
+    def _answer(self, entry: Entry, answer: Reply | Fault) -> None:
+        if entry.state != "done":
+            self._journal.close(entry, answer)
+            self._answered(entry)

@@ -1,0 +1,227 @@
+"""One run of the sandbox server: host, probe, listening, the ready line, draining, and an end that leaves nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import json
+import logging
+import os
+import signal
+import socket
+import sys
+from collections.abc import Awaitable, Callable, Sequence
+from importlib import import_module
+from typing import TextIO
+
+from atropos.config import ServerConfig
+from atropos.errors import ConfigError, IsolationUnavailable
+from atropos.sandbox.contract import Host
+from atropos.sandbox.server.core import Core
+from atropos.sandbox.server.snapshot_transfer import has_zstd
+from atropos.sandbox.server.upkeep import pulse
+from atropos.wire import Capabilities, Feature
+
+log = logging.getLogger(__name__)
+STATEFUL = frozenset({"sessions"})
+"""The features that sessions living between calls need."""
+BACKLOG = 1024
+
+
+class Server:
+    """One sandbox server from start to end.
+
+    Args:
+        config: its settings.
+        make_host: makes the machinery; raises IsolationUnavailable.
+        out: where the ready line goes.
+    """
+
+    def __init__(
+        self, config: ServerConfig, make_host: Callable[[ServerConfig], Awaitable[Host]], out: TextIO | None = None
+    ) -> None:
+        self._config = config
+        self._make_host = make_host
+        self._out = out or sys.stdout
+        self._found: Capabilities | None = None
+        self._stop = asyncio.Event()
+        self._deadline_s = config.drain_s
+        self.core: Core | None = None
+        self.port = 0
+        self._closing: asyncio.Task[bool] | None = None
+
+    async def run(self) -> int:
+        """Serve until told to stop. Returns the exit code.
+
+        Raises:
+            ConfigError: the address can't be listened on.
+            IsolationUnavailable: the host can't do what is promised or required.
+        """
+        self._handle_signals()
+        listener = listen(self._config.host, self._config.port)
+        self.port = int(listener.getsockname()[1])
+        try:
+            host = await self._make_host(self._config)
+        except BaseException:
+            listener.close()
+            raise
+        core = self.core = Core(self._config, host)
+        loop = asyncio.get_running_loop()
+        upkeep = loop.create_task(pulse(core))
+        probing = loop.create_task(host.probe())
+        clean = False
+        try:
+            async with contextlib.AsyncExitStack() as site:
+                core.shelf.fill()
+                # Loading the HTTP library takes as long as starting a slot, so the one is done beside the other.
+                listening = await asyncio.to_thread(import_module, "atropos.sandbox.server.listening")
+                self._publish(await probing)
+                routes = (core, self._config.token.get_secret_value(), lambda: self._found, self.stop)
+                await site.enter_async_context(listening.listening(listener, *routes))
+                self._ready()
+                try:
+                    await self._until_stopped()
+                    await self._drained()
+                finally:
+                    # Before the site goes, so that clients are told and calls are answered.
+                    upkeep.cancel()
+                    clean = await self._close(core)
+        finally:
+            upkeep.cancel()
+            await asyncio.wait([probing])
+            _ = (
+                probing.cancelled() or probing.exception()
+            )  # if it failed and something else did before it, that is what is raised
+            clean = await self._close(core) and clean
+            listener.close()
+        return 0 if clean and not core.broken else 1
+
+    async def _close(self, core: Core) -> bool:
+        """End everything, once; nobody's cancellation interrupts it."""
+        if self._closing is None:
+            self._closing = asyncio.get_running_loop().create_task(core.aclose())
+        return await asyncio.shield(self._closing)
+
+    def stop(self, deadline_s: float | None = None) -> None:
+        """Begin to end: no new leases; the ones there are may go on for `deadline_s` (None: the configured time)."""
+        assert self.core is not None
+        wanted = self._config.drain_s if deadline_s is None else deadline_s
+        self._deadline_s = min(self._deadline_s, wanted) if self._stop.is_set() else wanted
+        self.core.drain(self._deadline_s)
+        self._stop.set()
+
+    # --------------------------------------------------------------------------------------------------------- inside
+
+    def _handle_signals(self) -> None:
+        """SIGTERM and SIGINT begin the end; again and again they change nothing, until the process is gone."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            with contextlib.suppress(ValueError, RuntimeError):  # not the main thread: a test's in-process server
+                loop.add_signal_handler(number, self._signalled)
+
+    def _signalled(self) -> None:
+        if self._stop.is_set():
+            return
+        if self.core is None:  # it is still being set up, and ends as soon as it is
+            self._stop.set()
+        else:
+            self.stop()
+
+    def _publish(self, features: Sequence[Feature]) -> None:
+        assert self.core is not None
+        config = self._config
+        check_required(config, features)
+        missing = [feature for feature in features if not feature.ok]
+        self.core.features = features
+        self.core.limit_note = "; ".join(f"{f.name}: {f.detail or 'missing'}" for f in missing) or None
+        self._found = Capabilities(
+            boot_id=self.core.boot_id,
+            kernel=os.uname().release,
+            features=tuple(features),
+            limits={
+                **config.limits.model_dump(),
+                "slots": config.slots,
+                "volume": config.volume,
+                "allow_network": config.allow_network,
+                "max_snapshots": config.max_snapshots,
+                "max_snapshot_mib": config.max_snapshot_mib,
+                "zstd": int(has_zstd()),
+            },
+            stateful=not any(f.name in STATEFUL for f in missing),
+            isolated=not missing,
+        )
+
+    def _ready(self) -> None:
+        assert self.core is not None
+        with contextlib.suppress(OSError):  # nobody listens: the server serves all the same
+            print(
+                json.dumps({"ready": True, "port": self.port, "boot_id": self.core.boot_id}),
+                file=self._out,
+                flush=True,
+            )
+
+    async def _until_stopped(self) -> None:
+        """Until told to, or until a broken server has lost its last lease."""
+        assert self.core is not None
+        loop = asyncio.get_running_loop()
+        stopped = loop.create_task(self._stop.wait())
+        try:
+            while not stopped.done():
+                await asyncio.wait([stopped], timeout=0.5)
+                if self.core.broken and not self.core.runs:
+                    return
+        finally:
+            stopped.cancel()
+
+    async def _drained(self) -> None:
+        """Until no lease is left, or their time is over."""
+        assert self.core is not None
+        self.core.drain(self._deadline_s)
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        while self.core.runs and loop.time() < began + self._deadline_s:
+            left = min(0.25, max(0.0, began + self._deadline_s - loop.time()))
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(left):
+                    await self.core.idle.wait()
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A listening socket.
+
+    Raises:
+        ConfigError: in one line, why not.
+    """
+    try:
+        family, kind, number, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        sock = socket.socket(family, kind, number)
+    except OSError as error:
+        raise ConfigError(f"host: {host!r} is no address to listen on ({error})") from None
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind(address)
+        sock.listen(BACKLOG)
+    except OSError as error:
+        sock.close()
+        if error.errno == errno.EADDRINUSE:
+            raise ConfigError(f"port: {port} on {host} is in use; set another, or 0 for any free one") from None
+        raise ConfigError(f"host, port: can't listen on {host}:{port} ({error})") from None
+    sock.setblocking(False)
+    return sock
+
+
+def check_required(config: ServerConfig, features: Sequence[Feature]) -> None:
+    """Refuse to start without what is promised, or what the configuration requires.
+
+    Raises:
+        IsolationUnavailable: names each missing feature and its fix.
+    """
+    missing = [feature for feature in features if not feature.ok]
+    refused = [f for f in missing if f.required or config.require_sandbox]
+    why = "required by require_sandbox" if config.require_sandbox else "no slot starts without it"
+    if not refused and config.require_stateful_sandbox:
+        refused, why = [f for f in missing if f.name in STATEFUL], "required by require_stateful_sandbox"
+    if refused:
+        parts = [f"{f.name} ({f.detail or 'missing'}; fix: {f.fix or 'see docs/security.md'})" for f in refused]
+        raise IsolationUnavailable(f"isolation is not complete, {why}: " + "; ".join(parts))

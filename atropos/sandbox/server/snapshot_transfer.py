@@ -1,0 +1,190 @@
+"""Snapshots between servers: their layers leave as a tar stream and arrive as layers of another server."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import shutil
+import sys
+import uuid
+from collections.abc import AsyncGenerator, AsyncIterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from atropos.errors import NotSupported, SandboxError
+from atropos.sandbox.contract import Layer
+from atropos.sandbox.programs import snapshot_tar
+from atropos.sandbox.server.snapshots import MAX_LAYERS, Snapshot
+from atropos.wire import SnapshotInfo
+
+if TYPE_CHECKING:
+    from atropos.sandbox.server.core import Core
+
+COPY_BYTES = 1 << 18
+SILENT_S = 60.0
+"""Longest pause of a sender before its archive is given up, in seconds."""
+PROGRAM = os.path.abspath(snapshot_tar.__file__)
+
+
+@dataclass(frozen=True)
+class Arriving:
+    """A snapshot that is being sent here."""
+
+    snapshot_id: str
+    layers: int
+    base: str | None
+    owner: str
+    compressed: bool
+
+
+def has_zstd() -> bool:
+    """Whether archives can be compressed here: by the program, since the image carries no binding."""
+    return shutil.which("zstd") is not None
+
+
+async def _program(mode: str, layers: list[str], *, compress: bool) -> asyncio.subprocess.Process:
+    if compress and not has_zstd():
+        raise NotSupported("zstd is not installed on this server; ask for a plain tar (without zstd=1)")
+    return await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-I",
+        "-S",
+        PROGRAM,
+        mode,
+        *(["--zstd"] if compress else []),
+        *layers,
+        stdin=asyncio.subprocess.PIPE if mode == "unpack" else asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.PIPE if mode == "pack" else asyncio.subprocess.DEVNULL,
+        stderr=asyncio.subprocess.PIPE,
+        limit=COPY_BYTES,
+    )
+
+
+async def _ended(process: asyncio.subprocess.Process, what: str) -> None:
+    """Its end, which must be a good one."""
+    assert process.stderr is not None
+    said = (await process.stderr.read(4096)).decode(errors="replace").strip()
+    if await process.wait() != 0:
+        raise SandboxError(f"{what}: {' '.join(said.split()) or f'exit code {process.returncode}'}")
+
+
+async def _stop(process: asyncio.subprocess.Process) -> None:
+    if process.returncode is None:
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+        await process.wait()
+
+
+@contextlib.asynccontextmanager
+async def exported(core: Core, snapshot: Snapshot, *, compress: bool) -> AsyncGenerator[AsyncIterator[bytes]]:
+    """The archive of a snapshot, which is kept while it is read.
+
+    Raises:
+        NotSupported: zstd is asked for and not installed.
+    """
+    # Before the program is started, which takes a while: a layer that is dropped meanwhile would be read as an empty one.
+    core.snapshots.hold(snapshot.layers)
+    snapshot.touched_at = core.now()
+    try:
+        process = await _program("pack", [layer.path for layer in snapshot.layers], compress=compress)
+
+        async def chunks() -> AsyncIterator[bytes]:
+            assert process.stdout is not None
+            while chunk := await process.stdout.read(COPY_BYTES):
+                yield chunk
+            await _ended(process, f"snapshot {snapshot.id} could not be exported")
+
+        try:
+            yield chunks()
+        finally:
+            await asyncio.shield(_stop(process))
+    finally:
+        core.let_go(snapshot.layers)
+
+
+async def imported(core: Core, wanted: Arriving, chunks: AsyncIterator[bytes]) -> SnapshotInfo:
+    """Make a snapshot of an archive. Under an id that is here already, the one that is here.
+
+    Raises:
+        NotSupported: too many layers, an unknown base, or zstd is not installed.
+        PoolFull: a bound on snapshots is reached.
+        SandboxError: the archive is broken or doesn't fit; nothing is left of it.
+    """
+    while (arriving := core.arriving.get(wanted.snapshot_id)) is not None:
+        await arriving.wait()  # the connection broke, and whoever sent it sends it again
+    known = core.snapshots.by_id.get(wanted.snapshot_id)
+    if known is not None:
+        return known.info
+    if not 1 <= wanted.layers <= MAX_LAYERS:
+        raise NotSupported(f"layers: {wanted.layers} is not between 1 and {MAX_LAYERS}")
+    if wanted.base is not None and wanted.base not in core.config.bases:
+        raise NotSupported(f"base {wanted.base!r} is not known to this server")
+    core.reserve_snapshot(())
+    over = core.arriving[wanted.snapshot_id] = asyncio.Event()
+    # Its own task: a client that goes away ends the stream, and so the import, but doesn't interrupt the tidying.
+    try:
+        layers = await asyncio.shield(core.spawn(_unpack(core, wanted, chunks)))
+        snapshot = core.snapshots.commit(
+            wanted.snapshot_id, layers[0], layers[1:], wanted.owner, wanted.base, core.now()
+        )
+    except BaseException:
+        core.snapshots.abandon()
+        raise
+    finally:
+        del core.arriving[wanted.snapshot_id]
+        over.set()
+    core.counters["snapshots_imported"] += 1
+    return snapshot.info
+
+
+async def _unpack(core: Core, wanted: Arriving, chunks: AsyncIterator[bytes]) -> list[Layer]:
+    """Feed one program that fills all layers at once: each level of nesting holds one more folder open."""
+    layers: list[Layer] = []
+
+    async def level(folders: list[str]) -> None:
+        if len(folders) == wanted.layers:
+            await _feed(folders, wanted, chunks)
+            return
+
+        async def fill(folder: str) -> None:
+            await level([*folders, folder])
+
+        layers.append(await core.host.import_layer(f"layer-{uuid.uuid4().hex[:12]}", fill))
+
+    try:
+        await level([])
+    except BaseException:
+        core.drop_layers(layers)
+        raise
+    layers.reverse()  # the innermost, which is the last folder and the lowest layer, was done first
+    return layers
+
+
+async def _feed(folders: list[str], wanted: Arriving, chunks: AsyncIterator[bytes]) -> None:
+    process = await _program("unpack", folders, compress=wanted.compressed)
+    what = f"snapshot {wanted.snapshot_id} could not be imported"
+    assert process.stdin is not None
+    try:
+        try:
+            while (chunk := await _next(chunks)) is not None:
+                process.stdin.write(chunk)
+                await process.stdin.drain()
+        except TimeoutError:
+            raise SandboxError(f"{what}: nothing came for {SILENT_S:g} s") from None
+        except Exception as error:
+            # Either the program refused what it read, and says so, or the sender went away.
+            process.stdin.close()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(1):
+                    await _ended(process, what)
+            raise SandboxError(f"{what}: it did not arrive whole ({error!r})") from error
+        process.stdin.close()
+        await _ended(process, what)
+    finally:
+        await asyncio.shield(_stop(process))
+
+
+async def _next(chunks: AsyncIterator[bytes]) -> bytes | None:
+    async with asyncio.timeout(SILENT_S):
+        return await anext(chunks, None)

@@ -1,0 +1,319 @@
+"""One client's WebSocket: frames of messages in, answers out as they finish.
+
+What is ready while a frame is being written goes into the next one, so batches grow with the load and an idle stream
+sends at once. What a client sends is bounded by stopping to read: while more than `MAX_QUEUED_BYTES` of its calls have
+not been answered, or more than `MAX_WAITING` messages wait for it to read them, TCP makes it wait.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+from collections import deque
+from typing import TYPE_CHECKING
+
+import aiohttp
+from aiohttp import web
+from pydantic import ValidationError
+
+from atropos.sandbox.server.clients import Client
+from atropos.sandbox.server.journal import Entry
+from atropos.wire import (
+    CLIENT_FRAME,
+    MAX_FRAME_BYTES,
+    VERSION,
+    Ack,
+    Call,
+    Cancel,
+    ClientMessage,
+    Fault,
+    Heartbeat,
+    Hello,
+    ServerMessage,
+    Welcome,
+)
+
+if TYPE_CHECKING:
+    from atropos.sandbox.server.core import Core
+
+log = logging.getLogger(__name__)
+HELLO_S = 10.0
+"""Longest a new connection may take to say hello, in seconds."""
+SHARE, FRAME_S = 8, 0.006
+"""A frame waits until one of so many open calls has its answer in it, at most so long (seconds), and only while answers come
+that fast: then a call takes several times as long as its answer waits."""
+MAX_BATCH = 200
+"""Most messages in one frame to a client."""
+FULL_S = 0.005
+"""After a full buffer, how long until it is looked at again, in seconds."""
+MAX_BATCH_BYTES = 1024 * 1024
+"""A frame is closed when it is this large, so that a large answer delays the others no longer than it must."""
+MAX_QUEUED_BYTES = 256 * 1024 * 1024
+"""Frames of unanswered calls held for one connection before it is read no further."""
+MAX_WAITING = 40_000
+"""Messages that wait for a client to read them before it is read no further: twice its open calls."""
+
+
+class Stream:
+    """One accepted WebSocket.
+
+    Args:
+        core: the server's state.
+        socket: the accepted WebSocket.
+        transport: the connection under it, to cut it.
+    """
+
+    def __init__(self, core: Core, socket: web.WebSocketResponse, transport: asyncio.Transport) -> None:
+        self._core = core
+        self._socket = socket
+        self._transport = transport
+        self._out: deque[Entry | ServerMessage] = deque()
+        self._loop = asyncio.get_running_loop()
+        self._flushing = self._welcomed = False
+        self._gathering: asyncio.TimerHandle | None = None
+        self._ended_at: deque[float] = deque(maxlen=32)
+        self._held_bytes: dict[str, int] = {}
+        self._queued_bytes = 0
+        self._room = asyncio.Event()
+        self._closed = False
+        self.client: Client | None = None
+        self.number = 0
+        self.heard_at = core.now()
+        self.paused = False
+
+    # ------------------------------------------------------------------------------------------- what `Clients` calls
+
+    def push(self, entry: Entry) -> None:
+        """Send the answer of a finished call."""
+        size = self._held_bytes.pop(entry.call_id, 0)
+        if size:
+            self._queued_bytes -= size
+            self._room.set()
+        self._out.append(entry)
+        self._ended_at.append(self._loop.time())
+        self._flush_soon()
+
+    def tell(self, message: ServerMessage) -> None:
+        """Send a message."""
+        self._out.append(message)
+        self._flush_soon()
+
+    def abort(self, reason: str) -> None:
+        """Cut the connection now; nothing it still delivers is looked at."""
+        if not self._closed:
+            log.info("stream of %s cut: %s", self.client.client_id if self.client else "?", reason)
+        self._closed = True
+        self._room.set()
+        self._transport.abort()
+
+    @property
+    def silent_s(self) -> float:
+        """Seconds since anything came from the client or, while it is not read, since anything went to it.
+
+        A client that hears nothing for so long connects anew: one that doesn't is dead.
+        """
+        return self._core.now() - self.heard_at
+
+    # -------------------------------------------------------------------------------------------------------- running
+
+    async def run(self) -> None:
+        """Serve the connection until it ends."""
+        self._core.streams.add(self)
+        try:
+            if not await self._hello():
+                return
+            self._welcomed = True
+            self._flush_soon()
+            await self._read()
+        finally:
+            self._closed = True
+            self._core.streams.discard(self)
+            if self.client is not None:
+                self._core.clients.disconnect(self.client, self)
+            with contextlib.suppress(Exception):
+                async with asyncio.timeout(1):
+                    await self._socket.close()
+
+    async def _hello(self) -> bool:
+        try:
+            async with asyncio.timeout(HELLO_S):
+                messages = await self._next_frame()
+        except TimeoutError:
+            await self._refuse("no hello came")
+            return False
+        if messages is None:
+            return False
+        hello = messages[0] if messages else None
+        if not isinstance(hello, Hello):
+            await self._refuse("the first message must be hello")
+            return False
+        if hello.version != VERSION:
+            await self._refuse(f"this server speaks version {VERSION}, not {hello.version}")
+            return False
+        self.number = hello.connection
+        # The welcome comes first, then what connecting has to tell; nothing is written before.
+        self.tell(Welcome(boot_id=self._core.boot_id, heartbeat_s=self._core.config.heartbeat_s))
+        self.client = self._core.clients.connect(hello, self)
+        if self.client is None:
+            await self._refuse("a newer connection of this client is open")
+            return False
+        self._handle(messages[1:], 0)
+        return True
+
+    async def _read(self) -> None:
+        while not self._closed:
+            frame = await self._receive()
+            if frame is None:
+                return
+            messages = await self._parse(frame)
+            if messages is None or self._closed:
+                return
+            self.heard_at = self._core.now()
+            assert self.client is not None
+            self._core.table.seen(self.client.client_id, self.heard_at)
+            self._handle(messages, len(frame))
+            if self._full:
+                await self._wait_for_room()
+
+    @property
+    def _full(self) -> bool:
+        return self._queued_bytes > MAX_QUEUED_BYTES or len(self._out) > MAX_WAITING
+
+    async def _wait_for_room(self) -> None:
+        self.paused = True
+        while self._full and not self._closed:
+            self._room.clear()
+            await self._room.wait()
+        self.paused = False
+        self.heard_at = self._core.now()
+
+    async def _next_frame(self) -> list[ClientMessage] | None:
+        frame = await self._receive()
+        return None if frame is None else await self._parse(frame)
+
+    async def _receive(self) -> str | bytes | None:
+        message = await self._socket.receive()
+        if message.type in {aiohttp.WSMsgType.TEXT, aiohttp.WSMsgType.BINARY}:
+            return message.data
+        return None
+
+    async def _parse(self, frame: str | bytes) -> list[ClientMessage] | None:
+        try:
+            return CLIENT_FRAME.validate_json(frame)
+        except ValidationError as error:
+            first = error.errors(include_url=False, include_input=False)[0]
+            await self._refuse(f"not a frame: {first['msg']} at {json.dumps(first['loc'])[:80]}")
+            return None
+
+    async def _refuse(self, reason: str) -> None:
+        log.warning("stream refused: %s", reason)
+        self._core.counters["streams_refused"] += 1
+        with contextlib.suppress(Exception):
+            async with asyncio.timeout(1):
+                await self._socket.close(code=aiohttp.WSCloseCode.POLICY_VIOLATION, message=reason.encode()[:120])
+
+    def _handle(self, messages: list[ClientMessage], size: int) -> None:
+        client = self.client
+        assert client is not None
+        clients = self._core.clients
+        for message in messages:
+            if isinstance(message, Call):
+                answer = clients.submit(client, message)
+                if isinstance(answer, Fault):
+                    self.tell(answer)
+                elif answer.state != "done" and size > 65_536 and message.call_id not in self._held_bytes:
+                    # Small frames are bounded by the number of open calls.
+                    share = size // len(messages)
+                    self._held_bytes[message.call_id] = share
+                    self._queued_bytes += share
+            elif isinstance(message, Ack):
+                clients.ack(client, message.call_ids)
+            elif isinstance(message, Heartbeat):
+                self.tell(message)
+            elif isinstance(message, Cancel):
+                clients.cancel(client, message.call_id)
+
+    # -------------------------------------------------------------------------------------------------------- writing
+
+    def _flush_soon(self) -> None:
+        """Write at the end of this turn of the loop: what else ends in it goes into the same frame.
+
+        A client without another call under way gets its answer at once: nothing else can end. Of one with many, answers
+        that come close after each other are gathered: then both ends wake up less often.
+        """
+        if self._flushing or not self._welcomed:
+            return
+        assert self.client is not None
+        open_calls = self.client.journal.open_calls
+        if not open_calls:
+            self._flush()
+            return
+        if self._worth_waiting(min(open_calls // SHARE, len(self._ended_at))):
+            if self._gathering is None:
+                self._gathering = self._loop.call_later(FRAME_S, self._flush)
+            return
+        self._flushing = True
+        self._loop.call_soon(self._flush)
+
+    def _worth_waiting(self, wanted: int) -> bool:
+        """Whether `wanted` answers are not there yet, and came within `FRAME_S` the last time."""
+        return len(self._out) < wanted and self._loop.time() - self._ended_at[-wanted] < FRAME_S
+
+    def _flush(self) -> None:
+        self._flushing = False
+        if self._gathering is not None:
+            self._gathering.cancel()
+            self._gathering = None
+        transport = self._transport
+        try:
+            while self._out and not self._closed and not transport.is_closing():
+                if transport.get_write_buffer_size() > MAX_BATCH_BYTES:
+                    # the client doesn't keep up
+                    self._flushing = True
+                    self._loop.call_later(FULL_S, self._flush)
+                    return
+                # By hand, on the transport: a frame is a few bytes before the batch, and this is on every call's way.
+                transport.write(_framed(self._next_batch()))
+                if self.paused:
+                    self.heard_at = self._core.now()
+            self._room.set()
+        except Exception:
+            log.exception("a stream's writer failed")
+            self.abort("the writer failed")
+
+    def _next_batch(self) -> bytes:
+        parts: list[bytes] = []
+        size = 0
+        out = self._out
+        while out and len(parts) < MAX_BATCH and size < MAX_BATCH_BYTES:
+            item = out.popleft()
+            message = item.answer if isinstance(item, Entry) else item
+            assert message is not None
+            part = message.__pydantic_serializer__.to_json(message)
+            if len(part) > MAX_FRAME_BYTES - 2:
+                part = _too_large(item, len(part))
+            elif parts and size + len(part) > MAX_FRAME_BYTES - MAX_BATCH - 2:
+                out.appendleft(item)
+                break
+            parts.append(part)
+            size += len(part)
+        return b"[" + b",".join(parts) + b"]"
+
+
+def _framed(batch: bytes) -> bytes:
+    """A batch as one unmasked WebSocket text frame (RFC 6455, 5.2)."""
+    size = len(batch)
+    if size < 126:
+        return bytes((0x81, size)) + batch
+    if size < 65_536:
+        return b"\x81\x7e" + size.to_bytes(2, "big") + batch
+    return b"\x81\x7f" + size.to_bytes(8, "big") + batch
+
+
+def _too_large(item: Entry | ServerMessage, size: int) -> bytes:
+    """No operation's bounds allow such an answer; a sandbox that made one anyway must not kill the stream."""
+    call_id = item.call_id if isinstance(item, Entry) else ""
+    message = f"the result has {size} bytes, more than a frame may hold; the call ran"
+    return Fault(call_id=call_id, code="outcome_unknown", message=message).model_dump_json().encode()

@@ -1,0 +1,462 @@
+"""Containers in a Docker engine, the local one or the one that DOCKER_HOST names.
+
+Rules for what an earlier run left (labels `atropos.pool` and `atropos.spec` tell): running and made of the same parts
+is adopted; stopped is removed; running but made of other parts is removed when no live client works on it, and left
+alone otherwise. Several processes may share a pool: a container that another one is connected to is never taken away.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+import secrets
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Self, TypeVar
+
+from atropos.errors import BackendUnavailable, ConfigError
+from atropos.slots.backends.base import Backend, Container
+from atropos.slots.backends.docker.engine import REMOVED, DockerEngine, Ending, Found
+from atropos.slots.backends.server_http import ServerHttp
+from atropos.slots.backends.spec import ContainerSpec, hopeless, owner
+from atropos.slots.backends.supervise import BlockingCalls, ChangeFlag, Outage, Patience, persist
+
+if TYPE_CHECKING:
+    from atropos.slots.config import SlotPoolConfig
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+READY_S = 60.0
+"""How long a started container may take until its server answers, in seconds."""
+LOOK_AGAIN_S = 15.0
+"""How often the list is read even when no event came, in seconds."""
+LIST_LAG_S = 0.1
+"""Docker tells of a container's end shortly before its list does: look again this much later, in seconds."""
+BEING_MADE_S = 120.0
+"""A container that was created and not started within this time was left behind by a killed process, in seconds."""
+LONGEST_DRAIN_S = 3600.0
+PURGE_AGAIN_S, PURGE_AWAY_S = 20.0, 2.0
+"""How long a purge is tried again at the end when the engine doesn't answer, in seconds, and where it hadn't for a while
+before; then containers are left, and told."""
+PURGE_S = 45.0
+"""The longest that a purge may take in all, in seconds: an engine that hangs must not hold up the end for longer."""
+SETTLE_S = 10.0
+"""How long containers that are being made may take to be there, so that the purge sees them, in seconds."""
+NAME = re.compile(r"^[a-zA-Z0-9][a-zA-Z0-9_.-]{0,99}$")
+
+
+@dataclass
+class _Member:
+    """A container of the pool that is wanted or on its way out."""
+
+    container: Container
+    busy: bool = False
+    """Whether a task of this backend is bringing it up or ending it."""
+
+
+def missing(indexes: Iterable[int], target: int) -> list[int]:
+    """The lowest free places for as many containers as are missing."""
+    taken = set(indexes)
+    free = (index for index in range(target + len(taken)) if index not in taken)
+    return [next(free) for _ in range(target - len(taken))]
+
+
+class DockerBackend(Backend):
+    """Keeps `scale(n)` containers of one spec running under one pool name."""
+
+    name = "docker"
+
+    def __init__(
+        self,
+        spec: ContainerSpec,
+        *,
+        pool: str,
+        docker_host: str | None = None,
+        purge_on_start: bool = False,
+        outage_s: float = 900.0,
+    ) -> None:
+        if not NAME.match(pool):
+            raise ConfigError(f"sandbox_job_id {pool!r} must be letters, digits, '.', '_' and '-', at most 100")
+        self._spec = spec
+        self._pool = pool
+        self._purge_on_start = purge_on_start
+        self._engine = DockerEngine(pool, docker_host)
+        self._calls = BlockingCalls("docker", at_once=8)
+        self._http = ServerHttp()
+        self._members: dict[str, _Member] = {}
+        self._strangers: set[str] = set()
+        self._target = 0
+        self._image_id = ""
+        self._owner = owner()
+        self._ever_ready = False
+        self._failure: Exception | None = None
+        self._trouble = ""
+        self._outage = Outage(outage_s)
+        self._left: dict[str, str] = {}
+        """Names of containers whose removal the engine refused or did not answer, and its words."""
+        self._crashes = Patience()
+        self._changed = ChangeFlag()
+        self._wake = ChangeFlag()
+        self._stream: Any = None
+        self._main: asyncio.Task[None] | None = None
+        self._group: asyncio.TaskGroup | None = None
+
+    def __repr__(self) -> str:
+        return f"DockerBackend({self._pool}: {len(self._live())} of {self._target} containers; {self.trouble() or 'no trouble'})"
+
+    # ------------------------------------------------------------------------------------------------------ contract
+
+    @classmethod
+    def from_pool(cls, config: SlotPoolConfig) -> Self:
+        """The backend that a pool's configuration describes."""
+        spec = ContainerSpec.from_pool(config)
+        host = config.docker_host
+        return cls(
+            spec,
+            pool=config.job_id,
+            docker_host=host,
+            purge_on_start=config.purge_job_on_start,
+            outage_s=config.outage_s,
+        )
+
+    async def start(self) -> None:
+        """Connect, find the image, and sort out what an earlier run left."""
+        await self._blocking(self._engine.connect)
+        self._image_id = await self._blocking(lambda: self._engine.image_id(self._spec.image))
+        if self._purge_on_start:
+            await self._purge()
+        await self._sort_out()
+        self._target = len(self._members)
+        up = asyncio.Event()
+        self._main = asyncio.create_task(self._run(up), name=f"docker backend {self._pool}")
+        await up.wait()
+
+    async def scale(self, count: int) -> None:
+        """Set the number of containers; they come and go in the background."""
+        if self._main is None or self._main.done():
+            raise BackendUnavailable("the Docker backend is not running")
+        self._target = count
+        self._wake.set()
+
+    def containers(self) -> Sequence[Container]:
+        """The pool's containers by index."""
+        return sorted((member.container for member in self._members.values()), key=lambda c: (c.index, c.id))
+
+    async def changed(self) -> None:
+        """Wait until `containers()` may answer differently."""
+        await self._changed.wait()
+
+    def trouble(self) -> str:
+        """Why containers are not coming."""
+        return "; ".join(text for text in (self._outage.reason, self._trouble) if text)
+
+    def outage(self) -> str:
+        """Why the engine doesn't answer; empty while it does."""
+        return self._outage.reason
+
+    def failure(self) -> Exception | None:
+        """The engine is gone for good; or the servers refuse their configuration or isolation, or none ever came up."""
+        return self._outage.failure() or self._failure
+
+    async def retire(self, container: Container) -> None:
+        """End a container whatever its state; another takes its place at once."""
+        member = self._members.get(container.id)
+        if member is None or member.container.state == "ending" or self._group is None:
+            return
+        self._put(member, state="ending", detail="retired")
+        self._group.create_task(self._end(member, within_s=min(5.0, self._spec.stop_s)))
+        self._wake.set()
+
+    async def aclose(self, *, purge: bool) -> None:
+        """Stop looking after the containers; with `purge`, remove those that no other live client uses.
+
+        What can't be removed, because the engine doesn't answer, is named in the log.
+        """
+        if self._main is not None:
+            self._main.cancel()
+            await asyncio.gather(self._main, return_exceptions=True)
+        again_s = PURGE_AWAY_S if self._outage.away_s > PURGE_AGAIN_S else PURGE_AGAIN_S
+        # Who waited for these was cancelled, and they are made all the same: the purge must see them.
+        await self._calls.settled(min(SETTLE_S, again_s))
+        try:
+            if purge and self._image_id:
+                async with asyncio.timeout(PURGE_S):
+                    await persist(self._purge, lambda _: again_s)
+        except (BackendUnavailable, TimeoutError) as error:
+            why = str(error) or f"the engine did not answer within {PURGE_S:g} s"
+            log.error(  # noqa: TRY400 (its words are enough)
+                "containers of %s may be left: %s; `atropos pool purge --backend docker --job-id %s` removes them",
+                self._pool, why, self._pool,
+            )  # fmt: skip
+        finally:
+            await self._http.close()
+            self._members.clear()
+            await self._calls.run(self._engine.close)
+
+    # ---------------------------------------------------------------------------------------------------- the machinery
+
+    async def _blocking(self, call: Callable[[], T]) -> T:
+        return await self._calls.run(call)
+
+    def _live(self) -> list[_Member]:
+        return [member for member in self._members.values() if member.container.state != "ending"]
+
+    def _put(self, member: _Member, **changes: Any) -> None:
+        member.container = replace(member.container, **changes)
+        self._changed.set()
+
+    def _forget(self, member: _Member) -> None:
+        if self._members.pop(member.container.id, None) is not None:
+            self._changed.set()
+            self._wake.set()
+
+    async def _run(self, up: asyncio.Event) -> None:
+        loop = asyncio.get_running_loop()
+        try:
+            async with asyncio.TaskGroup() as group:
+                self._group = group
+                up.set()
+                group.create_task(self._watch(loop))
+                group.create_task(self._look_after())
+        except* Exception:
+            log.exception("the Docker backend of %s stopped", self._pool)
+        finally:
+            self._group = None
+
+    async def _watch(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Turn Docker's events into looks at the list; the list is the truth, an event only says when to read it."""
+
+        def on_event() -> None:
+            loop.call_soon_threadsafe(self._wake.set)
+            loop.call_soon_threadsafe(loop.call_later, LIST_LAG_S, self._wake.set)
+
+        def on_open(stream: Any) -> None:
+            self._stream = stream
+
+        patience = Patience(first_s=0.2, longest_s=5)
+        try:
+            while True:
+                try:
+                    await self._blocking(lambda: self._engine.watch(on_event, on_open))
+                    patience.worked()
+                except BackendUnavailable as error:
+                    # the list that follows says whether the engine answers
+                    log.debug("changes are not told: %s", error)
+                self._wake.set()
+                await asyncio.sleep(patience.failed())
+        finally:
+            if self._stream is not None:
+                self._stream.close()
+
+    async def _look_after(self) -> None:
+        unreachable = Patience(first_s=0.2, longest_s=5)
+        while True:
+            try:
+                found = await self._blocking(self._engine.found)
+                unreachable.worked()
+                if self._outage.over():
+                    self._changed.set()
+                await self._compare(found)
+            except BackendUnavailable as error:
+                self._outage.noted(error)
+                self._changed.set()
+                await asyncio.sleep(unreachable.failed())
+                continue
+            self._correct()
+            await self._wake.wait(min(LOOK_AGAIN_S, self._crashes.left_s or LOOK_AGAIN_S))
+
+    async def _compare(self, found: list[Found]) -> None:
+        """Notice what came or ended without this backend's doing."""
+        by_name = {item.name: item for item in found}
+        for member in list(self._members.values()):
+            item = by_name.get(member.container.id)
+            if member.busy or (item is not None and item.state == "running"):
+                continue
+            self._lost(member, item)
+        for item in found:
+            if item.state == "running" and item.name not in self._members:
+                await self._adopt(item)
+                self._target = max(
+                    self._target, len(self._live())
+                )  # another process asked for it; `scale` may lower it
+        self._left = {name: why for name, why in self._left.items() if name in by_name}
+        for name in self._left:
+            if self._group is not None:
+                self._group.create_task(self._remove(name))
+
+    def _lost(self, member: _Member, item: Found | None) -> None:
+        """A container ended by itself: its leases are gone now; why, and its removal, may take a while."""
+        self._crashes.failed()
+        self._forget(member)
+        if self._group is not None:
+            self._group.create_task(self._bury(member, item))
+
+    async def _bury(self, member: _Member, item: Found | None, ending: Ending = REMOVED) -> None:
+        """Tell why a container ended, and remove what is left of it."""
+        name = member.container.id
+        if item is not None:
+            try:
+                ending = await self._blocking(lambda: self._engine.last_words(item.id))
+            except BackendUnavailable as error:
+                ending = Ending(None, str(error))
+        log.warning("container %s ended: %s", name, ending.words)
+        self._trouble = f"container {name} ended: {ending.words}"
+        if not self._ever_ready:
+            self._failure = hopeless(ending.code, self._trouble, self._crashes.failures)
+        self._changed.set()
+        await self._remove(name)
+
+    def _correct(self) -> None:
+        """Start what is missing, end what is too much."""
+        if self._group is None:
+            return
+        live = self._live()
+        if len(live) < self._target and not self._crashes.left_s:
+            for index in missing((member.container.index for member in live), self._target):
+                member = _Member(self._fresh(index), busy=True)
+                self._members[member.container.id] = member
+                self._changed.set()
+                self._group.create_task(self._bring_up(member))
+        for member in sorted(live, key=lambda m: -m.container.index)[: max(0, len(live) - self._target)]:
+            if not member.busy:
+                member.busy = True
+                self._group.create_task(self._drain(member))
+
+    def _fresh(self, index: int) -> Container:
+        name = f"{self._pool}-{index}-{secrets.token_hex(3)}"
+        return Container(id=name, index=index, url=None, token=secrets.token_hex(32), state="starting")
+
+    async def _bring_up(self, member: _Member) -> None:
+        """Make a container and wait until its server answers."""
+        container = member.container
+
+        def make() -> None:
+            self._engine.create(
+                self._spec,
+                name=container.id,
+                index=container.index,
+                image_id=self._image_id,
+                owner=self._owner,
+                token=container.token,
+            )
+
+        try:
+            await self._calls.run(make, changes=True)
+        except BackendUnavailable as error:
+            self._trouble = str(error)
+            self._crashes.failed()
+            await self._remove(container.id)
+            self._forget(member)
+            return
+        if await self._until_ready(member):
+            self._crashes.worked()
+            self._trouble = ""
+            self._ever_ready = True
+            self._put(member, state="running", detail="")
+            self._wake.set()
+        member.busy = False
+
+    async def _until_ready(self, member: _Member) -> bool:
+        """Whether the server answered in time; a container that ended instead is buried here."""
+        name = member.container.id
+        deadline = asyncio.get_running_loop().time() + READY_S
+        while asyncio.get_running_loop().time() < deadline:
+            try:
+                item = await self._find(name)
+            except BackendUnavailable as error:  # the container may well have started
+                log.debug("container %s can't be looked for: %s", name, error)
+                await asyncio.sleep(LIST_LAG_S)
+                continue
+            if item is None or item.state not in {"running", "created"}:
+                self._lost(member, item)
+                return False
+            if item.url is not None:
+                self._put(member, url=item.url)
+                if await self._http.until_healthy(item.url, within_s=1.0):
+                    return True
+        self._crashes.failed()
+        self._forget(member)
+        await self._bury(member, None, Ending(None, f"its server did not answer within {READY_S:.0f} s"))
+        return False
+
+    async def _find(self, name: str) -> Found | None:
+        found = await self._blocking(self._engine.found)
+        return next((item for item in found if item.name == name), None)
+
+    async def _drain(self, member: _Member) -> None:
+        """End a container that is no longer needed, once its last lease has ended.
+
+        One that another process is connected to stays, and stays open: that process, or this one, may be about to use it.
+        """
+        container = member.container
+        used = container.url and await self._http.used_by_others(container.url, container.token, self.client_id)
+        member.busy = False
+        if used or len(self._live()) <= self._target or member.container.state == "ending":
+            return
+        self._put(member, state="ending", detail="no longer needed")
+        if container.url is not None:
+            await self._http.drain(container.url, container.token, LONGEST_DRAIN_S)
+            await self._http.until_idle(container.url, container.token)
+        await self._end(member, within_s=self._spec.stop_s)
+
+    async def _end(self, member: _Member, *, within_s: float) -> None:
+        member.busy = True
+        await self._remove(member.container.id, within_s=within_s)
+        self._forget(member)
+
+    async def _remove(self, name: str, *, within_s: float = 0) -> None:
+        try:
+            await self._blocking(lambda: self._engine.end(name, within_s=within_s))
+            self._left.pop(name, None)
+        except BackendUnavailable as error:
+            self._left[name] = str(error)
+
+    # ------------------------------------------------------------------------------------------- what others left or use
+
+    async def _sort_out(self) -> None:
+        """Apply the rules of the module's docstring to what is there at the start."""
+        for item in await self._blocking(self._engine.found):
+            if item.state == "running":
+                await self._adopt(item)
+            elif item.state != "created" or item.age_s > BEING_MADE_S:
+                await self._remove(item.name)
+
+    async def _adopt(self, item: Found) -> None:
+        """Take a running container in, or remove it; one that may be on its way up, or is in use, is left alone."""
+        token = await self._blocking(lambda: self._engine.token(item.id))
+        same = item.spec == self._spec.fingerprint(self._image_id)
+        if token and item.url and same and await self._http.healthy(item.url):
+            container = Container(item.name, item.index, item.url, token, "running", "adopted")
+            self._members[item.name] = _Member(container)
+            self._changed.set()
+        elif token and item.url and await self._http.used_by_others(item.url, token, self.client_id):
+            if item.name not in self._strangers:
+                log.warning("container %s is made of other parts and in use: left alone", item.name)
+            self._strangers.add(item.name)
+        elif item.age_s > READY_S:
+            await self._remove(item.name, within_s=1)
+
+    async def _purge(self) -> None:
+        """Remove every container of the pool that no live client works on."""
+
+        async def one(item: Found) -> None:
+            token = await self._blocking(lambda: self._engine.token(item.id)) if item.url else None
+            if token and item.url and await self._http.used_by_others(item.url, token, self.client_id):
+                log.warning("container %s is in use by another client: not purged", item.name)
+                return
+            # Leases that are left are this pool's own, or dead clients'; a server that doesn't answer holds none.
+            told = bool(token and item.url) and await self._http.drain(item.url or "", token or "", 0)
+            await self._remove(item.name, within_s=self._spec.stop_s if told else 0)
+
+        found = await self._blocking(self._engine.found)
+        names = {item.name for item in found}
+        self._left = {name: why for name, why in self._left.items() if name in names}
+        mine = (
+            each for each in found if each.state != "created" or each.age_s > BEING_MADE_S or each.owner == self._owner
+        )
+        for result in await asyncio.gather(*(one(item) for item in mine), return_exceptions=True):
+            if isinstance(result, BaseException):
+                raise result
+        if self._left:
+            raise BackendUnavailable("; ".join(f"{name}: {why}" for name, why in self._left.items()))

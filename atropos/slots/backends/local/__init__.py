@@ -1,0 +1,1 @@
+"""Containers as subprocesses of this one."""

@@ -1,0 +1,216 @@
+"""One sandbox server as a subprocess: its start, its ready line, its last words and its confirmed end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import signal
+import sys
+from collections import deque
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import atropos
+from atropos import cgroup_paths
+from atropos.errors import BackendUnavailable, ConfigError, IsolationUnavailable
+from atropos.slots.config import server_json
+
+if TYPE_CHECKING:
+    from atropos.config import ServerConfig
+
+log = logging.getLogger("atropos.slots.server")
+
+BAD_CONFIG, NO_ISOLATION = 2, 3
+"""Exit codes of the server after which trying again makes no sense."""
+KEPT_LINES, KEPT_LINE_CHARS = 200, 2000
+"""The end of a server's log that is kept."""
+SHOWN_CHARS = 600
+"""At most so much of its last line goes into an error."""
+KILL_WAIT_S = 5.0
+"""How long a killed process may take to be reaped before it is reported."""
+GROUPS_WAIT_S, GROUPS_LOOK_S = 1.0, 0.02
+"""How long the slots of a server that was killed may take to end, before its cgroups are left to the next server."""
+
+COMMAND = (sys.executable, "-m", "atropos.sandbox", "--config", "-")
+PASSED_ON = ("PATH", "HOME", "USER", "LOGNAME", "TMPDIR", "LD_LIBRARY_PATH", "XDG_RUNTIME_DIR", "LANG", "LC_ALL", "TZ")
+"""What a server gets of this process's environment: no secret of the trainer's belongs there."""
+
+
+def server_environment() -> dict[str, str]:
+    """The environment of a sandbox server, in which this very package can be imported."""
+    env = {name: os.environ[name] for name in PASSED_ON if name in os.environ}
+    here = str(Path(atropos.__file__).resolve().parent.parent)
+    env["PYTHONPATH"] = os.pathsep.join([here, *filter(None, [os.environ.get("PYTHONPATH")])])
+    env["PYTHONUNBUFFERED"] = "1"
+    return env
+
+
+def start_time(pid: int) -> int | None:
+    """When a process started, in clock ticks since boot: with its id, its name for ever. None when there is none."""
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
+    except (OSError, IndexError, ValueError):
+        return None
+
+
+class ServerProcess:
+    """One run of `python -m atropos.sandbox`."""
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self._process = process
+        self._groups = cgroup_paths.own_places()
+        self.pid = process.pid
+        self.id = f"{process.pid}-{start_time(process.pid)}"
+        self.port = 0
+        self._lines: deque[str] = deque(maxlen=KEPT_LINES)
+        self._log = asyncio.create_task(self._follow(), name=f"log of server {self.pid}")
+        self._stdout: asyncio.Task[None] | None = None
+
+    @classmethod
+    async def start(cls, config: ServerConfig, command: Sequence[str] = COMMAND) -> ServerProcess:
+        """Start it and hand it its configuration, token included, on stdin.
+
+        Raises:
+            BackendUnavailable: the process could not be started.
+        """
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *command,
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.PIPE,
+                env=server_environment(),
+                cwd="/",
+                start_new_session=True,  # Ctrl-C in a terminal is the trainer's, who ends its slots in order
+            )
+        except OSError as error:
+            raise BackendUnavailable(f"a sandbox server could not be started: {error}") from error
+        self = cls(process)
+        assert process.stdin is not None
+        with contextlib.suppress(OSError):  # it ended already: its exit says why
+            process.stdin.write(server_json(config))
+            await process.stdin.drain()
+        process.stdin.close()
+        return self
+
+    async def ready(self, timeout_s: float) -> None:
+        """Wait for its ready line.
+
+        Raises:
+            ConfigError, IsolationUnavailable: it refused; its own words.
+            BackendUnavailable: it ended, said something else, or nothing in time.
+        """
+        assert self._process.stdout is not None
+        try:
+            async with asyncio.timeout(timeout_s):
+                line = await self._first_line()
+        except TimeoutError:
+            raise BackendUnavailable(f"a sandbox server was not ready within {timeout_s:g} s: {self.last}") from None
+        if not line:
+            raise self.failure()
+        try:
+            self.port = int(json.loads(line)["port"])
+        except (ValueError, KeyError, TypeError):
+            raise BackendUnavailable(f"a sandbox server said {line[:200]!r} in place of its ready line") from None
+        self._stdout = asyncio.create_task(self._drain(), name=f"stdout of server {self.pid}")
+
+    async def _first_line(self) -> bytes:
+        """What it says on stdout; nothing when it has ended, with its log read."""
+        assert self._process.stdout is not None
+        try:
+            line = await self._process.stdout.readline()
+        except ValueError:
+            return b"a line without end"
+        if not line:
+            await self.wait()
+        return line
+
+    def failure(self) -> Exception:
+        """Why it ended, as an exception."""
+        code = self._process.returncode
+        if code == BAD_CONFIG:
+            return ConfigError(self.last)
+        if code == NO_ISOLATION:
+            return IsolationUnavailable(self.last)
+        how = f"was ended by {signal.Signals(-code).name}" if code and code < 0 else f"exited with code {code}"
+        return BackendUnavailable(f"a sandbox server {how}: {self.last}")
+
+    @property
+    def last(self) -> str:
+        """Its last words."""
+        return next(
+            (line.strip().removeprefix("error: ")[-SHOWN_CHARS:] for line in reversed(self._lines) if line.strip()),
+            "it said nothing",
+        )
+
+    @property
+    def returncode(self) -> int | None:
+        """None while it runs."""
+        return self._process.returncode
+
+    async def wait(self) -> None:
+        """Until it has ended and its log is read."""
+        await self._process.wait()
+        with contextlib.suppress(TimeoutError):  # a stray child of it may hold the pipe
+            async with asyncio.timeout(1):
+                await asyncio.wait([self._log])
+
+    async def stop(self, grace_s: float) -> None:
+        """Ask it to end, and after `grace_s` make it; returns when it is gone."""
+        try:
+            self._signal(signal.SIGTERM)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(grace_s):
+                    await self._process.wait()
+        finally:
+            if self._process.returncode is None:
+                log.warning("sandbox server %d did not end within %g s: killed", self.pid, grace_s)
+                self._signal(signal.SIGKILL)
+            await self._gone()
+
+    async def _gone(self) -> None:
+        try:
+            async with asyncio.timeout(KILL_WAIT_S):
+                await self._process.wait()
+        except TimeoutError:
+            log.critical("sandbox server %d was killed and is still there", self.pid)
+        finally:  # also where the wait is cancelled, at the end of a shutdown's own deadline
+            for task in (self._log, self._stdout):
+                if task is not None:
+                    task.cancel()
+            # a stray child may hold the pipes open: let go of our ends, or they outlive the event loop
+            self._process._transport.close()  # type: ignore[attr-defined]  # noqa: SLF001
+
+    async def tidy(self) -> None:
+        """After its end: remove its cgroups, as far as it couldn't and this process may, within `GROUPS_WAIT_S`."""
+        deadline = asyncio.get_running_loop().time() + GROUPS_WAIT_S
+        while not await asyncio.to_thread(cgroup_paths.remove_server, self._groups, self.id):
+            if asyncio.get_running_loop().time() > deadline:
+                return
+            await asyncio.sleep(GROUPS_LOOK_S)
+
+    def _signal(self, number: signal.Signals) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            self._process.send_signal(number)
+
+    async def _follow(self) -> None:
+        """Keep the end of its stderr; whatever it writes, it never blocks on us nor fills our memory."""
+        assert self._process.stderr is not None
+        rest = ""
+        while chunk := await self._process.stderr.read(65_536):
+            *lines, rest = (rest + chunk.decode(errors="replace")).split("\n")
+            rest = rest[-KEPT_LINE_CHARS:]
+            for line in lines:
+                self._lines.append(line[-KEPT_LINE_CHARS:])
+                log.debug("server %d: %s", self.pid, line[-KEPT_LINE_CHARS:])
+        if rest:
+            self._lines.append(rest)
+
+    async def _drain(self) -> None:
+        assert self._process.stdout is not None
+        while await self._process.stdout.read(65_536):
+            pass

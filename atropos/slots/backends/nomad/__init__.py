@@ -1,0 +1,1 @@
+"""Containers as allocations of one Nomad job."""

@@ -1,0 +1,145 @@
+"""The job that a pool wants: which variables of nomad/sandbox.nomad.hcl say what its configuration says."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any, cast
+
+from atropos.errors import ConfigError
+from atropos.slots.backends.assets import asset
+from atropos.slots.backends.nomad.settings import NomadSettings
+from atropos.slots.backends.nomad.view import GROUP, TASK
+from atropos.slots.backends.spec import ContainerSpec
+
+DEFINITION = "nomad/sandbox.nomad.hcl"
+PROFILE = "docker/sandbox/seccomp.json"
+
+
+OWN = {
+    "job_id": "sandbox_job_id",
+    "count": "min_containers",
+    "namespace": "NOMAD_NAMESPACE",
+    "region": "NOMAD_REGION",
+    "image": "sandbox_image",
+    "slots": "slots_per_container",
+    "slot_memory_mib": "limits (slot_memory_mib)",
+    "slot_pids": "limits (slot_pids)",
+    "memory_mib": "container_memory_mib",
+}
+"""Variables that the pool's configuration says already, each by its own name: two answers would contradict."""
+
+
+def definition() -> str:
+    """The job's HCL."""
+    return asset(DEFINITION).read_text()
+
+
+def variables(
+    spec: ContainerSpec, settings: NomadSettings, job_id: str, count: int, extra: Mapping[str, str]
+) -> dict[str, str]:
+    """Variables by name, each as an HCL expression; `extra` is what the user gives, in `nomad job run -var` form.
+
+    The seccomp profile lies where this checkout has it when the agent is on this machine, else where the definition's
+    own default says.
+
+    Raises:
+        ConfigError: `extra` names a variable that the definition doesn't declare (Nomad's parser ignores those), or one
+            that the pool has a setting for.
+    """
+    declared = set(re.findall(r'^variable "(\w+)"', definition(), re.MULTILINE))
+    if unknown := extra.keys() - declared:
+        raise ConfigError(
+            f"nomad_variables: {DEFINITION} has no variable {', '.join(sorted(unknown))}; it has {', '.join(sorted(declared))}"
+        )
+    if twice := sorted(extra.keys() & OWN.keys()):
+        raise ConfigError(f"nomad_variables: {twice[0]} is said by {OWN[twice[0]]}: set that instead")
+    config = {key: value for key, value in spec.config().items() if key not in {"slots", "limits"}}
+    added = _server_settings(extra.get("config", "{}"))
+    if twice := sorted(added.keys() & {*config, "slots", "limits"}):
+        raise ConfigError(f"nomad_variables: config.{twice[0]} is said by the pool's own settings: set that instead")
+    config |= added
+    limits = spec.server.limits.model_dump(mode="json", exclude_defaults=True)
+    if limits:
+        config["limits"] = limits
+    chosen = {
+        "job_id": quoted(job_id),
+        "count": str(count),
+        "namespace": quoted(settings.namespace),
+        "image": quoted(spec.image),
+        "slots": str(spec.server.slots),
+        "slot_memory_mib": str(spec.server.limits.memory_mib),
+        "slot_pids": str(spec.server.limits.pids),
+        "memory_mib": str(spec.container_memory_mib),
+        "pids": str(spec.container_pids),
+        "config": quoted(json.dumps(config)),
+    }
+    if settings.region:
+        chosen["region"] = quoted(settings.region)
+    if settings.local:
+        chosen["seccomp_profile"] = quoted(str(asset(PROFILE)))
+    return chosen | {name: expression(value) for name, value in extra.items() if name != "config"}
+
+
+def group_of(job: Mapping[str, Any]) -> dict[str, Any]:
+    """The group of a job that holds the containers.
+
+    Raises:
+        ConfigError: the job is something else, which happens to have the same name.
+    """
+    for group in job.get("TaskGroups") or []:
+        if group["Name"] == GROUP and any(task["Name"] == TASK for task in group.get("Tasks") or []):
+            return group
+    raise ConfigError(
+        f"sandbox_job_id: job {job.get('ID')!r} in Nomad is no sandbox job (it has no task {GROUP}/{TASK}), and is left "
+        "alone; choose another sandbox_job_id"
+    )
+
+
+def differences(job: Mapping[str, Any], spec: ContainerSpec) -> str:
+    """What a registered job has otherwise than a pool would make it, and what to do about it; empty: nothing of weight."""
+    task = next(task for task in group_of(job)["Tasks"] if task["Name"] == TASK)
+    try:
+        server = json.loads((task.get("Env") or {}).get("ATROPOS_CONFIG", "{}"))
+    except ValueError:
+        server = {}
+    limits = spec.server.limits
+    pairs = {
+        "sandbox_image": ((task.get("Config") or {}).get("image"), spec.image),
+        "slots_per_container": (server.get("slots"), spec.server.slots),
+        "slot_memory_mib": ((server.get("limits") or {}).get("memory_mib"), limits.memory_mib),
+    }
+    found = [f"its {name} is {has}, not {own}" for name, (has, own) in pairs.items() if has is not None and has != own]
+    if not found:
+        return ""
+    return f"{'; '.join(found)}; give this pool another sandbox_job_id, or purge the job first (docs/cluster.md)"
+
+
+def _server_settings(text: str) -> dict[str, object]:
+    """Further settings of the server, from an object in JSON or the HCL literal that holds one."""
+    try:
+        found = json.loads(text)
+        found = json.loads(found) if isinstance(found, str) else found
+    except ValueError:
+        found = None
+    if not isinstance(found, dict):
+        raise ConfigError('nomad_variables: config must be an object in JSON, as {"drain_s": 10}')
+    return cast("dict[str, object]", found)
+
+
+def quoted(text: str) -> str:
+    """A string as an HCL literal, its template marks escaped."""
+    return json.dumps(text).replace("${", "$${").replace("%{", "%%{")
+
+
+def expression(text: str) -> str:
+    """What a user writes after `-var name=`: numbers, booleans, lists and quoted text as they are, other text quoted."""
+    stripped = text.strip()
+    if stripped in {"true", "false", "null"} or stripped[:1] in {"[", "{", '"'}:
+        return stripped
+    try:
+        float(stripped)
+    except ValueError:
+        return quoted(text)
+    return stripped

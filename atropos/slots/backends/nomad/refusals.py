@@ -1,0 +1,166 @@
+"""What a refusal of Nomad's, or of its certificates, means: one line that names the setting and the cure.
+
+Plain data in, sentences out. The settings are the NOMAD_* variables of Nomad's own command line.
+"""
+
+from __future__ import annotations
+
+import ssl
+from collections.abc import Iterator
+
+from atropos.errors import BackendUnavailable
+from atropos.slots.backends.nomad.settings import NomadSettings
+
+CAPABILITIES = {
+    "read the job": "read-job",
+    "parse the job": "submit-job",
+    "register the job": "submit-job",
+    "scale the job": "submit-job",
+    "stop the job": "submit-job",
+    "list allocations": "read-job",
+    "stop an allocation": "alloc-lifecycle",
+    "read evaluations": "read-job",
+    "read the variable": "read on the variable nomad/jobs/<sandbox_job_id>",
+    "write the variable": "write on the variable nomad/jobs/<sandbox_job_id>",
+    "delete the variable": "destroy on the variable nomad/jobs/<sandbox_job_id>",
+}
+"""What a token's policy must grant for what the backend asks; nomad/policy.hcl has all of it."""
+X509_HAS_EXPIRED, X509_HOSTNAME, X509_IP = 10, 62, 64
+"""Verification results of OpenSSL (x509_vfy.h)."""
+
+
+class NomadRefused(BackendUnavailable):
+    """Nomad answered, and the answer was no; `status` is the HTTP status."""
+
+    def __init__(self, message: str, status: int) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+class NomadMisset(NomadRefused):
+    """A NOMAD_* setting is wrong, which trying again doesn't change; the message names it and the cure."""
+
+    retryable = False
+
+    def __init__(self, message: str, status: int = 0) -> None:
+        super().__init__(message, status)
+
+
+def refused(settings: NomadSettings, what: str, status: int, words: str) -> NomadRefused:
+    """Nomad's HTTP answer to `what` as an error; 401 and 403 need `denied`, which knows the token."""
+    if "HTTP request to an HTTPS server" in words:
+        return NomadMisset(
+            f"NOMAD_ADDR: {settings.address} speaks TLS; write https:// (and set NOMAD_CACERT where its CA is your own)",
+            status,
+        )
+    if "No path to region" in words:
+        return NomadMisset(
+            f"NOMAD_REGION: the cluster at {settings.address} knows no region {settings.region!r}; "
+            "`nomad server members` lists those it has",
+            status,
+        )
+    if "nonexistent namespace" in words or "Namespace not found" in words:
+        return missing_namespace(settings, status)
+    text = "; ".join(line.strip(" *") for line in words.splitlines() if line.strip())
+    return NomadRefused(f"Nomad refused to {what}: {text}", status)
+
+
+def missing_namespace(settings: NomadSettings, status: int) -> NomadMisset:
+    """The namespace is not there."""
+    return NomadMisset(
+        f"NOMAD_NAMESPACE: the cluster at {settings.address} has no namespace {settings.namespace!r}; "
+        f"`nomad namespace apply {settings.namespace}` makes it",
+        status,
+    )
+
+
+def denied(settings: NomadSettings, what: str, status: int, known: str | None) -> NomadMisset:
+    """Nomad's 401 or 403.
+
+    Args:
+        settings: the token among them.
+        what: what was asked for, of CAPABILITIES; anything else needs any capability in the namespace.
+        status: the HTTP status.
+        known: the token's name and policies as Nomad tells them; None: Nomad knows no such token.
+    """
+    if not settings.token:
+        text = "NOMAD_TOKEN is not set, and this cluster asks for one: make a token with nomad/policy.hcl"
+    elif known is None:
+        text = (
+            f"NOMAD_TOKEN is no token of the cluster at {settings.address} (mistyped, expired, deleted, or of another "
+            "region): make one with nomad/policy.hcl"
+        )
+    else:
+        need = CAPABILITIES.get(what)
+        lacks = f"may not {what} there: it needs {need}" if need else "may do nothing there"
+        text = (
+            f"NOMAD_TOKEN, NOMAD_NAMESPACE={settings.namespace}: {known} {lacks}; give it "
+            "nomad/policy.hcl for that namespace, or set NOMAD_NAMESPACE to one that it is for"
+        )
+    return NomadMisset(f"{text} (docs/cluster.md)", status)
+
+
+def unreachable(settings: NomadSettings, error: object) -> BackendUnavailable:
+    """A request that got no answer."""
+    fault = next(_faults(error), None)
+    if fault is None:
+        reason = _innermost(error)
+        return BackendUnavailable(
+            f"Nomad does not answer at {settings.address} (nomad_address or NOMAD_ADDR): {reason}"
+        )
+    words = str(fault).upper()
+    if isinstance(fault, ssl.SSLCertVerificationError):
+        return NomadMisset(_uncertified(settings, fault))
+    if "WRONG_VERSION_NUMBER" in words or "HTTP_REQUEST" in words or "RECORD_LAYER_FAILURE" in words:
+        return NomadMisset(f"NOMAD_ADDR: {settings.address} speaks no TLS; write http:// there")
+    if "ALERT" in words:
+        given = f"refuses {settings.client_cert}" if settings.client_cert else "asks for one, and none is set"
+        return NomadMisset(
+            f"NOMAD_CLIENT_CERT: {settings.address} lets in clients with a certificate of the cluster's CA alone, and "
+            f"{given}; set NOMAD_CLIENT_CERT and NOMAD_CLIENT_KEY (`nomad tls cert create -cli` makes them)"
+        )
+    return NomadMisset(f"NOMAD_ADDR: no TLS connection to {settings.address}: {fault}")
+
+
+def _uncertified(settings: NomadSettings, fault: ssl.SSLCertVerificationError) -> str:
+    """Why the agent's certificate was not believed."""
+    if fault.verify_code in {X509_HOSTNAME, X509_IP}:
+        return (
+            f"NOMAD_TLS_SERVER_NAME: {fault.verify_message.rstrip('.')}; set it to a name in the certificate of "
+            f"{settings.address} (as a rule server.<region>.nomad or client.<region>.nomad)"
+        )
+    if fault.verify_code == X509_HAS_EXPIRED:
+        return f"the certificate of {settings.address} has expired: renew it on the agents"
+    source = settings.cacert or settings.capath
+    name = "NOMAD_CACERT" if settings.cacert or not settings.capath else "NOMAD_CAPATH"
+    how = f"{source} does not vouch" if source else "it is not set, and none of this machine's CAs vouches"
+    return (
+        f"{name}: {how} for the certificate of {settings.address} ({fault.verify_message}); "
+        "set it to the file with the cluster's CA"
+    )
+
+
+def _chain(error: object) -> Iterator[BaseException]:
+    """An exception with everything that it wraps, outermost first; libraries hide causes in several places."""
+    seen: set[int] = set()
+    queue: list[object] = [error]
+    while queue and len(seen) < 50:
+        each = queue.pop(0)
+        if not isinstance(each, BaseException) or id(each) in seen:
+            continue
+        seen.add(id(each))
+        yield each
+        queue += [*each.args, getattr(each, "reason", None), getattr(each, "os_error", None)]
+        queue += [getattr(each, "certificate_error", None), each.__cause__, each.__context__]
+
+
+def _faults(error: object) -> Iterator[ssl.SSLError]:
+    return (each for each in _chain(error) if isinstance(each, ssl.SSLError))
+
+
+def _innermost(error: object) -> str:
+    """The system's own words where there are some: `Connection refused`, and not the five layers around them."""
+    for each in _chain(error):
+        if isinstance(each, OSError) and each.strerror and type(each).__module__ == "builtins":
+            return each.strerror
+    return str(error) or type(error).__name__

@@ -1,0 +1,1 @@
+"""Task folders in the Harbor layout: read, built in a slot, verified."""

@@ -1,0 +1,271 @@
+"""Reading and writing files in the trajectory's slot."""
+
+from __future__ import annotations
+
+import difflib
+import posixpath
+import struct
+from typing import Any
+
+from pydantic import Field, field_validator
+
+from atropos import wire
+from atropos.tools.arguments import Arguments, no_nul
+from atropos.tools.base import Tool, ToolError, ToolScope
+from atropos.tools.models import ToolResult
+from atropos.tools.sandboxed.text import decode, is_binary, plural
+
+CHUNK_BYTES = 1 << 20
+"""Bytes fetched at a time while looking for the lines asked for."""
+SCAN_BYTES = 64 << 20
+"""How far into a file lines are looked for."""
+MAX_LINE = 2000
+"""Characters of one line that are shown."""
+DEFAULT_LINES = 500
+WORKSPACE = "/workspace"
+"""Where relative paths begin in every slot."""
+_COMPARED = 60
+"""Characters by which names are compared: that takes the cube of their length, and this is on the event loop."""
+MAX_PATH = 4096
+"""Linux's PATH_MAX."""
+
+_IMAGES: tuple[tuple[bytes, str], ...] = (
+    (b"\x89PNG\r\n\x1a\n", "PNG image"),
+    (b"\xff\xd8\xff", "JPEG image"),
+    (b"GIF87a", "GIF image"),
+    (b"GIF89a", "GIF image"),
+    (b"BM", "BMP image"),
+)
+_BINARIES: tuple[tuple[bytes, str], ...] = (
+    (b"\x7fELF", "ELF program"),
+    (b"PK\x03\x04", "zip archive"),
+    (b"\x1f\x8b", "gzip file"),
+    (b"%PDF-", "PDF document"),
+    (b"BZh", "bzip2 file"),
+    (b"\xfd7zXZ\x00", "xz file"),
+    (b"\x28\xb5\x2f\xfd", "zstd file"),
+    (b"SQLite format 3\x00", "SQLite database"),
+)
+
+
+class PathArguments(Arguments):
+    """Arguments that name a file."""
+
+    path: str = Field(min_length=1, max_length=MAX_PATH, description="path of the file, from the workspace or absolute")
+
+    _no_nul = field_validator("path")(no_nul)
+
+
+class ReadFileArguments(PathArguments):
+    """Arguments of `read_file`."""
+
+    offset: int = Field(default=1, description="first line to read, counted from 1; negative: from the end")
+    limit: int = Field(default=DEFAULT_LINES, ge=1, le=1_000_000, description="most lines to read")
+
+
+class ReadFileTool(Tool):
+    """Read a text file."""
+
+    name = "read_file"
+    description = (
+        "Read a text file. Lines are numbered, as in '   12|text'; the numbers are no part of the file. "
+        "Use offset and limit to read part of a long file."
+    )
+    arguments = ReadFileArguments
+    toolsets = ("default", "file")
+    read_only = True
+
+    async def run(self, arguments: ReadFileArguments, scope: ToolScope) -> ToolResult:
+        """Read the lines asked for."""
+        first = await fetch(scope, arguments.path, 0, CHUNK_BYTES)
+        named = file_kind(first.data, first.size)
+        if named is not None:
+            return ToolResult.failure(
+                f"{arguments.path} is not text but {named} of {plural(first.size, 'byte')}; "
+                "use the terminal (file, xxd, …) to look into it",
+                data={"path": arguments.path, "size": first.size, "binary": True},
+            )
+        if first.size == 0 and not first.data:
+            return ToolResult(success=True, output="[the file is empty]", data=_content(arguments.path, "", 0, 0))
+        start, lines, more = await _lines(scope, arguments, first)
+        return _numbered(arguments, first.size, start, lines, more, scope.limits.max_output_bytes)
+
+
+def _numbered(
+    arguments: ReadFileArguments, size: int, start: int, lines: list[str], more: str, most: int
+) -> ToolResult:
+    if not lines:
+        return ToolResult.failure(
+            f"{arguments.path} has no line {arguments.offset}; it has {plural(start - 1, 'line')}"
+        )
+    rows: list[str] = []
+    used, cut = 0, False
+    for number, line in enumerate(lines, start):
+        shown = line if len(line) <= MAX_LINE else f"{line[:MAX_LINE]}… [{len(line) - MAX_LINE:,} more characters]"
+        row = f"{number:>6}|{shown}"
+        used += len(row) + 1
+        if used > most and rows:
+            cut = True
+            break
+        rows.append(row)
+    last = start + len(rows) - 1
+    if cut or more:
+        after = more or "more follow"
+        rows.append(f"[lines {start} to {last}; {after}; go on with offset={last + 1}]")
+    content = "\n".join(lines[: last - start + 1])
+    return ToolResult(
+        success=True,
+        output="\n".join(rows),
+        truncated=bool(cut or more),
+        data=_content(arguments.path, content, start, size),
+    )
+
+
+def _content(path: str, content: str, first_line: int, size: int) -> dict[str, Any]:
+    return {"path": path, "content": content, "first_line": first_line, "size": size}
+
+
+async def _lines(scope: ToolScope, arguments: ReadFileArguments, first: wire.FileResult) -> tuple[int, list[str], str]:
+    """The number of the first line, the lines, and what follows them ('' at the end of the file)."""
+    start = arguments.offset
+    if start < 0:
+        if first.size > len(first.data):
+            raise ToolError(
+                f"{arguments.path} is too large ({plural(first.size, 'byte')}) to count its lines from the end; "
+                f"use the terminal: tail -n {-start} FILE"
+            )
+        start += len(_split(first.data)) + 1
+    start = max(start, 1)
+    skip, kept, kept_bytes = start - 1, list[bytes](), 0
+    data, position, line = first.data, len(first.data), b""  # `line`: the start of one that goes on in the next chunk
+    while True:
+        at_end = position >= first.size or not data
+        newlines = data.count(b"\n")
+        if skip > newlines and not at_end:
+            skip -= newlines  # a whole chunk before the lines asked for
+        else:
+            pieces = _split(line + data) if at_end else (line + data).split(b"\n")
+            line = b"" if at_end else pieces.pop()[:CHUNK_BYTES]  # of an endless line only the start is shown
+            skip, pieces = max(skip - len(pieces), 0), pieces[skip:]
+            for piece in pieces:
+                if len(kept) == arguments.limit or kept_bytes > 2 * scope.limits.max_output_bytes:
+                    return start, _texts(kept), "more lines follow"
+                kept.append(piece)
+                kept_bytes += min(len(piece), MAX_LINE) + 1
+        if at_end:
+            return (start if kept else start - skip), _texts(kept), ""
+        if position >= SCAN_BYTES:
+            if kept:
+                return start, _texts(kept), "the file is too large to be read further"
+            raise ToolError(
+                f"{arguments.path} is too large ({plural(first.size, 'byte')}) to find line {start} in; "
+                f"use the terminal: sed -n '{start},{start + arguments.limit - 1}p' FILE"
+            )
+        chunk = await fetch(scope, arguments.path, position, CHUNK_BYTES)
+        data, position = chunk.data, position + len(chunk.data)
+
+
+def _texts(lines: list[bytes]) -> list[str]:
+    return [decode(line.removesuffix(b"\r")) for line in lines]
+
+
+def _split(data: bytes) -> list[bytes]:
+    lines = data.split(b"\n")
+    return lines[:-1] if lines and not lines[-1] else lines
+
+
+class WriteFileArguments(PathArguments):
+    """Arguments of `write_file`."""
+
+    content: str = Field(description="the whole text of the file")
+
+
+class WriteFileTool(Tool):
+    """Write a file."""
+
+    name = "write_file"
+    description = "Write a file: its folders are made, and what it held before is replaced."
+    arguments = WriteFileArguments
+    toolsets = ("default", "file")
+
+    async def run(self, arguments: WriteFileArguments, scope: ToolScope) -> ToolResult:
+        """Write it."""
+        data = arguments.content.encode("utf-8", "replace")
+        if len(data) > wire.MAX_FILE_BYTES:
+            raise ToolError(f"write_file: content is longer than {wire.MAX_FILE_BYTES:,} bytes; write it in parts")
+        await scope.run(wire.WriteFile(path=arguments.path, data=data))
+        lines = data.count(b"\n") + (not data.endswith(b"\n") and bool(data))
+        return ToolResult(
+            success=True,
+            output=f"wrote {arguments.path}: {plural(lines, 'line')}, {plural(len(data), 'byte')}",
+            data={"path": arguments.path, "bytes": len(data)},
+        )
+
+
+async def fetch(scope: ToolScope, path: str, offset: int, max_bytes: int) -> wire.FileResult:
+    """Part of a file.
+
+    Raises:
+        ToolError: it can't be read; a missing file's message names the ones that are alike.
+    """
+    result: Any = await scope.slot.run(wire.ReadFile(path=path, offset=offset, max_bytes=max_bytes))
+    if isinstance(result, wire.FileResult):
+        return result
+    if not isinstance(result, wire.OpError):
+        raise ToolError(f"{path}: the slot gave no file")
+    if result.error == "not_found":
+        raise ToolError(f"{path}: no such file{await _alike(scope, path)}")
+    if result.error == "is_directory":
+        raise ToolError(f"{path} is a directory; list it with search_files (empty pattern) or ls in the terminal")
+    raise ToolError(result.message, limit=result.limit)
+
+
+async def _alike(scope: ToolScope, path: str) -> str:
+    folder, name = posixpath.split(path)
+    result: Any = await scope.slot.run(
+        wire.Search(pattern="", path=folder or ".", glob=f"*{posixpath.splitext(name)[1]}", max_matches=300)
+    )
+    if not isinstance(result, wire.SearchResult):
+        return "; its folder does not exist" if folder else ""
+    paths = [as_asked(match.path, path) for match in result.matches]
+    by_name = {posixpath.basename(one)[:_COMPARED]: one for one in reversed(paths)}
+    close = difflib.get_close_matches(name[:_COMPARED], by_name, n=3, cutoff=0.6)
+    return f"; did you mean {' or '.join(by_name[one] for one in close)}?" if close else ""
+
+
+def as_asked(path: str, asked: str) -> str:
+    """A path from the slot (absolute) in the manner of the one asked for: from the workspace when that was."""
+    return path.removeprefix(f"{WORKSPACE}/") if not asked.startswith("/") else path
+
+
+def file_kind(data: bytes, size: int) -> str | None:
+    """What a file is that is no text (`a PNG image, 640x480`), None for text."""
+    for magic, kind in _IMAGES:
+        if data.startswith(magic) and (len(magic) > 2 or is_binary(data)):
+            extent = _extent(data, kind)
+            return f"a {kind}{extent}"
+    if data[:4] == b"RIFF" and data[8:12] == b"WEBP":
+        return "a WebP image"
+    for magic, kind in _BINARIES:
+        if data.startswith(magic):
+            return f"{'an' if kind[0] in 'Ex' and kind != 'xz file' else 'a'} {kind}"
+    if is_binary(data) and not _utf16(data):
+        return "a binary file"
+    del size
+    return "UTF-16 text (convert it: iconv -f utf-16 -t utf-8)" if _utf16(data) else None
+
+
+def _utf16(data: bytes) -> bool:
+    return data[:2] in {b"\xff\xfe", b"\xfe\xff"} and b"\x00" in data[:64]
+
+
+def _extent(data: bytes, kind: str) -> str:
+    """The width and height that an image's own header gives."""
+    try:
+        if kind.startswith("PNG"):
+            return ", {}x{}".format(*struct.unpack(">II", data[16:24]))
+        if kind.startswith("GIF"):
+            return ", {}x{}".format(*struct.unpack("<HH", data[6:10]))
+    except struct.error:
+        pass
+    return ""

@@ -1,0 +1,263 @@
+"""Changing files in the trajectory's slot: one exact replacement, or a unified diff of several files."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import posixpath
+import shlex
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from pydantic import Field, field_validator
+
+from atropos import wire
+from atropos.tools.arguments import Arguments, no_nul
+from atropos.tools.base import Tool, ToolError, ToolScope
+from atropos.tools.models import ToolResult
+from atropos.tools.sandboxed import diffs
+from atropos.tools.sandboxed.files import MAX_PATH, fetch
+from atropos.tools.sandboxed.text import plural
+
+ON_LOOP_BYTES = 32_768
+"""Texts up to this are worked on right on the event loop."""
+_T = TypeVar("_T")
+MAX_FILES = 200
+"""Files that one diff may change."""
+
+
+class PatchArguments(Arguments):
+    """Arguments of `patch`: path, old and new; or diff."""
+
+    path: str | None = Field(default=None, min_length=1, max_length=MAX_PATH, description="the file, with old and new")
+    old: str | None = Field(default=None, description="the exact text to replace; it must be there exactly once")
+    new: str | None = Field(default=None, description="the text to put in its place")
+    replace_all: bool = Field(default=False, description="replace every occurrence of old")
+    diff: str | None = Field(
+        default=None, description="instead of path, old and new: a unified diff, also of several files"
+    )
+
+    _no_nul = field_validator("path")(no_nul)
+
+
+@dataclass
+class _Edit:
+    """One file's way from its old bytes to its new ones; None where there is no file."""
+
+    path: str
+    before: bytes | None
+    after: bytes | None
+    mode: int | None = None
+    old_mode: int | None = None
+
+
+class PatchTool(Tool):
+    """Change files by exact text or by a diff."""
+
+    name = "patch"
+    description = (
+        "Change files. Either replace one exact piece of text (path, old, new; old must be there exactly once unless "
+        "replace_all is true), or apply a unified diff of one or several files (diff): all of it or, if any part does "
+        "not fit, nothing."
+    )
+    arguments = PatchArguments
+    toolsets = ("default", "file")
+
+    async def run(self, arguments: PatchArguments, scope: ToolScope) -> ToolResult:
+        """Work out every change first, then write them."""
+        edits = await self._edits(arguments, scope)
+        await _write(edits, scope)
+        return ToolResult(
+            success=True, output=_summary(edits), data={"files": [one.path for one in edits], "changed": len(edits)}
+        )
+
+    async def _edits(self, arguments: PatchArguments, scope: ToolScope) -> list[_Edit]:
+        if arguments.diff is not None:
+            if arguments.old is not None or arguments.new is not None:
+                raise ToolError("patch: give either diff, or path, old and new; not both")
+            try:
+                return await _from_diff(arguments.diff, scope)
+            except diffs.PatchError as error:
+                raise ToolError(f"patch: {error}") from None
+        for name in ("path", "old", "new"):
+            if getattr(arguments, name) is None:
+                raise ToolError(f"patch: {name!r} is missing; give path, old and new, or diff")
+        assert arguments.path is not None
+        assert arguments.old is not None
+        assert arguments.new is not None
+        if not arguments.old:
+            raise ToolError("patch: old is empty; give the text to replace, or use write_file to write the whole file")
+        if arguments.old == arguments.new:
+            raise ToolError("patch: old and new are the same; nothing would change")
+        found = await _whole(scope, arguments.path)
+        after = await _off_loop(found.data, _replaced, found.data, arguments)
+        return [_Edit(arguments.path, found.data, after, found.mode, found.mode)]
+
+
+def _replaced(before: bytes, arguments: PatchArguments) -> bytes:
+    path, old = arguments.path, arguments.old or ""
+    old_bytes, new_bytes = old.encode("utf-8", "replace"), (arguments.new or "").encode("utf-8", "replace")
+    count = before.count(old_bytes)
+    if count == 0 and b"\r\n" in before and b"\r" not in old_bytes:
+        # The model sees lines, not their ends: in a file of CRLF lines it writes LF.
+        old_bytes, new_bytes = old_bytes.replace(b"\n", b"\r\n"), new_bytes.replace(b"\n", b"\r\n")
+        count = before.count(old_bytes)
+    if count == 0:
+        lines = before.decode("utf-8", "replace").splitlines()
+        raise ToolError(f"patch: old is not in {path}: {diffs.near_miss(lines, old.splitlines() or [old])}")
+    if count > 1 and not arguments.replace_all:
+        places = _places(before, old_bytes)
+        raise ToolError(
+            f"patch: old is in {path} {count} times (lines {places}); add lines around it until it is there once, "
+            "or set replace_all"
+        )
+    return before.replace(old_bytes, new_bytes)
+
+
+def _places(text: bytes, wanted: bytes) -> str:
+    found: list[str] = []
+    at = text.find(wanted)
+    while at >= 0 and len(found) < 10:
+        found.append(str(text.count(b"\n", 0, at) + 1))
+        at = text.find(wanted, at + len(wanted))
+    return ", ".join(found) + (", …" if at >= 0 else "")
+
+
+async def _from_diff(text: str, scope: ToolScope) -> list[_Edit]:
+    if len(text) > wire.MAX_FILE_BYTES:
+        raise ToolError(f"patch: the diff is longer than {wire.MAX_FILE_BYTES:,} characters")
+    changes = await _off_loop(text, diffs.parse, text)
+    if len(changes) > MAX_FILES:
+        raise ToolError(f"patch: the diff changes {len(changes)} files; at most {MAX_FILES} at once")
+    edits: dict[str, _Edit] = {}
+    for change in changes:
+        no_nul_path(change)
+        await _plan(change, edits, scope)
+    return list(edits.values())
+
+
+def _applied(before: bytes, change: diffs.FileChange) -> bytes:
+    """A file's bytes after a change; bytes that are no UTF-8 pass through."""
+    return diffs.apply(before.decode("utf-8", "surrogateescape"), change).encode("utf-8", "surrogateescape")
+
+
+async def _off_loop(measure: bytes | str, work: Callable[..., _T], *arguments: Any) -> _T:
+    """Do the work at once when there is little of it, else in a thread: other trajectories' calls go on meanwhile."""
+    if len(measure) <= ON_LOOP_BYTES:
+        return work(*arguments)
+    return await asyncio.to_thread(work, *arguments)
+
+
+def no_nul_path(change: diffs.FileChange) -> None:
+    """Refuse a NUL in a diff's file names.
+
+    Raises:
+        PatchError: there is one.
+    """
+    if "\x00" in f"{change.old_path}{change.new_path}":
+        raise diffs.PatchError("a file name in the diff holds a NUL character")
+
+
+async def _plan(change: diffs.FileChange, edits: dict[str, _Edit], scope: ToolScope) -> None:
+    """Add a file's change to those planned; a file named twice is changed twice."""
+    if change.old_path is None:
+        target = change.new_path or ""
+        if target not in edits and await _exists(scope, target):
+            raise diffs.PatchError(f"{target} is to be made and exists already. Nothing was changed")
+        edits[target] = _Edit(target, None, diffs.apply("", change).encode(), change.mode)
+        return
+    if change.new_path is not None and change.new_path != change.old_path and not change.rename:
+        named = change.new_path in edits or await _exists(scope, change.new_path)
+        change.old_path = change.new_path = change.new_path if named else change.old_path
+    known = edits.get(change.old_path)
+    if known is None:
+        found = await _whole(scope, change.old_path)
+        known = _Edit(change.old_path, found.data, found.data, found.mode, found.mode)
+    if known.after is None:
+        raise diffs.PatchError(f"{change.old_path} is deleted earlier in the same diff. Nothing was changed")
+    after = await _off_loop(known.after, _applied, known.after, change)
+    mode = known.mode if change.mode is None else change.mode
+    gone = _Edit(change.old_path, known.before, None, None, known.old_mode)
+    if change.new_path is None:
+        if after:
+            raise diffs.PatchError(
+                f"{change.old_path} is to be deleted and holds more than the diff says. Nothing was changed"
+            )
+        edits[change.old_path] = gone
+    elif change.new_path == change.old_path:
+        edits[change.old_path] = _Edit(change.old_path, known.before, after, mode, known.old_mode)
+    else:
+        if change.new_path in edits or await _exists(scope, change.new_path):
+            raise diffs.PatchError(
+                f"{change.old_path} is to be renamed to {change.new_path}, which exists. Nothing was changed"
+            )
+        edits[change.old_path] = gone
+        edits[change.new_path] = _Edit(change.new_path, None, after, mode)
+
+
+async def _write(edits: list[_Edit], scope: ToolScope) -> None:
+    """Write the edits; where one fails, put back those before it."""
+    done: list[_Edit] = []
+    try:
+        for edit in edits:
+            await _put(edit.path, edit.before, edit.after, edit.mode, scope)  # one write is itself all or nothing
+            done.append(edit)
+    except ToolError as error:
+        failed: list[str] = []
+        for edit in reversed(done):
+            try:
+                await _put(edit.path, edit.after, edit.before, edit.old_mode, scope)
+            except ToolError:
+                failed.append(edit.path)
+        rest = f"; {', '.join(failed)} could not be put back" if failed else "; nothing was changed"
+        raise ToolError(f"patch: {error}{rest}", limit=error.limit) from None
+
+
+async def _put(path: str, before: bytes | None, after: bytes | None, mode: int | None, scope: ToolScope) -> None:
+    if after is None:
+        result: wire.ExecResult = await scope.run(wire.Exec(command=f"rm -- {shlex.quote(path)}", timeout_s=30))
+        if result.exit_code != 0:
+            raise ToolError(f"{path} can't be deleted: {result.output.decode('utf-8', 'replace').strip()}")
+        return
+    unchanged = None if before is None else hashlib.sha256(before).hexdigest()
+    await scope.run(wire.WriteFile(path=path, data=after, mode=mode, if_sha256=unchanged))
+
+
+async def _whole(scope: ToolScope, path: str) -> wire.FileResult:
+    found = await fetch(scope, path, 0, wire.MAX_FILE_BYTES)
+    if found.size > len(found.data):
+        raise ToolError(f"patch: {path} is larger than {wire.MAX_FILE_BYTES:,} bytes; change it by a command")
+    if b"\x00" in found.data[:8192]:
+        raise ToolError(f"patch: {path} is a binary file; change it by a command")
+    return found
+
+
+async def _exists(scope: ToolScope, path: str) -> bool:
+    result: Any = await scope.slot.run(wire.ReadFile(path=path, max_bytes=1))
+    return not (isinstance(result, wire.OpError) and result.error in {"not_found", "not_directory"})
+
+
+def _summary(edits: list[_Edit]) -> str:
+    rows: list[str] = []
+    for edit in edits:
+        name = posixpath.normpath(edit.path)
+        if edit.after is None:
+            rows.append(f"deleted {name}")
+        elif edit.before is None:
+            rows.append(f"made {name} ({plural(len(edit.after.splitlines()), 'line')})")
+        else:
+            old, new = edit.before.splitlines(), edit.after.splitlines()
+            rows.append(f"changed {name} ({_changed(old, new)})")
+    return "\n".join(rows)
+
+
+def _changed(old: list[bytes], new: list[bytes]) -> str:
+    """Where the change lies: the lines between the common start and the common end."""
+    start = 0
+    while start < min(len(old), len(new)) and old[start] == new[start]:
+        start += 1
+    end = 0
+    while end < min(len(old), len(new)) - start and old[-1 - end] == new[-1 - end]:
+        end += 1
+    return f"lines {start + 1} to {max(len(new) - end, start + 1)}, {len(old)} before and {len(new)} now"

@@ -1,0 +1,269 @@
+"""Background processes in the trajectory's slot: watched, answered and ended."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field
+
+from atropos import wire
+from atropos.tools.arguments import Arguments, Seconds
+from atropos.tools.base import Tool, ToolError, ToolScope
+from atropos.tools.models import ToolResult
+from atropos.tools.sandboxed.text import clip, decode, plural, shown, without_escapes
+
+BUFFER_BYTES = 200_000
+"""Output kept of a background process; older output falls out and is counted."""
+
+
+class Watches:
+    """What is remembered of background processes: what the model has seen, and which to tell of again."""
+
+    def __init__(self) -> None:
+        self.seen: dict[str, int] = {}
+        self.intervals: dict[str, float] = {}
+        self.due: dict[str, float] = {}
+
+    def start(self, session_id: str, interval_s: float | None) -> None:
+        """Remember a new process, told of every `interval_s` seconds when that is given."""
+        self.seen[session_id] = 0
+        if interval_s is not None:
+            self.intervals[session_id] = interval_s
+
+
+def watches(scope: ToolScope) -> Watches:
+    """The trajectory's background processes, as far as they must be remembered here."""
+    return scope.state.setdefault("process", Watches())
+
+
+Action = Literal["list", "poll", "log", "wait", "kill", "write", "submit", "close"]
+
+
+class ProcessArguments(Arguments):
+    """Arguments of `process`."""
+
+    action: Action = Field(
+        description="list: all sessions; poll: state and new output; log: last lines of output; "
+        "wait: until it ends (later calls come after it; poll to go on meanwhile); "
+        "kill: end it; write: send data as it is; submit: send data and Enter; close: end its input"
+    )
+    session_id: str | None = Field(default=None, description="from terminal(background=true); not for list")
+    data: str | None = Field(default=None, description="for write and submit")
+    timeout: Seconds | None = Field(default=None, description="seconds, for wait")
+    lines: int | None = Field(default=None, ge=1, le=100_000, description="for log: how many of the last lines")
+
+
+class ProcessTool(Tool):
+    """Watch, answer and end background processes."""
+
+    name = "process"
+    description = (
+        "Manage the processes that terminal(background=true) started: list them, poll one for new output, see the last "
+        "lines of its log, wait for it to end, write to its input, or kill it."
+    )
+    arguments = ProcessArguments
+    toolsets = ("default", "terminal", "process")
+
+    async def run(self, arguments: ProcessArguments, scope: ToolScope) -> ToolResult:
+        """Do the action."""
+        if arguments.action == "list":
+            return await self._list(scope)
+        session_id = arguments.session_id
+        if not session_id:
+            listing: wire.ProcListing = await scope.run(wire.ProcList())
+            raise ToolError(f"process: action {arguments.action!r} needs session_id; {_sessions(listing)}")
+        if arguments.action in {"write", "submit"} and arguments.data is None:
+            if arguments.action == "write":
+                raise ToolError("process: action 'write' needs data, the text to send")
+            arguments = arguments.model_copy(update={"data": ""})
+        actions = {
+            "poll": self._poll,
+            "log": self._log,
+            "wait": self._wait,
+            "kill": self._kill,
+            "write": self._write,
+            "submit": self._write,
+            "close": self._write,
+        }
+        return await actions[arguments.action](arguments, session_id, scope)
+
+    async def _list(self, scope: ToolScope) -> ToolResult:
+        listing: wire.ProcListing = await scope.run(wire.ProcList())
+        rows = [
+            f"{one.id}  {_state(one)}  {one.uptime_s:.0f} s  {plural(one.total_bytes, 'byte')} of output  "
+            f"{clip(one.command, 200)[0]}"
+            for one in listing.processes
+        ]
+        data = {"processes": [_data(one) for one in listing.processes]}
+        return ToolResult(success=True, output="\n".join(rows) or "no background processes", data=data)
+
+    async def _poll(self, arguments: ProcessArguments, session_id: str, scope: ToolScope) -> ToolResult:
+        del arguments
+        seen = watches(scope).seen
+        state = await read(scope, session_id, offset=seen.get(session_id, 0), max_bytes=scope.limits.max_output_bytes)
+        return self._tell(state, scope, "no new output")
+
+    async def _log(self, arguments: ProcessArguments, session_id: str, scope: ToolScope) -> ToolResult:
+        state = await read(scope, session_id, offset=0, max_bytes=BUFFER_BYTES)
+        wanted = arguments.lines or 200
+        lines = _text(state).splitlines(keepends=True)
+        kept = lines[-wanted:]
+        text, dropped = clip("".join(kept), scope.limits.max_output_bytes)
+        before = f"[the last {plural(len(kept), 'line')} of {len(lines):,} kept"
+        before += f"; {plural(state.dropped_bytes, 'byte')} before were dropped]\n" if state.dropped_bytes else "]\n"
+        return ToolResult(
+            success=True,
+            output=f"{_head(state)}\n{before if len(kept) < len(lines) or state.dropped_bytes else ''}{text}",
+            truncated=bool(dropped or state.dropped_bytes),
+            dropped_bytes=state.dropped_bytes + dropped,
+            data=_data(state),
+        )
+
+    async def _wait(self, arguments: ProcessArguments, session_id: str, scope: ToolScope) -> ToolResult:
+        most = scope.limits.max_wait_s
+        asked = arguments.timeout if arguments.timeout is not None else most
+        wait_s = min(asked, most)
+        seen = watches(scope).seen
+        state = await read(
+            scope,
+            session_id,
+            offset=seen.get(session_id, 0),
+            max_bytes=scope.limits.max_output_bytes,
+            wait_s=wait_s,
+            until="exit",
+        )
+        note = f"[the wait of {asked:g} s was cut to {wait_s:g} s, the longest allowed]" if asked > wait_s else ""
+        if state.running:
+            note = f"[still running after {wait_s:g} s]" + (f"\n{note}" if note else "")
+        return self._tell(state, scope, "no new output", note)
+
+    async def _kill(self, arguments: ProcessArguments, session_id: str, scope: ToolScope) -> ToolResult:
+        del arguments
+        await self._known(scope, session_id)
+        await scope.run(wire.ProcKill(id=session_id, signal="TERM"))
+        offset = watches(scope).seen.get(session_id, 0)
+        # TERM is followed by KILL in the slot, so that this ends long before the bound.
+        state = await read(scope, session_id, offset=offset, wait_s=min(30, scope.limits.max_wait_s), until="exit")
+        return self._tell(state, scope, "", "" if not state.running else "[it did not end yet; poll it]")
+
+    async def _write(self, arguments: ProcessArguments, session_id: str, scope: ToolScope) -> ToolResult:
+        state = await self._known(scope, session_id)
+        if not state.running:
+            raise ToolError(f"process: session {session_id} has ended ({_state(state)}); it reads no more input")
+        text = arguments.data or ""
+        data = text.encode("utf-8", "replace")
+        if len(data) > wire.MAX_COMMAND_BYTES:
+            raise ToolError(f"process: data is longer than {wire.MAX_COMMAND_BYTES:,} bytes; write a file instead")
+        if arguments.action == "submit":
+            data += b"\r" if state.pty else b"\n"  # Enter on a terminal is a carriage return
+        end = arguments.action == "close"
+        if end and state.pty:
+            data, end = data + b"\x04", False  # the end of a terminal's input is Ctrl-D
+        await scope.run(wire.ProcWrite(id=session_id, data=data, eof=end))
+        done = "closed its input" if arguments.action == "close" else f"sent {plural(len(data), 'byte')}"
+        return ToolResult(success=True, output=f"{done}; poll it to see the answer", data={"session_id": session_id})
+
+    async def _known(self, scope: ToolScope, session_id: str) -> wire.ProcState:
+        return await read(scope, session_id, offset=0, max_bytes=1)
+
+    def _tell(self, state: wire.ProcState, scope: ToolScope, nothing: str, note: str = "") -> ToolResult:
+        seen = watches(scope).seen
+        seen[state.id] = state.offset + len(state.output)
+        left = state.total_bytes - seen[state.id]
+        lost = f"[{plural(state.dropped_bytes, 'byte')} before this were dropped]\n" if state.dropped_bytes else ""
+        more = f"\n[{plural(left, 'more byte')}; poll again]" if left > 0 else ""
+        text = _text(state) if state.output else nothing
+        parts = [_head(state), f"{lost}{text}{more}".rstrip("\n"), note]
+        return ToolResult(
+            success=True,
+            output="\n".join(part for part in parts if part),
+            exit_code=state.exit_code,
+            limit=state.limit,
+            truncated=bool(state.dropped_bytes),
+            dropped_bytes=state.dropped_bytes,
+            data=_data(state),
+        )
+
+
+async def read(
+    scope: ToolScope,
+    session_id: str,
+    *,
+    offset: int,
+    max_bytes: int = BUFFER_BYTES,
+    wait_s: float = 0,
+    until: Literal["exit", "output", "quiet"] = "exit",
+    quiet_s: float = 0.3,
+) -> wire.ProcState:
+    """A background process's state and output.
+
+    Raises:
+        ToolError: there is no such session; the message names those there are.
+    """
+    operation = wire.ProcRead(
+        id=session_id, offset=offset, max_bytes=max_bytes, wait_s=wait_s, until=until, quiet_s=quiet_s
+    )
+    result: Any = await scope.slot.run(operation)
+    if isinstance(result, wire.OpError):
+        if result.error != "unknown_process":
+            raise ToolError(result.message, limit=result.limit)
+        listing: wire.ProcListing = await scope.run(wire.ProcList())
+        raise ToolError(f"process: there is no session {session_id[:100]!r}; {_sessions(listing)}")
+    return result
+
+
+async def due_notes(scope: ToolScope, now: float) -> str:
+    """What to tell of the background processes whose check is due; empty when none is.
+
+    Args:
+        scope: of the call whose result the note is added to.
+        now: the loop's time, in seconds.
+    """
+    kept: Watches | None = scope.state.get("process")
+    if kept is None or not kept.intervals:
+        return ""
+    notes: list[str] = []
+    for session_id, interval_s in list(kept.intervals.items()):
+        if now < kept.due.setdefault(session_id, now + interval_s):
+            continue
+        kept.due[session_id] = now + interval_s
+        result: Any = await scope.slot.run(wire.ProcRead(id=session_id, offset=0, max_bytes=1))
+        if isinstance(result, wire.ProcState):
+            new = result.total_bytes - kept.seen.get(session_id, 0)
+            notes.append(f"[session {session_id}: {_state(result)}, {plural(new, 'new byte')} of output]")
+            if result.running:
+                continue
+        del kept.intervals[session_id]
+    return "\n".join(notes)
+
+
+def _text(state: wire.ProcState) -> str:
+    return without_escapes(decode(state.output)) if state.pty else shown(state.output)
+
+
+def _state(state: wire.ProcState) -> str:
+    if state.running:
+        return "running"
+    if state.exit_code is None:
+        return "ended"
+    return f"killed by signal {-state.exit_code}" if state.exit_code < 0 else f"exit code {state.exit_code}"
+
+
+def _head(state: wire.ProcState) -> str:
+    limit = f", stopped by the {state.limit} limit" if state.limit else ""
+    return f"[session {state.id}: {_state(state)}{limit}, {state.uptime_s:.1f} s]"
+
+
+def _data(state: wire.ProcState) -> dict[str, Any]:
+    return {
+        "session_id": state.id,
+        "pid": state.pid,
+        "running": state.running,
+        "exit_code": state.exit_code,
+        "total_bytes": state.total_bytes,
+    }
+
+
+def _sessions(listing: wire.ProcListing) -> str:
+    known = ", ".join(f"{one.id} ({_state(one)})" for one in listing.processes)
+    return f"the sessions are: {known}" if known else "there are no sessions; terminal(background=true) starts one"

@@ -1,0 +1,256 @@
+"""Searching the files of the trajectory's slot by content or by name, leaving out what git ignores."""
+
+from __future__ import annotations
+
+import asyncio
+import posixpath
+import shlex
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import Field, field_validator
+
+from atropos import wire
+from atropos.tools.arguments import Arguments, no_nul
+from atropos.tools.base import Tool, ToolError, ToolScope
+from atropos.tools.models import ToolResult
+from atropos.tools.sandboxed.files import MAX_PATH, WORKSPACE, as_asked
+from atropos.tools.sandboxed.text import clip, decode, plural
+
+MAX_LINE = 500
+"""Characters of a matching line that are shown."""
+SEARCH_S = 20.0
+"""Longest a search may take, in seconds."""
+NO_RIPGREP = 97
+"""The exit code by which our script says that the slot has no ripgrep."""
+ON_LOOP_BYTES = 262_144
+"""Output up to this is read right on the event loop, more of it in a thread."""
+NESTED = 8
+"""Repositories below the searched folder whose ignore rules are asked for."""
+
+
+class SearchArguments(Arguments):
+    """Arguments of `search_files`."""
+
+    pattern: str = Field(max_length=10_000, description="regular expression to look for in lines; empty: list files")
+    path: str = Field(default=".", min_length=1, max_length=MAX_PATH, description="folder or file to search")
+    glob: str | None = Field(default=None, max_length=1000, description="only files whose name matches, such as *.py")
+    ignore_case: bool = Field(default=False, description="whether A and a are the same")
+    context: int = Field(default=0, ge=0, le=20, description="lines to show around each match")
+    limit: int = Field(default=100, ge=1, le=2000, description="most matches")
+
+    _no_nul = field_validator("pattern", "path", "glob")(no_nul)
+
+
+@dataclass(frozen=True)
+class _Found:
+    """What a search found: rows to show, the matches among them, and whether there is more."""
+
+    rows: list[wire.Match]
+    truncated: bool
+
+
+class SearchTool(Tool):
+    """Search files."""
+
+    name = "search_files"
+    description = (
+        "Search file contents by regular expression, or list files by a glob when the pattern is empty. "
+        "What git ignores is left out. Answers lines of the form path:line:text."
+    )
+    arguments = SearchArguments
+    toolsets = ("default", "file")
+    read_only = True
+
+    async def run(self, arguments: SearchArguments, scope: ToolScope) -> ToolResult:
+        """Search with ripgrep where the slot has it, else with the slot's own search."""
+        found = await _ripgrep(arguments, scope)
+        if found is None:
+            found = await _search(arguments, scope)
+        return _answer(arguments, found, scope.limits.max_output_bytes)
+
+
+def _answer(arguments: SearchArguments, found: _Found, most: int) -> ToolResult:
+    rows: list[str] = []
+    last: tuple[str, int] | None = None
+    for one in found.rows:
+        text = one.text if len(one.text) <= MAX_LINE else f"{one.text[:MAX_LINE]}… [{len(one.text):,} characters]"
+        if not one.line:
+            rows.append(one.path)
+            continue
+        if arguments.context and last is not None and last != (one.path, one.line - 1):
+            rows.append("--")
+        last = (one.path, one.line)
+        mark = "-" if one.context else ":"
+        rows.append(f"{one.path}{mark}{one.line}{mark}{text}")
+    matches = [one for one in found.rows if not one.context]
+    files = len({one.path for one in matches})
+    noun = "match" if arguments.pattern else "file"
+    if not matches:
+        where = f" in {arguments.path}" + (f" ({arguments.glob})" if arguments.glob else "")
+        return ToolResult(success=True, output=f"no {noun} found{where}", data=_data([], found))
+    total = f"{plural(len(matches), noun)}" + (f" in {plural(files, 'file')}" if arguments.pattern else "")
+    more = "; there are more: narrow the search or raise limit" if found.truncated else ""
+    text, dropped = clip("\n".join(rows), most)
+    return ToolResult(
+        success=True,
+        output=f"{text}\n[{total}{more}]",
+        truncated=found.truncated or bool(dropped),
+        dropped_bytes=dropped,
+        data=_data(matches, found),
+    )
+
+
+def _data(matches: list[wire.Match], found: _Found) -> dict[str, Any]:
+    rows = [{"path": one.path, "line": one.line, "text": one.text[:MAX_LINE]} for one in matches]
+    return {"matches": rows, "truncated": found.truncated}
+
+
+# ------------------------------------------------------------------------------------------------------------- ripgrep
+
+
+async def _ripgrep(arguments: SearchArguments, scope: ToolScope) -> _Found | None:
+    """The search by the slot's ripgrep; None where it has none, or where ripgrep refuses the pattern."""
+    if scope.state.get("search.no_ripgrep"):
+        return None
+    flags = ["--color=never", "--no-config", "--hidden", "--glob=!.git", "--sort=path", "--null"]
+    if arguments.glob is not None:
+        flags.append(f"--glob={arguments.glob}")
+    if arguments.pattern:
+        flags += ["--line-number", "--with-filename", "--no-heading", "--engine=auto", "--max-columns=4000"]
+        flags += ["--ignore-case"] if arguments.ignore_case else []
+        flags += [f"--context={arguments.context}"] if arguments.context else []
+        flags += ["-e", arguments.pattern]
+    else:
+        flags.append("--files")
+    most = (arguments.limit + 1) * (2 * arguments.context + 2)
+    search = " ".join(shlex.quote(flag) for flag in [*flags, "--", arguments.path])
+    rows = f"tr '\\0' '\\n' | head -n {most}" if not arguments.pattern else f"head -n {most}"
+    command = (
+        f"command -v rg >/dev/null 2>&1 || exit {NO_RIPGREP}; rg {search} 2>/dev/null | {rows}; exit ${{PIPESTATUS[0]}}"
+    )
+    result: Any = await scope.slot.run(wire.Exec(command=command, timeout_s=SEARCH_S, max_output_bytes=4_000_000))
+    if not isinstance(result, wire.ExecResult) or result.exit_code == NO_RIPGREP:
+        scope.state["search.no_ripgrep"] = True
+        return None
+    if result.timed_out:
+        raise ToolError(f"search_files: not done after {SEARCH_S:g} s; search a smaller folder")
+    if result.exit_code == 2 and not result.output:
+        return None  # a pattern or path that ripgrep refuses: the slot's own search says why
+    if len(result.output) > ON_LOOP_BYTES:
+        return await asyncio.to_thread(_parsed, arguments, decode(result.output), truncated=result.truncated)
+    return _parsed(arguments, decode(result.output), truncated=result.truncated)
+
+
+def _parsed(arguments: SearchArguments, text: str, *, truncated: bool) -> _Found:
+    rows: list[wire.Match] = []
+    matches = 0
+    for line in text.split("\n"):
+        path, nul, rest = line.partition("\0")
+        if not arguments.pattern:
+            if line:
+                rows.append(wire.Match(path=_tidy(line), line=0, text=""))
+                matches += 1
+        elif nul:
+            number = rest[: len(rest) - len(rest.lstrip("0123456789"))]
+            mark = rest[len(number) : len(number) + 1]
+            if not number or mark not in {":", "-"}:
+                continue
+            matches += mark == ":"
+            if matches > arguments.limit:
+                break
+            rows.append(
+                wire.Match(
+                    path=_tidy(path), line=int(number), text=rest[len(number) + 1 :].rstrip("\r"), context=mark == "-"
+                )
+            )
+        if matches > arguments.limit:
+            break
+    if not arguments.pattern:
+        rows = rows[: arguments.limit]
+    return _Found(rows, truncated or matches > arguments.limit)
+
+
+def _tidy(path: str) -> str:
+    return path.removeprefix("./")
+
+
+# -------------------------------------------------------------------------------------------------- the slot's own search
+
+
+async def _search(arguments: SearchArguments, scope: ToolScope) -> _Found:
+    """The search by the slot's runner, and what git ignores taken out of it."""
+    asked = min(arguments.limit * 4, 10_000)
+    while True:
+        result: Any = await scope.slot.run(
+            wire.Search(
+                pattern=arguments.pattern,
+                path=arguments.path,
+                glob=arguments.glob,
+                max_matches=asked,
+                context=arguments.context,
+                ignore_case=arguments.ignore_case,
+            )
+        )
+        if isinstance(result, wire.OpError):
+            raise ToolError(f"search_files: {result.message}", limit=result.limit)
+        if not isinstance(result, wire.SearchResult):
+            raise ToolError("search_files: the slot gave no matches")
+        found = [one.model_copy(update={"path": _tidy(as_asked(one.path, arguments.path))}) for one in result.matches]
+        kept = await _without_ignored(arguments.path, found, scope)
+        matches = sum(not one.context for one in kept)
+        if matches >= arguments.limit or not result.truncated or asked == 10_000:
+            break
+        asked = 10_000  # most of what was found is ignored: look further once
+    rows: list[wire.Match] = []
+    count = 0
+    for one in kept:
+        count += not one.context
+        if count > arguments.limit:
+            break
+        rows.append(one)
+    return _Found(rows, result.truncated or count > arguments.limit)
+
+
+async def _without_ignored(root: str, matches: list[wire.Match], scope: ToolScope) -> list[wire.Match]:
+    paths = sorted({one.path for one in matches})
+    if not paths:
+        return matches
+    ignored = await _ignored(root, paths, scope)
+    return [one for one in matches if one.path not in ignored and "/.git/" not in f"/{one.path}"]
+
+
+async def _ignored(root: str, paths: list[str], scope: ToolScope) -> set[str]:
+    """Those of the paths that git ignores, by the rules of the repository of `root`, or of those right below it."""
+    # The folder that git is asked in, and the paths as seen from there. A path that was searched by itself is no folder.
+    script = (
+        f'd={shlex.quote(root)}; [ -d "$d" ] || d=$(dirname -- "$d"); '
+        'git -C "$d" rev-parse --is-inside-work-tree >/dev/null 2>&1 && echo . && exit; '
+        f'cd -- "$d" && for g in */.git; do [ -e "$g" ] && dirname -- "$g"; done | head -n {NESTED}'
+    )
+    result: Any = await scope.slot.run(wire.Exec(command=script, timeout_s=10, max_output_bytes=20_000))
+    if not isinstance(result, wire.ExecResult) or not result.output:
+        return set()
+    ignored: set[str] = set()
+    for repository in decode(result.output).splitlines():
+        folder = posixpath.normpath(posixpath.join(root, repository))
+        seen = {_below(path, folder): path for path in paths if path and _below(path, folder)}
+        if not seen:
+            continue
+        answer: Any = await scope.slot.run(
+            wire.Exec(
+                command=f"git -C {shlex.quote(folder)} check-ignore -z --stdin",
+                stdin="\0".join(seen).encode("utf-8", "surrogateescape"),
+                timeout_s=10,
+                max_output_bytes=4_000_000,
+            )
+        )
+        if isinstance(answer, wire.ExecResult) and answer.exit_code == 0:
+            ignored |= {seen[one] for one in decode(answer.output).split("\0") if one in seen}
+    return ignored
+
+
+def _below(path: str, folder: str) -> str:
+    """A path as seen from a folder; empty when it is not below it."""
+    path, folder = (posixpath.normpath(posixpath.join(WORKSPACE, one)) for one in (path, folder))
+    return path[len(folder) :].lstrip("/") if path.startswith(f"{folder.rstrip('/')}/") else ""

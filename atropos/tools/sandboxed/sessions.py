@@ -1,0 +1,370 @@
+"""Terminal sessions in the trajectory's slot: keys in, screen out, as with tmux's send-keys and capture-pane.
+
+The program runs on a terminal inside the slot; the screen is rebuilt here from what it wrote.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import regex
+from pydantic import Field, field_validator
+
+from atropos import wire
+from atropos.tools.arguments import Arguments, Seconds, no_nul
+from atropos.tools.base import Tool, ToolError, ToolScope
+from atropos.tools.models import ToolResult
+from atropos.tools.sandboxed.process import BUFFER_BYTES, read
+from atropos.tools.sandboxed.recording import Recording
+from atropos.tools.sandboxed.screen import TERM, Screen
+from atropos.tools.sandboxed.text import clip, plural
+
+QUIET_S = 0.15
+"""Without output for so long, a program is taken to have finished drawing."""
+SETTLE_S = 2.0
+"""Longest wait for quiet after keys; a program that never rests is shown as it is then."""
+IN_THREAD_BYTES = 4096
+"""From this much on, output is drawn in a thread, so that other trajectories' calls go on."""
+MAX_KEYS = 1000
+MATCH_S = 0.5
+"""Longest one search for a pattern on the screen may take."""
+
+Action = Literal["start", "send", "screen", "wait", "history", "resize", "list", "close"]
+
+
+class SessionArguments(Arguments):
+    """Arguments of `session`."""
+
+    action: Action = Field(
+        description="start: run a command on a new terminal; send: press keys and see the screen; screen: see it; "
+        "wait: until a pattern shows or output rests; history: lines that scrolled off; resize; list; close"
+    )
+    session_id: str | None = Field(default=None, description="from start; may be left out while there is only one")
+    command: str | None = Field(default=None, description="for start; default: bash")
+    workdir: str | None = Field(default=None, description="for start")
+    keys: list[str] | None = Field(
+        default=None,
+        max_length=MAX_KEYS,
+        description="for send, in order: names of keys (Enter, Escape, Tab, Up, C-c, M-x, F1, PageDown …) or text",
+    )
+    text: str | None = Field(default=None, description="for send: literal text, sent before keys")
+    pattern: str | None = Field(
+        default=None, max_length=2000, description="for wait: regular expression to be found on the screen"
+    )
+    timeout: Seconds | None = Field(default=None, description="for wait and send: longest wait in seconds")
+    rows: int | None = Field(default=None, ge=2, le=300, description="for start and resize; default 24")
+    cols: int | None = Field(default=None, ge=10, le=500, description="for start and resize; default 80")
+    lines: int = Field(default=200, ge=1, le=2000, description="for history")
+    record: bool = Field(default=False, description="for start: keep a recording (asciinema v2)")
+
+    _no_nul = field_validator("command", "workdir")(no_nul)
+
+
+@dataclass
+class _Session:
+    """One terminal and what was seen of it."""
+
+    id: str
+    command: str
+    screen: Screen
+    began: float = field(default_factory=time.monotonic)
+    seen: int = 0
+    lost: int = 0
+    recording: Recording | None = None
+    state: wire.ProcState | None = None
+    finished: bool = False
+
+    def note(self, kind: str, data: str) -> None:
+        """Add to the recording, where there is one."""
+        if self.recording is not None:
+            self.recording.event(time.monotonic() - self.began, kind, data)
+
+
+class Sessions:
+    """A trajectory's terminals."""
+
+    def __init__(self) -> None:
+        self.by_id: dict[str, _Session] = {}
+
+    async def finish(self, scope: ToolScope) -> None:
+        """Take in what was written last, for the recordings."""
+        for session in self.by_id.values():
+            if session.recording is not None and not session.finished:
+                await _update(scope, session)
+
+    def recordings(self) -> dict[str, str]:
+        """Recorded sessions by id, as asciinema v2."""
+        return {one.id: one.recording.text() for one in self.by_id.values() if one.recording is not None}
+
+
+class SessionTool(Tool):
+    """Full-screen programs."""
+
+    name = "session"
+    description = (
+        "Use interactive and full-screen programs (vim, less, top, a debugger, an installer) on a terminal: start one, "
+        "send keys, and see the screen."
+    )
+    arguments = SessionArguments
+    toolsets = ("session",)
+
+    async def run(self, arguments: SessionArguments, scope: ToolScope) -> ToolResult:
+        """Do the action."""
+        kept: Sessions = scope.state.setdefault("session", Sessions())
+        if arguments.action == "start":
+            return await _start(arguments, scope, kept)
+        if arguments.action == "list":
+            return await _list(scope, kept)
+        session = _find(arguments, kept)
+        actions = {
+            "send": _send,
+            "screen": _see,
+            "wait": _wait,
+            "history": _history,
+            "resize": _resize,
+            "close": _close,
+        }
+        return await actions[arguments.action](arguments, scope, session)
+
+
+def _find(arguments: SessionArguments, kept: Sessions) -> _Session:
+    known = ", ".join(kept.by_id) or "none; start one"
+    if arguments.session_id is None:
+        every = list(kept.by_id.values())
+        # where all have ended, the end of the last one is still to be seen
+        meant = [one for one in every if not one.finished] or every[-1:]
+        if len(meant) != 1:
+            raise ToolError(f"session: session_id is missing; the sessions are: {known}")
+        return meant[0]
+    try:
+        return kept.by_id[arguments.session_id]
+    except KeyError:
+        raise ToolError(f"session: there is no session {arguments.session_id[:100]!r}; there are: {known}") from None
+
+
+async def _start(arguments: SessionArguments, scope: ToolScope, kept: Sessions) -> ToolResult:
+    if sum(not one.finished for one in kept.by_id.values()) >= scope.limits.max_sessions:
+        raise ToolError(f"session: {scope.limits.max_sessions} sessions are open, the most allowed; close one")
+    rows, cols, command = arguments.rows or 24, arguments.cols or 80, arguments.command or "bash"
+    if not command.strip():
+        raise ToolError("session: command is empty; leave it out for bash")
+    state: wire.ProcState = await scope.run(
+        wire.ProcStart(
+            command=command,
+            workdir=arguments.workdir,
+            env={"TERM": TERM, "COLUMNS": str(cols), "LINES": str(rows)},
+            pty=True,
+            rows=rows,
+            cols=cols,
+            buffer_bytes=BUFFER_BYTES,
+        )
+    )
+    session = _Session(state.id, command, Screen(rows, cols))
+    if arguments.record or scope.limits.record_sessions:
+        most = scope.limits.max_recording_bytes
+        session.recording = Recording(
+            rows=rows, cols=cols, started=time.time(), most_bytes=most, command=command, term=TERM
+        )
+    kept.by_id[state.id] = session
+    _forget_old(kept, scope.limits.max_sessions)
+    await _settle(scope, session, SETTLE_S)
+    return _show(session, f"started session {session.id}")
+
+
+def _forget_old(kept: Sessions, most: int) -> None:
+    """Of ended sessions, only the latest are kept: the slot keeps no end of them either."""
+    ended = [one.id for one in kept.by_id.values() if one.finished]
+    for session_id in ended[: max(len(kept.by_id) - 2 * most, 0)]:
+        del kept.by_id[session_id]
+
+
+async def _send(arguments: SessionArguments, scope: ToolScope, session: _Session) -> ToolResult:
+    if not arguments.keys and not arguments.text:
+        raise ToolError('session: send needs keys, such as ["ls -l", "Enter"], or text')
+    await _update(scope, session)  # the cursor keys' meaning depends on what the program asked for
+    if session.finished:
+        raise ToolError(f"session: {session.id} has ended; start another. It showed:\n{session.screen.text()}")
+    data = (arguments.text or "").encode("utf-8", "replace")
+    for key in arguments.keys or ():
+        pressed = session.screen.key(key)
+        data += key.encode("utf-8", "replace") if pressed is None else pressed
+    if len(data) > wire.MAX_COMMAND_BYTES:
+        raise ToolError(f"session: more than {wire.MAX_COMMAND_BYTES:,} bytes at once; write a file instead")
+    session.note("i", data.decode("utf-8", "replace"))
+    before = session.seen
+    result: Any = await scope.slot.run(wire.ProcWrite(id=session.id, data=data))
+    if isinstance(result, wire.OpError):
+        await _update(scope, session)
+        if not session.finished:
+            raise ToolError(f"session: {result.message}", limit=result.limit)
+    # Quiet begins only when the program has begun to answer, which it need not.
+    await _read(scope, session, wait_s=min(0.5, arguments.timeout or 0.5), until="output", beyond=before)
+    settle = SETTLE_S if arguments.timeout is None else min(arguments.timeout, scope.limits.max_wait_s)
+    await _settle(scope, session, settle)
+    return _show(session)
+
+
+async def _see(arguments: SessionArguments, scope: ToolScope, session: _Session) -> ToolResult:
+    del arguments
+    await _update(scope, session)
+    return _show(session)
+
+
+async def _wait(arguments: SessionArguments, scope: ToolScope, session: _Session) -> ToolResult:
+    asked = arguments.timeout if arguments.timeout is not None else min(30.0, scope.limits.max_wait_s)
+    wait_s = min(asked, scope.limits.max_wait_s)
+    cut = f"the wait of {asked:g} s was cut to {wait_s:g} s, the longest allowed" if asked > wait_s else ""
+    if arguments.pattern is None:
+        quiet = await _settle(scope, session, wait_s, quiet_s=1.0)
+        return _show(session, cut if quiet else f"output has not come to rest after {wait_s:g} s")
+    try:
+        wanted = regex.compile(arguments.pattern, regex.MULTILINE)
+    except (regex.error, OverflowError, RecursionError) as error:
+        raise ToolError(f"session: pattern is no regular expression: {error}") from None
+    deadline = time.monotonic() + wait_s
+    await _update(scope, session)
+    while not await _matches(wanted, session.screen.text()):
+        left = deadline - time.monotonic()
+        if session.finished or left <= 0:
+            why = "the program has ended" if session.finished else f"it did not show within {wait_s:g} s"
+            return _show(session, "; ".join(part for part in (f"pattern not found: {why}", cut) if part), found=False)
+        await _read(scope, session, wait_s=left, until="output")
+    return _show(session, cut, found=True)
+
+
+async def _matches(wanted: regex.Pattern[str], text: str) -> bool:
+    """Whether the pattern is on the screen. The model wrote it, so that it may backtrack without end: it is timed."""
+    try:
+        return await asyncio.to_thread(wanted.search, text, timeout=MATCH_S, concurrent=True) is not None
+    except TimeoutError:
+        raise ToolError("session: pattern takes too long to search for; write it simpler") from None
+
+
+async def _history(arguments: SessionArguments, scope: ToolScope, session: _Session) -> ToolResult:
+    await _update(scope, session)
+    text, dropped = clip(session.screen.scrollback(arguments.lines), scope.limits.max_output_bytes)
+    return ToolResult(success=True, output=f"{_head(session)}\n{text}", truncated=bool(dropped), dropped_bytes=dropped)
+
+
+async def _resize(arguments: SessionArguments, scope: ToolScope, session: _Session) -> ToolResult:
+    rows, cols = arguments.rows or session.screen.rows, arguments.cols or session.screen.cols
+    await _update(scope, session)
+    await scope.run(wire.ProcWrite(id=session.id, rows=rows, cols=cols))
+    session.screen.resize(rows, cols)
+    session.note("r", f"{cols}x{rows}")
+    await _settle(scope, session, SETTLE_S)
+    return _show(session)
+
+
+async def _close(arguments: SessionArguments, scope: ToolScope, session: _Session) -> ToolResult:
+    del arguments
+    await scope.run(wire.ProcKill(id=session.id, signal="HUP"))
+    await _read(scope, session, wait_s=0.5, until="exit")
+    if not session.finished:
+        await scope.run(wire.ProcKill(id=session.id, signal="KILL"))
+        await _read(scope, session, wait_s=10.0, until="exit")
+    return ToolResult(success=True, output=f"session {session.id} is closed")
+
+
+async def _list(scope: ToolScope, kept: Sessions) -> ToolResult:
+    rows: list[str] = []
+    for session in kept.by_id.values():
+        if not session.finished:
+            await _update(scope, session)
+        rows.append(f"{_head(session)} {session.command[:200]}")
+    return ToolResult(
+        success=True, output="\n".join(rows) or "no sessions; start one", data={"sessions": [*kept.by_id]}
+    )
+
+
+# ------------------------------------------------------------------------------------------------------------- reading
+
+
+async def _update(scope: ToolScope, session: _Session) -> None:
+    """Take in everything written so far."""
+    await _read(scope, session, wait_s=0, until="exit")
+
+
+async def _read(
+    scope: ToolScope,
+    session: _Session,
+    *,
+    wait_s: float,
+    until: Literal["exit", "output", "quiet"],
+    quiet_s: float = QUIET_S,
+    beyond: int | None = None,
+) -> None:
+    """Read what the program wrote, draw it, and let the terminal answer the program's questions."""
+    if session.finished or (beyond is not None and session.seen > beyond):
+        return
+    state = await read(scope, session.id, offset=session.seen, wait_s=wait_s, until=until, quiet_s=quiet_s)
+    session.state = state
+    session.seen = state.offset + len(state.output)
+    session.lost += state.dropped_bytes
+    session.finished = not state.running and session.seen >= state.total_bytes
+    if not state.output:
+        return
+    if len(state.output) > IN_THREAD_BYTES:
+        text = await asyncio.to_thread(session.screen.feed, state.output)
+    else:
+        text = session.screen.feed(state.output)
+    session.note("o", text)
+    answers = session.screen.answers()
+    if answers and state.running:
+        await scope.slot.run(wire.ProcWrite(id=session.id, data=answers))
+
+
+async def _settle(scope: ToolScope, session: _Session, wait_s: float, *, quiet_s: float = QUIET_S) -> bool:
+    """Wait until no output came for `quiet_s`, `wait_s` at most; whether it did come to rest."""
+    deadline = time.monotonic() + wait_s
+    while True:
+        left = deadline - time.monotonic()
+        if left <= 0:
+            return False
+        before = session.seen
+        await _read(scope, session, wait_s=left, until="quiet", quiet_s=quiet_s)
+        if session.finished or session.seen == before:
+            return True
+        if (
+            time.monotonic() < deadline - quiet_s
+            and session.state is not None
+            and session.seen >= session.state.total_bytes
+        ):
+            return True
+
+
+def _head(session: _Session) -> str:
+    state = session.state
+    row, column = session.screen.cursor
+    if session.finished and state is not None:
+        doing = f"ended with exit code {state.exit_code}"
+    else:
+        doing = f"cursor at row {row}, column {column}"
+    return f"[session {session.id}: {session.screen.cols}x{session.screen.rows}, {doing}]"
+
+
+def _show(session: _Session, note: str = "", *, found: bool | None = None) -> ToolResult:
+    lost = f"{plural(session.lost, 'byte')} of output came too fast and were dropped" if session.lost else ""
+    told = "" if found is False else note
+    head = "\n".join([_head(session), *(f"[{part}]" for part in (told, lost) if part)])
+    state = session.state
+    data: dict[str, Any] = {
+        "session_id": session.id,
+        "running": not session.finished,
+        "screen": session.screen.text(),
+        "cursor": list(session.screen.cursor),
+    }
+    if found is not None:
+        data["found"] = found
+    return ToolResult(
+        success=found is not False,
+        output=f"{head}\n{session.screen.text()}",
+        error=note if found is False else None,
+        exit_code=state.exit_code if state is not None and session.finished else None,
+        truncated=bool(session.lost),
+        dropped_bytes=session.lost,
+        data=data,
+    )

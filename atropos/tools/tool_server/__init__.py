@@ -1,0 +1,1 @@
+"""The executor's side of a ToolServer."""

@@ -1,0 +1,309 @@
+"""The way to a ToolServer: what may be sent again, what may not, and whose failure it was."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import logging
+import random
+import time
+import uuid
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+from urllib.parse import quote
+
+from pydantic import SecretStr, ValidationError
+
+from atropos.errors import ConfigError, OutcomeUnknown, ToolServerUnavailable
+from atropos.tools.base import Tool
+from atropos.tools.models import ToolResult
+from atropos.tools.tool_server.messages import (
+    VERSION,
+    ExecuteAnswer,
+    ExternalCall,
+    ExternalResult,
+    ToolInfo,
+    ToolList,
+)
+from atropos.tools.tool_server.transport import Answer, Broken, Connections, InProcess, Unsent, Way
+from atropos.wire import Problem
+
+INPROCESS = "inprocess"
+"""The `tool_server_url` that means: run the ToolServer's application in this process."""
+MAX_ATTEMPTS = 8
+"""Sends of one call at most, while that is safe."""
+MAX_DELAY_S = 10.0
+"""Longest pause between two attempts, also where the server asks for a longer one."""
+
+QUEUE_S = 75.0
+"""How much longer than its own time a call may take: its turn on the server, and the way."""
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass
+class _Life:
+    """A trajectory from its first call to its end: its name for the server, and what the server keeps for it."""
+
+    id: str = field(default_factory=lambda: uuid.uuid4().hex)
+    state_id: str | None = None
+
+
+class ToolServerClient:
+    """One ToolServer, over HTTP or in this process.
+
+    A call is sent again only where that can't run it twice: it never left, or the server refused it (429, 503), or the
+    connection broke and the server is asked for the same id, which it runs once at most.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        token: SecretStr | None = None,
+        *,
+        timeout_s: float = 180.0,
+        app_factory: Callable[[], Any] | None = None,
+        tools: Sequence[Tool] = (),
+    ) -> None:
+        self.url = url
+        self.timeout_s = timeout_s
+        self._token = token
+        self._factory = app_factory
+        self._tools = tools
+        self._stack = AsyncExitStack()
+        self._way: Way | None = None
+        self._boot_id: str | None = None
+        self._lives: dict[str, _Life] = {}
+        if url != INPROCESS and not url.startswith(("http://", "https://")):
+            raise ConfigError(f"tool_server_url: {url!r} is neither an http(s) URL nor 'inprocess'")
+
+    async def start(self) -> list[ToolInfo]:
+        """Connect and learn which tools there are.
+
+        Raises:
+            ToolServerUnavailable: it can't be reached, refuses the token, or answers nonsense.
+        """
+        headers: dict[str, str] = {}
+        if self._token is not None:
+            headers["Authorization"] = f"Bearer {self._token.get_secret_value()}"
+        if self.url == INPROCESS:
+            app = self._factory() if self._factory is not None else _default_app(self._token, self._tools)
+            await self._stack.enter_async_context(_living(app))
+            self._way = InProcess(app, headers)
+        else:
+            self._way = Connections(self.url, headers)
+            self._stack.push_async_callback(self._way.close)
+        try:
+            answer = await self._get_tools()
+        except BaseException:
+            await self.close()
+            raise
+        self._boot_id = answer.boot_id
+        return list(answer.tools)
+
+    async def _get_tools(self) -> ToolList:
+        for attempt in range(MAX_ATTEMPTS):
+            try:
+                response = await self._open.send("GET", "/tools", None, 15.0)
+            except (Unsent, Broken) as error:
+                if attempt + 1 == 3:
+                    raise self._unavailable(f"can't be reached: {error}") from error
+                await _pause(attempt, None)
+                continue
+            if response.status in {429, 503} and attempt + 1 < MAX_ATTEMPTS:
+                await _pause(attempt, response)
+                continue
+            if response.status != 200:
+                raise self._refused(response)
+            try:
+                tools = ToolList.model_validate_json(response.body)
+            except ValidationError as error:
+                raise self._unavailable(f"answered nonsense to GET /tools: {error.error_count()} problems") from error
+            if tools.version != VERSION:
+                raise self._unavailable(f"speaks version {tools.version} of the protocol, this client {VERSION}")
+            return tools
+        raise self._unavailable("stayed too busy to list its tools")
+
+    async def execute(
+        self, trajectory_id: str, call_id: str, name: str, arguments: dict[str, Any], *, timeout_s: float | None = None
+    ) -> ToolResult:
+        """Run one external call.
+
+        Raises:
+            ToolServerUnavailable: the server could not be reached or did not keep to its protocol; the call did not
+                run, or, where the server's memory of it is gone with a restart, see next.
+            OutcomeUnknown: the call may have run and nobody can tell.
+        """
+        life = self._lives.setdefault(trajectory_id, _Life())
+        call = ExternalCall(
+            trajectory_id=trajectory_id,
+            call_id=call_id,
+            name=name,
+            arguments=arguments,
+            timeout_s=timeout_s,
+            state_id=life.state_id,
+            life=life.id,
+        )
+        first_boot_id = self._boot_id  # not a later one: other calls may have met the server that came after it
+        deadline = time.monotonic() + max(self.timeout_s, timeout_s or 0) + QUEUE_S
+        sent_before = False  # whether an earlier attempt may have reached the server
+        failure = "stayed too busy"
+        for attempt in range(MAX_ATTEMPTS):
+            left = deadline - time.monotonic()
+            if left <= 0:
+                break
+            body = call.model_copy(update={"boot_id": first_boot_id}) if sent_before else call
+            response: Answer | None = None
+            try:
+                response = await self._open.send("POST", "/execute", body.__pydantic_serializer__.to_json(body), left)
+            except Unsent as error:
+                failure = f"can't be reached: {error}"
+            except Broken as error:
+                sent_before = True
+                failure = f"broke the connection: {error}"
+            else:
+                if response.status == 200:
+                    return self._answer(response, call, life)
+                if response.status == 413 and not sent_before:
+                    return ToolResult.failure(f"{name}: the arguments are too long: {_problem(response)}")
+                if response.status not in {429, 502, 503, 504}:
+                    self._raise_for(response, call, life, sent_before=sent_before)
+                sent_before |= response.status in {502, 504}  # a proxy's: the server behind it may be at work
+                failure = f"answered {response.status}: {_problem(response)}"
+            await _pause(attempt, response)
+        if sent_before:
+            raise OutcomeUnknown(f"the ToolServer at {self.url} {failure}; call {call_id} may have run")
+        raise self._unavailable(failure)
+
+    async def end_trajectory(self, trajectory_id: str) -> None:
+        """Let the server forget what it keeps for a trajectory; a failure is logged, its TTL ends it anyway.
+
+        A call that was given up may reach the server after this: it is of a life that has ended, and is not run.
+        """
+        life = self._lives.pop(trajectory_id, None)
+        if life is None:
+            return
+        path = f"/trajectories/{quote(trajectory_id, safe='')}?life={life.id}"
+        try:
+            await self._open.send("DELETE", path, None, 10.0)
+        except (Unsent, Broken) as error:
+            _log.warning("the ToolServer was not told that trajectory %s ended: %s", trajectory_id, error)
+
+    async def close(self) -> None:
+        """Close the connections, and the application where it runs in this process."""
+        self._way = None
+        await self._stack.aclose()
+
+    @property
+    def _open(self) -> Way:
+        if self._way is None:
+            raise RuntimeError("the ToolServer client is not started, or closed")
+        return self._way
+
+    def _answer(self, response: Answer, call: ExternalCall, life: _Life) -> ToolResult:
+        try:
+            answer = ExecuteAnswer.model_validate_json(response.body)
+        except ValidationError as error:
+            raise self._unavailable(
+                f"answered nonsense to call {call.call_id}: {error.error_count()} problems"
+            ) from error
+        self._boot_id = answer.boot_id
+        life.state_id = answer.state_id
+        return external_result(answer.result)
+
+    def _raise_for(self, response: Answer, call: ExternalCall, life: _Life, *, sent_before: bool) -> None:
+        problem = _problem(response)
+        if response.status == 409:
+            if _code(response) == "state_lost" and not sent_before:
+                life.state_id = None  # told once: what comes after it begins anew
+                raise self._unavailable(f"did not run call {call.call_id}: {problem}")
+            raise OutcomeUnknown(f"the ToolServer at {self.url}: {problem}")
+        if response.status >= 500 or sent_before:
+            raise OutcomeUnknown(f"the ToolServer at {self.url} answered {response.status}: {problem}")
+        raise self._refused(response)
+
+    def _refused(self, response: Answer) -> ToolServerUnavailable:
+        cure = "; check tool_server_token" if response.status in {401, 403} else ""
+        return self._unavailable(f"answered {response.status}: {_problem(response)}{cure}")
+
+    def _unavailable(self, why: str) -> ToolServerUnavailable:
+        return ToolServerUnavailable(f"the ToolServer at {self.url} {why}")
+
+
+def external_result(result: ExternalResult) -> ToolResult:
+    """An external tool's answer as any other tool's."""
+    return ToolResult(
+        success=result.success,
+        output=result.output,
+        error=result.error,
+        timed_out=result.timed_out,
+        truncated=result.truncated,
+        data=result.data,
+        duration_s=result.duration_s,
+    )
+
+
+def _default_app(token: SecretStr | None, tools: Sequence[Tool]) -> Any:
+    # By name: the API stands above the tools, and this is the one place where they meet.
+    create_app = importlib.import_module("atropos.api.tool_server").create_app
+    return create_app(token=token, tools=tools)
+
+
+@asynccontextmanager
+async def _living(app: Any) -> AsyncGenerator[None]:
+    """An application between its lifespan's start and end, both in a task of its own.
+
+    Whoever closes need not be the task that started, and what an application opens may have to be closed where it was
+    opened.
+    """
+    ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    over = asyncio.Event()
+
+    async def live() -> None:
+        try:
+            async with app.router.lifespan_context(app):
+                ready.set_result(None)
+                await over.wait()
+        except BaseException as error:
+            if ready.done():
+                raise
+            ready.set_exception(error if isinstance(error, Exception) else RuntimeError(f"start ended: {error!r}"))
+
+    task = asyncio.create_task(live(), name="ToolServer in this process")
+    try:
+        await ready
+        yield
+    finally:
+        over.set()
+        if not ready.done():
+            task.cancel()
+        await asyncio.wait([task])
+        if not task.cancelled() and (failure := task.exception()) is not None:
+            _log.warning("the ToolServer in this process did not end well: %r", failure)
+
+
+def _problem(response: Answer) -> str:
+    try:
+        return Problem.model_validate_json(response.body).message
+    except ValidationError:
+        return response.body.decode(errors="replace")[:200] or f"status {response.status}"
+
+
+def _code(response: Answer) -> str:
+    try:
+        return Problem.model_validate_json(response.body).code
+    except ValidationError:
+        return ""
+
+
+async def _pause(attempt: int, response: Answer | None) -> None:
+    asked = 0.0
+    if response is not None:
+        try:
+            asked = float(response.headers.get("retry-after", 0))
+        except ValueError:
+            asked = 0.0
+    backoff = 0.1 * 2**attempt * random.uniform(0.5, 1.5)
+    await asyncio.sleep(min(max(asked, backoff), MAX_DELAY_S))
