@@ -24,6 +24,11 @@ from atropos.tools.parsers.base import whole_text
 EXACT = frozenset({"vllm", "sglang"})
 """Server types that tell the tokens they sampled."""
 
+ENDINGS = frozenset({"stop", "length"})
+"""Finish reasons with which a server says that the model's turn is whole, or was cut off at `max_tokens`."""
+CHAT_ENDINGS = ENDINGS | {"tool_calls", "function_call"}
+"""The same for OpenAI's chat completions."""
+
 Answer = TypeVar("Answer")
 
 _capturing: contextvars.ContextVar[bool] = contextvars.ContextVar("capturing", default=False)
@@ -195,11 +200,24 @@ def _generation(prompt: list[int], answer: Any) -> Generation:
             retryable=False,
         )
     if not ids:
-        raise InferenceError("the inference server sampled no token")
+        raise InferenceError(f"the inference server sampled no token (finish reason {reason!r:.80})")
+    ending = _ending(reason, ENDINGS)
     if len(ids) != len(values) or not all(math.isfinite(value) for value in values):
         raise InferenceError(f"{len(ids)} tokens came with {len(values)} logprobs, or with infinite ones")
+    return Generation(ids, values, ending)
+
+
+def _ending(reason: Any, endings: frozenset[str]) -> str:
+    """The finish reason; SGLang's is a dict with a `type`.
+
+    Raises:
+        InferenceError: the server broke the generation off (`abort` at a weight update, `error`, no reason at all), so
+            what it sampled is not the model's turn.
+    """
     kind = cast("dict[str, Any]", reason).get("type") if isinstance(reason, dict) else reason
-    return Generation(ids, values, str(kind or ""))
+    if isinstance(kind, str) and kind in endings:
+        return kind
+    raise InferenceError(f"the inference server broke the generation off (finish reason {kind!r:.80})")
 
 
 def _token(value: Any) -> int:
@@ -211,6 +229,7 @@ def _token(value: Any) -> int:
 def _chat_answer(answer: Any) -> ChatAnswer:
     try:
         choice = answer.choices[0]
+        ending = _ending(choice.finish_reason, CHAT_ENDINGS)
         message = choice.message
         content = message.content
         calls = [
@@ -224,7 +243,7 @@ def _chat_answer(answer: Any) -> ChatAnswer:
     reasoning = getattr(message, "reasoning_content", None) or getattr(message, "reasoning", None) or ""
     if not content and not calls and not reasoning:
         raise InferenceError("the inference server answered without a message")
-    return ChatAnswer(whole_text(content or ""), whole_text(str(reasoning)), calls, str(choice.finish_reason or ""))
+    return ChatAnswer(whole_text(content or ""), whole_text(str(reasoning)), calls, ending)
 
 
 def _whole(value: Any) -> Any:

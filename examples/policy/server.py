@@ -24,8 +24,11 @@ from tokenizers import Tokenizer
 from examples.policy.play import Policy, Turn
 from examples.policy.tokenizer import FOLDER, IM_END, IM_START
 
-FAULTS = ("none", "503", "400", "nonsense", "slow", "reset")
+BROKEN_OFF: dict[str, str | None] = {"abort": "abort", "error": "error", "unfinished": None}
+"""Faults that answer half of a generation, and the finish reason that comes with it."""
+FAULTS = ("none", "503", "400", "nonsense", "slow", "reset", *BROKEN_OFF)
 MODEL = "scripted-policy"
+_BROKEN_OFF = web.RequestKey("broken_off", bool)
 
 
 @dataclass(frozen=True)
@@ -94,6 +97,9 @@ class PolicyServer:
                 return await handler(request)
             except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
                 return web.json_response({"error": {"message": f"bad request: {error!r}"}}, status=400)
+        if settings.fault in BROKEN_OFF:
+            request[_BROKEN_OFF] = True
+            return await handler(request)
         if settings.fault in {"503", "400"}:
             return web.json_response({"error": {"message": "asked to fail"}}, status=int(settings.fault))
         if settings.fault == "nonsense":
@@ -120,10 +126,12 @@ class PolicyServer:
         structured = bool(body.get("tools")) and bool(turn.calls)
         text = turn.text if structured else turn.render()
         ids = self.tokenizer.encode(text).ids
-        reason = "tool_calls" if structured else "stop"
+        reason: str | None = "tool_calls" if structured else "stop"
         if limit is not None and len(ids) > limit:
             ids, reason, structured = ids[:limit], "length", False
             text = self.tokenizer.decode(ids, skip_special_tokens=False)
+        elif _BROKEN_OFF in request:
+            reason, structured, text = BROKEN_OFF[self.settings.fault], False, text[: len(text) // 2] or "I"
         message: dict[str, Any] = {"role": "assistant", "content": text}
         if structured:
             message["tool_calls"] = _openai_calls(turn)
@@ -174,15 +182,24 @@ class PolicyServer:
             params = body.get("sampling_params") or {}
             prompt = [int(token) for token in body["input_ids"]]
             limit = params.get("max_new_tokens")
-            ids, logprobs, reason = self.sample(prompt, params.get("seed"), limit, params.get("temperature"))
+            ids, logprobs, reason = self.sample(
+                prompt, params.get("seed"), limit, params.get("temperature"), broken_off=_BROKEN_OFF in request
+            )
             meta = {
                 "output_token_logprobs": [[lp, token, None] for token, lp in zip(ids, logprobs, strict=True)],
-                "finish_reason": {"type": reason},
+                "finish_reason": {"type": reason} if reason else None,
             }
             return web.json_response({"text": self.tokenizer.decode(ids), "meta_info": meta})
         prompt = [int(token) for token in body["prompt"]["prompt_token_ids"]]
         answers = [
-            self.sample(prompt, body.get("seed"), body.get("max_tokens"), body.get("temperature"), index)
+            self.sample(
+                prompt,
+                body.get("seed"),
+                body.get("max_tokens"),
+                body.get("temperature"),
+                index,
+                broken_off=_BROKEN_OFF in request,
+            )
             for index in range(int(body.get("n") or 1))
         ]
         return web.json_response(
@@ -203,18 +220,27 @@ class PolicyServer:
         return web.json_response({"completion_ids": [ids for ids, _, _ in answers]})
 
     def sample(
-        self, prompt: list[int], seed: int | None, limit: int | None, temperature: float | None, index: int = 0
-    ) -> tuple[list[int], list[float], str]:
-        """Token ids, their logprobs and the finish reason for this prompt."""
+        self,
+        prompt: list[int],
+        seed: int | None,
+        limit: int | None,
+        temperature: float | None,
+        index: int = 0,
+        *,
+        broken_off: bool = False,
+    ) -> tuple[list[int], list[float], str | None]:
+        """Token ids, their logprobs and the finish reason for this prompt; half of them where it is broken off."""
         turn = self.policy.answer(self.messages(prompt), seed)
         key = hashlib.sha256(json.dumps([prompt, seed, index, temperature]).encode()).digest()
         rng = random.Random(key)
         ids = [*self._cut(turn.render(), rng), self.end_id]
-        reason = "stop"
-        if limit is not None and len(ids) > limit:
+        reason: str | None = "stop"
+        if broken_off:
+            ids, reason = ids[: len(ids) // 2] or ids, BROKEN_OFF[self.settings.fault]
+        elif limit is not None and len(ids) > limit:
             ids, reason = ids[:limit], "length"
         logprobs = [-round(rng.expovariate(2.0), 6) for _ in ids]
-        if self._log:
+        if self._log and not broken_off:
             self._log.write(json.dumps({"prompt": prompt, "ids": ids, "logprobs": logprobs, "finish": reason}) + "\n")
             self._log.flush()
         return ids, logprobs, reason

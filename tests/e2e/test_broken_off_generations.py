@@ -1,0 +1,68 @@
+"""A generation that the inference server broke off is no turn of the model: asked for again, never scored.
+
+Real HTTP, through atroposlib's own server classes, in all three protocols and both envs. An inference server aborts what
+it is generating when weights are updated; vLLM then answers `abort`, SGLang `{"type": "abort"}`, with what it had so far.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from atropos.envs.config import AgentEnvConfig
+from atropos.envs.hermes.config import HermesAgentEnvConfig
+from atropos.envs.running.rollout import GroupsDropped
+from examples.policy.server import BROKEN_OFF
+from examples.policy.truth import Truth
+from tests.e2e.hermes_support import call, groups, make, running_policy, sampled, script
+from tests.e2e.test_exact_tokens import Agent, Hermes
+
+ENVS = [(Agent, AgentEnvConfig), (Hermes, HermesAgentEnvConfig)]
+PROMPT = script({"text": "look", "calls": [call("terminal", command="ls")]}, "it is done, and this is the whole answer")
+
+
+async def processed(env, count):
+    env.rows = [{"name": f"r{n}", "prompt": PROMPT, "max_tokens": None} for n in range(count)]
+    env.n_groups_to_process = count
+    await env.process_manager()
+
+
+@pytest.mark.parametrize("fault", BROKEN_OFF)
+@pytest.mark.parametrize("server_type", ["vllm", "sglang", "openai"])
+@pytest.mark.parametrize(("cls", "config"), ENVS)
+async def test_a_generation_that_was_broken_off_is_asked_for_again(tmp_path, cls, config, server_type, fault):
+    settings = {"server_type": server_type, "config_cls": config, "model_retries": 9, "seed": 3}
+    async with running_policy(tmp_path, fault=fault, fault_rate=0.25) as policy:
+        env = make(cls, policy, tmp_path, [], **settings)
+        await processed(env, 2)
+    done = groups(tmp_path)
+    assert len(done) == 2
+    truth = Truth(policy[1])
+    for group in done:
+        assert [facts["stop_reason"] for facts in group["atropos"]["trajectories"]] == ["final"] * 2
+        assert group["scores"] == [len("it is done, and this is the whole answer")] * 2
+        if server_type != "openai":  # the log holds whole generations alone
+            assert all(run in truth for index in range(2) for run in sampled(group, index))
+
+
+@pytest.mark.parametrize("server_type", ["vllm", "sglang", "openai"])
+@pytest.mark.parametrize(("cls", "config"), ENVS)
+async def test_a_server_that_breaks_every_generation_off_gets_nothing_scored(
+    tmp_path, monkeypatch, cls, config, server_type
+):
+    settings = {"server_type": server_type, "config_cls": config, "model_retries": 1, "trajectory_retries": 1}
+    async with running_policy(tmp_path) as policy:
+        env = make(cls, policy, tmp_path, [], **settings)
+        probed = env.setup
+
+        async def setup():
+            await probed()
+            env.server.servers[0].config.base_url = broken[0]  # vLLM's and SGLang's clients read it at each request
+            env.server.servers[0].openai.base_url = broken[0]
+
+        monkeypatch.setattr(env, "setup", setup)
+        async with running_policy(tmp_path, fault="abort") as broken:
+            with pytest.raises(GroupsDropped):
+                await processed(env, 2)
+    assert groups(tmp_path) == []
+    assert env.metrics.dropped == {"inference_error": 2}
+    assert env.metrics.retries["inference_error"] >= 2
