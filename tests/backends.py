@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from atropos.slots import SlotPool, SlotPoolConfig
+from atropos.testing import BackendHarness
 from tests import engines
 from tests.processes import adopt_orphans, descendants, gone_within
 
 
-class Engine:
-    """Makes configurations of pools on one backend, and looks after what they leave."""
+class Engine(BackendHarness):
+    """One of the built-in backends."""
 
     def __init__(self, name: str) -> None:
         self.name = name

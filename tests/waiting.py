@@ -1,19 +1,7 @@
-"""Waiting in tests: for something that is sure to come, with a deadline that only a failure meets."""
+"""Waiting in tests, as the shipped conformance suite does it."""
 
 from __future__ import annotations
 
-import asyncio
-import os
-from collections.abc import Callable
+from atropos.testing.waiting import SLOWNESS, until
 
-SLOWNESS = float(os.environ.get("ATROPOS_SLOWNESS", "1"))
-"""What deadlines are multiplied by, where the machine is an emulated one (`make test-cgroup2`)."""
-
-
-async def until(condition: Callable[[], object], what: str = "the condition", seconds: float = 30) -> None:
-    """Poll until `condition()` is true; an AssertionError that says `what` after `seconds`."""
-    seconds *= SLOWNESS
-    deadline = asyncio.get_running_loop().time() + seconds
-    while not condition():
-        assert asyncio.get_running_loop().time() < deadline, f"{what} did not come about within {seconds} s"
-        await asyncio.sleep(0.01)
+__all__ = ["SLOWNESS", "until"]

@@ -1,0 +1,218 @@
+"""A slot through the pool: commands, files, privacy, forks. On every backend."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import tarfile
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+
+from atropos.errors import LeaseExpired
+from atropos.slots import Slot, SlotPool
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+@pytest_asyncio.fixture(name="slot", loop_scope="module")
+async def slot_fixture(pool: SlotPool) -> AsyncIterator[Slot]:
+    """A lease for one test."""
+    async with pool.lease("t") as slot:
+        yield slot
+
+
+async def test_a_command_runs_and_its_end_is_a_value(slot: Slot) -> None:
+    result = await slot.exec("echo hi; exit 3")
+    assert (result.exit_code, result.output, result.timed_out, result.truncated) == (3, "hi\n", False, False)
+    assert (await slot.exec("kill -9 $$")).exit_code == -9
+    assert (await slot.exec("nonsense-command")).exit_code == 127
+
+
+async def test_output_keeps_its_order_and_comes_apart_on_request(slot: Slot) -> None:
+    result = await slot.exec("echo a; echo b >&2; echo c")
+    assert result.output == "a\nb\nc\n"
+    result = await slot.exec("echo a; echo b >&2; echo c", split=True)
+    assert (result.stdout, result.stderr) == ("a\nc\n", "b\n")
+    assert sorted(result.output.split()) == ["a", "b", "c"]
+
+
+async def test_environment_workdir_and_stdin_reach_the_command(slot: Slot) -> None:
+    result = await slot.exec("pwd; echo $GREETING; cat", workdir="/tmp", env={"GREETING": "hé"}, stdin="in\x00put")
+    assert result.output == "/tmp\nhé\nin\x00put"
+    assert (await slot.exec("pwd; id -u")).output == "/workspace\n0\n"
+
+
+async def test_binary_output_arrives_as_it_was(slot: Slot) -> None:
+    result = await slot.exec(r"printf '\xff\x00\xfe'")
+    assert result.output_bytes == b"\xff\x00\xfe"
+    assert result.output == "\ufffd\x00\ufffd"
+
+
+async def test_a_timeout_ends_the_whole_session_and_keeps_what_was_printed(slot: Slot) -> None:
+    result = await slot.exec("echo before; sleep 1000 & sleep 1000", timeout_s=1.5)
+    assert result.timed_out
+    assert result.output == "before\n"
+    assert "sleep" not in (await slot.exec("cat /proc/[0-9]*/cmdline | tr '\\0' ' '")).output
+
+
+async def test_a_background_child_that_holds_the_pipe_does_not_hold_the_call(slot: Slot) -> None:
+    began = time.monotonic()
+    assert (await slot.exec("sleep 1000 & echo done")).output == "done\n"
+    assert time.monotonic() - began < 30
+
+
+async def test_a_flood_is_cut_to_head_and_tail(slot: Slot) -> None:
+    result = await slot.exec("echo first; head -c 3000000 /dev/zero | tr '\\0' x; echo; echo last")
+    assert result.truncated
+    assert result.dropped_bytes > 1_000_000
+    assert result.output.startswith("first\n")
+    assert result.output.endswith("last\n")
+    assert len(result.output_bytes) < 1_100_000
+
+
+async def test_cancelling_a_call_kills_it_and_the_slot_goes_on(slot: Slot) -> None:
+    task = asyncio.create_task(slot.exec("echo $$ > pid; sleep 1000"))
+    await asyncio.sleep(0.3)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert "sleep" not in (await slot.exec("cat /proc/[0-9]*/cmdline | tr '\\0' ' '")).output
+
+
+async def test_calls_of_one_slot_run_in_the_order_given(slot: Slot) -> None:
+    await asyncio.gather(*(slot.exec(f"echo {n} >> order") for n in range(20)))
+    assert (await slot.read_file("order")).split() == [b"%d" % n for n in range(20)]
+
+
+async def test_files_are_written_read_and_refused_as_pythons_own_errors(slot: Slot) -> None:
+    data = bytes(range(256)) * 4000
+    await slot.write_file("deep/er/a.bin", data, mode=0o640)
+    assert await slot.read_file("deep/er/a.bin") == data
+    assert await slot.read_file("/workspace/deep/er/a.bin") == data
+    assert (await slot.exec("stat -c %a deep/er/a.bin")).output == "640\n"
+    with pytest.raises(FileNotFoundError):
+        await slot.read_file("no/such")
+    with pytest.raises(IsADirectoryError):
+        await slot.read_file("deep")
+    with pytest.raises((NotADirectoryError, FileExistsError)):
+        await slot.write_file("deep/er/a.bin/b", b"")
+
+
+async def test_a_file_of_many_pieces_arrives_whole(slot: Slot) -> None:
+    data = b"0123456789abcdef" * (20 * 65536)
+    await slot.write_file("large", data)
+    assert await slot.read_file("large") == data
+    assert (await slot.exec("stat -c %s large")).output == f"{len(data)}\n"
+
+
+async def test_a_folder_goes_in_and_out_with_links_and_modes(slot: Slot, tmp_path: Path) -> None:
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "sub" / "run.sh").write_text("#!/bin/sh\necho ran\n")
+    (tmp_path / "sub" / "run.sh").chmod(0o755)
+    (tmp_path / "link").symlink_to("sub/run.sh")
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "nämé").write_bytes(b"x" * 10_000_000)
+    await slot.upload(tmp_path, "up")
+    assert (await slot.exec("./link && ls", workdir="up")).output == "ran\nempty\nlink\nnämé\nsub\n"
+    assert (await slot.exec("stat -c '%s %U' up/*m*")).output.splitlines()[-1] == "10000000 root"
+    with tarfile.open(fileobj=io.BytesIO(await slot.download("up/sub"))) as archive:
+        names = archive.getnames()
+    assert any(name.endswith("run.sh") for name in names)
+
+
+async def test_quiesce_ends_every_process_and_keeps_files(slot: Slot) -> None:
+    await slot.exec("sleep 1000 & echo kept > f; nohup setsid sleep 1000 >/dev/null 2>&1 &")
+    await slot.quiesce()
+    assert "sleep" not in (await slot.exec("cat /proc/[0-9]*/cmdline | tr '\\0' ' '")).output
+    assert await slot.read_file("f") == b"kept\n"
+
+
+async def test_nothing_of_a_lease_is_left_for_the_next(pool: SlotPool) -> None:
+    mess = (
+        "echo secret > a; mkdir -p d/e; echo x > /tmp/t; echo x > /dev/shm/s; echo x > /etc/mark; echo x > /root/r; "
+        "mkfifo p; (setsid sleep 12345 >/dev/null 2>&1 &); useradd eve 2>/dev/null; echo hi > /var/tmp/v; umask 777"
+    )
+    look = (
+        "ls -A /workspace /tmp /dev/shm /var/tmp /root; ls /etc/mark; grep eve /etc/passwd; "
+        "cat /proc/[0-9]*/cmdline | tr '\\0' ' ' | grep -o '[1]2345'"
+    )
+    async with pool.lease("before") as first:
+        untouched = (await first.exec(look)).output
+    for n in range(9):  # each slot of both containers has had a turn then
+        async with pool.lease(f"t{n}") as slot:
+            assert (await slot.exec(look)).output == untouched
+            await slot.exec(mess)
+
+
+async def test_neighbours_see_nothing_of_each_other(pool: SlotPool) -> None:
+    serve = "python3 -c \"import socket; s=socket.socket(); s.bind(('127.0.0.1', 8080)); s.listen(); s.accept()\" & "
+    async with pool.lease("a") as a, pool.lease("b") as b:
+        for slot in (a, b):
+            result = await slot.exec(serve + "sleep 0.2; kill -0 %1 && echo bound")
+            assert result.output == "bound\n", "each has a loopback of its own"
+        await a.exec("echo a > mine; echo a > /tmp/mine; sleep 4321 &")
+        seen = (await b.exec("cat mine /tmp/mine; cat /proc/[0-9]*/cmdline | tr '\\0' ' '")).output
+        assert "a\n" not in seen
+        assert "4321" not in seen
+
+
+async def test_a_released_slot_refuses_calls(pool: SlotPool) -> None:
+    slot = await pool.acquire("t")
+    await slot.release()
+    with pytest.raises(LeaseExpired):
+        await slot.exec("true")
+
+
+async def test_a_release_in_the_middle_of_a_call_ends_it(pool: SlotPool) -> None:
+    slot = await pool.acquire("t")
+    call = asyncio.create_task(slot.exec("sleep 1000"))
+    await asyncio.sleep(0.1)
+    await slot.release()
+    with pytest.raises(LeaseExpired):
+        await call
+
+
+async def test_slots_work_side_by_side(pool: SlotPool) -> None:
+    async def trajectory(n: int) -> list[str]:
+        async with pool.lease(f"t{n}") as slot:
+            for step in range(5):
+                await slot.exec(f"echo {n}-{step} >> log")
+            return (await slot.read_file("log")).decode().split()
+
+    logs = await asyncio.gather(*(trajectory(n) for n in range(24)))
+    assert logs == [[f"{n}-{step}" for step in range(5)] for n in range(24)]
+
+
+async def test_forks_start_from_the_frozen_workspace_and_go_their_own_ways(pool: SlotPool) -> None:
+    async with pool.lease("origin") as origin:
+        await origin.exec("mkdir d; echo base > d/f; ln -s d/f link; echo gone > g")
+        async with await origin.snapshot() as snapshot:
+            await origin.exec("echo original > d/f; rm g")
+            async with pool.lease("f1", snapshot=snapshot) as one, pool.lease("f2", snapshot=snapshot) as two:
+                assert (await one.exec("cat link g; rm -r d; echo 1 > new")).output == "base\ngone\n"
+                assert (await two.exec("cat link g; ls")).output == "base\ngone\nd\ng\nlink\n"
+                assert (await origin.exec("cat d/f; ls")).output == "original\nd\nlink\n"
+
+
+async def test_forks_land_in_any_container_and_are_the_same_there(pool: SlotPool) -> None:
+    make = (
+        "mkdir d; echo x > d/f; ln d/f d/g; ln -s f d/l; mkfifo d/p; chmod 4755 d/f; chown 5:7 d; rm -r /etc/ssl; "
+        "mkdir /etc/ssl; rm /etc/hosts; head -c 3000000 /dev/urandom > big; touch d/$(printf 'bad\\xff'); umask 0; "
+        "mkdir -m 1777 sticky; touch -d 2001-02-03T04:05:06.789 old; (setsid sleep 1000 >/dev/null 2>&1 &)"
+    )
+    look = "ls -lAR --time-style=full-iso . /etc/ssl | grep -av total; sha256sum big; ls /etc/hosts; stat -c %h d/f; cat two"
+    async with pool.lease("origin") as origin:
+        assert (await origin.exec(make)).ok
+        first = await origin.snapshot()
+        await origin.exec("echo 2 > two; rm d/g")
+        async with first, await origin.snapshot() as snapshot:
+            forks = await asyncio.gather(*(pool.acquire(f"f{n}", snapshot=snapshot) for n in range(7)))
+            assert len({fork.container for fork in forks}) == 2
+            seen = {(await fork.exec(look)).output_bytes for fork in forks}
+            assert len(seen) == 1, seen
+            assert b"bad\xff" in next(iter(seen))
+            await asyncio.gather(*(fork.release() for fork in forks))

@@ -1,0 +1,91 @@
+"""What atropos/ imports is what pyproject.toml declares, and nothing more."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+import tomllib
+from importlib.metadata import packages_distributions
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[3]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+EXTRAS = {"atropos/envs": "env", "atropos/testing": "testing"}
+"""Folders whose imports an extra may bring; those of atropos/api that belong to one are imported inside functions."""
+OPTIONAL = {"web", "mcp"}
+ALTERNATIVES = {"seccomp": "pyseccomp"}
+"""Debian's binding, which is used where it is installed instead."""
+PRIVATE = {"_sha2", "_sha256"}
+"""Modules of CPython that not every version lists as its own."""
+
+
+def normal(requirement: str) -> str:
+    """The distribution that a requirement names, as PEP 503 writes it."""
+    name = re.match(r"[\w.-]+", requirement)
+    assert name, requirement
+    return re.sub(r"[-_.]+", "-", name[0]).lower()
+
+
+CORE = {normal(one) for one in PROJECT["dependencies"]}
+OF_EXTRA = {name: {normal(one) for one in listed} for name, listed in PROJECT["optional-dependencies"].items()}
+
+
+def imported(source: str) -> set[str]:
+    """The top-level modules that a file imports, anywhere in it."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            found.add(node.module)
+    tops = {name.partition(".")[0] for name in found}
+    return tops - set(sys.stdlib_module_names) - PRIVATE - {"atropos"}
+
+
+def distributions() -> dict[str, set[str]]:
+    """Files of atropos/, each with the distributions that it imports."""
+    provided = packages_distributions()
+    found: dict[str, set[str]] = {}
+    for path in sorted((ROOT / "atropos").rglob("*.py")):
+        modules = {ALTERNATIVES.get(module, module) for module in imported(path.read_text())}
+        found[str(path.relative_to(ROOT))] = {normal(provided.get(module, [module])[0]) for module in modules}
+    return found
+
+
+def test_every_import_is_declared() -> None:
+    undeclared: list[str] = []
+    for file, needed in distributions().items():
+        allowed = CORE | set().union(*(OF_EXTRA[extra] for folder, extra in EXTRAS.items() if file.startswith(folder)))
+        if file.startswith("atropos/api"):
+            allowed |= set().union(*(OF_EXTRA[extra] for extra in OPTIONAL))
+        undeclared += [f"{file}: {name}" for name in sorted(needed - allowed)]
+    assert undeclared == []
+
+
+def test_every_dependency_is_imported() -> None:
+    used = set().union(*distributions().values())
+    assert CORE - used == set()
+    assert {name: listed - used for name, listed in OF_EXTRA.items() if listed - used} == {}
+
+
+@pytest.mark.parametrize(
+    "module", ["atropos.slots", "atropos.tools", "atropos.api.tool_server", "atropos.api.executor_api", "atropos.cli"]
+)
+def test_pool_tools_servers_and_command_need_no_extra(module: str) -> None:
+    """As in an installation without extras: what only an extra brings can't be imported."""
+    needed = {name for name, owners in packages_distributions().items() if {normal(one) for one in owners} & EXTRA_ONLY}
+    code = (
+        "import sys\n"
+        f"absent = {sorted(needed)!r}\n"
+        "for name in absent: sys.modules[name] = None\n"
+        f"import {module}\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+EXTRA_ONLY = set().union(*OF_EXTRA.values()) - CORE
