@@ -34,6 +34,9 @@ CORE = {normal(one) for one in PROJECT["dependencies"]}
 OF_EXTRA = {name: {normal(one) for one in listed} for name, listed in PROJECT["optional-dependencies"].items()}
 
 
+EXTRA_ONLY = set().union(*OF_EXTRA.values()) - CORE
+
+
 def imported(source: str) -> set[str]:
     """The top-level modules that a file imports, anywhere in it."""
     found: set[str] = set()
@@ -78,14 +81,12 @@ def test_every_dependency_is_imported() -> None:
 def test_pool_tools_servers_and_command_need_no_extra(module: str) -> None:
     """As in an installation without extras: what only an extra brings can't be imported."""
     needed = {name for name, owners in packages_distributions().items() if {normal(one) for one in owners} & EXTRA_ONLY}
-    code = (
-        "import sys\n"
-        f"absent = {sorted(needed)!r}\n"
-        "for name in absent: sys.modules[name] = None\n"
-        f"import {module}\n"
-    )
+    code = f"import sys\nabsent = {sorted(needed)!r}\nfor name in absent: sys.modules[name] = None\nimport {module}\n"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=False)
     assert done.returncode == 0, done.stderr
 
 
-EXTRA_ONLY = set().union(*OF_EXTRA.values()) - CORE
+def test_the_environments_name_the_extra_that_they_need() -> None:
+    code = "import sys; sys.modules['atroposlib'] = None; from atropos.envs import AgentEnv"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=False)
+    assert "ImportError: the environments need the extra `env`: pip install 'atropos[env]'" in done.stderr
