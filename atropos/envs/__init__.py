@@ -54,6 +54,6 @@ def __getattr__(name: str) -> Any:
     try:
         return getattr(import_module(f"{__name__}.{home}"), name)
     except ModuleNotFoundError as error:
-        if error.name != "atroposlib":
+        if (error.name or "").partition(".")[0] != "atroposlib":
             raise
         raise ImportError("the environments need the extra `env`: pip install 'atropos[env]'") from error
