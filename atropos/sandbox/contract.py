@@ -43,8 +43,9 @@ class Sandbox(Protocol):
     def begin(self, call_id: str, operation: Operation, done: Told) -> None:
         """Hand one operation over.
 
-        `done` is called once, and not before this returns: with the result, or with `OutcomeUnknown` when the sandbox
-        ended while the operation ran.
+        `done` is called once, and not before this returns: with the result; with `OutcomeUnknown` when the sandbox ended
+        while the operation ran; or with `SlotLost` when the host killed programs of the slot for want of memory, with
+        which the sandbox ends.
 
         Raises:
             SlotLost: the sandbox has ended, or broke its protocol; `done` is not called.

@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 from atropos.config import SlotLimits
+from atropos.errors import SlotLost
 from atropos.wire import ProcKill, ProcList, ProcRead, ProcStart, Quiesce
 from tests.unit.sandbox.driver import LIMITS
 from tests.unit.sandbox.scenarios import do, freed, memory_limit_is_named_and_the_slot_goes_on, out, sh, slot
@@ -38,6 +39,31 @@ async def processes_are_counted_by_the_cgroup(host):
         await do(s, Quiesce())
         again = await sh(s, "echo usable")
         assert (again.output, again.limit) == (b"usable\n", None)
+
+
+async def a_kill_for_want_of_the_container_s_memory_is_no_result(host):
+    """Run where all slots together have less memory than each may use alone times their number."""
+    within = f"exec python3 -c \"x = b'x' * ({LIMITS.memory_mib * 3 // 4} << 20); import time; time.sleep(3)\""
+    beyond = f"exec python3 -c \"x = b'x' * ({LIMITS.memory_mib * 2} << 20)\""
+    async with slot(host) as a:
+        assert (await sh(a, beyond)).limit == "memory", "its own limit is still blamed for what it did"
+    async with slot(host) as a, slot(host) as b, slot(host) as c, slot(host) as d:
+        found = await asyncio.gather(*(sh(s, within) for s in (a, b, c, d)), return_exceptions=True)
+        lost = [one for one in found if isinstance(one, SlotLost)]
+        assert lost and all("out of memory" in str(one) for one in lost), found
+        assert all(one.limit is None and one.exit_code == 0 for one in found if one not in lost), found
+    async with slot(host) as a:
+        assert await out(a, "echo usable") == "usable\n"
+        beside = [await host.start(f"beside-{number}") for number in range(3)]
+        begun = [(s, (await do(s, ProcStart(command=within))).id) for s in (a, *beside)]
+        states = await asyncio.gather(
+            *(do(s, ProcRead(id=ident, wait_s=20)) for s, ident in begun), return_exceptions=True
+        )
+        lost = [one for one in states if isinstance(one, SlotLost)]
+        assert lost, states
+        assert all((one.limit, one.exit_code) == (None, 0) for one in states if one not in lost), states
+        for s in beside:
+            assert (await s.stop()).clean
 
 
 async def a_volume_leaves_room_in_memory_for_the_command_that_clears_it(host):

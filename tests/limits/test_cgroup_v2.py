@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.limits import scenarios
+from tests.limits.test_container_memory import ROOM_MIB
 from tests.unit.sandbox.as_user import USER
 from tests.unit.sandbox.conftest import Driver, tiny_base
 from tests.waiting import SLOWNESS
@@ -102,6 +103,13 @@ def groups_of(pid: int) -> list[Path]:
 def test_alone_in_a_cgroup(place, base):
     check(Driver(base, as_user=False, before=place.enter()), [one.__name__ for one in scenarios.ALL])
     assert place.below() == ["atropos", "atropos/rest"], "what is left is what the next server uses again"
+
+
+def test_a_kill_for_want_of_the_container_s_memory_is_no_result(place, base):
+    driver = Driver(base, as_user=False, before=place.enter())
+    used = int((place.path / "memory.current").read_text())
+    (place.path / "memory.max").write_text(str(used + (ROOM_MIB << 20)))
+    check(driver, [scenarios.a_kill_for_want_of_the_container_s_memory_is_no_result.__name__])
 
 
 def test_beside_others_in_a_cgroup(place, base):

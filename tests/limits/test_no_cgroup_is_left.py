@@ -77,10 +77,14 @@ class Place:
         for folder in self.folders:
             (folder / "inner").mkdir(parents=True)
 
+    def enter_shell(self) -> list[str]:
+        """What a command is started with, to run in it."""
+        moves = "".join(f"echo $$ > '{folder}/inner/cgroup.procs'; " for folder in self.folders)
+        return ["sh", "-c", f'{moves}exec "$@"', "sh"]
+
     def enter(self, code: str) -> list[str]:
         """A command that runs Python code in it."""
-        moves = "".join(f"echo $$ > '{folder}/inner/cgroup.procs'; " for folder in self.folders)
-        return ["sh", "-c", f'{moves}exec "$@"', "sh", sys.executable, "-c", code]
+        return [*self.enter_shell(), sys.executable, "-c", code]
 
     def below(self) -> list[Path]:
         return [path for folder in self.folders for path in folder.rglob("*/") if path != folder / "inner"]

@@ -76,7 +76,7 @@ class SlotSandbox:
         self._loop = asyncio.get_running_loop()
         self._calls: dict[str, tuple[int, float]] = {}
         """Number in the channel and when its answer is due, of each call that runs."""
-        self._counts: list[bytes] | None = None
+        self._counts: cgroups.Counts | None = None
         """The limits' counts, while nothing runs in the slot that could change them: then a call need not read them."""
         self._programs = False
         """Whether programs may be running, with or without a call."""
@@ -85,7 +85,7 @@ class SlotSandbox:
         """How many sockets of programs that were ended were still there at the last look, and when they must be gone."""
         self._cut: set[str] = set()
         """Calls whose programs were ended because the slot had too many sockets."""
-        self._background: dict[str, list[bytes] | Limit | None] = {}
+        self._background: dict[str, cgroups.Counts | Limit | None] = {}
         """The limits' counts when a background process was started; once it has ended, the limit that ended it."""
         self._watchdog: asyncio.TimerHandle | None = None
         self._stopping: asyncio.Task[Stopped] | None = None
@@ -107,7 +107,7 @@ class SlotSandbox:
         arguments = dict(operation.__dict__)
         op: str = arguments.pop("op")
         deadline = FILE_DEADLINE_S
-        before: list[bytes] | None = None
+        before: cgroups.Counts | None = None
         if operation.op == "exec":
             arguments.pop("clean_env")
             deadline = min(operation.timeout_s or limits.wall_s, limits.wall_s)
@@ -125,13 +125,19 @@ class SlotSandbox:
         def ended(result: OpResult | Exception) -> None:
             if op == "exec":
                 self._programs = not channel.alone
+            try:
+                named(result)
+            except SlotLost as error:  # the slot ends with it: no later call may build on what was killed
+                self._loop.call_soon(self._broke, str(error))
+                over(error)
+
+        def named(result: OpResult | Exception) -> None:
             if before is not None and isinstance(result, ExecResult):
-                named, refused = self._name_limit(result, before, alone=channel.alone, cut=call_id in self._cut)
+                result, refused = self._name_limit(result, before, alone=channel.alone, cut=call_id in self._cut)
                 if refused:  # what commands left running may hold every place: it is ended, and the slot stays usable
-                    last = channel.call("end_leftovers", {}, lambda _: over(named))
+                    last = channel.call("end_leftovers", {}, lambda _: over(result))
                     self._calls[call_id] = (last, self._loop.time() + ANSWER_GRACE_S)
                     return
-                result = named
             elif isinstance(result, ProcState):
                 if before is not None:
                     self._background[result.id] = before
@@ -158,7 +164,8 @@ class SlotSandbox:
         """Run one operation. Cancelling this task kills what it started.
 
         Raises:
-            SlotLost: the sandbox ended, or broke its protocol, before the operation was handed to it.
+            SlotLost: the sandbox ended, or broke its protocol, before the operation was handed to it; or the host killed
+                programs of the slot for want of memory.
             OutcomeUnknown: it ended while the operation ran.
         """
         future: asyncio.Future[OpResult] = self._loop.create_future()
@@ -202,19 +209,22 @@ class SlotSandbox:
             self._going = sys.maxsize
             self._going_until = self._loop.time() + GOING_S
             self._cut.update(self._calls)
-            running = [key for key, at in self._background.items() if isinstance(at, list)]
+            running = [key for key, at in self._background.items() if isinstance(at, dict)]
             self._background.update(dict.fromkeys(running, "files"))
             self._channel.call("end_all", {}, lambda _: None)
 
     def _name_limit(
-        self, result: ExecResult, before: list[bytes], *, alone: bool, cut: bool
+        self, result: ExecResult, before: cgroups.Counts, *, alone: bool, cut: bool
     ) -> tuple[ExecResult, bool]:
         """Say which limit ended the program, and whether forks were refused meanwhile.
 
         By the kernel's own counters; nothing that the program printed matters.
+
+        Raises:
+            SlotLost: no limit of the slot's did: see `_exceeded`.
         """
         after = self._cgroup.counts()
-        limit: Any = self._cgroup.grown(before, after)
+        limit: Any = self._exceeded(before, after)
         if alone:
             self._counts = after
         refused = limit == "pids" and not alone
@@ -226,14 +236,32 @@ class SlotSandbox:
             limit = volumes.exhausted(self._volume)
         return result if limit is None else result.model_copy(update={"limit": limit}), refused
 
+    def _exceeded(self, before: cgroups.Counts, after: cgroups.Counts) -> Limit | None:
+        """The slot's limit that stopped a program meanwhile.
+
+        Raises:
+            SlotLost: programs were killed because the container or the host had no memory left. That is no result.
+        """
+        if self._cgroup.killed_from_above(before, after):
+            raise SlotLost(
+                f"programs of slot {self.name} were killed though it kept its limits: its container, or the host, ran out "
+                "of memory (container_memory_mib is less than its slots may use together)"
+            )
+        return self._cgroup.exceeded(before, after)
+
     def _named_state(self, state: ProcState) -> ProcState:
-        """Say which limit ended a background process, where one did: the same at every look."""
+        """Say which limit ended a background process, where one did: the same at every look.
+
+        Raises:
+            SlotLost: see `_exceeded`.
+        """
         known = self._background.get(state.id)
         if known is None or state.running:
             return state
-        if isinstance(known, list):
-            killed = state.exit_code in _KILLED
-            limit: Any = self._cgroup.grown(known, self._cgroup.counts()) if killed else None
+        if isinstance(known, dict):
+            limit = self._exceeded(known, self._cgroup.counts())
+            if state.exit_code not in _KILLED:
+                limit = None
             known = self._background[state.id] = limit
         return state.model_copy(update={"limit": known})
 

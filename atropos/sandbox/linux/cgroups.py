@@ -30,7 +30,10 @@ from atropos.sandbox.linux import syscalls
 
 if TYPE_CHECKING:
     from atropos.config import SlotLimits
+    from atropos.wire import Limit
 
+Counts = dict[str, bytes]
+"""The files with the kernel's counts of a slot's limits, by their names."""
 _MIB = 1024 * 1024
 _OWN_PROCESSES = 2
 """bwrap's monitor and the runner count in a slot's cgroup and are not the program's."""
@@ -324,11 +327,33 @@ def settings(tree: Tree, limits: SlotLimits, most_cores: float | None) -> list[t
     return lines
 
 
-_EVENTS = {  # (version, controller) -> (file, key, the limit it tells of)
-    (1, "memory"): ("memory.oom_control", b"oom_kill ", "memory"),
-    (2, "memory"): ("memory.events", b"oom_kill ", "memory"),
-    (1, "pids"): ("pids.events", b"max ", "pids"),
-    (2, "pids"): ("pids.events", b"max ", "pids"),
+@dataclass(frozen=True)
+class _Event:
+    """How the kernel counts that a limit has stopped a program.
+
+    Attributes:
+        limit: the limit's name in results.
+        stops: (file, key) of the count of programs that were stopped, by whichever limit.
+        hits: (file, key) of the count that also grows when it was the slot's own limit; None: `stops` says so.
+    """
+
+    limit: Limit
+    stops: tuple[str, bytes]
+    hits: tuple[str, bytes] | None = None
+
+
+_PEAKS = ("memory.memsw.max_usage_in_bytes", "memory.max_usage_in_bytes")
+"""cgroup v1's highest use since it was last reset: with swap, where that is counted, since both have one limit."""
+_PEAK = "peak"
+_CHARGE_BYTES = 64 * 4096
+"""The kernel charges memory in pieces of up to this size: a limit is hit when less than that is left."""
+# A slot's oom_kill also counts what the memory killer of the container or of the host takes from it. Version 1 has no
+# count of its own limit: failcnt stands still on Linux 6.18.
+_EVENTS = {
+    (1, "memory"): _Event("memory", ("memory.oom_control", b"oom_kill "), (_PEAK, b"")),
+    (2, "memory"): _Event("memory", ("memory.events", b"oom_kill "), ("memory.events", b"oom ")),
+    (1, "pids"): _Event("pids", ("pids.events", b"max ")),
+    (2, "pids"): _Event("pids", ("pids.events", b"max ")),
 }
 
 
@@ -337,7 +362,13 @@ class SlotCgroup:
 
     def __init__(self, cgroups: Cgroups, name: str, limits: SlotLimits, most_cores: float | None) -> None:
         self.paths: list[str] = []
-        self._events: list[tuple[int, bytes, str]] = []
+        self._events: list[_Event] = []
+        self._files: dict[str, int] = {}
+        """Descriptors of the files with the kernel's counts, by their names."""
+        self._peak = -1
+        self._peaks = 0
+        """How often the highest use of memory was found at the limit (cgroup v1)."""
+        self._memory_bytes = limits.memory_mib * _MIB
         try:
             for tree in cgroups.trees:
                 path = f"{tree.path}/{name}"
@@ -351,21 +382,45 @@ class SlotCgroup:
             raise
 
     def _watch(self, tree: Tree, path: str) -> None:
-        for controller in tree.controllers:
-            event = _EVENTS.get((tree.version, controller))
-            if event is not None:
-                self._events.append((os.open(f"{path}/{event[0]}", os.O_RDONLY | os.O_CLOEXEC), event[1], event[2]))
+        for event in (_EVENTS.get((tree.version, controller)) for controller in tree.controllers):
+            if event is None:
+                continue
+            self._events.append(event)
+            file, _ = event.stops
+            self._files[file] = os.open(f"{path}/{file}", os.O_RDONLY | os.O_CLOEXEC)
+            if event.hits == (_PEAK, b""):
+                peak = next(f"{path}/{name}" for name in _PEAKS if os.path.exists(f"{path}/{name}"))
+                self._peak = os.open(peak, os.O_RDWR | os.O_CLOEXEC)
 
-    def counts(self) -> list[bytes]:
-        """What the kernel counts of each limit that has stopped a program, as it tells it; see `grown`."""
-        return [os.pread(fd, 4096, 0) for fd, _, _ in self._events]
+    def counts(self) -> Counts:
+        """The kernel's counts of the limits that have stopped a program, as it writes them; see `exceeded`."""
+        found = {file: os.pread(fd, 4096, 0) for file, fd in self._files.items()}
+        if self._peak >= 0:
+            if int(os.pread(self._peak, 64, 0)) + _CHARGE_BYTES > self._memory_bytes:
+                self._peaks += 1
+                os.write(self._peak, b"0")  # it starts again from what is in use
+            found[_PEAK] = b"%d" % self._peaks
+        return found
 
-    def grown(self, before: list[bytes], after: list[bytes]) -> str | None:
-        """The limit that has stopped a program between two `counts`, by its name."""
-        for (_, key, limit), old, new in zip(self._events, before, after, strict=False):
-            if new != old and _count(new, key) > _count(old, key):
-                return limit
+    def exceeded(self, before: Counts, after: Counts) -> Limit | None:
+        """The limit of this slot that has stopped a program between two `counts`."""
+        for event in self._stopped(before, after):
+            if self._hit(event, before, after):
+                return event.limit
         return None
+
+    def killed_from_above(self, before: Counts, after: Counts) -> bool:
+        """Whether a program was killed between two `counts` for want of memory in the container or on the host."""
+        return any(not self._hit(event, before, after) for event in self._stopped(before, after))
+
+    def _stopped(self, before: Counts, after: Counts) -> list[_Event]:
+        if after == before:
+            return []
+        return [event for event in self._events if _grown(event.stops, before, after)]
+
+    @staticmethod
+    def _hit(event: _Event, before: Counts, after: Counts) -> bool:
+        return event.hits is None or _grown(event.hits, before, after)
 
     def kill(self) -> None:
         """Kill every process in it at once (`cgroup.kill`, Linux 5.14), or one by one on older kernels and cgroup v1."""
@@ -382,9 +437,9 @@ class SlotCgroup:
 
     def remove(self) -> bool:
         """Remove the directories; False when one is still in use."""
-        for fd, _, _ in self._events:
+        for fd in (*self._files.values(), *([self._peak] if self._peak >= 0 else ())):
             os.close(fd)
-        self._events = []
+        self._files, self._peak = {}, -1
         left: list[str] = []
         for path in self.paths:
             try:
@@ -395,6 +450,11 @@ class SlotCgroup:
                 left.append(path)
         self.paths = left
         return not left
+
+
+def _grown(counter: tuple[str, bytes], before: Counts, after: Counts) -> bool:
+    file, key = counter
+    return _count(after[file], key) > _count(before[file], key)
 
 
 def _count(text: bytes, key: bytes) -> int:
