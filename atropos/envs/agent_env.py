@@ -6,7 +6,7 @@ import inspect
 import json
 import time
 import uuid
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any, TypeVar, cast
 
@@ -14,10 +14,12 @@ from atropos.agent import AgentConfig, AgentResult, AtroposAgent
 from atropos.envs.config import AgentEnvConfig
 from atropos.envs.running.rollout import HookError, Rollout, checked_score
 from atropos.envs.sandbox_env import ExecTool, Member, SandboxEnv
-from atropos.tools import ToolRegistry, build_tool_registry
+from atropos.tools import ToolCall, ToolRegistry, ToolResult, build_tool_registry
 from atropos.tools.parsers import get_parser
 
 Value = TypeVar("Value")
+Run = Callable[[ToolCall], Awaitable[ToolResult]]
+"""Runs one call that the model made."""
 
 
 class AgentEnv(SandboxEnv):
@@ -86,33 +88,45 @@ class AgentEnv(SandboxEnv):
         if type(self).setup_group_workspace is AgentEnv.setup_group_workspace:
             return None
         async with self._admission:
+            tools = self.hook_tools(group, setup=True)
             try:
-                with self.hook("setup_group_workspace"):
-                    await self.setup_group_workspace(item, exec_tool=partial(self.execute_tool, group))
+                await self.hooks.call(
+                    "setup_group_workspace",
+                    lambda: self.setup_group_workspace(item, exec_tool=tools),
+                    calls=tools,
+                    setup=True,
+                )
                 return await self._frozen(group)
             finally:
                 await self.executor.release_trajectory(group)
 
     async def run_trajectory(self, item: Any, trajectory_id: str, member: Member) -> Rollout:
         """Set up, act, verify; see `SandboxEnv.run_trajectory`."""
-        exec_tool = partial(self.execute_tool, trajectory_id)
         started = time.perf_counter()
-        with self.hook("setup_trajectory_workspace"):
-            info = await self.setup_trajectory_workspace(item, trajectory_id=trajectory_id, exec_tool=exec_tool)
-        with self.hook("build_task"):
-            task = _text(await _maybe(self.build_task(item)))
-            config = await _maybe(self.build_agent_config(item))
+        preparing = self.hook_tools(trajectory_id, setup=True)
+        info = await self.hooks.call(
+            "setup_trajectory_workspace",
+            lambda: self.setup_trajectory_workspace(item, trajectory_id=trajectory_id, exec_tool=preparing),
+            calls=preparing,
+            setup=True,
+        )
+        task = _text(await self.hooks.call("build_task", lambda: self.build_task(item)))
+        config = await self.hooks.call("build_agent_config", lambda: self.build_agent_config(item))
         set_up = time.perf_counter()
-        result = await self._agent(config, exec_tool, member.seed).run(task)
+        result = await self._agent(config, partial(self.execute_tool, trajectory_id), member.seed).run(task)
         acted = time.perf_counter()
-        with self.hook("verify_and_score_trajectory"):
-            verdict = await self.verify_and_score_trajectory(
+        verifying = self.hook_tools(trajectory_id)
+        verdict = await self.hooks.call(
+            "verify_and_score_trajectory",
+            lambda: self.verify_and_score_trajectory(
                 item,
                 result.final_response,
                 trajectory_id=trajectory_id,
-                exec_tool=exec_tool,
+                exec_tool=verifying,
                 agent_result=result,
-            )
+            ),
+            calls=verifying,
+        )
         score, details = _verdict(verdict)
         return Rollout(
             trajectory_id,
@@ -132,12 +146,12 @@ class AgentEnv(SandboxEnv):
             },
         )
 
-    def _agent(self, config: AgentConfig, exec_tool: ExecTool, seed: int | None) -> AtroposAgent:
+    def _agent(self, config: AgentConfig, run: Run, seed: int | None) -> AtroposAgent:
         if seed is not None and config.seed is None:
             from dataclasses import replace
 
             config = replace(config, seed=seed)
-        return AtroposAgent(self.server, self.tokenizer, self.executor.tools, config, exec_tool, renderer=self.renderer)
+        return AtroposAgent(self.server, self.tokenizer, self.executor.tools, config, run, renderer=self.renderer)
 
     async def run_agent(self, task: str, *, trajectory_id: str | None = None) -> tuple[str, dict[str, Any]]:
         """Run the agent on a task, without scoring: for evaluations and experiments.

@@ -94,6 +94,9 @@ class SandboxEnvConfig(BaseEnvConfig):
     tool_server_token: SecretStr | None = Field(default=None, description="its bearer token")
 
     trajectory_retries: int = Field(default=2, ge=0, description="new tries after an infrastructure failure")
+    hook_timeout_s: float = Field(
+        default=3600.0, gt=0, description="longest one hook may take to set up, to verify or to give an item"
+    )
     model_timeout_s: float = Field(default=300.0, gt=0, description="deadline of one model call, retries included")
     model_retries: int = Field(default=2, ge=0, description="new tries of a model call (never after 4xx)")
     process_concurrency: int | None = Field(

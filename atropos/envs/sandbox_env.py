@@ -9,7 +9,8 @@ from __future__ import annotations
 import logging
 import time
 from abc import abstractmethod
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 from typing import Any, NoReturn, cast
 
 from atropos.agent import TurnRenderer
@@ -27,15 +28,13 @@ from atropos.envs.command_line import app as command_line
 from atropos.envs.command_line.commands import Commands
 from atropos.envs.config import SandboxEnvConfig
 from atropos.envs.running.groups import Event, Member
+from atropos.envs.running.hooks import ExecTool
 from atropos.envs.running.lifecycle import bounded
 from atropos.errors import ConfigError, NotSupported
 from atropos.slots import SlotPool
 from atropos.tools import ToolCall, ToolExecutor, ToolRegistry, ToolResult
 
 __all__ = ["Event", "ExecTool", "Member", "SandboxEnv"]
-
-ExecTool = Callable[[ToolCall], Awaitable[ToolResult]]
-"""Runs one tool call in the trajectory's slot."""
 
 _log = logging.getLogger(__name__)
 
@@ -135,8 +134,7 @@ class SandboxEnv(Commands):
         await self.start_metrics()
         await probe_servers(self.server, self.tokenizer, self.config.model_timeout_s)
         await self.start_tool_backend(tools)
-        with self.hook("setup_agent_env"):
-            await self.setup_agent_env()
+        await self.hooks.call("setup_agent_env", self.setup_agent_env)
 
     async def start_tool_backend(self, tools: ToolRegistry | None = None) -> None:
         """Start pool and executor; does nothing when they run."""
@@ -180,6 +178,10 @@ class SandboxEnv(Commands):
             await bounded("the tool executor", executor.close(), 20)
         if pool is not None:
             await bounded("the slot pool", pool.stop(purge_job=self.config.purge_job_on_shutdown), 60)
+
+    def hook_tools(self, trajectory_id: str, *, setup: bool = False) -> ExecTool:
+        """`exec_tool` for a hook; see there."""
+        return ExecTool(self.executor, partial(self.execute_tool, trajectory_id), setup=setup)
 
     async def execute_tool(self, trajectory_id: str, call: ToolCall) -> ToolResult:
         """Run one call and measure it."""

@@ -84,8 +84,7 @@ class TaskEnv(DatasetEnv):
         async with self._admission:
             try:
                 slot = await self._slot(item, group)
-                with self.hook("prepare_group"):
-                    await workspace.build(slot, item)
+                await self.hooks.call("prepare_group", lambda: workspace.build(slot, item), setup=True)
                 return await self._frozen(group)
             finally:
                 await self.executor.release_trajectory(group)

@@ -192,6 +192,11 @@ class ToolExecutor:
             return ToolResult.failure(str(error))
         return tool, None, given
 
+    def mistake_in(self, call: ToolCall) -> str | None:
+        """What is wrong with a call before it runs, an unknown tool or its arguments; None: it can run."""
+        checked = self._check(call)
+        return checked.error if isinstance(checked, ToolResult) else None
+
     async def _run(
         self, trajectory: Trajectory, call: ToolCall, checked: tuple[Tool, Any, dict[str, Any]] | ToolResult
     ) -> ToolResult:

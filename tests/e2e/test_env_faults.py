@@ -55,6 +55,7 @@ class NumberingEnv(ScriptEnv):
     """Each turn appends its number to a file; the score says whether each stands there once, and whose file it is."""
 
     kills = 0.0
+    count = GROUPS
     work: Work
 
     def build_task(self, item):
@@ -70,7 +71,7 @@ class NumberingEnv(ScriptEnv):
 
     async def get_next_item(self):
         number = next(self.numbers)
-        return {"name": f"item-{number}"} if number < GROUPS else None
+        return {"name": f"item-{number}"} if number < self.count else None
 
     async def setup_agent_env(self):
         self.numbers = itertools.count()
@@ -119,7 +120,9 @@ def _parent(pid: int) -> int:
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
-async def run(folder: Path, *, kills: float, failing: float):
+async def run(
+    folder: Path, *, kills: float, failing: float, env_class: type[NumberingEnv] = NumberingEnv, count: int = GROUPS
+):
     """The groups by item, the server's log, the env, and what was done."""
     folder.mkdir()
     path, work = folder / "groups.jsonl", Work()
@@ -142,8 +145,8 @@ async def run(folder: Path, *, kills: float, failing: float):
             allow_network=False,
             data_path_to_save_groups=str(path),
         )
-        env = NumberingEnv(config, [APIServerConfig(base_url=url, server_type="vllm", model_name="m", api_key="x")])
-        env.kills, env.work = kills, work
+        env = env_class(config, [APIServerConfig(base_url=url, server_type="vllm", model_name="m", api_key="x")])
+        env.kills, env.work, env.count = kills, work, count
         started = time.monotonic()
         await env.process_manager()
         work.seconds = time.monotonic() - started
@@ -204,3 +207,28 @@ async def nothing_left(tasks: set[asyncio.Task[Any]]) -> None:
             await asyncio.sleep(0.05)
     assert left_by(os.getpid()) == []
     assert not asyncio.all_tasks() - tasks
+
+
+class CatchingEnv(NumberingEnv):
+    """Its verification catches everything, and its sandbox is killed while it runs."""
+
+    async def verify_and_score_trajectory(self, item, final_response, *, trajectory_id, exec_tool, agent_result):
+        check = ToolCall(name="terminal", arguments={"command": "sleep 0.2; cat answer"})
+        try:
+            told = await exec_tool(NAMESPACE)
+            async with asyncio.TaskGroup() as tasks:
+                written = tasks.create_task(exec_tool(check))
+                await asyncio.sleep(0.1)
+                if "-r" not in trajectory_id:
+                    self.work.killed.add(trajectory_id)
+                    kill_namespace(told.output.strip(), random.Random(trajectory_id))
+        except Exception:
+            return 0.0, {}
+        return float(written.result().output.split() == [str(turn) for turn in range(TURNS)]), {}
+
+
+async def test_a_verification_that_catches_everything_scores_no_killed_sandbox(tmp_path):
+    groups, _, env, work = await run(tmp_path / "caught", kills=0, failing=0, env_class=CatchingEnv, count=3)
+    assert len(work.killed) == 3 * MEMBERS
+    assert [group["scores"] for group in groups.values()] == [[1.0] * MEMBERS] * 3
+    assert sum(env.metrics.retries.values()) == 3 * MEMBERS

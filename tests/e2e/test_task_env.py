@@ -91,7 +91,7 @@ async def test_verifiers_without_a_reward_drop_the_group_or_score_zero(policy, t
 async def test_a_set_up_that_fails_drops_its_group_alone(policy, tmp_path):
     task(tmp_path, "broken", setup="exit 3")
     task(tmp_path, "fine")
-    with pytest.raises(GroupsDropped, match="hook_error"):
+    with pytest.raises(GroupsDropped, match="task_fault"):
         await run(policy, tmp_path)
     assert [group["atropos"]["item"] for group in groups(tmp_path)] == ["fine"]
 

@@ -12,7 +12,8 @@ from typing import Any
 
 from atropos.agent.model import EXACT
 from atropos.envs.adapter import server_types, stop_servers
-from atropos.envs.running.groups import Groups, first_of
+from atropos.envs.running.groups import Groups
+from atropos.envs.running.hooks import first_of
 from atropos.envs.running.lifecycle import beside, bounded, cancel_and_wait
 from atropos.envs.running.reporting import Reporting
 from atropos.envs.running.rollout import GroupsDropped
@@ -73,8 +74,7 @@ class Commands(Groups, Reporting):
             async with asyncio.TaskGroup() as tasks:
                 while total < 0 or begun < total:
                     await free.acquire()
-                    with self.hook("get_next_item"):
-                        item = await self.get_next_item()
+                    item = await self.hooks.call("get_next_item", self.get_next_item)
                     if item is None:
                         break
                     begun += 1
@@ -197,8 +197,7 @@ class Commands(Groups, Reporting):
         """`get_next_item` when serving: what it raises ends the run by its name, and that nothing is left is told."""
 
         async def get_next_item() -> Any:
-            with self.hook("get_next_item"):
-                item = await ask()
+            item = await self.hooks.call("get_next_item", ask)
             if item is None:
                 text = "get_next_item() gave None: what has begun is finished, then the env waits for a further item"
                 self._say_once("no item", text)

@@ -25,7 +25,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-import inspect
 import json
 import logging
 import secrets
@@ -43,7 +42,7 @@ from atropos.envs.hermes.config import HermesAgentEnvConfig
 from atropos.envs.hermes.data import load_rows
 from atropos.envs.hermes.dialect import Dialect
 from atropos.envs.hermes.tool_context import ToolContext
-from atropos.envs.running.rollout import HookError, Rollout, checked_score
+from atropos.envs.running.rollout import Rollout, checked_score
 from atropos.envs.sandbox_env import Member, SandboxEnv
 from atropos.errors import ConfigError, LeaseExpired
 from atropos.tools import ToolCall, ToolRegistry, ToolResult, build_tool_registry
@@ -173,8 +172,10 @@ class HermesAgentBaseEnv(SandboxEnv):
             return None
         async with self._admission:
             try:
-                ctx = ToolContext(self.executor, group, limit=self._calls)
-                await self._call_hook("setup_group", lambda: self.setup_group(item, ctx), ctx)
+                ctx = ToolContext(self.executor, group, limit=self._calls, setup=True)
+                await self.hooks.call(
+                    "setup_group", lambda: bridged(lambda: self.setup_group(item, ctx)), calls=ctx, setup=True
+                )
                 return await self._frozen(group)
             finally:
                 await self.executor.release_trajectory(group)
@@ -183,11 +184,15 @@ class HermesAgentBaseEnv(SandboxEnv):
         """Set up, act, reward; see `SandboxEnv.run_trajectory`."""
         started = time.perf_counter()
         tools = self.tools_of(member.group)
-        ctx = ToolContext(self.executor, trajectory_id, limit=self._calls)
         if type(self).setup_rollout is not HermesAgentBaseEnv.setup_rollout:
-            await self._call_hook("setup_rollout", lambda: self.setup_rollout(item, ctx), ctx)
-        with self.hook("format_prompt"):
-            prompt = self.format_prompt(item)
+            preparing = ToolContext(self.executor, trajectory_id, limit=self._calls, setup=True)
+            await self.hooks.call(
+                "setup_rollout",
+                lambda: bridged(lambda: self.setup_rollout(item, preparing)),
+                calls=preparing,
+                setup=True,
+            )
+        prompt = await self.hooks.call("format_prompt", lambda: self.format_prompt(item))
         async with self._lifetime_of(trajectory_id) as execute:
             agent = HermesAgent(
                 self.server,
@@ -198,12 +203,15 @@ class HermesAgentBaseEnv(SandboxEnv):
                 dialect=self._dialect(tools),
             )
             set_up = time.perf_counter()
-            with self.hook("the agent"):
+            with self.hooks.guard("the agent"):
                 result = await agent.run(prompt)
         acted = time.perf_counter()
         self._record(result.tool_errors)
+        ctx = ToolContext(self.executor, trajectory_id, limit=self._calls)
         async with self._rewards:
-            reward = await self._call_hook("compute_reward", lambda: self.compute_reward(item, result, ctx), ctx)
+            reward = await self.hooks.call(
+                "compute_reward", lambda: bridged(lambda: self.compute_reward(item, result, ctx)), calls=ctx
+            )
         return Rollout(
             trajectory_id,
             result.transcript,
@@ -263,19 +271,6 @@ class HermesAgentBaseEnv(SandboxEnv):
             model_retries=config.model_retries,
             seed=member.seed,
         )
-
-    async def _call_hook(self, name: str, function: Callable[[], Any], ctx: ToolContext) -> Any:
-        """Run an env's own code on the bridge. An infrastructure failure that it swallowed is raised after all."""
-        try:
-            with self.hook(name):
-                value = await bridged(function)
-        except HookError:
-            if ctx.failure is not None:
-                raise ctx.failure from None
-            raise
-        if ctx.failure is not None:
-            raise ctx.failure
-        return value
 
     @contextlib.asynccontextmanager
     async def _lifetime_of(
@@ -345,9 +340,6 @@ def _after_the_frame(own: Callable[..., Any]) -> Callable[[HermesAgentBaseEnv], 
     @functools.wraps(own)
     async def setup(self: HermesAgentBaseEnv) -> None:
         await self._frame()  # pyright: ignore[reportPrivateUsage]
-        with self.hook("setup"):
-            value = own(self)
-            if inspect.isawaitable(value):
-                await value
+        await self.hooks.call("setup", lambda: own(self))
 
     return setup

@@ -23,6 +23,8 @@ from typing import Any, TypeVar, cast
 
 from atropos import wire
 from atropos.envs.hermes.bridge import in_bridge, wait
+from atropos.envs.running.hooks import TAIL_CHARS, failed_call
+from atropos.envs.running.rollout import HookError, TaskFault
 from atropos.errors import SandboxError
 from atropos.slots import Slot
 from atropos.tools import ToolCall, ToolExecutor, ToolResult
@@ -118,23 +120,38 @@ class ToolContext:
         executor: runs the calls.
         trajectory_id: whose slot it is.
         limit: bounds the calls in flight, across rollouts.
+        setup: whether the workspace is being prepared, so that a call that fails is a fault of the task.
     """
 
-    def __init__(self, executor: ToolExecutor, trajectory_id: str, *, limit: asyncio.Semaphore | None = None) -> None:
+    def __init__(
+        self,
+        executor: ToolExecutor,
+        trajectory_id: str,
+        *,
+        limit: asyncio.Semaphore | None = None,
+        setup: bool = False,
+    ) -> None:
         self._executor = executor
         self._loop = asyncio.get_running_loop()
         self._limit = limit or asyncio.Semaphore(1_000_000)
         self.trajectory_id = trajectory_id
-        self.failure: SandboxError | None = None
-        """The infrastructure failure that a call met, if one did."""
+        self.failure: SandboxError | HookError | None = None
+        """The first failure that a call met and that no hook may turn into a score."""
+        self._setup = setup
 
     async def _watched(self, work: Callable[[], Awaitable[Value]]) -> Value:
         try:
             async with self._limit:
                 return await work()
-        except SandboxError as error:
+        except (SandboxError, HookError) as error:
             self.failure = self.failure or error
             raise
+
+    def _checked(self, what: str, answer: Answer) -> Answer:
+        """The answer; where a workspace is being prepared, one that is an error is a fault of the task."""
+        if self._setup and "error" in answer:
+            raise TaskFault(f"{what} failed: {answer['error']}")
+        return answer
 
     async def _slot(self) -> Slot:
         return cast("Slot", await self._executor.slot(self.trajectory_id))
@@ -143,7 +160,13 @@ class ToolContext:
 
     @_either
     async def terminal(
-        self, command: str, timeout: float = 180, workdir: str | None = None, env: dict[str, str] | None = None
+        self,
+        command: str,
+        timeout: float = 180,
+        workdir: str | None = None,
+        env: dict[str, str] | None = None,
+        *,
+        check: bool | None = None,
     ) -> Answer:
         """Run a shell command in the rollout's slot.
 
@@ -152,9 +175,13 @@ class ToolContext:
             timeout: seconds until it is killed; its exit code is then -9, and `timed_out` is there.
             workdir: None: the workspace.
             env: added to the slot's environment.
+            check: whether an exit code other than 0 is a `TaskFault`; None: in set-up hooks alone.
 
         Returns:
             exit_code and output (stdout and stderr together), and the limits that were hit.
+
+        Raises:
+            TaskFault: the command failed, and is checked.
         """
         slot = await self._slot()
         result = await slot.exec(command, timeout_s=timeout, workdir=workdir, env=env)
@@ -167,6 +194,9 @@ class ToolContext:
             answer["limit"] = result.limit
         if result.error is not None:
             answer["error"] = result.error
+        if result.exit_code != 0 and (self._setup if check is None else check):
+            what = "timed out" if result.timed_out else f"ended with exit code {result.exit_code}"
+            raise TaskFault(f"terminal {command[:200]!r} {what}: {result.output.strip()[-TAIL_CHARS:] or 'no output'}")
         return answer
 
     @_either
@@ -175,7 +205,7 @@ class ToolContext:
         try:
             return Answer(content=(await (await self._slot()).read_file(path)).decode("utf-8", "replace"))
         except OSError as error:
-            return Answer(error=_said(error))
+            return self._checked(f"read_file {path}", Answer(error=_said(error)))
 
     @_either
     async def write_file(self, path: str, content: str | bytes) -> Answer:
@@ -184,7 +214,7 @@ class ToolContext:
         try:
             await (await self._slot()).write_file(path, data)
         except OSError as error:
-            return Answer(error=_said(error))
+            return self._checked(f"write_file {path}", Answer(error=_said(error)))
         return Answer(success=True, bytes_written=len(data))
 
     @_either
@@ -210,7 +240,7 @@ class ToolContext:
         try:
             await (await self._slot()).upload(source, path)
         except OSError as error:
-            return Answer(error=_said(error))
+            return self._checked(f"upload {path}", Answer(error=_said(error)))
         return Answer(success=True)
 
     @_either
@@ -300,7 +330,11 @@ class ToolContext:
         return answer
 
     async def _call(self, name: str, arguments: dict[str, Any]) -> ToolResult:
-        return await self._executor.execute(self.trajectory_id, ToolCall(name=name, arguments=arguments))
+        call = ToolCall(name=name, arguments=arguments)
+        result = await self._executor.execute(self.trajectory_id, call)
+        if self._setup and not result.success:
+            raise TaskFault(failed_call(call, result))
+        return result
 
     # -------------------------------------------------------------------------------------------------------- the end
 

@@ -9,12 +9,13 @@ import logging
 import re
 import time
 from abc import abstractmethod
-from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Iterator
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any, cast
 
 from atropos.agent import PromptTooLong, seed_for
 from atropos.envs.adapter import BaseEnv
+from atropos.envs.running.hooks import Hooks, first_of, ungrouped
 from atropos.envs.running.lifecycle import Lifetime
 from atropos.envs.running.metrics import EnvMetrics
 from atropos.envs.running.rollout import GroupDropped, GroupsDropped, HookError, Rollout, scored_group
@@ -31,9 +32,6 @@ from atropos.tools import ToolExecutor
 
 NOT_RETRIED = (IsolationUnavailable, NotSupported)
 """Another slot would not help."""
-
-KNOWN = (SandboxError, InferenceError, ConfigError, HookError, PromptTooLong)
-"""What already says which of the three channels it belongs to."""
 
 DROPPED_IN_A_ROW = 20
 """Groups dropped one after the other, none completed between, that end a run; from half of it on it slows down."""
@@ -85,13 +83,13 @@ class Groups(BaseEnv):
     def _begin(self, capacity: int) -> None:
         """What collecting needs, once, when the env is made."""
         self.metrics = EnvMetrics()
+        self.hooks = Hooks(type(self).__name__, self.metrics, self.config.hook_timeout_s)
         self.observers = []
         self.lifetime = Lifetime()
         self._admission = asyncio.Semaphore(capacity)
         self._groups_begun = 0
         self._collecting: set[asyncio.Task[Any]] = set()
         self._dropped_in_a_row = 0
-        self._traced: set[tuple[str, type[Exception]]] = set()
 
     @property
     def executor(self) -> ToolExecutor:
@@ -133,22 +131,6 @@ class Groups(BaseEnv):
                     return str(value)[:80]
         named = getattr(item, "name", None)
         return named[:80] if isinstance(named, str) else str(item)[:40]
-
-    @contextlib.contextmanager
-    def hook(self, name: str) -> Generator[None]:
-        """Around an env's own code: what it raises is reported, counted and becomes a `HookError`, never a score."""
-        try:
-            yield
-        except KNOWN:
-            raise
-        except Exception as error:
-            if (inner := _known(error)) is not None:
-                raise inner from error
-            self.metrics.hook_errors[name] += 1
-            if (name, type(error)) not in self._traced:  # the traceback once, the rest in a line each
-                self._traced.add((name, type(error)))
-                _log.exception("%s of %s failed", name, type(self).__name__)
-            raise HookError(f"{name} raised {type(error).__name__}: {error}") from error
 
     async def collect_trajectories(self, item: Any) -> tuple[Any, list[Any]]:
         """One whole group, or None when it can't be completed; see `SandboxEnv`."""
@@ -279,7 +261,7 @@ class Groups(BaseEnv):
         for number in itertools.count():
             await self._outlast(what)
             try:
-                with _ungrouped():
+                with ungrouped():
                     return await once(f"-r{number}" if number else "")
             except (HookError, PromptTooLong) as error:
                 raise GroupDropped(f"{what}: {error}", code=error.code) from error
@@ -327,38 +309,3 @@ class Groups(BaseEnv):
                 observer(event)
             except Exception:
                 _log.exception("an observer failed")
-
-
-@contextlib.contextmanager
-def _ungrouped() -> Generator[None]:
-    """A known failure by itself, where an env's code ran its calls in a task group."""
-    try:
-        yield
-    except ExceptionGroup as errors:
-        if (inner := _known(errors)) is None:
-            raise
-        raise inner from errors
-
-
-def _known(error: Exception) -> Exception | None:
-    """The known failure within a group of errors, where nothing else is in it."""
-    if not isinstance(error, ExceptionGroup):
-        return None
-    flat = list(_flatten(error))
-    if not all(isinstance(one, KNOWN) for one in flat):
-        return None
-    return next((one for one in flat if isinstance(one, Exception)), None)
-
-
-def first_of(errors: BaseExceptionGroup) -> BaseException:
-    """The error to report of several: a fatal one before a dropped group."""
-    flat = list(_flatten(errors))
-    return next((error for error in flat if not isinstance(error, GroupDropped)), flat[0])
-
-
-def _flatten(errors: BaseExceptionGroup) -> Iterator[BaseException]:
-    for error in errors.exceptions:
-        if isinstance(error, BaseExceptionGroup):
-            yield from _flatten(error)
-        else:
-            yield error

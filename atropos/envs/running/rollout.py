@@ -34,6 +34,12 @@ class HookError(Exception):
     code = "hook_error"
 
 
+class TaskFault(HookError):
+    """A workspace could not be prepared: the task is at fault, and no trajectory of it is scored."""
+
+    code = "task_fault"
+
+
 @dataclass
 class Rollout:
     """One scored trajectory.

@@ -55,6 +55,9 @@ class StandInExecutor:
         self.live.add(trajectory_id)
         self.most = max(self.most, len(self.live))
 
+    def mistake_in(self, tool_call: ToolCall) -> str | None:
+        return None if self.tools is None or tool_call.name in self.tools else self.tools.unknown(tool_call.name)
+
     async def execute(self, trajectory_id: str, tool_call: ToolCall) -> ToolResult:
         self._lease(trajectory_id)
         await asyncio.sleep(0.001)

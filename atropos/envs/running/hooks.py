@@ -1,0 +1,212 @@
+"""An env's own code: bounded in time, and whatever goes wrong in it has a name and never becomes a score."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import inspect
+import logging
+from collections.abc import Awaitable, Callable, Generator, Iterator
+from typing import Protocol, TypeVar, cast
+
+from atropos.agent import PromptTooLong
+from atropos.envs.running.metrics import EnvMetrics
+from atropos.envs.running.rollout import GroupDropped, HookError, TaskFault
+from atropos.errors import ConfigError, InferenceError, SandboxError
+from atropos.tools import ToolCall, ToolExecutor, ToolResult
+
+KNOWN = (SandboxError, InferenceError, ConfigError, HookError, PromptTooLong)
+"""What already says which of the three channels it belongs to."""
+TAIL_CHARS = 600
+"""Of a failed set-up call's output, kept in its fault."""
+
+Value = TypeVar("Value")
+
+_log = logging.getLogger(__name__)
+
+
+class Calls(Protocol):
+    """What a hook reaches a slot with.
+
+    Attributes:
+        failure: the first failure that a call met and that no hook may turn into a score.
+    """
+
+    @property
+    def failure(self) -> SandboxError | HookError | None:
+        """The first failure."""
+        ...
+
+
+class ExecTool:
+    """`exec_tool` as hooks get it: runs calls in one trajectory's slot and remembers the first failure.
+
+    Args:
+        executor: runs the calls.
+        run: runs one call for this trajectory.
+        setup: whether a call that fails is a fault of the task.
+    """
+
+    def __init__(
+        self, executor: ToolExecutor, run: Callable[[ToolCall], Awaitable[ToolResult]], *, setup: bool = False
+    ) -> None:
+        self._executor = executor
+        self._run = run
+        self._setup = setup
+        self.failure: SandboxError | HookError | None = None
+
+    async def __call__(self, call: ToolCall, *, check: bool | None = None) -> ToolResult:
+        """Run one call in the slot.
+
+        Args:
+            call: the tool and its arguments.
+            check: whether a result without success is a `TaskFault`; None: in set-up hooks alone.
+
+        Raises:
+            SandboxError: the infrastructure failed.
+            HookError: there is no such tool, or the arguments are wrong.
+            TaskFault: the call failed, and is checked.
+        """
+        try:
+            mistake = self._executor.mistake_in(call)
+            if mistake is not None:
+                raise (TaskFault if self._setup else HookError)(f"exec_tool: {mistake}")
+            result = await self._run(call)
+            if not result.success and (self._setup if check is None else check):
+                raise TaskFault(failed_call(call, result))
+        except (SandboxError, HookError) as error:
+            self.failure = self.failure or error
+            raise
+        return result
+
+
+def failed_call(call: ToolCall, result: ToolResult) -> str:
+    """What was called, how it ended, and the end of its output."""
+    command = call.arguments.get("command") if isinstance(call.arguments, dict) else None
+    if result.timed_out:
+        what = "timed out"
+    elif result.exit_code is not None:
+        what = f"ended with exit code {result.exit_code}"
+    else:
+        what = "failed"
+    tail = (result.output or result.error or "").strip()[-TAIL_CHARS:]
+    return f"{call.name} {str(command or call.arguments)[:200]!r} {what}: {tail or 'no output'}"
+
+
+class Hooks:
+    """Calls an env's hooks.
+
+    Args:
+        owner: the env's class, for the log.
+        metrics: counts errors by hook.
+        timeout_s: the longest one hook may take.
+    """
+
+    def __init__(self, owner: str, metrics: EnvMetrics, timeout_s: float) -> None:
+        self._owner = owner
+        self._metrics = metrics
+        self._timeout_s = timeout_s
+        self._logged: set[tuple[str, type[Exception]]] = set()
+
+    async def call(
+        self,
+        name: str,
+        hook: Callable[[], Value | Awaitable[Value]],
+        *,
+        calls: Calls | None = None,
+        setup: bool = False,
+    ) -> Value:
+        """Call a hook, a plain function or a coroutine function.
+
+        Args:
+            name: the hook's, for messages and metrics.
+            hook: takes no arguments.
+            calls: what it reaches its slot with; a failure met there is raised whatever the hook made of it.
+            setup: whether the hook prepares a workspace, so that its errors are faults of the task.
+
+        Raises:
+            SandboxError, InferenceError, ConfigError: as the hook met them.
+            HookError: the hook raised something else, or took too long. `TaskFault` where it prepares a workspace.
+        """
+        kind = TaskFault if setup else HookError
+        failure: SandboxError | HookError | None = None
+        try:
+            with self.guard(name, kind):
+                value = await self._bounded(name, hook, kind)
+        except HookError:
+            if calls is None or (failure := calls.failure) is None:
+                raise
+        else:
+            if calls is None or (failure := calls.failure) is None:
+                return value
+        raise _named(name, failure)
+
+    async def _bounded(self, name: str, hook: Callable[[], Value | Awaitable[Value]], kind: type[HookError]) -> Value:
+        limit = asyncio.timeout(self._timeout_s)
+        try:
+            async with limit:
+                value = hook()
+                return cast("Value", await value if inspect.isawaitable(value) else value)
+        except TimeoutError as error:
+            if not limit.expired():
+                raise
+            self._metrics.hook_errors[name] += 1
+            raise kind(f"{name} did not end within hook_timeout_s ({self._timeout_s:g} s)") from error
+
+    @contextlib.contextmanager
+    def guard(self, name: str, kind: type[HookError] = HookError) -> Generator[None]:
+        """Around an env's own code: what it raises is logged, counted and becomes a `HookError`."""
+        try:
+            yield
+        except KNOWN:
+            raise
+        except Exception as error:
+            if (inner := only_known(error)) is not None:
+                raise inner from error
+            self._metrics.hook_errors[name] += 1
+            if (name, type(error)) not in self._logged:  # the traceback once, the rest in a line each
+                self._logged.add((name, type(error)))
+                _log.exception("%s of %s failed", name, self._owner)
+            raise kind(f"{name} raised {type(error).__name__}: {error}") from error
+
+
+def _named(hook: str, failure: SandboxError | HookError) -> SandboxError | HookError:
+    """A failure with the hook in its message, where it doesn't stand there yet."""
+    if isinstance(failure, HookError) and not str(failure).startswith(hook):
+        return type(failure)(f"{hook}: {failure}")
+    return failure
+
+
+@contextlib.contextmanager
+def ungrouped() -> Generator[None]:
+    """Raise a known failure by itself where an env's code ran its calls in a task group."""
+    try:
+        yield
+    except ExceptionGroup as errors:
+        if (inner := only_known(errors)) is None:
+            raise
+        raise inner from errors
+
+
+def only_known(error: Exception) -> Exception | None:
+    """The known failure within a group of errors, where nothing else is in it."""
+    if not isinstance(error, ExceptionGroup):
+        return None
+    flat = list(_flatten(error))
+    if not all(isinstance(one, KNOWN) for one in flat):
+        return None
+    return next((one for one in flat if isinstance(one, Exception)), None)
+
+
+def first_of(errors: BaseExceptionGroup) -> BaseException:
+    """The error to report of several: a fatal one before a dropped group."""
+    flat = list(_flatten(errors))
+    return next((error for error in flat if not isinstance(error, GroupDropped)), flat[0])
+
+
+def _flatten(errors: BaseExceptionGroup) -> Iterator[BaseException]:
+    for error in errors.exceptions:
+        if isinstance(error, BaseExceptionGroup):
+            yield from _flatten(error)
+        else:
+            yield error

@@ -1,0 +1,213 @@
+"""What goes wrong in an env's own code has a name, and none of it is ever a score."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import re
+
+import pytest
+
+from atropos.envs import APIServerConfig, HermesAgentBaseEnv, HermesAgentEnvConfig
+from atropos.envs.running.rollout import GroupsDropped
+from atropos.errors import SlotLost, ToolServerUnavailable
+from atropos.tools import ToolCall, ToolResult
+from examples.policy.tokenizer import FOLDER
+from tests.unit.envs.support import ScriptEnv, StandInExecutor, items, make
+from tests.unit.envs.test_process import groups_in
+
+
+def terminal(command):
+    return ToolCall(name="terminal", arguments={"command": command})
+
+
+@pytest.mark.parametrize("failure", [SlotLost("killed"), ToolServerUnavailable("gone")])
+@pytest.mark.parametrize("hook", ["setup_group", "setup", "verify"])
+async def test_a_hook_that_catches_everything_can_not_turn_a_fault_into_a_score(policy, tmp_path, hook, failure):
+    class Env(ScriptEnv):
+        faults = 0
+
+        @classmethod
+        def fault(cls, _trajectory, tool_call):
+            if tool_call.arguments == {"command": hook} and cls.faults < 2:
+                cls.faults += 1
+                raise failure
+
+        async def guarded(self, command, exec_tool):
+            try:
+                await exec_tool(terminal(command))
+            except Exception:
+                return 0.0
+            return 1.0
+
+        async def setup_group_workspace(self, item, *, exec_tool):
+            await self.guarded("setup_group", exec_tool)
+
+        async def setup_trajectory_workspace(self, item, *, trajectory_id, exec_tool):
+            return {"prepared": await self.guarded("setup", exec_tool)}
+
+        async def verify_and_score_trajectory(self, item, final_response, *, trajectory_id, exec_tool, agent_result):
+            return await self.guarded("verify", exec_tool), {}
+
+    env = make(Env, policy.url, tmp_path / "g.jsonl")
+    await env.process_manager()
+    groups = groups_in(tmp_path / "g.jsonl")
+    assert [group["scores"] for group in groups] == [[1.0] * 3] * 3
+    assert {t["info"]["prepared"] for group in groups for t in group["atropos"]["trajectories"]} == {1.0}
+    assert env.metrics.retries == {failure.code: 2}
+
+
+async def test_what_a_hook_catches_is_a_fault_though_it_raises_something_else(policy, tmp_path):
+    class Env(ScriptEnv):
+        @staticmethod
+        def fault(trajectory, tool_call):
+            if tool_call.arguments == {"command": "check"} and "-r" not in trajectory:
+                raise SlotLost("killed")
+
+        async def verify_and_score_trajectory(self, item, final_response, *, trajectory_id, exec_tool, agent_result):
+            try:
+                await exec_tool(terminal("check"))
+            except SlotLost:
+                raise AssertionError("the check did not run") from None
+            return 1.0, {}
+
+    env = make(Env, policy.url, tmp_path / "g.jsonl")
+    await env.process_manager()
+    assert [group["scores"] for group in groups_in(tmp_path / "g.jsonl")] == [[1.0] * 3] * 3
+
+
+class FailingExecutor(StandInExecutor):
+    async def execute(self, trajectory_id, tool_call):
+        await super().execute(trajectory_id, tool_call)
+        if tool_call.name == "read_file":
+            return ToolResult.failure("no such file")
+        command = tool_call.arguments["command"]
+        if command.startswith("exit"):
+            return ToolResult(success=False, output="E: no such package\n", exit_code=int(command[5:]))
+        return ToolResult(success=command != "late", output="", timed_out=command == "late", exit_code=0)
+
+
+class Preparing(ScriptEnv):
+    """`calls` are made in set-up; errors are caught where `caught`."""
+
+    calls: tuple[ToolCall, ...] = ()
+    caught = False
+    check: bool | None = None
+
+    async def start_tool_backend(self, tools=None):
+        self.stand_in = FailingExecutor(tools or self.build_tools())
+        self._executor = self.stand_in
+
+    async def setup_trajectory_workspace(self, item, *, trajectory_id, exec_tool):
+        with contextlib.suppress(Exception) if self.caught else contextlib.nullcontext():
+            for one in self.calls:
+                await (exec_tool(one) if self.check is None else exec_tool(one, check=self.check))
+        return {}
+
+
+@pytest.mark.parametrize("caught", [False, True])
+@pytest.mark.parametrize(
+    ("call", "says"),
+    [
+        (terminal("exit 100"), "terminal 'exit 100' ended with exit code 100: E: no such package"),
+        (terminal("late"), "terminal 'late' timed out"),
+        (ToolCall(name="read_file", arguments={"path": "x"}), "read_file .* failed: no such file"),
+        (ToolCall(name="termnal", arguments={"command": "true"}), "exec_tool: .*termnal"),
+    ],
+)
+async def test_a_set_up_that_fails_is_a_fault_of_the_task_and_nothing_is_scored(
+    policy, tmp_path, call, says, caught, caplog
+):
+    env = make(Preparing, policy.url, tmp_path / "g.jsonl")
+    env.items, env.calls, env.caught = items(1), (terminal("true"), call), caught
+    with pytest.raises(GroupsDropped, match="1 x task_fault"):
+        await env.process_manager()
+    assert not (tmp_path / "g.jsonl").exists()
+    assert not env.metrics.retries
+    [line] = [record.getMessage() for record in caplog.records if "dropped" in record.getMessage()]
+    assert "setup_trajectory_workspace: " in line
+    assert re.search(says, line)
+
+
+async def test_a_set_up_call_that_may_fail_says_so(policy, tmp_path):
+    env = make(Preparing, policy.url, tmp_path / "g.jsonl")
+    env.calls, env.check = (terminal("exit 1"),), False
+    await env.process_manager()
+    assert len(groups_in(tmp_path / "g.jsonl")) == 3
+
+
+async def test_a_set_up_hook_that_raises_is_a_fault_of_the_task(policy, tmp_path):
+    class Env(ScriptEnv):
+        async def setup_trajectory_workspace(self, item, *, trajectory_id, exec_tool):
+            raise KeyError("fixture")
+
+    env = make(Env, policy.url, tmp_path / "g.jsonl")
+    env.items = items(1)
+    with pytest.raises(GroupsDropped, match="1 x task_fault"):
+        await env.process_manager()
+
+
+async def test_a_misspelt_tool_in_verification_is_no_score(policy, tmp_path):
+    class Env(ScriptEnv):
+        async def verify_and_score_trajectory(self, item, final_response, *, trajectory_id, exec_tool, agent_result):
+            result = await exec_tool(ToolCall(name="termnal", arguments={"command": "pytest"}))
+            return float(result.success), {}
+
+    env = make(Env, policy.url, tmp_path / "g.jsonl")
+    env.items = items(1)
+    with pytest.raises(GroupsDropped, match="1 x hook_error"):
+        await env.process_manager()
+
+
+@pytest.mark.parametrize(("hook", "code"), [("setup", "task_fault"), ("verify", "hook_error")])
+async def test_a_hook_that_hangs_ends_by_its_limit(policy, tmp_path, hook, code, caplog):
+    class Env(ScriptEnv):
+        async def setup_trajectory_workspace(self, item, *, trajectory_id, exec_tool):
+            if hook == "setup":
+                await asyncio.Event().wait()
+            return {}
+
+        async def verify_and_score_trajectory(self, item, final_response, *, trajectory_id, exec_tool, agent_result):
+            await asyncio.Event().wait()
+            return 1.0, {}
+
+    env = make(Env, policy.url, tmp_path / "g.jsonl", hook_timeout_s=0.3)
+    env.items = items(1)
+    with pytest.raises(GroupsDropped, match=f"1 x {code}"):
+        await env.process_manager()
+    assert "did not end within hook_timeout_s (0.3 s)" in caplog.text
+
+
+@pytest.mark.parametrize("call", ["terminal", "read_file", "call_tool"])
+async def test_a_hermes_set_up_that_fails_is_a_fault_of_the_task(policy, tmp_path, call, caplog):
+    class Env(HermesAgentBaseEnv):
+        name = "h"
+
+        async def get_next_item(self):
+            return self.left.pop() if self.left else None
+
+        def format_prompt(self, item):
+            return '```policy\n["done"]\n```'
+
+        async def setup_rollout(self, item, ctx):
+            if call == "terminal":
+                assert ctx.terminal("exit 1", check=False)["exit_code"] == 1
+                ctx.terminal("echo no; exit 4")
+            elif call == "read_file":
+                ctx.read_file("missing")
+            else:
+                ctx.call_tool("nosuch")
+
+        async def compute_reward(self, item, result, ctx):
+            return 1.0
+
+    config = HermesAgentEnvConfig(
+        tokenizer_name=str(FOLDER), use_wandb=False, group_size=2, enabled_toolsets=["default"], max_containers=1,
+        slots_per_container=2, ensure_scores_are_not_same=False, data_path_to_save_groups=str(tmp_path / "g.jsonl"),
+        allow_network=False,
+    )  # fmt: skip
+    env = Env(config, [APIServerConfig(base_url=policy.url, server_type="vllm", model_name=str(FOLDER), api_key="x")])
+    env.left = [{"name": "a"}]
+    with pytest.raises(GroupsDropped, match="1 x task_fault"):
+        await env.process_manager()
+    assert "setup_rollout" in caplog.text
