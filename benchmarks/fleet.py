@@ -168,7 +168,7 @@ async def whole_us(containers: int, rounds: int) -> dict[str, float]:
             backend.replace(n * containers // 20)
             backend.news.clear()  # measured here, not behind our back
             began = time.perf_counter()
-            pool.keeper.reconcile()
+            pool._keeper.reconcile()  # noqa: SLF001 (one part alone is measured)
             costs.append(time.perf_counter() - began)
             await asyncio.sleep(0)
         asked = backend.asked

@@ -1,4 +1,4 @@
-"""One container, as the pool is connected to it: from its address to its end."""
+"""One container, as the pool is connected to it: its client, its counts, and what this pool holds there."""
 
 from __future__ import annotations
 
@@ -6,30 +6,26 @@ import asyncio
 import contextlib
 import logging
 import random
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Awaitable, Callable
+from typing import Any, Protocol
 
+from atropos import wire
 from atropos.errors import IsolationUnavailable, SandboxError, SlotLost, from_code
+from atropos.slots.backends.base import Container
 from atropos.slots.fleet import Seat
-
-if TYPE_CHECKING:
-    from atropos import wire
-    from atropos.slots.backends.base import Container
-    from atropos.slots.pool import SlotPool
-    from atropos.slots.slot import Slot
-    from atropos.slots.snapshots import Snapshot
+from atropos.slots.state import State
 
 log = logging.getLogger("atropos.slots")
 
 CONNECT_PAUSE_S = (0.02, 1.0)
 """First and longest pause between attempts to reach a server that is still starting."""
 RECHECK_S = (0.05, 2.0)
-"""First and longest pause between looks at a container whose free slots are in doubt."""
+"""First and longest pause between checks of a container whose free slots are in doubt."""
 CLOSE_S = 3.0
 """Longest a client's orderly close may take."""
 
 
-class Client(Protocol):
+class ContainerClient(Protocol):
     """What the pool needs of `SandboxClient`; tests put a model of a server in its place."""
 
     lost: asyncio.Event
@@ -79,25 +75,75 @@ class Client(Protocol):
         ...
 
 
-ClientFactory = Callable[["Container", Callable[["wire.LeaseEnded"], None], Callable[[int], None]], Client]
-"""Makes the client of a container, given whom to tell of a lease that ended and of slots that came free."""
+ClientFactory = Callable[[Container, Callable[[wire.LeaseEnded], None], Callable[[int], None]], ContainerClient]
+"""Makes the client of a container, given what to call when a lease ended and when slots came free."""
+
+
+class HeldSlot(Protocol):
+    """A slot of this pool, as its container's link sees it."""
+
+    @property
+    def name(self) -> str:
+        """The slot's name on its server."""
+        ...
+
+    def end(self, reason: SandboxError) -> None:
+        """The lease is over, and why."""
+        ...
+
+    def start_release(self) -> object:
+        """Give it back in the background."""
+        ...
+
+
+class HeldSnapshot(Protocol):
+    """A snapshot of this pool, as the link of a container that has it sees it."""
+
+    @property
+    def id(self) -> str:
+        """Its name on the servers."""
+        ...
+
+    def start_drop(self) -> object:
+        """Drop it in the background."""
+        ...
 
 
 class Link:
-    """The pool's end of one container: its client, its place in the fleet, and what this pool holds there."""
+    """The pool's end of one container: its client, its place in the fleet, and what this pool holds there.
 
-    def __init__(self, pool: SlotPool, container: Container, make_client: ClientFactory, *, patience_s: float) -> None:
-        self.pool = pool
-        self.patience_s = patience_s
+    Args:
+        state: the pool's.
+        container: as the backend listed it.
+        make_client: how it is connected to.
+        condemn: has a container replaced that can't be used any more.
+
+    Attributes:
+        slots: leased here, by lease id.
+        snapshots: kept here.
+        gone: why nothing can be done with it any more; None while something can.
+        task: what connects it and waits for its end.
+    """
+
+    def __init__(
+        self,
+        state: State,
+        container: Container,
+        make_client: ClientFactory,
+        condemn: Callable[[Link, str], Awaitable[None]],
+    ) -> None:
+        self.state = state
         self.container = container
         self.client = make_client(container, self._lease_ended, self._capacity)
         self.seat = Seat(container.id, container.index)
-        self.slots: dict[str, Slot] = {}
-        self.snapshots: set[Snapshot] = set()
+        self.slots: dict[str, HeldSlot] = {}
+        self.snapshots: set[HeldSnapshot] = set()
         self.gone: str | None = None
         self.task: asyncio.Task[None] | None = None
+        self._condemn = condemn
         self._look: asyncio.Task[None] | None = None
         self._look_again = asyncio.Event()
+        state.fleet.expect(self.seat)
 
     def __repr__(self) -> str:
         seat = self.seat
@@ -105,43 +151,28 @@ class Link:
 
     # ------------------------------------------------------------------------------------------------------- life
 
-    async def live(self) -> None:
-        """Connect, join the fleet, and stay until the server is lost; runs as the link's own task."""
-        try:
-            async with asyncio.timeout(self.patience_s):
-                await self._connect()
-                await self._check_isolation()
-                await self.pool.keeper.tidy(self)
-                status = await self.client.status()
-        except TimeoutError:
-            reason = f"its sandbox server did not answer within {self.patience_s:g} s"
-            await self.pool.keeper.condemn(self, reason)
-            return
-        except SandboxError as error:
-            if isinstance(error, IsolationUnavailable):
-                self.pool.refuse(error)
-            await self.pool.keeper.condemn(self, f"the sandbox server did not become usable: {error}")
-            return
-        self.pool.joined(self, status)
-        await self.client.lost.wait()
-        self.pool.keeper.relink(self, "the sandbox server is gone or does not answer")
+    async def connect(self) -> None:
+        """Until it succeeds or trying makes no sense, and the server isolates what the pool's configuration requires.
 
-    async def _connect(self) -> None:
-        """Until it succeeds or trying makes no sense; a container that disappears cancels this task."""
+        Raises:
+            SandboxError: trying again would change nothing.
+        """
         pause, longest = CONNECT_PAUSE_S
         while True:
             try:
-                return await self.client.connect()
+                await self.client.connect()
+                break
             except SandboxError as error:
                 if not error.retryable:
                     raise
                 log.debug("container %s can't be reached yet: %s", self.container.id, error)
             await asyncio.sleep(pause * random.uniform(0.7, 1.3))
             pause = min(pause * 1.5, longest)
+        await self._check_isolation()
 
     async def _check_isolation(self) -> None:
         """A container that somebody else configured must give what this pool promises."""
-        config = self.pool.config
+        config = self.state.config
         if not (config.require_sandbox or config.require_stateful_sandbox):
             return
         has = await self.client.capabilities()
@@ -155,25 +186,49 @@ class Link:
                 f"require_stateful_sandbox: container {self.container.id} can't keep sessions between calls"
             )
 
+    def join(self, status: wire.Status) -> None:
+        """The container is connected and can be leased from."""
+        state = self.state
+        state.fleet.join(self.seat, slots=status.slots, free=status.free, now=state.now())
+        self.seat.retired = status.retired
+        if self.unaccounted:
+            state.doubtful.add(self.container.id)
+        if status.draining:
+            self.close()
+        state.moved()
+        state.serve()
+        state.replan()
+
+    def close(self) -> None:
+        """The container takes no new leases; it will be replaced or end."""
+        for ticket in self.state.fleet.close(self.seat):
+            self.state.fail(ticket, SlotLost(f"container {self.container.id}, which holds the snapshot, is ending"))
+        self.state.replan()
+
+    async def condemn(self, reason: str) -> None:
+        """Have the container replaced: it can't be used any more."""
+        await self._condemn(self, reason)
+
     def lose(self, reason: str) -> None:
-        """The container is gone: its leases end now, and whoever waits for it alone is told."""
+        """The container is gone: its leases end now, and so does every acquire that waits for it alone."""
         if self.gone is not None:
             return
         self.gone = reason
-        self.pool.doubtful.discard(self)
+        state = self.state
+        state.doubtful.discard(self.container.id)
         for slot in self.slots.values():
             slot.end(SlotLost(f"slot {slot.name} of container {self.container.id} is lost: {reason}"))
-        self.pool.counters.lost += len(self.slots)
+        state.counters.lost += len(self.slots)
         self.slots.clear()
         self.snapshots.clear()
-        for ticket in self.pool.fleet.leave(self.seat):
-            self.pool.strand(ticket, SlotLost(f"the container that holds the snapshot is gone: {reason}"))
-        self.pool.tasks.spawn(self._close(), f"close {self.container.id}")
+        for ticket in state.fleet.leave(self.seat):
+            state.fail(ticket, SlotLost(f"the container that holds the snapshot is gone: {reason}"))
+        state.tasks.spawn(self._close_client(), f"close {self.container.id}")
         for task in (self.task, self._look):
             if task is not None and task is not asyncio.current_task():
                 task.cancel()
 
-    async def _close(self) -> None:
+    async def _close_client(self) -> None:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(CLOSE_S):
                 await self.client.close()
@@ -186,15 +241,15 @@ class Link:
         if slot is None:
             return
         slot.end(from_code(message.code, message.message))
-        self.pool.counters.lost += 1
-        self.pool.fleet.returned(self.seat, clean=False, now=self.pool.now())
+        self.state.counters.lost += 1
+        self.state.fleet.returned(self.seat, clean=False, now=self.state.now())
         self.look()
 
     def _capacity(self, free: int) -> None:
         """A slot came free in a container that had refused."""
-        if self.gone is None and self.seat.key in self.pool.fleet.seats:
-            self.pool.fleet.counted(self.seat, slots=self.seat.slots, free=free, retired=self.seat.retired)
-            self.pool.serve()
+        if self.gone is None and self.seat.key in self.state.fleet.seats:
+            self.state.fleet.counted(self.seat, slots=self.seat.slots, free=free, retired=self.seat.retired)
+            self.state.serve()
 
     @property
     def unaccounted(self) -> bool:
@@ -211,12 +266,19 @@ class Link:
         if self.gone is not None:
             return
         if self._look is None or self._look.done():
-            self._look = self.pool.tasks.spawn(self._recount(wait=wait), f"count {self.container.id}")
+            self._look = self.state.tasks.spawn(self._recount(wait=wait), f"count {self.container.id}")
         elif not wait:
             self._look_again.set()
 
+    def _counted(self, status: wire.Status) -> None:
+        """The container gave its own count."""
+        self.state.fleet.counted(self.seat, slots=status.slots, free=status.free, retired=status.retired)
+        if status.draining:
+            self.close()
+        self.state.serve()
+
     async def _recount(self, *, wait: bool) -> None:
-        fleet, seat = self.pool.fleet, self.seat
+        fleet, seat = self.state.fleet, self.seat
         pause, longest = RECHECK_S
         while self.gone is None:
             if wait:
@@ -231,13 +293,13 @@ class Link:
             except SandboxError as error:
                 log.debug("container %s did not give its count: %s", self.container.id, error)
                 continue
-            self.pool.counted(self, status)
+            self._counted(status)
             if not seat.open or not self.unaccounted:
                 return
             if not fleet.waiting and not fleet.pinned_waiting:
-                self.pool.doubtful.add(self)  # looked at again when somebody waits
+                self.state.doubtful.add(self.container.id)  # asked again when somebody waits
                 return
             if not seat.free and fleet.wanted(seat):
-                # Asked all the same: a server tells of a slot, and keeps it for, only whom it has refused. Others that wait
-                # in line would else take each slot in the moment in which they give it back.
+                # Asked all the same: a server reports a free slot to, and keeps it for, only clients that it has refused.
+                # Others in line would else take each slot in the moment in which they give it back.
                 self._capacity(1)

@@ -59,8 +59,17 @@ class Ticket:
 
 @dataclass(eq=False)
 class Fleet:
-    """All containers and all waiting acquires, first come, first served."""
+    """All containers and all waiting acquires, first come, first served.
 
+    Attributes:
+        expected: containers that are connected to, or being connected to.
+        seats: of these, the ones that have joined, by their ids.
+        ready: of these, the ones that take new leases.
+        free / leased / reserved: slots of all seats.
+        waiting / pinned_waiting: acquires that any container could serve, and those bound to one.
+    """
+
+    expected: set[Seat] = field(default_factory=set[Seat])
     seats: dict[str, Seat] = field(default_factory=dict[str, Seat])
     free: int = 0
     leased: int = 0
@@ -75,11 +84,16 @@ class Fleet:
 
     # ------------------------------------------------------------------------------------------------ containers
 
+    def expect(self, seat: Seat) -> None:
+        """A container is being connected to."""
+        self.expected.add(seat)
+
     def join(self, seat: Seat, *, slots: int, free: int, now: float) -> None:
         """A container can be used from now on."""
         if seat.key in self.seats:
             raise ValueError(f"container {seat.key} is in the fleet already")
         self.seats[seat.key] = seat
+        self.expected.add(seat)
         seat.slots = slots
         seat.idle_since = now
         seat.open = True
@@ -103,6 +117,7 @@ class Fleet:
 
     def leave(self, seat: Seat) -> list[Ticket]:
         """A container is gone, and its leases with it. Returns as `close` does."""
+        self.expected.discard(seat)
         stranded = self.close(seat)
         if self.seats.pop(seat.key, None) is not None:
             self.leased -= seat.leased
@@ -171,12 +186,12 @@ class Fleet:
         self._unreserve(seat)
         self._set_free(seat, max(0, free - seat.reserved))
 
-    def forgone(self, seat: Seat) -> None:
+    def cancel_reservation(self, seat: Seat) -> None:
         """A reservation was never used; the slot is free again."""
         self._unreserve(seat)
         self._set_free(seat, seat.free + 1)
 
-    def doubted(self, seat: Seat) -> None:
+    def abandon_reservation(self, seat: Seat) -> None:
         """A reservation ended without an answer; the slot counts as taken until the container says otherwise."""
         self._unreserve(seat)
 

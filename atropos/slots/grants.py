@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from typing import TYPE_CHECKING
+import secrets
+from collections.abc import Mapping
 
-from atropos.errors import PoolFull, SandboxError, SlotLost
+from atropos import wire
+from atropos.errors import ConfigError, PoolFull, SandboxError, SlotLost
+from atropos.slots.container_link import Link
+from atropos.slots.fleet import Ticket
 from atropos.slots.slot import Slot
-
-if TYPE_CHECKING:
-    from atropos import wire
-    from atropos.slots.container_link import Link
-    from atropos.slots.fleet import Ticket
-    from atropos.slots.pool import SlotPool
-    from atropos.slots.snapshots import Snapshot
+from atropos.slots.snapshots import Snapshot
+from atropos.slots.state import State
 
 log = logging.getLogger("atropos.slots")
 
@@ -25,80 +24,120 @@ IN_TURN_S = 0.1
 
 
 class Grants:
-    """The acquires of a pool that are under way."""
+    """The acquires of a pool that are under way.
 
-    def __init__(self, pool: SlotPool) -> None:
-        self._pool = pool
-        self._waiters: dict[Ticket, asyncio.Future[None]] = {}
+    Args:
+        state: the pool's.
+        links: the containers that it is connected to, by id.
+    """
+
+    def __init__(self, state: State, links: Mapping[str, Link]) -> None:
+        self._state = state
+        self._links = links
         self._last: dict[Link, asyncio.Task[Slot | None]] = {}
 
-    async def seat(self, ticket: Ticket) -> Link | None:
+    async def acquire(
+        self, trajectory_id: str, snapshot: Snapshot | None, base: str | None, *, network: bool, timeout_s: float
+    ) -> Slot:
+        """As `SlotPool.acquire`.
+
+        Raises:
+            TimeoutError: no slot came free in time.
+        """
+        state = self._state
+        if snapshot is not None and snapshot.state is not state:
+            raise ConfigError(f"snapshot {snapshot.id} is another pool's")
+        started = state.now()
+        ticket = state.fleet.ticket(snapshot.pin() if snapshot else None)
+        async with asyncio.timeout(timeout_s):
+            while True:
+                state.require_running()
+                if (link := await self._seat(ticket)) is not None:
+                    request = wire.LeaseRequest(
+                        lease_id=secrets.token_hex(12),
+                        client_id=state.client_id,
+                        trajectory_id=trajectory_id[:500],
+                        ttl_s=state.config.lease_ttl_s,
+                        snapshot=snapshot.id if snapshot else None,
+                        base=base,
+                        network=network,
+                    )
+                    if (slot := await self._finish(link, request, snapshot)) is not None:
+                        state.counters.acquire_s.append(state.now() - started)
+                        return slot
+                if snapshot is not None:
+                    ticket.pin = snapshot.pin()
+
+    async def _seat(self, ticket: Ticket) -> Link | None:
         """Wait for a container with a slot for this ticket; one slot is reserved there then. None: it is gone again."""
+        state = self._state
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiters[ticket] = future
-        self._pool.fleet.ask(ticket)
+        state.waiters[ticket] = future
+        state.fleet.ask(ticket)
         try:
-            self.serve()
+            state.serve()
             if ticket.seat is None and not future.done():
                 self._look_for_room(ticket)
             await future
         except BaseException:
-            self._pool.fleet.withdraw(ticket)
+            state.fleet.withdraw(ticket)
             if ticket.seat is not None:
-                self._pool.fleet.forgone(ticket.seat)
-                self.serve()
+                state.fleet.cancel_reservation(ticket.seat)
+                state.serve()
             raise
         finally:
-            self._waiters.pop(ticket, None)
+            state.waiters.pop(ticket, None)
         assert ticket.seat is not None
-        link = self._pool.keeper.links.get(ticket.seat.key)
+        link = self._links.get(ticket.seat.key)
         return link if link is not None and link.seat is ticket.seat else None
 
     def _look_for_room(self, ticket: Ticket) -> None:
         """Nothing is known to be free: ask for containers, and ask those whose count is in doubt."""
-        if (failure := self._pool.hopeless()) is not None:
-            self._pool.fleet.withdraw(ticket)
-            self.strand(ticket, failure)
-        self._pool.keeper.kick()
-        while self._pool.doubtful:
-            self._pool.doubtful.pop().look(wait=True)
+        state = self._state
+        if (failure := state.hopeless()) is not None:
+            state.fleet.withdraw(ticket)
+            state.fail(ticket, failure)
+        state.replan()
+        while state.doubtful:
+            if (link := self._links.get(state.doubtful.pop())) is not None:
+                link.look(wait=True)
 
     async def _grant(self, link: Link, request: wire.LeaseRequest, snapshot: Snapshot | None) -> Slot | None:
         """Runs to its end whatever becomes of the caller."""
-        seat = link.seat
+        state, seat = self._state, link.seat
         if snapshot is not None:
             try:
                 await snapshot.bring(link)
             except SandboxError as error:
                 log.warning("snapshot %s could not be brought to %s: %s", snapshot.id, link.container.id, error)
                 snapshot.stays = True
-                self._pool.fleet.forgone(seat)
-                self.serve()
+                state.fleet.cancel_reservation(seat)
+                state.serve()
                 return None
         try:
             lease = await link.client.acquire(request)
         except PoolFull as error:
-            self._pool.fleet.refused(seat, free=error.free)
+            state.fleet.refused(seat, free=error.free)
             link.look(wait=True)
             if error.free > 0:
                 await asyncio.sleep(CONTRARY_S)  # it refuses though it says that it has room: not at full speed
             return None
         except SandboxError as error:
             if not error.retryable or (snapshot is not None and _gone(error) and snapshot.places in ([], [link])):
-                self._pool.fleet.forgone(seat)
-                self.serve()
+                state.fleet.cancel_reservation(seat)
+                state.serve()
                 raise
             log.info("container %s gave no lease: %s", link.container.id, error)
-            self._pool.fleet.refused(seat, free=0)
+            state.fleet.refused(seat, free=0)
             link.look(wait=True)
             return None
         except BaseException:
-            self._pool.fleet.doubted(seat)
+            state.fleet.abandon_reservation(seat)
             raise
         if link.gone is not None:
             return None
-        self._pool.fleet.granted(seat)
-        self._pool.counters.leases += 1
+        state.fleet.granted(seat)
+        state.counters.leases += 1
         slot = link.slots[lease.lease_id] = Slot(link, lease, request.trajectory_id)
         return slot
 
@@ -115,10 +154,10 @@ class Grants:
             await asyncio.wait([before], timeout=IN_TURN_S)
         return slot
 
-    async def finish(self, link: Link, request: wire.LeaseRequest, snapshot: Snapshot | None) -> Slot | None:
+    async def _finish(self, link: Link, request: wire.LeaseRequest, snapshot: Snapshot | None) -> Slot | None:
         """Turn a reservation into a lease; None: look elsewhere. Cancelled meanwhile, it gives back what it gets."""
         before = self._last.get(link) if snapshot is None else None
-        task = self._pool.tasks.spawn(self._in_turn(link, request, snapshot, before), "grant", awaited=True)
+        task = self._state.tasks.spawn(self._in_turn(link, request, snapshot, before), "grant", awaited=True)
         if snapshot is None:  # one that has to travel first holds nobody up
             self._last[link] = task
             task.add_done_callback(lambda ended: self._forget(link, ended))
@@ -134,27 +173,8 @@ class Grants:
 
     def _unwanted(self, task: asyncio.Task[Slot | None]) -> None:
         if not task.cancelled() and task.exception() is None and (slot := task.result()) is not None:
-            self._pool.returns.begin(slot)
-        self.serve()
-
-    def serve(self) -> None:
-        """Hand free slots to those who wait."""
-        for ticket in self._pool.fleet.match():
-            future = self._waiters[ticket]
-            if not future.done():
-                future.set_result(None)
-
-    def strand(self, ticket: Ticket, error: Exception) -> None:
-        """A waiting acquire can't be served any more."""
-        future = self._waiters.get(ticket)
-        if future is not None and not future.done():
-            future.set_exception(error)
-
-    def end_all(self, error: Exception) -> None:
-        """Nobody who waits will be served."""
-        for ticket in list(self._waiters):
-            self._pool.fleet.withdraw(ticket)
-            self.strand(ticket, error)
+            slot.start_release()
+        self._state.serve()
 
 
 def _gone(error: SandboxError) -> bool:

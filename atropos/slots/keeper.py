@@ -5,16 +5,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from typing import TYPE_CHECKING
 
-from atropos.errors import BackendUnavailable, SandboxError
-from atropos.slots.container_link import Link
+from atropos.errors import BackendUnavailable, IsolationUnavailable, SandboxError
+from atropos.slots.backends.base import Container
+from atropos.slots.container_link import ClientFactory, Link
 from atropos.slots.scaling import Limits, PoolState, plan
-
-if TYPE_CHECKING:
-    from atropos.slots.backends.base import Backend, Container
-    from atropos.slots.container_link import ClientFactory
-    from atropos.slots.pool import SlotPool
+from atropos.slots.state import State
 
 log = logging.getLogger("atropos.slots")
 
@@ -27,27 +23,33 @@ REFUSED_S = (0.5, 10.0)
 
 
 class Keeper:
-    """Watches the backend, connects what it has, and asks it for more or less."""
+    """Watches the backend, connects what it has, and asks it for more or less.
 
-    def __init__(self, pool: SlotPool, backend: Backend, make_client: ClientFactory) -> None:
-        self.pool = pool
-        self.backend = backend
-        self.links: dict[str, Link] = {}
-        self.condemned: set[str] = set()
+    Args:
+        state: the pool's.
+        links: the containers that it is connected to, by id; kept here.
+        make_client: how a container is connected to.
+    """
+
+    def __init__(self, state: State, links: dict[str, Link], make_client: ClientFactory) -> None:
+        self._state = state
+        self._backend = state.backend
+        self._links = links
+        self._condemned: set[str] = set()
         self._unreplaced: dict[str, float] = {}
         """Condemned containers that the backend could not replace, and when to try them anew, by the pool's clock."""
         self._left: dict[str, set[str]] = {}
         """Snapshots that containers may still have from before they were lost, by the containers' ids."""
         self.asked = 0
         self.trouble = ""
-        self.limits = Limits(
-            min_containers=pool.config.min_containers,
-            max_containers=pool.config.max_containers,
-            slots_per_container=pool.config.slots_per_container,
-            idle_s=pool.config.idle_container_s,
+        config = state.config
+        self._limits = Limits(
+            min_containers=config.min_containers,
+            max_containers=config.max_containers,
+            slots_per_container=config.slots_per_container,
+            idle_s=config.idle_container_s,
         )
         self._make_client = make_client
-        self._kicked = asyncio.Event()
         self._seen = 0
         self._asked_at = 0.0
         self._wanted_at = 0.0
@@ -57,71 +59,90 @@ class Keeper:
 
     async def watch(self) -> None:
         """Follow the backend's containers until cancelled."""
-        self._wanted_at = self.pool.now()
+        self._wanted_at = self._state.now()
         while True:
-            await self.backend.changed()
+            await self._backend.changed()
             self.reconcile()
-            self.pool.moved()
+            self._state.moved()
 
     def reconcile(self) -> None:
         """Connect what is new and running; let go of what the backend says is gone.
 
         Unknown is not empty: a failed poll leaves `containers()` as it was.
         """
-        listed = {container.id: container for container in self.backend.containers()}
+        listed = {container.id: container for container in self._backend.containers()}
         self._seen = sum(container.state in {"starting", "running"} for container in listed.values())
-        for key, link in list(self.links.items()):
+        for key, link in list(self._links.items()):
             now = listed.get(key)
             if now is None or now.state == "dead":
-                self.drop(link, (now.detail if now else "") or "the backend has it no more")
+                self._drop(link, (now.detail if now else "") or "the backend has it no more")
             else:
                 link.container = now
                 if now.state == "ending":
-                    self.pool.closing(link)
-        again = {key for key, due in self._unreplaced.items() if self.pool.now() >= due}
-        self.condemned -= again
+                    link.close()
+        again = {key for key, due in self._unreplaced.items() if self._state.now() >= due}
+        self._condemned -= again
         for key, container in listed.items():
-            if container.state == "running" and container.url and key not in self.links and key not in self.condemned:
+            if container.state == "running" and container.url and key not in self._links and key not in self._condemned:
                 self._connect(container, RELINK_S if key in again else None)
-        self.condemned &= listed.keys()
-        self._unreplaced = {key: due for key, due in self._unreplaced.items() if key in self.condemned}
+        self._condemned &= listed.keys()
+        self._unreplaced = {key: due for key, due in self._unreplaced.items() if key in self._condemned}
         self._left = {key: names for key, names in self._left.items() if key in listed}
-        self.kick()
+        self._state.replan()
 
     def _connect(self, container: Container, patience_s: float | None = None) -> None:
-        patience_s = self.pool.config.start_timeout_s if patience_s is None else patience_s
-        link = self.links[container.id] = Link(self.pool, container, self._make_client, patience_s=patience_s)
-        link.task = self.pool.tasks.spawn(link.live(), f"container {container.id}")
+        link = self._links[container.id] = Link(self._state, container, self._make_client, self._condemn)
+        patience_s = self._state.config.start_timeout_s if patience_s is None else patience_s
+        link.task = self._state.tasks.spawn(self._live(link, patience_s), f"container {container.id}")
 
-    def drop(self, link: Link, reason: str) -> None:
+    async def _live(self, link: Link, patience_s: float) -> None:
+        """Connect, join the fleet, and stay until the server is lost; runs as the link's own task."""
+        try:
+            async with asyncio.timeout(patience_s):
+                await link.connect()
+                await self._tidy(link)
+                status = await link.client.status()
+        except TimeoutError:
+            await self._condemn(link, f"its sandbox server did not answer within {patience_s:g} s")
+            return
+        except SandboxError as error:
+            if isinstance(error, IsolationUnavailable):
+                self._state.refuse(error)
+            await self._condemn(link, f"the sandbox server did not become usable: {error}")
+            return
+        link.join(status)
+        await link.client.lost.wait()
+        self._relink(link, "the sandbox server is gone or does not answer")
+
+    def _drop(self, link: Link, reason: str) -> None:
         """Forget a container; its leases end as lost."""
-        if self.links.pop(link.container.id, None) is not None:
-            tried_in_vain = self.backend.outage() and link.seat.key not in self.pool.fleet.seats
+        if self._links.pop(link.container.id, None) is not None:
+            tried_in_vain = self._backend.outage() and link.seat.key not in self._state.fleet.seats
             log.log(
                 logging.DEBUG if tried_in_vain else logging.INFO, "container %s is gone: %s", link.container.id, reason
             )
         if link.snapshots:
             self._left.setdefault(link.container.id, set()).update(each.id for each in link.snapshots)
         link.lose(reason)
-        self.pool.serve()
-        self.kick()
+        self._state.serve()
+        self._state.replan()
 
-    async def tidy(self, link: Link) -> None:
+    async def _tidy(self, link: Link) -> None:
         """A server that was lost and is back ends our old leases by itself; our old snapshots it would keep for good."""
         left = self._left.get(link.container.id, set())
         for snapshot_id in list(left):
             await link.client.drop_snapshot(snapshot_id)
             left.discard(snapshot_id)
 
-    def relink(self, link: Link, reason: str) -> None:
+    def _relink(self, link: Link, reason: str) -> None:
         """A server was lost while its container is still listed: it may have been restarted in place."""
         if link.gone is not None:
             return
-        self.drop(link, reason)
-        if any(one.id == link.container.id and one.state == "running" for one in self.backend.containers()):
+        self._drop(link, reason)
+        if any(one.id == link.container.id and one.state == "running" for one in self._backend.containers()):
             self._connect(link.container, RELINK_S)
 
-    async def condemn(self, link: Link, reason: str) -> None:
+    async def _condemn(self, link: Link, reason: str) -> None:
         """A container that is listed but can't be used: let go of it, and have the backend replace it.
 
         One that the backend can't replace now is tried anew in a while: where the way to the engine was cut, it may well
@@ -129,35 +150,31 @@ class Keeper:
         """
         if link.gone is not None:
             return
-        self.condemned.add(link.container.id)
-        self.drop(link, reason)
+        self._condemned.add(link.container.id)
+        self._drop(link, reason)
         try:
-            await self.backend.retire(link.container)
+            await self._backend.retire(link.container)
         except (SandboxError, NotImplementedError) as error:
             self.trouble = f"container {link.container.id} could not be replaced: {error}"
             log.log(self._loudness, "%s", self.trouble)
             if isinstance(error, SandboxError):
-                self._unreplaced[link.container.id] = self.pool.now() + ASK_AGAIN_S
+                self._unreplaced[link.container.id] = self._state.now() + ASK_AGAIN_S
 
     # ---------------------------------------------------------------------------------------------------- scaling
 
     @property
     def _loudness(self) -> int:
         """Of a refusal in the log: that the engine doesn't answer has been told already."""
-        return logging.DEBUG if self.backend.outage() else logging.WARNING
-
-    def kick(self) -> None:
-        """Demand or supply changed: plan again."""
-        self._kicked.set()
+        return logging.DEBUG if self._backend.outage() else logging.WARNING
 
     @property
     def containers(self) -> int:
         """Asked for or seen, and not told to end."""
         return max(self._seen, self.asked)
 
-    def state(self) -> PoolState:
+    def _situation(self) -> PoolState:
         """What scaling decides on."""
-        fleet = self.pool.fleet
+        fleet = self._state.fleet
         return PoolState(
             containers=self.containers,
             ready=fleet.ready,
@@ -165,24 +182,24 @@ class Keeper:
             waiting=fleet.waiting,
             needed=self._needed(),
             closing=self._closing(),
-            late=max(0, self.asked - self._seen) if self.pool.now() > self._wanted_at + self.limits.idle_s else 0,
+            late=max(0, self.asked - self._seen) if self._state.now() > self._wanted_at + self._limits.idle_s else 0,
         )
 
     def _closing(self) -> int:
         """How many run on but take no new leases."""
-        if len(self.pool.fleet.seats) == self.pool.fleet.ready:
+        if len(self._state.fleet.seats) == self._state.fleet.ready:
             return 0
         return sum(
-            link.container.state == "running" and link.seat.key in self.pool.fleet.seats and not link.seat.open
-            for link in self.links.values()
+            link.container.state == "running" and link.seat.key in self._state.fleet.seats and not link.seat.open
+            for link in self._links.values()
         )
 
     def _needed(self) -> int:
         """How many containers reach to the highest one in use. Only asked about when nothing waits."""
-        fleet = self.pool.fleet
+        fleet = self._state.fleet
         if fleet.waiting:
             return self.containers
-        limit = self.pool.now() - self.limits.idle_s
+        limit = self._state.now() - self._limits.idle_s
         busy = (seat.index + 1 for seat in fleet.seats.values() if seat.busy or seat.idle_since > limit)
         return max(busy, default=0)
 
@@ -190,12 +207,12 @@ class Keeper:
         """Ask the backend for what `plan` says, until cancelled; a refusal is told and tried again, ever less often."""
         pause, longest = REFUSED_S
         while True:
-            self._kicked.clear()
+            self._state.demand.clear()
             if self._unreplaced:
                 self.reconcile()
-            if self.pool.fleet.waiting:
-                self._wanted_at = self.pool.now()
-            decided = plan(self.state(), self.limits)
+            if self._state.fleet.waiting:
+                self._wanted_at = self._state.now()
+            decided = plan(self._situation(), self._limits)
             grow = decided.target > self.containers or self._missing(decided.target)
             if grow or (decided.target < self.containers and await self._really_idle(decided.target)):
                 try:
@@ -206,17 +223,17 @@ class Keeper:
                     self.trouble = str(error)
                     await asyncio.sleep(pause * random.uniform(0.7, 1.3))
                     pause = min(pause * 2, longest)
-                    self.kick()
+                    self._state.replan()
             try:
-                async with asyncio.timeout(min(ASK_AGAIN_S, max(0.05, self.limits.idle_s / 4))):
-                    await self._kicked.wait()
+                async with asyncio.timeout(min(ASK_AGAIN_S, max(0.05, self._limits.idle_s / 4))):
+                    await self._state.demand.wait()
                 await asyncio.sleep(0)
             except TimeoutError:
                 pass
 
     def _missing(self, target: int) -> bool:
         """Whether containers that were asked for a while ago are not to be seen."""
-        return self._seen < target and self.pool.now() > self._asked_at + ASK_AGAIN_S
+        return self._seen < target and self._state.now() > self._asked_at + ASK_AGAIN_S
 
     async def ask(self, count: int, reason: str) -> None:
         """Tell the backend how many there should be."""
@@ -224,25 +241,25 @@ class Keeper:
             log.info("asking for %d containers (was %d): %s", count, self.containers, reason)
         before = self.asked
         self.asked = count
-        self._asked_at = self.pool.now()
+        self._asked_at = self._state.now()
         if count > before:
             self._wanted_at = self._asked_at
         try:
-            await self.backend.scale(count)
+            await self._backend.scale(count)
         except BaseException:
             self.asked = before
             raise
         self.trouble = ""
-        self._seen = sum(container.state in {"starting", "running"} for container in self.backend.containers())
+        self._seen = sum(container.state in {"starting", "running"} for container in self._backend.containers())
 
     async def _really_idle(self, target: int) -> bool:
         """Whether no other client holds leases in the containers that shrinking to `target` would end."""
-        for link in [link for link in self.links.values() if link.seat.index >= target]:
+        for link in [link for link in self._links.values() if link.seat.index >= target]:
             try:
                 status = await link.client.status()
             except SandboxError:
                 return False
             if status.leased or link.seat.busy:
-                link.seat.idle_since = self.pool.now()
+                link.seat.idle_since = self._state.now()
                 return False
         return True

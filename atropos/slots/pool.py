@@ -6,35 +6,27 @@ import asyncio
 import logging
 import os
 import secrets
-import time
-from collections.abc import AsyncGenerator, Callable, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
 from contextlib import asynccontextmanager
-from typing import Any, Self, TypeVar
+from types import MappingProxyType
+from typing import Any, Self
 
 from atropos import wire
-from atropos.errors import (
-    AcquireTimeout,
-    BackendUnavailable,
-    ConfigError,
-    SandboxError,
-    SlotLost,
-)
+from atropos.errors import AcquireTimeout, BackendUnavailable, ConfigError, SandboxError
 from atropos.slots.backends import make_backend
 from atropos.slots.backends.base import Backend, Container
 from atropos.slots.client import SandboxClient
 from atropos.slots.config import SlotPoolConfig
-from atropos.slots.container_link import Client, ClientFactory, Link
-from atropos.slots.fleet import Fleet, Seat, Ticket
+from atropos.slots.container_link import ClientFactory, ContainerClient, Link
 from atropos.slots.grants import Grants
 from atropos.slots.keeper import Keeper
-from atropos.slots.returns import Returns
 from atropos.slots.slot import Slot
-from atropos.slots.snapshots import Snapshot, Snapshots
-from atropos.slots.stats import Counters, Percentiles, PoolStats
+from atropos.slots.snapshots import Snapshot
+from atropos.slots.state import State
+from atropos.slots.stats import Percentiles, PoolStats
 from atropos.slots.task_owner import Tasks
 
 log = logging.getLogger("atropos.slots")
-T = TypeVar("T")
 
 STOP_RELEASE_S = 2.0
 """How long `stop` waits for slots to be given back one by one; a container that ends ends its leases anyway."""
@@ -60,27 +52,20 @@ class SlotPool:
     ) -> None:
         self.config = config or SlotPoolConfig()
         self.client_id = f"{os.uname().nodename[:60]}-{os.getpid()}-{secrets.token_hex(6)}"
-        self.fleet = Fleet()
-        self.counters = Counters()
-        self.tasks = Tasks("pool")
         self.backend = backend or make_backend(self.config)
         self.backend.client_id = self.client_id
-        self.keeper = Keeper(self, self.backend, make_client or self._sandbox_client)
+        self._state = State(self.config, self.backend, self.client_id)
+        self._links: dict[str, Link] = {}
+        self._keeper = Keeper(self._state, self._links, make_client or self._sandbox_client)
+        self._grants = Grants(self._state, self._links)
         self._loops = Tasks("pool")
-        self._state = "new"
         self._max_batch = self.config.max_batch_size
-        self._refusal: Exception | None = None
-        self.doubtful: set[Link] = set()
-        self.returns = Returns(self)
-        self.snapshots = Snapshots(self)
-        self._grants = Grants(self)
-        self._moved = asyncio.Event()
         self._stopping: asyncio.Task[None] | None = None
 
     def __repr__(self) -> str:
         s = self.stats()
         text = (
-            f"<SlotPool {self.config.backend} {self._state}: {s.ready} of {s.containers} containers ready, "
+            f"<SlotPool {self.config.backend} {self._state.phase}: {s.ready} of {s.containers} containers ready, "
             f"{s.slots} slots ({s.free} free, {s.leased} leased, {s.retired} retired), {s.waiting} waiting"
         )
         return f"{text}; {s.trouble}>" if s.trouble else f"{text}>"
@@ -102,43 +87,45 @@ class SlotPool:
             IsolationUnavailable: the host or the containers can't isolate; says what is missing.
             BackendUnavailable: no container came within `start_timeout_s`; says why. Nothing is left then.
         """
-        if self._state != "new":
-            raise RuntimeError(f"the pool is {self._state}: a pool is started once")
-        self._state = "starting"
+        if self._state.phase != "new":
+            raise RuntimeError(f"the pool is {self._state.phase}: a pool is started once")
+        self._state.phase = "starting"
         try:
             await self.backend.start()
-            self._loops.spawn(self._guard(self.keeper.watch()), "watch")
-            self.keeper.reconcile()
-            if self.keeper.containers < self.config.min_containers:
-                await self.keeper.ask(self.config.min_containers, "start")
-            self.keeper.reconcile()
+            self._loops.spawn(self._guard(self._keeper.watch()), "watch")
+            self._keeper.reconcile()
+            if self._keeper.containers < self.config.min_containers:
+                await self._keeper.ask(self.config.min_containers, "start")
+            self._keeper.reconcile()
             await self._first_containers()
-            self._loops.spawn(self._guard(self.keeper.scale()), "scale")
+            self._loops.spawn(self._guard(self._keeper.scale()), "scale")
         except BaseException:
             try:
                 await self.stop()
             except Exception:
                 log.exception("after a failed start, not everything could be ended")
             raise
-        self._state = "running"
+        self._state.phase = "running"
 
     async def _first_containers(self) -> None:
-        deadline = self.now() + self.config.start_timeout_s
-        while self.fleet.ready < self.config.min_containers:
-            self._moved.clear()
-            if (failure := self.failure()) is not None:
+        deadline = self._state.now() + self.config.start_timeout_s
+        while self._state.fleet.ready < self.config.min_containers:
+            self._state.news.clear()
+            if (failure := self._state.failure()) is not None:
                 raise failure
-            if self.fleet.ready and self.backend.trouble():
-                log.warning("starting with %d containers: %s", self.fleet.ready, self.backend.trouble())
+            if self._state.fleet.ready and self.backend.trouble():
+                log.warning("starting with %d containers: %s", self._state.fleet.ready, self.backend.trouble())
                 return
             try:
                 async with asyncio.timeout_at(deadline):
-                    await self._moved.wait()
+                    await self._state.news.wait()
             except TimeoutError:
-                if self.fleet.ready:
-                    log.warning("starting with %d of %d containers", self.fleet.ready, self.config.min_containers)
+                if self._state.fleet.ready:
+                    log.warning(
+                        "starting with %d of %d containers", self._state.fleet.ready, self.config.min_containers
+                    )
                     return
-                reason = self.backend.trouble() or self.keeper.trouble or self._unheard()
+                reason = self.backend.trouble() or self._keeper.trouble or self._unheard()
                 text = f"no container could be leased from within start_timeout_s ({self.config.start_timeout_s:g} s)"
                 raise BackendUnavailable(f"{text}: {reason}") from None
 
@@ -156,37 +143,36 @@ class SlotPool:
             purge_job: whether this pool's containers are ended; None: as `purge_job_on_shutdown` says.
         """
         if self._stopping is None:
-            if self._state == "new":
-                self._state = "stopped"
+            if self._state.phase == "new":
+                self._state.phase = "stopped"
                 return
             purge = self.config.purge_job_on_shutdown if purge_job is None else purge_job
             self._stopping = asyncio.create_task(self._stop(purge=purge), name="pool: stop")
         await asyncio.shield(self._stopping)
 
     async def _stop(self, *, purge: bool) -> None:
-        self._state = "stopping"
-        self._moved.set()
-        self._grants.end_all(BackendUnavailable("the pool was stopped"))
+        self._state.phase = "stopping"
+        self._state.news.set()
+        self._state.fail_all(BackendUnavailable("the pool was stopped"))
         await self._loops.cancel()
-        links = list(self.keeper.links.values())
-        held = [slot for link in links for slot in link.slots.values()]
+        links = list(self._links.values())
         try:
-            for slot in held:
-                self.returns.begin(slot)
-            for snapshot in {snapshot for link in links for snapshot in link.snapshots}:
-                await snapshot.drop()
-            waits = [*self.snapshots.dropping, *(slot.releasing for slot in held if slot.releasing is not None)]
-            if waits:
-                await asyncio.wait(waits, timeout=STOP_RELEASE_S)
+            for link in links:
+                for held in [*link.slots.values()]:
+                    held.start_release()
+                for kept in [*link.snapshots]:
+                    kept.start_drop()
+            if self._state.returning:
+                await asyncio.wait(self._state.returning, timeout=STOP_RELEASE_S)
             for link in links:
                 link.lose("the pool was stopped")
-            self.keeper.links.clear()
-            await self.tasks.settle(STOP_RELEASE_S)
+            self._links.clear()
+            await self._state.tasks.settle(STOP_RELEASE_S)
         finally:
             try:
                 await self.backend.aclose(purge=purge)
             finally:
-                self._state = "stopped"
+                self._state.phase = "stopped"
 
     # ------------------------------------------------------------------------------------------------------ leases
 
@@ -231,33 +217,14 @@ class SlotPool:
             NotSupported, ConfigError: the container can't give what was asked for.
             BackendUnavailable: the pool is not running, or was stopped.
         """
-        self._require_running()
+        self._state.require_running()
         wanted = self.config.allow_network if network is None else network
         self._check_request(base, network=wanted)
-        started = self.now()
         timeout_s = self.config.acquire_timeout_s if timeout_s is None else timeout_s
-        ticket = self.fleet.ticket(self._pin(snapshot))
         try:
-            async with asyncio.timeout(timeout_s):
-                while True:
-                    self._require_running()
-                    if (link := await self._grants.seat(ticket)) is not None:
-                        request = wire.LeaseRequest(
-                            lease_id=secrets.token_hex(12),
-                            client_id=self.client_id,
-                            trajectory_id=trajectory_id[:500],
-                            ttl_s=self.config.lease_ttl_s,
-                            snapshot=snapshot.id if snapshot else None,
-                            base=base,
-                            network=wanted,
-                        )
-                        if (slot := await self._grants.finish(link, request, snapshot)) is not None:
-                            self.counters.acquire_s.append(self.now() - started)
-                            return slot
-                    if snapshot is not None:
-                        ticket.pin = self._pin(snapshot)
+            return await self._grants.acquire(trajectory_id, snapshot, base, network=wanted, timeout_s=timeout_s)
         except TimeoutError:
-            self.counters.timeouts += 1
+            self._state.counters.timeouts += 1
             raise AcquireTimeout(f"no slot came free within {timeout_s:g} s: {self._situation()}") from None
 
     def bound_frames(self, max_batch_size: int) -> None:
@@ -269,7 +236,7 @@ class SlotPool:
         if max_batch_size < 1:
             raise ConfigError(f"max_batch_size: {max_batch_size} is not positive")
         self._max_batch = max_batch_size
-        for link in self.keeper.links.values():
+        for link in self._links.values():
             link.client.bound_frames(max_batch_size)
 
     def _check_request(self, base: str | None, *, network: bool) -> None:
@@ -279,90 +246,20 @@ class SlotPool:
         if network and not self.config.allow_network:
             raise ConfigError("network: the pool allows none: set SlotPoolConfig.allow_network")
 
-    def _pin(self, snapshot: Snapshot | None) -> Seat | None:
-        """The one container where a fork can go; None: any, since the snapshot will be brought there."""
-        if snapshot is None:
-            return None
-        if snapshot.pool is not self:
-            raise ConfigError(f"snapshot {snapshot.id} is another pool's")
-        places = snapshot.places
-        if snapshot.dropped or not places:
-            how = "was dropped" if snapshot.dropped else "is lost: its container is gone"
-            raise SlotLost(f"snapshot {snapshot.id} {how}")
-        here = [link.seat for link in places if link.seat.open]
-        if ready := next((seat for seat in here if seat.free > 0), None):
-            return ready
-        travels = snapshot.info.bytes <= self.config.travel_mib * 1024 * 1024 and self.config.max_containers > 1
-        if travels and not snapshot.stays:
-            return None
-        if not here:
-            raise SlotLost(f"the container that holds snapshot {snapshot.id} is ending")
-        return here[0]
-
-    # --------------------------------------------------------------------------------- what links and keeper report
-
-    def now(self) -> float:
-        """The pool's clock: monotonic seconds."""
-        return time.monotonic()
-
-    def serve(self) -> None:
-        """Hand free slots to those who wait."""
-        self._grants.serve()
-
-    def strand(self, ticket: Ticket, error: Exception) -> None:
-        """A waiting acquire can't be served any more."""
-        self._grants.strand(ticket, error)
-
-    def joined(self, link: Link, status: wire.Status) -> None:
-        """A container is connected and can be leased from."""
-        self.fleet.join(link.seat, slots=status.slots, free=status.free, now=self.now())
-        link.seat.retired = status.retired
-        if link.unaccounted:
-            self.doubtful.add(link)
-        if status.draining:
-            self.closing(link)
-        self.moved()
-        self.serve()
-        self.keeper.kick()
-
-    def counted(self, link: Link, status: wire.Status) -> None:
-        """A container gave its own count."""
-        self.fleet.counted(link.seat, slots=status.slots, free=status.free, retired=status.retired)
-        if status.draining:
-            self.closing(link)
-        self.serve()
-
-    def closing(self, link: Link) -> None:
-        """A container takes no new leases; it will be replaced or end."""
-        for ticket in self.fleet.close(link.seat):
-            self.strand(ticket, SlotLost(f"container {link.container.id}, which holds the snapshot, is ending"))
-        self.keeper.kick()
-
-    def moved(self) -> None:
-        """Something that `start`, or an acquire in line, may wait for has changed."""
-        self._moved.set()
-        if (failure := self.hopeless()) is not None:
-            self._grants.end_all(failure)
-
-    def refuse(self, error: Exception) -> None:
-        """Containers come, and are not what was asked for."""
-        self._refusal = error
-        self.moved()
-
     # --------------------------------------------------------------------------------------------------- situation
 
     def stats(self) -> PoolStats:
         """One consistent count of everything."""
-        fleet, counters = self.fleet, self.counters
+        fleet, counters = self._state.fleet, self._state.counters
         return PoolStats(
-            containers=self.keeper.containers,
+            containers=self._keeper.containers,
             ready=fleet.ready,
             slots=sum(seat.slots for seat in fleet.seats.values()),
             free=fleet.free,
             leased=fleet.leased + fleet.reserved,
             retired=sum(seat.retired for seat in fleet.seats.values()),
             waiting=fleet.waiting + fleet.pinned_waiting,
-            snapshots=sum(len(link.snapshots) for link in self.keeper.links.values()),
+            snapshots=sum(len(link.snapshots) for link in self._links.values()),
             leases=counters.leases,
             releases=counters.releases,
             lost=counters.lost,
@@ -372,25 +269,19 @@ class SlotPool:
             trouble=self.trouble(),
         )
 
+    @property
+    def links(self) -> Mapping[str, Link]:
+        """The containers that the pool is connected to, or connecting to, by id; for diagnosis."""
+        return MappingProxyType(self._links)
+
     def trouble(self) -> str:
         """Why containers are not coming; empty when all is well."""
-        failure = self.failure()
-        return (str(failure) if failure else "") or self.backend.trouble() or self.keeper.trouble
-
-    def failure(self) -> Exception | None:
-        """Why no container will ever be leased from; None while there is hope."""
-        return self.backend.failure() or self._refusal
-
-    def hopeless(self) -> Exception | None:
-        """Why whoever waits for a slot waits in vain; None while there is hope, in a container or in the engine."""
-        failure = self.failure()
-        if failure is None or self.fleet.ready:
-            return None
-        return failure if self.outage() or not self.keeper.links else None
+        failure = self._state.failure()
+        return (str(failure) if failure else "") or self.backend.trouble() or self._keeper.trouble
 
     def outage(self) -> str:
         """Why the engine doesn't answer, while no container can be leased from; empty otherwise."""
-        return "" if self.fleet.ready else self.backend.outage()
+        return self._state.outage()
 
     async def outlast(self) -> None:
         """Wait until the engine answers, or a container can be leased from; at most as long as `outage_s` allows.
@@ -399,11 +290,11 @@ class SlotPool:
             BackendUnavailable: neither came about.
         """
         while self.outage():
-            self._require_running()
-            if (failure := self.hopeless()) is not None:
+            self._state.require_running()
+            if (failure := self._state.hopeless()) is not None:
                 raise failure
-            self._moved.clear()
-            await self._moved.wait()
+            self._state.news.clear()
+            await self._state.news.wait()
 
     def _situation(self) -> str:
         s = self.stats()
@@ -413,25 +304,20 @@ class SlotPool:
         )
         return f"{text}; backend: {s.trouble}" if s.trouble else text
 
-    def _require_running(self) -> None:
-        if self._state != "running":
-            how = "start it first, or use `async with`" if self._state == "new" else "it gives no more slots"
-            raise BackendUnavailable(f"the pool is {self._state}: {how}")
-
     async def _guard(self, loop: Coroutine[Any, Any, None]) -> None:
         """A loop that must not end: a programming error in it stops the pool from giving slots, and says so."""
         try:
             await loop
         except Exception as error:
             log.exception("the pool's own loop failed")
-            self.refuse(SandboxError(f"the pool's own loop failed: {error!r}"))
+            self._state.refuse(SandboxError(f"the pool's own loop failed: {error!r}"))
 
     def _sandbox_client(
         self,
         container: Container,
         on_lease_ended: Callable[[wire.LeaseEnded], None],
         on_capacity: Callable[[int], None],
-    ) -> Client:
+    ) -> ContainerClient:
         assert container.url is not None
         return SandboxClient(
             container.url,

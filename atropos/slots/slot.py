@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-import io
-import tarfile
-from collections.abc import Iterator, Mapping
+import logging
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Self
+from typing import Self
 
 from atropos import wire
-from atropos.errors import LeaseExpired, SandboxError
+from atropos.errors import LeaseExpired, SandboxError, SlotLost
+from atropos.slots.container_link import Link
 from atropos.slots.results import ExecResult, file_error
+from atropos.slots.snapshots import Snapshot
+from atropos.slots.uploads import PIECE_BYTES, bundles, pieces
 
-if TYPE_CHECKING:
-    from atropos.slots.container_link import Link
-    from atropos.slots.snapshots import Snapshot
+log = logging.getLogger("atropos.slots")
 
-PIECE_BYTES = 8 * 1024 * 1024
-"""Files travel in pieces of this size: well below the wire's bound, so that calls of others pass between them."""
+RELEASE_WAIT_S = 10.0
+"""How long `Slot.release` waits for the server's confirmation; the release itself goes on behind it."""
+RELEASE_TRIES = 6
+"""Attempts to give a slot back before its container is taken to be broken."""
 
 
 class Slot:
@@ -30,13 +32,13 @@ class Slot:
     have run, `LeaseExpired` after the end of the lease; a command's own failure is a result.
     """
 
-    __slots__ = ("_lease", "_link", "_over", "releasing", "trajectory_id")
+    __slots__ = ("_lease", "_link", "_over", "_releasing", "trajectory_id")
 
     def __init__(self, link: Link, lease: wire.Lease, trajectory_id: str) -> None:
         self._link = link
         self._lease = lease
         self._over: SandboxError | None = None
-        self.releasing: asyncio.Task[None] | None = None
+        self._releasing: asyncio.Task[None] | None = None
         self.trajectory_id = trajectory_id
 
     @property
@@ -76,7 +78,46 @@ class Slot:
 
     async def release(self) -> None:
         """Give the slot back: everything in it is ended and forgotten. Idempotent; goes on when cancelled."""
-        await self._link.pool.returns.release(self)
+        task = self.start_release()
+        if task is not None and not task.done():
+            await asyncio.wait([task], timeout=RELEASE_WAIT_S)  # which cancels nothing when it is cancelled
+
+    def start_release(self) -> asyncio.Task[None] | None:
+        """Give the slot back in the background; for the pool alone. None: there is nothing to give back."""
+        if self._releasing is None and self._over is None:
+            self.end(LeaseExpired(f"slot {self.name} was released"))
+            self._releasing = self._link.state.give_back(self._release(), f"release {self.name}")
+        return self._releasing
+
+    async def _release(self) -> None:
+        """Give the slot back until the server confirms it; a server that never does is replaced."""
+        link = self._link
+        for attempt in range(RELEASE_TRIES):
+            if link.gone is not None:
+                return
+            try:
+                result = await link.client.release(self._lease)
+            except (LeaseExpired, SlotLost):
+                self._returned(clean=False)
+                return
+            except SandboxError as error:
+                log.info("slot %s could not be given back yet: %s", self.name, error)
+                await asyncio.sleep(0.1 * 2**attempt)
+                continue
+            link.state.counters.reset_s.append(result.reset_s)
+            self._returned(clean=result.clean and result.released)
+            return
+        await link.condemn(f"slot {self.name} could not be given back")
+
+    def _returned(self, *, clean: bool) -> None:
+        link, state = self._link, self._link.state
+        state.counters.releases += 1
+        if link.slots.pop(self._lease.lease_id, None) is None:
+            return
+        state.fleet.returned(link.seat, clean=clean, now=state.now())
+        if not clean:
+            link.look()
+        state.serve()
 
     async def capabilities(self) -> wire.Capabilities:
         """What the slot's container can isolate, as its start-up probe found it."""
@@ -146,17 +187,17 @@ class Slot:
         Raises:
             OSError: it can't be read; `FileNotFoundError`, `IsADirectoryError` … where they apply.
         """
-        pieces: list[bytes] = []
+        parts: list[bytes] = []
         offset = 0
         while True:
             result = await self.run(wire.ReadFile(path=path, offset=offset, max_bytes=PIECE_BYTES))
             if isinstance(result, wire.OpError):
                 raise file_error(result, path)
             assert isinstance(result, wire.FileResult)
-            pieces.append(result.data)
+            parts.append(result.data)
             offset += len(result.data)
             if not result.data or offset >= result.size:
-                return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+                return parts[0] if len(parts) == 1 else b"".join(parts)
 
     async def write_file(self, path: str, data: bytes | str, mode: int | None = None) -> None:
         """Write a file, making its parents. Up to 8 MiB it is replaced atomically; a larger one grows in pieces.
@@ -166,7 +207,7 @@ class Slot:
         """
         content = data.encode() if isinstance(data, str) else data
         first = True
-        for piece in _pieces(content):
+        for piece in pieces(content):
             operation = wire.WriteFile(path=path, data=piece, mode=mode if first else None, append=not first)
             result = await self.run(operation)
             if isinstance(result, wire.OpError):
@@ -183,9 +224,9 @@ class Slot:
         if not source.is_dir():
             content, mode = await asyncio.to_thread(lambda: (source.read_bytes(), source.stat().st_mode & 0o7777))
             return await self.write_file(path, content, mode)
-        bundles = _bundles(source)
+        archives = bundles(source)
         large: list[tuple[str, Path]] = []
-        while (bundle := await asyncio.to_thread(next, bundles, None)) is not None:
+        while (bundle := await asyncio.to_thread(next, archives, None)) is not None:
             result = await self.run(wire.Untar(path=path, data=bundle.archive))
             if isinstance(result, wire.OpError):
                 raise file_error(result, path)
@@ -218,7 +259,17 @@ class Slot:
             SandboxError: a writer was left, so that it can't be trusted; the slot is then lost.
             NotSupported: the server makes none.
         """
-        return await self._link.pool.snapshots.take(self)
+        if self._over is not None:
+            raise type(self._over)(*self._over.args)
+        task = self._link.state.tasks.spawn(self._freeze(), f"snapshot {self.name}", awaited=True)
+        try:
+            return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            task.add_done_callback(_drop_unwanted)
+            raise
+
+    async def _freeze(self) -> Snapshot:
+        return Snapshot(self._link, await self._link.client.snapshot(self._lease))
 
     def end(self, reason: SandboxError) -> None:
         """The lease is over, and why; for the pool alone."""
@@ -226,46 +277,7 @@ class Slot:
             self._over = reason
 
 
-# ---------------------------------------------------------------------------------------------------------- transport
-
-
-def _pieces(content: bytes) -> Iterator[bytes]:
-    yield content[:PIECE_BYTES]
-    for start in range(PIECE_BYTES, len(content), PIECE_BYTES):
-        yield content[start : start + PIECE_BYTES]
-
-
-class _Bundle:
-    """A tar archive of about PIECE_BYTES at most, and the files too large for one."""
-
-    __slots__ = ("archive", "large")
-
-    def __init__(self, archive: bytes, large: list[tuple[str, Path]]) -> None:
-        self.archive = archive
-        self.large = large
-
-
-def _bundles(folder: Path) -> Iterator[_Bundle]:
-    """A folder's contents as archives, in an order in which folders come before what is in them."""
-    buffer, large = io.BytesIO(), list[tuple[str, Path]]()
-    archive = tarfile.open(fileobj=buffer, mode="w", format=tarfile.PAX_FORMAT)  # noqa: SIM115 (many of them)
-    for file in sorted(folder.rglob("*")):
-        name = file.relative_to(folder).as_posix()
-        if file.is_file() and not file.is_symlink() and file.stat().st_size > PIECE_BYTES:
-            large.append((name, file))
-            continue
-        archive.add(file, name, recursive=False, filter=_plain)
-        if buffer.tell() > PIECE_BYTES:
-            archive.close()
-            yield _Bundle(buffer.getvalue(), large)
-            buffer, large = io.BytesIO(), []
-            archive = tarfile.open(fileobj=buffer, mode="w", format=tarfile.PAX_FORMAT)  # noqa: SIM115
-    archive.close()
-    yield _Bundle(buffer.getvalue(), large)
-
-
-def _plain(member: tarfile.TarInfo) -> tarfile.TarInfo | None:
-    """Who owns a file here means nothing there; sockets and devices stay behind."""
-    member.uid = member.gid = 0
-    member.uname = member.gname = "root"
-    return member if member.isreg() or member.isdir() or member.issym() or member.islnk() else None
+def _drop_unwanted(task: asyncio.Task[Snapshot]) -> None:
+    """Nobody waits for the snapshot any more."""
+    if not task.cancelled() and task.exception() is None:
+        task.result().start_drop()

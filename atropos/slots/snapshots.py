@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from typing import TYPE_CHECKING, Self
+from typing import Self
 
+from atropos import wire
 from atropos.errors import SandboxError, SlotLost
-
-if TYPE_CHECKING:
-    from atropos import wire
-    from atropos.slots.container_link import Link
-    from atropos.slots.pool import SlotPool
-    from atropos.slots.slot import Slot
+from atropos.slots.container_link import Link
+from atropos.slots.fleet import Seat
 
 
 class Snapshot:
@@ -21,10 +18,10 @@ class Snapshot:
     It is in one container at first; a fork that lands in another one brings it there, once.
     """
 
-    __slots__ = ("_bringing", "_dropped", "_places", "info", "pool", "stays")
+    __slots__ = ("_bringing", "_dropped", "_places", "info", "state", "stays")
 
     def __init__(self, link: Link, info: wire.SnapshotInfo) -> None:
-        self.pool = link.pool
+        self.state = link.state
         self.info = info
         self._places: list[Link] = []
         self._bringing: dict[Link, asyncio.Task[None]] = {}
@@ -61,12 +58,14 @@ class Snapshot:
 
     async def drop(self) -> None:
         """Give it up; slots that stand on it keep what they need. Idempotent."""
+        self.start_drop()
+        await asyncio.sleep(0)
+
+    def start_drop(self) -> None:
+        """Give it up in the background; for the pool alone."""
         if not self._dropped:
             self._dropped = True
-            dropping = self.pool.tasks.spawn(self._drop(), f"drop {self.id}")
-            self.pool.snapshots.dropping.add(dropping)
-            dropping.add_done_callback(self.pool.snapshots.dropping.discard)
-            await asyncio.sleep(0)
+            self.state.give_back(self._drop(), f"drop {self.id}")
 
     async def _drop(self) -> None:
         if self._bringing:
@@ -75,7 +74,7 @@ class Snapshot:
             if self in link.snapshots:
                 link.snapshots.discard(self)
                 link.seat.pins -= 1
-                link.seat.idle_since = self.pool.now()
+                link.seat.idle_since = self.state.now()
                 with contextlib.suppress(SandboxError):  # an unknown or lost one is as good as dropped
                     await link.client.drop_snapshot(self.id)
 
@@ -86,8 +85,28 @@ class Snapshot:
             link.snapshots.add(self)
             link.seat.pins += 1
 
+    def pin(self) -> Seat | None:
+        """The one container where a fork can go; None: any, since the snapshot will be brought there.
+
+        Raises:
+            SlotLost: it was dropped, or no container has it any more.
+        """
+        places = self.places
+        if self._dropped or not places:
+            how = "was dropped" if self._dropped else "is lost: its container is gone"
+            raise SlotLost(f"snapshot {self.id} {how}")
+        here = [link.seat for link in places if link.seat.open]
+        if ready := next((seat for seat in here if seat.free > 0), None):
+            return ready
+        config = self.state.config
+        if self.info.bytes <= config.travel_mib * 1024 * 1024 and config.max_containers > 1 and not self.stays:
+            return None
+        if not here:
+            raise SlotLost(f"the container that holds snapshot {self.id} is ending")
+        return here[0]
+
     async def bring(self, link: Link) -> None:
-        """See to it that a container has it: copied from another one, once however many ask.
+        """Copy it to a container unless that has it, once however many ask.
 
         Raises:
             SandboxError: it could not be copied.
@@ -96,7 +115,7 @@ class Snapshot:
             return
         task = self._bringing.get(link)
         if task is None:
-            task = self._bringing[link] = self.pool.tasks.spawn(self._copy(link), f"copy {self.id}", awaited=True)
+            task = self._bringing[link] = self.state.tasks.spawn(self._copy(link), f"copy {self.id}", awaited=True)
             task.add_done_callback(lambda _: self._bringing.pop(link, None))
         await asyncio.shield(task)
 
@@ -105,30 +124,3 @@ class Snapshot:
             raise SlotLost(f"snapshot {self.id} is gone")
         await self.places[0].client.copy_snapshot(self.id, link.client)
         self.add(link)
-
-
-class Snapshots:
-    """Taking snapshots, and choosing where forks of them go."""
-
-    def __init__(self, pool: SlotPool) -> None:
-        self._pool = pool
-        self.dropping: set[asyncio.Task[None]] = set()
-        """Snapshots that servers are being told to forget."""
-
-    async def take(self, slot: Slot) -> Snapshot:
-        """As `Slot.snapshot`."""
-        if slot.lost is not None:
-            raise type(slot.lost)(*slot.lost.args)
-        task = self._pool.tasks.spawn(self._freeze(slot), f"snapshot {slot.name}", awaited=True)
-        try:
-            return await asyncio.shield(task)
-        except asyncio.CancelledError:
-            task.add_done_callback(self._unwanted)
-            raise
-
-    async def _freeze(self, slot: Slot) -> Snapshot:
-        return Snapshot(slot.link, await slot.link.client.snapshot(slot.lease))
-
-    def _unwanted(self, task: asyncio.Task[Snapshot]) -> None:
-        if not task.cancelled() and task.exception() is None:
-            self._pool.tasks.spawn(task.result().drop(), "drop a snapshot that nobody waits for")

@@ -93,7 +93,7 @@ async def test_a_docker_daemon_that_is_restarted_costs_at_most_the_containers_th
         await asyncio.to_thread(own.start)
     config = pool_config("docker", docker_host=own.host, min_containers=2, max_containers=2)
     async with SlotPool(config) as pool, Load(pool, width=1, witnesses=2) as load:
-        before = set(pool.keeper.links)
+        before = set(pool.links)
         await asyncio.to_thread(own.end, number)
         if live_restore or number is signal.SIGKILL:
             await load.more(2)  # while there is no daemon
@@ -102,7 +102,7 @@ async def test_a_docker_daemon_that_is_restarted_costs_at_most_the_containers_th
         took = await load.back(() if live_restore else before)
         if live_restore:
             load.unharmed()
-            assert set(pool.keeper.links) == before
+            assert set(pool.links) == before
         else:
             for witness in load.witnesses:
                 await witness.lost()

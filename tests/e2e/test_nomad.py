@@ -124,8 +124,8 @@ async def test_stopped_allocations_and_killed_servers_are_lost_told_and_replaced
         for slot in slots:  # the server's stop lets leases go on for a while; releasing them ends it
             calls[slot].cancel()
             await slot.release()
-        await until(lambda: pool.stats().ready == 2 and stopped not in pool.keeper.links, "two new containers", 90)
-        assert {link.container.id for link in pool.keeper.links.values()}.isdisjoint({stopped, killed})
+        await until(lambda: pool.stats().ready == 2 and stopped not in pool.links, "two new containers", 90)
+        assert {link.container.id for link in pool.links.values()}.isdisjoint({stopped, killed})
         async with pool.lease("again") as slot:
             assert (await slot.exec("echo ok")).output == "ok\n"
 
@@ -133,16 +133,16 @@ async def test_stopped_allocations_and_killed_servers_are_lost_told_and_replaced
 async def test_idle_containers_go_from_the_highest_index_and_never_one_in_use():
     async with SlotPool(pool_config("nomad", max_containers=3, idle_container_s=0.3, slots_per_container=1)) as pool:
         slots = [await pool.acquire(f"t{n}") for n in range(3)]
-        by_index = {pool.keeper.links[slot.container].container.index: slot for slot in slots}
+        by_index = {pool.links[slot.container].container.index: slot for slot in slots}
         await by_index[0].release()
         await by_index[1].release()
         await asyncio.sleep(1)
         assert (await by_index[2].exec("echo kept")).output == "kept\n"
         await by_index[2].release()
-        await until(lambda: len(pool.keeper.links) == 1, "one container", 60)
+        await until(lambda: len(pool.links) == 1, "one container", 60)
         job = nomad("GET", f"/v1/job/{pool.config.job_id}")
         assert job["TaskGroups"][0]["Count"] == 1
-        assert [link.container.index for link in pool.keeper.links.values()] == [0]
+        assert [link.container.index for link in pool.links.values()] == [0]
 
 
 async def test_trajectories_go_on_while_nomad_fails_and_scaling_resumes_after():
@@ -170,11 +170,11 @@ async def test_what_nomad_could_not_be_told_while_it_failed_is_made_up_for():
         config = pool_config("nomad", nomad_address=proxy.url, slots_per_container=1, idle_container_s=0.3)
         async with SlotPool(config) as pool:
             slots = [await pool.acquire(f"t{n}") for n in range(2)]
-            index = {slot: pool.keeper.links[slot.container].container.index for slot in slots}
+            index = {slot: pool.links[slot.container].container.index for slot in slots}
             first, last = sorted(slots, key=lambda slot: index[slot])
             proxy.fail("readonly")
             with pytest.raises(BackendUnavailable, match="No cluster leader"):
-                await pool.backend.retire(pool.keeper.links[first.container].container)
+                await pool.backend.retire(pool.links[first.container].container)
             await last.release()
             await until(lambda: any(each.state == "ending" for each in pool.backend.containers()), "a drained one", 60)
             await asyncio.sleep(0.5)
@@ -209,9 +209,9 @@ async def test_a_job_that_is_being_changed_grows_when_its_deployment_is_over_and
         (group,) = job["TaskGroups"]
         group["Update"] |= {"MaxParallel": 1, "MinHealthyTime": 100_000_000_000}  # it goes on until it is ended here
         group["Tasks"][0]["Resources"]["CPU"] += 1
-        (old,) = pool.keeper.links
+        (old,) = pool.links
         nomad("POST", "/v1/jobs", json.dumps({"Job": job}).encode())
-        await until(lambda: old not in pool.keeper.links and pool.stats().ready == 1, "the new container", 60)
+        await until(lambda: old not in pool.links and pool.stats().ready == 1, "the new container", 60)
         async with pool.lease("t") as one:
             waiting = asyncio.create_task(pool.acquire("needs another container", timeout_s=90))
             await until(lambda: "can't grow to 2 yet: its deployment goes on" in pool.trouble(), "why it waits", 60)
@@ -266,7 +266,7 @@ async def test_a_killed_process_is_followed_by_one_that_finds_the_job_and_carrie
     assert ended.returncode == -9
     before = {one["ID"] for one in allocations(config.job_id)}
     async with SlotPool(config) as pool:
-        assert {key.partition(".")[0] for key in pool.keeper.links} == before
+        assert {key.partition(".")[0] for key in pool.links} == before
         for _ in range(2):
             async with pool.lease(secrets.token_hex(4)) as slot:  # waits out the leases of the dead
                 assert (await slot.exec("ls -A")).output == ""

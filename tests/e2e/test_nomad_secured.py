@@ -58,8 +58,8 @@ async def test_a_token_with_the_least_policy_is_enough_for_a_whole_life(agent, j
             text=True,
         )
         assert status.returncode == 0, status.stderr
-        await pool.backend.retire(pool.keeper.links[b.container].container)
-        await until(lambda: b.container not in pool.keeper.links and pool.stats().ready == 2, "another container", 60)
+        await pool.backend.retire(pool.links[b.container].container)
+        await until(lambda: b.container not in pool.links and pool.stats().ready == 2, "another container", 60)
     namespace = f"-namespace={NAMESPACE}"
     assert await asyncio.to_thread(agent.ask, "job", "inspect", namespace, job) is None
     assert await asyncio.to_thread(agent.ask, "var", "get", namespace, "-out=json", f"nomad/jobs/{job}") is None

@@ -80,7 +80,7 @@ async def test_heaps_of_files_and_processes_that_fight_are_forgotten_whole_at_th
     config = engine.config(slots_per_container=1, max_containers=1, min_containers=1, limits=limits)
     async with SlotPool(config) as pool:
         async with pool.lease("first"):
-            (link,) = pool.keeper.links.values()
+            (link,) = pool.links.values()
         pid = int(link.container.id.partition("-")[0])
         groups = [*Path("/sys/fs/cgroup").glob(f"**/atropos-{pid}-*/memory.usage_in_bytes")]
         groups += Path("/sys/fs/cgroup").glob(f"**/atropos-{pid}-*/memory.current")

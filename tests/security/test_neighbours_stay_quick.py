@@ -165,7 +165,7 @@ async def test_afterwards_every_slot_can_be_used(pool):
 
 async def test_the_server_s_memory_stays_flat(pool, attacker, secret_file):
     """Every bomb once more, after all of them have run before: the server holds no more than then."""
-    (link,) = pool.keeper.links.values()
+    (link,) = pool.links.values()
     pid = int(link.container.id.partition("-")[0])
 
     def mib() -> float:

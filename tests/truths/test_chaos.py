@@ -68,7 +68,7 @@ async def test_servers_killed_and_stopped_under_load_double_and_leak_nothing(loc
         for hit in range(HITS):
             await until(lambda: pool.stats().ready == 2, f"two containers before hit {hit}")
             await asyncio.sleep(rng.random() * 0.3)
-            victims = [link.container.id for link in pool.keeper.links.values()]
+            victims = [link.container.id for link in pool.links.values()]
             if not victims:
                 continue
             victim = rng.choice(victims)
@@ -82,7 +82,7 @@ async def test_servers_killed_and_stopped_under_load_double_and_leak_nothing(loc
         over.set()
         await asyncio.wait_for(asyncio.gather(*workers), 120)
         await until(lambda: pool.stats().free == 6, "six free slots")
-        for link in pool.keeper.links.values():
+        for link in pool.links.values():
             assert (await link.client.status()).leased == 0
         assert watch.held == set()
         assert watch.seen["finished"] > 0

@@ -32,7 +32,7 @@ def fds(pid: int | str) -> int:
 def census(pool) -> dict[str, float]:
     """Everything that could grow, of this process and of its servers."""
     gc.collect()
-    servers = [int(link.container.id.partition("-")[0]) for link in pool.keeper.links.values()]
+    servers = [int(link.container.id.partition("-")[0]) for link in pool.links.values()]
     names = {f"atropos-{server}-" for server in servers}
     groups = Path("/sys/fs/cgroup").glob("**/atropos-*")
     ours = [group for group in groups if any(group.name.startswith(name) for name in names)]
@@ -108,7 +108,7 @@ async def test_mixed_load_leaves_every_count_as_it_was(local_pool):
 
         async def at_rest() -> dict[str, float]:
             await until(lambda: pool.stats().free == 8, f"eight free slots in {pool!r}")
-            for link in pool.keeper.links.values():
+            for link in pool.links.values():
                 status = await link.client.status()
                 while status.warming:
                     await asyncio.sleep(0.02)

@@ -94,7 +94,7 @@ async def test_200_trajectories_with_random_calls_cancellations_and_releases(loc
         assert min(ledger.outcomes.values()) > 0, ledger.outcomes
 
         await until(lambda: pool.stats().free == 16, "every slot free again")
-        statuses = [await link.client.status() for link in pool.keeper.links.values()]
+        statuses = [await link.client.status() for link in pool.links.values()]
         assert [(s.leased, s.free, s.retired) for s in statuses] == [(0, 8, 0), (0, 8, 0)]
         for epochs in ledger.epochs.values():
             assert len(set(epochs)) == len(epochs), "an epoch was given twice"

@@ -138,7 +138,7 @@ async def test_cancelled_acquires_leak_no_slot(local_pool):
             except asyncio.CancelledError:
                 pass
         await until(lambda: pool.stats().free == 2, "both slots free")
-        (link,) = pool.keeper.links.values()
+        (link,) = pool.links.values()
         assert (await link.client.status()).leased == 0
 
 

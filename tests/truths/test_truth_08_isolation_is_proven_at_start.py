@@ -10,7 +10,7 @@ from atropos.slots import SlotPool
 
 async def test_what_the_probe_found_is_published(local_pool):
     async with local_pool(slots_per_container=1, max_containers=1) as pool:
-        (link,) = pool.keeper.links.values()
+        (link,) = pool.links.values()
         found = await link.client.capabilities()
         assert len(found.features) >= 10
         assert all(feature.ok for feature in found.features if feature.required)
@@ -23,7 +23,7 @@ async def test_what_the_probe_found_is_published(local_pool):
 
 async def test_require_sandbox_refuses_exactly_what_the_probe_misses(engine, local_pool):
     async with local_pool(slots_per_container=1, max_containers=1) as pool:
-        (link,) = pool.keeper.links.values()
+        (link,) = pool.links.values()
         isolated = (await link.client.capabilities()).isolated
     strict = SlotPool(engine.config(slots_per_container=1, max_containers=1, require_sandbox=True))
     if isolated:
@@ -53,7 +53,7 @@ async def test_a_base_that_is_not_there_is_named(engine):
 async def test_egress_is_tried_and_published_where_slots_may_have_a_network(local_pool):
     for allowed in (True, False):
         async with local_pool(slots_per_container=1, max_containers=1, allow_network=allowed) as pool:
-            (link,) = pool.keeper.links.values()
+            (link,) = pool.links.values()
             found = {feature.name: feature for feature in (await link.client.capabilities()).features}
             assert ("egress" in found) is allowed
             assert not allowed or found["egress"].ok, found["egress"]

@@ -49,7 +49,7 @@ async def test_a_lost_slot_ends_the_rollout_without_a_transcript(local_pool, eng
     async with local_pool(slots_per_container=2, max_containers=1) as pool:
         config = ToolExecutorConfig()
         async with ToolExecutor(pool=pool, tools=build_tool_registry(["default"]), config=config) as executor:
-            (link,) = pool.keeper.links.values()
+            (link,) = pool.links.values()
 
             async def execute(tool_call):
                 doomed = asyncio.ensure_future(executor.execute("t", tool_call))

@@ -157,7 +157,7 @@ class Load:
         began = time.monotonic()
         size = self.pool.config.min_containers
         await until(
-            lambda: self.pool.stats().ready == size and self.pool.keeper.links.keys().isdisjoint(gone),
+            lambda: self.pool.stats().ready == size and self.pool.links.keys().isdisjoint(gone),
             f"{size} containers ({self.pool!r})",
             BACK_S,
         )

@@ -42,7 +42,7 @@ def node_of(cluster, job_id: str, container: str) -> str:
 def containers_on(cluster, pool: SlotPool, node: str) -> set[str]:
     """The pool's containers on a node."""
     there = {a["ID"] for a in cluster.allocations(pool.config.job_id) if a["NodeName"] == node}
-    return {key for key in pool.keeper.links if key.partition(".")[0] in there}
+    return {key for key in pool.links if key.partition(".")[0] in there}
 
 
 async def in_touch_again(cluster) -> None:
@@ -125,7 +125,7 @@ async def test_a_node_that_drains_dies_or_is_given_up_costs_what_ran_there_and_i
             for container in await asyncio.to_thread(containers_of_allocation, key.partition(".")[0]):
                 await asyncio.to_thread(remove_container, container)
         await died.lost()
-        await until(lambda: not any(pool.keeper.links[key].seat.open for key in on_cut_off), "lost allocations", 60)
+        await until(lambda: not any(pool.links[key].seat.open for key in on_cut_off), "lost allocations", 60)
         await load.back(on_dead)
         after_death = asyncio.get_running_loop().time() - began
         await kept.more(5)
@@ -133,7 +133,7 @@ async def test_a_node_that_drains_dies_or_is_given_up_costs_what_ran_there_and_i
         await kept.finish()
         load.witnesses.remove(kept)
         await asyncio.to_thread(cluster.heal)
-        await until(lambda: pool.keeper.links.keys().isdisjoint(on_cut_off), "the end of what was given up", 60)
+        await until(lambda: pool.links.keys().isdisjoint(on_cut_off), "the end of what was given up", 60)
         load.unharmed(hit)
         print(f"nodes: {load}; back after a drain in {after_drain:.1f} s, after a death in {after_death:.1f} s")
     await nothing_left(cluster, config.job_id)

@@ -292,11 +292,21 @@ def model_pool(
     return SlotPool(SlotPoolConfig(**values), backend=backend, make_client=backend.make_client), backend
 
 
-async def settled(pool: SlotPool) -> None:
+LASTING = ("pool: container", "pool: watch", "pool: scale")
+
+
+def pool_tasks() -> list[asyncio.Task]:
+    """The tasks of all pools in this loop."""
+    return [task for task in asyncio.all_tasks() if task.get_name().startswith("pool: ")]
+
+
+async def settled() -> None:
     """Until no release or other work of the pool is under way."""
     async with asyncio.timeout(10):
-        while any("container" not in task.get_name() for task in pool.tasks._tasks):  # noqa: ASYNC110
+        quiet = 0
+        while quiet < 2:  # a task that has just ended may start another one in its callback
             await asyncio.sleep(0.002)
+            quiet = 0 if any(not task.get_name().startswith(LASTING) for task in pool_tasks()) else quiet + 1
 
 
 async def until(condition, what: str = "the condition") -> None:

@@ -122,7 +122,7 @@ class FleetMachine(RuleBasedStateMachine):
         self.line.remove(ticket)
 
     @precondition(lambda self: self.reserved)
-    @rule(data=st.data(), how=st.sampled_from(["granted", "forgone", "refused", "doubted"]))
+    @rule(data=st.data(), how=st.sampled_from(["granted", "cancelled", "refused", "abandoned"]))
     def answer(self, data, how):
         ticket = data.draw(st.sampled_from(self.reserved))
         self.reserved.remove(ticket)
@@ -132,8 +132,8 @@ class FleetMachine(RuleBasedStateMachine):
             self.fleet.granted(seat)
             if here:
                 self.leases.append(seat)
-        elif how == "forgone":
-            self.fleet.forgone(seat)
+        elif how == "cancelled":
+            self.fleet.cancel_reservation(seat)
             if here and seat.open:
                 self.free[seat] += 1
         elif how == "refused":
@@ -144,7 +144,7 @@ class FleetMachine(RuleBasedStateMachine):
                 self.fleet.ask(ticket)
                 self.line = sorted([*self.line, ticket], key=lambda t: t.seq)
         else:
-            self.fleet.doubted(seat)
+            self.fleet.abandon_reservation(seat)
         self.settle()
 
     @precondition(lambda self: self.leases)
@@ -202,7 +202,7 @@ def test_a_container_that_was_restarted_in_place_has_a_seat_beside_its_old_one()
         fleet.join(seat, slots=1, free=1, now=0.0)
         fleet.ask(fleet.ticket())
         assert [ticket.seat for ticket in fleet.match()] == [seat]
-        fleet.forgone(seat)
+        fleet.cancel_reservation(seat)
         fleet.leave(seat)
     fleet.ask(fleet.ticket())
     assert list(fleet.match()) == []

@@ -24,7 +24,7 @@ async def test_containers_without_a_place_are_taken_back_when_nobody_waits_for_t
         with pytest.raises(AcquireTimeout, match="Nomad can't place 3 of its containers: memory exhausted"):
             await asyncio.gather(*(pool.acquire("no place", timeout_s=0.3) for _ in range(3)))
         assert nomad.count == 5
-        low, high = sorted(slots, key=lambda slot: pool.keeper.links[slot.container].container.index)
+        low, high = sorted(slots, key=lambda slot: pool.links[slot.container].container.index)
         await high.release()
         await until(lambda: nomad.count == 1, "one container asked for")
         assert (await low.exec("echo still here")).output == "still here"
@@ -39,7 +39,7 @@ async def test_an_adopted_job_of_which_not_all_has_a_place_shrinks_without_start
         await nomad.register(5)
         async with nomad.pool(max_containers=5) as pool:
             await until(lambda: pool.stats().ready == 3, "three containers")
-            await until(lambda: len(pool.keeper.links) == 1 and nomad.count == 1, "one container")
+            await until(lambda: len(pool.links) == 1 and nomad.count == 1, "one container")
             assert len(nomad.allocations) == 3
 
 

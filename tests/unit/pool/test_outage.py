@@ -58,7 +58,7 @@ async def test_an_outage_is_outlasted_until_the_engine_or_a_container_is_back():
     async with pool:
         await pool.outlast()
         backend.never, backend.away = True, GONE
-        (key,) = pool.keeper.links
+        (key,) = pool.links
         backend.vanish(key)
         await until(lambda: pool.outage() == GONE, "the outage")
         waiting = [asyncio.create_task(pool.outlast()) for _ in range(2)]
@@ -74,7 +74,7 @@ async def test_a_container_out_of_reach_that_the_engine_could_not_replace_is_use
     monkeypatch.setattr("atropos.slots.keeper.RELINK_S", 0.02)
     pool, backend = model_pool(slots=1, containers=1)
     async with pool:
-        (key,) = pool.keeper.links
+        (key,) = pool.links
         server = backend.servers[key]
         backend.refuse_retire = BackendUnavailable(GONE)
         server.kill()  # the way to it is cut
@@ -83,7 +83,7 @@ async def test_a_container_out_of_reach_that_the_engine_could_not_replace_is_use
         server.alive = True
         async with pool.lease("t", timeout_s=5) as slot:
             assert slot.container == key
-        assert list(pool.keeper.links) == [key]
+        assert list(pool.links) == [key]
 
 
 async def test_a_purge_is_tried_for_as_long_as_its_refusal_allows():

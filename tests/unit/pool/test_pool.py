@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import random
 
 import pytest
@@ -16,7 +17,7 @@ from atropos.errors import (
     NotSupported,
     SlotLost,
 )
-from tests.unit.pool.model import model_pool, settled, until
+from tests.unit.pool.model import model_pool, pool_tasks, settled, until
 
 
 async def test_a_slot_is_leased_used_and_given_back():
@@ -29,7 +30,7 @@ async def test_a_slot_is_leased_used_and_given_back():
         with pytest.raises(LeaseExpired):
             await slot.exec("true")
     assert backend.closed is True
-    assert not pool.tasks._tasks
+    assert not pool_tasks()
 
 
 async def test_a_second_release_does_nothing():
@@ -73,7 +74,10 @@ async def test_answers_that_overtake_each_other_change_nothing_of_the_order():
         order, tasks = await in_line(pool, 40)
         await asyncio.gather(*tasks)
         assert order == list(range(40))
-        assert not pool._grants._last
+    gc.collect()
+    assert not [
+        each for each in gc.get_objects() if isinstance(each, asyncio.Task) and each.get_name() == "pool: grant"
+    ]
 
 
 async def test_a_refused_acquire_keeps_its_place_in_the_line():
@@ -82,7 +86,7 @@ async def test_a_refused_acquire_keeps_its_place_in_the_line():
         (server,) = backend.servers.values()
         server.foreign = 1  # another client took the slot without our knowing
         order, tasks = await in_line(pool, 5)
-        await until(lambda: pool.fleet.waiting == 5, "five in line")
+        await until(lambda: pool.stats().waiting == 5, "five in line")
         server.foreign = 0
         await asyncio.gather(*tasks)
         assert order == list(range(5))
@@ -93,7 +97,7 @@ async def test_a_server_full_of_others_leases_hears_who_waits():
     async with pool:
         (server,) = backend.servers.values()
         server.foreign = 1
-        (link,) = pool.keeper.links.values()
+        (link,) = pool.links.values()
         link.look()
         await until(lambda: not link.seat.free, "known to be full")
         refused, grant = 0, server.grant
@@ -188,9 +192,9 @@ async def test_cancelled_acquire_leaks_no_slot(moment):
                 await (await task).release()
             except asyncio.CancelledError:
                 pass
-        await settled(pool)
+        await settled()
         assert backend.held == 0
-        assert (pool.stats().free, pool.fleet.reserved, pool.fleet.waiting) == (2, 0, 0)
+        assert (pool.stats().free, pool.stats().leased, pool.stats().waiting) == (2, 0, 0)
 
 
 async def test_an_acquire_whose_answer_was_lost_is_taken_back():
@@ -200,7 +204,7 @@ async def test_an_acquire_whose_answer_was_lost_is_taken_back():
         server.lose_answers = 1
         async with pool.lease("t"):
             assert len(server.holder) == 1
-        await settled(pool)
+        await settled()
         assert server.holder == {}
         assert pool.stats().free == 1
 
@@ -332,8 +336,7 @@ async def test_start_fails_with_the_backends_own_words_and_leaves_nothing():
     with pytest.raises(IsolationUnavailable, match="unprivileged_userns_clone"):
         await pool.start()
     assert backend.closed is True
-    assert not pool.tasks._tasks
-    assert not pool._loops._tasks
+    assert not pool_tasks()
     with pytest.raises(BackendUnavailable, match="stopped"):
         await pool.acquire("t")
 
@@ -473,7 +476,7 @@ async def test_forks_that_find_no_room_take_their_snapshot_along_once_and_outliv
         async with pool.lease("later", snapshot=snapshot) as fork:
             assert backend.servers[fork.container] is other
         await snapshot.drop()
-        await settled(pool)
+        await settled()
         assert other.snapshots == set()
         with pytest.raises(SlotLost, match="dropped"):
             await pool.acquire("f", snapshot=snapshot)
@@ -493,8 +496,8 @@ async def test_a_snapshot_that_another_container_does_not_take_is_waited_for():
         fork = await waiting
         assert fork.container == slot.container
         await fork.release()
-        await settled(pool)
-        assert (pool.stats().free, pool.fleet.reserved) == (2, 0)
+        await settled()
+        assert (pool.stats().free, pool.stats().leased) == (2, 0)
 
 
 async def test_random_traffic_with_cancellations_and_dying_containers_leaks_nothing():
@@ -528,12 +531,12 @@ async def test_random_traffic_with_cancellations_and_dying_containers_leaks_noth
             if rng.random() < 0.3:
                 await asyncio.sleep(0.002)
         await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 30)
-        await settled(pool)
+        await settled()
         assert backend.held == 0
-        assert (pool.fleet.leased, pool.fleet.reserved, pool.fleet.waiting) == (0, 0, 0)
-        assert pool.fleet.free == sum(seat.free for seat in pool.fleet.seats.values())
+        assert (pool.stats().leased, pool.stats().waiting) == (0, 0)
+        assert pool.stats().free == sum(link.seat.free for link in pool.links.values())
         assert outcomes["ok"] > 100
-    assert not pool.tasks._tasks
+    assert not pool_tasks()
 
 
 async def test_snapshots_in_a_server_that_was_lost_and_comes_back_are_dropped():
