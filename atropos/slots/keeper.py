@@ -9,7 +9,7 @@ import random
 from atropos.errors import BackendUnavailable, IsolationUnavailable, SandboxError
 from atropos.slots.backends.base import Container
 from atropos.slots.container_link import ClientFactory, Link
-from atropos.slots.scaling import Limits, PoolState, plan
+from atropos.slots.scaling import Limits, PoolState, plan, worn_out
 from atropos.slots.state import State
 
 log = logging.getLogger("atropos.slots")
@@ -40,6 +40,8 @@ class Keeper:
         """Condemned containers that the backend could not replace, and when to try them anew, by the pool's clock."""
         self._left: dict[str, set[str]] = {}
         """Snapshots that containers may still have from before they were lost, by the containers' ids."""
+        self._worn: set[str] = set()
+        """Containers that were closed because of their retired slots; replaced when their leases have ended."""
         self.asked = 0
         self.trouble = ""
         config = state.config
@@ -212,7 +214,9 @@ class Keeper:
                 self.reconcile()
             if self._state.fleet.waiting:
                 self._wanted_at = self._state.now()
-            decided = plan(self._situation(), self._limits)
+            situation = self._situation()
+            await self._replace_worn(situation)
+            decided = plan(situation, self._limits)
             grow = decided.target > self.containers or self._missing(decided.target)
             if grow or (decided.target < self.containers and await self._really_idle(decided.target)):
                 try:
@@ -230,6 +234,19 @@ class Keeper:
                 await asyncio.sleep(0)
             except TimeoutError:
                 pass
+
+    async def _replace_worn(self, situation: PoolState) -> None:
+        """Close a container whose retired slots are missed, and replace the closed ones that are empty by now."""
+        if (seat := worn_out(situation, self._limits, self._state.fleet.seats.values())) is not None:
+            log.info(
+                "container %s: %d of %d slots are retired; closed to be replaced", seat.key, seat.retired, seat.slots
+            )
+            self._worn.add(seat.key)
+            self._links[seat.key].close()
+        self._worn &= self._links.keys()
+        for link in [self._links[key] for key in self._worn]:
+            if not link.seat.busy and await self._unused(link):
+                await self._condemn(link, f"{link.seat.retired} of its {link.seat.slots} slots were retired")
 
     def _missing(self, target: int) -> bool:
         """Whether containers that were asked for a while ago are not to be seen."""
@@ -255,11 +272,15 @@ class Keeper:
     async def _really_idle(self, target: int) -> bool:
         """Whether no other client holds leases in the containers that shrinking to `target` would end."""
         for link in [link for link in self._links.values() if link.seat.index >= target]:
-            try:
-                status = await link.client.status()
-            except SandboxError:
-                return False
-            if status.leased or link.seat.busy:
+            if not await self._unused(link):
                 link.seat.idle_since = self._state.now()
                 return False
         return True
+
+    async def _unused(self, link: Link) -> bool:
+        """Whether nobody holds a lease in a container; False where it doesn't say."""
+        try:
+            status = await link.client.status()
+        except SandboxError:
+            return False
+        return not status.leased and not link.seat.busy

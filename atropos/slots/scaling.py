@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+
+from atropos.slots.fleet import Seat
 
 
 @dataclass(frozen=True)
@@ -38,6 +41,11 @@ class PoolState:
     closing: int = 0
     late: int = 0
 
+    @property
+    def coming(self) -> int:
+        """How many are expected that can't be leased from yet."""
+        return max(0, self.containers - self.ready - self.closing)
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -53,7 +61,7 @@ def plan(state: PoolState, limits: Limits) -> Plan:
     Grows by what waits beyond the slots that are free or coming; shrinks only while nothing waits, and only by the
     highest-index containers that have long been idle, since those are the ones a backend ends first.
     """
-    coming = max(0, state.containers - state.ready - state.closing) * limits.slots_per_container
+    coming = state.coming * limits.slots_per_container
     lacking = state.waiting - state.free - coming
     if lacking > 0:
         wanted = state.containers + -(-lacking // limits.slots_per_container)
@@ -67,3 +75,14 @@ def plan(state: PoolState, limits: Limits) -> Plan:
         if target < state.containers:
             return Plan(target, f"{state.containers - target} idle for {limits.idle_s:g} s")
     return Plan(state.containers)
+
+
+def worn_out(state: PoolState, limits: Limits, seats: Iterable[Seat]) -> Seat | None:
+    """Which container to close and replace, since its retired slots are missed and no further container is allowed.
+
+    One at a time, the one with the most retired slots first; containers that keep snapshots stay.
+    """
+    if state.waiting <= state.free or state.containers < limits.max_containers or state.coming or state.closing:
+        return None
+    worn = (seat for seat in seats if seat.open and seat.retired and not seat.pins)
+    return max(worn, key=lambda seat: (seat.retired, -seat.leased, seat.index), default=None)

@@ -117,6 +117,8 @@ class Slot:
         state.fleet.returned(link.seat, clean=clean, now=state.now())
         if not clean:
             link.look()
+        if not link.seat.open:
+            state.replan()
         state.serve()
 
     async def capabilities(self) -> wire.Capabilities:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from atropos.slots.fleet import Fleet, Seat
-from atropos.slots.scaling import Limits, PoolState, plan
+from atropos.slots.scaling import Limits, PoolState, plan, worn_out
 
 counts = st.integers(0, 50)
 limits = st.tuples(st.integers(0, 20), st.integers(0, 20), st.integers(1, 16)).map(
@@ -53,6 +53,31 @@ def test_a_plan_stays_within_its_bounds_and_never_shrinks_while_somebody_waits(s
 )
 def test_plans_by_example(state, target):
     assert plan(state, Limits(min_containers=1, max_containers=5, slots_per_container=4)).target == target
+
+
+def worn(key, retired, **fields):
+    return Seat(key, 0, slots=4, **{"open": True, "retired": retired, "leased": 4 - retired} | fields)
+
+
+@pytest.mark.parametrize(
+    ("state", "seats", "key"),
+    [
+        ({}, [worn("a", 0), worn("b", 1), worn("c", 2)], "c"),
+        ({}, [worn("a", 1, leased=3), worn("b", 1, leased=1)], "b"),  # the sooner empty one
+        ({}, [worn("a", 0), worn("b", 0)], None),
+        ({}, [worn("a", 2, pins=1), worn("b", 1)], "b"),  # its snapshots would be lost
+        ({}, [worn("a", 2, open=False), worn("b", 0)], None),
+        ({"closing": 1, "ready": 1}, [worn("a", 2)], None),  # one at a time
+        ({"ready": 1}, [worn("a", 2)], None),  # another container is coming
+        ({"containers": 1, "ready": 1}, [worn("a", 2)], None),  # there may be one more: it is asked for instead
+        ({"waiting": 1, "free": 1}, [worn("a", 2)], None),
+        ({"waiting": 0}, [worn("a", 2)], None),
+    ],
+)
+def test_a_container_with_retired_slots_is_replaced_when_they_are_missed(state, seats, key):
+    state = PoolState(**{"containers": 2, "ready": 2, "free": 0, "waiting": 1, "needed": 2} | state)
+    seat = worn_out(state, Limits(min_containers=1, max_containers=2, slots_per_container=4), seats)
+    assert (seat and seat.key) == key
 
 
 class FleetMachine(RuleBasedStateMachine):

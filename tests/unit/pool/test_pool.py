@@ -302,6 +302,26 @@ async def test_an_unclean_slot_is_not_leased_again():
         assert pool.stats().retired == 1
 
 
+async def test_retired_slots_are_replaced_at_max_containers_and_no_lease_is_lost():
+    pool, backend = model_pool(slots=3, containers=1, acquire_timeout_s=2)
+    async with pool:
+        (server,) = backend.servers.values()
+        kept, *others = [await pool.acquire(f"t{n}") for n in range(3)]
+        server.unclean = True
+        for slot in others:
+            await slot.release()
+        server.unclean = False
+        waiting = [asyncio.create_task(pool.acquire(f"w{n}")) for n in range(3)]
+        await asyncio.sleep(0.05)
+        assert (await kept.exec("true")).ok
+        await kept.release()
+        slots = await asyncio.gather(*waiting)
+        assert backend.retired == [server.name]
+        assert (pool.stats().retired, pool.stats().lost) == (0, 0)
+        for slot in slots:
+            await slot.release()
+
+
 async def test_a_lease_that_the_server_ends_is_lost_and_its_slot_is_used_again():
     pool, backend = model_pool(slots=1, containers=1)
     async with pool:
