@@ -8,23 +8,23 @@ turns one after the other (ChatML, Llama 3, Mistral, DeepSeek and their kin).
 Tokens can differ from those of the whole text tokenized at once only at the border where an answer begins: white space
 that ends the prompt is not merged with what the model says. A server sees the prompt in just this form.
 
-Text from a sandbox may contain the spelling of a special token. It is then encoded as plain text, so that no program's
-output can end a turn or open another.
+Text from a sandbox may contain the spelling of a special token. Each such spelling is rendered as a placeholder and then
+encoded as plain text, so that no program's output can end a turn or open another. Placeholders and the marker carry a
+random key, new for each rendering: text that imitates one stays text.
 """
 
 from __future__ import annotations
 
 import re
+import secrets
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from atropos.errors import ConfigError
 
 PROMPTS_KEPT = 256
 """Opening prompts remembered by a renderer."""
-MARK = "\ue000mark\ue000"
-"""Private-use characters: no template changes them and no conversation is likely to hold them."""
 
 
 class TurnRenderer:
@@ -78,8 +78,9 @@ class TurnRenderer:
             messages: what is said to the model now.
             sampled: the turn's ids. If they already close the turn, it isn't closed again.
         """
-        opening = [{"role": "user", "content": "x"}, {"role": "assistant", "content": MARK}]
-        ids = self._encode([*opening, *messages], after=MARK)
+        mark = _key()
+        opening = [{"role": "user", "content": "x"}, {"role": "assistant", "content": mark}]
+        ids = self._encode([*opening, *messages], after=mark)
         return ids[1:] if sampled and ids and sampled[-1] == ids[0] else ids
 
     def encode_text(self, text: str) -> list[int]:
@@ -94,17 +95,14 @@ class TurnRenderer:
         return str(self._tokenizer.decode(kept, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
     def _encode(self, messages: Sequence[Mapping[str, Any]], after: str | None) -> list[int]:
-        contents: dict[str, str] = {}
-        rendered: list[dict[str, Any]] = []
-        for index, message in enumerate(messages):
-            content = message.get("content")
-            if isinstance(content, str) and self._special_pattern and self._special_pattern.search(content):
-                key = f"\ue001{index}\ue001"
-                contents[key] = content
-                rendered.append({**message, "content": key})
-            else:
-                rendered.append(dict(message))
-        text = self._apply(rendered)
+        key = _key()
+        spellings: list[str] = []
+
+        def placeholder(match: re.Match[str]) -> str:
+            spellings.append(match[0])
+            return f"{key}n{len(spellings) - 1}e"
+
+        text = self._apply([self._replaced(message, placeholder) for message in messages])
         if after is not None:
             _, found, text = text.partition(after)
             if not found:
@@ -112,16 +110,31 @@ class TurnRenderer:
                     "tokenizer_name: its chat template changes an assistant's text; it can't be continued"
                 )
         ids: list[int] = []
-        for part in re.split("(\ue001\\d+\ue001)", text) if contents else [text]:
-            if part in contents:
-                ids.extend(self.encode_text(contents[part]))
+        for index, part in enumerate(re.split(f"{key}n(\\d+)e", text) if spellings else [text]):
+            if index % 2:  # what the pattern's group matched
+                ids.extend(self.encode_text(spellings[int(part)]))
             elif part:
                 ids.extend(self._tokenizer(part, add_special_tokens=False)["input_ids"])
         return ids
 
+    def _replaced(self, message: Mapping[str, Any], placeholder: Callable[[re.Match[str]], str]) -> dict[str, Any]:
+        """The message with every special token's spelling in its texts replaced."""
+        pattern = self._special_pattern
+        if pattern is None:
+            return dict(message)
+        return {
+            name: pattern.sub(placeholder, value) if isinstance(value, str) and name != "role" else value
+            for name, value in message.items()
+        }
+
     def _apply(self, messages: list[dict[str, Any]]) -> str:
         options: dict[str, Any] = {"tools": self._tools} if self._tools else {}
         return str(self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **options))
+
+
+def _key() -> str:
+    """Text that nobody can guess, of characters that no template changes."""
+    return f"k{secrets.token_hex(12)}"
 
 
 def _special_tokens(tokenizer: Any) -> list[str]:

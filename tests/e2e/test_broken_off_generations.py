@@ -31,11 +31,11 @@ async def processed(env, count):
 @pytest.mark.parametrize(("cls", "config"), ENVS)
 async def test_a_generation_that_was_broken_off_is_asked_for_again(tmp_path, cls, config, server_type, fault):
     settings = {"server_type": server_type, "config_cls": config, "model_retries": 9, "seed": 3}
-    async with running_policy(tmp_path, fault=fault, fault_rate=0.25) as policy:
+    async with running_policy(tmp_path, fault=fault, fault_rate=0.3) as policy:
         env = make(cls, policy, tmp_path, [], **settings)
-        await processed(env, 2)
+        await processed(env, 1)
     done = groups(tmp_path)
-    assert len(done) == 2
+    assert len(done) == 1
     truth = Truth(policy[1])
     for group in done:
         assert [facts["stop_reason"] for facts in group["atropos"]["trajectories"]] == ["final"] * 2
