@@ -17,8 +17,10 @@ import sys
 from dataclasses import dataclass
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
+from types import CodeType
 
 from atropos.errors import IsolationUnavailable
+from atropos.sandbox.host import runner_code
 
 INSIDE = "/.atropos"
 _MODULES = [
@@ -101,7 +103,7 @@ def build(folder: str) -> Runtime:
     _copy_binary(loader, f"{folder}/ld.so")
     for library in _copy_modules(python, stdlib):
         _copy_binary(library, f"{folder}/lib/{_soname(library)}")
-    _compile("runner", str(Path(__file__).parent.parent / "programs" / "runner.py"), f"{folder}/runner.pyc")
+    _write_code(runner_code.join(), f"{folder}/runner.pyc")
     empty = f"{folder}/empty"
     Path(empty).touch(0o444)
     argv = (f"{INSIDE}/ld.so", "--inhibit-cache", "--library-path", f"{INSIDE}/lib", f"{INSIDE}/python")
@@ -147,7 +149,10 @@ def sysconfig_stdlib() -> str:
 
 def _compile(name: str, source: str, target: str) -> None:
     """Bytecode of a module, from the interpreter's own cache where that is fresh."""
-    code = SourceFileLoader(name, source).get_code(name)
+    _write_code(SourceFileLoader(name, source).get_code(name), target)
+
+
+def _write_code(code: CodeType | None, target: str) -> None:
     # flags 0b01: validated by hash, and never checked: there is no source beside it
     header = importlib.util.MAGIC_NUMBER + (1).to_bytes(4, "little") + bytes(8)
     with open(target, "wb") as file:

@@ -13,21 +13,23 @@ ROOT = Path(__file__).resolve().parents[3]
 
 CHANGED = """
 import resource, sys
-from atropos.sandbox.programs import runner
+from atropos.sandbox.programs.runner.failures import OpFailed
+from atropos.sandbox.programs.runner.files import write_file
 now = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
 resource.setrlimit(resource.RLIMIT_AS, (now + (16 << 20),) * 2)
 try:
-    runner.write_file(sys.argv[1], b"x", None, False, "0" * 64)
-except runner.OpFailed as failed:
+    write_file(sys.argv[1], b"x", None, "0" * 64, append=False)
+except OpFailed as failed:
     print(failed.error, failed.limit)
 """
 TERMINALS = """
 import os
-from atropos.sandbox.programs import runner
+from atropos.sandbox.programs.runner.failures import OpFailed
+from atropos.sandbox.programs.runner.terminals import open_terminal
 kept = os.open("/dev/ptmx", os.O_RDWR | os.O_NOCTTY)
 try:
-    runner.open_terminal(24, 80)
-except runner.OpFailed as failed:
+    open_terminal(24, 80)
+except OpFailed as failed:
     print(failed.error, failed.limit)
 """
 

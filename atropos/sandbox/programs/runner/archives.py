@@ -1,0 +1,123 @@
+"""Packing files and folders as tar archives, in a child."""
+
+from __future__ import annotations
+
+import errno
+import posix as os
+from typing import TYPE_CHECKING
+
+from atropos.sandbox.programs.runner.failures import OpFailed
+from atropos.sandbox.programs.runner.files import open_regular
+from atropos.sandbox.programs.runner.paths import is_folder, path_of
+from atropos.sandbox.programs.runner.state import is_special
+from atropos.sandbox.programs.runner.work import Work
+
+if TYPE_CHECKING:
+    import tarfile
+
+    from atropos.sandbox.programs.runner.work import Outcome
+
+
+def op_tar(call: int, path: str, max_bytes: int) -> None:
+    """Answer with an archive."""
+    path = path_of(path)
+    Work(call, lambda: pack(path, max_bytes))
+
+
+class BoundedBuffer:
+    """A file to write to, in memory, that refuses to grow beyond a bound."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit, self.size = limit, 0
+        self.parts: list[bytes] = []
+
+    def write(self, data: bytes) -> int:
+        """As a file's."""
+        self.size += len(data)
+        if self.size > self.limit:
+            raise OpFailed("too_large", f"the archive is larger than {self.limit} bytes", "output")
+        self.parts.append(bytes(data))
+        return len(data)
+
+
+def forget_names() -> None:
+    """Have `tarfile` not ask the name service, which would load libraries of the slot."""
+    import tarfile
+
+    tarfile.pwd = tarfile.grp = None  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def pack(path: str, max_bytes: int) -> Outcome:
+    """An archive of a file, or of a folder's contents."""
+    import posixpath
+    import tarfile
+
+    forget_names()
+    os.lstat(path)
+    out = BoundedBuffer(max_bytes)
+    with tarfile.open(  # pyright: ignore[reportCallIssue]
+        fileobj=out,  # pyright: ignore[reportArgumentType] (a stream needs `write` alone)
+        mode="w|",
+        format=tarfile.PAX_FORMAT,
+        bufsize=512 * 128,
+    ) as archive:
+        if is_folder(path):
+            add_folders(archive, path)
+        else:
+            add_file(archive, None, path, posixpath.basename(posixpath.normpath(path)))
+    return "file_result", {"size": out.size, "mode": 0o644, "sha256": None}, {"data": b"".join(out.parts)}
+
+
+def add_folders(archive: tarfile.TarFile, top: str) -> None:
+    """A folder and all below it.
+
+    Programs of the slot may move things meanwhile: below it no link is followed, nothing of /proc is read, and what
+    vanishes is left out.
+    """
+    pending = [(top, ".")]
+    while pending:
+        path, name = pending.pop()
+        follow = 0 if name == "." else os.O_NOFOLLOW
+        try:
+            folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | follow)
+        except (FileNotFoundError, NotADirectoryError):
+            continue
+        try:
+            if is_special(os.fstat(folder).st_dev):
+                continue
+            archive.addfile(archive.gettarinfo(f"/proc/self/fd/{folder}/.", name))
+            below: list[tuple[str, str]] = []
+            for entry in sorted(os.listdir(folder)):
+                try:
+                    found = os.stat(entry, dir_fd=folder, follow_symlinks=False)
+                    if found.st_mode & 0o170000 == 0o040000:
+                        below.append((f"{path}/{entry}", f"{name}/{entry}"))
+                    else:
+                        add_file(archive, folder, entry, f"{name}/{entry}")
+                except FileNotFoundError:
+                    pass
+            pending += reversed(below)
+        finally:
+            os.close(folder)
+
+
+def add_file(archive: tarfile.TarFile, folder: int | None, entry: str, name: str) -> None:
+    """A file or link; anything else is left out, and so is what has become something else by the time it is opened."""
+    found = os.stat(entry, dir_fd=folder, follow_symlinks=False)
+    if is_special(found.st_dev):
+        return
+    kind = found.st_mode & 0o170000
+    if kind == 0o120000:
+        info = archive.gettarinfo(entry if folder is None else f"/proc/self/fd/{folder}/{entry}", name)
+        if info.issym():
+            archive.addfile(info)
+    elif kind == 0o100000:
+        try:
+            fd, found = open_regular(entry, os.O_RDONLY | os.O_NOFOLLOW, folder)
+        except OSError as error:
+            if error.errno == errno.ELOOP:
+                return
+            raise
+        with open(fd, "rb") as file:
+            if not is_special(found.st_dev):
+                archive.addfile(archive.gettarinfo(arcname=name, fileobj=file), file)

@@ -1,0 +1,329 @@
+"""Background processes: each with a rolling buffer of its output, and calls that wait for it."""
+
+from __future__ import annotations
+
+import posix as os
+from typing import Literal
+
+from atropos.sandbox.programs.runner.children import children, signal_session
+from atropos.sandbox.programs.runner.failures import OpFailed, failure
+from atropos.sandbox.programs.runner.frames import link
+from atropos.sandbox.programs.runner.loop import CHUNK, IN, OUT, loop, now
+from atropos.sandbox.programs.runner.paths import path_of
+from atropos.sandbox.programs.runner.signals import signals
+from atropos.sandbox.programs.runner.spawn import shell, spawn
+from atropos.sandbox.programs.runner.state import WORKSPACE, block_of, state
+from atropos.sandbox.programs.runner.terminals import open_terminal, resize, spawn_on_terminal
+
+MAX_PROCS = 64
+MAX_STDIN_QUEUE = 1 << 20
+TERM_GRACE_S = 5.0
+
+
+class Proc:
+    """A background process and the rolling buffer of its output."""
+
+    def __init__(self, ident: str, command: str, size: int, *, pty: bool) -> None:
+        self.id, self.command, self.size, self.pty = ident, command, size, pty
+        self.pid = self.fd = self.stdin = -1
+        self.buffer = bytearray()
+        self.total = 0
+        self.code: int | None = None
+        self.running = True
+        self.started = self.last = now()
+        self.finished = 0.0
+        self.waiters: list[Waiter] = []
+        self.queue = bytearray()
+        self.eof = False
+
+    def readable(self) -> bool:
+        """Read a piece of its output; whether there was one."""
+        try:
+            data = os.read(self.fd, CHUNK)
+        except BlockingIOError:
+            return False
+        except OSError:  # the last program on a terminal has gone
+            data = b""
+        if not data:
+            self.close_output()
+            return False
+        self.buffer += data
+        self.total += len(data)
+        if len(self.buffer) > 2 * self.size:
+            del self.buffer[: -self.size]
+        self.last = now()
+        self.wake()
+        return True
+
+    def close_output(self) -> None:
+        """Nobody writes to it any more, or its process is dropped."""
+        if self.fd >= 0:
+            loop.unwatch(self.fd)
+            loop.writers.pop(self.fd, None)
+            os.close(self.fd)
+            if self.stdin == self.fd:
+                self.stdin = -1
+            self.fd = -1
+
+    def close_stdin(self) -> None:
+        """Close a pipe to it; a terminal is closed with its output."""
+        if self.stdin >= 0 and self.stdin != self.fd:
+            if loop.writers.pop(self.stdin, None) is not None:
+                loop.poll.unregister(self.stdin)
+            os.close(self.stdin)
+            self.stdin = -1
+
+    def ended(self, code: int) -> None:
+        """Its first process was reaped."""
+        budget = 64
+        while budget and self.fd >= 0 and self.readable():
+            budget -= 1
+        self.code, self.running, self.finished = code, False, now()
+        self.close_stdin()
+        self.wake()
+
+    def state(self, offset: int, limit: int, *, output: bool = True) -> tuple[dict[str, object], bytes]:
+        """Fields of a `proc_state` and its output from `offset` on."""
+        data = bytes(self.buffer[-self.size :]) if output else b""
+        first = self.total - len(data)
+        start = min(max(offset, first), self.total)
+        data = data[start - first :][:limit]
+        fields: dict[str, object] = {
+            "id": self.id,
+            "command": self.command[:10_000],
+            "pid": self.pid,
+            "running": self.running,
+            "exit_code": self.code,
+            "offset": start if output else self.total,
+            "total_bytes": self.total,
+            "dropped_bytes": max(0, start - offset) if output else 0,
+            "uptime_s": round((now() if self.running else self.finished) - self.started, 3),
+            "pty": self.pty,
+        }
+        return fields, data
+
+    def wake(self) -> None:
+        """Something has changed: those who wait look."""
+        for waiter in list(self.waiters):
+            waiter.check()
+
+    def write(self, data: bytes, *, eof: bool) -> None:
+        """Queue input."""
+        if self.stdin < 0:
+            raise OpFailed("io", "its input is closed" if self.running else "the process has ended")
+        if len(self.queue) + len(data) > MAX_STDIN_QUEUE:
+            raise OpFailed("limit", f"more than {MAX_STDIN_QUEUE} bytes wait to be read by the process", "output")
+        self.queue += data
+        self.eof = self.eof or eof
+        self.feed()
+
+    def feed(self) -> None:
+        """Write what it reads."""
+        try:
+            while self.queue:
+                sent = os.write(self.stdin, self.queue[:CHUNK])
+                del self.queue[:sent]
+        except BlockingIOError:
+            self.want_write(wanted=True)
+            return
+        except OSError:
+            self.queue.clear()
+            self.close_stdin()
+            return
+        self.want_write(wanted=False)
+        if self.eof:
+            self.close_stdin()
+
+    def want_write(self, *, wanted: bool) -> None:
+        """Watch for room in its input, or stop to."""
+        if self.stdin < 0 or wanted == (self.stdin in loop.writers):
+            return
+        if wanted:
+            loop.writers[self.stdin] = self.feed
+        else:
+            loop.writers.pop(self.stdin)
+        if self.stdin == self.fd:
+            loop.poll.modify(self.fd, IN | (OUT if wanted else 0))
+        elif wanted:
+            loop.poll.register(self.stdin, OUT)
+        else:
+            loop.poll.unregister(self.stdin)
+
+    def kill(self) -> None:
+        """Kill it where it still runs."""
+        if self.running:
+            signal_session(self.pid, signals.SIGKILL)
+
+
+class Waiter:
+    """A `proc_read` that waits."""
+
+    def __init__(
+        self,
+        call: int,
+        proc: Proc,
+        offset: int,
+        max_bytes: int,
+        until: Literal["exit", "output", "quiet"],
+        deadline: float,
+        quiet_s: float,
+    ) -> None:
+        self.call, self.proc, self.offset, self.max_bytes = call, proc, offset, max_bytes
+        self.until, self.deadline, self.quiet_s = until, deadline, quiet_s
+        self.started = now()
+        self.timer = 0
+        self.finished = False
+        proc.waiters.append(self)
+        link.calls[call] = self
+        self.check()
+
+    def check(self) -> None:
+        """Answer where what it waits for is there."""
+        if self.finished:
+            return
+        moment, proc = now(), self.proc
+        loop.timers.pop(self.timer, None)
+        wake = self.deadline
+        if not proc.running or moment >= self.deadline or (self.until == "output" and proc.total > self.offset):
+            self.cancel()
+            return
+        if self.until == "quiet":
+            quiet = max(proc.last, self.started) + self.quiet_s
+            if moment >= quiet:
+                self.cancel()
+                return
+            wake = min(wake, quiet)
+        self.timer = loop.later(wake, self.check)
+
+    def cancel(self) -> None:
+        """Answer with what is there."""
+        if not self.finished:
+            self.finished = True
+            loop.timers.pop(self.timer, None)
+            self.proc.waiters.remove(self)
+            answer_state(self.call, self.proc, self.offset, self.max_bytes)
+
+
+procs: dict[str, Proc] = {}
+
+
+def answer_state(call: int, proc: Proc, offset: int = 0, limit: int = 0) -> None:
+    """Answer with a process's state."""
+    fields, data = proc.state(offset, limit)
+    link.answer(call, "proc_state", fields, output=data)
+
+
+def op_proc_start(
+    call: int,
+    command: str,
+    workdir: str | None,
+    env: dict[str, str],
+    pty: bool,
+    rows: int,
+    cols: int,
+    buffer_bytes: int,
+) -> None:
+    """Start a background process."""
+    if sum(proc.running for proc in procs.values()) >= MAX_PROCS:
+        raise OpFailed("limit", f"{MAX_PROCS} background processes run already", "pids")
+    while len(procs) >= MAX_PROCS:
+        oldest = next(key for key, proc in procs.items() if not proc.running)
+        procs.pop(oldest).close_output()
+    loop.serial += 1
+    proc = Proc(f"proc-{loop.serial}", command, buffer_bytes, pty=pty)
+    try:
+        where = path_of(workdir) if workdir else WORKSPACE
+        if pty:
+            start_on_terminal(proc, where, env, rows, cols)
+        else:
+            start_on_pipes(proc, where, env)
+    except BaseException as error:
+        raise failure(error, workdir or "") from None
+    procs[proc.id] = proc
+    children.running[proc.pid] = proc
+    loop.watch(proc.fd, proc.readable)
+    answer_state(call, proc)
+
+
+def start_on_terminal(proc: Proc, where: str, env: dict[str, str], rows: int, cols: int) -> None:
+    """Start a process on a terminal of its own."""
+    size = {"LINES": str(rows), "COLUMNS": str(cols)}
+    block = block_of({**state.environment, "TERM": "xterm-256color", **env, **size})
+    master, path = open_terminal(rows, cols)
+    try:
+        proc.pid = shell(proc.command, lambda argv, keep: spawn_on_terminal(argv, block, where, path, keep))
+    except BaseException:
+        os.close(master)
+        raise
+    proc.fd = proc.stdin = master
+
+
+def start_on_pipes(proc: Proc, where: str, env: dict[str, str]) -> None:
+    """Start a process with a pipe for its input, and one for what it prints."""
+    block = block_of({**state.environment, **env})
+    opened: list[int] = []
+    try:
+        for _ in range(2):
+            opened += os.pipe2(os.O_CLOEXEC)
+        read, write, their_in, my_in = opened
+        os.set_blocking(read, False)
+        os.set_blocking(my_in, False)
+        proc.pid = shell(proc.command, lambda argv, keep: spawn(argv, block, where, (their_in, write, write), keep))
+    except BaseException:
+        for fd in opened:
+            os.close(fd)
+        raise
+    os.close(write)
+    os.close(their_in)
+    proc.fd, proc.stdin = read, my_in
+
+
+def proc_of(ident: str) -> Proc:
+    """The process of an id."""
+    proc = procs.get(ident)
+    if proc is None:
+        raise OpFailed("unknown_process", f"no background process has the id {ident!r}")
+    return proc
+
+
+def op_proc_read(
+    call: int,
+    id: str,  # noqa: A002
+    offset: int,
+    max_bytes: int,
+    wait_s: float,
+    until: Literal["exit", "output", "quiet"],
+    quiet_s: float,
+) -> None:
+    """Answer with state and output, now or when what is waited for has happened."""
+    proc = proc_of(id)
+    if wait_s > 0 and proc.running:
+        Waiter(call, proc, offset, max_bytes, until, now() + min(wait_s, state.wall_s), quiet_s)
+    else:
+        answer_state(call, proc, offset, max_bytes)
+
+
+def op_proc_write(call: int, id: str, data: bytes, eof: bool, rows: int | None, cols: int | None) -> None:  # noqa: A002
+    """Write to a process, or give its terminal another size."""
+    proc = proc_of(id)
+    if (rows is not None or cols is not None) and proc.pty and proc.fd >= 0:
+        resize(proc.fd, rows, cols)
+    if data or eof:
+        proc.write(data + b"\x04" if proc.pty and eof else data, eof=eof and not proc.pty)
+    link.answer(call, "done", {"count": len(data)})
+
+
+def op_proc_kill(call: int, id: str, signal: str) -> None:  # noqa: A002
+    """Signal a process's session."""
+    proc = proc_of(id)
+    if proc.running:
+        signal_session(proc.pid, getattr(signals, f"SIG{signal}"))
+        if signal == "TERM":
+            loop.later(now() + TERM_GRACE_S, proc.kill)
+    answer_state(call, proc, proc.total)
+
+
+def op_proc_list(call: int) -> None:
+    """Answer with the state of all."""
+    states = [proc.state(0, 0, output=False)[0] for proc in procs.values()]
+    link.answer(call, "proc_listing", {"processes": states})

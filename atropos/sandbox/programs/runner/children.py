@@ -1,0 +1,203 @@
+"""Processes of the slot: reaping, finding, signalling, and making room for new ones."""
+
+from __future__ import annotations
+
+import posix as os
+import time
+from typing import TYPE_CHECKING
+
+from atropos.sandbox.programs.runner.frames import link
+from atropos.sandbox.programs.runner.loop import loop, now
+from atropos.sandbox.programs.runner.signals import signals
+from atropos.sandbox.programs.runner.syscalls import untrace
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+    from typing import Protocol, TypeVar
+
+    Started = TypeVar("Started")
+
+    class Child(Protocol):
+        """What a process was started for."""
+
+        def ended(self, code: int) -> None:
+            """It was reaped, with this exit code (-N: by signal N)."""
+
+
+MAX_REAPED = 256
+"""Ended processes taken in one go, before those that wait for an answer get it."""
+KILL_PATIENCE_S = 5.0
+
+
+class Children:
+    """The children that were asked for, by pid."""
+
+    def __init__(self) -> None:
+        self.running: dict[int, Child] = {}
+        self.alone = False
+        """Whether this process was the slot's only one when it last reaped."""
+        self.quiescing: list[tuple[int, int]] = []
+        self.wake = -1
+        """A pipe that a signal writes to."""
+
+    def reap(self) -> None:
+        """Reap what has ended, asked for or inherited."""
+        try:
+            os.read(self.wake, 4096)
+        except BlockingIOError:
+            pass
+        ended: list[tuple[Child, int]] = []
+        self.alone = False
+        for _ in range(MAX_REAPED):
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                self.alone = True
+                break
+            if pid == 0:
+                break
+            if os.WIFSTOPPED(status):
+                untrace(pid, os.WSTOPSIG(status))
+                continue
+            child = self.running.pop(pid, None)
+            if child is not None:
+                ended.append((child, status))
+        else:
+            loop.later(now(), self.reap)
+        for child, status in ended:
+            child.ended(os.waitstatus_to_exitcode(status))
+        if self.alone:
+            for call, count in self.quiescing:
+                link.answer(call, "done", {"count": count})
+            self.quiescing = []
+
+
+children = Children()
+
+
+def pids(wanted: Callable[[int, int, int], bool]) -> list[int]:
+    """Pids of all processes but zombies of which `wanted(pid, session, group)` says so, by /proc."""
+    found: list[int] = []
+    try:
+        names = os.listdir("/proc")
+    except OSError:  # no descriptor is left for it
+        return found
+    for name in names:
+        if name.isdigit() and name != "1":
+            try:
+                fd = os.open(f"/proc/{name}/stat", os.O_RDONLY | os.O_CLOEXEC)
+            except OSError:
+                continue
+            try:
+                fields = os.read(fd, 1024).rpartition(b")")[2].split()
+                if fields[0] != b"Z" and wanted(int(name), int(fields[3]), int(fields[2])):
+                    found.append(int(name))
+            except (OSError, IndexError, ValueError):
+                pass
+            finally:
+                os.close(fd)
+    return found
+
+
+def session_members(session: int, *, but_group: int = -1) -> list[int]:
+    """Pids of all processes in a session, but those of one process group."""
+    return pids(lambda _, its_session, group: its_session == session and group != but_group)
+
+
+def signal_each(targets: Iterable[int], number: int) -> None:
+    """Signal each process that is still there."""
+    for pid in targets:
+        try:
+            os.kill(pid, number)
+        except OSError:
+            pass
+
+
+def signal_session(session: int, number: int) -> None:
+    """Signal the first process group at once (nothing forks out of it meanwhile), then the session's other groups."""
+    try:
+        os.killpg(session, number)
+    except OSError:
+        pass
+    again = number == signals.SIGKILL
+    for _ in range(20):
+        found = session_members(session, but_group=-1 if again else session)
+        signal_each(found, number)
+        if not found or not again:
+            return
+
+
+def with_room(start: Callable[[], Started]) -> Started:
+    """What `start` returns. Where the limit of processes refuses it, what ended commands left running makes room for it."""
+    try:
+        return start()
+    except BlockingIOError:
+        patience = now() + KILL_PATIENCE_S
+    while True:
+        end_leftovers()
+        children.reap()
+        try:
+            return start()
+        except BlockingIOError:
+            if now() > patience:
+                raise
+        time.sleep(0.002)
+
+
+def leftovers() -> list[int]:
+    """Pids of all processes but this one, running commands, background processes, and the sessions of those two."""
+    running = children.running
+    return pids(lambda pid, session, _: pid not in running and session not in running)
+
+
+def end_leftovers() -> None:
+    """End what commands left running, a bomb that forks faster than it is killed too; children that were asked for stay."""
+    if not children.running:
+        kill_all()
+        return
+    stopped: set[int] = set()
+    # what is stopped forks no more but still counts: after a round or two there is no place left to fork into
+    for _ in range(50):
+        found = [pid for pid in leftovers() if pid not in stopped]
+        signal_each(found, signals.SIGSTOP)
+        stopped.update(found)
+        if not found:
+            break
+    signal_each(stopped, signals.SIGKILL)
+
+
+def kill_all() -> None:
+    """Kill everything but this process. One call to the kernel: nothing can fork away from it."""
+    try:
+        os.kill(-1, signals.SIGKILL)
+    except ProcessLookupError:
+        pass
+
+
+def op_end_leftovers(call: int) -> None:
+    """Kill what ended commands left running; answered when it is gone, or after `KILL_PATIENCE_S`."""
+    end_leftovers()
+    wait_for_leftovers(call, now() + KILL_PATIENCE_S)
+
+
+def wait_for_leftovers(call: int, until: float) -> None:
+    """Answer when none is left."""
+    children.reap()
+    if now() > until or not leftovers():
+        link.answer(call, "done", {})
+    else:
+        loop.later(now() + 0.002, lambda: wait_for_leftovers(call, until))
+
+
+def op_end_all(call: int) -> None:
+    """Kill everything but this process; what was running is answered for as it ends."""
+    kill_all()
+    link.answer(call, "done", {})
+
+
+def op_quiesce(call: int) -> None:
+    """Kill everything but this process; answered when it is alone."""
+    count = sum(name.isdigit() for name in os.listdir("/proc")) - 1
+    kill_all()
+    children.quiescing.append((call, count))
+    children.reap()

@@ -1,0 +1,269 @@
+"""Commands that a call waits for."""
+
+from __future__ import annotations
+
+import errno
+import posix as os
+
+from atropos.sandbox.programs.runner.children import KILL_PATIENCE_S, children, session_members, signal_session
+from atropos.sandbox.programs.runner.failures import ERROR_OF_ERRNO, OpFailed, limit_of_errno
+from atropos.sandbox.programs.runner.frames import link
+from atropos.sandbox.programs.runner.head_tail import HeadTail
+from atropos.sandbox.programs.runner.loop import CHUNK, loop, now
+from atropos.sandbox.programs.runner.orphan_pipes import adopt
+from atropos.sandbox.programs.runner.paths import is_folder, make_folders, path_of
+from atropos.sandbox.programs.runner.signals import signals
+from atropos.sandbox.programs.runner.spawn import memory_file, shell, spawn
+from atropos.sandbox.programs.runner.state import WORKSPACE, block_of, state
+
+READ_AFTER_S = (0.004, 0.048)
+"""How long a command's output waits in its pipe (64 KiB) before it is read: most commands are over by then. Twice what the
+last command took, within these bounds: on a busy machine a short command takes long, and each look costs a call. After
+one that printed more than half a pipe the shortest: it may have waited for us."""
+
+
+class Command:
+    """One exec call, from its start to its answer."""
+
+    __slots__ = (
+        "all",
+        "call",
+        "cancelled",
+        "ends",
+        "err",
+        "err_fd",
+        "fd",
+        "limit",
+        "out",
+        "pid",
+        "started",
+        "timed_out",
+        "timer",
+    )
+    patience = READ_AFTER_S[0]
+
+    def __init__(self, call: int, limit: int, *, split: bool) -> None:
+        self.call = call
+        self.all = HeadTail(limit)
+        self.out = HeadTail(limit) if split else None
+        self.err = HeadTail(limit) if split else None
+        self.fd = self.err_fd = self.pid = -1
+        self.limit: str | None = None
+        self.timed_out = self.cancelled = False
+        self.started = now()
+        self.timer = 0
+        self.ends = 0.0
+
+    def wait(self) -> None:
+        """Leave what it prints in the pipe for now: a short command is over by then, and is read once, at its end."""
+        until = self.started + Command.patience
+        if self.ends <= until:
+            self.listen()
+        else:
+            self.timer = loop.later(until, self.listen)
+
+    def listen(self) -> None:
+        """Read what it prints from now on."""
+        self.timer = loop.later(self.ends, self.timeout)
+        loop.watch(self.fd, self.readable)
+        if self.err_fd >= 0:
+            loop.watch(self.err_fd, self.readable_err)
+
+    def readable(self) -> None:
+        """Its output can be read."""
+        self.read(self.fd, self.out)
+
+    def readable_err(self) -> None:
+        """Its error output can be read."""
+        self.read(self.err_fd, self.err)
+
+    def read(self, fd: int, part: HeadTail | None) -> int:
+        """Read a piece of what it printed."""
+        try:
+            data = os.read(fd, CHUNK)
+        except BlockingIOError:
+            return 0
+        if not data:
+            self.close(fd)
+            return 0
+        self.all.add(data)
+        if part is not None:
+            part.add(data)
+        return len(data)
+
+    def close(self, fd: int) -> None:
+        """Nobody writes to this pipe any more."""
+        if fd < 0:
+            return
+        loop.unwatch(fd)
+        os.close(fd)
+        if fd == self.fd:
+            self.fd = -1
+        else:
+            self.err_fd = -1
+
+    def drain(self, fd: int, part: HeadTail | None) -> None:
+        """Read what the ended program left in the pipe, and not what a background child goes on writing."""
+        left = 1 << 20
+        while left > 0 and fd in (self.fd, self.err_fd):
+            got = self.read(fd, part)
+            if not got:
+                return
+            left -= got
+
+    def ended(self, code: int) -> None:
+        """Its first process was reaped."""
+        loop.timers.pop(self.timer, None)
+        least, most = READ_AFTER_S
+        took = now() - self.started
+        Command.patience = least if self.all.total > CHUNK // 2 else min(max(2 * took, least), most)
+        if self.timed_out or self.cancelled:
+            self.settle(code, now() + KILL_PATIENCE_S)
+        else:
+            self.finish(code)
+
+    def settle(self, code: int, until: float) -> None:
+        """Answer a killed command when all that was killed with it is gone, not only its first process."""
+        if not session_members(self.pid) or now() > until:
+            self.finish(code)
+            return
+        signal_session(self.pid, signals.SIGKILL)
+        loop.later(now() + 0.002, lambda: self.settle(code, until))
+
+    def finish(self, code: int) -> None:
+        """Read what is left, and answer."""
+        for fd, part in ((self.fd, self.out), (self.err_fd, self.err)):
+            if fd >= 0:
+                self.drain(fd, part)
+        # a background child may hold the pipe: it goes on being read, so that the child isn't killed by SIGPIPE
+        for fd in (self.fd, self.err_fd):
+            if fd >= 0:
+                adopt(fd)
+        self.fd = self.err_fd = -1
+        self.reply(code)
+
+    def reply(self, code: int | None) -> None:
+        """Send the result."""
+        output = self.all.value()
+        lost = self.all.dropped()
+        if not (lost or self.timed_out or self.cancelled or self.limit or self.out) and code is not None:
+            # as a rule: what is left out has its default
+            alone = ',"alone":true' if children.alone else ""
+            took = f"{now() - self.started:.6f}"
+            header = f'{{"id":{self.call},"r":{{"kind":"exec_result","exit_code":{code},"duration_s":{took}}},'
+            header += f'"b":[["output",{len(output)}]]{alone}}}'
+            link.send(self.call, header, output)
+            return
+        fields = {
+            "exit_code": code,
+            "timed_out": self.timed_out,
+            "cancelled": self.cancelled,
+            "truncated": lost > 0,
+            "dropped_bytes": lost,
+            "limit": self.limit or ("time" if self.timed_out else "output" if lost else None),
+            "duration_s": round(now() - self.started, 6),
+        }
+        if self.out is None or self.err is None:
+            link.answer(self.call, "exec_result", fields, output=output)
+        else:
+            pieces = {"output": output, "stdout": self.out.value(), "stderr": self.err.value()}
+            link.answer(self.call, "exec_result", fields, **pieces)
+
+    def kill(self) -> None:
+        """Kill its session."""
+        signal_session(self.pid, signals.SIGKILL)
+        # a process that even SIGKILL doesn't end (it waits in the kernel) doesn't keep the caller
+        self.timer = loop.later(now() + KILL_PATIENCE_S, self.give_up)
+
+    def give_up(self) -> None:
+        """Answer though it is still there."""
+        if children.running.pop(self.pid, None) is not None:
+            self.ended(-9)
+
+    def timeout(self) -> None:
+        """Its time is over."""
+        self.timed_out = True
+        self.kill()
+
+    def cancel(self) -> None:
+        """Nobody waits for it any more."""
+        if self.pid in children.running and not self.cancelled:
+            self.cancelled = True
+            loop.timers.pop(self.timer, None)
+            self.kill()
+
+
+def op_exec(
+    call: int,
+    command: str,
+    timeout_s: float | None,
+    workdir: str | None,
+    env: dict[str, str],
+    stdin: bytes | None,
+    split: bool,
+    max_output_bytes: int | None,
+) -> None:
+    """Run a command line and answer when its first process has ended."""
+    block = block_of({**state.environment, **env}) if env else state.block
+    limit = min(max_output_bytes or state.output_bytes, state.output_bytes)
+    task = Command(call, limit, split=split)
+    theirs: list[int] = []
+    try:
+        task.fd, write = os.pipe2(os.O_CLOEXEC)
+        theirs.append(write)
+        os.set_blocking(task.fd, False)
+        write_err = write
+        if split:
+            task.err_fd, write_err = os.pipe2(os.O_CLOEXEC)
+            theirs.append(write_err)
+            os.set_blocking(task.err_fd, False)
+        source = state.null
+        if stdin is not None:
+            source = memory_file(stdin)
+            theirs.append(source)
+        task.pid = start_command(command, block, workdir, (source, write, write_err))
+    except BaseException as error:
+        for fd in (task.fd, task.err_fd):
+            if fd >= 0:
+                os.close(fd)
+        if not isinstance(error, OSError):
+            raise
+        not_started(task, error, workdir)
+        return
+    finally:
+        for fd in theirs:
+            os.close(fd)
+    children.running[task.pid] = task
+    link.calls[call] = task
+    task.ends = task.started + min(timeout_s or state.wall_s, state.wall_s)
+    task.wait()
+
+
+def start_command(command: str, block: list[bytes], workdir: str | None, stdio: tuple[int, int, int]) -> int:
+    """The pid of a shell that runs the command line."""
+    where = path_of(workdir) if workdir else WORKSPACE
+
+    def start(argv: tuple[str, ...], keep: tuple[int, ...]) -> int:
+        return spawn(argv, block, where, stdio, keep)
+
+    try:
+        return shell(command, start)
+    except (FileNotFoundError, NotADirectoryError):
+        if workdir is not None or is_folder(WORKSPACE):
+            raise
+        make_folders(WORKSPACE)  # the slot's own programs may have removed it
+        return shell(command, start)
+
+
+def not_started(task: Command, error: OSError, workdir: str | None) -> None:
+    """Answer for a command that never ran: exit code None, and the reason as its output."""
+    task.limit = limit_of_errno(error.errno)
+    if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.EACCES) and not is_folder(path_of(workdir or ".")):
+        raise OpFailed(
+            ERROR_OF_ERRNO[error.errno],
+            f"the working directory does not exist or can't be entered: {workdir or WORKSPACE}",
+        )
+    reasons = {"pids": "the slot's limit of processes is reached", "memory": "the slot's memory is used up"}
+    reason = reasons.get(task.limit or "", os.strerror(error.errno or 0))
+    task.all.add(f"the command could not be started: {reason}\n".encode())
+    task.reply(None)

@@ -1,0 +1,222 @@
+"""Reading and writing files, without ever waiting for one."""
+
+from __future__ import annotations
+
+import posix as os
+from typing import TYPE_CHECKING
+
+from atropos.sandbox.programs.runner.failures import OpFailed, text
+from atropos.sandbox.programs.runner.frames import link
+from atropos.sandbox.programs.runner.paths import is_folder, make_folders, path_of
+from atropos.sandbox.programs.runner.state import is_special
+from atropos.sandbox.programs.runner.work import Work
+
+if TYPE_CHECKING:
+    from hashlib import sha256
+
+    from atropos.sandbox.programs.runner.work import Outcome
+else:
+
+    def sha256(data: bytes = b"") -> object:
+        """As hashlib's, without its module."""
+        try:
+            from _sha2 import sha256 as new
+        except ImportError:
+            from _sha256 import sha256 as new
+        return new(data)
+
+
+SMALL_FILE = 1 << 20
+"""Files up to this size are served here; a larger one would keep other calls waiting, so a child does it."""
+
+
+def open_at_once(path: str, flags: int, mode: int = 0o644, folder: int | None = None) -> int:
+    """Without waiting for a program that holds a lease (F_SETLEASE) on the file."""
+    try:
+        return os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY, mode, dir_fd=folder)
+    except BlockingIOError:
+        raise OpFailed("io", f"a program holds a lease on the file: {text(path)}") from None
+
+
+def open_regular(path: str, flags: int = os.O_RDONLY, folder: int | None = None) -> tuple[int, os.stat_result]:
+    """A regular file opened without ever waiting: not on a FIFO, not on a device, not on a lease."""
+    fd = open_at_once(path, flags, folder=folder)
+    try:
+        found = os.fstat(fd)
+        kind = found.st_mode & 0o170000
+        if kind == 0o040000:
+            raise OpFailed("is_directory", f"is a directory: {text(path)}")
+        if kind != 0o100000:
+            raise OpFailed("not_regular", f"is not a regular file: {text(path)}")
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd, found
+
+
+def read_all(fd: int, offset: int, limit: int) -> bytes:
+    """At most `limit` bytes from `offset` on."""
+    parts: list[bytes] = []
+    while limit > 0:
+        data = os.pread(fd, min(limit, 1 << 20), offset)
+        if not data:
+            break
+        parts.append(data)
+        offset += len(data)
+        limit -= len(data)
+    return b"".join(parts)
+
+
+def op_read_file(call: int, path: str, offset: int, max_bytes: int) -> None:
+    """Answer with a file's bytes."""
+    path = path_of(path)
+    fd, found = open_regular(path)
+    try:
+        if not is_special(found.st_dev) and min(max_bytes, max(0, found.st_size - offset)) <= SMALL_FILE:
+            kind, fields, blobs = read_result(fd, found, offset, max_bytes)
+            link.answer(call, kind, fields, **blobs)
+            return
+    finally:
+        os.close(fd)
+    Work(call, lambda: read_apart(path, offset, max_bytes))
+
+
+def read_apart(path: str, offset: int, max_bytes: int) -> Outcome:
+    """Read a file that is large or special, in a child."""
+    fd, found = open_regular(path)
+    if is_special(found.st_dev):
+        owner = os.readlink(f"/proc/self/fd/{fd}").split("/")[2:3]
+        if owner in (["1"], [str(os.getpid())]):  # a copy of PID 1, with all that it has in memory
+            raise OpFailed("permission", f"is a file of the process that serves files: {text(path)}")
+    return read_result(fd, found, offset, max_bytes)
+
+
+def read_result(fd: int, found: os.stat_result, offset: int, max_bytes: int) -> Outcome:
+    """A `file_result` of an open file."""
+    data = read_all(fd, offset, max_bytes)
+    size = max(found.st_size, offset + len(data))
+    whole = offset == 0 and len(data) == size
+    digest = sha256(data).hexdigest() if whole else None
+    return "file_result", {"size": size, "mode": found.st_mode & 0o7777, "sha256": digest}, {"data": data}
+
+
+def op_write_file(call: int, path: str, data: bytes, mode: int | None, append: bool, if_sha256: str | None) -> None:
+    """Write a file, making its parents."""
+    path = path_of(path)
+    if len(data) <= SMALL_FILE:
+        kind, fields, blobs = write_file(path, data, mode, if_sha256, append=append)
+        link.answer(call, kind, fields, **blobs)
+    else:
+        Work(call, lambda: write_file(path, data, mode, if_sha256, append=append))
+
+
+def write_file(path: str, data: bytes, mode: int | None, if_sha256: str | None, *, append: bool) -> Outcome:
+    """Write a file, making its parents."""
+    make_parents(path)
+    folder, name = folder_of(path)
+    try:
+        old = None
+        try:
+            old = os.stat(name, dir_fd=folder, follow_symlinks=False)
+        except FileNotFoundError:
+            pass
+        if old is not None and old.st_mode & 0o170000 == 0o040000:
+            raise OpFailed("is_directory", "is a directory")
+        if old is not None and old.st_mode & 0o170000 != 0o100000:
+            raise OpFailed("not_regular", "is not a regular file")
+        if if_sha256 is not None:
+            check_unchanged(folder, name, if_sha256)
+        if append:
+            flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW
+            fd = open_at_once(name, flags, 0o644 if mode is None else mode, folder)
+            try:
+                write_all(fd, data, mode)
+            finally:
+                os.close(fd)
+        else:
+            replace_file(folder, name, data, mode, old)
+    finally:
+        os.close(folder)
+    return "done", {"count": len(data)}, {}
+
+
+def make_parents(path: str) -> None:
+    """The folders above a path."""
+    parent = path.rpartition("/")[0]
+    if parent and not is_folder(parent):
+        try:
+            make_folders(parent)
+        except FileExistsError:
+            raise OpFailed("not_directory", f"a part of the path is not a directory: {text(path)}") from None
+
+
+def folder_of(path: str) -> tuple[int, str]:
+    """(descriptor of the parent folder, name), symbolic links in the last place followed, and never into /proc."""
+    at, name = None, path
+    for _ in range(40):
+        parent, _, last = name.rpartition("/")
+        if last in ("", ".", ".."):
+            if at is not None:
+                os.close(at)
+            raise OpFailed("is_directory", f"is a directory: {text(path)}")
+        opened = os.open(
+            parent or ("/" if name.startswith("/") else "."), os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=at
+        )
+        if at is not None:
+            os.close(at)
+        at = opened
+        if is_special(os.fstat(at).st_dev):
+            os.close(at)
+            raise OpFailed("bad_path", f"files under /proc and /dev are not written this way: {text(path)}")
+        try:
+            target = os.readlink(last, dir_fd=at)
+        except OSError:
+            return at, last
+        name = target
+    if at is not None:
+        os.close(at)
+    raise OpFailed("bad_path", f"too many symbolic links: {text(path)}")
+
+
+def write_all(fd: int, data: bytes, mode: int | None) -> None:
+    """Write all of `data`, and set the file's mode."""
+    view = memoryview(data)
+    while view:
+        view = view[os.write(fd, view) :]
+    if mode is not None:
+        os.fchmod(fd, mode)
+
+
+def replace_file(folder: int, name: str, data: bytes, mode: int | None, old: os.stat_result | None) -> None:
+    """Write beside, then rename: a reader sees the old file or the new one, and a full disk keeps the old one."""
+    beside = f".{os.urandom(9).hex()}.tmp"  # a name that no program can have taken already, and never too long
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    fd = os.open(beside, flags, 0o644, dir_fd=folder)
+    try:
+        try:
+            write_all(fd, data, mode if mode is not None or old is None else old.st_mode & 0o7777)
+            if old is not None and (old.st_uid, old.st_gid) != (os.geteuid(), os.getegid()):
+                os.fchown(fd, old.st_uid, old.st_gid)
+        finally:
+            os.close(fd)
+        os.rename(beside, name, src_dir_fd=folder, dst_dir_fd=folder)
+    except BaseException:
+        os.unlink(beside, dir_fd=folder)
+        raise
+
+
+def check_unchanged(folder: int, name: str, wanted: str) -> None:
+    """Raises `OpFailed` where the file has not this digest any more."""
+    try:
+        fd = open_at_once(name, os.O_RDONLY | os.O_NOFOLLOW, folder=folder)
+    except FileNotFoundError:
+        raise OpFailed("changed", "the file is gone") from None
+    try:
+        found, left = sha256(), 64 << 20
+        while left > 0 and (data := os.read(fd, 1 << 18)):  # piece by piece: PID 1's memory is the slot's
+            found.update(data)
+            left -= len(data)
+        if found.hexdigest() != wanted:
+            raise OpFailed("changed", "the file has changed since it was read")
+    finally:
+        os.close(fd)

@@ -1,0 +1,152 @@
+"""Frames over the socket to the server.
+
+From the server: a length and a marshalled tuple (the server is trusted, and it is the same Python). To the server: a
+length, a header length, a JSON header and raw bytes (nothing from here is trusted there).
+"""
+
+from __future__ import annotations
+
+import marshal
+import posix as os
+from _json import encode_basestring_ascii as quote
+from typing import TYPE_CHECKING
+
+from atropos.sandbox.programs.runner.failures import OpFailed, failure, text
+from atropos.sandbox.programs.runner.loop import CHUNK, IN, OUT, loop
+from atropos.sandbox.programs.runner.state import state
+from atropos.sandbox.programs.runner.syscalls import end_process
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+    from typing import Any, Protocol
+
+    class Task(Protocol):
+        """A call that goes on."""
+
+        def cancel(self) -> None:
+            """End it; it answers all the same."""
+
+
+SOCKET = 3
+OPS: dict[str, Callable[..., None]] = {}
+"""What each operation's name calls, with the call's number and the operation's arguments."""
+
+
+class Link:
+    """The socket to the server, and the calls that have no answer yet."""
+
+    def __init__(self) -> None:
+        self.incoming = bytearray()
+        self.outgoing: list[bytes] = []
+        self.calls: dict[int, Task] = {}
+
+    def receive(self) -> None:
+        """Run what the server sent."""
+        try:
+            data = os.read(SOCKET, CHUNK) if state.oom >= 0 else first_message()
+        except BlockingIOError:
+            return
+        if not data:
+            end_process(0)  # the server is gone, and with PID 1 everything here goes
+        buffer = self.incoming
+        if not buffer and len(data) >= 4 and len(data) == 4 + int.from_bytes(data[:4], "little"):
+            self.dispatch(marshal.loads(data[4:]))  # noqa: S302
+            return
+        buffer += data
+        while len(buffer) >= 4:
+            size = int.from_bytes(buffer[:4], "little")
+            if len(buffer) < 4 + size:
+                break
+            message = marshal.loads(bytes(buffer[4 : 4 + size]))  # noqa: S302
+            del buffer[: 4 + size]
+            self.dispatch(message)
+
+    def dispatch(self, message: tuple[int, str, dict[str, Any]]) -> None:
+        """Run one operation, or cancel the one that runs under this number."""
+        call, op, arguments = message
+        if op == "cancel":
+            task = self.calls.get(call)
+            if task is not None:
+                task.cancel()
+            return
+        try:
+            OPS[op](call, **arguments)
+        except Exception as error:
+            self.fail(call, failure(error, arguments.get("path", "")))
+
+    def send(self, call: int, header: str, *blobs: bytes) -> None:
+        """Send a frame, at once where the socket has room."""
+        self.calls.pop(call, None)
+        raw = header.encode()
+        size = 4 + len(raw) + sum(map(len, blobs))
+        frame = b"".join((size.to_bytes(4, "little"), len(raw).to_bytes(4, "little"), raw, *blobs))
+        if not self.outgoing:
+            try:
+                sent = os.write(SOCKET, frame)
+            except BlockingIOError:
+                sent = 0
+            if sent == len(frame):
+                return
+            frame = frame[sent:]
+            loop.writers[SOCKET] = self.flush
+            loop.poll.modify(SOCKET, IN | OUT)
+        self.outgoing.append(frame)
+
+    def flush(self) -> None:
+        """Send what had no room."""
+        while self.outgoing:
+            frame = self.outgoing[0]
+            try:
+                sent = os.write(SOCKET, frame[: 1 << 20])
+            except BlockingIOError:
+                return
+            if sent < len(frame):
+                self.outgoing[0] = frame[sent:]
+            else:
+                self.outgoing.pop(0)
+        loop.writers.pop(SOCKET, None)
+        loop.poll.modify(SOCKET, IN)
+
+    def answer(self, call: int, kind: str, fields: Mapping[str, object], **blobs: bytes | None) -> None:
+        """Answer a call with a result of the wire."""
+        sizes = [(name, len(data)) for name, data in blobs.items() if data is not None]
+        header = f'{{"id":{call},"r":{json({"kind": kind, **fields})},"b":{json(sizes)}}}'
+        self.send(call, header, *[data for data in blobs.values() if data is not None])
+
+    def fail(self, call: int, error: OpFailed) -> None:
+        """Answer a call with an `op_error`."""
+        self.answer(call, "op_error", {"error": error.error, "message": error.message[:4000], "limit": error.limit})
+
+
+link = Link()
+
+
+def first_message() -> bytes:
+    """The first message carries this process's own oom_score_adj: from inside nobody, this process included, opens it."""
+    from _socket import socket
+
+    sock = socket(fileno=SOCKET)
+    try:
+        data, extra, _, _ = sock.recvmsg(1 << 18, 64, 0x40000000)  # MSG_CMSG_CLOEXEC
+    finally:
+        sock.detach()
+    for _, _, numbers in extra:
+        state.oom = int.from_bytes(numbers[:4], "little")
+    return data
+
+
+def json(value: object) -> str:
+    """JSON of the few types that are sent; the standard module would cost memory in every slot."""
+    if value is None:
+        return "null"
+    if value is True:
+        return "true"
+    if value is False:
+        return "false"
+    if isinstance(value, str):
+        return quote(text(value))
+    if isinstance(value, dict):
+        return "{" + ",".join(quote(k) + ":" + json(v) for k, v in value.items()) + "}"
+    if isinstance(value, (list, tuple)):
+        return "[" + ",".join(map(json, value)) + "]"
+    return repr(value)

@@ -1,0 +1,67 @@
+"""The event loop: descriptors with a function each, and timers."""
+
+from __future__ import annotations
+
+import select
+import time
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+IN, OUT = select.POLLIN, select.POLLOUT
+WRITABLE = select.POLLOUT | select.POLLERR
+"""A full pipe that nobody reads any more is an error and no room: its writer has to learn of it, too."""
+CHUNK = 65536
+now = time.monotonic
+
+
+class Loop:
+    """Descriptors with a function each, and timers."""
+
+    def __init__(self) -> None:
+        self.poll = select.poll()  # not epoll: its watches are counted per user, and other slots can use them all up
+        self.readers: dict[int, Callable[[], object]] = {}
+        self.writers: dict[int, Callable[[], object]] = {}
+        self.timers: dict[int, tuple[float, Callable[[], object]]] = {}
+        self.serial = 0
+
+    def watch(self, fd: int, function: Callable[[], object]) -> None:
+        """Call `function` whenever `fd` can be read."""
+        self.readers[fd] = function
+        self.poll.register(fd, IN)
+
+    def unwatch(self, fd: int) -> None:
+        """Undo `watch`."""
+        if self.readers.pop(fd, None) is not None:
+            self.poll.unregister(fd)
+
+    def later(self, when: float, function: Callable[[], object]) -> int:
+        """Call `function` at a time of `now`; the number is the timer's key in `timers`."""
+        self.serial += 1
+        self.timers[self.serial] = (when, function)
+        return self.serial
+
+    def run(self) -> None:
+        """Serve for good."""
+        poll, readers, writers, timers = self.poll.poll, self.readers, self.writers, self.timers
+        while True:
+            timeout = None
+            if timers:
+                timeout = max(0.0, min(when for when, _ in timers.values()) - now()) * 1000
+            for fd, event in poll(timeout):
+                ready = event
+                if ready & WRITABLE and fd in writers:
+                    writers[fd]()
+                    ready &= ~OUT
+                if ready and fd in readers:
+                    readers[fd]()
+            if timers:
+                moment = now()
+                for key in [key for key, (when, _) in timers.items() if when <= moment]:
+                    timer = timers.pop(key, None)
+                    if timer is not None:
+                        timer[1]()
+
+
+loop = Loop()

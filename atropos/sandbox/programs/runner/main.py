@@ -1,0 +1,101 @@
+"""The start of PID 1, and the operations that it serves."""
+
+from __future__ import annotations
+
+import gc
+import posix as os
+
+from atropos.sandbox.programs.runner.archives import op_tar
+from atropos.sandbox.programs.runner.background import (
+    op_proc_kill,
+    op_proc_list,
+    op_proc_read,
+    op_proc_start,
+    op_proc_write,
+)
+from atropos.sandbox.programs.runner.children import children, op_end_all, op_end_leftovers, op_quiesce
+from atropos.sandbox.programs.runner.commands import op_exec
+from atropos.sandbox.programs.runner.files import op_read_file, op_write_file
+from atropos.sandbox.programs.runner.frames import OPS, SOCKET, link
+from atropos.sandbox.programs.runner.loop import loop
+from atropos.sandbox.programs.runner.paths import make_folders
+from atropos.sandbox.programs.runner.search import op_search
+from atropos.sandbox.programs.runner.signals import signals
+from atropos.sandbox.programs.runner.state import WORKSPACE, block_of, state
+from atropos.sandbox.programs.runner.syscalls import deny_tracing, drop_capabilities, end_process
+from atropos.sandbox.programs.runner.unpacking import op_untar
+
+NO_HANDLER = (
+    *(signals.SIGINT, signals.SIGPIPE, signals.SIGXFSZ),
+    *(signals.SIGTERM, signals.SIGHUP, signals.SIGUSR1),
+)
+"""Without a handler here, which every program started inherits; the kernel drops such a signal where PID 1 gets it."""
+
+
+def op_init(call: int, environment: dict[str, str], output_bytes: int, wall_s: float) -> None:
+    """Set this slot up as the server says: its first message."""
+    state.environment, state.output_bytes, state.wall_s = environment, output_bytes, wall_s
+    state.block = block_of(environment)
+    for path in ("/proc", "/dev", "/dev/pts", "/proc/sys"):
+        try:
+            state.special.add(os.stat(path).st_dev)
+        except OSError:
+            pass
+    try:
+        make_folders(WORKSPACE)
+    except OSError:
+        pass
+    for fd in (0, 1, 2):  # up to here, the server hears what goes wrong
+        os.dup2(state.null, fd, inheritable=True)
+    link.answer(call, "ready", {"pid": os.getpid()})
+
+
+def ignore_signal(number: int, frame: object) -> None:
+    """The handler of SIGCHLD: what it is for is the byte that Python writes to the pipe."""
+
+
+def main() -> None:
+    """Serve the slot for good."""
+    if not deny_tracing():  # before anything else runs in this slot
+        end_process(3)
+    drop_capabilities()
+    os.closerange(SOCKET + 1, 4096)
+    for number in NO_HANDLER:
+        # a signal from inside that has no handler is dropped for PID 1; Python has one for SIGINT, which would end it
+        signals.signal(number, signals.SIG_DFL)
+    state.exec_report = os.memfd_create("exec_report", os.MFD_CLOEXEC)
+    state.null = os.open("/dev/null", os.O_RDWR | os.O_CLOEXEC)
+    os.set_inheritable(SOCKET, False)
+    os.set_blocking(SOCKET, False)
+    children.wake, written = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+    signals.set_wakeup_fd(written, warn_on_full_buffer=False)
+    signals.signal(signals.SIGCHLD, ignore_signal)
+    os.umask(0o022)
+    os.chdir("/")
+    OPS.update(
+        init=op_init,
+        exec=op_exec,
+        proc_start=op_proc_start,
+        proc_read=op_proc_read,
+        proc_write=op_proc_write,
+        proc_kill=op_proc_kill,
+        proc_list=op_proc_list,
+        read_file=op_read_file,
+        write_file=op_write_file,
+        search=op_search,
+        tar=op_tar,
+        untar=op_untar,
+        quiesce=op_quiesce,
+        end_leftovers=op_end_leftovers,
+        end_all=op_end_all,
+    )
+    loop.watch(SOCKET, link.receive)
+    loop.watch(children.wake, children.reap)
+    gc.freeze()
+    gc.enable()
+    loop.run()
+
+
+if __name__ == "__main__":
+    gc.disable()  # nothing of what is made until the loop runs is garbage
+    main()

@@ -1,0 +1,36 @@
+"""Pipes of ended commands that background children still hold."""
+
+from __future__ import annotations
+
+import posix as os
+
+from atropos.sandbox.programs.runner.loop import CHUNK, loop
+
+MAX_ORPHAN_PIPES = min(256, os.sysconf("SC_OPEN_MAX") // 4)
+"""A quarter of all descriptors at most."""
+orphan_pipes: dict[int, bool] = {}
+
+
+def adopt(fd: int) -> None:
+    """Read a pipe into nothing until its last writer is gone; beyond a number, the oldest is closed."""
+    loop.unwatch(fd)
+    while len(orphan_pipes) >= MAX_ORPHAN_PIPES:
+        close_orphan(next(iter(orphan_pipes)))
+    orphan_pipes[fd] = True
+
+    def sink() -> None:
+        try:
+            if os.read(fd, CHUNK):
+                return
+        except BlockingIOError:
+            return
+        close_orphan(fd)
+
+    loop.watch(fd, sink)
+
+
+def close_orphan(fd: int) -> None:
+    """Read it no more."""
+    orphan_pipes.pop(fd, None)
+    loop.unwatch(fd)
+    os.close(fd)

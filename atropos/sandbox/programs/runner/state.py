@@ -1,0 +1,57 @@
+"""What the server said at the start about this slot, and descriptors that are open for good."""
+
+from __future__ import annotations
+
+import posix as os
+
+WORKSPACE = "/workspace"
+
+
+class State:
+    """Set once, by `main` and by the server's first message."""
+
+    def __init__(self) -> None:
+        self.environment: dict[str, str] = {}
+        self.block: list[bytes] = []
+        """The environment as programs get it."""
+        self.output_bytes = 1_000_000
+        self.wall_s = 3600.0
+        self.special: set[int] = set()
+        """Device numbers of /proc and the like, where a plain file may block or be this very process."""
+        self.oom = -1
+        """This process's own oom_score_adj, which nobody inside can open."""
+        self.null = -1
+        self.exec_report = -1
+        """An empty file in memory that a child writes to when its program can't be started."""
+
+    def expose_children(self) -> None:
+        """Have children inherit that in a slot out of memory they go before this process does."""
+        if self.oom >= 0:
+            os.pwrite(self.oom, b"1000", 0)
+
+    def protect_self(self) -> None:
+        """The end of `expose_children`."""
+        if self.oom >= 0:
+            os.pwrite(self.oom, b"0", 0)
+
+
+state = State()
+
+
+def is_special(device: int) -> bool:
+    """Whether a device number is /proc's or the like, where a plain file may block or be this very process."""
+    return device in state.special
+
+
+def block_of(environment: dict[str, str]) -> list[bytes]:
+    """An environment as programs get it.
+
+    Raises:
+        ValueError: a name that no environment can hold.
+    """
+    block: list[bytes] = []
+    for name, value in environment.items():
+        if not name or "=" in name:
+            raise ValueError("illegal environment variable name")
+        block.append(f"{name}={value}".encode("utf-8", "surrogateescape"))
+    return block

@@ -1,0 +1,125 @@
+"""Operations that a forked child does, because they could block or take long."""
+
+from __future__ import annotations
+
+import marshal
+import posix as os
+from typing import TYPE_CHECKING
+
+from atropos.sandbox.programs.runner.children import children, with_room
+from atropos.sandbox.programs.runner.failures import OpFailed, failure
+from atropos.sandbox.programs.runner.frames import link
+from atropos.sandbox.programs.runner.loop import loop, now
+from atropos.sandbox.programs.runner.signals import signals
+from atropos.sandbox.programs.runner.state import state
+from atropos.sandbox.programs.runner.syscalls import end_process
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    Outcome = tuple[str, dict[str, object], dict[str, bytes]]
+    """The kind of a result, its fields, and its pieces of bytes."""
+
+WORK_DEADLINE_S = 30.0
+
+
+class Work:
+    """An operation that a forked child does; it is killed at its deadline."""
+
+    __slots__ = ("call", "data", "fd", "pid", "timer", "why")
+
+    def __init__(self, call: int, job: Callable[[], Outcome]) -> None:
+        self.call = call
+        self.data: list[bytes] = []
+        self.why: OpFailed | None = None
+        self.pid = -1
+        self.fd, write = os.pipe2(os.O_CLOEXEC)
+        state.expose_children()
+        try:
+            self.pid = with_room(os.fork)
+        except OSError:
+            os.close(self.fd)
+            os.close(write)
+            raise
+        finally:
+            if self.pid:
+                state.protect_self()
+        if self.pid == 0:
+            in_child(job, write)
+        os.close(write)
+        os.set_blocking(self.fd, False)
+        children.running[self.pid] = self
+        link.calls[call] = self
+        loop.watch(self.fd, self.readable)
+        self.timer = loop.later(now() + WORK_DEADLINE_S, self.timeout)
+
+    def readable(self) -> None:
+        """Read a piece of its outcome."""
+        try:
+            data = os.read(self.fd, 1 << 20)
+        except BlockingIOError:
+            return
+        if data:
+            self.data.append(data)
+            return
+        self.finish()
+
+    def timeout(self) -> None:
+        """Its time is over."""
+        self.why = OpFailed("timeout", f"the operation took longer than {WORK_DEADLINE_S:.0f} s", "time")
+        self.stop()
+
+    def cancel(self) -> None:
+        """Nobody waits for it any more."""
+        self.why = OpFailed("timeout", "the operation was cancelled")
+        self.stop()
+
+    def stop(self) -> None:
+        """Kill it and answer."""
+        try:
+            os.kill(self.pid, signals.SIGKILL)
+        except OSError:
+            pass
+        self.finish()
+
+    def ended(self, code: int) -> None:
+        """It was reaped; the end of its pipe says more."""
+
+    def finish(self) -> None:
+        """Answer with its outcome."""
+        if self.fd < 0:
+            return
+        loop.timers.pop(self.timer, None)
+        loop.unwatch(self.fd)
+        os.close(self.fd)
+        self.fd = -1
+        if self.why is None:
+            try:
+                outcome = marshal.loads(b"".join(self.data))  # noqa: S302
+            except (EOFError, ValueError, TypeError):
+                self.why = OpFailed("limit", "the operation was killed before it ended", "memory")
+            else:
+                if outcome[0] == "ok":
+                    link.answer(self.call, outcome[1], outcome[2], **outcome[3])
+                    return
+                self.why = OpFailed(*outcome[1:])
+        link.fail(self.call, self.why)
+
+
+def in_child(job: Callable[[], Outcome], write: int) -> None:
+    """Do the job, write its outcome and end."""
+    try:
+        signals.set_wakeup_fd(-1)
+        # an open descriptor could be reached by a path through /proc/self/fd
+        os.dup2(write, 0)
+        os.closerange(1, 1 << 16)
+        try:
+            result = marshal.dumps(("ok", *job()))
+        except BaseException as error:
+            failed = failure(error)
+            result = marshal.dumps(("failed", failed.error, failed.message, failed.limit))
+        view = memoryview(result)
+        while view:
+            view = view[os.write(0, view) :]
+    finally:
+        end_process(0)
