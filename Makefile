@@ -7,7 +7,7 @@ BACKEND ?= local
 PYTEST_ARGS ?=
 ARGS ?=
 
-.PHONY: help setup system demo learn serve-demo image nomad test test-cgroup2 lint format bench clean
+.PHONY: help setup system demo learn serve-demo image nomad test test-fast test-cgroup2 lint format bench clean
 
 help:  ## what there is
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -35,6 +35,9 @@ nomad:  ## a Nomad binary of the pinned version, built with Go where none is ins
 
 test: setup  ## every test, on real parts
 	@bash scripts/test.sh $(PYTEST_ARGS)
+
+test-fast: setup  ## the tests of small parts, in a minute: no engine, no sandbox server
+	@$(RUN) pytest -n "$$(nproc)" --dist loadscope -m fast tests/unit $(PYTEST_ARGS)
 
 test-cgroup2: setup  ## the tests of limits on an emulated machine with cgroup v2 alone (slow; root, for debootstrap)
 	@$(RUN) python scripts/cgroup2.py $(PYTEST_ARGS)

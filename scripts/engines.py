@@ -124,15 +124,14 @@ class Engines:
         missing = sorted({package for program, package in PACKAGES.items() if not shutil.which(program)})
         if not missing:
             return
-        if not shutil.which("apt-get"):
-            raise Unavailable(f"install {', '.join(missing)} first (no apt-get here)")
         say(f"installing {' '.join(missing)}")
         # RUNLEVEL=1: packages don't start their own services
-        env = self.env | {"DEBIAN_FRONTEND": "noninteractive", "RUNLEVEL": "1"}
-        for argv in (["apt-get", "update"], ["apt-get", "install", "-y", "--no-install-recommends", *missing]):
-            done = subprocess.run(argv, env=env, capture_output=True, text=True, check=False)
-            if done.returncode:
-                raise Unavailable(f"{' '.join(argv)} failed: {done.stderr.strip()[-500:]}")
+        env = self.env | {"ATROPOS_SYSTEM_PACKAGES": " ".join(missing), "RUNLEVEL": "1"}
+        done = subprocess.run(
+            ["bash", f"{ROOT}/scripts/system.sh"], env=env, stderr=subprocess.PIPE, text=True, check=False
+        )
+        if done.returncode:
+            raise Unavailable(done.stderr.strip()[-500:])
 
     @staticmethod
     def mount_cgroups() -> None:

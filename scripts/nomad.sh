@@ -20,13 +20,11 @@ find_binary() { # prints it and ends this script when there is one
 find_binary
 [ "${1:-}" != --find ] || exit 1
 
-go=$(command -v go || true)
-[ -n "$go" ] || [ ! -x /usr/local/go/bin/go ] || go=/usr/local/go/bin/go
-if [ -z "$go" ]; then
-  echo "Nomad $version is not installed, and Go, which would build it, is missing: install Go 1.26 or Nomad $version" >&2
-  exit 1
+PATH=$PATH:/usr/local/go/bin
+if ! command -v go >/dev/null || ! command -v cc >/dev/null; then
+  ATROPOS_SYSTEM_PACKAGES="golang-go gcc libc6-dev" bash scripts/system.sh >&2 \
+    || { echo "Nomad $version is not installed, and building it needs Go and a C compiler" >&2; exit 1; }
 fi
-command -v cc >/dev/null || { echo "building Nomad needs a C compiler: apt-get install gcc libc6-dev" >&2; exit 1; }
 mkdir -p "$cache"
 exec 9>"$cache/nomad.lock"
 if ! flock --nonblock 9; then
@@ -39,8 +37,9 @@ echo "building Nomad $version with Go (3 minutes once; then it is kept in $cache
 log=$(mktemp)
 part=$binary.part$$
 trap 'rm -f "$log" "$part"' EXIT
+# GOTOOLCHAIN: an older Go, as distributions have it, fetches the one that go.mod names
 # GOGC: the compiler collects its garbage more rarely, which builds in an eighth less time
-(cd nomad/build && GOGC=400 CGO_ENABLED=1 GOFLAGS=-mod=readonly "$go" build -trimpath -tags release -ldflags '-s -w' -o "$part" github.com/hashicorp/nomad) \
+(cd nomad/build && GOGC=400 CGO_ENABLED=1 GOFLAGS=-mod=readonly GOTOOLCHAIN=auto go build -trimpath -tags release -ldflags '-s -w' -o "$part" github.com/hashicorp/nomad) \
   >"$log" 2>&1 || { tail -n 30 "$log" >&2; echo "Nomad could not be built" >&2; exit 1; }
 mv "$part" "$binary"
 echo "$binary"

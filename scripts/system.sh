@@ -17,6 +17,8 @@ if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null 2>&1; then
   echo "installing ${missing[*]}"
   export DEBIAN_FRONTEND=noninteractive
   log=$(mktemp)
+  exec 9>"${TMPDIR:-/tmp}/atropos-apt.lock"
+  flock 9 # apt-get fails where another one is at work
   { apt-get update -qq && apt-get install -y -qq --no-install-recommends "${missing[@]}"; } >"$log" 2>&1 \
     || { cat "$log" >&2; echo "apt-get could not install: ${missing[*]}" >&2; exit 1; }
   rm -f "$log"

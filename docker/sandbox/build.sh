@@ -28,7 +28,11 @@ if [ "$tag" = --kept ]; then
   [ -f "$cache/image-$base_content.tar" ]
   exit
 fi
-docker version --format '{{.Server.Version}}' >/dev/null || { echo "no Docker engine answers; start dockerd" >&2; exit 1; }
+require() { # require PROGRAM PACKAGE: install the package where the program is missing, as `make system` does
+  command -v "$1" >/dev/null || ATROPOS_SYSTEM_PACKAGES=$2 bash scripts/system.sh
+}
+require docker docker.io
+docker version --format '{{.Server.Version}}' >/dev/null || { echo "no Docker engine answers; start dockerd, or set DOCKER_HOST" >&2; exit 1; }
 mapfile -t sources < <(find atropos/__init__.py atropos/errors.py atropos/wire.py atropos/config.py atropos/cgroup_paths.py atropos/sandbox -name '*.py' | LC_ALL=C sort)
 content=$base_content-$(hash_of $here/Dockerfile $here/entry.py $here/healthcheck.py $here/seccomp.json "${sources[@]}")
 if [ "$(docker image inspect --format '{{index .Config.Labels "atropos.content"}}' "$tag" 2>/dev/null)" = "$content" ]; then
@@ -40,7 +44,7 @@ debian_image() { # the image that base.Dockerfile stands on, from the store, a r
   docker image inspect "$debian" >/dev/null 2>&1 && return
   timeout 30 docker pull --quiet "$debian" >/dev/null 2>&1 && return
   echo "no image registry gives $debian: making it with debootstrap from $mirror"
-  command -v debootstrap >/dev/null || { echo "debootstrap is missing: apt-get install debootstrap" >&2; return 1; }
+  require debootstrap debootstrap
   [ "$(id -u)" = 0 ] || { echo "debootstrap needs root; or load an image named $debian first" >&2; return 1; }
   quietly debootstrap --variant=minbase trixie "$scratch/debian" "$mirror"
   cp $here/dpkg-slim "$scratch/debian/etc/dpkg/dpkg.cfg.d/slim"

@@ -39,6 +39,17 @@ def test_every_page_of_the_site_is_there() -> None:
     assert written <= pages
 
 
+def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path)],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+
+
 def test_the_configuration_table_matches_the_models() -> None:
     done = subprocess.run(
         [sys.executable, ROOT / "scripts" / "config_table.py", "--check"],

@@ -1,0 +1,87 @@
+"""Which tests are fast, and which must run alone: the one place that says so, for every folder of tests.
+
+`fast` is everything in tests/unit that neither needs an engine nor stands in `SLOW`; `make test-fast` runs it. `alone`
+are the tests in `ALONE`: under `-n N --dist loadscope` they run when all others have ended.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+
+MEASURES = "compares times, which other tests would change"
+ALONE = {
+    "tests/security/test_neighbours_stay_quick.py": MEASURES,
+    "tests/truths/test_truth_05_no_trajectory_delays_another.py": MEASURES,
+}
+"""Beginnings of node ids, each with why its tests can't share the machine."""
+
+SERVERS = "starts sandbox servers, slots or other programs"
+LARGE = "works through an input of many megabytes, or very many inputs"
+ANEW = "starts Python anew, with the whole of atropos or of atroposlib"
+SLOW = {
+    "tests/unit/api/test_mcp.py::test_a_dead_mcp_server": SERVERS,
+    "tests/unit/api/test_mcp.py::test_an_mcp_server_that": SERVERS,
+    "tests/unit/api/test_mcp.py::test_streamable_http": SERVERS,
+    "tests/unit/api/test_tool_server.py::test_a_request_of_a_million_mistakes": LARGE,
+    "tests/unit/api/test_tool_server.py::test_trajectories_and_journal_stay_bounded": LARGE,
+    "tests/unit/api/test_web_tools.py::test_a_hanging_parser": SERVERS,
+    "tests/unit/api/test_web_tools.py::test_a_killed_worker": SERVERS,
+    "tests/unit/api/test_web_tools.py::test_junk": LARGE,
+    "tests/unit/cli/test_cli.py::test_doctor": SERVERS,
+    "tests/unit/cli/test_cli.py::test_exec": SERVERS,
+    "tests/unit/cli/test_cli.py::test_help_and_version": ANEW,
+    "tests/unit/client/test_client.py::test_a_call_too_large": LARGE,
+    "tests/unit/envs/test_process.py::test_a_flaky_server": SERVERS,
+    "tests/unit/envs/test_settings.py::test_the_split_of_a_hub_dataset": ANEW,
+    "tests/unit/pool/test_decisions.py::test_an_acquire_costs_the_same": LARGE,
+    "tests/unit/pool/test_decisions.py::test_the_fleet_does_as_the_naive_model": LARGE,
+    "tests/unit/project/test_dependencies.py::test_pool_tools": ANEW,
+    "tests/unit/project/test_project.py::test_the_configuration_table": ANEW,
+    "tests/unit/project/test_project.py::test_the_site_builds": ANEW,
+    "tests/unit/project/test_scheduling.py": ANEW,
+    "tests/unit/sandbox/test_scenarios.py": SERVERS,
+    "tests/unit/server/test_serve.py": SERVERS,
+    "tests/unit/server/test_transport.py::test_an_archive_without_end": LARGE,
+    "tests/unit/tools/test_diffs.py::test_no_diff_takes_long": LARGE,
+    "tests/unit/tools/test_screen.py::test_floods": LARGE,
+}
+"""Beginnings of node ids in tests/unit, each with what makes its tests slow."""
+
+LAST = "alone"
+ONE_AT_A_TIME = re.compile(r"tests/e2e/(cluster/|test_(docker_faults|nomad_away|nomad_secured|nomad_setup)\.py)")
+"""Tests that start engines of their own, under fixed names and ports; they form one unit."""
+
+
+def unit_of(nodeid: str) -> str:
+    """The unit in which xdist runs a test: its module, and in the conformance suite each backend of it."""
+    if nodeid.startswith(tuple(ALONE)):
+        return LAST
+    if ONE_AT_A_TIME.match(nodeid):
+        return "engines"
+    backend = re.search(r"\[(local|docker|nomad)\b", nodeid)
+    return nodeid.partition("::")[0] + (backend[0] if backend else "")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.nodeid.startswith(tuple(ALONE)):
+            item.add_marker("alone")
+        elif (
+            item.nodeid.startswith("tests/unit/")
+            and not item.nodeid.startswith(tuple(SLOW))
+            and not any(item.get_closest_marker(name) for name in ("docker", "nomad"))
+        ):
+            item.add_marker("fast")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    if config.getvalue("dist") != "loadscope":
+        return None
+    from tests.scheduling import AloneLast
+
+    config.option.loadscopereorder = False  # folders are in a good order as they are: tests/unit is last
+    return AloneLast(config, log, unit_of, LAST)

@@ -1,0 +1,87 @@
+"""docker/sandbox/build.sh on a machine that has a Docker engine and little else."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[3]
+DOCKER = """#!/bin/bash
+case "$1 $2" in
+  version*) echo 1;;
+  "image inspect") [[ "$*" == *Size* ]] && echo 1000000;;
+  pull*) exit 1;;
+  save*) : > "$3";;
+  import*) cat >/dev/null;;
+esac
+"""
+APT = """#!/bin/bash
+echo "$*" >> "$MACHINE/apt.log"
+[ "$1" = install ] || exit 0
+printf '#!/bin/bash\\necho "$*" >> "$MACHINE/debootstrap.log"; mkdir -p "$3/etc/dpkg/dpkg.cfg.d"\\n' > "$MACHINE/bin/debootstrap"
+chmod +x "$MACHINE/bin/debootstrap"
+"""
+TOOLS = [
+    "awk",
+    "bash",
+    "bwrap",
+    "cat",
+    "cc",
+    "chmod",
+    "cp",
+    "cut",
+    "dirname",
+    "find",
+    "flock",
+    "git",
+    "grep",
+    "id",
+    "ldconfig",
+    "mkdir",
+    "mktemp",
+    "mv",
+    "rm",
+    "sha256sum",
+    "sort",
+    "tail",
+    "tar",
+    "timeout",
+    "unshare",
+]
+
+
+def machine(folder: Path, **programs: str) -> dict[str, str]:
+    """An environment whose PATH has common tools and these scripts, and nothing else."""
+    (folder / "bin").mkdir()
+    for tool in TOOLS:
+        (folder / "bin" / tool).symlink_to(
+            next(p for d in ("/usr/bin", "/usr/sbin", "/bin", "/sbin") if (p := Path(d, tool)).exists())
+        )
+    for name, script in programs.items():
+        (folder / "bin" / name.replace("_", "-")).write_text(script)
+        (folder / "bin" / name.replace("_", "-")).chmod(0o755)
+    return {
+        "PATH": str(folder / "bin"),
+        "MACHINE": str(folder),
+        "ATROPOS_CACHE": str(folder / "cache"),
+        "HOME": str(folder),
+    }
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="packages are installed as root alone")
+def test_debootstrap_is_installed_where_no_registry_gives_debian(tmp_path: Path) -> None:
+    done = subprocess.run(
+        ["/bin/bash", "docker/sandbox/build.sh"],
+        cwd=ROOT,
+        env=machine(tmp_path, docker=DOCKER, apt_get=APT),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "debootstrap" in (tmp_path / "apt.log").read_text()
+    assert "minbase trixie" in (tmp_path / "debootstrap.log").read_text()
+    assert "is built" in done.stdout

@@ -1,0 +1,54 @@
+"""The order in which workers run tests: modules side by side, then what must be alone; a crashed worker changes nothing."""
+
+from __future__ import annotations
+
+import itertools
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[3]
+CONFTEST = """
+from tests.scheduling import AloneLast
+
+def pytest_xdist_make_scheduler(config, log):
+    config.option.loadscopereorder = False
+    return AloneLast(config, log, lambda nodeid: "alone" if "alone" in nodeid else nodeid.partition("::")[0], "alone")
+"""
+MODULE = """
+import os, time, pytest
+
+@pytest.mark.parametrize("number", range(3))
+def test_(number):
+    if number == 1 and {crash} and not os.path.exists("crashed"):
+        open("crashed", "w").close()
+        os._exit(1)
+    begun = time.monotonic()
+    time.sleep(0.05)
+    with open("log", "a") as log:
+        log.write(f"{name}{{number}} {{os.getpid()}} {{begun}} {{time.monotonic()}}\\n")
+"""
+
+
+@pytest.mark.parametrize("crashing", ["", "b", "alone1"])
+def test_tests_that_must_be_alone_run_last_and_on_one_worker(tmp_path: Path, crashing: str) -> None:
+    (tmp_path / "conftest.py").write_text(CONFTEST)
+    for name in ("a", "alone1", "alone2", "b", "c"):
+        (tmp_path / f"test_{name}.py").write_text(MODULE.format(name=name, crash=name == crashing))
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-n", "2", "--dist", "loadscope", "."],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env={"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin"},
+        check=False,
+    )
+    assert re.search(r"= 1 failed, 15 passed" if crashing else r"= 15 passed", done.stdout), done.stdout
+    rows = [line.split() for line in (tmp_path / "log").read_text().splitlines()]
+    others = [row for row in rows if not row[0].startswith("alone")]
+    alone = sorted((row for row in rows if row[0].startswith("alone")), key=lambda row: float(row[2]))
+    assert max(float(row[3]) for row in others) <= float(alone[0][2])
+    assert all(float(one[3]) <= float(two[2]) for one, two in itertools.pairwise(alone))
