@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import json
 import os
 import signal
@@ -32,6 +33,8 @@ STOP_DEADLINE_S = 10.0
 ANSWER_GRACE_S = 15.0
 """How much longer than an operation's own limit an answer may take before the slot counts as broken."""
 FILE_DEADLINE_S = 30.0
+FREEZE_PAUSE_S = 1.0
+"""Longest pause, in seconds, before the last try to freeze a volume; each one is twice the one before."""
 LOOK_S = 0.5
 """How often it is looked after calls that have no answer yet, and after programs that run."""
 GOING_S = 2.0
@@ -89,7 +92,6 @@ class SlotSandbox:
         """The limits' counts when a background process was started; once it has ended, the limit that ended it."""
         self._watchdog: asyncio.TimerHandle | None = None
         self._stopping: asyncio.Task[Stopped] | None = None
-        self._frozen: Layer | None = None
         self._gone = False
 
     def __repr__(self) -> str:
@@ -474,31 +476,57 @@ class SlotSandbox:
         """End the sandbox and keep its volume as a read-only layer; see `contract.Sandbox.freeze`."""
         if self._stopping is not None or self._gone:
             raise SandboxError(f"slot {self.name} has ended, there is nothing to freeze")
-        self._stopping = asyncio.get_running_loop().create_task(self._freeze(layer_id), name=f"freeze {self.name}")
-        stopped = await asyncio.shield(self._stopping)
-        if self._frozen is None:
-            raise SandboxError(f"the snapshot of slot {self.name} can't be trusted: {stopped.detail}")
-        return self._frozen
+        frozen: asyncio.Future[Layer] = self._loop.create_future()
+        self._stopping = self._loop.create_task(self._freeze(layer_id, frozen), name=f"freeze {self.name}")
+        await asyncio.shield(self._stopping)
+        return frozen.result()
 
-    async def _freeze(self, layer_id: str) -> Stopped:
+    async def _freeze(self, layer_id: str, frozen: asyncio.Future[Layer]) -> Stopped:
+        """End the sandbox; `frozen` gets the layer, or why there is none. What is reported is the sandbox's end alone."""
         begun = time.monotonic()
         self._hang_up()
         problems = [await self._end_processes()]
-        volume = self._volume
-        if not any(problems):
-            try:
-                await asyncio.to_thread(volume.uncover)
-                if volume.disk is None:
-                    volumes.freeze(volume)
-                used = await asyncio.to_thread(volumes.used_bytes, volume)
-                self._frozen = Layer(layer_id, volume.upper, used)
-                self._host.keep(self._frozen, volume)
-            except OSError as error:
-                problems.append(f"a writer was left: {error}")
-        if self._frozen is None:
+        try:
+            if problems[0]:
+                raise OSError(problems[0])
+            await self._make_read_only()
+            used = await asyncio.to_thread(volumes.used_bytes, self._volume)
+        except OSError as error:
+            frozen.set_exception(SandboxError(f"the snapshot of slot {self.name} can't be trusted: {error}"))
             problems.append(await self._dispose())
+        else:
+            layer = Layer(layer_id, self._volume.upper, used)
+            self._host.keep(layer, self._volume)
+            frozen.set_result(layer)
         problems.append(await self._remove_cgroup())
         return self._finished(begun, problems)
+
+    async def _make_read_only(self) -> None:
+        """Freeze the volume. Files that only sockets hold, on their way from one to the other, are waited for.
+
+        Raises:
+            OSError: a writer was left.
+        """
+        volume = self._volume
+        await asyncio.to_thread(volume.uncover)
+        if volume.disk is not None:
+            return
+        pause = 0.001
+        while True:
+            try:
+                volumes.freeze(volume)
+            except OSError as error:
+                if error.errno != errno.EBUSY:
+                    raise
+                if pause > FREEZE_PAUSE_S:
+                    raise OSError(
+                        error.errno, "a file in it is still open for writing, and nothing is left to end"
+                    ) from None
+            else:
+                return
+            sockets.collect_garbage()
+            await asyncio.sleep(pause)
+            pause *= 2
 
 
 def _said(fd: int) -> str:

@@ -513,6 +513,46 @@ async def a_start_that_is_cancelled_leaves_nothing(host):
         assert [name for name in os.listdir(tree.path) if name.startswith("slot")] == []
 
 
+CYCLE = """
+import array, os, socket
+def send(to, *fds):
+    to.sendmsg([b"x"], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))])
+held = os.open("/workspace/held", os.O_RDWR | os.O_CREAT)
+os.write(held, b"written")
+a, b = socket.socketpair()
+send(a, b.fileno(), held)
+send(b, a.fileno(), held)
+"""
+
+
+async def sockets_on_their_way_that_hold_a_file_do_not_keep_a_volume_from_its_freeze(host):
+    for number in range(5):
+        sandbox = await host.start(f"cycle-{number}")
+        await out(sandbox, 'exec python3 -c "$CODE"', env={"CODE": CYCLE})
+        layer = await sandbox.freeze(f"cycle-{number}")
+        async with slot(host, layers=[layer]) as s:
+            assert await out(s, "cat held") == "written"
+        await host.drop_layer(layer)
+
+
+async def a_freeze_that_fails_is_its_own_error_and_the_sandbox_is_gone(host):
+    """A file of the volume that somebody outside holds stands for whatever keeps a volume from being frozen."""
+    sandbox = await host.start("held")
+    await out(sandbox, "echo x > held")
+    if sandbox._volume.disk is None:
+        with open(f"{sandbox._volume.upper}/workspace/held", "a"):
+            try:
+                await sandbox.freeze("held")
+            except SandboxError as error:
+                assert "open for writing" in str(error)
+            else:
+                raise AssertionError("it was frozen")
+            stopped = await sandbox.stop()
+            assert stopped.clean, stopped
+    else:
+        await sandbox.stop()
+
+
 async def forks_share_a_frozen_layer(host):
     first = await host.start("origin")
     await out(
