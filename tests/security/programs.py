@@ -166,7 +166,7 @@ for name in ("syslog", "acct", "swapon", "swapoff", "reboot", "kexec_load", "kex
     if name in NR and ctypes.get_errno() not in (errno.EPERM, errno.ENOSYS):
         breach(f"{name}: errno {ctypes.get_errno()}, so that it got past the filter")
 refused("io_setup", 1000, ctypes.byref(ctypes.c_ulong(0)))
-if ctypes.get_errno() != errno.EPERM:
+if ctypes.get_errno() != errno.ENOSYS:
     breach("io_setup")
 """,
     "change_the_machine": """
@@ -259,15 +259,52 @@ for family in (2, 10):
         if libc.socket(family, 3, protocol) != -1:
             breach(f"raw socket {family} {protocol}")
 """,
+    "open_sockets_of_protocols_that_nobody_needs": """
+for family in (2, 10):
+    for kind in (1, 2, 5, 6):
+        for protocol in (33, 115, 132, 136, 256, 262):
+            if libc.socket(family, kind, protocol) != -1 or ctypes.get_errno() not in (errno.EPROTONOSUPPORT, errno.EINVAL):
+                breach(f"family {family} type {kind} protocol {protocol}: errno {ctypes.get_errno()}")
+""",
+    "climb_from_its_namespaces": """
+for name in os.listdir("/proc/self/ns"):
+    fd = os.open(f"/proc/self/ns/{name}", os.O_RDONLY)
+    for request in (0xB701, 0xB702, 0xB704, 0x8008B705, 0x8010B70A, 0x8010B70B, 0x8010B70C, 0x8008B70D):
+        found = libc.ioctl(fd, ctypes.c_ulong(request), ctypes.create_string_buffer(64))
+        if found != -1 or ctypes.get_errno() != errno.ENOTTY:
+            breach(f"{name}: {request:#x}: {found}, errno {ctypes.get_errno()}")
+""",
+    "change_its_own_network": """
+import subprocess
+def answer(kind, flags, body):
+    with socket.socket(16, 3, 0) as s:
+        s.bind((0, 0))
+        s.send(struct.pack("IHHII", 16 + len(body), kind, flags | 5, 1, 0) + body)  # NLM_F_REQUEST | NLM_F_ACK
+        found = s.recv(65536)
+        return -struct.unpack_from("i", found, 16)[0] if struct.unpack_from("H", found, 4)[0] == 2 else 0
+link = struct.pack("BxHiII", 0, 0, 1, 0, 1)
+name = struct.pack("HH", 8 + 4, 18 | 0x8000) + struct.pack("HH", 8, 1) + b"dumm"
+for kind in range(16, 120):  # every request there is to change something: RTM_NEW*, DEL*, SET*
+    if kind % 4 != 2 and answer(kind, 0x600, link + name) not in (errno.EPERM, errno.EOPNOTSUPP, errno.EINVAL):
+        breach(f"rtnetlink {kind}")
+if open("/proc/net/dev").read().count(":") != 1:
+    breach("another device")
+""",
+    "learn_where_the_server_keeps_its_files": """
+shown = open("/proc/self/mountinfo").read() + open("/proc/mounts").read()
+for word in ("/tmp/", "/run/", "slots/", "/server"):
+    if word in shown:
+        breach(f"{word} in {shown}")
+""",
     "push_characters_into_a_terminal": """
 import pty
 main, other = pty.openpty()
-for request in (0x5412, 0x541C):
+for request, answer in ((0x5412, errno.EIO), (0x541C, errno.ENOTTY), (0x5423, errno.EINVAL)):
     for value in (request, request | 1 << 32):
         ctypes.set_errno(0)
-        if libc.ioctl(ctypes.c_int(other), ctypes.c_ulong(value), ctypes.byref(ctypes.c_char(b"x"))) != -1:
+        if libc.ioctl(ctypes.c_int(other), ctypes.c_ulong(value), ctypes.byref(ctypes.c_int(27))) != -1:
             breach(f"ioctl {value:#x}")
-        if ctypes.get_errno() != errno.EPERM and value == request:
+        if ctypes.get_errno() != answer and value == request:
             breach(f"ioctl {value:#x}: errno {ctypes.get_errno()}")
 """,
     "open_files_by_handle": """

@@ -7,7 +7,6 @@ for, and for the x32 numbers, the kernel's answer is ENOSYS, so that programs fa
 from __future__ import annotations
 
 import errno
-import os
 import platform
 import struct
 import tempfile
@@ -15,30 +14,40 @@ from typing import Any
 
 from atropos.errors import IsolationUnavailable
 
-REFUSED = (  # noqa: SIM905
+PRIVILEGED = (  # noqa: SIM905
+    # mounts and namespaces
+    "mount umount umount2 pivot_root setns "
+    # the machine's own
+    "syslog acct swapon swapoff reboot sethostname setdomainname init_module finit_module delete_module iopl ioperm "
+    "settimeofday clock_settime clock_adjtime adjtimex stime vhangup"
+).split()
+"""Answered with EPERM, as the kernel answers programs without the capability."""
+ABSENT = (  # noqa: SIM905
+    # its flags lie in memory, where no filter sees them, and the C library then uses clone
+    "clone3 "
     # keys of the host's user; memory that others handle; rings and counters of the kernel
     "keyctl add_key request_key userfaultfd io_uring_setup io_uring_enter io_uring_register io_setup io_submit io_destroy "
     "io_cancel io_getevents io_pgetevents bpf perf_event_open kcmp pidfd_getfd fanotify_init fanotify_mark "
     "name_to_handle_at open_by_handle_at memfd_secret modify_ldt process_madvise "
-    # mounts and namespaces
-    "mount umount umount2 pivot_root unshare setns fsopen fsconfig fsmount fspick move_mount open_tree open_tree_attr "
-    "mount_setattr listmount statmount "
+    # the newer ways to mount; placement in memory; security modules; quotas
+    "fsopen fsconfig fsmount fspick move_mount open_tree open_tree_attr mount_setattr listmount statmount "
     "mbind set_mempolicy get_mempolicy set_mempolicy_home_node move_pages migrate_pages "
     "lsm_get_self_attr lsm_set_self_attr lsm_list_modules quotactl quotactl_fd "
-    # the machine's own
-    "syslog acct swapon swapoff reboot sethostname setdomainname kexec_load kexec_file_load init_module finit_module "
-    "delete_module create_module query_module get_kernel_syms iopl ioperm settimeofday clock_settime clock_adjtime "
-    "adjtimex stime nfsservctl vhangup uselib lookup_dcookie sysfs ustat _sysctl afs_syscall tuxcall security "
-    "getpmsg putpmsg vserver"
+    # of the machine's own, what a kernel can be built without, and what Linux has given up
+    "kexec_load kexec_file_load create_module query_module get_kernel_syms nfsservctl uselib lookup_dcookie sysfs ustat "
+    "_sysctl afs_syscall tuxcall security getpmsg putpmsg vserver"
 ).split()
-MISSING = ("clone3",)
-"""Answered with ENOSYS: its flags lie in memory, where no filter sees them, and the C library then uses clone."""
+"""Answered with ENOSYS, as by a kernel that was built without them: programs then take another way, or say so."""
 SOCKET_FAMILIES = (1, 2, 10, 16)
 """AF_UNIX, AF_INET, AF_INET6, AF_NETLINK (and there NETLINK_ROUTE alone)."""
 PERSONALITIES = (0x0, 0x0008, 0x20000, 0x20008, 0x40000, 0x40008, 0xFFFFFFFF)
 """Linux, with UNAME26, 32-bit address space limits and no randomisation (what setarch -R and gdb ask for)."""
+_PROTOCOLS = (33, 115, 132, 136, 256, 262)
+"""Of sockets, what slots have no use for: DCCP, L2TP, SCTP, UDP-Lite, SMC, MPTCP."""
 _NEW_NAMESPACES = (0x80, 0x20000, 0x2000000, 0x4000000, 0x8000000, 0x10000000, 0x20000000, 0x40000000)
-_TIOCSTI, _TIOCLINUX = 0x5412, 0x541C
+_TIOCSTI, _TIOCLINUX, _TIOCSETD = 0x5412, 0x541C, 0x5423
+_NSFS_TYPE = 0xB700
+"""Second byte of all requests to namespaces: they hand out parents and owners (<linux/nsfs.h>)."""
 _RLIMIT_CORE = 4
 _SOL_SOCKET, _SO_RCVBUF, _SO_ATTACH_FILTER, _SO_ATTACH_REUSEPORT_CBPF = 1, 8, 26, 51
 _FADV_DONTNEED, _MADV_COLD, _MADV_PAGEOUT = 4, 20, 21
@@ -77,9 +86,9 @@ def program() -> bytes:
     kill = getattr(lib, "KILL_PROCESS", lib.KILL)
     rules.set_attr(lib.Attr.ACT_BADARCH, kill)
     refuse = lib.ERRNO(errno.EPERM)
-    for name in REFUSED:
+    for name in PRIVILEGED:
         _rule(lib, rules, refuse, name)
-    for name in MISSING:
+    for name in ABSENT:
         _rule(lib, rules, lib.ERRNO(errno.ENOSYS), name)
     _arguments(lib, rules, refuse)
     with tempfile.TemporaryFile() as file:
@@ -106,7 +115,8 @@ def _arguments(lib: Any, rules: Any, refuse: Any) -> None:
         return lib.Arg(index, lib.MASKED_EQ, bit, bit)
 
     for flag in _NEW_NAMESPACES:
-        _rule(lib, rules, refuse, "clone", has(0, flag))
+        for name in ("clone", "unshare"):
+            _rule(lib, rules, refuse, name, has(0, flag))
     # the errors of a kernel built without these: programs such as useradd go on without
     no_family, no_protocol = lib.ERRNO(errno.EAFNOSUPPORT), lib.ERRNO(errno.EPROTONOSUPPORT)
     for family in range(64):
@@ -118,8 +128,13 @@ def _arguments(lib: Any, rules: Any, refuse: Any) -> None:
             _rule(lib, rules, no_family, name, has(0, 1 << bit))
     for bit in range(32):  # a protocol other than 0, NETLINK_ROUTE
         _rule(lib, rules, no_protocol, "socket", same(0, 16), has(2, 1 << bit))
-    for request in (_TIOCSTI, _TIOCLINUX):
-        _rule(lib, rules, refuse, "ioctl", same(1, request))
+    for protocol in _PROTOCOLS:
+        for family in (2, 10):
+            _rule(lib, rules, no_protocol, "socket", same(0, family), same(2, protocol))
+    # as kernels with dev.tty.legacy_tiocsti=0; for terminals that are no console; with no line discipline but the first
+    for request, error in ((_TIOCSTI, errno.EIO), (_TIOCLINUX, errno.ENOTTY), (_TIOCSETD, errno.EINVAL)):
+        _rule(lib, rules, lib.ERRNO(error), "ioctl", same(1, request))
+    _rule(lib, rules, lib.ERRNO(errno.ENOTTY), "ioctl", lib.Arg(1, lib.MASKED_EQ, 0xFF00, _NSFS_TYPE))
     for bit in range(32):  # limits of another process, PID 1 first of all; reading them is harmless
         _rule(lib, rules, refuse, "prlimit64", has(0, 1 << bit), lib.Arg(2, lib.NE, 0))
     # the limit of core dumps is 1 for good (0 would start the host's handler, see host.py); who sets it is told that it
@@ -135,7 +150,7 @@ def _arguments(lib: Any, rules: Any, refuse: Any) -> None:
         _rule(lib, rules, lib.ERRNO(errno.EINVAL), "madvise", same(2, advice))
     # a host's huge pages are set aside for somebody, and in no limit of a slot's
     _rule(lib, rules, lib.ERRNO(errno.ENOMEM), "mmap", has(3, _MAP_HUGETLB))
-    _rule(lib, rules, lib.ERRNO(errno.ENODEV), "memfd_create", has(1, _MFD_HUGETLB))
+    _rule(lib, rules, lib.ERRNO(errno.EINVAL), "memfd_create", has(1, _MFD_HUGETLB))
     _rule(lib, rules, refuse, "shmget", has(2, _SHM_HUGETLB))
     # Filters of programs' own are compiled into memory of which the whole machine has one bounded piece, and each is taken
     # out of it under one lock: when a few slots were released with all that they may have, no sandbox and no container
@@ -193,11 +208,3 @@ def _preamble(lib: Any) -> bytes:
             instruction(answer, 0, 0, enosys),
         )
     )
-
-
-def descriptor(code: bytes) -> int:
-    """A descriptor from which bubblewrap reads the program once."""
-    fd = os.memfd_create("seccomp", os.MFD_CLOEXEC)
-    os.write(fd, code)
-    os.lseek(fd, 0, os.SEEK_SET)
-    return fd

@@ -73,6 +73,30 @@ class Volume:
         syscalls.mount(kind, target, kind, flags, options)
         self.mounts.append(target)
 
+    def stack(
+        self, name: str, lower: Sequence[str], flags: int, upper: str | None = None, work: str | None = None
+    ) -> None:
+        """Mount an overlay of folders, topmost first, at a folder here, which is made where it isn't there.
+
+        Its options show in the slot's mount table. So they name descriptors, and not where the server keeps its files;
+        nor do ':' and ',' in a path mean anything.
+        """
+        target = f"{self.folder}/{name}"
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(target, 0o755)
+        with contextlib.ExitStack() as opened:
+
+            def known_as(path: str) -> str:
+                fd = os.open(path, os.O_PATH | os.O_CLOEXEC)
+                opened.callback(os.close, fd)
+                return f"/proc/self/fd/{fd}"
+
+            options = f"lowerdir={':'.join(map(known_as, lower))},userxattr"
+            if upper is not None and work is not None:
+                options += f",upperdir={known_as(upper)},workdir={known_as(work)}"
+            syscalls.mount("overlay", target, "overlay", flags, options)
+        self.mounts.append(target)
+
     def detach(self) -> list[int]:
         """Detach everything at once: no name leads there any more, in constant time.
 
@@ -176,11 +200,10 @@ def create(
     readonly = _NOSUID_NODEV | syscalls.MS_RDONLY
     try:
         _data(volume, limits)
-        options = f"lowerdir={base.lower},upperdir={volume.upper},workdir={volume.data}/wk,userxattr"
-        volume.attach("root", "overlay", _NOSUID_NODEV, options)
+        volume.stack("root", [base.lower], _NOSUID_NODEV, volume.upper, f"{volume.data}/wk")
         for name, source in base.host_folders.items():
-            volume.attach(f"host-{name}", "overlay", readonly, f"lowerdir={empty}:{source},userxattr")
-        volume.attach("runtime", "overlay", readonly, f"lowerdir={empty}:{runtime},userxattr")
+            volume.stack(f"host-{name}", [empty, source], readonly)
+        volume.stack("runtime", [empty, runtime], readonly)
         ptys = max(8, min(limits.pids, 64))
         options = f"newinstance,ptmxmode=0666,mode=620,max={ptys}"
         volume.attach("pts", "devpts", syscalls.MS_NOSUID | syscalls.MS_NOEXEC, options)
@@ -221,10 +244,7 @@ def restack(volume: Volume, base: Base, layers: Sequence[str], empty_file: str, 
     for path in (volume.upper, work):
         os.mkdir(path, 0o755)
         os.chown(path, 0, 0)
-    lower = ":".join((*layers, base.lower))
-    options = f"lowerdir={lower},upperdir={volume.upper},workdir={work},userxattr"
-    syscalls.mount("overlay", top, "overlay", _NOSUID_NODEV, options)
-    volume.mounts.append(top)
+    volume.stack(f"{GATE}/{NEXT}", [*layers, base.lower], _NOSUID_NODEV, volume.upper, work)
     restore_mount_points(top, base.host_folders)
     cover = preload_cover(top, empty_file, empty_folder)
     preload = f"{top}/etc/ld.so.preload"

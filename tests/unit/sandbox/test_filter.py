@@ -50,7 +50,12 @@ def answer(program: list[tuple[int, int, int, int]], number: int, *arguments: in
                 raise AssertionError(f"an instruction {code:#x}")
 
 
-PRCTL, SECCOMP, SETSOCKOPT, SOCKET = 157, 317, 54, 41
+PRCTL, SECCOMP, SETSOCKOPT, SOCKET, IOCTL, UNSHARE, MEMFD_CREATE = 157, 317, 54, 41, 16, 272, 319
+PRIVILEGED = {"mount": 165, "setns": 308, "sethostname": 170, "init_module": 175, "iopl": 172, "syslog": 103}
+ABSENT = {"keyctl": 250, "io_uring_setup": 425, "io_setup": 206, "bpf": 321, "perf_event_open": 298, "kcmp": 312,
+          "get_mempolicy": 239, "userfaultfd": 323, "memfd_secret": 447, "modify_ldt": 154, "clone3": 435, "fsopen": 430,
+          "name_to_handle_at": 303, "pidfd_getfd": 438}  # fmt: skip
+NO_PROTOCOL = {"DCCP": 33, "L2TP": 115, "SCTP": 132, "UDP-Lite": 136, "SMC": 256, "MPTCP": 262}
 
 
 @pytest.mark.parametrize("high", [0, HIGH])
@@ -70,3 +75,49 @@ def test_what_is_asked_of_the_same_calls_otherwise_is_allowed(program):
     assert answer(program, SECCOMP, 2, 0, 0x1000) == 0  # which actions there are
     assert answer(program, SOCKET, 2, 1, 0) == 0
     assert answer(program, SOCKET, 40, 1, 0) == errno.EAFNOSUPPORT
+
+
+@pytest.mark.parametrize("name", PRIVILEGED)
+def test_what_needs_a_capability_is_answered_as_to_programs_without_it(program, name):
+    assert answer(program, PRIVILEGED[name]) == errno.EPERM
+
+
+@pytest.mark.parametrize("name", ABSENT)
+def test_what_a_kernel_can_lack_is_answered_as_by_one_that_does(program, name):
+    assert answer(program, ABSENT[name]) == errno.ENOSYS
+
+
+@pytest.mark.parametrize("name", NO_PROTOCOL)
+@pytest.mark.parametrize("high", [0, HIGH])
+def test_protocols_that_no_slot_needs_are_not_known(program, name, high):
+    for family in (2, 10):
+        assert answer(program, SOCKET, family | high, 1, NO_PROTOCOL[name] | high) == errno.EPROTONOSUPPORT
+        for protocol in (0, 1, 6, 17, 58):
+            assert answer(program, SOCKET, family, 1, protocol) == 0
+
+
+@pytest.mark.parametrize("high", [0, HIGH])
+def test_a_terminal_takes_no_characters_from_programs_and_no_other_line_discipline(program, high):
+    for request, expected in ((0x5412, errno.EIO), (0x541C, errno.ENOTTY), (0x5423, errno.EINVAL)):
+        assert answer(program, IOCTL, 3, request | high, 0x1000) == expected
+    for request in (0x5401, 0x5413, 0x540E, 0x5424, 0x541B):  # TCGETS, TIOCGWINSZ, TIOCSCTTY, TIOCGETD, FIONREAD
+        assert answer(program, IOCTL, 3, request, 0x1000) == 0
+
+
+@pytest.mark.parametrize("high", [0, HIGH])
+def test_namespaces_hand_out_neither_their_owners_nor_their_neighbours(program, high):
+    for request in (0xB701, 0xB702, 0xB704, 0x8008B705, 0x8010B70A, 0x8010B70B, 0x8010B70C, 0x8008B70D):
+        assert answer(program, IOCTL, 3, request | high, 0x1000) == errno.ENOTTY
+
+
+@pytest.mark.parametrize("flags", [4, 5, 7, 0xFFFFFFFF, 0xFFFFFFE7])
+def test_a_memory_file_with_every_flag_is_answered_as_by_a_kernel_that_does_not_know_them(program, flags):
+    """Chromium, Electron and others try this, and end when the answer is another."""
+    assert answer(program, MEMFD_CREATE, 0x1000, flags) == errno.EINVAL
+    assert answer(program, MEMFD_CREATE, 0x1000, flags & ~4) == 0  # the kernel's own to answer
+
+
+def test_only_namespaces_can_t_be_made_anew(program):
+    for flag in (0x80, 0x20000, 0x2000000, 0x4000000, 0x8000000, 0x10000000, 0x20000000, 0x40000000):
+        assert answer(program, UNSHARE, flag) == answer(program, UNSHARE, flag | 0x600) == errno.EPERM
+    assert answer(program, UNSHARE, 0x600) == 0  # a working directory and descriptors of a thread's own
