@@ -8,6 +8,7 @@ import platform
 import secrets
 import shutil
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated
@@ -18,6 +19,8 @@ from rich.table import Table
 
 from atropos.config import ServerConfig
 from atropos.errors import ConfigError, SandboxError
+from atropos.sandbox.linux import host_limits
+from atropos.sandbox.linux.host_limits import HostLimit
 from atropos.wire import Capabilities
 
 START_LIMIT_S = 60.0
@@ -40,6 +43,7 @@ class Finding:
 def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
     base: Annotated[str | None, typer.Option(help="A root file system to start the slots from.")] = None,
+    slots: Annotated[int | None, typer.Option(min=1, help="Also say whether this host's limits allow so many.")] = None,
 ) -> None:
     """Try what this host can isolate, and name the fix for each gap.
 
@@ -47,6 +51,8 @@ def doctor(
     3 when they can't start.
     """
     found = [*programs(), *asyncio.run(isolation(base)), *engines()]
+    if slots is not None:
+        found += room_for(slots, host_limits.read())
     broken = any(item.needed and not item.ok for item in found)
     lacking = any(not item.ok and item.name not in ENGINES for item in found)
     if as_json:
@@ -77,6 +83,21 @@ def programs() -> list[Finding]:
             )
         )
     return findings
+
+
+def room_for(slots: int, limits: Sequence[HostLimit]) -> list[Finding]:
+    """Whether so many live slots find room under this host's limits: those that are too low, or else the lowest one."""
+    lowest, *others = host_limits.rooms(limits)
+    return [
+        Finding(
+            limit.name,
+            limit.slots >= slots,
+            needed=False,
+            detail=f"room for {limit.slots} slots: {limit.used} of {limit.value} are used, a slot takes {limit.per_slot:g}",
+            fix="" if limit.slots >= slots else limit.fix,
+        )
+        for limit in (lowest, *(one for one in others if one.slots < slots))
+    ]
 
 
 async def isolation(base: str | None) -> list[Finding]:

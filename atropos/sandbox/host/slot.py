@@ -21,7 +21,7 @@ from atropos.sandbox.host import egress_supervisor, skeleton, volumes
 from atropos.sandbox.host.runner_link import Channel
 from atropos.sandbox.host.runtime import INSIDE
 from atropos.sandbox.host.spawner_client import Exit
-from atropos.sandbox.linux import cgroups, sockets, stopped_children
+from atropos.sandbox.linux import cgroups, host_limits, memory_files, sockets, stopped_children
 from atropos.wire import ExecResult, Limit, Operation, OpResult, ProcListing, ProcState
 
 if TYPE_CHECKING:
@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
 START_DEADLINE_S = 20.0
 STOP_DEADLINE_S = 10.0
+ERRORS_BYTES = 4096
+"""Of what a start writes about its failure, how much is kept."""
 ANSWER_GRACE_S = 15.0
 """How much longer than an operation's own limit an answer may take before the slot counts as broken."""
 FILE_DEADLINE_S = 30.0
@@ -293,10 +295,9 @@ class SlotSandbox:
             SandboxError: it could not be started; `stop` cleans up.
         """
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-        status_r, status_w = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
-        errors_r, errors_w = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
-        os.set_blocking(status_w, True)
-        os.set_blocking(errors_w, True)
+        status, far_status = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        status.setblocking(False)
+        errors = memory_files.bounded("errors", ERRORS_BYTES)
         limits = self.limits
         self._channel = Channel(ours, output_bytes=limits.output_bytes, on_broken=self._broke)
         try:
@@ -304,33 +305,33 @@ class SlotSandbox:
             self._creator = request["creator"]
             near, far = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             try:
-                fds = [theirs.fileno(), status_w, errors_w, far.fileno()]
+                fds = [theirs.fileno(), far_status.fileno(), errors, far.fileno()]
                 self._started, self._ended = await self._host.spawner.start(request, fds)
                 pid = await asyncio.shield(self._started)
                 if self._network:
                     far.close()
-                    await self._reach_out(near, errors_r)
+                    await self._reach_out(near, errors)
             finally:
                 near.close()
                 far.close()
                 theirs.close()
-                os.close(status_w)
-                os.close(errors_w)
+                far_status.close()
             self._bwrap_fd = _hold(pid)
             self._ended.add_done_callback(lambda _: self._broke("its bubblewrap ended"))
             try:
                 async with asyncio.timeout(START_DEADLINE_S):
-                    await self._hello(status_r)
+                    await self._hello(status)
             except TimeoutError:
-                told = _said(errors_r) or "no word from PID 1"
+                why = _said(errors) or "no word from PID 1"
                 raise SandboxError(
-                    f"slot {self.name} could not be started within {START_DEADLINE_S} s: {told}"
+                    f"slot {self.name} could not be started within {START_DEADLINE_S} s: {why}{host_limits.named()}"
                 ) from None
             except (SlotLost, OutcomeUnknown, OSError) as error:
-                raise SandboxError(f"slot {self.name} could not be started: {_said(errors_r) or error}") from None
+                why = _said(errors) or error
+                raise SandboxError(f"slot {self.name} could not be started: {why}{host_limits.named()}") from None
         finally:
-            os.close(status_r)
-            os.close(errors_r)
+            status.close()
+            os.close(errors)
 
     async def stand_on(self, layers: Sequence[Layer], base: str | None = None) -> None:
         """Get another root; see `contract.Sandbox.stand_on`."""
@@ -338,11 +339,11 @@ class SlotSandbox:
             raise SandboxError(f"slot {self.name} is in use: it can't get another root any more")
         if self._init_fd < 0 or self.died.done():
             raise SlotLost(f"slot {self.name} is gone: {self._why()}")
-        errors_r, errors_w = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        errors = memory_files.bounded("errors", ERRORS_BYTES)
         try:
             self._host.restack(self._volume, base, layers)
             request = {"restack": f"{INSIDE}/{volumes.NEXT}/{volumes.NEXT}", "creator": self._creator}
-            started, ended = await self._host.spawner.start(request, [self._init_fd, errors_w])
+            started, ended = await self._host.spawner.start(request, [self._init_fd, errors])
             async with asyncio.timeout(START_DEADLINE_S):
                 await asyncio.shield(started)
                 code = (await asyncio.shield(ended)).code
@@ -350,29 +351,28 @@ class SlotSandbox:
             raise SandboxError(f"slot {self.name} got no root of its own: {error or type(error).__name__}") from error
         else:
             if code:
-                raise SandboxError(f"slot {self.name} got no root of its own: {_said(errors_r) or code}")
+                raise SandboxError(f"slot {self.name} got no root of its own: {_said(errors) or code}")
         finally:
-            os.close(errors_r)
-            os.close(errors_w)
+            os.close(errors)
         self.layers = tuple(layers)
 
-    async def _reach_out(self, near: socket.socket, errors_r: int) -> None:
+    async def _reach_out(self, near: socket.socket, errors: int) -> None:
         """Give the proxy the socket that was made in the slot's own network."""
         near.settimeout(START_DEADLINE_S)
         try:
             _, fds, _, _ = await asyncio.to_thread(socket.recv_fds, near, 1, 1)
         except OSError as error:
-            raise SandboxError(f"slot {self.name} got no network: {_said(errors_r) or error}") from None
+            raise SandboxError(f"slot {self.name} got no network: {_said(errors) or error}") from None
         if not fds:
-            raise SandboxError(f"slot {self.name} got no network: {_said(errors_r) or 'it ended'}")
+            raise SandboxError(f"slot {self.name} got no network: {_said(errors) or 'it ended'}")
         assert self._host.egress is not None
         self._proxy = self._host.egress.add(socket.socket(fileno=fds[0]))
 
-    async def _hello(self, status_r: int) -> None:
+    async def _hello(self, status: socket.socket) -> None:
         """Learn PID 1's pid from bubblewrap, give the runner what it needs, and hear from it."""
         channel = self._channel
         assert channel is not None
-        self.host_pid = await _child_pid(status_r)
+        self.host_pid = await _child_pid(status)
         self._init_fd = _hold(self.host_pid)
         oom_fd = os.open(f"/proc/{self.host_pid}/oom_score_adj", os.O_WRONLY | os.O_CLOEXEC)
         try:
@@ -531,13 +531,10 @@ class SlotSandbox:
 
 def _said(fd: int) -> str:
     """What bubblewrap wrote before it ended, in one line."""
-    try:
-        return " ".join(os.read(fd, 4096).decode(errors="replace").split())
-    except BlockingIOError:
-        return ""
+    return " ".join(memory_files.written(fd).decode(errors="replace").split())
 
 
-async def _child_pid(fd: int) -> int:
+async def _child_pid(status: socket.socket) -> int:
     """The pid of PID 1, from the first line that bubblewrap writes (in pieces).
 
     Raises:
@@ -548,19 +545,19 @@ async def _child_pid(fd: int) -> int:
     found = bytearray()
 
     def readable() -> None:
-        data = os.read(fd, 4096)
+        data = status.recv(4096)
         found.extend(data)
         if (not data or b"\n" in found) and not line.done():
-            loop.remove_reader(fd)
+            loop.remove_reader(status)
             line.set_result(bytes(found).split(b"\n", 1)[0])
 
-    loop.add_reader(fd, readable)
+    loop.add_reader(status, readable)
     try:
         return int(json.loads(await line)["child-pid"])
     except (ValueError, KeyError):
         raise SlotLost("bubblewrap ended at once") from None
     finally:
-        loop.remove_reader(fd)
+        loop.remove_reader(status)
 
 
 def _hold(pid: int) -> int:

@@ -24,7 +24,7 @@ from typing import Any
 if __name__ == "__main__":
     sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))))
 
-from atropos.sandbox.linux import syscalls
+from atropos.sandbox.linux import memory_files, syscalls
 
 STATUS_FD, SECCOMP_FD, RUNNER_FD = 4, 5, 3
 _MAX_REQUEST = 1 << 18
@@ -309,10 +309,8 @@ def _own_objects(bounds: dict[str, Any]) -> None:
 
 def _place_descriptors(runner: int, status: int, seccomp: bytes) -> None:
     """Exactly what bubblewrap and the runner expect, and nothing else."""
-    read, write = os.pipe()
-    os.write(write, seccomp)
-    os.close(write)
-    high = [os.dup2(fd, 20 + index, inheritable=False) for index, fd in enumerate((runner, status, read))]
+    rules = memory_files.holding("seccomp", seccomp)
+    high = [os.dup2(fd, 20 + index, inheritable=False) for index, fd in enumerate((runner, status, rules))]
     null = os.open("/dev/null", os.O_RDWR)
     os.dup2(null, 0)
     os.dup2(null, 1)

@@ -10,7 +10,7 @@ from atropos.config import ServerConfig
 from atropos.sandbox.boot import root_phase
 from atropos.sandbox.linux import syscalls
 
-USER = 65_533
+USER = int(os.environ.get("ATROPOS_TEST_USER", "65533"))
 
 
 def main() -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from atropos import wire
 from atropos.errors import NotSupported, OutcomeUnknown, SandboxError, SlotLost
+from atropos.sandbox.linux import host_limits
 from atropos.wire import (
     Exec,
     ProcKill,
@@ -511,6 +512,22 @@ async def a_start_that_is_cancelled_leaves_nothing(host):
     assert (os.listdir(f"{host._scratch}/slots"), len(os.listdir("/proc/self/fd"))) == before
     for tree in host._entered.cgroups.trees:
         assert [name for name in os.listdir(tree.path) if name.startswith("slot")] == []
+
+
+async def a_slot_takes_no_more_of_the_host_than_doctor_counts(host):
+    def used():
+        mounts = Path("/proc/self/mountinfo").read_text().count("\n")
+        return {"RLIMIT_NOFILE": len(os.listdir("/proc/self/fd")), "fs.mount-max": mounts}
+
+    before = used()
+    slots = [await started(host, f"counted-{number}", layers=[]) for number in range(4)]
+    await slots[0].stand_on([])
+    after = used()
+    for sandbox in slots:
+        assert (await sandbox.stop()).clean
+    per_slot = {limit.name: limit.per_slot for limit in host_limits.read()}
+    for name, count in before.items():
+        assert after[name] - count <= 4 * per_slot[name], (name, count, after[name])
 
 
 CYCLE = """
