@@ -10,6 +10,7 @@ dropped, as Harbor records an error instead of a reward; `--env.verifier_failure
 from __future__ import annotations
 
 import logging
+import os
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -24,12 +25,11 @@ from atropos.errors import ConfigError
 from atropos.slots import Slot, Snapshot
 from atropos.tasks import workspace
 from atropos.tasks.carry import VerifierFailed
-from atropos.tasks.folder import Task, load_tasks
+from atropos.tasks.datasets import dataset_folders
+from atropos.tasks.folder import Task, TaskSet, read_folders, read_tasks
+from atropos.tasks.limits import STAND_INS, Fit, Policy, Room, fit
 
 _log = logging.getLogger(__name__)
-
-STAND_INS = ("debian*", "ubuntu*", "python:3*", "buildpack-deps*", "ghcr.io/laude-institute/*")
-"""Images whose place a slot's own base takes: a Debian-like system with bash, Python 3, git and a C compiler."""
 
 
 class TaskEnvConfig(DatasetEnvConfig):
@@ -38,10 +38,27 @@ class TaskEnvConfig(DatasetEnvConfig):
     tasks_path: str = Field(
         default="examples/tasks", min_length=1, description="folder of tasks in the Harbor layout, or one task"
     )
+    dataset: str | None = Field(
+        default=None, description="NAME@VERSION of dataset_path's registry.json, or NAME of its dataset.toml"
+    )
+    dataset_path: str | None = Field(
+        default=None, description="local clone that holds the dataset; replaces tasks_path"
+    )
     task_names: Names = Field(default_factory=list[str], description="patterns of the tasks to run; empty: all")
     task_images: Names = Field(
         default_factory=lambda: list(STAND_INS),
         description="patterns of Dockerfile images that the slots' base stands in for",
+    )
+    skip_bad_tasks: bool = Field(
+        default=False, description="leave out tasks that can't be used, naming each, and go on"
+    )
+    task_limits: Policy = Field(
+        default="old",
+        description="tasks larger than slots: `old` lowers sizes that old schemas wrote out as defaults and refuses the "
+        "rest, `clamp` lowers all, `refuse` none",
+    )
+    task_variables: Names = Field(
+        default_factory=list[str], description="variables of this process that ${NAME} in task files may stand for"
     )
     verifier_mode: Literal["task", "shared", "separate"] = Field(
         default="task", description="where tests run: as task.toml says, in the agent's slot, or in a fresh one"
@@ -62,8 +79,7 @@ class TaskEnv(DatasetEnv):
     config: Any
 
     def __init__(self, config: TaskEnvConfig, *args: Any, **kwargs: Any) -> None:
-        tasks = load_tasks(config.tasks_path, config.task_names)
-        _check_resources(tasks, config)
+        tasks = _usable(config)
         super().__init__(config, *args, **kwargs)
         self.items: list[Task] = tasks
         self._from: dict[str, Snapshot | None] = {}
@@ -83,8 +99,7 @@ class TaskEnv(DatasetEnv):
             return None
         async with self._admission:
             try:
-                slot = await self._slot(item, group)
-                await self.hooks.call("prepare_group", lambda: workspace.build(slot, item), setup=True)
+                await self.hooks.call("prepare_group", lambda: self._built(item, group), setup=True)
                 return await self._frozen(group)
             finally:
                 await self.executor.release_trajectory(group)
@@ -106,7 +121,11 @@ class TaskEnv(DatasetEnv):
     ) -> dict[str, Any]:
         """Build the workspace, where it wasn't forked."""
         if self._from[trajectory_id] is None:
-            await workspace.build(await self._slot(item, trajectory_id), item)
+            slot = await self._built(item, trajectory_id)
+        else:
+            slot = await self.executor.slot(trajectory_id)
+            await workspace.enter(slot, item)
+        await workspace.healthy(slot, item)
         return {"task": item.name}
 
     async def verify_and_score_trajectory(
@@ -144,39 +163,93 @@ class TaskEnv(DatasetEnv):
         snapshot = self._from[trajectory_id]
         if snapshot is not None:
             return await self.executor.start_from(trajectory_id, snapshot)
-        slot = await self._slot(item, trajectory_id)
-        await workspace.build(slot, item)
-        return slot
+        return await self._built(item, trajectory_id)
+
+    async def _built(self, item: Task, trajectory_id: str) -> Slot:
+        """The trajectory's slot with the task's workspace."""
+
+        async def fresh() -> Slot:
+            await self.executor.release_trajectory(trajectory_id)
+            return await self._slot(item, trajectory_id)
+
+        return await workspace.build(await self._slot(item, trajectory_id), item, fresh=fresh)
 
     async def _slot(self, item: Task, trajectory_id: str) -> Slot:
         """A slot with no more network than the task allows."""
-        network = None if item.config.environment.allow_internet else False
+        network = False if item.network == "no-network" else None
         slot: Slot = await self.executor.slot(trajectory_id, network=network)
         return slot
 
 
-def _check_resources(tasks: list[Task], config: TaskEnvConfig) -> None:
-    """Refuse what the slots don't give, and give no network where no task wants it.
+def _room(config: TaskEnvConfig) -> Room:
+    return Room(
+        memory_mib=config.slot_memory_mib,
+        disk_mib=config.slot_disk_mib,
+        cpus=config.slot_cpu_quota,
+        volume=config.pool_config().volume,
+        network=config.allow_network,
+        egress=tuple(config.egress_allow),
+    )
+
+
+def _usable(config: TaskEnvConfig) -> list[Task]:
+    """The tasks that the slots can hold. Each that they can't is named, all in one go.
 
     Raises:
-        ConfigError: a task asks for more; names the task, its field and the flag to change.
+        ConfigError: some task can't be used and `skip_bad_tasks` is off, or none is left.
     """
-    for task in tasks:
-        problems = task.unmet(
-            memory_mib=config.slot_memory_mib,
-            disk_mib=config.slot_disk_mib,
-            cpus=config.slot_cpu_quota,
-            images=config.task_images,
-        )
-        if problems:
-            raise ConfigError(f"{task.path / 'task.toml'}: {problems[0]}")
-    closed = [task for task in tasks if not task.config.environment.allow_internet]
+    variables = {name: os.environ[name] for name in config.task_variables if name in os.environ}
+    if config.dataset is not None:
+        folders = dataset_folders(config.dataset_path or ".", config.dataset, config.task_names)
+        found = read_folders(folders, variables=variables)
+    else:
+        found = read_tasks(config.tasks_path, config.task_names, variables=variables)
+    room = _room(config)
+    fits = {task.name: _fit(task, room, config) for task in found.tasks}
+    misfits = {
+        task.name: f"{task.path / 'task.toml'}: {'; '.join(fits[task.name].refused)}"
+        for task in found.tasks
+        if fits[task.name].refused
+    }
+    chosen = TaskSet(tuple(task for task in found.tasks if task.name not in misfits), {**found.refused, **misfits})
+    if not config.skip_bad_tasks:
+        chosen.check()
+    for name, reason in chosen.refused.items():
+        _log.warning("task %s is left out: %s", name, reason)
+    if not chosen.tasks:
+        raise ConfigError(f"tasks_path: none of {len(chosen.refused)} tasks can be used; see the log for each")
+    clamped = [f"{task.name}: {text}" for task in chosen.tasks for text in fits[task.name].clamped]
+    for text in clamped:
+        _log.warning("task limit lowered: %s", text)
+    for task in chosen.tasks:
+        for text in task.warnings:
+            _log.warning("%s: %s", task.path / "task.toml", text)
+    _check_network(list(chosen.tasks), config)
+    _log.info("%d tasks, %d left out, %d limits lowered", len(chosen.tasks), len(chosen.refused), len(clamped))
+    return list(chosen.tasks)
+
+
+def _fit(task: Task, room: Room, config: TaskEnvConfig) -> Fit:
+    found = fit(task, room, images=config.task_images, policy=config.task_limits)
+    if task.steps:
+        steps = "steps: an agent of this env gets one instruction; leave the task out"
+        found = replace(found, refused=(*found.refused, steps))
+    return found
+
+
+def _check_network(tasks: list[Task], config: TaskEnvConfig) -> None:
+    """Give no network where no task wants it.
+
+    Raises:
+        ConfigError: tasks differ, and forks can't.
+    """
+    closed = [task for task in tasks if task.network == "no-network"]
     if config.allow_network and len(closed) == len(tasks):
         config.allow_network = False
     elif config.allow_network and closed and config.fork_setup:
         raise ConfigError(
-            f"{closed[0].path / 'task.toml'}: environment.allow_internet is false and other tasks' is true, which "
-            "fork_setup can't tell apart; set --env.allow_network false, or leave --env.fork_setup"
+            f"{closed[0].path / 'task.toml'}: environment.network_mode (allow_internet) keeps this task offline and "
+            "others not, which fork_setup can't tell apart; set --env.allow_network false, or leave --env.fork_setup"
         )
 
 

@@ -11,6 +11,7 @@ from typing import Self
 from atropos import wire
 from atropos.errors import LeaseExpired, SandboxError, SlotLost
 from atropos.slots.container_link import Link
+from atropos.slots.profile import PLAIN, Profile
 from atropos.slots.results import ExecResult, file_error
 from atropos.slots.snapshots import Snapshot
 from atropos.slots.uploads import PIECE_BYTES, bundles, pieces
@@ -32,7 +33,7 @@ class Slot:
     have run, `LeaseExpired` after the end of the lease; a command's own failure is a result.
     """
 
-    __slots__ = ("_lease", "_link", "_over", "_releasing", "trajectory_id")
+    __slots__ = ("_lease", "_link", "_over", "_releasing", "profile", "trajectory_id")
 
     def __init__(self, link: Link, lease: wire.Lease, trajectory_id: str) -> None:
         self._link = link
@@ -40,6 +41,8 @@ class Slot:
         self._over: SandboxError | None = None
         self._releasing: asyncio.Task[None] | None = None
         self.trajectory_id = trajectory_id
+        self.profile: Profile = PLAIN
+        """What later operations start with where they don't say: folder, variables, user."""
 
     @property
     def lease(self) -> wire.Lease:
@@ -136,6 +139,8 @@ class Slot:
         """
         if self._over is not None:
             raise type(self._over)(*self._over.args)
+        if self.profile is not PLAIN:
+            operation = self.profile.applied(operation)
         return await self._link.client.call(self._lease, operation, call_id=call_id)
 
     async def exec(
@@ -155,7 +160,7 @@ class Slot:
         Args:
             command: passed to bash.
             timeout_s: then the whole session is killed; None: the slot's wall-time limit.
-            workdir: None: /workspace.
+            workdir: None: the profile's, else /workspace.
             env: added to the slot's environment.
             stdin: what it reads; None: nothing.
             split: give stdout and stderr apart as well.

@@ -7,103 +7,167 @@ import io
 import os
 import stat
 import tarfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+
+from e2b_dockerfile_utils import PatternMatcher
 
 from atropos import wire
 from atropos.errors import ConfigError
-from atropos.tasks.dockerfile import Copy
+from atropos.tasks.recipe import Copy
+
+_NEVER = ("__pycache__", ".DS_Store")
+"""Names that tools of the author's machine leave behind."""
 
 
-def sources(context: Path, pattern: str) -> list[Path]:
-    """The files or folders of the build context that a COPY source names."""
-    if pattern in {".", "./"}:
-        return [context]
-    found = [context / pattern] if os.path.lexists(context / pattern) else sorted(context.glob(pattern))
-    if not found:
-        raise ConfigError(f"{context / pattern}: is missing, and a COPY needs it")
-    return found
+@dataclass(frozen=True)
+class Context:
+    """A build context: a folder, and the patterns of what in it can't be copied."""
+
+    folder: Path
+    ignored: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, folder: Path) -> Context:
+        """The context with its ignore file.
+
+        Raises:
+            ConfigError: a pattern that can't be read.
+        """
+        for name in ("Dockerfile.dockerignore", ".dockerignore"):
+            if (folder / name).is_file():
+                lines = (folder / name).read_text(encoding="utf-8", errors="replace").splitlines()
+                patterns = tuple(line.strip() for line in lines if line.strip() and not line.startswith("#"))
+                try:
+                    PatternMatcher(list(patterns))
+                except ValueError as error:
+                    raise ConfigError(f"{folder / name}: {error}") from None
+                return cls(folder, patterns)
+        return cls(folder)
+
+    def sources(self, pattern: str, exclude: Sequence[str] = ()) -> list[Path]:
+        """The files or folders that a COPY source names.
+
+        Raises:
+            ConfigError: there is none.
+        """
+        pattern = pattern.removeprefix("./").rstrip("/")
+        if pattern in {"", "."}:
+            return [self.folder]
+        plain = self.folder / pattern
+        found = [plain] if os.path.lexists(plain) else sorted(self.folder.glob(pattern))
+        kept = self._kept(exclude)
+        found = [path for path in found if path.is_dir() or kept(path.relative_to(self.folder).as_posix())]
+        if not found:
+            why = "is left out by .dockerignore" if os.path.lexists(plain) else "is missing"
+            raise ConfigError(f"{plain}: {why}, and a COPY needs it")
+        return found
+
+    def below(self, folder: Path, exclude: Sequence[str] = ()) -> Iterator[tuple[str, Path]]:
+        """(name from there, path) of all in a folder that isn't ignored."""
+        kept = self._kept(exclude)
+        for name, path in walk(folder):
+            if kept(path.relative_to(self.folder).as_posix()):
+                yield name, path
+
+    def _kept(self, exclude: Sequence[str]) -> Callable[[str], bool]:
+        matcher = PatternMatcher([*self.ignored, *exclude])
+        return lambda name: not matcher.matches(name)
 
 
-def unpack_steps(context: Path, copy: Copy) -> Iterator[tuple[str, bytes]]:
-    """A COPY as (folder in the slot, tar archive) pairs, each small enough for the wire.
+def unpack_steps(context: Context, copy: Copy, *, into_folder: bool = False) -> Iterator[tuple[str, list[str], bytes]]:
+    """A COPY from the context as (folder in the slot, names, tar archive), each small enough for the wire.
 
-    As Docker has it: a folder's content is copied, not the folder; a file goes into a target that ends in `/`, else it
-    gets that name. Owner and group become 0.
+    As Docker has it: a folder's content is copied, not the folder; a file goes into a target that is a folder, else it
+    gets that name.
+
+    Args:
+        context: where the sources are.
+        copy: what goes where.
+        into_folder: the target is a folder already.
 
     Raises:
         ConfigError: a file is too large, or is neither file, folder nor link.
     """
-    into, name = copy.target, None
-    top = [path for source in copy.sources for path in sources(context, source)]
-    if not copy.target.endswith("/") and len(top) == 1 and not top[0].is_dir():
-        into, _, name = copy.target.rpartition("/")
-    members: list[tuple[str, Path]] = []
+    where, name = copy.target, None
+    top = [path for source in copy.sources for path in context.sources(source, copy.exclude)]
+    single = len(top) + len(copy.files) == 1 and not (top and top[0].is_dir())
+    if single and not into_folder and not copy.target.endswith("/"):
+        where, _, name = copy.target.rpartition("/")
+    members: list[tuple[str, Path | bytes]] = [(name or given, text.encode()) for given, text in copy.files]
     for path in top:
         if path.is_symlink() or not path.is_dir():
             members.append((name or path.name, path))
         elif copy.whole:
-            members += [(path.name, path), *((f"{path.name}/{inner}", p) for inner, p in _walk(path))]
+            inner = [(f"{path.name}/{below}", p) for below, p in context.below(path, copy.exclude)]
+            members += [(path.name, path), *inner]
         else:
-            members += _walk(path)
-    for archive in pack(members, mode=copy.mode):
-        yield into or "/", archive
+            members += context.below(path, copy.exclude)
+    for names, archive in pack(members, mode=copy.mode):
+        yield where or "/", names, archive
 
 
-def _walk(folder: Path) -> Iterator[tuple[str, Path]]:
+def walk(folder: Path) -> Iterator[tuple[str, Path]]:
+    """(name from there, path) of all below a folder, folders before what is in them."""
     for root, folders, files in os.walk(folder):
-        folders.sort()
-        for name in sorted(folders + files):
+        folders[:] = sorted(name for name in folders if name not in _NEVER)
+        for name in sorted([*folders, *(file for file in files if file not in _NEVER)]):
             path = Path(root, name)
-            relative = path.relative_to(folder).as_posix()
-            if name in {"__pycache__", ".DS_Store"} or "__pycache__/" in relative:
-                continue
-            yield relative, path
+            yield path.relative_to(folder).as_posix(), path
 
 
-def pack(members: Sequence[tuple[str, Path]], *, mode: int | None = None, limit: int = 0) -> Iterator[bytes]:
-    """Uncompressed tar archives of (name, path), each at most `limit` bytes (default: what the wire takes).
+def pack(
+    members: Sequence[tuple[str, Path | bytes]], *, mode: int | None = None, limit: int = 0
+) -> Iterator[tuple[list[str], bytes]]:
+    """(names, uncompressed tar archive) of the members, each at most `limit` bytes (default: what the wire takes).
 
     Modes lose group and other write permission, so that a checkout under another umask makes the same workspace.
     """
     limit = limit or wire.MAX_FILE_BYTES
-    buffer, archive = io.BytesIO(), None
-    for name, path in members:
-        seen = path.lstat()
-        size = seen.st_size if stat.S_ISREG(seen.st_mode) else 0
-        if size + 20_480 > limit:
-            raise ConfigError(f"{path}: {size} bytes are too much for one file; make it in setup.sh")
-        if archive is not None and buffer.tell() + size + 20_480 > limit:
+    buffer, archive, names = io.BytesIO(), None, list[str]()
+    for name, source in members:
+        entry, data = _entry(name, source, mode, limit)
+        if archive is not None and buffer.tell() + entry.size + 20_480 > limit:
             archive.close()
-            yield buffer.getvalue()
-            buffer, archive = io.BytesIO(), None
+            yield names, buffer.getvalue()
+            buffer, archive, names = io.BytesIO(), None, []
         archive = archive or tarfile.open(fileobj=buffer, mode="w", format=tarfile.PAX_FORMAT)  # noqa: SIM115
-        entry = tarfile.TarInfo(name)
-        entry.mtime = int(seen.st_mtime)
-        entry.mode = mode if mode is not None and stat.S_ISREG(seen.st_mode) else stat.S_IMODE(seen.st_mode) & 0o755
-        if stat.S_ISLNK(seen.st_mode):
-            entry.type, entry.linkname = tarfile.SYMTYPE, os.readlink(path)
-            archive.addfile(entry)
-        elif stat.S_ISDIR(seen.st_mode):
-            entry.type = tarfile.DIRTYPE
-            archive.addfile(entry)
-        elif stat.S_ISREG(seen.st_mode):
-            data = path.read_bytes()
-            entry.size = len(data)
-            archive.addfile(entry, io.BytesIO(data))
-        else:
-            raise ConfigError(f"{path}: is neither a file, a folder nor a link; a slot can't be given it")
+        names.append(name)
+        archive.addfile(entry, io.BytesIO(data))
     if archive is not None:
         archive.close()
-        yield buffer.getvalue()
+        yield names, buffer.getvalue()
+
+
+def _entry(name: str, source: Path | bytes, mode: int | None, limit: int) -> tuple[tarfile.TarInfo, bytes]:
+    entry, data = tarfile.TarInfo(name), b""
+    if isinstance(source, bytes):
+        entry.mode, entry.size = (0o644 if mode is None else mode), len(source)
+        return entry, source
+    seen = source.lstat()
+    entry.mtime = int(seen.st_mtime)
+    entry.mode = mode if mode is not None and stat.S_ISREG(seen.st_mode) else stat.S_IMODE(seen.st_mode) & 0o755
+    if stat.S_ISLNK(seen.st_mode):
+        entry.type, entry.linkname = tarfile.SYMTYPE, os.readlink(source)
+    elif stat.S_ISDIR(seen.st_mode):
+        entry.type = tarfile.DIRTYPE
+    elif stat.S_ISREG(seen.st_mode):
+        if seen.st_size + 20_480 > limit:
+            raise ConfigError(f"{source}: {seen.st_size} bytes are too much for one file; make it in setup.sh")
+        data = source.read_bytes()
+        entry.size = len(data)
+    else:
+        raise ConfigError(f"{source}: is neither a file, a folder nor a link; a slot can't be given it")
+    return entry, data
 
 
 def packed_folder(folder: Path) -> tuple[bytes, ...]:
     """A folder's content as tar archives; packed again only when one of its files has changed."""
-    stamps = [(name, path.lstat()) for name, path in _walk(folder)]
+    stamps = [(name, path.lstat()) for name, path in walk(folder)]
     return _packed(folder, tuple((name, seen.st_mtime_ns, seen.st_size, seen.st_mode) for name, seen in stamps))
 
 
 @functools.lru_cache(maxsize=256)
 def _packed(folder: Path, _stamps: tuple[tuple[str, int, int, int], ...]) -> tuple[bytes, ...]:
-    return tuple(pack(list(_walk(folder))))
+    return tuple(archive for _, archive in pack(list(walk(folder))))

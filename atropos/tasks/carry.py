@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from atropos import wire
 from atropos.slots import Slot
 from atropos.slots.results import file_error
+from atropos.tasks.recipe import PATH
 
-PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 _PROGRAMS = ("/usr/", "/bin/", "/sbin/", "/lib/", "/lib64/", "/opt/", "/etc/")
 MAX_ARTIFACT_BYTES = 256 * 1024 * 1024
 """Most that is carried from the agent's slot to a separate verifier's."""

@@ -1,66 +1,38 @@
-"""The part of a Dockerfile that a slot can honour: FROM, WORKDIR, COPY, RUN and what has no effect there.
+"""A Dockerfile as a recipe for a slot. What can't be honoured is refused with file, line and cure.
 
-Everything else is refused by name: half a machine scores wrong in silence.
+Words, flags and here-documents are read by e2b-dockerfile-utils, a port of BuildKit's parser; the meaning is given
+here, as in the Dockerfile reference.
 """
 
 from __future__ import annotations
 
-import json
 import posixpath
 import re
 import shlex
-from dataclasses import dataclass
+import tarfile
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from e2b_dockerfile_utils import (
+    DockerfileAst,
+    DockerfileHeredoc,
+    DockerfileInstruction,
+    DockerfileSyntaxError,
+    ShellLex,
+    chomp_heredoc_content,
+    parse_dockerfile_ast,
+    parse_heredoc,
+)
+
 from atropos.errors import ConfigError
+from atropos.tasks.recipe import PATH, Copy, Facts, Folder, Recipe, Run, Settings, Stage, Step
 
-DEFAULT_WORKDIR = "/workspace"
-_WITHOUT_EFFECT = {"CMD", "EXPOSE", "LABEL", "MAINTAINER", "STOPSIGNAL"}
-"""Instructions about how a container starts or is described; a slot is entered by commands alone."""
-_CURES = {
-    "ADD": "use COPY for files, and RUN for downloads and archives",
-    "ARG": "write the value in place",
-    "ENTRYPOINT": "start what the task needs in its instruction or with RUN",
-    "ENV": "the agent's commands would not see it; write it to a file that the task names",
-    "HEALTHCHECK": "check in tests/test.sh instead",
-    "ONBUILD": "write the instruction itself",
-    "SHELL": "call the other shell inside RUN",
-    "USER": "a slot runs as its own root; use `su` or `setpriv` inside RUN",
-    "VOLUME": "a slot's folders need no volume; remove the line",
+_PLATFORM = {
+    f"{side}{key}": value
+    for side in ("TARGET", "BUILD")
+    for key, value in {"PLATFORM": "linux/amd64", "OS": "linux", "ARCH": "amd64", "VARIANT": ""}.items()
 }
-
-
-@dataclass(frozen=True)
-class Copy:
-    """Files of the build context that go into the slot.
-
-    Attributes:
-        target: absolute; ends in `/` when it names a folder.
-        mode: of the files; None keeps theirs.
-        whole: a folder goes in under its own name; else, as Docker has it, its content does.
-    """
-
-    sources: tuple[str, ...]
-    target: str
-    mode: int | None = None
-    whole: bool = False
-
-
-@dataclass(frozen=True)
-class Run:
-    """A shell command of the build, run as the slot's root."""
-
-    command: str
-    workdir: str
-
-
-@dataclass(frozen=True)
-class Recipe:
-    """How a workspace is made: from which image, in which folder, by which steps in order."""
-
-    image: str | None
-    workdir: str
-    steps: tuple[Copy | Run, ...]
+_SHELL = ("/bin/sh", "-c")
 
 
 def parse(path: Path) -> Recipe:
@@ -69,100 +41,328 @@ def parse(path: Path) -> Recipe:
     Raises:
         ConfigError: an instruction that a slot can't honour, or one that can't be read; names file and line.
     """
-    image: str | None = None
-    workdir = ""
-    steps: list[Copy | Run] = []
-    for number, name, rest in _instructions(path):
-        where = f"{path}:{number}: {name}"
-        if name == "FROM":
-            if image is not None:
-                raise ConfigError(f"{where}: a second stage can't be honoured; keep one FROM")
-            image = _from(rest, where)
-        elif name == "WORKDIR":
-            workdir = posixpath.normpath(posixpath.join(workdir or "/", _plain(rest, where)))
-        elif name == "COPY":
-            steps.append(_copy(rest, workdir or "/", where))
-        elif name == "RUN":
-            steps.append(_run(rest, workdir or "/", where))
-        elif name not in _WITHOUT_EFFECT:
-            cure = _CURES.get(name)
-            if cure is None:
-                raise ConfigError(f"{where}: not a Dockerfile instruction; see the Dockerfile reference")
-            raise ConfigError(f"{where} can't be honoured in a slot: {cure}")
-    if image is None:
-        raise ConfigError(f"{path}: no FROM; begin with one, or replace the Dockerfile by setup.sh")
-    return Recipe(image, workdir or DEFAULT_WORKDIR, tuple(steps))
-
-
-def _instructions(path: Path) -> list[tuple[int, str, str]]:
-    """(line, NAME, rest) of each instruction, continuation lines joined and comments dropped."""
-    found: list[tuple[int, str, str]] = []
-    held, began = "", 0
-    for number, raw in enumerate(path.read_text().splitlines(), 1):
-        line = raw.rstrip() if held else raw.strip()
-        if not line or line.lstrip().startswith("#"):
-            continue
-        began = began or number
-        if line.endswith("\\"):
-            held += line[:-1]
-            continue
-        name, _, rest = (held + line).partition(" ")
-        found.append((began, name.upper(), rest.strip()))
-        held, began = "", 0
-    if held:
-        raise ConfigError(f"{path}:{began}: the last line ends in a backslash; finish the instruction")
-    return found
-
-
-def _plain(text: str, where: str) -> str:
-    if "$" in text:
-        raise ConfigError(f"{where} {text}: variables can't be honoured; write the value in place")
-    return text.strip("\"'")
-
-
-def _from(rest: str, where: str) -> str:
-    words = rest.split()
-    if len(words) != 1:
-        raise ConfigError(f"{where} {rest}: only `FROM IMAGE` can be honoured, without options or a stage name")
-    return _plain(words[0], where)
-
-
-def _copy(rest: str, workdir: str, where: str) -> Copy:
-    mode: int | None = None
-    while match := re.match(r"--([a-z]+)(?:=(\S+))?\s+", rest):
-        option, value = match[1], match[2] or ""
-        if option == "chmod" and re.fullmatch(r"0?[0-7]{3,4}", value):
-            mode = int(value, 8)
-        elif not (option == "chown" and value in {"root", "root:root", "0", "0:0"}):
-            raise ConfigError(f"{where} --{option}={value} can't be honoured; remove it, or use RUN after the COPY")
-        rest = rest[match.end() :]
-    if rest.startswith("<<"):
-        raise ConfigError(f"{where}: a here-document can't be honoured; put the file into environment/")
     try:
-        words = [str(word) for word in json.loads(rest)] if rest.startswith("[") else shlex.split(rest)
-    except ValueError as error:
-        raise ConfigError(f"{where} {rest}: {error}") from None
-    if len(words) < 2:
-        raise ConfigError(f"{where} {rest}: a source and a target are needed")
-    sources = tuple(_plain(word, where).lstrip("/") or "." for word in words[:-1])
-    for source in sources:
-        if ".." in source.split("/"):
-            raise ConfigError(f"{where} {source}: leads out of environment/; keep the build context's files there")
-    wanted = _plain(words[-1], where)
-    target = posixpath.normpath(posixpath.join(workdir, wanted))
-    if wanted.endswith(("/", "/.")) or wanted == "." or len(sources) > 1:
-        target = target.rstrip("/") + "/"
-    return Copy(sources, target, mode)
+        ast = parse_dockerfile_ast(path.read_text(encoding="utf-8"))
+    except DockerfileSyntaxError as error:
+        message = str(error).partition(": ")[2]
+        raise ConfigError(f"{path}:{error.line or 1}: {message}; see the Dockerfile reference") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: can't be read: {error}") from None
+    return _Reader(path, ast).read()
 
 
-def _run(rest: str, workdir: str, where: str) -> Run:
-    if rest.startswith("--"):
-        raise ConfigError(f"{where} {rest.split(maxsplit=1)[0]} can't be honoured; remove the option")
-    if re.match(r"<<-?['\"]?\w", rest):
-        raise ConfigError(f"{where}: a here-document can't be honoured; put the script into environment/ and run it")
-    if rest.startswith("["):
+@dataclass
+class _Building:
+    """A stage while its instructions are read."""
+
+    index: int
+    image: str
+    settings: Settings
+    name: str = ""
+    steps: list[Step] = field(default_factory=list[Step])
+    arguments: dict[str, str] = field(default_factory=dict[str, str])
+    shell: tuple[str, ...] = _SHELL
+    facts: Facts = field(default_factory=Facts)
+
+    def done(self) -> Stage:
+        return Stage(self.index, self.image, tuple(self.steps), self.settings, self.facts)
+
+
+class _Reader:
+    """Reads one Dockerfile, instruction by instruction."""
+
+    def __init__(self, path: Path, ast: DockerfileAst) -> None:
+        self.path, self.ast = path, ast
+        self.globals: dict[str, str] = dict(_PLATFORM)
+        self.stages: list[_Building] = []
+        self.where = str(path)
+
+    def read(self) -> Recipe:
+        for instruction in self.ast.instructions:
+            self.where = f"{self.path}:{instruction.start_line}: {instruction.name}"
+            if instruction.name == "FROM":
+                self._from(instruction)
+            elif not self.stages:
+                if instruction.name != "ARG":
+                    raise self._refusal("stands before the first FROM; move it below")
+                self._arg(instruction, None)
+            else:
+                getattr(self, f"_{instruction.name.lower()}")(instruction, self.stages[-1])
+        if not self.stages:
+            raise ConfigError(f"{self.path}: no FROM; begin with one, or replace the Dockerfile by setup.sh")
+        last = self.stages[-1].done()
+        return Recipe(last.image, last.settings, last.steps, self._needed(last), last.facts)
+
+    def _needed(self, last: Stage) -> tuple[Stage, ...]:
+        """The stages that `last` copies from, and those that they copy from."""
+        found: dict[int, Stage] = {}
+        waiting = [last]
+        while waiting:
+            for step in waiting.pop().steps:
+                if isinstance(step, Copy) and step.stage is not None and step.stage not in found:
+                    found[step.stage] = self.stages[step.stage].done()
+                    waiting.append(found[step.stage])
+        return tuple(found[index] for index in sorted(found))
+
+    # ------------------------------------------------------------------------------------------------------ words
+
+    def _refusal(self, what: str) -> ConfigError:
+        return ConfigError(f"{self.where} {what}".replace("\n", " "))
+
+    def _word(self, word: str, stage: _Building | None = None) -> str:
+        """A word with its variables replaced and its quotes removed."""
+        known = self.globals if stage is None else {"PATH": PATH, **stage.arguments, **stage.settings.env}
         try:
-            rest = shlex.join(str(word) for word in json.loads(rest))
-        except (ValueError, TypeError):
-            pass  # `[ -f x ] && ...` is a command as well
-    return Run(rest, workdir)
+            return ShellLex(self.ast.escape_token, env=known, skip_unset_env=False).process_word(word)
+        except ValueError as error:
+            raise self._refusal(f"{word}: {error}") from None
+
+    def _flags(self, instruction: DockerfileInstruction, known: dict[str, str]) -> dict[str, list[str]]:
+        """Flags by name. `known`: the cure for each flag that can't be honoured; the empty text: it can."""
+        found: dict[str, list[str]] = {}
+        for flag in instruction.flags:
+            name, _, value = flag.removeprefix("--").partition("=")
+            if name not in known:
+                raise self._refusal(f"--{name} is not a flag of this instruction that a slot knows; remove it")
+            if known[name]:
+                raise self._refusal(f"--{name} can't be honoured in a slot: {known[name]}")
+            found.setdefault(name, []).append(value)
+        return found
+
+    # ----------------------------------------------------------------------------------------------- instructions
+
+    def _from(self, instruction: DockerfileInstruction) -> None:
+        flags = self._flags(instruction, {"platform": ""})
+        platform = self._word(flags["platform"][-1]) if "platform" in flags else "linux/amd64"
+        if platform not in {"linux/amd64", ""}:
+            raise self._refusal(f"--platform={platform}: slots are linux/amd64; remove the flag")
+        words = [self._word(word) for word in instruction.args]
+        if len(words) not in {1, 3} or (len(words) == 3 and words[1].upper() != "AS") or not words[0]:
+            raise self._refusal(f"{' '.join(words)}: write FROM IMAGE or FROM IMAGE AS NAME")
+        if words[0] == "scratch":
+            raise self._refusal("scratch can't be honoured: a slot starts from a Debian-like base; name one")
+        name = words[2].lower() if len(words) == 3 else ""
+        index = len(self.stages)
+        parent = self._stage(words[0])
+        if parent is None:
+            self.stages.append(_Building(index, words[0], Settings(), name))
+        else:
+            self.stages.append(
+                replace(parent, index=index, name=name, steps=list(parent.steps), arguments=dict(parent.arguments))
+            )
+
+    def _stage(self, name: str) -> _Building | None:
+        return next((stage for stage in reversed(self.stages) if stage.name and stage.name == name.lower()), None)
+
+    def _arg(self, instruction: DockerfileInstruction, stage: _Building | None) -> None:
+        into = self.globals if stage is None else stage.arguments
+        for word in instruction.args:
+            name, equals, value = word.partition("=")
+            if equals:
+                into[name] = self._word(value, stage)
+            elif name in self.globals:
+                into[name] = self.globals[name]
+
+    def _env(self, instruction: DockerfileInstruction, stage: _Building) -> None:
+        pairs = zip(instruction.args[::3], instruction.args[1::3], strict=True)
+        added = {self._word(name, stage): self._word(value, stage) for name, value in pairs}
+        stage.settings = replace(stage.settings, env={**stage.settings.env, **added})
+
+    def _workdir(self, instruction: DockerfileInstruction, stage: _Building) -> None:
+        wanted = self._word(self._one(instruction), stage)
+        path = posixpath.normpath(posixpath.join(stage.settings.workdir, wanted))
+        stage.settings = replace(stage.settings, workdir=path)
+        stage.steps.append(Folder(path, stage.settings.user))
+
+    def _user(self, instruction: DockerfileInstruction, stage: _Building) -> None:
+        user = self._word(self._one(instruction), stage)
+        stage.settings = replace(stage.settings, user=None if user in {"root", "0", "root:root", "0:0"} else user)
+
+    def _one(self, instruction: DockerfileInstruction) -> str:
+        if len(instruction.args) != 1:
+            raise self._refusal("needs exactly one value")
+        return instruction.args[0]
+
+    def _shell(self, instruction: DockerfileInstruction, stage: _Building) -> None:
+        if not instruction.json or not instruction.args:
+            raise self._refusal('needs the JSON form: SHELL ["/bin/bash", "-c"]')
+        stage.shell = tuple(instruction.args)
+
+    def _run(self, instruction: DockerfileInstruction, stage: _Building) -> None:
+        flags = self._flags(instruction, {"mount": "", "network": "", "security": "slots have no privileged mode"})
+        if set(flags.get("network", ())) - {"default"}:
+            raise self._refusal("--network can't be honoured in a slot: remove it")
+        settings = replace(stage.settings, env={**stage.arguments, **stage.settings.env})
+        emptied: list[str] = []
+        for text in flags.get("mount", ()):
+            emptied += self._mount(text, stage)
+        if instruction.json:
+            command = f"exec {shlex.join(instruction.args)}"
+        else:
+            command = shlex.join((*stage.shell, self._script(instruction)))
+        stage.steps.append(Run(command, settings, tuple(emptied)))
+
+    def _script(self, instruction: DockerfileInstruction) -> str:
+        """The shell form's text, its here-documents included."""
+        text = instruction.args[0] if instruction.args else ""
+        if not text:
+            raise self._refusal("needs a command")
+        documents = instruction.heredocs
+        if len(documents) == 1 and parse_heredoc(text) is not None:
+            return _content(documents[0])
+        return "\n".join([text, *(f"{one.content}{one.name}" for one in documents)])
+
+    def _mount(self, text: str, stage: _Building) -> list[str]:
+        """Folders that are empty again after the command; what a bind mount shows is copied in for its time."""
+        options: dict[str, str] = {}
+        for part in text.split(","):
+            key, _, value = part.partition("=")
+            options[key.strip()] = self._word(value, stage)
+        kind = options.get("type", "bind")
+        target = options.get("target") or options.get("dst") or options.get("destination")
+        if kind in {"secret", "ssh"} or target is None:
+            raise self._refusal(f"--mount={text} can't be honoured in a slot: use COPY, or type=cache, tmpfs or bind")
+        target = posixpath.normpath(posixpath.join(stage.settings.workdir, target))
+        if kind == "bind":
+            source = (options.get("source") or options.get("src") or ".").lstrip("/") or "."
+            single = (self.path.parent / source).is_file() and "from" not in options
+            stage.steps.append(
+                Copy((source,), target if single else f"{target}/", stage=self._from_stage(options.get("from")))
+            )
+        return [target]
+
+    def _copy(self, instruction: DockerfileInstruction, stage: _Building) -> None:
+        flags = self._flags(
+            instruction,
+            {
+                **dict.fromkeys(("from", "chown", "chmod", "link", "exclude"), ""),
+                "parents": "name each folder in its own COPY",
+            },
+        )
+        source = self._word(flags["from"][-1], stage) if "from" in flags else None
+        stage.steps.append(self._copied(instruction, stage, flags, self._from_stage(source)))
+
+    def _from_stage(self, name: str | None) -> int | None:
+        if name is None:
+            return None
+        found = self._stage(name)
+        index = found.index if found is not None else int(name) if name.isdecimal() else None
+        if index is None or index >= len(self.stages) - 1:
+            raise self._refusal(f"--from={name}: no earlier stage of that name; images can't be copied from, use RUN")
+        return index
+
+    def _copied(
+        self, instruction: DockerfileInstruction, stage: _Building, flags: dict[str, list[str]], source: int | None
+    ) -> Copy:
+        words = [self._word(word, stage) for word in instruction.args]
+        if len(words) < 2:
+            raise self._refusal(f"{' '.join(words)}: a source and a target are needed")
+        mode = self._word(flags["chmod"][-1], stage) if "chmod" in flags else None
+        if mode is not None and not re.fullmatch(r"[0-7]{3,5}", mode):
+            raise self._refusal(f"--chmod={mode}: only octal modes can be honoured; use RUN chmod after it")
+        owner = self._word(flags["chown"][-1], stage) if "chown" in flags else None
+        documents = {f"<<{one.name}": one for one in instruction.heredocs}
+        files: list[tuple[str, str]] = []
+        sources: list[str] = []
+        for raw, word in zip(instruction.args[:-1], words[:-1], strict=True):
+            document = documents.get("<<" + raw.lstrip("<-").strip("'\"")) if raw.startswith("<<") else None
+            if document is not None:
+                files.append((document.name, self._filled(document, stage)))
+                continue
+            sources.append(word.lstrip("/") or ".")
+            if ".." in word.split("/"):
+                raise self._refusal(f"{word} leads out of environment/; keep the build context's files there")
+        wanted = words[-1]
+        target = posixpath.normpath(posixpath.join(stage.settings.workdir, wanted))
+        if wanted.endswith(("/", "/.")) or wanted == "." or len(words) > 2:
+            target = target.rstrip("/") + "/"
+        return Copy(
+            tuple(sources),
+            target,
+            None if mode is None else int(mode, 8),
+            owner=None if owner in {"root", "root:root", "0", "0:0"} else owner,
+            stage=source,
+            files=tuple(files),
+            exclude=tuple(flags.get("exclude", ())),
+        )
+
+    def _filled(self, document: DockerfileHeredoc, stage: _Building) -> str:
+        if not document.expand:
+            return _content(document)
+        known = {"PATH": PATH, **stage.arguments, **stage.settings.env}
+        lex = ShellLex(
+            self.ast.escape_token,
+            raw_quotes=True,
+            raw_escapes=True,
+            skip_process_quotes=True,
+            env=known,
+            skip_unset_env=False,
+        )
+        return lex.process_word(_content(document))
+
+    def _add(self, instruction: DockerfileInstruction, stage: _Building) -> None:
+        cure = "download it with RUN"
+        known = {**dict.fromkeys(("chown", "chmod", "link", "exclude"), ""), "checksum": cure, "keep-git-dir": cure}
+        copy = self._copied(instruction, stage, self._flags(instruction, known), None)
+        if any(re.match(r"[a-z][a-z0-9+.-]*://|git@", word) for word in instruction.args[:-1]):
+            raise self._refusal(f"of an address can't be honoured in a slot: {cure}")
+        archives = [name for name in copy.sources if _is_archive(self.path.parent / name)]
+        rest = tuple(name for name in copy.sources if name not in archives)
+        for name in archives:
+            place = f"/tmp/.atropos-add-{len(stage.steps)}"
+            stage.steps.append(Copy((name,), f"{place}/"))
+            into, file = shlex.quote(copy.target), shlex.quote(f"{place}/{posixpath.basename(name)}")
+            stage.steps.append(Run(f"mkdir -p {into} && tar -xf {file} -C {into} && rm -rf {place}"))
+        if rest or copy.files:
+            stage.steps.append(replace(copy, sources=rest))
+
+    # -------------------------------------------------------------------------------- facts of a container's start
+
+    def _cmd(self, instruction: DockerfileInstruction, stage: _Building) -> None:
+        stage.facts = replace(stage.facts, cmd=_command(instruction))
+
+    def _entrypoint(self, instruction: DockerfileInstruction, stage: _Building) -> None:
+        stage.facts = replace(stage.facts, entrypoint=_command(instruction))
+
+    def _healthcheck(self, instruction: DockerfileInstruction, stage: _Building) -> None:
+        command = instruction.args[1:] if instruction.args[:1] == ["CMD"] else []
+        stage.facts = replace(
+            stage.facts, healthcheck=(shlex.join(command) if instruction.json else " ".join(command)) or None
+        )
+
+    def _stopsignal(self, instruction: DockerfileInstruction, stage: _Building) -> None:
+        stage.facts = replace(stage.facts, stop_signal=self._word(self._one(instruction), stage))
+
+    def _expose(self, instruction: DockerfileInstruction, stage: _Building) -> None:
+        ports = tuple(self._word(word, stage) for word in instruction.args)
+        stage.facts = replace(stage.facts, exposed=stage.facts.exposed + ports)
+
+    def _volume(self, instruction: DockerfileInstruction, stage: _Building) -> None:
+        paths = tuple(self._word(word, stage) for word in instruction.args)
+        stage.facts = replace(stage.facts, volumes=stage.facts.volumes + paths)
+        stage.steps += [Folder(path) for path in paths]
+
+    def _label(self, instruction: DockerfileInstruction, stage: _Building) -> None:
+        pairs = zip(instruction.args[::3], instruction.args[1::3], strict=True)
+        labels = {self._word(name, stage): self._word(value, stage) for name, value in pairs}
+        stage.facts = replace(stage.facts, labels={**stage.facts.labels, **labels})
+
+    def _maintainer(self, instruction: DockerfileInstruction, stage: _Building) -> None:
+        labels = {**stage.facts.labels, "maintainer": self._one(instruction)}
+        stage.facts = replace(stage.facts, labels=labels)
+
+    def _onbuild(self, instruction: DockerfileInstruction, stage: _Building) -> None:
+        del instruction, stage
+        raise self._refusal("has no meaning without an image built from this one; write the instruction itself")
+
+
+def _content(document: DockerfileHeredoc) -> str:
+    return chomp_heredoc_content(document.content) if document.chomp else document.content
+
+
+def _command(instruction: DockerfileInstruction) -> str:
+    return shlex.join(instruction.args) if instruction.json else " ".join(instruction.args)
+
+
+def _is_archive(path: Path) -> bool:
+    return path.is_file() and tarfile.is_tarfile(path)

@@ -1,7 +1,8 @@
-"""Task folders in the Harbor layout: read and checked.
+"""Task folders, read and checked: Harbor's layout, and terminal-bench 1's.
 
-A task is a folder with task.toml, instruction.md, environment/, tests/test.sh and, optionally, solution/solve.sh. What
-stands in task.toml and can't be honoured by a slot is refused by name, never ignored.
+A Harbor task is a folder with task.toml, instruction.md, environment/, tests/test.sh and, optionally,
+solution/solve.sh. What can't be honoured by a slot is refused by name, never ignored; keys that the format doesn't
+have are listed as warnings.
 """
 
 from __future__ import annotations
@@ -9,206 +10,286 @@ from __future__ import annotations
 import fnmatch
 import re
 import tomllib
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal
 
-from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import ValidationError
 
 from atropos.errors import ConfigError
 from atropos.tasks import dockerfile
-from atropos.tasks.archive import sources
-from atropos.tasks.dockerfile import Copy, Recipe, Run
+from atropos.tasks.archive import Context
+from atropos.tasks.compose import COMPOSE_FILES, read_compose
+from atropos.tasks.config import Artifact, NetworkMode, StepSection, TaskConfig
+from atropos.tasks.recipe import DEFAULT_WORKDIR, Copy, Folder, Recipe, Run, Settings, Step
 
 SETUP = "setup.sh"
-_REFUSED_FILES = ("docker-compose.yaml", "docker-compose.yml", "compose.yaml", ".dockerignore")
-_REFUSED_TABLES = {
-    "steps": "a task of several steps",
-    "multi_step_reward_strategy": "a task of several steps",
-    "environment.mcp_servers": "MCP servers",
-    "environment.healthcheck": "a health check; wait in setup.sh instead",
-    "environment.skills_dir": "skills",
-    "environment.env": "variables for the agent's commands; write them to a file that the instruction names",
-    "environment.tpu": "TPUs",
-    "environment.gpu_types": "GPUs",
-    "agent.user": "another user for the agent: a slot runs as its own root",
-    "verifier.user": "another user for the verifier: use `su` or `setpriv` in tests/test.sh",
-    "verifier.environment": "an environment of the verifier's own",
-    "verifier.collect": "collect hooks; copy in tests/test.sh instead",
-}
-
-
-class _Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=False)
-
-
-class VerifierSection(_Section):
-    """`[verifier]`. `separate`: a fresh slot that gets only the artifacts, so nothing else the agent did counts."""
-
-    timeout_sec: float = Field(default=600.0, gt=0)
-    env: dict[str, str] = Field(default_factory=dict)
-    environment_mode: Literal["shared", "separate"] = "shared"
-
-
-class AgentSection(_Section):
-    """`[agent]`. None: the environment's own bounds alone."""
-
-    timeout_sec: float | None = Field(default=None, gt=0)
-
-
-class EnvironmentSection(_Section):
-    """`[environment]`. Sizes in MiB, as Harbor's `_mb` mean them; None: whatever a slot has."""
-
-    build_timeout_sec: float = Field(default=600.0, gt=0)
-    docker_image: str | None = None
-    os: Literal["linux"] = "linux"
-    cpus: float | None = Field(default=None, gt=0)
-    memory_mb: int | None = Field(default=None, gt=0, validation_alias=AliasChoices("memory_mb", "memory"))
-    storage_mb: int | None = Field(default=None, gt=0, validation_alias=AliasChoices("storage_mb", "storage"))
-    gpus: Literal[0] = 0
-    allow_internet: bool = True
-    workdir: str | None = Field(default=None, pattern=r"^/")
-
-    @field_validator("memory_mb", "storage_mb", mode="before")
-    @classmethod
-    def _size(cls, value: object) -> object:
-        """Harbor's older spelling: `memory = "2G"`."""
-        if isinstance(value, str) and (match := re.fullmatch(r"(\d+)\s*([KMGT])i?B?", value.strip(), re.IGNORECASE)):
-            return max(1, int(int(match[1]) * {"K": 1 / 1024, "M": 1, "G": 1024, "T": 1024**2}[match[2].upper()]))
-        return value
-
-
-class SolutionSection(_Section):
-    """`[solution]`."""
-
-    env: dict[str, str] = Field(default_factory=dict)
-
-
-class TaskConfig(_Section):
-    """task.toml. `metadata` and `task` are free-form and only carried along."""
-
-    version: str = Field(default="1.0", validation_alias=AliasChoices("version", "schema_version"))
-    task: dict[str, Any] = Field(default_factory=dict)
-    metadata: dict[str, Any] = Field(default_factory=dict)
-    source: str | None = None
-    artifacts: tuple[str, ...] = ()
-    verifier: VerifierSection = VerifierSection()
-    agent: AgentSection = AgentSection()
-    environment: EnvironmentSection = EnvironmentSection()
-    solution: SolutionSection = SolutionSection()
-
-    @field_validator("artifacts")
-    @classmethod
-    def _absolute(cls, value: tuple[str, ...]) -> tuple[str, ...]:
-        for path in value:
-            if not path.startswith("/"):
-                raise ValueError(f"{path!r} is not an absolute path in the slot")
-        return value
+_MARKS = ("task.toml", "task.yaml", "instruction.md")
+"""A folder with none of these is not a task."""
+_VARIABLE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)(?::-([^}]*))?\}")
 
 
 @dataclass(frozen=True)
 class Task:
-    """One checked task folder.
+    """One checked task folder, or one step of a task of several.
 
     Attributes:
         name: the folder's name; the item's id everywhere.
+        context: the folder that the recipe copies from.
         recipe: how the workspace is made.
-        solution: text of solution/solve.sh, None without one.
+        tests: folders whose content goes to /tests, later ones over earlier ones; single files as they are.
+        solution: the folder that goes to /solution, None without one.
+        warnings: keys of task.toml that the format doesn't have.
+        steps: of a task of several: each a task with the same workspace, in order.
+        files: of a step: what is copied into the workspace before it.
+        scoring: what the reward is read from.
     """
 
     name: str
     path: Path
     instruction: str
     config: TaskConfig
+    context: Path
     recipe: Recipe
-    solution: str | None
+    tests: tuple[Path, ...]
+    solution: Path | None
+    warnings: tuple[str, ...] = ()
+    steps: tuple[Task, ...] = ()
+    files: Path | None = None
+    step: StepSection | None = None
+    scoring: Literal["reward", "pytest"] = "reward"
+    test_script: str = "test.sh"
+    solution_script: str = "solve.sh"
+    variables: Mapping[str, str] = field(default_factory=dict[str, str], repr=False)
 
     @property
-    def artifacts(self) -> tuple[str, ...]:
+    def image(self) -> str | None:
+        """The base that the task is written for."""
+        return self.config.environment.docker_image or self.recipe.image
+
+    @property
+    def artifacts(self) -> tuple[Artifact, ...]:
         """What a separate verifier gets to see: the paths that task.toml names, else the working folder."""
-        return self.config.artifacts or (self.recipe.workdir,)
+        named = (*self.config.artifacts, *(self.step.artifacts if self.step else ()))
+        always = Artifact(source="/logs/artifacts")
+        return (
+            (*(named or (Artifact(source=self.recipe.workdir),)), always)
+            if named or self.recipe.workdir != "/"
+            else (always,)
+        )
 
-    def unmet(self, *, memory_mib: int, disk_mib: int, cpus: float | None, images: Sequence[str]) -> list[str]:
-        """What this task asks for and a slot doesn't give, each as `field: reason; cure`."""
-        wants, problems = self.config.environment, list[str]()
-        if wants.memory_mb is not None and wants.memory_mb > memory_mib:
-            problems.append(
-                f"environment.memory_mb: {wants.memory_mb} wanted, slots have {memory_mib}; raise slot_memory_mib"
-            )
-        if wants.storage_mb is not None and wants.storage_mb > disk_mib:
-            problems.append(
-                f"environment.storage_mb: {wants.storage_mb} wanted, slots have {disk_mib}; raise slot_disk_mib"
-            )
-        if wants.cpus is not None and cpus is not None and wants.cpus > cpus:
-            problems.append(f"environment.cpus: {wants.cpus:g} wanted, slots have {cpus:g}; raise slot_cpu_quota")
-        image = wants.docker_image or self.recipe.image
-        if image is not None and not any(fnmatch.fnmatch(image, pattern) for pattern in images):
-            field = "environment.docker_image" if wants.docker_image else "FROM"
-            problems.append(f"{field}: no base stands in for {image!r}; name it in task_images")
-        return problems
+    @property
+    def network(self) -> NetworkMode:
+        """What the agent may reach."""
+        return self.config.agent.network_mode or self.config.environment.network_mode
+
+    @property
+    def allowed_hosts(self) -> tuple[str, ...]:
+        """Of an allow-list."""
+        agent = self.config.agent
+        return agent.allowed_hosts if agent.network_mode else self.config.environment.allowed_hosts
+
+    @property
+    def agent_settings(self) -> Settings:
+        """What the agent's commands start with."""
+        return self._settings(self.config.agent.user, {})
+
+    @property
+    def verifier_settings(self) -> Settings:
+        """What the tests start with."""
+        return self._settings(self.config.verifier.user, self.config.verifier.env)
+
+    def _settings(self, user: str | int | None, env: Mapping[str, str]) -> Settings:
+        base = self.recipe.settings
+        added = self.filled({**self.config.environment.env, **env})
+        return Settings(base.workdir, {**base.env, **added}, base.user if user is None else _plain_user(str(user)))
+
+    def filled(self, env: Mapping[str, str]) -> dict[str, str]:
+        """Variables with `${NAME}` and `${NAME:-default}` replaced by what the operator gives."""
+
+        def one(match: re.Match[str]) -> str:
+            return self.variables.get(match[1], match[2] or "")
+
+        return {name: _VARIABLE.sub(one, value) for name, value in env.items()}
 
 
-def load_tasks(path: str | Path, names: Sequence[str] = ()) -> list[Task]:
-    """All tasks of a folder (or the one task that it is), by name.
+def _plain_user(user: str) -> str | None:
+    return None if user in {"", "0", "root"} else user
+
+
+@dataclass(frozen=True)
+class TaskSet:
+    """The tasks of a folder, and what kept others out.
+
+    Attributes:
+        refused: reason by task name; one line each.
+    """
+
+    tasks: tuple[Task, ...]
+    refused: Mapping[str, str]
+
+    def check(self) -> None:
+        """Raise when a task was refused.
+
+        Raises:
+            ConfigError: names every refused task with its reason.
+        """
+        if self.refused:
+            lines = "\n".join(f"  {name}: {reason}" for name, reason in self.refused.items())
+            total = len(self.tasks) + len(self.refused)
+            raise ConfigError(f"{len(self.refused)} of {total} tasks can't be used:\n{lines}")
+
+
+def read_tasks(path: str | Path, names: Sequence[str] = (), *, variables: Mapping[str, str] | None = None) -> TaskSet:
+    """All tasks of a folder (or the one task that it is), by name; none of them stops the others.
 
     Args:
         path: a folder of task folders, or one task folder.
         names: patterns (`git-*`); only tasks that match one are loaded. Empty: all.
+        variables: what `${NAME}` in task files may stand for.
 
     Raises:
-        ConfigError: no such folder, no task in it, a pattern without a match, or a task that can't be used.
+        ConfigError: no such folder, no task in it, or a pattern without a match.
     """
     root = Path(path)
     if not root.is_dir():
         raise ConfigError(f"tasks_path: {root} is not a folder; give a folder of tasks in the Harbor layout")
-    folders = [root] if (root / "task.toml").is_file() else sorted(p for p in root.iterdir() if _may_be_task(p))
+    folders = [root] if _is_task(root) else sorted(p for p in root.iterdir() if p.is_dir() and _is_task(p))
     for pattern in names:
         if not any(fnmatch.fnmatch(folder.name, pattern) for folder in folders):
             raise ConfigError(f"task_names: no task in {root} matches {pattern!r}")
     chosen = [f for f in folders if not names or any(fnmatch.fnmatch(f.name, pattern) for pattern in names)]
     if not chosen:
         raise ConfigError(f"tasks_path: {root} holds no task; a task is a folder with task.toml and instruction.md")
-    return [load_task(folder) for folder in chosen]
+    return read_folders(chosen, variables=variables)
 
 
-def _may_be_task(path: Path) -> bool:
-    return path.is_dir() and not path.name.startswith((".", "_"))
+def read_folders(folders: Sequence[Path], *, variables: Mapping[str, str] | None = None) -> TaskSet:
+    """The tasks that these folders are."""
+    tasks: list[Task] = []
+    refused: dict[str, str] = {}
+    for folder in folders:
+        try:
+            tasks.append(load_task(folder, variables=variables))
+        except ConfigError as error:
+            refused[folder.name] = str(error)
+    return TaskSet(tuple(tasks), refused)
 
 
-def load_task(path: str | Path) -> Task:
+def load_tasks(path: str | Path, names: Sequence[str] = ()) -> list[Task]:
+    """As `read_tasks`, where every task must be usable.
+
+    Raises:
+        ConfigError: as `read_tasks`, or names every task that can't be used.
+    """
+    found = read_tasks(path, names)
+    found.check()
+    return list(found.tasks)
+
+
+def _is_task(path: Path) -> bool:
+    return not path.name.startswith((".", "_")) and any((path / mark).is_file() for mark in _MARKS)
+
+
+def load_task(path: str | Path, *, variables: Mapping[str, str] | None = None) -> Task:
     """One task folder, checked.
 
     Raises:
         ConfigError: names the file, the field and the cure.
     """
     root = Path(path).resolve()
-    config = _config(root / "task.toml")
-    instruction = _text(root / "instruction.md", "say there what the agent is to do").strip()
-    if not instruction:
-        raise ConfigError(f"{root / 'instruction.md'}: is empty; say there what the agent is to do")
-    if not (root / "environment").is_dir():
-        raise ConfigError(f"{root / 'environment'}: is missing; put the workspace's files there (it may be empty)")
-    script = _text(root / "tests" / "test.sh", "the verifier writes /logs/verifier/reward.txt")
-    if not script.strip():
-        raise ConfigError(f"{root / 'tests' / 'test.sh'}: is empty; the verifier writes /logs/verifier/reward.txt")
-    solution = root / "solution" / "solve.sh"
+    if (root / "task.yaml").is_file() and not (root / "task.toml").exists():
+        from atropos.tasks.terminal_bench import load_terminal_bench
+
+        return load_terminal_bench(root)
+    task = _harbor_task(root, variables or {})
+    context = Context.of(task.context)
+    for step in task.recipe.steps:
+        if isinstance(step, Copy) and step.stage is None:
+            for source in step.sources:
+                context.sources(source, step.exclude)
+    return task
+
+
+def _harbor_task(root: Path, variables: Mapping[str, str]) -> Task:
+    config = read_config(root / "task.toml")
+    environment = root / "environment"
+    if not environment.is_dir():
+        raise ConfigError(f"{environment}: is missing; put the workspace's files there (it may be empty)")
+    tests = root / "tests"
+    if not config.steps:
+        instruction = read_instruction(root / "instruction.md")
+        check_script(tests / "test.sh")
+    else:
+        instruction = "\n\n".join(read_instruction(root / "steps" / s.name / "instruction.md") for s in config.steps)
+    if (tests / "Dockerfile").is_file() or config.verifier.environment is not None:
+        field_name = (
+            tests / "Dockerfile" if (tests / "Dockerfile").is_file() else f"{root / 'task.toml'}: verifier.environment"
+        )
+        raise ConfigError(f"{field_name}: a verifier's own image can't be honoured; remove it")
+    recipe, config = _recipe(environment, config)
+    solution = root / "solution"
     task = Task(
         name=root.name,
         path=root,
         instruction=instruction,
         config=config,
-        recipe=_recipe(root / "environment", config),
-        solution=_text(solution, "") if solution.is_file() else None,
+        context=environment,
+        recipe=recipe,
+        tests=(tests,),
+        solution=solution if (solution / "solve.sh").is_file() else None,
+        warnings=tuple(f"{name} is not a field of the format; it is ignored" for name in config.unknown()),
+        variables=variables,
     )
-    for step in task.recipe.steps:
-        if isinstance(step, Copy):
-            for source in step.sources:
-                sources(root / "environment", source)
-    return task
+    _check_variables(task)
+    return replace(task, steps=tuple(_step(task, section) for section in config.steps))
 
 
-def _text(path: Path, cure: str) -> str:
+def _step(task: Task, section: StepSection) -> Task:
+    folder = task.path / "steps" / section.name
+    tests = tuple(path for path in (task.path / "tests", folder / "tests") if path.is_dir())
+    scripts = [path / "test.sh" for path in tests if (path / "test.sh").is_file()]
+    check_script(scripts[-1] if scripts else folder / "tests" / "test.sh")
+    agent = task.config.agent.model_copy(update=section.agent.model_dump(exclude_unset=True))
+    solution = folder / "solution"
+    return replace(
+        task,
+        name=f"{task.name}/{section.name}",
+        instruction=read_instruction(folder / "instruction.md"),
+        config=task.config.model_copy(update={"agent": agent, "verifier": section.verifier or task.config.verifier}),
+        tests=tests,
+        solution=solution if (solution / "solve.sh").is_file() else None,
+        files=folder / "workdir" if (folder / "workdir").is_dir() else None,
+        step=section,
+    )
+
+
+def _check_variables(task: Task) -> None:
+    tables = {
+        "environment.env": task.config.environment.env,
+        "verifier.env": task.config.verifier.env,
+        "solution.env": task.config.solution.env,
+    }
+    for table, env in tables.items():
+        for name, value in env.items():
+            for match in _VARIABLE.finditer(value):
+                if match[2] is None and match[1] not in task.variables:
+                    raise ConfigError(
+                        f"{task.path / 'task.toml'}: {table}.{name}: ${{{match[1]}}} is not given to tasks; "
+                        "list it in task_variables, or write a default"
+                    )
+
+
+# -------------------------------------------------------------------------------------------------------------- parts
+
+
+def read_text(path: Path, cure: str) -> str:
+    """A text file.
+
+    Raises:
+        ConfigError: it is missing or can't be read.
+    """
     try:
         return path.read_text(encoding="utf-8")
     except FileNotFoundError:
@@ -217,53 +298,90 @@ def _text(path: Path, cure: str) -> str:
         raise ConfigError(f"{path}: can't be read: {error}") from None
 
 
-def _config(path: Path) -> TaskConfig:
+def read_instruction(path: Path) -> str:
+    """The prompt.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    text = read_text(path, "say there what the agent is to do").strip()
+    if not text:
+        raise ConfigError(f"{path}: is empty; say there what the agent is to do")
+    return text
+
+
+def check_script(path: Path) -> None:
+    """Refuse a verifier without a script.
+
+    Raises:
+        ConfigError: it is missing or empty.
+    """
+    if not read_text(path, "the verifier writes /logs/verifier/reward.txt").strip():
+        raise ConfigError(f"{path}: is empty; the verifier writes /logs/verifier/reward.txt")
+
+
+def read_config(path: Path) -> TaskConfig:
+    """task.toml.
+
+    Raises:
+        ConfigError: it can't be read, or holds what no slot can honour.
+    """
     try:
-        raw = tomllib.loads(_text(path, 'the smallest one is the line version = "1.0"'))
+        raw = tomllib.loads(read_text(path, 'the smallest one is the line version = "1.0"'))
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{path}: is not TOML: {error}") from None
-    for dotted, what in _REFUSED_TABLES.items():
-        value: Any = raw
-        for key in dotted.split("."):
-            value = value.get(key) if isinstance(value, dict) else None
-        if value:
-            raise ConfigError(f"{path}: {dotted}: a slot can't honour {what}; remove it")
-    for table in ("environment", "agent", "verifier"):  # empty forms of refused fields say nothing
-        section: Any = raw.get(table)
-        if isinstance(section, dict):
-            raw[table] = {k: v for k, v in section.items() if v or f"{table}.{k}" not in _REFUSED_TABLES}
+    return checked_config(path, raw)
+
+
+def checked_config(path: Path, raw: Mapping[str, Any]) -> TaskConfig:
+    """A parsed task.toml.
+
+    Raises:
+        ConfigError: as `read_config`.
+    """
     try:
-        return TaskConfig.model_validate(raw)
+        config = TaskConfig.model_validate(raw)
     except ValidationError as error:
-        _refuse(path, error)
+        first = error.errors()[0]
+        name = ".".join(str(part) for part in first["loc"])
+        raise ConfigError(
+            f"{path}: {name}: {first['msg']} (it is {first['input']!r:.200})".replace("\n", " ")
+        ) from None
+    refused = next(config.refusals(), None)
+    if refused is not None:
+        raise ConfigError(f"{path}: {refused}")
+    return config
 
 
-def _refuse(path: Path, error: ValidationError) -> NoReturn:
-    first = error.errors()[0]
-    field = ".".join(str(part) for part in first["loc"])
-    if first["type"] == "extra_forbidden":
-        raise ConfigError(f"{path}: {field}: is not a field that a slot knows; remove it or correct its name") from None
-    raise ConfigError(f"{path}: {field}: {first['msg']} (it is {first['input']!r})") from None
-
-
-def _recipe(environment: Path, config: TaskConfig) -> Recipe:
-    for name in _REFUSED_FILES:
-        if (environment / name).exists():
-            raise ConfigError(f"{environment / name}: can't be honoured in a slot; use setup.sh and plain files")
-    script = environment / SETUP
-    if (environment / "Dockerfile").is_file():
-        recipe = dockerfile.parse(environment / "Dockerfile")
-        workdir = config.environment.workdir or recipe.workdir
-        steps = list(recipe.steps)
-        if SETUP in (environment / "Dockerfile").read_text():
+def _recipe(environment: Path, config: TaskConfig) -> tuple[Recipe, TaskConfig]:
+    """The recipe, and the configuration with what a compose file adds to it."""
+    script, own = environment / SETUP, environment / "Dockerfile"
+    compose = next((environment / name for name in COMPOSE_FILES if (environment / name).exists()), None)
+    adjust: Callable[[Recipe], Recipe] = lambda recipe: recipe  # noqa: E731
+    if compose is not None:
+        service = read_compose(compose, context=environment)
+        own, adjust = service.dockerfile or own, service.applied
+        changes = {"network_mode": "no-network"} if service.offline else {}
+        if service.image is not None and config.environment.docker_image is None:
+            changes["docker_image"] = service.image
+        config = config.model_copy(update={"environment": config.environment.model_copy(update=changes)})
+    if own.is_file():
+        recipe = adjust(dockerfile.parse(own))
+        if SETUP in own.read_text(encoding="utf-8"):
             script = environment / "none"  # the Dockerfile deals with it
-        image = recipe.image
+        steps = list(recipe.steps)
+        if config.environment.workdir:
+            recipe = replace(recipe, settings=replace(recipe.settings, workdir=config.environment.workdir))
+            steps.append(Folder(recipe.workdir, recipe.settings.user))
     else:
-        workdir, image = config.environment.workdir or dockerfile.DEFAULT_WORKDIR, None
-        files = sorted(path.name for path in environment.iterdir() if path.name != SETUP)
-        steps = [Copy(tuple(files), workdir.rstrip("/") + "/", whole=True)] if files else []
+        recipe = adjust(Recipe(None, Settings(config.environment.workdir or DEFAULT_WORKDIR), ()))
+        left_out = {SETUP, *COMPOSE_FILES}
+        files = sorted(path.name for path in environment.iterdir() if path.name not in left_out)
+        steps = list[Step]([Folder(recipe.workdir, recipe.settings.user)])
+        if files:
+            steps.append(Copy(tuple(files), recipe.workdir.rstrip("/") + "/", whole=True))
     if script.is_file():
         # The script itself is no part of the workspace.
-        run = Run("bash /tmp/.task-setup/setup.sh && rm -rf /tmp/.task-setup", workdir)
+        run = Run("bash /tmp/.task-setup/setup.sh && rm -rf /tmp/.task-setup", replace(recipe.settings, user=None))
         steps += [Copy((SETUP,), "/tmp/.task-setup/"), run]
-    return Recipe(image, workdir, tuple(steps))
+    return replace(recipe, steps=tuple(steps)), config

@@ -1,103 +1,74 @@
-"""What happens to a slot for a task: it is built, later verified, and in between the agent (or the solution) works in it.
+"""What happens in a built workspace: its health is awaited, the solution or an agent works in it, it is verified.
 
-Verification comes after the agent has finished: its processes are ended, tests are uploaded only then, and run with a
-clean environment. `shared` (Harbor's default) verifies where the agent worked; root in a slot owns that slot's shell,
-so a task that must hold against a hostile agent says `environment_mode = "separate"`: a fresh slot is built, only the
-artifacts are carried over, and nothing else the agent did counts.
+Verification comes after the agent has finished: its processes are ended (services stay reachable), tests are uploaded
+only then, and run with a clean environment. `shared` (Harbor's default) verifies where the agent worked; root in a slot
+owns that slot's shell, so a task that must hold against a hostile agent says `environment_mode = "separate"`: a fresh
+slot is built, only the artifacts are carried over, and nothing else the agent did counts.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
-import math
-import secrets
-import shlex
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from pathlib import Path
+from typing import Literal
 
 from atropos import wire
 from atropos.slots import Slot
+from atropos.slots.profile import PLAIN
 from atropos.slots.results import ExecResult
-from atropos.tasks.archive import packed_folder, unpack_steps
-from atropos.tasks.carry import PATH, TaskBroken, VerifierFailed, carry_in, carry_out, untar
-from atropos.tasks.dockerfile import DEFAULT_WORKDIR, Copy, Run
+from atropos.tasks.archive import packed_folder
+from atropos.tasks.build import build, enter, owner_of, profile_of
+from atropos.tasks.carry import TaskBroken, VerifierFailed, carry_in, carry_out, untar
 from atropos.tasks.folder import Task
+from atropos.tasks.recipe import PATH
+from atropos.tasks.reward import Verdict, read_verdict
+from atropos.tasks.services import end_processes
 
-REWARD_TEXT, REWARD_JSON = "/logs/verifier/reward.txt", "/logs/verifier/reward.json"
-MAX_REWARD_BYTES = 4096
-LOG_CHARS = 4000
-"""Tail of the verifier's output that is kept with the trajectory."""
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """A reward and what the verifier had to say.
-
-    Attributes:
-        reward: as written; by convention from 0 to 1.
-        metrics: all numbers of a reward.json.
-        seconds: of the verifier's own run.
-    """
-
-    reward: float
-    exit_code: int | None
-    log: str
-    seconds: float
-    metrics: dict[str, float] = field(default_factory=dict[str, float])
+__all__ = ["Verdict", "build", "clear", "enter", "healthy", "prepare_step", "solve", "verify"]
 
 
-async def build(slot: Slot, task: Task) -> None:
-    """Make the task's workspace in a fresh slot.
+async def healthy(slot: Slot, task: Task) -> None:
+    """Wait until the task's health check succeeds, where it has one.
 
     Raises:
-        TaskBroken: a step failed or took longer than `environment.build_timeout_sec`.
-        ConfigError: a file of the task can't be packed.
-        SandboxError: the infrastructure failed.
+        TaskBroken: it failed as often as it may.
     """
-    end = time.monotonic() + task.config.environment.build_timeout_sec
-    await _make_workdir(slot, task)
-    for step in task.recipe.steps:
-        if isinstance(step, Copy):
-            for where, archive in await asyncio.to_thread(_packed_step, task, step):
-                await untar(slot, where, archive)
-        else:
-            await _run_step(slot, task, step, end - time.monotonic())
-
-
-def _packed_step(task: Task, step: Copy) -> list[tuple[str, bytes]]:
-    return list(unpack_steps(task.path / "environment", step))
-
-
-async def _make_workdir(slot: Slot, task: Task) -> None:
-    """Commands start in /workspace, so another WORKDIR is made a name for it."""
-    workdir = task.recipe.workdir
-    if workdir in {DEFAULT_WORKDIR, "/"}:
+    check = (task.step.healthcheck if task.step is not None else None) or task.config.environment.healthcheck
+    if check is None:
         return
-    quoted = shlex.quote(workdir)
-    script = f"mkdir -p {DEFAULT_WORKDIR} && {{ [ {quoted} -ef {DEFAULT_WORKDIR} ] || {{ [ ! -e {quoted} ] && "
-    if workdir.startswith(DEFAULT_WORKDIR + "/"):
-        script = f"mkdir -p {quoted} && {{ {{ true"
-    else:
-        script += f'mkdir -p "$(dirname {quoted})" && ln -s {DEFAULT_WORKDIR} {quoted}'
-    result = await slot.exec(script + "; }; }", workdir="/", timeout_s=30)
-    if result.exit_code != 0:
-        raise TaskBroken(
-            f"{task.name}: the working folder {workdir} can't be had in a slot (it exists in the base, or its parent is "
-            f"read-only); use {DEFAULT_WORKDIR}. {result.output[-300:].strip()}"
-        )
+    started, failures, result = time.monotonic(), 0, None
+    while failures < check.retries:
+        result = await slot.exec(check.command, timeout_s=check.timeout_sec)
+        if result.exit_code == 0:
+            return
+        starting = time.monotonic() - started < check.start_period_sec
+        failures += not starting
+        await asyncio.sleep(check.start_interval_sec if starting else check.interval_sec)
+    output = "" if result is None else result.output[-300:].strip()
+    raise TaskBroken(f"{task.name}: environment.healthcheck failed {check.retries} times: {output}")
 
 
-async def _run_step(slot: Slot, task: Task, step: Run, seconds: float) -> None:
-    if seconds <= 0:
-        raise TaskBroken(f"{task.name}: set-up took too long: more than environment.build_timeout_sec")
-    result = await slot.exec(step.command, workdir=step.workdir, timeout_s=seconds)
-    if result.exit_code != 0:
-        why = "took too long" if result.timed_out else f"ended with {result.exit_code}"
-        limit = f" (limit: {result.limit})" if result.limit else ""
-        raise TaskBroken(f"{task.name}: set-up `{step.command:.100}` {why}{limit}: {result.output[-500:].strip()}")
+async def prepare_step(slot: Slot, task: Task) -> None:
+    """Copy a step's files into the workspace, run its setup.sh there, and wait for its health check.
+
+    Raises:
+        TaskBroken: the script or the health check failed.
+    """
+    slot.profile = PLAIN
+    workdir = task.recipe.workdir
+    if task.files is not None:
+        for archive in await asyncio.to_thread(packed_folder, task.files):
+            await untar(slot, workdir, archive)
+    await enter(slot, task)
+    if task.files is not None and (task.files / "setup.sh").is_file():
+        result = await slot.exec("bash ./setup.sh", timeout_s=task.config.environment.build_timeout_sec)
+        if result.exit_code != 0:
+            raise TaskBroken(
+                f"{task.name}: workdir/setup.sh ended with {result.exit_code}: {result.output[-500:].strip()}"
+            )
+    await healthy(slot, task)
 
 
 async def solve(slot: Slot, task: Task, *, timeout_s: float | None = None) -> ExecResult:
@@ -107,11 +78,26 @@ async def solve(slot: Slot, task: Task, *, timeout_s: float | None = None) -> Ex
         TaskBroken: it has none.
     """
     if task.solution is None:
-        raise TaskBroken(f"{task.name}: solution/solve.sh is missing")
-    for archive in packed_folder(task.path / "solution"):
-        await untar(slot, "/solution", archive)
-    limit = timeout_s or task.config.agent.timeout_sec
-    return await slot.exec("bash /solution/solve.sh", workdir=_cwd(task), env=task.config.solution.env, timeout_s=limit)
+        raise TaskBroken(f"{task.name}: solution/{task.solution_script} is missing")
+    profile, slot.profile = slot.profile, PLAIN
+    try:
+        await _upload(slot, task.solution, "/solution")
+        script = f"/solution/{task.solution_script}"
+        await slot.exec(
+            f"mkdir -p -m 777 /logs/agent; chmod 777 /logs/agent; chmod -R a+rX /solution; chmod +x {script}"
+        )
+    finally:
+        slot.profile = profile
+    env = {"DEBIAN_FRONTEND": "noninteractive", **task.filled(task.config.solution.env)}
+    return await slot.exec(script, env=env, timeout_s=timeout_s or task.config.agent.timeout_sec)
+
+
+async def _upload(slot: Slot, source: Path, where: str) -> None:
+    if source.is_dir():
+        for archive in await asyncio.to_thread(packed_folder, source):
+            await untar(slot, where, archive)
+    else:
+        await slot.write_file(f"{where}/{source.name}", await asyncio.to_thread(source.read_bytes), 0o755)
 
 
 async def verify(
@@ -133,24 +119,56 @@ async def verify(
         VerifierFailed: no reward could be read.
         SandboxError: the infrastructure failed.
     """
-    chosen = task.config.verifier.environment_mode if mode == "task" else mode
-    await slot.quiesce()
+    chosen = task.config.verifier.mode if mode == "task" else mode
+    await _collect(slot, task)
+    slot.profile = PLAIN
     if chosen == "separate":
         if fresh is None:
             raise ValueError("a separate verifier needs `fresh`")
-        carried = [(path, await carry_out(slot, path)) for path in task.artifacts]
+        await slot.quiesce()
+        paths = [artifact.source for artifact in task.artifacts]
+        carried = [(path, await carry_out(slot, path)) for path in paths]
         slot = await fresh()
+        slot.profile = PLAIN
         for path, artifact in carried:
             await carry_in(slot, path, artifact)
+    else:
+        await end_processes(slot, task)
     return await _judge(slot, task)
 
 
+async def clear(slot: Slot, task: Task) -> None:
+    """Remove what a step's tests and solution left, so that nothing of them is visible in the next one.
+
+    Raises:
+        VerifierFailed: it can't be removed.
+    """
+    slot.profile = PLAIN
+    script = "rm -rf /tests /solution /logs/verifier /logs/agent"
+    result = await slot.exec(script, workdir="/", env={"PATH": PATH}, clean_env=True, timeout_s=60)
+    if result.exit_code != 0:
+        raise VerifierFailed(f"{task.name}: its tests can't be removed: {result.output[-300:].strip()}")
+
+
+async def _collect(slot: Slot, task: Task) -> None:
+    for hook in task.config.verifier.collect:
+        slot.profile = PLAIN
+        if hook.user is not None:
+            settings = task.agent_settings
+            slot.profile = await profile_of(slot, task, type(settings)(settings.workdir, settings.env, str(hook.user)))
+        result = await slot.exec(hook.command, workdir=task.recipe.workdir, timeout_s=hook.timeout_sec)
+        if result.exit_code != 0:
+            raise VerifierFailed(
+                f"{task.name}: verifier.collect: `{hook.command:.100}` ended with {result.exit_code}: {result.output[-300:].strip()}"
+            )
+
+
 async def _judge(slot: Slot, task: Task) -> Verdict:
-    home = f"/tmp/.verifier-{secrets.token_hex(8)}"
+    profile = await profile_of(slot, task, task.verifier_settings)
     # links and files where folders belong would send the tests, or the reward, to a place of the agent's choice
     plain = "for d in /logs /tmp; do if [ -L $d ] || [ ! -d $d ]; then rm -f $d && mkdir -m 1777 $d; fi; done"
     clean = await slot.exec(
-        f"{plain} && rm -rf /tests /logs/verifier && mkdir -p /logs/verifier /tests && chmod 700 /tests && mkdir {home}",
+        f"{plain} && chmod a+rx /logs && rm -rf /tests /logs/verifier && mkdir -p /logs/verifier /tests && chmod 700 /tests",
         workdir="/",
         env={"PATH": PATH},
         clean_env=True,
@@ -159,70 +177,27 @@ async def _judge(slot: Slot, task: Task) -> Verdict:
     if clean.exit_code != 0:
         raise VerifierFailed(f"{task.name}: the place for the tests can't be made: {clean.output[-300:].strip()}")
     try:
-        for archive in packed_folder(task.path / "tests"):
-            await untar(slot, "/tests", archive)
+        for source in task.tests:
+            await _upload(slot, source, "/tests")
     except OSError as error:  # a full disk, above all
         raise VerifierFailed(f"{task.name}: the tests can't be uploaded: {error}") from None
-    # What the agent left in its home folder or in user-wide Python and git settings must not run here.
+    script = f"/tests/{task.test_script}"
+    owner = "" if profile.user is None else f"chown -R {owner_of(profile.user)} /tests /logs/verifier && "
+    await slot.exec(f"{owner}chmod +x {script}", workdir="/", env={"PATH": PATH}, clean_env=True, timeout_s=60)
+    # User-wide Python and git settings that the agent left must not run here.
     environment = {
         "PATH": PATH,
-        "HOME": home,
-        "PYTHONNOUSERSITE": "1",
         "PYTHONDONTWRITEBYTECODE": "1",
         "GIT_CONFIG_NOSYSTEM": "1",
-        **task.config.verifier.env,
+        **({"PYTHONNOUSERSITE": "1"} if profile.user is None else {}),
+        **profile.identity,
+        **profile.env,
     }
-    result = await slot.exec(
-        "bash /tests/test.sh",
-        workdir=_cwd(task),
-        env=environment,
-        clean_env=True,
-        timeout_s=task.config.verifier.timeout_sec,
+    operation = profile.applied(
+        wire.Exec(command=script, env=environment, clean_env=True, timeout_s=task.config.verifier.timeout_sec)
     )
+    result = ExecResult.of(await slot.run(operation))
     await slot.quiesce()
     if result.timed_out:
-        raise VerifierFailed(f"{task.name}: tests/test.sh took longer than {task.config.verifier.timeout_sec:g} s")
-    reward, metrics = await _reward(slot, task, result)
-    return Verdict(reward, result.exit_code, result.output[-LOG_CHARS:], result.duration_s, metrics)
-
-
-async def _reward(slot: Slot, task: Task, result: ExecResult) -> tuple[float, dict[str, float]]:
-    """The reward as Harbor has it: reward.txt holds one number, or reward.json numbers by name."""
-    for path in (REWARD_TEXT, REWARD_JSON):
-        answer = await slot.run(wire.ReadFile(path=path, max_bytes=MAX_REWARD_BYTES))
-        if isinstance(answer, wire.OpError):
-            continue
-        assert isinstance(answer, wire.FileResult)
-        text = answer.data.decode("utf-8", errors="replace").strip()
-        try:
-            if answer.size > MAX_REWARD_BYTES:
-                raise ValueError(f"{answer.size} bytes")
-            metrics = _numbers(json.loads(text)) if path == REWARD_JSON else {"reward": _number(text)}
-        except ValueError as error:
-            raise VerifierFailed(f"{task.name}: {path} holds no reward: {error}") from None
-        return metrics.get("reward", next(iter(metrics.values()))), metrics
-    killed = f", limit {result.limit}" if result.limit else ""
-    raise VerifierFailed(
-        f"{task.name}: tests/test.sh wrote no {REWARD_TEXT} (exit code {result.exit_code}{killed}): "
-        f"{result.output[-500:].strip()}"
-    )
-
-
-def _number(value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float | str):
-        raise ValueError(f"{value!r:.100} is not a number")  # noqa: TRY004 (what was read is wrong, not a type here)
-    number = float(value)
-    if not math.isfinite(number):
-        raise ValueError(f"{value!r:.100} is not finite")
-    return number
-
-
-def _numbers(value: Any) -> dict[str, float]:
-    if not isinstance(value, dict) or not value:
-        raise ValueError("it is not an object of numbers")
-    named: dict[Any, Any] = value
-    return {str(key): _number(number) for key, number in named.items()}
-
-
-def _cwd(task: Task) -> str:
-    return task.recipe.workdir
+        raise VerifierFailed(f"{task.name}: {script} took longer than {task.config.verifier.timeout_sec:g} s")
+    return await read_verdict(slot, task, result)

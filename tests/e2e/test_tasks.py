@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from atropos import wire
+from atropos.errors import ConfigError
 from atropos.slots import SlotPool, SlotPoolConfig
 from atropos.tasks import workspace
 from atropos.tasks.carry import TaskBroken, VerifierFailed
@@ -42,7 +44,12 @@ class Attempt:
         if self.slot is not None:
             await self.slot.release()
         self.slot = await self.pool.acquire(self.task.name)
-        await workspace.build(self.slot, self.task)
+        self.slot = await workspace.build(self.slot, self.task, fresh=self.empty)
+        return self.slot
+
+    async def empty(self):
+        await self.slot.release()
+        self.slot = await self.pool.acquire(self.task.name)
         return self.slot
 
     async def verify(self, mode="task"):
@@ -105,10 +112,218 @@ async def test_set_up_follows_the_dockerfile(pool, tmp_path):
     async with working_on(pool, task) as run:
         result = await run.slot.exec("pwd; cat /app/where data/given.txt; ls -A; find /opt/sub -type f")
         lines = result.output.split()
-        assert lines[0] == "/workspace"
+        assert lines[:2] == ["/app", "/app"]
         assert lines[2] == "given"
         assert "/opt/sub/deep/x.txt" in lines
-        assert (await run.slot.exec("[ /app -ef /workspace ] && [ ! -e Dockerfile ]")).exit_code == 0
+        assert (await run.slot.exec("[ ! -L /app ] && [ ! -e Dockerfile ]")).exit_code == 0
+
+
+RECIPES = {
+    "a file onto a folder": ("FROM debian\nWORKDIR /app\nCOPY given.txt /app\n", "cat /app/given.txt", "given"),
+    "a file under another name": ("FROM debian\nCOPY given.txt /srv/x\n", "cat /srv/x; pwd", "given\n/"),
+    "a folder that exists": (
+        "FROM debian\nWORKDIR /root\n",
+        "pwd; python3 -c 'import os; print(os.getcwd())'",
+        "/root\n/root",
+    ),
+    "folders in between": (
+        "FROM debian\nWORKDIR /build\nRUN pwd > a\nWORKDIR /app\n",
+        "cat /build/a; pwd",
+        "/build\n/app",
+    ),
+    "variables": (
+        "FROM debian\nARG WHO=me\nENV GREETING=hello DEBIAN_FRONTEND=noninteractive\nWORKDIR /app\nRUN echo $GREETING $WHO > said\n",
+        "cat said; echo $GREETING ${WHO:-nobody} $DEBIAN_FRONTEND",
+        "hello me\nhello nobody noninteractive",
+    ),
+    "a user": (
+        (
+            "FROM debian\nRUN useradd -m dev && groupadd crew\nUSER dev:crew\nWORKDIR /home/dev/app\nRUN id -un > who\n"
+            "COPY --chown=dev given.txt mine\nCOPY given.txt roots\n"
+        ),
+        "id -un; id -gn; cat who; echo $HOME $USER; stat -c %U:%G . mine roots; touch here",
+        "dev\ncrew\ndev\n/home/dev dev\ndev:crew\ndev:dev\nroot:root",
+    ),
+    "a user by number": (
+        "FROM debian\nWORKDIR /app\nRUN chmod 777 .\nUSER 4321\n",
+        "id -u; touch x; stat -c %u x",
+        "4321\n4321",
+    ),
+    "another shell": ('FROM debian\nSHELL ["/bin/bash", "-c"]\nWORKDIR /app\nRUN echo {1..3} > x\n', "cat x", "1 2 3"),
+    "here-documents": (
+        (
+            "FROM debian\nWORKDIR /app\nRUN <<EOF\necho one > x\necho two >> x\nEOF\nRUN cat <<END >> x\nthree\nEND\n"
+            "COPY --chmod=755 <<run /app/run\n#!/bin/sh\necho four\nrun\n"
+        ),
+        "cat x; ./run",
+        "one\ntwo\nthree\nfour",
+    ),
+    "stages": (
+        (
+            "FROM debian AS build\nENV OUT=/out\nWORKDIR /src\nCOPY given.txt .\n"
+            "RUN mkdir -p $OUT/deep && cp given.txt $OUT/one && ln -s one $OUT/link && touch $OUT/deep/x\n"
+            "FROM debian AS other\nCOPY --from=build /out/one /copied\nFROM debian\nRUN useradd dev\nWORKDIR /app\n"
+            "COPY --from=build --chown=dev:dev /out/ ./out/\nCOPY --from=other /copied /app/named\nCOPY --from=build /out/o* /app\n"
+        ),
+        "cat named one; ls out; stat -c %U out/one; readlink out/link; ls -d /src /out 2>&1 | wc -l",
+        "given\ngiven\ndeep\nlink\none\ndev\none\n2",
+    ),
+    "mounts": (
+        "FROM debian\nWORKDIR /app\nRUN --mount=type=bind,source=given.txt,target=in --mount=type=cache,target=/c cat in > out; touch /c/x\n",
+        "cat out; ls /app /c",
+        "given\n/app:\nout\n\n/c:",
+    ),
+}
+
+
+@pytest.mark.asyncio(loop_scope="module")
+@pytest.mark.parametrize("name", RECIPES)
+async def test_a_dockerfile_makes_the_workspace_that_docker_would(pool, tmp_path, name):
+    dockerfile, look, seen = RECIPES[name]
+    async with working_on(pool, make_task(tmp_path, dockerfile=dockerfile)) as run:
+        assert (await run.slot.exec(look)).output.strip() == seen
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_files_and_sessions_start_in_the_tasks_folder_too(pool, tmp_path):
+    task = make_task(tmp_path, dockerfile="FROM debian\nENV A=b\nWORKDIR /app\nCOPY given.txt .\n")
+    async with working_on(pool, task) as run:
+        assert await run.slot.read_file("given.txt") == b"given\n"
+        await run.slot.write_file("sub/new.txt", "x")
+        assert (await run.slot.exec("cat /app/sub/new.txt")).output == "x"
+        started = await run.slot.run(wire.ProcStart(command="pwd; echo $A"))
+        seen = await run.slot.run(wire.ProcRead(id=started.id, wait_s=10))
+        assert seen.output == b"/app\nb\n"
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_the_verifier_has_the_tasks_variables_user_and_home(pool, tmp_path):
+    task = make_task(
+        tmp_path,
+        dockerfile="FROM debian\nRUN useradd -m dev\nENV FROM_IMAGE=1\nWORKDIR /app\nRUN chown dev .\nUSER dev\n",
+        toml='[environment.env]\nFROM_TASK = "2"\n[verifier.env]\nFROM_TESTS = "3"\n',
+        test="#!/usr/bin/env python3\nimport os, pathlib, getpass\n"
+        'e = os.environ\nok = pathlib.Path.home().joinpath("made").exists() and getpass.getuser() == "dev"\n'
+        'ok = ok and os.getuid() != 0 and (e["FROM_IMAGE"], e["FROM_TASK"], e["FROM_TESTS"]) == ("1", "2", "3")\n'
+        'pathlib.Path("/logs/verifier/reward.txt").write_text(str(float(ok and os.getcwd() == "/app")))\n',
+        files={"solution/solve.sh": "touch ~/made; [ $FROM_TASK = 2 ] && [ -z $FROM_TESTS ]"},
+    )
+    async with working_on(pool, task) as run:
+        assert (await workspace.solve(run.slot, task)).exit_code == 0
+        assert (await run.verify()).reward == 1.0
+
+
+SERVICE = """nohup python3 -m http.server 8123 >/dev/null 2>&1 &
+(exec -a a-mere-loop sleep 1000) & (exec -a a-mere-loop sleep 1000) &
+for i in $(seq 100); do python3 -c 'import socket; socket.create_connection(("127.0.0.1", 8123))' 2>/dev/null && break; sleep 0.05; done
+"""
+
+
+@pytest.mark.asyncio(loop_scope="module")
+@pytest.mark.parametrize(("keep", "server", "loops"), [(None, 1, 0), ("true", 1, 2), ("false", 0, 0)])
+async def test_services_stay_for_the_tests_and_other_processes_end(pool, tmp_path, caplog, keep, server, loops):
+    test = """
+    up=$(python3 -c 'import urllib.request as u; u.urlopen("http://127.0.0.1:8123/"); print(1)' 2>/dev/null || echo 0)
+    echo "{\\"server\\": $up, \\"loops\\": $(pgrep -fc '^a-mere-loop')}" > /logs/verifier/reward.json
+    """
+    task = make_task(tmp_path, test=test, toml="" if keep is None else f"[verifier]\nkeep_processes = {keep}\n")
+    caplog.set_level("INFO", logger="atropos.tasks")
+    async with working_on(pool, task) as run:
+        await run.slot.exec(SERVICE)
+        assert (await run.verify("shared")).metrics == {"server": server, "loops": loops}
+        assert ("ended before verification" in caplog.text) == (keep != "true")
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_a_health_check_is_awaited_and_its_failure_is_the_tasks(pool, tmp_path):
+    toml = '[environment.healthcheck]\ncommand = "date >> tries; [ $(wc -l < tries) -ge {} ]"\ninterval_sec = 0.01\nretries = 3\n'
+    async with working_on(pool, task := make_task(tmp_path, toml=toml.format(3))) as run:
+        await workspace.healthy(run.slot, task)
+    async with working_on(pool, task := make_task(tmp_path, toml=toml.format(4))) as run:
+        with pytest.raises(TaskBroken, match="healthcheck failed 3 times"):
+            await workspace.healthy(run.slot, task)
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_what_a_hook_collects_reaches_a_separate_verifier(pool, tmp_path):
+    task = make_task(
+        tmp_path,
+        test="cat /logs/artifacts/state && echo 1 > /logs/verifier/reward.txt",
+        toml='[verifier]\nenvironment_mode = "separate"\n[[verifier.collect]]\n'
+        'command = "mkdir -p /logs/artifacts; cp /etc/made /logs/artifacts/state"\n',
+    )
+    async with working_on(pool, task) as run:
+        await run.slot.exec("echo x > /etc/made")
+        assert (await run.verify()).reward == 1.0
+    async with working_on(pool, task) as run:
+        with pytest.raises(VerifierFailed, match=r"verifier\.collect.*ended with 1"):
+            await run.verify()
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_steps_follow_each_other_in_one_workspace(pool, tmp_path):
+    count = "wc -l < log > /logs/verifier/reward.txt"
+    task = make_task(
+        tmp_path,
+        toml="[[steps]]\nname = 'one'\n[[steps]]\nname = 'two'\n",
+        files={
+            "steps/one/instruction.md": "One.",
+            "steps/one/solution/solve.sh": "echo x >> log",
+            "tests/test.sh": count,
+            "tests/shared.txt": "",
+            "steps/two/instruction.md": "Two.",
+            "steps/two/workdir/setup.sh": "echo set >> log",
+            "steps/two/workdir/data.txt": "d",
+            "steps/two/solution/solve.sh": "cat data.txt >> log; echo >> log",
+            "steps/two/tests/test.sh": f"[ -e /tests/shared.txt ] && {count}",
+        },
+    )
+    async with working_on(pool, task) as run:
+        for step, reward in zip(task.steps, (1.0, 3.0), strict=True):
+            await workspace.prepare_step(run.slot, step)
+            assert (
+                await run.slot.exec("ls -A /tests /logs/verifier /solution 2>/dev/null | grep -v :$")
+            ).output.strip() == ""
+            assert (await workspace.solve(run.slot, step)).exit_code == 0
+            assert (await workspace.verify(run.slot, step)).reward == reward
+            await workspace.clear(run.slot, step)
+
+
+def make_old_task(root, *, test, parser="pytest"):
+    for name, text in {
+        "task.yaml": f"instruction: |-\n  Do it.\ndifficulty: easy\nparser_name: {parser}\nmax_test_timeout_sec: 20\n",
+        "Dockerfile": "FROM ghcr.io/laude-institute/t-bench/ubuntu-24-04:20250624\nWORKDIR /app\n",
+        "docker-compose.yaml": "services:\n  client:\n    build: {dockerfile: Dockerfile}\n    image: ${T_BENCH_TASK_DOCKER_CLIENT_IMAGE_NAME}\n"
+        "    container_name: ${T_BENCH_TASK_DOCKER_CLIENT_CONTAINER_NAME}\n    command: [sh, -c, sleep infinity]\n"
+        "    environment:\n      - TEST_DIR=${T_BENCH_TEST_DIR}\n    volumes:\n      - ${T_BENCH_TASK_LOGS_PATH}:${T_BENCH_CONTAINER_LOGS_PATH}\n",
+        "solution.sh": "#!/bin/bash\necho hi > hello.txt\n",
+        "run-tests.sh": "#!/bin/bash\npython3 $TEST_DIR/test_outputs.py\n",
+        "tests/test_outputs.py": test,
+    }.items():
+        (root / "old" / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / "old" / name).write_text(text)
+    return load_task(root / "old")
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_a_terminal_bench_1_folder_is_scored_by_its_pytest_summary(pool, tmp_path):
+    test = """import os
+word = "PASSED" if os.path.exists("/app/hello.txt") else "FAILED"
+print("=========== short test summary info ============")
+print(f"PASSED test_outputs.py::test_one\\nSKIPPED [1] x.py\\n{word} test_outputs.py::test_two - assert")
+"""
+    task = make_old_task(tmp_path, test=test)
+    assert (task.config.verifier.timeout_sec, task.config.metadata["difficulty"]) == (20, "easy")
+    async with working_on(pool, task) as run:
+        assert (await run.verify()).reward == 0.0
+    async with working_on(pool, task) as run:
+        await workspace.solve(run.slot, task)
+        assert (await run.verify()).metrics == {"reward": 1.0, "tests": 3.0, "passed": 3.0}
+    async with working_on(pool, make_old_task(tmp_path, test="print('no summary')")) as run:
+        with pytest.raises(VerifierFailed, match="no pytest summary"):
+            await run.verify()
+    with pytest.raises(ConfigError, match="parser_name: 'mlebench'"):
+        make_old_task(tmp_path, test="", parser="mlebench")
 
 
 @pytest.mark.asyncio(loop_scope="module")
@@ -151,7 +366,7 @@ async def test_rewards_are_read_as_written(pool, tmp_path):
     for test, reward in (
         ("echo 0.25 > /logs/verifier/reward.txt; exit 7", 0.25),
         ("printf ' 1e-1 \\n' > /logs/verifier/reward.txt", 0.1),
-        ('echo \'{"reward": 0.5, "style": 1}\' > /logs/verifier/reward.json', 0.5),
+        ('echo \'{"reward": 0.5, "style": 1}\' > /logs/verifier/reward.json; echo 0 > /logs/verifier/reward.txt', 0.5),
         ("echo '{\"accuracy\": 0.75}' > /logs/verifier/reward.json", 0.75),
     ):
         async with working_on(pool, make_task(tmp_path, test=test)) as run:

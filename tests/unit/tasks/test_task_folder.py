@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 
 from atropos.errors import ConfigError
-from atropos.tasks.archive import pack, unpack_steps
-from atropos.tasks.dockerfile import Copy, Run
-from atropos.tasks.folder import load_task, load_tasks
+from atropos.tasks.archive import Context, pack, unpack_steps
+from atropos.tasks.folder import load_task, load_tasks, read_tasks
+from atropos.tasks.limits import Room, fit, needed
+from atropos.tasks.recipe import PATH, Copy, Folder, Run, Settings
 
 EXAMPLES = Path(__file__).resolve().parents[3] / "examples" / "tasks"
 
@@ -32,7 +33,7 @@ def folder(tmp_path):
 
 def unpacked(folder, step):
     found = {}
-    for where, data in unpack_steps(folder / "environment", step):
+    for where, _, data in unpack_steps(Context.of(folder / "environment"), step):
         with tarfile.open(fileobj=io.BytesIO(data)) as archive:
             for member in archive:
                 content = archive.extractfile(member).read().decode() if member.isfile() else member.linkname
@@ -49,14 +50,16 @@ def test_every_example_task_is_complete():
     assert len(categories) >= 10
     for task in tasks:
         assert task.solution is not None, task.name
-        assert task.unmet(memory_mib=1024, disk_mib=512, cpus=None, images=()) == []
+        found = fit(task, Room(memory_mib=1024, disk_mib=512), images=())
+        assert (found.refused, found.clamped, task.warnings) == ((), (), ())
     assert len({task.instruction for task in tasks}) == len(tasks)
 
 
 def test_files_land_in_the_workspace_with_their_modes(folder):
     (folder / "environment/link").symlink_to("a.txt")
     task = load_task(folder)
-    (step,) = task.recipe.steps
+    start, step = task.recipe.steps
+    assert start == Folder("/workspace")
     assert unpacked(folder, step) == {
         "/workspace/a.txt": (0o644, 0, "a"),
         "/workspace/link": (0o755, 0, "a.txt"),
@@ -68,11 +71,11 @@ def test_files_land_in_the_workspace_with_their_modes(folder):
 def test_setup_runs_in_the_workspace_and_is_no_part_of_it(folder):
     (folder / "environment/setup.sh").write_text("touch made")
     task = load_task(folder)
-    files, script, run = task.recipe.steps
+    _, files, script, run = task.recipe.steps
     assert "/workspace/setup.sh" not in unpacked(folder, files)
     assert list(unpacked(folder, script)) == ["/tmp/.task-setup/setup.sh"]
     assert isinstance(run, Run)
-    assert run.workdir == "/workspace"
+    assert run.settings.workdir == "/workspace"
 
 
 def test_dockerfile_is_honoured(folder):
@@ -82,49 +85,169 @@ def test_dockerfile_is_honoured(folder):
     )
     recipe = load_task(folder).recipe
     assert (recipe.image, recipe.workdir) == ("debian:trixie", "/app/src")
+    there = Settings("/app/src")
     assert recipe.steps == (
+        Folder("/app"),
+        Folder("/app/src"),
         Copy(("a.txt",), "/etc/x.conf"),
         Copy(("sub/",), "/app/src/tools/"),
         Copy(("a.txt",), "/app/src/keys/", 0o600),
-        Run("echo 1 &&     echo 2", "/app/src"),
-        Run("touch 'a b'", "/app/src"),
+        Run("/bin/sh -c 'echo 1 &&     echo 2'", there),
+        Run("exec touch 'a b'", there),
     )
-    assert unpacked(folder, recipe.steps[0]) == {"/etc/x.conf": (0o644, 0, "a")}
-    assert unpacked(folder, recipe.steps[1]) == {"/app/src/tools/b.sh": (0o755, 0, "b")}
-    assert unpacked(folder, recipe.steps[2]) == {"/app/src/keys/a.txt": (0o600, 0, "a")}
+    assert recipe.facts.cmd == "bash"
+    assert unpacked(folder, recipe.steps[2]) == {"/etc/x.conf": (0o644, 0, "a")}
+    assert unpacked(folder, recipe.steps[3]) == {"/app/src/tools/b.sh": (0o755, 0, "b")}
+    assert unpacked(folder, recipe.steps[4]) == {"/app/src/keys/a.txt": (0o600, 0, "a")}
 
 
 def test_setup_follows_a_dockerfile_that_leaves_it_alone(folder):
     (folder / "environment/setup.sh").write_text("touch made")
     (folder / "environment/Dockerfile").write_text("FROM a\nWORKDIR /app\nCOPY a.txt .\n")
-    copy, _, run = load_task(folder).recipe.steps
+    _, copy, _, run = load_task(folder).recipe.steps
     assert copy == Copy(("a.txt",), "/app/")
-    assert run.workdir == "/app"
+    assert run.settings.workdir == "/app"
     (folder / "environment/Dockerfile").write_text("FROM a\nCOPY setup.sh /\nRUN bash /setup.sh\n")
-    assert load_task(folder).recipe.steps == (Copy(("setup.sh",), "/"), Run("bash /setup.sh", "/"))
+    assert load_task(folder).recipe.steps == (Copy(("setup.sh",), "/"), Run("/bin/sh -c 'bash /setup.sh'"))
+
+
+def recipe_of(folder, text):
+    (folder / "environment/Dockerfile").write_text(text)
+    return load_task(folder).recipe
+
+
+def test_variables_are_replaced_as_the_reference_says(folder):
+    recipe = recipe_of(
+        folder,
+        "ARG BASE=debian\nARG VERSION=12\nFROM ${BASE}:${VERSION}\nARG VERSION\nARG NAME=x PLACE=/srv\n"
+        "ENV HOME_OF=$PLACE/${NAME:-none} PATH=/opt/bin:$PATH\nENV OLD style here\nENV NAME=won\n"
+        "WORKDIR $HOME_OF\nCOPY ${MISSING:-a}.txt '$literal'/\nRUN echo $NAME\n",
+    )
+    assert recipe.image == "debian:12"
+    env = {"HOME_OF": "/srv/x", "PATH": f"/opt/bin:{PATH}", "OLD": "style here", "NAME": "won"}
+    assert recipe.settings == Settings("/srv/x", env)
+    start, copy, run = recipe.steps
+    assert start == Folder("/srv/x")
+    assert copy == Copy(("a.txt",), "/srv/x/$literal/")
+    assert run == Run("/bin/sh -c 'echo $NAME'", Settings("/srv/x", {"VERSION": "12", "PLACE": "/srv", **env}))
+
+
+def test_users_shells_and_facts_are_kept(folder):
+    recipe = recipe_of(
+        folder,
+        'FROM debian\nSHELL ["/bin/bash", "-eo", "pipefail", "-c"]\nRUN a | b\nUSER dev:staff\nWORKDIR /home/dev/app\n'
+        'RUN id\nUSER root\nRUN id\nEXPOSE 80 443/tcp\nLABEL a=1 "b c"=2\nVOLUME /data\nSTOPSIGNAL INT\n'
+        'HEALTHCHECK --interval=5s CMD curl -f localhost\nENTRYPOINT ["/go", "on"]\nCMD run it\nUSER dev\n',
+    )
+    piped, start, as_dev, as_root, data = recipe.steps
+    assert piped == Run("/bin/bash -eo pipefail -c 'a | b'")
+    assert start == Folder("/home/dev/app", "dev:staff")
+    assert as_dev.settings == Settings("/home/dev/app", {}, "dev:staff")
+    assert as_root.settings.user is None
+    assert data == Folder("/data")
+    assert recipe.settings.user == "dev"
+    facts = recipe.facts
+    assert (facts.cmd, facts.entrypoint, facts.stop_signal) == ("run it", "/go on", "INT")
+    assert (facts.exposed, facts.volumes, facts.healthcheck) == (("80", "443/tcp"), ("/data",), "curl -f localhost")
+    assert facts.labels == {"a": "1", "b c": "2"}
+
+
+def test_here_documents_are_scripts_and_files(folder):
+    recipe = recipe_of(
+        folder,
+        "FROM debian\nENV WHO=me\nRUN <<EOF\necho one\necho two\nEOF\nRUN python3 - <<'PY'\nprint(1)\nPY\n"
+        "COPY <<conf <<-'raw' /etc/my/\nuser=$WHO\nconf\n\tkept=$WHO\nraw\n",
+    )
+    script, piped, copy = recipe.steps
+    assert script.command == "/bin/sh -c 'echo one\necho two\n'"
+    assert piped.command == "/bin/sh -c 'python3 - <<'\"'\"'PY'\"'\"'\nprint(1)\nPY'"
+    assert unpacked(folder, copy) == {
+        "/etc/my/conf": (0o644, 0, "user=me\n"),
+        "/etc/my/raw": (0o644, 0, "kept=$WHO\n"),
+    }
+
+
+def test_stages_that_are_copied_from_are_kept_and_others_dropped(folder):
+    recipe = recipe_of(
+        folder,
+        "FROM debian AS base\nENV A=1\nRUN base\nFROM base AS build\nRUN build\nFROM debian AS unused\nRUN unused\n"
+        "FROM base\nCOPY --from=build --chown=1000 /out/* /opt/\nCOPY --from=1 /x /y\n",
+    )
+    (build,) = recipe.stages
+    assert (build.index, [step.command for step in build.steps]) == (1, ["/bin/sh -c base", "/bin/sh -c build"])
+    base, first, second = recipe.steps
+    assert base.command == "/bin/sh -c base"
+    assert (recipe.settings.env, recipe.image) == ({"A": "1"}, "debian")
+    assert first == Copy(("out/*",), "/opt/", stage=1, owner="1000")
+    assert second == Copy(("x",), "/y", stage=1)
+
+
+def test_the_ignore_file_and_exclusions_leave_files_behind(folder):
+    for name in ("b.log", "keep.log", "sub/c.log", "secret/key"):
+        (folder / "environment" / name).parent.mkdir(exist_ok=True)
+        (folder / "environment" / name).write_text("x")
+    (folder / "environment/.dockerignore").write_text(
+        "# no logs\n**/*.log\n!keep.log\nsecret\nDockerfile\n.dockerignore\n"
+    )
+    recipe = recipe_of(
+        folder, "FROM debian\nCOPY . /all/\nCOPY --exclude=sub/b.* sub /some/\nCOPY *.txt *.log /found/\n"
+    )
+    every, some, found = recipe.steps
+    assert sorted(unpacked(folder, every)) == ["/all/a.txt", "/all/keep.log", "/all/sub", "/all/sub/b.sh"]
+    assert unpacked(folder, some) == {}
+    assert sorted(unpacked(folder, found)) == ["/found/a.txt", "/found/keep.log"]
+    with pytest.raises(ConfigError, match=r"b\.log: is left out by \.dockerignore"):
+        recipe_of(folder, "FROM debian\nCOPY b.log /\n")
+
+
+def test_an_archive_that_is_added_is_unpacked(folder):
+    with tarfile.open(folder / "environment/x.tar.gz", "w:gz") as archive:
+        archive.add(folder / "environment/a.txt", "a.txt")
+    place, unpack, plain = recipe_of(folder, "FROM debian\nADD x.tar.gz a.txt /opt/it/\n").steps
+    assert place.sources == ("x.tar.gz",)
+    assert "tar -xf" in unpack.command
+    assert plain == Copy(("a.txt",), "/opt/it/")
+
+
+def test_mounts_are_there_for_one_command(folder):
+    steps = recipe_of(
+        folder,
+        "FROM debian\nWORKDIR /app\n"
+        "RUN --mount=type=cache,target=/root/.cache --mount=type=bind,source=a.txt,target=in.txt cat in.txt\n",
+    ).steps
+    assert steps[1] == Copy(("a.txt",), "/app/in.txt")
+    assert steps[2].emptied == ("/root/.cache", "/app/in.txt")
 
 
 @pytest.mark.parametrize(
     ("line", "named"),
     [
-        ("FROM a\nFROM b", ":2: FROM"),
-        ("FROM a AS b", "FROM a AS b"),
-        ("FROM a\nADD http://x /y", "ADD"),
-        ("FROM a\nENV A=1", "ENV"),
-        ("FROM a\nUSER bob", "USER"),
-        ("FROM a\nENTRYPOINT x", "ENTRYPOINT"),
-        ("FROM a\nVOLUME /x", "VOLUME"),
-        ("FROM a\nARG V", "ARG"),
-        ("FROM a\nCOPY --from=b x y", "--from"),
+        ("FROM scratch", ":1: FROM scratch"),
+        ("FROM a b", ":1: FROM a b"),
+        ("FROM --platform=linux/arm64 a", "--platform=linux/arm64"),
+        ("FROM a\nADD http://x /y", ":2: ADD of an address"),
+        ("FROM a\nADD --checksum=sha256:0 x /y", "--checksum"),
+        ("FROM a\nENV A", "ENV must have two arguments"),
+        ("FROM a\nUSER", "USER needs exactly one value"),
+        ("FROM a\nSHELL bash -c", "SHELL needs the JSON form"),
+        ("FROM a\nONBUILD RUN x", "ONBUILD"),
+        ("ENV A=1\nFROM a", "before the first FROM"),
+        ("FROM a\nCOPY --from=b x y", "--from=b"),
+        ("FROM a\nCOPY --parents x y", "--parents"),
+        ("FROM a\nCOPY --frob x y", "--frob"),
+        ("FROM a\nCOPY --chmod=u+x a.txt y", "--chmod=u+x"),
         ("FROM a\nCOPY missing.txt /x", "missing.txt"),
         ("FROM a\nCOPY ../x /x", "../x"),
         ("FROM a\nCOPY x", "a source and a target"),
-        ("FROM a\nRUN --mount=type=cache x", "--mount"),
-        ("FROM a\nRUN <<EOF\nx\nEOF", "here-document"),
-        ("FROM a\nWORKDIR $HOME", "$HOME"),
+        ("FROM a\nRUN --mount=type=secret,id=x x", "--mount=type=secret"),
+        ("FROM a\nRUN --network=none x", "--network"),
+        ("FROM a\nRUN --security=insecure x", "--security"),
+        ("FROM a\nRUN <<EOF\nx", "unterminated heredoc"),
+        ("FROM a\nWORKDIR ${A", "${A"),
         ("FROM a\nFROB x", "FROB"),
-        ("FROM a\nRUN x \\", "backslash"),
-        ("RUN x", "no FROM"),
+        ("FROM a\nRUN", "RUN needs a command"),
+        ("RUN x", "before the first FROM"),
+        ("# nothing", "no FROM"),
     ],
 )
 def test_what_a_dockerfile_asks_in_vain_is_refused_by_name(folder, line, named):
@@ -141,17 +264,21 @@ def test_what_a_dockerfile_asks_in_vain_is_refused_by_name(folder, line, named):
         ("version = ", "is not TOML"),
         ("[verifier]\ntimeout_sec = -1", "verifier.timeout_sec"),
         ("[verifier]\ntimeout_sec = 'soon'", "verifier.timeout_sec"),
-        ("[verifier]\ntimout_sec = 1", "verifier.timout_sec"),
-        ("[agent]\nuser = 'bob'", "agent.user"),
+        ("[verifier]\nkeep_processes = 'some'", "verifier.keep_processes"),
+        ("[verifier]\nenvironment_mode = 'shared'\n[verifier.environment]\ncpus = 1", "verifier: "),
+        ("[verifier.environment]\ncpus = 1", "verifier.environment"),
+        ("[verifier.env]\nA = '${A_SECRET}'", "verifier.env.A: ${A_SECRET}"),
+        ("[[verifier.collect]]\ncommand = 'x'\nservice = 'db'", "verifier.collect.0.service"),
+        ("[environment]\nos = 'windows'", "environment.os"),
+        ("[environment]\nskills_dir = '/skills'", "environment.skills_dir"),
+        ("[environment]\nnetwork_mode = 'some'", "environment.network_mode"),
         ("[environment]\ngpus = 1", "environment.gpus"),
         ("[environment]\nmemory_mb = 'much'", "environment.memory_mb"),
         ("[environment]\nworkdir = 'app'", "environment.workdir"),
-        ("[environment.env]\nA = 'b'", "environment.env"),
-        ("[environment.healthcheck]\ncommand = 'true'", "environment.healthcheck"),
+        ("[environment.tpu]\ntype = 'v5'", "environment.tpu"),
         ("[[environment.mcp_servers]]\nname = 'x'", "environment.mcp_servers"),
-        ("[[steps]]\nname = 'one'", "steps"),
+        ("[[steps]]\nname = 'a/b'", "steps.0.name"),
         ("artifacts = ['here']", "artifacts"),
-        ("frobnicate = 1", "frobnicate"),
     ],
 )
 def test_a_bad_task_toml_is_refused_by_field(folder, text, named):
@@ -181,9 +308,19 @@ def test_an_empty_part_is_named(folder, name):
 
 
 def test_files_that_cannot_be_honoured_are_named(folder):
-    (folder / "environment/docker-compose.yaml").write_text("services: {}")
-    with pytest.raises(ConfigError, match=r"docker-compose\.yaml"):
-        load_task(folder)
+    compose = folder / "environment/docker-compose.yaml"
+    for text, named in (
+        ("services: {}", "has no services"),
+        ("services: {main: {}, db: {image: postgres}}", r"several services \(db, main\)"),
+        ("services: {main: {privileged: true}}", r"services\.main\.privileged"),
+        ("services: {main: {volumes: ['/var/run/docker.sock:/x']}}", "volumes"),
+        ("services: {main: {network_mode: host}}", "network_mode"),
+        ("services: [", "can't be read"),
+    ):
+        compose.write_text(text)
+        with pytest.raises(ConfigError, match=rf"docker-compose\.yaml.*{named}") as refused:
+            load_task(folder)
+        assert "\n" not in str(refused.value)
 
 
 def test_folders_without_tasks_and_patterns_without_match_are_named(folder, tmp_path):
@@ -208,8 +345,8 @@ def test_older_spellings_and_empty_forms_are_read(folder):
     assert task.config.environment.memory_mb == 2048
     assert task.config.environment.storage_mb == 512
     assert task.config.verifier.env == {"A": "b"}
-    problems = task.unmet(memory_mib=1024, disk_mib=256, cpus=1, images=())
-    assert [problem.split(":")[0] for problem in problems] == [
+    found = fit(task, Room(memory_mib=1024, disk_mib=256, cpus=1), images=(), policy="refuse")
+    assert [problem.split(":")[0] for problem in found.refused] == [
         "environment.memory_mb",
         "environment.storage_mb",
         "environment.cpus",
@@ -219,8 +356,9 @@ def test_older_spellings_and_empty_forms_are_read(folder):
 def test_an_image_needs_a_base(folder):
     (folder / "environment/Dockerfile").write_text("FROM python:3.11-slim\nCOPY . .\n")
     task = load_task(folder)
-    assert task.unmet(memory_mib=1, disk_mib=1, cpus=None, images=("python:3*",)) == []
-    (problem,) = task.unmet(memory_mib=1, disk_mib=1, cpus=None, images=("debian*",))
+    room = Room(memory_mib=1, disk_mib=1)
+    assert fit(task, room, images=("python:3*",)).refused == ()
+    (problem,) = fit(task, room, images=("debian*",)).refused
     assert problem.startswith("FROM: no base stands in for 'python:3.11-slim'")
 
 
@@ -229,9 +367,9 @@ def test_large_folders_are_cut_into_archives_that_fit(tmp_path):
         (tmp_path / f"f{number}").write_bytes(b"x" * 50_000)
     pieces = list(pack([(f"f{n}", tmp_path / f"f{n}") for n in range(8)], limit=200_000))
     assert len(pieces) > 1
-    assert all(len(piece) <= 200_000 for piece in pieces)
+    assert all(len(piece) <= 200_000 for _, piece in pieces)
     names = []
-    for piece in pieces:
+    for _, piece in pieces:
         with tarfile.open(fileobj=io.BytesIO(piece)) as archive:
             names += archive.getnames()
     assert sorted(names) == [f"f{n}" for n in range(8)]
@@ -243,6 +381,119 @@ def test_a_fifo_is_refused(folder):
     import os
 
     os.mkfifo(folder / "environment/pipe")
-    (step,) = load_task(folder).recipe.steps
+    _, step = load_task(folder).recipe.steps
     with pytest.raises(ConfigError, match="pipe: is neither"):
         unpacked(folder, step)
+
+
+# --------------------------------------------------------------------------------------------------------------- sizes
+
+
+def sized(folder, version, **sizes):
+    lines = "\n".join(f"{name} = {value}" for name, value in sizes.items())
+    (folder / "task.toml").write_text(f'schema_version = "{version}"\n[environment]\n{lines}\n')
+    return load_task(folder)
+
+
+def test_files_in_memory_need_room_beside_the_programs(folder):
+    task = sized(folder, "1.4", memory_mb=512, storage_mb=2048)
+    (problem,) = fit(task, Room(memory_mib=2048, disk_mib=2048)).refused
+    assert "2048 of files in memory beside 512 for programs wanted, slots have 2048 for both" in problem
+    assert "slot_memory_mib to 2560" in problem
+    assert fit(task, Room(memory_mib=2560, disk_mib=2048)).refused == ()
+    assert fit(task, Room(memory_mib=512, disk_mib=2048, volume="disk")).refused == ()
+    assert needed([task], Room(1024, 512), most_mib=10_000) == Room(2560, 2048)
+    assert needed([task], Room(1024, 512), most_mib=2000) == Room(1024, 512)
+
+
+@pytest.mark.parametrize(
+    ("version", "policy", "refused", "clamped"),
+    [("1.1", "old", 0, 2), ("1.4", "old", 2, 0), ("1.1", "refuse", 2, 0), ("1.4", "clamp", 0, 2)],
+)
+def test_sizes_that_old_schemas_wrote_out_are_lowered_and_others_refused(folder, version, policy, refused, clamped):
+    task = sized(folder, version, memory_mb=2048, storage_mb=10_240)
+    found = fit(task, Room(memory_mib=1024, disk_mib=512), policy=policy)
+    assert (len(found.refused), len(found.clamped)) == (refused, clamped)
+    chosen = sized(folder, "1.1", memory_mb=4096)
+    assert len(fit(chosen, Room(memory_mib=1024, disk_mib=512), policy="old").refused) == 1
+
+
+def test_networks_are_honoured_or_refused(folder):
+    room = Room(memory_mib=1024, disk_mib=512, egress=("pypi.org",))
+    for text, named in (
+        ("[environment]\nnetwork_mode = 'allowlist'\nallowed_hosts = ['pypi.org']", None),
+        ("[environment]\nnetwork_mode = 'allowlist'\nallowed_hosts = ['a.b']", "environment.allowed_hosts: a.b"),
+        ("[agent]\nnetwork_mode = 'no-network'", None),
+        ("[agent]\nnetwork_mode = 'no-network'\n[verifier]\nnetwork_mode = 'public'", "verifier.network_mode: public"),
+    ):
+        (folder / "task.toml").write_text(text)
+        refused = fit(load_task(folder), room).refused
+        assert (named is None) == (refused == ())
+        assert all(named in problem for problem in refused)
+
+
+# ---------------------------------------------------------------------------------------------------------------- sets
+
+
+def test_every_bad_task_of_a_set_is_named_at_once(folder, tmp_path):
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "task.toml").write_text("")
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes/readme.md").write_text("no task")
+    found = read_tasks(tmp_path)
+    assert [task.name for task in found.tasks] == ["demo"]
+    assert sorted(found.refused) == ["one", "two"]
+    with pytest.raises(ConfigError, match=r"2 of 3 tasks can't be used:\n  one: .*\n  two: "):
+        load_tasks(tmp_path)
+
+
+def test_unknown_keys_are_listed_and_empty_tables_are_fine(folder):
+    (folder / "task.toml").write_text(
+        "frobnicate = 1\n[verifier]\ntimout_sec = 1\n[environment]\nmcp_servers = []\n[environment.env]\n"
+        "[environment.healthcheck]\n[verifier.environment]\n[metadata]\nanything = 'goes'\n[agent]\n"
+    )
+    task = load_task(folder)
+    assert [text.split()[0] for text in task.warnings] == ["frobnicate", "verifier.timout_sec"]
+    assert task.config.verifier.mode == "shared"
+
+
+def test_variables_of_this_machine_are_given_by_name_only(folder):
+    (folder / "task.toml").write_text("[verifier.env]\nKEY = '${KEY}'\nURL = 'http://${HOST:-localhost}:1'\n")
+    with pytest.raises(ConfigError, match="KEY} is not given to tasks"):
+        load_task(folder)
+    task = load_task(folder, variables={"KEY": "k"})
+    assert task.verifier_settings.env == {"KEY": "k", "URL": "http://localhost:1"}
+    assert load_task(folder, variables={"KEY": "k", "HOST": "h"}).verifier_settings.env["URL"] == "http://h:1"
+    assert "'k'" not in repr(task)
+
+
+def test_a_compose_file_of_one_service_says_how_its_commands_start(folder):
+    (folder / "environment/Dockerfile").write_text("FROM debian\nENV A=1\nWORKDIR /app\n")
+    (folder / "environment/docker-compose.yaml").write_text(
+        "services:\n  main:\n    build: {context: .}\n    command: [sh, -c, sleep infinity]\n    working_dir: /srv\n"
+        "    network_mode: none\n    environment: [B=2, 'DIR=${T_BENCH_TEST_DIR}']\n"
+        "    volumes: ['${HOST_VERIFIER_LOGS_PATH}:${ENV_VERIFIER_LOGS_PATH}']\n"
+    )
+    task = load_task(folder)
+    assert task.agent_settings == Settings("/srv", {"A": "1", "B": "2"})
+    assert task.network == "no-network"
+
+
+def test_steps_inherit_from_the_task_and_add_their_own(folder):
+    (folder / "task.toml").write_text(
+        "multi_step_reward_strategy = 'final'\n[agent]\ntimeout_sec = 5\nuser = 'dev'\n[verifier.env]\nA = '1'\n"
+        "[[steps]]\nname = 'one'\n[steps.agent]\ntimeout_sec = 9\n[[steps]]\nname = 'two'\nmin_reward = 0.5\n"
+    )
+    (folder / "instruction.md").unlink()
+    for name in ("one", "two"):
+        (folder / "steps" / name).mkdir(parents=True)
+        (folder / "steps" / name / "instruction.md").write_text(f"Do {name}.")
+    (folder / "steps/two/tests").mkdir()
+    (folder / "steps/two/tests/test.sh").write_text("echo 1 > /logs/verifier/reward.txt")
+    one, two = load_task(folder).steps
+    assert (one.name, one.instruction) == ("demo/one", "Do one.")
+    assert (one.config.agent.timeout_sec, one.config.agent.user, two.config.agent.timeout_sec) == (9, "dev", 5)
+    assert one.tests == (folder / "tests",)
+    assert two.tests == (folder / "tests", folder / "steps/two/tests")
+    assert two.config.verifier.env == {"A": "1"}

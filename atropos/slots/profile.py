@@ -1,0 +1,71 @@
+"""What commands of a slot start with: folder, variables and user, as an image's configuration gives them."""
+
+from __future__ import annotations
+
+import posixpath
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from atropos import wire
+
+WORKSPACE = "/workspace"
+"""Where commands start and relative paths begin in a slot without a profile."""
+
+
+@dataclass(frozen=True)
+class Account:
+    """A user of the slot's own /etc/passwd."""
+
+    name: str
+    uid: int
+    gid: int
+    home: str
+
+
+@dataclass(frozen=True)
+class Profile:
+    """Defaults of a slot's operations.
+
+    Attributes:
+        workdir: where commands start and relative paths begin; absolute.
+        env: added to the slot's environment; a command's own variables win.
+        user: whom commands run as; None: the slot's root. Files are always read and written as root.
+    """
+
+    workdir: str = WORKSPACE
+    env: Mapping[str, str] = field(default_factory=dict[str, str])
+    user: Account | None = None
+
+    def path(self, path: str | None) -> str:
+        """An absolute path in the slot."""
+        return posixpath.join(self.workdir, path or "")
+
+    def applied(self, operation: wire.Operation) -> wire.Operation:
+        """The operation with everything that it left open filled in."""
+        if isinstance(operation, wire.Exec | wire.ProcStart):
+            clean = isinstance(operation, wire.Exec) and operation.clean_env
+            env = operation.env if clean else {**self.identity, **self.env, **operation.env}
+            command = operation.command if self.user is None else as_user(operation.command, self.user)
+            changes = {"workdir": self.path(operation.workdir), "env": env, "command": command}
+            return operation.model_copy(update=changes)
+        if isinstance(operation, wire.ReadFile | wire.WriteFile | wire.Search | wire.Untar | wire.Tar):
+            return operation.model_copy(update={"path": self.path(operation.path)})
+        return operation
+
+    @property
+    def identity(self) -> dict[str, str]:
+        """HOME, USER and LOGNAME of a user; root's stand in the slot's environment."""
+        user = self.user
+        return {} if user is None else {"HOME": user.home, "USER": user.name, "LOGNAME": user.name}
+
+
+PLAIN = Profile()
+"""A slot as the pool gives it."""
+
+
+def as_user(command: str, user: Account) -> str:
+    """A command line that drops to a user, groups included, and then runs the given one with bash."""
+    drop = ("setpriv", f"--reuid={user.uid}", f"--regid={user.gid}")
+    groups = ("--init-groups",) if user.name else ("--clear-groups",)
+    return f"exec {shlex.join((*drop, *groups, '--', '/bin/bash', '-c', command))}"

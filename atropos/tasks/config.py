@@ -1,0 +1,254 @@
+"""task.toml, field by field, as Harbor's schema 1.4 and its forerunners have it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any, Literal
+
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field, field_validator, model_validator
+
+NetworkMode = Literal["public", "no-network", "allowlist"]
+OLD_MEMORY_MB, OLD_STORAGE_MB = 2048, 10_240
+"""What `harbor init` wrote into every task.toml before 2026-05-21: no wish of the task's author."""
+_OLD_FIELDS = {"allow_internet": "network_mode", "memory": "memory_mb", "storage": "storage_mb"}
+
+
+class _Table(BaseModel):
+    """Unknown keys are kept, to be listed."""
+
+    model_config = ConfigDict(frozen=True, extra="allow", strict=False)
+
+    def unknown(self, prefix: str = "") -> Iterator[str]:
+        """Dotted names of the keys that the format doesn't have."""
+        for key in self.__pydantic_extra__ or {}:
+            yield prefix + key
+        for key in type(self).model_fields:
+            value = getattr(self, key)
+            for one in value if isinstance(value, tuple) else (value,):
+                if isinstance(one, _Table):
+                    yield from one.unknown(f"{prefix}{key}.")
+
+
+class Healthcheck(_Table):
+    """A command that is run until it succeeds, before the agent starts. Times in seconds."""
+
+    command: str
+    interval_sec: float = Field(default=5, ge=0)
+    timeout_sec: float = Field(default=30, gt=0)
+    start_period_sec: float = Field(default=0, ge=0)
+    start_interval_sec: float = Field(default=5, ge=0)
+    retries: int = Field(default=3, ge=1)
+
+
+class Artifact(_Table):
+    """A path of the agent's slot that a separate verifier gets."""
+
+    source: str = Field(pattern=r"^/")
+    destination: str | None = Field(default=None, pattern=r"^[^/]")
+    exclude: tuple[str, ...] = ()
+    service: str = "main"
+
+
+class Collect(_Table):
+    """A command that is run after the agent, before artifacts are taken."""
+
+    command: str
+    service: str = "main"
+    timeout_sec: float = Field(default=60, gt=0)
+    user: str | int | None = None
+
+
+class McpServer(_Table):
+    """A server for the agent's own harness."""
+
+    name: str
+    transport: Literal["sse", "streamable-http", "http", "stdio"] = "sse"
+    url: str | None = None
+    command: str | None = None
+    args: tuple[str, ...] = ()
+    headers: dict[str, str] = Field(default_factory=dict)
+
+
+class Tpu(_Table):
+    """Not to be had here."""
+
+    type: str | None = None
+    topology: str | None = None
+
+
+class _Phase(_Table):
+    """What can differ between the agent's time and the verifier's."""
+
+    user: str | int | None = None
+    network_mode: NetworkMode | None = None
+    allowed_hosts: tuple[str, ...] = ()
+
+
+class AgentSection(_Phase):
+    """`[agent]`. None: the environment's own bounds alone."""
+
+    timeout_sec: float | None = Field(default=None, gt=0)
+
+
+class EnvironmentSection(_Table):
+    """`[environment]`. Sizes in MiB, as Harbor's `_mb` mean them; None: whatever a slot has."""
+
+    network_mode: NetworkMode = "public"
+    allowed_hosts: tuple[str, ...] = ()
+    build_timeout_sec: float = Field(default=600.0, gt=0)
+    docker_image: str | None = None
+    os: Literal["linux", "windows"] = "linux"
+    cpus: float | None = Field(default=None, gt=0)
+    memory_mb: int | None = Field(default=None, gt=0)
+    storage_mb: int | None = Field(default=None, gt=0)
+    gpus: int | None = Field(default=None, ge=0)
+    gpu_types: tuple[str, ...] = ()
+    tpu: Tpu | None = None
+    mcp_servers: tuple[McpServer, ...] = ()
+    env: dict[str, str] = Field(default_factory=dict)
+    skills_dir: str | None = None
+    healthcheck: Healthcheck | None = None
+    workdir: str | None = Field(default=None, pattern=r"^/")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _older(cls, value: Any) -> Any:
+        """The older spellings: `memory = "2G"`, `allow_internet = false`."""
+        if not isinstance(value, dict):
+            return value
+        table: dict[str, Any] = dict(value)
+        for old, new in _OLD_FIELDS.items():
+            if old in table:
+                wish = table.pop(old)
+                table.setdefault(new, wish if old != "allow_internet" else ("public" if wish else "no-network"))
+        for key in ("tpu", "healthcheck"):
+            if table.get(key) == {}:
+                del table[key]
+        return table
+
+    @field_validator("memory_mb", "storage_mb", mode="before")
+    @classmethod
+    def _size(cls, value: object) -> object:
+        if isinstance(value, str) and (match := re.fullmatch(r"(\d+)\s*([KMGT])i?B?", value.strip(), re.IGNORECASE)):
+            return max(1, int(int(match[1]) * {"K": 1 / 1024, "M": 1, "G": 1024, "T": 1024**2}[match[2].upper()]))
+        return value
+
+
+class VerifierSection(_Phase):
+    """`[verifier]`. `separate`: a fresh slot that gets only the artifacts, so nothing else the agent did counts.
+
+    `keep_processes` is atropos's own: which processes of the agent are still there when the tests run in its slot: those
+    that listen on a socket, all, or none.
+    """
+
+    timeout_sec: float = Field(default=600.0, gt=0)
+    env: dict[str, str] = Field(default_factory=dict)
+    environment_mode: Literal["shared", "separate"] | None = None
+    environment: EnvironmentSection | None = None
+    collect: tuple[Collect, ...] = ()
+    keep_processes: Literal["services"] | bool = "services"
+
+    @model_validator(mode="before")
+    @classmethod
+    def _empty(cls, value: Any) -> Any:
+        if isinstance(value, dict) and value.get("environment") == {}:
+            return {key: one for key, one in value.items() if key != "environment"}
+        return value
+
+    @model_validator(mode="after")
+    def _one_mode(self) -> VerifierSection:
+        if self.environment is not None and self.environment_mode == "shared":
+            raise ValueError("environment_mode = shared contradicts [verifier.environment]; remove one of them")
+        return self
+
+    @property
+    def mode(self) -> Literal["shared", "separate"]:
+        """Where the tests run."""
+        return self.environment_mode or ("shared" if self.environment is None else "separate")
+
+
+class SolutionSection(_Table):
+    """`[solution]`."""
+
+    env: dict[str, str] = Field(default_factory=dict)
+
+
+class Author(_Table):
+    """Of `[task]`."""
+
+    name: str
+    email: str | None = None
+
+
+class TaskSection(_Table):
+    """`[task]`: what the task is called in a registry."""
+
+    name: str | None = None
+    version: str | None = None
+    description: str = ""
+    authors: tuple[Author, ...] = ()
+    keywords: tuple[str, ...] = ()
+
+
+def _artifacts(value: Any) -> Any:
+    return [{"source": one} if isinstance(one, str) else one for one in value] if isinstance(value, list) else value
+
+
+class StepSection(_Table):
+    """One of `[[steps]]`. A field that is not given is the task's."""
+
+    name: str = Field(pattern=r"^[^/]+$")
+    agent: AgentSection = AgentSection()
+    verifier: VerifierSection | None = None
+    min_reward: float | dict[str, float] | None = None
+    healthcheck: Healthcheck | None = None
+    artifacts: tuple[Artifact, ...] = ()
+
+    _plain = field_validator("artifacts", mode="before")(_artifacts)
+
+
+class TaskConfig(_Table):
+    """task.toml. `metadata` is free."""
+
+    schema_version: str = Field(default="1.4", validation_alias=AliasChoices("schema_version", "version"))
+    source: str | None = None
+    multi_step_reward_strategy: Literal["mean", "final"] | None = None
+    artifacts: tuple[Artifact, ...] = ()
+    steps: tuple[StepSection, ...] = ()
+    task: TaskSection = TaskSection()
+    metadata: dict[str, Any] = Field(default_factory=dict)
+    agent: AgentSection = AgentSection()
+    verifier: VerifierSection = VerifierSection()
+    environment: EnvironmentSection = EnvironmentSection()
+    solution: SolutionSection = SolutionSection()
+
+    _plain = field_validator("artifacts", mode="before")(_artifacts)
+
+    @property
+    def old(self) -> bool:
+        """Whether its schema wrote sizes out that nobody asked for."""
+        try:
+            return tuple(int(part) for part in self.schema_version.split(".")[:2]) < (1, 4)
+        except ValueError:
+            return False
+
+    def refusals(self) -> Iterator[str]:
+        """What no slot can honour, each as `field: reason; cure`."""
+        wants = self.environment
+        if wants.os != "linux":
+            yield f"environment.os: {wants.os!r}: slots run Linux; leave the task out"
+        if wants.gpus or wants.gpu_types:
+            yield "environment.gpus: a slot has no GPU; leave the task out"
+        if wants.tpu is not None:
+            yield "environment.tpu: a slot has no TPU; leave the task out"
+        if wants.mcp_servers:
+            yield "environment.mcp_servers: a slot can't honour MCP servers; remove it"
+        if wants.skills_dir:
+            yield "environment.skills_dir: a slot can't honour skills; remove it"
+        for index, hook in enumerate(self.verifier.collect):
+            if hook.service != "main":
+                yield f"verifier.collect.{index}.service: {hook.service!r}: a task has the one service main; remove it"
+        for index, artifact in enumerate(self.artifacts):
+            if artifact.service != "main":
+                yield f"artifacts.{index}.service: {artifact.service!r}: a task has the one service main; remove it"

@@ -1,0 +1,123 @@
+"""How a workspace is made: the steps of a Dockerfile, as data."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+"""Of an image that sets none."""
+DEFAULT_WORKDIR = "/workspace"
+"""Working directory of a task that has no Dockerfile."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What an instruction starts with: ENV and ARG, WORKDIR, USER.
+
+    Attributes:
+        user: `name`, `uid`, `name:group` or `uid:gid`; None: root.
+    """
+
+    workdir: str = "/"
+    env: Mapping[str, str] = field(default_factory=dict[str, str])
+    user: str | None = None
+
+
+@dataclass(frozen=True)
+class Folder:
+    """A WORKDIR: made where it is missing, as the user who works in it."""
+
+    path: str
+    owner: str | None = None
+
+
+@dataclass(frozen=True)
+class Copy:
+    """Files that go into the slot: of the build context, of another stage, or written in the Dockerfile itself.
+
+    Attributes:
+        target: absolute; ends in `/` when it names a folder.
+        mode: of the files; None keeps theirs.
+        whole: a folder goes in under its own name; else, as Docker has it, its content does.
+        owner: `user`, `user:group` or numbers; None: root.
+        stage: index of the stage that the sources are in; None: the build context.
+        files: (name, content) of here-documents.
+        exclude: patterns of files that stay behind.
+    """
+
+    sources: tuple[str, ...]
+    target: str
+    mode: int | None = None
+    whole: bool = False
+    owner: str | None = None
+    stage: int | None = None
+    files: tuple[tuple[str, str], ...] = ()
+    exclude: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Run:
+    """A command line of the build.
+
+    Attributes:
+        emptied: folders that are there while it runs and are empty afterwards (cache and tmpfs mounts).
+    """
+
+    command: str
+    settings: Settings = Settings()
+    emptied: tuple[str, ...] = ()
+
+
+Step = Folder | Copy | Run
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What a Dockerfile says of a container's start. A slot is entered by commands alone, so these are kept as data."""
+
+    cmd: str | None = None
+    entrypoint: str | None = None
+    exposed: tuple[str, ...] = ()
+    labels: Mapping[str, str] = field(default_factory=dict[str, str])
+    volumes: tuple[str, ...] = ()
+    stop_signal: str | None = None
+    healthcheck: str | None = None
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One FROM with what follows it.
+
+    Attributes:
+        image: the base that its steps start from.
+        settings: as they are after its last step.
+    """
+
+    index: int
+    image: str
+    steps: tuple[Step, ...]
+    settings: Settings
+    facts: Facts = Facts()
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How a workspace is made.
+
+    Attributes:
+        image: the base of the last stage; None: whatever the slot has.
+        settings: what every command in the workspace starts with.
+        stages: the earlier stages that files are copied from, in order.
+    """
+
+    image: str | None
+    settings: Settings
+    steps: tuple[Step, ...]
+    stages: tuple[Stage, ...] = ()
+    facts: Facts = Facts()
+
+    @property
+    def workdir(self) -> str:
+        """The working directory."""
+        return self.settings.workdir

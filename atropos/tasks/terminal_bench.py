@@ -1,0 +1,93 @@
+"""Task folders of terminal-bench 1: task.yaml, a Dockerfile or compose file, run-tests.sh and a pytest summary."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from atropos.errors import ConfigError
+from atropos.tasks import dockerfile
+from atropos.tasks.compose import COMPOSE_FILES, Service, read_compose
+from atropos.tasks.config import AgentSection, EnvironmentSection, TaskConfig, VerifierSection
+from atropos.tasks.folder import Task, check_script, read_text
+from atropos.tasks.recipe import Recipe, Settings
+
+_VARIABLES = {"TEST_DIR": "/tests"}
+
+
+class _TaskYaml(BaseModel):
+    """task.yaml. What says nothing about how a task runs is kept as metadata."""
+
+    model_config = ConfigDict(frozen=True, extra="allow")
+
+    instruction: str = Field(min_length=1)
+    parser_name: str = "pytest"
+    max_agent_timeout_sec: float = Field(default=360, gt=0)
+    max_test_timeout_sec: float = Field(default=60, gt=0)
+    run_tests_in_same_shell: bool = False
+
+
+def load_terminal_bench(root: Path) -> Task:
+    """One folder, checked.
+
+    Raises:
+        ConfigError: names the file, the field and the cure.
+    """
+    path = root / "task.yaml"
+    try:
+        raw: Any = yaml.safe_load(read_text(path, "say there what the agent is to do"))
+        facts = _TaskYaml.model_validate(raw)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path}: is not YAML: {error}".replace("\n", " ")) from None
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise ConfigError(f"{path}: {'.'.join(map(str, first['loc']))}: {first['msg']}") from None
+    if facts.parser_name != "pytest":
+        raise ConfigError(f"{path}: parser_name: {facts.parser_name!r} can't be honoured; only pytest can")
+    if (root / "solution.yaml").is_file() and not (root / "solution.sh").is_file():
+        raise ConfigError(f"{root / 'solution.yaml'}: keystrokes can't be honoured; write solution.sh")
+    check_script(root / "run-tests.sh")
+    service = next((_service(root, name) for name in COMPOSE_FILES if (root / name).is_file()), None)
+    file = root / "Dockerfile" if service is None or service.dockerfile is None else service.dockerfile
+    if file.is_file():
+        recipe = dockerfile.parse(file)
+    elif service is not None and service.image is not None:
+        recipe = Recipe(service.image, Settings("/app"), ())
+    else:
+        raise ConfigError(f"{file}: is missing; the workspace is made from it")
+    recipe = recipe if service is None else service.applied(recipe)
+    before = recipe.settings
+    recipe = replace(recipe, settings=replace(before, env={**before.env, **_VARIABLES}))
+    config = TaskConfig(
+        schema_version="1.0",
+        metadata=dict(facts.__pydantic_extra__ or {}),
+        agent=AgentSection(timeout_sec=facts.max_agent_timeout_sec),
+        verifier=VerifierSection(timeout_sec=facts.max_test_timeout_sec),
+        environment=EnvironmentSection(
+            network_mode="no-network" if service is not None and service.offline else "public"
+        ),
+    )
+    tests = (*((root / "tests",) if (root / "tests").is_dir() else ()), root / "run-tests.sh")
+    same_shell = "run_tests_in_same_shell: tests get a shell of their own"
+    return Task(
+        name=root.name,
+        path=root,
+        instruction=facts.instruction.strip(),
+        config=config,
+        context=root,
+        recipe=recipe,
+        tests=tests,
+        solution=root / "solution.sh" if (root / "solution.sh").is_file() else None,
+        warnings=(same_shell,) if facts.run_tests_in_same_shell else (),
+        scoring="pytest",
+        test_script="run-tests.sh",
+        solution_script="solution.sh",
+    )
+
+
+def _service(root: Path, name: str) -> Service:
+    return read_compose(root / name, context=root)
