@@ -43,6 +43,7 @@ SLOW = {
     "tests/unit/project/test_project.py::test_the_site_builds": ANEW,
     "tests/unit/project/test_scheduling.py": ANEW,
     "tests/unit/sandbox/test_scenarios.py": SERVERS,
+    "tests/unit/server/test_machine.py::TestMachine": LARGE,
     "tests/unit/server/test_serve.py": SERVERS,
     "tests/unit/server/test_transport.py::test_an_archive_without_end": LARGE,
     "tests/unit/tools/test_diffs.py::test_no_diff_takes_long": LARGE,

@@ -1,4 +1,4 @@
-"""The code of the README and of the first lessons runs as it is written."""
+"""The code of the README and of the docs runs as it is written."""
 
 from __future__ import annotations
 
@@ -127,5 +127,36 @@ asyncio.run(main())
 """
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, cwd=ROOT, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
+TESTED_ELSEWHERE = {"environments.md", "backends.md"}
+"""Pages whose code needs a model server or a backend of its own."""
+OF_DOCS = [
+    pytest.param(block, id=f"{page.stem}-{number}")
+    for page in sorted((ROOT / "docs").glob("*.md"))
+    if page.name not in TESTED_ELSEWHERE
+    for number, block in enumerate(re.findall(r"^```python\n(.*?)^```$", page.read_text(), re.DOTALL | re.MULTILINE))
+]
+WITH_TOP_LEVEL_AWAIT = """
+import ast, asyncio, inspect, sys
+code = compile(sys.stdin.read(), "block", "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+awaitable = eval(code, globals())
+if inspect.isawaitable(awaitable):
+    asyncio.run(awaitable)
+"""
+
+
+@pytest.mark.parametrize("block", OF_DOCS)
+def test_a_block_of_the_docs(block: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", WITH_TOP_LEVEL_AWAIT],
+        input=block,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        cwd=ROOT,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
