@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Every test, on real parts, on as many workers as there are CPUs; arguments go to pytest. ATROPOS_BACKENDS says which backends take part (default: all of
+# Every test, on real parts, side by side; arguments go to pytest. ATROPOS_BACKENDS says which backends take part (default: all of
 # local,docker,nomad; just "local" needs no engine). Engines that don't run are started for the tests and ended after.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -11,4 +11,5 @@ from atropos.api.settings import BrowserSettings; sys.exit(bool(lacks(BrowserSet
     || echo "no Chromium: the tests of the browser tools are skipped" >&2
 fi
 backends=${ATROPOS_BACKENDS:-local,docker,nomad}
-exec python scripts/engines.py "$backends" pytest -n "$(nproc)" --dist loadscope --durations=30 "$@"
+# one worker more than there are CPUs: tests wait for processes and engines a good part of their time
+exec python scripts/engines.py "$backends" pytest -n "$(($(nproc) + 1))" --dist loadscope --durations=30 "$@"

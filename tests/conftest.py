@@ -52,8 +52,8 @@ SLOW = {
 """Beginnings of node ids in tests/unit, each with what makes its tests slow."""
 
 LAST = "alone"
-ONE_AT_A_TIME = re.compile(r"tests/e2e/(cluster/|test_(docker_faults|nomad_away|nomad_secured|nomad_setup)\.py)")
-"""Tests that start engines of their own, under fixed names and ports; they form one unit."""
+ONE_AT_A_TIME = re.compile(r"tests/(e2e/(cluster/|test_(docker_faults|nomad\w*)\.py)|(?!unit/).*\[[^\]]*\bnomad\b)")
+"""Tests that share one Nomad client's memory, or start engines of their own under fixed names; they form one unit."""
 
 
 def unit_of(nodeid: str) -> str:
@@ -62,7 +62,7 @@ def unit_of(nodeid: str) -> str:
         return LAST
     if ONE_AT_A_TIME.match(nodeid):
         return "engines"
-    backend = re.search(r"\[(local|docker|nomad)\b", nodeid)
+    backend = re.search(r"\[(local|docker)\b", nodeid)
     return nodeid.partition("::")[0] + (backend[0] if backend else "")
 
 
