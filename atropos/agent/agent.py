@@ -7,15 +7,18 @@ import hashlib
 import json
 import time
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from typing import Any
 
-from atropos.agent.config import AgentConfig, AgentResult, AgentStep, PromptTooLong, StopReason
+from atropos.agent.config import AgentConfig, AgentResult, AgentStep, Outcome, PromptTooLong, StopReason
+from atropos.agent.dialect import Dialect, Turn, XmlDialect
 from atropos.agent.fairness import gate, gate_for
-from atropos.agent.model import Generation, Model
-from atropos.agent.prompt import results_text, schemas_of, system_text
+from atropos.agent.model import Model
+from atropos.agent.prompt import schemas_of
 from atropos.agent.template import TurnRenderer
 from atropos.agent.transcript import Transcript
 from atropos.tools import ToolCall, ToolResult
+from atropos.tools.models import new_call_id
 from atropos.tools.parsers import parser_for
 
 MIN_TURN_TOKENS = 16
@@ -34,9 +37,8 @@ _ENDINGS: dict[StopReason, str] = {
 class AtroposAgent:
     """Runs one task at a time against an inference server; knows nothing of slots.
 
-    Messages are system, user, the assistant's text, then a turn's results as XML in one user message. With a vLLM or
-    SGLang server the transcript holds exactly the tokens that the server was given and sampled, appended and never
-    rewritten; with others the tokens are placeholders.
+    With a vLLM or SGLang server the transcript holds exactly the tokens that the server was given and sampled, appended
+    and never rewritten; with others the tokens are placeholders.
 
     Args:
         server: atroposlib's server manager, or anything of its shape.
@@ -44,6 +46,8 @@ class AtroposAgent:
         tools: a registry, tools or OpenAI schemas.
         config: bounds and sampling.
         execute_tool: runs one call; a raised `SandboxError` ends the trajectory.
+        renderer: of this tokenizer, where agents share it.
+        dialect: how messages are written; by default a turn's results as XML in one user message.
     """
 
     def __init__(
@@ -55,13 +59,17 @@ class AtroposAgent:
         execute_tool: ExecuteTool | None = None,
         *,
         renderer: TurnRenderer | None = None,
+        dialect: Dialect | None = None,
     ) -> None:
         self.config = config or AgentConfig()
         self.schemas = schemas_of(tools)
         self._execute = execute_tool
         self._model = Model(server, timeout_s=self.config.model_timeout_s, retries=self.config.model_retries)
-        self._renderer = renderer or TurnRenderer(tokenizer)
-        self._parser = parser_for(self.config.tool_call_parser, tokenizer, self.schemas)
+        self._dialect = dialect or XmlDialect(
+            renderer or TurnRenderer(tokenizer),
+            parser_for(self.config.tool_call_parser, tokenizer, self.schemas),
+            self.schemas,
+        )
 
     async def run(self, task: str) -> AgentResult:
         """Work on a task until the model answers without a call, or a bound is reached.
@@ -74,13 +82,10 @@ class AtroposAgent:
             SandboxError: a tool's infrastructure failed.
             PromptTooLong: the prompt alone doesn't fit the context.
         """
-        messages: list[dict[str, Any]] = [
-            {"role": "system", "content": system_text(self.config.system_prompt, self.schemas)},
-            {"role": "user", "content": task},
-        ]
+        messages = self._dialect.opening(task, self.config, exact=self._model.exact)
         transcript = Transcript(messages=messages, placeholder=not self._model.exact)
         async with gate():
-            transcript.add_context(self._renderer.prompt(messages))
+            transcript.add_context(self._dialect.prompt(messages))
         if len(transcript) + MIN_TURN_TOKENS > self.config.context_tokens:
             raise PromptTooLong(
                 f"the prompt has {len(transcript)} tokens and the context {self.config.context_tokens}: "
@@ -114,11 +119,11 @@ class AtroposAgent:
                 return "max_time"
             await self._run_calls(step)
             async with gate():
-                answer = {"role": "user", "content": results_text(step.results, self.config.max_result_chars)}
-                context = self._renderer.following([answer], ids)
+                answers = self._dialect.results(step.outcomes, self.config)
+                context = self._dialect.following(answers, ids)
             if len(transcript) + len(context) + MIN_TURN_TOKENS > self.config.context_tokens:
                 return "context_length"
-            transcript.messages.append(answer)
+            transcript.messages.extend(answers)
             transcript.add_context(context)
 
     async def _turn(self, transcript: Transcript, number: int) -> tuple[AgentStep, list[int], StopReason | None]:
@@ -126,53 +131,61 @@ class AtroposAgent:
         room = self.config.context_tokens - len(transcript)
         limit = room if self.config.max_tokens is None else min(room, self.config.max_tokens)
         started = time.perf_counter()
-        generation, text = await self._generate(transcript, limit)
-        model_s = time.perf_counter() - started
-        ids = generation.ids[:limit]
-        async with gate_for(len(ids)):
-            text = self._renderer.text(ids) if text is None else text
-            parsed = self._parser.parse(text)
-        transcript.add_sampled(ids, generation.logprobs[:limit])
-        transcript.messages.append({"role": "assistant", "content": text})
+        ask = self._sample if self._model.exact else self._chat
+        turn, logprobs, finish_reason = await ask(transcript, limit)
+        transcript.add_sampled(turn.ids, logprobs)
+        transcript.messages.append(turn.message)
         step = AgentStep(
-            number, text, parsed.content, tokens=len(ids), finish_reason=generation.finish_reason, model_s=model_s
+            number,
+            turn.text,
+            turn.answer,
+            calls=list(turn.calls),
+            unread=[(error.position, error.message) for error in turn.unread],
+            reasoning=turn.reasoning,
+            tokens=len(turn.ids),
+            finish_reason=finish_reason,
+            model_s=time.perf_counter() - started,
         )
-        if generation.finish_reason == "length" or len(generation.ids) > limit:
-            return step, ids, "context_length" if limit == room else "max_tokens"
-        step.calls = list(parsed.calls)
-        step.unread = [(error.position, error.message) for error in parsed.errors]
-        return step, ids, None
+        if finish_reason == "length":
+            return step, turn.ids, "context_length" if limit == room else "max_tokens"
+        return step, turn.ids, None
 
-    async def _generate(self, transcript: Transcript, limit: int) -> tuple[Generation, str | None]:
-        """What the server gave, and the text where it gave text and no tokens."""
-        sampling: dict[str, Any] = {"temperature": self.config.temperature}
-        if self.config.seed is not None:
-            sampling["seed"] = self.config.seed
-        if self._model.exact:
-            return await self._model.generate(transcript.tokens, max_tokens=limit, **sampling), None
-        if self.config.max_tokens is not None:
-            sampling["max_tokens"] = limit
-        answer = await self._model.chat(transcript.messages, **sampling)
-        text = answer.content.removesuffix(self._renderer.end_text)  # trl's server leaves it there
-        if answer.tool_calls:
-            text = "\n".join([*([text] if text else []), *(self._render(call) for call in answer.tool_calls)])
-        ids = [*self._renderer.encode_text(text), self._renderer.end_id]
-        return Generation(ids, [0.0] * len(ids), answer.finish_reason), text
+    async def _sample(self, transcript: Transcript, limit: int) -> tuple[Turn, list[float], str]:
+        """A turn's exact ids. What a server sampled after the end of the turn is no part of it."""
+        stop = self._dialect.stop_ids
+        sampling = {**self._sampling(), **({"stop_token_ids": sorted(stop)} if stop else {})}
+        generation = await self._model.generate(transcript.tokens, max_tokens=limit, **sampling)
+        ids = generation.ids[:limit]
+        end = next((index for index, token in enumerate(ids, 1) if token in stop), None)
+        cut_off = end is None and (generation.finish_reason == "length" or len(generation.ids) > limit)
+        ids = ids[:end]
+        async with gate_for(len(ids)):
+            turn = self._dialect.read(ids, cut_off=cut_off)
+        return turn, generation.logprobs[: len(ids)], "length" if cut_off else "stop"
 
-    def _render(self, call: dict[str, Any]) -> str:
-        try:
-            arguments = json.loads(call["arguments"])
-        except (TypeError, ValueError):
-            arguments = call["arguments"]
-        return self._parser.render(ToolCall(name=call["name"], arguments=arguments))
+    async def _chat(self, transcript: Transcript, limit: int) -> tuple[Turn, list[float], str]:
+        """A turn as text, with placeholders for its ids; a longer one than the limit is cut off."""
+        options = {**self._sampling(), **self._dialect.chat_options(self.config, limit)}
+        answer = await self._model.chat(transcript.messages, **options)
+        turn = self._dialect.read_answer(answer, cut_off=answer.finish_reason == "length")
+        if len(turn.ids) > limit:
+            turn = replace(turn, ids=turn.ids[:limit], calls=(), unread=())
+            return turn, [0.0] * limit, "length"
+        return turn, [0.0] * len(turn.ids), answer.finish_reason
+
+    def _sampling(self) -> dict[str, Any]:
+        seed = {} if self.config.seed is None else {"seed": self.config.seed}
+        return {"temperature": self.config.temperature, **seed}
 
     async def _run_calls(self, step: AgentStep) -> None:
         """The turn's calls one after the other; what could not be read is answered in its place."""
         started = time.perf_counter()
         for index in range(len(step.calls) + 1):
-            step.results += [ToolResult.failure(message) for position, message in step.unread if position == index]
+            step.outcomes += [
+                Outcome(None, ToolResult.failure(message)) for position, message in step.unread if position == index
+            ]
             if index < len(step.calls):
-                step.results.append(await self._run_call(step.calls[index], index))
+                step.outcomes.append(Outcome(step.calls[index], await self._run_call(step.calls[index], index)))
         step.tools_s = time.perf_counter() - started
 
     async def _run_call(self, call: ToolCall, index: int) -> ToolResult:
@@ -181,7 +194,8 @@ class AtroposAgent:
             return ToolResult.failure(f"not run: more than {most} calls in one turn; make it again in the next")
         if self._execute is None:
             return ToolResult.failure("no tool can be run here")
-        result = await self._execute(call)
+        # Models repeat ids between turns, and to the executor the same id is the same work.
+        result = await self._execute(call.model_copy(update={"id": new_call_id()}))
         if self.config.tool_delay_s:
             await asyncio.sleep(self.config.tool_delay_s)
         return result

@@ -1,9 +1,9 @@
-"""What an agent loop is told, and what it gives back."""
+"""The settings of an agent loop, and what it gives back."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from atropos.agent.transcript import Transcript
 from atropos.errors import ConfigError
@@ -68,6 +68,13 @@ class AgentConfig:
             raise ConfigError(f"model_timeout_s must be more than 0, not {self.model_timeout_s}")
 
 
+class Outcome(NamedTuple):
+    """A call and its result; no call where what the model wrote could not be read as one."""
+
+    call: ToolCall | None
+    result: ToolResult
+
+
 @dataclass
 class AgentStep:
     """One model turn and what its calls gave.
@@ -78,7 +85,8 @@ class AgentStep:
         content: the text without its calls.
         calls: of the turn, in order.
         unread: calls that could not be read: how many calls stand before it, and what is wrong.
-        results: what the model is told, of calls and unread ones, in the order written.
+        outcomes: of calls and unread ones, in the order written; empty where the turn's calls were not run.
+        reasoning: the model's thinking, where the dialect tells it apart from the answer.
         model_s, tools_s: seconds spent in generation and in tools.
     """
 
@@ -87,11 +95,17 @@ class AgentStep:
     content: str
     calls: list[ToolCall] = field(default_factory=list[ToolCall])
     unread: list[tuple[int, str]] = field(default_factory=list[tuple[int, str]])
-    results: list[ToolResult] = field(default_factory=list[ToolResult])
+    outcomes: list[Outcome] = field(default_factory=list[Outcome])
+    reasoning: str = ""
     tokens: int = 0
     finish_reason: str = ""
     model_s: float = 0.0
     tools_s: float = 0.0
+
+    @property
+    def results(self) -> list[ToolResult]:
+        """What the model reads of the turn's calls."""
+        return [outcome.result for outcome in self.outcomes]
 
 
 @dataclass
@@ -118,3 +132,8 @@ class AgentResult:
     def messages(self) -> list[dict[str, Any]]:
         """The conversation, as it reaches the trainer."""
         return self.trajectory_data.messages
+
+    @property
+    def tool_errors(self) -> int:
+        """Results that are errors: of tools, of calls that could not be read, of calls that were not run."""
+        return sum(result.error is not None for step in self.steps for result in step.results)

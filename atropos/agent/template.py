@@ -57,6 +57,8 @@ class TurnRenderer:
         """The token that closes an assistant's turn."""
         self.end_text = str(tokenizer.decode([self.end_id]))
         self.end_ids = {self.end_id, getattr(tokenizer, "eos_token_id", None)} - {None}
+        self.stop_ids = frozenset(token for token in self.end_ids if str(tokenizer.decode([token])) in self._special)
+        """Those of them that stand for nothing else, so that a server can be asked to stop there."""
 
     def prompt(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         """Ids of the opening messages, up to where the assistant begins. A group's members share them."""
@@ -88,6 +90,10 @@ class TurnRenderer:
         hostile = self._special_pattern is not None and self._special_pattern.search(text) is not None
         options: dict[str, Any] = {"split_special_tokens": True} if hostile else {}
         return list(self._tokenizer(text, add_special_tokens=False, **options)["input_ids"])
+
+    def placeholder(self, text: str) -> list[int]:
+        """Ids of a turn whose real ones the server doesn't give."""
+        return [*self.encode_text(text), self.end_id]
 
     def text(self, ids: Sequence[int]) -> str:
         """What the model said, without the token that ended its turn."""

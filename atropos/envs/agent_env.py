@@ -114,6 +114,7 @@ class AgentEnv(SandboxEnv):
         config = await self.hooks.call("build_agent_config", lambda: self.build_agent_config(item))
         set_up = time.perf_counter()
         result = await self._agent(config, partial(self.execute_tool, trajectory_id), member.seed).run(task)
+        self.metrics.tool_errors += result.tool_errors
         acted = time.perf_counter()
         verifying = self.hook_tools(trajectory_id)
         verdict = await self.hooks.call(

@@ -189,5 +189,4 @@ class SandboxEnv(Commands):
         result = await self.executor.execute(trajectory_id, call)
         self.metrics.call_s.append(time.perf_counter() - started)
         self.metrics.calls += 1
-        self.metrics.tool_errors += result.error is not None
         return result

@@ -15,6 +15,11 @@ _FRAMING = re.compile(r"<(?=\||/?tool_(?:call|response))")
 """What would end the frame around a result, or pass for a special token of a chat template."""
 
 
+def escape_framing(text: str) -> str:
+    r"""JSON text that can stand in a frame: `<` as `\u003c`, JSON's own escape, before `|`, `tool_call`, `tool_response`."""
+    return _FRAMING.sub(lambda _: "\\u003c", text)
+
+
 def new_call_id() -> str:
     """A fresh id for a tool call: unique, and short enough for any wire."""
     return f"call_{os.urandom(12).hex()}"
@@ -95,12 +100,12 @@ class ToolResult(BaseModel):
     def to_xml(self, *, name: str | None = None) -> str:
         r"""What the model is told in the Hermes format: a JSON object in a `<tool_response>` element.
 
-        Nothing that a program prints can end the element or write a chat template's special token: `<` is written
-        `\u003c` (JSON's own escape) before `|`, `tool_call` and `tool_response`.
+        Nothing that a program prints can end the element or write a chat template's special token: see
+        `escape_framing`.
         """
         shown = self.for_model() if name is None else {"name": name, **self.for_model()}
         text = json.dumps(shown, ensure_ascii=False)
-        return f"<tool_response>\n{_FRAMING.sub(lambda _: chr(92) + 'u003c', text)}\n</tool_response>"
+        return f"<tool_response>\n{escape_framing(text)}\n</tool_response>"
 
 
 class ToolSchema(BaseModel):

@@ -13,7 +13,7 @@ import json
 import random
 import time
 import uuid
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
@@ -57,6 +57,8 @@ class PolicyServer:
         self.policy = policy
         self.settings = settings or Settings()
         self.tokenizer = Tokenizer.from_file(str(FOLDER / "tokenizer.json"))
+        self._plain = Tokenizer.from_file(str(FOLDER / "tokenizer.json"))
+        self._plain.encode_special_tokens = True  # a model that writes `<|im_end|>` in a command spells it
         self.start_id = self.tokenizer.token_to_id(IM_START)
         self.end_id = self.tokenizer.token_to_id(IM_END)
         self._log: TextIO | None = log.open("a") if log else None
@@ -183,7 +185,12 @@ class PolicyServer:
             prompt = [int(token) for token in body["input_ids"]]
             limit = params.get("max_new_tokens")
             ids, logprobs, reason = self.sample(
-                prompt, params.get("seed"), limit, params.get("temperature"), broken_off=_BROKEN_OFF in request
+                prompt,
+                params.get("seed"),
+                limit,
+                params.get("temperature"),
+                stop=params.get("stop_token_ids") or (),
+                broken_off=_BROKEN_OFF in request,
             )
             meta = {
                 "output_token_logprobs": [[lp, token, None] for token, lp in zip(ids, logprobs, strict=True)],
@@ -198,6 +205,7 @@ class PolicyServer:
                 body.get("max_tokens"),
                 body.get("temperature"),
                 index,
+                stop=body.get("stop_token_ids") or (),
                 broken_off=_BROKEN_OFF in request,
             )
             for index in range(int(body.get("n") or 1))
@@ -227,13 +235,15 @@ class PolicyServer:
         temperature: float | None,
         index: int = 0,
         *,
+        stop: Sequence[int] = (),
         broken_off: bool = False,
     ) -> tuple[list[int], list[float], str | None]:
-        """Token ids, their logprobs and the finish reason for this prompt; half of them where it is broken off."""
+        """Token ids up to the first in `stop`, their logprobs and the finish reason; half where it is broken off."""
         turn = self.policy.answer(self.messages(prompt), seed)
         key = hashlib.sha256(json.dumps([prompt, seed, index, temperature]).encode()).digest()
         rng = random.Random(key)
         ids = [*self._cut(turn.render(), rng), self.end_id]
+        ids = ids[: next((index for index, token in enumerate(ids, 1) if token in stop), None)]
         reason: str | None = "stop"
         if broken_off:
             ids, reason = ids[: len(ids) // 2] or ids, BROKEN_OFF[self.settings.fault]
@@ -248,7 +258,7 @@ class PolicyServer:
     def _cut(self, text: str, rng: random.Random) -> list[int]:
         """The text as tokens, some of them split in two: a sampling model isn't bound to the shortest spelling."""
         ids: list[int] = []
-        for token in self.tokenizer.encode(text, add_special_tokens=False).ids:
+        for token in self._plain.encode(text, add_special_tokens=False).ids:
             piece = self.tokenizer.id_to_token(token)
             if len(piece) > 1 and token not in (self.start_id, self.end_id) and rng.random() < self.settings.odd_tokens:
                 cut = rng.randrange(1, len(piece))

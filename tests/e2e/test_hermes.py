@@ -11,6 +11,7 @@ import pytest
 
 from atropos.envs import HermesAgentBaseEnv, HermesAgentEnvConfig
 from atropos.envs.running.rollout import GroupsDropped
+from atropos.envs.sandbox_env import SandboxEnv
 from atropos.errors import ConfigError, SlotLost
 from examples.policy.truth import Truth
 from tests.e2e.hermes_support import call, groups, running_policy, sampled, script
@@ -263,3 +264,26 @@ def test_rows_come_from_files_lists_and_parquet(tmp_path: Path):
     ):
         with pytest.raises(ConfigError, match=named):
             load_rows(name)
+
+
+async def test_both_counts_of_tool_errors_are_the_same(policy, tmp_path, monkeypatch):
+    """Unknown tools, calls that can't be read, calls beyond a turn's bound, failing tools; not the env's own calls."""
+    many = [call("terminal", command="true")] * 34  # two more than are run
+    turn = {"text": "<tool_call>{broken</tool_call>", "calls": [call("nosuch"), call("read_file", path="none"), *many]}
+
+    class Counted(Env):
+        async def judge(self, item, result, ctx):
+            assert json.loads(ctx.call_tool("nosuch"))["success"] is False
+            assert result.tool_errors_count == 7
+            return 1.0
+
+    env = make(policy, tmp_path, [script(turn, "over")], cls=Counted)
+    logged = []
+
+    async def log(self, metrics=None):
+        logged.append(metrics)
+
+    monkeypatch.setattr(SandboxEnv, "wandb_log", log)
+    await env.process_manager()
+    await env.wandb_log()
+    assert env.metrics.tool_errors == sum(metrics["train/tool_errors_count"] for metrics in logged) == 14

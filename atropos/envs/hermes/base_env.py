@@ -34,13 +34,14 @@ from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator
 from dataclasses import asdict
 from typing import Any
 
+from atropos.agent import AgentConfig, AtroposAgent
 from atropos.agent.model import EXACT
 from atropos.envs.adapter import server_types
-from atropos.envs.hermes.agent import HermesAgent, HermesResult, HermesSettings, ToolError
 from atropos.envs.hermes.bridge import bridged
 from atropos.envs.hermes.config import HermesAgentEnvConfig
 from atropos.envs.hermes.data import load_rows
-from atropos.envs.hermes.dialect import Dialect
+from atropos.envs.hermes.dialect import OpenAIDialect
+from atropos.envs.hermes.result import HermesResult
 from atropos.envs.hermes.tool_context import ToolContext
 from atropos.envs.running.rollout import Rollout, checked_score
 from atropos.envs.sandbox_env import Member, SandboxEnv
@@ -80,7 +81,7 @@ class HermesAgentBaseEnv(SandboxEnv):
         self._calls = asyncio.Semaphore(config.tool_pool_size)
         self._rewards = asyncio.Semaphore(config.tool_pool_size)
         self._framed = False
-        self._dialects: dict[tuple[str, ...], Dialect] = {}
+        self._dialects: dict[tuple[str, ...], OpenAIDialect] = {}
         self._tool_errors_count = 0
         self._tool_errors: deque[dict[str, Any]] = deque(maxlen=KEPT_ERRORS)
 
@@ -194,19 +195,19 @@ class HermesAgentBaseEnv(SandboxEnv):
             )
         prompt = await self.hooks.call("format_prompt", lambda: self.format_prompt(item))
         async with self._lifetime_of(trajectory_id) as execute:
-            agent = HermesAgent(
+            agent = AtroposAgent(
                 self.server,
                 self.tokenizer,
-                tools.schemas(),
-                self._settings(member),
+                tools,
+                self._agent_config(member),
                 self._offered(tools, execute),
                 dialect=self._dialect(tools),
             )
             set_up = time.perf_counter()
             with self.hooks.guard("the agent"):
-                result = await agent.run(prompt)
+                result = HermesResult(await agent.run(prompt))
         acted = time.perf_counter()
-        self._record(result.tool_errors)
+        self._record_errors(result)
         ctx = ToolContext(self.executor, trajectory_id, limit=self._calls)
         async with self._rewards:
             reward = await self.hooks.call(
@@ -235,13 +236,16 @@ class HermesAgentBaseEnv(SandboxEnv):
             },
         )
 
-    def _dialect(self, tools: ToolRegistry) -> Dialect:
-        """How the tokenizer's template tells of these tools: found out once for each set that is drawn."""
+    def _dialect(self, tools: ToolRegistry) -> OpenAIDialect:
+        """How the tokenizer's template renders these tools: found out once for each set that is drawn."""
         key = tuple(tools.names)
         if key not in self._dialects:
             if len(self._dialects) >= DIALECTS_KEPT:
                 self._dialects.clear()
-            self._dialects[key] = Dialect(self.tokenizer, tools.schemas(), self.config.tool_call_parser)
+            config = self.config
+            self._dialects[key] = OpenAIDialect(
+                self.tokenizer, tools.schemas(), config.tool_call_parser, extra_body=config.extra_body
+            )
         return self._dialects[key]
 
     def _offered(
@@ -253,20 +257,18 @@ class HermesAgentBaseEnv(SandboxEnv):
             if call.name in tools:
                 return await execute(call)
             self.metrics.calls += 1
-            self.metrics.tool_errors += 1
             return ToolResult.failure(tools.unknown(call.name))
 
         return run
 
-    def _settings(self, member: Member) -> HermesSettings:
+    def _agent_config(self, member: Member) -> AgentConfig:
         config = self.config
-        return HermesSettings(
-            max_turns=config.max_agent_turns,
+        return AgentConfig(
+            max_steps=config.max_agent_turns,
             temperature=config.agent_temperature,
             context_tokens=self.context_tokens,
             system_prompt=config.system_prompt,
-            parser=config.tool_call_parser,
-            extra_body=config.extra_body,
+            tool_call_parser=config.tool_call_parser,
             model_timeout_s=config.model_timeout_s,
             model_retries=config.model_retries,
             seed=member.seed,
@@ -321,9 +323,10 @@ class HermesAgentBaseEnv(SandboxEnv):
 
     # -------------------------------------------------------------------------------------------------------- wandb
 
-    def _record(self, errors: list[ToolError]) -> None:
-        self._tool_errors_count += len(errors)
-        self._tool_errors.extend(asdict(error) for error in errors)
+    def _record_errors(self, result: HermesResult) -> None:
+        self.metrics.tool_errors += result.tool_errors_count
+        self._tool_errors_count += result.tool_errors_count
+        self._tool_errors.extend(asdict(error) for error in result.tool_errors)
 
     async def wandb_log(self, wandb_metrics: dict[str, Any] | None = None) -> None:
         """As the frame's, with the tool errors since the last time."""

@@ -1,26 +1,34 @@
-"""How a chat template is told of tools and of what they answered."""
+"""OpenAI's tool messages: how a chat template renders them, and how a model's turn becomes one."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
 
-from atropos.agent import TurnRenderer
-from atropos.agent.prompt import system_text
+from atropos.agent import AgentConfig, Dialect, Message, Outcome, Turn, TurnRenderer
+from atropos.agent.model import ChatAnswer
+from atropos.agent.prompt import shorten, system_text
 from atropos.errors import ConfigError
+from atropos.tools import ToolCall
+from atropos.tools.models import escape_framing
+from atropos.tools.parsers import parser_for
+from atropos.tools.parsers.base import whole_text
 
 _PROBE = "\ue002probe\ue002"
+_THINK = re.compile(r"<think>(.*?)(?:</think>|\Z)", re.DOTALL)
 
 
-class Dialect:
+class ToolTemplate:
     """How a tokenizer's chat template renders tools and tool messages, found out once by trying."""
 
     def __init__(self, tokenizer: Any, schemas: Sequence[dict[str, Any]], parser: str) -> None:
         plain = TurnRenderer(tokenizer)
-        self._own_tools = bool(schemas) and self._tells_tools(tokenizer, schemas)
-        self._renderer = TurnRenderer(tokenizer, schemas) if self._own_tools else plain
+        self._own_tools = bool(schemas) and self._renders_tools(tokenizer, schemas)
+        self.renderer = TurnRenderer(tokenizer, schemas) if self._own_tools else plain
         self._schemas = [] if self._own_tools else list(schemas)
-        self._tool_role = self._takes_tool_messages()
+        self._tool_role = self._renders_tool_messages()
         if self._schemas and parser not in {"hermes", "qwen"}:
             raise ConfigError(
                 f"tool_call_parser: the tokenizer's chat template doesn't tell the model of its tools, and only the "
@@ -28,7 +36,7 @@ class Dialect:
             )
 
     @staticmethod
-    def _tells_tools(tokenizer: Any, schemas: Sequence[dict[str, Any]]) -> bool:
+    def _renders_tools(tokenizer: Any, schemas: Sequence[dict[str, Any]]) -> bool:
         asked = [{"role": "user", "content": "x"}]
         first = str(schemas[0].get("function", schemas[0]).get("name"))
         try:
@@ -37,37 +45,176 @@ class Dialect:
             return False
         return first in str(text)
 
-    def _takes_tool_messages(self) -> bool:
+    def _renders_tool_messages(self) -> bool:
         probe = {"role": "tool", "tool_call_id": "a", "name": "t", "content": _PROBE}
         try:
-            ids = self._renderer.following([probe])
+            ids = self.renderer.following([probe])
         except Exception:  # a template may refuse in any way
             return False
-        return _PROBE in self._renderer.text(ids)
+        return _PROBE in self.renderer.text(ids)
 
     def system(self, prompt: str | None) -> str | None:
-        """The system message: with the tools in it, where the template doesn't tell them."""
+        """The system message: with the tools in it, where the template doesn't render them."""
         return system_text(prompt, self._schemas) if self._schemas else prompt
 
-    def opening(self, messages: Sequence[dict[str, Any]]) -> list[int]:
+    def opening(self, messages: Sequence[Message]) -> list[int]:
         """Ids of the first messages."""
-        return self._renderer.prompt(messages)
+        return self.renderer.prompt(messages)
 
-    def following(self, messages: Sequence[dict[str, Any]], sampled: Sequence[int]) -> list[int]:
-        """Ids of what is said between two turns. Where the template has no tool messages, users say it in XML."""
+    def following(self, messages: Sequence[Message], sampled: Sequence[int]) -> list[int]:
+        """Ids between two turns. Where the template has no tool messages, results are XML in user messages."""
         if not self._tool_role:
             messages = [
-                {"role": "user", "content": f"<tool_response>\n{m['content']}\n</tool_response>"}
+                {"role": "user", "content": f"<tool_response>\n{escape_framing(m['content'])}\n</tool_response>"}
                 if m["role"] == "tool"
                 else m
                 for m in messages
             ]
-        return self._renderer.following(messages, sampled)
+        return self.renderer.following(messages, sampled)
 
     def text(self, ids: Sequence[int]) -> str:
         """What the model said, without the token that ended its turn."""
-        return self._renderer.text(ids)
+        return self.renderer.text(ids)
 
     def placeholder(self, text: str) -> list[int]:
-        """Ids of a turn whose real ones nobody told."""
-        return [*self._renderer.encode_text(text), self._renderer.end_id]
+        """Ids of a turn whose real ones the server doesn't give."""
+        return self.renderer.placeholder(text)
+
+
+class OpenAIDialect(Dialect):
+    """Calls stand in `tool_calls`, each result in a tool message. Calls within `<think>` are not meant.
+
+    Args:
+        tokenizer: the model's, with a chat template.
+        schemas: OpenAI schemas of the tools that are offered.
+        parser: the format of calls in model text.
+        extra_body: further fields of a chat request.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        schemas: Sequence[dict[str, Any]],
+        parser: str,
+        *,
+        extra_body: Mapping[str, Any] | None = None,
+    ) -> None:
+        self._template = ToolTemplate(tokenizer, schemas, parser)
+        self._parser = parser_for(parser, tokenizer, list(schemas))
+        self._schemas = list(schemas)
+        self._extra_body = dict(extra_body or {})
+        self.stop_ids = self._template.renderer.stop_ids
+
+    def opening(self, task: str, config: AgentConfig, *, exact: bool) -> list[Message]:
+        """System, where there is one, and user; an OpenAI-compatible server describes the tools itself."""
+        system = self._template.system(config.system_prompt) if exact else config.system_prompt
+        opening = [] if system is None else [{"role": "system", "content": system}]
+        return [*opening, {"role": "user", "content": task}]
+
+    def prompt(self, messages: Sequence[Message]) -> list[int]:
+        """See `Dialect.prompt`."""
+        return self._template.opening(messages)
+
+    def read(self, ids: Sequence[int], *, cut_off: bool) -> Turn:
+        """The content keeps the thinking, as the model wrote it."""
+        text = self._template.text(ids)
+        parsed = self._parser.parse(_without_thinking(text))
+        calls = () if cut_off else parsed.calls
+        thinking = "".join(match[0] for match in _THINK.finditer(text))
+        content = f"{thinking}{parsed.content}" if calls else text
+        return Turn(
+            _assistant(content, calls),
+            list(ids),
+            text,
+            _without_thinking(content),
+            reasoning=_thinking(text),
+            calls=calls,
+            unread=() if cut_off else parsed.errors,
+        )
+
+    def read_answer(self, answer: ChatAnswer, *, cut_off: bool) -> Turn:
+        """The server's calls, or those that it left in the text."""
+        content = answer.content
+        parsed = self._parser.parse(_without_thinking(content))
+        calls, unread = parsed.calls, parsed.errors
+        if answer.tool_calls:
+            calls, unread = tuple(_call_of(call) for call in answer.tool_calls), ()
+        elif calls:
+            content = parsed.content
+        if cut_off:
+            calls, unread, content = (), (), answer.content
+        message = _assistant(content, calls)
+        if answer.reasoning:
+            message["reasoning_content"] = answer.reasoning
+        text = self._parser.render_turn(content, calls)
+        return Turn(
+            message,
+            self._template.placeholder(text),
+            text,
+            _without_thinking(content),
+            reasoning=answer.reasoning or _thinking(answer.content),
+            calls=calls,
+            unread=unread,
+        )
+
+    def chat_options(self, config: AgentConfig, limit: int) -> dict[str, Any]:
+        """Tools for the server to describe, the env's limit of a generation, and `extra_body`."""
+        options: dict[str, Any] = {"max_tokens": config.context_tokens}
+        if self._schemas:
+            options["tools"] = self._schemas
+        if self._extra_body:
+            options["extra_body"] = self._extra_body
+        return options
+
+    def results(self, outcomes: Sequence[Outcome], config: AgentConfig) -> list[Message]:
+        """A tool message for each call; what could not be read is answered in user messages after them."""
+        answers: list[Message] = []
+        unread: list[Message] = []
+        for outcome in outcomes:
+            content = whole_text(shorten(outcome.result, config.max_result_chars).to_json())
+            if (call := outcome.call) is not None:
+                answers.append({"role": "tool", "tool_call_id": call.id, "name": call.name, "content": content})
+            else:
+                unread.append({"role": "user", "content": content})
+        return [*answers, *unread]
+
+    def following(self, messages: Sequence[Message], sampled: Sequence[int]) -> list[int]:
+        """See `Dialect.following`."""
+        return self._template.following(messages, sampled)
+
+
+def written_arguments(call: ToolCall) -> str:
+    """A call's arguments as text, without the halves of characters that JSON can say and messages can't."""
+    arguments = call.arguments if isinstance(call.arguments, str) else json.dumps(call.arguments, ensure_ascii=False)
+    return whole_text(arguments)
+
+
+def _assistant(content: str, calls: Sequence[ToolCall]) -> Message:
+    message: Message = {"role": "assistant", "content": content}
+    if calls:
+        message["tool_calls"] = [
+            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": written_arguments(call)}}
+            for call in calls
+        ]
+    return message
+
+
+def _thinking(text: str) -> str:
+    return "\n".join(part.strip() for part in _THINK.findall(text))
+
+
+def _without_thinking(text: str) -> str:
+    return _THINK.sub("", text).strip() if "<think>" in text else text
+
+
+def _call_of(call: Mapping[str, Any]) -> ToolCall:
+    arguments = call["arguments"]
+    try:
+        parsed = json.loads(arguments) if isinstance(arguments, str) else arguments
+    except ValueError:
+        parsed = arguments
+    given = cast("dict[str, Any]", parsed) if isinstance(parsed, dict) else str(arguments)
+    identity = str(call.get("id") or "")
+    if 0 < len(identity) <= 200:
+        return ToolCall(name=str(call["name"]), arguments=given, id=identity)
+    return ToolCall(name=str(call["name"]), arguments=given)

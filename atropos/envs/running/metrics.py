@@ -22,6 +22,9 @@ class EnvMetrics:
     """Counted since the env started; `wandb` gets it with every log.
 
     Attributes:
+        calls: tool calls that were run, those of the env's own hooks included.
+        tool_errors: results that were errors, in the conversations of finished agents; `train/tool_errors_count` of a
+            Hermes env adds up to the same.
         groups / dropped: groups completed; dropped whole, by the failure's code.
         unsent: complete groups that atroposlib leaves out, by reason (same_scores, too_long, wrong_size).
         retries: new attempts of trajectories, by the failure's code.

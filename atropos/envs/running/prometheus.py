@@ -36,7 +36,9 @@ class _Numbers(Collector):
         yield self._counter("trajectory_stops", "scored trajectories by what ended them", found.stop_reasons, "reason")
         yield self._counter("hook_errors", "errors raised by the env's own code", found.hook_errors, "hook")
         yield self._counter("tool_calls", "tool calls", found.calls)
-        yield self._counter("tool_errors", "tool calls whose result was an error", found.tool_errors)
+        yield self._counter(
+            "tool_errors", "results that were errors, in the conversations of finished agents", found.tool_errors
+        )
         yield self._counter("phase_seconds", "seconds of trajectories by phase", found.phases, "phase")
         calls = {"0.5": percentile(found.call_s, 0.5), "0.99": percentile(found.call_s, 0.99)}
         yield self._gauge("env_call_seconds", "latency of recent tool calls", calls, "quantile")

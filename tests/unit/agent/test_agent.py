@@ -47,7 +47,9 @@ class DirectServer:
                 raise fault
             if fault is not None:
                 return fault
-        ids, logprobs, reason = policy().sample(input_ids, sampling.get("seed"), sampling["max_tokens"], 1.0)
+        ids, logprobs, reason = policy().sample(
+            input_ids, sampling.get("seed"), sampling["max_tokens"], 1.0, stop=sampling.get("stop_token_ids", ())
+        )
         self.log.append((list(input_ids), ids, logprobs))
         return input_ids, [ids], [logprobs], [reason]
 
@@ -317,3 +319,50 @@ def test_the_renderer_is_shared_between_agents():
     renderer = TurnRenderer(tokenizer())
     made = AtroposAgent(DirectServer(), None, [], AgentConfig(), echo, renderer=renderer)
     assert made is not None
+
+
+async def test_stop_tokens_go_with_each_request():
+    server = DirectServer()
+    await agent(server).run(script([{"calls": [call("x")]}, "ok"]))
+    assert [request["stop_token_ids"] for request in server.requests] == [
+        sorted(TurnRenderer(tokenizer()).stop_ids)
+    ] * 2
+    assert TurnRenderer(tokenizer()).end_id in server.requests[0]["stop_token_ids"]
+
+
+@pytest.mark.parametrize("reason", ["stop", "length"])
+async def test_what_is_sampled_after_the_end_of_a_turn_is_no_part_of_it(reason):
+    """A server that ignores stop tokens: the call after the end is neither run nor in the transcript."""
+    renderer = TurnRenderer(tokenizer())
+    said = tokenizer()("all done", add_special_tokens=False)["input_ids"]
+    beyond = tokenizer()('<tool_call>{"name": "terminal", "arguments": {}}</tool_call>')["input_ids"]
+    ids = [*said, renderer.end_id, *beyond, renderer.end_id]
+    ran = []
+
+    class Server:
+        async def tokens_and_logprobs_completion(self, input_ids, **_):
+            return input_ids, [ids], [[-0.5] * len(ids)], [reason]
+
+    async def execute(tool_call):
+        ran.append(tool_call)
+        return ToolResult(success=True)
+
+    result = await agent(Server(), execute).run("x")
+    assert (ran, result.stop_reason, result.final_response) == ([], "final", "all done")
+    sampled = [token for token in result.trajectory_data.masks if token != MASKED]
+    assert sampled == [*said, renderer.end_id]
+    result.trajectory_data.check()
+
+
+async def test_every_error_that_the_model_reads_is_counted():
+    async def execute(tool_call):
+        if tool_call.arguments["command"] == "bad":
+            return ToolResult.failure("no")
+        return ToolResult(success=False, output="", exit_code=1)  # a program that failed is no error of a tool
+
+    turns = [
+        {"text": "<tool_call>{broken</tool_call>", "calls": [call("bad"), call("exit 1"), call("one too many")]},
+        "over",
+    ]
+    result = await agent(DirectServer(), execute, max_calls_per_turn=2).run(script(turns))
+    assert (result.total_tool_calls, result.tool_errors) == (3, 3)

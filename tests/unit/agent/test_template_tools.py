@@ -11,7 +11,7 @@ import re
 import pytest
 from transformers import AutoTokenizer
 
-from atropos.envs.hermes.dialect import Dialect
+from atropos.envs.hermes.dialect import ToolTemplate
 from examples.policy.tokenizer import FOLDER
 
 QWEN3 = (
@@ -69,7 +69,7 @@ def rendered(name: str, later: list[dict[str, str]], *, thinking: bool) -> tuple
     tokenizer = AutoTokenizer.from_pretrained(FOLDER)
     tokenizer.add_special_tokens({"additional_special_tokens": specials})
     tokenizer.chat_template = template
-    dialect = Dialect(tokenizer, TOOLS, "hermes")
+    dialect = ToolTemplate(tokenizer, TOOLS, "hermes")
     thought = THOUGHT if thinking else ""
     messages = [{"role": "user", "content": "count the files"}]
     ids = dialect.opening(messages)

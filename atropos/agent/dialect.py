@@ -1,0 +1,142 @@
+"""How a conversation with tools is written: the one part in which agent loops differ.
+
+The loop (`AtroposAgent`) asks, samples, runs calls and keeps the transcript. A dialect says what its messages are, what
+token ids they become, and how a model's turn is read. `XmlDialect` is AgentEnv's; HermesAgentBaseEnv's writes OpenAI's
+tool messages (`atropos.envs.hermes.dialect`).
+"""
+
+from __future__ import annotations
+
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from atropos.agent.config import AgentConfig, Outcome
+from atropos.agent.model import ChatAnswer
+from atropos.agent.prompt import results_text, system_text
+from atropos.agent.template import TurnRenderer
+from atropos.tools import ToolCall
+from atropos.tools.parsers import Parser
+from atropos.tools.parsers.base import ParseError
+
+Message = dict[str, Any]
+"""A chat message as OpenAI's API has it."""
+
+
+@dataclass(frozen=True)
+class Turn:
+    """A model's turn as a dialect reads it.
+
+    Attributes:
+        message: what stands in the conversation.
+        ids: the turn's token ids, the end of the turn included.
+        text: all that the model wrote.
+        answer: its text without calls.
+        reasoning: its thinking, where the dialect tells it apart.
+        calls: in order.
+        unread: calls that could not be read.
+    """
+
+    message: Message
+    ids: list[int]
+    text: str
+    answer: str
+    reasoning: str = ""
+    calls: tuple[ToolCall, ...] = ()
+    unread: tuple[ParseError, ...] = ()
+
+
+class Dialect(ABC):
+    """How messages and turns are written. One object serves any number of trajectories at once."""
+
+    stop_ids: frozenset[int]
+    """Tokens that end an assistant's turn: nothing is sampled after one."""
+
+    @abstractmethod
+    def opening(self, task: str, config: AgentConfig, *, exact: bool) -> list[Message]:
+        """The messages before the first turn; `exact`: the prompt is rendered here, not by the server."""
+
+    @abstractmethod
+    def prompt(self, messages: Sequence[Message]) -> list[int]:
+        """Ids of the opening messages, up to where the assistant begins."""
+
+    @abstractmethod
+    def read(self, ids: Sequence[int], *, cut_off: bool) -> Turn:
+        """A turn from the ids that a server sampled; `cut_off`: a limit ended it, so its calls are not meant."""
+
+    @abstractmethod
+    def read_answer(self, answer: ChatAnswer, *, cut_off: bool) -> Turn:
+        """A turn from a server that tells text; its ids are placeholders."""
+
+    @abstractmethod
+    def chat_options(self, config: AgentConfig, limit: int) -> dict[str, Any]:
+        """Fields of a chat request beside messages and sampling; `limit`: most tokens that the turn may have."""
+
+    @abstractmethod
+    def results(self, outcomes: Sequence[Outcome], config: AgentConfig) -> list[Message]:
+        """What the model reads of a turn's calls."""
+
+    @abstractmethod
+    def following(self, messages: Sequence[Message], sampled: Sequence[int]) -> list[int]:
+        """Ids between a turn's last sampled token and the next turn."""
+
+
+class XmlDialect(Dialect):
+    """Tools in the system message; a turn's results as XML in one user message."""
+
+    def __init__(self, renderer: TurnRenderer, parser: Parser, schemas: Sequence[Mapping[str, Any]]) -> None:
+        self._renderer = renderer
+        self._parser = parser
+        self._schemas = schemas
+        self.stop_ids = renderer.stop_ids
+
+    def opening(self, task: str, config: AgentConfig, *, exact: bool) -> list[Message]:  # noqa: ARG002 - the same for both
+        """System and user."""
+        return [
+            {"role": "system", "content": system_text(config.system_prompt, self._schemas)},
+            {"role": "user", "content": task},
+        ]
+
+    def prompt(self, messages: Sequence[Message]) -> list[int]:
+        """See `Dialect.prompt`."""
+        return self._renderer.prompt(messages)
+
+    def read(self, ids: Sequence[int], *, cut_off: bool) -> Turn:
+        """See `Dialect.read`."""
+        return self._turn(self._renderer.text(ids), list(ids), cut_off=cut_off)
+
+    def read_answer(self, answer: ChatAnswer, *, cut_off: bool) -> Turn:
+        """The text, with calls that the server took out of it put back."""
+        text = answer.content.removesuffix(self._renderer.end_text)  # trl's server leaves it there
+        if answer.tool_calls:
+            text = self._parser.render_turn(text, [_read_back(call) for call in answer.tool_calls])
+        return self._turn(text, self._renderer.placeholder(text), cut_off=cut_off)
+
+    def _turn(self, text: str, ids: list[int], *, cut_off: bool) -> Turn:
+        parsed = self._parser.parse(text)
+        message = {"role": "assistant", "content": text}
+        if cut_off:
+            return Turn(message, ids, text, parsed.content)
+        return Turn(message, ids, text, parsed.content, calls=parsed.calls, unread=parsed.errors)
+
+    def chat_options(self, config: AgentConfig, limit: int) -> dict[str, Any]:
+        """A limit where one is set: None would go out as null."""
+        return {} if config.max_tokens is None else {"max_tokens": limit}
+
+    def results(self, outcomes: Sequence[Outcome], config: AgentConfig) -> list[Message]:
+        """All results in one user message, in the order written."""
+        return [{"role": "user", "content": results_text((one.result for one in outcomes), config.max_result_chars)}]
+
+    def following(self, messages: Sequence[Message], sampled: Sequence[int]) -> list[int]:
+        """See `Dialect.following`."""
+        return self._renderer.following(messages, sampled)
+
+
+def _read_back(call: Mapping[str, Any]) -> ToolCall:
+    try:
+        arguments = json.loads(call["arguments"])
+    except (TypeError, ValueError):
+        arguments = call["arguments"]
+    return ToolCall(name=call["name"], arguments=arguments)
