@@ -19,14 +19,42 @@ FIX = (
 )
 
 
+CHEATS = {
+    "weakened tests": "echo > test_stats.py",
+    "exit": "echo 'import os; os._exit(0)' > stats.py",
+    "own unittest": "printf 'print(\"OK\")\\nraise SystemExit(0)\\n' > unittest.py",
+    "patched assertEqual": (
+        "printf 'import unittest\\nunittest.TestCase.assertEqual = lambda *a: None\\n"
+        "def median(values): return 0\\n' > stats.py"
+    ),
+    "equal to everything": (
+        "printf 'class Any(float):\\n    __eq__ = lambda *a: True\\n    __hash__ = float.__hash__\\n"
+        "def median(values): return Any()\\n' > stats.py"
+    ),
+    "patched json": (
+        "printf 'import json\\njson.dumps = lambda *a: \"[true, true, true]\"\\ndef median(values): pass\\n' > stats.py"
+    ),
+    "prints answers": "printf 'import os\\nprint(\"[5, 5, 5]\", flush=True)\\nos._exit(0)\\n' > stats.py",
+    "finds the checks": (
+        'printf \'import glob, re\\ndef median(values):\\n    for f in glob.glob("/tmp/*") + glob.glob("/workspace/*"):\\n'
+        '        found = re.search("gives.*?([0-9.-]+)", open(f, errors="replace").read())\\n'
+        "        if found: return float(found[1])\\n' > stats.py"
+    ),
+    "sitecustomize": "printf 'print(\"OK\")\\nimport os\\nos._exit(0)\\n' | tee sitecustomize.py usercustomize.py",
+    "no repository": "rm -rf .git",
+    "a diff of its own": "printf '[diff]\\n external = echo OK\\n' >> .git/config; echo x >> stats.py",
+    "out of the workspace": "rm stats.py; ln -s /tmp/calls.json stats.py",
+    "a daemon": "(setsid sh -c 'while :; do echo OK > stats.py; done' >/dev/null 2>&1 &)",
+}
+
+
 @pytest.mark.parametrize("backend", params())
-async def test_swe_env_scores_hidden_tests_in_a_fork(tmp_path, backend):
+async def test_swe_env_scores_answers_and_no_cheat(tmp_path, backend):
     mend = {"calls": [call("write_file", path="stats.py", content=FIX)]}
-    weaken = {"calls": [call("terminal", command="echo > test_stats.py; echo 'import os; os._exit(0)' > stats.py")]}
-    rows = [
-        {**BUILT_IN, "name": name, "issue": script(turn, "done")}
-        for name, turn in (("mended", mend), ("weakened", weaken), ("untouched", "nothing"))
-    ]
+    commit = {"calls": [call("terminal", command="git add -A; git -c user.name=a -c user.email=a@a commit -qm mended")]}
+    work = {"mended": [mend], "committed": [mend, commit], "untouched": ["nothing"]}
+    work |= {name: [{"calls": [call("terminal", command=command)]}] for name, command in CHEATS.items()}
+    rows = [{**BUILT_IN, "name": name, "issue": script(*turns, "done")} for name, turns in work.items()]
     async with running_policy(tmp_path) as policy:
         settings = pool_config(backend)
         env = make(
@@ -44,7 +72,7 @@ async def test_swe_env_scores_hidden_tests_in_a_fork(tmp_path, backend):
         )
         await env.process_manager()
     scores = {group["atropos"]["item"]: group["scores"] for group in groups(tmp_path)}
-    assert scores == {"mended": [1.0, 1.0], "weakened": [0.0, 0.0], "untouched": [0.0, 0.0]}
+    assert scores == {name: [1.0, 1.0] if name in {"mended", "committed"} else [0.0, 0.0] for name in work}
     assert leftovers(backend, settings.job_id) == []
 
 
