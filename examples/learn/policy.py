@@ -182,11 +182,12 @@ class Policy:
         return ids, logprobs, "length"
 
     def places(self, tokens: Sequence[int]) -> Iterator[Place | None]:
-        """For each token of a sequence, where it was chosen, given only what stands before it."""
+        """For each token of a sequence, and for one after it, where it is chosen, given only what stands before it."""
         reader = Reader(self.grammar)
         for token in tokens:
             yield reader.place()
             reader.read(token)
+        yield reader.place()
 
 
 def rows(place: Place) -> Any:

@@ -27,6 +27,8 @@ class Server:
         self._grammar = grammar
         self._policies = policies
         self._rng = random.Random(seed)
+        self.sampled = dict.fromkeys(policies, 0)
+        """Tokens sampled for each pupil."""
 
     def pupil(self, tokens: list[int]) -> str | None:
         """Whom a conversation addresses; None where it addresses nobody."""
@@ -60,6 +62,7 @@ class Server:
             return web.json_response({"error": "temperature: the policy is served as it is; send 1.0"}, status=400)
         else:
             ids, logprobs, reason = self._policies[pupil].sample(prompt, self._rng, body.get("max_tokens"))
+            self.sampled[pupil] += len(ids)
         return web.json_response(
             {
                 "text": [self._grammar.tokenizer.decode(ids)],

@@ -33,10 +33,12 @@ class Step:
 
     Attributes:
         score: mean of the group.
+        spoken: positions at which the policy chose a token, as the tokens alone show; that of a turn's lost end included.
         labels / used: positions that count, and those whose two probabilities agree.
     """
 
     score: float
+    spoken: int = 0
     labels: int = 0
     used: int = 0
 
@@ -88,7 +90,9 @@ def _member(
     gradient: dict[int, float],
     step: Step,
 ) -> None:
-    for place, label, logprob in zip(policy.places(tokens), labels, logprobs, strict=True):
+    *places, following = policy.places(tokens)
+    step.spoken += sum(place is not None for place in [*places, following])
+    for place, label, logprob in zip(places, labels, logprobs, strict=True):
         if label == MASKED:
             continue
         step.labels += 1

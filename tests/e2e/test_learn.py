@@ -1,12 +1,22 @@
-"""A policy learns in real slots from what the trajectory API hands out; one position off, and none does."""
+"""A policy learns in real slots from what the trajectory API hands out; one position off, and none does.
+
+The proof is sensitive: each of several small mistakes in the project's own code makes it fail.
+"""
 
 from __future__ import annotations
 
+import argparse
 import json
 
 import pytest
 
+from atropos.agent.transcript import MASKED, Transcript, sampled_runs
+from atropos.envs import APIServerConfig
+from atropos.envs.running import groups
+from examples.learn.env import LearnConfig, LearnEnv
+from examples.learn.school import School
 from examples.learn.trainer import SHIFTS, shifted
+from examples.policy.tokenizer import FOLDER
 from tests.e2e.test_serve import program
 
 ARMS = ("as sent", "masks +1", "logprobs +1")
@@ -30,8 +40,128 @@ async def test_a_policy_learns_from_the_batches_and_from_nothing_that_is_shifted
     assert set(rows) == set(ARMS)
     assert rows["as sent"]["first"] < 0.7
     assert rows["as sent"]["last"] > 0.9
-    assert rows["as sent"]["positions_used"] > 0.95
+    assert rows["as sent"]["positions_used"] > 0.98
+    assert rows["as sent"]["labels"] == rows["as sent"]["tokens_chosen"] > 1000
     assert all(rows[arm]["last"] < 0.3 and rows[arm]["updates"] >= 10 for arm in ARMS[1:])
     assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
     assert b"<svg" in (tmp_path / "curve.svg").read_bytes()
     assert "Traceback" not in log
+
+
+SENT = groups.scored_group
+GIVEN, SAMPLED = Transcript.add_context, Transcript.add_sampled
+
+
+def unmasked(self, ids):
+    GIVEN(self, ids)
+    self.masks[len(self.masks) - len(ids) :] = ids
+
+
+def without_the_last(self, ids, logprobs):
+    SAMPLED(self, ids[:-1], logprobs[:-1])
+
+
+def sent_with(change):
+    """`scored_group` with one of its lists changed for each member."""
+
+    def mutant(rollouts, **options):
+        group = SENT(rollouts, **options)
+        change(group)
+        return group
+
+    return mutant
+
+
+def moved(key, by, fill):
+    def change(group):
+        group[key] = [shifted(values, by, fill) for values in group[key]]
+
+    return sent_with(change)
+
+
+def mask_turns(begin, end=None):
+    """Some turns of each member masked."""
+
+    def change(group):
+        for masks in group["masks"]:
+            for first, last in [*sampled_runs(masks)][begin:end]:
+                masks[first:last] = [MASKED] * (last - first)
+
+    return sent_with(change)
+
+
+def mask_last_tokens(group):
+    for masks in group["masks"]:
+        for _, last in [*sampled_runs(masks)]:
+            masks[last - 1] = MASKED
+
+
+def reverse(group):
+    group["scores"] = [1.0 - score for score in group["scores"]]
+
+
+MUTANTS = {
+    "context unmasked": (Transcript, "add_context", unmasked),
+    "each turn's last token lost": (Transcript, "add_sampled", without_the_last),
+    "each turn's last token masked": (groups, "scored_group", sent_with(mask_last_tokens)),
+    "masks moved": (groups, "scored_group", moved("masks", 1, MASKED)),
+    "masks moved back": (groups, "scored_group", moved("masks", -1, MASKED)),
+    "logprobs moved": (groups, "scored_group", moved("inference_logprobs", 1, 1.0)),
+    "logprobs moved back": (groups, "scored_group", moved("inference_logprobs", -1, 1.0)),
+    "first turn masked": (groups, "scored_group", mask_turns(0, 1)),
+    "last turn masked": (groups, "scored_group", mask_turns(-1)),
+}
+
+
+async def school_after(updates: int) -> School:
+    """One pupil's lesson in this process: the env's groups go straight to the trainer, on-policy."""
+    school = School(argparse.Namespace(shifts=["as sent"], seed=1, updates=updates))
+    async with school.server.running() as url:
+        config = LearnConfig(
+            tool_pool_mode="local",
+            tokenizer_name=str(FOLDER),
+            group_size=8,
+            slots_per_container=16,
+            max_containers=1,
+            max_token_length=4096,
+            agent_temperature=1.0,
+            agent_max_steps=3,
+            allow_network=False,
+            slot_memory_mib=128,
+            use_wandb=False,
+        )
+        env = LearnEnv(config, [APIServerConfig(base_url=url, server_type="vllm", model_name="m", api_key="x")])
+        try:
+            await env.setup()
+            while not school.finished(when_learned=True):
+                group, _ = await env.collect_trajectories(await env.get_next_item())
+                school.take(group)
+        finally:
+            await env.shutdown_tool_backend()
+    return school
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("name", MUTANTS)
+async def test_a_wrong_position_makes_the_proof_fail_at_once(monkeypatch, name):
+    owner, attribute, mutant = MUTANTS[name]
+    monkeypatch.setattr(owner, attribute, mutant)
+    school = await school_after(updates=1)
+    assert school.positions_wrong("amy"), "the proof is blind to it"
+
+
+@pytest.mark.timeout(600)
+async def test_reversed_scores_make_the_proof_fail(monkeypatch):
+    monkeypatch.setattr(groups, "scored_group", sent_with(reverse))
+    school = await school_after(updates=40)
+    assert school.positions_wrong("amy") == []
+    assert SENT is not groups.scored_group
+    assert school.wrong(), "the proof is blind to it"
+
+
+@pytest.mark.timeout(600)
+async def test_unchanged_the_proof_holds_and_every_sampled_token_is_a_label():
+    school = await school_after(updates=60)
+    assert school.wrong() == []
+    seen = school.totals("amy")
+    assert seen.used == seen.labels == seen.spoken == school.server.sampled["amy"]

@@ -1,0 +1,99 @@
+"""Who learns from which groups, and what must come out: the proof, and how it fails.
+
+Two things must hold of what is trained on as it was sent. The trainer can use it: every token that the policy chose is a
+label, nothing else is, and nearly every label has the probability that the server drew it with. And the policy learns.
+A wrong mask or logprob breaks the first at once, a wrong score the second.
+"""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from examples.learn.policy import Grammar, Policy
+from examples.learn.server import Server
+from examples.learn.task import PLACES, PUPILS, WORDS, turns
+from examples.learn.trainer import Step, learn
+
+WINDOW = 10
+"""Groups that a mean is taken over."""
+START = 3
+"""Groups at the beginning, when next to nothing is learned yet."""
+CLIMBED, FAILED = 0.9, 0.3
+USABLE = 0.98
+"""Least share of the labels whose probability is still what it was when they were drawn. Not all: a group in flight while
+the policy is updated is a little off-policy."""
+AS_SENT = "as sent"
+
+
+class School:
+    """Who learns, what is done to each one's groups, and what each update did."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        grammar = Grammar(turns(WORDS), [*PLACES, *WORDS])
+        self.shift = dict(zip(PUPILS, args.shifts, strict=False))
+        self.policies = {pupil: Policy(grammar) for pupil in self.shift}
+        self.server = Server(grammar, self.policies, args.seed)
+        self.steps: dict[str, list[Step]] = {pupil: [] for pupil in self.shift}
+        self.updates = args.updates
+
+    def take(self, group: dict[str, Any]) -> None:
+        """Let the pupil whose group it is learn from it."""
+        pupil = self.server.pupil(group["tokens"][0])
+        if pupil is not None and len(self.steps[pupil]) < self.updates:
+            self.steps[pupil].append(learn(self.policies[pupil], group, self.shift[pupil]))
+
+    def scores(self, pupil: str) -> list[float]:
+        """Mean of each group."""
+        return [step.score for step in self.steps[pupil]]
+
+    def last(self, pupil: str) -> float:
+        """Mean of the last groups."""
+        return mean(self.scores(pupil)[-WINDOW:])
+
+    def finished(self, *, when_learned: bool) -> bool:
+        """Whether everyone has had all updates, or as many as the first pupil needed."""
+        first = next(iter(self.steps))
+        if when_learned and len(self.steps[first]) >= 2 * WINDOW and self.last(first) > CLIMBED:
+            return all(len(steps) >= len(self.steps[first]) - WINDOW for steps in self.steps.values())
+        return all(len(steps) >= self.updates for steps in self.steps.values())
+
+    def line(self) -> str:
+        """Where everyone stands."""
+        return "   ".join(f"{self.shift[p]} {self.last(p):.2f} ({len(s)})" for p, s in self.steps.items() if s)
+
+    def totals(self, pupil: str) -> Step:
+        """All updates together."""
+        steps = self.steps[pupil]
+        return Step(
+            mean(self.scores(pupil)), *(sum(getattr(s, name) for s in steps) for name in ("spoken", "labels", "used"))
+        )
+
+    def positions_wrong(self, pupil: str) -> list[str]:
+        """What is wrong with the masks and logprobs of what this pupil was trained on as it was sent."""
+        found: list[str] = []
+        seen = self.totals(pupil)
+        if seen.labels != seen.spoken:
+            found.append(f"{seen.labels} labels for {seen.spoken} tokens that the policy chose")
+        if seen.used < USABLE * seen.labels:
+            found.append(f"only {seen.used} of {seen.labels} labels have the probability that they were drawn with")
+        if seen.labels > self.server.sampled[pupil]:
+            found.append(f"{seen.labels} labels for {self.server.sampled[pupil]} tokens that the server sampled")
+        return found
+
+    def wrong(self) -> list[str]:
+        """Everything that is not as it must be; empty when the proof holds."""
+        found: list[str] = []
+        for pupil, name in self.shift.items():
+            if name == AS_SENT:
+                found += [f"{name}: {what}" for what in self.positions_wrong(pupil)]
+                if self.last(pupil) <= CLIMBED:
+                    found.append(f"{name}: ends at {self.last(pupil):.2f}, not over {CLIMBED}")
+            elif self.last(pupil) >= FAILED:
+                found.append(f"{name}: ends at {self.last(pupil):.2f}, not under {FAILED}")
+        return found
+
+
+def mean(values: list[float]) -> float:
+    """0 of nothing."""
+    return sum(values) / len(values) if values else 0.0
