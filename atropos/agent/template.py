@@ -56,7 +56,8 @@ class TurnRenderer:
         self.end_id = suffix[0]
         """The token that closes an assistant's turn."""
         self.end_text = str(tokenizer.decode([self.end_id]))
-        self.end_ids = {self.end_id, getattr(tokenizer, "eos_token_id", None)} - {None}
+        eos: int | None = getattr(tokenizer, "eos_token_id", None)
+        self.end_ids = {self.end_id} if eos is None else {self.end_id, eos}
         self.stop_ids = frozenset(token for token in self.end_ids if str(tokenizer.decode([token])) in self._special)
         """Those of them that stand for nothing else, so that a server can be asked to stop there."""
 

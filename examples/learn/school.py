@@ -1,8 +1,8 @@
 """Who learns from which groups, and what must come out: the proof, and how it fails.
 
 Two things must hold of what is trained on as it was sent. The trainer can use it: every token that the policy chose is a
-label, nothing else is, and nearly every label has the probability that the server drew it with. And the policy learns.
-A wrong mask or logprob breaks the first at once, a wrong score the second.
+label, nothing else is, nearly every label has the probability that the server drew it with, and the scores follow from
+what the tokens show. And the policy learns. A wrong mask, logprob or score breaks the first at once.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 from examples.learn.policy import Grammar, Policy
 from examples.learn.server import Server
-from examples.learn.task import PLACES, PUPILS, WORDS, turns
+from examples.learn.task import PLACES, PUPILS, WORDS, solved, turns
 from examples.learn.trainer import Step, learn
 
 WINDOW = 10
@@ -35,12 +35,18 @@ class School:
         self.policies = {pupil: Policy(grammar) for pupil in self.shift}
         self.server = Server(grammar, self.policies, args.seed)
         self.steps: dict[str, list[Step]] = {pupil: [] for pupil in self.shift}
+        self.misjudged = dict.fromkeys(self.shift, 0)
+        """Scores that don't follow from what the conversation shows."""
         self.updates = args.updates
 
     def take(self, group: dict[str, Any]) -> None:
         """Let the pupil whose group it is learn from it."""
         pupil = self.server.pupil(group["tokens"][0])
         if pupil is not None and len(self.steps[pupil]) < self.updates:
+            said = (self.server.text(tokens) for tokens in group["tokens"])
+            self.misjudged[pupil] += sum(
+                (score == 1.0) != solved(text) for score, text in zip(group["scores"], said, strict=True)
+            )
             self.steps[pupil].append(learn(self.policies[pupil], group, self.shift[pupil]))
 
     def scores(self, pupil: str) -> list[float]:
@@ -69,8 +75,8 @@ class School:
             mean(self.scores(pupil)), *(sum(getattr(s, name) for s in steps) for name in ("spoken", "labels", "used"))
         )
 
-    def positions_wrong(self, pupil: str) -> list[str]:
-        """What is wrong with the masks and logprobs of what this pupil was trained on as it was sent."""
+    def groups_wrong(self, pupil: str) -> list[str]:
+        """What is wrong with the masks, logprobs and scores of what this pupil was trained on as it was sent."""
         found: list[str] = []
         seen = self.totals(pupil)
         if seen.labels != seen.spoken:
@@ -79,6 +85,8 @@ class School:
             found.append(f"only {seen.used} of {seen.labels} labels have the probability that they were drawn with")
         if seen.labels > self.server.sampled[pupil]:
             found.append(f"{seen.labels} labels for {self.server.sampled[pupil]} tokens that the server sampled")
+        if self.misjudged[pupil]:
+            found.append(f"{self.misjudged[pupil]} scores do not follow from what was done")
         return found
 
     def wrong(self) -> list[str]:
@@ -86,7 +94,7 @@ class School:
         found: list[str] = []
         for pupil, name in self.shift.items():
             if name == AS_SENT:
-                found += [f"{name}: {what}" for what in self.positions_wrong(pupil)]
+                found += [f"{name}: {what}" for what in self.groups_wrong(pupil)]
                 if self.last(pupil) <= CLIMBED:
                     found.append(f"{name}: ends at {self.last(pupil):.2f}, not over {CLIMBED}")
             elif self.last(pupil) >= FAILED:

@@ -30,9 +30,13 @@ class Server:
         self.sampled = dict.fromkeys(policies, 0)
         """Tokens sampled for each pupil."""
 
+    def text(self, tokens: list[int]) -> str:
+        """A conversation as text."""
+        return self._grammar.tokenizer.decode(tokens)
+
     def pupil(self, tokens: list[int]) -> str | None:
         """Whom a conversation addresses; None where it addresses nobody."""
-        found = _PUPIL.search(self._grammar.tokenizer.decode(tokens))
+        found = _PUPIL.search(self.text(tokens))
         return found[1] if found and found[1] in self._policies else None
 
     @contextlib.asynccontextmanager

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -59,6 +60,18 @@ def door(number: int, pupil: str, words: Sequence[str]) -> Door:
     """The item of that number, the same everywhere and for every pupil."""
     rng = random.Random(number)
     return Door(number, pupil, rng.choice(PLACES), {place: rng.choice(words) for place in PLACES})
+
+
+def solved(conversation: str) -> bool:
+    """Whether the right note was opened and then its word written, judged by the conversation's text alone."""
+    _, _, rest = conversation.partition("open the note ")
+    place = re.match(r"\w+", rest)
+    _, opened, rest = rest.partition(f"./open {place[0]}" if place else "\0")
+    word = re.search(r'"output": "(\w+)', rest) if opened else None
+    if word is None:
+        return False
+    written = rest[word.end() :]
+    return f"echo {word[1]} > door" in written or f'"content": "{word[1]}"' in written
 
 
 def call(tool: str, **arguments: Any) -> str:

@@ -110,6 +110,7 @@ MUTANTS = {
     "logprobs moved back": (groups, "scored_group", moved("inference_logprobs", -1, 1.0)),
     "first turn masked": (groups, "scored_group", mask_turns(0, 1)),
     "last turn masked": (groups, "scored_group", mask_turns(-1)),
+    "scores reversed": (groups, "scored_group", sent_with(reverse)),
 }
 
 
@@ -143,25 +144,17 @@ async def school_after(updates: int) -> School:
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("name", MUTANTS)
-async def test_a_wrong_position_makes_the_proof_fail_at_once(monkeypatch, name):
+async def test_a_mistake_makes_the_proof_fail_at_once(monkeypatch, name):
     owner, attribute, mutant = MUTANTS[name]
     monkeypatch.setattr(owner, attribute, mutant)
     school = await school_after(updates=1)
-    assert school.positions_wrong("amy"), "the proof is blind to it"
-
-
-@pytest.mark.timeout(600)
-async def test_reversed_scores_make_the_proof_fail(monkeypatch):
-    monkeypatch.setattr(groups, "scored_group", sent_with(reverse))
-    school = await school_after(updates=40)
-    assert school.positions_wrong("amy") == []
-    assert SENT is not groups.scored_group
-    assert school.wrong(), "the proof is blind to it"
+    assert school.groups_wrong("amy"), "the proof is blind to it"
 
 
 @pytest.mark.timeout(600)
 async def test_unchanged_the_proof_holds_and_every_sampled_token_is_a_label():
     school = await school_after(updates=60)
     assert school.wrong() == []
+    assert school.misjudged == {"amy": 0}
     seen = school.totals("amy")
     assert seen.used == seen.labels == seen.spoken == school.server.sampled["amy"]
