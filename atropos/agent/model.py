@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import contextvars
 import math
-import random
 from collections.abc import Callable, Coroutine, Generator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
@@ -18,6 +17,7 @@ from typing import Any, TypeVar, cast
 from aiohttp import ContentTypeError
 
 from atropos.agent.fairness import started_in_turn
+from atropos.aio import backoff_s
 from atropos.errors import InferenceError
 from atropos.tools.parsers.base import whole_text
 
@@ -139,7 +139,7 @@ class Model:
                     attempt += 1
                     if not last.retryable or attempt > self._retries:
                         raise last
-                    await asyncio.sleep(min(5.0, 0.2 * 2**attempt) * random.uniform(0.5, 1.0))
+                    await asyncio.sleep(backoff_s(attempt, first_s=0.2, longest_s=5.0))
         except TimeoutError as error:
             why = f"; before that: {last}" if last else ""
             raise InferenceError(f"the inference server gave no answer within {self._timeout_s:g} s{why}") from error

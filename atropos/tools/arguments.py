@@ -116,7 +116,7 @@ def check(tool: str, model: type[_Model], arguments: dict[str, Any]) -> _Model:
     Raises:
         BadArguments: with every field that is wrong, and what the tool takes.
     """
-    sayable(tool, arguments)
+    check_encodable(tool, arguments)
     if len(arguments) > MAX_ARGUMENTS:
         raise BadArguments(f"{tool}: {len(arguments):,} arguments are too many. {usage(tool, model)}")
     try:
@@ -144,7 +144,7 @@ def _half_pair(value: Any) -> bool:
     return False
 
 
-def sayable(tool: str, arguments: dict[str, Any]) -> None:
+def check_encodable(tool: str, arguments: dict[str, Any]) -> None:
     """Refuse what no wire and no kernel can say.
 
     Raises:

@@ -42,6 +42,18 @@ class ToolSlot(Protocol):
         ...
 
 
+class ToolPool(Protocol):
+    """What the executor needs of an `atropos.slots.SlotPool`."""
+
+    async def acquire(self, trajectory_id: str, *, snapshot: Any = None, network: bool | None = None) -> Any:
+        """A slot, exclusively."""
+        ...
+
+    def bound_frames(self, max_batch_size: int) -> None:
+        """Change the most calls in a frame."""
+        ...
+
+
 class ToolLimits(BaseModel):
     """Bounds of what a model may ask for and of what it is shown. Times in seconds."""
 
@@ -56,6 +68,25 @@ class ToolLimits(BaseModel):
     record_sessions: bool = Field(default=False, description="record every terminal session, asked for or not")
 
 
+class ToolState:
+    """What a tool keeps of one trajectory in `ToolScope.state`, with hooks that an executor calls."""
+
+    async def after_call(self, result: ToolResult, scope: ToolScope) -> ToolResult:  # noqa: ARG002 - for subclasses
+        """The result of any sandboxed call of the trajectory, perhaps with a note added.
+
+        Raises:
+            SandboxError: the infrastructure failed.
+        """
+        return result
+
+    async def finish(self, scope: ToolScope) -> None:
+        """Look at the slot for the last time, before the trajectory gives it back."""
+
+    def recordings(self) -> dict[str, str]:
+        """Recorded terminals by session id, as asciinema v2 text."""
+        return {}
+
+
 @dataclass
 class ToolScope:
     """What surrounds one call: whose it is, its slot, and what tools keep between calls of one lease.
@@ -64,7 +95,8 @@ class ToolScope:
         trajectory_id: whose call this is.
         call_id: the call's id.
         limits: the executor's bounds.
-        state: kept from call to call, forgotten with the lease; keyed by the tool's own name.
+        state: kept from call to call, dropped with the lease; keyed by the tool's own name. Values that are `ToolState`
+            have their hooks called.
     """
 
     trajectory_id: str
@@ -104,6 +136,7 @@ class Tool(ABC):
         sandboxed: whether it works in the trajectory's slot; else it runs on the ToolServer.
         read_only: changes nothing, so that running it twice is harmless.
         timeout_s: longest a call may take before its result says so; None: no bound of the tool's own.
+        replaces_built_in: whether it is meant to stand in for the built-in tool of its name.
     """
 
     name: str
@@ -113,6 +146,7 @@ class Tool(ABC):
     sandboxed: bool = True
     read_only: bool = False
     timeout_s: float | None = None
+    replaces_built_in: bool = False
 
     @abstractmethod
     async def run(self, arguments: Any, scope: ToolScope) -> Any:
@@ -206,6 +240,7 @@ def tool(
     sandboxed: bool = True,
     read_only: bool = False,
     timeout_s: float | None = None,
+    replaces_built_in: bool = False,
 ) -> Callable[[Callable[..., Awaitable[Any]]], FunctionTool]:
     """Make a tool of an async function.
 
@@ -232,6 +267,7 @@ def tool(
             sandboxed=sandboxed,
             read_only=read_only,
             timeout_s=timeout_s,
+            replaces_built_in=replaces_built_in,
             **fields,
         )
         check_tool(made)
@@ -282,8 +318,10 @@ __all__ = [
     "Tool",
     "ToolError",
     "ToolLimits",
+    "ToolPool",
     "ToolScope",
     "ToolSlot",
+    "ToolState",
     "as_result",
     "check_tool",
     "tool",

@@ -6,33 +6,31 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
-from atropos import wire
+from atropos.aio import outlive
 from atropos.errors import (
     ConfigError,
-    IsolationUnavailable,
     LeaseExpired,
     NotSupported,
     OutcomeUnknown,
     SandboxError,
     SlotLost,
 )
-from atropos.tools.arguments import BadArguments, check, coerce, parse_object, sayable
-from atropos.tools.base import Tool, ToolError, ToolScope, ToolSlot
+from atropos.tools.arguments import BadArguments, check, check_encodable, coerce, parse_object
+from atropos.tools.base import Tool, ToolError, ToolPool, ToolScope, ToolSlot
+from atropos.tools.isolation import IsolationCheck
 from atropos.tools.models import ToolCall, ToolResult, new_call_id
-from atropos.tools.registry import ToolRegistry, user_tools
+from atropos.tools.registry import ToolRegistry
 from atropos.tools.running import run_tool
-from atropos.tools.sandboxed.process import due_notes
 from atropos.tools.sandboxed.recording import write_recordings
-from atropos.tools.sandboxed.sessions import Sessions
 from atropos.tools.settings import ToolExecutorConfig
 from atropos.tools.stats import ExecutorStats, Meter
 from atropos.tools.tool_server.client import ToolServerClient
-from atropos.tools.tool_server.external import ExternalTool
-from atropos.tools.trajectory import Trajectory, fingerprint
+from atropos.tools.tool_server.offered import adopt_offered, own_external
+from atropos.tools.trajectory import TrajectoryState, fingerprint
 
 MAX_WAITING = 256
 """Calls of one trajectory that may wait for their turn."""
@@ -42,18 +40,6 @@ FINISH_S = 5.0
 """How long a release lets tools put away what they kept (recordings)."""
 
 _log = logging.getLogger(__name__)
-
-
-class ToolPool(Protocol):
-    """What the executor needs of an `atropos.slots.SlotPool`."""
-
-    async def acquire(self, trajectory_id: str, *, snapshot: Any = None, network: bool | None = None) -> Any:
-        """A slot, exclusively."""
-        ...
-
-    def bound_frames(self, max_batch_size: int) -> None:
-        """Change the most calls in a frame."""
-        ...
 
 
 class ToolExecutor:
@@ -74,9 +60,11 @@ class ToolExecutor:
         self.pool = pool
         self.tools = tools
         self.config = config or ToolExecutorConfig()
-        self._trajectories: dict[str, Trajectory] = {}
-        self._releases: dict[Trajectory, asyncio.Task[None]] = {}
-        self._checked: set[str] = set()
+        self._trajectories: dict[str, TrajectoryState] = {}
+        self._releases: dict[TrajectoryState, asyncio.Task[None]] = {}
+        self._isolation = IsolationCheck(
+            sandbox=self.config.require_sandbox, stateful=self.config.require_stateful_sandbox
+        )
         self._meter = Meter()
         self._state = "new"
         self._server: ToolServerClient | None = None
@@ -86,7 +74,7 @@ class ToolExecutor:
                 self.config.tool_server_token,
                 timeout_s=self.config.tool_server_timeout_s,
                 app_factory=tool_server_app,
-                tools=_own_external(tools),
+                tools=own_external(tools),
             )
         elif tools.external:
             names = ", ".join(tool.name for tool in tools.external)
@@ -106,42 +94,15 @@ class ToolExecutor:
         if self.config.max_batch_size is not None:
             self.pool.bound_frames(self.config.max_batch_size)
         if self._server is not None:
-            self._adopt(await self._server.start())
+            adopt_offered(self.tools, await self._server.start())
         self._state = "open"
-
-    def _adopt(self, offered: list[Any]) -> None:
-        """The ToolServer is the authority on which external tools there are and what they take."""
-        by_name = {info.name: info for info in offered}
-        missing = [tool for tool in self.tools.external if tool.name not in by_name]
-        for info in offered:
-            mine = self.tools.get(info.name)
-            if mine is not None and mine.sandboxed:
-                _log.warning("the ToolServer's tool %r is hidden by the sandboxed tool of that name", info.name)
-            elif mine is not None or self.tools.wants(info.toolset):
-                function = info.schema_.get("function", info.schema_)
-                made = ExternalTool(
-                    info.name,
-                    str(function.get("description") or info.name),
-                    info.toolset,
-                    parameters=function.get("parameters") or {"type": "object", "properties": {}},
-                    read_only=info.read_only,
-                    timeout_s=info.timeout_s,
-                )
-                self.tools.register(made, replace=True)
-        for tool in missing:
-            _log.warning("the ToolServer does not offer %r: the model is not told of it", tool.name)
-            self.tools.remove(tool.name)
-        left = {toolset for tool in self.tools.external for toolset in tool.toolsets}
-        for toolset in {toolset for tool in missing for toolset in tool.toolsets} & {*self.tools.enabled}:
-            if toolset not in left:
-                raise ConfigError(f"enabled_toolsets: the ToolServer offers no tool of {toolset!r}")
 
     async def close(self) -> None:
         """Release every trajectory and close the way to the ToolServer. Outlives cancellation; idempotent."""
         if self._state == "closed":
             return
         self._state = "closed"
-        await _outlive(self._close())
+        await outlive(self._close())
 
     async def _close(self) -> None:
         for trajectory in list(self._trajectories.values()):
@@ -187,18 +148,18 @@ class ToolExecutor:
             given = coerce(parse_object(tool.name, call.arguments), tool.schema.parameters)
             if tool.sandboxed:
                 return tool, check(tool.name, tool.arguments, given), given
-            sayable(tool.name, given)  # the rest is checked where the tool runs
+            check_encodable(tool.name, given)  # the rest is checked where the tool runs
         except BadArguments as error:
             return ToolResult.failure(str(error))
         return tool, None, given
 
     def mistake_in(self, call: ToolCall) -> str | None:
-        """What is wrong with a call before it runs, an unknown tool or its arguments; None: it can run."""
+        """What is wrong with a call before it runs: an unknown tool, its arguments; None: it can run."""
         checked = self._check(call)
         return checked.error if isinstance(checked, ToolResult) else None
 
     async def _run(
-        self, trajectory: Trajectory, call: ToolCall, checked: tuple[Tool, Any, dict[str, Any]] | ToolResult
+        self, trajectory: TrajectoryState, call: ToolCall, checked: tuple[Tool, Any, dict[str, Any]] | ToolResult
     ) -> ToolResult:
         if isinstance(checked, ToolResult):
             return checked
@@ -228,22 +189,20 @@ class ToolExecutor:
         return result
 
     async def _in_slot(
-        self, trajectory: Trajectory, call: ToolCall, tool: Tool, arguments: Any, slot: ToolSlot
+        self, trajectory: TrajectoryState, call: ToolCall, tool: Tool, arguments: Any, slot: ToolSlot
     ) -> ToolResult:
         scope = ToolScope(trajectory.id, call.id, self.config.limits, trajectory.state, slot)
         try:
             result = await run_tool(tool, arguments, scope)
-            if "process" in trajectory.state:
-                note = await due_notes(scope, asyncio.get_running_loop().time())
-                if note:
-                    result = result.model_copy(update={"output": f"{result.output}\n{note}".lstrip("\n")})
+            for kept in trajectory.kept():
+                result = await kept.after_call(result, scope)
         except SandboxError as error:
             if not isinstance(error, NotSupported):
                 trajectory.broken = error
             raise
         return result
 
-    async def _on_server(self, trajectory: Trajectory, tool: Tool, given: dict[str, Any]) -> ToolResult:
+    async def _on_server(self, trajectory: TrajectoryState, tool: Tool, given: dict[str, Any]) -> ToolResult:
         if self._server is None:
             raise ConfigError(f"tool {tool.name!r} is external; set tool_server_url")
         trajectory.external = True
@@ -280,7 +239,9 @@ class ToolExecutor:
                 raise RuntimeError(f"trajectory {trajectory_id!r} has a slot already; release it first")
             return await self._leased(trajectory, snapshot)
 
-    async def _leased(self, trajectory: Trajectory, snapshot: Any = None, *, network: bool | None = None) -> ToolSlot:
+    async def _leased(
+        self, trajectory: TrajectoryState, snapshot: Any = None, *, network: bool | None = None
+    ) -> ToolSlot:
         if trajectory.slot is None:
             options: dict[str, Any] = {} if snapshot is None else {"snapshot": snapshot}
             if self.config.allow_network is False or network is False:
@@ -292,28 +253,14 @@ class ToolExecutor:
                 await slot.release()
                 raise LeaseExpired(f"trajectory {trajectory.id!r} was released while it waited for a slot")
             trajectory.slot = slot
-            if self.config.require_sandbox or self.config.require_stateful_sandbox:
+            if self._isolation.required:
                 try:
-                    await self._check_isolation(slot)
+                    await self._isolation.check(slot)
                 except SandboxError as error:
                     trajectory.broken = error
                     raise
             return slot
         return trajectory.slot
-
-    async def _check_isolation(self, slot: Any) -> None:
-        """Refuse a slot whose container lacks what is required. Its trajectory gives it back when it is released."""
-        if slot.container in self._checked:
-            return
-        has: wire.Capabilities = await slot.capabilities()
-        if self.config.require_sandbox and not has.isolated:
-            lacking = ", ".join(f"{one.name} ({one.fix or one.detail})" for one in has.features if not one.ok)
-            raise IsolationUnavailable(f"require_sandbox: container {slot.container} lacks {lacking}")
-        if self.config.require_stateful_sandbox and not has.stateful:
-            raise IsolationUnavailable(
-                f"require_stateful_sandbox: container {slot.container} can't keep sessions between calls"
-            )
-        self._checked.add(slot.container)
 
     def acquire_s(self, trajectory_id: str) -> float:
         """Seconds that the trajectory has waited for its slot; 0 where it has none."""
@@ -333,15 +280,13 @@ class ToolExecutor:
         """
         trajectory = self._trajectories.get(trajectory_id)
         if trajectory is not None:
-            task = self._begin_release(trajectory)
-            if reset_workspace:
-                await asyncio.shield(task)
-            return
-        pending = [task for one, task in self._releases.items() if one.id == trajectory_id]
+            pending = [self._begin_release(trajectory)]
+        else:
+            pending = [task for one, task in self._releases.items() if one.id == trajectory_id]
         if pending and reset_workspace:
             await asyncio.shield(asyncio.gather(*pending))
 
-    def _begin_release(self, trajectory: Trajectory) -> asyncio.Task[None]:
+    def _begin_release(self, trajectory: TrajectoryState) -> asyncio.Task[None]:
         self._trajectories.pop(trajectory.id, None)
         trajectory.released = True
         task = asyncio.get_running_loop().create_task(self._release(trajectory), name=f"release {trajectory.id}")
@@ -349,7 +294,7 @@ class ToolExecutor:
         task.add_done_callback(lambda _: self._releases.pop(trajectory, None))
         return task
 
-    async def _release(self, trajectory: Trajectory) -> None:
+    async def _release(self, trajectory: TrajectoryState) -> None:
         for task in list(trajectory.calls):
             trajectory.interrupted.add(task)
             task.cancel()
@@ -373,40 +318,37 @@ class ToolExecutor:
             except Exception:
                 _log.exception("release of trajectory %s failed", trajectory.id)
 
-    async def _put_away(self, trajectory: Trajectory) -> None:
+    async def _put_away(self, trajectory: TrajectoryState) -> None:
         """Let tools finish what they kept, while the slot is still there, and write the recordings."""
         scope = ToolScope(trajectory.id, "release", self.config.limits, trajectory.state, trajectory.slot)
-        for kept in trajectory.state.values():
-            finish = getattr(kept, "finish", None)
-            if finish is None or trajectory.broken is not None:
-                continue
+        for kept in trajectory.kept() if trajectory.broken is None else ():
             try:
                 async with asyncio.timeout(FINISH_S):
-                    await finish(scope)
+                    await kept.finish(scope)
             except (SandboxError, ToolError, TimeoutError) as error:
                 _log.info("release of %s: a tool could not finish: %s", trajectory.id, error)
             except Exception:
                 _log.exception("release of %s: what a tool kept could not be finished", trajectory.id)
-        sessions: Sessions | None = trajectory.state.get("session")
-        if sessions is not None and self.config.recordings_dir is not None:
-            await asyncio.to_thread(write_recordings, self.config.recordings_dir, trajectory.id, sessions.recordings())
+        recordings = trajectory.recordings()
+        if recordings and self.config.recordings_dir is not None:
+            await asyncio.to_thread(write_recordings, self.config.recordings_dir, trajectory.id, recordings)
 
     # ------------------------------------------------------------------------------------------------ turns
 
-    def _trajectory(self, trajectory_id: str) -> Trajectory:
+    def _trajectory(self, trajectory_id: str) -> TrajectoryState:
         if self._state != "open":
             raise RuntimeError(f"the executor is {'not started' if self._state == 'new' else 'closed'}")
         trajectory = self._trajectories.get(trajectory_id)
         if trajectory is None:
             if not trajectory_id or len(trajectory_id) > 500:
                 raise ConfigError("trajectory_id: 1 to 500 characters")
-            trajectory = self._trajectories[trajectory_id] = Trajectory(trajectory_id)
+            trajectory = self._trajectories[trajectory_id] = TrajectoryState(trajectory_id)
         if len(trajectory.calls) >= MAX_WAITING:
             raise RuntimeError(f"trajectory {trajectory_id!r} has {MAX_WAITING} calls waiting; await some first")
         return trajectory
 
     @contextlib.asynccontextmanager
-    async def _call(self, trajectory: Trajectory) -> AsyncGenerator[None]:
+    async def _call(self, trajectory: TrajectoryState) -> AsyncGenerator[None]:
         """One call's turn. A release interrupts it, which shows as `LeaseExpired` and not as a cancellation."""
         task = asyncio.current_task()
         assert task is not None
@@ -440,8 +382,7 @@ class ToolExecutor:
     def recordings(self, trajectory_id: str) -> dict[str, str]:
         """The trajectory's terminal sessions that were recorded, by name, as asciinema v2 text."""
         trajectory = self._trajectories.get(trajectory_id)
-        sessions: Sessions | None = None if trajectory is None else trajectory.state.get("session")
-        return {} if sessions is None else sessions.recordings()
+        return {} if trajectory is None else trajectory.recordings()
 
     def stats(self) -> ExecutorStats:
         """Counts and times since the start, and what is going on now."""
@@ -455,25 +396,3 @@ class ToolExecutor:
 
     def __repr__(self) -> str:
         return f"<ToolExecutor {self._state}, {len(self._trajectories)} trajectories, {len(self.tools)} tools>"
-
-
-def _own_external(tools: ToolRegistry) -> list[Tool]:
-    """External tools of the caller's own, which a ToolServer in this process must be given."""
-    installed = {tool.name for tool in user_tools(sandboxed=False)}
-    return [tool for tool in tools.external if not isinstance(tool, ExternalTool) and tool.name not in installed]
-
-
-async def _outlive(work: Coroutine[Any, Any, None]) -> None:
-    """Finish `work` even when the caller is cancelled meanwhile; the cancellation follows it."""
-    task = asyncio.get_running_loop().create_task(work)
-    cancelled: asyncio.CancelledError | None = None
-    while not task.done():
-        try:
-            await asyncio.shield(task)
-        except asyncio.CancelledError as error:
-            if task.cancelled():
-                raise
-            cancelled = error
-    if cancelled is not None:
-        raise cancelled
-    task.result()

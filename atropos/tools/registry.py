@@ -187,6 +187,11 @@ def _catalogue(own: list[Tool]) -> list[Tool]:
     names = {tool.name for tool in own}
     every = [*sandbox_tools(), *external_tools()]
     built_in = {tool.name for tool in every}
+    for tool in own:
+        if tool.name in built_in and not tool.replaces_built_in:
+            raise ConfigError(
+                f"tool {tool.name!r} has a built-in tool's name; choose another, or set replaces_built_in=True on it"
+            )
     installed = user_tools()
     for tool in installed:
         if tool.name in built_in:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from atropos.errors import SandboxError
-from atropos.tools.base import ToolSlot
+from atropos.tools.base import ToolSlot, ToolState
 from atropos.tools.models import ToolCall, ToolResult
 
 REMEMBERED = 8
@@ -18,7 +18,7 @@ REMEMBERED_CHARS = 200_000
 
 
 @dataclass(eq=False)
-class Trajectory:
+class TrajectoryState:
     """One trajectory's lease and queue. Everything here ends with its release."""
 
     id: str
@@ -42,6 +42,14 @@ class Trajectory:
     def empty(self) -> bool:
         """Whether there is nothing to release: no slot, nothing on a ToolServer, nothing remembered."""
         return self.slot is None and not self.external and self.broken is None and not self.answered
+
+    def kept(self) -> list[ToolState]:
+        """What tools keep here and want to have finished."""
+        return [value for value in self.state.values() if isinstance(value, ToolState)]
+
+    def recordings(self) -> dict[str, str]:
+        """Recorded terminals by session id, as asciinema v2 text."""
+        return {name: text for kept in self.kept() for name, text in kept.recordings().items()}
 
     def remember(self, call: ToolCall, result: ToolResult | None) -> None:
         """Keep a call's result (None: it was given up) for the case that it is sent again."""

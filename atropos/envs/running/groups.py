@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from atropos.agent import PromptTooLong, seed_for
+from atropos.aio import backoff_s
 from atropos.envs.adapter import BaseEnv
 from atropos.envs.running.hooks import Hooks, first_of, ungrouped
 from atropos.envs.running.lifecycle import Lifetime
@@ -276,7 +277,7 @@ class Groups(BaseEnv):
                 self.metrics.retries[error.code] += 1
                 _log.warning("%s is tried again after %s: %s", what, type(error).__name__, error)
                 self.tell(Event("retry", what, detail=str(error)))
-                await asyncio.sleep(min(2.0, 0.1 * 2**attempt))
+                await asyncio.sleep(backoff_s(attempt, first_s=0.1, longest_s=2.0))
                 attempt += 1
         raise AssertionError("unreachable")
 

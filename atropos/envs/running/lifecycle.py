@@ -14,6 +14,8 @@ import signal
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterable
 from typing import Any
 
+from atropos.aio import outlive
+
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _log = logging.getLogger(__name__)
 
@@ -81,24 +83,6 @@ def _install(loop: asyncio.AbstractEventLoop, handler: Callable[[signal.Signals]
         except (ValueError, RuntimeError, NotImplementedError):  # not in the main thread: its owner handles signals
             continue
         yield number
-
-
-async def outlive(work: Coroutine[Any, Any, None]) -> None:
-    """Finish `work` even when the caller is cancelled meanwhile; the cancellation follows it."""
-    task = asyncio.get_running_loop().create_task(work)
-    cancelled: asyncio.CancelledError | None = None
-    while not task.done():
-        try:
-            await asyncio.shield(task)
-        except asyncio.CancelledError as error:
-            if task.cancelled():
-                raise
-            cancelled = error
-        except Exception:
-            break
-    if cancelled is not None:
-        raise cancelled
-    task.result()
 
 
 @contextlib.asynccontextmanager

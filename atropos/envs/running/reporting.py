@@ -13,8 +13,8 @@ from typing import Any, cast
 import aiohttp
 
 from atropos.agent.transcript import MASKED
+from atropos.aio import outlive
 from atropos.envs.adapter import BaseEnv
-from atropos.envs.running.lifecycle import outlive
 from atropos.envs.running.metrics import EnvMetrics
 from atropos.envs.running.prometheus import MetricsEndpoint, metrics_text
 from atropos.envs.running.replay import write_page

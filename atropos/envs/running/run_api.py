@@ -6,12 +6,12 @@ import asyncio
 import contextlib
 import gzip
 import json
-import random
 from typing import Any, cast
 
 import aiohttp
 from tenacity import RetryError
 
+from atropos.aio import backoff_s
 from atropos.errors import ConfigError
 from atropos.tools.parsers.base import whole_text
 
@@ -109,7 +109,7 @@ async def send_groups(url: str, groups: list[dict[str, Any]], *, listed: bool) -
             except (aiohttp.ClientError, TimeoutError):
                 if attempt == SEND_TRIES - 1:
                     raise
-            await asyncio.sleep(0.5 * 2**attempt * random.uniform(0.5, 1.0))
+            await asyncio.sleep(backoff_s(attempt, first_s=0.5, longest_s=8.0))
 
 
 async def leave_run_api(url: str, env_id: int | None) -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any, Literal
 
 from pydantic import Field
 
 from atropos import wire
 from atropos.tools.arguments import Arguments, Seconds
-from atropos.tools.base import Tool, ToolError, ToolScope
+from atropos.tools.base import Tool, ToolError, ToolScope, ToolState
 from atropos.tools.models import ToolResult
 from atropos.tools.sandboxed.text import clip, decode, plural, shown, without_escapes
 
@@ -16,13 +17,20 @@ BUFFER_BYTES = 200_000
 """Output kept of a background process; older output falls out and is counted."""
 
 
-class Watches:
+class Watches(ToolState):
     """What is remembered of background processes: what the model has seen, and which to tell of again."""
 
     def __init__(self) -> None:
         self.seen: dict[str, int] = {}
         self.intervals: dict[str, float] = {}
         self.due: dict[str, float] = {}
+
+    async def after_call(self, result: ToolResult, scope: ToolScope) -> ToolResult:
+        """Add a note on the processes whose check is due."""
+        note = await due_notes(scope, asyncio.get_running_loop().time())
+        if not note:
+            return result
+        return result.model_copy(update={"output": f"{result.output}\n{note}".lstrip("\n")})
 
     def start(self, session_id: str, interval_s: float | None) -> None:
         """Remember a new process, told of every `interval_s` seconds when that is given."""

@@ -15,7 +15,7 @@ from pydantic import Field, field_validator
 
 from atropos import wire
 from atropos.tools.arguments import Arguments, Seconds, no_nul
-from atropos.tools.base import Tool, ToolError, ToolScope
+from atropos.tools.base import Tool, ToolError, ToolScope, ToolState
 from atropos.tools.models import ToolResult
 from atropos.tools.sandboxed.process import BUFFER_BYTES, read
 from atropos.tools.sandboxed.recording import Recording
@@ -83,7 +83,7 @@ class _Session:
             self.recording.event(time.monotonic() - self.began, kind, data)
 
 
-class Sessions:
+class Sessions(ToolState):
     """A trajectory's terminals."""
 
     def __init__(self) -> None:

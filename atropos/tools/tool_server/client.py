@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import importlib
 import logging
-import random
 import time
 import uuid
 from collections.abc import AsyncGenerator, Callable, Sequence
@@ -16,6 +15,7 @@ from urllib.parse import quote
 
 from pydantic import SecretStr, ValidationError
 
+from atropos.aio import backoff_s
 from atropos.errors import ConfigError, OutcomeUnknown, ToolServerUnavailable
 from atropos.tools.base import Tool
 from atropos.tools.models import ToolResult
@@ -27,7 +27,7 @@ from atropos.tools.tool_server.messages import (
     ToolInfo,
     ToolList,
 )
-from atropos.tools.tool_server.transport import Answer, Broken, Connections, InProcess, Unsent, Way
+from atropos.tools.tool_server.transport import Answer, Broken, Connections, InProcess, Transport, Unsent
 from atropos.wire import Problem
 
 INPROCESS = "inprocess"
@@ -73,7 +73,7 @@ class ToolServerClient:
         self._factory = app_factory
         self._tools = tools
         self._stack = AsyncExitStack()
-        self._way: Way | None = None
+        self._transport: Transport | None = None
         self._boot_id: str | None = None
         self._lives: dict[str, _Life] = {}
         if url != INPROCESS and not url.startswith(("http://", "https://")):
@@ -91,10 +91,10 @@ class ToolServerClient:
         if self.url == INPROCESS:
             app = self._factory() if self._factory is not None else _default_app(self._token, self._tools)
             await self._stack.enter_async_context(_living(app))
-            self._way = InProcess(app, headers)
+            self._transport = InProcess(app, headers)
         else:
-            self._way = Connections(self.url, headers)
-            self._stack.push_async_callback(self._way.close)
+            self._transport = Connections(self.url, headers)
+            self._stack.push_async_callback(self._transport.close)
         try:
             answer = await self._get_tools()
         except BaseException:
@@ -193,14 +193,14 @@ class ToolServerClient:
 
     async def close(self) -> None:
         """Close the connections, and the application where it runs in this process."""
-        self._way = None
+        self._transport = None
         await self._stack.aclose()
 
     @property
-    def _open(self) -> Way:
-        if self._way is None:
+    def _open(self) -> Transport:
+        if self._transport is None:
             raise RuntimeError("the ToolServer client is not started, or closed")
-        return self._way
+        return self._transport
 
     def _answer(self, response: Answer, call: ExternalCall, life: _Life) -> ToolResult:
         try:
@@ -305,5 +305,5 @@ async def _pause(attempt: int, response: Answer | None) -> None:
             asked = float(response.headers.get("retry-after", 0))
         except ValueError:
             asked = 0.0
-    backoff = 0.1 * 2**attempt * random.uniform(0.5, 1.5)
+    backoff = backoff_s(attempt, first_s=0.1, longest_s=MAX_DELAY_S)
     await asyncio.sleep(min(max(asked, backoff), MAX_DELAY_S))

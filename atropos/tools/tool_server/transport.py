@@ -34,7 +34,7 @@ class Answer:
     body: bytes
 
 
-class Way(Protocol):
+class Transport(Protocol):
     """How requests get to the server."""
 
     async def send(self, method: str, path: str, body: bytes | None, timeout_s: float) -> Answer:
@@ -63,7 +63,7 @@ class Connections:
         )
 
     async def send(self, method: str, path: str, body: bytes | None, timeout_s: float) -> Answer:
-        """See `Way`."""
+        """See `Transport`."""
         request = self._session.request(
             method,
             self._url + path,
@@ -82,7 +82,7 @@ class Connections:
             raise Broken(str(error) or type(error).__name__) from error
 
     async def close(self) -> None:
-        """See `Way`."""
+        """See `Transport`."""
         await self._session.close()
 
 
@@ -94,7 +94,7 @@ class InProcess:
         self._headers = _encoded({"host": "inprocess", **headers}.items())
 
     async def send(self, method: str, path: str, body: bytes | None, timeout_s: float) -> Answer:
-        """See `Way`."""
+        """See `Transport`."""
         content = body or b""
         path, _, query = path.partition("?")
         more = {"content-type": "application/json", "content-length": str(len(content))} if body is not None else {}
@@ -124,7 +124,7 @@ class InProcess:
         return Answer(exchange.status or 500, exchange.headers, b"".join(exchange.parts))
 
     async def close(self) -> None:
-        """See `Way`."""
+        """See `Transport`."""
 
 
 class _Exchange:

@@ -15,6 +15,7 @@ from atropos.errors import (
     SlotLost,
 )
 from atropos.tools import ToolCall, ToolError, ToolExecutor, ToolExecutorConfig, ToolResult, build_tool_registry, tool
+from atropos.tools.base import ToolState
 
 
 def terminal(command, **more):
@@ -377,11 +378,11 @@ async def test_a_trajectory_needs_an_id(executor):
 
 
 async def test_what_a_tool_kept_and_cannot_finish_keeps_no_slot(pool, tmp_path):
-    class Kept:
+    class Kept(ToolState):
         async def finish(self, scope):
             raise RuntimeError("a bug of its own")
 
-    class Recorded:
+    class Recorded(ToolState):
         def recordings(self):
             return {"proc-1": "{}"}
 

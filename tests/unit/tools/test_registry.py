@@ -148,12 +148,14 @@ def test_own_tools_join_toolsets_and_replace_built_in_ones():
     assert tools.names == ["count_words", "add"]
     assert build_tool_registry(["default"], ["maths"], tools=[add]).names == DEFAULT
 
-    @tool("terminal")
     async def mine(command: str) -> str:
         """Mine."""
         return command
 
-    assert build_tool_registry(tools=[mine]).get("terminal") is mine
+    with pytest.raises(ConfigError, match=r"'terminal' has a built-in tool's name.*replaces_built_in=True"):
+        build_tool_registry(tools=[tool("terminal")(mine)])
+    meant = tool("terminal", replaces_built_in=True)(mine)
+    assert build_tool_registry(tools=[meant]).get("terminal") is meant
 
 
 def test_tools_of_installed_packages_are_found_by_entry_point(monkeypatch):

@@ -329,7 +329,7 @@ async def test_a_call_given_up_on_its_way_does_not_begin_its_trajectory_anew(poo
 
     released = asyncio.Event()
     async with executor(pool, served, token="right") as made:
-        made._server._way = Slow(served, {"Authorization": "Bearer right"})
+        made._server._transport = Slow(served, {"Authorization": "Bearer right"})
         await made.execute("t", call("note", text="early"))
         late = asyncio.create_task(made.execute("t", call("note", text="late")))
         async with asyncio.timeout(20):
@@ -341,4 +341,4 @@ async def test_a_call_given_up_on_its_way_does_not_begin_its_trajectory_anew(poo
         released.set()
         assert (await held[0]).status == 410
         assert runs == ["early"]
-        await made._server._way.close()
+        await made._server._transport.close()

@@ -1,0 +1,34 @@
+"""Two things that asyncio leaves to its users: work that outlives a cancellation, and waits between attempts."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Coroutine
+from typing import Any
+
+
+async def outlive(work: Coroutine[Any, Any, None]) -> None:
+    """Finish `work` even when the caller is cancelled meanwhile; the cancellation follows it.
+
+    Where the work fails as well, the cancellation is raised and its cause is that failure: neither is lost.
+    """
+    task = asyncio.get_running_loop().create_task(work)
+    cancelled: asyncio.CancelledError | None = None
+    while not task.done():
+        try:
+            await asyncio.wait([task])
+        except asyncio.CancelledError as error:
+            cancelled = error
+    if cancelled is None:
+        task.result()
+    else:
+        raise cancelled from (None if task.cancelled() else task.exception())
+
+
+def backoff_s(attempt: int, *, first_s: float, longest_s: float) -> float:
+    """Seconds to wait after failure number `attempt`, from 0: doubling from `first_s`, half of it at random.
+
+    The random half keeps clients that failed together from coming back together (AWS' "equal jitter").
+    """
+    return min(longest_s, first_s * 2 ** min(attempt, 30)) * random.uniform(0.5, 1.0)

@@ -1,0 +1,41 @@
+"""Whether a slot's container isolates as an executor requires, asked once a container."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from atropos import wire
+from atropos.errors import IsolationUnavailable
+
+
+class IsolationCheck:
+    """Remembers the containers that were found good.
+
+    Args:
+        sandbox: every isolation feature must be there.
+        stateful: sessions must live between calls.
+    """
+
+    def __init__(self, *, sandbox: bool, stateful: bool) -> None:
+        self.required = sandbox or stateful
+        self._sandbox = sandbox
+        self._stateful = stateful
+        self._good: set[str] = set()
+
+    async def check(self, slot: Any) -> None:
+        """Refuse a slot whose container lacks what is required.
+
+        Raises:
+            IsolationUnavailable: it does; the message names the feature and the cure.
+        """
+        if slot.container in self._good:
+            return
+        has: wire.Capabilities = await slot.capabilities()
+        if self._sandbox and not has.isolated:
+            lacking = ", ".join(f"{one.name} ({one.fix or one.detail})" for one in has.features if not one.ok)
+            raise IsolationUnavailable(f"require_sandbox: container {slot.container} lacks {lacking}")
+        if self._stateful and not has.stateful:
+            raise IsolationUnavailable(
+                f"require_stateful_sandbox: container {slot.container} can't keep sessions between calls"
+            )
+        self._good.add(slot.container)

@@ -1,0 +1,52 @@
+"""What a ToolServer offers, and what of it a registry takes up."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+from atropos.errors import ConfigError
+from atropos.tools.base import Tool
+from atropos.tools.registry import ToolRegistry, user_tools
+from atropos.tools.tool_server.external import ExternalTool
+from atropos.tools.tool_server.messages import ToolInfo
+
+_log = logging.getLogger(__name__)
+
+
+def adopt_offered(tools: ToolRegistry, offered: Sequence[ToolInfo]) -> None:
+    """The ToolServer is the authority on which external tools there are and what they take.
+
+    Raises:
+        ConfigError: it offers no tool of a toolset that was asked for.
+    """
+    by_name = {info.name: info for info in offered}
+    missing = [tool for tool in tools.external if tool.name not in by_name]
+    for info in offered:
+        mine = tools.get(info.name)
+        if mine is not None and mine.sandboxed:
+            _log.warning("the ToolServer's tool %r is hidden by the sandboxed tool of that name", info.name)
+        elif mine is not None or tools.wants(info.toolset):
+            function = info.schema_.get("function", info.schema_)
+            made = ExternalTool(
+                info.name,
+                str(function.get("description") or info.name),
+                info.toolset,
+                parameters=function.get("parameters") or {"type": "object", "properties": {}},
+                read_only=info.read_only,
+                timeout_s=info.timeout_s,
+            )
+            tools.register(made, replace=True)
+    for tool in missing:
+        _log.warning("the ToolServer does not offer %r: the model is not offered it", tool.name)
+        tools.remove(tool.name)
+    left = {toolset for tool in tools.external for toolset in tool.toolsets}
+    for toolset in {toolset for tool in missing for toolset in tool.toolsets} & {*tools.enabled}:
+        if toolset not in left:
+            raise ConfigError(f"enabled_toolsets: the ToolServer offers no tool of {toolset!r}")
+
+
+def own_external(tools: ToolRegistry) -> list[Tool]:
+    """External tools of the caller's own, which a ToolServer in this process must be given."""
+    installed = {tool.name for tool in user_tools(sandboxed=False)}
+    return [tool for tool in tools.external if not isinstance(tool, ExternalTool) and tool.name not in installed]

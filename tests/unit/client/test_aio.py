@@ -1,0 +1,62 @@
+"""Work that outlives a cancellation loses neither the cancellation nor its own error; waits double and are bounded."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from atropos.aio import backoff_s, outlive
+
+
+async def cancelled_while(work) -> asyncio.Task[None]:
+    task = asyncio.create_task(outlive(work))
+    await asyncio.sleep(0)
+    for _ in range(3):
+        task.cancel()
+        await asyncio.sleep(0)
+    assert not task.done()
+    return task
+
+
+async def test_work_is_finished_though_its_caller_is_cancelled_several_times():
+    go, done = asyncio.Event(), []
+
+    async def work():
+        await go.wait()
+        done.append(True)
+
+    task = await cancelled_while(work())
+    go.set()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert done == [True]
+
+
+async def test_neither_the_cancellation_nor_the_error_is_lost():
+    go = asyncio.Event()
+
+    async def work():
+        await go.wait()
+        raise OSError("disk full")
+
+    task = await cancelled_while(work())
+    go.set()
+    with pytest.raises(asyncio.CancelledError) as caught:
+        await task
+    assert task.cancelled()
+    assert isinstance(caught.value.__cause__, OSError) or isinstance(caught.value.__context__, OSError)
+
+
+async def test_an_error_without_a_cancellation_is_raised():
+    async def work():
+        raise OSError("disk full")
+
+    with pytest.raises(OSError, match="disk full"):
+        await outlive(work())
+
+
+def test_waits_double_up_to_a_bound():
+    for attempt, longest in enumerate([0.2, 0.4, 0.8, 1.0, 1.0]):
+        assert longest / 2 <= backoff_s(attempt, first_s=0.2, longest_s=1.0) <= longest
+    assert backoff_s(10_000, first_s=0.2, longest_s=1.0) <= 1.0
