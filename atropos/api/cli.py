@@ -88,7 +88,7 @@ def tool_server(
     async def drain() -> None:
         await tool_host.drain(settings.drain_s)
 
-    code = run(app, host=settings.host, port=settings.port, name="ToolServer", drain=drain)
+    code = run(app, host=settings.host, port=settings.port, name="ToolServer", token=settings.token, drain=drain)
     if code:
         raise typer.Exit(code)
 
@@ -142,6 +142,6 @@ def executor_server(
     async def drain() -> None:
         await app.state.trajectories.drain(settings.drain_s)
 
-    code = run(app, host=settings.host, port=settings.port, name="executor API", drain=drain)
+    code = run(app, host=settings.host, port=settings.port, name="executor API", token=settings.token, drain=drain)
     if code:
         raise typer.Exit(code)

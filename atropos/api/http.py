@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import hashlib
-import hmac
 import math
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse
+from fastapi.responses import Response
 from starlette.exceptions import HTTPException
 from starlette.routing import Match
 
+from atropos.net.admission import BearerToken
 from atropos.wire import Problem
 
 Scope = MutableMapping[str, Any]
@@ -21,8 +20,8 @@ Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 Asgi = Callable[[Scope, Receive, Send], Awaitable[None]]
 
-OPEN_PATHS = frozenset({"/health", "/docs", "/openapi.json", "/docs/oauth2-redirect"})
-"""Liveness and the description of the interface need no token: they tell nothing and run nothing."""
+OPEN_PATHS = frozenset({"/health"})
+"""What needs no token."""
 
 
 class Refusal(Exception):
@@ -42,41 +41,34 @@ class Refusal(Exception):
         self.message = message
         self.retry_after_s = retry_after_s
 
-    def response(self) -> JSONResponse:
+    def body(self) -> bytes:
+        """The refusal as JSON."""
+        return Problem(code=self.code, message=self.message).model_dump_json(exclude_none=True).encode()
+
+    def response(self) -> Response:
         """The refusal as an HTTP answer."""
         headers = {} if self.retry_after_s is None else {"Retry-After": str(max(1, math.ceil(self.retry_after_s)))}
         if self.status == 401:
             headers["WWW-Authenticate"] = "Bearer"
-        return JSONResponse(
-            Problem(code=self.code, message=self.message).model_dump(exclude_none=True), self.status, headers
-        )
+        return Response(self.body(), self.status, headers, "application/json")
 
 
-def _digest(token: str) -> bytes:
-    return hashlib.sha256(token.encode("utf-8", "surrogateescape")).digest()
+NO_TOKEN = Refusal(401, "unauthorized", "send 'Authorization: Bearer TOKEN' with this server's token")
 
 
 class Gate:
-    """Plain ASGI middleware: 401 without the right token, 413 for a body that is too long; nothing is run before.
-
-    Tokens are compared as digests in constant time, so that neither content nor length of the right one leaks.
-    """
+    """Plain ASGI middleware: 401 without the right token, 413 for a body that is too long; nothing is run before."""
 
     def __init__(self, app: Asgi, *, token: str | None, max_body_bytes: int) -> None:
         self._app = app
-        self._expected = None if token is None else _digest(token)
+        self._token = None if token is None else BearerToken(token)
         self._max = max_body_bytes
 
     def _authorized(self, scope: Scope) -> bool:
-        if self._expected is None or scope["path"] in OPEN_PATHS:
+        if self._token is None or scope["path"] in OPEN_PATHS:
             return True
-        given = b""
-        for name, value in scope["headers"]:
-            if name == b"authorization":
-                given = value
-        kind, _, token = given.decode("latin-1").partition(" ")
-        matches = hmac.compare_digest(_digest(token.strip()), self._expected)
-        return matches and kind.lower() == "bearer"
+        given = [value for name, value in scope["headers"] if name == b"authorization"]
+        return len(given) == 1 and self._token.matches(given[0])
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Let a request through, or answer it."""
@@ -87,8 +79,7 @@ class Gate:
             await self._app(scope, receive, send)
             return
         if not self._authorized(scope):
-            refusal = Refusal(401, "unauthorized", "send 'Authorization: Bearer TOKEN' with this server's token")
-            await refusal.response()(scope, receive, send)
+            await NO_TOKEN.response()(scope, receive, send)
             return
         declared = dict(scope["headers"]).get(b"content-length", b"0")
         too_long = Refusal(413, "too_large", f"the request is longer than {self._max:,} bytes")
@@ -156,15 +147,15 @@ def _allowed(request: Request) -> str:
 def add_error_handlers(app: FastAPI) -> None:
     """Give every error the shape of `atropos.wire.Problem`."""
 
-    async def refused(_: Request, error: Exception) -> JSONResponse:
+    async def refused(_: Request, error: Exception) -> Response:
         assert isinstance(error, Refusal)
         return error.response()
 
-    async def invalid(_: Request, error: Exception) -> JSONResponse:
+    async def invalid(_: Request, error: Exception) -> Response:
         assert isinstance(error, RequestValidationError)
         return Refusal(422, "invalid", _explain(error)).response()
 
-    async def http(request: Request, error: Exception) -> JSONResponse:
+    async def http(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
         if error.status_code == 400:  # the framework's word for a body that is no text; wrong JSON is 422 as well
             return Refusal(422, "invalid", "body: it is not UTF-8; write one JSON object").response()
@@ -175,7 +166,7 @@ def add_error_handlers(app: FastAPI) -> None:
             answer.headers["Allow"] = _allowed(request)
         return answer
 
-    async def bug(_: Request, error: Exception) -> JSONResponse:
+    async def bug(_: Request, error: Exception) -> Response:
         return Refusal(500, "internal", f"the server has a bug: {type(error).__name__}; its log says more").response()
 
     app.add_exception_handler(Exception, bug)

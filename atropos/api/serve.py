@@ -1,4 +1,4 @@
-"""Runs an app with uvicorn: the port is told when it is ready, and SIGTERM drains before it ends."""
+"""Runs an app with uvicorn, behind `Admission`: prints its address when it is ready, and drains at SIGTERM."""
 
 from __future__ import annotations
 
@@ -7,44 +7,34 @@ import socket
 import sys
 from collections.abc import Awaitable, Callable
 from types import FrameType
+from typing import Any, cast
 
 import uvicorn
 from fastapi import FastAPI
+from pydantic import SecretStr
+from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
+from atropos.api.http import NO_TOKEN, OPEN_PATHS
 from atropos.api.settings import LOOPBACK
-from atropos.errors import ConfigError
+from atropos.net.admission import ACCEPTS, Admission, BearerToken
+from atropos.net.sockets import BACKLOG, listen
 
 _AFTER_DRAIN_S = 5
 """How long answers may still be written once the drain is over."""
 
 
-def listen(host: str, port: int) -> socket.socket:
-    """A listening socket.
-
-    Raises:
-        ConfigError: the port is in use or the address is not this machine's.
-    """
-    try:
-        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
-        made = socket.socket(family, socket.SOCK_STREAM)
-        try:
-            made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            made.bind((host, port))
-            made.listen(1024)
-        except BaseException:
-            made.close()
-            raise
-    except OSError as error:
-        raise ConfigError(f"host, port: can't listen on {host}:{port}: {error.strerror or error}") from None
-    made.setblocking(False)
-    return made
-
-
 class _Server(uvicorn.Server):
     """uvicorn's server, which drains at the first signal and ends at once at the second."""
 
-    def __init__(self, config: uvicorn.Config, drain: Callable[[], Awaitable[None]] | None, ready: str) -> None:
+    def __init__(
+        self,
+        config: uvicorn.Config,
+        admission: Admission,
+        drain: Callable[[], Awaitable[None]] | None,
+        ready: str,
+    ) -> None:
         super().__init__(config)
+        self._admission = admission
         self._drain = drain
         self._ready = ready
         self._draining: asyncio.Task[None] | None = None
@@ -52,8 +42,15 @@ class _Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Start, and say so on stderr."""
         await super().startup(sockets)
+        for listening in sockets or ():
+            listening.listen(BACKLOG)  # uvicorn has set it to the number of connections that it accepts in one turn
         if self.started and not self.should_exit:
             print(self._ready, file=sys.stderr, flush=True)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Close the connections without a token first: uvicorn waits for every other one."""
+        self._admission.close()
+        await super().shutdown(sockets)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """SIGINT or SIGTERM: drain; again: end now."""
@@ -81,7 +78,15 @@ async def _serve(server: _Server, app: FastAPI, listening: socket.socket) -> Non
         await server.serve(sockets=[listening])
 
 
-def run(app: FastAPI, *, host: str, port: int, name: str, drain: Callable[[], Awaitable[None]] | None = None) -> int:
+def run(
+    app: FastAPI,
+    *,
+    host: str,
+    port: int,
+    name: str,
+    token: SecretStr | None,
+    drain: Callable[[], Awaitable[None]] | None = None,
+) -> int:
     """Serve until a signal ends it.
 
     Args:
@@ -89,6 +94,7 @@ def run(app: FastAPI, *, host: str, port: int, name: str, drain: Callable[[], Aw
         host: address to listen on; anything beyond loopback was asked for.
         port: 0: any free one.
         name: for the line that says where it listens.
+        token: what opens the port; None: no token is asked for.
         drain: awaited at the first signal, while the server still answers.
 
     Returns:
@@ -104,8 +110,16 @@ def run(app: FastAPI, *, host: str, port: int, name: str, drain: Callable[[], Aw
     ready = f"{name} on http://{shown}:{where[1]}"
     if host not in LOOPBACK:
         ready += " (reachable beyond this machine; put TLS in front of it)"
+    bearer = None if token is None else BearerToken(token.get_secret_value())
+    admission = Admission(bearer, OPEN_PATHS, NO_TOKEN.body())
+
+    def connection(**settings: Any) -> asyncio.Protocol:
+        return admission.connection(lambda: AutoHTTPProtocol(**settings))
+
     config = uvicorn.Config(
         app,
+        http=cast("type[asyncio.Protocol]", connection),
+        backlog=ACCEPTS,
         log_level="warning",
         access_log=False,
         timeout_graceful_shutdown=_AFTER_DRAIN_S,
@@ -115,7 +129,7 @@ def run(app: FastAPI, *, host: str, port: int, name: str, drain: Callable[[], Aw
         lifespan="off",  # entered below, where a failure is one clear exception
         server_header=False,
     )
-    server = _Server(config, drain, ready)
+    server = _Server(config, admission, drain, ready)
     try:
         asyncio.run(_serve(server, app, listening))
     except KeyboardInterrupt:

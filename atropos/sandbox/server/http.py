@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hmac
 import logging
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, TypeVar
@@ -12,6 +11,7 @@ from aiohttp import web
 from pydantic import BaseModel, ValidationError
 
 from atropos.errors import PoolFull, SandboxError
+from atropos.net.admission import BearerToken
 from atropos.sandbox.server.metrics import metrics_text, status_of
 from atropos.sandbox.server.snapshot_transfer import COPY_BYTES, Arriving, exported, imported
 from atropos.sandbox.server.stream import Stream
@@ -33,6 +33,9 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 M = TypeVar("M", bound=BaseModel)
+OPEN_PATHS = frozenset({"/v1/health"})
+"""What needs no token."""
+NO_TOKEN = "send the server's token: Authorization: Bearer …"
 MAX_SMALL_BODY = 65_536
 """Largest body of anything but a call, in bytes."""
 STATUS = {
@@ -58,12 +61,12 @@ class Routes:
     def __init__(
         self,
         core: Core,
-        token: str,
+        token: BearerToken,
         capabilities: Callable[[], Capabilities | None],
         drain: Callable[[float | None], None],
     ) -> None:
         self._core = core
-        self._expected = f"Bearer {token}".encode()
+        self._token = token
         self._capabilities = capabilities
         self._drain = drain
 
@@ -92,10 +95,11 @@ class Routes:
     @web.middleware
     async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """The token first, then every failure as a `Problem`."""
-        if request.path != "/v1/health":
-            given = request.headers.get("Authorization", "").encode("utf-8", "surrogateescape")
-            if not hmac.compare_digest(given, self._expected):
-                return problem(401, "unauthorized", "send the server's token: Authorization: Bearer …")
+        given = request.headers.get("Authorization", "").encode("utf-8", "surrogateescape")
+        if request.path not in OPEN_PATHS and not self._token.matches(given):
+            return problem(401, "unauthorized", NO_TOKEN)
+        if request.headers.get("Content-Encoding", "identity").lower() != "identity":
+            return problem(415, "not_supported", "Content-Encoding: send the body as it is")
         try:
             return await handler(request)
         except SandboxError as error:

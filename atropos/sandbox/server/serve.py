@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import json
 import logging
 import os
 import signal
-import socket
 import sys
 from collections.abc import Awaitable, Callable, Sequence
 from importlib import import_module
 from typing import TextIO
 
 from atropos.config import ServerConfig
-from atropos.errors import ConfigError, IsolationUnavailable
+from atropos.errors import IsolationUnavailable
+from atropos.net.sockets import listen
 from atropos.sandbox.contract import Host
 from atropos.sandbox.server.core import Core
 from atropos.sandbox.server.snapshot_transfer import has_zstd
@@ -185,30 +184,6 @@ class Server:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(left):
                     await self.core.idle.wait()
-
-
-def listen(host: str, port: int) -> socket.socket:
-    """A listening socket.
-
-    Raises:
-        ConfigError: in one line, why not.
-    """
-    try:
-        family, kind, number, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        sock = socket.socket(family, kind, number)
-    except OSError as error:
-        raise ConfigError(f"host: {host!r} is no address to listen on ({error})") from None
-    try:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        sock.bind(address)
-        sock.listen(BACKLOG)
-    except OSError as error:
-        sock.close()
-        if error.errno == errno.EADDRINUSE:
-            raise ConfigError(f"port: {port} on {host} is in use; set another, or 0 for any free one") from None
-        raise ConfigError(f"host, port: can't listen on {host}:{port} ({error})") from None
-    sock.setblocking(False)
-    return sock
 
 
 def check_required(config: ServerConfig, features: Sequence[Feature]) -> None:

@@ -152,7 +152,7 @@ async def test_a_port_in_use_is_one_line_and_exit_2():
         port = taken.getsockname()[1]
         code, text = await (await spawn(json.dumps({"token": TOKEN, "slots": 1, "port": port}))).ended()
     assert (code, len(text.splitlines())) == (2, 1), text
-    assert f"port: {port} on 127.0.0.1 is in use" in text
+    assert f"can't listen on 127.0.0.1:{port}: it is in use" in text
 
 
 async def test_a_base_that_is_not_there_is_refused_and_nothing_is_left():

@@ -1,0 +1,207 @@
+"""What stands between a listening port and an HTTP server: connections are unauthenticated until a head has the token.
+
+An HTTP server spends memory and tasks on every connection, and reads, or even unpacks, bodies before its handlers can
+ask for a token. So each new connection belongs to `Admission` first, which reads nothing but the first request's head:
+
+- the right token: the HTTP server takes the connection over, with what was read;
+- one of the open requests (liveness): it goes on as a request without body, on a connection that closes after it;
+- anything else: 401, and the body is discarded unread.
+
+Unauthenticated connections have a deadline and a bound; above the bound the oldest one is closed, so that a flood of
+half-open connections can't keep a client out whose first request comes at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+from collections.abc import Callable, Iterable
+from typing import cast
+
+import h11
+
+HEAD_S = 10.0
+"""Longest an unauthenticated connection lives, in seconds: its head, its answer and the discarding of its body."""
+MAX_UNAUTHENTICATED = 256
+"""Unauthenticated connections kept at once; one more closes the oldest."""
+MAX_HEAD_BYTES = 32 * 1024
+ACCEPTS = 64
+"""Connections accepted in one turn of the event loop: a flood of them shares the loop with the requests under way."""
+
+
+class BearerToken:
+    """A server's token; compared as digests in constant time, so that neither its content nor its length leaks."""
+
+    def __init__(self, token: str) -> None:
+        self._digest = _digest(token.encode("utf-8", "surrogateescape"))
+
+    def matches(self, authorization: bytes) -> bool:
+        """Whether this value of the Authorization header carries the token."""
+        kind, _, token = authorization.partition(b" ")
+        return hmac.compare_digest(_digest(token.strip()), self._digest) and kind.lower() == b"bearer"
+
+
+def _digest(token: bytes) -> bytes:
+    return hashlib.sha256(token).digest()
+
+
+class Admission:
+    """The unauthenticated connections of one port.
+
+    Args:
+        token: what opens it; None: every complete head does.
+        open_paths: paths that GET and HEAD may ask for without a token.
+        refusal: body of the 401, as JSON.
+        head_s: see `HEAD_S`.
+        most: see `MAX_UNAUTHENTICATED`.
+    """
+
+    def __init__(
+        self,
+        token: BearerToken | None,
+        open_paths: Iterable[str],
+        refusal: bytes,
+        *,
+        head_s: float = HEAD_S,
+        most: int = MAX_UNAUTHENTICATED,
+    ) -> None:
+        self.refusal = refusal
+        self.head_s = head_s
+        self._token = token
+        self._open_paths = frozenset(path.encode() for path in open_paths)
+        self._most = most
+        self._waiting: dict[_Unauthenticated, None] = {}
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def connection(self, make_http: Callable[[], asyncio.Protocol]) -> asyncio.Protocol:
+        """The protocol of a new connection.
+
+        Args:
+            make_http: makes the HTTP server's protocol, called once the connection is admitted.
+        """
+        return _Unauthenticated(self, make_http)
+
+    def add(self, connection: _Unauthenticated) -> None:
+        """Count a new connection; the oldest one goes when there are too many."""
+        while len(self._waiting) >= self._most:
+            next(iter(self._waiting)).abort()
+        self._waiting[connection] = None
+
+    def discard(self, connection: _Unauthenticated) -> None:
+        """Stop counting a connection: it was admitted, or is closed."""
+        self._waiting.pop(connection, None)
+
+    def authorizes(self, request: h11.Request) -> bool:
+        """Whether a head carries the token."""
+        given = [value for name, value in request.headers if name == b"authorization"]
+        return self._token is None or (len(given) == 1 and self._token.matches(given[0]))
+
+    def is_open(self, request: h11.Request) -> bool:
+        """Whether a head asks for something that needs no token."""
+        return request.method in {b"GET", b"HEAD"} and request.target.partition(b"?")[0] in self._open_paths
+
+    def close(self) -> None:
+        """Close every unauthenticated connection."""
+        for connection in list(self._waiting):
+            connection.abort()
+
+
+class _Unauthenticated(asyncio.Protocol):
+    """One connection until its first head is complete; then the HTTP server's, or refused."""
+
+    def __init__(self, admission: Admission, make_http: Callable[[], asyncio.Protocol]) -> None:
+        self._admission = admission
+        self._make_http = make_http
+        self._parser = h11.Connection(h11.SERVER, max_incomplete_event_size=MAX_HEAD_BYTES)
+        self._received = bytearray()
+        self._http: asyncio.Protocol | None = None
+        self._decided = False
+        self._transport: asyncio.Transport | None = None
+        self._deadline: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Count the connection and set its deadline."""
+        self._transport = cast("asyncio.Transport", transport)
+        self._deadline = asyncio.get_running_loop().call_later(self._admission.head_s, self.abort)
+        self._admission.add(self)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Forget it."""
+        self._forget()
+        if self._http is not None:
+            self._http.connection_lost(exc)
+
+    def abort(self) -> None:
+        """Close the connection now."""
+        self._forget()
+        if self._transport is not None:
+            self._transport.abort()
+
+    def _forget(self) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+        self._admission.discard(self)
+
+    def pause_writing(self) -> None:
+        """The answer waits for the peer."""
+        if self._http is not None:
+            self._http.pause_writing()
+
+    def resume_writing(self) -> None:
+        """The peer reads again."""
+        if self._http is not None:
+            self._http.resume_writing()
+
+    def data_received(self, data: bytes) -> None:
+        """Read on until the head is complete; what comes after a refused head is discarded."""
+        if self._decided:
+            return
+        self._received += data
+        try:
+            self._parser.receive_data(data)
+            event = self._parser.next_event()
+        except h11.RemoteProtocolError as error:
+            self._decided = True
+            self._answer(error.error_status_hint, b'{"code":"bad_request","message":"this is not an HTTP request"}')
+            return
+        if isinstance(event, h11.Request):
+            self._decided = True
+            self._decide(event)
+
+    def _decide(self, request: h11.Request) -> None:
+        transport = self._transport
+        assert transport is not None
+        if self._admission.authorizes(request):
+            self._forget()
+            http = self._make_http()
+            transport.set_protocol(http)
+            http.connection_made(transport)
+            http.data_received(bytes(self._received))
+        elif self._admission.is_open(request):
+            self._http = self._make_http()
+            self._http.connection_made(transport)
+            self._http.data_received(_without_body(request))
+        else:
+            self._answer(401, self._admission.refusal)
+        self._received.clear()
+
+    def _answer(self, status: int, body: bytes) -> None:
+        """Refuse, and let the peer read that: a socket closed with unread data would discard the answer."""
+        transport = self._transport
+        assert transport is not None
+        headers = [("Content-Type", "application/json"), ("Content-Length", str(len(body))), ("Connection", "close")]
+        if status == 401:
+            headers.append(("WWW-Authenticate", "Bearer"))
+        head = self._parser.send(h11.Response(status_code=status, headers=headers))
+        transport.write((head or b"") + (self._parser.send(h11.Data(data=body)) or b""))
+        transport.write_eof()
+
+
+def _without_body(request: h11.Request) -> bytes:
+    """A request's head anew: no body follows it, and the connection ends with its answer."""
+    lines = [b"%s %s HTTP/1.1" % (request.method, request.target)]
+    lines += [b"%s: %s" % (name, value) for name, value in request.headers if name == b"host"]
+    return b"\r\n".join([*lines, b"Connection: close", b"", b""])

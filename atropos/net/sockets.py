@@ -1,0 +1,40 @@
+"""Listening sockets."""
+
+from __future__ import annotations
+
+import errno
+import socket
+
+from atropos.errors import ConfigError
+
+BACKLOG = 1024
+"""Connections that wait in the kernel to be accepted."""
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A listening socket.
+
+    Args:
+        host: a name or address of this machine.
+        port: 0: any free one.
+
+    Raises:
+        ConfigError: in one line, why not.
+    """
+    try:
+        family, kind, number, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        sock = socket.socket(family, kind, number)
+        try:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            sock.bind(address)
+            sock.listen(BACKLOG)
+        except BaseException:
+            sock.close()
+            raise
+    except OSError as error:
+        why = error.strerror or str(error)
+        if error.errno == errno.EADDRINUSE:
+            why = "it is in use; set another port, or 0 for any free one"
+        raise ConfigError(f"host, port: can't listen on {host}:{port}: {why}") from None
+    sock.setblocking(False)
+    return sock

@@ -1,0 +1,135 @@
+"""The one gate in front of every listening port, with a small HTTP server behind it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator
+
+import pytest
+
+from atropos.net.admission import MAX_HEAD_BYTES, Admission, BearerToken
+
+OK = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\nConnection: close\r\n\r\nok"
+
+
+class Http(asyncio.Protocol):
+    """Keeps what it gets, and answers at once."""
+
+    def __init__(self, seen: list[bytes]) -> None:
+        self.seen = seen
+
+    def connection_made(self, transport) -> None:
+        self.transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        self.seen.append(data)
+        self.transport.write(OK)
+        self.transport.close()
+
+
+class Site:
+    def __init__(self, admission: Admission) -> None:
+        self.admission, self.seen, self.port = admission, [], 0
+
+    async def send(self, *parts: bytes, then_eof: bool = False) -> bytes:
+        reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
+        try:
+            for part in parts:
+                writer.write(part)
+                await asyncio.sleep(0.01)
+            if then_eof:
+                writer.write_eof()
+            return await asyncio.wait_for(reader.read(), 5)
+        finally:
+            writer.close()
+
+
+@contextlib.asynccontextmanager
+async def site(**settings) -> AsyncIterator[Site]:
+    made = Site(Admission(BearerToken("right"), ["/health"], b'{"code":"unauthorized"}', **settings))
+    http = lambda: Http(made.seen)  # noqa: E731
+    server = await asyncio.get_running_loop().create_server(lambda: made.admission.connection(http), "127.0.0.1", 0)
+    made.port = server.sockets[0].getsockname()[1]
+    try:
+        yield made
+    finally:
+        server.close()
+        made.admission.close()
+    assert not len(made.admission)
+
+
+async def test_a_head_with_the_token_comes_through_byte_for_byte():
+    parts = b"POST /x HTTP/1.1\r\nHost: x\r\nauthori", b"zation: bearer right\r\nContent-Length: 3\r\n\r", b"\nabc"
+    async with site() as it:
+        assert await it.send(*parts) == OK
+    assert it.seen == [b"".join(parts)]
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        b"GET /x HTTP/1.1\r\nHost: x\r\n",
+        b"GET /x HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer wrong\r\n",
+        b"GET /x HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer right\r\nAuthorization: Bearer right\r\n",
+        b"POST /health HTTP/1.1\r\nHost: x\r\nContent-Length: 5\r\n",
+        b"GET /health/more HTTP/1.1\r\nHost: x\r\n",
+    ],
+)
+async def test_anything_else_is_refused_before_the_server_hears_of_it(head):
+    async with site() as it:
+        answer = await it.send(head + b"\r\nabcde")
+    assert answer.startswith(b"HTTP/1.1 401 ")
+    assert answer.endswith(b'{"code":"unauthorized"}')
+    assert it.seen == []
+
+
+async def test_the_refusal_of_a_long_body_is_read_by_its_sender():
+    async with site() as it:
+        head = b"POST /x HTTP/1.1\r\nHost: x\r\nContent-Length: 20000000\r\n\r\n"
+        assert (await it.send(head, *[bytes(5_000_000)] * 4)).startswith(b"HTTP/1.1 401 ")
+
+
+async def test_an_open_request_loses_its_body_and_the_rest_of_its_connection():
+    async with site() as it:
+        more = b"abcdGET /secret HTTP/1.1\r\nHost: x\r\n\r\n"
+        assert await it.send(b"GET /health?x=1 HTTP/1.1\r\nHost: x\r\nContent-Length: 4\r\n\r\n" + more) == OK
+    assert it.seen == [b"GET /health?x=1 HTTP/1.1\r\nhost: x\r\nConnection: close\r\n\r\n"]
+
+
+@pytest.mark.parametrize(
+    ("sent", "status"),
+    [
+        (b"\x16\x03\x01 no HTTP at all\r\n\r\n", b" 400 "),
+        (b"GET / HTTP/1.1\r\nX: " + bytes([65]) * MAX_HEAD_BYTES, b" 431 "),
+    ],
+)
+async def test_what_is_no_request_is_refused(sent, status):
+    async with site() as it:
+        assert status in (await it.send(sent, then_eof=True)).split(b"\r\n")[0]
+    assert it.seen == []
+
+
+@pytest.mark.parametrize("sent", [b"", b"GET / HTT", b"GET /x HTTP/1.1\r\nHost: x\r\n\r\n"])
+async def test_without_the_token_a_connection_ends_at_its_deadline(sent):
+    async with site(head_s=0.3) as it:
+        began = time.monotonic()
+        with contextlib.suppress(ConnectionError):
+            await it.send(sent)
+        assert time.monotonic() - began < 3
+        async with asyncio.timeout(3):
+            while len(it.admission):  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+
+
+async def test_one_too_many_closes_the_oldest_and_no_admitted_one():
+    async with site(most=2) as it:
+        first, second, third = [await asyncio.open_connection("127.0.0.1", it.port) for _ in range(3)]
+        with contextlib.suppress(ConnectionError):
+            assert await asyncio.wait_for(first[0].read(), 5) == b""
+        for reader, writer in (second, third):
+            writer.write(b"GET /x HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer right\r\n\r\n")
+            assert await asyncio.wait_for(reader.read(), 5) == OK
+        for _, writer in (first, second, third):
+            writer.close()
