@@ -22,6 +22,8 @@ RELEASE_WAIT_S = 10.0
 """How long `Slot.release` waits for the server's confirmation; the release itself goes on behind it."""
 RELEASE_TRIES = 6
 """Attempts to give a slot back before its container is taken to be broken."""
+MAX_READ_BYTES = 256 * 1024 * 1024
+"""Longest file that `read_file` holds in memory, unless its caller allows more."""
 
 
 class Slot:
@@ -188,19 +190,27 @@ class Slot:
 
     # ------------------------------------------------------------------------------------------------------ files
 
-    async def read_file(self, path: str) -> bytes:
+    async def read_file(self, path: str, *, max_bytes: int = MAX_READ_BYTES) -> bytes:
         """A file's content.
 
+        Args:
+            path: absolute, or below /workspace.
+            max_bytes: longest file to read; its size is known before any more than a piece of it is.
+
         Raises:
-            OSError: it can't be read; `FileNotFoundError`, `IsADirectoryError` … where they apply.
+            OSError: it can't be read, or is longer (`errno.EFBIG`); `FileNotFoundError`, `IsADirectoryError` … where
+                they apply.
         """
         parts: list[bytes] = []
         offset = 0
         while True:
-            result = await self.run(wire.ReadFile(path=path, offset=offset, max_bytes=PIECE_BYTES))
+            wanted = min(PIECE_BYTES, max(1, max_bytes - offset))
+            result = await self.run(wire.ReadFile(path=path, offset=offset, max_bytes=wanted))
             if isinstance(result, wire.OpError):
                 raise file_error(result, path)
             assert isinstance(result, wire.FileResult)
+            if result.size > max_bytes:
+                raise file_error(wire.OpError(error="too_large", message=_too_long(result.size, max_bytes)), path)
             parts.append(result.data)
             offset += len(result.data)
             if not result.data or offset >= result.size:
@@ -242,13 +252,17 @@ class Slot:
             await self.upload(file, f"{path.rstrip('/')}/{name}")
         return None
 
-    async def download(self, path: str) -> bytes:
-        """A file or folder as an uncompressed tar archive of at most 32 MiB.
+    async def download(self, path: str, *, max_bytes: int = wire.MAX_FILE_BYTES) -> bytes:
+        """A file or folder as an uncompressed tar archive.
+
+        Args:
+            path: absolute, or below /workspace.
+            max_bytes: longest archive, at most 32 MiB.
 
         Raises:
-            OSError: it can't be read, or is larger (`errno.EFBIG`).
+            OSError: it can't be read, or is longer (`errno.EFBIG`).
         """
-        result = await self.run(wire.Tar(path=path))
+        result = await self.run(wire.Tar(path=path, max_bytes=min(max_bytes, wire.MAX_FILE_BYTES)))
         if isinstance(result, wire.OpError):
             raise file_error(result, path)
         assert isinstance(result, wire.FileResult)
@@ -288,3 +302,7 @@ def _drop_unwanted(task: asyncio.Task[Snapshot]) -> None:
     """Nobody waits for the snapshot any more."""
     if not task.cancelled() and task.exception() is None:
         task.result().start_drop()
+
+
+def _too_long(size: int, max_bytes: int) -> str:
+    return f"the file has {size:,} bytes, more than the {max_bytes:,} that may be read (max_bytes)"

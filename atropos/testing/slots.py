@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import io
 import tarfile
 import time
@@ -107,6 +108,22 @@ async def test_a_file_of_many_pieces_arrives_whole(slot: Slot) -> None:
     await slot.write_file("large", data)
     assert await slot.read_file("large") == data
     assert (await slot.exec("stat -c %s large")).output == f"{len(data)}\n"
+
+
+async def test_a_file_longer_than_its_bound_is_refused_at_once_with_its_size(slot: Slot) -> None:
+    """EFBIG, before more than a piece of the file travels."""
+    await slot.exec("truncate -s 1T huge; printf 12345 > small; mkdir folder; truncate -s 1T folder/huge")
+    async with asyncio.timeout(10):
+        for read in (slot.read_file("huge"), slot.read_file("small", max_bytes=4)):
+            with pytest.raises(OSError, match=r"1,099,511,627,776 bytes|5 bytes") as refused:
+                await read
+            assert refused.value.errno == errno.EFBIG
+        with pytest.raises(OSError, match="larger") as refused:
+            await slot.download("folder")
+        assert refused.value.errno == errno.EFBIG
+        with pytest.raises(OSError, match="larger"):
+            await slot.download("small", max_bytes=1024)
+    assert await slot.read_file("small", max_bytes=5) == b"12345"
 
 
 async def test_a_folder_goes_in_and_out_with_links_and_modes(slot: Slot, tmp_path: Path) -> None:

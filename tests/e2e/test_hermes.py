@@ -95,6 +95,10 @@ async def test_rewards_use_the_rollouts_own_slot_every_way(policy, tmp_path):
             assert (await ctx.terminal("exit 3"))["exit_code"] == 3
             assert (await asyncio.to_thread(ctx.read_file, "more.txt"))["content"] == "é"
             assert "error" in ctx.read_file("none.txt")
+            assert ctx.terminal("truncate -s 1T huge")["exit_code"] == 0
+            assert "1,099,511,627,776 bytes" in ctx.read_file("huge")["error"]
+            assert "1,099,511,627,776 bytes" in ctx.download("huge", tmp_path / "huge")["error"]
+            assert "2 bytes" in ctx.read_file("more.txt", max_bytes=1)["error"]
             assert ctx.write_file("sub/x.bin", b"\x00\xff")["bytes_written"] == 2
             assert [m["path"] for m in ctx.search("ma.e")["matches"]] == ["made.txt"] or ctx.search("ma.e")["matches"]
             told = json.loads(ctx.call_tool("terminal", {"command": "echo hi"}))

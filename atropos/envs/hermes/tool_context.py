@@ -27,6 +27,7 @@ from atropos.envs.running.hooks import TAIL_CHARS, failed_call
 from atropos.envs.running.rollout import HookError, TaskFault
 from atropos.errors import SandboxError
 from atropos.slots import Slot
+from atropos.slots.slot import MAX_READ_BYTES
 from atropos.tools import ToolCall, ToolExecutor, ToolResult
 
 _log = logging.getLogger(__name__)
@@ -200,10 +201,11 @@ class ToolContext:
         return answer
 
     @_either
-    async def read_file(self, path: str) -> Answer:
-        """A text file's `content`, or an `error`. Undecodable bytes are replaced."""
+    async def read_file(self, path: str, max_bytes: int = MAX_READ_BYTES) -> Answer:
+        """A text file's `content`, or an `error` (also when it is longer than `max_bytes`). Undecodable bytes are replaced."""
         try:
-            return Answer(content=(await (await self._slot()).read_file(path)).decode("utf-8", "replace"))
+            data = await (await self._slot()).read_file(path, max_bytes=max_bytes)
+            return Answer(content=data.decode("utf-8", "replace"))
         except OSError as error:
             return self._checked(f"read_file {path}", Answer(error=_said(error)))
 
@@ -244,8 +246,8 @@ class ToolContext:
         return Answer(success=True)
 
     @_either
-    async def download(self, path: str, target: str | Path) -> Answer:
-        """Copy a file or folder out of the slot to a local path: `success`, or an `error`.
+    async def download(self, path: str, target: str | Path, max_bytes: int = MAX_READ_BYTES) -> Answer:
+        """Copy a file or folder out of the slot to a local path: `success`, or an `error`, also above `max_bytes`.
 
         What a hostile slot packs can't leave the target: links that lead out of it, devices and `..` are refused.
         """
@@ -253,10 +255,10 @@ class ToolContext:
         try:
             seen = await slot.run(wire.ReadFile(path=path, max_bytes=1))
             if isinstance(seen, wire.FileResult):
-                data = await slot.read_file(path)
+                data = await slot.read_file(path, max_bytes=max_bytes)
                 await asyncio.to_thread(_write_local, Path(target), data)
             else:
-                archive = await slot.download(path)
+                archive = await slot.download(path, max_bytes=max_bytes)
                 await asyncio.to_thread(_unpack_local, Path(target), archive)
         except (OSError, tarfile.TarError) as error:
             return Answer(error=_said(error))
