@@ -178,7 +178,7 @@ async def test_a_screenshot_is_a_png(ada: Person, site: Site):
     ],
 )
 async def test_local_and_private_addresses_are_refused(ada: Person, address: str):
-    with pytest.raises(ToolError, match=r"only http|public address"):
+    with pytest.raises(ToolError, match=r"only http|public address|not on the list"):
         await ada("navigate", url=address)
 
 

@@ -9,8 +9,8 @@ from collections.abc import AsyncIterator
 
 import pytest
 
+from atropos.net.egress_policy import Address, Policy
 from atropos.sandbox.programs.egress_proxy import Proxy
-from atropos.sandbox.programs.egress_rules import Address, Policy
 
 BIG = 8 << 20
 
@@ -21,7 +21,7 @@ class Anything(Policy):
     def judge_name(self, host: str, port: int) -> str:
         return host
 
-    def judge_addresses(self, name: str, addresses: list[Address], own: frozenset[Address]) -> list[Address]:
+    def judge_addresses(self, name: str, port: int, addresses: list[Address], own: frozenset[Address]) -> list[Address]:
         return addresses
 
 

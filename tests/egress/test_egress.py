@@ -108,6 +108,17 @@ def test_allow_and_deny_lists() -> None:
         assert "is not on the list of allowed hosts" in found[refused][1]
     assert "is on the list of denied hosts" in found["denied"][1]
     assert "only public addresses" in found["denied_net"][1]
+    for named in ("mirror", "mirror_net"):
+        assert found[named] == [0, "hello from private.example.org to /"]
+    for shut in (
+        "metadata",
+        *(
+            f"{name}_{host}.example.org"
+            for name in ("mirror", "mirror_net", "metadata")
+            for host in ("metadata", "loop")
+        ),
+    ):
+        assert "egress refused" in found[shut][1]
 
 
 def test_bytes_and_connections_are_bounded_per_slot() -> None:

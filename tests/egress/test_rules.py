@@ -6,17 +6,17 @@ import ipaddress
 
 import pytest
 
-from atropos.sandbox.programs.egress_rules import Policy, Refused, is_public, literal
+from atropos.net.egress_policy import EgressRefused, Policy, is_public, literal
 
 OWN = frozenset({ipaddress.ip_address("93.184.215.1"), ipaddress.ip_address("2606:4700:10::1")})
-PUBLIC = Policy.of(["public"])
+PUBLIC = Policy.of_slots(["public"])
 
 
 def reached(policy: Policy, host: str, port: int = 80) -> str:
     name = policy.judge_name(host, port)
     address = literal(name)
     assert address is not None
-    (good,) = policy.judge_addresses(name, [address], OWN)
+    (good,) = policy.judge_addresses(name, port, [address], OWN)
     return str(good)
 
 
@@ -29,7 +29,7 @@ def reached(policy: Policy, host: str, port: int = 80) -> str:
      "2002:5db8:d701::1", "2606:4700:10::1", "2606:4700:10::1%1", "2606:4700:10::1%lo", "[2606:4700:10::1%25lo]"],
 )  # fmt: skip
 def test_what_is_not_public_or_our_own_is_refused_in_every_coat(host: str) -> None:
-    with pytest.raises(Refused):
+    with pytest.raises(EgressRefused):
         reached(PUBLIC, host)
 
 
@@ -49,16 +49,16 @@ def test_what_is_public_is_reached_at_its_one_spelling(host: str, address: str) 
     "host", ["93.184.215.14", "::ffff:93.184.215.14", "2002:5db8:d70e::1", "64:ff9b::93.184.215.14"]
 )
 def test_a_denied_network_is_denied_in_every_coat(deny: str, host: str) -> None:
-    with pytest.raises(Refused):
-        reached(Policy.of(["public"], [deny]), host)
+    with pytest.raises(EgressRefused):
+        reached(Policy.of_slots(["public"], [deny]), host)
 
 
 def test_a_denied_name_s_addresses_are_denied_under_other_names() -> None:
-    policy = Policy.of(["public"], ["nomad.example.org", "*.internal.example.org", "10.0.0.0/8"])
+    policy = Policy.of_slots(["public"], ["nomad.example.org", "*.internal.example.org", "10.0.0.0/8"])
     assert policy.denied_names == ["nomad.example.org"]
     nomad = ipaddress.ip_address("93.184.215.14")
-    with pytest.raises(Refused, match="leads to"):
-        policy.judge_addresses("other.example.org", [nomad], OWN | {nomad})
+    with pytest.raises(EgressRefused, match="leads to"):
+        policy.judge_addresses("other.example.org", 80, [nomad], OWN | {nomad})
 
 
 @pytest.mark.parametrize(
@@ -67,3 +67,59 @@ def test_a_denied_name_s_addresses_are_denied_under_other_names() -> None:
 def test_odd_spellings_are_names_at_most(host: str) -> None:
     assert literal(host) is None
     assert not any(is_public(a) for a in [literal(host)] if a is not None)
+
+
+MIRROR = ipaddress.ip_address("10.9.8.7")
+
+
+@pytest.mark.parametrize(
+    ("allow", "name", "port"),
+    [
+        (["mirror.corp"], "mirror.corp", 80),
+        (["mirror.corp:8443"], "mirror.corp", 8443),
+        (["10.9.0.0/16"], "mirror.corp", 443),
+        (["10.9.8.7"], "10.9.8.7", 80),
+        (["public", "10.9.8.7:3141"], "mirror.corp", 3141),
+    ],
+)
+def test_a_private_host_is_reached_where_the_operator_names_it_or_its_address(allow: list[str], name: str, port: int):
+    policy = Policy.of_slots(allow)
+    assert policy.judge_addresses(policy.judge_name(name, port), port, [MIRROR], OWN) == [MIRROR]
+
+
+@pytest.mark.parametrize(
+    ("allow", "name", "port"),
+    [
+        (["public"], "mirror.corp", 80),
+        (["*.corp"], "mirror.corp", 80),
+        (["mirror.corp"], "other.corp", 80),
+        (["mirror.corp"], "10.9.8.7", 80),
+        (["mirror.corp"], "mirror.corp", 8080),
+        (["public", "mirror.corp:8443"], "mirror.corp", 80),
+        (["10.9.9.0/24"], "mirror.corp", 80),
+        (["public", "10.9.9.0/24"], "mirror.corp", 80),
+        (["10.9.8.7:3141"], "mirror.corp", 80),
+    ],
+)
+def test_every_other_private_host_stays_shut(allow: list[str], name: str, port: int):
+    policy = Policy.of_slots(allow)
+    with pytest.raises(EgressRefused):
+        policy.judge_addresses(policy.judge_name(name, port), port, [MIRROR], OWN)
+
+
+@pytest.mark.parametrize(
+    "address",
+    ["169.254.169.254", "fe80::1", "fd00:ec2::254", "100.100.100.200", "127.0.0.1", "::1", "0.0.0.0", "224.0.0.1",
+     "93.184.215.1", "2606:4700:10::1", "64:ff9b::169.254.169.254", "::ffff:169.254.169.254"],
+)  # fmt: skip
+def test_no_rule_opens_metadata_link_local_or_our_own(address: str):
+    policy = Policy.of_slots(["named.example.org", address, "0.0.0.0/0", "::/0"])
+    for name in ("named.example.org", address):
+        with pytest.raises(EgressRefused, match="leads to"):
+            policy.judge_addresses(policy.judge_name(name, 80), 80, [ipaddress.ip_address(address)], OWN)
+
+
+def test_a_denied_network_wins_over_a_named_host():
+    policy = Policy.of_slots(["mirror.corp"], ["10.0.0.0/8"])
+    with pytest.raises(EgressRefused):
+        policy.judge_addresses("mirror.corp", 80, [MIRROR], OWN)

@@ -206,6 +206,13 @@ async def listed() -> dict:
                 "host_header": get + "-H 'Host: files.example.org' http://other.example.net/",
             },
         )
+    for name, allow in {"mirror": "private.example.org", "mirror_net": "10.9.8.0/24", "metadata": METADATA}.items():
+        async with slots(egress_allow=[allow]) as pool:
+            host = METADATA if name == "metadata" else "private.example.org"
+            shut = {
+                f"{name}_{other}": get + f"http://{other}/" for other in ("metadata.example.org", "loop.example.org")
+            }
+            found |= await run(pool, {name: get + f"http://{host}/", **shut})
     async with slots(egress_deny=["files.example.org", "93.184.215.0/25"]) as pool:
         found |= await run(
             pool,

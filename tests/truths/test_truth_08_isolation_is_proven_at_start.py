@@ -65,8 +65,8 @@ async def test_a_proxy_that_lets_through_what_it_must_not_is_found_out_at_start(
     (tmp_path / "sitecustomize.py").write_text(
         "import sys\n"
         "if 'atropos.sandbox.programs.egress_proxy' in sys.orig_argv:\n"
-        "    from atropos.sandbox.programs import egress_rules\n"
-        "    egress_rules.Policy.judge_addresses = lambda self, name, addresses, own: list(addresses)\n"
+        "    from atropos.net import egress_policy\n"
+        "    egress_policy.Policy.judge_addresses = lambda self, name, port, addresses, own: list(addresses)\n"
     )
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     pool = SlotPool(engine.config(allow_network=True))

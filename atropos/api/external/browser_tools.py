@@ -8,8 +8,8 @@ import re
 from typing import TYPE_CHECKING, Any
 
 from atropos.api.external.browser import CRASHED, PAGE_CRASHED, PAGE_HANGS, BrowserHost, Session
-from atropos.api.external.guard import Forbidden
-from atropos.api.external.proxy import REFUSED_HEADER
+from atropos.net.egress_policy import EgressRefused
+from atropos.net.relay import REFUSED_HEADER
 from atropos.tools.base import Tool, ToolError, ToolScope
 from atropos.tools.models import ToolResult
 from atropos.tools.tool_server.external import (
@@ -122,7 +122,7 @@ class BrowserNavigate(BrowserTool):
         try:
             host, port = self._host.guard.check_url(url)
             await self._host.guard.addresses(host, port)
-        except Forbidden as error:
+        except EgressRefused as error:
             raise ToolError(str(error)) from None
         except OSError as error:
             raise ToolError(f"{url[:200]}: {error.strerror or error}") from None

@@ -8,7 +8,8 @@ from urllib.parse import urljoin
 
 import httpx
 
-from atropos.api.external.guard import Forbidden, Guard
+from atropos.api.external.guard import Guard
+from atropos.net.egress_policy import EgressRefused
 
 _MAX_REDIRECTS = 8
 _GZIP_OR_ZLIB = 32 + zlib.MAX_WBITS
@@ -47,7 +48,7 @@ async def fetch(client: httpx.AsyncClient, guard: Guard, url: str, *, max_bytes:
                 if answer.status_code >= 400:
                     raise FetchError(f"the server answered {answer.status_code} {answer.reason_phrase}")
                 return await _read(answer, seen, max_bytes)
-    except Forbidden as error:
+    except EgressRefused as error:
         raise FetchError(str(error)) from None
     except httpx.TimeoutException:
         raise FetchError("the server did not answer in time") from None

@@ -1,4 +1,4 @@
-"""The server's side of the egress proxy (`egress`): starts it, gives it the slots' sockets, and replaces it if it dies."""
+"""The server's side of the egress proxy (`programs/egress_proxy`): starts it, gives it the slots' sockets, and replaces it if it dies."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from atropos.config import ServerConfig
 from atropos.errors import IsolationUnavailable
-from atropos.sandbox.programs.egress_rules import Policy
+from atropos.net.egress_policy import Policy
 
 log = logging.getLogger(__name__)
 
@@ -40,7 +40,7 @@ class Listener:
     sock: socket.socket
 
 
-class Exchange:
+class EgressSupervisor:
     """One proxy process for all slots of a server."""
 
     def __init__(self, config: ServerConfig, uid: int | None) -> None:
@@ -51,7 +51,7 @@ class Exchange:
         self._process: subprocess.Popen[bytes] | None = None
         self._sock: socket.socket | None = None
         self._watch: asyncio.Task[None] | None = None
-        Policy.of(config.egress_allow, config.egress_deny)
+        Policy.of_slots(config.egress_allow, config.egress_deny)
 
     def start(self) -> None:
         """Start the proxy.

@@ -45,7 +45,7 @@ class SlotHost:
         self.disposer = volumes.Disposer(self._free_cell)
         # the last of the spare uids is the proxy's own, so that it can touch neither the server nor a slot
         self.egress = (
-            egress_supervisor.Exchange(config, self._creators.pop() if self._creators else None)
+            egress_supervisor.EgressSupervisor(config, self._creators.pop() if self._creators else None)
             if config.allow_network
             else None
         )

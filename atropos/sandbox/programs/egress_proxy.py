@@ -1,8 +1,8 @@
 """The filtering proxy of a container: a process of its own, with a user of its own, that slots reach by their loopback.
 
 The server hands it one listening socket a slot, made inside that slot's network namespace; so it knows which slot asks
-by the socket alone, and no program in a slot can reach another's. HTTP requests and CONNECT are judged by
-`egress_rules`; bytes and connections are bounded per slot. Every refusal is a readable HTTP answer.
+by the socket alone, and no program in a slot can reach another's. Requests are judged by `egress_policy` and relayed by
+`relay`; bytes and connections are bounded per slot.
 """
 
 from __future__ import annotations
@@ -12,22 +12,17 @@ import contextlib
 import ipaddress
 import json
 import os
-import re
 import resource
 import signal
 import socket
 import sys
-from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from urllib.parse import urlsplit
 
-import h11
-
+from atropos.net.egress_policy import Address, EgressRefused, Policy, literal, own_addresses, plain
+from atropos.net.relay import CHUNK_BYTES, CONNECT_S, OutOfBytes, connect, relay
 from atropos.sandbox.linux import syscalls
-from atropos.sandbox.programs.egress_rules import Address, Policy, Refused, literal, plain
 
-HEAD_S, CONNECT_S, IDLE_S = 20.0, 10.0, 300.0
 LOOKUPS = 4
 """Names that one slot may have looked up at once; its further requests wait."""
 _MAX_RESOLVERS = 512
@@ -36,15 +31,6 @@ _DENIED_S = 30.0
 """How often the addresses of denied names are looked up, in seconds."""
 _SPARE_FILES = 64
 """Descriptors of the proxy that aren't for connections; the others are shared out among the slots."""
-_CHUNK = 1 << 16
-_MAX_HEAD = 32_768
-_HOP_BY_HOP = {b"connection", b"keep-alive", b"proxy-authenticate", b"proxy-authorization", b"proxy-connection", b"te",
-               b"trailer", b"upgrade"}  # fmt: skip
-"""Headers that concern one connection alone (RFC 9110, 7.6.1)."""
-
-
-class Spent(Exception):
-    """The slot's byte budget is used up."""
 
 
 @dataclass
@@ -61,11 +47,22 @@ class Account:
         """Count bytes.
 
         Raises:
-            Spent: there are none left.
+            OutOfBytes: there are none left.
         """
         self.left -= count
         if self.left < 0:
-            raise Spent
+            raise OutOfBytes("this slot has used up its bytes (egress_mib)")
+
+    def admit(self) -> None:
+        """Let a connection in.
+
+        Raises:
+            EgressRefused: too many are open, this one included.
+            OutOfBytes: there are none left.
+        """
+        if len(self.tasks) > self.connections:
+            raise EgressRefused(f"this slot has {self.connections} connections open already; close some first")
+        self.spend(0 if self.left else 1)
 
 
 class Proxy:
@@ -92,7 +89,7 @@ class Proxy:
                 account.tasks.add(task)
                 task.add_done_callback(account.tasks.discard)
 
-        server = await asyncio.start_server(accepted, sock=listener, limit=_CHUNK, backlog=16)
+        server = await asyncio.start_server(accepted, sock=listener, limit=CHUNK_BYTES, backlog=16)
         self._accounts[number] = Account(server, budget, min(connections, self._most))
 
     def drop(self, number: int) -> None:
@@ -108,7 +105,7 @@ class Proxy:
         places = asyncio.Semaphore(LOOKUPS)
         while self.policy.denied_names:
             for name in self.policy.denied_names:
-                with contextlib.suppress(Refused, TimeoutError):
+                with contextlib.suppress(EgressRefused, TimeoutError):
                     self._denied[name] = frozenset(await self._resolve(places, name, 443))
             await asyncio.sleep(_DENIED_S)
 
@@ -125,267 +122,29 @@ class Proxy:
             try:
                 return await asyncio.wrap_future(work)
             except socket.gaierror as error:
-                raise Refused(f"{name} has no address ({error.strerror})") from None
+                raise EgressRefused(f"{name} has no address ({error.strerror})") from None
 
     # ------------------------------------------------------------------------------------------------------ one client
 
     async def _serve(self, number: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         account = self._accounts.get(number)
-        upstream: asyncio.StreamWriter | None = None
-        connection = h11.Connection(h11.SERVER, max_incomplete_event_size=_MAX_HEAD)
-        try:
-            if account is None:
-                return
-            if len(account.tasks) > account.connections:
-                raise Refused(f"this slot has {account.connections} connections open already; close some first")
-            if account.left <= 0:
-                raise Spent
-            request = await _head(connection, reader)
-            host, port, target = _wanted(request)
+        if account is None:
+            writer.transport.abort()
+            return
+
+        async def dial(host: str, port: int) -> tuple[str, asyncio.StreamReader, asyncio.StreamWriter]:
             name = self.policy.judge_name(host, port)
             found = await self._resolve(account.lookups, name, port)
-            addresses = self.policy.judge_addresses(name, found, own_addresses().union(*self._denied.values()))
-            remote, upstream = await _connect(name, addresses, port)
-            if request.method == b"CONNECT":
-                writer.write(b"HTTP/1.1 200 Connection established\r\n\r\n")
-                rest, _ = connection.trailing_data
-                await _splice(account, reader, writer, remote, upstream, rest)
-            else:
-                authority = _authority(name, port)
-                await _forward(account, connection, request, (target, authority), (reader, writer), (remote, upstream))
-        except Refused as error:
-            await _answer(connection, writer, 403, f"egress refused: {error}\n")
-        except Spent:
-            await _answer(connection, writer, 403, "egress refused: this slot has used up its bytes (egress_mib)\n")
-        except (h11.ProtocolError, ValueError) as error:
-            await _answer(connection, writer, 400, f"egress: not a proxy request: {error}\n")
-        except TimeoutError:
-            await _answer(connection, writer, 504, "egress: timed out\n")
-        except OSError as error:
-            await _answer(connection, writer, 502, f"egress: {error.strerror or error}\n")
-        except asyncio.CancelledError:
-            for stream in filter(None, (writer, upstream)):
-                stream.transport.abort()  # the slot is gone: nobody reads what is left
-            raise
-        finally:
-            await _hang_up(*filter(None, (writer, upstream)))
+            own = own_addresses().union(*self._denied.values())
+            return name, *await connect(name, self.policy.judge_addresses(name, port, found, own), port)
 
-
-async def _head(connection: h11.Connection, reader: asyncio.StreamReader) -> h11.Request:
-    async with asyncio.timeout(HEAD_S):
-        while True:
-            event = connection.next_event()
-            if isinstance(event, h11.Request):
-                return event
-            if event is not h11.NEED_DATA:
-                raise ConnectionResetError("the client went away")
-            data = await reader.read(_CHUNK)
-            if not data:
-                raise ConnectionResetError("the client went away")
-            connection.receive_data(data)
-
-
-def _wanted(request: h11.Request) -> tuple[str, int, bytes]:
-    """Host, port and the target to ask the origin for."""
-    text = request.target.decode("ascii", "strict")
-    if request.method == b"CONNECT":
-        host, colon, digits = text.rpartition(":")
-        if not colon or not digits.isdecimal() or not 0 < int(digits) < 65_536:
-            raise Refused(f"{text[:200]!r} is not HOST:PORT")
-        return host, int(digits), b""
-    parts = urlsplit(text)
-    if parts.scheme != "http" or not parts.hostname:
-        raise Refused("only http:// addresses and CONNECT; is the proxy set in HTTP_PROXY and HTTPS_PROXY?")
-    # as it was written: put together again by `urllib`, `//a` becomes `////a` (Python 3.13) and `/a?` loses its mark
-    path = text.partition("://")[2].partition("#")[0].removeprefix(parts.netloc)
-    return parts.hostname, parts.port or 80, (path if path.startswith("/") else f"/{path}").encode("ascii")
+        await relay(reader, writer, dial, spend=account.spend, admit=account.admit)
 
 
 def _addresses(name: str, port: int) -> list[Address]:
     """In a thread of its own: the C library's look-up can't be interrupted."""
     found = socket.getaddrinfo(name, port, type=socket.SOCK_STREAM)
     return list(dict.fromkeys(plain(ipaddress.ip_address(str(item[4][0]).partition("%")[0])) for item in found))
-
-
-async def _connect(name: str, addresses: list[Address], port: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    problem: OSError = OSError(f"{name} can't be reached")
-    for address in addresses[:4]:
-        try:
-            async with asyncio.timeout(CONNECT_S):
-                return await asyncio.open_connection(str(address), port, limit=_CHUNK)
-        except TimeoutError:
-            problem = OSError(f"{name} ({address}) did not answer within {CONNECT_S:g} s")
-        except OSError as error:
-            problem = OSError(f"{name} ({address}): {os.strerror(error.errno) if error.errno else error}")
-    raise problem
-
-
-async def _splice(
-    account: Account,
-    reader: asyncio.StreamReader,
-    writer: asyncio.StreamWriter,
-    remote: asyncio.StreamReader,
-    upstream: asyncio.StreamWriter,
-    first: bytes,
-) -> None:
-    async def pump(source: asyncio.StreamReader, sink: asyncio.StreamWriter, data: bytes = b"") -> None:
-        while True:
-            if data:
-                account.spend(len(data))
-                sink.write(data)
-                await sink.drain()
-            async with asyncio.timeout(IDLE_S):
-                data = await source.read(_CHUNK)
-            if not data:
-                break
-        with contextlib.suppress(OSError, RuntimeError):
-            sink.write_eof()
-
-    tasks = [
-        asyncio.ensure_future(pump(reader, upstream, first)),
-        asyncio.ensure_future(pump(remote, writer)),
-    ]
-    try:
-        await asyncio.gather(*tasks)
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-
-async def _forward(
-    account: Account,
-    client: h11.Connection,
-    request: h11.Request,
-    wanted: tuple[bytes, bytes],
-    near: tuple[asyncio.StreamReader, asyncio.StreamWriter],
-    far: tuple[asyncio.StreamReader, asyncio.StreamWriter],
-) -> None:
-    """One request and its answer; the connection ends with it. `wanted`: the path and the authority to ask for."""
-    reader, writer = near
-    remote, upstream = far
-    origin = h11.Connection(h11.CLIENT, max_incomplete_event_size=_MAX_HEAD)
-    target, authority = wanted
-    # the origin is the one that was judged, whatever the program wrote into its own Host (RFC 9112, 3.2.2)
-    kept = [pair for pair in _end_to_end(request.headers) if pair[0].lower() != b"host"]
-    headers = [(b"host", authority), *kept, (b"connection", b"close")]
-
-    async def sent(data: bytes | None, sink: asyncio.StreamWriter) -> None:
-        if data:
-            account.spend(len(data))
-            sink.write(data)
-            await sink.drain()
-
-    async def up() -> None:
-        await sent(origin.send(h11.Request(method=request.method, target=target, headers=headers)), upstream)
-        while True:
-            event = client.next_event()
-            if event is h11.NEED_DATA:
-                if client.they_are_waiting_for_100_continue:
-                    await sent(client.send(h11.InformationalResponse(status_code=100, headers=[])), writer)
-                async with asyncio.timeout(IDLE_S):
-                    client.receive_data(await reader.read(_CHUNK))
-            elif isinstance(event, (h11.Data, h11.EndOfMessage)):
-                await sent(origin.send(event), upstream)
-                if isinstance(event, h11.EndOfMessage):
-                    break
-            else:
-                break
-        # a client that hangs up wants no answer any more; what it sends beyond its request is dropped
-        while dropped := await reader.read(_CHUNK):
-            account.spend(len(dropped))
-
-    async def down() -> None:
-        while True:
-            event = origin.next_event()
-            if event is h11.NEED_DATA:
-                async with asyncio.timeout(IDLE_S):
-                    origin.receive_data(await remote.read(_CHUNK))
-            elif isinstance(event, h11.Response):
-                fields = [*_end_to_end(event.headers), (b"connection", b"close")]
-                answer = h11.Response(status_code=event.status_code, reason=event.reason, headers=fields)
-                await sent(client.send(answer), writer)
-            elif isinstance(event, h11.Data):
-                await sent(client.send(event), writer)
-            elif isinstance(event, h11.EndOfMessage):
-                await sent(client.send(h11.EndOfMessage()), writer)
-                return
-            elif not isinstance(event, h11.InformationalResponse):
-                raise ConnectionResetError("the origin closed the connection")
-
-    tasks = [asyncio.ensure_future(up()), asyncio.ensure_future(down())]
-    try:
-        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        for task in tasks:
-            if task.done():
-                task.result()
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-
-def _end_to_end(headers: Iterable[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
-    headers = list(headers)
-    named = {
-        token.strip().lower() for name, value in headers if name.lower() == b"connection" for token in value.split(b",")
-    }
-    dropped = _HOP_BY_HOP | named - {b"host", b"content-length", b"transfer-encoding"}
-    if any(name.lower() == b"transfer-encoding" for name, _ in headers):
-        dropped = dropped | {
-            b"content-length"
-        }  # two lengths in one message is how requests are smuggled (RFC 9112, 6.1)
-    return [(name, value) for name, value in headers if name.lower() not in dropped]
-
-
-def _authority(name: str, port: int) -> bytes:
-    host = f"[{name}]" if ":" in name else name
-    return (host if port == 80 else f"{host}:{port}").encode("ascii")
-
-
-async def _answer(connection: h11.Connection, writer: asyncio.StreamWriter, status: int, text: str) -> None:
-    """Tell the program, where nothing else has been told to it yet."""
-    if writer.is_closing() or connection.our_state not in {h11.IDLE, h11.SEND_RESPONSE}:
-        return
-    body = text.encode()
-    # in the reason, too: it is all that many programs show of a refused CONNECT
-    reason = re.sub(r"[^ -~]", "?", text.strip())[:200]
-    head = f"HTTP/1.1 {status} {reason}\r\ncontent-type: text/plain; charset=utf-8\r\ncontent-length: {len(body)}\r\n"
-    writer.write(head.encode() + b"connection: close\r\n\r\n" + body)
-    with contextlib.suppress(OSError):
-        async with asyncio.timeout(HEAD_S):
-            await writer.drain()
-
-
-async def _hang_up(*streams: asyncio.StreamWriter) -> None:
-    """Close, and wait until what was written has been read: meanwhile the connection counts as one of its slot's."""
-    for stream in streams:
-        stream.close()
-    try:
-        async with asyncio.timeout(IDLE_S):
-            await asyncio.gather(*(stream.wait_closed() for stream in streams), return_exceptions=True)
-    except TimeoutError:
-        pass
-    finally:
-        for stream in streams:
-            stream.transport.abort()
-
-
-def own_addresses() -> frozenset[Address]:
-    """The addresses of this network namespace's own interfaces, from the kernel's routing tables."""
-    return frozenset((*_own_v4(), *_own_v6()))
-
-
-def _own_v4() -> Iterator[Address]:
-    with contextlib.suppress(OSError), open("/proc/net/fib_trie", encoding="ascii") as file:
-        for found in re.finditer(r"\|-- (\S+)\s+/32 host LOCAL", file.read()):
-            yield ipaddress.ip_address(found[1])
-
-
-def _own_v6() -> Iterator[Address]:
-    with contextlib.suppress(OSError), open("/proc/net/if_inet6", encoding="ascii") as file:
-        for line in file:
-            yield ipaddress.IPv6Address(bytes.fromhex(line.split()[0]))
 
 
 # ------------------------------------------------------------------------------------------------------------ process
@@ -398,7 +157,7 @@ async def serve(server: socket.socket, settings: dict[str, object]) -> None:
     assert isinstance(deny, list)
     slots = settings["slots"]
     assert isinstance(slots, int)
-    proxy = Proxy(Policy.of(allow, deny), slots)
+    proxy = Proxy(Policy.of_slots(allow, deny), slots)
     loop = asyncio.get_running_loop()
     denied = loop.create_task(proxy.watch_denied())
     gone = asyncio.Event()

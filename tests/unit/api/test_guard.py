@@ -9,8 +9,9 @@ import socket
 import pytest
 
 from atropos.api.external.fetch import FetchError, fetch
-from atropos.api.external.guard import Forbidden, Guard, guarded_client, is_public, parse_rule
+from atropos.api.external.guard import Guard, guarded_client
 from atropos.errors import ConfigError
+from atropos.net.egress_policy import EgressRefused, is_public, own_addresses
 
 from .site import Site
 
@@ -40,6 +41,12 @@ PRIVATE = [
     "2002:0a00:0001::1",
     "::127.0.0.1",
     "2001:db8::1",
+    "192.0.0.8",
+    "192.88.99.1",
+    "fec0::1",
+    "3fff::1",
+    "64:ff9b:1::7f00:1",
+    "64:ff9b:1:808:8:800::",
 ]
 
 
@@ -59,7 +66,7 @@ def test_public_addresses_are_public(address: str):
 async def test_every_spelling_of_loopback_is_refused(host: str):
     url = f"http://{host}:80/" if host != "::1" else "http://[::1]/"
     guard = Guard()
-    with pytest.raises((Forbidden, OSError)):
+    with pytest.raises((EgressRefused, OSError)):
         await guard.addresses(*guard.check_url(url))
 
 
@@ -83,15 +90,15 @@ async def test_every_spelling_of_loopback_is_refused(host: str):
     ],
 )
 def test_only_plain_web_addresses_are_opened(url: str):
-    with pytest.raises(Forbidden):
+    with pytest.raises(EgressRefused):
         Guard().check_url(url)
 
 
 async def test_ports_that_pages_do_not_live_on_are_refused():
     guard = Guard()
-    with pytest.raises(Forbidden, match="port 25"):
+    with pytest.raises(EgressRefused, match=r"1\.1\.1\.1:25 is not on the list"):
         await guard.addresses("1.1.1.1", 25)
-    assert await guard.addresses("1.1.1.1", 443) == ["1.1.1.1"]
+    assert await guard.addresses("1.1.1.1", 443) == [ipaddress.ip_address("1.1.1.1")]
 
 
 @pytest.mark.parametrize(
@@ -105,6 +112,9 @@ async def test_ports_that_pages_do_not_live_on_are_refused():
         ("[::1]:80", "::1", 80, True),
         ("[::1]:80", "::1", 81, False),
         ("10.0.0.0/8", "127.0.0.1", 80, False),
+        ("127.0.0.0/8", "localhost", 22, True),
+        ("169.254.0.0/16", "169.254.169.254", 80, False),
+        ("169.254.169.254", "169.254.169.254", 80, False),
     ],
 )
 async def test_the_allow_list_opens_exactly_what_it_says(rule: str, host: str, port: int, allowed: bool):
@@ -112,14 +122,23 @@ async def test_the_allow_list_opens_exactly_what_it_says(rule: str, host: str, p
     if allowed:
         assert await guard.addresses(host, port)
     else:
-        with pytest.raises(Forbidden):
+        with pytest.raises(EgressRefused):
             await guard.addresses(host, port)
 
 
 @pytest.mark.parametrize("rule", ["", "http://x", "a b", "x:0", "x:99999", "*", "a*.b", "10.0.0.0/99", "x:y"])
 def test_a_bad_rule_is_named(rule: str):
     with pytest.raises(ConfigError, match="allow_hosts"):
-        parse_rule(rule)
+        Guard([rule])
+
+
+async def test_the_servers_own_addresses_are_refused_however_public_and_opened_by_name(monkeypatch: pytest.MonkeyPatch):
+    own = frozenset({*own_addresses(), ipaddress.ip_address("93.184.215.14")})
+    monkeypatch.setattr("atropos.api.external.guard.own_addresses", lambda: own)
+    for host in ("93.184.215.14", "::ffff:93.184.215.14", "64:ff9b::5db8:d70e"):
+        with pytest.raises(EgressRefused, match="public address"):
+            await Guard().addresses(host, 80)
+    assert await Guard(["93.184.215.14"]).addresses("93.184.215.14", 80)
 
 
 async def test_a_redirect_to_a_private_address_is_refused(site: Site):

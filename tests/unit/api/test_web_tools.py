@@ -57,7 +57,7 @@ async def test_a_page_that_never_ends_to_come_is_given_up(site: Site, monkeypatc
 async def test_a_private_page_is_refused_and_never_asked_for(site: Site):
     result = await extract(site, "/article", allow=False)
     assert not result.success
-    assert "not a public address" in result.error
+    assert "is not on the list of allowed hosts" in result.error
     assert site.seen == []
 
 

@@ -1,0 +1,298 @@
+"""A forward proxy's work on one connection: read the request, have it judged and dialled, and relay until it ends.
+
+h11 reads and writes every message, both ways, so that nothing reaches an origin but one well-formed request, and no
+answer but its own reaches the client. Each connection serves one request. Every refusal is a readable HTTP answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import contextlib
+import hmac
+import os
+import re
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from urllib.parse import urlsplit
+
+import h11
+
+from atropos.net.egress_policy import Address, EgressRefused
+
+HEAD_S, CONNECT_S, IDLE_S = 20.0, 10.0, 300.0
+REFUSED_HEADER = "x-atropos-refused"
+"""On an answer that the proxy gave itself, with the reason; an origin's header of this name is dropped."""
+CHUNK_BYTES = 1 << 16
+_MAX_HEAD = 32_768
+Dial = Callable[[str, int], Awaitable[tuple[str, asyncio.StreamReader, asyncio.StreamWriter]]]
+"""From host and port as asked for to the host's one spelling and an open connection to it.
+
+Raises EgressRefused, OSError or TimeoutError.
+"""
+_HOP_BY_HOP = {b"connection", b"keep-alive", b"proxy-authenticate", b"proxy-authorization", b"proxy-connection", b"te",
+               b"trailer", b"upgrade", REFUSED_HEADER.encode()}  # fmt: skip
+"""Headers that concern one connection alone (RFC 9110, 7.6.1)."""
+
+
+class OutOfBytes(Exception):
+    """No more bytes may be moved."""
+
+
+def basic_credentials(username: str, password: str) -> bytes:
+    """The value of a Proxy-Authorization header."""
+    return b"Basic " + base64.b64encode(f"{username}:{password}".encode())
+
+
+async def relay(
+    reader: asyncio.StreamReader,
+    writer: asyncio.StreamWriter,
+    dial: Dial,
+    *,
+    spend: Callable[[int], None] = lambda _: None,
+    admit: Callable[[], None] = lambda: None,
+    credentials: bytes | None = None,
+) -> None:
+    """Serve one connection until both sides are closed.
+
+    Args:
+        reader: from the client.
+        writer: to the client.
+        dial: judges the destination and connects to it.
+        spend: called with each number of bytes before they are moved; raises OutOfBytes.
+        admit: called before anything is read; raises EgressRefused or OutOfBytes.
+        credentials: the Proxy-Authorization that is asked for; None: none.
+    """
+    upstream: asyncio.StreamWriter | None = None
+    connection = h11.Connection(h11.SERVER, max_incomplete_event_size=_MAX_HEAD)
+    try:
+        admit()
+        request = await _head(connection, reader)
+        given = dict(request.headers).get(b"proxy-authorization", b"")
+        if credentials is not None and not hmac.compare_digest(given, credentials):
+            await _answer(connection, writer, 407, "the proxy needs its password\n")
+            return
+        host, port, target = _wanted(request)
+        name, remote, upstream = await dial(host, port)
+        if request.method == b"CONNECT":
+            writer.write(b"HTTP/1.1 200 Connection established\r\n\r\n")
+            rest, _ = connection.trailing_data
+            await _splice(spend, reader, writer, remote, upstream, rest)
+        else:
+            wanted = (target, _authority(name, port))
+            await _forward(spend, connection, request, wanted, (reader, writer), (remote, upstream))
+    except (EgressRefused, OutOfBytes) as error:
+        await _answer(connection, writer, 403, f"egress refused: {error}\n")
+    except (h11.ProtocolError, ValueError) as error:
+        await _answer(connection, writer, 400, f"egress: not a proxy request: {error}\n")
+    except TimeoutError:
+        await _answer(connection, writer, 504, "egress: timed out\n")
+    except OSError as error:
+        await _answer(connection, writer, 502, f"egress: {error.strerror or error}\n")
+    except asyncio.CancelledError:
+        for stream in filter(None, (writer, upstream)):
+            stream.transport.abort()  # nobody reads what is left
+        raise
+    finally:
+        await _hang_up(*filter(None, (writer, upstream)))
+
+
+async def _head(connection: h11.Connection, reader: asyncio.StreamReader) -> h11.Request:
+    async with asyncio.timeout(HEAD_S):
+        while True:
+            event = connection.next_event()
+            if isinstance(event, h11.Request):
+                return event
+            if event is not h11.NEED_DATA:
+                raise ConnectionResetError("the client went away")
+            data = await reader.read(CHUNK_BYTES)
+            if not data:
+                raise ConnectionResetError("the client went away")
+            connection.receive_data(data)
+
+
+def _wanted(request: h11.Request) -> tuple[str, int, bytes]:
+    """Host, port and the target to ask the origin for."""
+    text = request.target.decode("ascii", "strict")
+    if request.method == b"CONNECT":
+        host, colon, digits = text.rpartition(":")
+        if not colon or not digits.isdecimal() or not 0 < int(digits) < 65_536:
+            raise EgressRefused(f"{text[:200]!r} is not HOST:PORT")
+        return host, int(digits), b""
+    parts = urlsplit(text)
+    if parts.scheme != "http" or not parts.hostname:
+        raise EgressRefused("only http:// addresses and CONNECT; is the proxy set in HTTP_PROXY and HTTPS_PROXY?")
+    # as it was written: put together again by `urllib`, `//a` becomes `////a` (Python 3.13) and `/a?` loses its mark
+    path = text.partition("://")[2].partition("#")[0].removeprefix(parts.netloc)
+    return parts.hostname, parts.port or 80, (path if path.startswith("/") else f"/{path}").encode("ascii")
+
+
+async def connect(
+    name: str, addresses: Sequence[Address], port: int
+) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """A connection to the first of these addresses that answers.
+
+    Raises:
+        OSError: none does.
+    """
+    problem: OSError = OSError(f"{name} can't be reached")
+    for address in addresses[:4]:
+        try:
+            async with asyncio.timeout(CONNECT_S):
+                return await asyncio.open_connection(str(address), port, limit=CHUNK_BYTES)
+        except TimeoutError:
+            problem = OSError(f"{name} ({address}) did not answer within {CONNECT_S:g} s")
+        except OSError as error:
+            problem = OSError(f"{name} ({address}): {os.strerror(error.errno) if error.errno else error}")
+    raise problem
+
+
+async def _splice(
+    spend: Callable[[int], None],
+    reader: asyncio.StreamReader,
+    writer: asyncio.StreamWriter,
+    remote: asyncio.StreamReader,
+    upstream: asyncio.StreamWriter,
+    first: bytes,
+) -> None:
+    async def pump(source: asyncio.StreamReader, sink: asyncio.StreamWriter, data: bytes = b"") -> None:
+        while True:
+            if data:
+                spend(len(data))
+                sink.write(data)
+                await sink.drain()
+            async with asyncio.timeout(IDLE_S):
+                data = await source.read(CHUNK_BYTES)
+            if not data:
+                break
+        with contextlib.suppress(OSError, RuntimeError):
+            sink.write_eof()
+
+    tasks = [
+        asyncio.ensure_future(pump(reader, upstream, first)),
+        asyncio.ensure_future(pump(remote, writer)),
+    ]
+    try:
+        await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _forward(
+    spend: Callable[[int], None],
+    client: h11.Connection,
+    request: h11.Request,
+    wanted: tuple[bytes, bytes],
+    near: tuple[asyncio.StreamReader, asyncio.StreamWriter],
+    far: tuple[asyncio.StreamReader, asyncio.StreamWriter],
+) -> None:
+    """One request and its answer; the connection ends with it. `wanted`: the path and the authority to ask for."""
+    reader, writer = near
+    remote, upstream = far
+    origin = h11.Connection(h11.CLIENT, max_incomplete_event_size=_MAX_HEAD)
+    target, authority = wanted
+    # the origin is the one that was judged, whatever the program wrote into its own Host (RFC 9112, 3.2.2)
+    kept = [pair for pair in _end_to_end(request.headers) if pair[0].lower() != b"host"]
+    headers = [(b"host", authority), *kept, (b"connection", b"close")]
+
+    async def sent(data: bytes | None, sink: asyncio.StreamWriter) -> None:
+        if data:
+            spend(len(data))
+            sink.write(data)
+            await sink.drain()
+
+    async def up() -> None:
+        await sent(origin.send(h11.Request(method=request.method, target=target, headers=headers)), upstream)
+        while True:
+            event = client.next_event()
+            if event is h11.NEED_DATA:
+                if client.they_are_waiting_for_100_continue:
+                    await sent(client.send(h11.InformationalResponse(status_code=100, headers=[])), writer)
+                async with asyncio.timeout(IDLE_S):
+                    client.receive_data(await reader.read(CHUNK_BYTES))
+            elif isinstance(event, (h11.Data, h11.EndOfMessage)):
+                await sent(origin.send(event), upstream)
+                if isinstance(event, h11.EndOfMessage):
+                    break
+            else:
+                break
+        # a client that hangs up wants no answer any more; what it sends beyond its request is dropped
+        while dropped := await reader.read(CHUNK_BYTES):
+            spend(len(dropped))
+
+    async def down() -> None:
+        while True:
+            event = origin.next_event()
+            if event is h11.NEED_DATA:
+                async with asyncio.timeout(IDLE_S):
+                    origin.receive_data(await remote.read(CHUNK_BYTES))
+            elif isinstance(event, h11.Response):
+                fields = [*_end_to_end(event.headers), (b"connection", b"close")]
+                answer = h11.Response(status_code=event.status_code, reason=event.reason, headers=fields)
+                await sent(client.send(answer), writer)
+            elif isinstance(event, h11.Data):
+                await sent(client.send(event), writer)
+            elif isinstance(event, h11.EndOfMessage):
+                await sent(client.send(h11.EndOfMessage()), writer)
+                return
+            elif not isinstance(event, h11.InformationalResponse):
+                raise ConnectionResetError("the origin closed the connection")
+
+    tasks = [asyncio.ensure_future(up()), asyncio.ensure_future(down())]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in tasks:
+            if task.done():
+                task.result()
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _end_to_end(headers: Iterable[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
+    headers = list(headers)
+    named = {
+        token.strip().lower() for name, value in headers if name.lower() == b"connection" for token in value.split(b",")
+    }
+    dropped = _HOP_BY_HOP | named - {b"host", b"content-length", b"transfer-encoding"}
+    if any(name.lower() == b"transfer-encoding" for name, _ in headers):
+        dropped = dropped | {
+            b"content-length"
+        }  # two lengths in one message is how requests are smuggled (RFC 9112, 6.1)
+    return [(name, value) for name, value in headers if name.lower() not in dropped]
+
+
+def _authority(name: str, port: int) -> bytes:
+    host = f"[{name}]" if ":" in name else name
+    return (host if port == 80 else f"{host}:{port}").encode("ascii")
+
+
+async def _answer(connection: h11.Connection, writer: asyncio.StreamWriter, status: int, text: str) -> None:
+    """Tell the program, where nothing else has been told to it yet."""
+    if writer.is_closing() or connection.our_state not in {h11.IDLE, h11.SEND_RESPONSE}:
+        return
+    body = text.encode()
+    # in the reason, too: it is all that many programs show of a refused CONNECT
+    reason = re.sub(r"[^ -~]", "?", text.strip())[:200]
+    head = [f"HTTP/1.1 {status} {reason}", "content-type: text/plain; charset=utf-8", f"content-length: {len(body)}"]
+    head += [f"{REFUSED_HEADER}: {reason}", *(["proxy-authenticate: Basic realm=atropos"] if status == 407 else [])]
+    writer.write("\r\n".join([*head, "connection: close", "", ""]).encode() + body)
+    with contextlib.suppress(OSError):
+        async with asyncio.timeout(HEAD_S):
+            await writer.drain()
+
+
+async def _hang_up(*streams: asyncio.StreamWriter) -> None:
+    """Close, and wait until what was written has been read: meanwhile the connection counts as one of its slot's."""
+    for stream in streams:
+        stream.close()
+    try:
+        async with asyncio.timeout(IDLE_S):
+            await asyncio.gather(*(stream.wait_closed() for stream in streams), return_exceptions=True)
+    except TimeoutError:
+        pass
+    finally:
+        for stream in streams:
+            stream.transport.abort()
