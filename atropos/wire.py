@@ -7,6 +7,7 @@ leases, snapshots, health, capabilities and metrics, and `POST /v1/leases/{id}/c
 
 from __future__ import annotations
 
+import hashlib
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, FailFast, Field, TypeAdapter
@@ -392,7 +393,11 @@ SERVER_FRAME: TypeAdapter[list[ServerMessage]] = TypeAdapter(Annotated[list[Serv
 
 
 class LeaseRequest(Message):
-    """POST /v1/leases. `lease_id` is chosen by the client, so that asking again gives the same lease."""
+    """POST /v1/leases. The client chooses both ids, so that asking again gives the same lease.
+
+    Whoever knows a lease's id may use the lease, and whoever knows a client's id may speak for it: make them unguessable
+    (`secrets`) and keep them. The server shows neither to anybody; see `client_name`.
+    """
 
     lease_id: str = Field(min_length=8, max_length=100, pattern=r"^[A-Za-z0-9_-]+$")
     client_id: str = Field(min_length=1, max_length=200)
@@ -476,8 +481,13 @@ class Capabilities(Message):
     isolated: bool = Field(description="every feature, cgroup limits included, is there")
 
 
+def client_name(client_id: str) -> str:
+    """What a server calls a client before others: enough to recognise oneself, and no help in speaking for it."""
+    return hashlib.sha256(client_id.encode()).hexdigest()[:16]
+
+
 class Status(Message):
-    """GET /v1/status: one consistent count of everything."""
+    """GET /v1/status: one consistent count of everything, without what opens a lease."""
 
     boot_id: str
     version: int = VERSION
@@ -489,7 +499,7 @@ class Status(Message):
     draining: bool
     clients: int
     live: tuple[str, ...] = Field(
-        default=(), description="ids of clients that are connected, or hold leases and were heard of lately"
+        default=(), description="names of clients that are connected, or hold leases and were heard of lately"
     )
     connected: tuple[str, ...] = Field(default=(), description="those of the live clients whose stream is open")
     leases: tuple[dict[str, Any], ...] = ()

@@ -45,7 +45,8 @@ class SandboxEnvConfig(BaseEnvConfig):
     tool_pool_mode: Literal["nomad", "docker", "local"] = Field(default="nomad", description="what runs the containers")
     allow_network: bool = Field(default=True, description="whether sandbox programs get (filtered) egress")
     egress_allow: Names = Field(
-        default_factory=lambda: ["public"], description="hosts that programs may reach: names, *.suffixes or public"
+        default_factory=lambda: ["public"],
+        description="hosts that programs may reach: names, *.suffixes, addresses, networks or public",
     )
     require_sandbox: bool = Field(default=False, description="refuse to start unless every limit is there too")
     require_stateful_sandbox: bool = Field(default=False, description="refuse to start without lasting sessions")

@@ -57,7 +57,9 @@ class SlotPoolConfig(BaseModel):
     bases: dict[str, str] = Field(default_factory=dict, description="further root file systems by name")
     volume: Literal["memory", "disk"] = "memory"
     allow_network: bool = Field(default=False, description="leases may ask for (filtered) egress")
-    egress_allow: tuple[str, ...] = Field(default=("public",), description="public, host names, *.suffixes, addresses or networks")
+    egress_allow: tuple[str, ...] = Field(
+        default=("public",), description="public, host names, *.suffixes, addresses or networks"
+    )
     egress_deny: tuple[str, ...] = Field(default=(), description="hosts, addresses or networks never reached")
     egress_mib: int = Field(default=4096, ge=1, description="bytes a lease may move through the proxy, both ways")
     egress_connections: int = Field(default=64, ge=1, description="connections a slot may have open at once")

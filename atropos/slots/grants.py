@@ -54,7 +54,7 @@ class Grants:
                 state.require_running()
                 if (link := await self._seat(ticket)) is not None:
                     request = wire.LeaseRequest(
-                        lease_id=secrets.token_hex(12),
+                        lease_id=secrets.token_hex(16),
                         client_id=state.client_id,
                         trajectory_id=trajectory_id[:500],
                         ttl_s=state.config.lease_ttl_s,

@@ -51,7 +51,7 @@ class SlotPool:
         make_client: ClientFactory | None = None,
     ) -> None:
         self.config = config or SlotPoolConfig()
-        self.client_id = f"{os.uname().nodename[:60]}-{os.getpid()}-{secrets.token_hex(6)}"
+        self.client_id = f"{os.uname().nodename[:60]}-{os.getpid()}-{secrets.token_hex(16)}"
         self.backend = backend or make_backend(self.config)
         self.backend.client_id = self.client_id
         self._state = State(self.config, self.backend, self.client_id)

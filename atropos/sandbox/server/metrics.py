@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from atropos.wire import Status
+from atropos.wire import Status, client_name
 
 if TYPE_CHECKING:
     from atropos.sandbox.server.core import Core
@@ -27,8 +27,7 @@ def status_of(core: Core) -> Status:
     now = core.now()
     leases = tuple(
         {
-            "lease_id": held.lease_id,
-            "client_id": held.client_id,
+            "client": client_name(held.client_id),
             "trajectory_id": held.request.trajectory_id,
             "slot": f"slot-{held.slot}",
             "epoch": held.epoch,
@@ -48,8 +47,8 @@ def status_of(core: Core) -> Status:
         retired=len(table.retired),
         draining=bool(table.draining),
         clients=len(core.clients),
-        live=core.clients.live(now),
-        connected=core.clients.connected(),
+        live=tuple(map(client_name, core.clients.live(now))),
+        connected=tuple(map(client_name, core.clients.connected())),
         leases=leases,
         snapshots=tuple(snapshot.info for snapshot in core.snapshots.by_id.values()),
         uptime_s=round(now - core.started_at, 3),

@@ -12,7 +12,7 @@ import time
 import aiohttp
 from pydantic import ValidationError
 
-from atropos.wire import DrainRequest, Health, Status
+from atropos.wire import DrainRequest, Health, Status, client_name
 
 ANSWER_S = 3.0
 """How long a server may take to answer one of these questions, in seconds."""
@@ -99,11 +99,11 @@ class ServerHttp:
         A client that holds leases but has no connection may be about to connect again, or be dead: which of the two is
         known after two heartbeats.
         """
-        deadline = time.monotonic() + DOUBT_S
+        mine, deadline = client_name(client_id), time.monotonic() + DOUBT_S
         while (status := await self._status_in_the_end(url, token)) is not None:
-            if any(each != client_id for each in status.connected):
+            if any(each != mine for each in status.connected):
                 return True
-            if all(each == client_id for each in status.live):
+            if all(each == mine for each in status.live):
                 return False
             if time.monotonic() > deadline:
                 return True

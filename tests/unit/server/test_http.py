@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 import json
+import secrets
 import tarfile
 
 import aiohttp
@@ -23,6 +24,7 @@ from atropos.wire import (
     Reply,
     SnapshotInfo,
     Status,
+    client_name,
 )
 from tests.unit.server.fakes import TOKEN, FakeHost, Running, serving
 
@@ -168,7 +170,7 @@ async def test_counts_fit_together(server, curl):
     lease = await curl.lease()
     status = Status.model_validate_json((await curl("GET", "/v1/status"))[1])
     assert (status.slots, status.free, status.leased, status.retired) == (4, 3, 1, 0)
-    assert status.leases[0]["lease_id"] == lease.lease_id
+    assert (status.leases[0]["slot"], status.leases[0]["client"]) == (lease.slot, client_name("curl"))
     assert status.counters["leases_granted"] == 1
     text = (await curl("GET", "/metrics"))[1].decode()
     assert 'atropos_slots{state="free"} 3' in text
@@ -177,6 +179,27 @@ async def test_counts_fit_together(server, curl):
         assert line.startswith("#") or len(line.split()) == 2
     found = Capabilities.model_validate_json((await curl("GET", "/v1/capabilities"))[1])
     assert (found.isolated, found.stateful, found.boot_id) == (True, True, status.boot_id)
+
+
+async def test_a_token_alone_opens_nobodys_lease(server, curl):
+    """What the server shows names neither a lease nor a client: with both unguessable, only the holder can use them."""
+    lease_id, client_id = secrets.token_hex(16), secrets.token_hex(16)
+    await curl("POST", "/v1/leases", {"lease_id": lease_id, "client_id": client_id, "trajectory_id": "t"})
+    async with curl.session.ws_connect(curl.url + "/v1/stream", headers=HEADERS) as owner:
+        await owner.send_str(f"[{Hello(client_id=client_id).model_dump_json()}]")
+        assert (await frames(owner))[0]["kind"] == "welcome"
+        snapshot = (await curl("POST", f"/v1/leases/{lease_id}/snapshot"))[1]
+        shown = [(await curl("GET", path))[1] for path in ("/v1/status", "/metrics", "/v1/capabilities", "/v1/health")]
+        for text in (*shown, snapshot):
+            assert lease_id.encode() not in text
+            assert client_id.encode() not in text
+        for name in json.loads(shown[0])["connected"]:  # what is shown doesn't shut the client out
+            async with curl.session.ws_connect(curl.url + "/v1/stream", headers=HEADERS) as other:
+                await other.send_str(f"[{Hello(client_id=name, connection=2**62, holds=()).model_dump_json()}]")
+                await frames(other)
+        await owner.send_str('[{"kind": "heartbeat", "seq": 7}]')
+        assert (await frames(owner))[0]["seq"] == 7
+    assert (await curl("POST", f"/v1/leases/{lease_id}/calls", ECHO))[0] == 200
 
 
 async def test_a_missing_limit_is_named_in_capabilities_and_leases():
