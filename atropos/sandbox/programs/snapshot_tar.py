@@ -1,29 +1,41 @@
 """A snapshot's layers as one tar stream, and back: a program of its own, so that the server's loop never waits for it.
 
-    python -I -S transport.py pack [--zstd] LAYER...     layers, topmost first, to standard output
-    python -I -S transport.py unpack [--zstd] LAYER...   from standard input into empty folders
+    python -I -S snapshot_tar.py pack [--zstd] LAYER...     layers, topmost first, to standard output
+    python -I -S snapshot_tar.py unpack [--zstd] LAYER...   from standard input into empty folders
 
 The *raw* folders travel, as overlay keeps them: ownership, modes, times, links, `user.*` attributes, whiteouts (character
 device 0:0). Read through a mounted overlay, attributes that a slot planted would come back un-escaped. Attributes of other
-kinds (security.capability) do not travel.
+kinds (security.capability) do not travel. Holes of sparse files don't either: those files have the form "GNU sparse 1.0".
 
 What is unpacked was written by programs in a slot, and sent by a client: so a name never leaves its layer, no symbolic
-link is followed, no other device is made. Exit codes: 0 done, 1 refused or failed with one line on standard error.
+link is followed, no other device is made, and nothing is taken that `pack` can't have written. Exit codes, each but the
+first with one line on standard error: 0 done, 1 failed, 2 the archive is not a snapshot's.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
+import io
 import itertools
 import os
+import re
 import resource
 import stat
 import subprocess
 import sys
 import tarfile
+from collections.abc import Iterator
 from typing import IO, Any
 
 _XATTR = "SCHILY.xattr."
+_XATTR_HEX = "ATROPOS.xattr."
+"""Followed by the attribute's name in hexadecimal, where it holds what a header's keyword can't: `=`, line breaks, other bytes."""
+_PLAIN_NAME = re.compile(r"[A-Za-z0-9._-]+\Z")
+_OVERLAY_ONLY = frozenset({"user.overlay.redirect", "user.overlay.metacopy"})
+"""Overlay follows these to files of lower layers; it writes none where slots use it, and escapes what a slot writes."""
+INVALID = 2
+"""Exit code: the archive is not a snapshot's."""
 _COPY = 1 << 20
 _MEMORY = 512 << 20
 """Address space of an unpacking program: a header may claim any size, and the tar module reads headers whole."""
@@ -33,7 +45,7 @@ _NOFOLLOW = os.O_NOFOLLOW | os.O_CLOEXEC
 Parts = tuple[str, ...]
 
 
-class Refused(Exception):
+class NotASnapshot(Exception):
     """The archive holds what a snapshot doesn't hold."""
 
 
@@ -121,8 +133,7 @@ def _pack_file(
                 tar.addfile(info)
             else:
                 first[found.st_ino] = info.name
-                info.size = found.st_size
-                tar.addfile(info, file)
+                _add_content(tar, info, file, found)
         return
     info = _describe(index, parts, found, None)
     if stat.S_ISLNK(found.st_mode):
@@ -136,6 +147,69 @@ def _pack_file(
     tar.addfile(info)
 
 
+def _add_content(tar: tarfile.TarFile, info: tarfile.TarInfo, file: IO[bytes], found: os.stat_result) -> None:
+    if found.st_blocks * 512 >= found.st_size:
+        info.size = found.st_size
+        tar.addfile(info, file)
+        return
+    parts = list(_data_of(file.fileno(), found.st_size))
+    numbers = [len(parts), *itertools.chain.from_iterable(parts)]
+    table = "".join(f"{number}\n" for number in numbers).encode()
+    table += bytes(-len(table) % tarfile.BLOCKSIZE)
+    info.size = len(table) + sum(size for _, size in parts)
+    info.pax_headers = {
+        **info.pax_headers,
+        "GNU.sparse.major": "1",
+        "GNU.sparse.minor": "0",
+        "GNU.sparse.realsize": str(found.st_size),
+        "GNU.sparse.name": info.name,
+    }
+    tar.addfile(info, _Parts(table, file, parts))
+
+
+def _data_of(fd: int, size: int) -> Iterator[tuple[int, int]]:
+    """Offset and length of each part of a file that is no hole."""
+    at = 0
+    while at < size:
+        try:
+            start = os.lseek(fd, at, os.SEEK_DATA)
+        except OSError as error:
+            if error.errno != errno.ENXIO:
+                raise
+            return
+        at = min(size, os.lseek(fd, start, os.SEEK_HOLE))
+        yield start, at - start
+
+
+class _Parts(io.RawIOBase):
+    """A sparse file as it stands in an archive: the table of its parts, then each of them."""
+
+    def __init__(self, table: bytes, file: IO[bytes], parts: list[tuple[int, int]]) -> None:
+        self._table = table
+        self._file = file
+        self._parts = parts
+
+    def read(self, size: int = -1, /) -> bytes:
+        """At most `size` bytes of what is next."""
+        if self._table:
+            piece, self._table = self._table[:size], self._table[size:]
+            return piece + self._data(size - len(piece))
+        return self._data(size)
+
+    def _data(self, size: int) -> bytes:
+        got = b""
+        while size > len(got) and self._parts:
+            start, left = self._parts[0]
+            piece = os.pread(self._file.fileno(), min(left, size - len(got)), start)
+            if not piece:
+                break
+            got += piece
+            self._parts[0] = (start + len(piece), left - len(piece))
+            if len(piece) == left:
+                del self._parts[0]
+        return got
+
+
 def _describe(index: int, parts: Parts, found: os.stat_result, fd: int | None) -> tarfile.TarInfo:
     info = tarfile.TarInfo("/".join((str(index), *parts)))
     info.uid, info.gid, info.mode = found.st_uid, found.st_gid, stat.S_IMODE(found.st_mode)
@@ -144,7 +218,8 @@ def _describe(index: int, parts: Parts, found: os.stat_result, fd: int | None) -
     for name in os.listxattr(fd) if fd is not None else ():  # links and pipes can't have user attributes
         if name.startswith("user."):
             value = os.getxattr(fd or 0, name)
-            info.pax_headers[_XATTR + name] = value.decode("utf-8", "surrogateescape")
+            key = _XATTR + name if _PLAIN_NAME.match(name) else _XATTR_HEX + os.fsencode(name).hex()
+            info.pax_headers[key] = value.decode("utf-8", "surrogateescape")
     return info
 
 
@@ -167,11 +242,13 @@ class Unpacker:
         """Read the archive to its end, and what follows it.
 
         Raises:
-            Refused: a name, kind or length that no snapshot has.
+            NotASnapshot: a name, kind or length that no snapshot has.
         """
         with tarfile.open(fileobj=source, mode="r|", bufsize=_COPY, encoding="utf-8", errors="surrogateescape") as tar:
             for info in tar:
                 index, parts = self._place(info.name)
+                if info.size < 0 or info.mode < 0 or info.uid < 0 or info.gid < 0:
+                    raise NotASnapshot(f"a number below zero: {info.name[:200]!r}")
                 self._make(tar, info, index, parts)
         # Folders last: making things in them changes their times, and a mode may forbid it.
         for index, parts, info in reversed(self._later):
@@ -180,12 +257,12 @@ class Unpacker:
         while data := source.read(_COPY):
             left -= len(data)
             if left < 0:
-                raise Refused("bytes without end after the archive")
+                raise NotASnapshot("bytes without end after the archive")
 
     def _place(self, name: str) -> tuple[int, tuple[str, ...]]:
         first, *parts = name.split("/")
         if not first.isdecimal() or int(first) >= len(self._folders) or any(p in {"", ".", ".."} for p in parts):
-            raise Refused(f"a name that is not a layer's: {name[:200]!r}")
+            raise NotASnapshot(f"a name that is not a layer's: {name[:200]!r}")
         return int(first), tuple(parts)
 
     def _make(self, tar: tarfile.TarFile, info: tarfile.TarInfo, index: int, parts: tuple[str, ...]) -> None:
@@ -193,37 +270,32 @@ class Unpacker:
             if parts:
                 os.mkdir(parts[-1], 0o700, dir_fd=self._folders.open(index, parts[:-1]))
             elif index in self._seen:
-                raise Refused("a layer that comes twice")
+                raise NotASnapshot("a layer that comes twice")
             else:
                 self._seen.add(index)
             self._later.append((index, parts, info))
             return
         if not parts:
-            raise Refused("a layer that is not a folder")
+            raise NotASnapshot("a layer that is not a folder")
         folder, name = self._folders.open(index, parts[:-1]), parts[-1]
         if info.isreg():
             fd = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _NOFOLLOW, 0o600, dir_fd=folder)
             try:
-                source: Any = tar.extractfile(info)
-                while data := source.read(_COPY):
-                    _write(fd, data)
+                _fill(fd, tar, info)
                 _finish(fd, info)
             finally:
                 os.close(fd)
         elif info.islnk():
             there, target = self._place(info.linkname)
             if there != index or not target:
-                raise Refused("a link that leaves its layer")
+                raise NotASnapshot("a link that leaves its layer")
             # The folder of the target is opened second, so the first descriptor must outlive the cache.
             mine = os.dup(folder)
             try:
-                os.link(
-                    target[-1],
-                    name,
-                    src_dir_fd=self._folders.open(index, target[:-1]),
-                    dst_dir_fd=mine,
-                    follow_symlinks=False,
-                )
+                source = self._folders.open(index, target[:-1])
+                if not stat.S_ISREG(os.stat(target[-1], dir_fd=source, follow_symlinks=False).st_mode):
+                    raise NotASnapshot(f"a hard link to what is not a file: {info.name[:200]!r}")
+                os.link(target[-1], name, src_dir_fd=source, dst_dir_fd=mine, follow_symlinks=False)
             finally:
                 os.close(mine)
         else:
@@ -237,7 +309,7 @@ class Unpacker:
         elif info.ischr() and info.devmajor == info.devminor == 0:
             os.mknod(name, 0o600 | stat.S_IFCHR, 0, dir_fd=folder)
         else:
-            raise Refused(f"neither file, folder, link nor whiteout: {info.name[:200]!r}")
+            raise NotASnapshot(f"neither file, folder, link nor whiteout: {info.name[:200]!r}")
         os.chown(name, info.uid, info.gid, dir_fd=folder, follow_symlinks=False)
         if not info.issym():
             os.chmod(name, info.mode & 0o7777, dir_fd=folder)
@@ -245,13 +317,47 @@ class Unpacker:
             os.utime(name, ns=_times(info), dir_fd=folder, follow_symlinks=False)
 
 
+def _fill(fd: int, tar: tarfile.TarFile, info: tarfile.TarInfo) -> None:
+    """Write a file's content; of a sparse one the parts that are no holes."""
+    opened: Any = tar.extractfile(info)
+    source = opened.raw  # the buffer around it asks a stream whether it can seek, which streams can't answer
+    sparse: list[tuple[int, int]] | None = getattr(info, "sparse", None)
+    end = 0
+    for start, size in [(0, info.size)] if sparse is None else sparse:
+        if not size:
+            continue  # GNU tar's older form fills its table with these
+        if start < end or size < 0 or start + size > info.size:
+            raise NotASnapshot(f"a sparse file whose parts don't fit: {info.name[:200]!r}")
+        end = start + size
+        source.seek(start)
+        os.lseek(fd, start, os.SEEK_SET)
+        left = size
+        while left and (data := source.read(min(_COPY, left))):
+            _write(fd, data)
+            left -= len(data)
+    os.ftruncate(fd, info.size)
+
+
 def _finish(fd: int, info: tarfile.TarInfo) -> None:
     os.fchown(fd, info.uid, info.gid)
     os.fchmod(fd, info.mode & 0o7777)  # after the owner: a change of owner clears setuid
     for key, value in info.pax_headers.items():
-        if key.startswith(_XATTR + "user."):
-            os.setxattr(fd, key[len(_XATTR) :], value.encode("utf-8", "surrogateescape"))
+        if (name := _attribute(key)) is not None:
+            os.setxattr(fd, name, value.encode("utf-8", "surrogateescape"))
     os.utime(fd, ns=_times(info))
+
+
+def _attribute(key: str) -> bytes | None:
+    """The extended attribute that a header's keyword stands for; None: it stands for none."""
+    if key.startswith(_XATTR_HEX):
+        name = bytes.fromhex(key[len(_XATTR_HEX) :])
+    elif key.startswith(_XATTR):
+        name = os.fsencode(key[len(_XATTR) :])
+    else:
+        return None
+    if not name.startswith(b"user.") or os.fsdecode(name) in _OVERLAY_ONLY:
+        raise NotASnapshot(f"an attribute that no snapshot has: {os.fsdecode(name)[:200]!r}")
+    return name
 
 
 def _times(info: tarfile.TarInfo) -> tuple[int, int]:
@@ -286,10 +392,13 @@ def main(arguments: list[str]) -> int:
             Unpacker(layers).unpack(sys.stdin.buffer)
     except MemoryError:
         print(f"{mode}: a header that takes more than {_MEMORY >> 20} MiB of memory", file=sys.stderr)
-        return 1
-    except (OSError, tarfile.TarError, Refused, ValueError, ArithmeticError, RecursionError) as error:
+        return INVALID
+    except OSError as error:
         print(f"{mode}: {error}", file=sys.stderr)
         return 1
+    except (tarfile.TarError, NotASnapshot, ValueError, ArithmeticError, RecursionError) as error:
+        print(f"{mode}: {error}", file=sys.stderr)
+        return INVALID
     return 0
 
 

@@ -39,6 +39,7 @@ NO_TOKEN = "send the server's token: Authorization: Bearer …"
 MAX_SMALL_BODY = 65_536
 """Largest body of anything but a call, in bytes."""
 STATUS = {
+    "invalid_snapshot": 400,
     "full": 409,
     "lease_expired": 410,
     "slot_lost": 410,

@@ -27,6 +27,13 @@ SILENT_S = 60.0
 PROGRAM = os.path.abspath(snapshot_tar.__file__)
 
 
+class InvalidSnapshot(SandboxError):
+    """An archive that no server can have exported."""
+
+    code = "invalid_snapshot"
+    retryable = False
+
+
 @dataclass(frozen=True)
 class Arriving:
     """A snapshot that is being sent here."""
@@ -66,7 +73,8 @@ async def _ended(process: asyncio.subprocess.Process, what: str) -> None:
     assert process.stderr is not None
     said = (await process.stderr.read(4096)).decode(errors="replace").strip()
     if await process.wait() != 0:
-        raise SandboxError(f"{what}: {' '.join(said.split()) or f'exit code {process.returncode}'}")
+        kind = InvalidSnapshot if process.returncode == snapshot_tar.INVALID else SandboxError
+        raise kind(f"{what}: {' '.join(said.split()) or f'exit code {process.returncode}'}")
 
 
 async def _stop(process: asyncio.subprocess.Process) -> None:
@@ -109,7 +117,8 @@ async def imported(core: Core, wanted: Arriving, chunks: AsyncIterator[bytes]) -
     Raises:
         NotSupported: too many layers, an unknown base, or zstd is not installed.
         PoolFull: a bound on snapshots is reached.
-        SandboxError: the archive is broken or doesn't fit; nothing is left of it.
+        InvalidSnapshot: no server exported such an archive, or it broke off; nothing is left of it.
+        SandboxError: it doesn't fit, or could not be written; nothing is left of it.
     """
     while (arriving := core.arriving.get(wanted.snapshot_id)) is not None:
         await arriving.wait()  # the connection broke, and whoever sent it sends it again

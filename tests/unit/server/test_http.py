@@ -251,10 +251,10 @@ async def test_a_snapshot_that_is_sent_here_can_be_leased(server, curl):
 @pytest.mark.parametrize(
     ("query", "data", "status", "says"),
     [
-        ("?layers=1", archive("0/../evil"), 500, "a name that is not a layer"),
-        ("?layers=1", archive("1/other"), 500, "a name that is not a layer"),
-        ("?layers=1", b"no archive at all", 500, "could not be imported"),
-        ("?layers=1", archive("0/a")[:600], 500, "could not be imported"),
+        ("?layers=1", archive("0/../evil"), 400, "a name that is not a layer"),
+        ("?layers=1", archive("1/other"), 400, "a name that is not a layer"),
+        ("?layers=1", b"no archive at all", 400, "could not be imported"),
+        ("?layers=1", archive("0/a")[:600], 400, "could not be imported"),
         ("?layers=0", b"", 422, "layers: 0"),
         ("?layers=17", b"", 422, "layers: 17"),
         ("?layers=many", b"", 400, "layers"),

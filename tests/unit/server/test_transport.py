@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from atropos.sandbox.programs import snapshot_tar
-from atropos.sandbox.programs.snapshot_tar import Refused, Unpacker, pack
+from atropos.sandbox.programs.snapshot_tar import NotASnapshot, Unpacker, pack
 
 PROGRAM = snapshot_tar.__file__
 
@@ -65,6 +65,10 @@ def build(top: Path) -> None:
         ("opaque", "user.overlay.opaque", b"y"),
         ("binary", "user.bytes", bytes(range(256))),
         ("binary", "user.overlay.overlay.opaque", b"planted"),
+        ("binary", b"user.\xff\xfe", b"no text"),
+        ("binary", "user.=", b"\n"),
+        ("binary", "user.k=v\nx", b"not user.k"),
+        ("binary", "user.nämé", b"\xc3"),
     ):
         try:
             os.setxattr(top / path, name, value)
@@ -106,6 +110,71 @@ def test_everything_survives_the_journey(layers, tmp_path):
     assert packed(out) == archive
 
 
+def test_holes_do_not_travel(tmp_path):
+    layer = tmp_path / "layer"
+    layer.mkdir()
+    with (layer / "huge").open("wb") as file:
+        file.truncate(1 << 40)
+        for at, text in ((0, b"first"), (1 << 30, b"x" * 100_000), ((1 << 40) - 5, b"last!")):
+            file.seek(at)
+            file.write(text)
+    with (layer / "hole").open("wb") as file:
+        file.truncate(1 << 33)
+    os.link(layer / "huge", layer / "again")
+    archive = packed([layer])
+    assert len(archive) < 1 << 20
+    (out,) = fresh(tmp_path, 1)
+    Unpacker([out]).unpack(io.BytesIO(archive))
+    for name, size in (("huge", 1 << 40), ("hole", 1 << 33)):
+        found = os.stat(Path(out, name))
+        assert found.st_size == size
+        assert found.st_blocks * 512 < 1 << 20
+    assert os.stat(Path(out, "again")).st_nlink == 2
+    with Path(out, "again").open("rb") as file:
+        for at, text in ((0, b"first"), (5, bytes(100)), (1 << 30, b"x" * 100_000), ((1 << 40) - 5, b"last!")):
+            file.seek(at)
+            assert file.read(len(text)) == text
+    assert packed([Path(out)]) == archive
+
+
+def _forged(**attributes) -> bytes:
+    out = io.BytesIO()
+    with tarfile.open(fileobj=out, mode="w", format=tarfile.PAX_FORMAT) as tar:
+        folder, link = tarfile.TarInfo("0"), tarfile.TarInfo("0/link")
+        folder.type, link.type, link.linkname = tarfile.DIRTYPE, tarfile.SYMTYPE, "/etc"
+        forged = tarfile.TarInfo("0/f")
+        for name, value in attributes.items():
+            setattr(forged, name, value)
+        for info in (folder, link, forged):
+            tar.addfile(info)
+    return out.getvalue()
+
+
+@pytest.mark.parametrize(
+    "attributes",
+    [
+        {"pax_headers": {"SCHILY.xattr.security.capability": "x"}},
+        {"pax_headers": {"SCHILY.xattr.trusted.overlay.redirect": "/etc"}},
+        {"pax_headers": {"SCHILY.xattr.user.overlay.redirect": "/etc"}},
+        {"pax_headers": {"ATROPOS.xattr." + b"user.overlay.metacopy".hex(): ""}},
+        {"pax_headers": {"ATROPOS.xattr." + b"trusted.overlay.opaque".hex(): "y"}},
+        {"pax_headers": {"ATROPOS.xattr.nohex": "y"}},
+        {"type": tarfile.LNKTYPE, "linkname": "0/link"},
+        {"pax_headers": {"size": "-1"}},
+        {"uid": -1},
+    ],
+)
+def test_what_no_server_exports_is_refused(tmp_path, attributes):
+    done = subprocess.run(
+        [sys.executable, "-I", "-S", PROGRAM, "unpack", *fresh(tmp_path, 1)],
+        input=_forged(**attributes),
+        capture_output=True,
+        check=False,
+    )
+    assert done.returncode == snapshot_tar.INVALID, done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
 @pytest.mark.parametrize("options", [[], ["--zstd"]])
 def test_as_a_program_through_a_pipe(layers, tmp_path, options):
     out = fresh(tmp_path)
@@ -117,7 +186,7 @@ def test_as_a_program_through_a_pipe(layers, tmp_path, options):
         [*command, "unpack", *options, *fresh(tmp_path / "a", 2)], input=archive[: len(archive) // 2],
         capture_output=True, timeout=60, check=False,
     )  # fmt: skip
-    assert cut.returncode == 1
+    assert cut.returncode == snapshot_tar.INVALID
     assert cut.stderr
 
 
@@ -195,7 +264,7 @@ def archive_of(*members: tarfile.TarInfo) -> io.BytesIO:
 def test_what_leads_out_or_is_no_file_is_refused(members, tmp_path):
     (tmp_path / "outside").write_text("untouched")
     out = fresh(tmp_path)
-    with pytest.raises((Refused, OSError)):
+    with pytest.raises((NotASnapshot, OSError)):
         Unpacker(out).unpack(archive_of(*members))
     assert (tmp_path / "outside").read_text() == "untouched"
     assert not (tmp_path / "evil").exists()
@@ -204,11 +273,12 @@ def test_what_leads_out_or_is_no_file_is_refused(members, tmp_path):
     assert sorted(os.listdir(tmp_path)) == ["out0", "out1", "outside"]
 
 
-def test_only_user_attributes_are_set(tmp_path):
+def test_only_user_attributes_are_taken(tmp_path):
     info = member("0/file")
     info.pax_headers = {"SCHILY.xattr.security.capability": "x", "SCHILY.xattr.trusted.overlay.opaque": "y"}
     out = fresh(tmp_path)
-    Unpacker(out).unpack(archive_of(info))
+    with pytest.raises(NotASnapshot, match="an attribute that no snapshot has"):
+        Unpacker(out).unpack(archive_of(info))
     assert os.listxattr(f"{out[0]}/file") == []
 
 
@@ -267,12 +337,12 @@ def test_an_archive_without_end_is_refused_in_bounded_memory(name, compressed, t
             process.wait()
             assert process.stdout is not None
             process.stdout.close()
-    assert done.returncode == 1, done
+    assert done.returncode == snapshot_tar.INVALID, done
     assert done.stderr.startswith("unpack: ") and len(done.stderr.splitlines()) == 1, done.stderr
     assert os.listdir(tmp_path / "out") == []
 
 
-def test_a_sparse_file_larger_than_the_place_is_refused(tmp_path):
+def test_a_file_larger_than_the_place_is_refused_and_one_that_is_sparse_arrives(tmp_path):
     out = tmp_path / "out"
     out.mkdir()
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "none", str(out)], check=True)
@@ -284,6 +354,10 @@ def test_a_sparse_file_larger_than_the_place_is_refused(tmp_path):
         )
         command = [sys.executable, "-I", "-S", PROGRAM, "unpack", str(out)]
         done = subprocess.run(command, input=archive.stdout, capture_output=True, timeout=120, check=False)
+        assert done.returncode == 0, done.stderr
+        assert os.stat(out / "huge").st_size == 1 << 40
+        dense = archive_of(member("0/dense", size=8 << 20)).read()
+        done = subprocess.run(command, input=dense, capture_output=True, timeout=120, check=False)
         assert done.returncode == 1 and b"No space left" in done.stderr, done.stderr
     finally:
         subprocess.run(["umount", str(out)], check=True)
