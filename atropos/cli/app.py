@@ -16,6 +16,7 @@ from atropos.cli.doctor import doctor
 from atropos.cli.execute import execute
 from atropos.cli.image import image_app
 from atropos.cli.pool import pool_app
+from atropos.cli.tasks import tasks_app
 from atropos.errors import ConfigError, IsolationUnavailable, SandboxError
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
@@ -27,6 +28,7 @@ app.command("executor-server")(executor_server)
 app.command("mcp")(mcp)
 app.add_typer(pool_app, name="pool")
 app.add_typer(image_app, name="image")
+app.add_typer(tasks_app, name="tasks")
 
 
 def _version(wanted: bool) -> None:

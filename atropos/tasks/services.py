@@ -64,7 +64,7 @@ for sent, those in ((signal.SIGKILL, ended), (signal.SIGCONT, kept)):
         os.kill(pid, sent)
 print(len(ended), len(kept))
 """
-_FREEZE_AND_DECIDE = "kill -STOP -1; exec python3 -I -S -"
+_FREEZE_AND_DECIDE = "kill -STOP -1 2>/dev/null; exec python3 -I -S -"
 """Nothing runs, forks or starts to listen while it is looked at."""
 
 

@@ -1,0 +1,190 @@
+"""`atropos tasks check`: which tasks of a folder are sound on these slots."""
+
+from __future__ import annotations
+
+import asyncio
+import html
+import json
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from atropos.errors import ConfigError
+from atropos.tasks.check import Agent, Attempt, CheckConfig, Finding, check
+from atropos.tasks.datasets import dataset_folders
+from atropos.tasks.folder import TaskSet, read_folders, read_tasks
+from atropos.tasks.limits import STAND_INS, Policy
+
+tasks_app = typer.Typer(help="Task folders in the Harbor and terminal-bench layouts.", no_args_is_help=True)
+_AGENTS: dict[str, Agent] = {"oracle": "oracle", "nop": "nop", "script": "script"}
+_STYLE = {"sound": "green", "unsound": "red", "broken": "red", "refused": "yellow"}
+_HEADINGS = ("task", "status", "image", "prepared", "size", "verifier", "remarks")
+
+
+@tasks_app.callback()
+def root() -> None:
+    """Task folders in the Harbor and terminal-bench layouts."""
+
+
+@tasks_app.command("check")
+def check_command(
+    paths: Annotated[list[Path], typer.Argument(help="Folders of tasks, or single tasks.")],
+    agent: Annotated[
+        list[str] | None, typer.Option(help="oracle, nop or script; again for more. Default: oracle and nop.")
+    ] = None,
+    script: Annotated[Path | None, typer.Option(help="What the agent `script` runs, with bash.")] = None,
+    name: Annotated[list[str] | None, typer.Option(help="Pattern of task names; again for more.")] = None,
+    dataset: Annotated[str | None, typer.Option(help="NAME or NAME@VERSION of the data set in PATH.")] = None,
+    backend: Annotated[Literal["local", "docker", "nomad"], typer.Option(help="What runs the containers.")] = "local",
+    base: Annotated[str | None, typer.Option(help="A root file system to start from (local backend).")] = None,
+    slots: Annotated[int, typer.Option(min=1, help="Attempts at once.")] = 4,
+    memory_mib: Annotated[
+        int | None, typer.Option(help="Memory of a slot in MiB. Default: what the largest task asks for.")
+    ] = None,
+    limits: Annotated[Policy, typer.Option(help="Sizes beyond a slot's: old, clamp or refuse.")] = "old",
+    image: Annotated[
+        list[str] | None, typer.Option(help="Pattern of images that the base stands in for; again for more.")
+    ] = None,
+    variable: Annotated[list[str] | None, typer.Option(help="NAME=VALUE for ${NAME} in task files.")] = None,
+    network: Annotated[bool, typer.Option("--network", help="Filtered egress for tasks that allow it.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
+    page: Annotated[Path | None, typer.Option("--html", help="Write a page of the results as well.")] = None,
+) -> None:
+    """Prepare every task, run its solution and a do-nothing agent, and report which tasks are sound.
+
+    The exit code is 0 when every task is, 1 when some task is not.
+    """
+    agents: tuple[Agent, ...] = tuple(dict.fromkeys(_agent(one) for one in agent or ("oracle", "nop")))
+    config = CheckConfig(
+        agents=agents,
+        script=script,
+        backend=backend,
+        base=base,
+        slots=slots,
+        memory_mib=memory_mib,
+        network=network,
+        images=(*STAND_INS, *(image or ())),
+        limits=limits,
+    )
+    given = dict(_pair(text) for text in variable or ())
+    tasks = _read(paths, name or (), dataset, given)
+    total = len(tasks.tasks) + len(tasks.refused)
+    with Progress(console=Console(stderr=True), transient=True) as progress:
+        bar = progress.add_task("checking tasks", total=total)
+        found = asyncio.run(check(tasks, config, done=lambda _: progress.advance(bar)))
+    if page is not None:
+        page.write_text(_page(found, agents), encoding="utf-8")
+    if as_json:
+        typer.echo(json.dumps([finding.json() for finding in found], indent=2))
+    else:
+        _print(found, agents)
+    raise typer.Exit(0 if all(finding.status == "sound" for finding in found) else 1)
+
+
+def _agent(text: str) -> Agent:
+    if text not in _AGENTS:
+        raise ConfigError(f"--agent {text}: is none of {', '.join(_AGENTS)}")
+    return _AGENTS[text]
+
+
+def _pair(text: str) -> tuple[str, str]:
+    name, equals, value = text.partition("=")
+    if not equals or not name:
+        raise ConfigError(f"--variable {text}: write NAME=VALUE")
+    return name, value
+
+
+def _read(paths: Sequence[Path], names: Sequence[str], dataset: str | None, given: dict[str, str]) -> TaskSet:
+    sets = [
+        read_tasks(path, names, variables=given)
+        if dataset is None
+        else read_folders(dataset_folders(path, dataset, names), variables=given)
+        for path in paths
+    ]
+    refused = {name: reason for one in sets for name, reason in one.refused.items()}
+    return TaskSet(tuple(task for one in sets for task in one.tasks), refused)
+
+
+# ------------------------------------------------------------------------------------------------------------- results
+
+
+def _cells(finding: Finding, agents: Sequence[str]) -> list[str]:
+    """A row, in the order of the headings with the agents' rewards after the status."""
+    attempts = finding.attempts or {}
+    prepared = [one.prepared_s for one in attempts.values() if one.prepared_s is not None]
+    sizes = [one.size_bytes for one in attempts.values() if one.size_bytes is not None]
+    verifier = [one.verifier_s for one in attempts.values() if one.verifier_s is not None]
+    remarks = [*finding.problems, *(f"lowered: {text}" for text in finding.clamped)]
+    return [
+        finding.name,
+        finding.status,
+        *(_reward(attempts.get(agent)) for agent in agents),
+        finding.image or "the slots' base",
+        f"{max(prepared):.2f} s" if prepared else "",
+        f"{max(sizes) / (1 << 20):.1f} MiB" if sizes else "",
+        f"{max(verifier):.2f} s" if verifier else "",
+        "\n".join(remarks),
+    ]
+
+
+def _reward(attempt: Attempt | None) -> str:
+    return "" if attempt is None else "none" if attempt.reward is None else f"{attempt.reward:g}"
+
+
+def _headings(agents: Sequence[str]) -> list[str]:
+    return [*_HEADINGS[:2], *agents, *_HEADINGS[2:]]
+
+
+def _summary(found: Sequence[Finding]) -> str:
+    counts = {status: sum(finding.status == status for finding in found) for status in _STYLE}
+    lowered = sum(len(finding.clamped) for finding in found)
+    parts = [f"{count} {status}" for status, count in counts.items() if count]
+    return f"{len(found)} tasks: {', '.join(parts)}" + (f"; {lowered} limits lowered" if lowered else "")
+
+
+def _notes(found: Sequence[Finding]) -> list[str]:
+    """What is different here, once for all the tasks that it concerns."""
+    counts = Counter(note for finding in found for note in finding.notes)
+    return [f"note, {count} task{'s' * (count > 1)}: {note}" for note, count in counts.most_common()]
+
+
+def _print(found: Sequence[Finding], agents: Sequence[str]) -> None:
+    console = Console()
+    table = Table(box=None, pad_edge=False)
+    for heading in _headings(agents):
+        table.add_column(heading, overflow="fold")
+    for finding in found:
+        cells = _cells(finding, agents)
+        cells[1] = f"[{_STYLE[finding.status]}]{cells[1]}[/]"
+        table.add_row(*cells[:2], *(text.replace("[", r"\[") for text in cells[2:]))
+    console.print(table)
+    for line in _notes(found):
+        console.print(line, markup=False)
+    console.print(_summary(found))
+
+
+def _page(found: Sequence[Finding], agents: Sequence[str]) -> str:
+    head = "".join(f"<th>{html.escape(heading)}</th>" for heading in _headings(agents))
+    rows = "".join(
+        f'<tr class="{finding.status}">'
+        + "".join(f"<td>{html.escape(cell).replace(chr(10), '<br>')}</td>" for cell in _cells(finding, agents))
+        + "</tr>\n"
+        for finding in found
+    )
+    notes = "".join(f"<li>{html.escape(line)}</li>" for line in _notes(found))
+    style = (
+        "body{font:14px sans-serif;margin:2em}td,th{padding:.3em .8em;text-align:left;vertical-align:top}"
+        ".sound td:nth-child(2){color:#080}.unsound td:nth-child(2),.broken td:nth-child(2){color:#b00}"
+        ".refused td:nth-child(2){color:#a60}tr:nth-child(even){background:#f4f4f4}"
+    )
+    return (
+        f'<!doctype html><html lang="en"><meta charset="utf-8"><title>Tasks</title><style>{style}</style>'
+        f"<h1>Tasks</h1><p>{html.escape(_summary(found))}</p><table><tr>{head}</tr>\n{rows}</table>"
+        f"<ul>{notes}</ul></html>\n"
+    )

@@ -1,0 +1,301 @@
+"""Whether tasks are sound here: each is prepared, its solution must score 1 and doing nothing less.
+
+It needs no policy and no training library: a pool of slots is all.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import statistics
+import time
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from atropos.config import SlotLimits
+from atropos.errors import ConfigError, SandboxError
+from atropos.slots import Slot, SlotPool, SlotPoolConfig
+from atropos.tasks import workspace
+from atropos.tasks.carry import TaskBroken, VerifierFailed
+from atropos.tasks.config import StepSection
+from atropos.tasks.folder import Task, TaskSet
+from atropos.tasks.limits import STAND_INS, Fit, Policy, Room, fit, needed
+from atropos.tasks.reward import Verdict
+
+Agent = Literal["oracle", "nop", "script"]
+LEAST = Room(memory_mib=1024, disk_mib=512)
+"""Of a slot, where no task asks for more."""
+
+
+@dataclass(frozen=True)
+class CheckConfig:
+    """What is checked, and where.
+
+    Attributes:
+        agents: who works on each task, each in a slot of its own.
+        script: what the agent `script` runs, with bash.
+        slots: at once; fewer where the tasks' memory wouldn't fit on the machine.
+        memory_mib: of a slot; None: as much as the largest task asks for.
+        attempt_s: longest that one agent's attempt may take in all.
+    """
+
+    agents: tuple[Agent, ...] = ("oracle", "nop")
+    script: Path | None = None
+    backend: Literal["local", "docker", "nomad"] = "local"
+    base: str | None = None
+    slots: int = 4
+    memory_mib: int | None = None
+    network: bool = False
+    images: tuple[str, ...] = STAND_INS
+    limits: Policy = "old"
+    attempt_s: float = 3600.0
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """What came of one agent in one task.
+
+    Attributes:
+        reward: None where there is none; `problem` says why.
+        size_bytes: what the prepared workspace added to its base.
+    """
+
+    reward: float | None = None
+    problem: str | None = None
+    prepared_s: float | None = None
+    verifier_s: float | None = None
+    size_bytes: int | None = None
+    log: str = ""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What is known of one task.
+
+    Attributes:
+        status: `sound`; `unsound`: the rewards are wrong; `broken`: it can't be prepared; `refused`: nothing was run.
+    """
+
+    name: str
+    status: Literal["sound", "unsound", "broken", "refused"]
+    image: str | None = None
+    attempts: dict[str, Attempt] | None = None
+    clamped: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    problems: tuple[str, ...] = ()
+
+    def json(self) -> dict[str, Any]:
+        """As plain data."""
+        return asdict(self)
+
+
+async def check(tasks: TaskSet, config: CheckConfig, *, done: Callable[[Finding], None] | None = None) -> list[Finding]:
+    """Check all tasks of a set, several at once.
+
+    Args:
+        tasks: what was read, refusals included.
+        config: where and how.
+        done: called with each task's finding as soon as it is there.
+
+    Raises:
+        ConfigError: the settings can't be used.
+        SandboxError: no container could be started.
+    """
+    if "script" in config.agents and config.script is None:
+        raise ConfigError("--agent script: needs --script FILE")
+    room = _room(tasks.tasks, config)
+    fits = {task.name: fit(task, room, images=config.images, policy=config.limits) for task in tasks.tasks}
+    found = [Finding(name, "refused", problems=(reason,)) for name, reason in tasks.refused.items()]
+    found += [_refused(task, fits[task.name]) for task in tasks.tasks if fits[task.name].refused]
+    for finding in found:
+        _report(done, finding)
+    runnable = [task for task in tasks.tasks if not fits[task.name].refused]
+    if runnable:
+        async with _running(room, config, len(runnable)) as (pool, turn):
+
+            async def one(task: Task) -> None:
+                finding = await _checked(pool, turn, task, fits[task.name], config)
+                found.append(finding)
+                _report(done, finding)
+
+            async with asyncio.TaskGroup() as group:
+                for task in runnable:
+                    group.create_task(one(task))
+    return sorted(found, key=lambda finding: finding.name)
+
+
+def _report(done: Callable[[Finding], None] | None, finding: Finding) -> None:
+    if done is not None:
+        done(finding)
+
+
+def _room(tasks: Sequence[Task], config: CheckConfig) -> Room:
+    least = replace(LEAST, network=config.network)
+    if config.memory_mib is not None:
+        return replace(least, memory_mib=config.memory_mib, disk_mib=max(LEAST.disk_mib, config.memory_mib // 2))
+    return needed(tasks, least, most_mib=_machine_mib() * 3 // 4)
+
+
+def _machine_mib() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // (1 << 20)
+
+
+@asynccontextmanager
+async def _running(room: Room, config: CheckConfig, tasks: int) -> AsyncGenerator[tuple[SlotPool, asyncio.Semaphore]]:
+    fitting = max(1, _machine_mib() * 3 // 4 // room.memory_mib)
+    slots = max(1, min(config.slots, fitting, tasks * len(config.agents)))
+    settings = SlotPoolConfig(
+        backend=config.backend,
+        base=config.base,
+        slots_per_container=slots,
+        min_containers=1,
+        max_containers=1,
+        allow_network=config.network,
+        limits=SlotLimits(memory_mib=room.memory_mib, disk_mib=room.disk_mib),
+        job_id="atropos-tasks-check",
+    )
+    async with SlotPool(settings) as pool:
+        yield pool, asyncio.Semaphore(slots)
+
+
+def _refused(task: Task, found: Fit) -> Finding:
+    notes = (*found.notes, *task.warnings)
+    return Finding(task.name, "refused", task.image, clamped=found.clamped, notes=notes, problems=found.refused)
+
+
+async def _checked(pool: SlotPool, turn: asyncio.Semaphore, task: Task, found: Fit, config: CheckConfig) -> Finding:
+    async def attempt(agent: Agent) -> Attempt:
+        async with turn:
+            return await _attempt(pool, task, agent, config)
+
+    results = await asyncio.gather(*(attempt(agent) for agent in config.agents))
+    attempts = dict(zip(map(str, config.agents), results, strict=True))
+    problems = tuple(dict.fromkeys(_problems(attempts)))
+    broken = all(one.prepared_s is None for one in results)
+    return Finding(
+        task.name,
+        "broken" if broken else "unsound" if problems else "sound",
+        task.image,
+        attempts,
+        found.clamped,
+        (*found.notes, *task.warnings),
+        problems,
+    )
+
+
+def _problems(attempts: dict[str, Attempt]) -> list[str]:
+    """What is wrong: a solution below 1, an untouched workspace that scores, an attempt that could not be made."""
+    problems: list[str] = []
+    for agent, one in attempts.items():
+        if one.problem is not None and (agent != "nop" or one.prepared_s is None):
+            problems.append(one.problem)
+        elif agent == "oracle" and one.reward is not None and one.reward < 1:
+            problems.append(f"its solution scores {one.reward:g}: {one.log[-300:].strip()}")
+        elif agent == "nop" and one.reward is not None and one.reward >= 1:
+            problems.append(f"doing nothing scores {one.reward:g}")
+    return problems
+
+
+async def _attempt(pool: SlotPool, task: Task, agent: Agent, config: CheckConfig) -> Attempt:
+    run = _Run(pool, task, agent, config)
+    try:
+        async with asyncio.timeout(config.attempt_s):
+            return await run.play()
+    except TaskBroken as error:
+        return replace(run.so_far, problem=str(error))
+    except VerifierFailed as error:
+        return replace(run.so_far, problem=f"no reward: {error}")
+    except TimeoutError:
+        return replace(run.so_far, problem=f"the attempt took longer than {config.attempt_s:g} s")
+    except (SandboxError, ConfigError, OSError) as error:
+        return replace(run.so_far, problem=f"{type(error).__name__}: {error}")
+    finally:
+        await run.release()
+
+
+class _Run:
+    """One agent's attempt at one task: one slot at a time."""
+
+    def __init__(self, pool: SlotPool, task: Task, agent: Agent, config: CheckConfig) -> None:
+        self.pool, self.task, self.agent, self.config = pool, task, agent, config
+        self.slot: Slot | None = None
+        self.so_far = Attempt()
+
+    async def release(self) -> None:
+        slot, self.slot = self.slot, None
+        if slot is not None:
+            await slot.release()
+
+    async def empty(self) -> Slot:
+        """A slot with nothing in it, in the place of the one before."""
+        await self.release()
+        network = self.config.network and self.task.network != "no-network"
+        self.slot = await self.pool.acquire(f"{self.task.name}-{self.agent}", network=network)
+        return self.slot
+
+    async def fresh(self) -> Slot:
+        """A slot with the built workspace."""
+        return await workspace.build(await self.empty(), self.task, fresh=self.empty)
+
+    async def play(self) -> Attempt:
+        started = time.perf_counter()
+        slot = await self.fresh()
+        if not self.task.steps:
+            await workspace.healthy(slot, self.task)
+        prepared = time.perf_counter() - started
+        used = await slot.exec("df -B1 --output=used / | tail -n 1", workdir="/", clean_env=True, timeout_s=30)
+        size = int(used.output) if used.output.strip().isdecimal() else None
+        self.so_far = Attempt(prepared_s=round(prepared, 3), size_bytes=size)
+        verdicts = [await self._judged(self.task)] if not self.task.steps else await self._steps()
+        return replace(
+            self.so_far,
+            reward=combined(self.task, verdicts),
+            verifier_s=round(sum(verdict.seconds for verdict in verdicts), 3),
+            log=verdicts[-1].log,
+        )
+
+    async def _steps(self) -> list[Verdict]:
+        verdicts: list[Verdict] = []
+        for step in self.task.steps:
+            assert self.slot is not None
+            await workspace.prepare_step(self.slot, step)
+            verdicts.append(await self._judged(step))
+            if step.step is not None and not passed(step.step, verdicts[-1]):
+                break
+            await workspace.clear(self.slot, step)
+        return verdicts
+
+    async def _judged(self, task: Task) -> Verdict:
+        assert self.slot is not None
+        await self._work(self.slot, task)
+        return await workspace.verify(self.slot, task, fresh=self.fresh)
+
+    async def _work(self, slot: Slot, task: Task) -> None:
+        if self.agent == "oracle":
+            result = await workspace.solve(slot, task)
+            if result.timed_out:
+                raise TaskBroken(f"{task.name}: its solution took longer than it may: {result.output[-300:].strip()}")
+        elif self.agent == "script":
+            assert self.config.script is not None
+            await slot.exec(self.config.script.read_text(encoding="utf-8"), timeout_s=task.config.agent.timeout_sec)
+
+
+def combined(task: Task, verdicts: Sequence[Verdict]) -> float:
+    """The reward of a task from its steps' verdicts, as `multi_step_reward_strategy` says; a step not reached counts 0."""
+    if not task.steps:
+        return verdicts[-1].reward
+    rewards = [verdict.reward for verdict in verdicts] + [0.0] * (len(task.steps) - len(verdicts))
+    return rewards[-1] if task.config.multi_step_reward_strategy == "final" else statistics.fmean(rewards)
+
+
+def passed(step: StepSection, verdict: Verdict) -> bool:
+    """Whether the next step may follow."""
+    least = step.min_reward
+    if least is None:
+        return True
+    if isinstance(least, dict):
+        return all(verdict.metrics.get(name, 0.0) >= bound for name, bound in least.items())
+    return verdict.reward >= least

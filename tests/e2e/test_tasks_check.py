@@ -1,0 +1,155 @@
+"""`atropos tasks check` on real slots: sound tasks are told from unsound, broken and refused ones."""
+
+import hashlib
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from atropos.errors import ConfigError
+from atropos.tasks.datasets import dataset_folders, task_digest
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "tasks"
+PASSES_WITH_DONE = "if [ -e done ]; then echo 1; else echo 0; fi > /logs/verifier/reward.txt"
+
+
+def make(root, name, *, toml="", test=PASSES_WITH_DONE, solution="touch done", dockerfile=None, files=None):
+    for part, text in {
+        "task.toml": f'version = "1.0"\n{toml}',
+        "instruction.md": "Make done.",
+        "environment/given.txt": "x",
+        "tests/test.sh": test,
+        "solution/solve.sh": solution,
+        **({"environment/Dockerfile": dockerfile} if dockerfile else {}),
+        **(files or {}),
+    }.items():
+        path = root / name / part
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return root / name
+
+
+def run(*arguments):
+    done = subprocess.run(
+        [sys.executable, "-m", "atropos.cli", "tasks", "check", *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    return done.returncode, done.stdout, done.stderr
+
+
+def test_each_kind_of_task_is_told_with_its_reason(tmp_path):
+    tasks = tmp_path / "tasks"
+    make(tasks, "sound", dockerfile="FROM ubuntu:24.04\nWORKDIR /app\n")
+    make(tasks, "wrong-solution", solution="true")
+    make(tasks, "free-reward", test="echo 1 > /logs/verifier/reward.txt")
+    make(tasks, "no-build", dockerfile="FROM debian\nRUN echo no such luck; exit 3\n")
+    make(tasks, "too-big", toml="[environment]\nmemory_mb = 900000000\n")
+    make(tasks, "lowered", toml='[environment]\nmemory = "2G"\nstorage = "10G"\n')
+    make(tasks, "unreadable", toml="[environment]\ngpus = 1\n")
+    make(tasks, "unknown-base", dockerfile="FROM alpine:3\n")
+    make(
+        tasks,
+        "in-steps",
+        toml="[[steps]]\nname = 'one'\nmin_reward = 1\n[[steps]]\nname = 'two'\n",
+        files={
+            **{f"steps/{step}/instruction.md": "Go on." for step in ("one", "two")},
+            **{f"steps/{step}/solution/solve.sh": "touch done" for step in ("one", "two")},
+        },
+    )
+    page = tmp_path / "page.html"
+    code, out, _ = run(tasks, "--json", "--html", page, "--slots", "3")
+    found = {one["name"]: one for one in json.loads(out)}
+    assert code == 1
+    assert {name: one["status"] for name, one in found.items()} == {
+        "sound": "sound",
+        "lowered": "sound",
+        "in-steps": "sound",
+        "wrong-solution": "unsound",
+        "free-reward": "unsound",
+        "no-build": "broken",
+        "too-big": "refused",
+        "unreadable": "refused",
+        "unknown-base": "refused",
+    }
+    sound = found["sound"]["attempts"]
+    assert (sound["oracle"]["reward"], sound["nop"]["reward"]) == (1.0, 0.0)
+    assert found["sound"]["notes"][0] == "FROM: the slots' base stands in for ubuntu:24.04"
+    for name, reason in (
+        ("wrong-solution", "its solution scores 0"),
+        ("free-reward", "doing nothing scores 1"),
+        ("no-build", "no such luck"),
+        ("too-big", "environment.memory_mb"),
+        ("unreadable", "environment.gpus"),
+        ("unknown-base", "'alpine:3'"),
+    ):
+        assert reason in " ".join(found[name]["problems"]), name
+    assert len(found["lowered"]["clamped"]) == 2
+    assert all(name in page.read_text() for name in found)
+
+
+def test_an_agent_of_ones_own_is_run_and_the_table_is_printed(tmp_path):
+    make(tmp_path / "tasks", "sound")
+    script = tmp_path / "agent.sh"
+    script.write_text("touch done")
+    code, out, _ = run(tmp_path / "tasks", "--agent", "script", "--script", script)
+    assert code == 0
+    assert "1 tasks: 1 sound" in out
+    code, _, told = run(tmp_path / "tasks", "--agent", "script")
+    assert (code, "--script FILE" in told) == (2, True)
+
+
+def test_examples_are_sound():
+    code, out, told = run(EXAMPLES / "top-words", EXAMPLES / "notes-server", "--json")
+    assert code == 0, out + told
+    assert [one["status"] for one in json.loads(out)] == ["sound", "sound"]
+
+
+def test_checking_needs_no_training_library():
+    script = "import sys, atropos.tasks.check, atropos.cli.tasks; sys.exit('atroposlib' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0
+
+
+# ----------------------------------------------------------------------------------------------------------- data sets
+
+
+def test_a_registry_names_the_tasks_of_each_version(tmp_path):
+    make(tmp_path / "tasks", "one")
+    make(tmp_path / "tasks", "two")
+    rows = [
+        {
+            "name": "set",
+            "version": "1",
+            "description": "",
+            "tasks": [{"name": "one", "git_url": "x", "path": "tasks/one"}],
+        },
+        {"name": "set", "version": "2", "tasks": [{"path": "tasks/one"}, {"path": "tasks/two"}], "metrics": []},
+        {"name": "bad", "version": "1", "tasks": [{"path": "../elsewhere"}]},
+    ]
+    (tmp_path / "registry.json").write_text(json.dumps(rows))
+    assert [one.name for one in dataset_folders(tmp_path, "set@1")] == ["one"]
+    assert [one.name for one in dataset_folders(tmp_path, "set@2", ["t*"])] == ["two"]
+    for wanted, named in (("set", "versions 1, 2"), ("set@3", "there is set@1"), ("bad@1", "leads out of the clone")):
+        with pytest.raises(ConfigError, match=named):
+            dataset_folders(tmp_path, wanted)
+
+
+def test_a_manifests_digests_are_checked(tmp_path):
+    task = make(tmp_path / "tasks", "one", files={"README.md": "r", "notes.txt": "not published", "tests/x.pyc": "c"})
+    files = ("README.md", "environment/given.txt", "instruction.md", "solution/solve.sh", "task.toml", "tests/test.sh")
+    lines = "".join(f"{name}\0{hashlib.sha256((task / name).read_bytes()).hexdigest()}\n" for name in files)
+    digest = f"sha256:{hashlib.sha256(lines.encode()).hexdigest()}"
+    assert task_digest(task) == digest
+    (tmp_path / "dataset.toml").write_text(
+        f'schema_version = "1.0"\n[dataset]\nname = "org/set"\nversion = "2"\n[[tasks]]\nname = "org/one"\ndigest = "{digest}"\n'
+    )
+    assert dataset_folders(tmp_path, "org/set@2") == [task]
+    (task / "tests/test.sh").write_text("echo 1")
+    with pytest.raises(ConfigError, match="is not what the digest says"):
+        dataset_folders(tmp_path, "org/set")
+    with pytest.raises(ConfigError, match="it is org/set@2"):
+        dataset_folders(tmp_path, "org/other")
