@@ -137,6 +137,65 @@ def test_what_slots_do_not_give_is_refused_by_name(tmp_path):
         TaskEnv(config(tmp_path, task_names="nosuch"), [])
 
 
+@shows("skip_bad_tasks")
+def test_bad_tasks_are_named_together_or_left_out_with_a_warning(tmp_path, caplog):
+    task(tmp_path, "fine")
+    task(tmp_path, "gpu", toml="[environment]\ngpus = 1\n")
+    task(tmp_path, "big", toml="[environment]\nmemory_mb = 4096\n")
+    with pytest.raises(ConfigError, match=r"2 of 3 tasks can't be used:\n  gpu: .*gpus.*\n  big: .*memory_mb"):
+        TaskEnv(config(tmp_path), [])
+    with pytest.raises(ConfigError, match="tokenizer"):  # the next thing that is wrong
+        TaskEnv(config(tmp_path, skip_bad_tasks=True), [])
+    assert [name in caplog.text for name in ("gpu is left out", "big is left out")] == [True, True]
+    with pytest.raises(ConfigError, match="none of 1 tasks can be used"):
+        TaskEnv(config(tmp_path, skip_bad_tasks=True, task_names="gpu"), [])
+
+
+@shows("task_limits")
+def test_limits_are_lowered_as_the_setting_says(tmp_path, caplog):
+    task(tmp_path, "big", toml="[environment]\nmemory_mb = 4096\n")
+    with pytest.raises(ConfigError, match="tokenizer"):
+        TaskEnv(config(tmp_path, task_limits="clamp"), [])
+    assert "task limit lowered: big: environment.memory_mb: 4096 wanted, slots have 1024" in caplog.text
+    task(tmp_path, "big", toml="[environment]\nmemory_mb = 2048\n")
+    with pytest.raises(ConfigError, match=r"environment\.memory_mb"):
+        TaskEnv(config(tmp_path, task_limits="refuse"), [])
+
+
+@shows("task_variables")
+def test_only_listed_variables_of_this_process_reach_a_task(tmp_path, monkeypatch):
+    monkeypatch.setenv("JUDGE", "j")
+    task(tmp_path, "t", toml="[verifier.env]\nJUDGE = '${JUDGE}'\n")
+    with pytest.raises(ConfigError, match="list it in task_variables"):
+        TaskEnv(config(tmp_path), [])
+    with pytest.raises(ConfigError, match="tokenizer"):
+        TaskEnv(config(tmp_path, task_variables="JUDGE"), [])
+
+
+@shows("dataset", "dataset_path")
+def test_a_data_set_of_a_clone_replaces_the_folder(tmp_path):
+    task(tmp_path, "one")
+    task(tmp_path, "gpu", toml="[environment]\ngpus = 1\n")
+    rows = [
+        {"name": "set", "version": version, "tasks": [{"path": f"tasks/{name}"}]}
+        for version, name in (("1", "one"), ("2", "gpu"))
+    ]
+    (tmp_path / "registry.json").write_text(json.dumps(rows))
+    with pytest.raises(ConfigError, match="tokenizer"):
+        TaskEnv(config(tmp_path, dataset="set@1", dataset_path=str(tmp_path)), [])
+    with pytest.raises(ConfigError, match=r"1 of 1 tasks .*\n  gpu"):
+        TaskEnv(config(tmp_path, dataset="set@2", dataset_path=str(tmp_path)), [])
+
+
+def test_tasks_of_several_steps_are_refused_by_name(tmp_path):
+    task(tmp_path, "t", toml="[[steps]]\nname = 'one'\n")
+    step = tmp_path / "tasks/t/steps/one"
+    step.mkdir(parents=True)
+    (step / "instruction.md").write_text("Go.")
+    with pytest.raises(ConfigError, match="steps: an agent of this env gets one instruction"):
+        TaskEnv(config(tmp_path), [])
+
+
 async def test_items_come_in_order_and_passes(tmp_path, policy):
     for name in "abcdef":
         task(tmp_path, name)
