@@ -42,6 +42,7 @@ class Exec(Message):
     workdir: str | None = Field(default=None, description="None: /workspace")
     env: dict[str, str] = Field(default_factory=dict)
     clean_env: bool = Field(default=False, description="start from the slot's first environment and PATH alone")
+    user: str | None = Field(default=None, max_length=300, description="name or uid[:group or gid]; None: root")
     stdin: bytes | None = None
     split: bool = Field(default=False, description="stdout and stderr apart; combined by arrival")
     max_output_bytes: int | None = Field(default=None, gt=0)
@@ -108,6 +109,7 @@ class ProcStart(Message):
     command: str
     workdir: str | None = None
     env: dict[str, str] = Field(default_factory=dict)
+    user: str | None = Field(default=None, max_length=300, description="name or uid[:group or gid]; None: root")
     pty: bool = False
     rows: int = Field(default=24, ge=1, le=1000)
     cols: int = Field(default=80, ge=1, le=1000)
@@ -269,6 +271,7 @@ class OpError(Message):
         "no_space",
         "timeout",
         "unknown_process",
+        "unknown_user",
         "not_supported",
         "limit",
         "io",

@@ -152,6 +152,7 @@ class Slot:
         timeout_s: float | None = None,
         workdir: str | None = None,
         env: Mapping[str, str] | None = None,
+        user: str | None = None,
         stdin: bytes | str | None = None,
         split: bool = False,
         clean_env: bool = False,
@@ -164,6 +165,8 @@ class Slot:
             timeout_s: then the whole session is killed; None: the slot's wall-time limit.
             workdir: None: the profile's, else /workspace.
             env: added to the slot's environment.
+            user: one of the slot's own users, as `name`, `uid`, `name:group` or `uid:gid`, with its groups, HOME, USER
+                and LOGNAME; None: root. For one that the slot doesn't have, the result's `error` says so.
             stdin: what it reads; None: nothing.
             split: give stdout and stderr apart as well.
             clean_env: start from the slot's first environment and PATH alone.
@@ -174,9 +177,10 @@ class Slot:
             timeout_s=timeout_s,
             workdir=workdir,
             env=dict(env or {}),
-            clean_env=clean_env,
+            user=user,
             stdin=stdin.encode() if isinstance(stdin, str) else stdin,
             split=split,
+            clean_env=clean_env,
             max_output_bytes=max_output_bytes,
         )
         return ExecResult.of(await self.run(operation))

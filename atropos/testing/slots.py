@@ -47,6 +47,18 @@ async def test_environment_workdir_and_stdin_reach_the_command(slot: Slot) -> No
     assert (await slot.exec("pwd; id -u")).output == "/workspace\n0\n"
 
 
+async def test_a_command_runs_as_a_user_of_the_slot(slot: Slot) -> None:
+    await slot.exec("echo agent:x:1234:1234::/tmp:/bin/sh >> /etc/passwd; echo crew:x:2000:agent >> /etc/group")
+    refused = await slot.exec("id", user="nobody-here")
+    assert refused.exit_code is None
+    assert "unknown_user" in (refused.error or "")
+    result = await slot.exec("id -u; id -G; echo $HOME $USER $WORD", user="agent", env={"WORD": "x"})
+    if result.error is not None and result.error.startswith("not_supported"):
+        pytest.skip(result.error)
+    assert (result.output, result.exit_code) == ("1234\n1234 2000\n/tmp agent x\n", 0)
+    assert (await slot.exec("id -u; echo $USER")).output.startswith("0\n")
+
+
 async def test_binary_output_arrives_as_it_was(slot: Slot) -> None:
     result = await slot.exec(r"printf '\xff\x00\xfe'")
     assert result.output_bytes == b"\xff\x00\xfe"

@@ -28,7 +28,11 @@ from atropos.wire import (
 )
 
 ON_DISK_ONLY = {"places_on_disk_are_used_again_once_they_are_empty"}
-ROOT_ONLY = {"memory_limit_is_named_and_the_slot_goes_on", "many_users_inside"}
+ROOT_ONLY = {
+    "memory_limit_is_named_and_the_slot_goes_on",
+    "many_users_inside",
+    "commands_and_background_processes_run_as_users_of_the_slot",
+}
 _numbers = itertools.count(1)
 
 
@@ -222,6 +226,109 @@ async def disk_and_inode_limits_are_named(host):
                 s, f"rm -rf many; head -c 40000000 /dev/zero > {place}/big; code=$?; rm -f {place}/big; exit $code"
             )
             assert result.exit_code != 0, place
+
+
+OWN_SHELL = "rm /bin && mkdir /bin && cp /usr/bin/bash /bin/bash && cp /usr/bin/bash /bin/sh"
+"""Makes the shell a file of the slot's own, where the base's can't be changed."""
+
+
+async def what_the_agent_did_to_its_shell_is_named(host):
+    for act, words in (
+        ("rm /bin", "neither /bin/bash nor /bin/sh exists in this slot"),
+        (f"{OWN_SHELL}; rm -r /bin; mkdir /bin", "neither /bin/bash nor /bin/sh exists in this slot"),
+        (f"{OWN_SHELL}; /usr/bin/chmod 644 /bin/bash", "the shell /bin/bash is not executable in this slot (mode 644)"),
+        (f"{OWN_SHELL}; rm /bin/bash; mkdir /bin/bash", "the shell /bin/bash is not a file any more"),
+        (f"{OWN_SHELL}; echo x > /bin/b; chmod 755 /bin/b; mv /bin/b /bin/bash", "/bin/bash is not a program any more"),
+        ("rm /lib64", "the loader that it names is missing"),
+    ):
+        async with slot(host) as s:
+            done = await sh(s, act)
+            assert done.exit_code == 0, (act, done)
+            refused = await sh(s, "echo no")
+            assert refused.exit_code is None and words in refused.output.decode(), (act, refused)
+            assert b"files still work" in refused.output
+            refused = await do(s, ProcStart(command="echo no"))
+            assert refused.kind == "op_error" and words in refused.message, (act, refused)
+            assert (await do(s, WriteFile(path="still", data=b"works"))).kind == "done"
+            assert (await do(s, ReadFile(path="/workspace/still"))).data == b"works"
+
+
+async def a_workspace_that_is_gone_is_made_anew_and_one_that_is_a_file_is_named(host):
+    async with slot(host) as s:
+        assert await out(s, "rm -r /workspace; echo gone") == "gone\n"
+        started = await do(s, ProcStart(command="pwd"))
+        ended = await do(s, ProcRead(id=started.id, wait_s=10))
+        assert ended.output == b"/workspace\n", ended
+        assert await out(s, "rm -r /workspace; echo gone") == "gone\n"
+        assert await out(s, "pwd") == "/workspace\n"
+        await out(s, "rm -r /workspace; echo > /workspace", workdir="/")
+        for refused in (await do(s, Exec(command="pwd")), await do(s, ProcStart(command="pwd"))):
+            assert "the working directory does not exist or can't be entered: /workspace" in refused.message, refused
+
+
+HOLD = """exec python3 -c "
+import fcntl, os, signal, time
+signal.signal(signal.SIGIO, signal.SIG_IGN)
+open('/bin/leased', 'wb').write(open('/usr/bin/bash', 'rb').read())
+os.chmod('/bin/leased', 0o755)
+fcntl.fcntl(os.open('/bin/leased', os.O_RDONLY), fcntl.F_SETLEASE, fcntl.F_WRLCK)
+os.rename('/bin/leased', '/bin/bash')
+print('held', flush=True)
+time.sleep(60)
+" """
+
+
+async def a_lease_on_the_shell_does_not_end_the_next_call(host):
+    async with slot(host) as s:
+        await out(s, OWN_SHELL)
+        await out(s, f"({HOLD}) > held & until read -r line < held; do sleep 0.05; done 2> /dev/null")
+        assert await out(s, "echo next") == "next\n"
+        holder = await do(s, ProcStart(command=HOLD))
+        assert (await do(s, ProcRead(id=holder.id, wait_s=10, until="output"))).output == b"held\n"
+        refused = await sh(s, "echo no", timeout_s=20)
+        assert refused.exit_code is None and refused.limit is None, refused
+        assert b"holds a lease (F_SETLEASE) on the shell" in refused.output, refused
+        await do(s, ProcKill(id=holder.id, signal="KILL"))
+        assert await out(s, "echo well") == "well\n"
+
+
+async def commands_and_background_processes_run_as_users_of_the_slot(host):
+    async with slot(host) as s:
+        await out(s, "useradd -m -u 1234 alice; groupadd -g 2000 crew; usermod -aG crew alice; groupadd -g 2001 other")
+        show = "id -u; id -g; id -G; echo $HOME $USER $LOGNAME $WORD"
+        wanted = "1234\n1234\n1234 2000\n/home/alice alice alice x\n"
+        assert await out(s, show, user="alice", env={"WORD": "x"}) == wanted
+        assert await out(s, show, user="1234", env={"WORD": "x"}) == wanted
+        assert await out(s, "id -u; id -g", user="alice:other") == "1234\n2001\n"
+        assert await out(s, "id -u; id -g; echo $HOME", user="4321:77") == "4321\n77\n/\n"
+        assert await out(s, "echo $HOME", user="alice", env={"HOME": "/tmp"}) == "/tmp\n"
+        assert await out(s, "id -u; echo $HOME") == "0\n/root\n"
+        # what belongs to root stays root's, and its own pipes open again
+        assert (await sh(s, "cat /etc/shadow || echo > /etc/passwd || kill -9 1", user="alice")).exit_code != 0
+        assert await out(s, "cat > /dev/stdout; echo err > /dev/stderr", user="alice", stdin=b"in\n") == "in\nerr\n"
+        assert await out(s, "true " + "x" * 200_000 + "\nid -u", user="alice") == "1234\n"
+        missing = await do(s, Exec(command="id", workdir="/nowhere", user="alice"))
+        assert missing.error == "not_found" and "/nowhere" in missing.message
+        for pty in (False, True):
+            started = await do(
+                s, ProcStart(command="id -u; tty; echo $HOME > /dev/tty || true; read x", user="alice", pty=pty)
+            )
+            assert started.kind == "proc_state", started
+            await do(s, ProcWrite(id=started.id, data=b"go\n"))
+            ended = await do(s, ProcRead(id=started.id, wait_s=10))
+            assert ended.exit_code == 0 and b"1234" in ended.output, ended
+            assert (b"/dev/pts/" in ended.output and b"/home/alice" in ended.output) == pty, ended
+
+
+async def a_user_that_the_slot_does_not_have_is_an_error(host):
+    async with slot(host) as s:
+        for user in ("nobody-here", "root:no-group", "4294967295", "-1", "root:4294967295", ":", "a\0b"):
+            for operation in (Exec(command="id", user=user), ProcStart(command="id", user=user)):
+                refused = await do(s, operation)
+                assert refused.kind == "op_error" and refused.error == "unknown_user", (user, refused)
+        await out(s, "rm /etc/passwd /etc/group && mkdir /etc/passwd && ln -s /dev/zero /etc/group")
+        assert (await do(s, Exec(command="id", user="root"))).error == "unknown_user"
+        assert await out(s, "echo $USER", user="0") == "0\n"
 
 
 async def many_users_inside(host):

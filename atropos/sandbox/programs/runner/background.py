@@ -6,14 +6,16 @@ import posix as os
 from typing import Literal
 
 from atropos.sandbox.programs.runner.children import children, signal_session
-from atropos.sandbox.programs.runner.failures import OpFailed, failure
+from atropos.sandbox.programs.runner.failures import OpFailed
 from atropos.sandbox.programs.runner.frames import link
 from atropos.sandbox.programs.runner.loop import CHUNK, IN, OUT, loop, now
 from atropos.sandbox.programs.runner.paths import path_of
 from atropos.sandbox.programs.runner.signals import signals
-from atropos.sandbox.programs.runner.spawn import shell, spawn
+from atropos.sandbox.programs.runner.spawn import give, spawn, start_shell
+from atropos.sandbox.programs.runner.start_failures import start_failure
 from atropos.sandbox.programs.runner.state import WORKSPACE, block_of, state
-from atropos.sandbox.programs.runner.terminals import open_terminal, resize, spawn_on_terminal
+from atropos.sandbox.programs.runner.terminals import open_terminal, resize
+from atropos.sandbox.programs.runner.users import Identity, identity_of
 
 MAX_PROCS = 64
 MAX_STDIN_QUEUE = 1 << 20
@@ -218,6 +220,7 @@ def op_proc_start(
     command: str,
     workdir: str | None,
     env: dict[str, str],
+    user: str | None,
     pty: bool,
     rows: int,
     cols: int,
@@ -231,36 +234,44 @@ def op_proc_start(
         procs.pop(oldest).close_output()
     loop.serial += 1
     proc = Proc(f"proc-{loop.serial}", command, buffer_bytes, pty=pty)
+    where = path_of(workdir) if workdir else WORKSPACE
+    identity = identity_of(user) if user else None
+    environment = {**state.environment, **(identity.environment() if identity else {})}
     try:
-        where = path_of(workdir) if workdir else WORKSPACE
         if pty:
-            start_on_terminal(proc, where, env, rows, cols)
+            size = {"LINES": str(rows), "COLUMNS": str(cols)}
+            block = block_of({**environment, "TERM": "xterm-256color", **env, **size})
+            start_on_terminal(proc, where, block, identity, open_terminal(rows, cols))
         else:
-            start_on_pipes(proc, where, env)
-    except BaseException as error:
-        raise failure(error, workdir or "") from None
+            start_on_pipes(proc, where, block_of({**environment, **env}), identity)
+    except OSError as error:
+        raise start_failure(error, where) from None
     procs[proc.id] = proc
     children.running[proc.pid] = proc
     loop.watch(proc.fd, proc.readable)
     answer_state(call, proc)
 
 
-def start_on_terminal(proc: Proc, where: str, env: dict[str, str], rows: int, cols: int) -> None:
+def start_on_terminal(
+    proc: Proc, where: str, block: list[bytes], identity: Identity | None, terminal: tuple[int, str]
+) -> None:
     """Start a process on a terminal of its own."""
-    size = {"LINES": str(rows), "COLUMNS": str(cols)}
-    block = block_of({**state.environment, "TERM": "xterm-256color", **env, **size})
-    master, path = open_terminal(rows, cols)
+    master, path = terminal
+    stdio = (state.null, state.null, state.null)
     try:
-        proc.pid = shell(proc.command, lambda argv, keep: spawn_on_terminal(argv, block, where, path, keep))
+        if identity:
+            os.chown(path, identity.uid, identity.gid)
+        proc.pid = start_shell(
+            proc.command, where, lambda argv, keep: spawn(argv, block, where, stdio, keep, identity, path)
+        )
     except BaseException:
         os.close(master)
         raise
     proc.fd = proc.stdin = master
 
 
-def start_on_pipes(proc: Proc, where: str, env: dict[str, str]) -> None:
+def start_on_pipes(proc: Proc, where: str, block: list[bytes], identity: Identity | None) -> None:
     """Start a process with a pipe for its input, and one for what it prints."""
-    block = block_of({**state.environment, **env})
     opened: list[int] = []
     try:
         for _ in range(2):
@@ -268,7 +279,10 @@ def start_on_pipes(proc: Proc, where: str, env: dict[str, str]) -> None:
         read, write, their_in, my_in = opened
         os.set_blocking(read, False)
         os.set_blocking(my_in, False)
-        proc.pid = shell(proc.command, lambda argv, keep: spawn(argv, block, where, (their_in, write, write), keep))
+        if identity:
+            give([write, their_in], identity)
+        stdio = (their_in, write, write)
+        proc.pid = start_shell(proc.command, where, lambda argv, keep: spawn(argv, block, where, stdio, keep, identity))
     except BaseException:
         for fd in opened:
             os.close(fd)

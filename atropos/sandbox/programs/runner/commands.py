@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import errno
 import posix as os
 
 from atropos.sandbox.programs.runner.children import KILL_PATIENCE_S, children, session_members, signal_session
-from atropos.sandbox.programs.runner.failures import ERROR_OF_ERRNO, OpFailed, limit_of_errno
 from atropos.sandbox.programs.runner.frames import link
 from atropos.sandbox.programs.runner.head_tail import HeadTail
 from atropos.sandbox.programs.runner.loop import CHUNK, loop, now
 from atropos.sandbox.programs.runner.orphan_pipes import adopt
-from atropos.sandbox.programs.runner.paths import is_folder, make_folders, path_of
+from atropos.sandbox.programs.runner.paths import is_folder, path_of
 from atropos.sandbox.programs.runner.signals import signals
-from atropos.sandbox.programs.runner.spawn import memory_file, shell, spawn
+from atropos.sandbox.programs.runner.spawn import give, memory_file, spawn, start_shell
+from atropos.sandbox.programs.runner.start_failures import start_failure
 from atropos.sandbox.programs.runner.state import WORKSPACE, block_of, state
+from atropos.sandbox.programs.runner.users import identity_of
 
 READ_AFTER_S = (0.004, 0.048)
 """How long a command's output waits in its pipe (64 KiB) before it is read: most commands are over by then. Twice what the
@@ -199,13 +199,17 @@ def op_exec(
     timeout_s: float | None,
     workdir: str | None,
     env: dict[str, str],
+    user: str | None,
     stdin: bytes | None,
     split: bool,
     max_output_bytes: int | None,
 ) -> None:
     """Run a command line and answer when its first process has ended."""
-    block = block_of({**state.environment, **env}) if env else state.block
+    identity = identity_of(user) if user else None
+    login = identity.environment() if identity else {}
+    block = block_of({**state.environment, **login, **env}) if login or env else state.block
     limit = min(max_output_bytes or state.output_bytes, state.output_bytes)
+    where = path_of(workdir) if workdir else WORKSPACE
     task = Command(call, limit, split=split)
     theirs: list[int] = []
     try:
@@ -221,14 +225,17 @@ def op_exec(
         if stdin is not None:
             source = memory_file(stdin)
             theirs.append(source)
-        task.pid = start_command(command, block, workdir, (source, write, write_err))
+        if identity:
+            give(theirs, identity)
+        stdio = (source, write, write_err)
+        task.pid = start_shell(command, where, lambda argv, keep: spawn(argv, block, where, stdio, keep, identity))
     except BaseException as error:
         for fd in (task.fd, task.err_fd):
             if fd >= 0:
                 os.close(fd)
         if not isinstance(error, OSError):
             raise
-        not_started(task, error, workdir)
+        not_started(task, error, where)
         return
     finally:
         for fd in theirs:
@@ -239,31 +246,11 @@ def op_exec(
     task.wait()
 
 
-def start_command(command: str, block: list[bytes], workdir: str | None, stdio: tuple[int, int, int]) -> int:
-    """The pid of a shell that runs the command line."""
-    where = path_of(workdir) if workdir else WORKSPACE
-
-    def start(argv: tuple[str, ...], keep: tuple[int, ...]) -> int:
-        return spawn(argv, block, where, stdio, keep)
-
-    try:
-        return shell(command, start)
-    except (FileNotFoundError, NotADirectoryError):
-        if workdir is not None or is_folder(WORKSPACE):
-            raise
-        make_folders(WORKSPACE)  # the slot's own programs may have removed it
-        return shell(command, start)
-
-
-def not_started(task: Command, error: OSError, workdir: str | None) -> None:
+def not_started(task: Command, error: OSError, where: str) -> None:
     """Answer for a command that never ran: exit code None, and the reason as its output."""
-    task.limit = limit_of_errno(error.errno)
-    if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.EACCES) and not is_folder(path_of(workdir or ".")):
-        raise OpFailed(
-            ERROR_OF_ERRNO[error.errno],
-            f"the working directory does not exist or can't be entered: {workdir or WORKSPACE}",
-        )
-    reasons = {"pids": "the slot's limit of processes is reached", "memory": "the slot's memory is used up"}
-    reason = reasons.get(task.limit or "", os.strerror(error.errno or 0))
-    task.all.add(f"the command could not be started: {reason}\n".encode())
+    failed = start_failure(error, where)
+    if failed.error == "not_supported" or not is_folder(where):
+        raise failed
+    task.limit = failed.limit
+    task.all.add(f"the command could not be started: {failed.message}\n".encode())
     task.reply(None)

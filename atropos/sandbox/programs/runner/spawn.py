@@ -2,50 +2,135 @@
 
 from __future__ import annotations
 
+import errno
 import posix as os
+import select
 from _posixsubprocess import fork_exec
 from typing import TYPE_CHECKING
 
 from atropos.sandbox.programs.runner.children import children, with_room
-from atropos.sandbox.programs.runner.paths import exists
-from atropos.sandbox.programs.runner.state import state
+from atropos.sandbox.programs.runner.loop import IN, now
+from atropos.sandbox.programs.runner.paths import exists, is_folder, make_folders
+from atropos.sandbox.programs.runner.signals import signals
+from atropos.sandbox.programs.runner.start_failures import ShellHeld, UserRefused
+from atropos.sandbox.programs.runner.state import WORKSPACE, state
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
+
+    from atropos.sandbox.programs.runner.users import Identity
+
+    Start = Callable[[tuple[str, ...], tuple[int, ...]], int]
 
 ARGUMENT_LIMIT = 120_000
 """The kernel refuses an argument of 128 KiB, so that a longer command goes through a file."""
+SLOW_START_S = 0.1
+START_PATIENCE_S = 2.0
 
 
 def spawn(
-    argv: Sequence[str], block: list[bytes], workdir: str, stdio: tuple[int, int, int], keep: tuple[int, ...]
+    argv: tuple[str, ...],
+    block: list[bytes],
+    workdir: str,
+    stdio: tuple[int, int, int],
+    keep: tuple[int, ...],
+    identity: Identity | None = None,
+    terminal: str | None = None,
 ) -> int:
-    """Start a program in a session of its own. vfork underneath: nothing of this process is copied.
+    """Start a program in a session of its own, by the C part of `subprocess`.
 
-    The C part of `subprocess` does it, with fewer calls to the kernel than posix_spawn. By the time vfork returns, the
-    child has become the program or written its report.
+    For root and without a terminal it uses vfork: nothing of this process is copied, and by the time vfork returns, the
+    child has become the program or written its report. Otherwise it forks, and the end of a pipe says so much.
     """
-    kept = tuple(sorted((state.exec_report, *keep)))
-    stdin, stdout, stderr = stdio
+    if identity is not None and identity.uid == identity.gid == 0:
+        identity = None  # as this process is
+    uid, gid, groups = (identity.uid, identity.gid, identity.groups) if identity else (None, None, None)
+    opened: tuple[int, int] | None = None
+    if identity or terminal:
+        opened = os.pipe2(os.O_CLOEXEC)
+    # of the pipe that `subprocess` would have here, the child closes the other end: with vfork any descriptor does
+    other_end, report = opened or (children.wake, state.exec_report)
+    kept = tuple(sorted((report, *keep)))
+    before_exec = (lambda: control_terminal(terminal)) if terminal else None
+    started = now()
     state.expose_children()
     try:
         pid = fork_exec(
-            *(argv, (argv[0].encode(),), False, kept, workdir, block, stdin, -1, -1, stdout, -1, stderr),
-            # the child closes one end of the pipe that `subprocess` would have here: any descriptor does
-            *(children.wake, state.exec_report, False, True, -1, None, None, None, -1, None, True),  # pyright: ignore[reportArgumentType]
+            *(argv, (argv[0].encode(),), False, kept, workdir, block),
+            *(stdio[0], -1, -1, stdio[1], -1, stdio[2], other_end, report, False, True, -1, gid, groups, uid, -1),
+            before_exec,  # pyright: ignore[reportArgumentType]
+            True,
         )
+    except BaseException:
+        if opened:
+            os.close(other_end)
+        raise
     finally:
         state.protect_self()
+        if opened:
+            os.close(report)
+    raise_report(read_report(other_end, pid) if opened else take_report(), identity)
+    if now() - started > SLOW_START_S and process_name(pid) == process_name(os.getpid()):
+        # it was ended from outside, before it was a program, because this process waited for it
+        raise ShellHeld(errno.EAGAIN, os.strerror(errno.EAGAIN))
+    return pid
+
+
+def control_terminal(path: str) -> None:
+    """In the child: the first terminal that the leader of a session opens controls it."""
+    fd = os.open(path, os.O_RDWR)
+    for number in range(3):
+        os.dup2(fd, number)
+    if fd > 2:
+        os.close(fd)
+
+
+def take_report() -> bytes:
+    """The report of a child that used vfork."""
     report = os.pread(state.exec_report, 64, 0)
     if report:
         os.ftruncate(state.exec_report, 0)
         os.lseek(state.exec_report, 0, 0)
-        number = int(report.split(b":")[1], 16)
-        raise OSError(number, os.strerror(number))
-    return pid
+    return report
 
 
-def shell(command: str, start: Callable[[tuple[str, ...], tuple[int, ...]], int]) -> int:
+def read_report(fd: int, pid: int) -> bytes:
+    """The report of a child that was forked: nothing once it has become the program."""
+    poll = select.poll()
+    poll.register(fd, IN)
+    try:
+        if poll.poll(START_PATIENCE_S * 1000):
+            return os.read(fd, 64)
+        os.kill(pid, signals.SIGKILL)
+        raise ShellHeld(errno.EAGAIN, os.strerror(errno.EAGAIN))
+    finally:
+        os.close(fd)
+
+
+def raise_report(report: bytes, identity: Identity | None) -> None:
+    """Raises the error that a child reported, as `OSError:<number>:<'noexec', when it was before the exec>`."""
+    if not report:
+        return
+    _, code, place = report.split(b":", 2)
+    number = int(code, 16)
+    if identity is not None and place == b"noexec" and number in (errno.EINVAL, errno.EPERM):
+        raise UserRefused(number, os.strerror(number))
+    raise OSError(number, os.strerror(number))
+
+
+def process_name(pid: int) -> bytes:
+    """The name of a process: of one that ended before its exec, its parent's."""
+    try:
+        fd = os.open(f"/proc/{pid}/stat", os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return b""
+    try:
+        return os.read(fd, 1024).rpartition(b")")[0].partition(b"(")[2]
+    finally:
+        os.close(fd)
+
+
+def start_shell(command: str, where: str, start: Start) -> int:
     """Start bash, or sh where there is none, on a command line of any length; `start(argv, keep)` does it."""
     script = -1
     keep: tuple[int, ...] = ()
@@ -56,13 +141,25 @@ def shell(command: str, start: Callable[[tuple[str, ...], tuple[int, ...]], int]
         arguments = ("-c", command)
     try:
         return with_room(lambda: start(("/bin/bash", *arguments), keep))
-    except FileNotFoundError:
-        if exists("/bin/bash"):
+    except (FileNotFoundError, NotADirectoryError):
+        if where == WORKSPACE and not is_folder(WORKSPACE):
+            make_folders(WORKSPACE)  # the slot's own programs may have removed it
+        elif exists("/bin/bash"):
             raise
-        return with_room(lambda: start(("/bin/sh", *arguments), keep))
+        shell = "/bin/bash" if exists("/bin/bash") else "/bin/sh"
+        return with_room(lambda: start((shell, *arguments), keep))
     finally:
         if script >= 0:
             os.close(script)
+
+
+def give(pipes: list[int], identity: Identity) -> None:
+    """Have a user own the pipes and files of its program, which may open them again by /dev/stdout."""
+    for fd in pipes:
+        try:
+            os.fchown(fd, identity.uid, identity.gid)
+        except OSError:  # a user that slots can't have is refused when the program starts
+            return
 
 
 def memory_file(data: bytes) -> int:

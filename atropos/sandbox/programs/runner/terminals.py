@@ -6,7 +6,6 @@ import errno
 import posix as os
 
 from atropos.sandbox.programs.runner.failures import OpFailed
-from atropos.sandbox.programs.runner.state import state
 
 TIOCSPTLCK, TIOCGPTN = 0x40045431, 0x80045430
 
@@ -40,21 +39,3 @@ def resize(fd: int, rows: int | None, cols: int | None) -> None:
     new_rows = old[:2] if rows is None else rows.to_bytes(2, "little")
     new_cols = old[2:4] if cols is None else cols.to_bytes(2, "little")
     fcntl.ioctl(fd, termios.TIOCSWINSZ, new_rows + new_cols + b"\0" * 4)
-
-
-def spawn_on_terminal(argv: tuple[str, ...], block: list[bytes], workdir: str, path: str, keep: tuple[int, ...]) -> int:
-    """Start a program with a terminal of its own: the first that the leader of a new session opens."""
-    environment: dict[bytes, bytes] = {}
-    for line in block:
-        name, _, value = line.partition(b"=")
-        environment[name] = value
-    dup2 = os.POSIX_SPAWN_DUP2
-    actions = [(os.POSIX_SPAWN_OPEN, 0, path, os.O_RDWR, 0), (dup2, 0, 1), (dup2, 0, 2)]
-    actions += [(dup2, fd, fd) for fd in keep]
-    os.chdir(workdir)
-    state.expose_children()
-    try:
-        return os.posix_spawn(argv[0], argv, environment, file_actions=actions, setsid=True, setsigmask=())
-    finally:
-        state.protect_self()
-        os.chdir("/")

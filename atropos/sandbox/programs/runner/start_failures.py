@@ -1,0 +1,61 @@
+"""Why a command could not be started, in words that say what happened in the slot."""
+
+from __future__ import annotations
+
+import errno
+import posix as os
+
+from atropos.sandbox.programs.runner.failures import ERROR_OF_ERRNO, OpFailed, limit_of_errno
+from atropos.sandbox.programs.runner.paths import is_folder
+
+SHELLS = ("/bin/bash", "/bin/sh")
+REASON_OF_LIMIT = {"pids": "the slot's limit of processes is reached", "memory": "the slot's memory is used up"}
+
+
+class ShellHeld(BlockingIOError):
+    """A program holds a lease (F_SETLEASE) on the file that was to be executed."""
+
+
+class UserRefused(OSError):
+    """The kernel doesn't let a program run as this user."""
+
+
+def start_failure(error: OSError, where: str) -> OpFailed:
+    """What to answer for a command that never ran in the folder `where`."""
+    if isinstance(error, ShellHeld):
+        return OpFailed("io", "a program that runs in this slot holds a lease (F_SETLEASE) on the shell; end it first")
+    if isinstance(error, UserRefused):
+        return OpFailed("not_supported", "slots of this server have one user, root: it was started by an ordinary user")
+    number = error.errno or 0
+    if number in (errno.ENOENT, errno.ENOTDIR, errno.EACCES, errno.EEXIST) and not is_folder(where):
+        return OpFailed(
+            ERROR_OF_ERRNO[number],
+            f"the working directory does not exist or can't be entered: {where} (removed or replaced in this slot?)",
+        )
+    limit = limit_of_errno(number)
+    reason = REASON_OF_LIMIT.get(limit or "") or shell_failure(number)
+    return OpFailed(ERROR_OF_ERRNO.get(number, "io"), reason, limit)
+
+
+def shell_failure(number: int) -> str:
+    """What is wrong with the shell where the kernel refused to execute it with this error."""
+    if number not in (errno.ENOENT, errno.ENOTDIR, errno.EACCES, errno.ENOEXEC, errno.ELOOP, errno.ETXTBSY):
+        return os.strerror(number)
+    reason = "neither /bin/bash nor /bin/sh exists in this slot (were they removed?)"
+    for path in SHELLS:
+        try:
+            found = os.stat(path)
+        except OSError:
+            continue
+        if found.st_mode & 0o170000 != 0o100000:
+            reason = f"the shell {path} is not a file any more in this slot"
+        elif not found.st_mode & 0o111:
+            reason = f"the shell {path} is not executable in this slot (mode {found.st_mode & 0o7777:o})"
+        elif number == errno.ENOEXEC:
+            reason = f"the shell {path} is not a program any more in this slot"
+        elif number == errno.ETXTBSY:
+            reason = f"the shell {path} is being written to by a program of this slot"
+        else:
+            reason = f"the shell {path} exists in this slot, but the loader that it names is missing or not executable"
+        break
+    return f"{reason}; operations on files still work"
