@@ -45,8 +45,9 @@ class Profile:
         """The operation with everything that it left open filled in."""
         if isinstance(operation, wire.Exec | wire.ProcStart):
             clean = isinstance(operation, wire.Exec) and operation.clean_env
-            env = operation.env if clean else {**self.identity, **self.env, **operation.env}
-            command = operation.command if self.user is None else as_user(operation.command, self.user)
+            own = operation.user is not None  # a command's own user: the slot's runner sets its variables
+            env = operation.env if clean else {**({} if own else self.identity), **self.env, **operation.env}
+            command = operation.command if own or self.user is None else as_user(operation.command, self.user)
             changes = {"workdir": self.path(operation.workdir), "env": env, "command": command}
             return operation.model_copy(update=changes)
         if isinstance(operation, wire.ReadFile | wire.WriteFile | wire.Search | wire.Untar | wire.Tar):
