@@ -71,7 +71,7 @@ def main(argv: list[str] | None = None) -> int:
         inherited = root_phase.inherited()
         if inherited is None:
             text = read_text(name)
-            root_phase.enter(root_phase.Settings.glance(text) or parse(text))
+            root_phase.enter(root_phase.Settings.parse_unchecked(text) or parse(text))
         assert inherited is not None
         try:
             return _second_stage(inherited)
@@ -100,14 +100,14 @@ def _config_name(argv: list[str]) -> str:
 def _second_stage(text: str) -> int:
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # each slot takes half a dozen descriptors
-    settings = root_phase.Settings.glance(text.encode()) or root_phase.Settings.of(parse(text))
+    settings = root_phase.Settings.parse_unchecked(text.encode()) or root_phase.Settings.of(parse(text))
     root_phase.enter(settings)
 
     from atropos.sandbox.boot.init import fork_from_init
     from atropos.sandbox.host import prestart
 
     fork_from_init()
-    prestart.begin(root_phase.entered().scratch, settings.base)
+    prestart.prestart(root_phase.entered().scratch, settings.base)
     # aiohttp would load it for TLS, which this server doesn't speak, and read all certificates of the host for nothing
     sys.modules.setdefault("ssl", None)  # pyright: ignore[reportArgumentType]
     config = parse(text)

@@ -11,8 +11,8 @@ if TYPE_CHECKING:
 
     from atropos.wire import Feature, Operation, OpResult
 
-    Told = Callable[[OpResult | Exception], None]
-    """Told how an operation ended."""
+    OnResult = Callable[[OpResult | Exception], None]
+    """Called with how an operation ended."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Sandbox(Protocol):
     died: asyncio.Future[str]
     """Done, with the reason, when the sandbox ended without `stop` being asked."""
 
-    def begin(self, call_id: str, operation: Operation, done: Told) -> None:
+    def begin(self, call_id: str, operation: Operation, done: OnResult) -> None:
         """Hand one operation over.
 
         `done` is called once, and not before this returns: with the result; with `OutcomeUnknown` when the sandbox ended

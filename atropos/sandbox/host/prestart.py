@@ -1,4 +1,4 @@
-"""What a server's start doesn't have to wait for: begun in processes of their own while its libraries load.
+"""What a server's start doesn't have to wait for: started in processes of their own while its libraries load.
 
 That is the process which starts sandboxes, and the making of what all slots share: the private Python, the seccomp
 filter, the skeleton. Standard library only, and little of it: it stands before everything that takes time to load.
@@ -40,7 +40,7 @@ class Shared:
 
 
 @dataclass(frozen=True)
-class Begun:
+class Prestarted:
     """The process that starts sandboxes, our end of its socket, and the one that prepares what all slots share."""
 
     spawner: subprocess.Popen[bytes]
@@ -68,16 +68,16 @@ class Begun:
         )
 
 
-_begun: list[Begun] = []
+_prestarted: list[Prestarted] = []
 
 
 def default_base(base: str | None) -> str | None:
-    """The root file system that slots stand on unless told otherwise; None: the host's programs over a skeleton."""
+    """The root file system that slots stand on unless one is configured; None: the host's programs over a skeleton."""
     return base or ("/rootfs" if os.path.isdir("/rootfs") else None)
 
 
-def begin(scratch: str, base: str | None) -> None:
-    """Mount the server's own file system on `scratch` and begin.
+def prestart(scratch: str, base: str | None) -> None:
+    """Mount the server's own file system on `scratch`, and start what it holds.
 
     Raises:
         IsolationUnavailable: it could not be mounted.
@@ -103,14 +103,14 @@ def begin(scratch: str, base: str | None) -> None:
     )
     theirs.close()
     ours.setblocking(False)
-    _begun.append(Begun(process, ours, maker, answer_r))
+    _prestarted.append(Prestarted(process, ours, maker, answer_r))
 
 
-def take(scratch: str, base: str | None) -> Begun:
-    """What was begun, or is now."""
-    if not _begun:
-        begin(scratch, base)
-    return _begun.pop()
+def adopt(scratch: str, base: str | None) -> Prestarted:
+    """What was prestarted, or is now."""
+    if not _prestarted:
+        prestart(scratch, base)
+    return _prestarted.pop()
 
 
 def _make(scratch: str, parent: int, answer: int, *, skeleton: bool) -> None:

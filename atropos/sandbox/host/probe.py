@@ -263,9 +263,9 @@ async def _properties(host: SlotHost, entered: Entered) -> list[Feature]:
     features = [_feature(name, passed, detail) for name, (passed, detail) in found.items()]
     if host.config.volume == "memory" or entered.cells is not None:
         return features
-    # a folder on disk has no limits of its own: told, not promised
-    told = {"required": False, "detail": f"volume='disk' without a limit: {entered.no_cells}", "fix": _DISK_FIX}
-    return [f.model_copy(update=told) if f.name in ("disk_limit", "inode_limit") else f for f in features]
+    # a folder on disk has no limits of its own: published, not promised
+    without = {"required": False, "detail": f"volume='disk' without a limit: {entered.no_cells}", "fix": _DISK_FIX}
+    return [f.model_copy(update=without) if f.name in ("disk_limit", "inode_limit") else f for f in features]
 
 
 def _feature(name: str, passed: bool, detail: str) -> Feature:
@@ -325,12 +325,12 @@ async def _files(sandbox: SlotSandbox) -> tuple[bool, str]:
 
 
 async def _sessions(sandbox: SlotSandbox) -> tuple[bool, str]:
-    begun = await sandbox.run("probe-start", ProcStart(command="test -t 0 && echo terminal", pty=True))
-    if not isinstance(begun, ProcState):
-        return False, str(begun)
-    state = await sandbox.run("probe-session", ProcRead(id=begun.id, wait_s=5))
+    started = await sandbox.run("probe-start", ProcStart(command="test -t 0 && echo terminal", pty=True))
+    if not isinstance(started, ProcState):
+        return False, str(started)
+    state = await sandbox.run("probe-session", ProcRead(id=started.id, wait_s=5))
     passed = isinstance(state, ProcState) and b"terminal" in state.output
-    await sandbox.run("probe-end", ProcKill(id=begun.id, signal="KILL"))
+    await sandbox.run("probe-end", ProcKill(id=started.id, signal="KILL"))
     return passed, str(state)[:300]
 
 

@@ -20,7 +20,7 @@ from pydantic_core import from_json
 from atropos.wire import MAX_FILE_BYTES, OP_RESULT
 
 if TYPE_CHECKING:
-    from atropos.sandbox.contract import Told
+    from atropos.sandbox.contract import OnResult
 
 _MAX_HEADER = 32 * 1024 * 1024
 _MAX_QUEUED = 128 * 1024 * 1024
@@ -67,7 +67,7 @@ class Channel:
         self._buffer = bytearray()
         self._queue: list[bytes] = []
         self._queued = 0
-        self._open: dict[int, tuple[str, Told | None]] = {}
+        self._open: dict[int, tuple[str, OnResult | None]] = {}
         self._number = 0
         self.ready: asyncio.Future[None] = self._loop.create_future()
         self.closed = False
@@ -86,7 +86,7 @@ class Channel:
         frame = _frame(0, "init", {"environment": environment, "output_bytes": output_bytes, "wall_s": wall_s})
         socket.send_fds(self._sock, [frame], [oom_fd])
 
-    def call(self, op: str, arguments: dict[str, Any], done: Told) -> int:
+    def call(self, op: str, arguments: dict[str, Any], done: OnResult) -> int:
         """Hand an operation over; `done` gets its result, or an exception when the channel breaks."""
         self._number += 1
         self._open[self._number] = (op, done)

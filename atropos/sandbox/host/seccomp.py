@@ -137,8 +137,8 @@ def _arguments(lib: Any, rules: Any, refuse: Any) -> None:
     _rule(lib, rules, lib.ERRNO(errno.ENOTTY), "ioctl", lib.Arg(1, lib.MASKED_EQ, 0xFF00, _NSFS_TYPE))
     for bit in range(32):  # limits of another process, PID 1 first of all; reading them is harmless
         _rule(lib, rules, refuse, "prlimit64", has(0, 1 << bit), lib.Arg(2, lib.NE, 0))
-    # the limit of core dumps is 1 for good (0 would start the host's handler, see host.py); who sets it is told that it
-    # was done, since programs that turn dumps off end when they can't
+    # the limit of core dumps is 1 for good (0 would start the host's handler, see slot_host.py); setting it
+    # seems to succeed, since programs that turn dumps off end when they can't
     done = lib.ERRNO(0)
     _rule(lib, rules, done, "setrlimit", same(0, _RLIMIT_CORE))
     _rule(lib, rules, done, "prlimit64", same(0, 0), same(1, _RLIMIT_CORE), lib.Arg(2, lib.NE, 0))
@@ -172,8 +172,8 @@ def _arguments(lib: Any, rules: Any, refuse: Any) -> None:
         _rule(lib, rules, refuse, name, same(1, 1))
     _rule(lib, rules, refuse, "setpriority", same(0, 2))  # PRIO_USER: all of a user's, PID 1 among them
     _rule(lib, rules, refuse, "ioprio_set", same(0, 3))
-    # personality: every flag that isn't one of those allowed; the query 0xffffffff has all bits, so it is told by one
-    # that no other has
+    # personality: every flag that isn't one of those allowed; the query 0xffffffff has all bits, so it is recognised by
+    # one that no other has
     allowed = 0x8 | 0x20000 | 0x40000
     for bit in range(31):
         if not allowed >> bit & 1:

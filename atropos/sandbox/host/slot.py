@@ -9,23 +9,23 @@ import json
 import os
 import signal
 import socket
-import sys
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from atropos.config import SlotLimits
 from atropos.errors import OutcomeUnknown, SandboxError, SlotLost
 from atropos.sandbox.contract import Layer, Stopped
 from atropos.sandbox.host import egress_supervisor, skeleton, volumes
+from atropos.sandbox.host.limit_watch import LimitWatch
 from atropos.sandbox.host.runner_link import Channel
 from atropos.sandbox.host.runtime import INSIDE
 from atropos.sandbox.host.spawner_client import Exit
 from atropos.sandbox.linux import cgroups, host_limits, memory_files, sockets, stopped_children
-from atropos.wire import ExecResult, Limit, Operation, OpResult, ProcListing, ProcState
+from atropos.wire import ExecResult, Operation, OpResult, ProcListing, ProcState
 
 if TYPE_CHECKING:
-    from atropos.sandbox.contract import Told
+    from atropos.sandbox.contract import OnResult
     from atropos.sandbox.host.slot_host import SlotHost
 
 START_DEADLINE_S = 20.0
@@ -38,15 +38,9 @@ FILE_DEADLINE_S = 30.0
 FREEZE_PAUSE_S = 1.0
 """Longest pause, in seconds, before the last try to freeze a volume; each one is twice the one before."""
 LOOK_S = 0.5
-"""How often it is looked after calls that have no answer yet, and after programs that run."""
-GOING_S = 2.0
-"""How long the sockets of programs that were ended may take to go; so long, too many of them end nobody else."""
+"""Interval between checks of pending calls and of running programs, in seconds."""
 _STARTS = frozenset({"exec", "proc_start"})
 """Operations that start a program."""
-_KILLED = (-signal.SIGKILL, 128 + signal.SIGKILL)
-"""Exit codes of a program, or of a shell whose program, was killed."""
-_MAX_BACKGROUND = 64
-"""Background processes that PID 1 keeps."""
 
 
 class SlotSandbox:
@@ -81,17 +75,9 @@ class SlotSandbox:
         self._loop = asyncio.get_running_loop()
         self._calls: dict[str, tuple[int, float]] = {}
         """Number in the channel and when its answer is due, of each call that runs."""
-        self._counts: cgroups.Counts | None = None
-        """The limits' counts, while nothing runs in the slot that could change them: then a call need not read them."""
         self._programs = False
         """Whether programs may be running, with or without a call."""
-        self._most_sockets = sockets.most(limits.memory_mib << 20)
-        self._going, self._going_until = 0, 0.0
-        """How many sockets of programs that were ended were still there at the last look, and when they must be gone."""
-        self._cut: set[str] = set()
-        """Calls whose programs were ended because the slot had too many sockets."""
-        self._background: dict[str, cgroups.Counts | Limit | None] = {}
-        """The limits' counts when a background process was started; once it has ended, the limit that ended it."""
+        self._watch = LimitWatch(name, cgroup, volume, limits)
         self._watchdog: asyncio.TimerHandle | None = None
         self._stopping: asyncio.Task[Stopped] | None = None
         self._gone = False
@@ -102,7 +88,7 @@ class SlotSandbox:
 
     # ------------------------------------------------------------------------------------------------------- operations
 
-    def begin(self, call_id: str, operation: Operation, done: Told) -> None:
+    def begin(self, call_id: str, operation: Operation, done: OnResult) -> None:
         """Hand one operation over; see `contract.Sandbox.begin`."""
         channel = self._channel
         if channel is None or channel.closed:
@@ -111,51 +97,31 @@ class SlotSandbox:
         arguments = dict(operation.__dict__)
         op: str = arguments.pop("op")
         deadline = FILE_DEADLINE_S
-        before: cgroups.Counts | None = None
         if operation.op == "exec":
             arguments.pop("clean_env")
             deadline = min(operation.timeout_s or limits.wall_s, limits.wall_s)
-            before = self._counts or self._cgroup.counts()
-        elif operation.op == "proc_start":
-            before = self._cgroup.counts()
         elif operation.op == "proc_read":
             deadline = min(operation.wait_s, limits.wall_s)
-        elif operation.op == "proc_kill":
-            self._background.pop(operation.id, None)  # what ends it now is no limit
-
-        self._counts = None
+        before = self._watch.before(op, arguments.get("id"))
         self._programs = self._programs or op in _STARTS
 
         def ended(result: OpResult | Exception) -> None:
             if op == "exec":
                 self._programs = not channel.alone
             try:
-                named(result)
+                result, refused = self._named(result, before, call_id, alone=channel.alone)
             except SlotLost as error:  # the slot ends with it: no later call may build on what was killed
                 self._loop.call_soon(self._broke, str(error))
-                over(error)
-
-        def named(result: OpResult | Exception) -> None:
-            if before is not None and isinstance(result, ExecResult):
-                result, refused = self._name_limit(result, before, alone=channel.alone, cut=call_id in self._cut)
-                if refused:  # what commands left running may hold every place: it is ended, and the slot stays usable
-                    last = channel.call("end_leftovers", {}, lambda _: over(result))
-                    self._calls[call_id] = (last, self._loop.time() + ANSWER_GRACE_S)
-                    return
-            elif isinstance(result, ProcState):
-                if before is not None:
-                    self._background[result.id] = before
-                    while len(self._background) > _MAX_BACKGROUND:
-                        del self._background[next(iter(self._background))]
-                result = self._named_state(result)
-            elif isinstance(result, ProcListing):
-                states = tuple(self._named_state(each) for each in result.processes)
-                result = result.model_copy(update={"processes": states})
-            over(result)
+                result, refused = error, False
+            if refused:  # what commands left running may hold every place: it is ended, and the slot stays usable
+                last = channel.call("end_leftovers", {}, lambda _: over(result))
+                self._calls[call_id] = (last, self._loop.time() + ANSWER_GRACE_S)
+            else:
+                over(result)
 
         def over(result: OpResult | Exception) -> None:
             self._calls.pop(call_id, None)
-            self._cut.discard(call_id)
+            self._watch.forget(call_id)
             done(result)
 
         number = channel.call(op, arguments, ended)
@@ -190,84 +156,40 @@ class SlotSandbox:
             raise
 
     def _look(self) -> None:
-        """Look after the calls: one timer for all of them, while there are any."""
+        """Check pending calls and running programs: one timer for all of them, while there are any."""
         self._watchdog = None
         if not (self._calls or self._programs) or self.host_pid is None or self._gone or self.died.done():
             return
         if self._calls and min(due for _, due in self._calls.values()) <= self._loop.time():
             self._broke("PID 1 of the slot did not answer in time")
             return
-        stopped_children.release(self.host_pid)
-        if self._programs:
-            self._count_sockets(self.host_pid)
+        stopped_children.kill_stopped_children(self.host_pid)
+        if (
+            self._programs
+            and self._watch.too_many_sockets(self.host_pid, self._loop.time())
+            and self._channel is not None
+        ):
+            self._watch.cut(list(self._calls))
+            self._channel.call("end_all", {}, lambda _: None)
         self._watchdog = self._loop.call_later(LOOK_S, self._look)
 
-    def _count_sockets(self, pid: int) -> None:
-        """End all programs where they have too many; those of programs that were ended take a while to go."""
-        used = sockets.used(pid)
-        if used <= self._most_sockets:
-            self._going = 0
-        elif used <= self._going and self._loop.time() < self._going_until:
-            self._going = used
-        elif self._channel is not None:
-            self._going = sys.maxsize
-            self._going_until = self._loop.time() + GOING_S
-            self._cut.update(self._calls)
-            running = [key for key, at in self._background.items() if isinstance(at, dict)]
-            self._background.update(dict.fromkeys(running, "files"))
-            self._channel.call("end_all", {}, lambda _: None)
-
-    def _name_limit(
-        self, result: ExecResult, before: cgroups.Counts, *, alone: bool, cut: bool
-    ) -> tuple[ExecResult, bool]:
-        """Say which limit ended the program, and whether forks were refused meanwhile.
-
-        By the kernel's own counters; nothing that the program printed matters.
+    def _named(
+        self, result: OpResult | Exception, before: cgroups.Counts | None, call_id: str, *, alone: bool
+    ) -> tuple[OpResult | Exception, bool]:
+        """A result that says which limit ended its program; and whether leftovers must go before there is room again.
 
         Raises:
-            SlotLost: no limit of the slot's did: see `_exceeded`.
+            SlotLost: the host killed programs of the slot; see `LimitWatch`.
         """
-        after = self._cgroup.counts()
-        limit: Any = self._exceeded(before, after)
-        if alone:
-            self._counts = after
-        refused = limit == "pids" and not alone
-        if result.timed_out or result.cancelled or (result.limit is not None and result.limit != "output"):
-            return result, refused
-        if cut and result.exit_code == -signal.SIGKILL:
-            limit = "files"
-        if limit is None and result.exit_code != 0:
-            limit = volumes.exhausted(self._volume)
-        return result if limit is None else result.model_copy(update={"limit": limit}), refused
-
-    def _exceeded(self, before: cgroups.Counts, after: cgroups.Counts) -> Limit | None:
-        """The slot's limit that stopped a program meanwhile.
-
-        Raises:
-            SlotLost: programs were killed because the container or the host had no memory left. That is no result.
-        """
-        if self._cgroup.killed_from_above(before, after):
-            raise SlotLost(
-                f"programs of slot {self.name} were killed though it kept its limits: its container, or the host, ran out "
-                "of memory (container_memory_mib is less than its slots may use together)"
-            )
-        return self._cgroup.exceeded(before, after)
-
-    def _named_state(self, state: ProcState) -> ProcState:
-        """Say which limit ended a background process, where one did: the same at every look.
-
-        Raises:
-            SlotLost: see `_exceeded`.
-        """
-        known = self._background.get(state.id)
-        if known is None or state.running:
-            return state
-        if isinstance(known, dict):
-            limit = self._exceeded(known, self._cgroup.counts())
-            if state.exit_code not in _KILLED:
-                limit = None
-            known = self._background[state.id] = limit
-        return state.model_copy(update={"limit": known})
+        if before is not None and isinstance(result, ExecResult):
+            return self._watch.of_result(result, before, call_id, alone=alone)
+        if isinstance(result, ProcState):
+            if before is not None:
+                self._watch.started(result.id, before)
+            return self._watch.of_state(result), False
+        if isinstance(result, ProcListing):
+            return self._watch.of_listing(result), False
+        return result, False
 
     def cancel(self, call_id: str) -> None:
         """Kill what the call started."""
@@ -278,7 +200,7 @@ class SlotSandbox:
     def forget(self, call_id: str) -> None:
         """Kill what the call started, and hear nothing of it any more."""
         call = self._calls.pop(call_id, None)
-        self._cut.discard(call_id)
+        self._watch.forget(call_id)
         if call is not None and self._channel is not None:
             self._channel.cancel(call[0], forget=True)
 
@@ -386,7 +308,7 @@ class SlotSandbox:
         return self.died.result() if self.died.done() else "it was stopped"
 
     def _broke(self, reason: str) -> None:
-        """The sandbox ended by itself, or can't be trusted: it is killed, and its owner told."""
+        """The sandbox ended by itself, or can't be trusted: it is killed, and `died` says why."""
         if self._channel is not None and not self._channel.closed:
             self._channel.close(OutcomeUnknown(f"slot {self.name} ended while the call ran: {reason}"))
         if self._stopping is None and not self._gone:
@@ -410,10 +332,10 @@ class SlotSandbox:
         return await asyncio.shield(self._stopping)
 
     async def _stop(self) -> Stopped:
-        begun = time.monotonic()
+        began = time.monotonic()
         self._hang_up()
         problems = [await self._end_processes(), await self._dispose(), await self._remove_cgroup()]
-        return self._finished(begun, problems)
+        return self._finished(began, problems)
 
     def _hang_up(self) -> None:
         """Cut the slot's connections through the proxy."""
@@ -429,13 +351,13 @@ class SlotSandbox:
             return str(error)
         return ""
 
-    def _finished(self, begun: float, problems: list[str]) -> Stopped:
+    def _finished(self, began: float, problems: list[str]) -> Stopped:
         self._gone = True
         if self._watchdog is not None:
             self._watchdog.cancel()
         self._host.forget(self)
         detail = "; ".join(problem for problem in problems if problem)
-        return Stopped(clean=not detail, seconds=time.monotonic() - begun, detail=detail)
+        return Stopped(clean=not detail, seconds=time.monotonic() - began, detail=detail)
 
     async def _end_processes(self) -> str:
         """Kill PID 1, which ends every process of its namespace, and wait until it is reaped. '' when confirmed."""
@@ -483,7 +405,7 @@ class SlotSandbox:
 
     async def _freeze(self, layer_id: str, frozen: asyncio.Future[Layer]) -> Stopped:
         """End the sandbox; `frozen` gets the layer, or why there is none. What is reported is the sandbox's end alone."""
-        begun = time.monotonic()
+        began = time.monotonic()
         self._hang_up()
         problems = [await self._end_processes()]
         try:
@@ -499,7 +421,7 @@ class SlotSandbox:
             self._host.keep(layer, self._volume)
             frozen.set_result(layer)
         problems.append(await self._remove_cgroup())
-        return self._finished(begun, problems)
+        return self._finished(began, problems)
 
     async def _make_read_only(self) -> None:
         """Freeze the volume. Files that only sockets hold, on their way from one to the other, are waited for.

@@ -18,7 +18,7 @@ from atropos.sandbox.boot import root_phase
 from atropos.sandbox.contract import Layer
 from atropos.sandbox.host import bwrap, egress_supervisor, prestart, runtime, skeleton, volumes
 from atropos.sandbox.host.slot import SlotSandbox
-from atropos.sandbox.host.spawner_client import Spawner
+from atropos.sandbox.host.spawner_client import SpawnerClient
 from atropos.sandbox.linux import cgroups, disks, syscalls
 from atropos.wire import Feature
 
@@ -41,7 +41,7 @@ class SlotHost:
         self._serial = itertools.count(1)
         self._bwrap = shutil.which("bwrap") or ""
         self.environment = environment(config)
-        self.spawner: Spawner
+        self.spawner: SpawnerClient
         self.disposer = volumes.Disposer(self._free_cell)
         # the last of the spare uids is the proxy's own, so that it can touch neither the server nor a slot
         self.egress = (
@@ -57,7 +57,7 @@ class SlotHost:
         self._reserved: set[str] = set()
         self.max_layers: int | None = None
         if entered.cells is not None:
-            plan = disks.Plan.of(config)
+            plan = disks.CellPlan.of(config)
             self.max_layers = plan.layers
             for number in reversed(range(plan.cells)):
                 self._cells.put_nowait(f"{entered.cells}/{number}")
@@ -77,8 +77,8 @@ class SlotHost:
         root_phase.check_programs()
         _check_disk(config, host._entered)
         try:
-            begun = prestart.take(host._scratch, config.base)
-            shared = begun.shared()
+            prestarted = prestart.adopt(host._scratch, config.base)
+            shared = prestarted.shared()
             host._seccomp, host._runtime = shared.seccomp, shared.runtime
             os.mkdir(f"{host._scratch}/runtime/{volumes.NEXT}", 0o755)
             for path in (host._runtime.empty, host._empty):
@@ -86,7 +86,7 @@ class SlotHost:
             host._prepare_bases(shared.skeleton)
         except OSError as error:
             raise IsolationUnavailable(f"the server's own files could not be set up: {error}") from error
-        host.spawner = Spawner(begun.spawner, begun.socket)
+        host.spawner = SpawnerClient(prestarted.spawner, prestarted.socket)
         if host.egress is not None:
             host.egress.start()
         return host

@@ -20,8 +20,8 @@ class Exit:
     code: int
 
 
-class Spawner:
-    """Starts bubblewraps, and tells of their ends.
+class SpawnerClient:
+    """Starts bubblewraps, and reports their ends.
 
     Args:
         process: the spawner, which `prestart` started.

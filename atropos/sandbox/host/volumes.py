@@ -134,13 +134,13 @@ class Volume:
 class Disposer:
     """Frees what was detached, beside everything else: a million files take a second of kernel time.
 
-    It is one thread of low priority; a bound on what waits for it keeps memory from running away.
+    One thread of low priority; what waits for it is bounded.
     """
 
     BOUND = 32
 
     def __init__(self, freed: Callable[[str | None], None]) -> None:
-        """`freed` is told of each folder that was removed."""
+        """`freed` is called with each folder that was removed."""
         self._freed = freed
         self._thread = ThreadPoolExecutor(1, "dispose", initializer=_be_nice)
         self._waiting: set[asyncio.Future[None]] = set()

@@ -285,7 +285,7 @@ def _give(path: Path, uid: int, gid: int) -> None:
 def ceiling(limits: SlotLimits, slots: int) -> float | None:
     """Most cores that one slot may use; None: all of them.
 
-    Unless told otherwise, half of them where others share them. A fair share needs no ceiling as long as programs
+    Unless a quota is configured, half of them where others share them. A fair share needs no ceiling as long as programs
     compute, but the kernel (EEVDF, Linux 6.18) shares badly between programs that only wake each other: the pipes of one
     slot kept a neighbour from its core for 5 s. See docs/security.md for what was measured with which ceiling.
     """

@@ -34,7 +34,7 @@ _LOOP_CTL_GET_FREE, _LOOP_CONFIGURE, _LO_FLAGS_AUTOCLEAR = 0x4C82, 0x4C0A, 4  # 
 
 
 @dataclass(frozen=True)
-class Plan:
+class CellPlan:
     """How many cells, and how large.
 
     Attributes:
@@ -49,7 +49,7 @@ class Plan:
     inodes: int
 
     @classmethod
-    def of(cls, config: ServerConfig) -> Plan:
+    def of(cls, config: ServerConfig) -> CellPlan:
         """What a configuration needs."""
         ahead = 4 if config.warm is None else config.warm
         layers = min(config.max_snapshots, max(4, config.slots))
@@ -57,7 +57,7 @@ class Plan:
         return cls(cells, layers, config.limits.disk_mib, config.limits.inodes)
 
 
-def make(plan: Plan, images: str, target: str, owner: int, group: int) -> list[int]:
+def make(plan: CellPlan, images: str, target: str, owner: int, group: int) -> list[int]:
     """Make the cells `target`/0, 1, … and the probe's.
 
     Args:

@@ -13,7 +13,7 @@ import os
 import signal
 
 
-def release(pid: int) -> int:
+def kill_stopped_children(pid: int) -> int:
     """Kill the children of a slot's PID 1 that were stopped, or sleep, before they became programs, and for which it waits.
 
     Args:

@@ -47,8 +47,8 @@ def main() -> None:
         spawner.end_all()
 
 
-def _noted(_number: int, _frame: object) -> None:
-    """A signal that only has to wake the loop."""
+def _wake(_number: int, _frame: object) -> None:
+    """A handler for a signal that only has to wake the loop."""
 
 
 class Spawner:
@@ -57,9 +57,9 @@ class Spawner:
     def __init__(self, server: socket.socket) -> None:
         self._server = server
         self._running: dict[int, int] = {}
-        self._wake, told = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
-        signal.set_wakeup_fd(told, warn_on_full_buffer=False)
-        signal.signal(signal.SIGCHLD, _noted)
+        self._wake, notify = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        signal.set_wakeup_fd(notify, warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, _wake)
 
     def run(self) -> None:
         """Until the server goes."""
@@ -86,16 +86,16 @@ class Spawner:
         try:
             pid = self._restack(request, fds) if "restack" in request else self._start(request, fds)
         except OSError as error:
-            self._tell({"id": request["id"], "error": str(error)})
+            self._report({"id": request["id"], "error": str(error)})
         else:
             self._running[pid] = request["id"]
-            self._tell({"id": request["id"], "pid": pid})
+            self._report({"id": request["id"], "pid": pid})
         finally:
             for fd in fds:
                 os.close(fd)
         return True
 
-    def _tell(self, report: dict[str, Any]) -> None:
+    def _report(self, report: dict[str, Any]) -> None:
         with contextlib.suppress(BrokenPipeError, ConnectionError):
             self._server.send(json.dumps(report).encode())
 
@@ -110,10 +110,10 @@ class Spawner:
             ident = self._running.pop(pid, None)
             if ident is not None:
                 self._end_orphans()
-                self._tell({"id": ident, "exit": os.waitstatus_to_exitcode(status)})
+                self._report({"id": ident, "exit": os.waitstatus_to_exitcode(status)})
 
     def _end_orphans(self) -> None:
-        """Kill what a bubblewrap left behind, and wait for it (milliseconds), before its end is told."""
+        """Kill what a bubblewrap left behind, and wait for it (milliseconds), before its end is reported."""
         for pid in _children():
             if pid not in self._running:
                 with contextlib.suppress(ProcessLookupError):

@@ -6,8 +6,7 @@ Root's Python often lies below a closed folder (/root). A private mount namespac
 import os
 import sys
 
-from atropos.config import ServerConfig
-from atropos.sandbox.boot import root_phase
+from atropos.sandbox.boot import folders
 from atropos.sandbox.linux import syscalls
 
 USER = int(os.environ.get("ATROPOS_TEST_USER", "65533"))
@@ -17,7 +16,7 @@ def main() -> None:
     if os.geteuid() == 0:
         syscalls.unshare(syscalls.CLONE_NEWNS)
         syscalls.mount(None, "/", None, syscalls.MS_REC | syscalls.MS_PRIVATE)
-        root_phase._expose(root_phase._needed_paths(ServerConfig(token="-")))
+        folders.expose(folders.needed_paths([]))
         os.setgroups([])
         os.setresgid(USER, USER, USER)
         os.setresuid(USER, USER, USER)

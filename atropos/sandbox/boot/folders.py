@@ -1,0 +1,134 @@
+"""Folders of the host that a server needs: made, or made reachable and readable for an ordinary uid, before it is one."""
+
+from __future__ import annotations
+
+import os
+import stat
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from atropos.errors import IsolationUnavailable
+from atropos.sandbox.boot import namespaces
+from atropos.sandbox.linux import syscalls
+from atropos.sandbox.linux.cgroups import alive, own_name
+from atropos.sandbox.linux.trees import remove_tree
+
+
+def needed_paths(bases: Sequence[str]) -> list[str]:
+    """What the second stage reads by path: Python, this package, and the bases."""
+    package = Path(__file__).resolve().parents[3]
+    wanted = [sys.prefix, sys.base_prefix, sys.exec_prefix, sys.base_exec_prefix, str(package), *sys.path]
+    wanted += [os.path.dirname(path) for path in (sys.executable, os.path.realpath(sys.executable))]
+    wanted += bases
+    both = [form for path in wanted if path for form in (os.path.abspath(path), os.path.realpath(path))]
+    return [path for path in dict.fromkeys(both) if os.path.exists(path)]
+
+
+def expose(paths: list[str]) -> None:
+    """Make `paths` reachable for an ordinary uid, in this mount namespace alone.
+
+    A closed folder above one (such as /root, mode 700) is covered by an empty one that holds just these paths: the
+    server then sees less of the host than before, not more.
+    """
+    closed: dict[str, list[str]] = {}
+    for path in paths:
+        top = _closed_ancestor(path)
+        if top is not None:
+            closed.setdefault(top, []).append(path)
+    for top, members in closed.items():
+        opened = [(path, os.open(path, os.O_PATH | os.O_CLOEXEC)) for path in sorted(members)]
+        syscalls.mount("atropos", top, "tmpfs", syscalls.MS_NOSUID | syscalls.MS_NODEV, "mode=755,size=1m")
+        done: list[str] = []
+        for path, fd in opened:
+            if not any(path.startswith(f"{earlier}/") for earlier in done):
+                if stat.S_ISDIR(os.fstat(fd).st_mode):
+                    os.makedirs(path, 0o755, exist_ok=True)
+                else:
+                    os.makedirs(os.path.dirname(path), 0o755, exist_ok=True)
+                    Path(path).touch()
+                syscalls.mount(f"/proc/self/fd/{fd}", path, None, syscalls.MS_BIND | syscalls.MS_REC)
+                done.append(path)
+            os.close(fd)
+
+
+def show_as_ours(path: str, base: int, count: int) -> None:
+    """Let a root file system that belongs to the host's ids appear under the slots' ids (an idmapped mount over itself).
+
+    Where the kernel or the file system has no idmapped mounts it stays as it is; the server then says what to do.
+    """
+    ready_r, ready_w = os.pipe()
+    hold_r, hold_w = os.pipe()
+    holder = os.fork()
+    if holder == 0:
+        os.close(hold_w)
+        try:
+            syscalls.unshare(syscalls.CLONE_NEWUSER)
+            os.write(ready_w, b"x")
+            os.read(hold_r, 1)
+        finally:
+            os._exit(0)
+    os.close(ready_w)
+    os.close(hold_r)
+    try:
+        if os.read(ready_r, 1):
+            namespaces.write_maps([(0, base, count)])(holder)
+            with open(f"/proc/{holder}/ns/user", "rb") as namespace:
+                syscalls.idmapped_mount(path, namespace.fileno())
+    except OSError:
+        pass
+    finally:
+        os.close(ready_r)
+        os.close(hold_w)
+        os.waitpid(holder, 0)
+
+
+def _closed_ancestor(path: str) -> str | None:
+    for ancestor in reversed(Path(path).parents):
+        if not os.stat(ancestor).st_mode & stat.S_IXOTH:
+            return str(ancestor)
+    return None
+
+
+def disk(owner: int, slot_group: int) -> str:
+    """A new folder on disk for this server's volumes; those of servers that are no more are removed."""
+    top = "/var/lib/atropos" if os.geteuid() == 0 else f"/var/tmp/atropos-{os.getuid()}"
+    try:
+        os.makedirs(top, 0o755, exist_ok=True)
+        found = os.lstat(top)
+        if not stat.S_ISDIR(found.st_mode) or found.st_uid not in (os.geteuid(), owner):
+            raise IsolationUnavailable(f"volume='disk': {top} is not a folder of this user's own")
+        os.chown(top, owner, -1)  # so that the server can remove its own at the end
+        for name in os.listdir(top):
+            if not alive(name):
+                remove_tree(f"{top}/{name}")
+        folder = f"{top}/{own_name()}"
+        os.mkdir(folder, 0o700)
+        # for the server, and to pass through for the slots' own root, which starts bubblewrap
+        os.chown(folder, owner, slot_group)
+        os.chmod(folder, 0o710 if os.geteuid() == 0 else 0o711)
+    except OSError as error:
+        raise IsolationUnavailable(f"volume='disk': {top} can't be used: {error.strerror}") from error
+    return folder
+
+
+def scratch(state_dir: str | None, *, root: bool) -> str:
+    """A folder to mount the server's own file system on; nothing is ever written into the folder itself."""
+    if state_dir is not None:
+        path = state_dir
+    elif root:
+        path = "/run/atropos"
+    else:
+        import tempfile
+
+        path = os.path.join(os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir(), f"atropos-{os.getuid()}")
+    try:
+        os.makedirs(path, 0o755 if root else 0o700, exist_ok=True)
+        found = os.lstat(path)
+    except OSError as error:
+        raise IsolationUnavailable(
+            f"state_dir {path} can't be made: {error.strerror}; set it to a folder of one's own"
+        ) from error
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
+        raise IsolationUnavailable(f"state_dir {path} is not a folder of this user's own; set it to one that is")
+    return path

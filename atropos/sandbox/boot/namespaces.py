@@ -1,0 +1,151 @@
+"""User namespaces: which ids there are for slots, entering one with its maps, and why the kernel refuses one."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+from atropos.errors import IsolationUnavailable
+from atropos.sandbox.linux import syscalls
+
+ID_BASE = 100_000
+"""First host id of the range: above every account, below what systemd gives to its own containers."""
+SLOT_IDS = 65_536
+CREATORS = 1024
+"""Uids from which slots' namespaces are created, one each, so that the kernel counts their objects apart."""
+
+
+def free_range() -> tuple[int, int, int]:
+    """(first id outside, ids of a slot, ids to create namespaces from), of what this namespace maps itself."""
+    with open("/proc/self/uid_map", encoding="ascii") as file:
+        extents = [(int(inside), int(count)) for inside, _, count in (line.split() for line in file)]
+    wanted = SLOT_IDS + 1 + CREATORS
+    for inside, count in extents:
+        if inside <= ID_BASE and inside + count >= ID_BASE + wanted:
+            return ID_BASE, SLOT_IDS, CREATORS
+    inside, count = max(extents, key=lambda extent: extent[1])
+    room = inside + count - max(inside, 1000)
+    if room < 4096:
+        raise IsolationUnavailable(
+            f"this container maps only {count} user ids; {wanted} from {ID_BASE} on are needed (user namespace remapping "
+            "of the container engine: widen its range in /etc/subuid, or turn it off for this container)"
+        )
+    return max(inside, 1000), room - 1 - CREATORS, CREATORS
+
+
+def subordinate(file: str) -> tuple[int, int]:
+    """The largest range of ids that /etc/subuid or /etc/subgid gives to this user: (first, count), (0, 0) without one."""
+    import pwd
+
+    names = {str(os.getuid())}
+    try:
+        names.add(pwd.getpwuid(os.getuid()).pw_name)
+    except KeyError:
+        pass
+    try:
+        with open(file, encoding="utf-8") as lines:
+            ranges = [line.strip().split(":") for line in lines]
+    except OSError:
+        return 0, 0
+    found = [
+        (int(r[1]), int(r[2])) for r in ranges if len(r) == 3 and r[0] in names and r[1].isdigit() and r[2].isdigit()
+    ]
+    return max(found, key=lambda extent: extent[1], default=(0, 0))
+
+
+def unshare(flags: int) -> None:
+    """Leave namespaces of the caller for new ones.
+
+    Raises:
+        IsolationUnavailable: the kernel refuses; the message says what to change.
+    """
+    try:
+        syscalls.unshare(flags)
+    except OSError as error:
+        raise IsolationUnavailable(why_no_userns(error)) from error
+
+
+def enter_namespaces(write_maps: Callable[[int], None], before: Callable[[], None] | None = None) -> None:
+    """Enter a user and mount namespace; a short-lived child that stayed outside writes the maps, then is gone."""
+    main = os.getpid()
+    go_r, go_w = os.pipe()
+    answer_r, answer_w = os.pipe()
+    writer = os.fork()
+    if writer == 0:
+        os.close(go_w)
+        message = b""
+        try:
+            if os.read(go_r, 1):
+                write_maps(main)
+        except BaseException as error:  # it travels to the parent through the pipe
+            message = f"{error}".encode(errors="replace") or b"failed"
+        os.write(answer_w, message)
+        os._exit(0)
+    os.close(answer_w)
+    os.close(go_r)
+    try:
+        if before is not None:
+            before()
+        unshare(syscalls.CLONE_NEWUSER | syscalls.CLONE_NEWNS)
+        os.write(go_w, b"x")
+        message = os.read(answer_r, 4096)
+    finally:
+        os.close(go_w)
+        os.close(answer_r)
+        os.waitpid(writer, 0)
+    if message:
+        raise IsolationUnavailable(f"user ids could not be mapped: {message.decode(errors='replace')}")
+
+
+def write_maps(extents: list[tuple[int, int, int]]) -> Callable[[int], None]:
+    """A function that writes these maps (inside, outside, count) for a process, as a privileged one may."""
+    text = "".join(f"{inside} {outside} {count}\n" for inside, outside, count in extents)
+
+    def write(pid: int) -> None:
+        for name in ("uid_map", "gid_map"):
+            Path(f"/proc/{pid}/{name}").write_text(text, encoding="ascii")
+
+    return write
+
+
+def newidmap(uids: list[tuple[int, int, int]], gids: list[tuple[int, int, int]]) -> Callable[[int], None]:
+    """A function that has the system's programs write these maps, as an ordinary user must."""
+    import subprocess
+
+    def write(pid: int) -> None:
+        for program, extents in (("newuidmap", uids), ("newgidmap", gids)):
+            numbers = [str(number) for extent in extents for number in extent]
+            done = subprocess.run([program, str(pid), *numbers], check=False, capture_output=True, text=True)
+            if done.returncode:
+                raise OSError(f"{program}: {done.stderr.strip()}; check /etc/subuid and /etc/subgid")
+
+    return write
+
+
+def why_no_userns(error: OSError) -> str:
+    """What to change where the kernel refuses a user namespace."""
+
+    def setting(name: str) -> str | None:
+        try:
+            return Path("/proc/sys", name).read_text(encoding="ascii").strip()
+        except OSError:
+            return None
+
+    if setting("user/max_user_namespaces") == "0":
+        return "user namespaces are off: sysctl -w user.max_user_namespaces=15000"
+    if setting("kernel/unprivileged_userns_clone") == "0":
+        return "user namespaces are for root alone here: sysctl -w kernel.unprivileged_userns_clone=1"
+    if setting("kernel/apparmor_restrict_unprivileged_userns") == "1":
+        return (
+            "AppArmor restricts user namespaces: sysctl -w kernel.apparmor_restrict_unprivileged_userns=0, or a profile "
+            "for this Python that allows 'userns'"
+        )
+    if error.errno == errno.ENOSPC:
+        return "too many user namespaces, or nested too deep: raise sysctl user.max_user_namespaces"
+    if error.errno == errno.EINVAL:
+        return "this kernel has no user namespaces (CONFIG_USER_NS)"
+    return (
+        f"no user namespace could be made ({error}): a container's seccomp profile must allow unshare, mount and clone"
+    )

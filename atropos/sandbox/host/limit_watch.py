@@ -1,0 +1,147 @@
+"""Which limit of a slot ended a program: by the kernel's own counts, whatever the program printed or left behind."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from typing import Any
+
+from atropos.config import SlotLimits
+from atropos.errors import SlotLost
+from atropos.sandbox.host import volumes
+from atropos.sandbox.linux import sockets
+from atropos.sandbox.linux.cgroups import Counts, SlotCgroup
+from atropos.wire import ExecResult, Limit, ProcListing, ProcState
+
+CLOSING_S = 2.0
+"""Time that the sockets of killed programs may take to close. Until then, excess sockets kill nothing more."""
+_KILLED = (-signal.SIGKILL, 128 + signal.SIGKILL)
+"""Exit codes of a program, or of a shell whose program, was killed."""
+_MAX_BACKGROUND = 64
+"""Background processes that PID 1 keeps."""
+
+
+class LimitWatch:
+    """The limits of one slot, and what they have ended.
+
+    Args:
+        slot: its name, for messages.
+        cgroup: where the kernel counts.
+        volume: what its files are on.
+        limits: how many sockets it may have follows from its memory.
+    """
+
+    def __init__(self, slot: str, cgroup: SlotCgroup, volume: volumes.Volume, limits: SlotLimits) -> None:
+        self._slot = slot
+        self._cgroup = cgroup
+        self._volume = volume
+        self._idle: Counts | None = None
+        """The counts, while nothing runs in the slot that could change them: then a call need not read them."""
+        self._most_sockets = sockets.most(limits.memory_mib << 20)
+        self._closing, self._closing_until = 0, 0.0
+        """Sockets of killed programs that were still open at the last check, and when they must be closed."""
+        self._cut: set[str] = set()
+        """Calls whose programs were killed because the slot had too many sockets."""
+        self._background: dict[str, Counts | Limit | None] = {}
+        """The counts when a background process was started; once it has ended, the limit that ended it."""
+
+    def before(self, operation: str, ident: str | None = None) -> Counts | None:
+        """An operation begins. Returns the counts to compare with, where it starts a program.
+
+        Args:
+            operation: its name on the wire.
+            ident: of the background process that it concerns.
+        """
+        counts = None
+        if operation == "exec":
+            counts = self._idle or self._cgroup.counts()
+        elif operation == "proc_start":
+            counts = self._cgroup.counts()
+        elif operation == "proc_kill" and ident is not None:
+            self._background.pop(ident, None)  # what ends it now is no limit
+        self._idle = None
+        return counts
+
+    def forget(self, call_id: str) -> None:
+        """A call has been answered."""
+        self._cut.discard(call_id)
+
+    def of_result(self, result: ExecResult, before: Counts, call_id: str, *, alone: bool) -> tuple[ExecResult, bool]:
+        """Say which limit ended the program, and whether forks were refused that others need.
+
+        Args:
+            result: what PID 1 says.
+            before: the counts when the call began.
+            call_id: the call.
+            alone: nothing else runs in the slot.
+
+        Raises:
+            SlotLost: no limit of the slot's did: see `_exceeded`.
+        """
+        after = self._cgroup.counts()
+        limit: Any = self._exceeded(before, after)
+        if alone:
+            self._idle = after
+        refused = limit == "pids" and not alone
+        if result.timed_out or result.cancelled or (result.limit is not None and result.limit != "output"):
+            return result, refused
+        if call_id in self._cut and result.exit_code == -signal.SIGKILL:
+            limit = "files"
+        if limit is None and result.exit_code != 0:
+            limit = volumes.exhausted(self._volume)
+        return result if limit is None else result.model_copy(update={"limit": limit}), refused
+
+    def started(self, ident: str, before: Counts) -> None:
+        """A background process was started."""
+        self._background[ident] = before
+        while len(self._background) > _MAX_BACKGROUND:
+            del self._background[next(iter(self._background))]
+
+    def of_state(self, state: ProcState) -> ProcState:
+        """Say which limit ended a background process, where one did: the same at every look.
+
+        Raises:
+            SlotLost: see `_exceeded`.
+        """
+        known = self._background.get(state.id)
+        if known is None or state.running:
+            return state
+        if isinstance(known, dict):
+            limit = self._exceeded(known, self._cgroup.counts())
+            known = self._background[state.id] = limit if state.exit_code in _KILLED else None
+        return state.model_copy(update={"limit": known})
+
+    def of_listing(self, listing: ProcListing) -> ProcListing:
+        """As `of_state`, for all of them."""
+        return listing.model_copy(update={"processes": tuple(self.of_state(each) for each in listing.processes)})
+
+    def _exceeded(self, before: Counts, after: Counts) -> Limit | None:
+        """The slot's limit that stopped a program meanwhile.
+
+        Raises:
+            SlotLost: programs were killed because the container or the host had no memory left. That is no result.
+        """
+        if self._cgroup.killed_from_above(before, after):
+            raise SlotLost(
+                f"programs of slot {self._slot} were killed though it kept its limits: its container, or the host, ran out "
+                "of memory (container_memory_mib is less than its slots may use together)"
+            )
+        return self._cgroup.exceeded(before, after)
+
+    def too_many_sockets(self, pid: int, now: float) -> bool:
+        """Whether the slot of this PID 1 has too many open; those of killed programs get `CLOSING_S` to close."""
+        used = sockets.used(pid)
+        if used <= self._most_sockets:
+            self._closing = 0
+        elif used <= self._closing and now < self._closing_until:
+            self._closing = used
+        else:
+            self._closing, self._closing_until = sys.maxsize, now + CLOSING_S
+            return True
+        return False
+
+    def cut(self, calls: list[str]) -> None:
+        """All programs are being killed for too many sockets: those of these calls, and the background processes."""
+        self._cut.update(calls)
+        running = [key for key, at in self._background.items() if isinstance(at, dict)]
+        self._background.update(dict.fromkeys(running, "files"))
