@@ -7,6 +7,7 @@ for, and for the x32 numbers, the kernel's answer is ENOSYS, so that programs fa
 from __future__ import annotations
 
 import errno
+import functools
 import platform
 import struct
 import tempfile
@@ -90,7 +91,8 @@ def program() -> bytes:
         _rule(lib, rules, refuse, name)
     for name in ABSENT:
         _rule(lib, rules, lib.ERRNO(errno.ENOSYS), name)
-    _arguments(lib, rules, refuse)
+    _doors(lib, rules, refuse)
+    _shares(lib, rules, refuse)
     with tempfile.TemporaryFile() as file:
         rules.export_bpf(file)
         file.seek(0)
@@ -107,13 +109,17 @@ def _rule(lib: Any, rules: Any, action: Any, name: str, *arguments: Any) -> None
     rules.add_rule(action, number, *arguments)
 
 
-def _arguments(lib: Any, rules: Any, refuse: Any) -> None:
-    def same(index: int, value: int) -> Any:
-        return lib.Arg(index, lib.MASKED_EQ, _LOW, value)
+def _same(lib: Any, index: int, value: int) -> Any:
+    return lib.Arg(index, lib.MASKED_EQ, _LOW, value)
 
-    def has(index: int, bit: int) -> Any:
-        return lib.Arg(index, lib.MASKED_EQ, bit, bit)
 
+def _has(lib: Any, index: int, bit: int) -> Any:
+    return lib.Arg(index, lib.MASKED_EQ, bit, bit)
+
+
+def _doors(lib: Any, rules: Any, refuse: Any) -> None:
+    """Ways out of the slot: namespaces, sockets, terminals."""
+    same, has = functools.partial(_same, lib), functools.partial(_has, lib)
     for flag in _NEW_NAMESPACES:
         for name in ("clone", "unshare"):
             _rule(lib, rules, refuse, name, has(0, flag))
@@ -135,6 +141,11 @@ def _arguments(lib: Any, rules: Any, refuse: Any) -> None:
     for request, error in ((_TIOCSTI, errno.EIO), (_TIOCLINUX, errno.ENOTTY), (_TIOCSETD, errno.EINVAL)):
         _rule(lib, rules, lib.ERRNO(error), "ioctl", same(1, request))
     _rule(lib, rules, lib.ERRNO(errno.ENOTTY), "ioctl", lib.Arg(1, lib.MASKED_EQ, 0xFF00, _NSFS_TYPE))
+
+
+def _shares(lib: Any, rules: Any, refuse: Any) -> None:
+    """What belongs to all slots: PID 1's limits, the kernel's memory, the cores."""
+    same, has = functools.partial(_same, lib), functools.partial(_has, lib)
     for bit in range(32):  # limits of another process, PID 1 first of all; reading them is harmless
         _rule(lib, rules, refuse, "prlimit64", has(0, 1 << bit), lib.Arg(2, lib.NE, 0))
     # the limit of core dumps is 1 for good (0 would start the host's handler, see slot_host.py); setting it
