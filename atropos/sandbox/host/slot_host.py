@@ -241,7 +241,6 @@ class SlotHost:
         """What the spawner needs to know to start one slot."""
         counted = any("pids" in tree.controllers for tree in self._entered.cgroups.trees)
         processes = limits.pids + (64 if counted else 2)
-        shares = 2 * self.config.slots + 2
         creator = self._creators.pop(0) if self._creators else None
         if creator is not None:
             self._creators.append(creator)  # round and round: reused long after its last slot is gone
@@ -273,24 +272,8 @@ class SlotHost:
             },
             # CORE 1: no file is that small, and a handler of the host's, which runs as its root, is not started either
             "rlimits": {"NOFILE": limits.open_files, "CORE": 1, "NPROC": processes, "RTPRIO": 0, "NICE": 0},
-            "counters": {
-                **dict.fromkeys(
-                    (f"max_{kind}_namespaces" for kind in ("pid", "net", "mnt", "ipc", "uts", "cgroup")), 1
-                ),
-                "max_user_namespaces": 0,
-                "max_time_namespaces": 0,
-                "max_inotify_instances": max(4, _sysctl("fs/inotify/max_user_instances", 128) // shares),
-                "max_inotify_watches": max(1024, _sysctl("fs/inotify/max_user_watches", 65_536) // shares),
-                "max_fanotify_groups": 0,
-                "max_fanotify_marks": 0,
-            },
-            # These outlive the programs that made them, and what they hold is the slot's memory: without bounds, one bomb
-            # leaves none to the programs after it.
-            "ipc": {
-                "shmall": (limits.memory_mib << 20) // 4 // os.sysconf("SC_PAGESIZE"),
-                "msgmni": 64,
-                "sem": "32000 32000 500 1000",
-            },
+            "counters": _counters(2 * self.config.slots + 2),
+            "ipc": _ipc_bounds(limits),
         }
 
     def forget(self, sandbox: SlotSandbox) -> None:
@@ -366,6 +349,33 @@ def _check_disk(config: ServerConfig, entered: root_phase.Entered) -> None:
                 f"limits.{name}: volume='disk' can't be limited here ({entered.no_cells}); leave it out to run without "
                 "a limit, or start the server as root with loop devices and e2fsprogs, or use volume='memory'"
             )
+
+
+def _counters(shares: int) -> dict[str, int]:
+    """The kernel's bounds in a slot's user namespace: no more namespaces, and its share of what a user may watch."""
+    namespaces = ("pid", "net", "mnt", "ipc", "uts", "cgroup")
+    return {
+        **dict.fromkeys((f"max_{kind}_namespaces" for kind in namespaces), 1),
+        "max_user_namespaces": 0,
+        "max_time_namespaces": 0,
+        "max_inotify_instances": max(4, _sysctl("fs/inotify/max_user_instances", 128) // shares),
+        "max_inotify_watches": max(1024, _sysctl("fs/inotify/max_user_watches", 65_536) // shares),
+        "max_fanotify_groups": 0,
+        "max_fanotify_marks": 0,
+    }
+
+
+def _ipc_bounds(limits: SlotLimits) -> dict[str, int | str]:
+    """Bounds of System V objects.
+
+    These outlive the programs that made them, and what they hold is the slot's memory: without bounds, one bomb leaves none
+    to the programs after it.
+    """
+    return {
+        "shmall": (limits.memory_mib << 20) // 4 // os.sysconf("SC_PAGESIZE"),
+        "msgmni": 64,
+        "sem": "32000 32000 500 1000",
+    }
 
 
 def _sysctl(name: str, default: int) -> int:

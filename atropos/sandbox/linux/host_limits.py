@@ -125,7 +125,7 @@ def _memory() -> list[HostLimit]:
     if "MemAvailable" in kib:
         total = kib["MemTotal"] >> 10
         used = total - (kib["MemAvailable"] >> 10)
-        found.append(HostLimit("memory (MiB)", total, used, 8, "more memory, or more hosts"))
+        found.append(HostLimit("memory (MiB)", total, used, 4, "more memory, or more hosts"))
     for line in _text("/proc/cgroups").splitlines():
         name, _, count, _ = line.split("\t")
         if name == "memory":
