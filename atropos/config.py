@@ -1,10 +1,10 @@
-"""Settings that travel to a sandbox server: each has one name, one default and one place."""
+"""Settings that travel to a sandbox server. Each is declared once; pools and envs inherit the declaration."""
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, SecretStr
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SecretStr
 
 
 class SlotLimits(BaseModel):
@@ -29,33 +29,54 @@ class SlotLimits(BaseModel):
     wall_s: float = Field(default=3600, gt=0, description="longest a command may run")
 
 
-class ServerConfig(BaseModel):
-    """One sandbox server (one container). Read from JSON by `python -m atropos.sandbox`."""
+def _names(value: Any) -> Any:
+    """Comma-separated text as a list."""
+    if isinstance(value, str) and not value.lstrip().startswith("["):
+        return [part.strip() for part in value.split(",") if part.strip()]
+    return value
+
+
+HostNames = Annotated[tuple[str, ...], BeforeValidator(_names)]
+"""Host names, *.suffixes or networks; as text, comma-separated."""
+
+
+class SlotSettings(BaseModel):
+    """What a pool passes on to each of its servers under the same names."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
+
+    warm: int | None = Field(
+        default=None, ge=0, description="sandboxes started ahead beside the leased; None: by slots"
+    )
+    bases: dict[str, str] = Field(default_factory=dict, description="further root file systems by name")
+    volume: Literal["memory", "disk"] = Field(default="memory", description="where a slot's files are kept")
+    allow_network: bool = Field(default=False, description="whether leases may ask for (filtered) egress")
+    egress_allow: HostNames = Field(
+        default=("public",), description="hosts that programs may reach: public, names, *.suffixes, addresses or networks"
+    )
+    egress_deny: HostNames = Field(default=(), description="hosts, addresses or networks never reached")
+    egress_mib: int = Field(default=4096, ge=1, description="bytes a lease may move through the proxy, both ways")
+    egress_connections: int = Field(default=64, ge=1, description="connections a slot may have open at once")
+    require_sandbox: bool = Field(default=False, description="refuse containers that lack any isolation feature")
+    require_stateful_sandbox: bool = Field(default=False, description="refuse containers without lasting sessions")
+
+
+class SandboxSettings(SlotSettings):
+    """The same, with what an env names differently."""
+
+    limits: SlotLimits = SlotLimits()
+    base: str | None = Field(
+        default=None, description="root file system of the slots; None: /rootfs, else the host's /usr"
+    )
+
+
+class ServerConfig(SandboxSettings):
+    """One sandbox server (one container). Read from JSON by `python -m atropos.sandbox`."""
 
     host: str = Field(default="127.0.0.1", description="address to listen on")
     port: int = Field(default=0, ge=0, le=65_535, description="0: any free one, told in the ready line")
     token: SecretStr = Field(description="bearer token that every client must send")
     slots: int = Field(default=8, ge=1, le=1000)
-    warm: int | None = Field(
-        default=None, ge=0, description="sandboxes started ahead beside the leased; None: by slots"
-    )
-    limits: SlotLimits = SlotLimits()
-    base: str | None = Field(
-        default=None, description="root file system of the slots; None: /rootfs, else the host's /usr"
-    )
-    bases: dict[str, str] = Field(default_factory=dict, description="further root file systems by name")
-    volume: Literal["memory", "disk"] = "memory"
-    allow_network: bool = Field(default=False, description="whether leases may ask for (filtered) egress")
-    egress_allow: tuple[str, ...] = Field(
-        default=("public",), description="public, host names, *.suffixes, addresses or networks"
-    )
-    egress_deny: tuple[str, ...] = Field(default=(), description="hosts, addresses or networks never reached")
-    egress_mib: int = Field(default=4096, ge=1, description="bytes a lease may move through the proxy, both ways")
-    egress_connections: int = Field(default=64, ge=1, description="connections a slot may have open at once")
-    require_sandbox: bool = False
-    require_stateful_sandbox: bool = False
     max_retired: int | None = Field(default=None, ge=1, description="retired slots that end the server; None: half")
     max_snapshots: int = Field(default=64, ge=0, description="snapshots kept at once; one more is refused")
     max_snapshot_mib: int = Field(default=4096, ge=0, description="bytes that snapshots may hold together")

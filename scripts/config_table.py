@@ -42,9 +42,12 @@ def table() -> str:
         HermesAgentEnvConfig,
     ]
     theirs = set(BaseEnvConfig.model_fields)
+    seen = set(theirs)
     lines: list[str] = []
     for cls in classes:
-        new = {name: cls.model_fields[name] for name in cls.__annotations__ if name in {*cls.model_fields} - theirs}
+        own = set(cls.__annotations__) - theirs
+        new = {name: field for name, field in cls.model_fields.items() if name in own or name not in seen}
+        seen |= set(new)
         if not new:
             continue
         lines += ["", f"**{cls.__name__}**", "", "| field | default | meaning |", "| --- | --- | --- |"]

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+from copy import copy
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BeforeValidator, ConfigDict, Field, SecretStr, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SecretStr, ValidationError, model_validator
 
 from atropos.config import SlotLimits
 from atropos.envs.adapter import BaseEnvConfig
@@ -13,7 +14,7 @@ from atropos.envs.command_line.flags import one_line
 from atropos.envs.running.prometheus import split_address
 from atropos.errors import ConfigError
 from atropos.slots import SlotPoolConfig
-from atropos.slots.config import NomadVariables
+from atropos.slots.config import PoolSettings
 from atropos.tools import ToolExecutorConfig, ToolLimits
 
 
@@ -32,64 +33,53 @@ Names = Annotated[list[str], BeforeValidator(_names)]
 OptionalNames = Annotated[list[str] | None, BeforeValidator(_names)]
 
 
-class SandboxEnvConfig(BaseEnvConfig):
+def like(name: str, of: type[BaseModel] = SlotPoolConfig, *, default: Any = ...) -> Any:
+    """A field declared elsewhere, under another name here or with another default."""
+    field = copy(of.model_fields[name])
+    if default is not ...:
+        field.default = default
+    return field
+
+
+OWN_NAMES = {
+    "tool_pool_mode": "backend",
+    "tool_batch_window_ms": "batch_window_ms",
+    "tool_max_batch_size": "max_batch_size",
+    "sandbox_job_id": "job_id",
+    "sandbox_image": "image",
+    "sandbox_base": "base",
+}
+"""Settings of the pool that an env has under names of its own, by these."""
+
+
+class SandboxEnvConfig(PoolSettings, BaseEnvConfig):
     """Slots, limits and faults: what every env on sandbox slots has."""
 
-    model_config = ConfigDict(extra="forbid", validate_assignment=False)
+    model_config = ConfigDict(extra="forbid", validate_assignment=False, frozen=False)
 
     max_token_length: int = Field(default=32_768, ge=64, description="most tokens of a whole trajectory")
     worker_timeout: float = Field(
         default=3600, description="longest a group may take when serving, in seconds; -1: any"
     )
 
-    tool_pool_mode: Literal["nomad", "docker", "local"] = Field(default="nomad", description="what runs the containers")
-    allow_network: bool = Field(default=True, description="whether sandbox programs get (filtered) egress")
-    egress_allow: Names = Field(
-        default_factory=lambda: ["public"],
-        description="hosts that programs may reach: names, *.suffixes, addresses, networks or public",
-    )
-    require_sandbox: bool = Field(default=False, description="refuse to start unless every limit is there too")
-    require_stateful_sandbox: bool = Field(default=False, description="refuse to start without lasting sessions")
-    tool_batch_window_ms: float = Field(default=20, ge=0, le=10_000, description="longest a call may wait for others")
-    tool_max_batch_size: int = Field(default=200, ge=1, le=10_000, description="most calls in one frame")
-    nomad_address: str = Field(default="http://localhost:4646", description="also NOMAD_ADDR from the environment")
-    sandbox_job_id: str = Field(default="atropos-sandbox-agent-env", description="name of the Nomad job")
-    nomad_variables: NomadVariables = Field(
-        default_factory=dict,
-        description="more variables of nomad/sandbox.nomad.hcl, as `nomad job run -var` takes them",
-    )
-    placement_s: float = Field(default=5.0, ge=0, description="how long Nomad may find no place before start fails")
-    docker_host: str | None = Field(default=None, description="Docker engine; None: DOCKER_HOST, else the local one")
-    sandbox_image: str = Field(default="atropos-sandbox:local", description="image of the containers")
-    sandbox_base: str | None = Field(default=None, description="root file system of the slots (local); None: host /usr")
-    slots_per_container: int = Field(default=10, ge=1, le=1000, description="slots in each container")
-    container_memory_mib: int | None = Field(
-        default=None, ge=64, description="memory of a container; None: the server's and all slots' limits"
-    )
-    min_containers: int = Field(default=1, ge=0, description="containers kept even when idle")
-    max_containers: int = Field(default=10, ge=1, description="most containers")
-    privileged: bool = Field(default=False, description="kept for compatibility; true is refused")
-    acquire_timeout_s: float = Field(default=30.0, gt=0, description="longest a trajectory waits for a slot")
-    start_timeout_s: float = Field(default=60.0, gt=0, description="longest the start waits for the first container")
-    outage_s: float = Field(
-        default=900.0,
-        ge=0,
-        description="how long Nomad or Docker may be away, with no container left, before the run ends",
-    )
-    purge_job_on_start: bool = Field(default=False, description="remove the job of an earlier run first")
-    purge_job_on_shutdown: bool = Field(default=True, description="remove the job at the end")
+    tool_pool_mode: Literal["nomad", "docker", "local"] = like("backend", default="nomad")
+    allow_network: bool = like("allow_network", default=True)
+    nomad_address: str | None = like("nomad_address", default="http://localhost:4646")
+    tool_batch_window_ms: float = like("batch_window_ms")
+    tool_max_batch_size: int = like("max_batch_size")
+    sandbox_job_id: str = like("job_id")
+    sandbox_image: str = like("image")
+    sandbox_base: str | None = like("base")
 
-    slot_memory_mib: int = Field(default=1024, ge=32, description="memory of a slot, its files included")
-    slot_pids: int = Field(default=256, ge=8, description="processes and threads of a slot")
-    slot_cpu_weight: int = Field(default=100, ge=1, le=10_000, description="a slot's share of the CPU")
-    slot_cpu_quota: float | None = Field(
-        default=None, gt=0, description="most cores of a slot; None: half of them, all in containers of one slot"
-    )
-    slot_disk_mib: int = Field(default=512, ge=8, description="bytes a slot may write")
-    slot_inodes: int = Field(default=262_144, ge=1000, description="files a slot may make")
-    slot_output_bytes: int = Field(default=1_000_000, ge=1000, description="output kept of one command")
-    slot_wall_s: float = Field(default=3600, gt=0, description="longest one command may run")
-    lease_ttl_s: float = Field(default=60.0, gt=0, le=86_400, description="leases of a dead process end after this")
+    slot_memory_mib: int = like("memory_mib", SlotLimits)
+    slot_pids: int = like("pids", SlotLimits)
+    slot_cpu_weight: int = like("cpu_weight", SlotLimits)
+    slot_cpu_quota: float | None = like("cpu_quota", SlotLimits)
+    slot_disk_mib: int = like("disk_mib", SlotLimits)
+    slot_inodes: int = like("inodes", SlotLimits)
+    slot_open_files: int = like("open_files", SlotLimits)
+    slot_output_bytes: int = like("output_bytes", SlotLimits)
+    slot_wall_s: float = like("wall_s", SlotLimits)
 
     tool_server_url: str | None = Field(default=None, description="ToolServer for external tools: a URL or inprocess")
     tool_server_token: SecretStr | None = Field(default=None, description="its bearer token")
@@ -122,16 +112,6 @@ class SandboxEnvConfig(BaseEnvConfig):
 
     @model_validator(mode="after")
     def _check_together(self) -> Self:
-        if self.max_containers < self.min_containers:
-            raise ValueError(
-                f"max_containers ({self.max_containers}) is less than min_containers ({self.min_containers}): "
-                "raise the first or lower the second"
-            )
-        if self.privileged:
-            raise ValueError(
-                "privileged: sandbox containers are never privileged (slots are isolated by user namespaces); "
-                "leave it false"
-            )
         if self.metrics_address is not None:
             try:
                 split_address(self.metrics_address)
@@ -154,53 +134,19 @@ class SandboxEnvConfig(BaseEnvConfig):
 
     def limits(self) -> SlotLimits:
         """What one slot may use."""
-        return SlotLimits(
-            memory_mib=self.slot_memory_mib,
-            pids=self.slot_pids,
-            cpu_weight=self.slot_cpu_weight,
-            cpu_quota=self.slot_cpu_quota,
-            disk_mib=self.slot_disk_mib,
-            inodes=self.slot_inodes,
-            output_bytes=self.slot_output_bytes,
-            wall_s=self.slot_wall_s,
-        )
+        return SlotLimits(**{name: getattr(self, f"slot_{name}") for name in SlotLimits.model_fields})
 
     def pool_config(self) -> SlotPoolConfig:
         """The pool that these settings mean."""
-        nomad = self.nomad_address if "nomad_address" in self.model_fields_set else None
-        return SlotPoolConfig(
-            backend=self.tool_pool_mode,
-            slots_per_container=self.slots_per_container,
-            min_containers=self.min_containers,
-            max_containers=self.max_containers,
-            acquire_timeout_s=self.acquire_timeout_s,
-            start_timeout_s=self.start_timeout_s,
-            outage_s=self.outage_s,
-            limits=self.limits(),
-            lease_ttl_s=self.lease_ttl_s,
-            base=self.sandbox_base,
-            allow_network=self.allow_network,
-            egress_allow=tuple(self.egress_allow),
-            require_sandbox=self.require_sandbox,
-            require_stateful_sandbox=self.require_stateful_sandbox,
-            batch_window_ms=self.tool_batch_window_ms,
-            max_batch_size=self.tool_max_batch_size,
-            image=self.sandbox_image,
-            job_id=self.sandbox_job_id,
-            nomad_address=nomad,
-            nomad_variables=self.nomad_variables,
-            placement_s=self.placement_s,
-            docker_host=self.docker_host,
-            container_memory_mib=self.container_memory_mib,
-            purge_job_on_start=self.purge_job_on_start,
-            purge_job_on_shutdown=self.purge_job_on_shutdown,
-        )
+        values: dict[str, Any] = {name: getattr(self, name) for name in PoolSettings.model_fields}
+        values |= {name: getattr(self, own) for own, name in OWN_NAMES.items()}
+        if "nomad_address" not in self.model_fields_set:
+            del values["nomad_address"]  # the environment's
+        return SlotPoolConfig(limits=self.limits(), **values)
 
     def executor_config(self) -> ToolExecutorConfig:
         """The executor that these settings mean."""
         return ToolExecutorConfig(
-            batch_window_ms=self.tool_batch_window_ms,
-            max_batch_size=self.tool_max_batch_size,
             allow_network=self.allow_network,
             require_sandbox=self.require_sandbox,
             require_stateful_sandbox=self.require_stateful_sandbox,

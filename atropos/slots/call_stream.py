@@ -2,7 +2,7 @@
 
 Batching is adaptive: the sender writes what is there as soon as it can, and what comes while it writes goes into the
 next frame. After a lost connection the unanswered calls are sent again under their ids, marked `resent`; the server's
-journal makes that safe. The channel is lost for good when the server has another `boot_id`, refuses the token, or can't
+journal makes that safe. The stream is lost for good when the server has another `boot_id`, refuses the token, or can't
 be reached for `reconnect_s`: then calls that were sent end as `OutcomeUnknown` and the others as `SlotLost`.
 """
 
@@ -60,8 +60,15 @@ LARGE_FRAME = 65_536
 _numbers = itertools.count(time.monotonic_ns())
 
 
+@dataclass(slots=True)
+class FrameLimit:
+    """The most messages in a frame; one for all streams of a pool, read for each frame."""
+
+    max_calls: int = 200
+
+
 @dataclass(slots=True, eq=False)
-class Pending:
+class PendingCall:
     """A call without an answer. `encoded` is dropped once it was sent."""
 
     call: Call
@@ -72,13 +79,13 @@ class Pending:
 
 
 @dataclass(frozen=True, slots=True)
-class Events:
-    """What the channel reports, each called on the loop.
+class StreamEvents:
+    """What the stream reports, each called on the loop.
 
     Attributes:
         lease_ended: the server ended a lease.
         capacity: a slot came free.
-        lost: the channel is lost for good, with the reason; after it no call is answered.
+        lost: the stream is lost for good, with the reason; after it no call is answered.
         holds: the lease ids that the client holds or asks for right now.
         beat_s: the longest pause between signs of life that its leases allow, in seconds.
     """
@@ -90,13 +97,13 @@ class Events:
     beat_s: Callable[[], float]
 
 
-class Refused(BackendUnavailable):
+class ClientRefused(BackendUnavailable):
     """The server can be reached and will never take this client."""
 
     retryable = False
 
 
-class Channel:
+class CallStream:
     """See the module.
 
     Args:
@@ -104,7 +111,7 @@ class Channel:
         url: of the stream.
         client_id: unique to this client.
         events: what is reported to whom.
-        max_batch: most messages in a frame.
+        frames: how large a frame may be.
         reconnect_s: how long a lost connection is tried for.
     """
 
@@ -113,24 +120,24 @@ class Channel:
         session: aiohttp.ClientSession,
         url: str,
         client_id: str,
-        events: Events,
+        events: StreamEvents,
         *,
-        max_batch: int,
+        frames: FrameLimit,
         reconnect_s: float,
     ) -> None:
         self._session = session
         self._url = url
         self._client_id = client_id
         self._events = events
-        self._max_batch = max_batch
+        self._frames = frames
         self._reconnect_s = reconnect_s
-        self._pending: dict[str, Pending] = {}
+        self._pending: dict[str, PendingCall] = {}
         self._cancels: dict[str, None] = {}
         self._acks: list[str] = []
         # An acknowledgement may be lost with its connection: kept until the echo of a heartbeat sent after it.
         self._acks_sent: list[str] = []
         self._acks_covered: deque[tuple[int, list[str]]] = deque()
-        self._out: deque[Pending | Cancel | Heartbeat] = deque()
+        self._out: deque[PendingCall | Cancel | Heartbeat] = deque()
         self._socket: aiohttp.ClientWebSocketResponse | None = None
         self._wake = asyncio.Event()
         self._beat_now = asyncio.Event()
@@ -146,15 +153,11 @@ class Channel:
 
     # ---------------------------------------------------------------------------------------------------------- calls
 
-    def bound_frames(self, max_batch: int) -> None:
-        """Change the most messages in a frame, from the next frame on."""
-        self._max_batch = max_batch
-
     async def call(self, call: Call) -> OpResult:
         """Run one call. Cancelling the awaiting task cancels it on the server.
 
         Raises:
-            SandboxError: of the kind that the server's fault, or the lost channel, stands for.
+            SandboxError: of the kind that the server's fault, or the lost stream, stands for.
         """
         waiter: asyncio.Future[OpResult] = asyncio.get_running_loop().create_future()
         pending = self._pending.get(call.call_id)
@@ -180,7 +183,7 @@ class Channel:
             return OpError(error="bad_path", message=f"the call holds text that is not valid Unicode: {error}"[:300])
         if len(encoded) > MAX_FRAME_BYTES - 2:
             return OpError(error="too_large", message=f"the call has {len(encoded)} bytes, over {MAX_FRAME_BYTES}")
-        pending = self._pending[call.call_id] = Pending(call, encoded)
+        pending = self._pending[call.call_id] = PendingCall(call, encoded)
         pending.waiters.append(waiter)
         self._out.append(pending)
         if len(self._pending) == 1 and self._socket is not None and len(encoded) < LARGE_FRAME:
@@ -223,7 +226,7 @@ class Channel:
 
     async def close(self, reason: str) -> None:
         """End the stream; calls that wait end as lost."""
-        self._lose(reason, told=False)
+        self._lose(reason, report=False)
         task, self._task = self._task, None
         if task is not None:
             task.cancel()
@@ -248,7 +251,7 @@ class Channel:
             raise BackendUnavailable(f"{self._url} did not answer within {CONNECT_S:g} s") from None
         except aiohttp.WSServerHandshakeError as error:
             if error.status in {401, 403}:
-                raise Refused(f"{self._url} refuses the token") from None
+                raise ClientRefused(f"{self._url} refuses the token") from None
             raise BackendUnavailable(f"{self._url} answered {error.status}") from None
         except (aiohttp.ClientError, OSError) as error:
             raise BackendUnavailable(f"{self._url} can't be reached: {error}") from error
@@ -267,9 +270,9 @@ class Channel:
             raise BackendUnavailable(f"{self._url} did not welcome this client")
         welcome = messages[0]
         if welcome.version != VERSION:
-            raise Refused(f"{self._url} speaks version {welcome.version} of the wire, not {VERSION}")
+            raise ClientRefused(f"{self._url} speaks version {welcome.version} of the wire, not {VERSION}")
         if self.boot_id is not None and welcome.boot_id != self.boot_id:
-            raise Refused("the sandbox server was restarted, and its slots are gone")
+            raise ClientRefused("the sandbox server was restarted, and its slots are gone")
         self.boot_id = welcome.boot_id
         self._heartbeat_s = welcome.heartbeat_s
         self._heard_at = time.monotonic()
@@ -305,7 +308,7 @@ class Channel:
                 socket = again
         except Exception as error:
             log.exception("stream %s failed", self._url)
-            self._lose(f"the client's stream failed: {error!r}", told=True)
+            self._lose(f"the client's stream failed: {error!r}", report=True)
 
     async def _serve(self, socket: aiohttp.ClientWebSocketResponse) -> str:
         """Until the connection breaks; returns why."""
@@ -330,18 +333,18 @@ class Channel:
         while True:
             try:
                 return await self._connect()
-            except Refused as error:
-                self._lose(str(error), told=True)
+            except ClientRefused as error:
+                self._lose(str(error), report=True)
                 return None
             except BackendUnavailable as error:
                 ended = self.draining and isinstance(error.__cause__, ConnectionRefusedError | aiohttp.ClientOSError)
                 if ended or time.monotonic() + pause > until:
-                    self._lose(f"{error} ({reason})", told=True)
+                    self._lose(f"{error} ({reason})", report=True)
                     return None
             await asyncio.sleep(pause * random.uniform(0.5, 1))
             pause = min(pause * 2, longest)
 
-    def _lose(self, reason: str, *, told: bool) -> None:
+    def _lose(self, reason: str, *, report: bool) -> None:
         if self.gone is not None:
             return
         self.gone = reason
@@ -354,7 +357,7 @@ class Channel:
             for waiter in each.waiters:
                 if not waiter.done():
                     waiter.set_exception(kind(reason))
-        if told:
+        if report:
             self._events.lost(reason)
 
     # -------------------------------------------------------------------------------------------------------- reading
@@ -438,9 +441,9 @@ class Channel:
         parts: list[bytes] = []
         size = 0
         out = self._out
-        while out and len(parts) < self._max_batch:
+        while out and len(parts) < self._frames.max_calls:
             item = out[0]
-            if isinstance(item, Pending):
+            if isinstance(item, PendingCall):
                 if item.over:
                     out.popleft()
                     continue
@@ -451,7 +454,7 @@ class Channel:
             if parts and size + len(encoded) > MAX_FRAME_BYTES // 2:
                 break
             out.popleft()
-            if isinstance(item, Pending):
+            if isinstance(item, PendingCall):
                 item.sent, item.encoded = True, None
             elif isinstance(item, Heartbeat):
                 self._acks_covered.append((item.seq, self._acks_sent))

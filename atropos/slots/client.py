@@ -17,7 +17,7 @@ import aiohttp
 from pydantic import BaseModel, SecretStr, ValidationError
 
 from atropos.errors import BackendUnavailable, LeaseExpired, PoolFull, SandboxError, SlotLost, from_code
-from atropos.slots.call_stream import Channel, Events, Refused
+from atropos.slots.call_stream import CallStream, ClientRefused, FrameLimit, StreamEvents
 from atropos.wire import (
     Call,
     Capabilities,
@@ -57,9 +57,8 @@ class SandboxClient:
         url: `http://host:port`.
         token: the server's bearer token.
         client_id: names the leases' holder; unique to the process that uses them.
-        batch_window_ms: the longest a call may wait to be batched. Calls never wait on purpose: they are sent as soon
-            as the connection can take them, which keeps any such promise.
-        max_batch_size: most calls in a frame.
+        frames: most calls in a frame. No call waits on purpose to be batched: it is sent as soon as the connection can
+            take it.
         on_lease_ended: called when the server ended a lease that this client holds.
         on_capacity: called with the number of free slots when one came free after an acquire was refused.
         reconnect_s: how long a lost connection is tried for before the client is `lost`.
@@ -75,23 +74,21 @@ class SandboxClient:
         token: str | SecretStr,
         *,
         client_id: str,
-        batch_window_ms: float = 20,
-        max_batch_size: int = 200,
+        frames: FrameLimit | None = None,
         on_lease_ended: Callable[[LeaseEnded], None] | None = None,
         on_capacity: Callable[[int], None] | None = None,
         reconnect_s: float = 15.0,
     ) -> None:
-        del batch_window_ms  # kept by construction: see above
         self._url = url.rstrip("/")
         self._token = token.get_secret_value() if isinstance(token, SecretStr) else token
         self._client_id = client_id
-        self._max_batch = max_batch_size
+        self._frames = frames or FrameLimit()
         self._on_lease_ended = on_lease_ended
         self._on_capacity = on_capacity
         self._reconnect_s = reconnect_s
         self._session: aiohttp.ClientSession | None = None
         self._stream_session: aiohttp.ClientSession | None = None
-        self._channel: Channel | None = None
+        self._stream: CallStream | None = None
         self._held: dict[str, Lease] = {}
         self._asking: set[str] = set()
         self._ended: OrderedDict[str, SandboxError] = OrderedDict()
@@ -104,8 +101,8 @@ class SandboxClient:
         self.lost_reason = ""
 
     def __repr__(self) -> str:
-        channel = self._channel
-        state = "closed" if self._closed else "lost" if self.lost.is_set() else "new" if channel is None else "open"
+        stream = self._stream
+        state = "closed" if self._closed else "lost" if self.lost.is_set() else "new" if stream is None else "open"
         return f"<SandboxClient {self._url} {state}, {len(self._held)} leases>"
 
     # ----------------------------------------------------------------------------------------------------------- life
@@ -122,26 +119,26 @@ class SandboxClient:
             self._session = self._new_session(MAX_REQUESTS)
             # Connections of its own: requests that wait must not keep a stream that broke from coming back.
             self._stream_session = self._new_session(0)
-        if self._channel is not None:
+        if self._stream is not None:
             return
         assert self._stream_session is not None
-        events = Events(self._lease_ended, self._capacity, self._lose, self._holds, self._beat_s)
-        channel = Channel(
+        events = StreamEvents(self._lease_ended, self._capacity, self._lose, self._holds, self._beat_s)
+        stream = CallStream(
             self._stream_session,
             f"{self._url}/v1/stream",
             self._client_id,
             events,
-            max_batch=self._max_batch,
+            frames=self._frames,
             reconnect_s=self._reconnect_s,
         )
         try:
-            await channel.open()
+            await stream.open()
         except BaseException:
             if not self._tasks:
                 await self._close_session()
             raise
-        self._channel = channel
-        self.boot_id = channel.boot_id
+        self._stream = stream
+        self.boot_id = stream.boot_id
 
     async def close(self) -> None:
         """End the stream and everything that waits on it, within `CLOSE_S` and a bit. Leases are not released."""
@@ -150,8 +147,8 @@ class SandboxClient:
         self._closed = True
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=CLOSE_S)
-        if self._channel is not None:
-            await self._channel.close("the client was closed")
+        if self._stream is not None:
+            await self._stream.close("the client was closed")
         for task in list(self._tasks):
             task.cancel()
         if self._tasks:
@@ -193,10 +190,10 @@ class SandboxClient:
         if request.client_id != self._client_id:
             request = request.model_copy(update={"client_id": self._client_id})
         name = request.lease_id
-        if self._channel is None:
+        if self._stream is None:
             raise BackendUnavailable("this client is not connected")
         # Not while a new connection is being made: its hello would not name this lease, and so end it.
-        await self._channel.up.wait()
+        await self._stream.up.wait()
         self._asking.add(name)
         self._ended.pop(name, None)
         try:
@@ -214,7 +211,7 @@ class SandboxClient:
         finally:
             self._asking.discard(name)
         self._held[name] = lease
-        self._channel.beat_soon()
+        self._stream.beat_soon()
         return lease
 
     def _give_back(self, lease_id: str) -> None:
@@ -268,8 +265,8 @@ class SandboxClient:
         over = self._ended.get(lease.lease_id)
         if over is not None:
             raise type(over)(*over.args)
-        channel = self._channel
-        if channel is None or self._closed:
+        stream = self._stream
+        if stream is None or self._closed:
             raise SlotLost("this client is closed" if self._closed else "this client is not connected")
         if call_id is None:
             name = f"{self._prefix}.{next(self._count)}"
@@ -278,7 +275,7 @@ class SandboxClient:
             if len(name) > 200:
                 name = f"{lease.lease_id}/{uuid.uuid5(uuid.NAMESPACE_OID, call_id).hex}"
         call = Call(call_id=name, lease_id=lease.lease_id, epoch=lease.epoch, operation=operation)
-        return await channel.call(call)
+        return await stream.call(call)
 
     # ------------------------------------------------------------------------------------------------------- snapshots
 
@@ -352,12 +349,6 @@ class SandboxClient:
 
     # --------------------------------------------------------------------------------------------------------- looking
 
-    def bound_frames(self, max_batch_size: int) -> None:
-        """Change the most calls in a frame, from the next frame on."""
-        self._max_batch = max_batch_size
-        if self._channel is not None:
-            self._channel.bound_frames(max_batch_size)
-
     async def capabilities(self) -> Capabilities:
         """What the server's probe found."""
         return await self._ask("GET", "/v1/capabilities", Capabilities)
@@ -425,7 +416,7 @@ class SandboxClient:
         while len(self._ended) > MAX_ENDED:
             self._ended.popitem(last=False)
 
-    # ---------------------------------------------------------------------------------------- what the channel reports
+    # ---------------------------------------------------------------------------------------- what the stream reports
 
     def _lease_ended(self, message: LeaseEnded) -> None:
         if message.lease_id in self._asking:
@@ -478,7 +469,7 @@ def _problem(status: int, raw: bytes) -> SandboxError:
     except ValidationError:
         return BackendUnavailable(f"the server answered {status}: {raw[:200]!r}")
     if status == 401:
-        return Refused("the server refuses the token")
+        return ClientRefused("the server refuses the token")
     if status == 404:
         return _NotFound(found.message)
     if found.code == PoolFull.code:

@@ -1,4 +1,4 @@
-"""The settings of a slot pool: each has one name, one default and one place."""
+"""The settings of a slot pool. Each is declared once; envs inherit the declaration."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import json
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self, cast
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SecretStr, ValidationError, model_validator
+from pydantic import BeforeValidator, Field, SecretStr, ValidationError, model_validator
 
-from atropos.config import ServerConfig, SlotLimits
+from atropos.config import SandboxSettings, ServerConfig, SlotSettings
 from atropos.errors import ConfigError
 
 
@@ -28,50 +28,29 @@ NomadVariables = Annotated[dict[str, str], BeforeValidator(_expressions)]
 """Variables of the Nomad job: text as `nomad job run -var` takes it; numbers, booleans and lists as they are."""
 
 
-class SlotPoolConfig(BaseModel):
-    """What a `SlotPool` is made of. Frozen; unknown fields are refused.
+class PoolSettings(SlotSettings):
+    """The settings of a pool that an env has under the same names."""
 
-    Raises:
-        ConfigError: a field is wrong; one line that names it and says what would be right.
-    """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    backend: Literal["local", "docker", "nomad"] = Field(default="local", description="what makes containers exist")
-    slots_per_container: int = Field(default=10, ge=1, le=1000)
-    min_containers: int = Field(default=1, ge=0, le=100_000, description="kept even when idle")
-    max_containers: int = Field(default=10, ge=1, le=100_000)
+    slots_per_container: int = Field(default=10, ge=1, le=1000, description="slots in each container")
+    min_containers: int = Field(default=1, ge=0, le=100_000, description="containers kept even when idle")
+    max_containers: int = Field(default=10, ge=1, le=100_000, description="most containers")
     acquire_timeout_s: float = Field(default=30.0, gt=0, description="longest an acquire waits for a slot")
-    start_timeout_s: float = Field(default=60.0, gt=0, description="longest `start` waits for the first container")
+    start_timeout_s: float = Field(default=60.0, gt=0, description="longest the start waits for the first container")
     outage_s: float = Field(
         default=900.0,
         ge=0,
-        description="docker and nomad: how long the engine may give no answer, with no container left, before that is final",
+        description="how long Nomad or Docker may be away, with no container left, before that is final",
     )
     idle_container_s: float = Field(default=60.0, gt=0, description="unused for this long, a container may be closed")
-
-    limits: SlotLimits = SlotLimits()
     lease_ttl_s: float = Field(default=60.0, gt=0, le=86_400, description="a dead client's leases end after this")
-    warm: int | None = Field(default=None, ge=0, description="sandboxes started ahead in a container; None: by slots")
-    base: str | None = Field(default=None, description="root file system of the slots, as ServerConfig.base")
-    bases: dict[str, str] = Field(default_factory=dict, description="further root file systems by name")
-    volume: Literal["memory", "disk"] = "memory"
-    allow_network: bool = Field(default=False, description="leases may ask for (filtered) egress")
-    egress_allow: tuple[str, ...] = Field(
-        default=("public",), description="public, host names, *.suffixes, addresses or networks"
-    )
-    egress_deny: tuple[str, ...] = Field(default=(), description="hosts, addresses or networks never reached")
-    egress_mib: int = Field(default=4096, ge=1, description="bytes a lease may move through the proxy, both ways")
-    egress_connections: int = Field(default=64, ge=1, description="connections a slot may have open at once")
     travel_mib: int = Field(default=512, ge=0, description="larger snapshots are not copied to other containers")
     reconnect_s: float = Field(default=15.0, gt=0, description="a lost connection is tried for so long; then SlotLost")
-    require_sandbox: bool = Field(default=False, description="refuse containers that lack any isolation feature")
-    require_stateful_sandbox: bool = Field(default=False, description="refuse containers without lasting sessions")
-    batch_window_ms: float = Field(default=20, ge=0, le=10_000, description="longest a call may wait to be batched")
-    max_batch_size: int = Field(default=200, ge=1, le=10_000, description="most calls in a frame")
-
-    image: str = Field(default="atropos-sandbox:local", min_length=1, description="docker and nomad")
-    job_id: str = Field(default="atropos-sandbox-agent-env", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,100}$")
+    container_memory_mib: int | None = Field(
+        default=None,
+        ge=64,
+        description="docker and nomad: memory of a container; None: the server's and all slots' limits. Less is over-commit",
+    )
+    docker_host: str | None = Field(default=None, description="None: DOCKER_HOST, else the local engine")
     nomad_address: str | None = Field(default=None, description="None: NOMAD_ADDR, else http://localhost:4646")
     nomad_variables: NomadVariables = Field(
         default_factory=dict,
@@ -82,15 +61,48 @@ class SlotPoolConfig(BaseModel):
         ge=0,
         description="nomad: how long the first container may be without a place before `start` fails; more where nodes are added on demand",
     )
-    container_memory_mib: int | None = Field(
-        default=None,
-        ge=64,
-        description="docker and nomad; None: the server's and all slots' limits. Less is over-commit",
-    )
-    docker_host: str | None = Field(default=None, description="None: DOCKER_HOST, else the local engine")
     privileged: bool = Field(default=False, description="kept for compatibility; True is refused")
-    purge_job_on_start: bool = False
-    purge_job_on_shutdown: bool = True
+    purge_job_on_start: bool = Field(default=False, description="remove the job of an earlier run first")
+    purge_job_on_shutdown: bool = Field(default=True, description="remove the job at the end")
+
+    @model_validator(mode="after")
+    def _check_pool(self) -> Self:
+        if self.max_containers < self.min_containers:
+            raise ValueError(
+                f"max_containers ({self.max_containers}) is less than min_containers ({self.min_containers}): "
+                "raise the first or lower the second"
+            )
+        if self.privileged:
+            raise ValueError(
+                "privileged: sandbox containers are never privileged (a slot needs user namespaces, not host rights); "
+                "set it to False"
+            )
+        return self
+
+
+class SlotPoolConfig(PoolSettings, SandboxSettings):
+    """What a `SlotPool` is made of. Frozen; unknown fields are refused.
+
+    Raises:
+        ConfigError: a field is wrong; one line that names it and says what would be right.
+    """
+
+    backend: Literal["local", "docker", "nomad"] = Field(default="local", description="what makes containers exist")
+    image: str = Field(
+        default="atropos-sandbox:local", min_length=1, description="docker and nomad: the containers' image"
+    )
+    job_id: str = Field(
+        default="atropos-sandbox-agent-env",
+        pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,100}$",
+        description="nomad: name of the job",
+    )
+    batch_window_ms: float = Field(
+        default=20,
+        ge=0,
+        le=10_000,
+        description="longest a call may wait to be batched; none waits on purpose, so that every value holds",
+    )
+    max_batch_size: int = Field(default=200, ge=1, le=10_000, description="most calls in a frame")
 
     def __init__(self, **data: Any) -> None:
         try:
@@ -118,38 +130,17 @@ class SlotPoolConfig(BaseModel):
         return data
 
     @model_validator(mode="after")
-    def _check_together(self) -> Self:
-        if self.max_containers < self.min_containers:
-            raise ValueError(
-                f"max_containers ({self.max_containers}) is less than min_containers ({self.min_containers}): "
-                "raise the first or lower the second"
-            )
-        if self.privileged:
-            raise ValueError(
-                "privileged: sandbox containers are never privileged (a slot needs user namespaces, not host rights); "
-                "set it to False"
-            )
+    def _check_bases(self) -> Self:
         if self.base in self.bases:
             raise ValueError(f"base: {self.base!r} is also a name in bases; give a path, or rename the entry")
         return self
 
     def server_config(self, token: str, **changes: Any) -> ServerConfig:
-        """What each of this pool's sandbox servers is told; `changes` are fields of `ServerConfig`."""
-        values: dict[str, Any] = {
+        """The configuration of each of this pool's sandbox servers; `changes` are fields of `ServerConfig`."""
+        values: dict[str, Any] = {name: getattr(self, name) for name in SandboxSettings.model_fields}
+        values |= {
             "token": SecretStr(token),
             "slots": self.slots_per_container,
-            "warm": self.warm,
-            "limits": self.limits,
-            "base": self.base,
-            "bases": self.bases,
-            "volume": self.volume,
-            "allow_network": self.allow_network,
-            "egress_allow": self.egress_allow,
-            "egress_deny": self.egress_deny,
-            "egress_mib": self.egress_mib,
-            "egress_connections": self.egress_connections,
-            "require_sandbox": self.require_sandbox,
-            "require_stateful_sandbox": self.require_stateful_sandbox,
             "heartbeat_s": min(5.0, self.lease_ttl_s / 4),
         }
         return ServerConfig(**{**values, **changes})

@@ -58,10 +58,6 @@ class ContainerClient(Protocol):
         """Forget a frozen slot."""
         ...
 
-    def bound_frames(self, max_batch_size: int) -> None:
-        """Change the most calls in a frame."""
-        ...
-
     async def copy_snapshot(self, snapshot_id: str, to: Any) -> wire.SnapshotInfo:
         """Bring a frozen slot to another server, by its client."""
         ...

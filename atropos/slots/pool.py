@@ -15,6 +15,7 @@ from atropos import wire
 from atropos.errors import AcquireTimeout, BackendUnavailable, ConfigError, SandboxError
 from atropos.slots.backends import make_backend
 from atropos.slots.backends.base import Backend, Container
+from atropos.slots.call_stream import FrameLimit
 from atropos.slots.client import SandboxClient
 from atropos.slots.config import SlotPoolConfig
 from atropos.slots.container_link import ClientFactory, ContainerClient, Link
@@ -59,7 +60,7 @@ class SlotPool:
         self._keeper = Keeper(self._state, self._links, make_client or self._sandbox_client)
         self._grants = Grants(self._state, self._links)
         self._loops = Tasks("pool")
-        self._max_batch = self.config.max_batch_size
+        self._frames = FrameLimit(self.config.max_batch_size)
         self._stopping: asyncio.Task[None] | None = None
 
     def __repr__(self) -> str:
@@ -235,9 +236,7 @@ class SlotPool:
         """
         if max_batch_size < 1:
             raise ConfigError(f"max_batch_size: {max_batch_size} is not positive")
-        self._max_batch = max_batch_size
-        for link in self._links.values():
-            link.client.bound_frames(max_batch_size)
+        self._frames.max_calls = max_batch_size
 
     def _check_request(self, base: str | None, *, network: bool) -> None:
         if base is not None and base not in self.config.bases:
@@ -323,8 +322,7 @@ class SlotPool:
             container.url,
             container.token,
             client_id=self.client_id,
-            batch_window_ms=self.config.batch_window_ms,
-            max_batch_size=self._max_batch,
+            frames=self._frames,
             on_lease_ended=on_lease_ended,
             on_capacity=on_capacity,
             reconnect_s=self.config.reconnect_s,

@@ -13,7 +13,9 @@ class ToolExecutorConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     batch_window_ms: float = Field(
-        default=20, ge=0, description="longest a call may wait to share a frame; none waits on purpose"
+        default=20,
+        ge=0,
+        description="longest a call may wait to be batched; none waits on purpose, so that every value holds",
     )
     max_batch_size: int | None = Field(default=None, ge=1, description="most calls in a frame; None: as the pool says")
     allow_network: bool | None = Field(default=None, description="false: no slot is ever leased with a network")

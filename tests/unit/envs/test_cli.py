@@ -155,7 +155,7 @@ def test_dicts_are_json():
 def test_every_field_is_a_flag_that_takes_its_own_default(name):
     value = getattr(AgentEnvConfig(), name)
     text = getattr(value, "value", value)
-    shown = ",".join(text) if isinstance(text, list) else str(text)
+    shown = ",".join(text) if isinstance(text, list | tuple) else str(text)
     config = config_of(f"--env.{name}={shown}")
     assert getattr(config, name) == value
 

@@ -10,9 +10,12 @@ from pathlib import Path
 import pytest
 from aiohttp import web
 
+from atropos.config import SlotLimits
 from atropos.envs import AgentEnvConfig, HermesAgentBaseEnv, HermesAgentEnvConfig
 from atropos.envs.running.rollout import GroupsDropped
 from atropos.errors import ConfigError, SlotLost
+from atropos.slots import SlotPoolConfig
+from atropos.slots.config import PoolSettings
 from examples.policy.play import TASKS, Policy
 from examples.policy.server import PolicyServer, Settings
 from tests.e2e.hermes_support import make as make_hermes
@@ -328,3 +331,25 @@ def test_the_backend_is_the_pools():
 def test_privileged_is_refused_with_an_explanation():
     with pytest.raises(ConfigError, match=r"env\.?.*privileged.*never privileged"):
         AgentEnvConfig(privileged=True)
+
+
+@pytest.mark.parametrize("name", [*PoolSettings.model_fields])
+def test_a_setting_of_the_pool_is_declared_once_and_reaches_it(name):
+    own, pools = AgentEnvConfig.model_fields[name], SlotPoolConfig.model_fields[name]
+    assert (own.description, own.metadata, own.annotation) == (pools.description, pools.metadata, pools.annotation)
+    value = {"max_containers": 7, "min_containers": 2, "volume": "disk", "egress_allow": "a.example, b.example"}.get(
+        name
+    )
+    if value is None:
+        default = own.get_default(call_default_factory=True)
+        value = {bool: not default, int: 100, float: 7.5, dict: {"a": "b"}}.get(type(default), pools.default)
+    if name == "privileged":
+        return
+    env = AgentEnvConfig(**{name: value})
+    assert getattr(env.pool_config(), name) == getattr(SlotPoolConfig(**{name: value}), name) == getattr(env, name)
+
+
+def test_every_limit_of_a_slot_is_a_setting_of_an_env():
+    limits = SlotLimits(memory_mib=99, open_files=777, wall_s=5)
+    env = AgentEnvConfig(slot_memory_mib=99, slot_open_files=777, slot_wall_s=5)
+    assert env.pool_config().limits == limits
