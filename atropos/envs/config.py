@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from copy import copy
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SecretStr, ValidationError, model_validator
 
@@ -14,7 +14,7 @@ from atropos.envs.command_line.flags import one_line
 from atropos.envs.running.prometheus import split_address
 from atropos.errors import ConfigError
 from atropos.slots import SlotPoolConfig
-from atropos.slots.config import PoolSettings
+from atropos.slots.config import BackendName, PoolSettings
 from atropos.tools import ToolExecutorConfig, ToolLimits
 
 
@@ -62,7 +62,7 @@ class SandboxEnvConfig(PoolSettings, BaseEnvConfig):
         default=3600, description="longest a group may take when serving, in seconds; -1: any"
     )
 
-    tool_pool_mode: Literal["nomad", "docker", "local"] = like("backend", default="nomad")
+    tool_pool_mode: BackendName = like("backend", default="nomad")
     allow_network: bool = like("allow_network", default=True)
     nomad_address: str | None = like("nomad_address", default="http://localhost:4646")
     tool_batch_window_ms: float = like("batch_window_ms")

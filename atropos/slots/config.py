@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, Self, cast
+from typing import Annotated, Any, Self, cast
 
-from pydantic import BeforeValidator, Field, SecretStr, ValidationError, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, SecretStr, ValidationError, model_validator
 
 from atropos.config import SandboxSettings, ServerConfig, SlotSettings
 from atropos.errors import ConfigError
+from atropos.slots.plugins import known
 
 
 def _expressions(value: Any) -> Any:
@@ -26,6 +27,10 @@ def _expression(value: Any) -> str:
 
 NomadVariables = Annotated[dict[str, str], BeforeValidator(_expressions)]
 """Variables of the Nomad job: text as `nomad job run -var` takes it; numbers, booleans and lists as they are."""
+
+
+BackendName = Annotated[str, AfterValidator(known)]
+"""A built-in backend, or one that an installed package registers."""
 
 
 class PoolSettings(SlotSettings):
@@ -87,7 +92,7 @@ class SlotPoolConfig(PoolSettings, SandboxSettings):
         ConfigError: a field is wrong; one line that names it and says what would be right.
     """
 
-    backend: Literal["local", "docker", "nomad"] = Field(default="local", description="what makes containers exist")
+    backend: BackendName = Field(default="local", description="what makes containers exist: a backend's name")
     image: str = Field(
         default="atropos-sandbox:local", min_length=1, description="docker and nomad: the containers' image"
     )

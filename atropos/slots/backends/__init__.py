@@ -1,24 +1,27 @@
-"""Where containers come from: local processes, Docker, Nomad."""
+"""Where containers come from: local processes, Docker, Nomad, and what other packages register."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from atropos.slots.backends.base import Backend
-    from atropos.slots.config import SlotPoolConfig
+from atropos.errors import ConfigError
+from atropos.slots.backends.base import Backend
+from atropos.slots.config import SlotPoolConfig
+from atropos.slots.plugins import find
 
 
 def make_backend(config: SlotPoolConfig) -> Backend:
-    """The backend that a pool's configuration names; only its own dependencies are imported."""
-    if config.backend == "docker":
-        from atropos.slots.backends.docker.backend import DockerBackend
+    """The backend that a pool's configuration names; only its own dependencies are imported.
 
-        return DockerBackend.from_pool(config)
-    if config.backend == "nomad":
-        from atropos.slots.backends.nomad.backend import NomadBackend  # pyright: ignore[reportMissingImports]
-
-        return NomadBackend.from_pool(config)
-    from atropos.slots.backends.local.backend import LocalBackend
-
-    return LocalBackend(config)
+    Raises:
+        ConfigError: it can't be imported, or what its entry point names makes no backend.
+    """
+    entry = find(config.backend)
+    try:
+        make = entry.load()
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(f"backend: {config.backend!r} ({entry.value}) can't be loaded: {error}") from error
+    backend = make(config)
+    if not isinstance(backend, Backend):
+        raise ConfigError(
+            f"backend: {config.backend!r} ({entry.value}) makes a {type(backend).__name__}, not a Backend"
+        )
+    return backend
