@@ -149,7 +149,7 @@ class NomadApi:
         """Check that the namespace is there: Nomad itself says so only when a job is registered.
 
         Raises:
-            NomadMisset: it isn't, or the token may do nothing in it.
+            NomadMisconfigured: it isn't, or the token may do nothing in it.
         """
         name = self.settings.namespace
         try:

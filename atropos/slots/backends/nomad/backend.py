@@ -19,20 +19,12 @@ from atropos.errors import BackendUnavailable, ConfigError
 from atropos.slots.backends.base import Backend, Container
 from atropos.slots.backends.nomad import job as nomad_job
 from atropos.slots.backends.nomad.api import Json, NomadApi
-from atropos.slots.backends.nomad.refusals import NomadMisset, NomadRefused
+from atropos.slots.backends.nomad.job_view import READY_S, JobView
+from atropos.slots.backends.nomad.refusals import NomadMisconfigured, NomadRefused
 from atropos.slots.backends.nomad.settings import NomadSettings
-from atropos.slots.backends.nomad.view import (
-    DRIVER,
-    GROUP,
-    TASK,
-    Allocation,
-    container,
-    newest,
-    placement_failures,
-    set_up_fault,
-)
+from atropos.slots.backends.nomad.view import GROUP, TASK, Allocation, newest, placement_failures
 from atropos.slots.backends.server_http import ServerHttp
-from atropos.slots.backends.spec import BAD_CONFIG, ContainerSpec, hopeless
+from atropos.slots.backends.spec import ContainerSpec
 from atropos.slots.backends.supervise import ChangeFlag, Outage, Patience, persist
 
 if TYPE_CHECKING:
@@ -41,16 +33,14 @@ if TYPE_CHECKING:
 log = logging.getLogger("atropos.slots.nomad")
 
 LOOK_AGAIN_S = 60.0
-"""How often allocations are listed even when no change was told, in seconds."""
+"""How often allocations are listed when no change is reported, in seconds."""
 LASTED_S = 5.0
 """An event stream or a blocking query that lasted for this long was sound, in seconds."""
 DOUBT_S = 2.0
-"""How soon to look again while an answer of Nomad's is not believed, in seconds."""
-READY_S = 60.0
-"""A server that doesn't answer for this long after it started is said to be in trouble, in seconds."""
+"""Pause before the next list while an answer of Nomad's is in doubt, in seconds."""
 LONGEST_DRAIN_S = 3600.0
 PURGE_AGAIN_S, PURGE_UNANSWERED_S, PURGE_AWAY_S = 20.0, 8.0, 2.0
-"""How long a purge is tried again at the end, in seconds; then the job is left, and told: while Nomad answers with errors,
+"""How long a purge is tried again at the end, in seconds; then the job is left, and logged: while Nomad answers with errors,
 while it doesn't answer, and where it hadn't answered for a while before."""
 DEPLOYMENT = "active deployment"
 """In Nomad's words when it doesn't scale a job because a changed version of it is being rolled out."""
@@ -80,48 +70,25 @@ class NomadBackend(Backend):
         self._job_id = job_id
         self._purge_on_start = purge_on_start
         self._extra = dict(extra or {})
-        self._placement_s = placement_s
         self._settings = settings
         self._api = NomadApi(settings)
         self._http = ServerHttp()
         self._token = ""
         self._changing = False
         """Whether this process has changed something in Nomad, or was about to."""
-        self._target = 0
-        self._most = 0
-        """The job's count may be lowered from up to here: what is above was asked for by another process."""
-        self._surplus = False
-        """Whether the job's count is above what this process asks for."""
-        self._known: dict[str, Allocation] = {}
-        """By run: what Nomad last said of the allocations that are not over."""
-        self._ready: set[str] = set()
-        """Runs whose server has answered."""
-        self._ever_ready = False
-        self._ending: set[str] = set()
-        """Runs that this process is draining or has stopped."""
+        self._view = JobView(placement_s)
         self._waiting: set[str] = set()
         """Runs whose first answer is awaited."""
-        self._told: set[str] = set()
-        self._drained: set[str] = set()
-        """Runs that were drained to make the job smaller; Nomad has not been told yet."""
         self._outage = Outage(outage_s)
         self._cluster: frozenset[str] = frozenset()
         """By which the cluster is known that the job is registered in; empty where it doesn't tell."""
         self._left_behind = False
         """Whether the job was registered in another cluster before, which is out of reach."""
-        self._deployment = ""
-        """Why the job's count can't be raised now; empty when it can."""
-        self._placement = ""
-        self._unplaced_since: float | None = None
-        """When Nomad first said that it can place nothing at all, by the monotonic clock."""
-        self._crash = ""
-        self._failures = 0
-        self._failure: Exception | None = None
         self._changed = ChangeFlag()
         self._wake = ChangeFlag()
         self._shrink = ChangeFlag()
         self._streams = True
-        """Whether Nomad tells changes by its event stream."""
+        """Whether Nomad reports changes by its event stream."""
         self._main: asyncio.Task[None] | None = None
         self._group: asyncio.TaskGroup | None = None
 
@@ -154,7 +121,7 @@ class NomadBackend(Backend):
         """Find the job, if there is one, and adopt its allocations."""
         try:
             await self._adopt()
-        except NomadMisset as error:
+        except NomadMisconfigured as error:
             raise ConfigError(str(error)) from error
         up = asyncio.Event()
         self._main = asyncio.create_task(self._run(up), name=f"nomad backend {self._job_id}")
@@ -169,9 +136,9 @@ class NomadBackend(Backend):
             await self._purge()
             job = await self._api.job(self._job_id)
         if job is not None and not job.get("Stop"):
-            self._target = self._most = _count(job)
-            if told := nomad_job.differences(job, self._spec):
-                log.warning("job %s is there already and taken as it is: %s", self._job_id, told)
+            self._view.adopt(_count(job))
+            if differences := nomad_job.differences(job, self._spec):
+                log.warning("job %s is there already and taken as it is: %s", self._job_id, differences)
             self._token = await self._api.token(self._job_id)
             self._cluster = await self._api.keys()
             await self._look()
@@ -180,7 +147,7 @@ class NomadBackend(Backend):
         """Raise the job's count now, or lower it as the highest containers become idle."""
         if self._group is None:
             raise BackendUnavailable("the Nomad backend is not running")
-        self._target, self._most = count, max(self._most, count)
+        self._view.ask(count)
         await self._grow()
         self._shrink.set()
         if not self._streams:  # no allocation changes where none finds a place
@@ -188,10 +155,7 @@ class NomadBackend(Backend):
 
     def containers(self) -> Sequence[Container]:
         """The job's allocations that are not over, by index."""
-        return [
-            container(item, self._token, ready=item.run in self._ready, ending=item.run in self._ending)
-            for item in newest(self._known.values())
-        ]
+        return self._view.containers(self._token)
 
     async def changed(self) -> None:
         """Wait until `containers()` may answer differently."""
@@ -199,7 +163,7 @@ class NomadBackend(Backend):
 
     def trouble(self) -> str:
         """Nomad's own reasons: it is away, it can't place, what it places doesn't run."""
-        return "; ".join(text for text in (self._outage.reason, self._deployment, self._placement, self._crash) if text)
+        return "; ".join(text for text in (self._outage.reason, self._view.trouble()) if text)
 
     def outage(self) -> str:
         """Why Nomad doesn't answer; empty while it does."""
@@ -207,21 +171,21 @@ class NomadBackend(Backend):
 
     def failure(self) -> Exception | None:
         """Nomad is gone for good; or no server ever came up, as none can run as it is set up, or none has a place."""
-        return self._outage.failure() or (None if self._ever_ready else self._failure)
+        return self._outage.failure() or (None if self._view.ever_ready else self._view.failure)
 
     async def retire(self, container: Container) -> None:
         """Stop an allocation; Nomad makes another in its place. One that was restarted meanwhile is a new one.
 
         While Nomad doesn't answer it is tried again; a server that works by then is left alone, since others may use it.
         """
-        item = self._known.get(container.id)
-        if item is not None and item.run not in self._ending:
-            self._ending.add(item.run)
+        item = self._view.known.get(container.id)
+        if item is not None and item.run not in self._view.ending:
+            self._view.ending.add(item.run)
             self._changed.set()
             try:
                 await self._api.stop_allocation(item.id)
             except BackendUnavailable:
-                self._ending.discard(item.run)
+                self._view.ending.discard(item.run)
                 self._changed.set()
                 raise
 
@@ -245,8 +209,7 @@ class NomadBackend(Backend):
                     "job %s may be left in the cluster that was at %s before", self._job_id, self._settings.address
                 )
         except BackendUnavailable as error:
-            # (its words are enough)
-            log.error(  # noqa: TRY400
+            log.error(  # noqa: TRY400 (its words are enough)
                 "job %s and its variable nomad/jobs/%s may be left: %s; "
                 "`atropos pool purge --job-id %s --address %s` removes them",
                 self._job_id, self._job_id, error, self._job_id, self._settings.address,
@@ -254,7 +217,7 @@ class NomadBackend(Backend):
         finally:
             await self._http.close()
             await self._api.close()
-            self._known.clear()
+            self._view.known.clear()
 
     # -------------------------------------------------------------------------------------------------- growing, shrinking
 
@@ -268,20 +231,20 @@ class NomadBackend(Backend):
                     await self._recognise()
                 self._changing = True
                 self._token = await self._api.token(self._job_id)
-                hcl, wanted = nomad_job.definition(), self._target
+                hcl, wanted = nomad_job.definition(), self._view.target
                 chosen = nomad_job.variables(self._spec, self._settings, self._job_id, wanted, self._extra)
                 fresh = await self._api.parse(hcl, chosen)
                 if await self._api.register(fresh, modify_index=job["JobModifyIndex"] if job else 0):
                     self._cluster = self._cluster or await self._api.keys()
                     return
-            elif _count(job) < self._target:
+            elif _count(job) < self._view.target:
                 try:
-                    await self._api.scale(self._job_id, GROUP, self._target, "asked for by a slot pool")
-                    self._deployment = ""
+                    await self._api.scale(self._job_id, GROUP, self._view.target, "asked for by a slot pool")
+                    self._view.deployment = ""
                 except NomadRefused as error:
                     if DEPLOYMENT in str(error):  # somebody changes the job; the pool asks again in a while
-                        self._deployment = (
-                            f"job {self._job_id} can't grow to {self._target} yet: its deployment goes on"
+                        self._view.deployment = (
+                            f"job {self._job_id} can't grow to {self._view.target} yet: its deployment goes on"
                         )
                         self._changed.set()
                         return
@@ -292,8 +255,8 @@ class NomadBackend(Backend):
                     continue
                 return
             else:
-                self._deployment = ""
-                self._surplus = _count(job) > self._target
+                self._view.deployment = ""
+                self._view.surplus = _count(job) > self._view.target
                 return
         raise refused or BackendUnavailable(f"job {self._job_id} could not be changed: others change it all the time")
 
@@ -327,43 +290,35 @@ class NomadBackend(Backend):
 
     async def _shrink_once(self) -> bool:
         """Take one container away; False: there is none too many, or none that may go."""
-        item = next((each for each in self._known.values() if each.run in self._drained), None)
-        if item is None:
-            live = [
-                item for item in newest(self._known.values()) if item.state != "ending" and item.run not in self._ending
-            ]
-            if len(live) <= self._target:
-                await self._forgo()
-                return False
-            item = live[-1]
-            if item.url is not None and item.run in self._ready:
+        step = self._view.next_shrink()
+        if (item := step.item) is None:
+            await self._cancel_unplaced()
+            return False
+        if not step.drained:
+            if item.url is not None and item.run in self._view.ready:
                 if await self._http.used_by_others(item.url, self._token, self.client_id):
                     return False
-                self._ending.add(item.run)
+                self._view.ending.add(item.run)
                 self._changed.set()
                 await self._http.drain(item.url, self._token, LONGEST_DRAIN_S)
                 await self._http.until_idle(item.url, self._token)
-            self._ending.add(item.run)
-            self._drained.add(item.run)  # it takes no leases any more: whatever Nomad answers, it has to go
+            self._view.ending.add(item.run)
+            self._view.drained.add(item.run)  # it takes no leases any more: whatever Nomad answers, it has to go
         if not await self._lower(item.index):
             await self._api.stop_allocation(item.id)  # it is drained, and wanted again: let Nomad make a fresh one
-        self._drained.discard(item.run)
+        self._view.drained.discard(item.run)
         self._changed.set()
         return True
 
-    async def _forgo(self) -> None:
+    async def _cancel_unplaced(self) -> None:
         """Take back what was asked for and found no place; what another process asked for beyond that stays."""
-        if not self._surplus:
+        if not self._view.surplus:
             return
         if (job := await self._api.job(self._job_id)) is not None and not job.get("Stop"):
-            wanted = max(self._target, self._placed())
-            if wanted < _count(job) <= self._most and await self._set_count(job, wanted):
+            wanted = self._view.unplaced_count(_count(job))
+            if wanted is not None and await self._set_count(job, wanted):
                 log.info("job %s has %d containers asked for: no more have found a place", self._job_id, wanted)
-        self._surplus = False
-
-    def _placed(self) -> int:
-        """How many containers reach up to the highest index that has a place."""
-        return max((item.index + 1 for item in self._known.values() if item.state != "ending"), default=0)
+        self._view.surplus = False
 
     async def _lower(self, index: int) -> bool:
         """Set the job's count so that `index` is the first to go; False: it isn't the highest any more."""
@@ -371,8 +326,7 @@ class NomadBackend(Backend):
             job = await self._api.job(self._job_id)
             if job is None or job.get("Stop"):
                 return True
-            highest = self._placed() <= index + 1 <= _count(job) <= max(index + 1, self._most)
-            if not highest or self._target > index:
+            if not self._view.may_lower(index, _count(job)):
                 return False
             if await self._set_count(job, index):
                 return True
@@ -382,7 +336,7 @@ class NomadBackend(Backend):
         """Register a job as it was read, with another count; False: somebody has changed it since."""
         nomad_job.group_of(job)["Count"] = count
         if done := await self._api.register(job, modify_index=job["JobModifyIndex"]):
-            self._most = max(count, self._target)
+            self._view.most = max(count, self._view.target)
         return done
 
     # ---------------------------------------------------------------------------------------------------------- watching
@@ -391,10 +345,11 @@ class NomadBackend(Backend):
         try:
             async with asyncio.TaskGroup() as group:
                 self._group = group
-                for item in list(self._known.values()):
-                    self._expect(item)
+                for item in [*self._view.known.values()]:
+                    if self._view.awaited(item):
+                        self._expect(item)
                 group.create_task(self._watch())
-                group.create_task(self._look_after())
+                group.create_task(self._follow())
                 group.create_task(self._shrinker())
                 up.set()
         except* Exception:
@@ -424,28 +379,29 @@ class NomadBackend(Backend):
                     continue
                 index = 0
             except BackendUnavailable as error:
-                log.debug("changes are not told: %s", error)  # the look that follows says whether Nomad answers
+                log.debug("no changes are reported: %s", error)  # the next list says whether Nomad answers
                 index = 0
-            if time.monotonic() > began + LASTED_S:  # what is cut or answered at once is asked for ever less often
+            if time.monotonic() > began + LASTED_S:  # else the back-off grows
                 patience.worked()
             await asyncio.sleep(patience.failed())
             self._wake.set()
 
-    async def _look_after(self) -> None:
-        patience = Patience(first_s=0.2, longest_s=5)
+    async def _follow(self) -> None:
+        """List the allocations when something may have changed, until cancelled."""
+        view, patience = self._view, Patience(first_s=0.2, longest_s=5)
         pause = LOOK_AGAIN_S
         while True:
             await self._wake.wait(pause)
             try:
-                sure = await self._look() and (self._streams or len(self._known) >= self._target)
+                sure = await self._look() and (self._streams or len(view.known) >= view.target)
                 pause = LOOK_AGAIN_S if sure else DOUBT_S
-                if self._unplaced_since is not None and not self._ever_ready and self._failure is None:
-                    pause = min(pause, max(0.1, self._unplaced_since + self._placement_s - time.monotonic()))
+                if view.unplaced_since is not None and not view.ever_ready and view.failure is None:
+                    pause = min(pause, max(0.1, view.unplaced_since + view.placement_s - time.monotonic()))
                 patience.worked()
                 if self._outage.over():
                     self._changed.set()
                     self._shrink.set()
-                    self._cluster |= await self._api.keys() if self._known else frozenset()
+                    self._cluster |= await self._api.keys() if self._view.known else frozenset()
             except BackendUnavailable as error:
                 self._outage.noted(error)
                 self._changed.set()
@@ -454,25 +410,31 @@ class NomadBackend(Backend):
 
     async def _look(self) -> bool:
         """List the allocations; False when the answer contradicts servers that still answer, and isn't believed."""
-        rows = [Allocation.read(row) for row in await self._api.allocations(self._job_id)]
-        listed = {item.id for item in rows}
-        kept = await self._answering(item for item in self._known.values() if item.id not in listed)
-        # What Nomad gave up with its node may be whole, and merely out of Nomad's reach: its leases go on, no new ones.
-        given_up = await self._answering(item for item in rows if item.state == "lost" and item.run in self._known)
-        now = {item.run: item for item in (*newest(rows), *kept, *(replace(item, state="ending") for item in given_up))}
-        # Asked for as long as servers start: who purged the job just before may have taken the secret of its successor.
-        if now.keys() - self._known.keys() or any(item.state == "starting" for item in now.values()):
+        view = self._view
+        rows = await self._rows()
+        answering = await self._answering(view.doubtful(rows))
+        now = view.merge(rows, answering)
+        if view.needs_token(now):
             self._token = await self._api.token(self._job_id)
-        if now != self._known:
-            self._known = now
-            self._ready &= now.keys()
-            self._ending &= now.keys()
-            self._drained &= now.keys()
+        trouble, failure = self.trouble(), view.failure
+        actions = view.apply(rows, now)
+        if actions.changed:
             self._changed.set()
-        for item in now.values():
+        for item in actions.expect:
             self._expect(item)
-        await self._explain(rows)
-        return not kept
+        placement = placement_failures(await self._api.evaluations(self._job_id)) if actions.ask_placement else ""
+        view.judge_placement(placement, time.monotonic())
+        if (item := actions.diagnose) is not None:
+            new = item.run not in view.diagnosed and item.exit_code is not None
+            view.judge_crash(item, await self._api.last_words(item.id, TASK) if new else "", alone=actions.alone)
+        if self.trouble() not in {trouble, ""}:
+            log.warning("job %s: %s", self._job_id, self.trouble())
+        if self.trouble() != trouble or view.failure is not failure:
+            self._changed.set()
+        return all(item.state == "lost" for item in answering)
+
+    async def _rows(self) -> list[Allocation]:
+        return [Allocation.read(row) for row in await self._api.allocations(self._job_id)]
 
     async def _answering(self, doubtful: Iterable[Allocation]) -> list[Allocation]:
         """Those whose servers answer."""
@@ -482,95 +444,30 @@ class NomadBackend(Backend):
 
     def _expect(self, item: Allocation) -> None:
         """Await the first answer of a server that runs."""
-        if item.state != "running" or item.url is None or item.run in self._ready or item.run in self._waiting:
-            return
-        if self._group is not None:
+        if self._group is not None and item.url is not None and item.run not in self._waiting:
             self._waiting.add(item.run)
             self._group.create_task(self._await_answer(item.run, item.url))
 
     async def _await_answer(self, run: str, url: str) -> None:
         started = time.monotonic()
         try:
-            while run in self._known:
+            while run in self._view.known:
                 if await self._http.until_healthy(url, within_s=1.0):
-                    self._ready.add(run)
-                    self._ever_ready = True
-                    self._crash, self._failures = "", 0
+                    self._view.answered(run)
                     self._changed.set()
                     return
                 if time.monotonic() > started + READY_S:
-                    self._crash = (
-                        f"{url} does not answer though its task runs: is the client's network reachable from here?"
-                    )
+                    self._view.silent(url)
                     self._changed.set()
         finally:
             self._waiting.discard(run)
-
-    async def _explain(self, rows: Sequence[Allocation]) -> None:
-        """Find out why containers are missing, while some are."""
-        live = [item for item in self._known.values() if item.state != "ending"]
-        serving = {item.index for item in live if item.run in self._ready}
-        before = self.trouble()
-        if len(live) < self._target:
-            self._placement = placement_failures(await self._api.evaluations(self._job_id))
-        else:
-            self._placement = self._deployment = ""
-        self._judge_placement(placed=bool(live))
-        ailing = [
-            item
-            for item in rows
-            if item.detail
-            and (item.state == "starting" or item.failed)
-            and item.index not in serving
-            and item.index < max(self._target, self._placed())
-        ]
-        self._told &= {item.run for item in rows}
-        if ailing:
-            hopeful = {item.index for item in live} - {item.index for item in ailing}
-            await self._diagnose(max(ailing, key=lambda item: item.modified), alone=not hopeful)
-        else:
-            self._crash = ""
-        if self.trouble() != before:
-            self._changed.set()
-            if self.trouble():
-                log.warning("job %s: %s", self._job_id, self.trouble())
-
-    def _judge_placement(self, *, placed: bool) -> None:
-        """Give up on a job of which Nomad has placed nothing for a while; take it back when it does."""
-        if placed or not self._placement:
-            if self._unplaced_since is not None and isinstance(self._failure, BackendUnavailable):
-                self._failure = None
-            self._unplaced_since = None
-            return
-        now = time.monotonic()
-        self._unplaced_since = self._unplaced_since or now
-        if now >= self._unplaced_since + self._placement_s and self._failure is None:
-            self._failure = BackendUnavailable(self._placement)
-            self._changed.set()
-
-    async def _diagnose(self, item: Allocation, *, alone: bool) -> None:
-        """Say why a container doesn't come up, with its server's own last words; `alone`: no other one may still."""
-        cure = set_up_fault(item.detail)
-        if item.run not in self._told:
-            words = await self._api.last_words(item.id, TASK) if item.exit_code is not None else ""
-            self._crash = f"container {item.index} on {item.node}: {item.detail}" + "".join(
-                f"{mark}{text}" for mark, text in ((": ", words), ("; ", cure)) if text
-            )
-            if item.exit_code is None and not item.detail.startswith(DRIVER):
-                return  # it may still come up: a template that waits for its variable, say
-            self._told.add(item.run)
-            self._failures += 1
-        if alone and (cure or item.unrecoverable):
-            self._failure = ConfigError(self._crash)
-        elif alone or item.exit_code == BAD_CONFIG:
-            self._failure = hopeless(item.exit_code, self._crash, self._failures)
 
     # ------------------------------------------------------------------------------------------------------------ purge
 
     async def _purge(self) -> None:
         """Remove the job and its secret, unless a live client works in one of its containers."""
         token = self._token or await self._api.token(self._job_id)
-        rows = newest(Allocation.read(row) for row in await self._api.allocations(self._job_id))
+        rows = newest(await self._rows())
         servers = [item.url for item in rows if item.url is not None]
         if any(await asyncio.gather(*(self._http.used_by_others(url, token, self.client_id) for url in servers))):
             log.warning("job %s is in use by another client: not purged", self._job_id)
@@ -582,9 +479,7 @@ class NomadBackend(Backend):
         try:
             async with asyncio.timeout(self._spec.stop_s):
                 index = 0
-                while await self._stopped() and newest(
-                    Allocation.read(row) for row in await self._api.allocations(self._job_id)
-                ):
+                while await self._stopped() and newest(await self._rows()):
                     index = await self._api.next_change(self._job_id, index)
         except TimeoutError:
             log.warning("job %s is purged while some of its containers still end", self._job_id)

@@ -37,7 +37,7 @@ class NomadRefused(BackendUnavailable):
         self.status = status
 
 
-class NomadMisset(NomadRefused):
+class NomadMisconfigured(NomadRefused):
     """A NOMAD_* setting is wrong, which trying again doesn't change; the message names it and the cure."""
 
     retryable = False
@@ -49,12 +49,12 @@ class NomadMisset(NomadRefused):
 def refused(settings: NomadSettings, what: str, status: int, words: str) -> NomadRefused:
     """Nomad's HTTP answer to `what` as an error; 401 and 403 need `denied`, which knows the token."""
     if "HTTP request to an HTTPS server" in words:
-        return NomadMisset(
+        return NomadMisconfigured(
             f"NOMAD_ADDR: {settings.address} speaks TLS; write https:// (and set NOMAD_CACERT where its CA is your own)",
             status,
         )
     if "No path to region" in words:
-        return NomadMisset(
+        return NomadMisconfigured(
             f"NOMAD_REGION: the cluster at {settings.address} knows no region {settings.region!r}; "
             "`nomad server members` lists those it has",
             status,
@@ -65,16 +65,16 @@ def refused(settings: NomadSettings, what: str, status: int, words: str) -> Noma
     return NomadRefused(f"Nomad refused to {what}: {text}", status)
 
 
-def missing_namespace(settings: NomadSettings, status: int) -> NomadMisset:
+def missing_namespace(settings: NomadSettings, status: int) -> NomadMisconfigured:
     """The namespace is not there."""
-    return NomadMisset(
+    return NomadMisconfigured(
         f"NOMAD_NAMESPACE: the cluster at {settings.address} has no namespace {settings.namespace!r}; "
         f"`nomad namespace apply {settings.namespace}` makes it",
         status,
     )
 
 
-def denied(settings: NomadSettings, what: str, status: int, known: str | None) -> NomadMisset:
+def denied(settings: NomadSettings, what: str, status: int, known: str | None) -> NomadMisconfigured:
     """Nomad's 401 or 403.
 
     Args:
@@ -97,7 +97,7 @@ def denied(settings: NomadSettings, what: str, status: int, known: str | None) -
             f"NOMAD_TOKEN, NOMAD_NAMESPACE={settings.namespace}: {known} {lacks}; give it "
             "nomad/policy.hcl for that namespace, or set NOMAD_NAMESPACE to one that it is for"
         )
-    return NomadMisset(f"{text} (docs/cluster.md)", status)
+    return NomadMisconfigured(f"{text} (docs/cluster.md)", status)
 
 
 def unreachable(settings: NomadSettings, error: object) -> BackendUnavailable:
@@ -110,16 +110,16 @@ def unreachable(settings: NomadSettings, error: object) -> BackendUnavailable:
         )
     words = str(fault).upper()
     if isinstance(fault, ssl.SSLCertVerificationError):
-        return NomadMisset(_uncertified(settings, fault))
+        return NomadMisconfigured(_uncertified(settings, fault))
     if "WRONG_VERSION_NUMBER" in words or "HTTP_REQUEST" in words or "RECORD_LAYER_FAILURE" in words:
-        return NomadMisset(f"NOMAD_ADDR: {settings.address} speaks no TLS; write http:// there")
+        return NomadMisconfigured(f"NOMAD_ADDR: {settings.address} speaks no TLS; write http:// there")
     if "ALERT" in words:
         given = f"refuses {settings.client_cert}" if settings.client_cert else "asks for one, and none is set"
-        return NomadMisset(
+        return NomadMisconfigured(
             f"NOMAD_CLIENT_CERT: {settings.address} lets in clients with a certificate of the cluster's CA alone, and "
             f"{given}; set NOMAD_CLIENT_CERT and NOMAD_CLIENT_KEY (`nomad tls cert create -cli` makes them)"
         )
-    return NomadMisset(f"NOMAD_ADDR: no TLS connection to {settings.address}: {fault}")
+    return NomadMisconfigured(f"NOMAD_ADDR: no TLS connection to {settings.address}: {fault}")
 
 
 def _uncertified(settings: NomadSettings, fault: ssl.SSLCertVerificationError) -> str:

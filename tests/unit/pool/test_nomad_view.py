@@ -1,0 +1,137 @@
+"""What follows from a list of allocations: no agent, no requests."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from atropos.errors import BackendUnavailable, ConfigError
+from atropos.slots.backends.nomad.job_view import JobView
+from atropos.slots.backends.nomad.view import Allocation
+
+
+def row(index, state="running", **fields):
+    name = fields.pop("name", f"a{index}")
+    return Allocation(name, f"{name}.0", index, state, f"http://{name}", **fields)
+
+
+def view_of(*rows, target=0, ready=()):
+    view = JobView(placement_s=5)
+    view.ask(target or len(rows))
+    listed(view, *rows)
+    for item in ready:
+        view.answered(item.run)
+    return view
+
+
+def listed(view, *rows, answering=()):
+    return view.apply(rows, view.merge(rows, answering))
+
+
+def states(view):
+    return {each.id: each.state for each in view.containers("token")}
+
+
+def test_a_container_runs_once_its_server_has_answered():
+    view = view_of()
+    actions = listed(view, row(0), row(1, "starting"))
+    assert (actions.changed, [item.index for item in actions.expect]) == (True, [0])
+    assert states(view) == {"a0.0": "starting", "a1.0": "starting"}
+    view.answered("a0.0")
+    assert states(view)["a0.0"] == "running"
+    assert not listed(view, row(0), row(1, "starting")).changed
+
+
+def test_a_restart_in_place_is_a_new_container():
+    view = view_of(row(0), ready=[row(0)])
+    assert listed(view, replace(row(0), run="a0.1")).changed
+    assert states(view) == {"a0.1": "starting"}
+    assert not view.ready
+
+
+def test_what_nomad_does_not_list_is_kept_while_its_server_answers():
+    view = view_of(row(0), row(1), ready=[row(0), row(1)])
+    assert view.doubtful([row(0)]) == [row(1)]
+    assert not listed(view, row(0), answering=[row(1)]).changed
+    assert listed(view, row(0)).changed
+    assert states(view) == {"a0.0": "running"}
+
+
+def test_what_nomad_gave_up_with_its_node_goes_on_and_gets_nothing_new():
+    view = view_of(row(0), ready=[row(0)])
+    lost = row(0, "lost")
+    assert view.doubtful([lost]) == [lost]
+    listed(view, lost, row(0, "starting", name="b"), answering=[lost])
+    assert states(view) == {"a0.0": "ending", "b.0": "starting"}
+    assert view.placed() == 1
+
+
+def test_the_token_is_read_anew_while_servers_start():
+    view = view_of(row(0))
+    assert not view.needs_token({"a0.0": row(0)})
+    assert view.needs_token({"a0.0": row(0), "a1.0": row(1)})
+    assert view.needs_token({"a0.0": row(0, "starting")})
+
+
+def test_a_job_of_which_nothing_is_placed_is_given_up_and_taken_back():
+    view = view_of(target=2)
+    assert listed(view).ask_placement
+    view.judge_placement("no memory", 100)
+    assert (view.trouble(), view.failure) == ("no memory", None)
+    view.judge_placement("no memory", 105)
+    assert isinstance(view.failure, BackendUnavailable)
+    listed(view, row(0))
+    view.judge_placement("no memory", 106)
+    assert view.failure is None
+    assert not listed(view, row(0), row(1)).ask_placement
+    view.judge_placement("", 107)
+    assert view.trouble() == ""
+
+
+def test_a_failure_is_explained_once_and_is_final_when_no_other_container_may_come_up():
+    bad = row(0, "starting", detail="Driver Failure: No such image: x", node="n1", modified=3)
+    view = view_of(target=1)
+    actions = listed(view, bad)
+    assert (actions.diagnose, actions.alone) == (bad, True)
+    view.judge_crash(bad, "", alone=True)
+    assert isinstance(view.failure, ConfigError)
+    assert "container 0 on n1" in view.trouble()
+    view.judge_crash(bad, "", alone=True)
+    assert view.failures == 1
+
+
+def test_a_failed_container_beside_one_that_serves_its_index_is_no_trouble():
+    good, bad = row(0), row(0, "over", name="old", failed=True, detail="exit code 1", exit_code=1)
+    view = view_of(good, ready=[good])
+    assert listed(view, good, bad).diagnose is None
+
+
+@pytest.mark.parametrize(
+    ("target", "count", "may"),
+    [(1, 2, True), (2, 2, False), (1, 3, False), (1, 1, False)],
+)
+def test_a_count_is_lowered_only_to_take_the_highest_container_away(target, count, may):
+    view = view_of(row(0), row(1))
+    view.target = target
+    assert view.may_lower(1, count) == may
+
+
+def test_the_highest_container_goes_first_and_a_drained_one_before_it():
+    view = view_of(row(0), row(1), row(2))
+    assert view.next_shrink().item is None
+    view.target = 1
+    assert view.next_shrink().item == row(2)
+    view.ending.add("a2.0")
+    assert view.next_shrink().item == row(1)
+    view.drained.add("a2.0")
+    step = view.next_shrink()
+    assert (step.item, step.drained) == (row(2), True)
+
+
+def test_what_found_no_place_is_asked_for_no_longer_and_others_wishes_stay():
+    view = view_of(row(0), target=4)
+    view.target = 1
+    assert view.unplaced_count(4) == 1
+    assert view.unplaced_count(6) is None
+    assert view.unplaced_count(1) is None
