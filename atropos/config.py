@@ -57,6 +57,11 @@ class SlotSettings(BaseModel):
     egress_deny: HostNames = Field(default=(), description="hosts, addresses or networks never reached")
     egress_mib: int = Field(default=4096, ge=1, description="bytes a lease may move through the proxy, both ways")
     egress_connections: int = Field(default=64, ge=1, description="connections a slot may have open at once")
+    unattended_s: float | None = Field(
+        default=1800.0,
+        gt=0,
+        description="docker and local: a container without any client or lease for so long ends by itself; None: never",
+    )
     require_sandbox: bool = Field(default=False, description="refuse containers that lack any isolation feature")
     require_stateful_sandbox: bool = Field(default=False, description="refuse containers without lasting sessions")
 
@@ -77,6 +82,9 @@ class ServerConfig(SandboxSettings):
     port: int = Field(default=0, ge=0, le=65_535, description="0: any free one, told in the ready line")
     token: SecretStr = Field(description="bearer token that every client must send")
     slots: int = Field(default=8, ge=1, le=1000)
+    unattended_s: float | None = Field(
+        default=None, gt=0, description="without any client or lease for so long, the server ends; None: never"
+    )
     max_retired: int | None = Field(default=None, ge=1, description="retired slots that end the server; None: half")
     max_snapshots: int = Field(default=64, ge=0, description="snapshots kept at once; one more is refused")
     max_snapshot_mib: int = Field(default=4096, ge=0, description="bytes that snapshots may hold together")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import platform
 import secrets
 import shutil
@@ -152,7 +153,6 @@ ENGINES = ("docker", "nomad")
 
 def engines() -> list[Finding]:
     """Whether the other backends could be used from here; neither is needed for the local one."""
-    import os
     import socket
 
     docker = os.environ.get("DOCKER_HOST", "unix:///var/run/docker.sock")
@@ -192,6 +192,14 @@ def nomad(address: str) -> Finding:
     )
 
 
+def busy() -> str:
+    """A hint where the machine has more to do than it can; empty where it doesn't."""
+    load, cores = os.getloadavg()[0], os.cpu_count() or 1
+    if load < 2 * cores:
+        return ""
+    return f" The load is {load:.0f} on {cores} cores: a probe may fail for that alone; try again when it is lower."
+
+
 def show(found: list[Finding], *, broken: bool, lacking: bool) -> None:
     """The findings as a table, and one line that sums them up."""
     table = Table(title="What this host can isolate", title_justify="left", show_lines=False)
@@ -203,7 +211,7 @@ def show(found: list[Finding], *, broken: bool, lacking: bool) -> None:
     console = Console()
     console.print(table)
     if broken:
-        console.print("[red]Slots can't start here: mend the lines marked ✗.[/]")
+        console.print(f"[red]Slots can't start here: mend the lines marked ✗.{busy()}[/]")
     elif lacking:
         console.print(
             "[yellow]Slots start here; what is marked – is missing (require_sandbox would refuse to start).[/]"

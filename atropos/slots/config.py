@@ -49,7 +49,7 @@ class PoolSettings(SlotSettings):
     idle_container_s: float = Field(default=60.0, gt=0, description="unused for this long, a container may be closed")
     lease_ttl_s: float = Field(default=60.0, gt=0, le=86_400, description="a dead client's leases end after this")
     travel_mib: int = Field(default=512, ge=0, description="larger snapshots are not copied to other containers")
-    reconnect_s: float = Field(default=15.0, gt=0, description="a lost connection is tried for so long; then SlotLost")
+    reconnect_s: float = Field(default=30.0, gt=0, description="a lost connection is tried for so long; then SlotLost")
     container_memory_mib: int | None = Field(
         default=None,
         ge=64,

@@ -161,14 +161,20 @@ class Server:
             )
 
     async def _until_stopped(self) -> None:
-        """Until told to, or until a broken server has lost its last lease."""
+        """Until a signal, until a broken server has lost its last lease, or until it was unattended for too long."""
         assert self.core is not None
-        loop = asyncio.get_running_loop()
+        loop, limit_s = asyncio.get_running_loop(), self.core.config.unattended_s
+        attended_at = loop.time()
         stopped = loop.create_task(self._stop.wait())
         try:
             while not stopped.done():
                 await asyncio.wait([stopped], timeout=0.5)
                 if self.core.broken and not self.core.runs:
+                    return
+                if self.core.streams or self.core.runs:
+                    attended_at = loop.time()
+                elif limit_s is not None and loop.time() > attended_at + limit_s:
+                    log.warning("no client was connected for unattended_s (%g s): the server ends", limit_s)
                     return
         finally:
             stopped.cancel()

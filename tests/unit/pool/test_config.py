@@ -44,3 +44,8 @@ def test_the_servers_configuration_arrives_whole_and_its_repr_hides_the_token():
     assert ServerConfig.model_validate(json.loads(server_json(config))) == config
     assert (config.slots, config.limits.pids, config.die_with_parent) == (3, 64, True)
     assert "hunter" not in repr(config)
+
+
+def test_by_default_a_partition_of_20_s_costs_neither_a_lease_nor_a_call():
+    config = SlotPoolConfig()
+    assert 20 < config.reconnect_s < config.lease_ttl_s

@@ -244,6 +244,19 @@ async def test_sigterm_ends_everything_with_exit_0_and_a_second_one_is_harmless(
         await client.close()
 
 
+async def test_a_server_whose_clients_were_killed_ends_by_itself_and_one_in_use_does_not():
+    async with running(unattended_s=1.5) as server:
+        client = server.client()
+        await client.connect()
+        await asyncio.sleep(3)
+        lease = await client.acquire(request())
+        assert (await client.call(lease, Exec(command="echo on"))).output == b"on\n"
+        assert (await client.release(lease)).clean
+        await client.close()
+        code, text = await server.ended()
+        assert (code, "unattended_s (1.5 s)" in text) == (0, True), text
+
+
 async def test_sigterm_during_the_start_leaves_nothing():
     for pause in (0.05, 0.3, 0.6):
         server = await spawn(json.dumps({"token": TOKEN, "slots": 4, "die_with_parent": True}))

@@ -57,7 +57,7 @@ async def test_a_pool_that_wants_little_is_not_starved_by_one_that_wants_all(mon
             working = [asyncio.create_task(work(0)) for _ in range(6)]
             await asyncio.sleep(0.1)
             async with pools[1]:
-                (link,) = pools[1].keeper.links.values()
+                (link,) = pools[1].links.values()
                 at_once = link.client.acquire
 
                 async def slowly(request):

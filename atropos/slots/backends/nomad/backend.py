@@ -101,7 +101,7 @@ class NomadBackend(Backend):
     def from_pool(cls, config: SlotPoolConfig) -> Self:
         """The backend that a pool's configuration describes."""
         settings = NomadSettings.from_environment(config.nomad_address)
-        spec = ContainerSpec.from_pool(config)
+        spec = ContainerSpec.from_pool(config.model_copy(update={"unattended_s": None}))  # Nomad would start it again
         if config.allow_network and not settings.local:  # Nomad's API may well have a public address
             deny = (*spec.server.egress_deny, settings.host)
             spec = replace(spec, server=spec.server.model_copy(update={"egress_deny": deny}))
