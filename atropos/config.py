@@ -52,7 +52,8 @@ class SlotSettings(BaseModel):
     volume: Literal["memory", "disk"] = Field(default="memory", description="where a slot's files are kept")
     allow_network: bool = Field(default=False, description="whether leases may ask for (filtered) egress")
     egress_allow: HostNames = Field(
-        default=("public",), description="hosts that programs may reach: public, names, *.suffixes, addresses or networks"
+        default=("public",),
+        description="hosts that programs may reach: public, names, *.suffixes, addresses or networks",
     )
     egress_deny: HostNames = Field(default=(), description="hosts, addresses or networks never reached")
     egress_mib: int = Field(default=4096, ge=1, description="bytes a lease may move through the proxy, both ways")
