@@ -14,6 +14,7 @@ from atropos.agent import AgentConfig, AgentResult, AtroposAgent
 from atropos.envs.config import AgentEnvConfig
 from atropos.envs.running.rollout import HookError, Rollout, checked_score
 from atropos.envs.sandbox_env import ExecTool, Member, SandboxEnv
+from atropos.slots import Snapshot
 from atropos.tools import ToolCall, ToolRegistry, ToolResult, build_tool_registry
 from atropos.tools.parsers import get_parser
 
@@ -31,7 +32,7 @@ class AgentEnv(SandboxEnv):
 
     name = "agent_env"
     env_config_cls: Any = AgentEnvConfig
-    config: Any
+    config: AgentEnvConfig  # pyright: ignore[reportIncompatibleVariableOverride]
 
     # ------------------------------------------------------------------------------------------------------- hooks
 
@@ -83,11 +84,11 @@ class AgentEnv(SandboxEnv):
         get_parser(self.config.agent_tool_parser)
         await super().setup()
 
-    async def prepare_group(self, item: Any, group: str) -> Any:
+    async def prepare_group(self, item: Any, group: str) -> Snapshot | None:
         """A snapshot of what `setup_group_workspace` made, where it is overridden."""
         if type(self).setup_group_workspace is AgentEnv.setup_group_workspace:
             return None
-        async with self._admission:
+        async with self.backend.admission:
             tools = self.hook_tools(group, setup=True)
             try:
                 await self.hooks.call(
@@ -96,7 +97,7 @@ class AgentEnv(SandboxEnv):
                     calls=tools,
                     setup=True,
                 )
-                return await self._frozen(group)
+                return await self.backend.freeze(group)
             finally:
                 await self.executor.release_trajectory(group)
 
@@ -170,7 +171,7 @@ class AgentEnv(SandboxEnv):
         own = trajectory_id is None
         identity = trajectory_id or f"run-{uuid.uuid4().hex[:12]}"
         exec_tool = partial(self.execute_tool, identity)
-        async with self._admission:
+        async with self.backend.admission:
             try:
                 result = await self._agent(self.build_agent_config(None), exec_tool, self.config.seed).run(task)
             finally:

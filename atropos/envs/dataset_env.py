@@ -31,7 +31,7 @@ class DatasetEnv(AgentEnv):
     """Subclasses fill `items`; the rest follows."""
 
     env_config_cls: Any = DatasetEnvConfig
-    config: Any
+    config: DatasetEnvConfig  # pyright: ignore[reportIncompatibleVariableOverride]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -72,10 +72,10 @@ class DatasetEnv(AgentEnv):
         async def one(item: Any) -> None:
             async with room:
                 try:
-                    [rollout] = await self._members(item, self.item_name(item), 1)
+                    [rollout] = await self.collector.rollouts(item, 1)
                     outcomes.append((item, rollout))
                 except GroupDropped as dropped:
-                    self.metrics.dropped[dropped.code] += 1
+                    self.collector.count_drop(dropped)
                     _log.warning("%s is not evaluated: %s", self.item_name(item), dropped)
                     outcomes.append((item, dropped))
 

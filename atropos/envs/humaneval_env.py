@@ -137,7 +137,7 @@ class HumanEvalEnv(DatasetEnv):
 
     name = "humaneval_env"
     env_config_cls: Any = HumanEvalEnvConfig
-    config: Any
+    config: HumanEvalEnvConfig  # pyright: ignore[reportIncompatibleVariableOverride]
 
     def __init__(self, config: HumanEvalEnvConfig, *args: Any, **kwargs: Any) -> None:
         problems = load_problems(config.humaneval_path)

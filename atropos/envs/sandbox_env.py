@@ -1,37 +1,52 @@
-"""The frame of every env on sandbox slots: groups, faults, admission, `process`, `serve`, `evaluate`, and their ends.
+"""The frame of every env on sandbox slots: `process`, `serve`, `evaluate`, and the parts that they work with.
 
-A subclass says what one trajectory is (`run_trajectory`). The frame runs groups of them, tries a trajectory again after
-an infrastructure failure, and drops a group whole when one of its members can't be completed (truth 4).
+A subclass says what one trajectory is (`run_trajectory`). Groups of them are collected (`running.groups`), tried again
+after an infrastructure failure, and dropped whole when one member can't be completed (truth 4).
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
+import math
 import time
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NoReturn, cast
 
 from atropos.agent import TurnRenderer
+from atropos.agent.model import EXACT
+from atropos.agent.transcript import MASKED
+from atropos.aio import outlive
 from atropos.envs.adapter import (
     APIServerConfig,
+    BaseEnv,
     ServerBaseline,
     load_tokenizer,
     prepare_server_configs,
     prepare_servers,
     probe_servers,
     quiet_logging,
+    server_types,
+    stop_servers,
     tokenizers,
 )
 from atropos.envs.command_line import app as command_line
-from atropos.envs.command_line.commands import Commands
 from atropos.envs.config import SandboxEnvConfig
-from atropos.envs.running.groups import Event, Member
-from atropos.envs.running.hooks import ExecTool
-from atropos.envs.running.lifecycle import bounded
-from atropos.errors import ConfigError, NotSupported
-from atropos.slots import SlotPool
+from atropos.envs.running.backend import ToolBackend
+from atropos.envs.running.groups import Event, GroupCollector, Member
+from atropos.envs.running.hooks import ExecTool, Hooks, first_of
+from atropos.envs.running.lifecycle import Lifetime, beside, bounded, cancel_and_wait
+from atropos.envs.running.metrics import EnvMetrics
+from atropos.envs.running.prometheus import MetricsEndpoint, metrics_text
+from atropos.envs.running.reporting import GroupSink
+from atropos.envs.running.rollout import GroupsDropped, Rollout, scored_group
+from atropos.envs.running.run_api import API_FAILURES, TrajectoryApiLost, check_run_api, leave_run_api
+from atropos.envs.running.wandb_run import WandbRun, pool_gauges, readable
+from atropos.envs.running.watch import TrainerWatch, report_evaluation, watch_inference
+from atropos.errors import ConfigError
+from atropos.slots import SlotPool, Snapshot
 from atropos.tools import ToolCall, ToolExecutor, ToolRegistry, ToolResult
 
 __all__ = ["Event", "ExecTool", "Member", "SandboxEnv"]
@@ -39,12 +54,21 @@ __all__ = ["Event", "ExecTool", "Member", "SandboxEnv"]
 _log = logging.getLogger(__name__)
 
 
-class SandboxEnv(Commands):
-    """See the module. Not used by itself: `AgentEnv` and `HermesAgentBaseEnv` extend it."""
+class SandboxEnv(BaseEnv):
+    """See the module. Not used by itself: `AgentEnv` and `HermesAgentBaseEnv` extend it.
+
+    Attributes:
+        backend: pool and executor.
+        collector: runs groups.
+        hooks: calls the env's own code.
+        sink: takes finished groups.
+        lifetime: of the command that runs.
+        metrics: what happened.
+    """
 
     name: str | None = None
     env_config_cls: Any = SandboxEnvConfig
-    config: Any
+    config: SandboxEnvConfig  # pyright: ignore[reportIncompatibleVariableOverride] (atroposlib: BaseEnvConfig)
 
     def __init__(
         self,
@@ -63,7 +87,6 @@ class SandboxEnv(Commands):
             needed = getattr(server, field)
             if server.server_type != "openai" and needed not in loaded:
                 loaded[needed] = load_tokenizer(needed, field=f"openai.{field}")
-        self.jsonl_writer: Any = None
         with tokenizers(loaded):
             try:
                 super().__init__(
@@ -74,12 +97,18 @@ class SandboxEnv(Commands):
                     f"env.data_path_to_save_groups: {error}; choose a place that can be written"
                 ) from error
         prepare_servers(self.server)
-        self._begin(config.capacity)
-        self.pool: SlotPool | None = None
-        self._executor: ToolExecutor | None = None
+        self.metrics = EnvMetrics()
+        self.lifetime = Lifetime()
+        self.hooks = Hooks(type(self).__name__, self.metrics, config.hook_timeout_s)
+        self.backend = ToolBackend(config)
+        self.collector = GroupCollector(self, config, self.backend, self.metrics, self.lifetime)
+        self.sink = GroupSink(
+            config, self.metrics, self.name or type(self).__name__, getattr(self, "jsonl_writer", None)
+        )
+        self.endpoint = MetricsEndpoint(config.metrics_address, self.metrics_text)
+        self._wandb = WandbRun(config)
+        self._trainer = TrainerWatch(config)
         self._renderer: TurnRenderer | None = None
-        self._wandb_started = False
-        self._endpoint = None
 
     # --------------------------------------------------------------------------------------------- for subclasses
 
@@ -91,6 +120,19 @@ class SandboxEnv(Commands):
             ConfigError: an unknown toolset.
         """
 
+    @abstractmethod
+    async def run_trajectory(self, item: Any, trajectory_id: str, member: Member) -> Rollout:
+        """Run, verify and score one trajectory; its slot is released afterwards by the collector.
+
+        Raises:
+            SandboxError, InferenceError: the infrastructure failed; it is tried again.
+            HookError: an env's own code failed; the group is dropped.
+        """
+
+    async def prepare_group(self, item: Any, group: str) -> Snapshot | None:
+        """What a group's trajectories start from: a snapshot, or None for an empty workspace."""
+        return None
+
     async def setup_agent_env(self) -> None:
         """Load data and the like, once, before the first item. Inference and sandboxes are there already."""
 
@@ -100,6 +142,16 @@ class SandboxEnv(Commands):
     async def get_next_item(self) -> Any:
         """The next item, or None when there is none left."""
         raise NotImplementedError(f"{type(self).__name__} must define get_next_item()")
+
+    def item_name(self, item: Any) -> str:
+        """A short name of an item for people, file names and seeds."""
+        if isinstance(item, dict):
+            for key in ("name", "id", "task_id", "task"):
+                value = cast("dict[str, Any]", item).get(key)
+                if isinstance(value, str | int):
+                    return str(value)[:80]
+        named = getattr(item, "name", None)
+        return named[:80] if isinstance(named, str) else str(item)[:40]
 
     @classmethod
     def config_init(cls) -> tuple[SandboxEnvConfig, list[APIServerConfig]]:
@@ -112,6 +164,21 @@ class SandboxEnv(Commands):
         command_line.main(cls)
 
     # ------------------------------------------------------------------------------------------------ the backend
+
+    @property
+    def pool(self) -> SlotPool | None:
+        """The pool; there from `setup` to shutdown."""
+        return self.backend.pool
+
+    @property
+    def executor(self) -> ToolExecutor:
+        """The tool executor; there from `setup` to shutdown."""
+        return self.backend.executor
+
+    @property
+    def observers(self) -> list[Callable[[Event], None]]:
+        """Called with each `Event`, for progress displays."""
+        return self.collector.observers
 
     @property
     def renderer(self) -> TurnRenderer:
@@ -127,57 +194,28 @@ class SandboxEnv(Commands):
             return min(self.config.max_token_length, self.max_token_len - 1)
         return self.config.max_token_length
 
+    @property
+    def exact_tokens(self) -> bool:
+        """Whether the inference servers give the tokens they sample."""
+        return server_types(self.server) <= EXACT
+
     async def setup(self) -> None:
         """Probe inference, then start the tool backend, then the env's own set-up."""
         tools = self.build_tools()
         _ = self.renderer
-        await self.start_metrics()
+        await self.endpoint.start()
         await probe_servers(self.server, self.tokenizer, self.config.model_timeout_s)
         await self.start_tool_backend(tools)
         await self.hooks.call("setup_agent_env", self.setup_agent_env)
 
     async def start_tool_backend(self, tools: ToolRegistry | None = None) -> None:
         """Start pool and executor; does nothing when they run."""
-        if self._executor is not None:
-            return
-        registry = tools if tools is not None else self.build_tools()
-        config = self.config.executor_config()
-        app = None
-        if config.tool_server_url == "inprocess":
-            from importlib import import_module
-
-            app = import_module("atropos.api.tool_server").create_app
-        self.pool = SlotPool(self.config.pool_config())
-        await self.pool.start()
-        if config.allow_network:
-            config = config.model_copy(update={"allow_network": await self._network(self.pool)})
-        executor = ToolExecutor(pool=self.pool, tools=registry, config=config, tool_server_app=app)
-        await executor.start()
-        self._executor = executor
-
-    async def _network(self, pool: SlotPool) -> bool:
-        """Whether slots get egress. Where the backend has none, only an explicit wish for it is refused.
-
-        Raises:
-            ConfigError: `allow_network` was set and can't be had.
-        """
-        try:
-            async with pool.lease("network-probe", network=True):
-                return True
-        except NotSupported as error:
-            if "allow_network" in self.config.model_fields_set:
-                raise ConfigError(f"env.allow_network: {error}; set --env.allow_network false") from error
-            _log.warning("programs in slots have no network: %s", error)
-            return False
+        if not self.backend.running:
+            await self.backend.start(tools if tools is not None else self.build_tools())
 
     async def shutdown_tool_backend(self) -> None:
         """Release every trajectory and stop the containers. Idempotent."""
-        executor, self._executor = self._executor, None
-        pool, self.pool = self.pool, None
-        if executor is not None:
-            await bounded("the tool executor", executor.close(), 20)
-        if pool is not None:
-            await bounded("the slot pool", pool.stop(purge_job=self.config.purge_job_on_shutdown), 60)
+        await self.backend.stop()
 
     def hook_tools(self, trajectory_id: str, *, setup: bool = False) -> ExecTool:
         """`exec_tool` for a hook; see there."""
@@ -190,3 +228,256 @@ class SandboxEnv(Commands):
         self.metrics.call_s.append(time.perf_counter() - started)
         self.metrics.calls += 1
         return result
+
+    # ----------------------------------------------------------------------------------------------------- groups
+
+    async def collect_trajectories(self, item: Any) -> tuple[Any, list[Any]]:
+        """One whole group, or None when it can't be completed; see the module."""
+        return await self.collector.collect(item), []
+
+    async def collect_trajectory(self, item: Any) -> tuple[Any, list[Any]]:
+        """One trajectory by itself, as atroposlib's `ScoredDataItem`.
+
+        Raises:
+            GroupDropped: it could not be completed.
+        """
+        rollouts = await self.collector.rollouts(item, 1)
+        group = scored_group(rollouts, name=self.item_name(item), include_messages=True)
+        single = {key: group[key][0] for key in ("tokens", "masks", "scores", "messages", "inference_logprobs")}
+        return {**single, "group_overrides": group["group_overrides"], "overrides": None}, []
+
+    async def handle_send_to_api(
+        self,
+        scored_data: Any,
+        item: Any = None,
+        do_send_to_api: bool = True,
+        abort_on_any_max_length_exceeded: bool = True,
+    ) -> None:
+        """As atroposlib's, with a line for what is left out, the file whole after each group, and the loop left free.
+
+        atroposlib writes and sends a group's JSON on the event loop: a third of a second for eight long trajectories.
+        """
+        several = isinstance(scored_data, list)
+        limit = self.max_token_len if abort_on_any_max_length_exceeded else 0
+        kept: list[dict[str, Any]] = []
+        for group in cast("list[dict[str, Any] | None]", scored_data if several else [scored_data]):
+            if group is None or not self.sink.admits(group, self.item_name(item), max_token_len=limit):
+                continue
+            if self.config.include_messages and group.get("messages") is None:
+                group["messages"] = [[{"role": "user", "content": self.tokenizer.decode(t)}] for t in group["tokens"]]
+            self.completion_lengths.extend(len(mask) - mask.count(MASKED) for mask in group["masks"])
+            await self.add_rollouts_for_wandb(group, item)
+            if not self.config.include_messages:
+                group["messages"] = None
+            await outlive(self.sink.write(group))
+            kept.append(group)
+        if kept and do_send_to_api:
+            self.items_sent_this_step += len(kept)
+            await self._send_scored_data_to_api(kept if several else kept[0])
+
+    async def _send_scored_data_to_api(self, scored_data: Any) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Send what the trainer takes, whole even when this worker is cancelled meanwhile."""
+        several = isinstance(scored_data, list)
+        groups = cast("list[dict[str, Any]]", scored_data if several else [scored_data])
+        await outlive(self.sink.send(groups, env_id=getattr(self, "env_id", None), listed=several))
+
+    # ---------------------------------------------------------------------------------------------------- process
+
+    async def process_manager(self) -> None:
+        """Run `total_steps` groups, or as many as there are items, and write the JSONL and the page.
+
+        Raises:
+            GroupsDropped: at the end, when groups could not be completed; the files hold the others.
+            ConfigError, InferenceError, SandboxError: it could not start.
+        """
+        async with self.lifetime.running(self._close):
+            self.config.group_size = int(getattr(self, "group_size_to_process", self.config.group_size))
+            await self.setup()
+            self._wandb.start(self.wandb_project, self.wandb_group)
+            async with beside(watch_inference(self.server, self.config.model_timeout_s)):
+                await self._process(int(getattr(self, "n_groups_to_process", self.config.total_steps)))
+        dropped = sum(self.metrics.dropped.values())
+        if dropped:
+            reasons = ", ".join(f"{count} x {code}" for code, count in self.metrics.dropped.items())
+            raise GroupsDropped(f"{dropped} of {dropped + self.metrics.groups} groups were dropped ({reasons})")
+
+    async def _process(self, total: int) -> None:
+        self.curr_step = 0
+        fill = math.ceil(self.config.capacity / self.config.group_size)
+        free = asyncio.Semaphore(self.config.process_concurrency or fill)
+        started = 0
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                while total < 0 or started < total:
+                    await free.acquire()
+                    item = await self.hooks.call("get_next_item", self.get_next_item)
+                    if item is None:
+                        break
+                    started += 1
+                    task = tasks.create_task(self._process_group(item))
+                    task.add_done_callback(lambda _: free.release())
+        except BaseExceptionGroup as errors:
+            raise first_of(errors) from None
+
+    async def _process_group(self, item: Any) -> None:
+        group, _ = await self.collect_trajectories(item)
+        if group is None:
+            return
+        processed = await self.postprocess_histories(group)
+        await self.handle_send_to_api(processed, item, do_send_to_api=False, abort_on_any_max_length_exceeded=False)
+        await self.wandb_log()
+        self.curr_step += 1
+
+    # ------------------------------------------------------------------------------------------------------ serve
+
+    async def env_manager(self) -> None:
+        """Serve groups to a trainer until its steps are done.
+
+        Raises:
+            ConfigError: the tokens would be placeholders, no group would ever be sent, or there is no trajectory API.
+            TrajectoryApiLost: it went away.
+        """
+        self._check_servable()
+        async with self.lifetime.running(self._close):
+            await check_run_api(self.config.rollout_server_url)
+            try:
+                async with beside(watch_inference(self.server, self.config.model_timeout_s)):
+                    await super().env_manager()
+            finally:
+                await leave_run_api(self.config.rollout_server_url, getattr(self, "env_id", None))
+
+    def _check_servable(self) -> None:
+        if not self.exact_tokens and not self.config.allow_placeholder_tokens:
+            kinds = ", ".join(sorted(server_types(self.server)))
+            raise ConfigError(
+                f"openai.server_type: {kinds} doesn't give the tokens it samples, so a trainer would get placeholders; "
+                "use vllm or sglang, or set --env.allow_placeholder_tokens true"
+            )
+        if self.config.group_size == 1 and self.config.ensure_scores_are_not_same:
+            raise ConfigError(
+                "env.group_size: a group of 1 always has equal scores, and those are left out; use 2 or more, or set "
+                "--env.ensure_scores_are_not_same false"
+            )
+
+    async def register_env(self) -> None:
+        """As atroposlib's, which waits for a trainer; the log says so."""
+        registered = asyncio.Event()
+        async with beside(self._trainer.wait_for_trainer(registered)):
+            await super().register_env()
+            registered.set()
+            await asyncio.sleep(0)
+
+    async def get_server_info(self) -> None:
+        """As atroposlib's; sizes of which run-api would never make a batch are refused by name.
+
+        Raises:
+            ConfigError: the trainer's batch can't be made of whole groups of this size.
+        """
+        size = self.config.group_size
+        try:
+            await super().get_server_info()
+        except ValueError as error:
+            raise ConfigError(f"env.group_size: {size} is more than the trainer's batch; {error}") from error
+        batch, share = self.config.batch_size, self.config.min_batch_allocation
+        if batch > 0 and batch % size:
+            raise ConfigError(
+                f"env.group_size: the trainer's batch of {batch} is no multiple of {size}, so that run-api would never "
+                "make one of whole groups; choose a group size that divides it"
+            )
+        if batch > 0 and share is not None and int(share * batch) < 1:
+            text = "env.min_batch_allocation: %s of a batch of %s is less than one trajectory"
+            self._trainer.report("share", text, share, batch)
+
+    async def get_status(self) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """As atroposlib's; a trajectory API that is gone ends the run with one line, and a long wait is reported.
+
+        Raises:
+            TrajectoryApiLost: it doesn't answer, or doesn't know this env.
+        """
+        try:
+            await super().get_status()
+        except API_FAILURES as error:
+            config = self.config
+            cure = "start run-api and the trainer, then the env"
+            if config.inference_weight <= 0:
+                cure = "or its envs have no weight above 0 between them: set env.inference_weight"
+            raise TrajectoryApiLost(
+                f"env.rollout_server_url: the trajectory API at {config.rollout_server_url} is gone, or was started anew "
+                f"and doesn't know this env; {cure}"
+            ) from error
+        self._trainer.queue(self.status_dict, self.derived_batch_size)
+
+    async def add_train_workers(self) -> None:
+        """As atroposlib's; an error of `get_next_item` ends the run by its name, and the end of the items is reported."""
+        idle = not self.workers and not self.backlog and (self.eval_runner is None or self.eval_runner.done())
+        with self.hooks.guard("get_next_item"):  # the only code of the env's own in there
+            await super().add_train_workers()
+        if idle and not self.workers and self.max_num_workers > 0 and not int(self.status_dict["queue_size"]):
+            self._trainer.report("no item", "get_next_item() gave None: the env waits for a further item")
+
+    async def env_step_checks(self) -> None:
+        """As atroposlib's; an evaluation that fails is reported, which nobody would await before the end."""
+        before = self.eval_runner
+        await super().env_step_checks()
+        if self.eval_runner is not None and self.eval_runner is not before:
+            self.eval_runner.add_done_callback(report_evaluation)
+
+    # --------------------------------------------------------------------------------------------------- evaluate
+
+    async def _run_evaluate(self) -> None:
+        if type(self).evaluate is SandboxEnv.evaluate:
+            raise ConfigError(f"{type(self).__name__} has no evaluation; define evaluate(), or use process")
+        async with self.lifetime.running(self._close):
+            await self.setup()
+            self._wandb.start(self.wandb_project, self.wandb_group)
+            await self.evaluate()
+
+    # -------------------------------------------------------------------------------------------- wandb and the end
+
+    async def add_rollouts_for_wandb(self, scored_data: Any, item: Any = None) -> None:
+        """Readable conversations instead of decoded tokens: thinking, text, calls and results."""
+        if not self.config.use_wandb:
+            return
+        scores = scored_data["scores"]
+        keep = self.config.num_rollouts_per_group_for_logging
+        messages = scored_data.get("messages")
+        self.rollouts_for_wandb.append(
+            [
+                (readable(messages[at]) if messages else self.tokenizer.decode(scored_data["tokens"][at]), scores[at])
+                for at in range(len(scores) if keep == -1 else min(keep, len(scores)))
+            ]
+        )
+        del self.rollouts_for_wandb[: -self.config.num_rollouts_to_keep]
+
+    async def wandb_log(self, wandb_metrics: dict[str, Any] | None = None) -> None:
+        """Add faults, phases and the pool's gauges."""
+        found = {**self.metrics.as_dict(), **(wandb_metrics or {})}
+        if self.pool is not None:
+            found.update(pool_gauges(self.pool.stats()))
+        await super().wandb_log(found)
+
+    async def setup_wandb(self) -> None:
+        """As atroposlib's; a wandb that can't start is one clear line."""
+        with self._wandb.starting():
+            await super().setup_wandb()
+
+    def metrics_text(self) -> str:
+        """What wandb gets, and the pool's state, in Prometheus' text format."""
+        stats = None if self.pool is None else self.pool.stats()
+        return metrics_text(self.metrics, stats, self.config.wandb_name or "")
+
+    def close_files(self) -> None:
+        """Close the JSONL and write its page. Idempotent."""
+        self.sink.close()
+
+    async def _close(self) -> None:
+        """Workers first, then executor and pool, then files."""
+        await self.collector.cancel()
+        await cancel_and_wait({*self.workers, *self.eval_workers, self.eval_runner})
+        await asyncio.gather(
+            bounded("the tool backend", self.shutdown_tool_backend(), 90),
+            bounded("the inference clients", stop_servers(self.server), 5),
+            bounded("the metrics", self.endpoint.close(), 5),
+        )
+        await bounded("the files", asyncio.to_thread(self.close_files), 30)
+        await self._wandb.finish()

@@ -76,7 +76,7 @@ class TaskEnv(DatasetEnv):
 
     name = "task_env"
     env_config_cls: Any = TaskEnvConfig
-    config: Any
+    config: TaskEnvConfig  # pyright: ignore[reportIncompatibleVariableOverride]
 
     def __init__(self, config: TaskEnvConfig, *args: Any, **kwargs: Any) -> None:
         tasks = _usable(config)
@@ -97,10 +97,10 @@ class TaskEnv(DatasetEnv):
         """With `fork_setup`, the built workspace, frozen; else nothing."""
         if not self.config.fork_setup:
             return None
-        async with self._admission:
+        async with self.backend.admission:
             try:
                 await self.hooks.call("prepare_group", lambda: self._built(item, group), setup=True)
-                return await self._frozen(group)
+                return await self.backend.freeze(group)
             finally:
                 await self.executor.release_trajectory(group)
 

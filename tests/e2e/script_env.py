@@ -7,7 +7,7 @@ import json
 from typing import Any
 
 from atropos.envs import AgentEnv
-from atropos.envs.command_line import commands
+from atropos.envs.running import watch
 from atropos.tools import ToolCall
 
 
@@ -36,5 +36,5 @@ class ScriptEnv(AgentEnv):
 
 
 if __name__ == "__main__":
-    commands.WAITED_S = 2.0  # a test's patience
+    watch.WAITED_S = 2.0  # a test's patience
     ScriptEnv.cli()

@@ -73,7 +73,7 @@ class Items:
     """Rows with a conversation each; no slots."""
 
     async def start_tool_backend(self, tools=None):
-        self._executor = Table(tools or self.build_tools())
+        self.backend.executor = Table(tools or self.build_tools())
 
     async def get_next_item(self):
         return self.rows.pop(0) if self.rows else None

@@ -46,6 +46,7 @@ from atropos.envs.hermes.tool_context import ToolContext
 from atropos.envs.running.rollout import Rollout, checked_score
 from atropos.envs.sandbox_env import Member, SandboxEnv
 from atropos.errors import ConfigError, LeaseExpired
+from atropos.slots import Snapshot
 from atropos.tools import ToolCall, ToolRegistry, ToolResult, build_tool_registry
 from atropos.tools.toolsets import EXTERNAL, get_distribution
 
@@ -62,7 +63,7 @@ class HermesAgentBaseEnv(SandboxEnv):
 
     name = "hermes_agent_env"
     env_config_cls: Any = HermesAgentEnvConfig
-    config: Any
+    config: HermesAgentEnvConfig  # pyright: ignore[reportIncompatibleVariableOverride]
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """A subclass's own `setup` runs after the frame's, whether or not it calls `super().setup()`."""
@@ -167,17 +168,17 @@ class HermesAgentBaseEnv(SandboxEnv):
         offered = [tool for tool in every if drawn & {*tool.toolsets}]
         return ToolRegistry(offered or every)
 
-    async def prepare_group(self, item: Any, group: str) -> Any:
+    async def prepare_group(self, item: Any, group: str) -> Snapshot | None:
         """A snapshot of what `setup_group` made, where it is overridden."""
         if type(self).setup_group is HermesAgentBaseEnv.setup_group:
             return None
-        async with self._admission:
+        async with self.backend.admission:
             try:
                 ctx = ToolContext(self.executor, group, limit=self._calls, setup=True)
                 await self.hooks.call(
                     "setup_group", lambda: bridged(lambda: self.setup_group(item, ctx)), calls=ctx, setup=True
                 )
-                return await self._frozen(group)
+                return await self.backend.freeze(group)
             finally:
                 await self.executor.release_trajectory(group)
 
@@ -279,7 +280,7 @@ class HermesAgentBaseEnv(SandboxEnv):
         self, trajectory_id: str
     ) -> AsyncGenerator[Callable[[ToolCall], Coroutine[Any, Any, ToolResult]]]:
         """Gives a way to run calls; a slot that is idle for longer than `terminal_lifetime` is given back."""
-        idle_s: float = self.config.terminal_lifetime
+        idle_s = self.config.terminal_lifetime
         expired = False
         timer: asyncio.TimerHandle | None = None
         releases: set[asyncio.Task[None]] = set()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Iterable, Mapping
 
@@ -13,6 +14,8 @@ from prometheus_client.registry import Collector
 from atropos.envs.running.metrics import EnvMetrics, percentile
 from atropos.errors import ConfigError
 from atropos.slots.stats import PoolStats
+
+_log = logging.getLogger(__name__)
 
 
 class _Numbers(Collector):
@@ -29,6 +32,9 @@ class _Numbers(Collector):
         )
         yield self._counter("groups_dropped", "groups dropped whole", found.dropped, "reason")
         yield self._counter("groups_unsent", "complete groups that are left out of batches", found.unsent, "reason")
+        yield self._counter(
+            "groups_maybe_sent_twice", "groups that the trajectory API may have taken twice", found.maybe_sent_twice
+        )
         yield self._counter("trajectories", "scored trajectories", found.trajectories)
         yield self._counter(
             "trajectory_retries", "new attempts after an infrastructure failure", found.retries, "reason"
@@ -86,21 +92,24 @@ class MetricsEndpoint:
     """Serves `metrics_text` at one address until it is closed.
 
     Args:
-        address: host and port, as 127.0.0.1:9400 or [::1]:9400; port 0 takes a free one.
+        address: host and port, as 127.0.0.1:9400 or [::1]:9400; port 0 takes a free one; None: nowhere.
         text: gives what to serve.
     """
 
-    def __init__(self, address: str, text: Callable[[], str]) -> None:
-        self.host, self.port = split_address(address)
+    def __init__(self, address: str | None, text: Callable[[], str]) -> None:
+        self._address = address
+        self.host, self.port = ("", 0) if address is None else split_address(address)
         self._text = text
         self._runner: web.AppRunner | None = None
 
     async def start(self) -> None:
-        """Listen.
+        """Listen; does nothing when it does, or where there is no address.
 
         Raises:
             ConfigError: the address can't be had.
         """
+        if self._address is None or self._runner is not None:
+            return
         app = web.Application()
         app.router.add_get("/metrics", self._answer)
         runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.5)
@@ -114,6 +123,7 @@ class MetricsEndpoint:
             ) from error
         self._runner = runner
         self.port = int(runner.addresses[0][1])
+        _log.info("metrics at http://%s:%d/metrics", self.host, self.port)
 
     async def _answer(self, _request: web.Request) -> web.Response:
         return web.Response(body=self._text().encode(), headers={"Content-Type": CONTENT_TYPE_LATEST})

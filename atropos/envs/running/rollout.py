@@ -24,6 +24,12 @@ class GroupDropped(Exception):
         self.hopeless = hopeless
 
 
+class WorkspaceLost(Exception):
+    """The snapshot that a group's trajectories start from went with its container."""
+
+    code = "workspace_lost"
+
+
 class GroupsDropped(Exception):
     """A `process` run ended, its files are written, and some groups are not in them."""
 
@@ -38,6 +44,12 @@ class TaskFault(HookError):
     """A workspace could not be prepared: the task is at fault, and no trajectory of it is scored."""
 
     code = "task_fault"
+
+
+class VerifierError(HookError):
+    """A verifier gave no reward, which may be the agent's own doing."""
+
+    code = "verifier_failed"
 
 
 @dataclass

@@ -19,6 +19,10 @@ API_FAILURES = (RetryError, aiohttp.ClientError, KeyError)
 """What atroposlib raises when the trajectory API is gone, or is another one."""
 SEND_TRIES, SEND_TIMEOUT_S = 3, 30.0
 """How often a group is handed to the trajectory API, and how long one try may take."""
+ASK_TIMEOUT_S = 10.0
+"""How long the question for the newest group may take."""
+NOT_TAKEN = (aiohttp.ClientConnectorError,)
+"""Failures after which a group has certainly not arrived."""
 
 
 async def check_run_api(url: str) -> None:
@@ -83,33 +87,75 @@ def _packed(groups: list[dict[str, Any]], listed: bool) -> bytes:
     return gzip.compress((f"[{', '.join(texts)}]" if listed else texts[0]).encode(), 1)
 
 
-async def send_groups(url: str, groups: list[dict[str, Any]], *, listed: bool) -> None:
-    """Hand groups to the trajectory API, as atroposlib does; the JSON and its compression are made in a thread.
+class TrajectoryApi:
+    """Sends groups to the trajectory API, one request at a time.
+
+    run-api queues whatever it is sent, so a group whose answer was lost and that is sent again would be trained on twice.
+    It can be asked for the newest group that it took: where that is the one in question, it arrived. Requests of this env
+    go one after the other, so that only another env's group could have come in between.
 
     Args:
         url: of run-api.
-        groups: plain data.
-        listed: whether they go out as a list.
-
-    Raises:
-        GroupRefused: a 4xx.
-        aiohttp.ClientError, TimeoutError: `SEND_TRIES` times nothing came of it.
     """
-    body = await asyncio.to_thread(_packed, groups, listed)
-    headers = {"Content-Type": "application/json", "Content-Encoding": "gzip"}
-    path = "scored_data_list" if listed else "scored_data"
-    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=SEND_TIMEOUT_S)) as session:
-        for attempt in range(SEND_TRIES):
-            try:
-                async with session.post(f"{url.rstrip('/')}/{path}", data=body, headers=headers) as answer:
-                    if 400 <= answer.status < 500:
-                        raise GroupRefused(f"{answer.status}: {(await answer.text())[:300]}")
-                    answer.raise_for_status()
-                    return
-            except (aiohttp.ClientError, TimeoutError):
-                if attempt == SEND_TRIES - 1:
-                    raise
-            await asyncio.sleep(backoff_s(attempt, first_s=0.5, longest_s=8.0))
+
+    def __init__(self, url: str) -> None:
+        self._url = url.rstrip("/")
+        self._turn = asyncio.Lock()
+
+    async def send(self, groups: list[dict[str, Any]], *, listed: bool) -> bool:
+        """Hand groups to the trajectory API; the JSON and its compression are made in a thread.
+
+        Args:
+            groups: plain data.
+            listed: whether they go out as a list.
+
+        Returns:
+            Whether they may have arrived more than once.
+
+        Raises:
+            GroupRefused: a 4xx.
+            aiohttp.ClientError, TimeoutError: `SEND_TRIES` times nothing came of it.
+        """
+        body = await asyncio.to_thread(_packed, groups, listed)
+        path = "scored_data_list" if listed else "scored_data"
+        async with self._turn, aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=SEND_TIMEOUT_S)) as session:
+            unanswered = 0
+            for attempt in range(SEND_TRIES):
+                try:
+                    await self._post(session, path, body)
+                except (aiohttp.ClientError, TimeoutError) as error:
+                    if not isinstance(error, NOT_TAKEN):
+                        unanswered += 1
+                        if await self._took(session, groups[-1]):
+                            return unanswered > 1
+                    if attempt == SEND_TRIES - 1:
+                        raise
+                else:
+                    return unanswered > 0
+                await asyncio.sleep(backoff_s(attempt, first_s=0.5, longest_s=8.0))
+        raise AssertionError("unreachable")
+
+    async def _post(self, session: aiohttp.ClientSession, path: str, body: bytes) -> None:
+        headers = {"Content-Type": "application/json", "Content-Encoding": "gzip"}
+        async with session.post(f"{self._url}/{path}", data=body, headers=headers) as answer:
+            if 400 <= answer.status < 500:
+                raise GroupRefused(f"{answer.status}: {(await answer.text())[:300]}")
+            answer.raise_for_status()
+
+    async def _took(self, session: aiohttp.ClientSession, group: dict[str, Any]) -> bool:
+        """Whether the newest group that the API took is this one; False where it can't be asked."""
+        try:
+            async with session.get(
+                f"{self._url}/latest_example", timeout=aiohttp.ClientTimeout(total=ASK_TIMEOUT_S)
+            ) as answer:
+                answer.raise_for_status()
+                latest = await asyncio.to_thread(json.loads, await answer.text())
+        except (aiohttp.ClientError, TimeoutError, ValueError):
+            return False
+        same = ("tokens", "scores", "inference_logprobs", "env_id")
+        return isinstance(latest, dict) and all(
+            cast("dict[str, Any]", latest).get(key) == group.get(key) for key in same
+        )
 
 
 async def leave_run_api(url: str, env_id: int | None) -> None:

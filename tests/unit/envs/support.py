@@ -96,7 +96,7 @@ class ScriptEnv(AgentEnv):
 
     async def start_tool_backend(self, tools: Any = None) -> None:
         self.stand_in = StandInExecutor(tools or self.build_tools(), self.fault)
-        self._executor = self.stand_in  # type: ignore[assignment]
+        self.backend.executor = self.stand_in  # type: ignore[assignment]
 
     async def get_next_item(self) -> Any:
         return self.items.pop(0) if self.items else None

@@ -52,7 +52,7 @@ async def test_a_useless_server_is_named_with_what_would_help(answer, kind, says
         env = make(ScriptEnv, url, None, server_type=kind)
         with pytest.raises(InferenceError, match=f"(?s)openai.base_url: {url}.*{says}"):
             await env.setup()
-        assert env._executor is None
+        assert not env.backend.running
 
 
 @pytest.mark.parametrize("kind", ["vllm", "openai"])

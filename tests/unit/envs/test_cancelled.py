@@ -44,7 +44,7 @@ async def test_a_group_that_is_cancelled_while_it_is_prepared_leaves_no_snapshot
             await asyncio.sleep(0)
 
     env = make(Env, "http://127.0.0.1:9", None)
-    env._executor = executor = SlowExecutor(None)
+    env.backend.executor = executor = SlowExecutor(None)
     number = 0
 
     async def prepare():

@@ -96,7 +96,7 @@ class Preparing(ScriptEnv):
 
     async def start_tool_backend(self, tools=None):
         self.stand_in = FailingExecutor(tools or self.build_tools())
-        self._executor = self.stand_in
+        self.backend.executor = self.stand_in
 
     async def setup_trajectory_workspace(self, item, *, trajectory_id, exec_tool):
         with contextlib.suppress(Exception) if self.caught else contextlib.nullcontext():

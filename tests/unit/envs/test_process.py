@@ -12,7 +12,7 @@ from atropos.agent.transcript import CONTEXT_LOGPROB, MASKED
 from atropos.envs.running.rollout import GroupDropped, GroupsDropped
 from atropos.errors import AcquireTimeout, ConfigError, InferenceError, NotSupported, SlotLost
 from tests.e2e.hermes_support import sampled
-from tests.unit.envs.support import ScriptEnv, call, items, make
+from tests.unit.envs.support import ScriptEnv, StandInExecutor, call, items, make
 
 
 def groups_in(path):
@@ -148,7 +148,7 @@ async def test_a_useless_server_is_found_before_anything_starts(faulty_policy, t
         env = make(ScriptEnv, policy.url, tmp_path / "g.jsonl", server_type=server_type)
         with pytest.raises(InferenceError, match=r"openai\.base_url: http://127\.0\.0\.1"):
             await env.process_manager()
-        assert env._executor is None
+        assert not env.backend.running
         assert not (tmp_path / "g.jsonl").exists()
 
 
@@ -193,6 +193,53 @@ async def test_a_groups_workspace_is_set_up_once_and_forked(policy, tmp_path):
     assert len(env.stand_in.forks) == 9
     assert len(env.stand_in.snapshots) == 3
     assert all(snapshot.dropped for snapshot in env.stand_in.snapshots)
+
+
+async def test_a_group_whose_workspace_went_with_its_container_is_prepared_anew_and_whole(policy, tmp_path, caplog):
+    prepared = []
+
+    class Losing(StandInExecutor):
+        async def start_from(self, trajectory_id, snapshot):
+            if snapshot is self.snapshots[0] and trajectory_id.endswith("-2"):
+                raise SlotLost(f"snapshot {snapshot} is lost: its container is gone")
+            return await super().start_from(trajectory_id, snapshot)
+
+    class Env(ScriptEnv):
+        async def start_tool_backend(self, tools=None):
+            self.backend.executor = self.stand_in = Losing(tools or self.build_tools())
+
+        async def setup_group_workspace(self, item, *, exec_tool):
+            prepared.append(item["name"])
+
+    env = make(Env, policy.url, tmp_path / "g.jsonl", process_concurrency=1)
+    env.items = items(2)
+    await env.process_manager()
+    assert prepared == ["item-0", "item-0", "item-1"]
+    assert env.metrics.retries == {"workspace_lost": 1}
+    assert "prepared anew" in caplog.text
+    for group in groups_in(tmp_path / "g.jsonl"):
+        names = {t["trajectory_id"] for t in group["atropos"]["trajectories"]}
+        assert len({id(snapshot) for name, snapshot in env.stand_in.forks if name in names}) == 1
+    assert all(snapshot.dropped for snapshot in env.stand_in.snapshots)
+
+
+async def test_a_workspace_that_is_lost_each_time_drops_its_group_after_a_few_tries(policy, tmp_path):
+    class Losing(StandInExecutor):
+        async def start_from(self, trajectory_id, snapshot):
+            raise SlotLost("snapshot is lost: its container is gone")
+
+    class Env(ScriptEnv):
+        async def start_tool_backend(self, tools=None):
+            self.backend.executor = self.stand_in = Losing(tools or self.build_tools())
+
+        async def setup_group_workspace(self, item, *, exec_tool):
+            pass
+
+    env = make(Env, policy.url, tmp_path / "g.jsonl", trajectory_retries=1)
+    env.items = items(1)
+    with pytest.raises(GroupsDropped, match="1 x workspace_lost"):
+        await env.process_manager()
+    assert len(env.stand_in.snapshots) == 2
 
 
 def _tool(command):

@@ -10,8 +10,7 @@ import json
 import pytest
 from aiohttp import web
 
-from atropos.envs.command_line import commands
-from atropos.envs.running import lifecycle
+from atropos.envs.running import lifecycle, watch
 from atropos.envs.running.rollout import HookError
 from atropos.envs.running.run_api import TrajectoryApiLost
 from atropos.errors import ConfigError
@@ -19,8 +18,11 @@ from tests.unit.envs.support import ScriptEnv, make
 
 
 @contextlib.asynccontextmanager
-async def trajectory_api(*statuses: int, batch_size: int = 8, delay_s: float = 0.0):
-    """An API that answers what it is sent with these, one after the other, and then with 200."""
+async def trajectory_api(*statuses: int, batch_size: int = 8, delay_s: float = 0.0, latest: bool = True):
+    """An API that answers what it is sent with these, one after the other, and then with 200.
+
+    0 stands for a group that is taken and whose answer is lost; `latest`: whether it can be asked for the newest group.
+    """
     answers, taken = list(statuses), []
 
     async def take(request):
@@ -29,8 +31,10 @@ async def trajectory_api(*statuses: int, batch_size: int = 8, delay_s: float = 0
             body = gzip.decompress(body)
         await asyncio.sleep(delay_s)
         status = answers.pop(0) if answers else 200
-        if status == 200:
+        if status in {0, 200}:
             taken.append(json.loads(body))
+        if status == 0:
+            request.transport.close()
         return web.json_response({"status": "received"}, status=status)
 
     async def info(_request):
@@ -38,6 +42,12 @@ async def trajectory_api(*statuses: int, batch_size: int = 8, delay_s: float = 0
 
     app = web.Application()
     app.router.add_post("/scored_data", take)
+
+    async def newest(_request):
+        return web.json_response(taken[-1] if taken else {"tokens": []})
+
+    if latest:
+        app.router.add_get("/latest_example", newest)
     app.router.add_get("/info", info)
     runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
     await runner.setup()
@@ -79,6 +89,28 @@ async def test_a_group_arrives_or_is_said_to_be_lost(statuses, unsent, caplog):
     assert all("atropos" not in sent for sent in taken)
 
 
+@pytest.mark.parametrize("answers", [(0,), (0, 0, 0)])
+async def test_a_group_whose_answer_is_lost_reaches_the_trainer_once(answers, caplog):
+    async with trajectory_api(*answers) as (api, taken):
+        env = env_at(api)
+        env.items_sent_this_step = 0
+        await asyncio.gather(*(env.handle_send_to_api(group() | {"scores": [0.0, 1.0, n]}, {}) for n in range(4)))
+    assert sorted(sent["scores"][2] for sent in taken) == [0, 1, 2, 3]
+    assert env.metrics.maybe_sent_twice == 0
+    assert not env.metrics.unsent
+    assert not caplog.records
+
+
+async def test_a_group_that_may_be_there_twice_is_counted_and_said(caplog):
+    async with trajectory_api(0, latest=False) as (api, taken):
+        env = env_at(api)
+        env.items_sent_this_step = 0
+        await env.handle_send_to_api(group(), {})
+    assert len(taken) == 2
+    assert env.metrics.as_dict()["env/groups_maybe_sent_twice"] == 1
+    assert "may be with the trajectory API twice" in caplog.text
+
+
 async def test_a_finished_group_is_sent_though_its_worker_is_cancelled():
     async with trajectory_api(delay_s=0.3) as (api, taken):
         env = env_at(api)
@@ -116,24 +148,29 @@ async def test_a_trajectory_api_that_is_gone_is_one_line():
 STATUS = {"queue_size": 0, "max_group_size": 3, "unallocated_fraction": 1.0}
 
 
-def told(env, **status) -> None:
+def trainer_of(env):
+    return watch.TrainerWatch(env.config)
+
+
+def told(trainer, env, **status) -> None:
     env.status_dict = STATUS | status
-    env._tell_of_the_queue(env.status_dict)
+    trainer.queue(env.status_dict, env.derived_batch_size)
 
 
 async def test_a_trainer_that_fetches_nothing_is_told_once_and_its_return_too(monkeypatch, caplog):
     caplog.set_level("INFO", "atropos")
-    monkeypatch.setattr(commands, "WAITED_S", 0.0)
+    monkeypatch.setattr(watch, "WAITED_S", 0.0)
     env = env_at("http://127.0.0.1:9", batch_size=9, max_batches_offpolicy=2)
+    trainer = trainer_of(env)
     full = 6  # groups of 3, two batches of 9
     for queued in (full - 1, full, full, full, full):
-        told(env, queue_size=queued)
+        told(trainer, env, queue_size=queued)
     assert caplog.text.count("no trainer has fetched a batch") == 1
     assert "18 trajectories wait at http://127.0.0.1:9" in caplog.text
-    told(env, queue_size=full - 3)
+    told(trainer, env, queue_size=full - 3)
     assert caplog.text.count("the trainer fetches batches again") == 1
     for _ in range(3):
-        told(env, queue_size=full)
+        told(trainer, env, queue_size=full)
     assert caplog.text.count("no trainer has fetched a batch") == 2
 
 
@@ -149,8 +186,9 @@ async def test_a_trainer_that_fetches_nothing_is_told_once_and_its_return_too(mo
 )
 async def test_groups_that_would_be_in_no_batch_are_told_once(status, settings, says, caplog):
     env = env_at("http://127.0.0.1:9", batch_size=9, **settings)
+    trainer = trainer_of(env)
     for _ in range(3):
-        told(env, **status)
+        told(trainer, env, **status)
     assert len(caplog.records) == bool(says)
     assert says in caplog.text
 
@@ -174,15 +212,15 @@ async def test_groups_of_one_would_all_have_equal_scores_and_are_refused():
         await env.env_manager()
 
 
-async def test_the_end_of_the_items_is_told_and_an_error_of_theirs_is_named(caplog):
-    env = env_at("http://127.0.0.1:9")
-    env.items = ["first"]
-    ask = env._asking(env.get_next_item)
-    assert [await ask() for _ in range(3)] == ["first", None, None]
+async def test_the_end_of_the_items_is_reported_once_and_an_error_of_theirs_is_named(caplog):
+    env = env_at("http://127.0.0.1:9", batch_size=9)
+    env.items, env.max_num_workers, env.status_dict = [], 2, STATUS | {"self_queue_size": 0}
+    for _ in range(3):
+        await env.add_train_workers()
     assert caplog.text.count("get_next_item() gave None") == 1
-    env.items = None
+    env.items = iter(())  # no pop
     with pytest.raises(HookError, match="get_next_item raised"):
-        await env._asking(lambda: asyncio.sleep(1 / 0))()
+        await env.add_train_workers()
 
 
 async def test_an_evaluation_that_fails_when_serving_is_reported(caplog):
@@ -201,10 +239,10 @@ async def test_an_evaluation_that_fails_when_serving_is_reported(caplog):
 
 async def test_an_inference_server_that_goes_and_comes_is_told_once_each(monkeypatch, caplog):
     caplog.set_level("INFO", "atropos")
-    monkeypatch.setattr(commands, "HEALTH_S", 0.01)
+    monkeypatch.setattr(watch, "HEALTH_S", 0.01)
     env = env_at("http://127.0.0.1:9")
     [server] = env.server.servers
-    async with lifecycle.beside(env._watch_inference()):
+    async with lifecycle.beside(watch.watch_inference(env.server, 20)):
         for healthy in (True, False, True):
             server.server_healthy = healthy
             await asyncio.sleep(0.1)

@@ -226,7 +226,7 @@ class Hermes(HermesAgentBaseEnv):
         return next(self.rows, None)
 
     async def start_tool_backend(self, tools=None):
-        self._executor = StandInExecutor(tools or self.build_tools())
+        self.backend.executor = StandInExecutor(tools or self.build_tools())
 
     async def compute_reward(self, item, result, ctx):
         self.rewards += 1
@@ -305,7 +305,7 @@ def test_a_distribution_offers_its_toolsets_alone(tmp_path):
     def names(name, *groups):
         config = {"distribution": name, "enabled_toolsets": None, "seed": 1}
         env = make_hermes(Hermes, ("http://127.0.0.1:9/v1", None), tmp_path, [], **config)
-        env._executor = StandInExecutor(env.build_tools())
+        env.backend.executor = StandInExecutor(env.build_tools())
         return [tuple(sorted(env.tools_of(group).names)) for group in groups]
 
     drawn = names("interactive", *map(str, range(30)))

@@ -1,0 +1,118 @@
+"""The pool and the executor that an env's trajectories run on, from start to stop."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from importlib import import_module
+
+from atropos.envs.config import SandboxEnvConfig
+from atropos.envs.running.lifecycle import bounded
+from atropos.errors import ConfigError, NotSupported
+from atropos.slots import Slot, SlotPool, Snapshot
+from atropos.tools import ToolExecutor, ToolRegistry
+
+_log = logging.getLogger(__name__)
+
+
+class ToolBackend:
+    """Pool, executor, and the room there is for trajectories.
+
+    Attributes:
+        pool: there while it runs.
+        admission: as many trajectories at once as there may be slots.
+    """
+
+    def __init__(self, config: SandboxEnvConfig) -> None:
+        self._config = config
+        self._executor: ToolExecutor | None = None
+        self.pool: SlotPool | None = None
+        self.admission = asyncio.Semaphore(config.capacity)
+
+    @property
+    def running(self) -> bool:
+        """Whether there is an executor."""
+        return self._executor is not None
+
+    @property
+    def executor(self) -> ToolExecutor:
+        """The tool executor; there from `start` to `stop`."""
+        if self._executor is None:
+            raise RuntimeError("the tool backend is not running; call start_tool_backend() first")
+        return self._executor
+
+    @executor.setter
+    def executor(self, executor: ToolExecutor) -> None:
+        self._executor = executor
+
+    async def start(self, tools: ToolRegistry) -> None:
+        """Start pool and executor.
+
+        Raises:
+            SandboxError: no container could be started.
+            ConfigError: a setting can't be had.
+        """
+        config = self._config.executor_config()
+        app = None
+        if config.tool_server_url == "inprocess":
+            app = import_module("atropos.api.tool_server").create_app
+        self.pool = SlotPool(self._config.pool_config())
+        await self.pool.start()
+        if config.allow_network:
+            config = config.model_copy(update={"allow_network": await self._network(self.pool)})
+        executor = ToolExecutor(pool=self.pool, tools=tools, config=config, tool_server_app=app)
+        await executor.start()
+        self._executor = executor
+
+    async def _network(self, pool: SlotPool) -> bool:
+        """Whether slots get egress. Where the backend has none, only an explicit wish for it is refused.
+
+        Raises:
+            ConfigError: `allow_network` was set and can't be had.
+        """
+        try:
+            async with pool.lease("network-probe", network=True):
+                return True
+        except NotSupported as error:
+            if "allow_network" in self._config.model_fields_set:
+                raise ConfigError(f"env.allow_network: {error}; set --env.allow_network false") from error
+            _log.warning("programs in slots have no network: %s", error)
+            return False
+
+    async def stop(self) -> None:
+        """Release every trajectory and stop the containers. Idempotent."""
+        executor, self._executor = self._executor, None
+        pool, self.pool = self.pool, None
+        if executor is not None:
+            await bounded("the tool executor", executor.close(), 20)
+        if pool is not None:
+            await bounded("the slot pool", pool.stop(purge_job=self._config.purge_job_on_shutdown), 60)
+
+    async def release(self, trajectory_id: str) -> None:
+        """Give a trajectory's slot back, where the backend still runs."""
+        if self._executor is not None:
+            await self._executor.release_trajectory(trajectory_id, reset_workspace=True)
+
+    async def freeze(self, trajectory_id: str) -> Snapshot:
+        """A snapshot of a trajectory's workspace, whose slot is given back. Cancelled on the way, it leaves neither."""
+        slot: Slot = await self.executor.slot(trajectory_id)
+        snapshot = await slot.snapshot()
+        try:
+            await self.executor.release_trajectory(trajectory_id)
+        except BaseException:
+            await snapshot.drop()
+            raise
+        return snapshot
+
+    def outage(self) -> str:
+        """What Nomad or Docker answers while it is away and no container is left; empty where it isn't."""
+        return "" if self.pool is None else self.pool.outage()
+
+    async def outlast(self) -> None:
+        """Wait until the engine answers again.
+
+        Raises:
+            BackendUnavailable: it stayed away for `outage_s`.
+        """
+        if self.pool is not None:
+            await self.pool.outlast()

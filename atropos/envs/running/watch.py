@@ -1,0 +1,107 @@
+"""What a run would otherwise wait for in silence: a trainer that fetches nothing, inference servers that are down."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from typing import Any
+
+from atropos.envs.config import SandboxEnvConfig
+
+WAITED_S = 60.0
+"""How long a trainer may leave a full queue alone before the log says that the env waits for it."""
+TRAINER_S = 5.0
+"""How long a trainer may take to register before the log says that the env waits for it."""
+HEALTH_S = 1.0
+"""Interval between checks of the inference servers' state; atroposlib asks them about as often."""
+
+_log = logging.getLogger(__name__)
+
+
+class TrainerWatch:
+    """Reports, once each, why an env that serves has nothing to do."""
+
+    def __init__(self, config: SandboxEnvConfig) -> None:
+        self._config = config
+        self._full_since: float | None = None
+        self._reported: set[str] = set()
+
+    def report(self, key: str, text: str, *values: Any) -> None:
+        """Log a warning the first time that it comes up under its key."""
+        if key not in self._reported:
+            self._reported.add(key)
+            _log.warning(text, *values)
+
+    def queue(self, status: dict[str, Any], derived_batch_size: int) -> None:
+        """Look at the trajectory API's answer: is the queue full, are there groups that never fit, is there a share?"""
+        config = self._config
+        self._check_full(status)
+        largest = int(status.get("max_group_size") or 1)
+        if largest > config.group_size and largest % config.group_size:
+            text = (
+                "env.group_size: run-api packs groups up to the largest in its queue, another env's %d, which is no "
+                "multiple of %d: while such groups come, this env's are in no batch"
+            )
+            self.report("packing", text, largest, config.group_size)
+        if config.min_batch_allocation is None and 0 <= derived_batch_size < config.group_size:
+            text = "other envs hold the whole batch (min_batch_allocation): this env starts nothing until they leave"
+            self.report("no share", text)
+
+    def _check_full(self, status: dict[str, Any]) -> None:
+        config = self._config
+        waiting = int(status["queue_size"]) * config.group_size
+        full = 0 < config.max_batches_offpolicy * config.batch_size <= waiting
+        if not full:
+            if self._full_since is not None and "full" in self._reported:
+                _log.info("the trainer fetches batches again")
+            self._full_since = None
+            self._reported.discard("full")
+        elif self._full_since is None:
+            self._full_since = time.monotonic()
+        elif time.monotonic() - self._full_since > WAITED_S:
+            text = (
+                "%d trajectories wait at %s and no trainer has fetched a batch for %.0f s; this env starts no more "
+                "(max_batches_offpolicy %d), keeps no slot busy, and goes on when one does"
+            )
+            self.report("full", text, waiting, config.rollout_server_url, WAITED_S, config.max_batches_offpolicy)
+
+    async def wait_for_trainer(self, registered: asyncio.Event) -> None:
+        """Say so when no trainer registers; ends when one has."""
+        try:
+            async with asyncio.timeout(TRAINER_S):
+                await registered.wait()
+        except TimeoutError:
+            _log.warning(
+                "no trainer has registered at %s yet; this env waits for one (a trainer posts to /register and fetches "
+                "/batch once; `process` needs none)",
+                self._config.rollout_server_url,
+            )
+            await registered.wait()
+            _log.info("a trainer has registered")
+
+
+async def watch_inference(server: Any, model_timeout_s: float) -> None:
+    """Say when an inference server stops answering, and when it is back; calls wait for it meanwhile."""
+    down: set[str] = set()
+    while True:
+        for one in server.servers:
+            url = str(getattr(getattr(one, "config", None), "base_url", one))
+            healthy = bool(getattr(one, "server_healthy", True))
+            if not healthy and url not in down:
+                down.add(url)
+                _log.warning(
+                    "the inference server at %s doesn't answer; calls wait for it, each up to model_timeout_s (%g s)",
+                    url,
+                    model_timeout_s,
+                )
+            elif healthy and url in down:
+                down.remove(url)
+                _log.info("the inference server at %s answers again", url)
+        await asyncio.sleep(HEALTH_S)
+
+
+def report_evaluation(task: asyncio.Task[Any]) -> None:
+    """Log the error of an evaluation beside training, which nobody awaits before the end."""
+    if not task.cancelled() and task.exception() is not None:
+        _log.error("evaluate failed; training goes on", exc_info=task.exception())
