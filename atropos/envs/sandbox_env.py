@@ -350,7 +350,7 @@ class SandboxEnv(BaseEnv):
         if not self.exact_tokens and not self.config.allow_placeholder_tokens:
             kinds = ", ".join(sorted(server_types(self.server)))
             raise ConfigError(
-                f"openai.server_type: {kinds} doesn't give the tokens it samples, so a trainer would get placeholders; "
+                f"openai.server_type: {kinds} doesn't tell the tokens it samples, so a trainer would get placeholders; "
                 "use vllm or sglang, or set --env.allow_placeholder_tokens true"
             )
         if self.config.group_size == 1 and self.config.ensure_scores_are_not_same:
