@@ -44,6 +44,16 @@ class AgentEnv(SandboxEnv):
         """The score of a final answer, where the workspace needn't be looked at."""
         raise NotImplementedError(f"{type(self).__name__} must define score_trajectory(item, final_response) -> float")
 
+    def missing_methods(self) -> list[str]:
+        """As the frame's, and what makes a task and a score."""
+        cls, missing = type(self), super().missing_methods()
+        if cls.build_task is AgentEnv.build_task:
+            missing.append("build_task(item)")
+        scores = (cls.score_trajectory, cls.verify_and_score_trajectory)
+        if scores == (AgentEnv.score_trajectory, AgentEnv.verify_and_score_trajectory):
+            missing.append("score_trajectory(item, final_response) or verify_and_score_trajectory(...)")
+        return missing
+
     def build_tools(self) -> ToolRegistry:
         """The tools of the configured toolsets."""
         config = self.config

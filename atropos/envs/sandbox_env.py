@@ -133,6 +133,10 @@ class SandboxEnv(BaseEnv):
         """What a group's trajectories start from: a snapshot, or None for an empty workspace."""
         return None
 
+    def missing_methods(self) -> list[str]:
+        """The methods that a subclass must define and doesn't, as they are written."""
+        return ["get_next_item()"] if type(self).get_next_item is SandboxEnv.get_next_item else []
+
     async def setup_agent_env(self) -> None:
         """Load data and the like, once, before the first item. Inference and sandboxes are there already."""
 
@@ -283,6 +287,11 @@ class SandboxEnv(BaseEnv):
 
     # ---------------------------------------------------------------------------------------------------- process
 
+    def _check_complete(self) -> None:
+        missing = self.missing_methods()
+        if missing:
+            raise ConfigError(f"{type(self).__name__} must define {' and '.join(missing)}")
+
     async def process_manager(self) -> None:
         """Run `total_steps` groups, or as many as there are items, and write the JSONL and the page.
 
@@ -290,6 +299,7 @@ class SandboxEnv(BaseEnv):
             GroupsDropped: at the end, when groups could not be completed; the files hold the others.
             ConfigError, InferenceError, SandboxError: it could not start.
         """
+        self._check_complete()
         async with self.lifetime.running(self._close):
             self.config.group_size = int(getattr(self, "group_size_to_process", self.config.group_size))
             await self.setup()
@@ -337,6 +347,7 @@ class SandboxEnv(BaseEnv):
             ConfigError: the tokens would be placeholders, no group would ever be sent, or there is no trajectory API.
             TrajectoryApiLost: it went away.
         """
+        self._check_complete()
         self._check_servable()
         async with self.lifetime.running(self._close):
             await check_run_api(self.config.rollout_server_url)
@@ -361,11 +372,8 @@ class SandboxEnv(BaseEnv):
 
     async def register_env(self) -> None:
         """As atroposlib's, which waits for a trainer; the log says so."""
-        registered = asyncio.Event()
-        async with beside(self._trainer.wait_for_trainer(registered)):
+        with self._trainer.awaiting_trainer():
             await super().register_env()
-            registered.set()
-            await asyncio.sleep(0)
 
     async def get_server_info(self) -> None:
         """As atroposlib's; sizes of which run-api would never make a batch are refused by name.
@@ -458,7 +466,7 @@ class SandboxEnv(BaseEnv):
 
     async def setup_wandb(self) -> None:
         """As atroposlib's; a wandb that can't start is one clear line."""
-        with self._wandb.starting():
+        with self._wandb.starting(), self._trainer.awaiting_trainer():  # it asks the trainer for the project's name
             await super().setup_wandb()
 
     def metrics_text(self) -> str:

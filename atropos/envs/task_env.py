@@ -3,8 +3,9 @@
     python -m atropos.envs.task_env process --env.tasks_path examples/tasks --env.tool_pool_mode local ...
 
 The workspace is built, the agent works, its processes end, and only then are the tests uploaded and run. A verifier
-that gives no reward (it timed out, was killed, or wrote none) is the task's failure and not the agent's: the group is
-dropped, as Harbor records an error instead of a reward; `--env.verifier_failure zero` scores 0 instead.
+that gives no reward (it timed out, was killed, or wrote none) is tried once
+on the task's untouched workspace: where it gives a reward there, the agent is the cause, and the score is 0; else the task is
+at fault, and the group is dropped. `--env.verifier_failure` says `drop` or `zero` for every case.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from pydantic import Field
 from atropos.agent import AgentConfig, AgentResult
 from atropos.envs.config import Names
 from atropos.envs.dataset_env import DatasetEnv, DatasetEnvConfig
-from atropos.envs.running.rollout import Rollout
+from atropos.envs.running.rollout import Rollout, VerifierError
 from atropos.envs.sandbox_env import ExecTool, Member
 from atropos.errors import ConfigError
 from atropos.slots import Slot, Snapshot
@@ -63,8 +64,9 @@ class TaskEnvConfig(DatasetEnvConfig):
     verifier_mode: Literal["task", "shared", "separate"] = Field(
         default="task", description="where tests run: as task.toml says, in the agent's slot, or in a fresh one"
     )
-    verifier_failure: Literal["drop", "zero"] = Field(
-        default="drop", description="a verifier without a reward drops the group, or scores 0"
+    verifier_failure: Literal["blame", "drop", "zero"] = Field(
+        default="blame",
+        description="a verifier without a reward: 0 where it gives one on the untouched workspace, else dropped; or drop, zero",
     )
     fork_setup: bool = Field(
         default=False, description="build a group's workspace once and fork it; pays where set-up takes long"
@@ -83,6 +85,7 @@ class TaskEnv(DatasetEnv):
         super().__init__(config, *args, **kwargs)
         self.items: list[Task] = tasks
         self._from: dict[str, Snapshot | None] = {}
+        self._sound: dict[str, bool] = {}
 
     def build_task(self, item: Task) -> str:
         """The task's instruction, as it is."""
@@ -146,9 +149,10 @@ class TaskEnv(DatasetEnv):
         try:
             verdict = await workspace.verify(slot, item, mode=self.config.verifier_mode, fresh=fresh)
         except VerifierFailed as failure:
-            if self.config.verifier_failure == "drop":
-                raise
+            if not await self._scores_zero(item, trajectory_id):
+                raise VerifierError(str(failure)) from failure
             _log.warning("%s scores 0: %s", trajectory_id, failure)
+            self.metrics.verifier_zeros += 1
             return 0.0, {"verifier_failed": str(failure)}
         return verdict.reward, {
             "verifier_seconds": round(verdict.seconds, 4),
@@ -156,6 +160,19 @@ class TaskEnv(DatasetEnv):
             "verifier_log": verdict.log,
             "metrics": verdict.metrics,
         }
+
+    async def _scores_zero(self, item: Task, trajectory_id: str) -> bool:
+        """Whether a trajectory whose verifier gave no reward scores 0, by the setting and by who is the cause."""
+        if self.config.verifier_failure != "blame":
+            return self.config.verifier_failure == "zero"
+        if item.name not in self._sound:
+            try:
+                await workspace.verify(await self._fresh_slot(item, trajectory_id), item, mode="shared")
+            except VerifierFailed:
+                self._sound[item.name] = False
+            else:
+                self._sound[item.name] = True
+        return self._sound[item.name]
 
     async def _fresh_slot(self, item: Task, trajectory_id: str) -> Slot:
         """The trajectory's slot is given back and another one built: never two at once, so verifying can't deadlock."""

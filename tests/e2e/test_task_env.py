@@ -88,6 +88,29 @@ async def test_verifiers_without_a_reward_drop_the_group_or_score_zero(policy, t
     assert {group["atropos"]["item"]: group["scores"] for group in second} == {"fine": [1.0, 1.0], "silent": [0.0, 0.0]}
 
 
+@pytest.mark.parametrize(
+    "trick",
+    [
+        "mkfifo out",
+        "dd if=/dev/zero of=fill bs=1M",
+        "i=0; while : > f$i; do i=$((i+1)); done",
+        "rm -rf /bin /usr/bin",
+    ],
+)
+async def test_an_agent_that_leaves_its_verifier_without_a_reward_scores_0(policy, tmp_path, trick):
+    task(
+        tmp_path,
+        "t",
+        prompt=script({"calls": [call("terminal", command=trick, timeout=60)]}, "done"),
+        test="set -e; [ ! -e out ] || cat out > answer; cat /proc/uptime > x; echo 0.5 > /logs/verifier/reward.txt",
+        toml="[verifier]\ntimeout_sec = 5.0\n",
+    )
+    found, env = await run(policy, tmp_path, slot_inodes=2000, slot_disk_mib=16)
+    assert found["t"]["scores"] == [0.0, 0.0]
+    assert env.metrics.verifier_zeros == 2
+    assert not env.metrics.dropped
+
+
 async def test_a_set_up_that_fails_drops_its_group_alone(policy, tmp_path):
     task(tmp_path, "broken", setup="exit 3")
     task(tmp_path, "fine")

@@ -37,12 +37,14 @@ from typing import Any
 from atropos.agent import AgentConfig, AtroposAgent
 from atropos.agent.model import EXACT
 from atropos.envs.adapter import server_types
+from atropos.envs.hermes.bridge import body as bridge_body
 from atropos.envs.hermes.bridge import bridged
 from atropos.envs.hermes.config import HermesAgentEnvConfig
 from atropos.envs.hermes.data import load_rows
 from atropos.envs.hermes.dialect import OpenAIDialect
 from atropos.envs.hermes.result import HermesResult
 from atropos.envs.hermes.tool_context import ToolContext
+from atropos.envs.running.hooks import HOOK_CODE
 from atropos.envs.running.rollout import Rollout, checked_score
 from atropos.envs.sandbox_env import Member, SandboxEnv
 from atropos.errors import ConfigError, LeaseExpired
@@ -54,6 +56,8 @@ KEPT_ERRORS = 200
 """Tool errors kept for wandb, the latest."""
 DIALECTS_KEPT = 64
 """Sets of tools whose rendering is remembered."""
+
+HOOK_CODE.add(bridge_body.__code__)
 
 _log = logging.getLogger(__name__)
 
@@ -114,6 +118,11 @@ class HermesAgentBaseEnv(SandboxEnv):
 
     async def setup_rollout(self, item: Any, ctx: ToolContext) -> None:
         """Prepare each rollout's workspace before the model sees it (where overridden)."""
+
+    def missing_methods(self) -> list[str]:
+        """As the frame's, and the reward."""
+        undefined = type(self).compute_reward is HermesAgentBaseEnv.compute_reward
+        return super().missing_methods() + ["compute_reward(item, result, ctx)"] * undefined
 
     # -------------------------------------------------------------------------------------------------- ready made
 

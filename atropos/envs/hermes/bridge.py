@@ -27,7 +27,7 @@ class _Run(Generic[Value]):
         self._function = function
 
     def __await__(self) -> Generator[Any, Any, Value]:
-        runner = _Bridged(_body)
+        runner = _Bridged(body)
         runner.gr_context = getcurrent().gr_context
         request = self._switch(runner, runner.switch, self._function)
         while not runner.dead:
@@ -48,7 +48,8 @@ class _Run(Generic[Value]):
         return how(argument)
 
 
-def _body(function: Callable[[], Any]) -> Any:
+def body(function: Callable[[], Any]) -> Any:
+    """What runs in the greenlet: the outermost frame of a bridged function."""
     value = function()
     return _drive(value) if inspect.iscoroutine(value) else value
 

@@ -7,6 +7,7 @@ import contextlib
 import inspect
 import logging
 from collections.abc import Awaitable, Callable, Generator, Iterator
+from types import CodeType, FrameType
 from typing import Protocol, TypeVar, cast
 
 from atropos.agent import PromptTooLong
@@ -19,6 +20,9 @@ KNOWN = (SandboxError, InferenceError, ConfigError, HookError, PromptTooLong)
 """What already says which of the three channels it belongs to."""
 TAIL_CHARS = 600
 """Of a failed set-up call's output, kept in its fault."""
+
+HOOK_CODE: set[CodeType] = set()
+"""The code that calls hooks: while it is on the stack, a hook runs and keeps the event loop."""
 
 Value = TypeVar("Value")
 
@@ -145,8 +149,7 @@ class Hooks:
         limit = asyncio.timeout(self._timeout_s)
         try:
             async with limit:
-                value = hook()
-                return cast("Value", await value if inspect.isawaitable(value) else value)
+                return await _run(hook)
         except TimeoutError as error:
             if not limit.expired():
                 raise
@@ -175,6 +178,23 @@ def _named(hook: str, failure: SandboxError | HookError) -> SandboxError | HookE
     if isinstance(failure, HookError) and not str(failure).startswith(hook):
         return type(failure)(f"{hook}: {failure}")
     return failure
+
+
+async def _run(hook: Callable[[], Value | Awaitable[Value]]) -> Value:
+    value = hook()
+    return cast("Value", await value if inspect.isawaitable(value) else value)
+
+
+HOOK_CODE.add(_run.__code__)
+
+
+def in_hook(frame: FrameType | None) -> bool:
+    """Whether a hook is on the stack of a frame."""
+    while frame is not None:
+        if frame.f_code in HOOK_CODE:
+            return True
+        frame = frame.f_back
+    return False
 
 
 @contextlib.contextmanager

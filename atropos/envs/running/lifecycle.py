@@ -11,12 +11,18 @@ import asyncio
 import contextlib
 import logging
 import signal
+import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterable
+from types import FrameType
 from typing import Any
 
 from atropos.aio import outlive
+from atropos.envs.running.hooks import in_hook
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
+BLOCKED_S = 1.0
+"""After so long without a turn of the event loop, a signal interrupts the hook that keeps it."""
+
 _log = logging.getLogger(__name__)
 
 
@@ -56,9 +62,8 @@ class Lifetime:
         Raises:
             BaseException: the fatal error, where a task reported one.
         """
-        loop = asyncio.get_running_loop()
         self._main = asyncio.current_task()
-        handled = list(_install(loop, self._on_signal))
+        signals = _Signals(asyncio.get_running_loop(), self._on_signal)
         try:
             yield
         except asyncio.CancelledError:
@@ -70,19 +75,44 @@ class Lifetime:
             try:
                 await outlive(close())
             finally:
-                for number in handled:
-                    loop.remove_signal_handler(number)
+                signals.close()
                 self._main = None
                 self._closing = False
 
 
-def _install(loop: asyncio.AbstractEventLoop, handler: Callable[[signal.Signals], None]) -> Iterable[signal.Signals]:
-    for number in SIGNALS:
-        try:
-            loop.add_signal_handler(number, handler, number)
-        except (ValueError, RuntimeError, NotImplementedError):  # not in the main thread: its owner handles signals
-            continue
-        yield number
+class _Signals:
+    """Hands signals to the event loop; where a hook keeps the loop from running, the hook is interrupted.
+
+    asyncio's own handlers wait for the loop, so that Ctrl-C did nothing while a hook slept in `time.sleep`.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, handler: Callable[[signal.Signals], None]) -> None:
+        self._loop = loop
+        self._handler = handler
+        self._before: dict[signal.Signals, Any] = {}
+        self._alive_at = time.monotonic()
+        self._timer: asyncio.TimerHandle | None = None
+        for number in SIGNALS:
+            with contextlib.suppress(ValueError):  # not in the main thread: its owner handles signals
+                self._before[number] = signal.signal(number, self._arrived)
+        if self._before:
+            self._beat()
+
+    def _beat(self) -> None:
+        self._alive_at = time.monotonic()
+        self._timer = self._loop.call_later(BLOCKED_S / 4, self._beat)
+
+    def _arrived(self, number: int, frame: FrameType | None) -> None:
+        self._loop.call_soon_threadsafe(self._handler, signal.Signals(number))
+        if time.monotonic() - self._alive_at > BLOCKED_S and in_hook(frame):
+            raise asyncio.CancelledError(f"interrupted by {signal.Signals(number).name}")
+
+    def close(self) -> None:
+        """Put the former handlers back."""
+        if self._timer is not None:
+            self._timer.cancel()
+        for number, before in self._before.items():
+            signal.signal(number, before)
 
 
 @contextlib.asynccontextmanager

@@ -28,6 +28,7 @@ class EnvMetrics:
         groups / dropped: groups completed; dropped whole, by the failure's code.
         unsent: complete groups that atroposlib leaves out, by reason (same_scores, too_long, wrong_size).
         maybe_sent_twice: groups that the trajectory API may have taken more than once.
+        verifier_zeros: trajectories scored 0 because they left their verifier without a reward.
         retries: new attempts of trajectories, by the failure's code.
         hook_errors: by hook.
     """
@@ -38,6 +39,7 @@ class EnvMetrics:
     tool_errors: int = 0
     cancelled_groups: int = 0
     maybe_sent_twice: int = 0
+    verifier_zeros: int = 0
     dropped: Counter[str] = field(default_factory=Counter[str])
     unsent: Counter[str] = field(default_factory=Counter[str])
     retries: Counter[str] = field(default_factory=Counter[str])
@@ -56,6 +58,7 @@ class EnvMetrics:
             "env/tool_errors": self.tool_errors,
             "env/groups_cancelled": self.cancelled_groups,
             "env/groups_maybe_sent_twice": self.maybe_sent_twice,
+            "env/verifier_zeros": self.verifier_zeros,
             "env/groups_dropped": sum(self.dropped.values()),
             "env/trajectory_retries": sum(self.retries.values()),
             "env/call_p50_s": percentile(self.call_s, 0.5),

@@ -35,6 +35,9 @@ class _Numbers(Collector):
         yield self._counter(
             "groups_maybe_sent_twice", "groups that the trajectory API may have taken twice", found.maybe_sent_twice
         )
+        yield self._counter(
+            "verifier_zeros", "trajectories whose verifier gave no reward, scored 0", found.verifier_zeros
+        )
         yield self._counter("trajectories", "scored trajectories", found.trajectories)
         yield self._counter(
             "trajectory_retries", "new attempts after an infrastructure failure", found.retries, "reason"

@@ -36,13 +36,22 @@ async def check_run_api(url: str) -> None:
         try:
             async with (
                 aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=5)) as session,
-                session.get(f"{url.rstrip('/')}/"),
+                session.get(f"{url.rstrip('/')}/status") as answer,
             ):
+                if answer.status == 404:
+                    raise ConfigError(
+                        f"env.rollout_server_url: what answers at {url} is no trajectory API; run-api and many inference "
+                        "servers use port 8000 by default: start `run-api --port 8001` and set --env.rollout_server_url "
+                        "http://localhost:8001"
+                    )
                 return
         except (aiohttp.ClientError, TimeoutError, ValueError) as error:
             last = error
         await asyncio.sleep(0.3 * (attempt + 1))
-    raise ConfigError(f"env.rollout_server_url: no trajectory API at {url} ({last}); start it with `run-api`") from last
+    raise ConfigError(
+        f"env.rollout_server_url: no trajectory API at {url} ({last}); start it with `run-api`, and give its "
+        "address in --env.rollout_server_url"
+    ) from last
 
 
 class TrajectoryApiLost(Exception):

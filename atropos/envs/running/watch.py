@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
+from collections.abc import Generator
 from typing import Any
 
 from atropos.envs.config import SandboxEnvConfig
@@ -66,19 +68,19 @@ class TrainerWatch:
             )
             self.report("full", text, waiting, config.rollout_server_url, WAITED_S, config.max_batches_offpolicy)
 
-    async def wait_for_trainer(self, registered: asyncio.Event) -> None:
-        """Say so when no trainer registers; ends when one has."""
+    @contextlib.contextmanager
+    def awaiting_trainer(self) -> Generator[None]:
+        """Around what waits for a trainer: after a few seconds the log says so."""
+        text = (
+            "no trainer has registered at %s yet; this env waits for one (a trainer posts to /register and fetches "
+            "/batch once; `process` needs none)"
+        )
+        url = self._config.rollout_server_url
+        timer = asyncio.get_running_loop().call_later(TRAINER_S, lambda: self.report("trainer", text, url))
         try:
-            async with asyncio.timeout(TRAINER_S):
-                await registered.wait()
-        except TimeoutError:
-            _log.warning(
-                "no trainer has registered at %s yet; this env waits for one (a trainer posts to /register and fetches "
-                "/batch once; `process` needs none)",
-                self._config.rollout_server_url,
-            )
-            await registered.wait()
-            _log.info("a trainer has registered")
+            yield
+        finally:
+            timer.cancel()
 
 
 async def watch_inference(server: Any, model_timeout_s: float) -> None:

@@ -5,12 +5,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import re
+import signal
+import threading
+import time
 
 import pytest
 
-from atropos.envs import APIServerConfig, HermesAgentBaseEnv, HermesAgentEnvConfig
+from atropos.envs import AgentEnv, APIServerConfig, HermesAgentBaseEnv, HermesAgentEnvConfig
 from atropos.envs.running.rollout import GroupsDropped
-from atropos.errors import SlotLost, ToolServerUnavailable
+from atropos.errors import ConfigError, SlotLost, ToolServerUnavailable
 from atropos.tools import ToolCall, ToolResult
 from examples.policy.tokenizer import FOLDER
 from tests.unit.envs.support import ScriptEnv, StandInExecutor, items, make
@@ -211,3 +214,58 @@ async def test_a_hermes_set_up_that_fails_is_a_fault_of_the_task(policy, tmp_pat
     with pytest.raises(GroupsDropped, match="1 x task_fault"):
         await env.process_manager()
     assert "setup_rollout" in caplog.text
+
+
+@pytest.mark.parametrize("hook", ["build_task", "verify"])
+async def test_ctrl_c_interrupts_a_hook_that_blocks_the_loop(policy, tmp_path, hook):
+    class Env(ScriptEnv):
+        def build_task(self, item):
+            if hook == "build_task":
+                self.block()
+            return super().build_task(item)
+
+        async def verify_and_score_trajectory(self, item, final_response, *, trajectory_id, exec_tool, agent_result):
+            self.block()
+            return 1.0, {}
+
+        def block(self):
+            self.blocked.set()
+            time.sleep(60)
+
+    env = make(Env, policy.url, tmp_path / "g.jsonl", group_size=1)
+    env.items, env.blocked = items(1), threading.Event()
+
+    def press():
+        env.blocked.wait()
+        time.sleep(2)
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+
+    threading.Thread(target=press, daemon=True).start()
+    started = time.monotonic()
+    with pytest.raises(asyncio.CancelledError):
+        await env.process_manager()
+    assert time.monotonic() - started < 40
+    assert env.lifetime.signal == signal.SIGINT
+    assert env.stand_in.closed
+
+
+async def test_a_missing_method_is_named_before_anything_starts():
+    class NoItems(AgentEnv):
+        def build_task(self, item):
+            return ""
+
+    class NoScore(NoItems):
+        async def get_next_item(self):
+            return None
+
+    for cls, named in ((NoItems, r"get_next_item\(\) and score_trajectory"), (NoScore, "must define score_trajectory")):
+        env = make(cls, "http://127.0.0.1:9/v1", None)
+        for command in (env.process_manager, env.env_manager):
+            with pytest.raises(ConfigError, match=named):
+                await command()
+
+
+async def test_evaluate_without_an_evaluation_says_so():
+    env = make(ScriptEnv, "http://127.0.0.1:9/v1", None)
+    with pytest.raises(ConfigError, match="ScriptEnv has no evaluation"):
+        await env._run_evaluate()

@@ -12,7 +12,7 @@ from aiohttp import web
 
 from atropos.envs.running import lifecycle, watch
 from atropos.envs.running.rollout import HookError
-from atropos.envs.running.run_api import TrajectoryApiLost
+from atropos.envs.running.run_api import TrajectoryApiLost, check_run_api
 from atropos.errors import ConfigError
 from tests.unit.envs.support import ScriptEnv, make
 
@@ -197,6 +197,24 @@ async def test_a_share_of_less_than_a_trajectory_is_told(caplog):
     async with trajectory_api(batch_size=9) as (api, _):
         await env_at(api, min_batch_allocation=0.1).get_server_info()
     assert "0.1 of a batch of 9 is less than one trajectory" in caplog.text
+
+
+async def test_a_trainer_that_does_not_come_is_reported_within_seconds(monkeypatch, caplog):
+    monkeypatch.setattr(watch, "TRAINER_S", 0.05)
+    trainer = trainer_of(env_at("http://127.0.0.1:9"))
+    with trainer.awaiting_trainer():
+        pass
+    await asyncio.sleep(0.1)
+    assert not caplog.records
+    for _ in range(2):
+        with trainer.awaiting_trainer():
+            await asyncio.sleep(0.1)
+    assert caplog.text.count("no trainer has registered at http://127.0.0.1:9") == 1
+
+
+async def test_an_inference_server_in_the_place_of_run_api_is_named(policy):
+    with pytest.raises(ConfigError, match="is no trajectory API; run-api and many inference servers use port 8000"):
+        await check_run_api(policy.url.removesuffix("/v1"))
 
 
 async def test_weights_that_run_api_can_not_share_out_are_named():
