@@ -29,6 +29,24 @@ class SlotLimits(BaseModel):
     wall_s: float = Field(default=3600, gt=0, description="longest a command may run")
 
 
+class ImageStoreSettings(BaseModel):
+    """Where a host keeps images, and how they get there."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    folder: str | None = Field(
+        default=None,
+        description="local: None is /var/cache/atropos/images as root, else ~/.cache/atropos/images. docker: a folder of "
+        "the host that containers share; None: each keeps its own, gone with it",
+    )
+    quota_mib: int = Field(default=51_200, ge=16, description="unpacked images; unused ones are removed for new ones")
+    auth_file: str | None = Field(default=None, description="registry credentials, as `docker login` writes them")
+    mirrors: dict[str, str] = Field(default_factory=dict, description="registry host: host[/path] that is asked first")
+    insecure_registries: tuple[str, ...] = Field(default=(), description="hosts (with port) spoken to without TLS")
+    pull_timeout_s: float = Field(default=600, gt=0, description="longest one image may take to be pulled")
+    unpack_timeout_s: float = Field(default=600, gt=0, description="longest one image may take to be unpacked")
+
+
 def _names(value: Any) -> Any:
     """Comma-separated text as a list."""
     if isinstance(value, str) and not value.lstrip().startswith("["):
@@ -71,6 +89,7 @@ class SandboxSettings(SlotSettings):
     """The same, with what an env names differently."""
 
     limits: SlotLimits = SlotLimits()
+    image_store: ImageStoreSettings = ImageStoreSettings()
     base: str | None = Field(
         default=None, description="root file system of the slots; None: /rootfs, else the host's /usr"
     )

@@ -82,6 +82,13 @@ class NotSupported(SandboxError):
     retryable = False
 
 
+class ImageUnavailable(SandboxError):
+    """An image can't be a slot's root: it can't be pulled, is refused, or finds no room; the message names the phase."""
+
+    code = "image_unavailable"
+    retryable = False
+
+
 class InferenceError(Exception):
     """The inference server gave no usable answer: unreachable, refused, too late, or nonsense.
 
@@ -117,6 +124,7 @@ BY_CODE: dict[str, type[SandboxError]] = {
         ToolServerUnavailable,
         PoolFull,
         NotSupported,
+        ImageUnavailable,
     )
 }
 

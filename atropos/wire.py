@@ -408,7 +408,21 @@ class LeaseRequest(Message):
     ttl_s: float = Field(default=60, gt=0, le=86_400)
     snapshot: str | None = None
     base: str | None = None
+    image: str | None = Field(default=None, max_length=1000, description="source of a prepared image, as the base")
     network: bool = False
+
+
+class ImageInfo(Message):
+    """An unpacked image, and what its configuration says of the commands in it."""
+
+    id: str = Field(pattern=r"^[0-9a-f]{64}$", description="SHA-256 of its configuration")
+    source: str = Field(description="the source it was first pulled from")
+    bytes: int = Field(description="what its files take")
+    env: dict[str, str] = Field(default_factory=dict)
+    workdir: str | None = None
+    user: str | None = None
+    entrypoint: tuple[str, ...] = ()
+    cmd: tuple[str, ...] = ()
 
 
 class Lease(Message):
@@ -420,6 +434,31 @@ class Lease(Message):
     boot_id: str
     ttl_s: float
     limit_note: str | None = Field(default=None, description="what this slot lacks, e.g. 'no memory limit'")
+    image: ImageInfo | None = Field(default=None, description="the image that the slot stands on")
+
+
+class ImageRequest(Message):
+    """POST /v1/images: prepare an image; asking again says how far it is."""
+
+    source: str = Field(min_length=1, max_length=1000)
+    wait_s: float = Field(default=0, ge=0, le=60, description="answer when it is ready or failed, or after this time")
+
+
+class ImageState(Message):
+    """How far an image is prepared."""
+
+    source: str
+    phase: Literal["queued", "waiting", "pulling", "unpacking", "ready", "failed"]
+    done: float | None = Field(default=None, description="share of the phase, from 0 to 1, where it is known")
+    error: str = ""
+    image: ImageInfo | None = None
+
+
+class ImageList(Message):
+    """GET /v1/images."""
+
+    states: tuple[ImageState, ...]
+    images: tuple[ImageInfo, ...]
 
 
 class ReleaseResult(Message):

@@ -134,6 +134,12 @@ variable "priority" {
   default = 50
 }
 
+variable "image_volume" {
+  description = "A host volume of the clients for images, shared by the containers of a node; empty: each keeps its own."
+  type        = string
+  default     = ""
+}
+
 variable "constraints" {
   description = "Further placement constraints: [{attribute = \"$${node.class}\", operator = \"=\", value = \"sandbox\"}]."
   type        = list(object({ attribute = string, operator = string, value = string }))
@@ -224,6 +230,15 @@ job "sandbox" {
       attribute = "${node.unique.id}"
     }
 
+    dynamic "volume" {
+      for_each = var.image_volume == "" ? [] : [var.image_volume]
+      labels   = ["images"]
+      content {
+        type   = "host"
+        source = volume.value
+      }
+    }
+
     task "server" {
       driver       = "docker"
       kill_signal  = "SIGTERM"
@@ -247,6 +262,14 @@ job "sandbox" {
         ATROPOS_HOST       = var.host_network ? "$${NOMAD_IP_http}" : "0.0.0.0"
         ATROPOS_PORT       = var.host_network ? "$${NOMAD_PORT_http}" : "8787"
         ATROPOS_TOKEN_FILE = "$${NOMAD_SECRETS_DIR}/token"
+      }
+
+      dynamic "volume_mount" {
+        for_each = var.image_volume == "" ? [] : [var.image_volume]
+        content {
+          volume      = "images"
+          destination = "/var/cache/atropos/images"
+        }
       }
 
       # The bearer token: `nomad var put nomad/jobs/<job_id> token=...`, or the backend makes it.

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     import asyncio
 
-    from atropos.wire import Feature, Operation, OpResult
+    from atropos.images.store import ImageStore
+    from atropos.wire import Feature, ImageInfo, Operation, OpResult
 
     OnResult = Callable[[OpResult | Exception], None]
     """Called with how an operation ended."""
@@ -102,6 +103,23 @@ class Host(Protocol):
 
     async def import_layer(self, layer_id: str, fill: Callable[[str], Awaitable[None]]) -> Layer:
         """Make a layer of what `fill` writes into the folder whose path it is given; nothing is left if it raises."""
+        ...
+
+    @property
+    def store(self) -> ImageStore:
+        """The host's images.
+
+        Raises:
+            ImageUnavailable: there is no folder for them.
+        """
+        ...
+
+    def add_base(self, name: str, image: ImageInfo) -> None:
+        """Make an image a base of this name; it stays until `drop_base`."""
+        ...
+
+    def drop_base(self, name: str) -> None:
+        """Forget a base that `add_base` made, and on which nothing stands."""
         ...
 
     async def drop_layer(self, layer: Layer) -> None:

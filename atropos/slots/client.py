@@ -10,18 +10,30 @@ import random
 import time
 import uuid
 from collections import OrderedDict
-from collections.abc import Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any, Self, TypeVar
 
 import aiohttp
 from pydantic import BaseModel, SecretStr, ValidationError
 
-from atropos.errors import BackendUnavailable, LeaseExpired, PoolFull, SandboxError, SlotLost, from_code
+from atropos.errors import (
+    BackendUnavailable,
+    ImageUnavailable,
+    LeaseExpired,
+    NotSupported,
+    PoolFull,
+    SandboxError,
+    SlotLost,
+    from_code,
+)
 from atropos.slots.call_stream import CallStream, ClientRefused, FrameLimit, StreamEvents
 from atropos.wire import (
     Call,
     Capabilities,
     Health,
+    ImageInfo,
+    ImageRequest,
+    ImageState,
     Lease,
     LeaseEnded,
     LeaseRequest,
@@ -91,6 +103,7 @@ class SandboxClient:
         self._stream: CallStream | None = None
         self._held: dict[str, Lease] = {}
         self._asking: set[str] = set()
+        self._archives: dict[str, Callable[[], AsyncIterator[bytes]]] = {}
         self._ended: OrderedDict[str, SandboxError] = OrderedDict()
         self._tasks: set[asyncio.Task[Any]] = set()
         self._prefix = uuid.uuid4().hex[:12]
@@ -197,7 +210,13 @@ class SandboxClient:
         self._asking.add(name)
         self._ended.pop(name, None)
         try:
-            lease = await self._ask("POST", "/v1/leases", Lease, request)
+            try:
+                lease = await self._ask("POST", "/v1/leases", Lease, request)
+            except ImageUnavailable:  # prepared elsewhere, or removed for others since
+                if request.image is None:
+                    raise
+                await self.prepare(request.image)
+                lease = await self._ask("POST", "/v1/leases", Lease, request)
             if self.lost.is_set() or lease.boot_id != self.boot_id:
                 raise SlotLost(self.lost_reason or "the sandbox server was restarted meanwhile")
             if (over := self._ended.get(name)) is not None:
@@ -290,6 +309,55 @@ class SandboxClient:
         request = SnapshotRequest(snapshot_id=f"snap-{uuid.uuid4().hex}", epoch=lease.epoch)
         path = f"/v1/leases/{lease.lease_id}/snapshot"
         return await self._ask("POST", path, SnapshotInfo, request, patient=True)  # the calls before it may take long
+
+    async def prepare(
+        self,
+        source: str,
+        *,
+        progress: Callable[[ImageState], None] | None = None,
+        archive: Callable[[], AsyncIterator[bytes]] | None = None,
+    ) -> ImageInfo:
+        """Have the server pull and unpack an image, unless its host has it.
+
+        Args:
+            source: where it comes from; see `atropos.images.reference`.
+            progress: called with each state that the server reports.
+            archive: makes the stream of an archive's bytes, for a source that only this process can read.
+
+        Raises:
+            ImageUnavailable: it can't be prepared; the message names the phase and the cause.
+        """
+        if archive is not None:
+            self._archives[source] = archive  # the server may remove the image, and a later lease ask for it again
+        try:
+            state = await self._ask("POST", "/v1/images", ImageState, ImageRequest(source=source))
+        except NotSupported:
+            if source not in self._archives:
+                raise
+            state = await self._send_image(source, self._archives[source]())
+        while state.phase not in {"ready", "failed"}:
+            if progress is not None:
+                progress(state)
+            wanted = ImageRequest(source=source, wait_s=1 if progress else 20)
+            state = await self._ask("POST", "/v1/images", ImageState, wanted, patient=True)
+        if progress is not None:
+            progress(state)
+        if state.image is None:
+            raise ImageUnavailable(state.error)
+        return state.image
+
+    async def _send_image(self, source: str, chunks: AsyncIterator[bytes]) -> ImageState:
+        assert self._session is not None
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S, sock_read=None)
+        path = f"{self._url}/v1/images/archive"
+        try:
+            async with self._session.put(path, params={"source": source}, data=chunks, timeout=timeout) as response:
+                raw = await response.read()
+                if response.status != 200:
+                    raise _problem(response.status, raw)
+        except (aiohttp.ClientError, OSError) as error:
+            raise BackendUnavailable(f"image {source} could not be sent to {self._url}: {error!r}") from error
+        return ImageState.model_validate_json(raw)
 
     async def drop_snapshot(self, snapshot_id: str) -> None:
         """Forget a snapshot; leases that stand on it go on. One that is not there is as good as dropped."""

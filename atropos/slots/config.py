@@ -101,6 +101,8 @@ class SlotPoolConfig(PoolSettings, SandboxSettings):
         pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,100}$",
         description="nomad: name of the job",
     )
+    images: tuple[str, ...] = Field(default=(), description="images prepared when the pool starts")
+    prepare_timeout_s: float = Field(default=1200.0, gt=0, description="longest an image may take to be prepared")
     batch_window_ms: float = Field(
         default=20,
         ge=0,

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import random
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, Protocol
 
 from atropos import wire
@@ -52,6 +52,16 @@ class ContainerClient(Protocol):
 
     async def snapshot(self, lease: wire.Lease) -> wire.SnapshotInfo:
         """Freeze a slot."""
+        ...
+
+    async def prepare(
+        self,
+        source: str,
+        *,
+        progress: Callable[[wire.ImageState], None] | None = None,
+        archive: Callable[[], AsyncIterator[bytes]] | None = None,
+    ) -> wire.ImageInfo:
+        """Have the server pull and unpack an image."""
         ...
 
     async def drop_snapshot(self, snapshot_id: str) -> None:

@@ -37,7 +37,14 @@ class Grants:
         self._last: dict[Link, asyncio.Task[Slot | None]] = {}
 
     async def acquire(
-        self, trajectory_id: str, snapshot: Snapshot | None, base: str | None, *, network: bool, timeout_s: float
+        self,
+        trajectory_id: str,
+        snapshot: Snapshot | None,
+        base: str | None,
+        image: str | None,
+        *,
+        network: bool,
+        timeout_s: float,
     ) -> Slot:
         """As `SlotPool.acquire`.
 
@@ -60,6 +67,7 @@ class Grants:
                         ttl_s=state.config.lease_ttl_s,
                         snapshot=snapshot.id if snapshot else None,
                         base=base,
+                        image=image,
                         network=network,
                     )
                     if (slot := await self._finish(link, request, snapshot)) is not None:

@@ -20,12 +20,14 @@ from atropos.slots.client import SandboxClient
 from atropos.slots.config import SlotPoolConfig
 from atropos.slots.container_link import ClientFactory, ContainerClient, Link
 from atropos.slots.grants import Grants
+from atropos.slots.images import PoolImages, Progress
 from atropos.slots.keeper import Keeper
 from atropos.slots.slot import Slot
 from atropos.slots.snapshots import Snapshot
 from atropos.slots.state import State
 from atropos.slots.stats import Percentiles, PoolStats
 from atropos.slots.task_owner import Tasks
+from atropos.wire import ImageInfo
 
 log = logging.getLogger("atropos.slots")
 
@@ -59,6 +61,7 @@ class SlotPool:
         self._links: dict[str, Link] = {}
         self._keeper = Keeper(self._state, self._links, make_client or self._sandbox_client)
         self._grants = Grants(self._state, self._links)
+        self._images = PoolImages(self._state, self._links)
         self._loops = Tasks("pool")
         self._frames = FrameLimit(self.config.max_batch_size)
         self._stopping: asyncio.Task[None] | None = None
@@ -107,6 +110,8 @@ class SlotPool:
                 log.exception("after a failed start, not everything could be ended")
             raise
         self._state.phase = "running"
+        for image in self.config.images:
+            self._loops.spawn(self._prepare_ahead(image), f"prepare {image}")
 
     async def _first_containers(self) -> None:
         deadline = self._state.now() + self.config.start_timeout_s
@@ -129,6 +134,12 @@ class SlotPool:
                 reason = self.backend.trouble() or self._keeper.trouble or self._unheard()
                 text = f"no container could be leased from within start_timeout_s ({self.config.start_timeout_s:g} s)"
                 raise BackendUnavailable(f"{text}: {reason}") from None
+
+    async def _prepare_ahead(self, image: str) -> None:
+        try:
+            await self._images.prepare(image)
+        except SandboxError as error:
+            log.warning("%s; a lease on it tries again", error)
 
     def _unheard(self) -> str:
         """Which container was started and says nothing, where nobody else gives a reason."""
@@ -170,6 +181,7 @@ class SlotPool:
             self._links.clear()
             await self._state.tasks.settle(STOP_RELEASE_S)
         finally:
+            self._images.close()
             try:
                 await self.backend.aclose(purge=purge)
             finally:
@@ -185,10 +197,11 @@ class SlotPool:
         base: str | None = None,
         network: bool | None = None,
         *,
+        image: str | None = None,
         timeout_s: float | None = None,
     ) -> AsyncGenerator[Slot]:
         """A slot for the length of an `async with` block. Arguments and errors as `acquire`."""
-        slot = await self.acquire(trajectory_id, snapshot, base, network, timeout_s=timeout_s)
+        slot = await self.acquire(trajectory_id, snapshot, base, network, image=image, timeout_s=timeout_s)
         try:
             yield slot
         finally:
@@ -201,6 +214,7 @@ class SlotPool:
         base: str | None = None,
         network: bool | None = None,
         *,
+        image: str | None = None,
         timeout_s: float | None = None,
     ) -> Slot:
         """Lease a slot; first come, first served. Cancelling leaks nothing: a lease granted late is given back.
@@ -210,10 +224,13 @@ class SlotPool:
             snapshot: start from this frozen workspace, in a container that holds it or can be brought it.
             base: another root file system, by its name in `bases`.
             network: whether the slot gets filtered egress; None: as the pool's `allow_network`.
+            image: an image as the root file system: `python:3.13-slim`, `oci-archive:FILE` …; prepared first if need be,
+                for which `prepare_timeout_s` is the time.
             timeout_s: None: `acquire_timeout_s`.
 
         Raises:
             AcquireTimeout: no slot came free; says how many containers, slots and waiters there are, and why.
+            ImageUnavailable: the image can't be prepared; says which phase failed.
             SlotLost: the snapshot is gone.
             NotSupported, ConfigError: the container can't give what was asked for.
             BackendUnavailable: the pool is not running, or was stopped.
@@ -221,12 +238,34 @@ class SlotPool:
         self._state.require_running()
         wanted = self.config.allow_network if network is None else network
         self._check_request(base, network=wanted)
+        if image is not None and base is not None:
+            raise ConfigError("base and image: a slot stands on one of them")
+        source = None if image is None else (await self._images.prepare(image))[0]
         timeout_s = self.config.acquire_timeout_s if timeout_s is None else timeout_s
         try:
-            return await self._grants.acquire(trajectory_id, snapshot, base, network=wanted, timeout_s=timeout_s)
+            return await self._grants.acquire(
+                trajectory_id, snapshot, base, source, network=wanted, timeout_s=timeout_s
+            )
         except TimeoutError:
             self._state.counters.timeouts += 1
             raise AcquireTimeout(f"no slot came free within {timeout_s:g} s: {self._situation()}") from None
+
+    async def prepare(self, image: str, *, progress: Progress | None = None) -> ImageInfo | None:
+        """Have all containers pull and unpack an image, so that leases on it begin at once.
+
+        Args:
+            image: as in `acquire`.
+            progress: called with a container's id and how far it is there.
+
+        Returns:
+            What the image is; None where no container is up yet: leases on it prepare it then.
+
+        Raises:
+            ConfigError: it names no image, or none that is here.
+            ImageUnavailable: it can't be prepared; says which phase failed.
+        """
+        self._state.require_running()
+        return (await self._images.prepare(image, progress))[1]
 
     def bound_frames(self, max_batch_size: int) -> None:
         """Change the most calls in a frame, on every connection there is and will be.

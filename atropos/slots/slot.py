@@ -62,6 +62,11 @@ class Slot:
         return self._lease.slot
 
     @property
+    def image(self) -> wire.ImageInfo | None:
+        """The image that it stands on; None: the pool's base, or a snapshot's."""
+        return self._lease.image
+
+    @property
     def container(self) -> str:
         """The backend's id of the container that the slot is in."""
         return self._link.container.id

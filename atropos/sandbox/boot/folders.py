@@ -112,6 +112,19 @@ def disk(owner: int, slot_group: int) -> str:
     return folder
 
 
+def image_folder(wanted: str | None, owner: int) -> tuple[str | None, str]:
+    """The folder of the image store, made and given to the server; or why there is none."""
+    home = "/var/cache" if os.geteuid() == 0 else os.path.expanduser("~/.cache")
+    folder = wanted or f"{home}/atropos/images"
+    try:
+        os.makedirs(folder, 0o755, exist_ok=True)
+        if os.geteuid() == 0:
+            os.chown(folder, owner, owner)
+    except OSError as error:
+        return None, f"image_store.folder: {folder} can't be used: {error.strerror}"
+    return folder, ""
+
+
 def scratch(state_dir: str | None, *, root: bool) -> str:
     """A folder to mount the server's own file system on; nothing is ever written into the folder itself."""
     if state_dir is not None:

@@ -48,6 +48,7 @@ class Entered:
         disk: a folder on disk for volumes, when the configuration wants them there.
         cells: where its sized places are mounted; None: `no_cells` says why there are none.
         images: a descriptor of each one's image.
+        image_folder: where the store of images is; None: `no_images` says why there is none.
     """
 
     scratch: str
@@ -60,6 +61,8 @@ class Entered:
     cells: str | None = None
     images: tuple[int, ...] = ()
     no_cells: str = "the server was not started as root"
+    image_folder: str | None = None
+    no_images: str = ""
 
 
 @dataclass(frozen=True)
@@ -76,6 +79,7 @@ class Settings:
     die_with_parent: bool
     state_dir: str | None
     cells: disks.CellPlan | None = None
+    image_folder: str | None = None
 
     @property
     def base_paths(self) -> list[str]:
@@ -90,7 +94,14 @@ class Settings:
         bases = dict(config.bases)
         cells = disks.CellPlan.of(config) if config.volume == "disk" else None
         return cls(
-            json.dumps(values), config.volume, config.base, bases, config.die_with_parent, config.state_dir, cells
+            json.dumps(values),
+            config.volume,
+            config.base,
+            bases,
+            config.die_with_parent,
+            config.state_dir,
+            cells,
+            config.image_store.folder,
         )
 
     @classmethod
@@ -99,12 +110,13 @@ class Settings:
         try:
             data: Any = json.loads(text)
             volume, bases = data.get("volume", "memory"), data.get("bases", {})
-            ends, paths = data.get("die_with_parent", False), (data.get("base"), data.get("state_dir"))
+            folder = data.get("image_store", {}).get("folder")
+            ends, paths = data.get("die_with_parent", False), (data.get("base"), data.get("state_dir"), folder)
             plain = volume == "memory" and type(ends) is bool
             plain = plain and all(path is None or type(path) is str for path in paths)
             if not plain or not all(type(part) is str for item in bases.items() for part in item):
                 return None
-            return cls(text.decode(), volume, paths[0], bases, ends, paths[1])
+            return cls(text.decode(), volume, paths[0], bases, ends, paths[1], image_folder=folder)
         except (ValueError, AttributeError, TypeError, RecursionError):
             return None
 
@@ -186,6 +198,8 @@ def _load() -> None:
         cells=raw["cells"],
         images=tuple(raw["images"]),
         no_cells=raw["no_cells"],
+        image_folder=raw["image_folder"],
+        no_images=raw["no_images"],
     )
     for fd in _entered.images:
         os.set_inheritable(fd, False)
@@ -267,7 +281,8 @@ def _as_root(config: Settings, entered: Entered) -> Entered:
             cells = f"{entered.scratch}/cells"
         except OSError as error:
             no_cells = f"no file system of a given size could be made: {error}"
-    folders.expose(folders.needed_paths(config.base_paths))
+    image_folder, no_images = folders.image_folder(config.image_folder, server)
+    folders.expose([*folders.needed_paths(config.base_paths), *filter(None, [image_folder])])
     for path in config.base_paths:
         if os.path.isdir(path) and os.stat(path).st_uid == 0:
             folders.show_as_ours(path, base, slot_ids)
@@ -286,6 +301,8 @@ def _as_root(config: Settings, entered: Entered) -> Entered:
         cells=cells,
         images=tuple(images),
         no_cells=no_cells,
+        image_folder=image_folder,
+        no_images=no_images,
     )
 
 
@@ -312,6 +329,8 @@ def _as_user(config: Settings, entered: Entered) -> Entered:
     uid, gid = os.getuid(), os.getgid()
     cgroups = claim_delegated(uid, gid)
     entered = replace(entered, disk=folders.disk(uid, gid) if config.volume == "disk" else None)
+    image_folder, no_images = folders.image_folder(config.image_folder, uid)
+    entered = replace(entered, image_folder=image_folder, no_images=no_images)
     ids = namespaces.subordinate("/etc/subuid"), namespaces.subordinate("/etc/subgid")
     ranged = min(count for _, count in ids) >= 4096 and all(shutil.which(p) for p in ("newuidmap", "newgidmap"))
     if ranged:

@@ -12,6 +12,10 @@ import shutil
 import stat
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from atropos.wire import ImageInfo
 
 _FOLDERS = [
     "boot",
@@ -140,10 +144,14 @@ _BASHRC = "# ~/.bashrc\nexport PS1='\\u@\\h:\\w\\$ '\n"
 
 @dataclass(frozen=True)
 class Base:
-    """What slots stand on: a lower folder, and folders of the host that are seen read-only."""
+    """What slots stand on: a lower folder, and folders of the host that are seen read-only.
+
+    `image` says what commands in it start with, where it is an image.
+    """
 
     lower: str
     host_folders: dict[str, str] = field(default_factory=dict[str, str])
+    image: ImageInfo | None = None
 
 
 def build(folder: str) -> Base:

@@ -22,7 +22,7 @@ from atropos.sandbox.host.runner_link import Channel
 from atropos.sandbox.host.runtime import INSIDE
 from atropos.sandbox.host.spawner_client import Exit
 from atropos.sandbox.linux import cgroups, host_limits, memory_files, sockets, stopped_children
-from atropos.wire import ExecResult, Operation, OpResult, ProcListing, ProcState
+from atropos.wire import ExecResult, ImageInfo, Operation, OpResult, ProcListing, ProcState
 
 if TYPE_CHECKING:
     from atropos.sandbox.contract import OnResult
@@ -58,6 +58,7 @@ class SlotSandbox:
     ) -> None:
         self.name = name
         self.layers: tuple[Layer, ...] = ()
+        self._image: ImageInfo | None = None
         self.limits = limits
         self.died: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self.host_pid: int | None = None
@@ -103,6 +104,9 @@ class SlotSandbox:
         elif operation.op == "proc_read":
             deadline = min(operation.wait_s, limits.wall_s)
         before = self._watch.before(op, arguments.get("id"))
+        if op in _STARTS and self._image is not None:
+            arguments["env"] = self._image.env | arguments["env"]
+            arguments["workdir"] = arguments["workdir"] or self._image.workdir or "/"
         self._programs = self._programs or op in _STARTS
 
         def ended(result: OpResult | Exception) -> None:
@@ -277,6 +281,7 @@ class SlotSandbox:
         finally:
             os.close(errors)
         self.layers = tuple(layers)
+        self._image = self._host.base(base).image
 
     async def _reach_out(self, near: socket.socket, errors: int) -> None:
         """Give the proxy the socket that was made in the slot's own network."""

@@ -10,17 +10,20 @@ import os
 import shutil
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from atropos.config import ServerConfig, SlotLimits
-from atropos.errors import ConfigError, IsolationUnavailable, NotSupported, SandboxError
+from atropos.errors import ConfigError, ImageUnavailable, IsolationUnavailable, NotSupported, SandboxError
 from atropos.sandbox.boot import root_phase
 from atropos.sandbox.contract import Layer
 from atropos.sandbox.host import bwrap, egress_supervisor, prestart, runtime, skeleton, volumes
 from atropos.sandbox.host.slot import SlotSandbox
 from atropos.sandbox.host.spawner_client import SpawnerClient
 from atropos.sandbox.linux import cgroups, disks, syscalls
-from atropos.wire import Feature
+from atropos.wire import Feature, ImageInfo
+
+if TYPE_CHECKING:
+    from atropos.images.store import ImageStore
 
 log = logging.getLogger(__name__)
 CELL_DEADLINE_S = 20.0
@@ -39,6 +42,7 @@ class SlotHost:
         self._bases: dict[str | None, skeleton.Base] = {}
         self._creators = list(range(entered.creators[0], sum(entered.creators)))
         self._serial = itertools.count(1)
+        self._store: ImageStore | None = None
         self._bwrap = shutil.which("bwrap") or ""
         self.environment = environment(config)
         self.spawner: SpawnerClient
@@ -223,6 +227,53 @@ class SlotHost:
             known = ", ".join(repr(key) for key in self._bases if key is not None) or "none"
             raise NotSupported(f"base={name!r} is not one of this server's (bases: {known})")
         return found
+
+    # ----------------------------------------------------------------------------------------------------------- images
+
+    @property
+    def store(self) -> ImageStore:
+        """The host's images.
+
+        Raises:
+            ImageUnavailable: the server was given no folder for them.
+        """
+        if self._store is None:
+            from atropos.images.store import ImageStore  # few servers need it
+
+            if self._entered.image_folder is None:
+                raise ImageUnavailable(self._entered.no_images)
+            try:
+                self._store = ImageStore(self.config.image_store, self._entered.image_folder, self._entered.slot_ids)
+            except OSError as error:
+                raise ImageUnavailable(f"image_store.folder: {error}") from error
+        return self._store
+
+    def add_base(self, name: str, image: ImageInfo) -> None:
+        """Make an image a base of this name, which nobody removes until `drop_base`.
+
+        Raises:
+            ImageUnavailable: it is no longer there.
+        """
+        if name in self._bases:
+            return
+        rootfs = self.store.hold(image)
+        target = f"{self._scratch}/bases/image-{image.id[:16]}"
+        try:
+            os.mkdir(target)
+            syscalls.mount(rootfs, target, None, syscalls.MS_BIND)
+        except OSError as error:
+            self.store.let_go(image.id)
+            raise ImageUnavailable(f"image {image.source}: it can't be mounted: {error.strerror}") from error
+        self._bases[name] = skeleton.Base(target, image=image)
+
+    def drop_base(self, name: str) -> None:
+        """Nothing stands on the image any more; it may be removed for others."""
+        base = self._bases.pop(name)
+        assert base.image is not None
+        with contextlib.suppress(OSError):
+            syscalls.umount(base.lower)
+            os.rmdir(base.lower)
+        self.store.let_go(base.image.id)
 
     def restack(self, volume: volumes.Volume, base: str | None, layers: Sequence[Layer]) -> None:
         """Mount another root in a volume's gate; see `volumes.restack`."""

@@ -18,6 +18,7 @@ from atropos.config import ServerConfig
 from atropos.errors import BackendUnavailable, LeaseExpired, NotSupported, PoolFull, SandboxError, SlotLost, from_code
 from atropos.sandbox.contract import Host, Layer, Sandbox, Stopped
 from atropos.sandbox.server.clients import Clients
+from atropos.sandbox.server.images import Images
 from atropos.sandbox.server.lanes import Lanes
 from atropos.sandbox.server.leases import Ended, Granted, Held, LeaseTable
 from atropos.sandbox.server.snapshots import MIB, Snapshot, Snapshots
@@ -39,6 +40,7 @@ class LeaseRun:
     """What serves one lease."""
 
     held: Held
+    base: str | None = None
     sandbox: Sandbox | None = None
     lanes: Lanes | None = None
     layers: tuple[Layer, ...] = ()
@@ -67,6 +69,7 @@ class Core:
         self.runs: dict[str, LeaseRun] = {}
         self.snapshots = Snapshots(config.max_snapshots, config.max_snapshot_mib * MIB, host.max_layers)
         self.clients = Clients(self)
+        self.images = Images(self)
         self.arriving: dict[str, asyncio.Event] = {}
         """Snapshots that are being imported, each with what is set when that is over."""
         self.counters: Counter[str] = Counter()
@@ -127,7 +130,7 @@ class Core:
             BackendUnavailable: draining, or no sandbox could be started.
             LeaseExpired: a lease of this id is over.
         """
-        self._check(request)
+        base = self._check(request)
         decision = self.table.grant(request, self.now())
         if not isinstance(decision, Granted):
             self.counters["leases_refused"] += 1
@@ -136,7 +139,7 @@ class Core:
             raise from_code(decision.code, decision.message)
         if decision.new:
             self.idle.clear()
-            run = self.runs[request.lease_id] = LeaseRun(decision.held)
+            run = self.runs[request.lease_id] = LeaseRun(decision.held, base)
             run.starting = self.spawn(self._start(run))
             self.clients.of(request.client_id)
             if request.ttl_s < 4:
@@ -145,12 +148,10 @@ class Core:
         assert starting is not None
         return await asyncio.shield(starting)
 
-    def _check(self, request: LeaseRequest) -> None:
-        if request.base is not None and request.base not in self.config.bases:
-            known = ", ".join(sorted(self.config.bases)) or "none"
-            raise NotSupported(f"base {request.base!r} is not known to this server; known: {known}")
+    def _check(self, request: LeaseRequest) -> str | None:
         if request.network and not self.config.allow_network:
             raise NotSupported("network: this server gives no slot a network (allow_network is false)")
+        return self.images.base_of(request)
 
     async def _start(self, run: LeaseRun) -> Lease:
         held = run.held
@@ -181,12 +182,13 @@ class Core:
         request = run.held.request
         if request.snapshot is not None:
             snapshot = self.snapshots.get(request.snapshot)
-            if request.base is not None and request.base != snapshot.base:
-                raise NotSupported(f"the snapshot stands on base {snapshot.base!r}, not {request.base!r}")
+            if run.base is not None and run.base != snapshot.base:
+                raise NotSupported(f"the snapshot stands on base {snapshot.base!r}, not {run.base!r}")
+            run.base = snapshot.base
             self._stand_on(run, snapshot)
             return await self.shelf.take_on(START_S, run.layers, snapshot.base, network=request.network)
-        if request.base is not None:
-            return await self.shelf.take_on(START_S, (), request.base, network=request.network)
+        if run.base is not None:
+            return await self.shelf.take_on(START_S, (), run.base, network=request.network)
         return await self.shelf.take(START_S, network=request.network)
 
     def lease_of(self, held: Held) -> Lease:
@@ -198,6 +200,7 @@ class Core:
             boot_id=self.boot_id,
             ttl_s=held.request.ttl_s,
             limit_note=self.limit_note,
+            image=self.images.image(self.runs[held.lease_id].base),
         )
 
     def _watch(self, run: LeaseRun, sandbox: Sandbox) -> None:
@@ -373,7 +376,7 @@ class Core:
         assert run.sandbox is not None
         assert run.lanes is not None
         request, old, below = run.held.request, run.sandbox, run.layers
-        base = run.stands_on.base if run.stands_on is not None else request.base
+        base = run.base
         run.sandbox = None  # from here on it is the freeze's to end, and its death is no news
         try:
             layer = await old.freeze(f"layer-{uuid.uuid4().hex[:12]}")

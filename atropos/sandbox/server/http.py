@@ -22,6 +22,8 @@ from atropos.wire import (
     DrainRequest,
     Fault,
     Health,
+    ImageList,
+    ImageRequest,
     LeaseRequest,
     Problem,
     SnapshotRequest,
@@ -46,6 +48,7 @@ STATUS = {
     "not_supported": 422,
     "outcome_unknown": 500,
     "backend_unavailable": 503,
+    "image_unavailable": 422,
 }
 
 
@@ -87,6 +90,9 @@ class Routes:
         app.router.add_delete("/v1/snapshots/{id}", self.drop_snapshot)
         app.router.add_get("/v1/snapshots/{id}/archive", self.export)
         app.router.add_put("/v1/snapshots/{id}/archive", self.receive)
+        app.router.add_get("/v1/images", self.images)
+        app.router.add_post("/v1/images", self.prepare)
+        app.router.add_put("/v1/images/archive", self.receive_image)
         app.router.add_post("/v1/drain", self.drain)
         app.router.add_get("/v1/stream", self.stream)
         return app
@@ -215,6 +221,22 @@ class Routes:
             compressed=request.content_type == "application/zstd",
         )
         return answer(await imported(self._core, wanted, aiter(request.content.iter_chunked(COPY_BYTES))))
+
+    async def images(self, _: web.Request) -> web.Response:
+        """GET /v1/images: what was asked for and what is here."""
+        core = self._core
+        here = await asyncio.to_thread(core.host.store.images)
+        return answer(ImageList(states=core.images.states(), images=tuple(here)))
+
+    async def prepare(self, request: web.Request) -> web.Response:
+        """POST /v1/images: prepare an image; again and again says how far it is."""
+        wanted = await _body(request, ImageRequest)
+        return answer(await self._core.images.prepare(wanted.source, wanted.wait_s))
+
+    async def receive_image(self, request: web.Request) -> web.Response:
+        """PUT /v1/images/archive?source=oci-archive:…: an image that only the client can read, as a tar."""
+        chunks = aiter(request.content.iter_chunked(COPY_BYTES))
+        return answer(await self._core.images.receive(request.query.get("source", ""), chunks))
 
     async def drain(self, request: web.Request) -> web.Response:
         """POST /v1/drain."""

@@ -127,8 +127,7 @@ async def imported(core: Core, wanted: Arriving, chunks: AsyncIterator[bytes]) -
         return known.info
     if not 1 <= wanted.layers <= MAX_LAYERS:
         raise NotSupported(f"layers: {wanted.layers} is not between 1 and {MAX_LAYERS}")
-    if wanted.base is not None and wanted.base not in core.config.bases:
-        raise NotSupported(f"base {wanted.base!r} is not known to this server")
+    core.images.use(wanted.base)
     core.reserve_snapshot(())
     over = core.arriving[wanted.snapshot_id] = asyncio.Event()
     # Its own task: a client that goes away ends the stream, and so the import, but doesn't interrupt the tidying.

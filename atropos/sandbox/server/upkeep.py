@@ -58,11 +58,12 @@ def beat(core: Core) -> None:
 
 
 def forget(core: Core) -> None:
-    """Drop clients long gone, and the snapshots they left."""
+    """Drop clients long gone, the snapshots they left, and images that nobody stands on."""
     gone = set(core.clients.forget_stale(core.now()))
     for snapshot in list(core.snapshots.by_id.values()):
         if snapshot.owner in gone and not snapshot.users:
             core.drop_snapshot(snapshot.id)
+    core.images.forget_unused()
 
 
 def _tick_s(core: Core) -> float:

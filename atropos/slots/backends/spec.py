@@ -31,6 +31,8 @@ BAD_CONFIG, NO_ISOLATION = 2, 3
 """Exit codes of the server that trying again can't change."""
 HOPELESS = 3
 """Failed starts in a row, with no server ever ready, after which the fault is taken to be in the set-up."""
+IMAGE_FOLDER = "/var/cache/atropos/images"
+"""Where a server in a container keeps images; a shared folder or volume of the host is mounted there."""
 _PLACED_BY_ENGINE = {"host", "port", "token", "die_with_parent", "state_dir", "base"}
 
 
@@ -56,6 +58,7 @@ class ContainerSpec:
     def config(self) -> dict[str, Any]:
         """The server's settings as ATROPOS_CONFIG carries them: only those that differ from the defaults."""
         config = self.server.model_dump(mode="json", exclude_defaults=True, exclude=_PLACED_BY_ENGINE)
+        config.get("image_store", {}).pop("folder", None)  # mounted at the server's own default
         if self.server.base is not None:
             config["base"] = self.server.base
         return config | {"slots": self.server.slots}

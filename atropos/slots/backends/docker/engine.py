@@ -20,7 +20,7 @@ from docker.errors import APIError, DockerException, ImageNotFound, NotFound
 
 from atropos.errors import BackendUnavailable, ConfigError
 from atropos.slots.backends.assets import asset
-from atropos.slots.backends.spec import CAP_ADD, CONTAINER_PORT, HOSTNAME, ContainerSpec
+from atropos.slots.backends.spec import CAP_ADD, CONTAINER_PORT, HOSTNAME, IMAGE_FOLDER, ContainerSpec
 
 POOL, OWNER, INDEX, SPEC = "atropos.pool", "atropos.owner", "atropos.index", "atropos.spec"
 """Labels: which pool a container belongs to, who made it, its place in the scaling order, and what it is made of."""
@@ -171,6 +171,9 @@ class DockerEngine:
                 memswap_limit=memory,
                 log_config={"Type": "json-file", "Config": {"max-size": "5m", "max-file": "2"}},
                 ports={f"{CONTAINER_PORT}/tcp": None} if self._address else None,
+                volumes={shared: {"bind": IMAGE_FOLDER, "mode": "rw"}}
+                if (shared := spec.server.image_store.folder)
+                else None,
             )
             container.put_archive(TOKEN_DIR, _archive(TOKEN_FILE, token.encode()))
             container.start()

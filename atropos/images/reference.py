@@ -1,0 +1,86 @@
+"""Names of images: which transport, which registry, which tag or digest. Plain data, no I/O."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Literal, Self, cast
+
+from atropos.errors import ConfigError
+
+Transport = Literal["docker", "oci", "oci-archive", "docker-archive", "docker-daemon", "dir"]
+TRANSPORTS = ("docker", "oci", "oci-archive", "docker-archive", "docker-daemon", "dir")
+_DIGEST = re.compile(r"^sha256:[0-9a-f]{64}$")
+_PART = r"[a-z0-9]+(?:(?:\.|_|__|-+)[a-z0-9]+)*"
+_NAME = re.compile(
+    rf"^(?:(?P<host>[A-Za-z0-9.-]+(?::[0-9]+)?|\[[0-9a-fA-F:]+\](?::[0-9]+)?)/)?(?P<path>{_PART}(?:/{_PART})*)"
+    r"(?::(?P<tag>[A-Za-z0-9_][A-Za-z0-9._-]{0,127}))?(?:@(?P<digest>sha256:[0-9a-f]{64}))?$"
+)
+DEFAULT_HOST = "docker.io"
+
+
+@dataclass(frozen=True)
+class ImageSource:
+    """Where an image comes from.
+
+    Attributes:
+        transport: `docker` is a registry; the others are found on the machine of the pool's owner.
+        name: a full name with host and tag or digest, or a path.
+    """
+
+    transport: Transport
+    name: str
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """Read `python:3.13-slim`, `docker://host/name@sha256:…`, `oci:DIR[:TAG]`, `docker-archive:FILE` and the like.
+
+        Raises:
+            ConfigError: it names no image; the message says what would.
+        """
+        transport, colon, rest = text.partition(":")
+        if colon and transport in TRANSPORTS and transport != "docker":
+            if not rest:
+                raise ConfigError(f"image: {text!r} lacks a name after {transport}:")
+            return cls(cast("Transport", transport), rest)
+        if text.startswith("docker:") and not text.startswith("docker://"):
+            return cls("docker", _full_name(text))  # the image of that name, docker:dind for example
+        return cls("docker", _full_name(text.removeprefix("docker://")))
+
+    @property
+    def pinned(self) -> bool:
+        """Whether the name holds a digest, so that it can only ever mean one image."""
+        return self.transport == "docker" and "@sha256:" in self.name
+
+    def __str__(self) -> str:
+        return f"docker://{self.name}" if self.transport == "docker" else f"{self.transport}:{self.name}"
+
+
+def _full_name(name: str) -> str:
+    """As Docker reads it: the first part is a host if it looks like one, else the name is Docker Hub's."""
+    match = _NAME.match(name)
+    if match is None:
+        raise ConfigError(
+            f"image: {name!r:.200} is not a name of an image; NAME[:TAG][@sha256:DIGEST], HOST/NAME:TAG, or one of "
+            f"{', '.join(f'{each}:' for each in TRANSPORTS[1:])} and a path"
+        )
+    host, path = match["host"], match["path"]
+    if host is not None and not ("." in host or ":" in host or host == "localhost"):
+        host, path = None, f"{host}/{path}"
+    if host is None and "/" not in path:
+        path = f"library/{path}"
+    tag, digest = match["tag"], match["digest"]
+    # a digest alone decides; skopeo takes no name with both
+    suffix = f"@{digest}" if digest else f":{tag or 'latest'}"
+    return f"{host or DEFAULT_HOST}/{path}{suffix}"
+
+
+def check_digest(text: object) -> str:
+    """The hex part of a `sha256:` digest.
+
+    Raises:
+        ValueError: it is none.
+    """
+    if not isinstance(text, str) or not _DIGEST.match(text):
+        raise ValueError(f"{text!r:.100} is no sha256 digest")
+    return text.removeprefix("sha256:")

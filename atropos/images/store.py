@@ -1,0 +1,507 @@
+"""The images of one host, unpacked: each once, shared read-only by every sandbox server that uses the folder.
+
+    names/HASH        what a source last meant: one line, the image's id
+    trees/ID/         image.json (`Image`) and rootfs/; there from the moment in which it is whole
+    work/RANDOM/      what is being pulled or unpacked; locked by its maker, and removed by whoever finds it unlocked
+    locks/NAME        who pulls a source or unpacks an image
+
+Everything appears by a rename, so that a kill at any moment leaves a whole image or none. An image in use is locked
+(flock, shared) by each server that uses it, and the lock ends with the server.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+import signal
+import sys
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+from atropos.config import ImageStoreSettings
+from atropos.errors import ImageUnavailable
+from atropos.images import unpack
+from atropos.images.reference import ImageSource, check_digest
+from atropos.wire import ImageInfo
+
+POLL_S = 0.2
+MAX_MEMBERS = 2_000_000
+UNPACKED_RATIO = 3
+"""Bytes of an unpacked layer for one of its compressed bytes: Debian's and Python's images have 2.5 to 3."""
+MAX_JSON_BYTES = 8 << 20
+"""Largest manifest or configuration that is read."""
+SAID_BYTES = 4096
+Progress = Callable[[str, float | None], None]
+"""Called with the phase (`waiting`, `pulling`, `unpacking`) and how much of it is done, from 0 to 1, where that is known."""
+
+
+@dataclass(frozen=True)
+class Pulled:
+    """An image's parts in an OCI layout.
+
+    Attributes:
+        id: SHA-256 of the configuration: what names the image.
+        layers: each layer's file and the SHA-256 of its uncompressed tar, lowest first.
+    """
+
+    id: str
+    config: dict[str, Any]
+    layers: tuple[tuple[str, str], ...]
+
+
+class ImageStore:
+    """The folder of images, as one sandbox server uses it.
+
+    Args:
+        settings: where it is and how much it may hold.
+        ids: how many ids a slot has; 1: every file belongs to root.
+    """
+
+    def __init__(self, settings: ImageStoreSettings, folder: str, ids: int) -> None:
+        self._settings = settings
+        self._root = Path(folder)
+        self._ids = ids
+        self._held: dict[str, int] = {}
+        for name in ("names", "trees", "work", "locks"):
+            self._root.joinpath(name).mkdir(exist_ok=True)
+        self._sweep()
+
+    def __repr__(self) -> str:
+        return f"<ImageStore {self._root}: {len(self._held)} images in use>"
+
+    # ---------------------------------------------------------------------------------------------------------- asking
+
+    def images(self) -> list[ImageInfo]:
+        """Every image that is here, the one used last first."""
+        found = [self._info(tree.name) for tree in self._trees()]
+        return [image for image in found if image is not None]
+
+    def known(self, source: str) -> ImageInfo | None:
+        """The image that a source last meant, if it is here."""
+        try:
+            name = (self._root / "names" / _hash(source)).read_text(encoding="ascii").strip()
+            return self._info(check_digest(f"sha256:{name}"))
+        except (OSError, ValueError):
+            return None
+
+    def find(self, image_id: str) -> ImageInfo | None:
+        """An image by its id, if it is here."""
+        return self._info(image_id)
+
+    def hold(self, image: ImageInfo) -> str:
+        """Use an image until this server ends, so that nobody removes it. Returns its root file system's folder.
+
+        Raises:
+            ImageUnavailable: it has just been removed.
+        """
+        tree = self._root / "trees" / image.id
+        if image.id not in self._held:
+            try:
+                fd = os.open(tree, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            except OSError as error:
+                raise ImageUnavailable(f"image {image.source}: it is no longer in the store") from error
+            fcntl.flock(fd, fcntl.LOCK_SH)
+            if not _is_still(tree, fd):
+                os.close(fd)
+                raise ImageUnavailable(f"image {image.source}: it is no longer in the store")
+            self._held[image.id] = fd
+        with contextlib.suppress(OSError):
+            os.utime(tree)
+        return str(tree / "rootfs")
+
+    def let_go(self, image_id: str) -> None:
+        """No slot of this server stands on the image any more."""
+        fd = self._held.pop(image_id, None)
+        if fd is not None:
+            os.close(fd)
+
+    # ------------------------------------------------------------------------------------------------------- preparing
+
+    async def prepare(self, source: ImageSource, progress: Progress, archive: str | None = None) -> ImageInfo:
+        """The image of a source, pulled and unpacked if it is not here yet.
+
+        Args:
+            source: where it comes from.
+            progress: told of each phase.
+            archive: a file with the image, where the source is one that only the client can read.
+
+        Raises:
+            ImageUnavailable: no such image, no access, a broken or hostile one, no room; the message names the phase.
+        """
+        name = str(source)
+        async with self._locked(f"source-{_hash(name)}", progress):
+            known = self.known(name)
+            if known is not None:
+                return known
+            async with self._work() as work:
+                pulled = await self._pull(source, work, progress, archive)
+                image = await self._unpack(pulled, name, work, progress)
+            _write_whole(self._root / "names" / _hash(name), image.id.encode())
+            return image
+
+    async def _pull(self, source: ImageSource, work: Path, progress: Progress, archive: str | None) -> Pulled:
+        progress("pulling", None)
+        layout = work / "layout"
+        origin = str(source) if archive is None else f"{source.transport}:{archive}"
+        expected = None if archive else await self._size(origin, name=str(source))
+        limit = self._settings.quota_mib << 20
+        if expected is not None and expected > limit:
+            raise ImageUnavailable(
+                f"image {source}: pulling: {expected >> 20} MiB, more than the store may hold ({self._settings.quota_mib} MiB)"
+            )
+
+        def report() -> None:
+            done = sum(_size_of(path) for path in layout.glob("**/*"))
+            progress("pulling", min(1.0, done / expected) if expected else None)
+            if done > limit:
+                raise ImageUnavailable(f"image {source}: pulling: more than {self._settings.quota_mib} MiB")
+
+        await self._skopeo(["copy", "--retry-times", "2", origin, f"oci:{layout}:image"], str(source), report, limit)
+        try:
+            return await asyncio.to_thread(_read_layout, layout)
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise ImageUnavailable(f"image {source}: pulling: not an image: {error}") from error
+
+    async def _size(self, origin: str, name: str) -> int | None:
+        """Bytes of the image's layers as its manifest says them; None where it doesn't."""
+        text = await self._skopeo(["inspect", "--raw", origin], name)
+        try:
+            manifest = json.loads(text)
+            if "manifests" in manifest:  # an index: which one is taken is skopeo's to know
+                return None
+            return sum(int(layer["size"]) for layer in manifest["layers"])
+        except (ValueError, KeyError, TypeError):
+            return None
+
+    async def _unpack(self, pulled: Pulled, source: str, work: Path, progress: Progress) -> ImageInfo:
+        async with self._locked(f"image-{pulled.id}", progress):
+            there = self._info(pulled.id)
+            if there is not None:
+                return there
+            progress("unpacking", None)
+            tree = work / "tree"
+            rootfs = tree / "rootfs"
+            rootfs.mkdir(parents=True)
+            rootfs.chmod(0o755)
+            compressed = sum(_size_of(Path(path)) for path, _ in pulled.layers)
+            try:
+                room = await asyncio.to_thread(self.make_room, compressed * UNPACKED_RATIO)
+            except ImageUnavailable as error:
+                raise ImageUnavailable(f"image {source}: unpacking: {error}") from None
+            arguments = [str(rootfs), str(room), str(MAX_MEMBERS), str(self._ids)]
+            arguments += [part for layer in pulled.layers for part in layer]
+            program = [sys.executable, "-I", "-S", os.path.abspath(unpack.__file__), *arguments]
+            said = await self._run(program, f"image {source}: unpacking", deadline_s=self._settings.unpack_timeout_s)
+            image = _info(pulled, source, json.loads(said.splitlines()[-1])["bytes"])
+            (tree / "image.json").write_text(image.model_dump_json(), encoding="utf-8")
+            shutil.rmtree(work / "layout", ignore_errors=True)
+            os.rename(tree, self._root / "trees" / pulled.id)
+            return image
+
+    # -------------------------------------------------------------------------------------------------------- programs
+
+    async def _skopeo(
+        self, arguments: list[str], name: str, report: Callable[[], None] = lambda: None, largest: int | None = None
+    ) -> str:
+        program = shutil.which("skopeo")
+        if program is None:
+            raise ImageUnavailable(
+                f"image {name}: pulling: skopeo is not installed on the sandbox server's machine (apt-get install skopeo)"
+            )
+        settings = self._settings
+        work = self._root / "work"
+        registries = work / f"registries-{_hash(settings.model_dump_json())[:16]}.conf"
+        _write_whole(registries, _registries(settings).encode())
+        options = ["--insecure-policy", "--override-os", "linux"]
+        options += ["--registries-conf", str(registries), "--tmpdir", str(work)]
+        if settings.auth_file and arguments[-1 if arguments[0] == "inspect" else -2].startswith("docker://"):
+            arguments = [arguments[0], "--authfile", settings.auth_file, *arguments[1:]]
+        return await self._run(
+            [program, *options, *arguments],
+            f"image {name}: pulling",
+            deadline_s=settings.pull_timeout_s,
+            report=report,
+            largest=largest,
+        )
+
+    async def _run(
+        self,
+        program: list[str],
+        what: str,
+        *,
+        deadline_s: float,
+        report: Callable[[], None] = lambda: None,
+        largest: int | None = None,
+    ) -> str:
+        """Run a program to its end; its output.
+
+        Raises:
+            ImageUnavailable: it failed or took too long; with its last words.
+        """
+        bound = [] if largest is None else ["prlimit", f"--fsize={largest}"]
+        process = await asyncio.create_subprocess_exec(
+            *("setpriv", "--pdeathsig", "KILL"),  # nothing writes on after a server that was killed
+            *bound,
+            *program,
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+            start_new_session=True,
+        )
+        assert process.stdout is not None
+        assert process.stderr is not None
+        outputs = asyncio.gather(process.stdout.read(MAX_JSON_BYTES), _tail(process.stderr))
+        try:
+            async with asyncio.timeout(deadline_s):
+                while not (await asyncio.wait([outputs], timeout=POLL_S))[0]:
+                    report()
+                code = await process.wait()
+        except TimeoutError:
+            raise ImageUnavailable(f"{what}: not done within {deadline_s:g} s") from None
+        finally:
+            if process.returncode is None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                await asyncio.shield(process.wait())
+            outputs.cancel()
+        said, errors = outputs.result()
+        if code == errno.ENOSPC or "no space left on device" in errors:
+            raise ImageUnavailable(f"{what}: the disk of {self._root} is full")
+        if code != 0:
+            raise ImageUnavailable(f"{what}: {_last_words(errors) or f'exit code {code}'}")
+        return said.decode(errors="replace")
+
+    # --------------------------------------------------------------------------------------------------------- locking
+
+    @contextlib.asynccontextmanager
+    async def _locked(self, name: str, progress: Progress) -> AsyncGenerator[None]:
+        """One holder on this host at a time."""
+        fd = os.open(self._root / "locks" / name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            while not _try_lock(fd):
+                progress("waiting", None)
+                await asyncio.sleep(POLL_S)
+            yield
+        finally:
+            os.close(fd)
+
+    @contextlib.asynccontextmanager
+    async def _work(self) -> AsyncGenerator[Path]:
+        work = self._root / "work" / f"{os.getpid()}-{os.urandom(6).hex()}"
+        work.mkdir()
+        fd = os.open(work, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        try:
+            yield work
+        finally:
+            await asyncio.to_thread(_remove, work)
+            os.close(fd)
+
+    @contextlib.asynccontextmanager
+    async def receiving(self, chunks: AsyncIterator[bytes]) -> AsyncGenerator[str]:
+        """A file with what comes in, for `prepare`; removed afterwards.
+
+        Raises:
+            ImageUnavailable: it is larger than the store may be, or the disk is full.
+        """
+        size = 0
+        async with self._work() as work:
+            path = work / "archive.tar"
+            try:
+                with path.open("wb") as file:
+                    async for chunk in chunks:
+                        size += len(chunk)
+                        if size > self._settings.quota_mib << 20:
+                            raise ImageUnavailable(f"the archive is larger than {self._settings.quota_mib} MiB")
+                        await asyncio.to_thread(file.write, chunk)
+            except OSError as error:
+                raise ImageUnavailable(f"the archive could not be kept: {error.strerror}") from error
+            yield str(path)
+
+    def _sweep(self) -> None:
+        """Remove what killed servers left behind."""
+        for path in self._root.joinpath("work").iterdir():
+            if not path.is_dir():
+                continue
+            fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            try:
+                if _try_lock(fd):
+                    _remove(path)
+            finally:
+                os.close(fd)
+
+    # ------------------------------------------------------------------------------------------------------------ room
+
+    def make_room(self, wanted: int) -> int:
+        """Remove images that nobody uses, the one used longest ago first, until `wanted` bytes fit into the quota.
+
+        Returns:
+            Bytes that may be added; less than `wanted` when images in use take the rest.
+
+        Raises:
+            ImageUnavailable: the images in use leave no room at all.
+        """
+        quota = self._settings.quota_mib << 20
+        images = self.images()
+        used = sum(image.bytes for image in images)
+        for image in reversed(images):
+            if used + wanted <= quota:
+                break
+            if self._drop(image.id):
+                used -= image.bytes
+        if used >= quota:
+            raise ImageUnavailable(
+                f"the image store is full: {used >> 20} of {self._settings.quota_mib} MiB are in use"
+            )
+        return quota - used
+
+    def _drop(self, image_id: str) -> bool:
+        """Remove one image if no server uses it."""
+        tree = self._root / "trees" / image_id
+        try:
+            fd = os.open(tree, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            return True
+        try:
+            if not _try_lock(fd):
+                return False
+            removed = self._root / "work" / f"removed-{image_id[:12]}-{os.urandom(4).hex()}"
+            os.rename(tree, removed)
+        finally:
+            os.close(fd)
+        _remove(removed)
+        return True
+
+    def _trees(self) -> list[Path]:
+        def used_at(tree: Path) -> float:
+            try:
+                return tree.stat().st_mtime
+            except OSError:
+                return 0.0
+
+        return sorted(self._root.joinpath("trees").iterdir(), key=used_at, reverse=True)
+
+    def _info(self, image_id: str) -> ImageInfo | None:
+        try:
+            text = (self._root / "trees" / image_id / "image.json").read_text(encoding="utf-8")
+            return ImageInfo.model_validate_json(text)
+        except (OSError, ValueError):
+            return None
+
+
+def _read_layout(layout: Path) -> Pulled:
+    """What an OCI layout with one image holds (OCI image specification, image-layout and config)."""
+    index = _json(layout / "index.json")
+    manifest = _json(_blob(layout, index["manifests"][0]["digest"]))
+    digest = check_digest(manifest["config"]["digest"])
+    config = _json(_blob(layout, manifest["config"]["digest"]))
+    if config.get("os", "linux") != "linux":
+        raise ValueError(f"it is for {config['os']!r}, not for Linux")
+    diffs = [check_digest(each) for each in config["rootfs"]["diff_ids"]]
+    blobs = [str(_blob(layout, layer["digest"])) for layer in manifest["layers"]]
+    return Pulled(digest, config, tuple(zip(blobs, diffs, strict=True)))
+
+
+def _blob(layout: Path, digest: object) -> Path:
+    return layout / "blobs" / "sha256" / check_digest(digest)
+
+
+def _json(path: Path) -> dict[str, Any]:
+    with path.open("rb") as file:
+        data = file.read(MAX_JSON_BYTES + 1)
+    if len(data) > MAX_JSON_BYTES:
+        raise ValueError(f"{path.name}: larger than {MAX_JSON_BYTES} bytes")
+    found = json.loads(data)
+    if not isinstance(found, dict):
+        raise TypeError(f"{path.name}: not an object")
+    return cast("dict[str, Any]", found)
+
+
+def _info(pulled: Pulled, source: str, size: int) -> ImageInfo:
+    settings: dict[str, Any] = pulled.config.get("config") or {}
+    pairs = [text.partition("=") for text in settings.get("Env") or ()]
+    return ImageInfo(
+        id=pulled.id,
+        source=source,
+        bytes=size,
+        env={name: value for name, equals, value in pairs if equals and name},
+        workdir=settings.get("WorkingDir") or None,
+        user=settings.get("User") or None,
+        entrypoint=tuple(settings.get("Entrypoint") or ()),
+        cmd=tuple(settings.get("Cmd") or ()),
+    )
+
+
+def _registries(settings: ImageStoreSettings) -> str:
+    """containers-registries.conf(5): mirrors, and hosts that are spoken to without TLS."""
+    hosts = dict.fromkeys((*settings.mirrors, *settings.insecure_registries))
+    text = ['unqualified-search-registries = ["docker.io"]', 'short-name-mode = "disabled"']
+    for host in hosts:
+        insecure = "true" if host in settings.insecure_registries else "false"
+        text += ["[[registry]]", f"location = {json.dumps(host)}", f"insecure = {insecure}"]
+        mirror = settings.mirrors.get(host)
+        if mirror is not None:
+            plain = "true" if mirror.split("/")[0] in settings.insecure_registries else "false"
+            text += ["[[registry.mirror]]", f"location = {json.dumps(mirror)}", f"insecure = {plain}"]
+    return "\n".join((*text, ""))
+
+
+def _hash(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _is_still(tree: Path, fd: int) -> bool:
+    """Whether a name leads to the folder that is open."""
+    try:
+        return os.path.samestat(tree.stat(), os.fstat(fd))
+    except FileNotFoundError:
+        return False
+
+
+def _try_lock(fd: int) -> bool:
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _write_whole(path: Path, data: bytes) -> None:
+    part = path.with_name(f"{path.name}.{os.getpid()}-{time.monotonic_ns()}")
+    part.write_bytes(data)
+    part.replace(path)
+
+
+def _remove(folder: Path) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def _size_of(path: Path) -> int:
+    try:
+        return path.lstat().st_size
+    except OSError:
+        return 0
+
+
+async def _tail(stream: asyncio.StreamReader) -> str:
+    kept = b""
+    while chunk := await stream.read(SAID_BYTES):
+        kept = (kept + chunk)[-SAID_BYTES:]
+    return kept.decode(errors="replace")
+
+
+def _last_words(text: str) -> str:
+    """A program's last line, without the log prefix of Go programs."""
+    lines = [line for line in text.strip().splitlines() if line.strip()]
+    last = lines[-1] if lines else ""
+    _, found, message = last.partition('msg="')
+    return (message.removesuffix('"').replace('\\"', '"') if found else last)[:1000]

@@ -1,0 +1,178 @@
+"""Preparing images on this server, and the bases that leases stand on because of them."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from typing import TYPE_CHECKING, Literal
+
+from atropos.errors import ConfigError, ImageUnavailable, NotSupported, SandboxError
+from atropos.images.reference import ImageSource
+from atropos.wire import ImageInfo, ImageState, LeaseRequest
+
+if TYPE_CHECKING:
+    from atropos.sandbox.server.core import Core
+
+log = logging.getLogger(__name__)
+PARALLEL = 3
+"""Images pulled at once: enough to fill a network, few enough that each gets on."""
+MAX_STATES = 1000
+"""Sources whose state is remembered."""
+_PREFIX = "image:"
+
+
+class Images:
+    """What this server knows of images.
+
+    Args:
+        core: the server's state.
+    """
+
+    def __init__(self, core: Core) -> None:
+        self._core = core
+        self._states: dict[str, ImageState] = {}
+        self._changed: dict[str, asyncio.Event] = {}
+        self._turns = asyncio.Semaphore(PARALLEL)
+        self._bases: dict[str, ImageInfo] = {}
+
+    def states(self) -> tuple[ImageState, ...]:
+        """Of every source that was asked for, the latest last."""
+        return tuple(self._states.values())
+
+    async def prepare(self, source: str, wait_s: float = 0, archive: str | None = None) -> ImageState:
+        """Begin to prepare an image unless that was done; its state after at most `wait_s`.
+
+        Raises:
+            NotSupported: it is no name of an image, or only its owner's machine can read it.
+        """
+        name = _name(source)
+        parsed = ImageSource.parse(name)
+        state = self._states.get(name)
+        if parsed.transport != "docker" and archive is None and state is None:
+            known = self._core.host.store.known(name)
+            if known is None:
+                raise NotSupported(f"image {source}: send it as an archive (PUT /v1/images/archive?source=…)")
+        if state is None or state.phase == "failed" or (state.phase == "ready" and self._is_gone(state)):
+            self._set(ImageState(source=name, phase="queued"))
+            self._changed[name] = asyncio.Event()
+            self._core.spawn(self._prepare(parsed, archive))
+        try:
+            async with asyncio.timeout(wait_s):
+                await self._changed[name].wait()
+        except TimeoutError:
+            pass
+        return self._states[name]
+
+    async def receive(self, source: str, chunks: AsyncIterator[bytes]) -> ImageState:
+        """Prepare an image from the archive that a client sends.
+
+        Raises:
+            NotSupported: the source is no archive's name.
+            ImageUnavailable: it doesn't fit.
+        """
+        if not source.startswith(("oci-archive:", "docker-archive:")):
+            raise NotSupported(f"source={source!r:.200}: oci-archive:NAME or docker-archive:NAME is needed")
+        store = self._core.host.store
+        async with store.receiving(chunks) as archive:
+            state = await self.prepare(source, 0, archive)
+            while state.phase not in {"ready", "failed"}:
+                state = await self.prepare(source, 3600, archive)
+        return state
+
+    def _is_gone(self, state: ImageState) -> bool:
+        return state.image is None or self._core.host.store.known(state.source) is None
+
+    async def _prepare(self, source: ImageSource, archive: str | None) -> None:
+        name = str(source)
+
+        def progress(phase: str, done: float | None) -> None:
+            known: dict[str, Literal["waiting", "pulling", "unpacking"]] = {
+                "waiting": "waiting",
+                "pulling": "pulling",
+                "unpacking": "unpacking",
+            }
+            self._set(ImageState(source=name, phase=known[phase], done=done))
+
+        try:
+            async with self._turns:
+                image = await self._core.host.store.prepare(source, progress, archive)
+            state = ImageState(source=name, phase="ready", done=1.0, image=image)
+            self._core.counters["images_prepared"] += 1
+        except SandboxError as error:
+            state = ImageState(source=name, phase="failed", error=str(error))
+            self._core.counters["images_failed"] += 1
+        except OSError as error:
+            log.exception("image %s could not be prepared", name)
+            state = ImageState(source=name, phase="failed", error=f"image {name}: {error}")
+        except BaseException:
+            self._states.pop(name, None)
+            raise
+        finally:
+            self._changed[name].set()
+        self._set(state)
+
+    def _set(self, state: ImageState) -> None:
+        self._states.pop(state.source, None)
+        self._states[state.source] = state
+        over = (name for name, each in self._states.items() if each.phase in {"ready", "failed"})
+        while len(self._states) > MAX_STATES and (oldest := next(over, None)) is not None:
+            del self._states[oldest]
+            del self._changed[oldest]
+
+    # ------------------------------------------------------------------------------------------------------------ bases
+
+    def base_of(self, request: LeaseRequest) -> str | None:
+        """The name of the base that a lease asks for, ready to be used; None: the server's default.
+
+        Raises:
+            NotSupported: there is no such base.
+            ImageUnavailable: the image is not prepared on this server.
+        """
+        base = request.base
+        if request.image is not None:
+            if base is not None:
+                raise NotSupported("base and image: a slot stands on one of them")
+            image = self._core.host.store.known(_name(request.image))
+            if image is None:
+                raise ImageUnavailable(f"image {request.image}: it is not prepared on this server")
+            base = f"{_PREFIX}{image.id}"
+        self.use(base)
+        return base
+
+    def image(self, base: str | None) -> ImageInfo | None:
+        """The image that a base is."""
+        return None if base is None else self._bases.get(base)
+
+    def use(self, base: str | None) -> None:
+        """Make sure that a lease can stand on a base.
+
+        Raises:
+            NotSupported: there is no such base.
+            ImageUnavailable: the image is not prepared on this server (any more).
+        """
+        if base is None or base in self._core.config.bases or base in self._bases:
+            return
+        if not base.startswith(_PREFIX):
+            known = ", ".join(sorted(self._core.config.bases)) or "none"
+            raise NotSupported(f"base {base!r} is not known to this server; known: {known}")
+        image = self._core.host.store.find(base.removeprefix(_PREFIX))
+        if image is None:
+            raise ImageUnavailable(f"image {base.removeprefix(_PREFIX)[:12]} is not prepared on this server")
+        self._core.host.add_base(base, image)
+        self._bases[base] = image
+
+    def forget_unused(self) -> None:
+        """Let the store remove images on which no lease and no snapshot stands."""
+        runs = self._core.runs.values()
+        used = {run.base for run in runs} | {snapshot.base for snapshot in self._core.snapshots.by_id.values()}
+        for base in [each for each in self._bases if each not in used]:
+            del self._bases[base]
+            self._core.host.drop_base(base)
+
+
+def _name(source: str) -> str:
+    try:
+        return str(ImageSource.parse(source))
+    except ConfigError as error:
+        raise NotSupported(str(error)) from None

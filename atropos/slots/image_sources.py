@@ -1,0 +1,136 @@
+"""Images that only the pool's own machine can read, as archives for sandbox servers.
+
+The name that a server keeps such an image under holds the SHA-256 of its content: another file at the same path is
+another image.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import io
+import json
+import tarfile
+import tempfile
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+from atropos.errors import ConfigError
+from atropos.images.reference import ImageSource
+
+CHUNK = 1 << 20
+
+
+@dataclass(frozen=True)
+class Archive:
+    """An image as one file.
+
+    Attributes:
+        source: the name for the server: `docker-archive:` or `oci-archive:`, and a digest.
+        path: the file.
+        made: whether it was made for this, so that `close` removes it.
+    """
+
+    source: str
+    path: Path
+    made: bool
+
+    async def chunks(self) -> AsyncIterator[bytes]:
+        """Its bytes."""
+        with await asyncio.to_thread(self.path.open, "rb") as file:
+            while chunk := await asyncio.to_thread(file.read, CHUNK):
+                yield chunk
+
+    def close(self) -> None:
+        """Remove what was made."""
+        if self.made:
+            self.path.unlink(missing_ok=True)
+
+
+def archive_of(source: ImageSource, docker_host: str | None = None) -> Archive:
+    """Read a local source: `oci-archive:`, `docker-archive:`, `oci:`, `docker-daemon:` or `dir:`, a root file system.
+
+    Blocking.
+
+    Raises:
+        ConfigError: there is no such image here; names the source and what is wrong.
+    """
+    path = Path(source.name)
+    try:
+        if source.transport in {"oci-archive", "docker-archive"}:
+            return Archive(f"{source.transport}:sha256-{_digest(path)}", path, made=False)
+        with tempfile.NamedTemporaryFile(prefix="atropos-image-", suffix=".tar", delete=False) as file:
+            made = Path(file.name)
+            try:
+                if source.transport == "docker-daemon":
+                    return Archive(f"docker-archive:{_save(source.name, docker_host, file)}", made, made=True)
+                write = _write_layout if source.transport == "oci" else _write_folder
+                write(path, file)
+                file.flush()
+                kind = "oci-archive" if source.transport == "oci" else "docker-archive"
+                return Archive(f"{kind}:sha256-{_digest(made)}", made, made=True)
+            except BaseException:
+                made.unlink(missing_ok=True)
+                raise
+    except OSError as error:
+        raise ConfigError(f"image: {source} can't be read: {error.strerror or error}") from error
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _write_layout(path: Path, file: IO[bytes]) -> None:
+    """An OCI layout with one image, in the order of its names so that the same one has the same digest."""
+    if not (path / "index.json").is_file():
+        raise ConfigError(f"image: oci:{path} is no OCI layout: it has no index.json")
+    with tarfile.open(fileobj=file, mode="w") as tar:
+        for each in sorted(path.rglob("*")):
+            info = tar.gettarinfo(str(each), str(each.relative_to(path)))
+            info.mtime = 0
+            with each.open("rb") if info.isreg() else io.BytesIO() as content:
+                tar.addfile(info, content)
+
+
+def _write_folder(path: Path, file: IO[bytes]) -> None:
+    """A root file system as the one layer of an image (Docker image specification 1.2, combined archive)."""
+    if not path.is_dir():
+        raise ConfigError(f"image: dir:{path} is not a folder")
+    with tempfile.TemporaryFile() as layer:
+        with tarfile.open(fileobj=layer, mode="w", format=tarfile.PAX_FORMAT) as tar:
+            for each in sorted(path.rglob("*")):
+                tar.add(each, str(each.relative_to(path)), recursive=False)
+        layer.seek(0)
+        diff = hashlib.file_digest(layer, "sha256").hexdigest()
+        config = {"architecture": "amd64", "os": "linux", "config": {}}
+        described = json.dumps({**config, "rootfs": {"type": "layers", "diff_ids": [f"sha256:{diff}"]}}).encode()
+        name = f"{hashlib.sha256(described).hexdigest()}.json"
+        manifest = [{"Config": name, "RepoTags": [], "Layers": [f"{diff}/layer.tar"]}]
+        with tarfile.open(fileobj=file, mode="w") as tar:
+            for member, data in ((name, described), ("manifest.json", json.dumps(manifest).encode())):
+                info = tarfile.TarInfo(member)
+                info.size = len(data)
+                tar.addfile(info, io.BytesIO(data))
+            info = tarfile.TarInfo(f"{diff}/layer.tar")
+            info.size = layer.seek(0, io.SEEK_END)
+            layer.seek(0)
+            tar.addfile(info, layer)
+
+
+def _save(name: str, docker_host: str | None, file: IO[bytes]) -> str:
+    """Write an engine's image; its id, since an engine's archive of one image is not always the same."""
+    import docker
+    from docker.errors import DockerException
+
+    try:
+        with contextlib.closing(docker.DockerClient(docker_host) if docker_host else docker.from_env()) as client:
+            image = client.images.get(name)
+            for chunk in image.save(named=True):
+                file.write(chunk)
+            return str(image.id).replace(":", "-")
+    except DockerException as error:
+        raise ConfigError(f"image: docker-daemon:{name}: {error}") from error

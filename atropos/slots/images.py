@@ -1,0 +1,103 @@
+"""Images in the pool's containers: prepared in all of them before a lease waits for a slot.
+
+A lease that finds its image missing in one container (it came later, or the image was removed there) prepares it then,
+in `SandboxClient.acquire`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+from atropos.errors import ImageUnavailable, SlotLost
+from atropos.images.reference import ImageSource
+from atropos.slots.container_link import Link
+from atropos.slots.image_sources import Archive, archive_of
+from atropos.slots.state import State
+from atropos.wire import ImageInfo, ImageState
+
+log = logging.getLogger("atropos.slots")
+Progress = Callable[[str, ImageState], None]
+"""Called with a container's id and how far the image is prepared there."""
+
+
+class PoolImages:
+    """Prepares images, each once a container however many leases ask.
+
+    Args:
+        state: the pool's.
+        links: its containers.
+    """
+
+    def __init__(self, state: State, links: dict[str, Link]) -> None:
+        self._state = state
+        self._links = links
+        self._tasks: dict[tuple[Link, str], asyncio.Task[ImageInfo]] = {}
+        self._archives: dict[str, Archive] = {}
+
+    async def prepare(self, image: str, progress: Progress | None = None) -> tuple[str, ImageInfo | None]:
+        """Have every container that can be leased from pull and unpack an image.
+
+        Returns:
+            The source's name in leases, and what the image is; None where no container is there yet.
+
+        Raises:
+            ConfigError: it names no image, or none that is here.
+            ImageUnavailable: no container could prepare it, or not within `prepare_timeout_s`; says which phase failed.
+        """
+        source = ImageSource.parse(image)
+        archive = None if source.transport == "docker" else await self._archive(source)
+        name = str(source) if archive is None else archive.source
+        self._tasks = {key: task for key, task in self._tasks.items() if key[0].gone is None}
+        wanted = [link for link in self._links.values() if link.seat.open]
+        tasks = [self._task(link, name, archive, progress) for link in wanted]
+        if not tasks:
+            return name, None
+        if not all(task.done() for task in tasks):
+            await asyncio.wait(tasks)
+        errors = [error for task in tasks if (error := task.exception()) is not None]
+        if len(errors) == len(tasks):
+            raise errors[0]
+        for error in errors:
+            log.warning("not every container has the image: %s", error)
+        return name, next(task.result() for task in tasks if task.exception() is None)
+
+    def _task(
+        self, link: Link, name: str, archive: Archive | None, progress: Progress | None
+    ) -> asyncio.Task[ImageInfo]:
+        task = self._tasks.get((link, name))
+        if task is None or (task.done() and (task.cancelled() or task.exception() is not None)):
+            work = self._prepare(link, name, archive, progress)
+            task = self._tasks[link, name] = self._state.tasks.spawn(work, f"prepare {name}", awaited=True)
+        return task
+
+    async def _prepare(self, link: Link, name: str, archive: Archive | None, progress: Progress | None) -> ImageInfo:
+        seen: list[str] = ["asked for"]
+
+        def report(state: ImageState) -> None:
+            seen[0] = state.phase if state.done is None else f"{state.phase} {state.done:.0%}"
+            if progress is not None:
+                progress(link.container.id, state)
+
+        within_s = self._state.config.prepare_timeout_s
+        try:
+            async with asyncio.timeout(within_s):
+                chunks = None if archive is None else archive.chunks
+                return await link.client.prepare(name, progress=report, archive=chunks)
+        except TimeoutError:
+            raise ImageUnavailable(f"image {name}: not prepared within {within_s:g} s: {seen[0]}") from None
+        except SlotLost as error:
+            raise ImageUnavailable(f"image {name}: its container ended: {error}") from error
+
+    async def _archive(self, source: ImageSource) -> Archive:
+        key = str(source)
+        if key not in self._archives:
+            self._archives[key] = await asyncio.to_thread(archive_of, source, self._state.config.docker_host)
+        return self._archives[key]
+
+    def close(self) -> None:
+        """Remove what was made for this pool."""
+        for archive in self._archives.values():
+            archive.close()
+        self._archives.clear()

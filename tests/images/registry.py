@@ -1,0 +1,114 @@
+"""A real registry on loopback, filled by skopeo; and a proxy in front of it that spoils answers."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import socket
+import subprocess
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+MISSING = [name for name in ("skopeo", "docker-registry") if shutil.which(name) is None]
+USER, PASSWORD = "ann", "secret"
+HTPASSWD = "ann:$2y$05$MhP8d4ZQY0Ptn3o5VtmK0eQnH6mZ0fFhUeI0oYV6VhXjzq6rN3iDi"
+
+
+@dataclass
+class Registry:
+    """`host` is what images' names begin with."""
+
+    host: str
+    folder: Path
+    auth_file: str | None = None
+
+    def push(self, layout: Path, name: str) -> str:
+        """Push an OCI layout's image; its digest."""
+        login = ["--dest-creds", f"{USER}:{PASSWORD}"] if self.auth_file else []
+        digest = self.folder.parent / "digest"
+        subprocess.run(
+            [
+                "skopeo",
+                "--insecure-policy",
+                "copy",
+                "-q",
+                *login,
+                "--dest-tls-verify=false",
+                "--digestfile",
+                str(digest),
+                f"oci:{layout}:image",
+                f"docker://{self.host}/{name}",
+            ],
+            check=True,
+            timeout=60,
+        )
+        return digest.read_text().strip()
+
+    def blob(self, digest: str) -> Path:
+        """The file that holds a blob."""
+        hexadecimal = digest.removeprefix("sha256:")
+        return self.folder / "docker/registry/v2/blobs/sha256" / hexadecimal[:2] / hexadecimal / "data"
+
+
+@contextlib.contextmanager
+def registry(at: Path, *, auth: str | None = None) -> Iterator[Registry]:
+    """Run one; with `auth`, the line of an htpasswd file that opens it."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    folder = at / "registry"
+    folder.mkdir(parents=True)
+    config = at / "registry.yml"
+    text = f"version: 0.1\nlog: {{level: error}}\nstorage: {{filesystem: {{rootdirectory: {folder}}}, delete: {{enabled: true}}}}\n"
+    text += f"http: {{addr: '127.0.0.1:{port}'}}\n"
+    if auth is not None:
+        (at / "htpasswd").write_text(auth + "\n")
+        text += f"auth: {{htpasswd: {{realm: test, path: {at}/htpasswd}}}}\n"
+    config.write_text(text)
+    with (at / "registry.log").open("wb") as log:
+        process = subprocess.Popen(["docker-registry", "serve", str(config)], stdout=log, stderr=log)
+    try:
+        _wait(f"http://127.0.0.1:{port}/v2/", process)
+        found = Registry(f"127.0.0.1:{port}", folder)
+        if auth is not None:
+            found.auth_file = str(at / "auth.json")
+            subprocess.run(
+                [
+                    "skopeo",
+                    "login",
+                    "--authfile",
+                    found.auth_file,
+                    "--tls-verify=false",
+                    "-u",
+                    USER,
+                    "-p",
+                    PASSWORD,
+                    found.host,
+                ],
+                check=True,
+                stdout=subprocess.DEVNULL,
+                timeout=30,
+            )
+            (at / "auth.json").chmod(0o644)
+        yield found
+    finally:
+        process.terminate()
+        process.wait(10)
+
+
+def _wait(url: str, process: subprocess.Popen) -> None:
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline:
+        assert process.poll() is None, "the registry ended"
+        try:
+            urllib.request.urlopen(url, timeout=1)
+            return
+        except urllib.error.HTTPError:
+            return
+        except OSError:
+            time.sleep(0.05)
+    raise AssertionError("the registry did not come up")

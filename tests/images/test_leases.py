@@ -1,0 +1,146 @@
+"""Slots that stand on images: any image, as its configuration says, shared and reset like every other slot."""
+
+import asyncio
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from atropos.config import ImageStoreSettings
+from atropos.errors import ConfigError, ImageUnavailable
+from atropos.slots import SlotPool, SlotPoolConfig
+from tests.images.making import entry, folder, layer, layout, link
+
+pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="owners of files need root")
+BUSYBOX = shutil.which("busybox") or "/bin/busybox"
+CONFIG = {"Env": ["PATH=/tools:/bin", "GREETING=from the image"], "WorkingDir": "/srv/app"}
+
+
+def busybox_image(at: Path, text: str = "hello", **more) -> str:
+    """An image without Python, glibc or bash; its id."""
+    if not Path(BUSYBOX).exists():
+        pytest.skip("not installed: busybox-static")
+    tools = [
+        link(f"bin/{name}", "busybox") for name in ("sh", "cat", "ls", "id", "pwd", "env", "stat", "mkdir", "echo")
+    ]
+    return layout(
+        at,
+        layer(folder("bin"), entry("bin/busybox", Path(BUSYBOX).read_bytes(), mode=0o755), *tools),
+        layer(
+            entry("etc/passwd", "root:x:0:0::/root:/bin/sh\napp:x:1000:1000::/srv/app:/bin/sh\n"),
+            folder("srv/app", owner=(1000, 1000)),
+            entry("srv/app/text", text, owner=(1000, 1000)),
+        ),
+        config=CONFIG,
+        **more,
+    )
+
+
+def pool_for(tmp_path: Path, images=None, **more) -> SlotPool:
+    hosts = (images.host,) if images else ()
+    store = ImageStoreSettings(folder=str(tmp_path / "store"), insecure_registries=hosts)
+    return SlotPool(SlotPoolConfig(**{"slots_per_container": 4, "max_containers": 1, "image_store": store, **more}))
+
+
+async def test_a_lease_stands_on_a_registrys_image(tmp_path, images):
+    image_id = busybox_image(tmp_path / "layout")
+    images.push(tmp_path / "layout", "busy:1")
+    name = f"{images.host}/busy:1"
+    async with pool_for(tmp_path, images) as pool:
+        seen = []
+        info = await pool.prepare(name, progress=lambda _, state: seen.append(state.phase))
+        assert (info.id, seen[-1]) == (image_id, "ready")
+        async with pool.lease("one", image=name) as slot:
+            assert slot.image.id == image_id
+            r = await slot.exec(
+                'cat text; echo; pwd; echo "$GREETING"; id -u; stat -c %u:%g text; echo new > text; mkdir /opt'
+            )
+            assert (r.exit_code, r.output) == (0, "hello\n/srv/app\nfrom the image\n0\n1000:1000\n")
+            await slot.write_file("/srv/app/more", b"x")
+        async with pool.lease("two", image=name) as slot:
+            r = await slot.exec("cat text; ls / /srv/app")
+            assert "hello" in r.output, "nothing of an earlier lease is left in the image"
+            assert "opt" not in r.output
+            assert "more" not in r.output
+        async with pool.lease("plain") as slot:
+            assert slot.image is None
+            assert (await slot.exec("echo $BASH_VERSION")).output.strip()
+
+
+async def test_snapshots_and_forks_stand_on_the_image_too(tmp_path, images):
+    busybox_image(tmp_path / "layout")
+    images.push(tmp_path / "layout", "forked:1")
+    name = f"{images.host}/forked:1"
+    async with pool_for(tmp_path, images) as pool, pool.lease("origin", image=name) as slot:
+        await slot.exec("echo prepared > text")
+        snapshot = await slot.snapshot()
+        async with pool.lease("fork", snapshot=snapshot) as fork:
+            r = await fork.exec('cat text; echo "$GREETING"; pwd')
+            assert (r.exit_code, r.output) == (0, "prepared\nfrom the image\n/srv/app\n")
+        assert (await slot.exec("cat text; pwd")).output == "prepared\n/srv/app\n"
+
+
+@pytest.mark.parametrize("kind", ["oci", "oci-archive", "docker-archive", "dir"])
+async def test_an_image_of_this_machine_needs_no_registry(tmp_path, kind):
+    at = tmp_path / "layout"
+    busybox_image(at, f"from {kind}", compress=False)
+    where = at
+    if kind == "dir":
+        where = tmp_path / "rootfs"
+        (where / "srv/app").mkdir(parents=True)
+        (where / "bin").mkdir()
+        shutil.copy(BUSYBOX, where / "bin/busybox")
+        (where / "bin/sh").symlink_to("busybox")
+        (where / "srv/app/text").write_text("from dir")
+    elif kind != "oci":
+        if shutil.which("skopeo") is None:
+            pytest.skip("not installed: skopeo")
+        where = tmp_path / "image.tar"
+        target = f"{kind}:{where}" + (":x/y:1" if kind == "docker-archive" else "")
+        await asyncio.to_thread(
+            subprocess.run, ["skopeo", "--insecure-policy", "copy", "-q", f"oci:{at}:image", target], check=True
+        )
+    async with pool_for(tmp_path) as pool, pool.lease("one", image=f"{kind}:{where}") as slot:
+        r = await slot.exec("/bin/busybox cat /srv/app/text")
+        assert (r.exit_code, r.output) == (0, f"from {kind}")
+
+
+async def test_what_is_wrong_with_an_image_is_said_before_a_lease(tmp_path, images):
+    async with pool_for(tmp_path, images) as pool:
+        with pytest.raises(ConfigError, match="image: 'No Such Name' is not a name"):
+            await pool.acquire("one", image="No Such Name")
+        with pytest.raises(ConfigError, match=r"image: oci-archive:/nowhere.tar can't be read: No such file"):
+            await pool.acquire("one", image="oci-archive:/nowhere.tar")
+        with pytest.raises(ImageUnavailable, match=r"pulling: .*manifest unknown"):
+            await pool.acquire("one", image=f"{images.host}/absent:1")
+        async with pool.lease("two") as slot:
+            assert (await slot.exec("true")).exit_code == 0
+
+
+async def test_a_storm_pulls_each_image_once_and_delays_nobody_who_uses_a_ready_one(tmp_path, images):
+    names = []
+    for index in range(6):
+        busybox_image(tmp_path / f"layout{index}", f"image {index}")
+        images.push(tmp_path / f"layout{index}", f"storm:{index}")
+        names.append(f"{images.host}/storm:{index}")
+    async with pool_for(tmp_path, images, acquire_timeout_s=60) as pool:
+        await pool.prepare(names[0])
+
+        async def one(index: int) -> str:
+            async with pool.lease(f"t{index}", image=names[index % 6]) as slot:
+                return (await slot.exec("cat text")).output
+
+        async def ready() -> list[str]:
+            found = []
+            for index in range(10):
+                async with pool.lease(f"ready{index}", image=names[0]) as slot:
+                    found.append((await slot.exec("cat text")).output)
+            return found
+
+        storm = asyncio.gather(*(one(index) for index in range(24)))
+        assert await ready() == ["image 0"] * 10
+        assert await storm == [f"image {index % 6}" for index in range(24)]
+        status = await next(iter(pool.links.values())).client.status()
+        assert status.counters["images_prepared"] == 6

@@ -1,0 +1,224 @@
+"""The image store against a real registry: whole images or none, each once, within its bounds."""
+
+import asyncio
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from atropos.config import ImageStoreSettings
+from atropos.errors import ImageUnavailable
+from atropos.images.reference import ImageSource
+from atropos.images.store import ImageStore
+from tests.images.making import entry, folder, layer, layout
+from tests.images.registry import PASSWORD, USER, registry
+
+pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="owners of files need root")
+
+
+def store_at(tmp_path: Path, images, **settings) -> ImageStore:
+    root = tmp_path / "store"
+    root.mkdir(exist_ok=True)
+    wanted = {"insecure_registries": (images.host,), "auth_file": images.auth_file, **settings}
+    return ImageStore(ImageStoreSettings(folder=str(root), **wanted), str(root), 65_536)
+
+
+def made(tmp_path: Path, images, name: str, *members, config=None) -> str:
+    """Push an image of one layer; its id."""
+    at = tmp_path / f"layout-{name.replace('/', '-').replace(':', '-')}"
+    image_id = layout(at, layer(*members), config=config)
+    images.push(at, name)
+    return image_id
+
+
+def nothing(_phase: str, _done: float | None) -> None:
+    """Progress that nobody reads."""
+
+
+def leftovers(tmp_path: Path) -> list[str]:
+    return [path.name for path in (tmp_path / "store" / "work").iterdir() if path.is_dir()]
+
+
+async def test_an_image_is_pulled_by_tag_and_by_digest(tmp_path, images):
+    config = {"Env": ["PATH=/bin", "GREETING=hi=there"], "WorkingDir": "/srv", "User": "app"}
+    at = tmp_path / "layout"
+    image_id = layout(at, layer(folder("srv"), entry("srv/file", "hello", owner=(7, 8))), config=config)
+    digest = images.push(at, "team/app:1")
+    store = store_at(tmp_path, images)
+    phases = []
+    source = ImageSource.parse(f"{images.host}/team/app:1")
+    image = await store.prepare(source, lambda phase, _: phases.append(phase))
+    assert image.id == image_id
+    assert (image.env, image.workdir, image.user) == ({"PATH": "/bin", "GREETING": "hi=there"}, "/srv", "app")
+    file = Path(store.hold(image)) / "srv/file"
+    assert (file.read_text(), file.stat().st_uid, file.stat().st_gid) == ("hello", 7, 8)
+    assert list(dict.fromkeys(phases)) == ["pulling", "unpacking"]
+    pinned = await store.prepare(ImageSource.parse(f"{images.host}/team/app@{digest}"), nothing)
+    assert pinned.id == image_id
+    assert [each.id for each in store.images()] == [image_id]
+    assert leftovers(tmp_path) == []
+
+
+async def test_what_is_here_needs_no_registry(tmp_path, images):
+    made(tmp_path, images, "once:1", entry("x", "x"))
+    source = ImageSource.parse(f"{images.host}/once:1")
+    image = await store_at(tmp_path, images).prepare(source, nothing)
+    elsewhere = store_at(tmp_path, images, insecure_registries=())
+    assert (await elsewhere.prepare(source, nothing)).id == image.id
+
+
+@pytest.mark.parametrize(
+    "name, words",
+    [
+        ("missing:1", "pulling: .*manifest unknown"),
+        ("once@sha256:" + "0" * 64, "pulling: .*manifest unknown"),
+    ],
+)
+async def test_an_image_that_is_not_there_is_a_typed_error(tmp_path, images, name, words):
+    with pytest.raises(ImageUnavailable, match=words) as caught:
+        await store_at(tmp_path, images).prepare(ImageSource.parse(f"{images.host}/{name}"), nothing)
+    assert "\n" not in str(caught.value)
+    assert leftovers(tmp_path) == []
+
+
+async def test_a_registry_that_is_away_is_a_typed_error(tmp_path, images):
+    with pytest.raises(ImageUnavailable, match=r"pulling: .*connection refused"):
+        await store_at(tmp_path, images).prepare(ImageSource.parse("localhost:1/x:1"), nothing)
+
+
+def bcrypt(password: str) -> str:
+    """A password as htpasswd files keep it; empty where this C library has no bcrypt."""
+    program = "import crypt,sys; print(crypt.crypt(sys.argv[1], crypt.mksalt(crypt.METHOD_BLOWFISH)))"
+    done = subprocess.run([sys.executable, "-c", program, password], capture_output=True, text=True, check=False)
+    return done.stdout.strip()
+
+
+async def test_credentials_open_a_closed_registry(tmp_path):
+    crypt = bcrypt(PASSWORD)
+    if not crypt.startswith("$2"):
+        pytest.skip("this Python has no bcrypt")
+    with registry(tmp_path / "closed", auth=f"{USER}:{crypt}") as closed:
+        made(tmp_path, closed, "private:1", entry("x", "x"))
+        source = ImageSource.parse(f"{closed.host}/private:1")
+        assert (await store_at(tmp_path, closed).prepare(source, nothing)).bytes > 0
+        shutil.rmtree(tmp_path / "store")
+        with pytest.raises(ImageUnavailable, match="authentication required"):
+            await store_at(tmp_path, closed, auth_file=None).prepare(source, nothing)
+
+
+@pytest.mark.parametrize("spoil", ["truncated", "changed"])
+async def test_a_spoiled_blob_is_never_an_image(tmp_path, images, spoil):
+    at = tmp_path / "layout"
+    layout(at, layer(entry("data", os.urandom(200_000))))
+    images.push(at, f"{spoil}:1")
+    digest = json.loads((at / "index.json").read_text())["manifests"][0]["digest"]
+    manifest = json.loads((at / "blobs/sha256" / digest.removeprefix("sha256:")).read_text())
+    blob = images.blob(manifest["layers"][0]["digest"])
+    data = blob.read_bytes()
+    blob.write_bytes(data[: len(data) // 2] if spoil == "truncated" else data[:-1000] + os.urandom(1000))
+    store = store_at(tmp_path, images)
+    with pytest.raises(ImageUnavailable, match="pulling"):
+        await store.prepare(ImageSource.parse(f"{images.host}/{spoil}:1"), nothing)
+    assert (store.images(), leftovers(tmp_path)) == ([], [])
+
+
+async def test_fifty_who_ask_at_once_pull_an_image_once(tmp_path, images):
+    made(tmp_path, images, "popular:1", entry("x", os.urandom(100_000)))
+    source = ImageSource.parse(f"{images.host}/popular:1")
+    pulls = []
+    stores = [store_at(tmp_path, images) for _ in range(5)]
+    found = await asyncio.gather(
+        *(stores[index % 5].prepare(source, lambda phase, _: pulls.append(phase)) for index in range(50))
+    )
+    assert len({image.id for image in found}) == 1
+    assert pulls.count("unpacking") == 1
+
+
+async def test_unused_images_make_room_and_leased_ones_never_do(tmp_path, images):
+    names = [f"room{index}:1" for index in range(4)]
+    for name in names:
+        made(tmp_path, images, name, entry("x", os.urandom(6 << 20)))
+    store, other = store_at(tmp_path, images, quota_mib=16), store_at(tmp_path, images, quota_mib=16)
+    first = await store.prepare(ImageSource.parse(f"{images.host}/{names[0]}"), nothing)
+    other.hold(first)  # another server of this host uses it
+    second = await store.prepare(ImageSource.parse(f"{images.host}/{names[1]}"), nothing)
+    third = await store.prepare(ImageSource.parse(f"{images.host}/{names[2]}"), nothing)
+    here = {image.id for image in store.images()}
+    assert first.id in here
+    assert third.id in here
+    assert second.id not in here, "the one used longest ago makes room"
+    store.hold(third)
+    with pytest.raises(ImageUnavailable, match=r"more than \d+ MiB|is full|more than the"):
+        await store.prepare(ImageSource.parse(f"{images.host}/{names[3]}"), nothing)
+    other.let_go(first.id)
+    fourth = await store.prepare(ImageSource.parse(f"{images.host}/{names[3]}"), nothing)
+    assert {image.id for image in store.images()} == {third.id, fourth.id}
+
+
+@contextlib.contextmanager
+def small_disk(at: Path) -> Iterator[None]:
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "small", str(at)], check=True)
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", "-l", str(at)], check=True)
+
+
+async def test_a_full_disk_is_a_typed_error_and_leaves_nothing(tmp_path, images):
+    made(tmp_path, images, "large:1", entry("x", os.urandom(3 << 20)))
+    root = tmp_path / "store"
+    root.mkdir()
+    with small_disk(root):
+        store = store_at(tmp_path, images)
+        with pytest.raises(ImageUnavailable, match=r"disk .* is full"):
+            await store.prepare(ImageSource.parse(f"{images.host}/large:1"), nothing)
+        assert (store.images(), leftovers(tmp_path)) == ([], [])
+
+
+PULLER = """
+import asyncio, sys
+from atropos.config import ImageStoreSettings
+from atropos.images.reference import ImageSource
+from atropos.images.store import ImageStore
+store = ImageStore(ImageStoreSettings(folder=sys.argv[1], insecure_registries=(sys.argv[2],)), sys.argv[1], 65536)
+asyncio.run(store.prepare(ImageSource.parse(sys.argv[2] + "/killed:1"), lambda *_: None))
+"""
+
+
+def pull_and_kill(root: Path, host: str, after_s: float) -> None:
+    process = subprocess.Popen([sys.executable, "-c", PULLER, str(root), host], start_new_session=True)
+    time.sleep(after_s)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+async def test_a_kill_at_any_moment_leaves_a_whole_image_or_none(tmp_path, images):
+    members = [entry(f"d{index % 7}/f{index}", os.urandom(2000)) for index in range(1500)]
+    made(tmp_path, images, "killed:1", *members)
+    root = tmp_path / "store"
+    root.mkdir()
+    whole = 0
+    rounds = int(os.environ.get("ATROPOS_FAULTS", "1")) * 8
+    for index in range(rounds):
+        shutil.rmtree(root)
+        root.mkdir()
+        await asyncio.to_thread(pull_and_kill, root, images.host, 0.2 + 1.6 * index / rounds)
+        store = store_at(tmp_path, images)
+        for image in store.images():
+            whole += 1
+            files = [path for path in Path(store.hold(image)).rglob("*") if path.is_file()]
+            assert len(files) == 1500
+        after = await store.prepare(ImageSource.parse(f"{images.host}/killed:1"), nothing)
+        assert len([path for path in Path(store.hold(after)).rglob("*") if path.is_file()]) == 1500
+        store.let_go(after.id)
+    store = store_at(tmp_path, images)
+    assert leftovers(tmp_path) == []
+    assert whole < rounds

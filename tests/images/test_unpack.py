@@ -1,0 +1,237 @@
+"""Layers from strangers: what an image may hold is unpacked exactly, and nothing reaches outside."""
+
+import gzip
+import hashlib
+import json
+import os
+import stat
+import struct
+import subprocess
+import sys
+import tarfile
+
+import pytest
+
+from atropos.images import unpack
+from tests.images.making import entry, folder, hard_link, layer, link
+
+pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="owners of files need root")
+
+
+def unpacked(tmp_path, *layers, max_bytes=64 << 20, max_members=10_000, ids=65_536, digests=None):
+    """(exit code, error text, the tree) of the program on these layers."""
+    root = tmp_path / "rootfs"
+    root.mkdir(exist_ok=True)
+    arguments = []
+    for index, data in enumerate(layers):
+        file = tmp_path / f"layer-{index}"
+        file.write_bytes(data)
+        plain = gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data
+        arguments += [str(file), digests[index] if digests else hashlib.sha256(plain).hexdigest()]
+    program = [sys.executable, "-I", "-S", unpack.__file__, str(root), str(max_bytes), str(max_members), str(ids)]
+    done = subprocess.run([*program, *arguments], capture_output=True, text=True, timeout=120, check=False)
+    return done.returncode, done.stderr.strip(), root
+
+
+def test_files_come_out_as_the_layers_say(tmp_path):
+    code, said, root = unpacked(
+        tmp_path,
+        layer(
+            folder("etc"),
+            entry("etc/passwd", "root:x:0:0\n", owner=(0, 0)),
+            entry("usr/bin/sudo", b"\x7fELF", mode=0o4755, owner=(0, 27)),
+            entry("home/me/notes", "mine", mode=0o600, owner=(1000, 1001)),
+            link("bin", "usr/bin"),
+            hard_link("usr/bin/sudo2", "usr/bin/sudo"),
+            entry("run/fifo", kind=tarfile.FIFOTYPE),
+            entry("dev/null", kind=tarfile.CHRTYPE),
+        ),
+    )
+    assert (code, said) == (0, "")
+    sudo = (root / "usr/bin/sudo").stat()
+    assert (stat.S_IMODE(sudo.st_mode), sudo.st_uid, sudo.st_gid, sudo.st_nlink) == (0o4755, 0, 27, 2)
+    notes = (root / "home/me/notes").stat()
+    assert (notes.st_uid, notes.st_gid, stat.S_IMODE(notes.st_mode), notes.st_mtime) == (
+        1000,
+        1001,
+        0o600,
+        1_700_000_000,
+    )
+    assert os.readlink(root / "bin") == "usr/bin"
+    assert stat.S_ISFIFO((root / "run/fifo").lstat().st_mode)
+    assert not (root / "dev/null").exists(), "device nodes are left out"
+
+
+def test_whiteouts_and_opaque_folders_hide_lower_layers_and_nothing_of_their_own(tmp_path):
+    lower = layer(
+        entry("a/one", "1"), entry("a/two", "2"), entry("b/old", "o"), entry("b/deep/old", "o"), entry("c", "c")
+    )
+    # `c` is a file below: the upper layer replaces it by a folder
+    upper = layer(
+        entry("b/new", "n"),
+        entry("b/deep/new", "n"),
+        entry("b/.wh..wh..opq"),
+        entry("a/.wh.one"),
+        entry(".wh.c"),
+        entry("c/now-a-folder", "x"),
+        entry("a/.wh.two"),
+        entry("a/two", "again"),
+        entry("kept", "k"),
+        entry(".wh.kept"),
+    )
+    code, said, root = unpacked(tmp_path, lower, gzip.compress(upper))
+    assert (code, said) == (0, "")
+    found = sorted(str(path.relative_to(root)) for path in root.rglob("*") if not path.is_dir())
+    assert found == ["a/two", "b/deep/new", "b/new", "c/now-a-folder", "kept"]
+    assert (root / "a/two").read_text() == "again"
+
+
+def test_a_folder_again_keeps_its_files_and_gets_the_new_mode(tmp_path):
+    code, _, root = unpacked(tmp_path, layer(folder("d"), entry("d/file", "1")), layer(folder("d", mode=0o700)))
+    assert code == 0
+    assert (root / "d/file").exists()
+    assert stat.S_IMODE((root / "d").stat().st_mode) == 0o700
+
+
+def test_capabilities_stay_and_overlay_attributes_go(tmp_path):
+    capability = struct.pack("<IIIII", 0x02000001, 1 << 10, 0, 0, 0).decode("latin1")
+    member = entry(
+        "bin/ping",
+        b"x",
+        mode=0o755,
+        pax={
+            "SCHILY.xattr.security.capability": capability,
+            "SCHILY.xattr.user.overlay.opaque": "y",
+            "SCHILY.xattr.trusted.overlay.redirect": "/etc",
+            "SCHILY.xattr.user.note": "kept",
+        },
+    )
+    code, said, root = unpacked(tmp_path, layer(member))
+    assert (code, said) == (0, "")
+    assert sorted(os.listxattr(root / "bin/ping")) == ["security.capability", "user.note"]
+
+
+def _header(name: bytes, size: int, kind: bytes) -> bytes:
+    info = tarfile.TarInfo(name.decode())
+    info.type = kind
+    info.size = size
+    return info.tobuf(tarfile.PAX_FORMAT)
+
+
+ESCAPES = {
+    "a path that climbs": layer(entry("../outside", "x")),
+    "a path that climbs in its middle": layer(entry("a/../../outside", "x")),
+    "an absolute path": layer(entry("/outside", "x")),
+    "a climbing folder": layer(folder("../outside")),
+    "a file through an absolute link": layer(link("out", "/OUTSIDE"), entry("out/file", "x")),
+    "a file through a relative link": layer(link("out", "../.."), entry("out/file", "x")),
+    "a file through a link to a link": layer(link("a", "b"), link("b", "/OUTSIDE"), entry("a/file", "x")),
+    "a folder through a link": layer(link("out", "/OUTSIDE"), folder("out/made")),
+    "a link through a link": layer(link("out", "/OUTSIDE"), link("out/planted", "x")),
+    "a hard link to an absolute path": layer(hard_link("x", "/etc/passwd")),
+    "a hard link that climbs": layer(hard_link("x", "../../../../etc/passwd")),
+    "a hard link through a link": layer(link("out", "/etc"), hard_link("x", "out/passwd")),
+    "a hard link to nothing": layer(hard_link("x", "missing")),
+    "a hard link to a folder": layer(folder("d"), hard_link("x", "d")),
+    "a whiteout that climbs": layer(entry("../.wh.outside")),
+    "a fifo through a link": layer(link("out", "/OUTSIDE"), entry("out/f", kind=tarfile.FIFOTYPE)),
+    "an owner beyond a slot's ids": layer(entry("x", "x", owner=(70_000, 0))),
+    "a group beyond a slot's ids": layer(entry("x", "x", owner=(0, 4_000_000))),
+    "a name that is too long": layer(entry("n" * 300, "x")),
+    "a link loop as a parent": layer(link("a", "b"), link("b", "a"), entry("a/x", "x")),
+    "a file as a parent": layer(entry("a", "x"), entry("a/b", "x")),
+    "an unknown type": _header(b"x", 0, b"V") + bytes(1024),
+    "no tar at all": b"this is no tar" * 100,
+    "a tar that is cut off": layer(entry("big", b"x" * 100_000))[:20_000],
+    "a header of gigabytes": _header(b"pax", 8 << 30, tarfile.XHDTYPE) + bytes(4096),
+    "a negative size": layer(entry("x", "x"))[:124] + b"\xff" * 12 + layer(entry("x", "x"))[136:],
+}
+
+
+@pytest.mark.parametrize("what", ESCAPES)
+def test_hostile_layers_are_refused_in_one_line_and_touch_nothing_outside(tmp_path, what):
+    outside = tmp_path / "outside"
+    work = tmp_path / "work" / "deep"
+    work.mkdir(parents=True)
+    (work / "secret").mkdir()
+    before = sorted(str(path) for path in tmp_path.rglob("*"))
+    code, said, root = unpacked(work, ESCAPES[what])
+    assert code == 1, (code, said)
+    assert len(said.splitlines()) == 1, said
+    assert "Traceback" not in said
+    assert not outside.exists()
+    after = sorted(str(path) for path in tmp_path.rglob("*") if root not in (path, *path.parents))
+    assert [path for path in after if not path.endswith("layer-0")] == before
+
+
+def test_links_that_lead_out_stay_links_and_are_never_followed(tmp_path):
+    """In a slot they lead to the slot's own files."""
+    target = tmp_path / "target"
+    target.write_text("theirs")
+    code, _, root = unpacked(tmp_path, layer(link("etc/passwd", str(target)), entry("etc/passwd", "image's own")))
+    assert code == 0
+    assert target.read_text() == "theirs"
+    assert (root / "etc/passwd").read_text() == "image's own"
+
+
+def test_a_layer_whose_digest_is_another_is_refused(tmp_path):
+    code, said, _ = unpacked(tmp_path, layer(entry("x", "x")), digests=["0" * 64])
+    assert (code, "another one than the image names" in said) == (1, True)
+
+
+def test_what_an_image_may_take_is_bounded(tmp_path):
+    bomb = gzip.compress(layer(entry("zeros", bytes(8 << 20)), entry("ones", b"\1" * (8 << 20))))
+    code, said, _ = unpacked(tmp_path, bomb, max_bytes=4 << 20)
+    assert (code, "more than the 4194304 allowed" in said) == (1, True)
+    many = layer(*(entry(f"f{index}", "x") for index in range(200)))
+    code, said, _ = unpacked(tmp_path, many, max_members=100)
+    assert (code, said) == (1, "more than 100 files and folders")
+    small = layer(*(entry(f"f{index}", b"x" * 5000) for index in range(200)))
+    code, said, _ = unpacked(tmp_path, small, max_bytes=1 << 20)
+    assert (code, said) == (1, "it unpacks to more than 1 MiB")
+    tail = gzip.compress(layer(entry("x", "x")) + bytes(64 << 20))
+    code, said, _ = unpacked(tmp_path, tail, max_bytes=1 << 20)
+    assert (code, said) == (1, "a layer that is longer than all its files may be")
+
+
+def test_holes_stay_holes(tmp_path):
+    code, said, root = unpacked(tmp_path, layer(entry("sparse", bytes(32 << 20) + b"end")))
+    assert (code, said) == (0, "")
+    found = (root / "sparse").stat()
+    assert (found.st_size, found.st_blocks * 512 < 4 << 20) == ((32 << 20) + 3, True)
+
+
+def test_on_a_server_with_one_id_everything_belongs_to_root(tmp_path):
+    code, said, root = unpacked(tmp_path, layer(entry("x", "x", owner=(1000, 1000))), ids=1)
+    assert (code, said, (root / "x").stat().st_uid) == (0, "", 0)
+
+
+def test_a_full_disk_is_named(tmp_path):
+    small = tmp_path / "small"
+    small.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "small", str(small)], check=True)
+    try:
+        (small / "rootfs").mkdir()
+        data = layer(entry("x", os.urandom(2 << 20)))
+        (tmp_path / "l").write_bytes(data)
+        program = [sys.executable, "-I", "-S", unpack.__file__, str(small / "rootfs"), str(64 << 20), "100", "65536"]
+        done = subprocess.run(
+            [*program, str(tmp_path / "l"), hashlib.sha256(data).hexdigest()],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+    finally:
+        subprocess.run(["umount", str(small)], check=True)
+    assert (done.returncode, "No space left" in done.stderr) == (28, True)
+
+
+def test_the_result_counts_bytes_and_members(tmp_path):
+    data = layer(folder("d"), entry("d/x", b"x" * 5000))
+    (tmp_path / "rootfs").mkdir()
+    (tmp_path / "l").write_bytes(data)
+    program = [sys.executable, "-I", "-S", unpack.__file__, str(tmp_path / "rootfs"), str(64 << 20), "100", "65536"]
+    said = subprocess.run(
+        [*program, str(tmp_path / "l"), hashlib.sha256(data).hexdigest()], capture_output=True, text=True, check=True
+    ).stdout
+    assert json.loads(said) == {"bytes": 4096 + 8192 + 4096, "members": 2}
