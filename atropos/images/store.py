@@ -23,13 +23,12 @@ import signal
 import sys
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
 
 from atropos.config import ImageStoreSettings
 from atropos.errors import ImageUnavailable
 from atropos.images import unpack
+from atropos.images.layout import MAX_JSON_BYTES, Pulled, image_info, read_layout
 from atropos.images.reference import ImageSource, check_digest
 from atropos.wire import ImageInfo
 
@@ -37,25 +36,9 @@ POLL_S = 0.2
 MAX_MEMBERS = 2_000_000
 UNPACKED_RATIO = 3
 """Bytes of an unpacked layer for one of its compressed bytes: Debian's and Python's images have 2.5 to 3."""
-MAX_JSON_BYTES = 8 << 20
-"""Largest manifest or configuration that is read."""
 SAID_BYTES = 4096
 Progress = Callable[[str, float | None], None]
 """Called with the phase (`waiting`, `pulling`, `unpacking`) and how much of it is done, from 0 to 1, where that is known."""
-
-
-@dataclass(frozen=True)
-class Pulled:
-    """An image's parts in an OCI layout.
-
-    Attributes:
-        id: SHA-256 of the configuration: what names the image.
-        layers: each layer's file and the SHA-256 of its uncompressed tar, lowest first.
-    """
-
-    id: str
-    config: dict[str, Any]
-    layers: tuple[tuple[str, str], ...]
 
 
 class ImageStore:
@@ -167,7 +150,7 @@ class ImageStore:
 
         await self._skopeo(["copy", "--retry-times", "2", origin, f"oci:{layout}:image"], str(source), report, limit)
         try:
-            return await asyncio.to_thread(_read_layout, layout)
+            return await asyncio.to_thread(read_layout, layout)
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise ImageUnavailable(f"image {source}: pulling: not an image: {error}") from error
 
@@ -201,7 +184,7 @@ class ImageStore:
             arguments += [part for layer in pulled.layers for part in layer]
             program = [sys.executable, "-I", "-S", os.path.abspath(unpack.__file__), *arguments]
             said = await self._run(program, f"image {source}: unpacking", deadline_s=self._settings.unpack_timeout_s)
-            image = _info(pulled, source, json.loads(said.splitlines()[-1])["bytes"])
+            image = image_info(pulled, source, json.loads(said.splitlines()[-1])["bytes"])
             (tree / "image.json").write_text(image.model_dump_json(), encoding="utf-8")
             shutil.rmtree(work / "layout", ignore_errors=True)
             os.rename(tree, self._root / "trees" / pulled.id)
@@ -396,49 +379,6 @@ class ImageStore:
             return ImageInfo.model_validate_json(text)
         except (OSError, ValueError):
             return None
-
-
-def _read_layout(layout: Path) -> Pulled:
-    """What an OCI layout with one image holds (OCI image specification, image-layout and config)."""
-    index = _json(layout / "index.json")
-    manifest = _json(_blob(layout, index["manifests"][0]["digest"]))
-    digest = check_digest(manifest["config"]["digest"])
-    config = _json(_blob(layout, manifest["config"]["digest"]))
-    if config.get("os", "linux") != "linux":
-        raise ValueError(f"it is for {config['os']!r}, not for Linux")
-    diffs = [check_digest(each) for each in config["rootfs"]["diff_ids"]]
-    blobs = [str(_blob(layout, layer["digest"])) for layer in manifest["layers"]]
-    return Pulled(digest, config, tuple(zip(blobs, diffs, strict=True)))
-
-
-def _blob(layout: Path, digest: object) -> Path:
-    return layout / "blobs" / "sha256" / check_digest(digest)
-
-
-def _json(path: Path) -> dict[str, Any]:
-    with path.open("rb") as file:
-        data = file.read(MAX_JSON_BYTES + 1)
-    if len(data) > MAX_JSON_BYTES:
-        raise ValueError(f"{path.name}: larger than {MAX_JSON_BYTES} bytes")
-    found = json.loads(data)
-    if not isinstance(found, dict):
-        raise TypeError(f"{path.name}: not an object")
-    return cast("dict[str, Any]", found)
-
-
-def _info(pulled: Pulled, source: str, size: int) -> ImageInfo:
-    settings: dict[str, Any] = pulled.config.get("config") or {}
-    pairs = [text.partition("=") for text in settings.get("Env") or ()]
-    return ImageInfo(
-        id=pulled.id,
-        source=source,
-        bytes=size,
-        env={name: value for name, equals, value in pairs if equals and name},
-        workdir=settings.get("WorkingDir") or None,
-        user=settings.get("User") or None,
-        entrypoint=tuple(settings.get("Entrypoint") or ()),
-        cmd=tuple(settings.get("Cmd") or ()),
-    )
 
 
 def _registries(settings: ImageStoreSettings) -> str:

@@ -1,0 +1,74 @@
+"""An image in an OCI layout: its manifest, configuration and layers, read from files that nobody has checked.
+
+Source: OCI image specification 1.1, image-layout, manifest and config.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+from atropos.images.reference import check_digest
+from atropos.wire import ImageInfo
+
+MAX_JSON_BYTES = 8 << 20
+"""Largest manifest or configuration that is read."""
+
+
+@dataclass(frozen=True)
+class Pulled:
+    """An image's parts in an OCI layout.
+
+    Attributes:
+        id: SHA-256 of the configuration: what names the image.
+        layers: each layer's file and the SHA-256 of its uncompressed tar, lowest first.
+    """
+
+    id: str
+    config: dict[str, Any]
+    layers: tuple[tuple[str, str], ...]
+
+
+def read_layout(layout: Path) -> Pulled:
+    """What an OCI layout with one image holds (OCI image specification, image-layout and config)."""
+    index = _json(layout / "index.json")
+    manifest = _json(_blob(layout, index["manifests"][0]["digest"]))
+    digest = check_digest(manifest["config"]["digest"])
+    config = _json(_blob(layout, manifest["config"]["digest"]))
+    if config.get("os", "linux") != "linux":
+        raise ValueError(f"it is for {config['os']!r}, not for Linux")
+    diffs = [check_digest(each) for each in config["rootfs"]["diff_ids"]]
+    blobs = [str(_blob(layout, layer["digest"])) for layer in manifest["layers"]]
+    return Pulled(digest, config, tuple(zip(blobs, diffs, strict=True)))
+
+
+def _blob(layout: Path, digest: object) -> Path:
+    return layout / "blobs" / "sha256" / check_digest(digest)
+
+
+def _json(path: Path) -> dict[str, Any]:
+    with path.open("rb") as file:
+        data = file.read(MAX_JSON_BYTES + 1)
+    if len(data) > MAX_JSON_BYTES:
+        raise ValueError(f"{path.name}: larger than {MAX_JSON_BYTES} bytes")
+    found = json.loads(data)
+    if not isinstance(found, dict):
+        raise TypeError(f"{path.name}: not an object")
+    return cast("dict[str, Any]", found)
+
+
+def image_info(pulled: Pulled, source: str, size: int) -> ImageInfo:
+    settings: dict[str, Any] = pulled.config.get("config") or {}
+    pairs = [text.partition("=") for text in settings.get("Env") or ()]
+    return ImageInfo(
+        id=pulled.id,
+        source=source,
+        bytes=size,
+        env={name: value for name, equals, value in pairs if equals and name},
+        workdir=settings.get("WorkingDir") or None,
+        user=settings.get("User") or None,
+        entrypoint=tuple(settings.get("Entrypoint") or ()),
+        cmd=tuple(settings.get("Cmd") or ()),
+    )
