@@ -60,6 +60,7 @@ def _json(path: Path) -> dict[str, Any]:
 
 
 def image_info(pulled: Pulled, source: str, size: int) -> ImageInfo:
+    """What the store keeps of an image beside its files."""
     settings: dict[str, Any] = pulled.config.get("config") or {}
     pairs = [text.partition("=") for text in settings.get("Env") or ()]
     return ImageInfo(

@@ -1,7 +1,7 @@
 """The images of one host, unpacked: each once, shared read-only by every sandbox server that uses the folder.
 
     names/HASH        what a source last meant: one line, the image's id
-    trees/ID/         image.json (`Image`) and rootfs/; there from the moment in which it is whole
+    trees/ID/         image.json (`ImageInfo`) and rootfs/; there from the moment in which it is whole
     work/RANDOM/      what is being pulled or unpacked; locked by its maker, and removed by whoever finds it unlocked
     locks/NAME        who pulls a source or unpacks an image
 
