@@ -118,7 +118,7 @@ class Grants:
                 await snapshot.bring(link)
             except SandboxError as error:
                 log.warning("snapshot %s could not be brought to %s: %s", snapshot.id, link.container.id, error)
-                snapshot.stays = True
+                snapshot.stays_because = str(error)
                 state.fleet.cancel_reservation(seat)
                 state.serve()
                 return None

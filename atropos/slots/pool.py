@@ -248,7 +248,10 @@ class SlotPool:
             )
         except TimeoutError:
             self._state.counters.timeouts += 1
-            raise AcquireTimeout(f"no slot came free within {timeout_s:g} s: {self._situation()}") from None
+            why = self._situation()
+            if snapshot is not None and snapshot.stays_because:
+                why = f"{why}; the snapshot can't be copied to another container: {snapshot.stays_because}"
+            raise AcquireTimeout(f"no slot came free within {timeout_s:g} s: {why}") from None
 
     async def prepare(self, image: str, *, progress: Progress | None = None) -> ImageInfo | None:
         """Have all containers pull and unpack an image, so that leases on it begin at once.

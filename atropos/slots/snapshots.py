@@ -18,7 +18,7 @@ class Snapshot:
     It is in one container at first; a fork that lands in another one brings it there, once.
     """
 
-    __slots__ = ("_bringing", "_dropped", "_places", "info", "state", "stays")
+    __slots__ = ("_bringing", "_dropped", "_places", "info", "state", "stays_because")
 
     def __init__(self, link: Link, info: wire.SnapshotInfo) -> None:
         self.state = link.state
@@ -26,7 +26,8 @@ class Snapshot:
         self._places: list[Link] = []
         self._bringing: dict[Link, asyncio.Task[None]] = {}
         self._dropped = False
-        self.stays = False
+        self.stays_because = ""
+        """Why it can't be copied to another container; empty: nothing is known against it."""
         self.add(link)
 
     @property
@@ -99,7 +100,7 @@ class Snapshot:
         if ready := next((seat for seat in here if seat.free > 0), None):
             return ready
         config = self.state.config
-        if self.info.bytes <= config.travel_mib * 1024 * 1024 and config.max_containers > 1 and not self.stays:
+        if self.info.bytes <= config.travel_mib * 1024 * 1024 and config.max_containers > 1 and not self.stays_because:
             return None
         if not here:
             raise SlotLost(f"the container that holds snapshot {self.id} is ending")

@@ -502,6 +502,19 @@ async def test_forks_that_find_no_room_take_their_snapshot_along_once_and_outliv
             await pool.acquire("f", snapshot=snapshot)
 
 
+async def test_a_fork_that_finds_no_room_says_why_its_snapshot_can_not_travel():
+    pool, backend = model_pool(slots=1, containers=2, min_containers=2)
+    async with pool:
+        slot = await pool.acquire("origin")
+        snapshot = await slot.snapshot()
+        for server in backend.servers.values():
+            server.takes_none = True
+        why = "the snapshot can't be copied to another container: too many snapshots"
+        with pytest.raises(AcquireTimeout, match=why):
+            await pool.acquire("fork", snapshot=snapshot, timeout_s=0.3)
+        await slot.release()
+
+
 async def test_a_snapshot_that_another_container_does_not_take_is_waited_for():
     pool, backend = model_pool(slots=1, containers=2, min_containers=2)
     async with pool:
