@@ -18,7 +18,7 @@ BUSYBOX = shutil.which("busybox") or "/bin/busybox"
 CONFIG = {"Env": ["PATH=/tools:/bin", "GREETING=from the image"], "WorkingDir": "/srv/app"}
 
 
-def busybox_image(at: Path, text: str = "hello", **more) -> str:
+def busybox_image(at: Path, text: str = "hello", *, user: str | None = None, **more) -> str:
     """An image without Python, glibc or bash; its id."""
     if not Path(BUSYBOX).exists():
         pytest.skip("not installed: busybox-static")
@@ -33,7 +33,7 @@ def busybox_image(at: Path, text: str = "hello", **more) -> str:
             folder("srv/app", owner=(1000, 1000)),
             entry("srv/app/text", text, owner=(1000, 1000)),
         ),
-        config=CONFIG,
+        config=CONFIG | ({"User": user} if user else {}),
         **more,
     )
 
@@ -67,6 +67,13 @@ async def test_a_lease_stands_on_a_registrys_image(tmp_path, images):
         async with pool.lease("plain") as slot:
             assert slot.image is None
             assert (await slot.exec("echo $BASH_VERSION")).output.strip()
+
+
+async def test_commands_run_as_the_images_user_unless_they_name_one(tmp_path):
+    busybox_image(tmp_path / "layout", user="app")
+    async with pool_for(tmp_path) as pool, pool.lease("one", image=f"oci:{tmp_path}/layout") as slot:
+        assert (await slot.exec("id -u; echo $HOME")).output == "1000\n/srv/app\n"
+        assert (await slot.exec("id -u", user="root")).output == "0\n"
 
 
 async def test_snapshots_and_forks_stand_on_the_image_too(tmp_path, images):

@@ -107,6 +107,7 @@ class SlotSandbox:
         if op in _STARTS and self._image is not None:
             arguments["env"] = self._image.env | arguments["env"]
             arguments["workdir"] = arguments["workdir"] or self._image.workdir or "/"
+            arguments["user"] = arguments["user"] or self._image.user
         self._programs = self._programs or op in _STARTS
 
         def ended(result: OpResult | Exception) -> None:

@@ -264,6 +264,8 @@ class SlotHost:
         except OSError as error:
             self.store.let_go(image.id)
             raise ImageUnavailable(f"image {image.source}: it can't be mounted: {error.strerror}") from error
+        if self._entered.slot_ids == 1:  # everybody is root there
+            image = image.model_copy(update={"user": None})
         self._bases[name] = skeleton.Base(target, image=image)
 
     def drop_base(self, name: str) -> None:
