@@ -99,7 +99,7 @@ class ServerConfig(SandboxSettings):
     """One sandbox server (one container). Read from JSON by `python -m atropos.sandbox`."""
 
     host: str = Field(default="127.0.0.1", description="address to listen on")
-    port: int = Field(default=0, ge=0, le=65_535, description="0: any free one, told in the ready line")
+    port: int = Field(default=0, ge=0, le=65_535, description="0: any free one, named in the ready line")
     token: SecretStr = Field(description="bearer token that every client must send")
     slots: int = Field(default=8, ge=1, le=1000)
     unattended_s: float | None = Field(

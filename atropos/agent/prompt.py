@@ -1,4 +1,4 @@
-"""What the model is told about its tools, and how the results of its calls reach it."""
+"""How tools are described to the model, and how the results of its calls reach it."""
 
 from __future__ import annotations
 

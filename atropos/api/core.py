@@ -26,7 +26,7 @@ _log = logging.getLogger(__name__)
 _CLOSE_S = 10.0
 """Longest that one piece of a trajectory's state may take to close."""
 _QUEUE_S = 60.0
-"""Longest that a call waits for its turn before it is told to come back."""
+"""Longest that a call waits for its turn before it is refused with Retry-After."""
 _GONE = 429
 """Status of a call that never got its turn."""
 

@@ -87,7 +87,7 @@ class Journal:
             return  # its trajectory ended meanwhile
         del self._running[key]
         if entry.task.cancelled() or entry.task.exception() is not None:
-            return  # refused, or ended with its trajectory: nothing that a resend could be told
+            return  # refused, or ended with its trajectory: nothing to answer a resend with
         entry.finished = time.monotonic()
         self._finished[key] = entry
         self._of.setdefault(key[0], set()).add(key)

@@ -52,7 +52,7 @@ def make_server(executor: ToolExecutor, trajectory_id: str) -> Server[Any]:
                 trajectory_id, ToolCall(name=wanted.name, arguments=dict(wanted.arguments or {}))
             )
         except SandboxError as error:
-            # told as an error of the call; the slot is gone, and the next call starts in a fresh one
+            # reported as an error of the call; the slot is gone, and the next call starts in a fresh one
             await executor.release_trajectory(trajectory_id)
             return _answer(
                 f"the sandbox failed ({error.code}): {error}; the next call starts in a fresh one", error=True

@@ -1,4 +1,4 @@
-"""What a ToolServer can be told: each setting has one name, one default and one place."""
+"""Settings of a ToolServer: each setting has one name, one default and one place."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ _RELEASE_S = 30.0
 
 
 def refusal_of(error: SandboxError) -> Refusal:
-    """The HTTP answer that an infrastructure failure is told by."""
+    """The HTTP answer for an infrastructure failure."""
     status = next((code for kind, code in _STATUS.items() if isinstance(error, kind)), 503)
     return Refusal(status, error.code, str(error), retry_after_s=1 if status in {429, 503} else None)
 

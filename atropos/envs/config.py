@@ -1,4 +1,4 @@
-"""What an env can be told: flat fields, each a `--env.FIELD` flag and a key under `env:` in YAML."""
+"""Settings of an env: flat fields, each a `--env.FIELD` flag and a key under `env:` in YAML."""
 
 from __future__ import annotations
 

@@ -114,7 +114,7 @@ class ImageStore:
 
         Args:
             source: where it comes from.
-            progress: told of each phase.
+            progress: called with each phase.
             archive: a file with the image, where the source is one that only the client can read.
 
         Raises:

@@ -270,7 +270,7 @@ def _authority(name: str, port: int) -> bytes:
 
 
 async def _answer(connection: h11.Connection, writer: asyncio.StreamWriter, status: int, text: str) -> None:
-    """Tell the program, where nothing else has been told to it yet."""
+    """Answer the program with an error, unless an answer has begun."""
     if writer.is_closing() or connection.our_state not in {h11.IDLE, h11.SEND_RESPONSE}:
         return
     body = text.encode()

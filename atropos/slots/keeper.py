@@ -166,12 +166,12 @@ class Keeper:
 
     @property
     def _loudness(self) -> int:
-        """Of a refusal in the log: that the engine doesn't answer has been told already."""
+        """Log level of a refusal; lower during an outage that was already logged."""
         return logging.DEBUG if self._backend.outage() else logging.WARNING
 
     @property
     def containers(self) -> int:
-        """Asked for or seen, and not told to end."""
+        """Asked for or seen, and not ending."""
         return max(self._seen, self.asked)
 
     def _situation(self) -> PoolState:
@@ -206,7 +206,7 @@ class Keeper:
         return max(busy, default=0)
 
     async def scale(self) -> None:
-        """Ask the backend for what `plan` says, until cancelled; a refusal is told and tried again, ever less often."""
+        """Ask the backend for what `plan` says, until cancelled; a refusal is logged and retried with exponential back-off."""
         pause, longest = REFUSED_S
         while True:
             self._state.demand.clear()

@@ -23,7 +23,7 @@ class PoolState:
     """What scaling decides on.
 
     Attributes:
-        containers: asked for or seen, and not told to end; those that are still coming included.
+        containers: asked for or seen, and not ending; those that are still coming included.
         ready: of these, the ones whose slots can be leased.
         closing: of these, the ones that take no new leases any more.
         free: slots that can be leased now.

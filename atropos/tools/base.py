@@ -162,7 +162,7 @@ class Tool(ABC):
 
     @cached_property
     def schema(self) -> ToolSchema:
-        """The tool as a model is told of it."""
+        """The tool's schema for a model."""
         return ToolSchema(name=self.name, description=self.description, parameters=parameters(self.arguments))
 
     def __repr__(self) -> str:

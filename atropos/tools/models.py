@@ -76,7 +76,7 @@ class ToolResult(BaseModel):
         return cls(success=False, error=error, **fields)
 
     def for_model(self) -> dict[str, Any]:
-        """What the model is told: fields that say nothing are left out."""
+        """What the model reads: empty fields are left out."""
         shown: dict[str, Any] = {"success": self.success}
         if self.output or self.error is None:
             shown["output"] = self.output
@@ -94,11 +94,11 @@ class ToolResult(BaseModel):
         return shown
 
     def to_json(self) -> str:
-        """What the model is told, as one JSON object: the content of an OpenAI tool message."""
+        """What the model reads, as one JSON object: the content of an OpenAI tool message."""
         return json.dumps(self.for_model(), ensure_ascii=False)
 
     def to_xml(self, *, name: str | None = None) -> str:
-        r"""What the model is told in the Hermes format: a JSON object in a `<tool_response>` element.
+        r"""What the model reads in the Hermes format: a JSON object in a `<tool_response>` element.
 
         Nothing that a program prints can end the element or write a chat template's special token: see
         `escape_framing`.

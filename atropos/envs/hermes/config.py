@@ -1,4 +1,4 @@
-"""What a Hermes env can be told."""
+"""Settings of a Hermes env."""
 
 from __future__ import annotations
 

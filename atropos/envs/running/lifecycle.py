@@ -57,7 +57,7 @@ class Lifetime:
 
     @contextlib.asynccontextmanager
     async def running(self, close: Callable[[], Coroutine[Any, Any, None]]) -> AsyncGenerator[None]:
-        """Run the body until it ends, fails or is told to; then `close()`, whatever happens.
+        """Run the body until it ends, fails or is cancelled by a signal; then `close()`, whatever happens.
 
         Raises:
             BaseException: the fatal error, where a task reported one.

@@ -22,7 +22,7 @@ from atropos.sandbox.server.images import Images
 from atropos.sandbox.server.lanes import Lanes
 from atropos.sandbox.server.leases import Ended, Granted, Held, LeaseTable
 from atropos.sandbox.server.snapshots import MIB, Snapshot, Snapshots
-from atropos.sandbox.server.warm_pool import Shelf, stop
+from atropos.sandbox.server.warm_pool import WarmPool, stop
 from atropos.wire import Capacity, Feature, Lease, LeaseRequest, ReleaseResult, SnapshotInfo
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ class Core:
         self._tasks: set[asyncio.Task[Any]] = set()
         self._later: set[asyncio.Task[Any]] = set()
         spare = config.warm if config.warm is not None else min(4, max(1, config.slots // 4))
-        self.shelf = Shelf(
+        self.warm_pool = WarmPool(
             host,
             target=lambda: self._wanted_warm(spare),
             parallel=PARALLEL_STARTS,
@@ -175,7 +175,7 @@ class Core:
         held.renewed_at = self.now()
         self._watch(run, sandbox)
         self.counters["leases_granted"] += 1
-        self.shelf.fill()
+        self.warm_pool.fill()
         return self.lease_of(held)
 
     async def _sandbox_for(self, run: LeaseRun) -> Sandbox:
@@ -186,10 +186,10 @@ class Core:
                 raise NotSupported(f"the snapshot stands on base {snapshot.base!r}, not {run.base!r}")
             run.base = snapshot.base
             self._stand_on(run, snapshot)
-            return await self.shelf.take_on(START_S, run.layers, snapshot.base, network=request.network)
+            return await self.warm_pool.take_on(START_S, run.layers, snapshot.base, network=request.network)
         if run.base is not None:
-            return await self.shelf.take_on(START_S, (), run.base, network=request.network)
-        return await self.shelf.take(START_S, network=request.network)
+            return await self.warm_pool.take_on(START_S, (), run.base, network=request.network)
+        return await self.warm_pool.take(START_S, network=request.network)
 
     def lease_of(self, held: Held) -> Lease:
         """The lease as its client sees it."""
@@ -271,7 +271,7 @@ class Core:
         self.reset_seconds += stopped.seconds
         if not stopped.clean:
             self._retire(run, stopped.detail)
-        self.shelf.fill()
+        self.warm_pool.fill()
         self._offer()
         if not self.runs:
             self.idle.set()
@@ -299,7 +299,7 @@ class Core:
             if (await stop(sandbox)).clean:
                 log.info("slot-%d is confirmed empty and back in use", slot)
                 self.table.restore(slot)
-                self.shelf.fill()
+                self.warm_pool.fill()
                 self._offer()
                 return
 
@@ -389,14 +389,14 @@ class Core:
         self._let_go_layers(run)
         self._stand_on(run, snapshot)
         try:
-            sandbox = await self.shelf.take_on(START_S, run.layers, base, network=request.network)
+            sandbox = await self.warm_pool.take_on(START_S, run.layers, base, network=request.network)
         except BaseException as error:
             self.drop_layers(self.snapshots.drop(name))
             self.end(run.held, SlotLost.code, f"the workspace did not start again above its snapshot: {error}")
             raise
         run.sandbox = run.lanes.sandbox = sandbox
         self._watch(run, sandbox)
-        self.shelf.fill()
+        self.warm_pool.fill()
         self.counters["snapshots_taken"] += 1
         return snapshot.info
 
@@ -447,7 +447,7 @@ class Core:
         ends = [self.end(r.held, SlotLost.code, "the sandbox server ended") for r in list(self.runs.values())]
         if ends:
             await asyncio.wait(ends)
-        found = await self.shelf.aclose()
+        found = await self.warm_pool.aclose()
         for snapshot_id in list(self.snapshots.by_id):
             self.drop_snapshot(snapshot_id)
         self.clients.close()

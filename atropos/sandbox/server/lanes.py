@@ -42,7 +42,7 @@ class Lanes:
 
     Args:
         sandbox: where they run.
-        journal: told of every answer.
+        journal: records every answer.
         answered: called after an answer is in the journal.
         room: waits while the journal is congested.
     """
@@ -199,7 +199,7 @@ class Lanes:
             self._answer(entry, Reply(call_id=entry.call_id, result=result))
         elif isinstance(result, SandboxError):
             self._failed(entry, operation, result.code, str(result))
-        else:  # a fault of ours: told as unknown, never as a result
+        else:  # a fault of ours: reported as unknown, never as a result
             log.error("call %s failed inside the server", entry.number, exc_info=result)
             self._fault(entry, "outcome_unknown", f"the sandbox server failed while the call ran: {result!r}")
 

@@ -19,7 +19,7 @@ from typing import Literal
 from atropos.wire import LeaseRequest
 
 WANT_S = 1.0
-"""How long a slot is kept for a refused client after it last asked, or was told of the slot, in seconds."""
+"""How long a slot is kept for a refused client after it last asked, or was notified of the slot, in seconds."""
 MAX_WANTING = 1024
 """Refused clients remembered; beyond that the first is forgotten. Of each, as many requests as there are slots."""
 MAX_ENDED = 4096
@@ -56,7 +56,7 @@ class Ended:
 
     Attributes:
         code: why: `released`, or the code of an error.
-        by_server: whether the holder has to be told (it didn't ask for the end).
+        by_server: whether the holder has to be notified (it didn't ask for the end).
         clean: whether its slot was confirmed empty.
     """
 
@@ -298,7 +298,7 @@ class LeaseTable:
             self.ended.popitem(last=False)
 
     def untold(self, client_id: str) -> list[Ended | Held]:
-        """The leases of a client that ended, or are ending, without its asking; told at each new connection."""
+        """The leases of a client that ended, or are ending, without its asking; repeated at each new connection."""
         ending = [h for h in self.held.values() if h.state == "ending" and h.code != "released"]
         over = [e for e in self.ended.values() if e.by_server]
         return [each for each in (*over, *ending) if each.client_id == client_id]

@@ -15,7 +15,7 @@ def counters_of(core: Core) -> dict[str, float]:
     return {
         **{name: float(count) for name, count in sorted(core.counters.items())},
         "reset_seconds": core.reset_seconds,
-        "sandboxes_started": float(core.shelf.started),
+        "sandboxes_started": float(core.warm_pool.started),
         "journal_bytes": float(core.clients.journal_bytes),
         "streams": float(len(core.streams)),
     }
@@ -43,7 +43,7 @@ def status_of(core: Core) -> Status:
         slots=table.slots,
         free=table.free,
         leased=len(table.held),
-        warming=core.shelf.warming,
+        warming=core.warm_pool.warming,
         retired=len(table.retired),
         draining=bool(table.draining),
         clients=len(core.clients),
@@ -65,7 +65,7 @@ def metrics_text(core: Core) -> str:
         *(f'atropos_slots{{state="{name}"}} {getattr(status, name)}' for name in ("free", "leased", "retired")),
         "# HELP atropos_warm_sandboxes Sandboxes started ahead.",
         "# TYPE atropos_warm_sandboxes gauge",
-        f"atropos_warm_sandboxes {core.shelf.ready}",
+        f"atropos_warm_sandboxes {core.warm_pool.ready}",
         "# HELP atropos_snapshots Snapshots kept.",
         "# TYPE atropos_snapshots gauge",
         f"atropos_snapshots {len(status.snapshots)}",

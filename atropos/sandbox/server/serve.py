@@ -51,7 +51,7 @@ class Server:
         self._closing: asyncio.Task[bool] | None = None
 
     async def run(self) -> int:
-        """Serve until told to stop. Returns the exit code.
+        """Serve until stopped. Returns the exit code.
 
         Raises:
             ConfigError: the address can't be listened on.
@@ -72,7 +72,7 @@ class Server:
         clean = False
         try:
             async with contextlib.AsyncExitStack() as site:
-                core.shelf.fill()
+                core.warm_pool.fill()
                 # Loading the HTTP library takes as long as starting a slot, so the one is done beside the other.
                 listening = await asyncio.to_thread(import_module, "atropos.sandbox.server.listening")
                 self._publish(await probing)
@@ -83,7 +83,7 @@ class Server:
                     await self._until_stopped()
                     await self._drained()
                 finally:
-                    # Before the site goes, so that clients are told and calls are answered.
+                    # Before the site goes, so that clients are notified and calls are answered.
                     upkeep.cancel()
                     clean = await self._close(core)
         finally:

@@ -1,6 +1,6 @@
-"""Sandboxes started ahead, so that a lease takes one from the shelf instead of waiting for it.
+"""Sandboxes started ahead, so that a lease takes one from here instead of waiting for it.
 
-The shelf is kept filled to a target (the free slots and some spare ones, so that a slot that is released can be leased
+The pool is kept filled to a target (the free slots and some spare ones, so that a slot that is released can be leased
 again before its successor has started). There are two kinds, with a network and without, kept in the proportion of the
 last requests. Starts run a few at a time; failures back off, and too many in a row say so.
 """
@@ -22,12 +22,12 @@ RECENT = 16
 """Requests whose kinds decide what is started ahead."""
 KINDS = (False, True)
 BACKOFF_S = (0.05, 0.2, 1.0, 2.0, 5.0)
-"""Pauses after failed starts; their number is how many may fail in a row before the shelf is called broken."""
+"""Pauses after failed starts; their number is how many may fail in a row before the pool is called broken."""
 STOP_S = 30.0
 """Longest a stop is waited for before the sandbox counts as not clean, in seconds."""
 
 
-class Shelf:
+class WarmPool:
     """Started sandboxes that nobody has used yet.
 
     Args:
@@ -64,12 +64,12 @@ class Shelf:
 
     @property
     def ready(self) -> int:
-        """Sandboxes on the shelf."""
+        """Sandboxes in the pool."""
         return sum(map(len, self._ready.values()))
 
     @property
     def warming(self) -> int:
-        """Sandboxes being started for the shelf."""
+        """Sandboxes being started for it."""
         return len(self._starts)
 
     def fill(self) -> None:
@@ -146,13 +146,13 @@ class Shelf:
         return sandbox
 
     async def aclose(self) -> list[Stopped]:
-        """Stop everything on the shelf. Returns what was found of each."""
+        """Stop everything in the pool. Returns what was found of each."""
         self._closed = True
         for future in itertools.chain(*self._waiting.values()):
             if not future.done():
                 future.set_exception(BackendUnavailable("the sandbox server is ending"))
         if self._starts:
-            # A start that is interrupted might leave something; one that ends puts its sandbox on the shelf.
+            # A start that is interrupted might leave something; one that ends puts its sandbox in the pool.
             await asyncio.wait(self._starts, timeout=STOP_S)
         for task in self._starts:
             task.cancel()

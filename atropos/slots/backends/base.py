@@ -17,7 +17,7 @@ class Container:
         index: its place in the scaling order; shrinking takes the highest first.
         url: `http://host:port` of the server, None until known.
         token: the bearer token.
-        state: `starting` until its process runs, then `running`; `ending` when it was told to stop; `dead` when gone.
+        state: `starting` until its process runs, then `running`; `ending` while it stops; `dead` when gone.
         detail: why it is not running, in the backend's own words.
     """
 

@@ -77,7 +77,7 @@ class ContainerSpec:
 
     @property
     def stop_s(self) -> float:
-        """How long a container may take to end after it was told to, in seconds."""
+        """How long a container may take to end once it is stopped, in seconds."""
         return self.server.drain_s + STOP_MARGIN_S
 
     def fingerprint(self, image_id: str = "") -> str:

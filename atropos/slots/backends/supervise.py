@@ -89,7 +89,7 @@ class Outage:
         return 0.0 if self._since is None else time.monotonic() - self._since
 
     def noted(self, error: BackendUnavailable) -> None:
-        """A request failed; the first one is told in the log."""
+        """A request failed; the first failure is logged."""
         self.reason = str(error)
         if self._since is None:
             self._since = time.monotonic()

@@ -1,6 +1,6 @@
 """What an operator asks of a pool's containers from outside: how they are, drain them, remove them.
 
-Unlike a backend, nothing here creates, adopts or replaces a container; it only looks, and does what it is told.
+Unlike a backend, nothing here creates, adopts or replaces a container; it only looks, and carries out what is asked.
 """
 
 from __future__ import annotations
@@ -171,7 +171,7 @@ async def _nomad(job_id: str, address: str | None) -> Survey:
 
     api = NomadApi(NomadSettings.from_environment(address))
     try:
-        await api.find_namespace()  # where there is none, no job would be told, and a purge called done
+        await api.find_namespace()  # where there is none, no job would be listed, and a purge reported as done
     except BaseException:
         await api.close()
         raise

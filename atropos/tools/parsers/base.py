@@ -13,7 +13,7 @@ from atropos.tools.arguments import MAX_DEPTH, deeper_than
 from atropos.tools.models import ToolCall
 
 MAX_CALLS = 128
-"""Calls, right or wrong, taken from one turn; that there are more is told as an error."""
+"""Calls, right or wrong, taken from one turn; more are reported as an error."""
 
 
 @dataclass(frozen=True)

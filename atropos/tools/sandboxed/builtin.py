@@ -12,5 +12,5 @@ from atropos.tools.sandboxed.terminal import TerminalTool
 
 
 def sandbox_tools() -> list[Tool]:
-    """One of each, in the order in which a model is told of them."""
+    """One of each, in the order in which a model sees them."""
     return [TerminalTool(), ProcessTool(), ReadFileTool(), WriteFileTool(), PatchTool(), SearchTool(), SessionTool()]

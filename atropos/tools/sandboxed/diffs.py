@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 _HUNK = re.compile(r"@@+ ?(?:-(\d{1,18})(?:,\d+)? \+\d+(?:,\d+)?)?")
 _NEAR = 0.6
-"""Similarity from which a piece of a file is told as the near miss of what was looked for."""
+"""Similarity from which a piece of a file is reported as a near miss."""
 MAX_COMPARED = 4000
 """Lines of a file that a near miss is looked for in."""
 _CANDIDATES = 20

@@ -33,7 +33,7 @@ class Watches(ToolState):
         return result.model_copy(update={"output": f"{result.output}\n{note}".lstrip("\n")})
 
     def start(self, session_id: str, interval_s: float | None) -> None:
-        """Remember a new process, told of every `interval_s` seconds when that is given."""
+        """Remember a new process, reported every `interval_s` seconds when that is given."""
         self.seen[session_id] = 0
         if interval_s is not None:
             self.intervals[session_id] = interval_s

@@ -16,7 +16,7 @@ import pyte
 from wcwidth import wcwidth
 
 TERM = "xterm-256color"
-"""The terminal type that programs are told."""
+"""The value of TERM for programs."""
 _ALTERNATE = frozenset({47, 1047, 1049})
 """Private modes that change to the alternate screen and back."""
 _STRING = re.compile(r"\x1b[PX^_][^\x1b\x07]*(?:\x1b\\|\x07|(?=\x1b[^\\]))", re.DOTALL)
@@ -169,7 +169,7 @@ class Screen:
         return "".join(kept).encode()
 
     def resize(self, rows: int, cols: int) -> None:
-        """Change the size; programs are told by the kernel."""
+        """Change the size; the kernel notifies programs."""
         self.rows, self.cols = rows, cols
         self._screen.resize(rows, cols)
 

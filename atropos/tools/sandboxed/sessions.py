@@ -348,8 +348,8 @@ def _head(session: _Session) -> str:
 
 def _show(session: _Session, note: str = "", *, found: bool | None = None) -> ToolResult:
     lost = f"{plural(session.lost, 'byte')} of output came too fast and were dropped" if session.lost else ""
-    told = "" if found is False else note
-    head = "\n".join([_head(session), *(f"[{part}]" for part in (told, lost) if part)])
+    said = "" if found is False else note
+    head = "\n".join([_head(session), *(f"[{part}]" for part in (said, lost) if part)])
     state = session.state
     data: dict[str, Any] = {
         "session_id": session.id,

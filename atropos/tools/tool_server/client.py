@@ -189,7 +189,7 @@ class ToolServerClient:
         try:
             await self._open.send("DELETE", path, None, 10.0)
         except (Unsent, Broken) as error:
-            _log.warning("the ToolServer was not told that trajectory %s ended: %s", trajectory_id, error)
+            _log.warning("the end of trajectory %s could not be sent to the ToolServer: %s", trajectory_id, error)
 
     async def close(self) -> None:
         """Close the connections, and the application where it runs in this process."""
@@ -217,7 +217,7 @@ class ToolServerClient:
         problem = _problem(response)
         if response.status == 409:
             if _code(response) == "state_lost" and not sent_before:
-                life.state_id = None  # told once: what comes after it begins anew
+                life.state_id = None  # reported once: what comes after it begins anew
                 raise self._unavailable(f"did not run call {call.call_id}: {problem}")
             raise OutcomeUnknown(f"the ToolServer at {self.url}: {problem}")
         if response.status >= 500 or sent_before:

@@ -1,4 +1,4 @@
-"""The external tools that a ToolServer is expected to offer, as a model is told of them before one is asked."""
+"""The external tools that a ToolServer is expected to offer, described to a model before a ToolServer is asked."""
 
 from __future__ import annotations
 

@@ -47,11 +47,11 @@ async def test_sandboxes_that_do_not_start_fail_the_acquire_and_then_the_server(
     monkeypatch.setattr("atropos.sandbox.server.warm_pool.BACKOFF_S", (0.01,) * 5)
     host = FakeHost()
     async with serving(host, slots=2, warm=0) as running, client_of(running) as client:
-        await until(lambda: running.core.shelf.ready == 2)
+        await until(lambda: running.core.warm_pool.ready == 2)
         for _ in range(2):
             await client.acquire(request())
         host.start_fails = True
-        running.core.table.held.clear()  # only the shelf is of interest
+        running.core.table.held.clear()  # only the warm pool is of interest
         running.core.table._free.extend([0, 1])
         with pytest.raises(BackendUnavailable, match="no more namespaces"):
             await asyncio.wait_for(client.acquire(request()), 30)
@@ -66,29 +66,29 @@ async def test_the_shelf_is_full_again_though_nobody_asks(monkeypatch):
     monkeypatch.setattr("atropos.sandbox.server.warm_pool.BACKOFF_S", (0.01,) * 50)
     host = FakeHost()
     async with serving(host, slots=2, warm=1) as running, client_of(running) as client:
-        shelf = running.core.shelf
-        await until(lambda: shelf.ready == 3)
+        warm_pool = running.core.warm_pool
+        await until(lambda: warm_pool.ready == 3)
         host.start_fails = True
         next(iter(host.live)).die("killed from outside")
-        await until(lambda: shelf._failures[False] == 3)
+        await until(lambda: warm_pool._failures[False] == 3)
         host.start_fails = False
-        await until(lambda: shelf.ready == 3)
+        await until(lambda: warm_pool.ready == 3)
         lease = await client.acquire(request())
-        await until(lambda: shelf.ready == 2)
+        await until(lambda: warm_pool.ready == 2)
         await client.snapshot(lease)  # takes one to go on in
-        await until(lambda: shelf.ready == 2)
+        await until(lambda: warm_pool.ready == 2)
         # a start that ends for somebody who waits, in the very moment in which it is counted what is missing
-        shelf._ready[False].clear()
+        warm_pool._ready[False].clear()
         host.live.clear()
-        await shelf.take(5)
-        await until(lambda: shelf.ready == 2)
+        await warm_pool.take(5)
+        await until(lambda: warm_pool.ready == 2)
         host.live.clear()
 
 
 async def test_a_warm_sandbox_that_died_is_never_leased():
     host = FakeHost()
     async with serving(host, slots=2) as running, client_of(running) as client:
-        await until(lambda: running.core.shelf.ready >= 2)
+        await until(lambda: running.core.warm_pool.ready >= 2)
         dead = list(host.live)
         for sandbox in dead:
             sandbox.die("killed from outside")
@@ -106,7 +106,7 @@ async def test_what_was_asked_for_of_late_is_started_ahead():
                 lease = await client.acquire(request(network=network))
                 assert running.core.runs[lease.lease_id].sandbox.network is network
                 await client.release(lease)
-            await until(lambda: running.core.shelf.ready >= 4 and not running.core.shelf.warming)
+            await until(lambda: running.core.warm_pool.ready >= 4 and not running.core.warm_pool.warming)
             kinds = [each.network for each in host.live]
             assert kinds.count(network) >= 4
             assert len(kinds) <= 8
@@ -119,7 +119,7 @@ async def test_what_was_asked_for_of_late_is_started_ahead():
 async def test_a_release_while_the_lease_still_starts_leaves_nothing():
     host = FakeHost()
     async with serving(host, slots=1, warm=0) as running, client_of(running) as client:
-        await until(lambda: running.core.shelf.ready == 1)
+        await until(lambda: running.core.warm_pool.ready == 1)
         first = await client.acquire(request())
         info = await client.snapshot(first)
         await client.release(first)

@@ -100,7 +100,7 @@ class Machine(RuleBasedStateMachine):
 
     async def start(self) -> None:
         self.core = Core(config(slots=SLOTS, warm=1, max_retired=SLOTS), self.host, clock=lambda: self.time)
-        self.core.shelf.fill()
+        self.core.warm_pool.fill()
         self.streams = {}
         for name in CLIENTS:
             self.connect(name)
@@ -359,7 +359,7 @@ class Machine(RuleBasedStateMachine):
             return
         leased = [run.sandbox for run in self.core.runs.values()]
         assert len(leased) == len(set(map(id, leased)))
-        assert {*leased, *self.core.shelf._ready[False]} == self.host.live
+        assert {*leased, *self.core.warm_pool._ready[False]} == self.host.live
         for sandbox in leased:
             if self.used.setdefault(id(sandbox), sandbox.name) != sandbox.name:
                 self.used[id(sandbox)] = sandbox.name

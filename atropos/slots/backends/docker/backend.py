@@ -38,7 +38,7 @@ BEING_MADE_S = 120.0
 LONGEST_DRAIN_S = 3600.0
 PURGE_AGAIN_S, PURGE_AWAY_S = 20.0, 2.0
 """How long a purge is tried again at the end when the engine doesn't answer, in seconds, and where it hadn't for a while
-before; then containers are left, and told."""
+before; then containers are left, with a warning."""
 PURGE_S = 45.0
 """The longest that a purge may take in all, in seconds: an engine that hangs must not hold up the end for longer."""
 SETTLE_S = 10.0
@@ -242,7 +242,7 @@ class DockerBackend(Backend):
                     patience.worked()
                 except BackendUnavailable as error:
                     # the list that follows says whether the engine answers
-                    log.debug("changes are not told: %s", error)
+                    log.debug("no event stream: %s", error)
                 self._wake.set()
                 await asyncio.sleep(patience.failed())
         finally:
@@ -446,8 +446,8 @@ class DockerBackend(Backend):
                 log.warning("container %s is in use by another client: not purged", item.name)
                 return
             # Leases that are left are this pool's own, or dead clients'; a server that doesn't answer holds none.
-            told = bool(token and item.url) and await self._http.drain(item.url or "", token or "", 0)
-            await self._remove(item.name, within_s=self._spec.stop_s if told else 0)
+            drained = bool(token and item.url) and await self._http.drain(item.url or "", token or "", 0)
+            await self._remove(item.name, within_s=self._spec.stop_s if drained else 0)
 
         found = await self._blocking(self._engine.found)
         names = {item.name for item in found}

@@ -161,7 +161,7 @@ class _Place:
             self.container = replace(self.container, state="ending")
 
     async def keep(self) -> None:
-        """Keep a server running until told to end; a hopeless start is reported and not tried again."""
+        """Keep a server running until it is to end; a hopeless start is reported and not tried again."""
         failures, (pause, longest) = 0, BACKOFF_S
         loop = asyncio.get_running_loop()
         try:
@@ -195,7 +195,7 @@ class _Place:
             self._backend.ended(self)
 
     async def _run(self) -> None:
-        """One server from start to end. Returns when it was told to end; raises when it ended by itself."""
+        """One server from start to end. Returns when it was stopped; raises when it ended by itself."""
         scratch = self._backend.scratch
         assert scratch is not None
         self._runs += 1

@@ -137,11 +137,11 @@ class NomadApi:
             async with self._get("/v1/acl/token/self", [], timeout=aiohttp.ClientTimeout(total=5)) as answer:
                 if answer.status in DENIED or (answer.status == HTTP_ERROR and "token" in await answer.text()):
                     return None
-                told: Json = await answer.json() if answer.ok else {}
+                body: Json = await answer.json() if answer.ok else {}
         except (aiohttp.ClientError, TimeoutError, OSError, ValueError):
-            told = {}
-        policies = ", ".join(told.get("Policies") or []) or "none"
-        return f"the token {told['Name']!r} (policies: {policies})" if told.get("Name") else "the token"
+            body = {}
+        policies = ", ".join(body.get("Policies") or []) or "none"
+        return f"the token {body['Name']!r} (policies: {policies})" if body.get("Name") else "the token"
 
     # ------------------------------------------------------------------------------------------------------------ jobs
 
@@ -160,13 +160,13 @@ class NomadApi:
             raise
 
     async def keys(self) -> frozenset[str]:
-        """The ids of the cluster's own signing keys, by which two clusters differ; empty where they aren't told."""
+        """The ids of the cluster's own signing keys, by which two clusters differ; empty where they are not published."""
         try:
             async with self._get("/.well-known/jwks.json", [], timeout=aiohttp.ClientTimeout(total=5)) as answer:
-                told: Json = await answer.json() if answer.ok else {}
+                body: Json = await answer.json() if answer.ok else {}
         except (aiohttp.ClientError, TimeoutError, OSError, ValueError):
-            told = {}
-        return frozenset(str(key.get("kid")) for key in told.get("keys") or [])
+            body = {}
+        return frozenset(str(key.get("kid")) for key in body.get("keys") or [])
 
     async def parse(self, hcl: str, variables: dict[str, str]) -> Json:
         """The job that a definition gives with these variables, through the agent's own parser.

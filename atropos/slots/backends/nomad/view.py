@@ -135,7 +135,7 @@ def newest(allocations: Iterable[Allocation]) -> list[Allocation]:
 
 
 def container(allocation: Allocation, token: str, *, ready: bool, ending: bool) -> Container:
-    """An allocation as the pool sees it; `ready`: its server answers, `ending`: it was told to drain."""
+    """An allocation as the pool sees it; `ready`: its server answers, `ending`: it drains."""
     state: Literal["starting", "running", "ending"] = "starting"
     if ending or allocation.state == "ending":
         state = "ending"
