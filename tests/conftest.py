@@ -13,6 +13,7 @@ import pytest
 
 MEASURES = "compares times, which other tests would change"
 ALONE = {
+    "tests/security/test_attack_programs.py": "uses up what the kernel counts for the slots of all servers together",
     "tests/security/test_neighbours_stay_quick.py": MEASURES,
     "tests/truths/test_truth_05_no_trajectory_delays_another.py": MEASURES,
 }

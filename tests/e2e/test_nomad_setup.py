@@ -188,7 +188,7 @@ async def test_a_job_without_a_place_is_told_and_runs_once_there_is_one():
                 await late.acquire("t", timeout_s=120)
             async with early.lease("t") as slot:
                 assert (await slot.exec("echo ok")).output == "ok\n"
-        await until(lambda: late.failure() is None, "a place for the other job", 60)
+        await until(lambda: not late.trouble(), "a place for the other job", 60)
         async with late.lease("t") as slot:
             assert (await slot.exec("echo ok")).output == "ok\n"
 

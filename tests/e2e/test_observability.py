@@ -33,9 +33,9 @@ class Env(HermesAgentBaseEnv):
         return next(self.rows, None)
 
     async def compute_reward(self, item, result, ctx):
-        if self._endpoint is not None:
+        if self.endpoint is not None:
             async with httpx.AsyncClient() as client:
-                answer = await client.get(f"http://127.0.0.1:{self._endpoint.port}/metrics")
+                answer = await client.get(f"http://127.0.0.1:{self.endpoint.port}/metrics")
             assert answer.headers["content-type"].startswith("text/plain; version=")
             type(self).scraped = answer.text
         return float(ctx.terminal("cat made.txt")["output"] == "made\n")

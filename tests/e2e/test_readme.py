@@ -131,8 +131,8 @@ asyncio.run(main())
     assert done.returncode == 0, done.stderr
 
 
-TESTED_ELSEWHERE = {"environments.md", "backends.md"}
-"""Pages whose code needs a model server or a backend of its own."""
+TESTED_ELSEWHERE = {"environments.md", "backends.md", "images.md"}
+"""Pages whose code needs a model server, a backend or an image of its own."""
 OF_DOCS = [
     pytest.param(block, id=f"{page.stem}-{number}")
     for page in sorted((ROOT / "docs").glob("*.md"))

@@ -36,6 +36,7 @@ ELSEWHERE = {
     "docker_host": "e2e/test_docker.py::test_a_remote_engines_containers_are_met_on_a_published_port_and_adopted",
     "outage_s": "e2e/test_nomad_away.py::test_an_outage_is_waited_for_within_bounds_and_a_signal_ends_it_at_once",
     "start_timeout_s": "unit/pool/test_pool.py::test_start_that_finds_no_container_in_time_says_why",
+    "hook_timeout_s": "unit/envs/test_hooks.py",
     "unattended_s": "unit/server/test_serve.py"
     "::test_a_server_whose_clients_were_killed_ends_by_itself_and_one_in_use_does_not",
     "idle_container_s": "unit/pool/test_pool.py::test_demand_opens_containers_up_to_the_maximum_and_idleness_closes_them",

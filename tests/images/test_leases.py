@@ -4,6 +4,7 @@ import asyncio
 import os
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,7 @@ BUSYBOX = shutil.which("busybox") or "/bin/busybox"
 CONFIG = {"Env": ["PATH=/tools:/bin", "GREETING=from the image"], "WorkingDir": "/srv/app"}
 
 
-def busybox_image(at: Path, text: str = "hello", *, user: str | None = None, **more) -> str:
+def busybox_image(at: Path, text: str = "hello", *, user: str | None = None, python: str = "", **more) -> str:
     """An image without Python, glibc or bash; its id."""
     if not Path(BUSYBOX).exists():
         pytest.skip("not installed: busybox-static")
@@ -32,6 +33,7 @@ def busybox_image(at: Path, text: str = "hello", *, user: str | None = None, **m
             entry("etc/passwd", "root:x:0:0::/root:/bin/sh\napp:x:1000:1000::/srv/app:/bin/sh\n"),
             folder("srv/app", owner=(1000, 1000)),
             entry("srv/app/text", text, owner=(1000, 1000)),
+            *([entry("bin/python3", python, mode=0o755)] if python else []),
         ),
         config=CONFIG | ({"User": user} if user else {}),
         **more,
@@ -87,6 +89,20 @@ async def test_snapshots_and_forks_stand_on_the_image_too(tmp_path, images):
             r = await fork.exec('cat text; echo "$GREETING"; pwd')
             assert (r.exit_code, r.output) == (0, "prepared\nfrom the image\n/srv/app\n")
         assert (await slot.exec("cat text; pwd")).output == "prepared\n/srv/app\n"
+
+
+async def test_the_block_of_the_docs(tmp_path):
+    busybox_image(tmp_path / "layout", python="#!/bin/sh\necho Python 3.13.9\n")
+    text = (Path(__file__).parents[2] / "docs/images.md").read_text()
+    block = text.split("```python\n")[1].split("```")[0]
+    store = f"image_store={{'folder': '{tmp_path}/store'}}"
+    block = block.replace("python:3.13-slim", f"oci:{tmp_path}/layout").replace(
+        'backend="local"', f'backend="local", {store}'
+    )
+    done = await asyncio.to_thread(
+        subprocess.run, [sys.executable, "-c", block], capture_output=True, text=True, timeout=100, check=False
+    )
+    assert (done.returncode, done.stdout) == (0, "Python 3.13.9\n"), done.stderr
 
 
 @pytest.mark.parametrize("kind", ["oci", "oci-archive", "docker-archive", "dir"])

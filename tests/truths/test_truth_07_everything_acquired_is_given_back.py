@@ -80,7 +80,7 @@ async def test_a_dead_clients_leases_end_within_twice_their_ttl():
             lease = await dying.acquire(LeaseRequest(lease_id="lease-0001", client_id="dying", ttl_s=ttl_s))
             await asyncio.sleep(2 * ttl_s)  # alive, it keeps its lease past the TTL
             assert (await watcher.status()).leased == 1
-            await dying._channel.close("killed")  # its stream ends and nothing is said, as after kill -9
+            await dying._stream.close("killed")  # its stream ends and nothing is said, as after kill -9
             began = asyncio.get_running_loop().time()
             while (await watcher.status()).leased:
                 assert asyncio.get_running_loop().time() < began + 2 * ttl_s + 5
