@@ -15,6 +15,7 @@ MEASURES = "compares times, which other tests would change"
 ALONE = {
     "tests/security/test_attack_programs.py": "uses up what the kernel counts for the slots of all servers together",
     "tests/security/test_neighbours_stay_quick.py": MEASURES,
+    "tests/truths/test_truth_07_everything_acquired_is_given_back.py::test_a_trainer_that_is_ended": MEASURES,
     "tests/truths/test_truth_05_no_trajectory_delays_another.py": MEASURES,
 }
 """Beginnings of node ids, each with why its tests can't share the machine."""
