@@ -24,6 +24,7 @@ import sys
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from pathlib import Path
+from typing import Literal
 
 from atropos.config import ImageStoreSettings
 from atropos.errors import ImageUnavailable
@@ -37,8 +38,9 @@ MAX_MEMBERS = 2_000_000
 UNPACKED_RATIO = 3
 """Bytes of an unpacked layer for one of its compressed bytes: Debian's and Python's images have 2.5 to 3."""
 SAID_BYTES = 4096
-Progress = Callable[[str, float | None], None]
-"""Called with the phase (`waiting`, `pulling`, `unpacking`) and how much of it is done, from 0 to 1, where that is known."""
+Phase = Literal["waiting", "pulling", "unpacking"]
+Progress = Callable[[Phase, float | None], None]
+"""Called with the phase and how much of it is done, from 0 to 1, where that is known."""
 
 
 class ImageStore:

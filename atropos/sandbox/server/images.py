@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from atropos.errors import ConfigError, ImageUnavailable, NotSupported, SandboxError
 from atropos.images.reference import ImageSource
 from atropos.wire import ImageInfo, ImageState, LeaseRequest
 
 if TYPE_CHECKING:
+    from atropos.images.store import Phase
     from atropos.sandbox.server.core import Core
 
 log = logging.getLogger(__name__)
@@ -86,13 +87,8 @@ class Images:
     async def _prepare(self, source: ImageSource, archive: str | None) -> None:
         name = str(source)
 
-        def progress(phase: str, done: float | None) -> None:
-            known: dict[str, Literal["waiting", "pulling", "unpacking"]] = {
-                "waiting": "waiting",
-                "pulling": "pulling",
-                "unpacking": "unpacking",
-            }
-            self._set(ImageState(source=name, phase=known[phase], done=done))
+        def progress(phase: Phase, done: float | None) -> None:
+            self._set(ImageState(source=name, phase=phase, done=done))
 
         try:
             async with self._turns:
