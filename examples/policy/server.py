@@ -28,7 +28,7 @@ BROKEN_OFF: dict[str, str | None] = {"abort": "abort", "error": "error", "unfini
 """Faults that answer half of a generation, and the finish reason that comes with it."""
 FAULTS = ("none", "503", "400", "nonsense", "slow", "reset", *BROKEN_OFF)
 MODEL = "scripted-policy"
-_BROKEN_OFF = web.RequestKey("broken_off", bool)
+_BROKEN_OFF = web.RequestKey("broken_off", str)
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ class PolicyServer:
             except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
                 return web.json_response({"error": {"message": f"bad request: {error!r}"}}, status=400)
         if settings.fault in BROKEN_OFF:
-            request[_BROKEN_OFF] = True
+            request[_BROKEN_OFF] = settings.fault
             return await handler(request)
         if settings.fault in {"503", "400"}:
             return web.json_response({"error": {"message": "asked to fail"}}, status=int(settings.fault))
@@ -133,7 +133,7 @@ class PolicyServer:
             ids, reason, structured = ids[:limit], "length", False
             text = self.tokenizer.decode(ids, skip_special_tokens=False)
         elif _BROKEN_OFF in request:
-            reason, structured, text = BROKEN_OFF[self.settings.fault], False, text[: len(text) // 2] or "I"
+            reason, structured, text = BROKEN_OFF[request[_BROKEN_OFF]], False, text[: len(text) // 2] or "I"
         message: dict[str, Any] = {"role": "assistant", "content": text}
         if structured:
             message["tool_calls"] = _openai_calls(turn)
@@ -190,7 +190,7 @@ class PolicyServer:
                 limit,
                 params.get("temperature"),
                 stop=params.get("stop_token_ids") or (),
-                broken_off=_BROKEN_OFF in request,
+                broken_off=request.get(_BROKEN_OFF),
             )
             meta = {
                 "output_token_logprobs": [[lp, token, None] for token, lp in zip(ids, logprobs, strict=True)],
@@ -206,7 +206,7 @@ class PolicyServer:
                 body.get("temperature"),
                 index,
                 stop=body.get("stop_token_ids") or (),
-                broken_off=_BROKEN_OFF in request,
+                broken_off=request.get(_BROKEN_OFF),
             )
             for index in range(int(body.get("n") or 1))
         ]
@@ -236,7 +236,7 @@ class PolicyServer:
         index: int = 0,
         *,
         stop: Sequence[int] = (),
-        broken_off: bool = False,
+        broken_off: str | None = None,
     ) -> tuple[list[int], list[float], str | None]:
         """Token ids up to the first in `stop`, their logprobs and the finish reason; half where it is broken off."""
         turn = self.policy.answer(self.messages(prompt), seed)
@@ -246,7 +246,7 @@ class PolicyServer:
         ids = ids[: next((index for index, token in enumerate(ids, 1) if token in stop), None)]
         reason: str | None = "stop"
         if broken_off:
-            ids, reason = ids[: len(ids) // 2] or ids, BROKEN_OFF[self.settings.fault]
+            ids, reason = ids[: len(ids) // 2] or ids, BROKEN_OFF[broken_off]
         elif limit is not None and len(ids) > limit:
             ids, reason = ids[:limit], "length"
         logprobs = [-round(rng.expovariate(2.0), 6) for _ in ids]

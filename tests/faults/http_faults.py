@@ -23,7 +23,7 @@ class HttpFaults:
 
     async def answer(self, request: web.Request) -> web.StreamResponse:
         kind = None
-        if request.path in self._paths and self._random.random() < self.rate:
+        if request.path in self._paths and self._random.random() < self._rate:
             kind = self._random.choice(("503", "cut", "lost"))
             self.struck[kind] += 1
         body = await request.read()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import signal
 
@@ -42,6 +43,19 @@ async def test_groups_hold_exactly_what_the_server_sampled(policy, tmp_path, ser
     assert (tmp_path / "g.html").read_text().count("<details>") == 3 + 9
     assert env.stand_in.closed
     assert not env.stand_in.live
+
+
+async def test_full_collections_of_a_run_leave_out_what_was_there_before(policy, tmp_path):
+    seen = []
+
+    class Env(ScriptEnv):
+        async def setup_agent_env(self):
+            seen.append((gc.get_freeze_count(), len(gc.get_objects())))
+
+    await make(Env, policy.url, tmp_path / "g.jsonl").process_manager()
+    [(frozen, scanned)] = seen
+    assert frozen > 5 * scanned
+    assert gc.get_freeze_count() == 0
 
 
 @pytest.mark.parametrize("server_type", ["openai", "trl"])
