@@ -6,6 +6,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SecretStr
 
+from atropos.errors import LimitTooLarge
+from atropos.wire import LeaseLimits
+
 
 class SlotLimits(BaseModel):
     """What one slot may use. Sizes in MiB of 1,048,576 bytes.
@@ -93,6 +96,42 @@ class SandboxSettings(SlotSettings):
     base: str | None = Field(
         default=None, description="root file system of the slots; None: /rootfs, else the host's /usr"
     )
+
+    def limits_of(self, lease: LeaseLimits) -> SlotLimits:
+        """What a slot of this lease may use."""
+        return self.limits.model_copy(update=lease.model_dump(exclude_none=True))
+
+    def room_mib(self, limits: LeaseLimits | None) -> int:
+        """Memory of a container that a lease takes, in MiB: its own, but no less than a slot's, or than its share of processes.
+
+        So leases that fit by this number alone fit into the container's memory, its processes and its number of slots.
+        """
+        slot = self.limits
+        if limits is None:
+            return slot.memory_mib
+        pids = limits.pids or slot.pids
+        return max(slot.memory_mib, limits.memory_mib or 0, -(-pids * slot.memory_mib // slot.pids))
+
+    def check_room(self, limits: LeaseLimits, slots: int) -> None:
+        """Compare what a lease asks for with a whole container.
+
+        Raises:
+            LimitTooLarge: no container of this many slots has that.
+        """
+        slot = self.limits
+        per_slot = f"{slots} slots of {{}}"
+        largest = {
+            "memory_mib": (slots * slot.memory_mib, per_slot.format(slot.memory_mib)),
+            "pids": (slots * slot.pids, per_slot.format(slot.pids)),
+            "disk_mib": (slots * slot.memory_mib, "files are in its memory"),
+        }
+        if self.volume == "disk":
+            why = "volume='disk': places on disk have one size, set by the pool's limits"
+            largest |= {"disk_mib": (slot.disk_mib, why), "inodes": (slot.inodes, why)}
+        for name, (most, why) in largest.items():
+            asked = getattr(limits, name)
+            if asked is not None and asked > most:
+                raise LimitTooLarge(name, asked, most, why)
 
 
 class ServerConfig(SandboxSettings):

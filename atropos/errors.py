@@ -66,13 +66,13 @@ class ToolServerUnavailable(SandboxError):
 
 
 class PoolFull(SandboxError):
-    """A container has no free slot right now (409 on the wire); the pool tries another."""
+    """A container has no room for a lease right now (409 on the wire); the pool tries another."""
 
     code = "full"
 
-    def __init__(self, message: str, *, free: int = 0) -> None:
+    def __init__(self, message: str, *, free_mib: int = 0) -> None:
         super().__init__(message)
-        self.free = free
+        self.free_mib = free_mib
 
 
 class NotSupported(SandboxError):
@@ -109,6 +109,22 @@ class InferenceError(Exception):
 
 class ConfigError(ValueError):
     """The programmer's or operator's mistake: names the field and what would be right."""
+
+
+class LimitTooLarge(ConfigError):
+    """A lease asks for more than any container has.
+
+    Attributes:
+        field: of `LeaseLimits`.
+        asked: what was asked for.
+        largest: what a container has.
+    """
+
+    def __init__(self, field: str, asked: float, largest: float, why: str) -> None:
+        super().__init__(f"limits.{field}: {asked:g} asked for, the largest container has {largest:g} ({why})")
+        self.field = field
+        self.asked = asked
+        self.largest = largest
 
 
 BY_CODE: dict[str, type[SandboxError]] = {

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, FailFast, Field, TypeAdapter
 
-VERSION = 1
+VERSION = 2
 MAX_FRAME_BYTES = 64 * 1024 * 1024
 """Largest WebSocket frame either end accepts, in bytes."""
 MAX_FILE_BYTES = 32 * 1024 * 1024
@@ -380,7 +380,7 @@ class Capacity(Message):
     """A slot came free; sent to clients that were refused (409) since they last got one, as a hint to ask again."""
 
     kind: Literal["capacity"] = "capacity"
-    free: int
+    free_mib: int
 
 
 ClientMessage = Annotated[Hello | Call | Cancel | Ack | Heartbeat, Field(discriminator="kind")]
@@ -393,6 +393,18 @@ SERVER_FRAME: TypeAdapter[list[ServerMessage]] = TypeAdapter(Annotated[list[Serv
 
 
 # ---------------------------------------------------------------------------------------------------------------- HTTP
+
+
+class LeaseLimits(Message):
+    """What one lease has instead of the server's `SlotLimits`, field by field; None: as there."""
+
+    memory_mib: int | None = Field(default=None, ge=32, le=1 << 30)
+    pids: int | None = Field(default=None, ge=8, le=1 << 22)
+    cpu_weight: int | None = Field(default=None, ge=1, le=10_000)
+    cpu_quota: float | None = Field(default=None, gt=0)
+    disk_mib: int | None = Field(default=None, ge=8, le=1 << 30)
+    inodes: int | None = Field(default=None, ge=1000)
+    wall_s: float | None = Field(default=None, gt=0)
 
 
 class LeaseRequest(Message):
@@ -410,6 +422,7 @@ class LeaseRequest(Message):
     base: str | None = None
     image: str | None = Field(default=None, max_length=1000, description="source of a prepared image, as the base")
     network: bool = False
+    limits: LeaseLimits | None = Field(default=None, description="instead of the server's; None: a slot as configured")
 
 
 class ImageInfo(Message):
@@ -534,10 +547,12 @@ class Status(Message):
     boot_id: str
     version: int = VERSION
     slots: int
-    free: int
+    free: int = Field(description="leases of a slot's own size that there is room for")
+    free_mib: int = Field(description="memory that can be leased")
     leased: int
     warming: int
     retired: int
+    retired_mib: int = Field(description="memory of the retired slots")
     draining: bool
     clients: int
     live: tuple[str, ...] = Field(
@@ -564,4 +579,4 @@ class Problem(Message):
 
     code: str
     message: str
-    free: int | None = None
+    free_mib: int | None = None

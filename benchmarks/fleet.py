@@ -30,6 +30,7 @@ from . import machine
 from .live import measure, show
 
 SLOTS = 10
+SLOT_MIB = SlotPoolConfig().limits.memory_mib
 
 
 class Server:
@@ -70,9 +71,11 @@ class Server:
             boot_id=self.name,
             slots=SLOTS,
             free=self.free,
+            free_mib=self.free * SLOT_MIB,
             leased=SLOTS - self.free,
             warming=0,
             retired=0,
+            retired_mib=0,
             draining=False,
             clients=1,
             uptime_s=0,
@@ -129,14 +132,14 @@ def decision_us(containers: int, rounds: int) -> float:
         fleet.ask(fleet.ticket())
     for ticket in fleet.match():
         assert ticket.seat is not None
-        fleet.granted(ticket.seat)
+        fleet.granted(ticket)
     began = time.perf_counter()
     for _ in range(rounds):
         fleet.ask(fleet.ticket())
         for ticket in fleet.match():
             assert ticket.seat is not None
-            fleet.granted(ticket.seat)
-            fleet.returned(ticket.seat, clean=True, now=0)
+            fleet.granted(ticket)
+            fleet.returned(ticket.seat, 1, clean=True, now=0)
     return (time.perf_counter() - began) / rounds * 1e6
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     import asyncio
 
+    from atropos.config import SlotLimits
     from atropos.images.store import ImageStore
     from atropos.wire import Feature, ImageInfo, Operation, OpResult
 
@@ -59,6 +60,15 @@ class Sandbox(Protocol):
 
     def forget(self, call_id: str) -> None:
         """Kill what the call started; its `done` is not called any more."""
+        ...
+
+    def resize(self, limits: SlotLimits) -> None:
+        """Before the first operation: have these limits instead of the configured ones.
+
+        Raises:
+            NotSupported: this host can't change one of them.
+            SandboxError: it failed; the sandbox must be stopped.
+        """
         ...
 
     async def stand_on(self, layers: Sequence[Layer], base: str | None = None) -> None:

@@ -6,5 +6,6 @@ from atropos.slots.results import ExecResult, SlotFileError
 from atropos.slots.slot import Slot
 from atropos.slots.snapshots import Snapshot
 from atropos.slots.stats import PoolStats
+from atropos.wire import LeaseLimits
 
-__all__ = ["ExecResult", "PoolStats", "Slot", "SlotFileError", "SlotPool", "SlotPoolConfig", "Snapshot"]
+__all__ = ["ExecResult", "LeaseLimits", "PoolStats", "Slot", "SlotFileError", "SlotPool", "SlotPoolConfig", "Snapshot"]

@@ -387,7 +387,7 @@ class CallStream:
             elif isinstance(message, LeaseEnded):
                 self._events.lease_ended(message)
             elif isinstance(message, Capacity):
-                self._events.capacity(message.free)
+                self._events.capacity(message.free_mib)
             elif isinstance(message, Draining):
                 self.draining = True
 

@@ -541,5 +541,5 @@ def _problem(status: int, raw: bytes) -> SandboxError:
     if status == 404:
         return _NotFound(found.message)
     if found.code == PoolFull.code:
-        return PoolFull(found.message, free=found.free or 0)
+        return PoolFull(found.message, free_mib=found.free_mib or 0)
     return from_code(found.code, found.message)

@@ -93,6 +93,11 @@ class HeldSlot(Protocol):
         """The slot's name on its server."""
         ...
 
+    @property
+    def mib(self) -> int:
+        """Memory of its container that it takes."""
+        ...
+
     def end(self, reason: SandboxError) -> None:
         """The lease is over, and why."""
         ...
@@ -153,7 +158,7 @@ class Link:
 
     def __repr__(self) -> str:
         seat = self.seat
-        return f"<Link {self.container.id}: {seat.free} free, {seat.leased} leased of {seat.slots}>"
+        return f"<Link {self.container.id}: {seat.free} of {seat.capacity} MiB free, {seat.leased} leased>"
 
     # ------------------------------------------------------------------------------------------------------- life
 
@@ -195,9 +200,9 @@ class Link:
     def join(self, status: wire.Status) -> None:
         """The container is connected and can be leased from."""
         state = self.state
-        state.fleet.join(self.seat, slots=status.slots, free=status.free, now=state.now())
-        self.seat.retired = status.retired
-        if self.unaccounted:
+        state.fleet.join(self.seat, slots=status.slots, free=status.free_mib, now=state.now())
+        self.seat.retired, self.seat.retired_mib = status.retired, status.retired_mib
+        if self.seat.unaccounted:
             state.doubtful.add(self.container.id)
         if status.draining:
             self.close()
@@ -248,20 +253,14 @@ class Link:
             return
         slot.end(from_code(message.code, message.message))
         self.state.counters.lost += 1
-        self.state.fleet.returned(self.seat, clean=False, now=self.state.now())
+        self.state.fleet.returned(self.seat, slot.mib, clean=False, now=self.state.now())
         self.look()
 
-    def _capacity(self, free: int) -> None:
+    def _capacity(self, free_mib: int) -> None:
         """A slot came free in a container that had refused."""
         if self.gone is None and self.seat.key in self.state.fleet.seats:
-            self.state.fleet.counted(self.seat, slots=self.seat.slots, free=free, retired=self.seat.retired)
+            self.state.fleet.counted(self.seat, free_mib)
             self.state.serve()
-
-    @property
-    def unaccounted(self) -> bool:
-        """Whether some slots are neither free nor this pool's: somebody else's, warming, or behind a lost answer."""
-        seat = self.seat
-        return seat.free + seat.leased + seat.reserved + seat.retired < seat.slots
 
     def look(self, *, wait: bool = False) -> None:
         """Ask the container for its own count soon, and again while somebody waits for a slot that it may have.
@@ -278,7 +277,8 @@ class Link:
 
     def _counted(self, status: wire.Status) -> None:
         """The container gave its own count."""
-        self.state.fleet.counted(self.seat, slots=status.slots, free=status.free, retired=status.retired)
+        self.seat.retired, self.seat.retired_mib = status.retired, status.retired_mib
+        self.state.fleet.counted(self.seat, status.free_mib)
         if status.draining:
             self.close()
         self.state.serve()
@@ -300,12 +300,12 @@ class Link:
                 log.debug("container %s did not give its count: %s", self.container.id, error)
                 continue
             self._counted(status)
-            if not seat.open or not self.unaccounted:
+            if not seat.open or not seat.unaccounted:
                 return
             if not fleet.waiting and not fleet.pinned_waiting:
                 self.state.doubtful.add(self.container.id)  # asked again when somebody waits
                 return
-            if not seat.free and fleet.wanted(seat):
+            if missed := fleet.missed(seat):
                 # Asked all the same: a server reports a free slot to, and keeps it for, only clients that it has refused.
                 # Others in line would else take each slot in the moment in which they give it back.
-                self._capacity(1)
+                self._capacity(missed)

@@ -1,4 +1,8 @@
-"""Which waiting acquire gets a slot of which container: plain data and no awaits, O(log n) a decision.
+"""Which waiting acquire gets room in which container: plain data and no awaits, O(log n) a decision for leases of one slot.
+
+Room is counted in MiB of a container's memory: a lease takes a slot's, a large one more (`SandboxSettings.room_mib`). A
+large lease that fits nowhere has one container kept for it: what comes free there waits for it, while those behind it go on
+in the others. So it is passed only by leases that could not have helped it, and for as long as that container's leases last.
 
 Counts are what this pool knows: its own leases exactly, other clients' by the containers' answers. A container that
 refuses (409) corrects its count; a count can therefore be wrong for a moment, and never gives a slot to two, since the
@@ -21,25 +25,37 @@ class Seat:
         key: the backend's id of the container.
         index: its place in the scaling order; the lowest with a free slot is used first, so that the highest get idle.
         slots: how many it has in all.
-        free: slots thought leasable, those reserved by a grant under way not among them.
-        reserved: grants under way.
-        leased: leases that this pool holds.
-        retired: slots the container has given up.
+        capacity: their memory, in MiB.
+        free: memory thought leasable, that of grants under way not among it.
+        reserved, reserved_mib: grants under way, and their memory.
+        leased, leased_mib: leases that this pool holds.
+        retired, retired_mib: slots the container has given up.
         pins: snapshots that are kept there; while there are any the container is in use.
         idle_since: when its last lease ended (or it joined), on the caller's monotonic clock, seconds.
+        kept_for: the large lease that gets what comes free here.
     """
 
     key: str
     index: int
     slots: int = 0
+    capacity: int = 0
     free: int = 0
     reserved: int = 0
+    reserved_mib: int = 0
     leased: int = 0
+    leased_mib: int = 0
     retired: int = 0
+    retired_mib: int = 0
     pins: int = 0
     idle_since: float = 0.0
     open: bool = False
     queued: bool = False
+    kept_for: Ticket | None = None
+
+    @property
+    def unaccounted(self) -> bool:
+        """Whether some memory is neither free nor this pool's: somebody else's, warming, or behind a lost answer."""
+        return self.free + self.reserved_mib + self.leased_mib + self.retired_mib < self.capacity
 
     @property
     def busy(self) -> bool:
@@ -49,9 +65,10 @@ class Seat:
 
 @dataclass(eq=False, slots=True)
 class Ticket:
-    """One waiting acquire. `pin`: only this container will do (it holds the snapshot)."""
+    """One waiting acquire: of `mib` memory. `pin`: only this container will do (it holds the snapshot)."""
 
     seq: int
+    mib: int
     pin: Seat | None = None
     waiting: bool = False
     seat: Seat | None = None
@@ -65,10 +82,14 @@ class Fleet:
         expected: containers that are connected to, or being connected to.
         seats: of these, the ones that have joined, by their ids.
         ready: of these, the ones that take new leases.
-        free / leased / reserved: slots of all seats.
+        free: leases of a slot's own size that there is room for.
+        leased / reserved: leases and grants under way, of all seats.
         waiting / pinned_waiting: acquires that any container could serve, and those bound to one.
+        waiting_mib: memory that those ask for which any container could serve.
+        slot_mib: memory of a slot.
     """
 
+    slot_mib: int = 1
     expected: set[Seat] = field(default_factory=set[Seat])
     seats: dict[str, Seat] = field(default_factory=dict[str, Seat])
     free: int = 0
@@ -77,6 +98,10 @@ class Fleet:
     ready: int = 0
     waiting: int = 0
     pinned_waiting: int = 0
+    waiting_mib: int = 0
+    _kept: set[Seat] = field(default_factory=set[Seat])
+    _grown: set[Seat] = field(default_factory=set[Seat])
+    """Containers that got more room while others were kept."""
     _open: list[tuple[int, str, int, Seat]] = field(default_factory=list[tuple[int, str, int, Seat]])
     _line: list[tuple[int, Ticket]] = field(default_factory=list[tuple[int, Ticket]])
     _pinned: dict[Seat, list[tuple[int, Ticket]]] = field(default_factory=dict[Seat, list[tuple[int, Ticket]]])
@@ -89,12 +114,13 @@ class Fleet:
         self.expected.add(seat)
 
     def join(self, seat: Seat, *, slots: int, free: int, now: float) -> None:
-        """A container can be used from now on."""
+        """A container can be used from now on; `free` in MiB."""
         if seat.key in self.seats:
             raise ValueError(f"container {seat.key} is in the fleet already")
         self.seats[seat.key] = seat
         self.expected.add(seat)
         seat.slots = slots
+        seat.capacity = slots * self.slot_mib
         seat.idle_since = now
         seat.open = True
         self.ready += 1
@@ -110,6 +136,8 @@ class Fleet:
             self._set_free(seat, 0)
             seat.open = False
             self.ready -= 1
+        if (kept := self._unkeep(seat)) is not None and kept.pin is None:
+            heapq.heappush(self._line, (kept.seq, kept))
         stranded = [ticket for _, ticket in self._pinned.pop(seat, [])]
         for ticket in stranded:
             self._served(ticket)
@@ -122,14 +150,14 @@ class Fleet:
         if self.seats.pop(seat.key, None) is not None:
             self.leased -= seat.leased
             self.reserved -= seat.reserved
-            seat.leased = seat.reserved = 0
+            seat.leased = seat.leased_mib = seat.reserved = seat.reserved_mib = 0
         return stranded
 
     # --------------------------------------------------------------------------------------------------- waiting
 
-    def ticket(self, pin: Seat | None = None) -> Ticket:
-        """A place in the line; `ask` puts it there."""
-        return Ticket(next(self._seq), pin)
+    def ticket(self, pin: Seat | None = None, mib: int | None = None) -> Ticket:
+        """A place in the line, for a slot's memory or `mib`; `ask` puts it there."""
+        return Ticket(next(self._seq), self.slot_mib if mib is None else mib, pin)
 
     def ask(self, ticket: Ticket) -> None:
         """Wait for a slot. Asking again, after a refusal, keeps the ticket's place."""
@@ -139,20 +167,37 @@ class Fleet:
         ticket.seat = None
         if ticket.pin is None:
             self.waiting += 1
+            self.waiting_mib += ticket.mib
             heapq.heappush(self._line, (ticket.seq, ticket))
         else:
             self.pinned_waiting += 1
             heapq.heappush(self._pinned.setdefault(ticket.pin, []), (ticket.seq, ticket))
 
-    def wanted(self, seat: Seat) -> bool:
-        """Whether somebody waits whom this container could serve."""
-        return bool(self.waiting or self._pinned.get(seat))
+    def missed(self, seat: Seat) -> int:
+        """Memory that whoever is next to be served by this container asks for, where it is thought to have less free."""
+        pinned = self._pinned.get(seat)
+        line = [seat.kept_for, pinned[0][1] if pinned else None, self._longest()]
+        mib = next((ticket.mib for ticket in line if ticket is not None), 0)
+        return mib if seat.free < mib else 0
+
+    @property
+    def wanted_slots(self) -> int:
+        """Slots asked for by those whom any container could serve; what is free in containers kept for them is had already."""
+        kept = sum(seat.free for seat in self._kept if seat.kept_for is not None and seat.kept_for.pin is None)
+        return -(-(self.waiting_mib - kept) // self.slot_mib)
+
+    @property
+    def open_slots(self) -> int:
+        """Free slots of the containers that are not kept for somebody."""
+        return self.free - sum(seat.free // self.slot_mib for seat in self._kept)
 
     def withdraw(self, ticket: Ticket) -> None:
         """Wait no more; idempotent."""
         if not ticket.waiting:
             return
         self._served(ticket)
+        for seat in [seat for seat in self._kept if seat.kept_for is ticket]:
+            self._unkeep(seat)
         if ticket.pin is not None:
             self._unpin(ticket, ticket.pin)
         elif len(self._line) > 2 * self.waiting + 64:  # the withdrawn leave the heap in bulk: O(1) amortised
@@ -160,66 +205,88 @@ class Fleet:
             heapq.heapify(self._line)
 
     def match(self) -> Iterator[Ticket]:
-        """Give free slots to the longest waiting; each yielded ticket has its `seat` and one slot reserved there."""
-        while (ticket := self._longest()) is not None and (seat := self._best()) is not None:
+        """Give free room to the longest waiting; each yielded ticket has its `seat`, and its room is reserved there."""
+        if self._kept:
+            yield from self._match_kept()
+        while (ticket := self._longest()) is not None and (seat := self._place(ticket)) is not None:
             pinned = self._pinned.get(seat)
             if pinned and pinned[0][0] < ticket.seq:
-                yield self._reserve(pinned[0][1], seat)
+                ticket = pinned[0][1]
             else:
                 heapq.heappop(self._line)
+            if ticket.mib <= seat.free:
                 yield self._reserve(ticket, seat)
+            else:
+                self._keep(seat, ticket)
         for seat in [seat for seat in self._pinned if seat.free > 0]:
-            while seat.free > 0 and (line := self._pinned.get(seat)):
-                yield self._reserve(line[0][1], seat)
+            while seat.kept_for is None and (line := self._pinned.get(seat)) and seat.free > 0:
+                if (ticket := line[0][1]).mib <= seat.free:
+                    yield self._reserve(ticket, seat)
+                else:
+                    self._keep(seat, ticket)
+
+    def _match_kept(self) -> Iterator[Ticket]:
+        """Serve the large ones for whom containers are kept: there, or where there is room by now."""
+        kept = sorted((seat.kept_for.seq, seat.kept_for, seat) for seat in self._kept if seat.kept_for is not None)
+        for _, ticket, seat in kept:
+            here = [seat, *(other for other in self._grown if ticket.pin is None and other.kept_for is None)]
+            found = next((each for each in here if ticket.mib <= each.free), None)
+            if found is not None:
+                self._unkeep(seat)
+                yield self._reserve(ticket, found)
+        self._grown.clear()
 
     # ---------------------------------------------------------------------------------------------------- leases
 
-    def granted(self, seat: Seat) -> None:
+    def granted(self, ticket: Ticket) -> None:
         """A reservation became a lease."""
-        self._unreserve(seat)
-        if seat.key in self.seats:
+        seat = self._unreserve(ticket)
+        if seat is not None:
             seat.leased += 1
+            seat.leased_mib += ticket.mib
             self.leased += 1
 
-    def refused(self, seat: Seat, *, free: int) -> None:
-        """A reservation was refused: the container says how many slots it has free."""
-        self._unreserve(seat)
-        self._set_free(seat, max(0, free - seat.reserved))
+    def refused(self, ticket: Ticket, *, free: int) -> None:
+        """A reservation was refused: the container says how much memory it has free, in MiB."""
+        if (seat := self._unreserve(ticket)) is not None:
+            self._set_free(seat, max(0, free - seat.reserved_mib))
 
-    def cancel_reservation(self, seat: Seat) -> None:
-        """A reservation was never used; the slot is free again."""
-        self._unreserve(seat)
-        self._set_free(seat, seat.free + 1)
+    def cancel_reservation(self, ticket: Ticket) -> None:
+        """A reservation was never used; its room is free again."""
+        if (seat := self._unreserve(ticket)) is not None:
+            self._set_free(seat, seat.free + ticket.mib)
 
-    def abandon_reservation(self, seat: Seat) -> None:
-        """A reservation ended without an answer; the slot counts as taken until the container says otherwise."""
-        self._unreserve(seat)
+    def abandon_reservation(self, ticket: Ticket) -> None:
+        """A reservation ended without an answer; its room counts as taken until the container says otherwise."""
+        self._unreserve(ticket)
 
-    def returned(self, seat: Seat, *, clean: bool, now: float) -> None:
-        """A lease ended. A slot that was not `clean` is retired and does not come back."""
-        if seat.key not in self.seats:
+    def returned(self, seat: Seat, mib: int, *, clean: bool, now: float) -> None:
+        """A lease of this much memory ended. A slot that was not `clean` is retired and does not come back."""
+        if self.seats.get(seat.key) is not seat:
             return
         seat.leased -= 1
+        seat.leased_mib -= mib
         self.leased -= 1
         seat.idle_since = now
         if clean:
-            self._set_free(seat, seat.free + 1)
+            self._set_free(seat, seat.free + mib)
         else:
             seat.retired += 1
+            seat.retired_mib += mib
 
-    def counted(self, seat: Seat, *, slots: int, free: int, retired: int) -> None:
-        """The container's own count, which may or may not include the grants under way: the smaller is believed."""
-        seat.slots = slots
-        seat.retired = retired
-        self._set_free(seat, max(0, free - seat.reserved))
+    def counted(self, seat: Seat, free: int) -> None:
+        """The container's own count of free MiB, which may or may not include the grants under way: the smaller is believed."""
+        self._set_free(seat, max(0, free - seat.reserved_mib))
 
     # --------------------------------------------------------------------------------------------------- inside
 
     def _set_free(self, seat: Seat, free: int) -> None:
         if not seat.open:
             return
-        free = min(free, max(0, seat.slots - seat.leased - seat.reserved))
-        self.free += free - seat.free
+        free = min(free, max(0, seat.capacity - seat.leased_mib - seat.reserved_mib))
+        self.free += free // self.slot_mib - seat.free // self.slot_mib
+        if free > seat.free and self._kept:
+            self._grown.add(seat)
         seat.free = free
         if free > 0 and not seat.queued:
             seat.queued = True
@@ -231,21 +298,38 @@ class Fleet:
         if ticket.pin is not None:
             self._unpin(ticket, seat)
         ticket.seat = seat
-        seat.free -= 1
         seat.reserved += 1
-        self.free -= 1
+        seat.reserved_mib += ticket.mib
         self.reserved += 1
+        self._set_free(seat, seat.free - ticket.mib)
         return ticket
 
-    def _unreserve(self, seat: Seat) -> None:
-        if seat.key in self.seats:
-            seat.reserved -= 1
-            self.reserved -= 1
+    def _unreserve(self, ticket: Ticket) -> Seat | None:
+        """End a reservation. Returns its container, unless that is gone."""
+        seat = ticket.seat
+        if seat is None or self.seats.get(seat.key) is not seat:
+            return None
+        seat.reserved -= 1
+        seat.reserved_mib -= ticket.mib
+        self.reserved -= 1
+        return seat
+
+    def _keep(self, seat: Seat, ticket: Ticket) -> None:
+        """What comes free in this container is for this large lease."""
+        seat.kept_for = ticket
+        self._kept.add(seat)
+
+    def _unkeep(self, seat: Seat) -> Ticket | None:
+        ticket, seat.kept_for = seat.kept_for, None
+        self._kept.discard(seat)
+        self._set_free(seat, seat.free)  # others may have it again
+        return ticket
 
     def _served(self, ticket: Ticket) -> None:
         ticket.waiting = False
         if ticket.pin is None:
             self.waiting -= 1
+            self.waiting_mib -= ticket.mib
         else:
             self.pinned_waiting -= 1
 
@@ -264,10 +348,21 @@ class Fleet:
             heapq.heappop(self._line)
         return None
 
-    def _best(self) -> Seat | None:
+    def _place(self, ticket: Ticket) -> Seat | None:
+        """Where the longest waiting is served; for a large one that fits nowhere, what is to be kept for it."""
+        if ticket.mib <= self.slot_mib:
+            return self._lowest()
+        roomy = (entry for entry in self._open if entry[3].kept_for is None and entry[3].free >= ticket.mib)
+        if (found := min(roomy, default=None)) is not None:
+            return found[3]
+        may = (s for s in self.seats.values() if s.open and s.kept_for is None)
+        fitting = (seat for seat in may if seat.capacity - seat.retired_mib >= ticket.mib)
+        return max(fitting, key=lambda seat: (seat.free, -seat.index), default=None)
+
+    def _lowest(self) -> Seat | None:
         while self._open:
             seat = self._open[0][3]
-            if seat.open and seat.free > 0:
+            if seat.open and seat.free >= self.slot_mib and seat.kept_for is None:
                 return seat
             seat.queued = False
             heapq.heappop(self._open)

@@ -44,6 +44,7 @@ class Grants:
         image: str | None,
         *,
         network: bool,
+        limits: wire.LeaseLimits | None,
         timeout_s: float,
     ) -> Slot:
         """As `SlotPool.acquire`.
@@ -55,7 +56,8 @@ class Grants:
         if snapshot is not None and snapshot.state is not state:
             raise ConfigError(f"snapshot {snapshot.id} is another pool's")
         started = state.now()
-        ticket = state.fleet.ticket(snapshot.pin() if snapshot else None)
+        mib = state.config.room_mib(limits)
+        ticket = state.fleet.ticket(snapshot.pin(mib) if snapshot else None, mib)
         async with asyncio.timeout(timeout_s):
             while True:
                 state.require_running()
@@ -69,12 +71,13 @@ class Grants:
                         base=base,
                         image=image,
                         network=network,
+                        limits=limits,
                     )
-                    if (slot := await self._finish(link, request, snapshot)) is not None:
+                    if (slot := await self._finish(link, ticket, request, snapshot)) is not None:
                         state.counters.acquire_s.append(state.now() - started)
                         return slot
                 if snapshot is not None:
-                    ticket.pin = snapshot.pin()
+                    ticket.pin = snapshot.pin(mib)
 
     async def _seat(self, ticket: Ticket) -> Link | None:
         """Wait for a container with a slot for this ticket; one slot is reserved there then. None: it is gone again."""
@@ -90,7 +93,7 @@ class Grants:
         except BaseException:
             state.fleet.withdraw(ticket)
             if ticket.seat is not None:
-                state.fleet.cancel_reservation(ticket.seat)
+                state.fleet.cancel_reservation(ticket)
                 state.serve()
             raise
         finally:
@@ -110,62 +113,67 @@ class Grants:
             if (link := self._links.get(state.doubtful.pop())) is not None:
                 link.look(wait=True)
 
-    async def _grant(self, link: Link, request: wire.LeaseRequest, snapshot: Snapshot | None) -> Slot | None:
+    async def _grant(
+        self, link: Link, ticket: Ticket, request: wire.LeaseRequest, snapshot: Snapshot | None
+    ) -> Slot | None:
         """Runs to its end whatever becomes of the caller."""
-        state, seat = self._state, link.seat
+        state = self._state
         if snapshot is not None:
             try:
                 await snapshot.bring(link)
             except SandboxError as error:
                 log.warning("snapshot %s could not be brought to %s: %s", snapshot.id, link.container.id, error)
                 snapshot.stays_because = str(error)
-                state.fleet.cancel_reservation(seat)
+                state.fleet.cancel_reservation(ticket)
                 state.serve()
                 return None
         try:
             lease = await link.client.acquire(request)
         except PoolFull as error:
-            state.fleet.refused(seat, free=error.free)
+            state.fleet.refused(ticket, free=error.free_mib)
             link.look(wait=True)
-            if error.free > 0:
+            if error.free_mib >= ticket.mib:
                 await asyncio.sleep(CONTRARY_S)  # it refuses though it says that it has room: not at full speed
             return None
         except SandboxError as error:
             if not error.retryable or (snapshot is not None and _gone(error) and snapshot.places in ([], [link])):
-                state.fleet.cancel_reservation(seat)
+                state.fleet.cancel_reservation(ticket)
                 state.serve()
                 raise
             log.info("container %s gave no lease: %s", link.container.id, error)
-            state.fleet.refused(seat, free=0)
+            state.fleet.refused(ticket, free=0)
             link.look(wait=True)
             return None
         except BaseException:
-            state.fleet.abandon_reservation(seat)
+            state.fleet.abandon_reservation(ticket)
             raise
         if link.gone is not None:
             return None
-        state.fleet.granted(seat)
+        state.fleet.granted(ticket)
         state.counters.leases += 1
-        slot = link.slots[lease.lease_id] = Slot(link, lease, request.trajectory_id)
+        slot = link.slots[lease.lease_id] = Slot(link, lease, request.trajectory_id, request.limits, ticket.mib)
         return slot
 
     async def _in_turn(
         self,
         link: Link,
+        ticket: Ticket,
         request: wire.LeaseRequest,
         snapshot: Snapshot | None,
         before: asyncio.Task[Slot | None] | None,
     ) -> Slot | None:
         """As `_grant`, after the one before: a container's answers come over many connections and overtake each other."""
-        slot = await self._grant(link, request, snapshot)
+        slot = await self._grant(link, ticket, request, snapshot)
         if before is not None and not before.done():
             await asyncio.wait([before], timeout=IN_TURN_S)
         return slot
 
-    async def _finish(self, link: Link, request: wire.LeaseRequest, snapshot: Snapshot | None) -> Slot | None:
+    async def _finish(
+        self, link: Link, ticket: Ticket, request: wire.LeaseRequest, snapshot: Snapshot | None
+    ) -> Slot | None:
         """Turn a reservation into a lease; None: look elsewhere. Cancelled meanwhile, it gives back what it gets."""
         before = self._last.get(link) if snapshot is None else None
-        task = self._state.tasks.spawn(self._in_turn(link, request, snapshot, before), "grant", awaited=True)
+        task = self._state.tasks.spawn(self._in_turn(link, ticket, request, snapshot, before), "grant", awaited=True)
         if snapshot is None:  # one that has to travel first holds nobody up
             self._last[link] = task
             task.add_done_callback(lambda ended: self._forget(link, ended))

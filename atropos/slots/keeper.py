@@ -180,8 +180,8 @@ class Keeper:
         return PoolState(
             containers=self.containers,
             ready=fleet.ready,
-            free=fleet.free,
-            waiting=fleet.waiting,
+            free=fleet.open_slots,
+            waiting=fleet.wanted_slots,
             needed=self._needed(),
             closing=self._closing(),
             late=max(0, self.asked - self._seen) if self._state.now() > self._wanted_at + self._limits.idle_s else 0,

@@ -27,7 +27,7 @@ from atropos.slots.snapshots import Snapshot
 from atropos.slots.state import State
 from atropos.slots.stats import Percentiles, PoolStats
 from atropos.slots.task_owner import Tasks
-from atropos.wire import ImageInfo
+from atropos.wire import ImageInfo, LeaseLimits
 
 log = logging.getLogger("atropos.slots")
 
@@ -198,10 +198,13 @@ class SlotPool:
         network: bool | None = None,
         *,
         image: str | None = None,
+        limits: LeaseLimits | None = None,
         timeout_s: float | None = None,
     ) -> AsyncGenerator[Slot]:
         """A slot for the length of an `async with` block. Arguments and errors as `acquire`."""
-        slot = await self.acquire(trajectory_id, snapshot, base, network, image=image, timeout_s=timeout_s)
+        slot = await self.acquire(
+            trajectory_id, snapshot, base, network, image=image, limits=limits, timeout_s=timeout_s
+        )
         try:
             yield slot
         finally:
@@ -215,6 +218,7 @@ class SlotPool:
         network: bool | None = None,
         *,
         image: str | None = None,
+        limits: LeaseLimits | None = None,
         timeout_s: float | None = None,
     ) -> Slot:
         """Lease a slot; first come, first served. Cancelling leaks nothing: a lease granted late is given back.
@@ -226,11 +230,14 @@ class SlotPool:
             network: whether the slot gets filtered egress; None: as the pool's `allow_network`.
             image: an image as the root file system: `python:3.13-slim`, `oci-archive:FILE` …; prepared first if need be,
                 for which `prepare_timeout_s` is the time.
+            limits: what the slot has instead of the pool's `limits`, up to a whole container; None: those, or the
+                snapshot's.
             timeout_s: None: `acquire_timeout_s`.
 
         Raises:
             AcquireTimeout: no slot came free; says how many containers, slots and waiters there are, and why.
             ImageUnavailable: the image can't be prepared; says which phase failed.
+            LimitTooLarge: no container has so much.
             SlotLost: the snapshot is gone.
             NotSupported, ConfigError: the container can't give what was asked for.
             BackendUnavailable: the pool is not running, or was stopped.
@@ -240,11 +247,15 @@ class SlotPool:
         self._check_request(base, network=wanted)
         if image is not None and base is not None:
             raise ConfigError("base and image: a slot stands on one of them")
+        if limits is None and snapshot is not None:
+            limits = snapshot.limits
+        if limits is not None:
+            self.config.check_room(limits, self.config.slots_per_container)
         source = None if image is None else (await self._images.prepare(image))[0]
         timeout_s = self.config.acquire_timeout_s if timeout_s is None else timeout_s
         try:
             return await self._grants.acquire(
-                trajectory_id, snapshot, base, source, network=wanted, timeout_s=timeout_s
+                trajectory_id, snapshot, base, source, network=wanted, limits=limits, timeout_s=timeout_s
             )
         except TimeoutError:
             self._state.counters.timeouts += 1

@@ -27,7 +27,8 @@ class PoolState:
         ready: of these, the ones whose slots can be leased.
         closing: of these, the ones that take no new leases any more.
         free: slots that can be leased now.
-        waiting: acquires that any container could serve; those bound to a snapshot's container are not among them.
+        waiting: slots that acquires wait for which any container could serve, a large lease counting as several; those
+            bound to a snapshot's container are not among them.
         needed: how many containers reach up to the highest-index one that is in use, or was within `idle_s`.
         late: of these, the ones that are not even starting though nobody has waited for a slot for `idle_s`: the engine has
             no place for them, and they are not waited for any more.

@@ -35,11 +35,17 @@ class Slot:
     have run, `LeaseExpired` after the end of the lease; a command's own failure is a result.
     """
 
-    __slots__ = ("_lease", "_link", "_over", "_releasing", "profile", "trajectory_id")
+    __slots__ = ("_lease", "_link", "_over", "_releasing", "limits", "mib", "profile", "trajectory_id")
 
-    def __init__(self, link: Link, lease: wire.Lease, trajectory_id: str) -> None:
+    def __init__(
+        self, link: Link, lease: wire.Lease, trajectory_id: str, limits: wire.LeaseLimits | None, mib: int
+    ) -> None:
         self._link = link
         self._lease = lease
+        self.limits = limits
+        """What it has instead of the pool's limits."""
+        self.mib = mib
+        """Memory of its container that it takes."""
         self._over: SandboxError | None = None
         self._releasing: asyncio.Task[None] | None = None
         self.trajectory_id = trajectory_id
@@ -124,7 +130,7 @@ class Slot:
         state.counters.releases += 1
         if link.slots.pop(self._lease.lease_id, None) is None:
             return
-        state.fleet.returned(link.seat, clean=clean, now=state.now())
+        state.fleet.returned(link.seat, self.mib, clean=clean, now=state.now())
         if not clean:
             link.look()
         if not link.seat.open:
@@ -299,7 +305,7 @@ class Slot:
             raise
 
     async def _freeze(self) -> Snapshot:
-        return Snapshot(self._link, await self._link.client.snapshot(self._lease))
+        return Snapshot(self._link, await self._link.client.snapshot(self._lease), self.limits)
 
     def end(self, reason: SandboxError) -> None:
         """The lease is over, and why; for the pool alone."""

@@ -18,11 +18,13 @@ class Snapshot:
     It is in one container at first; a fork that lands in another one brings it there, once.
     """
 
-    __slots__ = ("_bringing", "_dropped", "_places", "info", "state", "stays_because")
+    __slots__ = ("_bringing", "_dropped", "_places", "info", "limits", "state", "stays_because")
 
-    def __init__(self, link: Link, info: wire.SnapshotInfo) -> None:
+    def __init__(self, link: Link, info: wire.SnapshotInfo, limits: wire.LeaseLimits | None = None) -> None:
         self.state = link.state
         self.info = info
+        self.limits = limits
+        """Of the slot that it was taken of; forks have them, too, unless their lease says otherwise."""
         self._places: list[Link] = []
         self._bringing: dict[Link, asyncio.Task[None]] = {}
         self._dropped = False
@@ -86,8 +88,8 @@ class Snapshot:
             link.snapshots.add(self)
             link.seat.pins += 1
 
-    def pin(self) -> Seat | None:
-        """The one container where a fork can go; None: any, since the snapshot will be brought there.
+    def pin(self, mib: int) -> Seat | None:
+        """The one container where a fork of this size can go; None: any, since the snapshot will be brought there.
 
         Raises:
             SlotLost: it was dropped, or no container has it any more.
@@ -97,7 +99,7 @@ class Snapshot:
             how = "was dropped" if self._dropped else "is lost: its container is gone"
             raise SlotLost(f"snapshot {self.id} {how}")
         here = [link.seat for link in places if link.seat.open]
-        if ready := next((seat for seat in here if seat.free > 0), None):
+        if ready := next((seat for seat in here if seat.free >= mib and seat.kept_for is None), None):
             return ready
         config = self.state.config
         if self.info.bytes <= config.travel_mib * 1024 * 1024 and config.max_containers > 1 and not self.stays_because:

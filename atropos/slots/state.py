@@ -37,7 +37,7 @@ class State:
         self.backend = backend
         self.client_id = client_id
         self.phase: Literal["new", "starting", "running", "stopping", "stopped"] = "new"
-        self.fleet = Fleet()
+        self.fleet = Fleet(config.limits.memory_mib)
         self.counters = Counters()
         self.tasks = Tasks("pool")
         self.returning: set[asyncio.Task[None]] = set()

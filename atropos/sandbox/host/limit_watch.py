@@ -10,7 +10,7 @@ from atropos.config import SlotLimits
 from atropos.errors import SlotLost
 from atropos.sandbox.host import volumes
 from atropos.sandbox.linux import sockets
-from atropos.sandbox.linux.cgroups import Counts, SlotCgroup
+from atropos.sandbox.linux.slot_cgroup import Counts, SlotCgroup
 from atropos.wire import ExecResult, Limit, ProcListing, ProcState
 
 CLOSING_S = 2.0

@@ -36,6 +36,7 @@ _KINDS = {
     "quiesce": "done",
     "end_leftovers": "done",
     "end_all": "done",
+    "limits": "done",
     "proc_start": "proc_state",
     "proc_read": "proc_state",
     "proc_write": "done",

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
-import json
 import os
 import signal
 import socket
@@ -14,14 +13,14 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from atropos.config import SlotLimits
-from atropos.errors import OutcomeUnknown, SandboxError, SlotLost
+from atropos.errors import NotSupported, OutcomeUnknown, SandboxError, SlotLost
 from atropos.sandbox.contract import Layer, Stopped
 from atropos.sandbox.host import egress_supervisor, skeleton, volumes
 from atropos.sandbox.host.limit_watch import LimitWatch
 from atropos.sandbox.host.runner_link import Channel
 from atropos.sandbox.host.runtime import INSIDE
-from atropos.sandbox.host.spawner_client import Exit
-from atropos.sandbox.linux import cgroups, host_limits, memory_files, sockets, stopped_children
+from atropos.sandbox.host.spawner_client import Exit, child_pid
+from atropos.sandbox.linux import host_limits, memory_files, slot_cgroup, sockets, stopped_children
 from atropos.wire import ExecResult, ImageInfo, Operation, OpResult, ProcListing, ProcState
 
 if TYPE_CHECKING:
@@ -51,7 +50,7 @@ class SlotSandbox:
         host: SlotHost,
         name: str,
         volume: volumes.Volume,
-        cgroup: cgroups.SlotCgroup,
+        cgroup: slot_cgroup.SlotCgroup,
         limits: SlotLimits,
         *,
         network: bool = False,
@@ -179,7 +178,7 @@ class SlotSandbox:
         self._watchdog = self._loop.call_later(LOOK_S, self._look)
 
     def _named(
-        self, result: OpResult | Exception, before: cgroups.Counts | None, call_id: str, *, alone: bool
+        self, result: OpResult | Exception, before: slot_cgroup.Counts | None, call_id: str, *, alone: bool
     ) -> tuple[OpResult | Exception, bool]:
         """A result that says which limit ended its program; and whether leftovers must go before there is room again.
 
@@ -260,6 +259,25 @@ class SlotSandbox:
             status.close()
             os.close(errors)
 
+    def resize(self, limits: SlotLimits) -> None:
+        """Get other limits; see `contract.Sandbox.resize`."""
+        host = self._host
+        if limits.pids > host.config.limits.pids and not host.counts_pids:
+            raise NotSupported("limits.pids: this host has no pids controller, so that slots can't be given more")
+        if self._calls:
+            raise SandboxError(f"slot {self.name} is in use: its size stays")
+        if self._channel is None or self.died.done():
+            raise SlotLost(f"slot {self.name} is gone: {self._why()}")
+        try:
+            self._cgroup.change(limits, slot_cgroup.ceiling(limits, host.config.slots))
+            volumes.resize(self._volume, limits)
+        except OSError as error:
+            raise SandboxError(f"slot {self.name} could not be given its size: {error}") from error
+        self.limits = limits
+        self._watch = LimitWatch(self.name, self._cgroup, self._volume, limits)
+        arguments = {"environment": host.threads(limits), "wall_s": limits.wall_s}
+        self._channel.call("limits", arguments, lambda _: None)
+
     async def stand_on(self, layers: Sequence[Layer], base: str | None = None) -> None:
         """Get another root; see `contract.Sandbox.stand_on`."""
         if self._calls or self._volume.restacked:
@@ -300,7 +318,7 @@ class SlotSandbox:
         """Learn PID 1's pid from bubblewrap, give the runner what it needs, and hear from it."""
         channel = self._channel
         assert channel is not None
-        self.host_pid = await _child_pid(status)
+        self.host_pid = await child_pid(status)
         self._init_fd = _hold(self.host_pid)
         oom_fd = os.open(f"/proc/{self.host_pid}/oom_score_adj", os.O_WRONLY | os.O_CLOEXEC)
         try:
@@ -460,32 +478,6 @@ class SlotSandbox:
 def _said(fd: int) -> str:
     """What bubblewrap wrote before it ended, in one line."""
     return " ".join(memory_files.written(fd).decode(errors="replace").split())
-
-
-async def _child_pid(status: socket.socket) -> int:
-    """The pid of PID 1, from the first line that bubblewrap writes (in pieces).
-
-    Raises:
-        SlotLost: it ended before it had one.
-    """
-    loop = asyncio.get_running_loop()
-    line: asyncio.Future[bytes] = loop.create_future()
-    found = bytearray()
-
-    def readable() -> None:
-        data = status.recv(4096)
-        found.extend(data)
-        if (not data or b"\n" in found) and not line.done():
-            loop.remove_reader(status)
-            line.set_result(bytes(found).split(b"\n", 1)[0])
-
-    loop.add_reader(status, readable)
-    try:
-        return int(json.loads(await line)["child-pid"])
-    except (ValueError, KeyError):
-        raise SlotLost("bubblewrap ended at once") from None
-    finally:
-        loop.remove_reader(status)
 
 
 def _hold(pid: int) -> int:

@@ -19,7 +19,7 @@ from atropos.sandbox.contract import Layer
 from atropos.sandbox.host import bwrap, egress_supervisor, prestart, runtime, skeleton, volumes
 from atropos.sandbox.host.slot import SlotSandbox
 from atropos.sandbox.host.spawner_client import SpawnerClient
-from atropos.sandbox.linux import cgroups, disks, syscalls
+from atropos.sandbox.linux import cgroups, disks, slot_cgroup, syscalls
 from atropos.wire import Feature, ImageInfo
 
 if TYPE_CHECKING:
@@ -143,10 +143,10 @@ class SlotHost:
         unique = f"{next(self._serial)}"
         folder = f"{self._scratch}/slots/{unique}"
         disk = await self._disk_for(unique, probe=limits is not self.config.limits)
-        cgroup: cgroups.SlotCgroup | None = None
+        cgroup: slot_cgroup.SlotCgroup | None = None
         try:
-            most_cores = cgroups.ceiling(limits, self.config.slots)
-            cgroup = cgroups.SlotCgroup(self._entered.cgroups, f"slot{unique}", limits, most_cores)
+            most_cores = slot_cgroup.ceiling(limits, self.config.slots)
+            cgroup = slot_cgroup.SlotCgroup(self._entered.cgroups, f"slot{unique}", limits, most_cores)
             volume = volumes.create(
                 folder,
                 stands_on,
@@ -277,6 +277,15 @@ class SlotHost:
             os.rmdir(base.lower)
         self.store.let_go(base.image.id)
 
+    @property
+    def counts_pids(self) -> bool:
+        """Whether cgroups bound the processes of a slot."""
+        return any("pids" in tree.controllers for tree in self._entered.cgroups.trees)
+
+    def threads(self, limits: SlotLimits) -> dict[str, str]:
+        """The part of the environment that says how many threads to use."""
+        return _threads(limits, self.config.slots)
+
     def restack(self, volume: volumes.Volume, base: str | None, layers: Sequence[Layer]) -> None:
         """Mount another root in a volume's gate; see `volumes.restack`."""
         paths = [layer.path for layer in layers]
@@ -286,14 +295,14 @@ class SlotHost:
         self,
         volume: volumes.Volume,
         base: skeleton.Base,
-        cgroup: cgroups.SlotCgroup,
+        cgroup: slot_cgroup.SlotCgroup,
         limits: SlotLimits,
         *,
         network: bool = False,
     ) -> dict[str, Any]:
         """What the spawner needs to know to start one slot."""
-        counted = any("pids" in tree.controllers for tree in self._entered.cgroups.trees)
-        processes = limits.pids + (64 if counted else 2)
+        # where cgroups count processes, this is the bound of the largest lease that the slot may be given to
+        processes = self.config.slots * limits.pids + 64 if self.counts_pids else limits.pids + 2
         creator = self._creators.pop(0) if self._creators else None
         if creator is not None:
             self._creators.append(creator)  # round and round: reused long after its last slot is gone
@@ -441,12 +450,6 @@ def _sysctl(name: str, default: int) -> int:
 
 def environment(config: ServerConfig) -> dict[str, str]:
     """The environment that every command starts with."""
-    cores = os.cpu_count() or 1
-    quota = config.limits.cpu_quota
-    # what a program should use of the machine, not what it can see of it
-    threads = str(max(1, min(cores, round(quota) if quota is not None else cores // config.slots)))
-    libraries = ("OMP", "OPENBLAS", "MKL", "NUMEXPR", "VECLIB", "BLIS", "RAYON", "JULIA")
-    names = [f"{name}_NUM_THREADS" for name in libraries]
     return {
         "PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
         "HOME": "/root",
@@ -456,6 +459,15 @@ def environment(config: ServerConfig) -> dict[str, str]:
         "TERM": "xterm",
         "LC_CTYPE": "C.UTF-8",
         "PIP_ROOT_USER_ACTION": "ignore",
-        **dict.fromkeys(names, threads),
-        **dict.fromkeys(("POLARS_MAX_THREADS", "GOMAXPROCS", "PYTHON_CPU_COUNT"), threads),
+        **_threads(config.limits, config.slots),
     }
+
+
+def _threads(limits: SlotLimits, slots: int) -> dict[str, str]:
+    """What a program should use of the machine, not what it can see of it."""
+    cores = os.cpu_count() or 1
+    quota = limits.cpu_quota
+    threads = str(max(1, min(cores, round(quota) if quota is not None else cores // slots)))
+    libraries = ("OMP", "OPENBLAS", "MKL", "NUMEXPR", "VECLIB", "BLIS", "RAYON", "JULIA")
+    names = [f"{name}_NUM_THREADS" for name in libraries]
+    return dict.fromkeys([*names, "POLARS_MAX_THREADS", "GOMAXPROCS", "PYTHON_CPU_COUNT"], threads)

@@ -10,7 +10,7 @@ import subprocess
 from dataclasses import dataclass
 from typing import Any
 
-from atropos.errors import SandboxError
+from atropos.errors import SandboxError, SlotLost
 
 
 @dataclass(frozen=True)
@@ -108,3 +108,29 @@ class SpawnerClient:
         except subprocess.TimeoutExpired:
             self._process.kill()
             await asyncio.to_thread(self._process.wait)
+
+
+async def child_pid(status: socket.socket) -> int:
+    """The pid of PID 1, from the first line that bubblewrap writes (in pieces).
+
+    Raises:
+        SlotLost: it ended before it had one.
+    """
+    loop = asyncio.get_running_loop()
+    line: asyncio.Future[bytes] = loop.create_future()
+    found = bytearray()
+
+    def readable() -> None:
+        data = status.recv(4096)
+        found.extend(data)
+        if (not data or b"\n" in found) and not line.done():
+            loop.remove_reader(status)
+            line.set_result(bytes(found).split(b"\n", 1)[0])
+
+    loop.add_reader(status, readable)
+    try:
+        return int(json.loads(await line)["child-pid"])
+    except (ValueError, KeyError):
+        raise SlotLost("bubblewrap ended at once") from None
+    finally:
+        loop.remove_reader(status)

@@ -298,6 +298,18 @@ def _data(volume: Volume, limits: SlotLimits) -> None:
         os.chown(path, 0, 0)
 
 
+def resize(volume: Volume, limits: SlotLimits) -> None:
+    """Change how much fits into a volume in memory; places on disk have one size.
+
+    Raises:
+        OSError: more is in it already.
+    """
+    if volume.disk is None:
+        size, inodes = bounds(limits)
+        flags = syscalls.MS_REMOUNT | _NOSUID_NODEV
+        syscalls.mount(None, volume.folder, None, flags, f"size={size},nr_inodes={inodes}")
+
+
 def bounds(limits: SlotLimits) -> tuple[str, int]:
     """Size and inodes of a tmpfs volume: what is asked for, as far as both together fit into the slot's memory.
 

@@ -14,8 +14,17 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from atropos.config import ServerConfig
-from atropos.errors import BackendUnavailable, LeaseExpired, NotSupported, PoolFull, SandboxError, SlotLost, from_code
+from atropos.config import ServerConfig, SlotLimits
+from atropos.errors import (
+    BackendUnavailable,
+    LeaseExpired,
+    LimitTooLarge,
+    NotSupported,
+    PoolFull,
+    SandboxError,
+    SlotLost,
+    from_code,
+)
 from atropos.sandbox.contract import Host, Layer, Sandbox, Stopped
 from atropos.sandbox.server.clients import Clients
 from atropos.sandbox.server.images import Images
@@ -41,6 +50,8 @@ class LeaseRun:
 
     held: Held
     base: str | None = None
+    limits: SlotLimits | None = None
+    """Its own; None: as every slot's."""
     sandbox: Sandbox | None = None
     lanes: Lanes | None = None
     layers: tuple[Layer, ...] = ()
@@ -65,7 +76,7 @@ class Core:
         self.boot_id = uuid.uuid4().hex
         self.features: Sequence[Feature] = ()
         self.limit_note: str | None = None
-        self.table = LeaseTable(config.slots)
+        self.table = LeaseTable(config.slots, config.limits.memory_mib)
         self.runs: dict[str, LeaseRun] = {}
         self.snapshots = Snapshots(config.max_snapshots, config.max_snapshot_mib * MIB, host.max_layers)
         self.clients = Clients(self)
@@ -125,21 +136,22 @@ class Core:
         """Grant a lease, or tell why not.
 
         Raises:
-            PoolFull: no slot is free for this client now.
-            NotSupported: the server doesn't do what is asked for (base, network).
+            PoolFull: there is no room for this client now.
+            NotSupported: the server doesn't do what is asked for (base, network, limits).
             BackendUnavailable: draining, or no sandbox could be started.
             LeaseExpired: a lease of this id is over.
         """
         base = self._check(request)
-        decision = self.table.grant(request, self.now())
+        decision = self.table.grant(request, self.now(), self.config.room_mib(request.limits))
         if not isinstance(decision, Granted):
             self.counters["leases_refused"] += 1
             if decision.code == PoolFull.code:
-                raise PoolFull(decision.message, free=decision.free)
+                raise PoolFull(decision.message, free_mib=decision.free_mib)
             raise from_code(decision.code, decision.message)
         if decision.new:
             self.idle.clear()
-            run = self.runs[request.lease_id] = LeaseRun(decision.held, base)
+            limits = None if request.limits is None else self.config.limits_of(request.limits)
+            run = self.runs[request.lease_id] = LeaseRun(decision.held, base, limits)
             run.starting = self.spawn(self._start(run))
             self.clients.of(request.client_id)
             if request.ttl_s < 4:
@@ -151,6 +163,11 @@ class Core:
     def _check(self, request: LeaseRequest) -> str | None:
         if request.network and not self.config.allow_network:
             raise NotSupported("network: this server gives no slot a network (allow_network is false)")
+        if request.limits is not None:
+            try:
+                self.config.check_room(request.limits, self.config.slots)
+            except LimitTooLarge as error:
+                raise NotSupported(str(error)) from None
         return self.images.base_of(request)
 
     async def _start(self, run: LeaseRun) -> Lease:
@@ -186,10 +203,20 @@ class Core:
                 raise NotSupported(f"the snapshot stands on base {snapshot.base!r}, not {run.base!r}")
             run.base = snapshot.base
             self._stand_on(run, snapshot)
-            return await self.warm_pool.take_on(START_S, run.layers, snapshot.base, network=request.network)
-        if run.base is not None:
-            return await self.warm_pool.take_on(START_S, (), run.base, network=request.network)
-        return await self.warm_pool.take(START_S, network=request.network)
+        return await self._take(run)
+
+    async def _take(self, run: LeaseRun) -> Sandbox:
+        """A sandbox of the lease's size, on its layers and base."""
+        sandbox = await self.warm_pool.take(START_S, network=run.held.request.network)
+        try:
+            if run.limits is not None:
+                sandbox.resize(run.limits)
+            if run.layers or run.base is not None:
+                await sandbox.stand_on(run.layers, run.base)
+        except BaseException:
+            self.warm_pool.drop(sandbox, "it did not become what was asked for")
+            raise
+        return sandbox
 
     def lease_of(self, held: Held) -> Lease:
         """The lease as its client sees it."""
@@ -281,7 +308,7 @@ class Core:
         """Tell the clients that were refused that asking again is worth it."""
         if self.table.free and not self.table.draining:
             for client_id in self.table.offer(self.now(), self.clients.hears):
-                self.clients.tell(client_id, Capacity(free=self.table.free))
+                self.clients.tell(client_id, Capacity(free_mib=self.table.free_mib))
 
     def _retire(self, run: LeaseRun, detail: str) -> None:
         log.error("slot-%d is retired, its sandbox could not be confirmed gone: %s", run.held.slot, detail)
@@ -376,7 +403,6 @@ class Core:
         assert run.sandbox is not None
         assert run.lanes is not None
         request, old, below = run.held.request, run.sandbox, run.layers
-        base = run.base
         run.sandbox = None  # from here on it is the freeze's to end, and its death is no news
         try:
             layer = await old.freeze(f"layer-{uuid.uuid4().hex[:12]}")
@@ -385,11 +411,11 @@ class Core:
             run.sandbox = old  # so that the end of the lease stops it, or retires the slot
             self.end(run.held, SlotLost.code, f"the snapshot failed, and the workspace with it: {error}")
             raise
-        snapshot = self.snapshots.commit(name, layer, below, request.client_id, base, self.now())
+        snapshot = self.snapshots.commit(name, layer, below, request.client_id, run.base, self.now())
         self._let_go_layers(run)
         self._stand_on(run, snapshot)
         try:
-            sandbox = await self.warm_pool.take_on(START_S, run.layers, base, network=request.network)
+            sandbox = await self._take(run)
         except BaseException as error:
             self.drop_layers(self.snapshots.drop(name))
             self.end(run.held, SlotLost.code, f"the workspace did not start again above its snapshot: {error}")

@@ -110,7 +110,7 @@ class Routes:
         try:
             return await handler(request)
         except SandboxError as error:
-            free = error.free if isinstance(error, PoolFull) else None
+            free = error.free_mib if isinstance(error, PoolFull) else None
             return problem(STATUS.get(error.code, 500), error.code, str(error), free)
         except web.HTTPException as error:
             names = {404: "not_found", 405: "method_not_allowed", 413: "too_large"}
@@ -263,9 +263,9 @@ def answer(model: BaseModel, status: int = 200) -> web.Response:
     )
 
 
-def problem(status: int, code: str, message: str, free: int | None = None) -> web.Response:
+def problem(status: int, code: str, message: str, free_mib: int | None = None) -> web.Response:
     """A refusal."""
-    return answer(Problem(code=code, message=message, free=free), status)
+    return answer(Problem(code=code, message=message, free_mib=free_mib), status)
 
 
 async def _body(request: web.Request, kind: type[M], *, large: bool = False) -> M:

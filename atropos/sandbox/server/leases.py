@@ -3,10 +3,14 @@
 The table is the only authority on a server's leases. Every method takes `now` (seconds of a monotonic clock, so that a
 stepped wall clock changes nothing), decides at once and returns what is to be done; `core` does it.
 
+Room is counted in MiB of the container's memory: every lease takes at least a slot's, a large one more, so that what fits by
+this number alone fits by the number of slots as well.
+
 Fairness between clients that share a container: a refused request is remembered as wanted until a slot comes free, and for
 `WANT_S` seconds from then on, in which its client hears of it and asks again. Slots that come free go to the wanting clients
 in the order (fewest leases, longest wanting), as many as each asked for but no more than its equal share; a client further
 back is refused although a slot is free. So nobody starves, and a client that stopped asking costs the others at most `WANT_S`.
+For a lease of several slots' room what comes free is kept while its client asks again within `LARGE_WANT_S`.
 """
 
 from __future__ import annotations
@@ -20,6 +24,8 @@ from atropos.wire import LeaseRequest
 
 WANT_S = 1.0
 """How long a slot is kept for a refused client after it last asked, or was notified of the slot, in seconds."""
+LARGE_WANT_S = 3.0
+"""The same for a lease larger than a slot, in seconds: longer than a pool's pause before it asks again."""
 MAX_WANTING = 1024
 """Refused clients remembered; beyond that the first is forgotten. Of each, as many requests as there are slots."""
 MAX_ENDED = 4096
@@ -32,6 +38,7 @@ class Held:
 
     request: LeaseRequest
     slot: int
+    mib: int
     epoch: int
     granted_at: float
     renewed_at: float
@@ -85,25 +92,33 @@ class Refused:
 
     code: str
     message: str
-    free: int = 0
+    free_mib: int = 0
+
+
+@dataclass(slots=True)
+class _Request:
+    """A refused request: how much it asked for, and when it was last made, or offered a slot (once)."""
+
+    mib: int
+    last: float
+    keep_s: float
+    offered: bool = False
+
+    def fresh(self, now: float) -> bool:
+        """Whether room is kept for it."""
+        return now - self.last <= self.keep_s
 
 
 @dataclass(slots=True)
 class _Want:
-    """The refused requests of one client, with the time each was last made, or offered a slot (once)."""
+    """The refused requests of one client."""
 
     first: float
-    requests: dict[str, float] = field(default_factory=dict[str, float])
-    offered: set[str] = field(default_factory=set[str])
+    requests: dict[str, _Request] = field(default_factory=dict[str, _Request])
 
-    def fresh(self, now: float) -> int:
-        """How many of them a slot is kept for."""
-        return sum(now - last <= WANT_S for last in self.requests.values())
-
-    def drop(self, lease_id: str) -> None:
-        """Want this no more."""
-        del self.requests[lease_id]
-        self.offered.discard(lease_id)
+    def fresh(self, now: float) -> list[int]:
+        """The sizes for which room is kept."""
+        return [request.mib for request in self.requests.values() if request.fresh(now)]
 
 
 @dataclass(slots=True)
@@ -112,31 +127,52 @@ class LeaseTable:
 
     Args:
         slots: how many slots there are, retired ones included.
+        slot_mib: memory of each.
     """
 
     slots: int
+    slot_mib: int = 1
     draining: str = ""
     held: dict[str, Held] = field(default_factory=dict[str, Held])
     ended: OrderedDict[str, Ended] = field(default_factory=OrderedDict[str, Ended])
-    retired: set[int] = field(default_factory=set[int])
+    retired: dict[int, int] = field(default_factory=dict[int, int])
+    """Their numbers, and the memory that each may still use."""
     epoch: int = 0
+    free_mib: int = 0
+    """Memory that nobody holds and that may be leased."""
     _free: deque[int] = field(default_factory=deque[int])
     _seen: dict[str, float] = field(default_factory=dict[str, float])
     _counts: Counter[str] = field(default_factory=Counter[str])
+    """Leases of each client."""
+    _held_mib: Counter[str] = field(default_factory=Counter[str])
+    """Their memory."""
     _wants: dict[str, _Want] = field(default_factory=dict[str, _Want])
 
     def __post_init__(self) -> None:
         self._free.extend(range(self.slots))
+        self.free_mib = self.slots * self.slot_mib
 
     # ------------------------------------------------------------------------------------------------------- granting
 
     @property
     def free(self) -> int:
-        """Slots that nobody holds and that may be leased."""
-        return len(self._free)
+        """Leases of a slot's own size that there is room for."""
+        return self.free_mib // self.slot_mib
 
-    def grant(self, request: LeaseRequest, now: float) -> Granted | Refused:
-        """Decide a request. Asking again with the same `lease_id` gives the same lease, or says that it is over."""
+    @property
+    def retired_mib(self) -> int:
+        """Memory of the retired slots."""
+        return sum(self.retired.values())
+
+    def grant(self, request: LeaseRequest, now: float, mib: int | None = None) -> Granted | Refused:
+        """Decide a request. Asking again with the same `lease_id` gives the same lease, or says that it is over.
+
+        Args:
+            request: what is asked for.
+            now: the table's clock.
+            mib: memory that the lease takes; None: a slot's.
+        """
+        mib = self.slot_mib if mib is None else mib
         held = self.held.get(request.lease_id)
         if held is not None and held.client_id != request.client_id:
             return Refused("lease_expired", f"lease_id {request.lease_id!r} belongs to another client")
@@ -150,44 +186,46 @@ class LeaseTable:
             return Refused("lease_expired", f"lease {request.lease_id!r} is over; a new lease needs a new lease_id")
         if self.draining:
             return Refused("backend_unavailable", self.draining)
-        if self._kept_from(request.client_id, now) >= len(self._free):
-            self._want(request, now)
-            return Refused("full", self._full_message(), free=0)
+        open_mib = self.free_mib - self._kept_from(request.client_id, now)
+        if mib > open_mib:
+            self._want(request, now, mib)
+            return Refused("full", self._full_message(mib), free_mib=max(0, open_mib))
         self._satisfy(request)
         self.epoch += 1
-        held = Held(request, self._free.popleft(), self.epoch, now, now)
+        held = Held(request, self._free.popleft(), mib, self.epoch, now, now)
         self.held[request.lease_id] = held
+        self.free_mib -= mib
         self._counts[request.client_id] += 1
+        self._held_mib[request.client_id] += mib
         self._seen.setdefault(request.client_id, now)
         return Granted(held, new=True)
 
     def _kept_from(self, client_id: str, now: float) -> int:
-        """How many slots are kept for the wanting clients that come before this one."""
+        """How much memory is kept for the wanting clients that come before this one."""
         for name, want in list(self._wants.items()):
-            for lease_id in [each for each in want.offered if now - want.requests[each] > WANT_S]:
-                want.drop(lease_id)
+            for lease_id in [key for key, each in want.requests.items() if each.offered and not each.fresh(now)]:
+                del want.requests[lease_id]
             if not want.requests:
                 del self._wants[name]
         wanting = {name: fresh for name, want in self._wants.items() if (fresh := want.fresh(now))}
         if not wanting:
             return 0
         sharing = {client_id, *wanting, *(name for name, count in self._counts.items() if count)}
-        share = (self.slots - len(self.retired)) // len(sharing)
+        share = (self.slots * self.slot_mib - self.retired_mib) // len(sharing)
         mine = self._wants.get(client_id)
         rank = (self._counts[client_id], mine.first if mine else now)
         return sum(
-            min(fresh, max(1, share - self._counts[name]))
+            min(sum(fresh), max(*fresh, self.slot_mib, share - self._held_mib[name]))
             for name, fresh in wanting.items()
             if name != client_id and (self._counts[name], self._wants[name].first) < rank
         )
 
-    def _want(self, request: LeaseRequest, now: float) -> None:
+    def _want(self, request: LeaseRequest, now: float, mib: int) -> None:
         want = self._wants.setdefault(request.client_id, _Want(now))
-        if request.lease_id in want.requests:
-            want.drop(request.lease_id)  # it is the latest from now on
-        want.requests[request.lease_id] = now
+        want.requests.pop(request.lease_id, None)  # it is the latest from now on
+        want.requests[request.lease_id] = _Request(mib, now, WANT_S if mib <= self.slot_mib else LARGE_WANT_S)
         if len(want.requests) > self.slots:
-            want.drop(next(iter(want.requests)))
+            del want.requests[next(iter(want.requests))]
         if len(self._wants) > MAX_WANTING:
             del self._wants[next(iter(self._wants))]
 
@@ -195,13 +233,16 @@ class LeaseTable:
         """One request less is wanted: this one, or, asked under a new id, the oldest."""
         want = self._wants.get(request.client_id)
         if want is not None:
-            want.drop(request.lease_id if request.lease_id in want.requests else next(iter(want.requests)))
+            del want.requests[request.lease_id if request.lease_id in want.requests else next(iter(want.requests))]
             if not want.requests:
                 del self._wants[request.client_id]
 
-    def _full_message(self) -> str:
-        kept = f", {len(self._free)} kept for clients with fewer leases" if self._free else ""
-        return f"no free slot: {len(self.held)} leased, {len(self.retired)} retired of {self.slots}{kept}"
+    def _full_message(self, mib: int) -> str:
+        counts = f"{len(self.held)} leased, {len(self.retired)} retired of {self.slots}"
+        if mib > self.slot_mib:
+            return f"no room for {mib} MiB: {self.free_mib} MiB free; {counts}"
+        kept = f", {self.free} kept for clients with fewer leases" if self.free else ""
+        return f"no free slot: {counts}{kept}"
 
     def wanting(self) -> list[str]:
         """The clients that were refused and should hear of a free slot, in the order in which they come."""
@@ -210,9 +251,10 @@ class LeaseTable:
     def offer(self, now: float, hears: Callable[[str], bool]) -> list[str]:
         """A slot came free. Returns `wanting`; for those who can hear of it, however long ago they asked, it is kept a while."""
         for name, want in self._wants.items():
-            if hears(name):
-                want.requests.update(dict.fromkeys(want.requests.keys() - want.offered, now))
-            want.offered.update(want.requests)
+            for request in want.requests.values():
+                if not request.offered and hears(name):
+                    request.last = now
+                request.offered = True
         return self.wanting()
 
     # --------------------------------------------------------------------------------------------------- keeping alive
@@ -229,7 +271,8 @@ class LeaseTable:
             held.renewed_at = min(held.renewed_at, now)
         for want in self._wants.values():
             want.first = min(want.first, now)
-            want.requests = {lease_id: min(last, now) for lease_id, last in want.requests.items()}
+            for request in want.requests.values():
+                request.last = min(request.last, now)
 
     def last_seen(self, client_id: str) -> float | None:
         """When the client last gave a sign of life; None when it is not known."""
@@ -240,7 +283,7 @@ class LeaseTable:
         if not self._counts[client_id]:
             self._seen.pop(client_id, None)
             self._wants.pop(client_id, None)
-            del self._counts[client_id]
+            del self._counts[client_id], self._held_mib[client_id]
 
     def clients(self) -> list[str]:
         """Every client that is remembered."""
@@ -277,10 +320,10 @@ class LeaseTable:
         """Its sandbox is gone (or, not `clean`, could not be confirmed gone: the slot is retired)."""
         del self.held[held.lease_id]
         self._counts[held.client_id] -= 1
+        self._held_mib[held.client_id] -= held.mib
+        self.retired[held.slot] = held.mib
         if clean:
-            self._free.append(held.slot)
-        else:
-            self.retired.add(held.slot)
+            self.restore(held.slot)
         by_server = held.code != "released"
         ended = Ended(
             held.lease_id, held.client_id, held.epoch, held.code, held.message, now, by_server, clean, reset_s
@@ -306,5 +349,5 @@ class LeaseTable:
     def restore(self, slot: int) -> None:
         """A retired slot was confirmed clean after all."""
         if slot in self.retired:
-            self.retired.discard(slot)
+            self.free_mib += self.retired.pop(slot)
             self._free.append(slot)

@@ -12,10 +12,10 @@ import contextlib
 import itertools
 import logging
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from atropos.errors import BackendUnavailable, SandboxError
-from atropos.sandbox.contract import Host, Layer, Sandbox, Stopped
+from atropos.sandbox.contract import Host, Sandbox, Stopped
 
 log = logging.getLogger(__name__)
 RECENT = 16
@@ -84,7 +84,7 @@ class WarmPool:
                 self._starts[task] = network
                 task.add_done_callback(self._over)
             while len(ready) > wanted + RECENT // 4:  # the requests changed: what nobody asks for any more goes
-                self._drop(ready.popleft(), "nobody asks for its kind")
+                self.drop(ready.popleft(), "nobody asks for its kind")
 
     def _wanted(self) -> dict[bool, int]:
         """How many of each kind there should be, by what was asked for of late."""
@@ -105,7 +105,7 @@ class WarmPool:
             sandbox = ready.popleft()
             if not sandbox.died.done():
                 return sandbox
-            self._drop(sandbox, "it died before it was used")
+            self.drop(sandbox, "it died before it was used")
         if self._closed:
             raise BackendUnavailable("the sandbox server is ending")
         future: asyncio.Future[Sandbox] = asyncio.get_running_loop().create_future()
@@ -128,22 +128,17 @@ class WarmPool:
             if not taken and not future.cancel() and not future.cancelled() and future.exception() is None:
                 self._put(future.result(), network=network)  # it came in the moment in which the taker gave up
 
-    async def take_on(
-        self, timeout_s: float, layers: Sequence[Layer], base: str | None, *, network: bool = False
-    ) -> Sandbox:
-        """As `take`, but standing on the layers of a snapshot or on another base than the default one.
+    def drop(self, sandbox: Sandbox, why: str) -> None:
+        """Stop a sandbox that was started ahead and that nobody has used."""
 
-        Raises:
-            BackendUnavailable: none came within the time.
-            SandboxError: it could not be made to stand there.
-        """
-        sandbox = await self.take(timeout_s, network=network)
-        try:
-            await sandbox.stand_on(layers, base)
-        except BaseException:
-            self._drop(sandbox, "it did not get the root that was asked for")
-            raise
-        return sandbox
+        async def end() -> None:
+            log.info("unused sandbox %s is dropped: %s", sandbox.name, why)
+            await stop(sandbox)
+            self.fill()
+
+        task = asyncio.get_running_loop().create_task(end())
+        self._stops.add(task)
+        task.add_done_callback(self._stops.discard)
 
     async def aclose(self) -> list[Stopped]:
         """Stop everything in the pool. Returns what was found of each."""
@@ -225,17 +220,7 @@ class WarmPool:
         for ready in self._ready.values():
             if sandbox in ready:
                 ready.remove(sandbox)
-                self._drop(sandbox, sandbox.died.result())
-
-    def _drop(self, sandbox: Sandbox, why: str) -> None:
-        async def end() -> None:
-            log.info("unused sandbox %s is dropped: %s", sandbox.name, why)
-            await stop(sandbox)
-            self.fill()
-
-        task = asyncio.get_running_loop().create_task(end())
-        self._stops.add(task)
-        task.add_done_callback(self._stops.discard)
+                self.drop(sandbox, sandbox.died.result())
 
 
 async def stop(sandbox: Sandbox) -> Stopped:

@@ -80,9 +80,9 @@ async def test_a_full_server_refuses_and_says_when_a_slot_is_free():
         lease = await client.acquire(request())
         with pytest.raises(PoolFull) as caught:
             await client.acquire(request())
-        assert caught.value.free == 0
+        assert caught.value.free_mib == 0
         await client.release(lease)
-        await until(lambda: told == [1])
+        await until(lambda: told == [1024])
         await client.acquire(request())
 
 

@@ -11,6 +11,8 @@ from atropos.errors import BackendUnavailable, LeaseExpired, PoolFull, SandboxEr
 from atropos.slots import SlotPool, SlotPoolConfig
 from atropos.slots.backends.base import Backend, Container
 
+SLOT_MIB = SlotPoolConfig().limits.memory_mib
+
 
 @dataclass
 class ModelServer:
@@ -58,7 +60,7 @@ class ModelServer:
         if request.snapshot is not None and request.snapshot not in self.snapshots:
             raise SandboxError("no such snapshot")
         if self.free <= 0 or self.draining:
-            raise PoolFull("full", free=0)
+            raise PoolFull("full")
         slot = next(f"s{n}" for n in range(self.slots) if f"s{n}" not in self.holder and f"s{n}" not in self.retired)
         self.epoch += 1
         self.grants += 1
@@ -168,9 +170,11 @@ class ModelClient:
             boot_id=server.name,
             slots=server.slots,
             free=server.free,
+            free_mib=server.free * SLOT_MIB,
             leased=len(server.holder) + server.foreign,
             warming=0,
             retired=len(server.retired),
+            retired_mib=len(server.retired) * SLOT_MIB,
             draining=server.draining,
             clients=1,
             uptime_s=1,

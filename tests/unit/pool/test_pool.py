@@ -17,7 +17,7 @@ from atropos.errors import (
     NotSupported,
     SlotLost,
 )
-from tests.unit.pool.model import model_pool, pool_tasks, settled, until
+from tests.unit.pool.model import SLOT_MIB, model_pool, pool_tasks, settled, until
 
 
 async def test_a_slot_is_leased_used_and_given_back():
@@ -567,7 +567,7 @@ async def test_random_traffic_with_cancellations_and_dying_containers_leaks_noth
         await settled()
         assert backend.held == 0
         assert (pool.stats().leased, pool.stats().waiting) == (0, 0)
-        assert pool.stats().free == sum(link.seat.free for link in pool.links.values())
+        assert pool.stats().free * SLOT_MIB == sum(link.seat.free for link in pool.links.values())
         assert outcomes["ok"] > 100
     assert not pool_tasks()
 

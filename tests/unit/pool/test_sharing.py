@@ -64,7 +64,8 @@ async def test_a_docker_container_that_another_process_is_connected_to_stays_ope
 
 def status(leased: int) -> web.Response:
     found = wire.Status(
-        boot_id="b", slots=1, free=1 - leased, leased=leased, warming=0, retired=0, draining=True, clients=1, uptime_s=1,
+        boot_id="b", slots=1, free=1 - leased, free_mib=1024 * (1 - leased), leased=leased, warming=0, retired=0, retired_mib=0,
+        draining=True, clients=1, uptime_s=1,
         live=("other",), connected=("other",),
     )  # fmt: skip
     return web.json_response(text=found.model_dump_json())

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from pathlib import Path
 
-from atropos.config import ServerConfig
+from atropos.config import ServerConfig, SlotLimits
 from atropos.errors import OutcomeUnknown, SandboxError, SlotLost
 from atropos.sandbox.contract import Layer, Stopped
 from atropos.sandbox.server.serve import Server
@@ -30,6 +30,7 @@ class FakeSandbox:
         self.tasks: dict[str, asyncio.Task[OpResult]] = {}
         self.files: dict[str, bytes] = {}
         self.network = False
+        self.limits: SlotLimits | None = None
         self.order: list[str] = []
         self.stopped: Stopped | None = None
         self.at_once = 0
@@ -110,6 +111,9 @@ class FakeSandbox:
         for future in self.running.values():
             if not future.done():
                 future.set_exception(error)
+
+    def resize(self, limits: SlotLimits) -> None:
+        self.limits = limits
 
     async def stand_on(self, layers: Sequence[Layer], base: str | None = None) -> None:
         await asyncio.sleep(self.host.start_s)

@@ -9,6 +9,7 @@ import pytest
 from atropos.errors import BackendUnavailable, LeaseExpired, NotSupported, PoolFull, SandboxError, SlotLost
 from atropos.sandbox.server.journal import Journal
 from atropos.sandbox.server.lanes import Lanes
+from atropos.sandbox.server.leases import LeaseTable
 from atropos.sandbox.server.upkeep import forget
 from atropos.slots.client import SandboxClient
 from atropos.wire import Exec, OpError, ProcRead, WriteFile
@@ -51,8 +52,7 @@ async def test_sandboxes_that_do_not_start_fail_the_acquire_and_then_the_server(
         for _ in range(2):
             await client.acquire(request())
         host.start_fails = True
-        running.core.table.held.clear()  # only the warm pool is of interest
-        running.core.table._free.extend([0, 1])
+        running.core.table = LeaseTable(2, 1024)  # only the warm pool is of interest
         with pytest.raises(BackendUnavailable, match="no more namespaces"):
             await asyncio.wait_for(client.acquire(request()), 30)
         assert "no more namespaces" in running.core.broken

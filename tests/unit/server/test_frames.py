@@ -41,7 +41,7 @@ SERVER = [
     wire.Fault(call_id="c", code="slot_lost", message="gone"),
     wire.LeaseEnded(lease_id="lease-1", epoch=1, code="x", message="y"),
     wire.Draining(),
-    wire.Capacity(free=2),
+    wire.Capacity(free_mib=2),
 ]
 PIECES = [
     *(b"NaN", b"-Infinity", b"1e999", b"-0", b"9" * 5000, b"1" + b"0" * 400, b"null", b"true", b"[]", b"{}", b'""'),

@@ -136,7 +136,7 @@ async def test_a_full_server_answers_409_with_its_free_count(server, curl):
         await curl.lease(f"lease-000{number}")
     status, raw = await curl("POST", "/v1/leases", {"lease_id": "lease-more", "client_id": "curl"})
     problem = Problem.model_validate_json(raw)
-    assert (status, problem.code, problem.free) == (409, "full", 0)
+    assert (status, problem.code, problem.free_mib) == (409, "full", 0)
 
 
 @pytest.mark.parametrize(

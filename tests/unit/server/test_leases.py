@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from atropos.sandbox.server.leases import MAX_ENDED, WANT_S, Ended, Granted, Held, LeaseTable, Refused
+from atropos.sandbox.server.leases import LARGE_WANT_S, MAX_ENDED, WANT_S, Ended, Granted, Held, LeaseTable, Refused
 from atropos.wire import LeaseRequest
 
 
@@ -90,7 +92,7 @@ def test_a_slot_in_doubt_is_retired_until_it_is_confirmed():
     table = LeaseTable(1)
     lease = held(ask(table, "x"))
     end(table, lease, clean=False)
-    assert (table.free, table.retired) == (0, {0})
+    assert (table.free, set(table.retired)) == (0, {0})
     assert isinstance(ask(table, "y"), Refused)
     table.restore(0)
     table.restore(0)
@@ -203,3 +205,47 @@ def test_clients_that_keep_asking_share_evenly_and_nobody_starves():
                 granted[client] += 1
                 active.append((now + 1.0, decision.held))
     assert min(granted.values()) > 0.25 * max(granted.values()), granted
+
+
+def sized(table: LeaseTable, lease: str, mib: int, client: str = "a", now: float = 0.0) -> Granted | Refused:
+    return table.grant(LeaseRequest(lease_id=f"lease-of-{lease}", client_id=client), now, mib)
+
+
+@given(st.lists(st.tuples(st.sampled_from("abc"), st.sampled_from([10, 10, 10, 15, 25, 40]), st.integers(0, 9))))
+def test_leases_of_different_sizes_never_take_more_than_there_is(steps: list[tuple[str, int, int]]):
+    table = LeaseTable(4, 10)
+    for number, (client, mib, other) in enumerate(steps):
+        decision = sized(table, f"{number:03}", mib, client, now=number / 3)
+        if isinstance(decision, Refused) and table.held:
+            lease = list(table.held.values())[other % len(table.held)]
+            end(table, lease, now=number / 3, clean=other != 9 or len(table.retired) > 2)
+        taken = sum(each.mib for each in table.held.values())
+        assert taken + table.retired_mib + table.free_mib == 40
+        assert min(taken, table.free_mib) >= 0
+        assert len({each.slot for each in table.held.values()} | table.retired.keys()) == len(table.held) + len(
+            table.retired
+        )
+
+
+def test_room_is_kept_for_a_large_lease_while_small_ones_of_others_come_and_go():
+    table = LeaseTable(4, 10)
+    small = [held(sized(table, f"s{n}", 10, "many")) for n in range(4)]
+    now = 0.0
+    for round_ in range(4):
+        assert isinstance(sized(table, f"big{round_}", 40, "one", now), Refused)  # a pool asks under a new id
+        end(table, small[round_], now=now)
+        table.offer(now, lambda _: True)
+        now += 2.0
+        refused = sized(table, f"more{round_}", 10, "many", now - 0.1)
+        assert isinstance(refused, Refused)
+        assert refused.free_mib == 0
+    assert held(sized(table, "big9", 40, "one", now)).mib == 40
+
+
+def test_a_large_lease_whose_client_went_away_costs_the_others_little():
+    table = LeaseTable(4, 10)
+    lease = held(sized(table, "s", 10, "many"))
+    assert isinstance(sized(table, "big", 40, "one"), Refused)
+    assert isinstance(sized(table, "x", 10, "many", LARGE_WANT_S - 0.1), Refused)
+    assert isinstance(sized(table, "x", 10, "many", LARGE_WANT_S + 0.1), Granted)
+    assert lease.mib == 10

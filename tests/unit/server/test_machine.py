@@ -348,7 +348,7 @@ class Machine(RuleBasedStateMachine):
         table = self.core.table
         slots = [held.slot for held in table.held.values()]
         assert len(slots) == len(set(slots))
-        assert not set(slots) & table.retired
+        assert not set(slots) & set(table.retired)
         assert table.free + len(slots) + len(table.retired) == SLOTS
         assert len(table.retired) == self.retired
         assert set(table.held) == {owned.lease.lease_id for owned in self.live()}

@@ -50,6 +50,14 @@ def op_init(call: int, environment: dict[str, str], output_bytes: int, wall_s: f
     link.answer(call, "ready", {"pid": os.getpid()})
 
 
+def op_limits(call: int, environment: dict[str, str], wall_s: float) -> None:
+    """The lease has limits of its own: change these parts of what `op_init` set."""
+    state.environment |= environment
+    state.block = block_of(state.environment)
+    state.wall_s = wall_s
+    link.answer(call, "done", {"count": 0})
+
+
 def ignore_signal(number: int, frame: object) -> None:
     """The handler of SIGCHLD: what it is for is the byte that Python writes to the pipe."""
 
@@ -74,6 +82,7 @@ def main() -> None:
     os.chdir("/")
     OPS.update(
         init=op_init,
+        limits=op_limits,
         exec=op_exec,
         proc_start=op_proc_start,
         proc_read=op_proc_read,

@@ -1,0 +1,212 @@
+"""Leases of different sizes: who gets room where, and what a pool refuses at once."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from atropos.config import SlotLimits
+from atropos.errors import ConfigError, LimitTooLarge
+from atropos.slots import LeaseLimits, SlotPoolConfig
+from atropos.slots.fleet import Fleet, Seat, Ticket
+from atropos.slots.scaling import Limits, PoolState, plan
+from tests.unit.pool.model import model_pool
+
+SLOT = 10
+SIZES = (10, 10, 10, 15, 20, 25, 40)
+
+
+class MixedSizes(RuleBasedStateMachine):
+    """Leases of one slot and of several: nothing is leased twice, and whoever waits longest is not passed for ever."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fleet = Fleet(SLOT)
+        self.made = 0
+        self.seats: list[Seat] = []
+        self.line: list[Ticket] = []
+        self.granted: list[Ticket] = []
+        self.first: Ticket | None = None
+        self.before: list[Ticket] = []  # leases from before the time at which `first` became the longest waiting
+
+    def settle(self) -> None:
+        for ticket in self.fleet.match():
+            self.line.remove(ticket)
+            self.fleet.granted(ticket)
+            self.granted.append(ticket)
+        first = min((t for t in self.line if t.pin is None), key=lambda t: t.seq, default=None)
+        if first is not self.first:
+            self.first, self.before = first, list(self.granted)
+        self.before = [ticket for ticket in self.before if ticket in self.granted]
+
+    @rule(index=st.integers(0, 5), slots=st.integers(1, 4))
+    def join(self, index, slots):
+        self.made += 1
+        seat = Seat(f"c{self.made}", index)
+        self.fleet.join(seat, slots=slots, free=slots * SLOT, now=0)
+        self.seats.append(seat)
+        self.settle()
+
+    @precondition(lambda self: self.seats)
+    @rule(data=st.data(), gone=st.booleans())
+    def close(self, data, gone):
+        seat = data.draw(st.sampled_from(self.seats))
+        stranded = self.fleet.leave(seat) if gone else self.fleet.close(seat)
+        self.line = [ticket for ticket in self.line if ticket not in stranded]
+        assert not any(ticket.pin is seat for ticket in self.line)
+        if gone:
+            self.seats.remove(seat)
+            self.granted = [ticket for ticket in self.granted if ticket.seat is not seat]
+        self.settle()
+
+    @rule(data=st.data(), pinned=st.booleans(), mib=st.sampled_from(SIZES))
+    def ask(self, data, pinned, mib):
+        seats = [s for s in self.seats if s.open and s.capacity >= mib]
+        pin = data.draw(st.sampled_from(seats)) if pinned and seats else None
+        ticket = self.fleet.ticket(pin, mib)
+        self.fleet.ask(ticket)
+        self.line.append(ticket)
+        self.settle()
+
+    @precondition(lambda self: self.line)
+    @rule(data=st.data())
+    def withdraw(self, data):
+        ticket = data.draw(st.sampled_from(self.line))
+        self.fleet.withdraw(ticket)
+        self.line.remove(ticket)
+        self.settle()
+
+    @precondition(lambda self: self.granted)
+    @rule(data=st.data(), clean=st.sampled_from([True, True, True, False]))
+    def give_back(self, data, clean):
+        ticket = data.draw(st.sampled_from(self.granted))
+        self.granted.remove(ticket)
+        self.fleet.returned(ticket.seat, ticket.mib, clean=clean, now=1)
+        self.settle()
+
+    @invariant()
+    def no_container_is_over_committed(self):
+        for seat in self.seats:
+            used = sum(ticket.mib for ticket in self.granted if ticket.seat is seat)
+            assert used == seat.leased_mib
+            assert 0 <= seat.free <= seat.capacity - used - seat.retired_mib
+
+    @invariant()
+    def counts_agree(self):
+        assert self.fleet.free == sum(seat.free // SLOT for seat in self.seats)
+        assert self.fleet.waiting_mib == sum(ticket.mib for ticket in self.line if ticket.pin is None)
+        assert self.fleet.waiting + self.fleet.pinned_waiting == len(self.line)
+        assert self.fleet.reserved == 0
+
+    @invariant()
+    def the_longest_waiting_waits_only_for_leases_from_before_it(self):
+        first = self.first
+        if first is None or any(seat.kept_for is not None and seat.kept_for.pin for seat in self.seats):
+            return
+        roomy = [s for s in self.seats if s.open and s.capacity - s.retired_mib >= first.mib]
+        assert not roomy or self.before, "it was passed by leases that came after it"
+
+    @invariant()
+    def no_room_lies_idle_for_one_slot(self):
+        plain = [ticket for ticket in self.line if ticket.pin is None]
+        if plain and all(ticket.mib <= SLOT for ticket in plain):
+            assert not any(s.open and s.free >= SLOT and s.kept_for is None for s in self.seats)
+
+
+MixedSizes.TestCase.settings = settings(max_examples=200, stateful_step_count=50, deadline=None)
+test_mixed_sizes = MixedSizes.TestCase
+
+
+def test_a_large_lease_is_not_starved_by_small_ones_and_they_go_on_elsewhere():
+    fleet = Fleet(SLOT)
+    one, two = Seat("one", 0), Seat("two", 1)
+    for seat in (one, two):
+        fleet.join(seat, slots=2, free=2 * SLOT, now=0)
+    small = []
+    for _ in range(3):
+        fleet.ask(fleet.ticket())
+        small += fleet.match()
+    for ticket in small:
+        fleet.granted(ticket)
+    large = fleet.ticket(mib=2 * SLOT)
+    fleet.ask(large)
+    assert list(fleet.match()) == []
+    assert two.kept_for is large  # the one with the most room
+    fleet.returned(one, SLOT, clean=True, now=0)
+    fleet.ask(fleet.ticket())
+    assert [ticket.seat for ticket in fleet.match()] == [one]
+    fleet.ask(behind := fleet.ticket())
+    assert list(fleet.match()) == []  # what is free in the kept container is not for it
+    fleet.returned(two, SLOT, clean=True, now=0)
+    assert [(ticket, ticket.seat) for ticket in fleet.match()] == [(large, two)]
+    assert behind.waiting
+
+
+def test_a_large_lease_that_finds_only_scattered_room_makes_the_pool_grow():
+    fleet = Fleet(SLOT)
+    for n in range(4):
+        fleet.join(Seat(f"c{n}", n), slots=2, free=SLOT, now=0)
+    fleet.ask(fleet.ticket(mib=2 * SLOT))
+    assert list(fleet.match()) == []
+    state = PoolState(containers=4, ready=4, free=fleet.open_slots, waiting=fleet.wanted_slots, needed=4)
+    assert (fleet.open_slots, fleet.wanted_slots) == (3, 1)
+    assert plan(state, Limits(1, 8, slots_per_container=2)).target == 4  # what it lacks may come free where it waits
+    fleet.ask(fleet.ticket(mib=2 * SLOT))
+    for ticket in (fleet.ticket(mib=2 * SLOT) for _ in range(3)):
+        fleet.ask(ticket)
+    assert list(fleet.match()) == []
+    state = PoolState(containers=4, ready=4, free=fleet.open_slots, waiting=fleet.wanted_slots, needed=4)
+    assert plan(state, Limits(1, 8, slots_per_container=2)).target > 4
+
+
+@pytest.mark.parametrize(
+    ("asked", "field", "largest"),
+    [
+        (LeaseLimits(memory_mib=401), "memory_mib", 400),
+        (LeaseLimits(pids=101), "pids", 100),
+        (LeaseLimits(disk_mib=401), "disk_mib", 400),
+    ],
+)
+async def test_more_than_a_whole_container_is_refused_at_once_by_name(asked, field, largest):
+    pool, _ = model_pool(slots=4, containers=1, limits=SlotLimits(memory_mib=100, pids=25))
+    async with pool:
+        with pytest.raises(LimitTooLarge, match=rf"limits\.{field}: {largest + 1} asked for.*has {largest}") as caught:
+            await pool.acquire("t", limits=asked)
+    assert isinstance(caught.value, ConfigError)
+    assert (caught.value.field, caught.value.asked, caught.value.largest) == (field, largest + 1, largest)
+
+
+def test_a_lease_takes_its_largest_share_and_no_less_than_a_slot():
+    config = SlotPoolConfig(limits=SlotLimits(memory_mib=100, pids=20))
+    assert config.room_mib(None) == config.room_mib(LeaseLimits()) == 100
+    assert config.room_mib(LeaseLimits(memory_mib=50)) == 100
+    assert config.room_mib(LeaseLimits(memory_mib=250)) == 250
+    assert config.room_mib(LeaseLimits(pids=50)) == 250
+    assert config.room_mib(LeaseLimits(cpu_quota=8, disk_mib=90, wall_s=9)) == 100
+
+
+async def test_a_lease_and_the_forks_of_its_snapshot_ask_for_its_size():
+    pool, backend = model_pool(slots=4, containers=1)
+    async with pool:
+        slot = await pool.acquire("t", limits=LeaseLimits(memory_mib=3000))
+        assert (slot.mib, pool.stats().free, pool.stats().leased) == (3000, 1, 1)
+        waiting = asyncio.create_task(pool.acquire("u", limits=LeaseLimits(memory_mib=2048)))
+        await asyncio.sleep(0.05)
+        behind = asyncio.create_task(pool.acquire("v"))
+        await asyncio.sleep(0.05)
+        assert not behind.done()  # first come, first served: the free slot's room is kept
+        await slot.release()
+        second = await asyncio.wait_for(waiting, 5)
+        snapshot = await second.snapshot()
+        await asyncio.wait_for(behind, 5)
+        await second.release()
+        fork = await pool.acquire("w", snapshot=snapshot)
+        plain = await pool.acquire("x", snapshot=snapshot, limits=LeaseLimits())
+        assert (fork.mib, plain.mib) == (2048, 1024)
+    (server,) = backend.servers.values()
+    asked = [request.limits and request.limits.memory_mib for request in server.requests]
+    assert asked == [3000, 2048, None, 2048, None]
