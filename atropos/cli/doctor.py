@@ -55,7 +55,7 @@ def doctor(
     if slots is not None:
         found += room_for(slots, host_limits.read())
     broken = any(item.needed and not item.ok for item in found)
-    lacking = any(not item.ok and item.name not in ENGINES for item in found)
+    lacking = any(not item.ok and item.name not in OPTIONAL for item in found)
     if as_json:
         typer.echo(json.dumps({"ok": not broken, "findings": [asdict(item) for item in found]}, indent=2))
     else:
@@ -72,7 +72,7 @@ def programs() -> list[Finding]:
         ),
         Finding("kernel", ok=True, needed=True, detail=platform.release()),
     ]
-    for program, package in (("bwrap", "bubblewrap"), ("git", "git")):
+    for program, package, use in (("bwrap", "bubblewrap", ""), ("git", "git", ""), ("skopeo", "skopeo", " for images")):
         where = shutil.which(program)
         findings.append(
             Finding(
@@ -80,7 +80,7 @@ def programs() -> list[Finding]:
                 ok=where is not None,
                 needed=program == "bwrap",
                 detail=where or "not found",
-                fix="" if where else f"install {package} (Debian, Ubuntu: apt-get install {package})",
+                fix="" if where else f"install {package}{use} (Debian, Ubuntu: apt-get install {package})",
             )
         )
     return findings
@@ -148,7 +148,8 @@ async def probe(base: str | None = None) -> Capabilities:
         await server.stop(STOP_LIMIT_S)
 
 
-ENGINES = ("docker", "nomad")
+OPTIONAL = ("docker", "nomad", "skopeo")
+"""What slots on this host's own root do without."""
 
 
 def engines() -> list[Finding]:

@@ -12,6 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
+from atropos.cli.preparing import shown
 from atropos.config import SlotLimits
 from atropos.errors import ConfigError
 
@@ -21,6 +22,7 @@ def execute(
     timeout_s: Annotated[float, typer.Option("--timeout", min=0.001, help="Seconds before it is killed.")] = 60.0,
     backend: Annotated[str, typer.Option(help="local, docker or nomad.")] = "local",
     base: Annotated[str | None, typer.Option(help="A root file system to start from (local backend).")] = None,
+    image: Annotated[str | None, typer.Option(help="An image to start from, as `atropos image prepare` takes.")] = None,
     upload: Annotated[Path | None, typer.Option(help="A file or folder to put into /workspace first.")] = None,
     memory_mib: Annotated[int, typer.Option(help="Memory of the slot in MiB.")] = 1024,
     network: Annotated[bool, typer.Option("--network", help="Allow filtered egress.")] = False,
@@ -41,7 +43,7 @@ def execute(
     stdin = None if sys.stdin.isatty() else sys.stdin.buffer
     data = stdin.read() if stdin is not None and not _is_empty(stdin) else None
     with contextlib.suppress(asyncio.CancelledError):
-        raise typer.Exit(asyncio.run(_run(command, timeout_s, settings, upload, data, as_json=as_json)))
+        raise typer.Exit(asyncio.run(_run(command, timeout_s, settings, image, upload, data, as_json=as_json)))
 
 
 def _is_empty(stream: Any) -> bool:
@@ -53,14 +55,22 @@ def _is_empty(stream: Any) -> bool:
 
 
 async def _run(
-    command: str, timeout_s: float, settings: dict[str, Any], upload: Path | None, stdin: bytes | None, *, as_json: bool
+    command: str,
+    timeout_s: float,
+    settings: dict[str, Any],
+    image: str | None,
+    upload: Path | None,
+    stdin: bytes | None,
+    *,
+    as_json: bool,
 ) -> int:
     from atropos.slots import SlotPool, SlotPoolConfig
 
-    async with (
-        SlotPool(SlotPoolConfig.model_validate(settings)) as pool,
-        pool.lease("atropos-exec") as slot,
-    ):
+    async with SlotPool(SlotPoolConfig.model_validate(settings)) as pool, contextlib.AsyncExitStack() as stack:
+        if image is not None:
+            with shown() as progress_of:
+                await pool.prepare(image, progress=progress_of(image))
+        slot = await stack.enter_async_context(pool.lease("atropos-exec", image=image))
         if upload is not None:
             await slot.upload(upload, "/workspace" if upload.is_dir() else f"/workspace/{upload.name}")
         result = await slot.exec(command, timeout_s=timeout_s, stdin=stdin, split=not as_json)

@@ -1,21 +1,23 @@
-"""`atropos image`: the sandbox image that Docker and Nomad run."""
+"""`atropos image`: build the sandbox image that Docker and Nomad run; prepare images that slots start from."""
 
 from __future__ import annotations
 
+import asyncio
 import subprocess
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
+from atropos.cli.preparing import image_store, shown
 from atropos.errors import ConfigError
 from atropos.slots.backends.assets import asset
 
-image_app = typer.Typer(no_args_is_help=True, help="Build the sandbox image.")
+image_app = typer.Typer(no_args_is_help=True, help="The sandbox image, and images that slots start from.")
 
 
 @image_app.callback()
 def group() -> None:
-    """Build the sandbox image."""
+    """The sandbox image, and images that slots start from."""
 
 
 @image_app.command()
@@ -25,3 +27,30 @@ def build(tag: Annotated[str, typer.Option(help="name of the image")] = "atropos
     if not (script.parents[2] / "atropos" / "sandbox").is_dir():
         raise ConfigError("the image is built from a checkout of the repository: clone it, then run `make image` there")
     raise typer.Exit(subprocess.run(["bash", str(script), tag], check=False).returncode)
+
+
+@image_app.command()
+def prepare(
+    images: Annotated[list[str], typer.Argument(help="python:3.13-slim, oci-archive:FILE, docker-daemon:NAME …")],
+    backend: Annotated[str, typer.Option(help="local, docker or nomad.")] = "local",
+    store: Annotated[str | None, typer.Option(help="Folder of the host that keeps them (local, docker).")] = None,
+    auth_file: Annotated[str | None, typer.Option(help="Registry credentials, as `docker login` writes them.")] = None,
+    insecure_registry: Annotated[list[str] | None, typer.Option(help="HOST:PORT without TLS; again for more.")] = None,
+) -> None:
+    """Pull and unpack images where slots will run, so that the first lease on them begins at once."""
+    if backend == "docker" and store is None:
+        raise ConfigError("--store: without a folder of the host each container keeps its own images, gone with it")
+    settings = {"backend": backend, "image_store": image_store(store, auth_file, insecure_registry)}
+    asyncio.run(_prepare(images, settings))
+
+
+async def _prepare(images: list[str], settings: dict[str, Any]) -> None:
+    from atropos.slots import SlotPool, SlotPoolConfig
+
+    sizes = {"slots_per_container": 1, "min_containers": 1, "max_containers": 1}
+    async with SlotPool(SlotPoolConfig.model_validate(settings | sizes)) as pool:
+        with shown() as progress_of:
+            found = await asyncio.gather(*(pool.prepare(name, progress=progress_of(name)) for name in images))
+    for name, info in zip(images, found, strict=True):
+        if info is not None:
+            typer.echo(f"{name}  {info.id}  {info.bytes / 2**20:,.0f} MiB")

@@ -22,6 +22,8 @@ from atropos.errors import ConfigError
 from atropos.images.reference import ImageSource
 
 CHUNK = 1 << 20
+REF_NAME = "org.opencontainers.image.ref.name"
+"""Annotation that names an image of a layout (OCI image specification, annotations)."""
 
 
 @dataclass(frozen=True)
@@ -86,14 +88,35 @@ def _digest(path: Path) -> str:
 
 def _write_layout(path: Path, file: IO[bytes]) -> None:
     """An OCI layout with one image, in the order of its names so that the same one has the same digest."""
-    if not (path / "index.json").is_file():
-        raise ConfigError(f"image: oci:{path} is no OCI layout: it has no index.json")
+    layout, index = _one_image(path)
     with tarfile.open(fileobj=file, mode="w") as tar:
-        for each in sorted(path.rglob("*")):
-            info = tar.gettarinfo(str(each), str(each.relative_to(path)))
+        for each in sorted(layout.rglob("*")):
+            info = tar.gettarinfo(str(each), str(each.relative_to(layout)))
             info.mtime = 0
             with each.open("rb") if info.isreg() else io.BytesIO() as content:
+                if info.name == "index.json":
+                    info.size, content = len(index), io.BytesIO(index)
                 tar.addfile(info, content)
+
+
+def _one_image(path: Path) -> tuple[Path, bytes]:
+    """The folder of `FOLDER` or `FOLDER:NAME`, and its index with that image alone."""
+    folder, name = path, None
+    if not path.is_dir() and ":" in path.name:
+        folder, name = path.with_name(path.name.rpartition(":")[0]), path.name.rpartition(":")[2]
+    file = folder / "index.json"
+    if not file.is_file():
+        raise ConfigError(f"image: oci:{path} is no OCI layout: it has no index.json")
+    try:
+        index = json.loads(file.read_bytes())
+        images = [(each.get("annotations", {}).get(REF_NAME), each) for each in index["manifests"]]
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(f"image: {file} is no index of an OCI layout: {error!r:.200}") from None
+    found = [image for called, image in images if name in {None, called}]
+    if len(found) != 1:
+        names = ", ".join(sorted(called for called, _ in images if called)) or "none has a name"
+        raise ConfigError(f"image: oci:{path}: say which image of the layout by oci:FOLDER:NAME; there are: {names}")
+    return folder, json.dumps(index | {"manifests": found}).encode()
 
 
 def _write_folder(path: Path, file: IO[bytes]) -> None:

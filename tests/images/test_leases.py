@@ -1,6 +1,7 @@
 """Slots that stand on images: any image, as its configuration says, shared and reset like every other slot."""
 
 import asyncio
+import json
 import os
 import shutil
 import subprocess
@@ -76,6 +77,25 @@ async def test_commands_run_as_the_images_user_unless_they_name_one(tmp_path):
     async with pool_for(tmp_path) as pool, pool.lease("one", image=f"oci:{tmp_path}/layout") as slot:
         assert (await slot.exec("id -u; echo $HOME")).output == "1000\n/srv/app\n"
         assert (await slot.exec("id -u", user="root")).output == "0\n"
+
+
+async def test_a_layout_of_several_images_is_asked_for_by_name(tmp_path):
+    at = tmp_path / "layout"
+    indexes = []
+    for name in ("first", "second"):
+        busybox_image(at, name)
+        index = json.loads((at / "index.json").read_text())
+        index["manifests"][0]["annotations"]["org.opencontainers.image.ref.name"] = name
+        indexes.append(index)
+    both = indexes[0] | {"manifests": [index["manifests"][0] for index in indexes]}
+    (at / "index.json").write_text(json.dumps(both))
+    async with pool_for(tmp_path) as pool:
+        for name in ("second", "first"):
+            async with pool.lease(name, image=f"oci:{at}:{name}") as slot:
+                assert (await slot.exec("cat text")).output == name
+        for wrong in (str(at), f"{at}:third"):
+            with pytest.raises(ConfigError, match="there are: first, second"):
+                await pool.prepare(f"oci:{wrong}")
 
 
 async def test_snapshots_and_forks_stand_on_the_image_too(tmp_path, images):

@@ -1,0 +1,48 @@
+"""How far images are prepared, on stderr: bars on a terminal, a line for each phase elsewhere."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Generator, Sequence
+from typing import Any
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextColumn
+
+from atropos.slots.images import Progress as Report
+from atropos.wire import ImageState
+
+
+def image_store(folder: str | None, auth_file: str | None, insecure: Sequence[str] | None) -> dict[str, Any]:
+    """`SlotPoolConfig.image_store` from the options of a command."""
+    given = {"folder": folder, "auth_file": auth_file, "insecure_registries": tuple(insecure or ())}
+    return {name: value for name, value in given.items() if value}
+
+
+@contextlib.contextmanager
+def shown() -> Generator[Callable[[str], Report]]:
+    """Gives, for an image's name, the callback for `SlotPool.prepare`."""
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.fields[image]}"), TextColumn("{task.description}"), BarColumn(), TaskProgressColumn())
+    with Progress(*columns, console=console, disable=not console.is_terminal) as bars:
+
+        def of(image: str) -> Report:
+            rows: dict[str, TaskID] = {}
+            printed: dict[str, str] = {}
+
+            def report(container: str, state: ImageState) -> None:
+                if console.is_terminal:
+                    row = rows.get(container)
+                    if row is None:
+                        row = rows[container] = bars.add_task("", total=1.0, image=escape(image))
+                    done = 1.0 if state.phase == "ready" else state.done or 0.0
+                    bars.update(row, description=state.phase, completed=done)
+                elif printed.get(container) != state.phase:
+                    printed[container] = state.phase
+                    typer.echo(f"{image}: {state.phase}", err=True)
+
+            return report
+
+        yield of

@@ -1,0 +1,44 @@
+"""`atropos image prepare` and `atropos exec --image`, as a user types them."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests.images.test_leases import busybox_image
+
+pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="owners of files need root")
+
+
+def atropos(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "atropos.cli", *arguments]
+    return subprocess.run(command, check=False, capture_output=True, text=True, timeout=120)
+
+
+def test_an_image_is_prepared_once_and_a_command_runs_on_it(tmp_path, images):
+    image_id = busybox_image(tmp_path / "layout")
+    images.push(tmp_path / "layout", "busy:1")
+    name, store = f"{images.host}/busy:1", str(tmp_path / "store")
+    done = atropos("image", "prepare", name, "--store", store, "--insecure-registry", images.host)
+    assert (done.returncode, done.stdout.split()[:2]) == (0, [name, image_id]), done.stderr
+    assert f"{name}: ready" in done.stderr
+    again = atropos("image", "prepare", name, "--store", store)  # nothing is asked of the registry
+    assert (again.returncode, "pulling" in again.stderr) == (0, False), again.stderr
+    ran = atropos("exec", "cat text; pwd", "--image", f"oci:{tmp_path}/layout:image")
+    assert (ran.returncode, ran.stdout) == (0, "hello/srv/app\n"), ran.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["image", "prepare", "x", "--backend", "docker"], "--store"),
+        (["image", "prepare", "oci-archive:/no/such.tar"], "/no/such.tar"),
+        (["exec", "true", "--image", "Not An Image"], "Not An Image"),
+    ],
+)
+def test_what_is_wrong_is_one_line_that_names_it(arguments, said):
+    done = atropos(*arguments)
+    assert done.returncode not in {0, 1}
+    assert said in done.stderr
+    assert "Traceback" not in done.stderr
