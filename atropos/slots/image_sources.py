@@ -93,9 +93,11 @@ def _write_layout(path: Path, file: IO[bytes]) -> None:
         for each in sorted(layout.rglob("*")):
             info = tar.gettarinfo(str(each), str(each.relative_to(layout)))
             info.mtime = 0
+            if info.name == "index.json":
+                info.size = len(index)
+                tar.addfile(info, io.BytesIO(index))
+                continue
             with each.open("rb") if info.isreg() else io.BytesIO() as content:
-                if info.name == "index.json":
-                    info.size, content = len(index), io.BytesIO(index)
                 tar.addfile(info, content)
 
 

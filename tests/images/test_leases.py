@@ -80,15 +80,13 @@ async def test_commands_run_as_the_images_user_unless_they_name_one(tmp_path):
 
 
 async def test_a_layout_of_several_images_is_asked_for_by_name(tmp_path):
-    at = tmp_path / "layout"
-    indexes = []
+    at, manifests = tmp_path / "layout", []
     for name in ("first", "second"):
-        busybox_image(at, name)
-        index = json.loads((at / "index.json").read_text())
-        index["manifests"][0]["annotations"]["org.opencontainers.image.ref.name"] = name
-        indexes.append(index)
-    both = indexes[0] | {"manifests": [index["manifests"][0] for index in indexes]}
-    (at / "index.json").write_text(json.dumps(both))
+        busybox_image(tmp_path / name, name)
+        index = json.loads((tmp_path / name / "index.json").read_text())
+        manifests.append(index["manifests"][0] | {"annotations": {"org.opencontainers.image.ref.name": name}})
+        shutil.copytree(tmp_path / name, at, dirs_exist_ok=True)
+    (at / "index.json").write_text(json.dumps(index | {"manifests": manifests}))
     async with pool_for(tmp_path) as pool:
         for name in ("second", "first"):
             async with pool.lease(name, image=f"oci:{at}:{name}") as slot:
