@@ -86,13 +86,19 @@ class Untar(Message):
     op: Literal["untar"] = "untar"
     path: str
     data: bytes
+    owners: bool = Field(default=False, description="give members the uid and gid that the archive names; else root's")
 
 
 class Tar(Message):
-    """Pack a file or folder as an uncompressed tar archive of at most `max_bytes`."""
+    """Pack a file or folder as an uncompressed tar archive of at most `max_bytes`.
+
+    With `offset`, as much of it from there as `max_bytes` allows; a result whose size is more than where its data end
+    says that there is more.
+    """
 
     op: Literal["tar"] = "tar"
     path: str
+    offset: int | None = Field(default=None, ge=0)
     max_bytes: int = Field(default=MAX_FILE_BYTES, gt=0, le=MAX_FILE_BYTES)
 
 
@@ -428,9 +434,12 @@ class LeaseRequest(Message):
 class ImageInfo(Message):
     """An unpacked image, and what its configuration says of the commands in it."""
 
-    id: str = Field(pattern=r"^[0-9a-f]{64}$", description="SHA-256 of its configuration")
+    id: str = Field(pattern=r"^[0-9a-f]{64}$", description="SHA-256 of its configuration, or of how it was built")
     source: str = Field(description="the source it was first pulled from")
     bytes: int = Field(description="what its files take")
+    parent: str | None = Field(
+        default=None, description="id of the image that it is a layer of, or atropos-base:NAME; None: it is whole"
+    )
     env: dict[str, str] = Field(default_factory=dict)
     workdir: str | None = None
     user: str | None = None
@@ -455,6 +464,12 @@ class ImageRequest(Message):
 
     source: str = Field(min_length=1, max_length=1000)
     wait_s: float = Field(default=0, ge=0, le=60, description="answer when it is ready or failed, or after this time")
+
+
+class KeepRequest(Message):
+    """POST /v1/snapshots/{id}/image: keep a snapshot as an image, on what its lease stood on."""
+
+    key: str = Field(pattern=r"^[0-9a-f]{64}$", description="what it was made of and how; names it: atropos-build:KEY")
 
 
 class ImageState(Message):

@@ -10,6 +10,7 @@ at fault, and the group is dropped. `--env.verifier_failure` says `drop` or `zer
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 from dataclasses import replace
@@ -25,10 +26,11 @@ from atropos.envs.sandbox_env import ExecTool, Member
 from atropos.errors import ConfigError
 from atropos.slots import Slot, Snapshot
 from atropos.tasks import workspace
-from atropos.tasks.carry import VerifierFailed
+from atropos.tasks.carry import TaskBroken, VerifierFailed
 from atropos.tasks.datasets import dataset_folders
 from atropos.tasks.folder import Task, TaskSet, read_folders, read_tasks
 from atropos.tasks.limits import STAND_INS, Fit, Policy, Room, fit
+from atropos.tasks.prepare import TaskImages
 
 _log = logging.getLogger(__name__)
 
@@ -48,7 +50,7 @@ class TaskEnvConfig(DatasetEnvConfig):
     task_names: Names = Field(default_factory=list[str], description="patterns of the tasks to run; empty: all")
     task_images: Names = Field(
         default_factory=lambda: list(STAND_INS),
-        description="patterns of Dockerfile images that the slots' base stands in for",
+        description="patterns of images that the slots' base stands in for; all others are pulled",
     )
     skip_bad_tasks: bool = Field(
         default=False, description="leave out tasks that can't be used, naming each, and go on"
@@ -86,6 +88,32 @@ class TaskEnv(DatasetEnv):
         self.items: list[Task] = tasks
         self._from: dict[str, Snapshot | None] = {}
         self._sound: dict[str, bool] = {}
+        self._images: TaskImages | None = None
+
+    async def setup_agent_env(self) -> None:
+        """Pull what the tasks name, before any of them runs.
+
+        Raises:
+            ConfigError: an image can't be had and `skip_bad_tasks` is off, or no task is left.
+        """
+        outcomes = await asyncio.gather(*(self._task_images.pull(item) for item in self.items), return_exceptions=True)
+        refused: dict[str, str] = {}
+        usable: list[Task] = []
+        for item, outcome in zip(self.items, outcomes, strict=True):
+            if isinstance(outcome, TaskBroken):
+                refused[item.name] = str(outcome)
+            elif isinstance(outcome, BaseException):
+                raise outcome
+            else:
+                usable.append(outcome)
+        chosen = TaskSet(tuple(usable), refused)
+        if not self.config.skip_bad_tasks:
+            chosen.check()
+        for name, reason in refused.items():
+            _log.warning("task %s is left out: %s", name, reason)
+        if not usable:
+            raise ConfigError("tasks_path: the image of no task can be had; see the log for each")
+        self.items = usable
 
     def build_task(self, item: Task) -> str:
         """The task's instruction, as it is."""
@@ -183,19 +211,21 @@ class TaskEnv(DatasetEnv):
         return await self._built(item, trajectory_id)
 
     async def _built(self, item: Task, trajectory_id: str) -> Slot:
-        """The trajectory's slot with the task's workspace."""
-
-        async def fresh() -> Slot:
-            await self.executor.release_trajectory(trajectory_id)
-            return await self._slot(item, trajectory_id)
-
-        return await workspace.build(await self._slot(item, trajectory_id), item, fresh=fresh)
-
-    async def _slot(self, item: Task, trajectory_id: str) -> Slot:
-        """A slot with no more network than the task allows."""
+        """The trajectory's slot with the task's workspace, and no more network than the task allows."""
+        prepared = await self._task_images.prepare(item)
         network = False if item.network == "no-network" else None
-        slot: Slot = await self.executor.slot(trajectory_id, network=network)
+        slot: Slot = await self.executor.slot(trajectory_id, network=network, image=prepared.image)
+        await workspace.enter(slot, prepared.task)
         return slot
+
+    @property
+    def _task_images(self) -> TaskImages:
+        pool = self.backend.pool
+        if pool is None:
+            raise RuntimeError("the tool backend is not running")
+        if self._images is None or self._images.pool is not pool:
+            self._images = TaskImages(pool, self.config.task_images)
+        return self._images
 
 
 def _room(config: TaskEnvConfig) -> Room:

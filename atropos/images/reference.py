@@ -8,8 +8,14 @@ from typing import Literal, Self, cast
 
 from atropos.errors import ConfigError
 
-Transport = Literal["docker", "oci", "oci-archive", "docker-archive", "docker-daemon", "dir"]
-TRANSPORTS = ("docker", "oci", "oci-archive", "docker-archive", "docker-daemon", "dir")
+Transport = Literal[
+    "docker", "oci", "oci-archive", "docker-archive", "docker-daemon", "dir", "atropos-base", "atropos-build"
+]
+TRANSPORTS = ("docker", "oci", "oci-archive", "docker-archive", "docker-daemon", "dir", "atropos-base", "atropos-build")
+SERVERS_OWN = ("docker", "atropos-base", "atropos-build")
+"""What a sandbox server finds by itself; the others are read on the machine of the pool's owner."""
+POOL_BASE = "atropos-base:default"
+"""The root file system that slots start from where nothing else is named."""
 _DIGEST = re.compile(r"^sha256:[0-9a-f]{64}$")
 _PART = r"[a-z0-9]+(?:(?:\.|_|__|-+)[a-z0-9]+)*"
 _NAME = re.compile(
@@ -24,8 +30,9 @@ class ImageSource:
     """Where an image comes from.
 
     Attributes:
-        transport: `docker` is a registry; the others are found on the machine of the pool's owner.
-        name: a full name with host and tag or digest, or a path.
+        transport: `docker` is a registry, `atropos-base` a base of the server, `atropos-build` what was built from an
+            image step by step; the others are found on the machine of the pool's owner.
+        name: a full name with host and tag or digest, a path, a base's name, or the key of a build.
     """
 
     transport: Transport
@@ -62,7 +69,7 @@ def _full_name(name: str) -> str:
     if match is None:
         raise ConfigError(
             f"image: {name!r:.200} is not a name of an image; NAME[:TAG][@sha256:DIGEST], HOST/NAME:TAG, or one of "
-            f"{', '.join(f'{each}:' for each in TRANSPORTS[1:])} and a path"
+            f"{', '.join(f'{each}:' for each in TRANSPORTS if each not in SERVERS_OWN)} and a path"
         )
     host, path = match["host"], match["path"]
     if host is not None and not ("." in host or ":" in host or host == "localhost"):

@@ -1,7 +1,8 @@
 """The images of one host, unpacked: each once, shared read-only by every sandbox server that uses the folder.
 
     names/HASH        what a source last meant: one line, the image's id
-    trees/ID/         image.json (`ImageInfo`) and rootfs/; there from the moment in which it is whole
+    trees/ID/         image.json (`ImageInfo`) and rootfs/; there from the moment in which it is whole. Of a built image
+                      rootfs/ is one layer, as overlay keeps it, to be stacked on its parent
     work/RANDOM/      what is being pulled or unpacked; locked by its maker, and removed by whoever finds it unlocked
     locks/NAME        who pulls a source or unpacks an image
 
@@ -33,6 +34,7 @@ from atropos.images.layout import MAX_JSON_BYTES, Pulled, image_info, read_layou
 from atropos.images.reference import ImageSource, check_digest
 from atropos.wire import ImageInfo
 
+BASE = "atropos-base:"
 POLL_S = 0.2
 MAX_MEMBERS = 2_000_000
 UNPACKED_RATIO = 3
@@ -55,7 +57,8 @@ class ImageStore:
         self._settings = settings
         self._root = Path(folder)
         self._ids = ids
-        self._held: dict[str, int] = {}
+        self._held: dict[str, tuple[int, int]] = {}
+        """Of images in use: the descriptor that locks it, and how many use it."""
         for name in ("names", "trees", "work", "locks"):
             self._root.joinpath(name).mkdir(exist_ok=True)
         self._sweep()
@@ -89,7 +92,8 @@ class ImageStore:
             ImageUnavailable: it has just been removed.
         """
         tree = self._root / "trees" / image.id
-        if image.id not in self._held:
+        fd, uses = self._held.get(image.id, (-1, 0))
+        if not uses:
             try:
                 fd = os.open(tree, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             except OSError as error:
@@ -98,16 +102,32 @@ class ImageStore:
             if not _is_still(tree, fd):
                 os.close(fd)
                 raise ImageUnavailable(f"image {image.source}: it is no longer in the store")
-            self._held[image.id] = fd
+        self._held[image.id] = fd, uses + 1
         with contextlib.suppress(OSError):
             os.utime(tree)
         return str(tree / "rootfs")
 
     def let_go(self, image_id: str) -> None:
-        """No slot of this server stands on the image any more."""
-        fd = self._held.pop(image_id, None)
-        if fd is not None:
+        """The opposite of one `hold`."""
+        fd, uses = self._held.pop(image_id, (-1, 0))
+        if uses > 1:
+            self._held[image_id] = fd, uses - 1
+        elif uses:
             os.close(fd)
+
+    def chain(self, image: ImageInfo) -> list[ImageInfo]:
+        """An image and those that it was built on, topmost first; the last one is whole, or stands on a server's base.
+
+        Raises:
+            ImageUnavailable: one of them was removed.
+        """
+        found = [image]
+        while (parent := found[-1].parent) is not None and not parent.startswith(BASE):
+            below = self.find(parent)
+            if below is None:
+                raise ImageUnavailable(f"image {image.source}: what it was built on is no longer in the store")
+            found.append(below)
+        return found
 
     # ------------------------------------------------------------------------------------------------------- preparing
 
@@ -190,6 +210,36 @@ class ImageStore:
             (tree / "image.json").write_text(image.model_dump_json(), encoding="utf-8")
             shutil.rmtree(work / "layout", ignore_errors=True)
             os.rename(tree, self._root / "trees" / pulled.id)
+            return image
+
+    async def keep(self, key: str, parent: str, layer: str, size: int) -> ImageInfo:
+        """Keep a frozen layer as an image; under a key that is here already, the one that is here.
+
+        Args:
+            key: names it: SHA-256 of what it was made of and how.
+            parent: id of the image that the layer is stacked on, or a base's source.
+            layer: a folder as overlay keeps it, which nothing changes.
+            size: its bytes.
+
+        Raises:
+            ImageUnavailable: there is no room.
+        """
+        source = f"atropos-build:{key}"
+        async with self._locked(f"image-{key}", lambda _phase, _done: None), self._work() as work:
+            there = self.known(source)
+            if there is not None:
+                return there
+            room = await asyncio.to_thread(self.make_room, size)
+            if room < size:
+                raise ImageUnavailable(f"image {source}: {size >> 20} MiB, and the store has room for {room >> 20}")
+            tree = work / "tree"
+            tree.mkdir()
+            copy = ["cp", "-a", "--preserve=all", "--sparse=auto", "--", layer, str(tree / "rootfs")]
+            await self._run(copy, f"image {source}: keeping", deadline_s=self._settings.unpack_timeout_s)
+            image = ImageInfo(id=key, source=source, bytes=size, parent=parent)
+            (tree / "image.json").write_text(image.model_dump_json(), encoding="utf-8")
+            os.rename(tree, self._root / "trees" / key)
+            _write_whole(self._root / "names" / _hash(source), key.encode())
             return image
 
     # -------------------------------------------------------------------------------------------------------- programs
@@ -378,9 +428,12 @@ class ImageStore:
     def _info(self, image_id: str) -> ImageInfo | None:
         try:
             text = (self._root / "trees" / image_id / "image.json").read_text(encoding="utf-8")
-            return ImageInfo.model_validate_json(text)
+            image = ImageInfo.model_validate_json(text)
         except (OSError, ValueError):
             return None
+        parent = image.parent
+        whole = parent is None or parent.startswith(BASE) or self._info(parent) is not None
+        return image if whole else None
 
 
 def _registries(settings: ImageStoreSettings) -> str:

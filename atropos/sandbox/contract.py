@@ -128,6 +128,14 @@ class Host(Protocol):
         """Make an image a base of this name; it stays until `drop_base`."""
         ...
 
+    def base_image(self, source: str) -> ImageInfo:
+        """A base of the server (`atropos-base:NAME`) as what images are built on.
+
+        Raises:
+            NotSupported: there is no such base.
+        """
+        ...
+
     def drop_base(self, name: str) -> None:
         """Forget a base that `add_base` made, and on which nothing stands."""
         ...

@@ -34,6 +34,7 @@ from atropos.wire import (
     ImageInfo,
     ImageRequest,
     ImageState,
+    KeepRequest,
     Lease,
     LeaseEnded,
     LeaseRequest,
@@ -309,6 +310,27 @@ class SandboxClient:
         request = SnapshotRequest(snapshot_id=f"snap-{uuid.uuid4().hex}", epoch=lease.epoch)
         path = f"/v1/leases/{lease.lease_id}/snapshot"
         return await self._ask("POST", path, SnapshotInfo, request, patient=True)  # the calls before it may take long
+
+    async def keep(self, snapshot_id: str, key: str) -> ImageInfo:
+        """Keep a snapshot as an image of the server's host, named `atropos-build:KEY`.
+
+        Raises:
+            ImageUnavailable: there is no room.
+            NotSupported: it has several layers.
+        """
+        path = f"/v1/snapshots/{snapshot_id}/image"
+        return await self._ask("POST", path, ImageInfo, KeepRequest(key=key), patient=True)
+
+    async def find_image(self, source: str) -> ImageInfo | None:
+        """What a source means on the server's host, where that is known without preparing anything.
+
+        Args:
+            source: of the server's own: `atropos-base:NAME` or `atropos-build:KEY`.
+        """
+        try:
+            return (await self._ask("POST", "/v1/images", ImageState, ImageRequest(source=source))).image
+        except NotSupported:
+            return None
 
     async def prepare(
         self,

@@ -64,6 +64,14 @@ class ContainerClient(Protocol):
         """Have the server pull and unpack an image."""
         ...
 
+    async def keep(self, snapshot_id: str, key: str) -> wire.ImageInfo:
+        """Keep a snapshot as an image of the container's host."""
+        ...
+
+    async def find_image(self, source: str) -> wire.ImageInfo | None:
+        """What a source of the server's own means on its host; None where it isn't there."""
+        ...
+
     async def drop_snapshot(self, snapshot_id: str) -> None:
         """Forget a frozen slot."""
         ...

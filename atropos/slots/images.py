@@ -11,7 +11,7 @@ import logging
 from collections.abc import Callable
 
 from atropos.errors import ImageUnavailable, SlotLost
-from atropos.images.reference import ImageSource
+from atropos.images.reference import SERVERS_OWN, ImageSource
 from atropos.slots.container_link import Link
 from atropos.slots.image_sources import Archive, archive_of
 from atropos.slots.state import State
@@ -47,7 +47,7 @@ class PoolImages:
             ImageUnavailable: no container could prepare it, or not within `prepare_timeout_s`; says which phase failed.
         """
         source = ImageSource.parse(image)
-        archive = None if source.transport == "docker" else await self._archive(source)
+        archive = None if source.transport in SERVERS_OWN else await self._archive(source)
         name = str(source) if archive is None else archive.source
         self._tasks = {key: task for key, task in self._tasks.items() if key[0].gone is None}
         wanted = [link for link in self._links.values() if link.seat.open]
@@ -62,6 +62,13 @@ class PoolImages:
         for error in errors:
             log.warning("not every container has the image: %s", error)
         return name, next(task.result() for task in tasks if task.exception() is None)
+
+    async def find(self, source: str) -> ImageInfo | None:
+        """What a source of the servers' own means, in the first container that has it."""
+        for link in [link for link in self._links.values() if link.seat.open]:
+            if (found := await link.client.find_image(source)) is not None:
+                return found
+        return None
 
     def _task(
         self, link: Link, name: str, archive: Archive | None, progress: Progress | None

@@ -281,6 +281,11 @@ class SlotPool:
         self._state.require_running()
         return (await self._images.prepare(image, progress))[1]
 
+    async def find_built(self, key: str) -> ImageInfo | None:
+        """What `Slot.keep` kept under a key, if a host of the pool's containers has it."""
+        self._state.require_running()
+        return await self._images.find(f"atropos-build:{key}")
+
     def bound_frames(self, max_batch_size: int) -> None:
         """Change the most calls in a frame, on every connection there is and will be.
 

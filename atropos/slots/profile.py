@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import posixpath
-import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -47,8 +46,8 @@ class Profile:
             clean = isinstance(operation, wire.Exec) and operation.clean_env
             own = operation.user is not None  # a command's own user: the slot's runner sets its variables
             env = operation.env if clean else {**({} if own else self.identity), **self.env, **operation.env}
-            command = operation.command if own or self.user is None else as_user(operation.command, self.user)
-            changes = {"workdir": self.path(operation.workdir), "env": env, "command": command}
+            account = None if self.user is None else f"{self.user.uid}:{self.user.gid}"
+            changes = {"workdir": self.path(operation.workdir), "env": env, "user": operation.user or account}
             return operation.model_copy(update=changes)
         if isinstance(operation, wire.ReadFile | wire.WriteFile | wire.Search | wire.Untar | wire.Tar):
             return operation.model_copy(update={"path": self.path(operation.path)})
@@ -63,10 +62,3 @@ class Profile:
 
 PLAIN = Profile()
 """A slot as the pool gives it."""
-
-
-def as_user(command: str, user: Account) -> str:
-    """A command line that drops to a user, groups included, and then runs the given one with bash."""
-    drop = ("setpriv", f"--reuid={user.uid}", f"--regid={user.gid}")
-    groups = ("--init-groups",) if user.name else ("--clear-groups",)
-    return f"exec {shlex.join((*drop, *groups, '--', '/bin/bash', '-c', command))}"

@@ -307,6 +307,24 @@ class Slot:
     async def _freeze(self) -> Snapshot:
         return Snapshot(self._link, await self._link.client.snapshot(self._lease), self.limits)
 
+    async def keep(self, key: str) -> wire.ImageInfo:
+        """Keep the workspace as an image of the host, on what the lease stands on; then give the slot back.
+
+        Leases get it by its source, `atropos-build:KEY`, also after the pool has ended. Its running processes end.
+
+        Args:
+            key: SHA-256, in hexadecimal, of what it was made of and how; what is kept under a key already stays.
+
+        Raises:
+            SandboxError: a writer was left, so that it can't be trusted.
+            ImageUnavailable: the store has no room.
+            NotSupported: the lease stands on a snapshot.
+        """
+        async with await self.snapshot() as snapshot:
+            image = await self._link.client.keep(snapshot.id, key)
+        await self.release()
+        return image
+
     def end(self, reason: SandboxError) -> None:
         """The lease is over, and why; for the pool alone."""
         if self._over is None or isinstance(self._over, LeaseExpired):

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import io
 import os
+import re
 import stat
 import tarfile
 from collections.abc import Callable, Iterator, Sequence
@@ -76,7 +78,9 @@ class Context:
         return lambda name: not matcher.matches(name)
 
 
-def unpack_steps(context: Context, copy: Copy, *, into_folder: bool = False) -> Iterator[tuple[str, list[str], bytes]]:
+def unpack_steps(
+    context: Context, copy: Copy, *, into_folder: bool = False, owner: tuple[int, int] = (0, 0)
+) -> Iterator[tuple[str, list[str], bytes]]:
     """A COPY from the context as (folder in the slot, names, tar archive), each small enough for the wire.
 
     As Docker has it: a folder's content is copied, not the folder; a file goes into a target that is a folder, else it
@@ -86,10 +90,17 @@ def unpack_steps(context: Context, copy: Copy, *, into_folder: bool = False) -> 
         context: where the sources are.
         copy: what goes where.
         into_folder: the target is a folder already.
+        owner: of what is copied.
 
     Raises:
         ConfigError: a file is too large, or is neither file, folder nor link.
     """
+    where, members = _members(context, copy, into_folder=into_folder)
+    for names, archive in pack(members, mode=copy.mode, owner=owner):
+        yield where or "/", names, archive
+
+
+def _members(context: Context, copy: Copy, *, into_folder: bool) -> tuple[str, list[tuple[str, Path | bytes]]]:
     where, name = copy.target, None
     top = [path for source in copy.sources for path in context.sources(source, copy.exclude)]
     single = len(top) + len(copy.files) == 1 and not (top and top[0].is_dir())
@@ -104,8 +115,21 @@ def unpack_steps(context: Context, copy: Copy, *, into_folder: bool = False) -> 
             members += [(path.name, path), *inner]
         else:
             members += context.below(path, copy.exclude)
-    for names, archive in pack(members, mode=copy.mode):
-        yield where or "/", names, archive
+    return where, members
+
+
+def digest_of(context: Context, copy: Copy) -> str:
+    """SHA-256 of all that a COPY takes from the context: names, kinds, modes and contents, and no times.
+
+    Raises:
+        ConfigError: as `unpack_steps`.
+    """
+    found = hashlib.sha256()
+    for name, source in _members(context, copy, into_folder=False)[1]:
+        entry, data = _entry(name, source, copy.mode, wire.MAX_FILE_BYTES)
+        described = f"{name}\0{entry.type!r}\0{entry.mode:o}\0{entry.linkname}\0{len(data)}\0"
+        found.update(described.encode("utf-8", "surrogateescape") + data)
+    return found.hexdigest()
 
 
 def walk(folder: Path) -> Iterator[tuple[str, Path]]:
@@ -118,7 +142,11 @@ def walk(folder: Path) -> Iterator[tuple[str, Path]]:
 
 
 def pack(
-    members: Sequence[tuple[str, Path | bytes]], *, mode: int | None = None, limit: int = 0
+    members: Sequence[tuple[str, Path | bytes]],
+    *,
+    mode: int | str | None = None,
+    limit: int = 0,
+    owner: tuple[int, int] = (0, 0),
 ) -> Iterator[tuple[list[str], bytes]]:
     """(names, uncompressed tar archive) of the members, each at most `limit` bytes (default: what the wire takes).
 
@@ -128,6 +156,7 @@ def pack(
     buffer, archive, names = io.BytesIO(), None, list[str]()
     for name, source in members:
         entry, data = _entry(name, source, mode, limit)
+        entry.uid, entry.gid = owner
         if archive is not None and buffer.tell() + entry.size + 20_480 > limit:
             archive.close()
             yield names, buffer.getvalue()
@@ -140,14 +169,37 @@ def pack(
         yield names, buffer.getvalue()
 
 
-def _entry(name: str, source: Path | bytes, mode: int | None, limit: int) -> tuple[tarfile.TarInfo, bytes]:
+def changed_mode(mode: int, wanted: int | str | None, *, folder: bool) -> int:
+    """A mode after `chmod`, whose symbolic form has `[ugoa]*[-+=][rwxXst]*` as its parts."""
+    if wanted is None or isinstance(wanted, int):
+        return mode if wanted is None else wanted
+    for part in wanted.split(","):
+        who = re.match("[ugoa]*", part)
+        assert who is not None
+        places = [place for place in "ugo" if not who[0] or "a" in who[0] or place in who[0]]
+        for operator, letters in re.findall("([-+=])([rwxXst]*)", part):
+            bits = 0
+            for place in places:
+                shift = {"u": 6, "g": 3, "o": 0}[place]
+                runs = "x" in letters or ("X" in letters and (folder or mode & 0o111))
+                plain = 4 * ("r" in letters) + 2 * ("w" in letters) + bool(runs)
+                bits |= plain << shift
+                bits |= {"u": 0o4000, "g": 0o2000, "o": 0}[place] if "s" in letters else 0
+                if operator == "=":
+                    mode &= ~(7 << shift)
+            bits |= 0o1000 if "t" in letters else 0
+            mode = mode & ~bits if operator == "-" else mode | bits
+    return mode
+
+
+def _entry(name: str, source: Path | bytes, mode: int | str | None, limit: int) -> tuple[tarfile.TarInfo, bytes]:
     entry, data = tarfile.TarInfo(name), b""
     if isinstance(source, bytes):
-        entry.mode, entry.size = (0o644 if mode is None else mode), len(source)
+        entry.mode, entry.size = changed_mode(0o644, mode, folder=False), len(source)
         return entry, source
     seen = source.lstat()
     entry.mtime = int(seen.st_mtime)
-    entry.mode = mode if mode is not None and stat.S_ISREG(seen.st_mode) else stat.S_IMODE(seen.st_mode) & 0o755
+    entry.mode = changed_mode(stat.S_IMODE(seen.st_mode) & 0o755, mode, folder=stat.S_ISDIR(seen.st_mode))
     if stat.S_ISLNK(seen.st_mode):
         entry.type, entry.linkname = tarfile.SYMTYPE, os.readlink(source)
     elif stat.S_ISDIR(seen.st_mode):

@@ -23,6 +23,7 @@ from atropos.tasks.carry import TaskBroken, VerifierFailed
 from atropos.tasks.config import StepSection
 from atropos.tasks.folder import Task, TaskSet
 from atropos.tasks.limits import STAND_INS, Fit, Policy, Room, fit, needed
+from atropos.tasks.prepare import TaskImages
 from atropos.tasks.reward import Verdict
 
 Agent = Literal["oracle", "nop", "script"]
@@ -115,9 +116,10 @@ async def check(tasks: TaskSet, config: CheckConfig, *, done: Callable[[Finding]
     runnable = [task for task in tasks.tasks if not fits[task.name].refused]
     if runnable:
         async with _running(room, config, len(runnable)) as (pool, turn):
+            images = TaskImages(pool, config.images)
 
             async def one(task: Task) -> None:
-                finding = await _checked(pool, turn, task, fits[task.name], config)
+                finding = await _checked(images, turn, task, fits[task.name], config)
                 found.append(finding)
                 _report(done, finding)
 
@@ -166,10 +168,10 @@ def _refused(task: Task, found: Fit) -> Finding:
     return Finding(task.name, "refused", task.image, clamped=found.clamped, notes=notes, problems=found.refused)
 
 
-async def _checked(pool: SlotPool, turn: asyncio.Semaphore, task: Task, found: Fit, config: CheckConfig) -> Finding:
+async def _checked(images: TaskImages, turn: asyncio.Semaphore, task: Task, found: Fit, config: CheckConfig) -> Finding:
     async def attempt(agent: Agent) -> Attempt:
         async with turn:
-            return await _attempt(pool, task, agent, config)
+            return await _attempt(images, task, agent, config)
 
     results = await asyncio.gather(*(attempt(agent) for agent in config.agents))
     attempts = dict(zip(map(str, config.agents), results, strict=True))
@@ -199,8 +201,8 @@ def _problems(attempts: dict[str, Attempt]) -> list[str]:
     return problems
 
 
-async def _attempt(pool: SlotPool, task: Task, agent: Agent, config: CheckConfig) -> Attempt:
-    run = _Run(pool, task, agent, config)
+async def _attempt(images: TaskImages, task: Task, agent: Agent, config: CheckConfig) -> Attempt:
+    run = _Run(images, task, agent, config)
     try:
         async with asyncio.timeout(config.attempt_s):
             return await run.play()
@@ -219,8 +221,10 @@ async def _attempt(pool: SlotPool, task: Task, agent: Agent, config: CheckConfig
 class _Run:
     """One agent's attempt at one task: one slot at a time."""
 
-    def __init__(self, pool: SlotPool, task: Task, agent: Agent, config: CheckConfig) -> None:
-        self.pool, self.task, self.agent, self.config = pool, task, agent, config
+    def __init__(self, images: TaskImages, task: Task, agent: Agent, config: CheckConfig) -> None:
+        self.images, self.pool = images, images.pool
+        self.task, self.agent, self.config = task, agent, config
+        self.image = ""
         self.slot: Slot | None = None
         self.so_far = Attempt()
 
@@ -229,26 +233,24 @@ class _Run:
         if slot is not None:
             await slot.release()
 
-    async def empty(self) -> Slot:
-        """A slot with nothing in it, in the place of the one before."""
+    async def fresh(self) -> Slot:
+        """A slot with the prepared workspace, in the place of the one before."""
         await self.release()
         network = self.config.network and self.task.network != "no-network"
-        self.slot = await self.pool.acquire(f"{self.task.name}-{self.agent}", network=network)
-        return self.slot
-
-    async def fresh(self) -> Slot:
-        """A slot with the built workspace."""
-        return await workspace.build(await self.empty(), self.task, fresh=self.empty)
+        name = f"{self.task.name}-{self.agent}"
+        slot = self.slot = await self.pool.acquire(name, image=self.image, network=network)
+        await workspace.enter(slot, self.task)
+        return slot
 
     async def play(self) -> Attempt:
         started = time.perf_counter()
+        prepared = await self.images.prepare(self.task)
+        self.task, self.image = prepared.task, prepared.image
         slot = await self.fresh()
         if not self.task.steps:
             await workspace.healthy(slot, self.task)
-        prepared = time.perf_counter() - started
-        used = await slot.exec("df -B1 --output=used / | tail -n 1", workdir="/", clean_env=True, timeout_s=30)
-        size = int(used.output) if used.output.strip().isdecimal() else None
-        self.so_far = Attempt(prepared_s=round(prepared, 3), size_bytes=size)
+        prepared_s = time.perf_counter() - started
+        self.so_far = Attempt(prepared_s=round(prepared_s, 3), size_bytes=prepared.bytes)
         verdicts = [await self._judged(self.task)] if not self.task.steps else await self._steps()
         return replace(
             self.so_far,

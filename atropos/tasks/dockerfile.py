@@ -10,8 +10,10 @@ import posixpath
 import re
 import shlex
 import tarfile
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from e2b_dockerfile_utils import (
     DockerfileAst,
@@ -25,7 +27,7 @@ from e2b_dockerfile_utils import (
 )
 
 from atropos.errors import ConfigError
-from atropos.tasks.recipe import PATH, Copy, Facts, Folder, Recipe, Run, Settings, Stage, Step
+from atropos.tasks.recipe import PATH, Copy, Download, Facts, Folder, Recipe, Run, Settings, Stage, Step
 
 _PLATFORM = {
     f"{side}{key}": value
@@ -33,10 +35,15 @@ _PLATFORM = {
     for key, value in {"PLATFORM": "linux/amd64", "OS": "linux", "ARCH": "amd64", "VARIANT": ""}.items()
 }
 _SHELL = ("/bin/sh", "-c")
+_SYMBOLIC = re.compile(r"[ugoa]*([-+=][rwxXst]*)+(,[ugoa]*([-+=][rwxXst]*)+)*")
 
 
-def parse(path: Path) -> Recipe:
+def parse(path: Path, images: Mapping[str, Settings] | None = None) -> Recipe:
     """Read a Dockerfile.
+
+    Args:
+        path: the file.
+        images: what the images of its FROMs set, by name, where that is known.
 
     Raises:
         ConfigError: an instruction that a slot can't honour, or one that can't be read; names file and line.
@@ -48,7 +55,7 @@ def parse(path: Path) -> Recipe:
         raise ConfigError(f"{path}:{error.line or 1}: {message}; see the Dockerfile reference") from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: can't be read: {error}") from None
-    return _Reader(path, ast).read()
+    return _Reader(path, ast, images or {}).read()
 
 
 @dataclass
@@ -71,8 +78,10 @@ class _Building:
 class _Reader:
     """Reads one Dockerfile, instruction by instruction."""
 
-    def __init__(self, path: Path, ast: DockerfileAst) -> None:
-        self.path, self.ast = path, ast
+    def __init__(self, path: Path, ast: DockerfileAst, images: Mapping[str, Settings]) -> None:
+        self.path, self.ast, self.images = path, ast, images
+        self.copied: dict[int, str] = {}
+        """Images that files are copied from, by the negative number that stands for a stage's."""
         self.globals: dict[str, str] = dict(_PLATFORM)
         self.stages: list[_Building] = []
         self.where = str(path)
@@ -100,8 +109,12 @@ class _Reader:
         while waiting:
             for step in waiting.pop().steps:
                 if isinstance(step, Copy) and step.stage is not None and step.stage not in found:
-                    found[step.stage] = self.stages[step.stage].done()
-                    waiting.append(found[step.stage])
+                    image = self.copied.get(step.stage)
+                    whole = (
+                        self.stages[step.stage].done() if image is None else Stage(step.stage, image, (), Settings())
+                    )
+                    found[step.stage] = whole
+                    waiting.append(whole)
         return tuple(found[index] for index in sorted(found))
 
     # ------------------------------------------------------------------------------------------------------ words
@@ -139,13 +152,11 @@ class _Reader:
         words = [self._word(word) for word in instruction.args]
         if len(words) not in {1, 3} or (len(words) == 3 and words[1].upper() != "AS") or not words[0]:
             raise self._refusal(f"{' '.join(words)}: write FROM IMAGE or FROM IMAGE AS NAME")
-        if words[0] == "scratch":
-            raise self._refusal("scratch can't be honoured: a slot starts from a Debian-like base; name one")
         name = words[2].lower() if len(words) == 3 else ""
         index = len(self.stages)
         parent = self._stage(words[0])
         if parent is None:
-            self.stages.append(_Building(index, words[0], Settings(), name))
+            self.stages.append(_Building(index, words[0], self.images.get(words[0], Settings()), name))
         else:
             self.stages.append(
                 replace(parent, index=index, name=name, steps=list(parent.steps), arguments=dict(parent.arguments))
@@ -247,8 +258,12 @@ class _Reader:
             return None
         found = self._stage(name)
         index = found.index if found is not None else int(name) if name.isdecimal() else None
-        if index is None or index >= len(self.stages) - 1:
-            raise self._refusal(f"--from={name}: no earlier stage of that name; images can't be copied from, use RUN")
+        if index is None:
+            numbers = {image: number for number, image in self.copied.items()}
+            index = numbers.get(name, -1 - len(numbers))
+            self.copied[index] = name
+        elif index >= len(self.stages) - 1:
+            raise self._refusal(f"--from={name}: is no earlier stage; copy from one above")
         return index
 
     def _copied(
@@ -257,9 +272,7 @@ class _Reader:
         words = [self._word(word, stage) for word in instruction.args]
         if len(words) < 2:
             raise self._refusal(f"{' '.join(words)}: a source and a target are needed")
-        mode = self._word(flags["chmod"][-1], stage) if "chmod" in flags else None
-        if mode is not None and not re.fullmatch(r"[0-7]{3,5}", mode):
-            raise self._refusal(f"--chmod={mode}: only octal modes can be honoured; use RUN chmod after it")
+        mode = self._mode(flags, stage)
         owner = self._word(flags["chown"][-1], stage) if "chown" in flags else None
         documents = {f"<<{one.name}": one for one in instruction.heredocs}
         files: list[tuple[str, str]] = []
@@ -279,12 +292,23 @@ class _Reader:
         return Copy(
             tuple(sources),
             target,
-            None if mode is None else int(mode, 8),
+            mode,
             owner=None if owner in {"root", "root:root", "0", "0:0"} else owner,
             stage=source,
             files=tuple(files),
             exclude=tuple(flags.get("exclude", ())),
         )
+
+    def _mode(self, flags: dict[str, list[str]], stage: _Building) -> int | str | None:
+        """--chmod: a number, or words that chmod knows."""
+        if "chmod" not in flags:
+            return None
+        mode = self._word(flags["chmod"][-1], stage)
+        if re.fullmatch(r"[0-7]{3,5}", mode):
+            return int(mode, 8)
+        if not _SYMBOLIC.fullmatch(mode):
+            raise self._refusal(f"--chmod={mode}: is no mode; write one like 755 or u=rwX,go=rX")
+        return mode
 
     def _filled(self, document: DockerfileHeredoc, stage: _Building) -> str:
         if not document.expand:
@@ -301,11 +325,17 @@ class _Reader:
         return lex.process_word(_content(document))
 
     def _add(self, instruction: DockerfileInstruction, stage: _Building) -> None:
-        cure = "download it with RUN"
-        known = {**dict.fromkeys(("chown", "chmod", "link", "exclude"), ""), "checksum": cure, "keep-git-dir": cure}
-        copy = self._copied(instruction, stage, self._flags(instruction, known), None)
-        if any(re.match(r"[a-z][a-z0-9+.-]*://|git@", word) for word in instruction.args[:-1]):
-            raise self._refusal(f"of an address can't be honoured in a slot: {cure}")
+        known = dict.fromkeys(("chown", "chmod", "link", "exclude", "checksum"), "")
+        flags = self._flags(instruction, {**known, "keep-git-dir": "clone with RUN"})
+        sources = [self._word(word, stage) for word in instruction.args[:-1]]
+        if any(re.match(r"https?://", word) and not word.endswith(".git") for word in sources):
+            self._download(instruction, stage, flags, sources)
+            return
+        if any(re.match(r"[a-z][a-z0-9+.-]*://|git@", word) for word in sources):
+            raise self._refusal("of a repository can't be honoured in a slot: clone it with RUN")
+        if "checksum" in flags:
+            raise self._refusal("--checksum: only what is downloaded has one; remove it")
+        copy = self._copied(instruction, stage, flags, None)
         archives = [name for name in copy.sources if _is_archive(self.path.parent / name)]
         rest = tuple(name for name in copy.sources if name not in archives)
         for name in archives:
@@ -315,6 +345,27 @@ class _Reader:
             stage.steps.append(Run(f"mkdir -p {into} && tar -xf {file} -C {into} && rm -rf {place}"))
         if rest or copy.files:
             stage.steps.append(replace(copy, sources=rest))
+
+    def _download(
+        self, instruction: DockerfileInstruction, stage: _Building, flags: dict[str, list[str]], sources: list[str]
+    ) -> None:
+        if len(sources) != 1:
+            raise self._refusal("of several sources with an address among them: give each its own ADD")
+        address, target = sources[0], self._word(instruction.args[-1], stage)
+        name = posixpath.basename(urlsplit(address).path)
+        if target.endswith("/"):
+            if not name:
+                raise self._refusal(f"{address} ends in no name for the file; name it in the target")
+            target += name
+        checksum = self._word(flags["checksum"][-1], stage) if "checksum" in flags else None
+        if checksum is not None and not re.fullmatch(r"sha256:[0-9a-f]{64}", checksum):
+            raise self._refusal(f"--checksum={checksum}: write sha256: and 64 digits")
+        mode = self._mode(flags, stage)
+        if isinstance(mode, str):
+            raise self._refusal(f"--chmod={mode}: a download has no mode to change; write digits")
+        owner = self._word(flags["chown"][-1], stage) if "chown" in flags else None
+        path = posixpath.normpath(posixpath.join(stage.settings.workdir, target))
+        stage.steps.append(Download(address, path, checksum, 0o600 if mode is None else mode, owner))
 
     # -------------------------------------------------------------------------------- facts of a container's start
 

@@ -65,7 +65,7 @@ class Task:
 
     @property
     def image(self) -> str | None:
-        """The base that the task is written for."""
+        """What the task is written for."""
         return self.config.environment.docker_image or self.recipe.image
 
     @property
@@ -192,8 +192,20 @@ def _is_task(path: Path) -> bool:
     return not path.name.startswith((".", "_")) and any((path / mark).is_file() for mark in _MARKS)
 
 
-def load_task(path: str | Path, *, variables: Mapping[str, str] | None = None) -> Task:
+def load_task(
+    path: str | Path,
+    *,
+    variables: Mapping[str, str] | None = None,
+    images: Mapping[str, Settings] | None = None,
+    prebuilt: bool = False,
+) -> Task:
     """One task folder, checked.
+
+    Args:
+        path: the folder.
+        variables: what `${NAME}` in its files may stand for.
+        images: what the images it names set, where that is known.
+        prebuilt: `docker_image` is used, and not the Dockerfile beside it.
 
     Raises:
         ConfigError: names the file, the field and the cure.
@@ -202,8 +214,8 @@ def load_task(path: str | Path, *, variables: Mapping[str, str] | None = None) -
     if (root / "task.yaml").is_file() and not (root / "task.toml").exists():
         from atropos.tasks.terminal_bench import load_terminal_bench
 
-        return load_terminal_bench(root)
-    task = _harbor_task(root, variables or {})
+        return load_terminal_bench(root, images)
+    task = _harbor_task(root, variables or {}, images or {}, prebuilt=prebuilt)
     context = Context.of(task.context)
     for step in task.recipe.steps:
         if isinstance(step, Copy) and step.stage is None:
@@ -212,7 +224,7 @@ def load_task(path: str | Path, *, variables: Mapping[str, str] | None = None) -
     return task
 
 
-def _harbor_task(root: Path, variables: Mapping[str, str]) -> Task:
+def _harbor_task(root: Path, variables: Mapping[str, str], images: Mapping[str, Settings], *, prebuilt: bool) -> Task:
     config = read_config(root / "task.toml")
     environment = root / "environment"
     if not environment.is_dir():
@@ -228,7 +240,7 @@ def _harbor_task(root: Path, variables: Mapping[str, str]) -> Task:
             tests / "Dockerfile" if (tests / "Dockerfile").is_file() else f"{root / 'task.toml'}: verifier.environment"
         )
         raise ConfigError(f"{field_name}: a verifier's own image can't be honoured; remove it")
-    recipe, config = _recipe(environment, config)
+    recipe, config = _recipe(environment, config, images, prebuilt=prebuilt)
     solution = root / "solution"
     task = Task(
         name=root.name,
@@ -353,7 +365,9 @@ def checked_config(path: Path, raw: Mapping[str, Any]) -> TaskConfig:
     return config
 
 
-def _recipe(environment: Path, config: TaskConfig) -> tuple[Recipe, TaskConfig]:
+def _recipe(
+    environment: Path, config: TaskConfig, images: Mapping[str, Settings], *, prebuilt: bool
+) -> tuple[Recipe, TaskConfig]:
     """The recipe, and the configuration with what a compose file adds to it."""
     script, own = environment / SETUP, environment / "Dockerfile"
     compose = next((environment / name for name in COMPOSE_FILES if (environment / name).exists()), None)
@@ -365,8 +379,9 @@ def _recipe(environment: Path, config: TaskConfig) -> tuple[Recipe, TaskConfig]:
         if service.image is not None and config.environment.docker_image is None:
             changes["docker_image"] = service.image
         config = config.model_copy(update={"environment": config.environment.model_copy(update=changes)})
-    if own.is_file():
-        recipe = adjust(dockerfile.parse(own))
+    image = config.environment.docker_image if prebuilt else None
+    if own.is_file() and image is None:
+        recipe = adjust(dockerfile.parse(own, images))
         if SETUP in own.read_text(encoding="utf-8"):
             script = environment / "none"  # the Dockerfile deals with it
         steps = list(recipe.steps)
@@ -374,12 +389,17 @@ def _recipe(environment: Path, config: TaskConfig) -> tuple[Recipe, TaskConfig]:
             recipe = replace(recipe, settings=replace(recipe.settings, workdir=config.environment.workdir))
             steps.append(Folder(recipe.workdir, recipe.settings.user))
     else:
-        recipe = adjust(Recipe(None, Settings(config.environment.workdir or DEFAULT_WORKDIR), ()))
-        left_out = {SETUP, *COMPOSE_FILES}
-        files = sorted(path.name for path in environment.iterdir() if path.name not in left_out)
+        start = Settings(DEFAULT_WORKDIR) if image is None else images.get(image, Settings())
+        start = replace(start, workdir=config.environment.workdir or start.workdir)
+        recipe = adjust(Recipe(image, start, ()))
         steps = list[Step]([Folder(recipe.workdir, recipe.settings.user)])
-        if files:
-            steps.append(Copy(tuple(files), recipe.workdir.rstrip("/") + "/", whole=True))
+        if image is not None and (own.is_file() or compose is not None):
+            script = environment / "none"  # the image was made with all that is here
+        else:
+            left_out = {SETUP, *COMPOSE_FILES}
+            files = sorted(path.name for path in environment.iterdir() if path.name not in left_out)
+            if files:
+                steps.append(Copy(tuple(files), recipe.workdir.rstrip("/") + "/", whole=True))
     if script.is_file():
         # The script itself is no part of the workspace.
         run = Run("bash /tmp/.task-setup/setup.sh && rm -rf /tmp/.task-setup", replace(recipe.settings, user=None))

@@ -11,7 +11,8 @@ from atropos.tasks.config import OLD_MEMORY_MB, OLD_STORAGE_MB
 from atropos.tasks.folder import Task
 
 STAND_INS = ("debian*", "ubuntu*", "python:3*", "buildpack-deps*", "ghcr.io/laude-institute/*", "*t-bench/*")
-"""Images whose place a slot's own base takes: a Debian-like system with bash, Python 3, git and a C compiler."""
+"""Images whose place a slot's own base takes, a Debian-like system with bash, Python 3, git and a C compiler. All others
+are pulled."""
 Policy = Literal["old", "clamp", "refuse"]
 """What becomes of a wish beyond a slot's size: sizes that an old schema wrote out as its defaults are lowered to what
 there is (`old`), every size is, or none."""
@@ -83,11 +84,6 @@ def fit(task: Task, room: Room, *, images: Sequence[str] = STAND_INS, policy: Po
         field = "environment.docker_image" if task.config.environment.docker_image else "FROM"
         if any(fnmatch.fnmatch(image, pattern) for pattern in images):
             notes.append(f"{field}: the slots' base stands in for {image}")
-        else:
-            refused.append(f"{field}: no base stands in for {image!r}; name it in task_images")
-    for stage in task.recipe.stages:
-        if not any(fnmatch.fnmatch(stage.image, pattern) for pattern in images):
-            refused.append(f"FROM: no base stands in for {stage.image!r}; name it in task_images")
     for one in task.steps or (task,):
         _network(one, room, refused, notes)
     return Fit(tuple(dict.fromkeys(refused)), tuple(clamped), tuple(dict.fromkeys(notes)))

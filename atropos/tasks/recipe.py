@@ -38,17 +38,18 @@ class Copy:
 
     Attributes:
         target: absolute; ends in `/` when it names a folder.
-        mode: of the files; None keeps theirs.
+        mode: of the files: a number, or words as chmod takes them; None keeps theirs.
         whole: a folder goes in under its own name; else, as Docker has it, its content does.
         owner: `user`, `user:group` or numbers; None: root.
-        stage: index of the stage that the sources are in; None: the build context.
+        stage: index of the stage that the sources are in; None: the build context. Negative: an image, which is a stage
+            without steps.
         files: (name, content) of here-documents.
         exclude: patterns of files that stay behind.
     """
 
     sources: tuple[str, ...]
     target: str
-    mode: int | None = None
+    mode: int | str | None = None
     whole: bool = False
     owner: str | None = None
     stage: int | None = None
@@ -69,7 +70,23 @@ class Run:
     emptied: tuple[str, ...] = ()
 
 
-Step = Folder | Copy | Run
+@dataclass(frozen=True)
+class Download:
+    """ADD of an address: its content as a file.
+
+    Attributes:
+        target: as `Copy`'s.
+        checksum: SHA-256 that the content must have.
+    """
+
+    address: str
+    target: str
+    checksum: str | None = None
+    mode: int = 0o600
+    owner: str | None = None
+
+
+Step = Folder | Copy | Run | Download
 
 
 @dataclass(frozen=True)

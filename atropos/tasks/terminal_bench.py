@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -31,8 +32,8 @@ class _TaskYaml(BaseModel):
     run_tests_in_same_shell: bool = False
 
 
-def load_terminal_bench(root: Path) -> Task:
-    """One folder, checked.
+def load_terminal_bench(root: Path, images: Mapping[str, Settings] | None = None) -> Task:
+    """One folder, checked; `images`: what the images that it names set.
 
     Raises:
         ConfigError: names the file, the field and the cure.
@@ -54,9 +55,9 @@ def load_terminal_bench(root: Path) -> Task:
     service = next((_service(root, name) for name in COMPOSE_FILES if (root / name).is_file()), None)
     file = root / "Dockerfile" if service is None or service.dockerfile is None else service.dockerfile
     if file.is_file():
-        recipe = dockerfile.parse(file)
+        recipe = dockerfile.parse(file, images)
     elif service is not None and service.image is not None:
-        recipe = Recipe(service.image, Settings("/app"), ())
+        recipe = Recipe(service.image, (images or {}).get(service.image, Settings("/app")), ())
     else:
         raise ConfigError(f"{file}: is missing; the workspace is made from it")
     recipe = recipe if service is None else service.applied(recipe)

@@ -18,15 +18,15 @@ from atropos import wire
 from atropos.slots import Slot
 from atropos.slots.profile import PLAIN
 from atropos.slots.results import ExecResult
+from atropos.tasks.accounts import enter, owner_of, profile_of
 from atropos.tasks.archive import packed_folder
-from atropos.tasks.build import build, enter, owner_of, profile_of
 from atropos.tasks.carry import TaskBroken, VerifierFailed, carry_in, carry_out, untar
 from atropos.tasks.folder import Task
 from atropos.tasks.recipe import PATH
 from atropos.tasks.reward import Verdict, read_verdict
 from atropos.tasks.services import end_processes
 
-__all__ = ["Verdict", "build", "clear", "enter", "healthy", "prepare_step", "solve", "verify"]
+__all__ = ["Verdict", "clear", "enter", "healthy", "prepare_step", "solve", "verify"]
 
 
 async def healthy(slot: Slot, task: Task) -> None:

@@ -45,7 +45,9 @@ class ToolSlot(Protocol):
 class ToolPool(Protocol):
     """What the executor needs of an `atropos.slots.SlotPool`."""
 
-    async def acquire(self, trajectory_id: str, *, snapshot: Any = None, network: bool | None = None) -> Any:
+    async def acquire(
+        self, trajectory_id: str, *, snapshot: Any = None, network: bool | None = None, image: str | None = None
+    ) -> Any:
         """A slot, exclusively."""
         ...
 

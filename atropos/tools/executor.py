@@ -211,12 +211,13 @@ class ToolExecutor:
 
     # ------------------------------------------------------------------------------------------------ leases
 
-    async def slot(self, trajectory_id: str, *, network: bool | None = None) -> Any:
+    async def slot(self, trajectory_id: str, *, network: bool | None = None, image: str | None = None) -> Any:
         """The trajectory's slot, acquired where it has none: for set-up and verification around the model's calls.
 
         Args:
             trajectory_id: whose it is.
             network: False gives a slot that is acquired now no egress, whatever is configured.
+            image: what a slot that is acquired now stands on; None: the pool's base.
 
         Raises:
             AcquireTimeout: no slot came free in time.
@@ -224,7 +225,7 @@ class ToolExecutor:
         """
         trajectory = self._trajectory(trajectory_id)
         async with self._call(trajectory):
-            return await self._leased(trajectory, network=network)
+            return await self._leased(trajectory, network=network, image=image)
 
     async def start_from(self, trajectory_id: str, snapshot: Any) -> Any:
         """Lease the trajectory's slot as a fork of a snapshot.
@@ -240,10 +241,17 @@ class ToolExecutor:
             return await self._leased(trajectory, snapshot)
 
     async def _leased(
-        self, trajectory: TrajectoryState, snapshot: Any = None, *, network: bool | None = None
+        self,
+        trajectory: TrajectoryState,
+        snapshot: Any = None,
+        *,
+        network: bool | None = None,
+        image: str | None = None,
     ) -> ToolSlot:
         if trajectory.slot is None:
             options: dict[str, Any] = {} if snapshot is None else {"snapshot": snapshot}
+            if image is not None:
+                options["image"] = image
             if self.config.allow_network is False or network is False:
                 options["network"] = False
             asked = time.perf_counter()

@@ -8,19 +8,24 @@ from pathlib import Path
 import pytest
 
 from atropos import wire
+from atropos.config import ImageStoreSettings
 from atropos.errors import ConfigError
 from atropos.slots import SlotPool, SlotPoolConfig
 from atropos.tasks import workspace
 from atropos.tasks.carry import TaskBroken, VerifierFailed
 from atropos.tasks.folder import load_task, load_tasks
+from atropos.tasks.prepare import TaskImages
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "tasks"
 TASKS = load_tasks(EXAMPLES)
 
 
 @pytest.fixture(scope="module")
-async def pool():
-    config = SlotPoolConfig(backend="local", slots_per_container=8, min_containers=1, max_containers=1)
+async def pool(tmp_path_factory):
+    store = ImageStoreSettings(folder=str(tmp_path_factory.mktemp("store")))
+    config = SlotPoolConfig(
+        backend="local", slots_per_container=8, min_containers=1, max_containers=1, image_store=store
+    )
     async with SlotPool(config) as running:
         yield running
         stats = running.stats()
@@ -32,6 +37,7 @@ class Attempt:
 
     def __init__(self, pool, task):
         self.pool, self.task, self.slot = pool, task, None
+        self.images = TaskImages(pool)
 
     async def __aenter__(self):
         await self.fresh()
@@ -43,13 +49,10 @@ class Attempt:
     async def fresh(self):
         if self.slot is not None:
             await self.slot.release()
-        self.slot = await self.pool.acquire(self.task.name)
-        self.slot = await workspace.build(self.slot, self.task, fresh=self.empty)
-        return self.slot
-
-    async def empty(self):
-        await self.slot.release()
-        self.slot = await self.pool.acquire(self.task.name)
+        prepared = await self.images.prepare(self.task)
+        self.task = prepared.task
+        self.slot = await self.pool.acquire(self.task.name, image=prepared.image)
+        await workspace.enter(self.slot, self.task)
         return self.slot
 
     async def verify(self, mode="task"):
@@ -333,10 +336,8 @@ async def test_a_set_up_that_fails_or_hangs_is_the_tasks_fault(pool, tmp_path):
         ("sleep 60", "[environment]\nbuild_timeout_sec = 0.5", "took too long"),
     ):
         task = make_task(tmp_path, setup=setup, toml=toml)
-        slot = await pool.acquire("broken")
-        async with slot:
-            with pytest.raises(TaskBroken, match=named):
-                await workspace.build(slot, task)
+        with pytest.raises(TaskBroken, match=named):
+            await TaskImages(pool).prepare(task)
 
 
 @pytest.mark.asyncio(loop_scope="module")

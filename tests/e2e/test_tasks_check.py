@@ -51,7 +51,7 @@ def test_each_kind_of_task_is_told_with_its_reason(tmp_path):
     make(tasks, "too-big", toml="[environment]\nmemory_mb = 900000000\n")
     make(tasks, "lowered", toml='[environment]\nmemory = "2G"\nstorage = "10G"\n')
     make(tasks, "unreadable", toml="[environment]\ngpus = 1\n")
-    make(tasks, "unknown-base", dockerfile="FROM alpine:3\n")
+    make(tasks, "unknown-base", dockerfile="FROM 127.0.0.1:1/alpine:3\n")
     make(
         tasks,
         "in-steps",
@@ -74,7 +74,7 @@ def test_each_kind_of_task_is_told_with_its_reason(tmp_path):
         "no-build": "broken",
         "too-big": "refused",
         "unreadable": "refused",
-        "unknown-base": "refused",
+        "unknown-base": "broken",
     }
     sound = found["sound"]["attempts"]
     assert (sound["oracle"]["reward"], sound["nop"]["reward"]) == (1.0, 0.0)
@@ -85,7 +85,7 @@ def test_each_kind_of_task_is_told_with_its_reason(tmp_path):
         ("no-build", "no such luck"),
         ("too-big", "environment.memory_mb"),
         ("unreadable", "environment.gpus"),
-        ("unknown-base", "'alpine:3'"),
+        ("unknown-base", "127.0.0.1:1/alpine:3: pulling: "),
     ):
         assert reason in " ".join(found[name]["problems"]), name
     assert len(found["lowered"]["clamped"]) == 2

@@ -10,6 +10,7 @@ import pytest
 from atropos.tasks import workspace
 from atropos.tasks.carry import VerifierFailed
 from atropos.tasks.folder import load_task
+from atropos.tasks.prepare import TaskImages
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -100,12 +101,13 @@ def task(tmp_path_factory):
 
 async def reward(pool, task, work: str, mode: str) -> float | None:
     """What the verifier gives for this work; None where it can't say."""
-    async with pool.lease("agent") as slot, pool.lease("verifier") as other:
-        await workspace.build(slot, task)
+    image = (await TaskImages(pool).prepare(task)).image
+    async with pool.lease("agent", image=image) as slot, pool.lease("verifier", image=image) as other:
+        await workspace.enter(slot, task)
         await slot.exec(work, timeout_s=2)
 
         async def fresh():
-            await workspace.build(other, task)
+            await workspace.enter(other, task)
             return other
 
         try:

@@ -7,6 +7,7 @@ or a neighbour); /etc holds copies of what programs look up, and nothing that te
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import shutil
 import stat
@@ -98,6 +99,17 @@ _COPIED = [
     "wgetrc",
     "xattr.conf",
 ]
+_PROGRAMS = (
+    "usr/bin",
+    "usr/sbin",
+    "usr/lib",
+    "usr/lib/python3/dist-packages",
+    "usr/lib/x86_64-linux-gnu",
+    "usr/local/bin",
+    "usr/local/lib",
+    "opt",
+    "var/lib/dpkg/status",
+)
 _MAX_COPIED_FILE = 4 << 20
 _ACCOUNTS = [
     "root:x:0:0:root:/root:/bin/bash",
@@ -146,12 +158,29 @@ _BASHRC = "# ~/.bashrc\nexport PS1='\\u@\\h:\\w\\$ '\n"
 class Base:
     """What slots stand on: a lower folder, and folders of the host that are seen read-only.
 
-    `image` says what commands in it start with, where it is an image.
+    `layers` lie above the folder, topmost first. `image` says what commands in it start with, where it is an image.
     """
 
     lower: str
     host_folders: dict[str, str] = field(default_factory=dict[str, str])
     image: ImageInfo | None = None
+    layers: tuple[str, ...] = ()
+
+
+def identity(base: Base) -> str:
+    """A name for what programs a base has: another one as soon as some are added, removed or replaced.
+
+    Package managers put a file in its place by a rename, which sets its folder's time.
+    """
+    seen: list[str] = []
+    for path in _PROGRAMS:
+        top, _, rest = path.partition("/")
+        # the rest of a skeleton is made anew with each server
+        folder = base.host_folders.get(top) if base.host_folders else f"{base.lower}/{top}"
+        with contextlib.suppress(OSError):
+            found = os.stat(f"{folder}/{rest}")
+            seen.append(f"{path} {found.st_mtime_ns} {found.st_size}")
+    return hashlib.sha256("\n".join(seen).encode()).hexdigest()
 
 
 def build(folder: str) -> Base:

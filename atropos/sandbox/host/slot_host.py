@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from atropos.config import ServerConfig, SlotLimits
 from atropos.errors import ConfigError, ImageUnavailable, IsolationUnavailable, NotSupported, SandboxError
+from atropos.images.reference import POOL_BASE
 from atropos.sandbox.boot import root_phase
 from atropos.sandbox.contract import Layer
 from atropos.sandbox.host import bwrap, egress_supervisor, prestart, runtime, skeleton, volumes
@@ -256,26 +257,33 @@ class SlotHost:
         """
         if name in self._bases:
             return
-        rootfs = self.store.hold(image)
-        target = f"{self._scratch}/bases/image-{image.id[:16]}"
-        try:
-            os.mkdir(target)
-            syscalls.mount(rootfs, target, None, syscalls.MS_BIND)
-        except OSError as error:
-            self.store.let_go(image.id)
-            raise ImageUnavailable(f"image {image.source}: it can't be mounted: {error.strerror}") from error
+        chain = self.store.chain(image)
+        folders: list[str] = []
+        with contextlib.ExitStack() as held:
+            for each in chain:
+                folders += [self.store.hold(each)]
+                held.callback(self.store.let_go, each.id)
+            held.pop_all()
         if self._entered.slot_ids == 1:  # everybody is root there
             image = image.model_copy(update={"user": None})
-        self._bases[name] = skeleton.Base(target, image=image)
+        below = chain[-1].parent
+        base = skeleton.Base(folders.pop()) if below is None else self.base(base_name(below))
+        self._bases[name] = replace(base, image=image, layers=(*folders, *base.layers))
 
     def drop_base(self, name: str) -> None:
         """Nothing stands on the image any more; it may be removed for others."""
         base = self._bases.pop(name)
         assert base.image is not None
-        with contextlib.suppress(OSError):
-            syscalls.umount(base.lower)
-            os.rmdir(base.lower)
-        self.store.let_go(base.image.id)
+        for image in self.store.chain(base.image):  # none of them could be removed meanwhile
+            self.store.let_go(image.id)
+
+    def base_image(self, source: str) -> ImageInfo:
+        """A base of the server as what images are built on; its id changes when its programs do.
+
+        Raises:
+            NotSupported: there is no such base.
+        """
+        return ImageInfo(id=skeleton.identity(self.base(base_name(source))), source=source, bytes=0)
 
     @property
     def counts_pids(self) -> bool:
@@ -399,6 +407,12 @@ class SlotHost:
         with contextlib.suppress(OSError):
             syscalls.umount(self._scratch)
         cgroups.release(self._entered.cgroups)
+
+
+def base_name(source: str) -> str | None:
+    """The name of a base by its source; None: the default one."""
+    name = source.removeprefix("atropos-base:")
+    return None if source == POOL_BASE else name
 
 
 def _check_disk(config: ServerConfig, entered: root_phase.Entered) -> None:

@@ -244,7 +244,7 @@ def restack(volume: Volume, base: Base, layers: Sequence[str], empty_file: str, 
     for path in (volume.upper, work):
         os.mkdir(path, 0o755)
         os.chown(path, 0, 0)
-    volume.stack(f"{GATE}/{NEXT}", [*layers, base.lower], _NOSUID_NODEV, volume.upper, work)
+    volume.stack(f"{GATE}/{NEXT}", [*layers, *base.layers, base.lower], _NOSUID_NODEV, volume.upper, work)
     restore_mount_points(top, base.host_folders)
     cover = preload_cover(top, empty_file, empty_folder)
     preload = f"{top}/etc/ld.so.preload"

@@ -24,6 +24,7 @@ from atropos.wire import (
     Health,
     ImageList,
     ImageRequest,
+    KeepRequest,
     LeaseRequest,
     Problem,
     SnapshotRequest,
@@ -90,6 +91,7 @@ class Routes:
         app.router.add_delete("/v1/snapshots/{id}", self.drop_snapshot)
         app.router.add_get("/v1/snapshots/{id}/archive", self.export)
         app.router.add_put("/v1/snapshots/{id}/archive", self.receive)
+        app.router.add_post("/v1/snapshots/{id}/image", self.keep)
         app.router.add_get("/v1/images", self.images)
         app.router.add_post("/v1/images", self.prepare)
         app.router.add_put("/v1/images/archive", self.receive_image)
@@ -184,6 +186,11 @@ class Routes:
         if not self._core.drop_snapshot(request.match_info["id"]):
             return problem(404, "not_found", f"snapshot {request.match_info['id']!r} is not on this server")
         return web.Response(status=204)
+
+    async def keep(self, request: web.Request) -> web.Response:
+        """POST /v1/snapshots/{id}/image: keep a snapshot as an image of the host's store."""
+        wanted = await _body(request, KeepRequest)
+        return answer(await self._core.images.keep(request.match_info["id"], wanted.key))
 
     async def export(self, request: web.Request) -> web.StreamResponse:
         """GET /v1/snapshots/{id}/archive[?zstd=1]: its layers as a (zstd) tar."""

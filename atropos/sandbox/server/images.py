@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING
 
 from atropos.errors import ConfigError, ImageUnavailable, NotSupported, SandboxError
-from atropos.images.reference import ImageSource
+from atropos.images.reference import POOL_BASE, ImageSource
 from atropos.wire import ImageInfo, ImageState, LeaseRequest
 
 if TYPE_CHECKING:
@@ -49,6 +49,13 @@ class Images:
         """
         name = _name(source)
         parsed = ImageSource.parse(name)
+        if parsed.transport == "atropos-base":
+            return ImageState(source=name, phase="ready", image=self._core.host.base_image(name))
+        if parsed.transport == "atropos-build" and archive is None:
+            built = self._core.host.store.known(name)
+            if built is None:
+                raise NotSupported(f"image {source}: it was not built on this server's host")
+            return ImageState(source=name, phase="ready", image=built)
         state = self._states.get(name)
         if parsed.transport != "docker" and archive is None and state is None:
             known = self._core.host.store.known(name)
@@ -80,6 +87,28 @@ class Images:
             while state.phase not in {"ready", "failed"}:
                 state = await self.prepare(source, 3600, archive)
         return state
+
+    async def keep(self, snapshot_id: str, key: str) -> ImageInfo:
+        """Keep a snapshot of one layer as an image on what its lease stood on.
+
+        Raises:
+            NotSupported: it has several layers.
+            ImageUnavailable: there is no room.
+            SandboxError: there is no such snapshot.
+        """
+        core = self._core
+        snapshot = core.snapshots.get(snapshot_id)
+        if len(snapshot.layers) != 1:
+            raise NotSupported(f"snapshot {snapshot_id!r} has {len(snapshot.layers)} layers: only one can be an image")
+        base = snapshot.base
+        image = self.image(base)
+        parent = image.id if image is not None else POOL_BASE if base is None else f"atropos-base:{base}"
+        layer = snapshot.layers[0]
+        core.snapshots.hold(snapshot.layers)
+        try:
+            return await core.host.store.keep(key, parent, layer.path, layer.bytes)
+        finally:
+            core.let_go(snapshot.layers)
 
     def _is_gone(self, state: ImageState) -> bool:
         return state.image is None or self._core.host.store.known(state.source) is None
@@ -129,10 +158,19 @@ class Images:
         if request.image is not None:
             if base is not None:
                 raise NotSupported("base and image: a slot stands on one of them")
-            image = self._core.host.store.known(_name(request.image))
+            name = _name(request.image)
+            if name.startswith("atropos-base:"):
+                return self._named_base(name)
+            image = self._core.host.store.known(name)
             if image is None:
                 raise ImageUnavailable(f"image {request.image}: it is not prepared on this server")
             base = f"{_PREFIX}{image.id}"
+        self.use(base)
+        return base
+
+    def _named_base(self, source: str) -> str | None:
+        name = source.removeprefix("atropos-base:")
+        base = None if source == POOL_BASE else name
         self.use(base)
         return base
 

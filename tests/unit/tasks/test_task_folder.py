@@ -1,16 +1,17 @@
 """A task folder is either understood in full or refused in one line that names the place and the cure."""
 
 import io
+import subprocess
 import tarfile
 from pathlib import Path
 
 import pytest
 
 from atropos.errors import ConfigError
-from atropos.tasks.archive import Context, pack, unpack_steps
+from atropos.tasks.archive import Context, changed_mode, pack, unpack_steps
 from atropos.tasks.folder import load_task, load_tasks, read_tasks
 from atropos.tasks.limits import Room, fit, needed
-from atropos.tasks.recipe import PATH, Copy, Folder, Run, Settings
+from atropos.tasks.recipe import PATH, Copy, Download, Folder, Run, Settings
 
 EXAMPLES = Path(__file__).resolve().parents[3] / "examples" / "tasks"
 
@@ -222,20 +223,19 @@ def test_mounts_are_there_for_one_command(folder):
 @pytest.mark.parametrize(
     ("line", "named"),
     [
-        ("FROM scratch", ":1: FROM scratch"),
         ("FROM a b", ":1: FROM a b"),
         ("FROM --platform=linux/arm64 a", "--platform=linux/arm64"),
-        ("FROM a\nADD http://x /y", ":2: ADD of an address"),
+        ("FROM a\nADD git@host:x.git /y", ":2: ADD of a repository"),
         ("FROM a\nADD --checksum=sha256:0 x /y", "--checksum"),
         ("FROM a\nENV A", "ENV must have two arguments"),
         ("FROM a\nUSER", "USER needs exactly one value"),
         ("FROM a\nSHELL bash -c", "SHELL needs the JSON form"),
         ("FROM a\nONBUILD RUN x", "ONBUILD"),
         ("ENV A=1\nFROM a", "before the first FROM"),
-        ("FROM a\nCOPY --from=b x y", "--from=b"),
+        ("FROM a\nCOPY --from=1 x y", "--from=1"),
         ("FROM a\nCOPY --parents x y", "--parents"),
         ("FROM a\nCOPY --frob x y", "--frob"),
-        ("FROM a\nCOPY --chmod=u+x a.txt y", "--chmod=u+x"),
+        ("FROM a\nCOPY --chmod=u+k a.txt y", "--chmod=u+k"),
         ("FROM a\nCOPY missing.txt /x", "missing.txt"),
         ("FROM a\nCOPY ../x /x", "../x"),
         ("FROM a\nCOPY x", "a source and a target"),
@@ -353,13 +353,51 @@ def test_older_spellings_and_empty_forms_are_read(folder):
     ]
 
 
-def test_an_image_needs_a_base(folder):
+def test_a_pattern_says_for_which_images_the_base_stands_in(folder):
     (folder / "environment/Dockerfile").write_text("FROM python:3.11-slim\nCOPY . .\n")
     task = load_task(folder)
     room = Room(memory_mib=1, disk_mib=1)
-    assert fit(task, room, images=("python:3*",)).refused == ()
-    (problem,) = fit(task, room, images=("debian*",)).refused
-    assert problem.startswith("FROM: no base stands in for 'python:3.11-slim'")
+    assert fit(task, room, images=("python:3*",)).notes == ("FROM: the slots' base stands in for python:3.11-slim",)
+    assert fit(task, room, images=("debian*",)).notes == ()
+
+
+def test_what_images_set_is_where_a_dockerfile_starts(folder):
+    (folder / "environment/Dockerfile").write_text(
+        "FROM app:1\nENV PATH=/own:$PATH\nWORKDIR sub\nCOPY --from=tools:2 /bin/x /x\nCOPY --from=tools:2 /y /y\n"
+        "ADD --checksum=sha256:"
+        + "0" * 64
+        + " https://host/dir/name.txt?x=1 /etc/\nCOPY --chmod=u=rwX,go=rX a.txt /b\n"
+    )
+    recipe = load_task(folder, images={"app:1": Settings("/srv", {"PATH": "/usr/bin"}, "app")}).recipe
+    assert recipe.settings == Settings("/srv/sub", {"PATH": "/own:/usr/bin"}, "app")
+    folder_step, one, two, add, copy = recipe.steps
+    assert folder_step == Folder("/srv/sub", "app")
+    assert (one.stage, two.stage, [stage.image for stage in recipe.stages]) == (-1, -1, ["tools:2"])
+    assert add == Download("https://host/dir/name.txt?x=1", "/etc/name.txt", "sha256:" + "0" * 64)
+    assert unpacked(folder, copy) == {"/b": (0o644, 0, "a")}
+
+
+@pytest.mark.parametrize(
+    ("mode", "words", "folder", "changed"),
+    [
+        (0o644, "u+x", False, 0o744),
+        (0o644, "+x", False, 0o755),
+        (0o600, "u=rwX,go=rX", True, 0o755),
+        (0o600, "u=rwX,go=rX", False, 0o644),
+        (0o777, "o-rwx,g-w", False, 0o750),
+        (0o755, "u+s,g+s", False, 0o6755),
+        (0o755, "+t", True, 0o1755),
+        (0o644, 0o4711, False, 0o4711),
+    ],
+)
+def test_symbolic_modes_are_those_of_chmod(mode, words, folder, changed, tmp_path):
+    assert oct(changed_mode(mode, words, folder=folder)) == oct(changed)
+    if isinstance(words, str):
+        path = tmp_path / "it"
+        path.mkdir() if folder else path.touch()
+        path.chmod(mode)
+        subprocess.run(["chmod", words, path], check=True)
+        assert oct(path.stat().st_mode & 0o7777) == oct(changed)
 
 
 def test_large_folders_are_cut_into_archives_that_fit(tmp_path):

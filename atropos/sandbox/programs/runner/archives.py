@@ -18,25 +18,35 @@ if TYPE_CHECKING:
     from atropos.sandbox.programs.runner.work import Outcome
 
 
-def op_tar(call: int, path: str, max_bytes: int) -> None:
+def op_tar(call: int, path: str, max_bytes: int, offset: int | None) -> None:
     """Answer with an archive."""
     path = path_of(path)
-    Work(call, lambda: pack(path, max_bytes))
+    Work(call, lambda: pack(path, max_bytes, offset))
+
+
+class Enough(Exception):
+    """The part that was asked for is complete."""
 
 
 class BoundedBuffer:
-    """A file to write to, in memory, that refuses to grow beyond a bound."""
+    """A file to write to, in memory, that refuses to grow beyond a bound; with `offset` it keeps one part."""
 
-    def __init__(self, limit: int) -> None:
+    def __init__(self, limit: int, offset: int | None) -> None:
         self.limit, self.size = limit, 0
+        self.offset = offset
         self.parts: list[bytes] = []
 
     def write(self, data: bytes) -> int:
         """As a file's."""
-        self.size += len(data)
-        if self.size > self.limit:
-            raise OpFailed("too_large", f"the archive is larger than {self.limit} bytes", "output")
-        self.parts.append(bytes(data))
+        start, self.size = self.size, self.size + len(data)
+        first = self.offset or 0
+        if self.size > first + self.limit:
+            if self.offset is None:
+                raise OpFailed("too_large", f"the archive is larger than {self.limit} bytes", "output")
+            self.parts.append(bytes(data)[max(0, first - start) : first + self.limit - start])
+            raise Enough
+        if self.size > first:
+            self.parts.append(bytes(data)[max(0, first - start) :])
         return len(data)
 
 
@@ -47,14 +57,23 @@ def forget_names() -> None:
     tarfile.pwd = tarfile.grp = None  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def pack(path: str, max_bytes: int) -> Outcome:
+def pack(path: str, max_bytes: int, offset: int | None = None) -> Outcome:
     """An archive of a file, or of a folder's contents."""
+    forget_names()
+    os.lstat(path)
+    out = BoundedBuffer(max_bytes, offset)
+    try:
+        write_archive(out, path)
+    except Enough:
+        pass
+    return "file_result", {"size": out.size, "mode": 0o644, "sha256": None}, {"data": b"".join(out.parts)}
+
+
+def write_archive(out: BoundedBuffer, path: str) -> None:
+    """Write the archive."""
     import posixpath
     import tarfile
 
-    forget_names()
-    os.lstat(path)
-    out = BoundedBuffer(max_bytes)
     with tarfile.open(  # pyright: ignore[reportCallIssue]
         fileobj=out,  # pyright: ignore[reportArgumentType] (a stream needs `write` alone)
         mode="w|",
@@ -65,7 +84,6 @@ def pack(path: str, max_bytes: int) -> Outcome:
             add_folders(archive, path)
         else:
             add_file(archive, None, path, posixpath.basename(posixpath.normpath(path)))
-    return "file_result", {"size": out.size, "mode": 0o644, "sha256": None}, {"data": b"".join(out.parts)}
 
 
 def add_folders(archive: tarfile.TarFile, top: str) -> None:

@@ -20,14 +20,14 @@ if TYPE_CHECKING:
 FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 
 
-def op_untar(call: int, path: str, data: bytes) -> None:
+def op_untar(call: int, path: str, data: bytes, owners: bool) -> None:
     """Unpack an archive and answer with the number of its members."""
     path = path_of(path)
-    Work(call, lambda: unpack(path, data))
+    Work(call, lambda: unpack(path, data, owners))
 
 
-def unpack(path: str, data: bytes) -> Outcome:
-    """Unpack an archive below a folder, which is made where it is missing."""
+def unpack(path: str, data: bytes, owners: bool) -> Outcome:
+    """Unpack an archive below a folder, which is made where it is missing; `owners`: members get theirs."""
     import io
     import tarfile
 
@@ -40,6 +40,8 @@ def unpack(path: str, data: bytes) -> Outcome:
             for info in archive:
                 if not (info.isreg() or info.isdir() or info.issym() or info.islnk()):
                     raise OpFailed("not_regular", f"the archive holds a device or a pipe: {text(info.name)}")
+                if not owners:
+                    info.uid = info.gid = -1
                 extract(archive, info, places)
                 count += 1
     except tarfile.TarError as error:
@@ -117,6 +119,7 @@ def extract(archive: tarfile.TarFile, info: tarfile.TarInfo, places: Places) -> 
         pass
     if info.issym():
         os.symlink(info.linkname, name, dir_fd=folder)
+        os.chown(name, info.uid, info.gid, dir_fd=folder, follow_symlinks=False)
     elif info.islnk():
         folder = os.dup(folder)
         source, target = places.of(info.linkname)
@@ -131,7 +134,8 @@ def extract(archive: tarfile.TarFile, info: tarfile.TarInfo, places: Places) -> 
 
 
 def finish_member(fd: int, info: tarfile.TarInfo) -> None:
-    """Set a member's mode and time."""
+    """Set a member's owner, mode and time."""
+    os.fchown(fd, info.uid, info.gid)
     os.fchmod(fd, info.mode & 0o7777)
     os.utime(fd, (info.mtime, info.mtime))
     os.close(fd)

@@ -1,0 +1,95 @@
+"""Who works in a slot: its users and groups, as its own /etc/passwd and /etc/group name them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from atropos.slots import Slot
+from atropos.slots.profile import Account, Profile
+from atropos.tasks.carry import TaskBroken
+from atropos.tasks.recipe import Settings
+
+if TYPE_CHECKING:
+    from atropos.tasks.folder import Task
+
+
+async def enter(slot: Slot, task: Task) -> None:
+    """Let the agent's commands start in the prepared workspace: its folder, its variables, its user.
+
+    Raises:
+        TaskBroken: there is no such user, or no such folder.
+    """
+    slot.profile = await profile_of(slot, task, task.agent_settings)
+    if (await slot.exec("true", timeout_s=60)).exit_code != 0:
+        raise TaskBroken(
+            f"{task.name}: commands can't start in {task.recipe.workdir} as {task.agent_settings.user or 'root'}"
+        )
+
+
+async def profile_of(slot: Slot, task: Task, settings: Settings) -> Profile:
+    """Settings with the user looked up in the slot.
+
+    Raises:
+        TaskBroken: there is no such user.
+    """
+    try:
+        user = None if settings.user is None else await account_of(slot, settings.user)
+    except TaskBroken as error:
+        raise TaskBroken(f"{task.name}: {error}") from None
+    return Profile(settings.workdir, settings.env, user)
+
+
+def owner_of(account: Account) -> str:
+    """An account as chown takes it."""
+    return f"{account.uid}:{account.gid}"
+
+
+async def account_of(slot: Slot, user: str) -> Account | None:
+    """Who `name`, `uid`, `name:group` or `uid:gid` is in the slot; None for root.
+
+    Raises:
+        TaskBroken: there is no such user or group.
+    """
+    name, _, group = user.partition(":")
+    people, groups = [await _entries(slot, path) for path in ("/etc/passwd", "/etc/group")]
+    found = next((entry for entry in people if len(entry) > 5 and name in {entry[0], entry[2]}), None)
+    if found is None and not name.isdecimal():
+        raise TaskBroken(f"there is no user {name!r} in the slot; add it with RUN useradd")
+    account = (
+        Account("", int(name), 0, "/") if found is None else Account(found[0], int(found[2]), int(found[3]), found[5])
+    )
+    if group:
+        account = replace(account, gid=_group(groups, group))
+    return None if account.uid == 0 else account
+
+
+async def owner_ids(slot: Slot, owner: str | None) -> tuple[int, int]:
+    """The numbers of --chown: a name alone means its login group too, a number alone that number.
+
+    Raises:
+        TaskBroken: there is no such user or group.
+    """
+    if owner is None:
+        return 0, 0
+    name, _, group = owner.partition(":")
+    if name.isdecimal():
+        groups = await _entries(slot, "/etc/group") if group and not group.isdecimal() else []
+        return int(name), _group(groups, group) if group else int(name)
+    account = await account_of(slot, owner)
+    return (0, 0) if account is None else (account.uid, account.gid)
+
+
+def _group(groups: list[list[str]], group: str) -> int:
+    number = next((entry[2] for entry in groups if len(entry) > 2 and group in {entry[0], entry[2]}), group)
+    if not number.isdecimal():
+        raise TaskBroken(f"there is no group {group!r} in the slot; add it with RUN groupadd")
+    return int(number)
+
+
+async def _entries(slot: Slot, path: str) -> list[list[str]]:
+    try:
+        text = (await slot.read_file(path)).decode(errors="replace")
+    except FileNotFoundError:
+        return []
+    return [line.split(":") for line in text.splitlines()]

@@ -1,0 +1,348 @@
+"""Preparing tasks: their images are pulled, their Dockerfiles built step by step, and each step is kept as an image.
+
+A step's key is the SHA-256 of what it starts from, its instruction and what it copies. The image store of the host keeps
+its result under that key, so that a step runs once a host, also for other tasks and other runs; a build that is there
+already is one look-up. Every trajectory then leases the last step's image.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fnmatch
+import hashlib
+import json
+import tempfile
+import time
+from collections import Counter
+from collections.abc import AsyncGenerator, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from atropos.errors import ConfigError, ImageUnavailable
+from atropos.images.reference import POOL_BASE
+from atropos.slots import Slot, SlotPool
+from atropos.tasks import steps
+from atropos.tasks.archive import Context, digest_of
+from atropos.tasks.carry import TaskBroken
+from atropos.tasks.folder import Task, load_task
+from atropos.tasks.limits import STAND_INS
+from atropos.tasks.recipe import Copy, Download, Folder, Recipe, Run, Settings, Stage, Step
+from atropos.wire import ImageInfo, ImageState
+
+RULES = 1
+"""Part of every key: another number when a step's result changes though its instruction doesn't."""
+_LAST = 1 << 30
+"""Number of the last stage."""
+
+
+@dataclass(frozen=True)
+class PrepareState:
+    """How far a task is prepared.
+
+    Attributes:
+        detail: the image that is pulled, or the step's instruction; of a failure the reason with the last lines.
+    """
+
+    phase: Literal["queued", "waiting", "pulling", "unpacking", "building", "ready", "failed"]
+    detail: str = ""
+    done: float | None = None
+    step: int = 0
+    steps: int = 0
+
+    def __str__(self) -> str:
+        if self.phase == "building":
+            return f"building step {self.step}/{self.steps}"
+        share = "" if self.done is None else f" {self.done:.0%}"
+        return f"{self.phase}{share}"
+
+
+Progress = Callable[[PrepareState], None]
+
+
+def _silent(_: PrepareState) -> None:
+    pass
+
+
+_Images = dict[str | None, tuple[ImageInfo, str]]
+"""What each FROM means, and the source that a lease names; None: the pool's base, where nothing is named."""
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A task whose slots can be leased.
+
+    Attributes:
+        task: the task, with what its images set.
+        image: source of the image that its slots stand on.
+        bytes: what was built on the image that the task names.
+    """
+
+    task: Task
+    image: str
+    bytes: int
+
+
+@dataclass(frozen=True)
+class _Planned:
+    """A stage with the key of each step."""
+
+    parent: ImageInfo
+    source: str
+    steps: tuple[tuple[str, Step], ...]
+
+
+@dataclass
+class _Build:
+    """One task's build: its stages by number, and what has been done of them."""
+
+    task: Task
+    plan: dict[int, _Planned]
+    progress: Progress
+    steps: int
+    end: float
+    done: set[str] = field(default_factory=set[str])
+
+    def left(self) -> float:
+        left = self.end - time.monotonic()
+        if left <= 0:
+            raise TaskBroken(f"{self.task.name}: its build took longer than environment.build_timeout_sec")
+        return left
+
+
+class TaskImages:
+    """The images of tasks on one pool.
+
+    Args:
+        pool: where they are built and leased.
+        stand_ins: patterns of images in whose place the pool's own base is used.
+    """
+
+    def __init__(self, pool: SlotPool, stand_ins: Sequence[str] = STAND_INS) -> None:
+        self.pool = pool
+        self._stand_ins = tuple(stand_ins)
+        self._scratch = ""
+        self._locks: dict[str, asyncio.Lock] = {}
+        self.counters: Counter[str] = Counter()
+        """`steps`: carried out; `hits`: tasks that were there already."""
+
+    async def prepare(self, task: Task, progress: Progress | None = None) -> Prepared:
+        """Pull what a task names and build its workspace, unless that is done.
+
+        Raises:
+            TaskBroken: an image can't be had, or a step failed; says which, with the last lines of its output.
+            ConfigError: a file of the task can't be packed.
+            SandboxError: the infrastructure failed.
+        """
+        report = progress or _silent
+        report(PrepareState("queued"))
+        try:
+            prepared = await self._prepare(task, report)
+        except TaskBroken as error:
+            report(PrepareState("failed", str(error)))
+            raise
+        report(PrepareState("ready", prepared.image))
+        return prepared
+
+    async def pull(self, task: Task, progress: Progress | None = None) -> Task:
+        """Pull the images that a task names, unless that is done. Returns the task with what they set.
+
+        Raises:
+            TaskBroken: an image can't be had; says why.
+        """
+        return (await self._pulled(task, progress or _silent))[0]
+
+    async def _pulled(self, task: Task, report: Progress) -> tuple[Task, _Images]:
+        prebuilt = task.config.environment.docker_image
+        prebuilt = None if prebuilt is None or self._stands_in(prebuilt) else prebuilt
+        names = {prebuilt} if prebuilt is not None else _named(task.recipe)
+        found = dict(zip(names, await asyncio.gather(*(self._image(task, n, report) for n in names)), strict=True))
+        pulled = {name: image for name, (image, _) in found.items() if name is not None and not self._stands_in(name)}
+        if pulled:
+            settings = {name: _settings(image) for name, image in pulled.items()}
+            task = load_task(task.path, variables=task.variables, images=settings, prebuilt=prebuilt is not None)
+        return task, found
+
+    async def _prepare(self, task: Task, report: Progress) -> Prepared:
+        task, found = await self._pulled(task, report)
+        plan = await asyncio.to_thread(self._plan, task, found)
+        last = plan[_LAST]
+        key = last.steps[-1][0]
+        image = await self.pool.find_built(key)
+        if image is None:
+            count = sum(len(stage.steps) for stage in plan.values())
+            end = time.monotonic() + task.config.environment.build_timeout_sec
+            image = await self._stage(_Build(task, plan, report, count, end), _LAST)
+        else:
+            self.counters["hits"] += 1
+        return Prepared(task, f"atropos-build:{key}", image.bytes)
+
+    # ---------------------------------------------------------------------------------------------------------- images
+
+    def _stands_in(self, name: str) -> bool:
+        return any(fnmatch.fnmatch(name, pattern) for pattern in self._stand_ins)
+
+    async def _image(self, task: Task, name: str | None, report: Progress) -> tuple[ImageInfo, str]:
+        """What a FROM means here, and the source that a lease names."""
+
+        def seen(_: str, state: ImageState) -> None:
+            if state.phase not in {"ready", "failed"}:
+                report(PrepareState(state.phase, name or "", state.done))
+
+        with tempfile.TemporaryDirectory(prefix="atropos-scratch-") as empty:
+            if name is None or self._stands_in(name):
+                source = POOL_BASE
+            elif name == "scratch":
+                source = self._scratch = self._scratch or f"dir:{empty}"  # the pool keeps what it read of it
+            else:
+                source = name
+            try:
+                image = await self.pool.prepare(source, progress=seen)
+            except (ImageUnavailable, ConfigError) as error:
+                raise TaskBroken(f"{task.name}: {error}") from error
+        if image is None:
+            raise ImageUnavailable(f"{task.name}: no container is up that could prepare {name or 'its workspace'}")
+        return image, source
+
+    # ------------------------------------------------------------------------------------------------------------ keys
+
+    def _plan(self, task: Task, images: _Images) -> dict[int, _Planned]:
+        recipe = task.recipe
+        context = Context.of(task.context)
+        plan: dict[int, _Planned] = {}
+        # a stage copies from earlier ones alone, and images come before all
+        stages = sorted(recipe.stages, key=lambda stage: (stage.index >= 0, stage.index))
+        last = Stage(_LAST, recipe.image or "", recipe.steps or (Folder("/"),), recipe.settings)
+        for stage in (*stages, last):
+            parent, source = images[stage.image or None]
+            key = parent.id
+            keyed: list[tuple[str, Step]] = []
+            for step in stage.steps:
+                key = _hash(RULES, key, self._described(step, context, plan))
+                keyed.append((key, step))
+            plan[stage.index] = _Planned(parent, source, tuple(keyed))
+        return plan
+
+    def _described(self, step: Step, context: Context, plan: dict[int, _Planned]) -> list[object]:
+        """All that a step's result depends on, beside what it starts from."""
+        if isinstance(step, Copy):
+            if step.stage is None:
+                origin = digest_of(context, step)
+            else:
+                stage = plan[step.stage]
+                origin = stage.steps[-1][0] if stage.steps else stage.parent.id
+            return ["copy", origin, step.sources, step.target, step.mode, step.whole, step.owner]
+        if isinstance(step, Run):
+            settings = step.settings
+            return ["run", step.command, settings.workdir, dict(settings.env), settings.user, step.emptied]
+        if isinstance(step, Folder):
+            return ["folder", step.path, step.owner]
+        return ["download", step.address, step.checksum, step.target, step.mode, step.owner]
+
+    # ----------------------------------------------------------------------------------------------------------- steps
+
+    async def _stage(self, build: _Build, number: int) -> ImageInfo:
+        """A stage's last image: from the last step that is there already."""
+        stage = build.plan[number]
+        at, image = len(stage.steps), None
+        while at and image is None:
+            at -= 1
+            image = await self.pool.find_built(stage.steps[at][0])
+        first = 0 if image is None else at + 1
+        build.done.update(key for key, _ in stage.steps[:first])
+        current = stage.parent if image is None else image
+        source = stage.source if image is None else image.source
+        for key, step in stage.steps[first:]:
+            async with self._only(key):
+                found = await self.pool.find_built(key)
+                current = found or await self._step(build, key, step, source)
+            build.done.add(key)
+            source = current.source
+        return current
+
+    @contextlib.asynccontextmanager
+    async def _only(self, key: str) -> AsyncGenerator[None]:
+        """One build of a key at a time."""
+        lock = self._locks.setdefault(key, asyncio.Lock())
+        try:
+            async with lock:
+                yield
+        finally:
+            if not lock.locked():
+                self._locks.pop(key, None)
+
+    async def _step(self, build: _Build, key: str, step: Step, source: str) -> ImageInfo:
+        brought = None
+        if isinstance(step, Copy) and step.stage is not None:
+            brought = await self._taken(build, step.stage, step)
+        elif isinstance(step, Download):
+            brought = await self._fetched(build, step)
+        name = f"build-{build.task.name}"
+        number = len(build.done) + 1
+        build.progress(PrepareState("building", _text(step), None, number, build.steps))
+        self.counters["steps"] += 1
+        try:
+            async with self.pool.lease(name, image=source) as slot:
+                await self._carry_out(build, slot, step, brought)
+                return await slot.keep(key)
+        except TaskBroken as error:
+            raise TaskBroken(f"{build.task.name}: step {number}/{build.steps}: {error}") from None
+        except OSError as error:
+            raise TaskBroken(f"{build.task.name}: step {number}/{build.steps} ({_text(step)}): {error}") from error
+
+    async def _carry_out(self, build: _Build, slot: Slot, step: Step, brought: steps.Taken | bytes | None) -> None:
+        if isinstance(step, Run):
+            await steps.run(slot, step, build.left())
+        elif isinstance(step, Folder):
+            await steps.make(slot, step)
+        elif isinstance(step, Download):
+            assert isinstance(brought, bytes)
+            await steps.add(slot, step, brought)
+        elif isinstance(brought, steps.Taken):
+            await steps.give(slot, step, brought)
+        else:
+            await steps.copy(slot, step, Context.of(build.task.context))
+
+    async def _taken(self, build: _Build, stage: int, step: Copy) -> steps.Taken:
+        planned = build.plan[stage]
+        image = await self._stage(build, stage)
+        source = image.source if planned.steps else planned.source
+        async with self.pool.lease(f"build-{build.task.name}-from", image=source) as slot:
+            try:
+                return await steps.take(slot, step.sources)
+            except TaskBroken as error:
+                raise TaskBroken(f"{build.task.name}: COPY --from: {error}") from None
+
+    async def _fetched(self, build: _Build, step: Download) -> bytes:
+        async with self.pool.lease(f"build-{build.task.name}-add") as slot:
+            try:
+                return await steps.fetch(slot, step, build.left())
+            except TaskBroken as error:
+                raise TaskBroken(f"{build.task.name}: {error}") from None
+
+
+def _named(recipe: Recipe) -> set[str | None]:
+    return {recipe.image, *(stage.image for stage in recipe.stages)}
+
+
+def _settings(image: ImageInfo) -> Settings:
+    """What an image's configuration gives the instructions after FROM."""
+    user = image.user if image.user not in {"", "0", "root", "0:0", "root:root"} else None
+    return Settings(image.workdir or "/", image.env, user)
+
+
+def _hash(*parts: object) -> str:
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode("utf-8", "surrogateescape")).hexdigest()
+
+
+def _text(step: Step) -> str:
+    """The instruction, in short."""
+    if isinstance(step, Run):
+        text = f"RUN {step.command}"
+    elif isinstance(step, Folder):
+        text = f"WORKDIR {step.path}"
+    elif isinstance(step, Download):
+        text = f"ADD {step.address} {step.target}"
+    else:
+        text = f"COPY {' '.join(step.sources)} {step.target}"
+    return text if len(text) <= 120 else f"{text[:117]}..."

@@ -1,0 +1,167 @@
+"""Tasks over the image store: what they name is pulled, what they build is kept, and no step runs twice."""
+
+import contextlib
+import hashlib
+import http.server
+import os
+import socket
+import threading
+
+import pytest
+
+from atropos.tasks import workspace
+from atropos.tasks.carry import TaskBroken
+from atropos.tasks.folder import load_task
+from atropos.tasks.prepare import TaskImages
+from tests.images.test_leases import busybox_image, pool_for
+
+pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="owners of files need root")
+TWELVE = (
+    "FROM debian\nENV WHO=me\nWORKDIR /app\n"
+    + "".join(f"RUN echo {n} >> log\n" for n in range(9))
+    + ("COPY given.txt /app/\nUSER daemon\nRUN id -un > /tmp/who\n")
+)
+
+
+def make(root, dockerfile=None, *, toml="", files=None):
+    for name, text in {
+        "task.toml": f'version = "1.0"\n{toml}',
+        "instruction.md": "Do it.",
+        "tests/test.sh": "echo 1 > /logs/verifier/reward.txt",
+        "environment/given.txt": "given",
+        **({} if dockerfile is None else {"environment/Dockerfile": dockerfile}),
+        **(files or {}),
+    }.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+    return load_task(root)
+
+
+@contextlib.asynccontextmanager
+async def working_on(pool, images, task):
+    prepared = await images.prepare(task)
+    async with pool.lease("agent", image=prepared.image) as slot:
+        await workspace.enter(slot, prepared.task)
+        yield slot
+
+
+async def test_a_step_runs_once_a_host_also_after_a_restart(tmp_path):
+    task = make(tmp_path / "task", TWELVE)
+    states = []
+    async with pool_for(tmp_path) as pool:
+        images = TaskImages(pool)
+        first = await images.prepare(task, progress=lambda state: states.append(str(state)))
+        assert images.counters["steps"] == 12
+        assert states[:1] + states[-2:] == ["queued", "building step 12/12", "ready"]
+        async with working_on(pool, images, task) as slot:
+            assert (await slot.exec("cat log /tmp/who; echo $WHO; pwd")).output == (
+                "".join(f"{n}\n" for n in range(9)) + "daemon\nme\n/app\n"
+            )
+        assert images.counters == {"steps": 12, "hits": 1}
+    async with pool_for(tmp_path) as pool:
+        images = TaskImages(pool)
+        assert (await images.prepare(task)).image == first.image
+        assert images.counters == {"hits": 1}
+        (tmp_path / "task/environment/given.txt").write_text("changed")
+        async with working_on(pool, images, load_task(tmp_path / "task")) as slot:
+            assert (await slot.exec("cat given.txt")).output == "changed"
+        assert images.counters["steps"] == 2, "the COPY and what follows it"
+        other = make(
+            tmp_path / "other", TWELVE.replace("RUN id", "RUN true; id"), files={"environment/given.txt": "changed"}
+        )
+        await images.prepare(other)
+        assert images.counters["steps"] == 3, "steps are shared with other tasks"
+
+
+async def test_a_step_that_fails_is_named_with_its_last_lines_and_not_kept(tmp_path):
+    task = make(tmp_path / "task", "FROM debian\nRUN true\nRUN seq 100; exit 3\n")
+    states = []
+    async with pool_for(tmp_path) as pool:
+        images = TaskImages(pool)
+        for _ in range(2):
+            with pytest.raises(TaskBroken, match=r"task: step 2/2: .*seq 100.* ended with 3: 51\n52\n") as failure:
+                await images.prepare(task, progress=states.append)
+            assert str(failure.value).endswith("\n99\n100")
+            assert (states[-1].phase, states[-1].detail) == ("failed", str(failure.value))
+        assert images.counters["steps"] == 3
+
+
+async def test_a_dockerfile_starts_from_the_image_that_it_names(tmp_path, images):
+    busybox_image(tmp_path / "layout", user="app")
+    images.push(tmp_path / "layout", "app:1")
+    name = f"{images.host}/app:1"
+    task = make(
+        tmp_path / "task",
+        f"FROM {name}\nRUN echo $GREETING > made; id -u >> made\nCOPY --chown=app given.txt sub/\nENV PATH=/own:$PATH\n"
+        f"FROM scratch\nCOPY --from={name} --chmod=u=rwx,go=rX /bin/ /bin/\nCOPY --from=0 /srv/app /data\n"
+        "COPY --from=0 /srv/app/sub/given.txt /etc/passwd\nWORKDIR /data\n",
+    )
+    async with pool_for(tmp_path, images) as pool:
+        built = TaskImages(pool)
+        async with working_on(pool, built, task) as slot:
+            r = await slot.exec(
+                "cat made sub/given.txt; stat -c %u:%g made sub/given.txt; ls /; stat -c %a /bin/busybox"
+            )
+            assert r.output.split() == [
+                *("from", "the", "image", "1000", "given0:0", "0:0"),
+                *("bin", "data", "dev", "etc", "proc", "root", "tmp", "usr", "workspace", "755"),
+            ]
+        first = make(tmp_path / "first", f"FROM {name}\nRUN id -u > made\nCOPY --chown=app given.txt sub/\n")
+        async with working_on(pool, built, first) as slot:
+            r = await slot.exec("pwd; id -u; cat made; stat -c %u:%g made sub/given.txt; echo $GREETING; echo x > text")
+            assert (r.exit_code, r.output) == (0, "/srv/app\n1000\n1000\n1000:1000\n1000:1000\nfrom the image\n")
+
+
+async def test_a_docker_image_is_the_workspace(tmp_path, images):
+    busybox_image(tmp_path / "layout", user="app")
+    images.push(tmp_path / "layout", "whole:1")
+    toml = f'[environment]\ndocker_image = "{images.host}/whole:1"\n'
+    async with pool_for(tmp_path, images) as pool:
+        built = TaskImages(pool)
+        async with working_on(pool, built, make(tmp_path / "loose", toml=toml)) as slot:
+            assert (await slot.exec("cat text given.txt; id -u; pwd")).output == "hellogiven1000\n/srv/app\n"
+        beside = make(tmp_path / "beside", "FROM nowhere.invalid/x\nRUN false\n", toml=toml)
+        async with working_on(pool, built, beside) as slot:
+            assert (await slot.exec("cat text; ls")).output == "hellotext\n", "its files are in the image already"
+        absent = make(tmp_path / "absent", toml=toml.replace("whole:1", "absent:1"))
+        with pytest.raises(TaskBroken, match=r"absent: image .*absent:1: pulling: .*manifest unknown"):
+            await built.prepare(absent)
+        standing = TaskImages(pool, (f"{images.host}/absent*",))
+        async with working_on(pool, standing, absent) as slot:
+            assert (await slot.exec("cat given.txt; pwd")).output == "given/workspace\n"
+
+
+async def test_an_address_is_fetched_by_what_egress_allows(tmp_path):
+    class Answer(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(b"fetched")
+
+        def log_message(self, *_):
+            pass
+
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as route:
+        try:
+            route.connect(("192.0.2.1", 9))  # which sends nothing
+        except OSError:
+            pytest.skip("this machine has no address but loopback's, which no slot reaches")
+        ours = route.getsockname()[0]
+    server = http.server.ThreadingHTTPServer((ours, 0), Answer)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    address = f"http://{ours}:{server.server_port}/dir/name.bin"
+    good = f"sha256:{hashlib.sha256(b'fetched').hexdigest()}"
+    text = "FROM scratch\nADD --checksum={} --chown=7:8 {} /srv/\n"
+    try:
+        async with pool_for(tmp_path, allow_network=True, egress_allow=(f"{ours}:{server.server_port}",)) as pool:
+            images = TaskImages(pool)
+            prepared = await images.prepare(make(tmp_path / "good", text.format(good, address)))
+            async with pool.lease("one", image=prepared.image) as slot:
+                assert await slot.read_file("/srv/name.bin") == b"fetched"
+            with pytest.raises(TaskBroken, match="its checksum is sha256:"):
+                await images.prepare(make(tmp_path / "bad", text.format("sha256:" + "0" * 64, address)))
+        async with pool_for(tmp_path, allow_network=True) as pool:
+            with pytest.raises(TaskBroken, match=f"ADD {address}"):
+                await TaskImages(pool).prepare(make(tmp_path / "shut", "FROM scratch\nADD " + address + " /x\n"))
+    finally:
+        server.shutdown()
