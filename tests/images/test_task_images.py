@@ -2,17 +2,16 @@
 
 import contextlib
 import hashlib
-import http.server
 import os
-import socket
-import threading
+from dataclasses import replace
 
 import pytest
 
-from atropos.tasks import workspace
+from atropos.tasks import steps, workspace
 from atropos.tasks.carry import TaskBroken
 from atropos.tasks.folder import load_task
 from atropos.tasks.prepare import TaskImages
+from atropos.tasks.recipe import Download
 from tests.images.test_leases import busybox_image, pool_for
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="owners of files need root")
@@ -131,37 +130,19 @@ async def test_a_docker_image_is_the_workspace(tmp_path, images):
             assert (await slot.exec("cat given.txt; pwd")).output == "given/workspace\n"
 
 
-async def test_an_address_is_fetched_by_what_egress_allows(tmp_path):
-    class Answer(http.server.BaseHTTPRequestHandler):
-        def do_GET(self):
-            self.send_response(200)
-            self.end_headers()
-            self.wfile.write(b"fetched")
-
-        def log_message(self, *_):
-            pass
-
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as route:
-        try:
-            route.connect(("192.0.2.1", 9))  # which sends nothing
-        except OSError:
-            pytest.skip("this machine has no address but loopback's, which no slot reaches")
-        ours = route.getsockname()[0]
-    server = http.server.ThreadingHTTPServer((ours, 0), Answer)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    address = f"http://{ours}:{server.server_port}/dir/name.bin"
+async def test_an_address_is_fetched_from_where_egress_allows_and_checked(tmp_path):
     good = f"sha256:{hashlib.sha256(b'fetched').hexdigest()}"
-    text = "FROM scratch\nADD --checksum={} --chown=7:8 {} /srv/\n"
-    try:
-        async with pool_for(tmp_path, allow_network=True, egress_allow=(f"{ours}:{server.server_port}",)) as pool:
-            images = TaskImages(pool)
-            prepared = await images.prepare(make(tmp_path / "good", text.format(good, address)))
-            async with pool.lease("one", image=prepared.image) as slot:
-                assert await slot.read_file("/srv/name.bin") == b"fetched"
-            with pytest.raises(TaskBroken, match="its checksum is sha256:"):
-                await images.prepare(make(tmp_path / "bad", text.format("sha256:" + "0" * 64, address)))
-        async with pool_for(tmp_path, allow_network=True) as pool:
-            with pytest.raises(TaskBroken, match=f"ADD {address}"):
-                await TaskImages(pool).prepare(make(tmp_path / "shut", "FROM scratch\nADD " + address + " /x\n"))
-    finally:
-        server.shutdown()
+    step = Download("http://localhost:8000/name.bin", "/srv/name.bin", good, owner="7:8")
+    async with pool_for(tmp_path, allow_network=True) as pool:
+        async with pool.lease("site") as site, pool.lease("build") as slot:
+            serve = "mkdir /tmp/site; cd /tmp/site; printf fetched > name.bin; python3 -m http.server 8000 >/dev/null 2>&1 &"
+            await site.exec(f"{serve} until curl -so /dev/null localhost:8000; do sleep 0.05; done")
+            await steps.add(slot, step, await steps.fetch(site, step, 20))
+            assert (
+                await slot.exec("cat /srv/name.bin; stat -c ' %a %u:%g' /srv/name.bin")
+            ).output == "fetched 600 7:8\n"
+            with pytest.raises(TaskBroken, match=f"its checksum is {good}, not sha256:00"):
+                await steps.fetch(site, replace(step, checksum="sha256:" + "0" * 64), 20)
+        own = make(tmp_path / "own", "FROM scratch\nADD http://127.0.0.2:1/x /x\n")
+        with pytest.raises(TaskBroken, match=r"own: ADD http://127.0.0.2:1/x ended with 1: .*egress refused"):
+            await TaskImages(pool).prepare(own)
