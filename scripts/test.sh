@@ -13,4 +13,4 @@ fi
 ATROPOS_SYSTEM_PACKAGES="skopeo docker-registry busybox-static" bash scripts/system.sh \
   || echo "not all of skopeo, docker-registry and busybox: tests of images are skipped" >&2
 backends=${ATROPOS_BACKENDS:-local,docker,nomad}
-exec python scripts/engines.py "$backends" pytest -n "$(nproc)" --dist loadscope --durations=30 "$@"
+exec python scripts/engines.py "$backends" pytest -n "$(($(nproc) + 1))" --dist loadscope --durations=30 "$@"
