@@ -514,6 +514,13 @@ class SnapshotRequest(Message):
     epoch: int | None = None
 
 
+class ViewRequest(Message):
+    """POST /v1/leases/{id}/view: run the lease's calls in a clean slot beside the one that they ran in so far."""
+
+    folders: tuple[str, ...] = Field(default=(), max_length=64)
+    epoch: int | None = None
+
+
 class DrainRequest(Message):
     """POST /v1/drain. `deadline_s`: how long leases may go on; None: the server's own `drain_s`."""
 

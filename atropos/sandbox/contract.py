@@ -111,6 +111,27 @@ class Host(Protocol):
         """
         ...
 
+    async def view(
+        self, of: Sandbox, name: str, layers: Sequence[Layer], base: str | None, folders: Sequence[str]
+    ) -> Sandbox:
+        """Start a sandbox beside one that runs: in its network, on a root of its own, and with some of its folders.
+
+        The folders show what is in them now and later; what the view writes there, it alone sees. From then on the
+        other one gets the CPU time that others leave.
+
+        Args:
+            of: the sandbox whose folders are shown.
+            name: for messages.
+            layers: what the view stands on, topmost first.
+            base: the lowest of it.
+            folders: absolute; and all top-level folders that a usual system doesn't have.
+
+        Raises:
+            NotSupported: a folder can't be shown on this root.
+            SandboxError: it could not be started; nothing of it is left.
+        """
+        ...
+
     async def import_layer(self, layer_id: str, fill: Callable[[str], Awaitable[None]]) -> Layer:
         """Make a layer of what `fill` writes into the folder whose path it is given; nothing is left if it raises."""
         ...

@@ -10,7 +10,7 @@ import random
 import time
 import uuid
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from typing import Any, Self, TypeVar
 
 import aiohttp
@@ -45,6 +45,7 @@ from atropos.wire import (
     SnapshotInfo,
     SnapshotRequest,
     Status,
+    ViewRequest,
 )
 
 log = logging.getLogger(__name__)
@@ -331,6 +332,17 @@ class SandboxClient:
             return (await self._ask("POST", "/v1/images", ImageState, ImageRequest(source=source))).image
         except NotSupported:
             return None
+
+    async def view(self, lease: Lease, folders: Sequence[str]) -> None:
+        """Run a lease's later calls in a view of its slot.
+
+        Raises:
+            LeaseExpired: the lease is over.
+            NotSupported: a folder can't be shown; the lease goes on as before.
+            SlotLost: the server is gone.
+        """
+        request = ViewRequest(folders=tuple(folders), epoch=lease.epoch)
+        await self._ask("POST", f"/v1/leases/{lease.lease_id}/view", Lease, request, patient=True)
 
     async def prepare(
         self,

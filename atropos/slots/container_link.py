@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import random
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any, Protocol
 
 from atropos import wire
@@ -48,6 +48,10 @@ class ContainerClient(Protocol):
 
     async def call(self, lease: wire.Lease, operation: wire.Operation, *, call_id: str | None = None) -> wire.OpResult:
         """Run one operation."""
+        ...
+
+    async def view(self, lease: wire.Lease, folders: Sequence[str]) -> None:
+        """As `SandboxClient.view`."""
         ...
 
     async def snapshot(self, lease: wire.Lease) -> wire.SnapshotInfo:

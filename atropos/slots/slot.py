@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Self
 
@@ -303,6 +303,30 @@ class Slot:
         except asyncio.CancelledError:
             task.add_done_callback(_drop_unwanted)
             raise
+
+    async def view(self, folders: Sequence[str] = ("/workspace",)) -> None:
+        """Run later operations in a view of this slot: a sandbox with processes, mounts and a root of its own.
+
+        Its root is what the lease started from, or its last `snapshot`: nothing that was written since is in it but
+        `folders` and the top-level folders that no usual system has (`/app`, `/data` …), as they are and as they change.
+        What is written in the view, the slot's own programs never see. They go on, with the CPU time that others leave,
+        and their servers answer on the loopback that both share. A `snapshot` ends the view and freezes the slot itself.
+
+        Raises:
+            NotSupported: a folder can't be shown, as `/` or `/proc`; nothing has changed.
+            SlotLost: the slot is gone.
+        """
+        if self._over is not None:
+            raise type(self._over)(*self._over.args)
+        await self._link.client.view(self._lease, folders)
+
+    async def settle(self) -> None:
+        """Make what is in the slot part of what its views stand on; its programs end.
+
+        Raises:
+            SandboxError: as `snapshot`.
+        """
+        await (await self.snapshot()).drop()
 
     async def _freeze(self) -> Snapshot:
         return Snapshot(self._link, await self._link.client.snapshot(self._lease), self.limits)

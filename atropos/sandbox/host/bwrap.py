@@ -37,9 +37,7 @@ def _filtered() -> bool:
 _PID_1_FILES = ("oom_score_adj", "oom_adj", "task/1/oom_score_adj", "task/1/oom_adj")
 
 
-def command(
-    bwrap: str, volume: Volume, base: Base, empty: str, preload: str, runner: Sequence[str], *, network: bool = False
-) -> list[str]:
+def command(bwrap: str, volume: Volume, base: Base, empty: str, preload: str, runner: Sequence[str]) -> list[str]:
     """Arguments that start `runner` as PID 1 on a volume's mounts. Bubblewrap runs as root of the slot's namespace.
 
     Args:
@@ -49,7 +47,8 @@ def command(
         empty: an empty file.
         preload: what covers /etc/ld.so.preload.
         runner: the command of PID 1.
-        network: the caller has made the slot's network namespace already; the one of System V objects it always has.
+
+    The caller has made the namespaces of the network and of System V objects already.
     """
     capabilities = [part for name in CAPABILITIES for part in ("--cap-add", f"CAP_{name}")]
     # A container's seccomp profile refuses to set one; ours bear the name already.
@@ -60,7 +59,6 @@ def command(
     return [
         bwrap,
         "--unshare-pid",
-        *([] if network else ["--unshare-net"]),
         "--unshare-uts",
         "--unshare-cgroup",
         *hostname,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import os
 import signal
 import socket
@@ -15,12 +14,12 @@ from typing import TYPE_CHECKING
 from atropos.config import SlotLimits
 from atropos.errors import NotSupported, OutcomeUnknown, SandboxError, SlotLost
 from atropos.sandbox.contract import Layer, Stopped
-from atropos.sandbox.host import egress_supervisor, skeleton, volumes
+from atropos.sandbox.host import egress_supervisor, skeleton, views, volumes
 from atropos.sandbox.host.limit_watch import LimitWatch
 from atropos.sandbox.host.runner_link import Channel
 from atropos.sandbox.host.runtime import INSIDE
 from atropos.sandbox.host.spawner_client import Exit, child_pid
-from atropos.sandbox.linux import host_limits, memory_files, slot_cgroup, sockets, stopped_children
+from atropos.sandbox.linux import host_limits, memory_files, slot_cgroup, stopped_children
 from atropos.wire import ExecResult, ImageInfo, Operation, OpResult, ProcListing, ProcState
 
 if TYPE_CHECKING:
@@ -34,8 +33,6 @@ ERRORS_BYTES = 4096
 ANSWER_GRACE_S = 15.0
 """How much longer than an operation's own limit an answer may take before the slot counts as broken."""
 FILE_DEADLINE_S = 30.0
-FREEZE_PAUSE_S = 1.0
-"""Longest pause, in seconds, before the last try to freeze a volume; each one is twice the one before."""
 LOOK_S = 0.5
 """Interval between checks of pending calls and of running programs, in seconds."""
 _STARTS = frozenset({"exec", "proc_start"})
@@ -54,9 +51,14 @@ class SlotSandbox:
         limits: SlotLimits,
         *,
         network: bool = False,
+        joins: int | None = None,
     ) -> None:
         self.name = name
         self.layers: tuple[Layer, ...] = ()
+        self.network = network
+        self._base: str | None = None
+        self._joins = joins
+        self.network_fd = -1
         self._image: ImageInfo | None = None
         self.limits = limits
         self.died: asyncio.Future[str] = asyncio.get_running_loop().create_future()
@@ -65,7 +67,6 @@ class SlotSandbox:
         self._host = host
         self._volume = volume
         self._cgroup = cgroup
-        self._network = network
         self._creator: int | None = None
         self._proxy: int | None = None
         self._channel: Channel | None = None
@@ -227,16 +228,19 @@ class SlotSandbox:
         limits = self.limits
         self._channel = Channel(ours, output_bytes=limits.output_bytes, on_broken=self._broke)
         try:
-            request = self._host.request(self._volume, base, self._cgroup, limits, network=self._network)
+            joins = [] if self._joins is None else [self._joins]
+            request = self._host.request(
+                self._volume, base, self._cgroup, limits, network=self.network, joins=bool(joins)
+            )
             self._creator = request["creator"]
             near, far = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             try:
-                fds = [theirs.fileno(), far_status.fileno(), errors, far.fileno()]
+                fds = [theirs.fileno(), far_status.fileno(), errors, far.fileno(), *joins]
                 self._started, self._ended = await self._host.spawner.start(request, fds)
                 pid = await asyncio.shield(self._started)
-                if self._network:
+                if not joins:
                     far.close()
-                    await self._reach_out(near, errors)
+                    await self._receive_network(near, errors)
             finally:
                 near.close()
                 far.close()
@@ -278,8 +282,10 @@ class SlotSandbox:
         arguments = {"environment": host.threads(limits), "wall_s": limits.wall_s}
         self._channel.call("limits", arguments, lambda _: None)
 
-    async def stand_on(self, layers: Sequence[Layer], base: str | None = None) -> None:
-        """Get another root; see `contract.Sandbox.stand_on`."""
+    async def stand_on(
+        self, layers: Sequence[Layer], base: str | None = None, *, view: views.View | None = None
+    ) -> None:
+        """Get another root, with what a view shows of another slot; see `contract.Sandbox.stand_on`."""
         if self._calls or self._volume.restacked:
             raise SandboxError(f"slot {self.name} is in use: it can't get another root any more")
         if self._init_fd < 0 or self.died.done():
@@ -287,6 +293,8 @@ class SlotSandbox:
         errors = memory_files.bounded("errors", ERRORS_BYTES)
         try:
             self._host.restack(self._volume, base, layers)
+            if view is not None:
+                await asyncio.to_thread(view.mount, self._volume)
             request = {"restack": f"{INSIDE}/{volumes.NEXT}/{volumes.NEXT}", "creator": self._creator}
             started, ended = await self._host.spawner.start(request, [self._init_fd, errors])
             async with asyncio.timeout(START_DEADLINE_S):
@@ -300,19 +308,32 @@ class SlotSandbox:
         finally:
             os.close(errors)
         self.layers = tuple(layers)
+        self._base = base
         self._image = self._host.base(base).image
 
-    async def _reach_out(self, near: socket.socket, errors: int) -> None:
-        """Give the proxy the socket that was made in the slot's own network."""
+    async def _receive_network(self, near: socket.socket, errors: int) -> None:
+        """Keep the slot's own network for its views, and give the proxy the socket that was made there."""
         near.settimeout(START_DEADLINE_S)
         try:
-            _, fds, _, _ = await asyncio.to_thread(socket.recv_fds, near, 1, 1)
+            _, fds, _, _ = await asyncio.to_thread(socket.recv_fds, near, 1, 2)
         except OSError as error:
             raise SandboxError(f"slot {self.name} got no network: {_said(errors) or error}") from None
         if not fds:
             raise SandboxError(f"slot {self.name} got no network: {_said(errors) or 'it ended'}")
-        assert self._host.egress is not None
-        self._proxy = self._host.egress.add(socket.socket(fileno=fds[0]))
+        self.network_fd = fds[0]
+        if self.network:
+            assert self._host.egress is not None
+            self._proxy = self._host.egress.add(socket.socket(fileno=fds[1]))
+
+    @property
+    def layer_paths(self) -> tuple[str, ...]:
+        """Folders that its root is stacked of, topmost first."""
+        below = [layer.path for layer in self.layers]
+        return (self._volume.upper, *below, self._host.base(self._base).lower)
+
+    def give_way(self) -> None:
+        """From now on its programs get CPU time that others leave."""
+        self._cgroup.give_way()
 
     async def _hello(self, status: socket.socket) -> None:
         """Learn PID 1's pid from bubblewrap, give the runner what it needs, and hear from it."""
@@ -322,7 +343,7 @@ class SlotSandbox:
         self._init_fd = _hold(self.host_pid)
         oom_fd = os.open(f"/proc/{self.host_pid}/oom_score_adj", os.O_WRONLY | os.O_CLOEXEC)
         try:
-            environment = self._host.environment | (egress_supervisor.environment() if self._network else {})
+            environment = self._host.environment | (egress_supervisor.environment() if self.network else {})
             channel.start(environment, self.limits.output_bytes, self.limits.wall_s, oom_fd)
         finally:
             os.close(oom_fd)
@@ -402,10 +423,10 @@ class SlotSandbox:
                 self._kill(bubblewrap=True)
                 self._cgroup.kill()
                 problem = f"its processes did not end within {STOP_DEADLINE_S} s"
-        for fd in (self._bwrap_fd, self._init_fd):
+        for fd in (self._bwrap_fd, self._init_fd, self.network_fd):
             if fd >= 0:
                 os.close(fd)
-        self._bwrap_fd = self._init_fd = -1
+        self._bwrap_fd = self._init_fd = self.network_fd = -1
         return problem
 
     async def _remove_cgroup(self) -> str:
@@ -435,7 +456,7 @@ class SlotSandbox:
         try:
             if problems[0]:
                 raise OSError(problems[0])
-            await self._make_read_only()
+            await volumes.make_read_only(self._volume)
             used = await asyncio.to_thread(volumes.used_bytes, self._volume)
         except OSError as error:
             frozen.set_exception(SandboxError(f"the snapshot of slot {self.name} can't be trusted: {error}"))
@@ -446,33 +467,6 @@ class SlotSandbox:
             frozen.set_result(layer)
         problems.append(await self._remove_cgroup())
         return self._finished(began, problems)
-
-    async def _make_read_only(self) -> None:
-        """Freeze the volume. Files that only sockets hold, on their way from one to the other, are waited for.
-
-        Raises:
-            OSError: a writer was left.
-        """
-        volume = self._volume
-        await asyncio.to_thread(volume.uncover)
-        if volume.disk is not None:
-            return
-        pause = 0.001
-        while True:
-            try:
-                volumes.freeze(volume)
-            except OSError as error:
-                if error.errno != errno.EBUSY:
-                    raise
-                if pause > FREEZE_PAUSE_S:
-                    raise OSError(
-                        error.errno, "a file in it is still open for writing, and nothing is left to end"
-                    ) from None
-            else:
-                return
-            sockets.collect_garbage()
-            await asyncio.sleep(pause)
-            pause *= 2
 
 
 def _said(fd: int) -> str:

@@ -17,7 +17,7 @@ from atropos.errors import ConfigError, ImageUnavailable, IsolationUnavailable, 
 from atropos.images.reference import POOL_BASE
 from atropos.sandbox.boot import root_phase
 from atropos.sandbox.contract import Layer
-from atropos.sandbox.host import bwrap, egress_supervisor, prestart, runtime, skeleton, volumes
+from atropos.sandbox.host import bwrap, egress_supervisor, kernel_bounds, prestart, runtime, skeleton, views, volumes
 from atropos.sandbox.host.slot import SlotSandbox
 from atropos.sandbox.host.spawner_client import SpawnerClient
 from atropos.sandbox.linux import cgroups, disks, slot_cgroup, syscalls
@@ -120,7 +120,7 @@ class SlotHost:
     @staticmethod
     def _owned(path: str) -> bool:
         """Whether a base's files belong to ids that slots have: an unmapped owner is shown as the overflow id."""
-        return os.stat(path).st_uid != _sysctl("kernel/overflowuid", 65_534)
+        return os.stat(path).st_uid != kernel_bounds.sysctl("kernel/overflowuid", 65_534)
 
     @staticmethod
     def _outside_root() -> str:
@@ -135,15 +135,24 @@ class SlotHost:
         *,
         network: bool = False,
         limits: SlotLimits | None = None,
+        joins: int | None = None,
     ) -> SlotSandbox:
-        """Start a sandbox on a fresh volume; see `contract.Host.start`. `limits`: instead of the configured ones."""
+        """Start a sandbox on a fresh volume; see `contract.Host.start`.
+
+        Args:
+            name: for messages.
+            network: whether it gets egress.
+            limits: instead of the configured ones.
+            joins: a network namespace to be in; the volume is then in memory.
+        """
+        probe = limits is not None
         limits = limits or self.config.limits
         if network and self.egress is None:
             raise NotSupported("network=True: this server gives no slot a network (allow_network is false)")
         stands_on = self._bases[None]
         unique = f"{next(self._serial)}"
         folder = f"{self._scratch}/slots/{unique}"
-        disk = await self._disk_for(unique, probe=limits is not self.config.limits)
+        disk = await self._disk_for(unique, probe=probe) if joins is None else None
         cgroup: slot_cgroup.SlotCgroup | None = None
         try:
             most_cores = slot_cgroup.ceiling(limits, self.config.slots)
@@ -161,7 +170,7 @@ class SlotHost:
                 cgroup.remove()
             self._free_cell(disk)
             raise SandboxError(f"slot {name} could not be made: {error}") from error
-        sandbox = SlotSandbox(self, name, volume, cgroup, limits, network=network)
+        sandbox = SlotSandbox(self, name, volume, cgroup, limits, network=network, joins=joins)
         self._live.add(sandbox)
         try:
             await sandbox.start(stands_on)
@@ -170,6 +179,19 @@ class SlotHost:
             if isinstance(error, (OSError, ValueError)):
                 raise SandboxError(f"slot {name} could not be started: {error}") from error
             raise
+        return sandbox
+
+    async def view(
+        self, of: SlotSandbox, name: str, layers: Sequence[Layer], base: str | None, folders: Sequence[str]
+    ) -> SlotSandbox:
+        """Start a view of a slot; see `contract.Host.view`."""
+        sandbox = await self.start(name, network=of.network, limits=of.limits, joins=of.network_fd)
+        try:
+            await sandbox.stand_on(layers, base, view=views.View(of.layer_paths, tuple(folders), self._empty))
+        except BaseException:
+            await asyncio.shield(sandbox.stop())
+            raise
+        of.give_way()
         return sandbox
 
     async def _disk_for(self, unique: str, *, probe: bool = False) -> str | None:
@@ -306,7 +328,8 @@ class SlotHost:
         cgroup: slot_cgroup.SlotCgroup,
         limits: SlotLimits,
         *,
-        network: bool = False,
+        network: bool,
+        joins: bool,
     ) -> dict[str, Any]:
         """What the spawner needs to know to start one slot."""
         # where cgroups count processes, this is the bound of the largest lease that the slot may be given to
@@ -326,9 +349,9 @@ class SlotHost:
                 self._runtime.empty,
                 preload,
                 self._runtime.argv,
-                network=network,
             ),
             "proxy_port": egress_supervisor.PORT if network else None,
+            "joins": joins,
             "ids": self._entered.slot_ids,
             "creator": creator,
             "cgroups": cgroup.paths,
@@ -342,8 +365,8 @@ class SlotHost:
             },
             # CORE 1: no file is that small, and a handler of the host's, which runs as its root, is not started either
             "rlimits": {"NOFILE": limits.open_files, "CORE": 1, "NPROC": processes, "RTPRIO": 0, "NICE": 0},
-            "counters": _counters(2 * self.config.slots + 2),
-            "ipc": _ipc_bounds(limits),
+            "counters": kernel_bounds.counters(2 * self.config.slots + 2),
+            "ipc": kernel_bounds.ipc_bounds(limits),
         }
 
     def forget(self, sandbox: SlotSandbox) -> None:
@@ -425,41 +448,6 @@ def _check_disk(config: ServerConfig, entered: root_phase.Entered) -> None:
                 f"limits.{name}: volume='disk' can't be limited here ({entered.no_cells}); leave it out to run without "
                 "a limit, or start the server as root with loop devices and e2fsprogs, or use volume='memory'"
             )
-
-
-def _counters(shares: int) -> dict[str, int]:
-    """The kernel's bounds in a slot's user namespace: no more namespaces, and its share of what a user may watch."""
-    namespaces = ("pid", "net", "mnt", "ipc", "uts", "cgroup")
-    return {
-        **dict.fromkeys((f"max_{kind}_namespaces" for kind in namespaces), 1),
-        "max_user_namespaces": 0,
-        "max_time_namespaces": 0,
-        "max_inotify_instances": max(4, _sysctl("fs/inotify/max_user_instances", 128) // shares),
-        "max_inotify_watches": max(1024, _sysctl("fs/inotify/max_user_watches", 65_536) // shares),
-        "max_fanotify_groups": 0,
-        "max_fanotify_marks": 0,
-    }
-
-
-def _ipc_bounds(limits: SlotLimits) -> dict[str, int | str]:
-    """Bounds of System V objects.
-
-    These outlive the programs that made them, and what they hold is the slot's memory: without bounds, one bomb leaves none
-    to the programs after it.
-    """
-    return {
-        "shmall": (limits.memory_mib << 20) // 4 // os.sysconf("SC_PAGESIZE"),
-        "msgmni": 64,
-        "sem": "32000 32000 500 1000",
-    }
-
-
-def _sysctl(name: str, default: int) -> int:
-    try:
-        with open(f"/proc/sys/{name}", encoding="ascii") as file:
-            return int(file.read())
-    except (OSError, ValueError):
-        return default
 
 
 def environment(config: ServerConfig) -> dict[str, str]:

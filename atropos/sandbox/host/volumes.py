@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import os
 import stat
 import threading
@@ -17,7 +18,7 @@ from dataclasses import dataclass, field
 
 from atropos.config import SlotLimits
 from atropos.sandbox.host.skeleton import Base
-from atropos.sandbox.linux import syscalls
+from atropos.sandbox.linux import sockets, syscalls
 from atropos.sandbox.linux.disks import OWN_INODES
 from atropos.sandbox.linux.trees import remove_tree
 
@@ -27,6 +28,8 @@ MOUNT_POINTS = ("proc", "dev", "etc", "usr", _RUNTIME, "tmp", "root", "workspace
 GATE = "gate"
 """The folder through which a slot that runs already gets another root: see `restack`."""
 NEXT = "next"
+FREEZE_PAUSE_S = 1.0
+"""Longest pause, in seconds, before the last try to freeze a volume; each one is twice the one before."""
 _MEMORY_KEPT_MIB = 16
 """What a volume leaves of its slot's memory at least: a shell and what clears up fit in."""
 _INODE_BYTES = 1880
@@ -370,6 +373,33 @@ def freeze(volume: Volume) -> None:
         OSError: EBUSY tells that a file in it is still open for writing.
     """
     syscalls.mount(None, volume.folder, None, syscalls.MS_REMOUNT | syscalls.MS_RDONLY | _NOSUID_NODEV)
+
+
+async def make_read_only(volume: Volume) -> None:
+    """Freeze a volume. Files that only sockets hold, on their way from one to the other, are waited for.
+
+    Raises:
+        OSError: a writer was left.
+    """
+    await asyncio.to_thread(volume.uncover)
+    if volume.disk is not None:
+        return
+    pause = 0.001
+    while True:
+        try:
+            freeze(volume)
+        except OSError as error:
+            if error.errno != errno.EBUSY:
+                raise
+            if pause > FREEZE_PAUSE_S:
+                raise OSError(
+                    error.errno, "a file in it is still open for writing, and nothing is left to end"
+                ) from None
+        else:
+            return
+        sockets.collect_garbage()
+        await asyncio.sleep(pause)
+        pause *= 2
 
 
 def used_bytes(volume: Volume) -> int:

@@ -138,6 +138,13 @@ class SlotCgroup:
                 peak = next(f"{path}/{name}" for name in _PEAKS if os.path.exists(f"{path}/{name}"))
                 self._peak = os.open(peak, os.O_RDWR | os.O_CLOEXEC)
 
+    def give_way(self) -> None:
+        """Let its programs have only the CPU time that the other slots leave."""
+        for tree, path in zip(self._trees, self.paths, strict=True):
+            if "cpu" in tree.controllers:
+                file, value = ("cpu.shares", "2") if tree.version == 1 else ("cpu.weight", "1")
+                _write(f"{path}/{file}", value, needed=False)
+
     def change(self, limits: SlotLimits, most_cores: float | None) -> None:
         """Set other limits; only what differs is written.
 

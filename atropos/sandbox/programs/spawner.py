@@ -245,6 +245,8 @@ def _child(request: dict[str, Any], fds: list[int], mapped: Callable[[], bytes])
     for name, value in request["rlimits_before"].items():
         _lower(name, value)
     _own_mounts(*request["own"])
+    if request["joins"]:
+        syscalls.setns(fds[4], syscalls.CLONE_NEWNET)
     creator: int | None = request["creator"]
     if creator is not None:
         os.setresgid(creator, creator, creator)
@@ -256,7 +258,7 @@ def _child(request: dict[str, Any], fds: list[int], mapped: Callable[[], bytes])
         os.setgroups([])
     os.setresgid(0, 0, 0)
     os.setresuid(0, 0, 0)
-    if request["proxy_port"] is not None:
+    if not request["joins"]:
         _own_network(request["proxy_port"], fds[3])
     for name, value in request["counters"].items():
         _set(f"user/{name}", value)
@@ -287,16 +289,23 @@ def _own_mounts(volume: str, seen: str, slots: str) -> None:
     syscalls.umount(slots)
 
 
-def _own_network(port: int, answer: int) -> None:
-    """A network namespace with a loopback on which a socket listens; the socket goes to the server, for its proxy."""
+def _own_network(port: int | None, answer: int) -> None:
+    """A network namespace with a loopback, for the server to join others to.
+
+    With a port, a socket listens there; it goes to the server, too, for its proxy.
+    """
     syscalls.unshare(syscalls.CLONE_NEWNET)
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as control:
         fcntl.ioctl(control, _SIOCSIFFLAGS, struct.pack("16sh14x", b"lo", _IFF_UP))
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as listener:
-        listener.bind(("127.0.0.1", port))
-        listener.listen(64)
+        handed = [os.open("/proc/self/ns/net", os.O_RDONLY | os.O_CLOEXEC)]
+        if port is not None:
+            listener.bind(("127.0.0.1", port))
+            listener.listen(64)
+            handed.append(listener.fileno())
         with socket.socket(fileno=os.dup(answer)) as channel:
-            socket.send_fds(channel, [b"x"], [listener.fileno()])
+            socket.send_fds(channel, [b"x"], handed)
+        os.close(handed[0])
 
 
 def _own_objects(bounds: dict[str, Any]) -> None:

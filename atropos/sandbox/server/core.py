@@ -11,10 +11,9 @@ import time
 import uuid
 from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from atropos.config import ServerConfig, SlotLimits
+from atropos.config import ServerConfig
 from atropos.errors import (
     BackendUnavailable,
     LeaseExpired,
@@ -29,6 +28,7 @@ from atropos.sandbox.contract import Host, Layer, Sandbox, Stopped
 from atropos.sandbox.server.clients import Clients
 from atropos.sandbox.server.images import Images
 from atropos.sandbox.server.lanes import Lanes
+from atropos.sandbox.server.lease_run import LeaseRun
 from atropos.sandbox.server.leases import Ended, Granted, Held, LeaseTable
 from atropos.sandbox.server.snapshots import MIB, Snapshot, Snapshots
 from atropos.sandbox.server.warm_pool import WarmPool, stop
@@ -42,23 +42,6 @@ START_S = 30.0
 """Longest an acquire waits for a sandbox to start, in seconds."""
 PARALLEL_STARTS = 4
 """Sandboxes started at once: measured on 2 cores, more only makes each slower."""
-
-
-@dataclass(slots=True, eq=False)
-class LeaseRun:
-    """What serves one lease."""
-
-    held: Held
-    base: str | None = None
-    limits: SlotLimits | None = None
-    """Its own; None: as every slot's."""
-    sandbox: Sandbox | None = None
-    lanes: Lanes | None = None
-    layers: tuple[Layer, ...] = ()
-    stands_on: Snapshot | None = None
-    starting: asyncio.Task[Lease] | None = None
-    ending: asyncio.Task[Ended] | None = None
-    freezing: dict[str, asyncio.Task[SnapshotInfo]] = field(default_factory=dict[str, "asyncio.Task[SnapshotInfo]"])
 
 
 class Core:
@@ -232,7 +215,7 @@ class Core:
 
     def _watch(self, run: LeaseRun, sandbox: Sandbox) -> None:
         def died(future: asyncio.Future[str]) -> None:
-            if not future.cancelled() and run.sandbox is sandbox:
+            if not future.cancelled() and sandbox in (run.sandbox, run.agent):
                 self.counters["sandboxes_died"] += 1
                 self.end(run.held, SlotLost.code, f"the sandbox ended: {future.result()}")
 
@@ -279,11 +262,12 @@ class Core:
         began = time.monotonic()
         if run.starting is not None and not run.starting.done():
             await asyncio.wait([run.starting])
-        if run.freezing:
-            await asyncio.wait(list(run.freezing.values()))
+        changing = [*run.freezing.values(), *([run.viewing] if run.viewing is not None else [])]
+        if changing:
+            await asyncio.wait(changing)
         if run.held.lease_id not in self.runs:  # its start failed and ended it
             return self.table.ended[run.held.lease_id]
-        stopped = await stop(run.sandbox) if run.sandbox is not None else Stopped(clean=True, seconds=0)
+        stopped = await run.stop()
         if run.lanes is not None:
             await run.lanes.join()
         self._let_go_layers(run)
@@ -317,15 +301,15 @@ class Core:
         if len(self.table.retired) >= limit:
             self.breaks(f"{len(self.table.retired)} of {self.config.slots} slots are retired; the last: {detail}")
         elif run.sandbox is not None:
-            self._later.add(self.spawn(self._confirm_later(run.held.slot, run.sandbox)))
+            self._later.add(self.spawn(self._confirm_later(run)))
 
-    async def _confirm_later(self, slot: int, sandbox: Sandbox) -> None:
+    async def _confirm_later(self, run: LeaseRun) -> None:
         """A retired slot comes back only when its old sandbox is confirmed gone after all."""
         for pause in (0.5, 2.0, 10.0, 60.0):
             await asyncio.sleep(pause)
-            if (await stop(sandbox)).clean:
-                log.info("slot-%d is confirmed empty and back in use", slot)
-                self.table.restore(slot)
+            if (await run.stop()).clean:
+                log.info("slot-%d is confirmed empty and back in use", run.held.slot)
+                self.table.restore(run.held.slot)
                 self.warm_pool.fill()
                 self._offer()
                 return
@@ -383,25 +367,21 @@ class Core:
         self.snapshots.reserve(below)
 
     async def _queue_freeze(self, run: LeaseRun, name: str) -> SnapshotInfo:
-        frozen: list[asyncio.Task[SnapshotInfo]] = []
-
-        async def work() -> None:
-            # Its own task: a release that cancels the lane must not interrupt a freeze half-way.
-            frozen.append(self.spawn(self._freeze(run, name)))
-            await asyncio.shield(frozen[0])
-
-        assert run.lanes is not None
         try:
-            await run.lanes.barrier(work)
-        except SandboxError as error:
-            if not frozen:
-                self.snapshots.abandon()
-                raise LeaseExpired(f"the lease ended before the snapshot: {error}") from None
-        return await frozen[0]
+            return await run.between_calls(self.spawn, lambda: self._freeze(run, name))
+        except LeaseExpired:
+            self.snapshots.abandon()
+            raise
 
     async def _freeze(self, run: LeaseRun, name: str) -> SnapshotInfo:
         assert run.sandbox is not None
         assert run.lanes is not None
+        if run.agent is not None:  # the view ends: what is frozen is the slot that it is a view of
+            view, run.sandbox, run.agent = run.sandbox, run.agent, None
+            if not (stopped := await stop(view)).clean:
+                self.snapshots.abandon()
+                self.end(run.held, SlotLost.code, f"the view could not be confirmed gone: {stopped.detail}")
+                raise SlotLost(f"the view could not be confirmed gone: {stopped.detail}")
         request, old, below = run.held.request, run.sandbox, run.layers
         run.sandbox = None  # from here on it is the freeze's to end, and its death is no news
         try:
@@ -425,6 +405,33 @@ class Core:
         self.warm_pool.fill()
         self.counters["snapshots_taken"] += 1
         return snapshot.info
+
+    async def view(self, lease_id: str, folders: Sequence[str], epoch: int | None) -> Lease:
+        """Run a lease's calls in a view of its slot from now on; one that has a view keeps it.
+
+        Raises:
+            LeaseExpired: the lease is over.
+            NotSupported: a folder can't be shown; the lease goes on as before.
+            SandboxError: no view could be started; the lease goes on as before.
+        """
+        held = self.table.find(lease_id, epoch)
+        run = self.runs.get(lease_id) if isinstance(held, Held) else None
+        if run is None or run.held.state != "active":
+            raise LeaseExpired(f"lease {lease_id!r} is over")
+        if run.viewing is None or (run.viewing.done() and run.agent is None):
+            run.viewing = self.spawn(run.between_calls(self.spawn, lambda: self._open_view(run, folders)))
+        await asyncio.shield(run.viewing)
+        return self.lease_of(run.held)
+
+    async def _open_view(self, run: LeaseRun, folders: Sequence[str]) -> None:
+        assert run.sandbox is not None
+        assert run.lanes is not None
+        name = f"view of {run.sandbox.name}"
+        view = await self.host.view(run.sandbox, name, run.layers, run.base, folders)
+        run.agent, run.sandbox = run.sandbox, view
+        run.lanes.sandbox = view
+        self._watch(run, view)
+        self.counters["views_opened"] += 1
 
     def drop_snapshot(self, snapshot_id: str) -> bool:
         """Forget a snapshot; leases that stand on it go on. False when there was none."""

@@ -28,6 +28,7 @@ from atropos.wire import (
     LeaseRequest,
     Problem,
     SnapshotRequest,
+    ViewRequest,
 )
 
 if TYPE_CHECKING:
@@ -87,6 +88,7 @@ class Routes:
         app.router.add_delete("/v1/leases/{id}", self.release)
         app.router.add_post("/v1/leases/{id}/calls", self.call)
         app.router.add_post("/v1/leases/{id}/snapshot", self.snapshot)
+        app.router.add_post("/v1/leases/{id}/view", self.view)
         app.router.add_get("/v1/snapshots/{id}", self.get_snapshot)
         app.router.add_delete("/v1/snapshots/{id}", self.drop_snapshot)
         app.router.add_get("/v1/snapshots/{id}/archive", self.export)
@@ -173,6 +175,11 @@ class Routes:
         """POST /v1/leases/{id}/snapshot."""
         wanted = await _body(request, SnapshotRequest)
         return answer(await self._core.snapshot(request.match_info["id"], wanted.snapshot_id, wanted.epoch))
+
+    async def view(self, request: web.Request) -> web.Response:
+        """POST /v1/leases/{id}/view."""
+        wanted = await _body(request, ViewRequest)
+        return answer(await self._core.view(request.match_info["id"], wanted.folders, wanted.epoch))
 
     async def get_snapshot(self, request: web.Request) -> web.Response:
         """GET /v1/snapshots/{id}."""

@@ -173,6 +173,13 @@ class FakeHost:
         self.started.append(sandbox)
         return sandbox
 
+    async def view(
+        self, of: FakeSandbox, name: str, layers: Sequence[Layer], base: str | None, folders: Sequence[str]
+    ) -> FakeSandbox:
+        view = await self.start(name, network=of.network)
+        await view.stand_on(layers, base)
+        return view
+
     async def import_layer(self, layer_id: str, fill: Callable[[str], Awaitable[None]]) -> Layer:
         with tempfile.TemporaryDirectory() as folder:
             await fill(folder)

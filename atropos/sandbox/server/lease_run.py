@@ -1,0 +1,68 @@
+"""What serves one lease, from its grant to its end."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from atropos.config import SlotLimits
+from atropos.errors import LeaseExpired, SandboxError
+from atropos.sandbox.contract import Layer, Sandbox, Stopped
+from atropos.sandbox.server.lanes import Lanes
+from atropos.sandbox.server.leases import Ended, Held
+from atropos.sandbox.server.snapshots import Snapshot
+from atropos.sandbox.server.warm_pool import stop
+from atropos.wire import Lease, SnapshotInfo
+
+T = TypeVar("T")
+
+
+@dataclass(slots=True, eq=False)
+class LeaseRun:
+    """What serves one lease."""
+
+    held: Held
+    base: str | None = None
+    limits: SlotLimits | None = None
+    """Its own; None: as every slot's."""
+    sandbox: Sandbox | None = None
+    agent: Sandbox | None = None
+    """While `sandbox` is a view: the one that it is a view of."""
+    lanes: Lanes | None = None
+    layers: tuple[Layer, ...] = ()
+    stands_on: Snapshot | None = None
+    starting: asyncio.Task[Lease] | None = None
+    ending: asyncio.Task[Ended] | None = None
+    viewing: asyncio.Task[None] | None = None
+    freezing: dict[str, asyncio.Task[SnapshotInfo]] = field(default_factory=dict[str, "asyncio.Task[SnapshotInfo]"])
+
+    async def stop(self) -> Stopped:
+        """Stop its sandboxes; `clean` when all are confirmed gone."""
+        held = [sandbox for sandbox in (self.sandbox, self.agent) if sandbox is not None]
+        found = await asyncio.gather(*map(stop, held))
+        return next((each for each in found if not each.clean), Stopped(clean=True, seconds=0))
+
+    async def between_calls(
+        self, spawn: Callable[[Coroutine[Any, Any, T]], asyncio.Task[T]], change: Callable[[], Coroutine[Any, Any, T]]
+    ) -> T:
+        """Change the sandbox after the calls before, alone.
+
+        Raises:
+            LeaseExpired: the lease ended before its turn came.
+        """
+        changing: list[asyncio.Task[T]] = []
+
+        async def work() -> None:
+            # Its own task: a release that cancels the lane must not interrupt a change half-way.
+            changing.append(spawn(change()))
+            await asyncio.shield(changing[0])
+
+        assert self.lanes is not None
+        try:
+            await self.lanes.barrier(work)
+        except SandboxError as error:
+            if not changing:
+                raise LeaseExpired(f"the lease ended before its turn came: {error}") from None
+        return await changing[0]

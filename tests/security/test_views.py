@@ -1,0 +1,106 @@
+"""A view: the slot's folders and network on a root that its programs never wrote, and nothing of the view for them."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from atropos.errors import NotSupported
+
+pytestmark = pytest.mark.asyncio(loop_scope="session")
+
+SERVER = "cd /workspace; (setsid python3 -m http.server 8123 >/dev/null 2>&1 &); for i in $(seq 100); do (echo > /dev/tcp/127.0.0.1/8123) 2>/dev/null && exit; sleep 0.05; done; exit 1"
+FETCH = "python3 -I -c \"import urllib.request as u; print(u.urlopen('http://127.0.0.1:8123/answer').read().decode(), end='')\""
+
+
+async def test_a_view_shows_the_workspace_and_nothing_else_that_was_written(pool):
+    async with pool.lease("agent") as slot:
+        await slot.exec(
+            "echo 42 > answer; mkdir -p /data/x sub; echo d > /data/x/y; echo e > /etc/made; echo t > /tmp/made"
+        )
+        await slot.exec("echo s > sub/one; ln -s one sub/two; ln -s /etc/hostname out")
+        await slot.view()
+        assert (await slot.exec("cat answer sub/two /data/x/y")).output == "42\ns\nd\n"
+        assert (await slot.exec("ls /etc/made /tmp/made")).exit_code != 0
+
+
+async def test_a_server_of_the_slot_answers_in_its_view(pool):
+    async with pool.lease("agent") as slot:
+        await slot.exec("echo 42 > answer")
+        assert (await slot.exec(SERVER)).exit_code == 0
+        await slot.view()
+        assert (await slot.exec(FETCH)).output == "42\n"
+
+
+async def test_programs_of_the_slot_see_nothing_that_a_view_writes_and_the_view_sees_what_they_write(pool):
+    async with pool.lease("agent") as slot:
+        loop = "while :; do cp test seen 2>/dev/null; ls /tests > tests 2>/dev/null; date +%N > beat; sleep 0.02; done"
+        await slot.exec(f"(setsid bash -c '{loop}' >/dev/null 2>&1 &)")
+        await slot.view()
+        await slot.exec("mkdir /tests; echo secret > test; echo secret > /tests/secret")
+        await asyncio.sleep(0.3)
+        assert (await slot.exec("cat test; ls seen tests; cat tests")).output.splitlines()[0] == "secret"
+        assert "secret" not in (await slot.exec("cat seen tests")).output
+
+
+async def test_a_link_leads_to_nothing_that_only_the_view_has(pool):
+    links = "ln -s /tests/expected a; ln -s ../tests/expected b; ln -s / c; ln -s c/tests/expected d; ln -s ../proc/self/root e; mkdir f; ln -s f/../../tests/expected g"
+    async with pool.lease("agent") as slot:
+        for more in ("", "ln -s f h; echo 1 > f/x; "):  # links that must be followed, and none
+            await slot.exec(f"rm -rf *; {more}{links}")
+    for more in ("", "ln -s f h; echo 1 > f/x"):
+        async with pool.lease("agent") as slot:
+            await slot.exec(f"{links}; {more}")
+            await slot.view()
+            await slot.exec("mkdir /tests; echo 42 > /tests/expected")
+            names = "a b c/tests/expected d e/tests/expected g"
+            assert "42" not in (await slot.exec(f"cat {names} 2>/dev/null; ls -l")).output.split()
+            if more:
+                assert (await slot.exec("cat h/x")).output == "1\n"
+
+
+async def test_what_was_settled_is_in_the_view(pool):
+    async with pool.lease("agent") as slot:
+        await slot.exec("echo before > /etc/made")
+        await slot.settle()
+        await slot.exec("echo after > /etc/made; echo after > /etc/more")
+        await slot.view()
+        assert (await slot.exec("cat /etc/made; cat /etc/more")).output.splitlines()[0] == "before"
+        assert (await slot.exec("ls /etc/more")).exit_code != 0
+
+
+async def test_a_snapshot_ends_the_view_and_freezes_the_slot(pool):
+    async with pool.lease("agent") as slot:
+        await slot.exec("echo 42 > answer; echo e > /etc/made")
+        await slot.view()
+        await slot.exec("echo 43 > answer")
+        async with await slot.snapshot() as snapshot, pool.lease("fork", snapshot=snapshot) as fork:
+            for each in (slot, fork):
+                assert (await each.exec("cat answer /etc/made")).output == "42\ne\n"
+
+
+async def test_a_folder_that_cannot_be_shown_changes_nothing(pool):
+    async with pool.lease("agent") as slot:
+        await slot.exec("echo 42 > answer; echo e > /etc/made")
+        for folder in ("/", "/proc", "/dev/shm"):
+            with pytest.raises(NotSupported):
+                await slot.view([folder])
+        assert (await slot.exec("cat answer /etc/made")).output == "42\ne\n"
+
+
+async def test_a_workspace_that_is_no_folder_is_an_empty_one_in_the_view(pool):
+    async with pool.lease("agent") as slot:
+        await slot.exec("cd /; rm -rf /workspace; ln -s /etc /workspace", workdir="/")
+        await slot.view()
+        assert (await slot.exec("ls -A /workspace", workdir="/")).output == ""
+
+
+async def test_all_slots_may_have_a_view_at_once_and_leave_nothing(pool):
+    async def one(number: int) -> str:
+        async with pool.lease(f"agent-{number}") as slot:
+            await slot.exec(f"echo {number} > answer")
+            await slot.view()
+            return (await slot.exec("cat answer")).output
+
+    assert await asyncio.gather(*map(one, range(12))) == [f"{number}\n" for number in range(12)]
