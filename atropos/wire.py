@@ -33,11 +33,15 @@ class Message(BaseModel):
 # ---------------------------------------------------------------------------------------------------------- operations
 
 
+CommandOrArgv = str | Annotated[tuple[str, ...], Field(min_length=1)]
+"""A shell command line (`/bin/bash -c`, or sh where there is no bash), or a program and its arguments without a shell."""
+
+
 class Exec(Message):
-    """Run a shell command line (`/bin/bash -c`, or sh where there is no bash) in its own session and wait for it."""
+    """Run a command in its own session and wait for it."""
 
     op: Literal["exec"] = "exec"
-    command: str
+    command: CommandOrArgv
     timeout_s: float | None = Field(default=None, gt=0, description="None: the server's wall-time limit")
     workdir: str | None = Field(default=None, description="None: /workspace")
     env: dict[str, str] = Field(default_factory=dict)
@@ -55,6 +59,7 @@ class ReadFile(Message):
     path: str
     offset: int = Field(default=0, ge=0)
     max_bytes: int = Field(default=MAX_FILE_BYTES, gt=0, le=MAX_FILE_BYTES)
+    user: str | None = Field(default=None, max_length=300, description="name or uid[:group or gid]; None: root")
 
 
 class WriteFile(Message):
@@ -66,6 +71,9 @@ class WriteFile(Message):
     mode: int | None = Field(default=None, ge=0, le=0o7777)
     append: bool = False
     if_sha256: str | None = Field(default=None, description="refuse with error 'changed' when the file is another")
+    user: str | None = Field(
+        default=None, max_length=300, description="name or uid[:group or gid], who writes it in place; None: root"
+    )
 
 
 class Search(Message):
@@ -112,7 +120,7 @@ class ProcStart(Message):
     """Start a background process whose output is kept in a rolling buffer; with `pty`, on a terminal of its own."""
 
     op: Literal["proc_start"] = "proc_start"
-    command: str
+    command: CommandOrArgv
     workdir: str | None = None
     env: dict[str, str] = Field(default_factory=dict)
     user: str | None = Field(default=None, max_length=300, description="name or uid[:group or gid]; None: root")

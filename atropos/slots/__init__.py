@@ -2,10 +2,22 @@
 
 from atropos.slots.config import SlotPoolConfig
 from atropos.slots.pool import SlotPool
+from atropos.slots.processes import Process, Signal
 from atropos.slots.results import ExecResult, SlotFileError
 from atropos.slots.slot import Slot
 from atropos.slots.snapshots import Snapshot
 from atropos.slots.stats import PoolStats
 from atropos.wire import LeaseLimits
 
-__all__ = ["ExecResult", "LeaseLimits", "PoolStats", "Slot", "SlotFileError", "SlotPool", "SlotPoolConfig", "Snapshot"]
+__all__ = [
+    "ExecResult",
+    "LeaseLimits",
+    "PoolStats",
+    "Process",
+    "Signal",
+    "Slot",
+    "SlotFileError",
+    "SlotPool",
+    "SlotPoolConfig",
+    "Snapshot",
+]

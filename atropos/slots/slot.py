@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Self
@@ -11,6 +12,7 @@ from typing import Self
 from atropos import wire
 from atropos.errors import LeaseExpired, SandboxError, SlotLost
 from atropos.slots.container_link import Link
+from atropos.slots.processes import Process, one_command, process_state, reading
 from atropos.slots.profile import PLAIN, Profile
 from atropos.slots.results import ExecResult, file_error
 from atropos.slots.snapshots import Snapshot
@@ -158,7 +160,7 @@ class Slot:
 
     async def exec(
         self,
-        command: str,
+        command: str | Sequence[str],
         *,
         timeout_s: float | None = None,
         workdir: str | None = None,
@@ -169,32 +171,86 @@ class Slot:
         clean_env: bool = False,
         max_output_bytes: int | None = None,
     ) -> ExecResult:
-        """Run a shell command line in its own session and wait for its main process.
+        """Run a command in its own session and wait for its main process.
 
         Args:
-            command: passed to bash.
+            command: a line for bash, or a program and its arguments, which run without a shell; for a program that isn't
+                there or may not be executed the result's `error` starts with `not_found` or `permission`.
             timeout_s: then the whole session is killed; None: the slot's wall-time limit.
             workdir: None: the profile's, else /workspace.
             env: added to the slot's environment.
             user: one of the slot's own users, as `name`, `uid`, `name:group` or `uid:gid`, with its groups, HOME, USER
                 and LOGNAME; None: root. For one that the slot doesn't have, the result's `error` says so.
-            stdin: what it reads; None: nothing.
+            stdin: what it reads, of any length: beyond 8 MiB it is a file of the slot's /tmp until the command has
+                ended. None: nothing.
             split: give stdout and stderr apart as well.
             clean_env: start from the slot's first environment and PATH alone.
             max_output_bytes: keep less output than the slot's limit.
         """
+        data = stdin.encode() if isinstance(stdin, str) else stdin
+        kept = None
+        if data is not None and len(data) > PIECE_BYTES:
+            kept = f"/tmp/.stdin-{secrets.token_hex(8)}"
+            if (refused := await self._write(kept, data, user=user)) is not None:
+                return ExecResult.of(refused)
+            command, data = reading(kept, command), None
         operation = wire.Exec(
-            command=command,
+            command=one_command(command),
             timeout_s=timeout_s,
             workdir=workdir,
             env=dict(env or {}),
             user=user,
-            stdin=stdin.encode() if isinstance(stdin, str) else stdin,
+            stdin=data,
             split=split,
             clean_env=clean_env,
             max_output_bytes=max_output_bytes,
         )
-        return ExecResult.of(await self.run(operation))
+        result = await self.run(operation)
+        if kept is not None:
+            await self.run(wire.Exec(command=("rm", "-f", kept), user="0:0"))
+        return ExecResult.of(result)
+
+    async def start(
+        self,
+        command: str | Sequence[str],
+        *,
+        workdir: str | None = None,
+        env: Mapping[str, str] | None = None,
+        user: str | None = None,
+        pty: tuple[int, int] | None = None,
+        buffer_bytes: int = 200_000,
+    ) -> Process:
+        """Start a background process, which goes on until it ends, is killed or the lease is over.
+
+        Args:
+            command: as for `exec`.
+            workdir: as for `exec`.
+            env: as for `exec`.
+            user: as for `exec`.
+            pty: (rows, columns) of a terminal of its own; None: pipes, its output and errors in one.
+            buffer_bytes: output kept until it is read; older output falls out and is counted.
+
+        Raises:
+            OSError: it can't be started; `FileNotFoundError`, `PermissionError` … where they apply.
+        """
+        rows, cols = pty or (24, 80)
+        operation = wire.ProcStart(
+            command=one_command(command),
+            workdir=workdir,
+            env=dict(env or {}),
+            user=user,
+            pty=pty is not None,
+            rows=rows,
+            cols=cols,
+            buffer_bytes=buffer_bytes,
+        )
+        return Process(self.run, process_state(await self.run(operation)))
+
+    async def processes(self) -> list[Process]:
+        """All background processes of the lease, oldest first, ended ones included; each is read from its start."""
+        listing = await self.run(wire.ProcList())
+        assert isinstance(listing, wire.ProcListing)
+        return [Process(self.run, state) for state in listing.processes]
 
     async def quiesce(self) -> int:
         """Kill every process in the slot; files stay. Returns how many there were."""
@@ -205,12 +261,13 @@ class Slot:
 
     # ------------------------------------------------------------------------------------------------------ files
 
-    async def read_file(self, path: str, *, max_bytes: int = MAX_READ_BYTES) -> bytes:
+    async def read_file(self, path: str, *, max_bytes: int = MAX_READ_BYTES, user: str | None = None) -> bytes:
         """A file's content.
 
         Args:
             path: absolute, or below /workspace.
             max_bytes: longest file to read; its size is known before any more than a piece of it is.
+            user: whose permissions count, as for `exec`; None: root's.
 
         Raises:
             OSError: it can't be read, or is longer (`errno.EFBIG`); `FileNotFoundError`, `IsADirectoryError` … where
@@ -220,7 +277,7 @@ class Slot:
         offset = 0
         while True:
             wanted = min(PIECE_BYTES, max(1, max_bytes - offset))
-            result = await self.run(wire.ReadFile(path=path, offset=offset, max_bytes=wanted))
+            result = await self.run(wire.ReadFile(path=path, offset=offset, max_bytes=wanted, user=user))
             if isinstance(result, wire.OpError):
                 raise file_error(result, path)
             assert isinstance(result, wire.FileResult)
@@ -231,20 +288,36 @@ class Slot:
             if not result.data or offset >= result.size:
                 return parts[0] if len(parts) == 1 else b"".join(parts)
 
-    async def write_file(self, path: str, data: bytes | str, mode: int | None = None) -> None:
+    async def write_file(
+        self, path: str, data: bytes | str, mode: int | None = None, *, user: str | None = None
+    ) -> None:
         """Write a file, making its parents. Up to 8 MiB it is replaced atomically; a larger one grows in pieces.
+
+        Args:
+            path: absolute, or below /workspace.
+            data: its content.
+            mode: None: that of the file it replaces, else 0644.
+            user: who writes it, in place and with that user's permissions; None: root.
 
         Raises:
             OSError: it can't be written.
         """
         content = data.encode() if isinstance(data, str) else data
-        first = True
-        for piece in pieces(content):
-            operation = wire.WriteFile(path=path, data=piece, mode=mode if first else None, append=not first)
+        if (refused := await self._write(path, content, mode, user)) is not None:
+            raise file_error(refused, path)
+
+    async def _write(
+        self, path: str, data: bytes, mode: int | None = None, user: str | None = None
+    ) -> wire.OpError | None:
+        """Write a file in pieces; what the slot said against it."""
+        append = False
+        for piece in pieces(data):
+            operation = wire.WriteFile(path=path, data=piece, mode=None if append else mode, append=append, user=user)
             result = await self.run(operation)
             if isinstance(result, wire.OpError):
-                raise file_error(result, path)
-            first = False
+                return result
+            append = True
+        return None
 
     async def upload(self, source: str | Path, path: str) -> None:
         """Copy a local file to `path`, or a local folder's contents into the folder `path`; links stay links.

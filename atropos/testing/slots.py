@@ -59,6 +59,74 @@ async def test_a_command_runs_as_a_user_of_the_slot(slot: Slot) -> None:
     assert (await slot.exec("id -u; echo $USER")).output.startswith("0\n")
 
 
+async def test_a_program_runs_without_a_shell(slot: Slot) -> None:
+    assert (await slot.exec(["printf", "%s|", "a b", "$HOME", "*"])).output == "a b|$HOME|*|"
+    assert (await slot.exec(["no-such-program"])).error == "not_found: No such file or directory: no-such-program"
+    refused = await slot.exec(["/etc/passwd"])
+    assert (refused.exit_code, refused.error) == (None, "permission: Permission denied: /etc/passwd")
+
+
+async def test_stdin_of_any_length_is_read_to_its_end(slot: Slot) -> None:
+    data = b"x" * (9 << 20)
+    assert (await slot.exec(["wc", "-c"], stdin=data)).output == f"{len(data)}\n"
+    assert (await slot.exec("wc -c; echo $0", stdin=data)).output.startswith(f"{len(data)}\n")
+    assert (await slot.exec("ls -A /tmp")).output == ""
+
+
+async def test_a_background_process_is_read_answered_and_killed(slot: Slot) -> None:
+    process = await slot.start(["sh", "-c", "read a; echo got $a >&2; cat; sleep 1000"])
+    assert (await process.poll(), await process.read()) == (None, b"")
+    await process.write("one\n")
+    assert await process.read(wait_s=10) == b"got one\n"
+    await process.write("two\n")
+    assert await process.read(wait_s=10) == b"two\n"
+    await process.close_stdin()
+    assert await process.wait(0.2) is None
+    assert [one.id for one in await slot.processes()] == [process.id]
+    await process.kill()
+    assert await process.wait(10) == -9
+    assert await process.read() == b""
+    with pytest.raises(FileNotFoundError):
+        await slot.start(["no-such-program"])
+
+
+async def test_input_waits_for_a_process_that_does_not_read(slot: Slot) -> None:
+    process = await slot.start("sleep 1; wc -c")
+    await process.write(b"x" * (3 << 20))
+    await process.close_stdin()
+    assert b"".join([piece async for piece in process.output()]) == f"{3 << 20}\n".encode()
+    assert process.exit_code == 0
+    with pytest.raises(OSError, match="has ended"):
+        await process.write("more")
+
+
+async def test_output_that_fell_out_of_the_buffer_is_counted(slot: Slot) -> None:
+    process = await slot.start("head -c 100000 /dev/zero", buffer_bytes=1024)
+    assert await process.wait(10) == 0
+    assert len(await process.read()) + process.dropped_bytes == 100_000
+
+
+async def test_a_terminal_has_a_size_that_changes(slot: Slot) -> None:
+    process = await slot.start("stty -echo; stty size; read x; stty size", pty=(30, 100))
+    assert await process.read(wait_s=10) == b"30 100\r\n"
+    await process.resize(40, 120)
+    await process.write("\n")
+    assert b"40 120\r\n" in b"".join([piece async for piece in process.output()])
+
+
+async def test_a_users_files_have_that_users_permissions(slot: Slot) -> None:
+    if (await slot.exec("id", user="1234:1234")).error is not None:
+        pytest.skip("slots of this host have one user")
+    await slot.exec("mkdir -m 777 open; echo root > open/root; chmod 600 open/root")
+    await slot.write_file("open/theirs", "x" * (9 << 20), user="1234:1234")
+    assert (await slot.exec("stat -c '%u:%g %s' open/theirs")).output == f"1234:1234 {9 << 20}\n"
+    assert await slot.read_file("open/theirs", user="1234") == b"x" * (9 << 20)
+    with pytest.raises(PermissionError):
+        await slot.read_file("open/root", user="1234")
+    with pytest.raises(PermissionError):
+        await slot.write_file("open/root", "no", user="1234")
+
+
 async def test_binary_output_arrives_as_it_was(slot: Slot) -> None:
     result = await slot.exec(r"printf '\xff\x00\xfe'")
     assert result.output_bytes == b"\xff\x00\xfe"

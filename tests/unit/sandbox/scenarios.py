@@ -32,6 +32,8 @@ ROOT_ONLY = {
     "memory_limit_is_named_and_the_slot_goes_on",
     "many_users_inside",
     "commands_and_background_processes_run_as_users_of_the_slot",
+    "files_are_read_and_written_as_users_of_the_slot",
+    "a_program_runs_without_a_shell",
 }
 _numbers = itertools.count(1)
 
@@ -318,6 +320,53 @@ async def commands_and_background_processes_run_as_users_of_the_slot(host):
             ended = await do(s, ProcRead(id=started.id, wait_s=10))
             assert ended.exit_code == 0 and b"1234" in ended.output, ended
             assert (b"/dev/pts/" in ended.output and b"/home/alice" in ended.output) == pty, ended
+
+
+async def files_are_read_and_written_as_users_of_the_slot(host):
+    async with slot(host) as s:
+        await out(s, "mkdir -m 777 /open; echo mine > /open/root; chmod 600 /open/root; mkdir -m 700 /closed")
+        write = {"data": b"theirs", "user": "4321:77"}
+        assert (await do(s, WriteFile(path="/open/new/file", **write))).kind == "done"
+        assert (await do(s, WriteFile(path="/open/new/file", **write, append=True))).kind == "done"
+        assert await out(s, "stat -c '%u:%g %a' /open/new/file; cat /open/new/file") == "4321:77 644\ntheirstheirs"
+        assert (await do(s, ReadFile(path="/open/new/file", user="4321"))).data == b"theirstheirs"
+        large = b"x" * (3 << 20)
+        assert (await do(s, WriteFile(path="/open/new/file", data=large, user="4321"))).kind == "done"
+        assert (await do(s, ReadFile(path="/open/new/file", user="4321"))).data == large
+        for operation in (
+            ReadFile(path="/open/root", user="4321"),
+            ReadFile(path="/closed/any", user="4321"),
+            WriteFile(path="/open/root", **write),
+            WriteFile(path="/closed/new", **write),
+            WriteFile(path="/new/folder", **write),
+        ):
+            refused = await do(s, operation)
+            assert refused.kind == "op_error" and refused.error == "permission", (operation, refused)
+        await out(s, "chmod a-w /open/new/file")
+        assert (await do(s, WriteFile(path="/open/new/file", **write))).error == "permission"
+        assert (await do(s, ReadFile(path="/open/root", user="nobody-here"))).error == "unknown_user"
+
+        assert await out(s, "cat /open/root") == "mine\n"
+
+
+async def a_program_runs_without_a_shell(host):
+    async with slot(host) as s:
+        assert await out(s, ("printf", "%s|", "a b", "$HOME", "*", "")) == "a b|$HOME|*||"
+        assert await out(s, ("sh", "-c", "echo $# ${#16}", "sh", *["x" * 65536] * 16)) == "16 65536\n"
+        await out(s, "mkdir /own; printf '#!/bin/sh\necho own' > /own/tool; chmod +x /own/tool")
+        assert await out(s, ("tool",), env={"PATH": "/nowhere:/own"}) == "own\n"
+        assert await out(s, ("./tool",), workdir="/own", user="4321") == "own\n"
+        for program, error in ((("no-such",), "not_found"), (("/etc/passwd",), "permission"), (("/",), "permission")):
+            for operation in (Exec(command=program), ProcStart(command=program)):
+                refused = await do(s, operation)
+                assert refused.kind == "op_error" and refused.error == error and program[0] in refused.message, refused
+        huge = await do(s, Exec(command=("true", "x" * 200_000)))
+        assert huge.kind == "op_error" and huge.error == "too_large", huge
+        started = await do(s, ProcStart(command=("cat", "-")))
+        assert started.command == "cat -"
+        await do(s, ProcWrite(id=started.id, data=b"in", eof=True))
+        ended = await do(s, ProcRead(id=started.id, wait_s=10))
+        assert (ended.exit_code, ended.output) == (0, b"in")
 
 
 async def a_user_that_the_slot_does_not_have_is_an_error(host):

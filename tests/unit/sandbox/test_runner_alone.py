@@ -18,7 +18,7 @@ from atropos.sandbox.programs.runner.files import write_file
 now = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
 resource.setrlimit(resource.RLIMIT_AS, (now + (16 << 20),) * 2)
 try:
-    write_file(sys.argv[1], b"x", None, "0" * 64, append=False)
+    write_file(sys.argv[1], b"x", None, "0" * 64, in_place=0)
 except OpFailed as failed:
     print(failed.error, failed.limit)
 """

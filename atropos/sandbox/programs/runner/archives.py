@@ -7,7 +7,7 @@ import posix as os
 from typing import TYPE_CHECKING
 
 from atropos.sandbox.programs.runner.failures import OpFailed
-from atropos.sandbox.programs.runner.files import open_regular
+from atropos.sandbox.programs.runner.opening import open_regular
 from atropos.sandbox.programs.runner.paths import is_folder, path_of
 from atropos.sandbox.programs.runner.state import is_special
 from atropos.sandbox.programs.runner.work import Work

@@ -11,7 +11,7 @@ from atropos.sandbox.programs.runner.frames import link
 from atropos.sandbox.programs.runner.loop import CHUNK, IN, OUT, loop, now
 from atropos.sandbox.programs.runner.paths import path_of
 from atropos.sandbox.programs.runner.signals import signals
-from atropos.sandbox.programs.runner.spawn import give, spawn, start_shell
+from atropos.sandbox.programs.runner.spawn import give, program_of, spawn, start_command
 from atropos.sandbox.programs.runner.start_failures import start_failure
 from atropos.sandbox.programs.runner.state import WORKSPACE, block_of, state
 from atropos.sandbox.programs.runner.terminals import open_terminal, resize
@@ -25,7 +25,7 @@ TERM_GRACE_S = 5.0
 class Proc:
     """A background process and the rolling buffer of its output."""
 
-    def __init__(self, ident: str, command: str, size: int, *, pty: bool) -> None:
+    def __init__(self, ident: str, command: str | list[str] | tuple[str, ...], size: int, *, pty: bool) -> None:
         self.id, self.command, self.size, self.pty = ident, command, size, pty
         self.pid = self.fd = self.stdin = -1
         self.buffer = bytearray()
@@ -92,7 +92,7 @@ class Proc:
         data = data[start - first :][:limit]
         fields: dict[str, object] = {
             "id": self.id,
-            "command": self.command[:10_000],
+            "command": (self.command if isinstance(self.command, str) else " ".join(self.command))[:10_000],
             "pid": self.pid,
             "running": self.running,
             "exit_code": self.code,
@@ -217,7 +217,7 @@ def answer_state(call: int, proc: Proc, offset: int = 0, limit: int = 0) -> None
 
 def op_proc_start(
     call: int,
-    command: str,
+    command: str | list[str] | tuple[str, ...],
     workdir: str | None,
     env: dict[str, str],
     user: str | None,
@@ -245,7 +245,7 @@ def op_proc_start(
         else:
             start_on_pipes(proc, where, block_of({**environment, **env}), identity)
     except OSError as error:
-        raise start_failure(error, where) from None
+        raise start_failure(error, where, program_of(command)) from None
     procs[proc.id] = proc
     children.running[proc.pid] = proc
     loop.watch(proc.fd, proc.readable)
@@ -261,7 +261,7 @@ def start_on_terminal(
     try:
         if identity:
             os.chown(path, identity.uid, identity.gid)
-        proc.pid = start_shell(
+        proc.pid = start_command(
             proc.command, where, lambda argv, keep: spawn(argv, block, where, stdio, keep, identity, path)
         )
     except BaseException:
@@ -282,7 +282,9 @@ def start_on_pipes(proc: Proc, where: str, block: list[bytes], identity: Identit
         if identity:
             give([write, their_in], identity)
         stdio = (their_in, write, write)
-        proc.pid = start_shell(proc.command, where, lambda argv, keep: spawn(argv, block, where, stdio, keep, identity))
+        proc.pid = start_command(
+            proc.command, where, lambda argv, keep: spawn(argv, block, where, stdio, keep, identity)
+        )
     except BaseException:
         for fd in opened:
             os.close(fd)

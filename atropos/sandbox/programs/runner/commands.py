@@ -11,7 +11,7 @@ from atropos.sandbox.programs.runner.loop import CHUNK, loop, now
 from atropos.sandbox.programs.runner.orphan_pipes import adopt
 from atropos.sandbox.programs.runner.paths import is_folder, path_of
 from atropos.sandbox.programs.runner.signals import signals
-from atropos.sandbox.programs.runner.spawn import give, memory_file, spawn, start_shell
+from atropos.sandbox.programs.runner.spawn import give, memory_file, program_of, spawn, start_command
 from atropos.sandbox.programs.runner.start_failures import start_failure
 from atropos.sandbox.programs.runner.state import WORKSPACE, block_of, state
 from atropos.sandbox.programs.runner.users import identity_of
@@ -195,7 +195,7 @@ class Command:
 
 def op_exec(
     call: int,
-    command: str,
+    command: str | list[str] | tuple[str, ...],
     timeout_s: float | None,
     workdir: str | None,
     env: dict[str, str],
@@ -204,7 +204,7 @@ def op_exec(
     split: bool,
     max_output_bytes: int | None,
 ) -> None:
-    """Run a command line and answer when its first process has ended."""
+    """Run a command and answer when its first process has ended."""
     identity = identity_of(user) if user else None
     login = identity.environment() if identity else {}
     block = block_of({**state.environment, **login, **env}) if login or env else state.block
@@ -228,14 +228,14 @@ def op_exec(
         if identity:
             give(theirs, identity)
         stdio = (source, write, write_err)
-        task.pid = start_shell(command, where, lambda argv, keep: spawn(argv, block, where, stdio, keep, identity))
+        task.pid = start_command(command, where, lambda argv, keep: spawn(argv, block, where, stdio, keep, identity))
     except BaseException as error:
         for fd in (task.fd, task.err_fd):
             if fd >= 0:
                 os.close(fd)
         if not isinstance(error, OSError):
             raise
-        not_started(task, error, where)
+        not_started(task, error, where, program_of(command))
         return
     finally:
         for fd in theirs:
@@ -246,10 +246,10 @@ def op_exec(
     task.wait()
 
 
-def not_started(task: Command, error: OSError, where: str) -> None:
+def not_started(task: Command, error: OSError, where: str, program: str | None) -> None:
     """Answer for a command that never ran: exit code None, and the reason as its output."""
-    failed = start_failure(error, where)
-    if failed.error == "not_supported" or not is_folder(where):
+    failed = start_failure(error, where, program)
+    if program is not None or failed.error == "not_supported" or not is_folder(where):
         raise failed
     task.limit = failed.limit
     task.all.add(f"the command could not be started: {failed.message}\n".encode())

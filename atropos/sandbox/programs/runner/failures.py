@@ -28,6 +28,7 @@ ERROR_OF_ERRNO = {
     errno.EINVAL: "bad_path",
     errno.ENXIO: "not_regular",
     errno.EFBIG: "too_large",
+    errno.E2BIG: "too_large",
     errno.ENOSPC: "no_space",
     errno.EDQUOT: "no_space",
     errno.EMFILE: "limit",

@@ -7,8 +7,10 @@ from typing import TYPE_CHECKING
 
 from atropos.sandbox.programs.runner.failures import OpFailed, text
 from atropos.sandbox.programs.runner.frames import link
+from atropos.sandbox.programs.runner.opening import open_at_once, open_regular, read_all
 from atropos.sandbox.programs.runner.paths import is_folder, make_folders, path_of
 from atropos.sandbox.programs.runner.state import is_special
+from atropos.sandbox.programs.runner.users import identity_of
 from atropos.sandbox.programs.runner.work import Work
 
 if TYPE_CHECKING:
@@ -30,46 +32,13 @@ SMALL_FILE = 1 << 20
 """Files up to this size are served here; a larger one would keep other calls waiting, so a child does it."""
 
 
-def open_at_once(path: str, flags: int, mode: int = 0o644, folder: int | None = None) -> int:
-    """Without waiting for a program that holds a lease (F_SETLEASE) on the file."""
-    try:
-        return os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY, mode, dir_fd=folder)
-    except BlockingIOError:
-        raise OpFailed("io", f"a program holds a lease on the file: {text(path)}") from None
-
-
-def open_regular(path: str, flags: int = os.O_RDONLY, folder: int | None = None) -> tuple[int, os.stat_result]:
-    """A regular file opened without ever waiting: not on a FIFO, not on a device, not on a lease."""
-    fd = open_at_once(path, flags, folder=folder)
-    try:
-        found = os.fstat(fd)
-        kind = found.st_mode & 0o170000
-        if kind == 0o040000:
-            raise OpFailed("is_directory", f"is a directory: {text(path)}")
-        if kind != 0o100000:
-            raise OpFailed("not_regular", f"is not a regular file: {text(path)}")
-    except BaseException:
-        os.close(fd)
-        raise
-    return fd, found
-
-
-def read_all(fd: int, offset: int, limit: int) -> bytes:
-    """At most `limit` bytes from `offset` on."""
-    parts: list[bytes] = []
-    while limit > 0:
-        data = os.pread(fd, min(limit, 1 << 20), offset)
-        if not data:
-            break
-        parts.append(data)
-        offset += len(data)
-        limit -= len(data)
-    return b"".join(parts)
-
-
-def op_read_file(call: int, path: str, offset: int, max_bytes: int) -> None:
-    """Answer with a file's bytes."""
+def op_read_file(call: int, path: str, offset: int, max_bytes: int, user: str | None) -> None:
+    """Answer with a file's bytes, as far as the user may read it."""
     path = path_of(path)
+    identity = identity_of(user) if user else None
+    if identity:
+        Work(call, lambda: identity.perform(lambda: read_apart(path, offset, max_bytes)))
+        return
     fd, found = open_regular(path)
     try:
         if not is_special(found.st_dev) and min(max_bytes, max(0, found.st_size - offset)) <= SMALL_FILE:
@@ -100,18 +69,24 @@ def read_result(fd: int, found: os.stat_result, offset: int, max_bytes: int) -> 
     return "file_result", {"size": size, "mode": found.st_mode & 0o7777, "sha256": digest}, {"data": data}
 
 
-def op_write_file(call: int, path: str, data: bytes, mode: int | None, append: bool, if_sha256: str | None) -> None:
-    """Write a file, making its parents."""
+def op_write_file(
+    call: int, path: str, data: bytes, mode: int | None, append: bool, if_sha256: str | None, user: str | None
+) -> None:
+    """Write a file, making its parents; a user's is written in place, with what the user may."""
     path = path_of(path)
-    if len(data) <= SMALL_FILE:
-        kind, fields, blobs = write_file(path, data, mode, if_sha256, append=append)
+    identity = identity_of(user) if user else None
+    how = os.O_APPEND if append else os.O_TRUNC if identity else 0
+    if identity:
+        Work(call, lambda: identity.perform(lambda: write_file(path, data, mode, if_sha256, in_place=how)))
+    elif len(data) <= SMALL_FILE:
+        kind, fields, blobs = write_file(path, data, mode, if_sha256, in_place=how)
         link.answer(call, kind, fields, **blobs)
     else:
-        Work(call, lambda: write_file(path, data, mode, if_sha256, append=append))
+        Work(call, lambda: write_file(path, data, mode, if_sha256, in_place=how))
 
 
-def write_file(path: str, data: bytes, mode: int | None, if_sha256: str | None, *, append: bool) -> Outcome:
-    """Write a file, making its parents."""
+def write_file(path: str, data: bytes, mode: int | None, if_sha256: str | None, *, in_place: int) -> Outcome:
+    """Write a file, making its parents; `in_place` has the flag to open it with, or 0: it is replaced."""
     make_parents(path)
     folder, name = folder_of(path)
     try:
@@ -126,8 +101,8 @@ def write_file(path: str, data: bytes, mode: int | None, if_sha256: str | None, 
             raise OpFailed("not_regular", "is not a regular file")
         if if_sha256 is not None:
             check_unchanged(folder, name, if_sha256)
-        if append:
-            flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW
+        if in_place:
+            flags = os.O_WRONLY | in_place | os.O_CREAT | os.O_NOFOLLOW
             fd = open_at_once(name, flags, 0o644 if mode is None else mode, folder)
             try:
                 write_all(fd, data, mode)

@@ -56,7 +56,7 @@ def spawn(
     state.expose_children()
     try:
         pid = fork_exec(
-            *(argv, (argv[0].encode(),), False, kept, workdir, block),
+            *(argv, candidates(argv[0], block), False, kept, workdir, block),
             *(stdio[0], -1, -1, stdio[1], -1, stdio[2], other_end, report, False, True, -1, gid, groups, uid, -1),
             before_exec,  # pyright: ignore[reportArgumentType]
             True,
@@ -74,6 +74,15 @@ def spawn(
         # it was ended from outside, before it was a program, because this process waited for it
         raise ShellHeld(errno.EAGAIN, os.strerror(errno.EAGAIN))
     return pid
+
+
+def candidates(program: str, block: list[bytes]) -> tuple[bytes, ...]:
+    """Where a program may be: by the PATH that it will have, unless it is named with a folder."""
+    name = program.encode("utf-8", "surrogateescape")
+    if b"/" in name:
+        return (name,)
+    path = next((entry[5:] for entry in block if entry.startswith(b"PATH=")), b"/usr/bin:/bin")
+    return tuple(folder + b"/" + name for folder in path.split(b":") if folder)
 
 
 def control_terminal(path: str) -> None:
@@ -130,8 +139,21 @@ def process_name(pid: int) -> bytes:
         os.close(fd)
 
 
+def start_command(command: str | list[str] | tuple[str, ...], where: str, start: Start) -> int:
+    """Start a program with its arguments, or a shell on a command line; `start(argv, keep)` does it."""
+    if isinstance(command, str):
+        return start_shell(command, where, start)
+    argv = tuple(command)
+    return with_room(lambda: start(argv, ()))
+
+
+def program_of(command: str | list[str] | tuple[str, ...]) -> str | None:
+    """The program that is started; None: a shell."""
+    return None if isinstance(command, str) else command[0]
+
+
 def start_shell(command: str, where: str, start: Start) -> int:
-    """Start bash, or sh where there is none, on a command line of any length; `start(argv, keep)` does it."""
+    """Start bash, or sh where there is none, on a command line of any length."""
     script = -1
     keep: tuple[int, ...] = ()
     if len(command) > ARGUMENT_LIMIT:

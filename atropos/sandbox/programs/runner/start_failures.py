@@ -5,9 +5,10 @@ from __future__ import annotations
 import errno
 import posix as os
 
-from atropos.sandbox.programs.runner.failures import ERROR_OF_ERRNO, OpFailed, limit_of_errno
+from atropos.sandbox.programs.runner.failures import ERROR_OF_ERRNO, OpFailed, limit_of_errno, text
 from atropos.sandbox.programs.runner.paths import is_folder
 
+ONE_USER = "slots of this server have one user, root: it was started by an ordinary user"
 SHELLS = ("/bin/bash", "/bin/sh")
 REASON_OF_LIMIT = {"pids": "the slot's limit of processes is reached", "memory": "the slot's memory is used up"}
 
@@ -20,12 +21,12 @@ class UserRefused(OSError):
     """The kernel doesn't let a program run as this user."""
 
 
-def start_failure(error: OSError, where: str) -> OpFailed:
-    """What to answer for a command that never ran in the folder `where`."""
+def start_failure(error: OSError, where: str, program: str | None) -> OpFailed:
+    """What to answer for a command that never ran in the folder `where`; without a `program`, a shell's."""
     if isinstance(error, ShellHeld):
         return OpFailed("io", "a program that runs in this slot holds a lease (F_SETLEASE) on the shell; end it first")
     if isinstance(error, UserRefused):
-        return OpFailed("not_supported", "slots of this server have one user, root: it was started by an ordinary user")
+        return OpFailed("not_supported", ONE_USER)
     number = error.errno or 0
     if number in (errno.ENOENT, errno.ENOTDIR, errno.EACCES, errno.EEXIST) and not is_folder(where):
         return OpFailed(
@@ -33,6 +34,8 @@ def start_failure(error: OSError, where: str) -> OpFailed:
             f"the working directory does not exist or can't be entered: {where} (removed or replaced in this slot?)",
         )
     limit = limit_of_errno(number)
+    if program is not None:
+        return OpFailed(ERROR_OF_ERRNO.get(number, "io"), f"{os.strerror(number)}: {text(program)}", limit)
     reason = REASON_OF_LIMIT.get(limit or "") or shell_failure(number)
     return OpFailed(ERROR_OF_ERRNO.get(number, "io"), reason, limit)
 

@@ -3,9 +3,17 @@
 from __future__ import annotations
 
 import posix as os
+from typing import TYPE_CHECKING
 
 from atropos.sandbox.programs.runner.failures import OpFailed
-from atropos.sandbox.programs.runner.files import open_regular, read_all
+from atropos.sandbox.programs.runner.opening import open_regular, read_all
+from atropos.sandbox.programs.runner.start_failures import ONE_USER
+from atropos.sandbox.programs.runner.syscalls import deny_tracing
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from atropos.sandbox.programs.runner.work import Outcome
 
 MAX_TABLE_BYTES = 1 << 20
 MAX_ID = 0xFFFF_FFFE
@@ -24,6 +32,18 @@ class Identity:
     def environment(self) -> dict[str, str]:
         """What a login would set."""
         return {"HOME": self.home, "USER": self.name, "LOGNAME": self.name}
+
+    def perform(self, job: Callable[[], Outcome]) -> Outcome:
+        """In a child: become this user for good, and do the job."""
+        try:
+            os.setgroups(self.groups)
+            os.setresgid(self.gid, self.gid, self.gid)
+            os.setresuid(self.uid, self.uid, self.uid)
+        except OSError:
+            raise OpFailed("not_supported", ONE_USER) from None
+        if not deny_tracing():  # this user's own programs must not reach a copy of PID 1
+            raise OpFailed("io", "the process that serves files could not be protected")
+        return job()
 
 
 def identity_of(user: str) -> Identity:

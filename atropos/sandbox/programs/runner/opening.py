@@ -1,0 +1,44 @@
+"""Opening regular files of the slot without ever waiting."""
+
+from __future__ import annotations
+
+import posix as os
+
+from atropos.sandbox.programs.runner.failures import OpFailed, text
+
+
+def open_at_once(path: str, flags: int, mode: int = 0o644, folder: int | None = None) -> int:
+    """Without waiting for a program that holds a lease (F_SETLEASE) on the file."""
+    try:
+        return os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY, mode, dir_fd=folder)
+    except BlockingIOError:
+        raise OpFailed("io", f"a program holds a lease on the file: {text(path)}") from None
+
+
+def open_regular(path: str, flags: int = os.O_RDONLY, folder: int | None = None) -> tuple[int, os.stat_result]:
+    """A regular file opened without ever waiting: not on a FIFO, not on a device, not on a lease."""
+    fd = open_at_once(path, flags, folder=folder)
+    try:
+        found = os.fstat(fd)
+        kind = found.st_mode & 0o170000
+        if kind == 0o040000:
+            raise OpFailed("is_directory", f"is a directory: {text(path)}")
+        if kind != 0o100000:
+            raise OpFailed("not_regular", f"is not a regular file: {text(path)}")
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd, found
+
+
+def read_all(fd: int, offset: int, limit: int) -> bytes:
+    """At most `limit` bytes from `offset` on."""
+    parts: list[bytes] = []
+    while limit > 0:
+        data = os.pread(fd, min(limit, 1 << 20), offset)
+        if not data:
+            break
+        parts.append(data)
+        offset += len(data)
+        limit -= len(data)
+    return b"".join(parts)
