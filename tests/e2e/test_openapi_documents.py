@@ -1,13 +1,14 @@
-"""schemathesis over both OpenAPI documents, against real servers: every one of its checks.
+"""schemathesis over both OpenAPI documents, against real servers: every one of its checks, in 2,000 cases.
 
-ATROPOS_API_EXAMPLES is the number of examples an operation (4 in CI; hundreds by hand), ATROPOS_API_SEED what they are drawn
-with: the same in each run of CI, so that a change that breaks something is what broke it.
+ATROPOS_FAULTS multiplies the examples an operation (1 in CI; 50 give about 10^5 cases). ATROPOS_API_SEED is what they are
+drawn with: the same in each run of CI, so that a change that breaks something is what broke it.
 """
 
 from __future__ import annotations
 
 import asyncio
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -16,7 +17,8 @@ import pytest
 
 from tests.e2e.servers import OWN, TOKEN, Server, running
 
-EXAMPLES = int(os.environ.get("ATROPOS_API_EXAMPLES", "4"))
+EXAMPLES = 225 * int(os.environ.get("ATROPOS_FAULTS", "1"))
+CONFIG = Path(__file__).with_name("schemathesis.toml")
 EXECUTOR = """
 acquire_s = 0.3
 [pool]
@@ -26,11 +28,13 @@ max_containers = 1
 """
 
 
-async def schemathesis(server: Server, folder: Path) -> str:
+async def schemathesis(server: Server, folder: Path) -> tuple[int, str]:
+    """How many cases were tried, and what was printed."""
     done = await asyncio.to_thread(
         subprocess.run,
         [
-            *(sys.executable, "-m", "schemathesis.cli", "run", f"{server.url}/openapi.json"),
+            *(sys.executable, "-m", "schemathesis.cli", "--config-file", str(CONFIG)),
+            *("run", f"{server.url}/openapi.json"),
             *("--header", f"Authorization: Bearer {TOKEN}", "--checks", "all", "--max-examples", str(EXAMPLES)),
             *("--continue-on-failure", "--request-timeout", "20", "--generation-database", "none", "--no-color"),
             *("--seed", os.environ.get("ATROPOS_API_SEED", "1")),
@@ -45,27 +49,32 @@ async def schemathesis(server: Server, folder: Path) -> str:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=250 + EXAMPLES * 10,
+        timeout=300 + EXAMPLES,
         check=False,
     )
     assert done.returncode == 0, done.stdout[-8000:]
     assert server.process.returncode is None
     assert "Exception in ASGI" not in server.log, server.log[-4000:]
-    return done.stdout
+    cases = re.search(r"([\d,]+) generated", done.stdout)
+    assert cases, done.stdout
+    print(cases[0])
+    return int(cases[1].replace(",", "")), done.stdout
 
 
-@pytest.mark.timeout(300 + EXAMPLES * 20)
+@pytest.mark.timeout(360 + EXAMPLES)
 async def test_every_check_of_schemathesis_holds_for_the_tool_server(tmp_path: Path):
     async with running("tool-server", *OWN) as server:
-        said = await schemathesis(server, tmp_path)
+        cases, said = await schemathesis(server, tmp_path)
+    assert cases >= 850
     assert "6 selected / 6 total" in said
 
 
-@pytest.mark.timeout(300 + EXAMPLES * 20)
+@pytest.mark.timeout(360 + EXAMPLES)
 async def test_every_check_of_schemathesis_holds_for_the_executor_api(tmp_path: Path):
     settings = tmp_path / "executor.toml"
     settings.write_text(EXECUTOR)
     async with running("executor-server", "--config", str(settings)) as server:
-        said = await schemathesis(server, tmp_path)
+        cases, said = await schemathesis(server, tmp_path)
+    assert cases >= 1100
     assert "8 selected / 8 total" in said
     assert "Stateful" in said

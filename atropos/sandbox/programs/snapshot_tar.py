@@ -6,6 +6,7 @@
 The *raw* folders travel, as overlay keeps them: ownership, modes, times, links, `user.*` attributes, whiteouts (character
 device 0:0). Read through a mounted overlay, attributes that a slot planted would come back un-escaped. Attributes of other
 kinds (security.capability) do not travel. Holes of sparse files don't either: those files have the form "GNU sparse 1.0".
+Names are relative to a folder of the archive once they would be long: whole paths of 20,000 nested folders take 400 MB.
 
 What is unpacked was written by programs in a slot, and sent by a client: so a name never leaves its layer, no symbolic
 link is followed, no other device is made, and nothing is taken that `pack` can't have written. Exit codes, each but the
@@ -26,57 +27,94 @@ import subprocess
 import sys
 import tarfile
 from collections.abc import Iterator
-from typing import IO, Any
+from dataclasses import dataclass, replace
+from typing import IO, Any, cast
 
 _XATTR = "SCHILY.xattr."
 _XATTR_HEX = "ATROPOS.xattr."
 """Followed by the attribute's name in hexadecimal, where it holds what a header's keyword can't: `=`, line breaks, other bytes."""
+_UNDER = "ATROPOS.under"
+"""The folder that a member's name starts from: which one of the archive's folders, counted from 0. Else: the archive."""
+_LINK_UNDER = "ATROPOS.link-under"
+"""The same of a hard link's target."""
+_SHORT_DEPTH = 32
+"""Levels of folders that a name has at most."""
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9._-]+\Z")
 _OVERLAY_ONLY = frozenset({"user.overlay.redirect", "user.overlay.metacopy"})
 """Overlay follows these to files of lower layers; it writes none where slots use it, and escapes what a slot writes."""
 INVALID = 2
 """Exit code: the archive is not a snapshot's."""
 _COPY = 1 << 20
+_BUFFER = 1 << 16
+"""The tar module copies this much a few times for each member."""
 _MEMORY = 512 << 20
 """Address space of an unpacking program: a header may claim any size, and the tar module reads headers whole."""
 _TRAILING = 64 << 20
 """Most that may follow an archive's end: writers fill up their last block, and compressed nothing is endless."""
+_CPU_S = 600
+"""CPU time of an unpacking program: an archive may jump between its deepest folders without end."""
 _NOFOLLOW = os.O_NOFOLLOW | os.O_CLOEXEC
-Parts = tuple[str, ...]
 
 
 class NotASnapshot(Exception):
     """The archive holds what a snapshot doesn't hold."""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Folder:
+    """A folder of a layer. Linked upwards: whole paths of deep trees take memory that grows with the square of depth.
+
+    Attributes:
+        depth: levels below the layer's own folder.
+        number: of the archive's folders, counted from 0; for packing.
+    """
+
+    layer: int
+    name: str = ""
+    above: Folder | None = None
+    depth: int = 0
+    number: int = 0
+
+    def below(self, name: str) -> Folder:
+        """A folder in this one."""
+        return Folder(self.layer, name, self, self.depth + 1)
+
+    def path_from(self, depth: int) -> list[str]:
+        """The names that lead here from the folder above that has this depth."""
+        names: list[str] = []
+        at: Folder | None = self
+        while at is not None and at.depth > depth:
+            names.append(at.name)
+            at = at.above
+        return names[::-1]
+
+
 class Folders:
-    """Opens folders of layers by their parts, by way of real folders alone: however deep, and through no link."""
+    """Opens folders of layers, step by step from the one opened before: however deep, and through no link."""
 
     def __init__(self, layers: list[str]) -> None:
         self._tops = [os.open(layer, os.O_RDONLY | os.O_DIRECTORY | _NOFOLLOW) for layer in layers]
-        self._last: tuple[int, Parts] | None = None
+        self._last: Folder | None = None
         self._fd = -1
 
     def __len__(self) -> int:
         return len(self._tops)
 
-    def open(self, index: int, parts: Parts) -> int:
+    def open(self, wanted: Folder) -> int:
         """A descriptor that stays valid until the next call."""
-        wanted = (index, parts)
-        if self._last == wanted:
+        if self._last is wanted:
             return self._fd
-        fd, steps = os.dup(self._tops[index]), parts
-        if self._last is not None and self._last[0] == index:
-            last = self._last[1]
-            shared = sum(
-                1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(last, parts, strict=False))
-            )
-            if len(last) - shared < shared:  # nearer from where we are; `..` is safe, since nothing here ever moves
-                os.close(fd)
-                fd, steps = os.dup(self._fd), (*[".."] * (len(last) - shared), *parts[shared:])
+        shared = 0
+        if self._last is not None and self._last.layer == wanted.layer:
+            shared = _shared_depth(self._last, wanted)
+        if self._last is not None and self._last.depth - shared < shared:
+            # Nearer from where we are; `..` is safe, since nothing here ever moves.
+            fd, steps = os.dup(self._fd), [*[".."] * (self._last.depth - shared), *wanted.path_from(shared)]
+        else:
+            fd, steps = os.dup(self._tops[wanted.layer]), wanted.path_from(0)
         try:
-            for part in steps:
-                below = os.open(part, os.O_RDONLY | os.O_DIRECTORY | _NOFOLLOW, dir_fd=fd)
+            for step in steps:
+                below = os.open(step, os.O_RDONLY | os.O_DIRECTORY | _NOFOLLOW, dir_fd=fd)
                 os.close(fd)
                 fd = below
         except OSError:
@@ -88,70 +126,119 @@ class Folders:
         return fd
 
 
+def _shared_depth(a: Folder, b: Folder) -> int:
+    """Depth of the deepest folder that both are in; 0: the layer's own, or none."""
+    while a is not b and a.above is not None and b.above is not None:
+        deeper = max(a.depth, b.depth)
+        a, b = (a.above if a.depth == deeper else a), (b.above if b.depth == deeper else b)
+    return min(a.depth, b.depth)
+
+
 # ------------------------------------------------------------------------------------------------------------- packing
 
 
 def pack(layers: list[str], out: IO[bytes]) -> None:
     """Write the layers as a tar stream; layer N's names begin with `N/`."""
-    folders = Folders(layers)
     with tarfile.open(
-        fileobj=out, mode="w|", bufsize=_COPY, format=tarfile.PAX_FORMAT, encoding="utf-8", errors="surrogateescape"
+        fileobj=out, mode="w|", bufsize=_BUFFER, format=tarfile.PAX_FORMAT, encoding="utf-8", errors="surrogateescape"
     ) as tar:
-        for index in range(len(layers)):
-            _pack_layer(tar, folders, index)
+        packer = Packer(tar, Folders(layers))
+        for layer in range(len(layers)):
+            packer.pack(layer)
 
 
-def _pack_layer(tar: tarfile.TarFile, folders: Folders, index: int) -> None:
-    first: dict[int, str] = {}
-    todo: list[Parts] = [()]
-    while todo:
-        parts = todo.pop()
-        fd = folders.open(index, parts)
-        info = _describe(index, parts, os.fstat(fd), fd)
-        info.type = tarfile.DIRTYPE
-        tar.addfile(info)
-        below: list[Parts] = []
-        for name in sorted(os.listdir(fd)):
-            found = os.stat(name, dir_fd=fd, follow_symlinks=False)
-            if stat.S_ISDIR(found.st_mode):
-                below.append((*parts, name))
-            else:
-                _pack_file(tar, index, (*parts, name), found, fd, first)
-        todo.extend(reversed(below))
+class Packer:
+    """Writes layers as members of an archive."""
+
+    def __init__(self, tar: tarfile.TarFile, folders: Folders) -> None:
+        self._tar = tar
+        self._folders = folders
+        self._count = 0
+        self._first: dict[int, tuple[Folder, str]] = {}
+
+    def pack(self, layer: int) -> None:
+        """Write one layer, each folder before what is in it."""
+        self._first.clear()
+        todo = [Folder(layer)]
+        while todo:
+            folder = replace(todo.pop(), number=self._count)
+            self._count += 1
+            fd = self._folders.open(folder)
+            info = self._describe(folder.above or folder, folder.name, os.fstat(fd), fd)
+            info.type = tarfile.DIRTYPE
+            self._add(info)
+            below: list[Folder] = []
+            for name in sorted(os.listdir(fd)):
+                found = os.stat(name, dir_fd=fd, follow_symlinks=False)
+                if stat.S_ISDIR(found.st_mode):
+                    below.append(folder.below(name))
+                else:
+                    self._pack_file(folder, name, found, fd)
+            todo.extend(reversed(below))
+
+    def _add(self, info: tarfile.TarInfo, content: IO[bytes] | None = None) -> None:
+        self._tar.addfile(info, content)
+        self._tar.members.clear()  # which grow with the archive
+
+    def _pack_file(self, folder: Folder, name: str, found: os.stat_result, folder_fd: int) -> None:
+        if stat.S_ISREG(found.st_mode):
+            fd = os.open(name, os.O_RDONLY | _NOFOLLOW, dir_fd=folder_fd)
+            with open(fd, "rb") as file:
+                info = self._describe(folder, name, found, fd)
+                if found.st_nlink > 1 and found.st_ino in self._first:
+                    info.type = tarfile.LNKTYPE
+                    info.linkname = _name(*self._first[found.st_ino], info.pax_headers, _LINK_UNDER)
+                    self._add(info)
+                else:
+                    if found.st_nlink > 1:
+                        self._first[found.st_ino] = (folder, name)
+                    self._add(info, _content(info, file, found))
+            return
+        info = self._describe(folder, name, found, None)
+        if stat.S_ISLNK(found.st_mode):
+            info.type, info.linkname = tarfile.SYMTYPE, os.readlink(name, dir_fd=folder_fd)
+        elif stat.S_ISFIFO(found.st_mode):
+            info.type = tarfile.FIFOTYPE
+        elif stat.S_ISCHR(found.st_mode) and found.st_rdev == 0:
+            info.type = tarfile.CHRTYPE
+        else:
+            return  # a socket: nobody can be listening on it any more
+        self._add(info)
+
+    def _describe(self, folder: Folder, name: str, found: os.stat_result, fd: int | None) -> tarfile.TarInfo:
+        seconds, part = divmod(found.st_mtime_ns, 10**9)
+        headers = {"mtime": f"{seconds}.{part:09d}"}
+        info = tarfile.TarInfo(_name(folder, name, headers, _UNDER))
+        info.uid, info.gid, info.mode, info.pax_headers = (
+            found.st_uid,
+            found.st_gid,
+            stat.S_IMODE(found.st_mode),
+            headers,
+        )
+        for each in os.listxattr(fd) if fd is not None else ():  # links and pipes can't have user attributes
+            if each.startswith("user."):
+                value = os.getxattr(fd or 0, each)
+                key = _XATTR + each if _PLAIN_NAME.match(each) else _XATTR_HEX + os.fsencode(each).hex()
+                headers[key] = value.decode("utf-8", "surrogateescape")
+        return info
 
 
-def _pack_file(
-    tar: tarfile.TarFile, index: int, parts: Parts, found: os.stat_result, folder: int, first: dict[int, str]
-) -> None:
-    name = parts[-1]
-    if stat.S_ISREG(found.st_mode):
-        fd = os.open(name, os.O_RDONLY | _NOFOLLOW, dir_fd=folder)
-        with open(fd, "rb") as file:
-            info = _describe(index, parts, found, fd)
-            if found.st_nlink > 1 and found.st_ino in first:
-                info.type, info.linkname = tarfile.LNKTYPE, first[found.st_ino]
-                tar.addfile(info)
-            else:
-                first[found.st_ino] = info.name
-                _add_content(tar, info, file, found)
-        return
-    info = _describe(index, parts, found, None)
-    if stat.S_ISLNK(found.st_mode):
-        info.type, info.linkname = tarfile.SYMTYPE, os.readlink(name, dir_fd=folder)
-    elif stat.S_ISFIFO(found.st_mode):
-        info.type = tarfile.FIFOTYPE
-    elif stat.S_ISCHR(found.st_mode) and found.st_rdev == 0:
-        info.type = tarfile.CHRTYPE
-    else:
-        return  # a socket: nobody can be listening on it any more
-    tar.addfile(info)
+def _name(folder: Folder, name: str, headers: dict[str, str], key: str) -> str:
+    """A member's name; where it would have too many levels, `headers` gets the folder that it starts from as `key`."""
+    start = folder
+    while start.above is not None and start.depth % _SHORT_DEPTH:
+        start = start.above
+    if start.depth:
+        headers[key] = str(start.number)
+        return "/".join((*folder.path_from(start.depth), name))
+    return "/".join((str(folder.layer), *folder.path_from(0), *([name] if name else [])))
 
 
-def _add_content(tar: tarfile.TarFile, info: tarfile.TarInfo, file: IO[bytes], found: os.stat_result) -> None:
+def _content(info: tarfile.TarInfo, file: IO[bytes], found: os.stat_result) -> IO[bytes]:
+    """What follows a file's header, which gets the length of it."""
     if found.st_blocks * 512 >= found.st_size:
         info.size = found.st_size
-        tar.addfile(info, file)
-        return
+        return file
     parts = list(_data_of(file.fileno(), found.st_size))
     numbers = [len(parts), *itertools.chain.from_iterable(parts)]
     table = "".join(f"{number}\n" for number in numbers).encode()
@@ -164,7 +251,7 @@ def _add_content(tar: tarfile.TarFile, info: tarfile.TarInfo, file: IO[bytes], f
         "GNU.sparse.realsize": str(found.st_size),
         "GNU.sparse.name": info.name,
     }
-    tar.addfile(info, _Parts(table, file, parts))
+    return cast("IO[bytes]", _Parts(table, file, parts))
 
 
 def _data_of(fd: int, size: int) -> Iterator[tuple[int, int]]:
@@ -210,19 +297,6 @@ class _Parts(io.RawIOBase):
         return got
 
 
-def _describe(index: int, parts: Parts, found: os.stat_result, fd: int | None) -> tarfile.TarInfo:
-    info = tarfile.TarInfo("/".join((str(index), *parts)))
-    info.uid, info.gid, info.mode = found.st_uid, found.st_gid, stat.S_IMODE(found.st_mode)
-    seconds, part = divmod(found.st_mtime_ns, 10**9)
-    info.pax_headers = {"mtime": f"{seconds}.{part:09d}"}
-    for name in os.listxattr(fd) if fd is not None else ():  # links and pipes can't have user attributes
-        if name.startswith("user."):
-            value = os.getxattr(fd or 0, name)
-            key = _XATTR + name if _PLAIN_NAME.match(name) else _XATTR_HEX + os.fsencode(name).hex()
-            info.pax_headers[key] = value.decode("utf-8", "surrogateescape")
-    return info
-
-
 # ----------------------------------------------------------------------------------------------------------- unpacking
 
 
@@ -235,8 +309,11 @@ class Unpacker:
 
     def __init__(self, layers: list[str]) -> None:
         self._folders = Folders(layers)
-        self._later: list[tuple[int, Parts, tarfile.TarInfo]] = []
-        self._seen: set[int] = set()
+        self._targets = Folders(layers)
+        self._tops = [Folder(layer) for layer in range(len(layers))]
+        self._below: dict[tuple[Folder, str], Folder] = {}
+        self._made: list[Folder] = []
+        self._headers: list[tarfile.TarInfo] = []
 
     def unpack(self, source: IO[bytes]) -> None:
         """Read the archive to its end, and what follows it.
@@ -244,62 +321,73 @@ class Unpacker:
         Raises:
             NotASnapshot: a name, kind or length that no snapshot has.
         """
-        with tarfile.open(fileobj=source, mode="r|", bufsize=_COPY, encoding="utf-8", errors="surrogateescape") as tar:
-            for info in tar:
-                index, parts = self._place(info.name)
+        with tarfile.open(
+            fileobj=source, mode="r|", bufsize=_BUFFER, encoding="utf-8", errors="surrogateescape"
+        ) as tar:
+            while (info := tar.next()) is not None:
+                tar.members.clear()  # which grow with the archive
+                folder, name = self._place(info.name, info.pax_headers.get(_UNDER))
                 if info.size < 0 or info.mode < 0 or info.uid < 0 or info.gid < 0:
                     raise NotASnapshot(f"a number below zero: {info.name[:200]!r}")
-                self._make(tar, info, index, parts)
+                self._make(tar, info, folder, name)
         # Folders last: making things in them changes their times, and a mode may forbid it.
-        for index, parts, info in reversed(self._later):
-            _finish(self._folders.open(index, parts), info)
+        for folder, info in zip(reversed(self._made), reversed(self._headers), strict=True):
+            _finish(self._folders.open(folder), info)
         left = _TRAILING
         while data := source.read(_COPY):
             left -= len(data)
             if left < 0:
                 raise NotASnapshot("bytes without end after the archive")
 
-    def _place(self, name: str) -> tuple[int, tuple[str, ...]]:
-        first, *parts = name.split("/")
-        if not first.isdecimal() or int(first) >= len(self._folders) or any(p in {"", ".", ".."} for p in parts):
-            raise NotASnapshot(f"a name that is not a layer's: {name[:200]!r}")
-        return int(first), tuple(parts)
+    def _place(self, path: str, under: str | None) -> tuple[Folder, str]:
+        """The folder that a name leads to, and what it is called in it: empty for the layer's own folder."""
+        parts = path.split("/")
+        number = parts.pop(0) if under is None else under
+        starts = self._tops if under is None else self._made
+        known = number.isdecimal() and int(number) < len(starts)
+        if not known or any(part in {"", ".", ".."} for part in parts):
+            raise NotASnapshot(f"a name that is not a layer's: {path[:200]!r}")
+        folder = starts[int(number)]
+        for part in parts[:-1]:
+            below = self._below.get((folder, part))
+            if below is None:
+                raise NotASnapshot(f"a name that leads through no folder of the archive: {path[:200]!r}")
+            folder = below
+        return folder, parts[-1] if parts else ""
 
-    def _make(self, tar: tarfile.TarFile, info: tarfile.TarInfo, index: int, parts: tuple[str, ...]) -> None:
+    def _make(self, tar: tarfile.TarFile, info: tarfile.TarInfo, folder: Folder, name: str) -> None:
         if info.isdir():
-            if parts:
-                os.mkdir(parts[-1], 0o700, dir_fd=self._folders.open(index, parts[:-1]))
-            elif index in self._seen:
-                raise NotASnapshot("a layer that comes twice")
-            else:
-                self._seen.add(index)
-            self._later.append((index, parts, info))
+            self._make_folder(info, folder, name)
             return
-        if not parts:
+        if not name:
             raise NotASnapshot("a layer that is not a folder")
-        folder, name = self._folders.open(index, parts[:-1]), parts[-1]
+        folder_fd = self._folders.open(folder)
         if info.isreg():
-            fd = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _NOFOLLOW, 0o600, dir_fd=folder)
+            fd = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _NOFOLLOW, 0o600, dir_fd=folder_fd)
             try:
                 _fill(fd, tar, info)
                 _finish(fd, info)
             finally:
                 os.close(fd)
         elif info.islnk():
-            there, target = self._place(info.linkname)
-            if there != index or not target:
+            there, target = self._place(info.linkname, info.pax_headers.get(_LINK_UNDER))
+            if there.layer != folder.layer or not target:
                 raise NotASnapshot("a link that leaves its layer")
-            # The folder of the target is opened second, so the first descriptor must outlive the cache.
-            mine = os.dup(folder)
-            try:
-                source = self._folders.open(index, target[:-1])
-                if not stat.S_ISREG(os.stat(target[-1], dir_fd=source, follow_symlinks=False).st_mode):
-                    raise NotASnapshot(f"a hard link to what is not a file: {info.name[:200]!r}")
-                os.link(target[-1], name, src_dir_fd=source, dst_dir_fd=mine, follow_symlinks=False)
-            finally:
-                os.close(mine)
+            target_fd = self._targets.open(there)
+            if not stat.S_ISREG(os.stat(target, dir_fd=target_fd, follow_symlinks=False).st_mode):
+                raise NotASnapshot(f"a hard link to what is not a file: {info.name[:200]!r}")
+            os.link(target, name, src_dir_fd=target_fd, dst_dir_fd=folder_fd, follow_symlinks=False)
         else:
-            self._special(info, folder, name)
+            self._special(info, folder_fd, name)
+
+    def _make_folder(self, info: tarfile.TarInfo, folder: Folder, name: str) -> None:
+        if name:
+            os.mkdir(name, 0o700, dir_fd=self._folders.open(folder))
+            self._below[folder, name] = folder = folder.below(name)
+        elif folder in self._made:
+            raise NotASnapshot("a layer that comes twice")
+        self._made.append(folder)
+        self._headers.append(info)
 
     def _special(self, info: tarfile.TarInfo, folder: int, name: str) -> None:
         if info.issym():
@@ -382,6 +470,7 @@ def main(arguments: list[str]) -> int:
     try:
         if mode == "unpack":
             resource.setrlimit(resource.RLIMIT_AS, (_MEMORY, _MEMORY))
+            resource.setrlimit(resource.RLIMIT_CPU, (_CPU_S, _CPU_S))
         if "--zstd" in layers:
             layers.remove("--zstd")
             return _through_zstd(mode, layers)

@@ -201,21 +201,50 @@ def test_a_socket_does_not_travel(tmp_path):
     assert os.listdir(out[0]) == []
 
 
-def test_a_tree_deeper_than_any_path_travels(tmp_path):
-    (tmp_path / "in").mkdir()
-    fd = os.open(tmp_path / "in", os.O_RDONLY)
-    for _ in range(400):
-        os.mkdir("deeper-and-deeper", dir_fd=fd)
-        below = os.open("deeper-and-deeper", os.O_RDONLY, dir_fd=fd)
+def chain(top: Path, depth: int) -> None:
+    """Nested folders, some of them with two names of one file."""
+    top.mkdir()
+    fd = os.open(top, os.O_RDONLY)
+    for number in range(depth):
+        os.mkdir("deeper", dir_fd=fd)
+        below = os.open("deeper", os.O_RDONLY, dir_fd=fd)
         os.close(fd)
         fd = below
+        if number % 500 == 0:
+            os.close(os.open("file", os.O_CREAT | os.O_WRONLY, dir_fd=fd))
+            os.link("file", "again", src_dir_fd=fd, dst_dir_fd=fd)
     os.close(os.open("bottom", os.O_CREAT | os.O_WRONLY, dir_fd=fd))
     os.close(fd)
+
+
+def test_twenty_thousand_nested_folders_travel(tmp_path):
+    """As programs: in an archive with whole paths the names alone have a gigabyte, and unpacking ends for want of memory."""
+    chain(tmp_path / "in", 20_000)
+    out = tmp_path / "out"
+    out.mkdir()
+    command = [sys.executable, "-I", "-S", PROGRAM]
+    archive = subprocess.run([*command, "pack", tmp_path / "in"], capture_output=True, timeout=240, check=True).stdout
+    assert len(archive) < 64 << 20
+    subprocess.run([*command, "unpack", out], input=archive, capture_output=True, timeout=240, check=True)
+    again = subprocess.run([*command, "pack", out], capture_output=True, timeout=240, check=True).stdout
+    assert again == archive
+    subprocess.run(["rm", "-rf", tmp_path / "in", out], check=True, timeout=60)
+
+
+def test_a_file_has_names_in_folders_of_any_depth(tmp_path):
+    chain(tmp_path / "in", 100)
+    deep = tmp_path / "in"
+    for _ in range(70):
+        deep /= "deeper"
+    os.link(tmp_path / "in/deeper/file", deep / "link")
+    (deep / "file").write_text("deep")
+    os.link(deep / "file", tmp_path / "in/zz")
     archive = packed([tmp_path / "in"])
     out = fresh(tmp_path, 1)
     Unpacker(out).unpack(io.BytesIO(archive))
     assert packed(out) == archive
-    subprocess.run(["rm", "-rf", tmp_path / "in", *out], check=True, timeout=60)
+    assert Path(out[0], "zz").read_text() == "deep"
+    assert Path(out[0], "deeper/file").stat().st_nlink == 3
 
 
 def member(name: str, kind: bytes = tarfile.REGTYPE, link: str = "", **fields) -> tarfile.TarInfo:
@@ -259,6 +288,16 @@ def archive_of(*members: tarfile.TarInfo) -> io.BytesIO:
         [member("0/null", tarfile.CHRTYPE, devmajor=1, devminor=3)],
         [member("0/twice"), member("0/twice")],
         [member("0/file"), member("0/file/below")],
+        [member("evil", pax_headers={"ATROPOS.under": "0"})],
+        [member("0", tarfile.DIRTYPE), member("../../evil", pax_headers={"ATROPOS.under": "0"})],
+        [member("0", tarfile.DIRTYPE), member("evil", pax_headers={"ATROPOS.under": "-1"})],
+        [member("0", tarfile.DIRTYPE), member("", tarfile.DIRTYPE, pax_headers={"ATROPOS.under": "0"})],
+        [
+            member("0", tarfile.DIRTYPE),
+            member("1", tarfile.DIRTYPE),
+            member("1/file"),
+            member("0/hard", tarfile.LNKTYPE, "file", pax_headers={"ATROPOS.link-under": "1"}),
+        ],
     ],
 )
 def test_what_leads_out_or_is_no_file_is_refused(members, tmp_path):
