@@ -466,7 +466,7 @@ def main(arguments: list[str]) -> int:
     """Run one direction; returns the exit code."""
     mode, *layers = arguments
     with contextlib.suppress(OSError):
-        os.nice(5)
+        os.nice(10)
     try:
         if mode == "unpack":
             resource.setrlimit(resource.RLIMIT_AS, (_MEMORY, _MEMORY))

@@ -40,6 +40,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 START_S = 30.0
 """Longest an acquire waits for a sandbox to start, in seconds."""
+PARALLEL_IMPORTS = 2
+"""Snapshots unpacked at once; 26 at once delayed calls of neighbours by seconds."""
 PARALLEL_STARTS = 4
 """Sandboxes started at once: measured on 2 cores, more only makes each slower."""
 
@@ -66,6 +68,7 @@ class Core:
         self.images = Images(self)
         self.arriving: dict[str, asyncio.Event] = {}
         """Snapshots that are being imported, each with what is set when that is over."""
+        self.unpacking = asyncio.Semaphore(PARALLEL_IMPORTS)
         self.counters: Counter[str] = Counter()
         self.reset_seconds = 0.0
         self.broken = ""

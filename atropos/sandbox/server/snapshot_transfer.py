@@ -112,7 +112,7 @@ async def exported(core: Core, snapshot: Snapshot, *, compress: bool) -> AsyncGe
 
 
 async def imported(core: Core, wanted: Arriving, chunks: AsyncIterator[bytes]) -> SnapshotInfo:
-    """Make a snapshot of an archive. Under an id that is here already, the one that is here.
+    """Make a snapshot of an archive, after those before it. Under an id that is here already, the one that is here.
 
     Raises:
         NotSupported: too many layers, an unknown base, or zstd is not installed.
@@ -161,7 +161,8 @@ async def _unpack(core: Core, wanted: Arriving, chunks: AsyncIterator[bytes]) ->
         layers.append(await core.host.import_layer(f"layer-{uuid.uuid4().hex[:12]}", fill))
 
     try:
-        await level([])
+        async with core.unpacking:
+            await level([])
     except BaseException:
         core.drop_layers(layers)
         raise

@@ -26,6 +26,7 @@ from atropos.wire import (
     Status,
     client_name,
 )
+from tests.processes import descendants
 from tests.unit.server.fakes import TOKEN, FakeHost, Running, serving
 
 HEADERS = {"Authorization": f"Bearer {TOKEN}"}
@@ -285,6 +286,39 @@ async def test_a_sender_that_goes_away_leaves_nothing(server, curl):
     async with asyncio.timeout(10):
         while server.core.arriving or server.core.snapshots.pending or server.host.layers:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
+
+
+async def test_archives_are_unpacked_two_at_a_time_whoever_sends_how_many(server, curl):
+    lease = await curl.lease()
+    whole, go_on, most = archive("0/a"), asyncio.Event(), 0
+
+    async def slowly():
+        yield whole[:512]
+        await go_on.wait()
+        yield whole[512:]
+
+    sending = [
+        asyncio.create_task(curl("PUT", f"/v1/snapshots/snap-{n}/archive?layers=1", data=slowly())) for n in range(8)
+    ]
+    try:
+        async with asyncio.timeout(20):
+            while len(server.core.arriving) < 8 or unpacking() < 2:
+                most = max(most, unpacking())
+                await asyncio.sleep(0.01)
+        for _ in range(20):
+            assert (await curl("POST", f"/v1/leases/{lease.lease_id}/calls", ECHO))[0] == 200
+            most = max(most, unpacking())
+            await asyncio.sleep(0.02)
+        assert most <= 2
+    finally:
+        go_on.set()
+        answers = await asyncio.gather(*sending)
+    assert [status for status, _ in answers] == [200] * 8
+
+
+def unpacking() -> int:
+    """Programs that unpack a snapshot for us."""
+    return sum("snapshot_tar" in command for command in descendants().values())
 
 
 async def test_an_archive_that_is_sent_again_waits_for_what_became_of_the_first(server, curl):
