@@ -214,7 +214,9 @@ class TaskEnv(DatasetEnv):
         """The trajectory's slot with the task's workspace, and no more network than the task allows."""
         prepared = await self._task_images.prepare(item)
         network = False if item.network == "no-network" else None
-        slot: Slot = await self.executor.slot(trajectory_id, network=network, image=prepared.image)
+        slot: Slot = await self.executor.slot(
+            trajectory_id, network=network, image=prepared.image, limits=item.limits
+        )
         await workspace.enter(slot, prepared.task)
         return slot
 
@@ -236,6 +238,7 @@ def _room(config: TaskEnvConfig) -> Room:
         volume=config.pool_config().volume,
         network=config.allow_network,
         egress=tuple(config.egress_allow),
+        most_mib=config.slot_memory_mib * config.slots_per_container,
     )
 
 
@@ -273,7 +276,19 @@ def _usable(config: TaskEnvConfig) -> list[Task]:
             _log.warning("%s: %s", task.path / "task.toml", text)
     _check_network(list(chosen.tasks), config)
     _log.info("%d tasks, %d left out, %d limits lowered", len(chosen.tasks), len(chosen.refused), len(clamped))
-    return list(chosen.tasks)
+    tasks = [replace(task, limits=fits[task.name].limits) for task in chosen.tasks]
+    _allow_waiting(tasks, config)
+    return tasks
+
+
+def _allow_waiting(tasks: list[Task], config: TaskEnvConfig) -> None:
+    """Leases of several slots' room wait for the env's own trajectories, and others behind them: that is no failure."""
+    if not any(task.limits for task in tasks):
+        return
+    longest = max((task.config.agent.timeout_sec or 3600) + task.config.verifier.timeout_sec for task in tasks)
+    if longest > config.acquire_timeout_s:
+        _log.info("tasks of several sizes: acquire_timeout_s is %g s, as long as the longest of them", longest)
+        config.acquire_timeout_s = longest
 
 
 def _fit(task: Task, room: Room, config: TaskEnvConfig) -> Fit:

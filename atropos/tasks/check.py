@@ -22,7 +22,7 @@ from atropos.tasks import workspace
 from atropos.tasks.carry import TaskBroken, VerifierFailed
 from atropos.tasks.config import StepSection
 from atropos.tasks.folder import Task, TaskSet
-from atropos.tasks.limits import STAND_INS, Fit, Policy, Room, fit, needed
+from atropos.tasks.limits import STAND_INS, Fit, Policy, Room, fit
 from atropos.tasks.prepare import TaskImages
 from atropos.tasks.reward import Verdict
 
@@ -39,7 +39,7 @@ class CheckConfig:
         agents: who works on each task, each in a slot of its own.
         script: what the agent `script` runs, with bash.
         slots: at once; fewer where the tasks' memory wouldn't fit on the machine.
-        memory_mib: of a slot; None: as much as the largest task asks for.
+        memory_mib: of every slot, however large the task; None: leases of each task's own size.
         attempt_s: longest that one agent's attempt may take in all.
     """
 
@@ -107,15 +107,15 @@ async def check(tasks: TaskSet, config: CheckConfig, *, done: Callable[[Finding]
     """
     if "script" in config.agents and config.script is None:
         raise ConfigError("--agent script: needs --script FILE")
-    room = _room(tasks.tasks, config)
+    room = _room(config)
     fits = {task.name: fit(task, room, images=config.images, policy=config.limits) for task in tasks.tasks}
     found = [Finding(name, "refused", problems=(reason,)) for name, reason in tasks.refused.items()]
     found += [_refused(task, fits[task.name]) for task in tasks.tasks if fits[task.name].refused]
     for finding in found:
         _report(done, finding)
-    runnable = [task for task in tasks.tasks if not fits[task.name].refused]
+    runnable = [replace(task, limits=fits[task.name].limits) for task in tasks.tasks if not fits[task.name].refused]
     if runnable:
-        async with _running(room, config, len(runnable)) as (pool, turn):
+        async with _running(room, config, runnable) as (pool, turn):
             images = TaskImages(pool, config.images)
 
             async def one(task: Task) -> None:
@@ -134,11 +134,11 @@ def _report(done: Callable[[Finding], None] | None, finding: Finding) -> None:
         done(finding)
 
 
-def _room(tasks: Sequence[Task], config: CheckConfig) -> Room:
+def _room(config: CheckConfig) -> Room:
     least = replace(LEAST, network=config.network)
     if config.memory_mib is not None:
         return replace(least, memory_mib=config.memory_mib, disk_mib=max(LEAST.disk_mib, config.memory_mib // 2))
-    return needed(tasks, least, most_mib=_machine_mib() * 3 // 4)
+    return replace(least, most_mib=max(LEAST.memory_mib, _machine_mib() * 3 // 4))
 
 
 def _machine_mib() -> int:
@@ -146,21 +146,25 @@ def _machine_mib() -> int:
 
 
 @asynccontextmanager
-async def _running(room: Room, config: CheckConfig, tasks: int) -> AsyncGenerator[tuple[SlotPool, asyncio.Semaphore]]:
+async def _running(
+    room: Room, config: CheckConfig, tasks: Sequence[Task]
+) -> AsyncGenerator[tuple[SlotPool, asyncio.Semaphore]]:
+    at_once = min(config.slots, len(tasks) * len(config.agents))
     fitting = max(1, _machine_mib() * 3 // 4 // room.memory_mib)
-    slots = max(1, min(config.slots, fitting, tasks * len(config.agents)))
+    largest = max(task.limits.memory_mib or 0 if task.limits else 0 for task in tasks)
     settings = SlotPoolConfig(
         backend=config.backend,
         base=config.base,
-        slots_per_container=slots,
+        slots_per_container=max(min(at_once, fitting), -(-largest // room.memory_mib)),
         min_containers=1,
         max_containers=1,
+        acquire_timeout_s=config.attempt_s,
         allow_network=config.network,
         limits=SlotLimits(memory_mib=room.memory_mib, disk_mib=room.disk_mib),
         job_id="atropos-tasks-check",
     )
     async with SlotPool(settings) as pool:
-        yield pool, asyncio.Semaphore(slots)
+        yield pool, asyncio.Semaphore(at_once)
 
 
 def _refused(task: Task, found: Fit) -> Finding:
@@ -238,7 +242,7 @@ class _Run:
         await self.release()
         network = self.config.network and self.task.network != "no-network"
         name = f"{self.task.name}-{self.agent}"
-        slot = self.slot = await self.pool.acquire(name, image=self.image, network=network)
+        slot = self.slot = await self.pool.acquire(name, image=self.image, network=network, limits=self.task.limits)
         await workspace.enter(slot, self.task)
         return slot
 

@@ -23,6 +23,7 @@ from atropos.tasks.archive import Context
 from atropos.tasks.compose import COMPOSE_FILES, read_compose
 from atropos.tasks.config import Artifact, NetworkMode, StepSection, TaskConfig
 from atropos.tasks.recipe import DEFAULT_WORKDIR, Copy, Folder, Recipe, Run, Settings, Step
+from atropos.wire import LeaseLimits
 
 SETUP = "setup.sh"
 _MARKS = ("task.toml", "task.yaml", "instruction.md")
@@ -44,6 +45,7 @@ class Task:
         steps: of a task of several: each a task with the same workspace, in order.
         files: of a step: what is copied into the workspace before it.
         scoring: what the reward is read from.
+        limits: what its leases ask for instead of the pool's limits.
     """
 
     name: str
@@ -62,6 +64,7 @@ class Task:
     test_script: str = "test.sh"
     solution_script: str = "solve.sh"
     variables: Mapping[str, str] = field(default_factory=dict[str, str], repr=False)
+    limits: LeaseLimits | None = None
 
     @property
     def image(self) -> str | None:

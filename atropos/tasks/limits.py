@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from atropos.tasks.config import OLD_MEMORY_MB, OLD_STORAGE_MB
 from atropos.tasks.folder import Task
+from atropos.wire import LeaseLimits
 
 STAND_INS = ("debian*", "ubuntu*", "python:3*", "buildpack-deps*", "ghcr.io/laude-institute/*", "*t-bench/*")
 """Images whose place a slot's own base takes, a Debian-like system with bash, Python 3, git and a C compiler. All others
@@ -20,10 +21,12 @@ there is (`old`), every size is, or none."""
 
 @dataclass(frozen=True)
 class Room:
-    """What a slot has.
+    """What a slot has, and what a lease may ask for beyond that.
 
     Attributes:
-        cpus: None: no limit.
+        memory_mib, disk_mib: of a plain slot.
+        cpus: of a plain slot; None: a share of the machine.
+        most_mib: memory of the largest lease, a whole container's; None: a slot's.
         volume: where its files live; in memory they count against `memory_mib`.
         network: whether programs have egress at all.
         egress: hosts that they may reach.
@@ -35,6 +38,12 @@ class Room:
     volume: Literal["memory", "disk"] = "memory"
     network: bool = True
     egress: tuple[str, ...] = ("public",)
+    most_mib: int | None = None
+
+    @property
+    def most(self) -> int:
+        """Memory of the largest lease, in MiB."""
+        return self.most_mib or self.memory_mib
 
 
 @dataclass(frozen=True)
@@ -43,42 +52,29 @@ class Fit:
 
     Attributes:
         refused: what the slot doesn't give, each as `field: reason; cure`.
-        clamped: wishes that were lowered to what the slot has.
+        clamped: wishes that were lowered to what there is.
         notes: what is different here and may matter.
+        limits: what its leases ask for; None: a plain slot will do.
     """
 
     refused: tuple[str, ...] = ()
     clamped: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class _Wish:
-    field: str
-    text: str
-    fits: bool
-    cure: str
-    old: bool = False
-    """Written out by an old schema, and no wish of the author's."""
+    limits: LeaseLimits | None = None
 
 
 def fit(task: Task, room: Room, *, images: Sequence[str] = STAND_INS, policy: Policy = "old") -> Fit:
-    """Compare what a task asks for with what a slot has.
+    """Compare what a task asks for with what a lease can have.
 
     Args:
         task: a checked task.
-        room: of every slot of the pool.
+        room: of the pool.
         images: patterns of images that the slots' base stands in for.
         policy: what becomes of sizes that don't fit.
     """
-    refused, clamped, notes = list[str](), list[str](), list[str]()
-    for wish in _wishes(task, room):
-        if wish.fits:
-            continue
-        if policy == "clamp" or (policy == "old" and wish.old):
-            clamped.append(f"{wish.field}: {wish.text}")
-        else:
-            refused.append(f"{wish.field}: {wish.text}; {wish.cure}")
+    sizes = _Sizes(room, policy)
+    limits = sizes.limits(task)
+    refused, clamped, notes = sizes.refused, sizes.clamped, list[str]()
     image = task.image
     if image is not None:
         field = "environment.docker_image" if task.config.environment.docker_image else "FROM"
@@ -86,41 +82,58 @@ def fit(task: Task, room: Room, *, images: Sequence[str] = STAND_INS, policy: Po
             notes.append(f"{field}: the slots' base stands in for {image}")
     for one in task.steps or (task,):
         _network(one, room, refused, notes)
-    return Fit(tuple(dict.fromkeys(refused)), tuple(clamped), tuple(dict.fromkeys(notes)))
+    return Fit(tuple(dict.fromkeys(refused)), tuple(clamped), tuple(dict.fromkeys(notes)), limits)
 
 
-def _wishes(task: Task, room: Room) -> list[_Wish]:
-    wants, old = task.config.environment, task.config.old
-    found: list[_Wish] = []
-    old_memory = old and wants.memory_mb == OLD_MEMORY_MB
-    if wants.memory_mb is not None:
-        found.append(
-            _Wish(
-                "environment.memory_mb",
-                f"{wants.memory_mb} wanted, slots have {room.memory_mib}",
-                wants.memory_mb <= room.memory_mib,
-                f"raise slot_memory_mib to {wants.memory_mb}",
-                old_memory,
-            )
+@dataclass
+class _Sizes:
+    """Memory, files and cores of one task, and what became of its wishes."""
+
+    room: Room
+    policy: Policy
+    refused: list[str] = field(default_factory=list[str])
+    clamped: list[str] = field(default_factory=list[str])
+
+    def limits(self, task: Task) -> LeaseLimits | None:
+        """What a lease for the task asks for; None: a plain slot."""
+        wants, old, room = task.config.environment, task.config.old, self.room
+        memory, storage = wants.memory_mb or 0, wants.storage_mb or 0
+        written_out = old and memory == OLD_MEMORY_MB  # by the schema, and no wish of the author's
+        if memory > room.most:
+            text = f"environment.memory_mb: {memory} wanted, slots have at most {room.most}"
+            self._lower(text, f"raise slot_memory_mib or slots_per_container for {memory}", old=written_out)
+            memory = room.memory_mib if written_out else room.most
+        files = self._files(storage, own := 0 if written_out else memory, old=old and storage == OLD_STORAGE_MB)
+        memory = max(memory, own + files if room.volume == "memory" else 0)
+        found = LeaseLimits(
+            memory_mib=memory if memory > room.memory_mib else None,
+            disk_mib=files if files > room.disk_mib else None,
+            cpu_quota=wants.cpus if wants.cpus is not None and wants.cpus > (room.cpus or 1) else None,
         )
-    if wants.storage_mb is not None:
-        found.append(_storage(wants.storage_mb, 0 if old_memory else wants.memory_mb or 0, room, old=old))
-    if wants.cpus is not None and room.cpus is not None:
-        text = f"{wants.cpus:g} wanted, slots have {room.cpus:g}"
-        found.append(_Wish("environment.cpus", text, wants.cpus <= room.cpus, "raise slot_cpu_quota"))
-    return found
+        return None if found == LeaseLimits() else found
 
+    def _files(self, storage: int, own: int, *, old: bool) -> int:
+        """Room for files beside what programs have of their own; files on disk need no memory."""
+        room = self.room
+        if storage > room.disk_mib and (room.volume == "disk" or old):  # a default is no reason for a larger lease
+            text = f"environment.storage_mb: {storage} wanted, slots have {room.disk_mib}"
+            self._lower(text, f"raise slot_disk_mib to {storage}", old=old)
+            return 0
+        if room.volume == "memory" and own + storage > room.most:
+            text = (
+                f"environment.storage_mb: {storage} of files in memory beside {own} for programs wanted, slots have at "
+                f"most {room.most} for both"
+            )
+            cure = f"raise slot_memory_mib or slots_per_container for {own + storage}, or keep slots' files on disk"
+            self._lower(text, cure, old=old)
+            return 0
+        return storage
 
-def _storage(storage: int, memory: int, room: Room, *, old: bool) -> _Wish:
-    """Files in memory need room beside what the programs use."""
-    is_default = old and storage == OLD_STORAGE_MB
-    if storage > room.disk_mib:
-        text, cure = f"{storage} wanted, slots have {room.disk_mib}", f"raise slot_disk_mib to {storage}"
-        return _Wish("environment.storage_mb", text, False, cure, is_default)
-    fits = room.volume == "disk" or memory + storage <= room.memory_mib
-    text = f"{storage} of files in memory beside {memory} for programs wanted, slots have {room.memory_mib} for both"
-    cure = f"raise slot_memory_mib to {memory + storage}, or keep slots' files on disk"
-    return _Wish("environment.storage_mb", text, fits, cure, is_default)
+    def _lower(self, text: str, cure: str, *, old: bool) -> None:
+        if self.policy == "clamp" or (self.policy == "old" and old):
+            self.clamped.append(text)
+        else:
+            self.refused.append(f"{text}; {cure}")
 
 
 def _network(task: Task, room: Room, refused: list[str], notes: list[str]) -> None:
@@ -144,22 +157,3 @@ def _network(task: Task, room: Room, refused: list[str], notes: list[str]) -> No
                 f"verifier.network_mode: {verifier}: tests in the agent's slot have the agent's network; "
                 "set environment_mode to separate"
             )
-
-
-def needed(tasks: Sequence[Task], least: Room, *, most_mib: int) -> Room:
-    """The smallest room in which all these tasks fit, old defaults aside.
-
-    Args:
-        tasks: checked tasks.
-        least: no less than this.
-        most_mib: more memory than this is given to no slot.
-    """
-    memory, disk = least.memory_mib, least.disk_mib
-    for task in tasks:
-        wants, old = task.config.environment, task.config.old
-        own = 0 if wants.memory_mb is None or (old and wants.memory_mb == OLD_MEMORY_MB) else wants.memory_mb
-        files = 0 if wants.storage_mb is None or (old and wants.storage_mb == OLD_STORAGE_MB) else wants.storage_mb
-        both = own + (files if least.volume == "memory" else 0)
-        if both <= most_mib:
-            memory, disk = max(memory, both), max(disk, files)
-    return Room(memory, disk, least.cpus, least.volume, least.network, least.egress)

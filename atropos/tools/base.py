@@ -46,7 +46,13 @@ class ToolPool(Protocol):
     """What the executor needs of an `atropos.slots.SlotPool`."""
 
     async def acquire(
-        self, trajectory_id: str, *, snapshot: Any = None, network: bool | None = None, image: str | None = None
+        self,
+        trajectory_id: str,
+        *,
+        snapshot: Any = None,
+        network: bool | None = None,
+        image: str | None = None,
+        limits: Any = None,
     ) -> Any:
         """A slot, exclusively."""
         ...

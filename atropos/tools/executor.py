@@ -31,6 +31,7 @@ from atropos.tools.stats import ExecutorStats, Meter
 from atropos.tools.tool_server.client import ToolServerClient
 from atropos.tools.tool_server.offered import adopt_offered, own_external
 from atropos.tools.trajectory import TrajectoryState, fingerprint
+from atropos.wire import LeaseLimits
 
 MAX_WAITING = 256
 """Calls of one trajectory that may wait for their turn."""
@@ -211,13 +212,21 @@ class ToolExecutor:
 
     # ------------------------------------------------------------------------------------------------ leases
 
-    async def slot(self, trajectory_id: str, *, network: bool | None = None, image: str | None = None) -> Any:
+    async def slot(
+        self,
+        trajectory_id: str,
+        *,
+        network: bool | None = None,
+        image: str | None = None,
+        limits: LeaseLimits | None = None,
+    ) -> Any:
         """The trajectory's slot, acquired where it has none: for set-up and verification around the model's calls.
 
         Args:
             trajectory_id: whose it is.
             network: False gives a slot that is acquired now no egress, whatever is configured.
             image: what a slot that is acquired now stands on; None: the pool's base.
+            limits: what a slot that is acquired now has instead of the pool's.
 
         Raises:
             AcquireTimeout: no slot came free in time.
@@ -225,7 +234,7 @@ class ToolExecutor:
         """
         trajectory = self._trajectory(trajectory_id)
         async with self._call(trajectory):
-            return await self._leased(trajectory, network=network, image=image)
+            return await self._leased(trajectory, network=network, image=image, limits=limits)
 
     async def start_from(self, trajectory_id: str, snapshot: Any) -> Any:
         """Lease the trajectory's slot as a fork of a snapshot.
@@ -247,6 +256,7 @@ class ToolExecutor:
         *,
         network: bool | None = None,
         image: str | None = None,
+        limits: LeaseLimits | None = None,
     ) -> ToolSlot:
         if trajectory.slot is None:
             options: dict[str, Any] = {} if snapshot is None else {"snapshot": snapshot}
@@ -254,6 +264,8 @@ class ToolExecutor:
                 options["image"] = image
             if self.config.allow_network is False or network is False:
                 options["network"] = False
+            if limits is not None:
+                options["limits"] = limits
             asked = time.perf_counter()
             slot = await self.pool.acquire(trajectory.id, **options)
             trajectory.acquire_s += time.perf_counter() - asked

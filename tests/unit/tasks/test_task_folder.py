@@ -10,8 +10,9 @@ import pytest
 from atropos.errors import ConfigError
 from atropos.tasks.archive import Context, changed_mode, pack, unpack_steps
 from atropos.tasks.folder import load_task, load_tasks, read_tasks
-from atropos.tasks.limits import Room, fit, needed
+from atropos.tasks.limits import Fit, Room, fit
 from atropos.tasks.recipe import PATH, Copy, Download, Folder, Run, Settings
+from atropos.wire import LeaseLimits
 
 EXAMPLES = Path(__file__).resolve().parents[3] / "examples" / "tasks"
 
@@ -346,11 +347,11 @@ def test_older_spellings_and_empty_forms_are_read(folder):
     assert task.config.environment.storage_mb == 512
     assert task.config.verifier.env == {"A": "b"}
     found = fit(task, Room(memory_mib=1024, disk_mib=256, cpus=1), images=(), policy="refuse")
-    assert [problem.split(":")[0] for problem in found.refused] == [
-        "environment.memory_mb",
-        "environment.storage_mb",
-        "environment.cpus",
-    ]
+    assert [problem.split(":")[0] for problem in found.refused] == ["environment.memory_mb"]
+    found = fit(task, Room(memory_mib=1024, disk_mib=256, volume="disk", cpus=1), images=(), policy="refuse")
+    assert [problem.split(":")[0] for problem in found.refused] == ["environment.memory_mb", "environment.storage_mb"]
+    found = fit(task, Room(memory_mib=1024, disk_mib=256, cpus=1, most_mib=4096), images=(), policy="refuse")
+    assert (found.refused, found.limits) == ((), LeaseLimits(memory_mib=2048, disk_mib=512, cpu_quota=2))
 
 
 def test_a_pattern_says_for_which_images_the_base_stands_in(folder):
@@ -436,12 +437,37 @@ def sized(folder, version, **sizes):
 def test_files_in_memory_need_room_beside_the_programs(folder):
     task = sized(folder, "1.4", memory_mb=512, storage_mb=2048)
     (problem,) = fit(task, Room(memory_mib=2048, disk_mib=2048)).refused
-    assert "2048 of files in memory beside 512 for programs wanted, slots have 2048 for both" in problem
-    assert "slot_memory_mib to 2560" in problem
-    assert fit(task, Room(memory_mib=2560, disk_mib=2048)).refused == ()
-    assert fit(task, Room(memory_mib=512, disk_mib=2048, volume="disk")).refused == ()
-    assert needed([task], Room(1024, 512), most_mib=10_000) == Room(2560, 2048)
-    assert needed([task], Room(1024, 512), most_mib=2000) == Room(1024, 512)
+    assert "2048 of files in memory beside 512 for programs wanted, slots have at most 2048 for both" in problem
+    assert "slot_memory_mib or slots_per_container for 2560" in problem
+    assert fit(task, Room(memory_mib=2560, disk_mib=2048)) == Fit()
+    assert fit(task, Room(memory_mib=512, disk_mib=2048, volume="disk")) == Fit()
+    room = Room(memory_mib=1024, disk_mib=512, most_mib=4096)
+    assert fit(task, room) == Fit(limits=LeaseLimits(memory_mib=2560, disk_mib=2048))
+
+
+@pytest.mark.parametrize(
+    ("version", "sizes", "limits", "clamped", "refused"),
+    [
+        ("1.1", {"memory_mb": 2048, "storage_mb": 10_240}, LeaseLimits(memory_mib=2048), 1, 0),
+        ("1.1", {"memory_mb": 4096, "storage_mb": 10_240}, LeaseLimits(memory_mib=4096), 1, 0),
+        ("1.1", {"memory_mb": 8192, "storage_mb": 10_240}, None, 1, 1),
+        ("1.4", {"memory_mb": 4096, "storage_mb": 512}, None, 0, 1),
+        ("1.4", {"memory_mb": 512, "storage_mb": 512, "cpus": 1}, None, 0, 0),
+        ("1.4", {"memory_mb": 512, "storage_mb": 1024}, LeaseLimits(memory_mib=1536, disk_mib=1024), 0, 0),
+        ("1.4", {"cpus": 4}, LeaseLimits(cpu_quota=4), 0, 0),
+    ],
+)
+def test_what_a_slot_lacks_is_asked_for_up_to_a_whole_container(folder, version, sizes, limits, clamped, refused):
+    found = fit(sized(folder, version, **sizes), Room(memory_mib=1024, disk_mib=512, most_mib=4096))
+    assert (len(found.clamped), len(found.refused)) == (clamped, refused)
+    if not refused:
+        assert found.limits == limits
+
+
+def test_with_clamp_everything_is_lowered_to_the_largest_lease(folder):
+    task = sized(folder, "1.4", memory_mb=8192, storage_mb=8192)
+    found = fit(task, Room(memory_mib=1024, disk_mib=512, most_mib=4096), policy="clamp")
+    assert (found.refused, len(found.clamped), found.limits) == ((), 2, LeaseLimits(memory_mib=4096))
 
 
 @pytest.mark.parametrize(
