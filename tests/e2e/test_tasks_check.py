@@ -88,7 +88,7 @@ def test_each_kind_of_task_is_told_with_its_reason(tmp_path):
         ("unknown-base", "127.0.0.1:1/alpine:3: pulling: "),
     ):
         assert reason in " ".join(found[name]["problems"]), name
-    assert len(found["lowered"]["clamped"]) == 2
+    assert found["lowered"]["clamped"] == ["environment.storage_mb: 10240 wanted, slots have 512"]
     assert all(name in page.read_text() for name in found)
 
 
