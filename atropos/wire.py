@@ -116,6 +116,17 @@ class Quiesce(Message):
     op: Literal["quiesce"] = "quiesce"
 
 
+class SetNetwork(Message):
+    """Change what the lease's programs reach, within what the server allows: at once, and open connections are cut.
+
+    `hosts`: names, `*.suffixes`, addresses and networks, each with `:PORT` or not; none: no network; None: all that the
+    server allows, as when the lease began.
+    """
+
+    op: Literal["set_network"] = "set_network"
+    hosts: tuple[Annotated[str, Field(max_length=270)], ...] | None = Field(default=None, max_length=256)
+
+
 class ProcStart(Message):
     """Start a background process whose output is kept in a rolling buffer; with `pty`, on a terminal of its own."""
 
@@ -179,6 +190,7 @@ Operation = Annotated[
     | Untar
     | Tar
     | Quiesce
+    | SetNetwork
     | ProcStart
     | ProcRead
     | ProcWrite

@@ -214,9 +214,7 @@ class TaskEnv(DatasetEnv):
         """The trajectory's slot with the task's workspace, and no more network than the task allows."""
         prepared = await self._task_images.prepare(item)
         network = False if item.network == "no-network" else None
-        slot: Slot = await self.executor.slot(
-            trajectory_id, network=network, image=prepared.image, limits=item.limits
-        )
+        slot: Slot = await self.executor.slot(trajectory_id, network=network, image=prepared.image, limits=item.limits)
         await workspace.enter(slot, prepared.task)
         return slot
 

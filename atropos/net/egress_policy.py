@@ -200,6 +200,7 @@ class Policy:
         if not by_address and not any(rule.matches(name, port) for rule in self.allow):
             allowed = ", ".join(map(str, self.allow)) or "none"
             ports = ", ".join(map(str, sorted(frozenset[int]().union(*(rule.ports or () for rule in self.allow)))))
+            ports = "any" if any(rule.ports is None for rule in self.allow) else ports
             raise EgressRefused(
                 f"{name}:{port} is not on the list of allowed hosts ({allowed}; ports {ports or 'none'})"
             )
@@ -244,6 +245,38 @@ class Policy:
             return True
         by_name = any(rule.matches(name, port) for rule in self.allow)
         return by_name and not local and all(is_public(form) for form in every)
+
+
+@dataclass(frozen=True)
+class Narrowed:
+    """A policy within another: what both allow is reached, and nothing else.
+
+    Attributes:
+        outer: the operator's.
+        inner: what one slot is left with of it.
+    """
+
+    outer: Policy
+    inner: Policy
+
+    @classmethod
+    def to(cls, outer: Policy, hosts: Iterable[str]) -> Narrowed:
+        """A policy within which only these hosts are reached, on the ports that it allows.
+
+        Raises:
+            ConfigError: an entry can't be read.
+        """
+        return cls(outer, Policy(tuple(parse(entry, field="network") for entry in hosts)))
+
+    def judge_name(self, host: str, port: int) -> str:
+        """As `Policy.judge_name`."""
+        return self.inner.judge_name(self.outer.judge_name(host, port), port)
+
+    def judge_addresses(
+        self, name: str, port: int, addresses: Sequence[Address], own: frozenset[Address]
+    ) -> list[Address]:
+        """As `Policy.judge_addresses`."""
+        return self.inner.judge_addresses(name, port, self.outer.judge_addresses(name, port, addresses, own), own)
 
 
 def is_public(address: Address) -> bool:

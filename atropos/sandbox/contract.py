@@ -42,6 +42,21 @@ class Sandbox(Protocol):
     died: asyncio.Future[str]
     """Done, with the reason, when the sandbox ended without `stop` being asked."""
 
+    @property
+    def hosts(self) -> tuple[str, ...] | None:
+        """What its programs reach of what the server allows; None: all of it."""
+        ...
+
+    async def set_network(self, hosts: tuple[str, ...] | None) -> None:
+        """Change `hosts`; open connections are cut.
+
+        Raises:
+            ConfigError: an entry can't be read.
+            NotSupported: it has no network.
+            SandboxError: it can't be confirmed; the sandbox must be stopped.
+        """
+        ...
+
     def begin(self, call_id: str, operation: Operation, done: OnResult) -> None:
         """Hand one operation over.
 

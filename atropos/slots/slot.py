@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Self
 
 from atropos import wire
-from atropos.errors import LeaseExpired, SandboxError, SlotLost
+from atropos.errors import LeaseExpired, NotSupported, SandboxError, SlotLost
+from atropos.net.egress_policy import parse
 from atropos.slots.container_link import Link
 from atropos.slots.processes import Process, one_command, process_state, reading
 from atropos.slots.profile import PLAIN, Profile
@@ -251,6 +252,23 @@ class Slot:
         listing = await self.run(wire.ProcList())
         assert isinstance(listing, wire.ProcListing)
         return [Process(self.run, state) for state in listing.processes]
+
+    async def set_network(self, hosts: Sequence[str] | None) -> None:
+        """Change what the slot's programs reach, at once and until the lease ends; open connections are cut.
+
+        Args:
+            hosts: of what the pool allows (`egress_allow`), only these: names, `*.suffixes`, addresses and networks, each
+                with `:PORT` or not. Empty: nothing. None: all that the pool allows.
+
+        Raises:
+            ConfigError: an entry is none of these.
+            NotSupported: hosts are named, and the lease has no network.
+        """
+        for entry in hosts or ():
+            parse(entry, field="network")
+        result = await self.run(wire.SetNetwork(hosts=None if hosts is None else tuple(hosts)))
+        if isinstance(result, wire.OpError):
+            raise NotSupported(result.message)
 
     async def quiesce(self) -> int:
         """Kill every process in the slot; files stay. Returns how many there were."""

@@ -142,3 +142,30 @@ def test_a_dead_proxy_is_replaced_and_forks_have_networks_of_their_own() -> None
     assert found["off"][0] != 0
     assert found["off"][1].startswith("0\n")
     assert "hello" not in found["off"][1]
+
+
+def test_a_lease_s_network_is_narrowed_and_widened_within_the_pool_s() -> None:
+    found = scenario("phases")
+    reached = {
+        "all": {"files", "other", "deep", "private"},
+        "none": set(),
+        "some": {"files", "deep"},
+        "network": {"private"},
+        "public": {"files", "other", "deep"},
+        "again": {"files", "other", "deep", "private"},
+        "restarted": {"files"},
+        "frozen": {"files"},
+        **{name: {"files", "other", "deep", "private"} for name in ("next0", "next1", "next2", "fork")},
+    }
+    hosts = ("files", "other", "deep", "private")
+    for phase, expected in reached.items():
+        seen = {host for host in hosts if found[f"{phase}_{host}"].startswith("hello")}
+        assert seen == expected, (phase, {host: found[f"{phase}_{host}"] for host in hosts})
+    assert found["none_neighbour"].startswith("hello")
+    assert "not on the list of allowed hosts (none; ports none)" in found["none_files"]
+    assert not found["public_elsewhere"].startswith("hello"), "a lease never widens what the pool allows"
+    code, seconds, beside = found["cut"]
+    assert code != 0
+    assert seconds < 5, "its connection was cut, not waited for"
+    assert beside == 28, "the neighbour's went on until its own time was over"
+    assert not {"bad", "off"} & found.keys()

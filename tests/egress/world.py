@@ -15,10 +15,12 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 
-from atropos.slots import SlotPool, SlotPoolConfig
+from atropos.errors import ConfigError, NotSupported
+from atropos.slots import Slot, SlotPool, SlotPoolConfig
 
 FAR = "93.184.215.14"
 HERE = "93.184.215.1"
@@ -268,6 +270,63 @@ async def ends() -> dict:
                 f"env | grep -ic _proxy; curl -sS -m 3 http://127.0.0.1:3128; curl -m 3 -sS http://{FAR}"
             )
             found["off"] = [result.exit_code, result.output]
+    return found
+
+
+async def phases() -> dict:
+    """What one lease reaches, changed again and again within what the pool allows."""
+    found: dict = {}
+    get = "curl -sS -m 5 "
+
+    async def look(slot: Slot, name: str) -> None:
+        hosts = {"files": "files.example.org", "other": "other.example.net", "deep": "deep.sub.example.org"}
+        for key, host in hosts.items():
+            found[f"{name}_{key}"] = (await slot.exec(get + f"http://{host}/")).output
+        found[f"{name}_private"] = (await slot.exec(get + "http://private.example.org/")).output
+
+    allow = ["files.example.org", "*.sub.example.org", "other.example.net", "private.example.org"]
+    async with slots(egress_allow=allow, slots_per_container=2) as pool:
+        async with pool.lease("a") as slot, pool.lease("neighbour") as neighbour:
+            await look(slot, "all")
+            await slot.set_network([])
+            await look(slot, "none")
+            found["none_neighbour"] = (await neighbour.exec(get + "http://files.example.org/")).output
+            await slot.set_network(["files.example.org", "*.sub.example.org", "elsewhere.example.net"])
+            await look(slot, "some")
+            await slot.set_network(["10.0.0.0/8", "93.184.0.0/16:8080"])
+            await look(slot, "network")
+            await slot.set_network(["public"])
+            await look(slot, "public")
+            found["public_elsewhere"] = (await slot.exec(get + f"http://{FAR}/")).output
+            await slot.set_network(None)
+            await look(slot, "again")
+            hang = asyncio.create_task(slot.exec("curl -sS -m 20 http://files.example.org/hang", timeout_s=25))
+            beside = asyncio.create_task(neighbour.exec("curl -sS -m 3 http://files.example.org/hang", timeout_s=25))
+            await asyncio.sleep(1)
+            began = time.monotonic()
+            await slot.set_network([])
+            found["cut"] = [(await hang).exit_code, time.monotonic() - began, (await beside).exit_code]
+            for pid in [pid for pid in map(int, filter(str.isdigit, os.listdir("/proc"))) if _is_our_proxy(pid)]:
+                os.kill(pid, 9)
+            await slot.set_network(["files.example.org"])  # while there is no proxy
+            await look(slot, "restarted")
+            snapshot = await slot.snapshot()
+            await look(slot, "frozen")
+            with contextlib.suppress(ConfigError):
+                await slot.set_network(["not a host"])
+                found["bad"] = "was taken"
+            await slot.set_network([])
+        for number in range(3):
+            async with pool.lease(f"next{number}") as slot:
+                await look(slot, f"next{number}")
+        async with pool.lease("fork", snapshot=snapshot) as fork:
+            await look(fork, "fork")
+        async with pool.lease("off", network=False) as off:
+            await off.set_network([])
+            await off.set_network(None)
+            with contextlib.suppress(NotSupported):
+                await off.set_network(["files.example.org"])
+                found["off"] = "was taken"
     return found
 
 

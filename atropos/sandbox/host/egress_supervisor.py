@@ -14,14 +14,16 @@ import sys
 from dataclasses import dataclass
 
 from atropos.config import ServerConfig
-from atropos.errors import IsolationUnavailable
-from atropos.net.egress_policy import Policy
+from atropos.errors import IsolationUnavailable, SandboxError
+from atropos.net.egress_policy import Narrowed, Policy
 
 log = logging.getLogger(__name__)
 
 PORT = 3128
 """Where a slot finds its proxy on its own loopback; the usual port of HTTP proxies."""
 _RESTART_S = 0.5
+CONFIRM_S = 10.0
+"""Longest that the proxy may take to confirm a change, its restart included, in seconds."""
 
 
 def environment() -> dict[str, str]:
@@ -32,12 +34,17 @@ def environment() -> dict[str, str]:
     return {**dict.fromkeys(names, proxy), "NO_PROXY": nowhere, "no_proxy": nowhere}
 
 
-@dataclass(frozen=True)
+@dataclass
 class Listener:
-    """A socket that listens in a slot's network namespace, kept for a proxy that has to be started again."""
+    """A socket that listens in a slot's network namespace, kept for a proxy that has to be started again.
+
+    Attributes:
+        hosts: what the slot reaches of what the server allows; None: all of it.
+    """
 
     number: int
     sock: socket.socket
+    hosts: tuple[str, ...] | None = None
 
 
 class EgressSupervisor:
@@ -51,7 +58,9 @@ class EgressSupervisor:
         self._process: subprocess.Popen[bytes] | None = None
         self._sock: socket.socket | None = None
         self._watch: asyncio.Task[None] | None = None
-        Policy.of_slots(config.egress_allow, config.egress_deny)
+        self._serials = itertools.count(1)
+        self._unconfirmed: dict[int, asyncio.Future[None]] = {}
+        self.policy = Policy.of_slots(config.egress_allow, config.egress_deny)
 
     def start(self) -> None:
         """Start the proxy.
@@ -84,8 +93,24 @@ class EgressSupervisor:
         theirs.close()
         ours.setblocking(False)
         self._sock = ours
+        asyncio.get_running_loop().add_reader(ours, self._confirmed, ours)
         for listener in self._listeners.values():
             self._give(listener)
+        for future in self._unconfirmed.values():  # the new one knows nothing else, and the old one is dead
+            future.done() or future.set_result(None)
+
+    def _confirmed(self, sock: socket.socket) -> None:
+        """The proxy answers."""
+        try:
+            data = sock.recv(4096)
+        except OSError:
+            data = b""
+        if not data:
+            asyncio.get_running_loop().remove_reader(sock)
+            return
+        future = self._unconfirmed.get(json.loads(data)["done"])
+        if future is not None and not future.done():
+            future.set_result(None)
 
     async def _replace(self) -> None:
         while True:
@@ -93,8 +118,7 @@ class EgressSupervisor:
             assert process is not None
             code = await asyncio.to_thread(process.wait)
             log.warning("the egress proxy ended (%d); it is started again", code)
-            if self._sock is not None:
-                self._sock.close()
+            self._close()
             await asyncio.sleep(_RESTART_S)
             self._spawn()
 
@@ -103,6 +127,7 @@ class EgressSupervisor:
             "add": listener.number,
             "budget": self._config.egress_mib << 20,
             "connections": self._config.egress_connections,
+            "hosts": listener.hosts,
         }
         # a proxy that is just dying gets it again from its successor's start
         with contextlib.suppress(OSError):
@@ -115,6 +140,39 @@ class EgressSupervisor:
         self._listeners[listener.number] = listener
         self._give(listener)
         return listener.number
+
+    async def narrow(self, number: int, hosts: tuple[str, ...] | None) -> None:
+        """Change what a slot reaches of what the server allows; returns when it holds and open connections are cut.
+
+        Raises:
+            ConfigError: an entry can't be read; nothing has changed.
+            SandboxError: the proxy did not confirm it.
+        """
+        if hosts is not None:
+            Narrowed.to(self.policy, hosts)
+        listener = self._listeners[number]
+        if listener.hosts == hosts:
+            return
+        listener.hosts = hosts
+        serial = next(self._serials)
+        done = self._unconfirmed[serial] = asyncio.get_running_loop().create_future()
+        try:
+            if self._sock is not None:  # a dead proxy's successor gets it with the socket
+                with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+                    self._sock.send(json.dumps({"narrow": number, "hosts": hosts, "serial": serial}).encode())
+            async with asyncio.timeout(CONFIRM_S):
+                await done
+        except (OSError, TimeoutError) as error:
+            raise SandboxError(f"the egress proxy did not confirm a slot's network: {error!r}") from error
+        finally:
+            del self._unconfirmed[serial]
+
+    def _close(self) -> None:
+        if self._sock is not None:
+            with contextlib.suppress(ValueError):
+                asyncio.get_running_loop().remove_reader(self._sock)
+            self._sock.close()
+            self._sock = None
 
     def drop(self, number: int) -> None:
         """A slot has ended: its connections are cut."""
@@ -133,8 +191,7 @@ class EgressSupervisor:
             await asyncio.gather(self._watch, return_exceptions=True)
         for number in list(self._listeners):
             self.drop(number)
-        if self._sock is not None:
-            self._sock.close()
+        self._close()
         if self._process is not None:
             self._process.kill()
             await asyncio.to_thread(self._process.wait)

@@ -12,15 +12,16 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from atropos.config import SlotLimits
-from atropos.errors import NotSupported, OutcomeUnknown, SandboxError, SlotLost
+from atropos.errors import ConfigError, NotSupported, OutcomeUnknown, SandboxError, SlotLost
 from atropos.sandbox.contract import Layer, Stopped
 from atropos.sandbox.host import egress_supervisor, skeleton, views, volumes
 from atropos.sandbox.host.limit_watch import LimitWatch
 from atropos.sandbox.host.runner_link import Channel
 from atropos.sandbox.host.runtime import INSIDE
-from atropos.sandbox.host.spawner_client import Exit, child_pid
+from atropos.sandbox.host.slot_network import SlotNetwork
+from atropos.sandbox.host.spawner_client import Exit, child_pid, hold
 from atropos.sandbox.linux import host_limits, memory_files, slot_cgroup, stopped_children
-from atropos.wire import ExecResult, ImageInfo, Operation, OpResult, ProcListing, ProcState
+from atropos.wire import Done, ExecResult, ImageInfo, Operation, OpError, OpResult, ProcListing, ProcState
 
 if TYPE_CHECKING:
     from atropos.sandbox.contract import OnResult
@@ -51,14 +52,13 @@ class SlotSandbox:
         limits: SlotLimits,
         *,
         network: bool = False,
-        joins: int | None = None,
+        joins: SlotNetwork | None = None,
     ) -> None:
         self.name = name
         self.layers: tuple[Layer, ...] = ()
-        self.network = network
+        self.network = joins or SlotNetwork(host.egress, wanted=network)
+        self._joined = joins is not None
         self._base: str | None = None
-        self._joins = joins
-        self.network_fd = -1
         self._image: ImageInfo | None = None
         self.limits = limits
         self.died: asyncio.Future[str] = asyncio.get_running_loop().create_future()
@@ -67,8 +67,8 @@ class SlotSandbox:
         self._host = host
         self._volume = volume
         self._cgroup = cgroup
+        self._changing: asyncio.Task[None] | None = None
         self._creator: int | None = None
-        self._proxy: int | None = None
         self._channel: Channel | None = None
         self._started: asyncio.Future[int] | None = None
         self._ended: asyncio.Future[Exit] | None = None
@@ -83,6 +83,11 @@ class SlotSandbox:
         self._stopping: asyncio.Task[Stopped] | None = None
         self._gone = False
 
+    @property
+    def hosts(self) -> tuple[str, ...] | None:
+        """What its programs reach of what the server allows; None: all of it."""
+        return self.network.hosts
+
     def __repr__(self) -> str:
         state = "stopped" if self._gone else "dead" if self.died.done() else "live"
         return f"<SlotSandbox {self.name} {state} pid={self.host_pid} calls={len(self._calls)}>"
@@ -94,6 +99,9 @@ class SlotSandbox:
         channel = self._channel
         if channel is None or channel.closed:
             raise SlotLost(f"slot {self.name} is gone: {self._why()}")
+        if operation.op == "set_network":
+            self._change_network(operation.hosts, done)
+            return
         limits = self.limits
         arguments = dict(operation.__dict__)
         op: str = arguments.pop("op")
@@ -134,6 +142,26 @@ class SlotSandbox:
         self._calls[call_id] = (number, due)
         if self._watchdog is None:
             self._watchdog = self._loop.call_later(LOOK_S, self._look)
+
+    def _change_network(self, hosts: tuple[str, ...] | None, done: OnResult) -> None:
+        async def change() -> None:
+            try:
+                await self.set_network(hosts)
+            except ConfigError as error:
+                done(OpError(error="bad_pattern", message=str(error)))
+            except NotSupported as error:
+                done(OpError(error="not_supported", message=str(error)))
+            except SandboxError as error:  # what it reaches is in doubt
+                self._broke(str(error))
+                done(SlotLost(str(error)))
+            else:
+                done(Done())
+
+        self._changing = self._loop.create_task(change(), name=f"network of {self.name}")
+
+    async def set_network(self, hosts: tuple[str, ...] | None) -> None:
+        """Change what its programs reach; see `contract.Sandbox.set_network`."""
+        await self.network.narrow(hosts)
 
     async def run(self, call_id: str, operation: Operation) -> OpResult:
         """Run one operation. Cancelling this task kills what it started.
@@ -228,9 +256,9 @@ class SlotSandbox:
         limits = self.limits
         self._channel = Channel(ours, output_bytes=limits.output_bytes, on_broken=self._broke)
         try:
-            joins = [] if self._joins is None else [self._joins]
+            joins = [self.network.namespace] if self._joined else []
             request = self._host.request(
-                self._volume, base, self._cgroup, limits, network=self.network, joins=bool(joins)
+                self._volume, base, self._cgroup, limits, network=self.network.wanted, joins=self._joined
             )
             self._creator = request["creator"]
             near, far = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -246,7 +274,7 @@ class SlotSandbox:
                 far.close()
                 theirs.close()
                 far_status.close()
-            self._bwrap_fd = _hold(pid)
+            self._bwrap_fd = hold(pid)
             self._ended.add_done_callback(lambda _: self._broke("its bubblewrap ended"))
             try:
                 async with asyncio.timeout(START_DEADLINE_S):
@@ -313,17 +341,10 @@ class SlotSandbox:
 
     async def _receive_network(self, near: socket.socket, errors: int) -> None:
         """Keep the slot's own network for its views, and give the proxy the socket that was made there."""
-        near.settimeout(START_DEADLINE_S)
         try:
-            _, fds, _, _ = await asyncio.to_thread(socket.recv_fds, near, 1, 2)
+            await self.network.open(near, START_DEADLINE_S)
         except OSError as error:
             raise SandboxError(f"slot {self.name} got no network: {_said(errors) or error}") from None
-        if not fds:
-            raise SandboxError(f"slot {self.name} got no network: {_said(errors) or 'it ended'}")
-        self.network_fd = fds[0]
-        if self.network:
-            assert self._host.egress is not None
-            self._proxy = self._host.egress.add(socket.socket(fileno=fds[1]))
 
     @property
     def layer_paths(self) -> tuple[str, ...]:
@@ -340,10 +361,10 @@ class SlotSandbox:
         channel = self._channel
         assert channel is not None
         self.host_pid = await child_pid(status)
-        self._init_fd = _hold(self.host_pid)
+        self._init_fd = hold(self.host_pid)
         oom_fd = os.open(f"/proc/{self.host_pid}/oom_score_adj", os.O_WRONLY | os.O_CLOEXEC)
         try:
-            environment = self._host.environment | (egress_supervisor.environment() if self.network else {})
+            environment = self._host.environment | (egress_supervisor.environment() if self.network.wanted else {})
             channel.start(environment, self.limits.output_bytes, self.limits.wall_s, oom_fd)
         finally:
             os.close(oom_fd)
@@ -383,10 +404,9 @@ class SlotSandbox:
         return self._finished(began, problems)
 
     def _hang_up(self) -> None:
-        """Cut the slot's connections through the proxy."""
-        if self._proxy is not None and self._host.egress is not None:
-            self._host.egress.drop(self._proxy)
-            self._proxy = None
+        """Cut the slot's connections; a view's network is another's."""
+        if not self._joined:
+            self.network.close()
 
     async def _dispose(self) -> str:
         """Detach the volume; its files are freed later."""
@@ -411,7 +431,7 @@ class SlotSandbox:
         if self._started is not None and self._bwrap_fd < 0:
             # the start was given up, not the process: it is on its way
             with contextlib.suppress(SandboxError, TimeoutError):
-                self._bwrap_fd = _hold(await asyncio.wait_for(asyncio.shield(self._started), STOP_DEADLINE_S))
+                self._bwrap_fd = hold(await asyncio.wait_for(asyncio.shield(self._started), STOP_DEADLINE_S))
         self._kill()
         problem = ""
         if self._ended is not None and not self._ended.done():
@@ -423,10 +443,10 @@ class SlotSandbox:
                 self._kill(bubblewrap=True)
                 self._cgroup.kill()
                 problem = f"its processes did not end within {STOP_DEADLINE_S} s"
-        for fd in (self._bwrap_fd, self._init_fd, self.network_fd):
+        for fd in (self._bwrap_fd, self._init_fd):
             if fd >= 0:
                 os.close(fd)
-        self._bwrap_fd = self._init_fd = self.network_fd = -1
+        self._bwrap_fd = self._init_fd = -1
         return problem
 
     async def _remove_cgroup(self) -> str:
@@ -472,11 +492,3 @@ class SlotSandbox:
 def _said(fd: int) -> str:
     """What bubblewrap wrote before it ended, in one line."""
     return " ".join(memory_files.written(fd).decode(errors="replace").split())
-
-
-def _hold(pid: int) -> int:
-    """A handle on a process that can't come to mean another one; -1 when it has gone."""
-    try:
-        return os.pidfd_open(pid)
-    except ProcessLookupError:
-        return -1

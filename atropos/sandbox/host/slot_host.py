@@ -19,6 +19,7 @@ from atropos.sandbox.boot import root_phase
 from atropos.sandbox.contract import Layer
 from atropos.sandbox.host import bwrap, egress_supervisor, kernel_bounds, prestart, runtime, skeleton, views, volumes
 from atropos.sandbox.host.slot import SlotSandbox
+from atropos.sandbox.host.slot_network import SlotNetwork
 from atropos.sandbox.host.spawner_client import SpawnerClient
 from atropos.sandbox.linux import cgroups, disks, slot_cgroup, syscalls
 from atropos.wire import Feature, ImageInfo
@@ -135,7 +136,7 @@ class SlotHost:
         *,
         network: bool = False,
         limits: SlotLimits | None = None,
-        joins: int | None = None,
+        joins: SlotNetwork | None = None,
     ) -> SlotSandbox:
         """Start a sandbox on a fresh volume; see `contract.Host.start`.
 
@@ -143,7 +144,7 @@ class SlotHost:
             name: for messages.
             network: whether it gets egress.
             limits: instead of the configured ones.
-            joins: a network namespace to be in; the volume is then in memory.
+            joins: another slot's network to be in; the volume is then in memory.
         """
         probe = limits is not None
         limits = limits or self.config.limits
@@ -185,7 +186,7 @@ class SlotHost:
         self, of: SlotSandbox, name: str, layers: Sequence[Layer], base: str | None, folders: Sequence[str]
     ) -> SlotSandbox:
         """Start a view of a slot; see `contract.Host.view`."""
-        sandbox = await self.start(name, network=of.network, limits=of.limits, joins=of.network_fd)
+        sandbox = await self.start(name, network=of.network.wanted, limits=of.limits, joins=of.network)
         try:
             await sandbox.stand_on(layers, base, view=views.View(of.layer_paths, tuple(folders), self._empty))
         except BaseException:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import os
 import socket
 import subprocess
 from dataclasses import dataclass
@@ -134,3 +135,11 @@ async def child_pid(status: socket.socket) -> int:
         raise SlotLost("bubblewrap ended at once") from None
     finally:
         loop.remove_reader(status)
+
+
+def hold(pid: int) -> int:
+    """A handle on a process that can't come to mean another one; -1 when it has gone."""
+    try:
+        return os.pidfd_open(pid)
+    except ProcessLookupError:
+        return -1

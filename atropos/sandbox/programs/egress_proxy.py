@@ -16,10 +16,11 @@ import resource
 import signal
 import socket
 import sys
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
-from atropos.net.egress_policy import Address, EgressRefused, Policy, literal, own_addresses, plain
+from atropos.net.egress_policy import Address, EgressRefused, Narrowed, Policy, literal, own_addresses, plain
 from atropos.net.relay import CHUNK_BYTES, CONNECT_S, OutOfBytes, connect, relay
 from atropos.sandbox.linux import syscalls
 
@@ -29,6 +30,8 @@ _MAX_RESOLVERS = 512
 """Threads that look names up, at most."""
 _DENIED_S = 30.0
 """How often the addresses of denied names are looked up, in seconds."""
+ORDER_BYTES = 1 << 17
+"""Longest order of the server: a list of hosts is nearly all of it."""
 _SPARE_FILES = 64
 """Descriptors of the proxy that aren't for connections; the others are shared out among the slots."""
 
@@ -53,6 +56,11 @@ class Account:
         if self.left < 0:
             raise OutOfBytes("this slot has used up its bytes (egress_mib)")
 
+    def cut(self) -> None:
+        """End all connections, those included that are just being made."""
+        for task in list(self.tasks):
+            task.cancel()
+
     def admit(self) -> None:
         """Let a connection in.
 
@@ -71,6 +79,7 @@ class Proxy:
     def __init__(self, policy: Policy, slots: int) -> None:
         self.policy = policy
         self._accounts: dict[int, Account] = {}
+        self._rules: dict[int, Policy | Narrowed] = {}
         self._denied: dict[str, frozenset[Address]] = {}
         # as many threads as all slots together may use: one with a dead name server leaves the others theirs
         self._resolvers = ThreadPoolExecutor(min(_MAX_RESOLVERS, LOOKUPS * (slots + 1)), "resolve")
@@ -92,13 +101,20 @@ class Proxy:
         server = await asyncio.start_server(accepted, sock=listener, limit=CHUNK_BYTES, backlog=16)
         self._accounts[number] = Account(server, budget, min(connections, self._most))
 
+    def narrow(self, number: int, hosts: Sequence[str] | None) -> None:
+        """From now on a slot reaches these hosts of what the policy allows (None: all of it); its connections are cut."""
+        self._rules[number] = self.policy if hosts is None else Narrowed.to(self.policy, hosts)
+        account = self._accounts.get(number)
+        if account is not None:
+            account.cut()
+
     def drop(self, number: int) -> None:
         """A slot has ended."""
+        self._rules.pop(number, None)
         account = self._accounts.pop(number, None)
         if account is not None:
             account.server.close()
-            for task in list(account.tasks):
-                task.cancel()
+            account.cut()
 
     async def watch_denied(self) -> None:
         """Know the addresses of denied names, so that no other name leads there. A failed look-up keeps the last ones."""
@@ -127,16 +143,16 @@ class Proxy:
     # ------------------------------------------------------------------------------------------------------ one client
 
     async def _serve(self, number: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        account = self._accounts.get(number)
-        if account is None:
+        account, rules = self._accounts.get(number), self._rules.get(number)
+        if account is None or rules is None:
             writer.transport.abort()
             return
 
         async def dial(host: str, port: int) -> tuple[str, asyncio.StreamReader, asyncio.StreamWriter]:
-            name = self.policy.judge_name(host, port)
+            name = rules.judge_name(host, port)
             found = await self._resolve(account.lookups, name, port)
             own = own_addresses().union(*self._denied.values())
-            return name, *await connect(name, self.policy.judge_addresses(name, port, found, own), port)
+            return name, *await connect(name, rules.judge_addresses(name, port, found, own), port)
 
         await relay(reader, writer, dial, spend=account.spend, admit=account.admit)
 
@@ -166,7 +182,7 @@ async def serve(server: socket.socket, settings: dict[str, object]) -> None:
     def readable() -> None:
         while True:
             try:
-                data, fds, _, _ = socket.recv_fds(server, 4096, 1)
+                data, fds, _, _ = socket.recv_fds(server, ORDER_BYTES, 1)
             except BlockingIOError:
                 return
             except OSError:
@@ -178,7 +194,12 @@ async def serve(server: socket.socket, settings: dict[str, object]) -> None:
             order = json.loads(data)
             if "drop" in order:
                 proxy.drop(order["drop"])
+            elif "narrow" in order:
+                proxy.narrow(order["narrow"], order["hosts"])
+                with contextlib.suppress(OSError):
+                    server.send(json.dumps({"done": order["serial"]}).encode())
             elif fds:
+                proxy.narrow(order["add"], order["hosts"])
                 listener = socket.socket(fileno=fds[0])
                 task = loop.create_task(proxy.add(order["add"], listener, order["budget"], order["connections"]))
                 adding.add(task)

@@ -191,14 +191,16 @@ class Core:
             self._stand_on(run, snapshot)
         return await self._take(run)
 
-    async def _take(self, run: LeaseRun) -> Sandbox:
-        """A sandbox of the lease's size, on its layers and base."""
+    async def _take(self, run: LeaseRun, hosts: tuple[str, ...] | None = None) -> Sandbox:
+        """A sandbox of the lease's size, on its layers and base, and with what its network was narrowed to."""
         sandbox = await self.warm_pool.take(START_S, network=run.held.request.network)
         try:
             if run.limits is not None:
                 sandbox.resize(run.limits)
             if run.layers or run.base is not None:
                 await sandbox.stand_on(run.layers, run.base)
+            if hosts is not None:
+                await sandbox.set_network(hosts)
         except BaseException:
             self.warm_pool.drop(sandbox, "it did not become what was asked for")
             raise
@@ -398,7 +400,7 @@ class Core:
         self._let_go_layers(run)
         self._stand_on(run, snapshot)
         try:
-            sandbox = await self._take(run)
+            sandbox = await self._take(run, old.hosts)
         except BaseException as error:
             self.drop_layers(self.snapshots.drop(name))
             self.end(run.held, SlotLost.code, f"the workspace did not start again above its snapshot: {error}")

@@ -18,12 +18,12 @@ from typing import Any
 from atropos.errors import SandboxError
 from atropos.sandbox.contract import Sandbox
 from atropos.sandbox.server.journal import Entry, Journal, cancelled_reply
-from atropos.wire import Fault, Operation, OpError, OpResult, ProcKill, ProcList, ProcRead, ProcWrite, Reply
+from atropos.wire import Fault, Operation, OpError, OpResult, ProcKill, ProcList, ProcRead, ProcWrite, Reply, SetNetwork
 
 log = logging.getLogger(__name__)
 MAX_QUEUED = 1024
 """Calls that may wait in one lease; one more is refused, not run."""
-SIDE = (ProcRead, ProcWrite, ProcKill, ProcList)
+SIDE = (ProcRead, ProcWrite, ProcKill, ProcList, SetNetwork)
 
 
 @dataclass(slots=True, eq=False)

@@ -31,6 +31,7 @@ class FakeSandbox:
         self.files: dict[str, bytes] = {}
         self.network = False
         self.limits: SlotLimits | None = None
+        self.hosts: tuple[str, ...] | None = None
         self.order: list[str] = []
         self.stopped: Stopped | None = None
         self.at_once = 0
@@ -111,6 +112,9 @@ class FakeSandbox:
         for future in self.running.values():
             if not future.done():
                 future.set_exception(error)
+
+    async def set_network(self, hosts: tuple[str, ...] | None) -> None:
+        self.hosts = hosts
 
     def resize(self, limits: SlotLimits) -> None:
         self.limits = limits
