@@ -16,7 +16,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from atropos.errors import ConfigError, ImageUnavailable
@@ -160,7 +160,8 @@ class TaskImages:
         pulled = {name: image for name, (image, _) in found.items() if name is not None and not self._stands_in(name)}
         if pulled:
             settings = {name: _settings(image) for name, image in pulled.items()}
-            task = load_task(task.path, variables=task.variables, images=settings, prebuilt=prebuilt is not None)
+            read = load_task(task.path, variables=task.variables, images=settings, prebuilt=prebuilt is not None)
+            task = replace(read, limits=task.limits)
         return task, found
 
     async def _prepare(self, task: Task, report: Progress) -> Prepared:
@@ -282,7 +283,7 @@ class TaskImages:
         build.progress(PrepareState("building", _text(step), None, number, build.steps))
         self.counters["steps"] += 1
         try:
-            async with self.pool.lease(name, image=source) as slot:
+            async with self.pool.lease(name, image=source, limits=build.task.limits) as slot:
                 await self._carry_out(build, slot, step, brought)
                 return await slot.keep(key)
         except TaskBroken as error:
@@ -307,7 +308,7 @@ class TaskImages:
         planned = build.plan[stage]
         image = await self._stage(build, stage)
         source = image.source if planned.steps else planned.source
-        async with self.pool.lease(f"build-{build.task.name}-from", image=source) as slot:
+        async with self.pool.lease(f"build-{build.task.name}-from", image=source, limits=build.task.limits) as slot:
             try:
                 return await steps.take(slot, step.sources)
             except TaskBroken as error:
