@@ -460,6 +460,7 @@ class ImageInfo(Message):
     parent: str | None = Field(
         default=None, description="id of the image that it is a layer of, or atropos-base:NAME; None: it is whole"
     )
+    parent_source: str | None = Field(default=None, description="source of that image")
     env: dict[str, str] = Field(default_factory=dict)
     workdir: str | None = None
     user: str | None = None
@@ -490,6 +491,14 @@ class KeepRequest(Message):
     """POST /v1/snapshots/{id}/image: keep a snapshot as an image, on what its lease stood on."""
 
     key: str = Field(pattern=r"^[0-9a-f]{64}$", description="what it was made of and how; names it: atropos-build:KEY")
+
+
+class LayerOffer(Message):
+    """Query of PUT /v1/images/{key}/layer: what a server is to know of a built image whose layer comes as a tar."""
+
+    parent: str = Field(pattern=r"^([0-9a-f]{64}|atropos-base:.{1,200})$")
+    parent_source: str = Field(min_length=1, max_length=1000)
+    bytes: int = Field(ge=0)
 
 
 class ImageState(Message):

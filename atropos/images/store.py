@@ -23,7 +23,7 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Literal
 
@@ -212,35 +212,46 @@ class ImageStore:
             os.rename(tree, self._root / "trees" / pulled.id)
             return image
 
-    async def keep(self, key: str, parent: str, layer: str, size: int) -> ImageInfo:
-        """Keep a frozen layer as an image; under a key that is here already, the one that is here.
+    async def keep(self, image: ImageInfo, fill: Callable[[str], Awaitable[None]]) -> ImageInfo:
+        """Keep a layer as a built image; under an id that is here already, the one that is here.
 
         Args:
-            key: names it: SHA-256 of what it was made of and how.
-            parent: id of the image that the layer is stacked on, or a base's source.
-            layer: a folder as overlay keeps it, which nothing changes.
-            size: its bytes.
+            image: its id, its parent, and how many bytes the layer has.
+            fill: makes the folder with the layer, as overlay keeps it.
 
         Raises:
             ImageUnavailable: there is no room.
         """
-        source = f"atropos-build:{key}"
-        async with self._locked(f"image-{key}", lambda _phase, _done: None), self._work() as work:
-            there = self.known(source)
+        async with self._locked(f"image-{image.id}", lambda _phase, _done: None), self._work() as work:
+            there = self.find(image.id)
             if there is not None:
                 return there
-            room = await asyncio.to_thread(self.make_room, size)
-            if room < size:
-                raise ImageUnavailable(f"image {source}: {size >> 20} MiB, and the store has room for {room >> 20}")
+            room = await asyncio.to_thread(self.make_room, image.bytes)
+            if room < image.bytes:
+                raise ImageUnavailable(
+                    f"image {image.source}: {image.bytes >> 20} MiB, and the store has room for {room >> 20}"
+                )
             tree = work / "tree"
             tree.mkdir()
-            copy = ["cp", "-a", "--preserve=all", "--sparse=auto", "--", layer, str(tree / "rootfs")]
-            await self._run(copy, f"image {source}: keeping", deadline_s=self._settings.unpack_timeout_s)
-            image = ImageInfo(id=key, source=source, bytes=size, parent=parent)
+            await fill(str(tree / "rootfs"))
             (tree / "image.json").write_text(image.model_dump_json(), encoding="utf-8")
-            os.rename(tree, self._root / "trees" / key)
-            _write_whole(self._root / "names" / _hash(source), key.encode())
+            self._drop(image.id)  # what stands there has lost its parent
+            os.rename(tree, self._root / "trees" / image.id)
+            _write_whole(self._root / "names" / _hash(image.source), image.id.encode())
             return image
+
+    async def copy_layer(self, layer: str, target: str) -> None:
+        """Copy a layer that nothing changes, whiteouts and attributes included.
+
+        Raises:
+            ImageUnavailable: the disk is full, or it takes too long.
+        """
+        copy = ["cp", "-a", "--preserve=all", "--sparse=auto", "--", layer, target]
+        await self._run(copy, "keeping a built layer", deadline_s=self._settings.unpack_timeout_s)
+
+    def layer(self, image: ImageInfo) -> str:
+        """The folder with a built image's own layer."""
+        return str(self._root / "trees" / image.id / "rootfs")
 
     # -------------------------------------------------------------------------------------------------------- programs
 

@@ -330,7 +330,7 @@ class SandboxClient:
         """
         try:
             return (await self._ask("POST", "/v1/images", ImageState, ImageRequest(source=source))).image
-        except NotSupported:
+        except (NotSupported, ImageUnavailable):
             return None
 
     async def view(self, lease: Lease, folders: Sequence[str]) -> None:
@@ -343,6 +343,20 @@ class SandboxClient:
         """
         request = ViewRequest(folders=tuple(folders), epoch=lease.epoch)
         await self._ask("POST", f"/v1/leases/{lease.lease_id}/view", Lease, request, patient=True)
+
+    async def copy_image(self, image: ImageInfo, to: SandboxClient) -> ImageInfo:
+        """Bring a built image, whose parent is there already, to another server.
+
+        Raises:
+            SandboxError: it is not here, doesn't fit there, or the transfer broke; nothing is left there then.
+        """
+        query = {
+            "parent": image.parent or "",
+            "parent_source": image.parent_source or "",
+            "bytes": str(image.bytes),
+        }
+        raw = await self._piped(f"/v1/images/{image.id}/layer", to, query, "application/x-tar")
+        return ImageInfo.model_validate_json(raw)
 
     async def prepare(
         self,
@@ -427,17 +441,21 @@ class SandboxClient:
     async def _copy_once(
         self, snapshot_id: str, to: SandboxClient, query: dict[str, str], *, zstd: bool
     ) -> SnapshotInfo:
+        kind = "application/zstd" if zstd else "application/x-tar"
+        raw = await self._piped(f"/v1/snapshots/{snapshot_id}/archive?zstd={int(zstd)}", to, query, kind)
+        return SnapshotInfo.model_validate_json(raw)
+
+    async def _piped(self, path: str, to: SandboxClient, query: dict[str, str], kind: str) -> bytes:
+        """What one server gives at a path is put at the same path of another one. Returns the answer."""
         source, target = self._session, to._session
         if source is None or target is None:
             raise BackendUnavailable("this client is not connected")
-        kind = "application/zstd" if zstd else "application/x-tar"
-        path = f"/v1/snapshots/{snapshot_id}/archive"
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S, sock_read=REQUEST_S)
-        async with source.get(f"{self._url}{path}?zstd={int(zstd)}", timeout=timeout) as archive:
+        async with source.get(f"{self._url}{path}", timeout=timeout) as archive:
             if archive.status != 200:
                 raise _problem(archive.status, await archive.read())
             put = target.put(
-                to._url + path,
+                to._url + path.partition("?")[0],
                 params=query,
                 data=archive.content.iter_chunked(1 << 18),
                 headers={"Content-Type": kind},
@@ -447,7 +465,7 @@ class SandboxClient:
                 raw = await response.read()
                 if response.status != 200:
                     raise _problem(response.status, raw)
-        return SnapshotInfo.model_validate_json(raw)
+                return raw
 
     # --------------------------------------------------------------------------------------------------------- looking
 

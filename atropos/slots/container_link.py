@@ -76,6 +76,10 @@ class ContainerClient(Protocol):
         """What a source of the server's own means on its host; None where it isn't there."""
         ...
 
+    async def copy_image(self, image: wire.ImageInfo, to: Any) -> wire.ImageInfo:
+        """Bring a built image to another container's host."""
+        ...
+
     async def drop_snapshot(self, snapshot_id: str) -> None:
         """Forget a frozen slot."""
         ...

@@ -90,12 +90,34 @@ class PoolImages:
         within_s = self._state.config.prepare_timeout_s
         try:
             async with asyncio.timeout(within_s):
+                if name.startswith("atropos-build:"):
+                    return await self._built(link, name)
                 chunks = None if archive is None else archive.chunks
                 return await link.client.prepare(name, progress=report, archive=chunks)
         except TimeoutError:
             raise ImageUnavailable(f"image {name}: not prepared within {within_s:g} s: {seen[0]}") from None
         except SlotLost as error:
             raise ImageUnavailable(f"image {name}: its container ended: {error}") from error
+
+    async def _built(self, link: Link, name: str) -> ImageInfo:
+        """A built image, brought from another container's host if need be, after what it was built on."""
+        here = await link.client.find_image(name)
+        if here is not None:
+            return here
+        for giver in [each for each in self._links.values() if each is not link and each.gone is None]:
+            image = await giver.client.find_image(name)
+            if image is None:
+                continue
+            below = image.parent_source or ""
+            if not below.startswith("atropos-base:"):
+                archives = (each for each in self._archives.values() if each.source == below)
+                await asyncio.shield(self._task(link, below, next(archives, None), None))
+            return await giver.client.copy_image(image, link.client)
+        raise ImageUnavailable(f"image {name}: no container's host has it")
+
+    def forget(self, name: str) -> None:
+        """A container that had the image doesn't have it any more."""
+        self._tasks = {key: task for key, task in self._tasks.items() if key[1] != name or not task.done()}
 
     async def _archive(self, source: ImageSource) -> Archive:
         key = str(source)

@@ -12,7 +12,7 @@ from types import MappingProxyType
 from typing import Any, Self
 
 from atropos import wire
-from atropos.errors import AcquireTimeout, BackendUnavailable, ConfigError, SandboxError
+from atropos.errors import AcquireTimeout, BackendUnavailable, ConfigError, ImageUnavailable, SandboxError
 from atropos.slots.backends import make_backend
 from atropos.slots.backends.base import Backend, Container
 from atropos.slots.call_stream import FrameLimit
@@ -254,9 +254,18 @@ class SlotPool:
         source = None if image is None else (await self._images.prepare(image))[0]
         timeout_s = self.config.acquire_timeout_s if timeout_s is None else timeout_s
         try:
-            return await self._grants.acquire(
-                trajectory_id, snapshot, base, source, network=wanted, limits=limits, timeout_s=timeout_s
-            )
+            try:
+                return await self._grants.acquire(
+                    trajectory_id, snapshot, base, source, network=wanted, limits=limits, timeout_s=timeout_s
+                )
+            except ImageUnavailable:  # removed there for others, or in a container that came since
+                if image is None or source is None:
+                    raise
+                self._images.forget(source)
+                await self._images.prepare(image)
+                return await self._grants.acquire(
+                    trajectory_id, snapshot, base, source, network=wanted, limits=limits, timeout_s=timeout_s
+                )
         except TimeoutError:
             self._state.counters.timeouts += 1
             why = self._situation()

@@ -6,9 +6,11 @@ import pytest
 
 from atropos.config import ImageStoreSettings
 from atropos.slots import SlotPool
+from atropos.tasks.prepare import TaskImages
 from tests.backends import Engine
 from tests.engines import params
 from tests.images.test_leases import busybox_image
+from tests.images.test_task_images import make
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="owners of files need root")
 
@@ -33,3 +35,23 @@ async def test_a_lease_stands_on_an_image(engine, tmp_path):
     assert await engine.residue(config) == []
     if engine.name == "docker":
         assert [path.name for path in (tmp_path / "store" / "trees").iterdir()] == [image_id]
+
+
+async def test_a_built_task_is_in_every_container(engine, tmp_path):
+    busybox_image(tmp_path / "layout")
+    task = make(
+        tmp_path / "task",
+        f"FROM oci:{tmp_path}/layout\nRUN echo made > made\nFROM debian\nWORKDIR /app\nRUN echo two > two; rm /etc/shells\n"
+        "COPY --from=0 /srv/app/made one\n",
+    )
+    # docker and nomad: each container keeps its own images, and is brought what the other built
+    store = ImageStoreSettings(folder=str(tmp_path / "store") if engine.name == "local" else None)
+    config = engine.config(slots_per_container=1, min_containers=2, max_containers=2, image_store=store)
+    async with SlotPool(config) as pool:
+        prepared = await TaskImages(pool).prepare(task)
+        async with pool.lease("one", image=prepared.image) as one, pool.lease("two", image=prepared.image) as two:
+            assert one.container != two.container
+            for slot in (one, two):
+                r = await slot.exec("cd /app; cat one two; ls /etc/shells")
+                assert r.output.startswith("made\ntwo\nls: cannot access"), r.output
+    assert await engine.residue(config) == []

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from atropos.errors import ImageUnavailable
 from atropos.tasks import steps, workspace
 from atropos.tasks.carry import TaskBroken
 from atropos.tasks.folder import load_task
@@ -146,3 +147,22 @@ async def test_an_address_is_fetched_from_where_egress_allows_and_checked(tmp_pa
         own = make(tmp_path / "own", "FROM scratch\nADD http://127.0.0.2:1/x /x\n")
         with pytest.raises(TaskBroken, match=r"own: ADD http://127.0.0.2:1/x ended with 1: .*egress refused"):
             await TaskImages(pool).prepare(own)
+
+
+async def test_what_is_built_in_one_container_is_brought_to_the_others(tmp_path, images):
+    busybox_image(tmp_path / "layout")
+    task = make(
+        tmp_path / "task", f"FROM oci:{tmp_path}/layout\nRUN echo made > made; rm text\nCOPY given.txt /srv/app/\n"
+    )
+    async with pool_for(tmp_path / "one") as one, pool_for(tmp_path / "two") as two:
+        prepared = await TaskImages(one).prepare(task)
+        (giver,), (taker,) = one.links.values(), two.links.values()
+        last = await giver.client.find_image(prepared.image)
+        first = await giver.client.find_image(last.parent_source)
+        with pytest.raises(ImageUnavailable, match="what it was built on is not on this server's host"):
+            await giver.client.copy_image(last, taker.client)
+        assert first.parent_source == (await two.prepare(f"oci:{tmp_path}/layout")).source
+        assert await giver.client.copy_image(first, taker.client) == first
+        assert await giver.client.copy_image(last, taker.client) == last
+        async with two.lease("agent", image=prepared.image) as slot:
+            assert (await slot.exec("cd /srv/app; ls; cat made")).output == "given.txt\nmade\nmade\n"

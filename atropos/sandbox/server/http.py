@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import TYPE_CHECKING, TypeVar
 
 from aiohttp import web
@@ -25,6 +25,7 @@ from atropos.wire import (
     ImageList,
     ImageRequest,
     KeepRequest,
+    LayerOffer,
     LeaseRequest,
     Problem,
     SnapshotRequest,
@@ -97,6 +98,8 @@ class Routes:
         app.router.add_get("/v1/images", self.images)
         app.router.add_post("/v1/images", self.prepare)
         app.router.add_put("/v1/images/archive", self.receive_image)
+        app.router.add_get("/v1/images/{key}/layer", self.export_layer)
+        app.router.add_put("/v1/images/{key}/layer", self.receive_layer)
         app.router.add_post("/v1/drain", self.drain)
         app.router.add_get("/v1/stream", self.stream)
         return app
@@ -208,18 +211,7 @@ class Routes:
         kind = "application/zstd" if compress else "application/x-tar"
         response = web.StreamResponse(headers={"Content-Type": kind})
         async with exported(self._core, snapshot, compress=compress) as chunks:
-            await response.prepare(request)
-            try:
-                async for chunk in chunks:
-                    await response.write(chunk)
-            except SandboxError as error:
-                log.warning("%s", error)
-                response.force_close()
-                if request.transport is not None:
-                    request.transport.close()  # without the last chunk, so that nobody takes it for whole
-                return response
-            await response.write_eof()
-        return response
+            return await _streamed(request, response, chunks)
 
     async def receive(self, request: web.Request) -> web.Response:
         """PUT /v1/snapshots/{id}/archive?layers=N[&base=NAME]: a snapshot that another server exported."""
@@ -251,6 +243,21 @@ class Routes:
         """PUT /v1/images/archive?source=oci-archive:…: an image that only the client can read, as a tar."""
         chunks = aiter(request.content.iter_chunked(COPY_BYTES))
         return answer(await self._core.images.receive(request.query.get("source", ""), chunks))
+
+    async def export_layer(self, request: web.Request) -> web.StreamResponse:
+        """GET /v1/images/{key}/layer: a built image's own layer as a tar."""
+        response = web.StreamResponse(headers={"Content-Type": "application/x-tar"})
+        async with self._core.images.layer(request.match_info["key"]) as chunks:
+            return await _streamed(request, response, chunks)
+
+    async def receive_layer(self, request: web.Request) -> web.Response:
+        """PUT /v1/images/{key}/layer?parent=…&parent_source=…&bytes=N: a built image from another server."""
+        try:
+            offer = LayerOffer.model_validate(dict(request.query))
+        except ValidationError as error:
+            raise web.HTTPBadRequest(text=str(error.errors()[0]["msg"])) from None
+        chunks = aiter(request.content.iter_chunked(COPY_BYTES))
+        return answer(await self._core.images.receive_layer(request.match_info["key"], offer, chunks))
 
     async def drain(self, request: web.Request) -> web.Response:
         """POST /v1/drain."""
@@ -306,3 +313,21 @@ def _epoch(request: web.Request) -> int | None:
         return int(text)
     except ValueError:
         raise web.HTTPBadRequest(text=f"epoch: {text[:40]!r} is not a number") from None
+
+
+async def _streamed(
+    request: web.Request, response: web.StreamResponse, chunks: AsyncIterator[bytes]
+) -> web.StreamResponse:
+    """Answer with an archive; broken off where it can't be made whole."""
+    await response.prepare(request)
+    try:
+        async for chunk in chunks:
+            await response.write(chunk)
+    except SandboxError as error:
+        log.warning("%s", error)
+        response.force_close()
+        if request.transport is not None:
+            request.transport.close()  # without the last chunk, so that nobody takes it for whole
+        return response
+    await response.write_eof()
+    return response

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
-from collections.abc import AsyncIterator
+import os
+from collections.abc import AsyncGenerator, AsyncIterator
 from typing import TYPE_CHECKING
 
 from atropos.errors import ConfigError, ImageUnavailable, NotSupported, SandboxError
 from atropos.images.reference import POOL_BASE, ImageSource
-from atropos.wire import ImageInfo, ImageState, LeaseRequest
+from atropos.sandbox.server.snapshot_transfer import packed_layer, unpack_layer
+from atropos.wire import ImageInfo, ImageState, LayerOffer, LeaseRequest
 
 if TYPE_CHECKING:
     from atropos.images.store import Phase
@@ -54,7 +57,7 @@ class Images:
         if parsed.transport == "atropos-build" and archive is None:
             built = self._core.host.store.known(name)
             if built is None:
-                raise NotSupported(f"image {source}: it was not built on this server's host")
+                raise ImageUnavailable(f"image {source}: it is not on this server's host")
             return ImageState(source=name, phase="ready", image=built)
         state = self._states.get(name)
         if parsed.transport != "docker" and archive is None and state is None:
@@ -101,14 +104,51 @@ class Images:
         if len(snapshot.layers) != 1:
             raise NotSupported(f"snapshot {snapshot_id!r} has {len(snapshot.layers)} layers: only one can be an image")
         base = snapshot.base
-        image = self.image(base)
-        parent = image.id if image is not None else POOL_BASE if base is None else f"atropos-base:{base}"
+        below = self.image(base)
+        parent = below.source if below is not None else POOL_BASE if base is None else f"atropos-base:{base}"
         layer = snapshot.layers[0]
+        image = _built(key, layer.bytes, parent if below is None else below.id, parent)
+        store = core.host.store
         core.snapshots.hold(snapshot.layers)
         try:
-            return await core.host.store.keep(key, parent, layer.path, layer.bytes)
+            return await store.keep(image, lambda target: store.copy_layer(layer.path, target))
         finally:
             core.let_go(snapshot.layers)
+
+    async def receive_layer(self, key: str, offer: LayerOffer, chunks: AsyncIterator[bytes]) -> ImageInfo:
+        """Keep a built image whose layer another server sends.
+
+        Raises:
+            ImageUnavailable: its parent is not here, or there is no room.
+            InvalidSnapshot: it is no layer.
+        """
+        store = self._core.host.store
+        if not offer.parent.startswith("atropos-base:") and store.find(offer.parent) is None:
+            raise ImageUnavailable(f"image atropos-build:{key}: what it was built on is not on this server's host")
+
+        async def fill(target: str) -> None:
+            os.mkdir(target, 0o755)
+            await unpack_layer(target, f"image atropos-build:{key}", chunks)
+
+        return await store.keep(_built(key, offer.bytes, offer.parent, offer.parent_source), fill)
+
+    @contextlib.asynccontextmanager
+    async def layer(self, key: str) -> AsyncGenerator[AsyncIterator[bytes]]:
+        """A built image's own layer as a tar, for another server.
+
+        Raises:
+            ImageUnavailable: it is not here.
+        """
+        store = self._core.host.store
+        image = store.known(f"atropos-build:{key}")
+        if image is None:
+            raise ImageUnavailable(f"image atropos-build:{key}: it is not on this server's host")
+        store.hold(image)
+        try:
+            async with packed_layer(store.layer(image), f"image {image.source}") as chunks:
+                yield chunks
+        finally:
+            store.let_go(image.id)
 
     def _is_gone(self, state: ImageState) -> bool:
         return state.image is None or self._core.host.store.known(state.source) is None
@@ -203,6 +243,10 @@ class Images:
         for base in [each for each in self._bases if each not in used]:
             del self._bases[base]
             self._core.host.drop_base(base)
+
+
+def _built(key: str, size: int, parent: str, parent_source: str) -> ImageInfo:
+    return ImageInfo(id=key, source=f"atropos-build:{key}", bytes=size, parent=parent, parent_source=parent_source)
 
 
 def _name(source: str) -> str:

@@ -95,20 +95,42 @@ async def exported(core: Core, snapshot: Snapshot, *, compress: bool) -> AsyncGe
     core.snapshots.hold(snapshot.layers)
     snapshot.touched_at = core.now()
     try:
-        process = await _program("pack", [layer.path for layer in snapshot.layers], compress=compress)
-
-        async def chunks() -> AsyncIterator[bytes]:
-            assert process.stdout is not None
-            while chunk := await process.stdout.read(COPY_BYTES):
-                yield chunk
-            await _ended(process, f"snapshot {snapshot.id} could not be exported")
-
-        try:
-            yield chunks()
-        finally:
-            await asyncio.shield(_stop(process))
+        paths = [layer.path for layer in snapshot.layers]
+        async with _packed(paths, f"snapshot {snapshot.id}", compress=compress) as chunks:
+            yield chunks
     finally:
         core.let_go(snapshot.layers)
+
+
+@contextlib.asynccontextmanager
+async def _packed(layers: list[str], what: str, *, compress: bool) -> AsyncGenerator[AsyncIterator[bytes]]:
+    process = await _program("pack", layers, compress=compress)
+
+    async def chunks() -> AsyncIterator[bytes]:
+        assert process.stdout is not None
+        while chunk := await process.stdout.read(COPY_BYTES):
+            yield chunk
+        await _ended(process, f"{what} could not be exported")
+
+    try:
+        yield chunks()
+    finally:
+        await asyncio.shield(_stop(process))
+
+
+def packed_layer(layer: str, what: str) -> contextlib.AbstractAsyncContextManager[AsyncIterator[bytes]]:
+    """One layer, which the caller keeps while it is read, as a tar."""
+    return _packed([layer], what, compress=False)
+
+
+async def unpack_layer(folder: str, what: str, chunks: AsyncIterator[bytes]) -> None:
+    """Fill an empty folder with a layer that `packed_layer` packed.
+
+    Raises:
+        InvalidSnapshot: it is none.
+        SandboxError: it broke off, or could not be written.
+    """
+    await _feed([folder], what, chunks, compressed=False)
 
 
 async def imported(core: Core, wanted: Arriving, chunks: AsyncIterator[bytes]) -> SnapshotInfo:
@@ -152,7 +174,7 @@ async def _unpack(core: Core, wanted: Arriving, chunks: AsyncIterator[bytes]) ->
 
     async def level(folders: list[str]) -> None:
         if len(folders) == wanted.layers:
-            await _feed(folders, wanted, chunks)
+            await _feed(folders, f"snapshot {wanted.snapshot_id}", chunks, compressed=wanted.compressed)
             return
 
         async def fill(folder: str) -> None:
@@ -170,9 +192,9 @@ async def _unpack(core: Core, wanted: Arriving, chunks: AsyncIterator[bytes]) ->
     return layers
 
 
-async def _feed(folders: list[str], wanted: Arriving, chunks: AsyncIterator[bytes]) -> None:
-    process = await _program("unpack", folders, compress=wanted.compressed)
-    what = f"snapshot {wanted.snapshot_id} could not be imported"
+async def _feed(folders: list[str], what: str, chunks: AsyncIterator[bytes], *, compressed: bool) -> None:
+    process = await _program("unpack", folders, compress=compressed)
+    what = f"{what} could not be imported"
     assert process.stdin is not None
     try:
         try:
