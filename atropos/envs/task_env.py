@@ -211,9 +211,9 @@ class TaskEnv(DatasetEnv):
         return await self._built(item, trajectory_id)
 
     async def _built(self, item: Task, trajectory_id: str) -> Slot:
-        """The trajectory's slot with the task's workspace, and no more network than the task allows."""
+        """The trajectory's slot with the task's workspace, of the task's size and with what it may reach."""
         prepared = await self._task_images.prepare(item)
-        network = False if item.network == "no-network" else None
+        network = False if item.offline else None
         slot: Slot = await self.executor.slot(trajectory_id, network=network, image=prepared.image, limits=item.limits)
         await workspace.enter(slot, prepared.task)
         return slot
@@ -272,7 +272,6 @@ def _usable(config: TaskEnvConfig) -> list[Task]:
     for task in chosen.tasks:
         for text in task.warnings:
             _log.warning("%s: %s", task.path / "task.toml", text)
-    _check_network(list(chosen.tasks), config)
     _log.info("%d tasks, %d left out, %d limits lowered", len(chosen.tasks), len(chosen.refused), len(clamped))
     tasks = [replace(task, limits=fits[task.name].limits) for task in chosen.tasks]
     _allow_waiting(tasks, config)
@@ -295,22 +294,6 @@ def _fit(task: Task, room: Room, config: TaskEnvConfig) -> Fit:
         steps = "steps: an agent of this env gets one instruction; leave the task out"
         found = replace(found, refused=(*found.refused, steps))
     return found
-
-
-def _check_network(tasks: list[Task], config: TaskEnvConfig) -> None:
-    """Give no network where no task wants it.
-
-    Raises:
-        ConfigError: tasks differ, and forks can't.
-    """
-    closed = [task for task in tasks if task.network == "no-network"]
-    if config.allow_network and len(closed) == len(tasks):
-        config.allow_network = False
-    elif config.allow_network and closed and config.fork_setup:
-        raise ConfigError(
-            f"{closed[0].path / 'task.toml'}: environment.network_mode (allow_internet) keeps this task offline and "
-            "others not, which fork_setup can't tell apart; set --env.allow_network false, or leave --env.fork_setup"
-        )
 
 
 if __name__ == "__main__":

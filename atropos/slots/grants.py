@@ -151,7 +151,7 @@ class Grants:
             return None
         state.fleet.granted(ticket)
         state.counters.leases += 1
-        slot = link.slots[lease.lease_id] = Slot(link, lease, request.trajectory_id, request.limits, ticket.mib)
+        slot = link.slots[lease.lease_id] = Slot(link, lease, request, ticket.mib)
         return slot
 
     async def _in_turn(

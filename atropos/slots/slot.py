@@ -38,20 +38,20 @@ class Slot:
     have run, `LeaseExpired` after the end of the lease; a command's own failure is a result.
     """
 
-    __slots__ = ("_lease", "_link", "_over", "_releasing", "limits", "mib", "profile", "trajectory_id")
+    __slots__ = ("_lease", "_link", "_over", "_releasing", "limits", "mib", "network", "profile", "trajectory_id")
 
-    def __init__(
-        self, link: Link, lease: wire.Lease, trajectory_id: str, limits: wire.LeaseLimits | None, mib: int
-    ) -> None:
+    def __init__(self, link: Link, lease: wire.Lease, request: wire.LeaseRequest, mib: int) -> None:
         self._link = link
         self._lease = lease
-        self.limits = limits
+        self.network = request.network
+        """Whether it has a way out at all; see `set_network`."""
+        self.limits = request.limits
         """What it has instead of the pool's limits."""
         self.mib = mib
         """Memory of its container that it takes."""
         self._over: SandboxError | None = None
         self._releasing: asyncio.Task[None] | None = None
-        self.trajectory_id = trajectory_id
+        self.trajectory_id = request.trajectory_id
         self.profile: Profile = PLAIN
         """What later operations start with where they don't say: folder, variables, user."""
 

@@ -11,20 +11,27 @@ from atropos.tasks.carry import TaskBroken
 from atropos.tasks.recipe import Settings
 
 if TYPE_CHECKING:
-    from atropos.tasks.folder import Task
+    from atropos.tasks.folder import Hosts, Task
 
 
 async def enter(slot: Slot, task: Task) -> None:
-    """Let the agent's commands start in the prepared workspace: its folder, its variables, its user.
+    """Begin the agent's part in the prepared workspace: its network, and the folder, variables and user of its commands.
 
     Raises:
         TaskBroken: there is no such user, or no such folder.
     """
     slot.profile = await profile_of(slot, task, task.agent_settings)
+    await reach(slot, task.agent_hosts)
     if (await slot.exec("true", timeout_s=60)).exit_code != 0:
         raise TaskBroken(
             f"{task.name}: commands can't start in {task.recipe.workdir} as {task.agent_settings.user or 'root'}"
         )
+
+
+async def reach(slot: Slot, hosts: Hosts) -> None:
+    """Change what a slot's programs reach, where it has a network at all."""
+    if slot.network:
+        await slot.set_network(hosts)
 
 
 async def profile_of(slot: Slot, task: Task, settings: Settings) -> Profile:

@@ -240,7 +240,7 @@ class _Run:
     async def fresh(self) -> Slot:
         """A slot with the prepared workspace, in the place of the one before."""
         await self.release()
-        network = self.config.network and self.task.network != "no-network"
+        network = self.config.network and not self.task.offline
         name = f"{self.task.name}-{self.agent}"
         slot = self.slot = await self.pool.acquire(name, image=self.image, network=network, limits=self.task.limits)
         await workspace.enter(slot, self.task)

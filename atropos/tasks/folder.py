@@ -21,7 +21,7 @@ from atropos.errors import ConfigError
 from atropos.tasks import dockerfile
 from atropos.tasks.archive import Context
 from atropos.tasks.compose import COMPOSE_FILES, read_compose
-from atropos.tasks.config import Artifact, NetworkMode, StepSection, TaskConfig
+from atropos.tasks.config import AgentSection, Artifact, StepSection, TaskConfig, VerifierSection
 from atropos.tasks.recipe import DEFAULT_WORKDIR, Copy, Folder, Recipe, Run, Settings, Step
 from atropos.wire import LeaseLimits
 
@@ -29,6 +29,10 @@ SETUP = "setup.sh"
 _MARKS = ("task.toml", "task.yaml", "instruction.md")
 """A folder with none of these is not a task."""
 _VARIABLE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)(?::-([^}]*))?\}")
+
+
+Hosts = tuple[str, ...] | None
+"""What a phase may reach of what the pool allows; None: all of it."""
 
 
 @dataclass(frozen=True)
@@ -83,15 +87,25 @@ class Task:
         )
 
     @property
-    def network(self) -> NetworkMode:
+    def agent_hosts(self) -> Hosts:
         """What the agent may reach."""
-        return self.config.agent.network_mode or self.config.environment.network_mode
+        return self._hosts(self.config.agent)
 
     @property
-    def allowed_hosts(self) -> tuple[str, ...]:
-        """Of an allow-list."""
-        agent = self.config.agent
-        return agent.allowed_hosts if agent.network_mode else self.config.environment.allowed_hosts
+    def verifier_hosts(self) -> Hosts:
+        """What the tests may reach."""
+        return self._hosts(self.config.verifier)
+
+    def _hosts(self, phase: AgentSection | VerifierSection) -> Hosts:
+        chosen = phase if phase.network_mode is not None else self.config.environment
+        if chosen.network_mode == "public":
+            return None
+        return chosen.allowed_hosts if chosen.network_mode == "allowlist" else ()
+
+    @property
+    def offline(self) -> bool:
+        """Whether no phase has a network; the build has one all the same."""
+        return all(one.agent_hosts == one.verifier_hosts == () for one in self.steps or (self,))
 
     @property
     def agent_settings(self) -> Settings:

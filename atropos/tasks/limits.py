@@ -7,6 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from atropos.errors import ConfigError
+from atropos.net import egress_policy
+from atropos.net.egress_policy import WEB_PORTS, EgressRefused, Rule, parse
 from atropos.tasks.config import OLD_MEMORY_MB, OLD_STORAGE_MB
 from atropos.tasks.folder import Task
 from atropos.wire import LeaseLimits
@@ -137,23 +140,30 @@ class _Sizes:
 
 
 def _network(task: Task, room: Room, refused: list[str], notes: list[str]) -> None:
-    config = task.config
-    table = "agent" if config.agent.network_mode else "environment"
-    if task.network == "allowlist" and room.network and set(task.allowed_hosts) != set(room.egress):
-        refused.append(
-            f"{table}.allowed_hosts: {', '.join(task.allowed_hosts) or 'none'}: a pool has one allow-list for all slots; "
-            "set egress_allow to these hosts, or allow no network"
-        )
-    if task.network == "public" and not room.network:
-        notes.append(f"{table}.network_mode: slots have no network")
-    if config.agent.network_mode == "no-network" and config.environment.network_mode != "no-network":
-        notes.append("agent.network_mode: the workspace is built without network as well")
-    verifier = config.verifier.network_mode
-    if verifier is not None and verifier != task.network:
-        if task.network == "public":
-            notes.append(f"verifier.network_mode: {verifier}: tests have the agent's network")
-        elif config.verifier.mode == "shared":
-            refused.append(
-                f"verifier.network_mode: {verifier}: tests in the agent's slot have the agent's network; "
-                "set environment_mode to separate"
-            )
+    """What the phases ask for; the pool's own list bounds them all."""
+    pool = egress_policy.Policy.of_slots(room.egress)
+    for table, hosts in (("agent", task.agent_hosts), ("verifier", task.verifier_hosts)):
+        if not room.network:
+            if hosts != ():
+                notes.append(f"{table}.network_mode: slots have no network")
+            continue
+        for host in hosts or ():
+            try:
+                rule = parse(host, field=f"{table}.allowed_hosts")
+            except ConfigError as error:
+                refused.append(str(error))
+                continue
+            if not _reached(rule, pool):
+                notes.append(f"{table}.allowed_hosts: {host} is not reached; the pool's egress_allow leaves it out")
+
+
+def _reached(rule: Rule, pool: egress_policy.Policy) -> bool:
+    """Whether the pool's list has some of what a rule is about."""
+    host = str(rule.network.network_address) if rule.network is not None else rule.host.replace("*", "any")
+    for port in rule.ports or WEB_PORTS:
+        try:
+            pool.judge_name(host, port)
+        except EgressRefused:
+            continue
+        return True
+    return False

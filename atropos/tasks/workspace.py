@@ -18,7 +18,7 @@ from atropos import wire
 from atropos.slots import Slot
 from atropos.slots.profile import PLAIN
 from atropos.slots.results import ExecResult
-from atropos.tasks.accounts import enter, owner_of, profile_of
+from atropos.tasks.accounts import enter, owner_of, profile_of, reach
 from atropos.tasks.archive import packed_folder
 from atropos.tasks.carry import TaskBroken, VerifierFailed, carry_in, carry_out, untar
 from atropos.tasks.folder import Task
@@ -165,6 +165,7 @@ async def _collect(slot: Slot, task: Task) -> None:
 
 async def _judge(slot: Slot, task: Task) -> Verdict:
     profile = await profile_of(slot, task, task.verifier_settings)
+    await reach(slot, task.verifier_hosts)
     # links and files where folders belong would send the tests, or the reward, to a place of the agent's choice
     plain = "for d in /logs /tmp; do if [ -L $d ] || [ ! -d $d ]; then rm -f $d && mkdir -m 1777 $d; fi; done"
     clean = await slot.exec(

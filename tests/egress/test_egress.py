@@ -169,3 +169,10 @@ def test_a_lease_s_network_is_narrowed_and_widened_within_the_pool_s() -> None:
     assert seconds < 5, "its connection was cut, not waited for"
     assert beside == 28, "the neighbour's went on until its own time was over"
     assert not {"bad", "off"} & found.keys()
+
+
+def test_a_task_s_agent_and_tests_have_each_their_own_network() -> None:
+    found = scenario("task_phases")
+    assert found["reward"] == 1.0
+    for phase in ("agent", "again"):
+        assert "not on the list of allowed hosts (none" in found[phase]

@@ -21,6 +21,8 @@ from pathlib import Path
 
 from atropos.errors import ConfigError, NotSupported
 from atropos.slots import Slot, SlotPool, SlotPoolConfig
+from atropos.tasks import workspace
+from atropos.tasks.folder import load_task
 
 FAR = "93.184.215.14"
 HERE = "93.184.215.1"
@@ -328,6 +330,31 @@ async def phases() -> dict:
                 await off.set_network(["files.example.org"])
                 found["off"] = "was taken"
     return found
+
+
+async def task_phases() -> dict:
+    """A task whose agent is offline and whose tests reach one host; the pool reaches more."""
+    get = "curl -sS -m 5 http://{}/"
+    with tempfile.TemporaryDirectory() as folder:
+        for name, text in {
+            "task.toml": "schema_version = '1.4'\n[agent]\nnetwork_mode = 'no-network'\n[verifier]\n"
+            "network_mode = 'allowlist'\nallowed_hosts = ['files.example.org']\n",
+            "instruction.md": "Do nothing.",
+            "environment/notes": "x",
+            "tests/test.sh": f"#!/bin/bash\n{get.format('files.example.org')} | grep -q hello && "
+            f"! {get.format('other.example.net')} | grep -q hello && echo 1 > /logs/verifier/reward.txt\n",
+        }.items():
+            path = Path(folder, "task", name)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text)
+        task = load_task(Path(folder, "task"))
+        async with slots() as pool, pool.lease("a") as slot:
+            await workspace.enter(slot, task)
+            agent = (await slot.exec(get.format("files.example.org"))).output
+            verdict = await workspace.verify(slot, task)
+            await workspace.enter(slot, task)
+            again = (await slot.exec(get.format("files.example.org"))).output
+    return {"agent": agent, "reward": verdict.reward, "again": again}
 
 
 def _is_our_proxy(pid: int) -> bool:

@@ -482,18 +482,43 @@ def test_sizes_that_old_schemas_wrote_out_are_lowered_and_others_refused(folder,
     assert len(fit(chosen, Room(memory_mib=1024, disk_mib=512), policy="old").refused) == 1
 
 
-def test_networks_are_honoured_or_refused(folder):
-    room = Room(memory_mib=1024, disk_mib=512, egress=("pypi.org",))
-    for text, named in (
-        ("[environment]\nnetwork_mode = 'allowlist'\nallowed_hosts = ['pypi.org']", None),
-        ("[environment]\nnetwork_mode = 'allowlist'\nallowed_hosts = ['a.b']", "environment.allowed_hosts: a.b"),
-        ("[agent]\nnetwork_mode = 'no-network'", None),
-        ("[agent]\nnetwork_mode = 'no-network'\n[verifier]\nnetwork_mode = 'public'", "verifier.network_mode: public"),
-    ):
-        (folder / "task.toml").write_text(text)
-        refused = fit(load_task(folder), room).refused
-        assert (named is None) == (refused == ())
-        assert all(named in problem for problem in refused)
+@pytest.mark.parametrize(
+    ("text", "agent", "verifier", "offline"),
+    [
+        ("", None, None, False),
+        ("[environment]\nnetwork_mode = 'no-network'", (), (), True),
+        ("[environment]\nallow_internet = false\n[verifier]\nnetwork_mode = 'public'", (), None, False),
+        ("[agent]\nnetwork_mode = 'no-network'", (), None, False),
+        ("[environment]\nnetwork_mode = 'allowlist'\nallowed_hosts = ['*.a.b']", ("*.a.b",), ("*.a.b",), False),
+        (
+            "[environment]\nnetwork_mode = 'no-network'\n[agent]\nnetwork_mode = 'allowlist'\nallowed_hosts = ['10.0.0.0/8']",
+            ("10.0.0.0/8",),
+            (),
+            False,
+        ),
+    ],
+)
+def test_each_phase_has_its_network(folder, text, agent, verifier, offline):
+    (folder / "task.toml").write_text(text)
+    task = load_task(folder)
+    assert (task.agent_hosts, task.verifier_hosts, task.offline) == (agent, verifier, offline)
+
+
+def test_hosts_that_the_pool_leaves_out_are_noted_and_nonsense_is_refused(folder):
+    room = Room(memory_mib=1024, disk_mib=512, egress=("pypi.org", "*.debian.org"))
+    (folder / "task.toml").write_text(
+        "[agent]\nnetwork_mode = 'allowlist'\nallowed_hosts = ['pypi.org', 'a.b', '*.debian.org', '10.0.0.0/8']\n"
+        "[verifier]\nnetwork_mode = 'allowlist'\nallowed_hosts = ['not a host']\n"
+    )
+    found = fit(load_task(folder), room)
+    assert [note.split(":")[1].split()[0] for note in found.notes] == ["a.b", "10.0.0.0/8"]
+    assert len(found.refused) == 1
+    assert found.refused[0].startswith("verifier.allowed_hosts: 'not a host'")
+    (folder / "task.toml").write_text("[environment]\nnetwork_mode = 'public'\n")
+    assert fit(load_task(folder), Room(1024, 512, network=False)).notes == (
+        "agent.network_mode: slots have no network",
+        "verifier.network_mode: slots have no network",
+    )
 
 
 # ---------------------------------------------------------------------------------------------------------------- sets
@@ -541,7 +566,7 @@ def test_a_compose_file_of_one_service_says_how_its_commands_start(folder):
     )
     task = load_task(folder)
     assert task.agent_settings == Settings("/srv", {"A": "1", "B": "2"})
-    assert task.network == "no-network"
+    assert task.offline
 
 
 def test_steps_inherit_from_the_task_and_add_their_own(folder):
