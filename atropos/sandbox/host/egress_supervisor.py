@@ -97,7 +97,8 @@ class EgressSupervisor:
         for listener in self._listeners.values():
             self._give(listener)
         for future in self._unconfirmed.values():  # the new one knows nothing else, and the old one is dead
-            future.done() or future.set_result(None)
+            if not future.done():
+                future.set_result(None)
 
     def _confirmed(self, sock: socket.socket) -> None:
         """The proxy answers."""
