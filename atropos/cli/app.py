@@ -12,23 +12,27 @@ from rich.console import Console
 from atropos.api.cli import executor_server, tool_server
 from atropos.api.mcp_server import mcp
 from atropos.cli.bench import bench
+from atropos.cli.dashboard import dashboard
 from atropos.cli.doctor import doctor
 from atropos.cli.execute import execute
 from atropos.cli.image import image_app
 from atropos.cli.pool import pool_app
 from atropos.cli.tasks import tasks_app
+from atropos.cli.trajectories import trajectories_app
 from atropos.errors import ConfigError, IsolationUnavailable, SandboxError
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 app.command("doctor")(doctor)
 app.command("exec")(execute)
 app.command("bench", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(bench)
+app.command("dashboard")(dashboard)
 app.command("tool-server")(tool_server)
 app.command("executor-server")(executor_server)
 app.command("mcp")(mcp)
 app.add_typer(pool_app, name="pool")
 app.add_typer(image_app, name="image")
 app.add_typer(tasks_app, name="tasks")
+app.add_typer(trajectories_app, name="trajectories")
 
 
 def _version(wanted: bool) -> None:

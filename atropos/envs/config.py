@@ -103,6 +103,13 @@ class SandboxEnvConfig(PoolSettings, BaseEnvConfig):
     metrics_address: str | None = Field(
         default=None, description="host:port that serves the env's metrics at /metrics for Prometheus; None: nowhere"
     )
+    dashboard_port: int | None = Field(
+        default=None, ge=0, le=65_535, description="port of the live pages; 0: a free one; None: there are none"
+    )
+    dashboard_host: str = Field(default="127.0.0.1", description="address that the live pages listen on")
+    dashboard_token: SecretStr | None = Field(
+        default=None, description="token that opens the live pages; None: a new one, printed with their URL"
+    )
 
     def __init__(self, **data: Any) -> None:
         try:

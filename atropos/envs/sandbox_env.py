@@ -35,6 +35,7 @@ from atropos.envs.adapter import (
 from atropos.envs.command_line import app as command_line
 from atropos.envs.config import SandboxEnvConfig
 from atropos.envs.running.backend import ToolBackend
+from atropos.envs.running.dashboard import EnvDashboard
 from atropos.envs.running.groups import Event, GroupCollector, Member
 from atropos.envs.running.hooks import ExecTool, Hooks, first_of
 from atropos.envs.running.lifecycle import Lifetime, beside, bounded, cancel_and_wait
@@ -106,6 +107,8 @@ class SandboxEnv(BaseEnv):
             config, self.metrics, self.name or type(self).__name__, getattr(self, "jsonl_writer", None)
         )
         self.endpoint = MetricsEndpoint(config.metrics_address, self.metrics_text)
+        self.dashboard = EnvDashboard(config, self.name or type(self).__name__, self.metrics, self.backend)
+        self.observers.append(self.dashboard.observe)
         self._wandb = WandbRun(config)
         self._trainer = TrainerWatch(config)
         self._renderer: TurnRenderer | None = None
@@ -208,6 +211,7 @@ class SandboxEnv(BaseEnv):
         tools = self.build_tools()
         _ = self.renderer
         await self.endpoint.start()
+        await self.dashboard.start()
         await probe_servers(self.server, self.tokenizer, self.config.model_timeout_s)
         await self.start_tool_backend(tools)
         await self.hooks.call("setup_agent_env", self.setup_agent_env)
@@ -228,7 +232,8 @@ class SandboxEnv(BaseEnv):
     async def execute_tool(self, trajectory_id: str, call: ToolCall) -> ToolResult:
         """Run one call and measure it."""
         started = time.perf_counter()
-        result = await self.executor.execute(trajectory_id, call)
+        with self.metrics.activity.call(trajectory_id, call):
+            result = await self.executor.execute(trajectory_id, call)
         self.metrics.call_s.append(time.perf_counter() - started)
         self.metrics.calls += 1
         return result
@@ -486,6 +491,7 @@ class SandboxEnv(BaseEnv):
             bounded("the tool backend", self.shutdown_tool_backend(), 90),
             bounded("the inference clients", stop_servers(self.server), 5),
             bounded("the metrics", self.endpoint.close(), 5),
+            bounded("the dashboard", self.dashboard.close(), 5),
         )
         await bounded("the files", asyncio.to_thread(self.close_files), 30)
         await self._wandb.finish()

@@ -255,20 +255,25 @@ class GroupCollector:
 
     async def _attempt(self, item: Any, trajectory_id: str, member: Member) -> Rollout:
         """One attempt, admitted when the env's own slots allow it, released in every ending."""
+        name = self._env.item_name(item)
         async with self._backend.admission:
-            started = time.perf_counter()
-            acquire_s = 0.0
-            try:
-                if member.snapshot is not None:
-                    await self._fork(trajectory_id, member.snapshot)
-                rollout = await self._env.run_trajectory(item, trajectory_id, member)
-                rollout.seconds = time.perf_counter() - started
-                acquire_s = self._backend.executor.acquire_s(trajectory_id)
-            finally:
-                released = time.perf_counter()
-                await self._backend.release(trajectory_id)
-            rollout.phases |= {"acquire": acquire_s, "reset": time.perf_counter() - released}
-            return rollout
+            with self._metrics.activity.attempt(trajectory_id, name):
+                return await self._admitted(item, trajectory_id, member)
+
+    async def _admitted(self, item: Any, trajectory_id: str, member: Member) -> Rollout:
+        started = time.perf_counter()
+        acquire_s = 0.0
+        try:
+            if member.snapshot is not None:
+                await self._fork(trajectory_id, member.snapshot)
+            rollout = await self._env.run_trajectory(item, trajectory_id, member)
+            rollout.seconds = time.perf_counter() - started
+            acquire_s = self._backend.executor.acquire_s(trajectory_id)
+        finally:
+            released = time.perf_counter()
+            await self._backend.release(trajectory_id)
+        rollout.phases |= {"acquire": acquire_s, "reset": time.perf_counter() - released}
+        return rollout
 
     async def _fork(self, trajectory_id: str, snapshot: Snapshot) -> None:
         try:

@@ -7,6 +7,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+from atropos.envs.running.activity import Activity
+
 KEPT = 20_000
 """Latency samples kept, the latest."""
 
@@ -31,6 +33,7 @@ class EnvMetrics:
         verifier_zeros: trajectories scored 0 because they left their verifier without a reward.
         retries: new attempts of trajectories, by the failure's code.
         hook_errors: by hook.
+        activity: the trajectories in flight.
     """
 
     groups: int = 0
@@ -48,6 +51,7 @@ class EnvMetrics:
     phases: Counter[str] = field(default_factory=Counter[str])
     call_s: deque[float] = field(default_factory=lambda: deque[float](maxlen=KEPT))
     scores: deque[float] = field(default_factory=lambda: deque[float](maxlen=KEPT))
+    activity: Activity = field(default_factory=Activity)
 
     def as_dict(self) -> dict[str, Any]:
         """Flat names and numbers, as wandb wants them."""

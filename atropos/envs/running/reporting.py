@@ -10,9 +10,9 @@ from typing import Any
 
 import aiohttp
 
+from atropos.dashboard.render import write_page
 from atropos.envs.config import SandboxEnvConfig
 from atropos.envs.running.metrics import EnvMetrics
-from atropos.envs.running.replay import write_page
 from atropos.envs.running.rollout import drop_reason
 from atropos.envs.running.run_api import GroupRefused, TrajectoryApi, json_of
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import html.parser
 import json
 
-from atropos.envs.running import replay
-from atropos.envs.running.replay import write_page
+from atropos.dashboard import render
+from atropos.dashboard.render import write_page
 
 EVIL = "<script>alert(1)</script><img src=x onerror=alert(2)>\"'><b>&amp;\x1b[31m</details>"
 
@@ -62,7 +62,7 @@ def test_odd_groups_are_shown_as_far_as_they_go(tmp_path):
 
 
 def test_the_page_is_bounded(tmp_path, monkeypatch):
-    monkeypatch.setattr(replay, "MAX_TRAJECTORIES", 3)
+    monkeypatch.setattr(render, "PAGE_TRAJECTORIES", 3)
     page = page_of(tmp_path, [json.dumps(group("y" * 50_000, "z")) for _ in range(4)])
     assert "the first 3 are shown" in page
     assert "characters left out" in page
@@ -115,7 +115,7 @@ def test_openai_messages_are_readable_with_their_thinking_and_seconds(tmp_path):
     shown = {"scores": [1.0], "messages": [messages], "atropos": {"trajectories": [facts]}}
     page = page_of(tmp_path, [json.dumps(shown)])
     assert "first I think" in page
-    assert "terminal\ncommand: \na\nb" in page
+    assert "terminal</b>\ncommand: \na\nb" in page
     assert "1\n2\n[exit_code: 0]" in page
-    assert "f\n[no object" in page
+    assert "f</b>\n[no object" in page
     assert "model 1.2, tools 0.5</span>" in page

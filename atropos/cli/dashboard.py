@@ -1,0 +1,39 @@
+"""`atropos dashboard`: pages over a JSONL of groups that `process` or `serve` writes, or has written."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+File = Annotated[Path, typer.Argument(exists=True, dir_okay=False, help="JSONL of groups, as data_path_to_save_groups")]
+
+
+def dashboard(
+    jsonl: File,
+    port: Annotated[int, typer.Option(min=0, max=65_535, help="0: a free one")] = 7580,
+    host: Annotated[str, typer.Option(help="address to listen on")] = "127.0.0.1",
+    token: Annotated[
+        str | None, typer.Option(envvar="ATROPOS_DASHBOARD_TOKEN", help="default: a new one, printed with the URL")
+    ] = None,
+) -> None:
+    """Serve pages over a JSONL of groups until Ctrl-C; what is appended meanwhile is shown. An env has live pages of its own."""
+    from atropos.dashboard.server import DashboardServer
+    from atropos.dashboard.store import GroupFile, TrajectoryStore
+
+    store = TrajectoryStore()
+    file = GroupFile(jsonl, store)
+    server = DashboardServer(jsonl.stem, store, host=host, port=port, token=token, refresh=file.refresh)
+
+    async def serve() -> None:
+        await asyncio.to_thread(file.refresh)
+        await server.start()
+        typer.echo(f"dashboard: {server.url}")
+        try:
+            await asyncio.Event().wait()
+        finally:
+            await server.close()
+
+    asyncio.run(serve())

@@ -1,0 +1,154 @@
+"""`atropos trajectories`: export, stats and grep over a JSONL of groups."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Iterator
+from importlib.metadata import version
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+
+from atropos.dashboard.export import atif
+from atropos.dashboard.render import visible
+from atropos.dashboard.store import Details, Entry, Query, entry_of, members, read_groups
+
+trajectories_app = typer.Typer(no_args_is_help=True, help="Export, count or search the trajectories of a JSONL.")
+
+File = Annotated[Path, typer.Argument(exists=True, dir_okay=False, help="JSONL of groups, as data_path_to_save_groups")]
+Item = Annotated[str, typer.Option(help="part of the item's name")]
+Least = Annotated[float | None, typer.Option(help="lowest score")]
+Most = Annotated[float | None, typer.Option(help="highest score")]
+Error = Annotated[str, typer.Option(help="a stop reason, or `tools`: with failed calls")]
+Tool = Annotated[str, typer.Option(help="called this tool")]
+
+
+def _chosen(jsonl: Path, query: Query) -> Iterator[tuple[dict[str, Any], Entry, Details]]:
+    """Each matching trajectory: as it stands in the file, and parsed."""
+    for group in read_groups(jsonl):
+        item = str((group.get("atropos") or {}).get("item") or "group")
+        for member in members(group):
+            entry, details = entry_of(member, item=item)
+            if query.admits(entry):
+                yield member, entry, details
+
+
+@trajectories_app.command()
+def export(
+    jsonl: File,
+    form: Annotated[Literal["atif", "sft"], typer.Option("--format")] = "atif",
+    to: Annotated[Path | None, typer.Option(help="folder for atif; file for sft, default: standard output")] = None,
+    item: Item = "",
+    least: Least = None,
+    most: Most = None,
+    error: Error = "",
+    tool: Tool = "",
+) -> None:
+    """Write trajectories as ATIF, a file each, or as JSONL of messages for SFT. Those without messages are left out."""
+    if form == "atif" and to is None:
+        raise typer.BadParameter("atif writes a file per trajectory: name a folder with --to")
+    chosen = _chosen(jsonl, Query(item=item, least=least, most=most, error=error, tool=tool))
+    done = left_out = 0
+    out = to.open("w", encoding="utf-8") if to is not None and form == "sft" else None
+    for member, entry, details in chosen:
+        if not details.messages:
+            left_out += 1
+            continue
+        done += 1
+        if form == "sft":
+            line = json.dumps({"messages": member["messages"]})
+            typer.echo(line, file=out)
+            continue
+        assert to is not None
+        to.mkdir(parents=True, exist_ok=True)
+        name = re.sub(r"[^A-Za-z0-9_.-]+", "-", entry.trajectory_id)[:100]
+        value = atif(entry, details, agent="atropos", version=version("atropos"))
+        (to / f"{done:06d}-{name}.json").write_text(json.dumps(value, indent=1) + "\n")
+    if out is not None:
+        out.close()
+    typer.echo(
+        f"{done} trajectories exported" + (f", {left_out} without messages left out" if left_out else ""), err=True
+    )
+    raise typer.Exit(0 if done else 1)
+
+
+@trajectories_app.command()
+def stats(
+    jsonl: File,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    item: Item = "",
+    least: Least = None,
+    most: Most = None,
+    error: Error = "",
+    tool: Tool = "",
+) -> None:
+    """Count trajectories, scores, endings, calls by tool, and seconds by phase."""
+    scores: list[float] = []
+    items: Counter[str] = Counter()
+    stops: Counter[str] = Counter()
+    tools: Counter[str] = Counter()
+    phases: Counter[str] = Counter()
+    failed = 0
+    for _, entry, details in _chosen(jsonl, Query(item=item, least=least, most=most, error=error, tool=tool)):
+        scores.append(entry.score)
+        items[entry.item] += 1
+        stops[entry.stop_reason] += 1
+        failed += entry.tool_errors
+        tools.update(part.name for message in details.messages for part in message.parts if part.name)
+        for phase, seconds in entry.phases.items():
+            phases[phase] += seconds  # type: ignore[assignment]
+    found = {
+        "trajectories": len(scores),
+        "items": len(items),
+        "mean_score": sum(scores) / len(scores) if scores else None,
+        "failed_calls": failed,
+        "endings": dict(stops.most_common()),
+        "calls_by_tool": dict(tools.most_common()),
+        "seconds_by_phase": {name: round(float(seconds), 3) for name, seconds in phases.items()},
+    }
+    if as_json:
+        typer.echo(json.dumps(found, indent=2))
+        return
+    for name, value in found.items():
+        shown = "  ".join(f"{visible(key)} {n}" for key, n in value.items()) if isinstance(value, dict) else value
+        typer.echo(f"{name.replace('_', ' '):<17} {shown if shown not in (None, '') else '-'}")
+
+
+@trajectories_app.command()
+def grep(
+    jsonl: File,
+    pattern: Annotated[str, typer.Argument(help="regular expression")],
+    ignore_case: Annotated[bool, typer.Option("-i", "--ignore-case")] = False,
+    item: Item = "",
+    least: Least = None,
+    most: Most = None,
+    error: Error = "",
+    tool: Tool = "",
+) -> None:
+    """Print lines of messages and verifier output that match. Ends with 1 when none does."""
+    try:
+        wanted = re.compile(pattern, re.IGNORECASE if ignore_case else 0)
+    except re.error as wrong:
+        raise typer.BadParameter(f"{pattern!r} is no regular expression: {wrong}") from None
+    found = False
+    for _, entry, details in _chosen(jsonl, Query(item=item, least=least, most=most, error=error, tool=tool)):
+        for where, line in _lines(details):
+            if wanted.search(line):
+                found = True
+                typer.echo(visible(f"{entry.trajectory_id} ({entry.score:.2f}) {where}: {line}"))
+    raise typer.Exit(0 if found else 1)
+
+
+def _lines(details: Details) -> Iterator[tuple[str, str]]:
+    """Each line with its place: the message's number and role, or the verifier's key."""
+    for number, message in enumerate(details.messages, 1):
+        for part in message.parts:
+            for line in f"{part.name}\n{part.text}".splitlines():
+                yield f"{number} {message.role}", line
+    for key, value in details.info.items():
+        text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+        for line in text.splitlines():
+            yield f"verification {key}", line

@@ -1,0 +1,134 @@
+"""Messages as parts: text, thinking, calls and results, out of Hermes' tags or OpenAI's fields."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, cast
+
+CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
+RESULT = re.compile(r"<tool_response>(.*?)</tool_response>", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class Part:
+    """A piece of a message.
+
+    Attributes:
+        kind: text, thought, call or result.
+        text: as the model or the program wrote it, lines as lines.
+        name: of the tool, for a call that could be read.
+        arguments: of a call; the raw text where they are no object.
+        call_id: of a call, or of the call that a result answers; empty where the format has none.
+        failed: whether a result says that its call did not succeed.
+    """
+
+    kind: str
+    text: str
+    name: str = ""
+    arguments: Any = None
+    call_id: str = ""
+    failed: bool = False
+
+
+@dataclass(frozen=True)
+class Message:
+    """One message of a conversation."""
+
+    role: str
+    parts: tuple[Part, ...]
+
+
+def conversation(messages: Any) -> list[Message]:
+    """Every message that is one; what is of another shape is shown as its JSON."""
+    found: list[Message] = []
+    for value in cast("list[Any]", messages) if isinstance(messages, list) else []:
+        message = cast("dict[str, Any]", value) if isinstance(value, dict) else {"content": value}
+        role = str(message.get("role", ""))
+        found.append(Message(role, tuple(part for part in _parts(role, message) if part.text.strip() or part.name)))
+    return found
+
+
+def tools_of(messages: Iterable[Message]) -> list[str]:
+    """The names of the tools that were called, each once, in order."""
+    return list(dict.fromkeys(part.name for message in messages for part in message.parts if part.name))
+
+
+def plain(value: Any) -> str:
+    """A value of a call or a result; a text of several lines as these lines."""
+    if not isinstance(value, str):
+        return json.dumps(value, ensure_ascii=False, default=str)
+    return f"\n{value}" if "\n" in value.rstrip("\n") else value
+
+
+def _parts(role: str, message: dict[str, Any]) -> Iterator[Part]:
+    content = message.get("content")
+    text = content if isinstance(content, str) else json.dumps(content, ensure_ascii=False, default=str)
+    thought = message.get("reasoning_content")
+    if thought:
+        yield Part("thought", str(thought))
+    if role == "tool":
+        yield _result(RESULT.sub(lambda found: found[1], text), str(message.get("tool_call_id") or ""))
+    else:
+        yield from _tagged(role, text)
+    calls = message.get("tool_calls")
+    for call in cast("list[Any]", calls) if isinstance(calls, list) else []:
+        yield _openai_call(call)
+
+
+def _tagged(role: str, text: str) -> Iterator[Part]:
+    pattern = {"assistant": CALL, "user": RESULT}.get(role)
+    at = 0
+    for found in pattern.finditer(text) if pattern else ():
+        yield Part("text", text[at : found.start()])
+        yield _hermes_call(found[1]) if role == "assistant" else _result(found[1])
+        at = found.end()
+    yield Part("text", text[at:])
+
+
+def _hermes_call(block: str) -> Part:
+    value = _object(block)
+    arguments = None if value is None else value.get("arguments")
+    if value is None or not isinstance(arguments, dict):
+        return Part("call", block.strip())
+    return _call(str(value.get("name")), cast("dict[str, Any]", arguments))
+
+
+def _openai_call(call: Any) -> Part:
+    """Arguments that are no object, and calls that are none, as they are."""
+    value = cast("dict[str, Any]", call) if isinstance(call, dict) else {}
+    function = cast("Any", value.get("function"))
+    raw = function.get("arguments") if isinstance(function, dict) else None  # pyright: ignore[reportUnknownVariableType,reportUnknownMemberType]
+    if not isinstance(raw, str):
+        return Part("call", json.dumps(call, indent=1, ensure_ascii=False, default=str))
+    name, call_id = str(cast("dict[str, Any]", function).get("name")), str(value.get("id") or "")
+    arguments = _object(raw)
+    if arguments is None:
+        return Part("call", raw, name, raw, call_id)
+    return _call(name, arguments, call_id)
+
+
+def _call(name: str, arguments: dict[str, Any], call_id: str = "") -> Part:
+    return Part("call", "\n".join(f"{key}: {plain(item)}" for key, item in arguments.items()), name, arguments, call_id)
+
+
+def _result(block: str, call_id: str = "") -> Part:
+    """The output as the program wrote it, then what else there is to say."""
+    value = _object(block)
+    if value is None:
+        return Part("result", block.strip(), call_id=call_id)
+    rest = {key: item for key, item in value.items() if key not in {"output", "success"}}
+    facts = "  ".join(f"{key}: {plain(item)}" for key, item in rest.items())
+    shown = (str(value.get("output", "")).rstrip("\n"), f"[{facts}]" if facts else "")
+    text = "\n".join(part for part in shown if part)
+    return Part("result", text, call_id=call_id, failed=value.get("success") is False or bool(value.get("exit_code")))
+
+
+def _object(block: str) -> dict[str, Any] | None:
+    try:
+        value = json.loads(block)
+    except (ValueError, RecursionError):
+        return None
+    return cast("dict[str, Any]", value) if isinstance(value, dict) else None

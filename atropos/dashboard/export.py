@@ -1,0 +1,87 @@
+"""Trajectories for other programs: ATIF files and messages for supervised fine-tuning.
+
+ATIF is Harbor's Agent Trajectory Interchange Format; the fields used here are those of version 1.7 of its RFC.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from atropos.dashboard.conversation import Message, Part
+from atropos.dashboard.store import Details, Entry
+
+ATIF_VERSION = "ATIF-v1.7"
+
+
+def atif(entry: Entry, details: Details, *, agent: str, version: str) -> dict[str, Any]:
+    """A trajectory as an ATIF document. A message with results belongs to the step of the calls before it.
+
+    Args:
+        entry: the trajectory.
+        details: its messages and verifier output.
+        agent: name of the agent.
+        version: its version.
+    """
+    steps: list[dict[str, Any]] = []
+    for message in details.messages:
+        results = [part for part in message.parts if part.kind == "result"]
+        if results and steps and steps[-1]["source"] == "agent":
+            _observe(steps[-1], results)
+            rest = tuple(part for part in message.parts if part.kind != "result")
+        else:
+            rest = message.parts
+        if rest or not results:
+            steps.append({"step_id": len(steps) + 1, **_step(Message(message.role, rest), len(steps) + 1)})
+    facts = {"attempts": entry.attempts, "stop_reason": entry.stop_reason, "seconds_by_phase": entry.phases}
+    return {
+        "schema_version": ATIF_VERSION,
+        "session_id": entry.trajectory_id,
+        "agent": {"name": agent, "version": version},
+        "steps": steps,
+        "final_metrics": {"total_steps": len(steps)},
+        "extra": {"item": entry.item, "score": entry.score, "seconds": entry.seconds, **facts, "info": details.info},
+    }
+
+
+def _step(message: Message, number: int) -> dict[str, Any]:
+    source = {"assistant": "agent", "system": "system"}.get(message.role, "user")
+    step: dict[str, Any] = {"source": source, "message": _text(message, *_spoken(source))}
+    if source != "agent":
+        return step
+    if thought := _text(message, "thought"):
+        step["reasoning_content"] = thought
+    calls = [_call(part, f"call_{number}_{at}") for at, part in enumerate(_named(message), 1)]
+    return step | ({"tool_calls": calls} if calls else {})
+
+
+def _spoken(source: str) -> tuple[str, ...]:
+    """The kinds of parts that are a message's text: an agent's calls have a field of their own, where they can be read."""
+    return ("text", "unread") if source == "agent" else ("text", "result")
+
+
+def _named(message: Message) -> Iterator[Part]:
+    return (part for part in message.parts if part.kind == "call" and part.name)
+
+
+def _call(part: Part, call_id: str) -> dict[str, Any]:
+    arguments = part.arguments if isinstance(part.arguments, dict) else {"raw": part.arguments}
+    return {"tool_call_id": part.call_id or call_id, "function_name": part.name, "arguments": arguments}
+
+
+def _observe(step: dict[str, Any], results: list[Part]) -> None:
+    """Add results to a step: each to the call that it names, else to the next one without a result."""
+    found = step.setdefault("observation", {"results": []})["results"]
+    calls = [call["tool_call_id"] for call in step.get("tool_calls", ())]
+    for part in results:
+        answered = {result.get("source_call_id") for result in found}
+        call_id = part.call_id if part.call_id in calls else next((one for one in calls if one not in answered), None)
+        found.append({"content": part.text} | ({"source_call_id": call_id} if call_id else {}))
+
+
+def _text(message: Message, *kinds: str) -> str:
+    return "\n".join(
+        part.text.strip("\n")
+        for part in message.parts
+        if part.kind in kinds or ("unread" in kinds and part.kind == "call" and not part.name)
+    )

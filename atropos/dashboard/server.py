@@ -1,0 +1,230 @@
+"""The pages over HTTP: read-only, behind a token, on loopback unless another host is named."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import hmac
+import logging
+import math
+import os
+import secrets
+import time
+from collections.abc import Awaitable, Callable
+from urllib.parse import urlencode
+
+from aiohttp import web
+
+from atropos.dashboard.live import LiveView
+from atropos.dashboard.render import SCRIPT, STYLE, aligned, render, verdicts
+from atropos.dashboard.store import Query, TrajectoryStore
+from atropos.errors import ConfigError
+
+PAGE = 50
+"""Trajectories in a page of the list."""
+SIBLINGS = 16
+"""Columns of a group's page."""
+FRESH_S = 0.5
+"""How long a look at the env serves all who ask."""
+CHARTS = (
+    ("trajectories per minute", "trajectories_per_min", ""),
+    ("calls per second", "calls_per_s", ""),
+    ("call p50", "call_p50_s", " s"),
+    ("call p99", "call_p99_s", " s"),
+    ("slots leased", "leased", ""),
+    ("acquires in line", "waiting", ""),
+)
+HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; style-src 'self'; script-src 'self'; connect-src 'self'; "
+    "form-action 'self'; base-uri 'none'; frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cache-Control": "no-store",
+}
+_log = logging.getLogger(__name__)
+
+
+class DashboardServer:
+    """Serves the pages from `start` to `close`.
+
+    Args:
+        title: of every page.
+        store: the trajectories.
+        host, port: where to listen; port 0 takes a free one.
+        token: what a reader must show; None: a new one.
+        live: one look at a running env; None: there is none, and no live page.
+        refresh: called in a thread before trajectories are listed, as to read what a file has got meanwhile.
+    """
+
+    def __init__(
+        self,
+        title: str,
+        store: TrajectoryStore,
+        *,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        token: str | None = None,
+        live: Callable[[], LiveView] | None = None,
+        refresh: Callable[[], None] | None = None,
+    ) -> None:
+        self.host, self.port = host, port
+        self._title, self._store = title, store
+        self._token = token or secrets.token_urlsafe(24)
+        self._live, self._refresh = live, refresh
+        self._fragment, self._fragment_at = "", -math.inf
+        self._runner: web.AppRunner | None = None
+
+    @property
+    def url(self) -> str:
+        """Where it is, with the token that opens it."""
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"http://{host}:{self.port}/?{urlencode({'token': self._token})}"
+
+    async def start(self) -> None:
+        """Listen; does nothing when it does.
+
+        Raises:
+            ConfigError: the address can't be had.
+        """
+        if self._runner is not None:
+            return
+        app = web.Application(middlewares=[self._guarded])
+        for path, handler in {
+            "/": self._home,
+            "/live": self._live_fragment,
+            "/trajectories": self._list,
+            r"/trajectory/{number:\d{1,15}}": self._trajectory,
+            r"/group/{number:\d{1,15}}": self._group,
+            "/style.css": self._style,
+            "/script.js": self._script,
+        }.items():
+            app.router.add_get(path, handler)
+        runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.5)
+        await runner.setup()
+        try:
+            await web.TCPSite(runner, self.host, self.port).start()
+        except OSError as error:
+            await runner.cleanup()
+            why = os.strerror(error.errno) if error.errno else error
+            raise ConfigError(f"dashboard_port: {self.host}:{self.port}: {why}; choose another") from error
+        self._runner = runner
+        self.port = int(runner.addresses[0][1])
+
+    async def close(self) -> None:
+        """Stop listening. Idempotent."""
+        runner, self._runner = self._runner, None
+        if runner is not None:
+            await runner.cleanup()
+
+    # ------------------------------------------------------------------------------------------------------ requests
+
+    @web.middleware
+    async def _guarded(
+        self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+    ) -> web.StreamResponse:
+        """The token before anything else; then the same headers on every answer."""
+        cookie = f"atropos_dashboard_{self.port}"
+        given = request.query.get("token", "")
+        answer: web.StreamResponse
+        if self._right(given):
+            answer = web.HTTPSeeOther("/")
+            answer.set_cookie(cookie, self._token, httponly=True, samesite="Lax", path="/")
+        elif not self._right(request.cookies.get(cookie, "")) and not self._right(
+            request.headers.get("Authorization", "").removeprefix("Bearer ")
+        ):
+            text = "401: open the URL that was printed at the start; it carries the token\n"
+            answer = web.Response(status=401, text=text, headers={"WWW-Authenticate": "Bearer"})
+        else:
+            try:
+                answer = await handler(request)
+            except web.HTTPException as error:
+                answer = self._page("error.html", status=error.status, text=error.reason, code=error.status)
+            except Exception:
+                _log.exception("the dashboard failed at %s", request.path)
+                answer = self._page("error.html", status=500, text="the page could not be made; see the log", code=500)
+        answer.headers.update(HEADERS)
+        return answer
+
+    def _right(self, given: str) -> bool:
+        return hmac.compare_digest(given.encode(errors="surrogateescape"), self._token.encode())
+
+    def _page(self, template: str, code: int = 200, **values: object) -> web.Response:
+        text = render(template, title=self._title, live=self._live is not None, **values)
+        body = text.encode(errors="backslashreplace")
+        return web.Response(body=body, status=code, content_type="text/html", charset="utf-8")
+
+    async def _home(self, request: web.Request) -> web.Response:
+        if self._live is None:
+            return await self._list(request)
+        return self._page("live.html", view=self._live(), charts=CHARTS)
+
+    async def _live_fragment(self, _request: web.Request) -> web.Response:
+        if self._live is None:
+            raise web.HTTPNotFound(reason="no env runs here")
+        if time.monotonic() - self._fragment_at > FRESH_S:
+            self._fragment = render("live_fragment.html", view=self._live(), charts=CHARTS)
+            self._fragment_at = time.monotonic()
+        body = self._fragment.encode(errors="backslashreplace")
+        return web.Response(body=body, content_type="text/html", charset="utf-8")
+
+    async def _list(self, request: web.Request) -> web.Response:
+        if self._refresh is not None:
+            await asyncio.to_thread(self._refresh)
+        given = {name: request.query.get(name, "").strip()[:500] for name in ("text", "item", "error", "tool")}
+        query = Query(**given, least=_bound(request, "least"), most=_bound(request, "most"))
+        asked = request.query.get("page", "1")
+        page = max(1, int(asked)) if asked.isascii() and asked.isdigit() and len(asked) < 10 else 1
+        find = functools.partial(self._store.find, query, first=(page - 1) * PAGE, limit=PAGE)
+        entries, total = await asyncio.to_thread(find)
+        reasons, tools = await asyncio.to_thread(self._store.facets)
+        kept = {name: value for name, value in request.query.items() if name != "page"}
+        return self._page(
+            "list.html",
+            entries=entries,
+            total=total,
+            page=page,
+            pages=max(1, math.ceil(total / PAGE)),
+            query=query,
+            reasons=reasons,
+            tools=tools,
+            forgotten=self._store.forgotten,
+            link=functools.partial(_link, kept),
+        )
+
+    async def _trajectory(self, request: web.Request) -> web.Response:
+        found = await asyncio.to_thread(self._store.get, int(request.match_info["number"]))
+        if found is None:
+            raise web.HTTPNotFound(reason="no such trajectory is kept")
+        entry, details = found
+        return await asyncio.to_thread(self._page, "trajectory.html", entry=entry, details=details)
+
+    async def _group(self, request: web.Request) -> web.Response:
+        siblings = await asyncio.to_thread(self._store.group, int(request.match_info["number"]))
+        if not siblings:
+            raise web.HTTPNotFound(reason="no such group is kept")
+        shown = siblings[:SIBLINGS]
+        more = len(siblings) - len(shown)
+        make = functools.partial(self._page, "group.html", siblings=shown, more=more)
+        return await asyncio.to_thread(make, rows=aligned(shown), verdicts=verdicts(shown))
+
+    async def _style(self, _request: web.Request) -> web.Response:
+        return web.Response(text=STYLE, content_type="text/css")
+
+    async def _script(self, _request: web.Request) -> web.Response:
+        return web.Response(text=SCRIPT, content_type="text/javascript")
+
+
+def _link(query: dict[str, str], page: int) -> str:
+    """The address of a page of the same list."""
+    return "/trajectories?" + urlencode({**query, "page": page}, errors="backslashreplace")
+
+
+def _bound(request: web.Request, name: str) -> float | None:
+    """A bound of the score; None where it is none."""
+    try:
+        value = float(request.query.get(name, ""))
+    except ValueError:
+        return None
+    return value if math.isfinite(value) else None

@@ -1,0 +1,28 @@
+"use strict";
+// The live page fetches its fragment each second; without this script it is a page to reload.
+const live = document.getElementById("live");
+const button = document.getElementById("pause");
+const stale = document.getElementById("stale");
+if (live && button && stale) {
+  let paused = false;
+  button.addEventListener("click", () => {
+    paused = !paused;
+    button.setAttribute("aria-pressed", String(paused));
+    button.textContent = paused ? "Resume" : "Pause";
+  });
+  const refresh = async () => {
+    if (!paused && !document.hidden) {
+      try {
+        const answer = await fetch("/live", { cache: "no-store" });
+        if (!answer.ok) throw new Error(String(answer.status));
+        const parsed = new DOMParser().parseFromString(await answer.text(), "text/html");
+        live.replaceChildren(...parsed.body.childNodes);
+        stale.textContent = "";
+      } catch {
+        stale.textContent = "The env does not answer; these are the last numbers it gave.";
+      }
+    }
+    setTimeout(refresh, 1000);
+  };
+  setTimeout(refresh, 1000);
+}

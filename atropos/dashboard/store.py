@@ -1,0 +1,251 @@
+"""Finished trajectories in bounded memory: a small entry each for lists, and their messages compressed."""
+
+from __future__ import annotations
+
+import json
+import math
+import threading
+import time
+import zlib
+from collections import Counter, deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+from atropos.dashboard.conversation import Message, conversation, tools_of
+
+MAX_TRAJECTORIES = 20_000
+MAX_BYTES = 256 * 1024 * 1024
+"""Of compressed messages; the oldest trajectories go first."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One trajectory in a list.
+
+    Attributes:
+        number: unique in its store, consecutive.
+        group: of its group, unique in its store.
+        tools: names of the tools that were called.
+        tool_errors: results that say that their call failed.
+        seen_at: when the store got it, Unix seconds.
+    """
+
+    number: int
+    group: int
+    item: str
+    trajectory_id: str
+    score: float
+    steps: int
+    calls: int
+    seconds: float
+    attempts: int
+    stop_reason: str
+    tools: tuple[str, ...]
+    tool_errors: int
+    phases: dict[str, float] = field(default_factory=dict[str, float])
+    seen_at: float = 0.0
+
+
+@dataclass(frozen=True)
+class Details:
+    """What a trajectory's own page shows besides its entry."""
+
+    messages: list[Message]
+    info: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Query:
+    """Which trajectories are wanted; empty fields don't restrict.
+
+    Attributes:
+        text: found in messages, verifier output or id, whatever the case of ASCII letters.
+        item: part of the item's name.
+        error: a stop reason, or `tools` for any trajectory with a failed call.
+        tool: name of a tool that was called.
+        least / most: bounds of the score, inclusive.
+    """
+
+    text: str = ""
+    item: str = ""
+    error: str = ""
+    tool: str = ""
+    least: float | None = None
+    most: float | None = None
+
+    def admits(self, entry: Entry) -> bool:
+        """Whether an entry matches all but the text."""
+        return (
+            self.item.lower() in entry.item.lower()
+            and (not self.tool or self.tool in entry.tools)
+            and (not self.error or entry.stop_reason == self.error or (self.error == "tools" and entry.tool_errors > 0))
+            and (self.least is None or entry.score >= self.least)
+            and (self.most is None or entry.score <= self.most)
+        )
+
+
+class TrajectoryStore:
+    """The latest trajectories. Its methods may be called from any thread.
+
+    Attributes:
+        forgotten: trajectories that were dropped for want of room.
+    """
+
+    def __init__(self, max_trajectories: int = MAX_TRAJECTORIES, max_bytes: int = MAX_BYTES) -> None:
+        self._max, self._max_bytes = max_trajectories, max_bytes
+        self._rows: deque[tuple[Entry, bytes]] = deque()
+        self._bytes = self._next = self._groups = self.forgotten = 0
+        self._lock = threading.Lock()
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def add(self, group: dict[str, Any]) -> None:
+        """Keep a group as `scored_group` gives it, its tokens not needed; what is malformed is kept as far as it goes."""
+        summary = _dict(group.get("atropos"))
+        item = str(summary.get("item") or "group")
+        read = [_read(trajectory) for trajectory in members(group)]
+        with self._lock:
+            for values, blob in read:
+                entry = Entry(number=self._next, group=self._groups, item=item, seen_at=time.time(), **values)
+                self._rows.append((entry, blob))
+                self._next += 1
+                self._bytes += len(blob)
+            self._groups += 1
+            while self._rows and (len(self._rows) > self._max or self._bytes > self._max_bytes):
+                self._bytes -= len(self._rows.popleft()[1])
+                self.forgotten += 1
+
+    def find(self, query: Query, *, first: int = 0, limit: int = 50) -> tuple[list[Entry], int]:
+        """A page of the matching entries, the latest first, and how many match in all."""
+        with self._lock:
+            rows = list(self._rows)
+        needle = json.dumps(query.text, ensure_ascii=False)[1:-1].encode(errors="surrogatepass").lower()
+        found = [
+            entry
+            for entry, blob in reversed(rows)
+            if query.admits(entry)
+            and (not needle or needle in entry.trajectory_id.lower().encode() or needle in _inflate(blob).lower())
+        ]
+        return found[first : first + limit], len(found)
+
+    def get(self, number: int) -> tuple[Entry, Details] | None:
+        """A trajectory; None: there is none, or it is forgotten."""
+        with self._lock:
+            at = number - self._rows[0][0].number if self._rows else -1
+            row = self._rows[at] if 0 <= at < len(self._rows) else None
+        return None if row is None else (row[0], _details(row[1]))
+
+    def group(self, number: int) -> list[tuple[Entry, Details]]:
+        """The trajectories of a group that are still kept."""
+        with self._lock:
+            rows = [row for row in self._rows if row[0].group == number]
+        return [(entry, _details(blob)) for entry, blob in rows]
+
+    def facets(self) -> tuple[list[str], list[str]]:
+        """The stop reasons and the tools there are, the most frequent first."""
+        with self._lock:
+            entries = [entry for entry, _ in self._rows]
+        reasons = Counter(entry.stop_reason for entry in entries)
+        tools = Counter(tool for entry in entries for tool in entry.tools)
+        return [name for name, _ in reasons.most_common(30)], [name for name, _ in tools.most_common(50)]
+
+
+class GroupFile:
+    """A JSONL of groups that may still grow."""
+
+    def __init__(self, path: Path, store: TrajectoryStore) -> None:
+        self._path, self._store = path, store
+        self._at = 0
+        self._lock = threading.Lock()
+
+    def refresh(self) -> None:
+        """Read what was appended; a last line without its end stays for later. A file that shrank is read anew."""
+        with self._lock, self._path.open("rb") as lines:
+            if self._path.stat().st_size < self._at:
+                self._at = 0
+            lines.seek(self._at)
+            for line in lines:
+                if not line.endswith(b"\n"):
+                    break
+                self._at += len(line)
+                for group in groups_of(line):
+                    self._store.add(group)
+
+
+def read_groups(jsonl: Path) -> Iterator[dict[str, Any]]:
+    """The groups of a file; lists of groups are flattened, lines that aren't JSON left out."""
+    with jsonl.open("rb") as lines:
+        for line in lines:
+            yield from groups_of(line)
+
+
+def groups_of(line: bytes) -> Iterator[dict[str, Any]]:
+    """The groups of one line."""
+    try:
+        value = json.loads(line.decode(errors="replace"))
+    except (ValueError, RecursionError):
+        return
+    for group in cast("list[Any]", value) if isinstance(value, list) else [value]:
+        if isinstance(group, dict):
+            yield cast("dict[str, Any]", group)
+
+
+def members(group: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """A group's trajectories: each one's summary, with its `score` and `messages`."""
+    summaries = _list(_dict(group.get("atropos")).get("trajectories"))
+    conversations = _list(group.get("messages"))
+    for index, score in enumerate(_list(group.get("scores"))):
+        summary = _dict(summaries[index]) if index < len(summaries) else {}
+        messages = conversations[index] if index < len(conversations) else []
+        named = {"trajectory_id": f"trajectory {index}", **summary}
+        yield {**named, "score": _number(score), "messages": _list(messages)}
+
+
+def entry_of(trajectory: dict[str, Any], *, item: str) -> tuple[Entry, Details]:
+    """A trajectory of `members`, parsed."""
+    values, blob = _read(trajectory)
+    return Entry(number=0, group=0, item=item, **values), _details(blob)
+
+
+def _read(trajectory: dict[str, Any]) -> tuple[dict[str, Any], bytes]:
+    messages = conversation(trajectory["messages"])
+    results = [part for message in messages for part in message.parts if part.kind == "result"]
+    kept = {"messages": trajectory["messages"], "info": _dict(trajectory.get("info"))}
+    text = json.dumps(kept, ensure_ascii=False, default=str).encode(errors="surrogatepass")
+    values = {
+        "trajectory_id": str(trajectory["trajectory_id"]),
+        "score": trajectory["score"],
+        "steps": int(_number(trajectory.get("steps"))),
+        "calls": int(_number(trajectory.get("calls"))),
+        "seconds": _number(trajectory.get("seconds")),
+        "attempts": int(_number(trajectory.get("attempts", 1))),
+        "stop_reason": str(trajectory.get("stop_reason") or "final"),
+        "tools": tuple(tools_of(messages)),
+        "tool_errors": sum(part.failed for part in results),
+        "phases": {str(name): _number(value) for name, value in _dict(trajectory.get("phases")).items()},
+    }
+    return values, zlib.compress(text, 1)
+
+
+def _inflate(blob: bytes) -> bytes:
+    return zlib.decompress(blob)
+
+
+def _details(blob: bytes) -> Details:
+    kept = json.loads(_inflate(blob).decode(errors="surrogatepass"))
+    return Details(conversation(kept["messages"]), kept["info"])
+
+
+def _number(value: Any) -> float:
+    return float(value) if isinstance(value, int | float) and math.isfinite(value) else 0.0
+
+
+def _dict(value: Any) -> dict[str, Any]:
+    return cast("dict[str, Any]", value) if isinstance(value, dict) else {}
+
+
+def _list(value: Any) -> list[Any]:
+    return cast("list[Any]", value) if isinstance(value, list) else []

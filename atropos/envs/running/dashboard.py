@@ -1,0 +1,208 @@
+"""An env's live pages: samples its numbers, keeps its finished trajectories, and serves both where `dashboard_port` is set."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import time
+from collections import Counter, deque
+
+from atropos.dashboard.live import Container, InFlight, LiveView, Sample
+from atropos.dashboard.server import DashboardServer
+from atropos.dashboard.store import TrajectoryStore
+from atropos.envs.config import SandboxEnvConfig
+from atropos.envs.running.activity import MODEL
+from atropos.envs.running.backend import ToolBackend
+from atropos.envs.running.groups import Event
+from atropos.envs.running.lifecycle import cancel_and_wait
+from atropos.envs.running.metrics import EnvMetrics, percentile
+from atropos.envs.running.rollout import Rollout, messages_of
+from atropos.slots import SlotPool
+from atropos.slots.stats import PoolStats
+
+SAMPLE_S = 5.0
+SAMPLES = 720
+RECENT = 50
+"""Latest faults that are listed with their text."""
+QUEUED = 64
+"""Groups that may wait to be kept for the pages; more at once are left out of them."""
+
+_log = logging.getLogger(__name__)
+
+
+class EnvDashboard:
+    """Does nothing where `dashboard_port` is None.
+
+    Args:
+        config: the env's settings.
+        title: of its pages.
+        metrics: what is shown.
+        backend: its containers.
+
+    Attributes:
+        observe: to be called with each `Event` of the env.
+        server: None: `dashboard_port` is.
+    """
+
+    def __init__(self, config: SandboxEnvConfig, title: str, metrics: EnvMetrics, backend: ToolBackend) -> None:
+        self._metrics, self._backend = metrics, backend
+        self._store = TrajectoryStore()
+        self._history: deque[Sample] = deque(maxlen=SAMPLES)
+        self._recent: deque[tuple[float, str, str]] = deque(maxlen=RECENT)
+        self._finished: asyncio.Queue[tuple[str, tuple[Rollout, ...]]] = asyncio.Queue(QUEUED)
+        self._tasks: list[asyncio.Task[None]] = []
+        self._started = time.monotonic()
+        token = config.dashboard_token.get_secret_value() if config.dashboard_token else None
+        self.server = (
+            None
+            if config.dashboard_port is None
+            else DashboardServer(
+                title,
+                self._store,
+                host=config.dashboard_host,
+                port=config.dashboard_port,
+                token=token,
+                live=self.view,
+            )
+        )
+
+    async def start(self) -> None:
+        """Listen, and print where; does nothing when it does.
+
+        Raises:
+            ConfigError: the address can't be had.
+        """
+        if self.server is None or self._tasks:
+            return
+        await self.server.start()
+        self._started = time.monotonic()
+        self._tasks = [asyncio.create_task(self._sample()), asyncio.create_task(self._keep())]
+        print(f"dashboard: {self.server.url}", flush=True)  # not logged: the token is for who started it
+
+    async def close(self) -> None:
+        """Stop listening. Idempotent."""
+        tasks, self._tasks = self._tasks, []
+        await cancel_and_wait(tasks)
+        if self.server is not None:
+            await self.server.close()
+
+    def observe(self, event: Event) -> None:
+        """Take note of an event."""
+        if self.server is None:
+            return
+        if event.kind in {"dropped", "retry"}:
+            self._recent.appendleft((time.time(), event.kind, f"{event.item}: {event.detail}"[:2000]))
+        elif event.kind == "group":
+            try:
+                self._finished.put_nowait((event.item, event.rollouts))
+            except asyncio.QueueFull:
+                _log.warning("the dashboard leaves out group %s: too many wait to be kept", event.item)
+
+    async def _keep(self) -> None:
+        while True:
+            item, rollouts = await self._finished.get()
+            group = {
+                "scores": [rollout.score for rollout in rollouts],
+                "messages": [messages_of(rollout.transcript) for rollout in rollouts],
+                "atropos": {"item": item, "trajectories": [rollout.summary() for rollout in rollouts]},
+            }
+            try:
+                await asyncio.to_thread(self._store.add, group)
+            except Exception:
+                _log.exception("the dashboard could not keep group %s", item)
+
+    async def _sample(self) -> None:
+        found, calls, trajectories, at = (
+            self._metrics,
+            self._metrics.calls,
+            self._metrics.trajectories,
+            time.monotonic(),
+        )
+        while True:
+            await asyncio.sleep(SAMPLE_S)
+            now = time.monotonic()
+            took, new = now - at, found.calls - calls
+            latest = [found.call_s[-1 - i] for i in range(min(new, len(found.call_s)))]
+            pool = self._backend.pool
+            stats = PoolStats() if pool is None else pool.stats()
+            self._history.append(
+                Sample(
+                    trajectories_per_min=60 * (found.trajectories - trajectories) / took,
+                    calls_per_s=new / took,
+                    call_p50_s=percentile(latest, 0.5),
+                    call_p99_s=percentile(latest, 0.99),
+                    leased=stats.leased,
+                    waiting=stats.waiting,
+                )
+            )
+            calls, trajectories, at = found.calls, found.trajectories, now
+
+    def view(self) -> LiveView:
+        """One look at the env."""
+        found, pool = self._metrics, self._backend.pool
+        stats = PoolStats() if pool is None else pool.stats()
+        uptime = time.monotonic() - self._started
+        numbers = {
+            "up": f"{uptime:.0f} s",
+            "groups": str(found.groups),
+            "trajectories": str(found.trajectories),
+            "mean score": f"{sum(found.scores) / len(found.scores):.3f}" if found.scores else "-",
+            "in flight": str(len(found.activity.running)),
+            "tool calls": str(found.calls),
+            "tool errors": str(found.tool_errors),
+            "slots leased": f"{stats.leased} of {stats.slots}",
+            "acquire p50 / p99": f"{stats.acquire.p50_s * 1e3:.0f} / {stats.acquire.p99_s * 1e3:.0f} ms",
+            "reset p50 / p99": f"{stats.reset.p50_s * 1e3:.0f} / {stats.reset.p99_s * 1e3:.0f} ms",
+            "containers lost": str(stats.lost),
+        }
+        return LiveView(
+            uptime_s=uptime,
+            numbers=numbers,
+            containers=[] if pool is None else _containers(pool),
+            in_flight=self._in_flight(),
+            waiting=stats.waiting,
+            faults=self._faults(),
+            recent=list(self._recent),
+            history=list(self._history),
+            every_s=SAMPLE_S,
+            trouble=stats.trouble,
+        )
+
+    def _in_flight(self) -> list[InFlight]:
+        now = time.monotonic()
+        rows: list[InFlight] = []
+        for trajectory_id, running in self._metrics.activity.running.items():
+            call = running.call
+            doing = MODEL if call is None else f"{call.name} {json.dumps(call.arguments, default=str)[:200]}"
+            rows.append(
+                InFlight(
+                    trajectory_id, running.item, now - running.since, doing, now - running.doing_since, running.calls
+                )
+            )
+        return rows
+
+    def _faults(self) -> list[tuple[str, str, int]]:
+        found = self._metrics
+        counted: dict[str, Counter[str]] = {
+            "group dropped": found.dropped,
+            "group not sent": found.unsent,
+            "retry": found.retries,
+            "hook error": found.hook_errors,
+        }
+        return [(kind, code, count) for kind, codes in counted.items() for code, count in codes.most_common(50)]
+
+
+def _containers(pool: SlotPool) -> list[Container]:
+    seats = sorted((link.seat for link in pool.links.values()), key=lambda seat: seat.index)
+    return [
+        Container(
+            name=f"{seat.index} {seat.key}",
+            leased=seat.leased + seat.reserved,
+            free=max(0, seat.free),
+            retired=seat.retired,
+            others=max(0, seat.slots - seat.leased - seat.reserved - max(0, seat.free) - seat.retired),
+            ready=seat.open,
+        )
+        for seat in seats
+    ]

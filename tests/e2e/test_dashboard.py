@@ -1,0 +1,71 @@
+"""An env's live pages during a real run on local slots."""
+
+from __future__ import annotations
+
+import asyncio
+
+import httpx
+import pytest
+
+from atropos.envs import HermesAgentBaseEnv
+from tests.e2e.hermes_support import call, make, running_policy, script
+
+WORKS = script({"calls": [call("terminal", command="touch made; sleep 3")]}, "finished")
+LAST = script("nothing")
+
+
+class Env(HermesAgentBaseEnv):
+    name = "shown"
+    pages: dict[str, str]
+
+    async def setup(self):
+        self.pages = {}
+        self.rows = self.load_rows()
+
+    async def get_next_item(self):
+        return next(self.rows, None)
+
+    def client(self):
+        server = self.dashboard.server
+        address = f"http://{server.host}:{server.port}"
+        return httpx.AsyncClient(base_url=address, headers={"Authorization": "Bearer s3cret"})
+
+    async def execute_tool(self, trajectory_id, call):
+        running = asyncio.ensure_future(super().execute_tool(trajectory_id, call))
+        if not self.pages:
+            async with self.client() as client, httpx.AsyncClient() as bare:
+                self.pages["bare"] = str((await bare.get(client.base_url)).status_code)
+                while "touch made" not in (live := (await client.get("/live")).text) and not running.done():  # noqa: ASYNC110
+                    await asyncio.sleep(0.1)
+                self.pages["live"] = live
+        return await running
+
+    async def compute_reward(self, item, result, ctx):
+        if item["prompt"] == LAST:
+            async with self.client() as client:
+                while "/trajectory/1" not in (await client.get("/trajectories")).text:  # noqa: ASYNC110
+                    await asyncio.sleep(0.1)
+                self.pages["end"] = (await client.get("/trajectory/0")).text
+        return 1.0
+
+
+@pytest.fixture
+async def policy(tmp_path):
+    async with running_policy(tmp_path) as running:
+        yield running
+
+
+async def test_a_real_run_is_seen_live_and_afterwards(policy, tmp_path, capfd):
+    settings = {"dashboard_port": 0, "dashboard_host": "127.0.0.2", "dashboard_token": "s3cret"}
+    env = make(Env, policy, tmp_path, [{"prompt": WORKS}, {"prompt": LAST}], process_concurrency=1, **settings)
+    assert "s3cret" not in env.config.model_dump_json()
+    await env.process_manager()
+    assert env.pages["bare"] == "401"
+    assert "touch made; sleep 3" in env.pages["live"]
+    assert 'class="leased"' in env.pages["live"]
+    assert "terminal" in env.pages["end"]
+    assert "touch made" in env.pages["end"]
+    assert f"dashboard: http://127.0.0.2:{env.dashboard.server.port}/?token=s3cret" in capfd.readouterr().out
+    async with env.client() as client:
+        with pytest.raises(httpx.ConnectError):
+            await client.get("/")

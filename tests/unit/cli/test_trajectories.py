@@ -1,0 +1,83 @@
+"""`atropos trajectories`: what it writes, chooses and prints."""
+
+from __future__ import annotations
+
+import json
+
+from typer.testing import CliRunner
+
+from atropos.cli import app
+from tests.unit.dashboard.support import group, hostile, ordinary, trajectory
+
+
+def run(tmp_path, command, *arguments, groups=None):
+    path = tmp_path / "g.jsonl"
+    path.write_text("".join(json.dumps(one) + "\n" for one in (groups or ordinary())))
+    return CliRunner().invoke(app, ["trajectories", command, str(path), *arguments])
+
+
+def test_atif_has_calls_with_their_results_in_numbered_steps(tmp_path):
+    done = run(tmp_path, "export", "--to", str(tmp_path / "atif"), "--item", "square-3", "--least", "1")
+    assert done.exit_code == 0, done.output
+    [file] = (tmp_path / "atif").iterdir()
+    value = json.loads(file.read_text())
+    assert value["schema_version"] == "ATIF-v1.7"
+    assert [step["step_id"] for step in value["steps"]] == [1, 2, 3, 4]
+    assert [step["source"] for step in value["steps"]] == ["system", "user", "agent", "agent"]
+    step = value["steps"][2]
+    [call] = step["tool_calls"]
+    assert call["function_name"] == "terminal"
+    assert call["arguments"] == {"command": "cat square-3-0.txt"}
+    [result] = step["observation"]["results"]
+    assert result["source_call_id"] == call["tool_call_id"]
+    assert result["content"].startswith("9\n")
+    assert value["extra"]["score"] == 1.0
+
+
+def test_atif_keeps_the_ids_of_openai_calls(tmp_path):
+    calls = [{"id": name, "function": {"name": "f", "arguments": "{}"}} for name in ("a", "b")]
+    messages = [
+        {"role": "user", "content": "go"},
+        {"role": "assistant", "content": "", "reasoning_content": "hm", "tool_calls": calls},
+        {"role": "tool", "tool_call_id": "b", "content": '{"success": true, "output": "of b"}'},
+        {"role": "tool", "tool_call_id": "a", "content": '{"success": true, "output": "of a"}'},
+    ]
+    one = group("i", (messages, 1.0, {"trajectory_id": "../../t"}))
+    run(tmp_path, "export", "--to", str(tmp_path / "atif"), groups=[one])
+    [file] = (tmp_path / "atif").iterdir()
+    step = json.loads(file.read_text())["steps"][1]
+    assert step["reasoning_content"] == "hm"
+    assert [(r["source_call_id"], r["content"]) for r in step["observation"]["results"]] == [
+        ("b", "of b"),
+        ("a", "of a"),
+    ]
+
+
+def test_sft_lines_are_the_messages_of_the_chosen(tmp_path):
+    done = run(tmp_path, "export", "--format", "sft", "--least", "1", "--item", "square-1")
+    lines = [json.loads(line) for line in done.stdout.splitlines()]
+    assert len(lines) == 11  # square-1 and square-10 to square-19
+    assert all(set(line) == {"messages"} for line in lines)
+    assert lines[0]["messages"] == trajectory("square-1-0", 1.0, output="1")[0]
+    assert run(tmp_path, "export", "--format", "sft", "--item", "none").exit_code == 1
+
+
+def test_stats_count_what_is_there(tmp_path):
+    found = json.loads(run(tmp_path, "stats", "--json").stdout)
+    assert found["trajectories"] == 60
+    assert found["mean_score"] == 0.5
+    assert found["failed_calls"] == 20
+    assert found["endings"] == {"final": 40, "max_steps": 20}
+    assert found["calls_by_tool"] == {"terminal": 60}
+    assert "trajectories      60" in run(tmp_path, "stats").stdout
+
+
+def test_grep_prints_lines_that_match_without_acting_on_the_terminal(tmp_path):
+    done = run(tmp_path, "grep", "no such", "-i", "--most", "0", "--item", "square-3")
+    assert done.stdout.splitlines()[0] == "square-3-1 (0.00) 4 user: No such file"
+    assert run(tmp_path, "grep", "absent").exit_code == 1
+    assert run(tmp_path, "grep", "(").exit_code == 2
+    shown = run(tmp_path, "grep", "script", groups=[hostile()]).stdout
+    assert shown
+    assert not set(shown) & set("\x1b\x07\x9b\u202e")
+    assert "\x1b" not in run(tmp_path, "stats", groups=[hostile()]).stdout

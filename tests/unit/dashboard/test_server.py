@@ -1,0 +1,204 @@
+"""The pages in a real Chromium: what is there, how it is found, and that nothing hostile in it comes to life."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+from collections.abc import AsyncIterator
+
+import httpx
+import pytest
+
+from atropos.api.external.browser import browser_available
+from atropos.api.settings import BrowserSettings
+from atropos.dashboard.live import Container, InFlight, LiveView, Sample
+from atropos.dashboard.render import write_page
+from atropos.dashboard.server import DashboardServer
+from atropos.dashboard.store import GroupFile, Query, TrajectoryStore
+from atropos.errors import ConfigError
+from tests.unit.dashboard.support import EVIL, chromium, group, hostile, ordinary, trajectory
+
+BROWSER = pytest.mark.skipif(bool(browser_available(BrowserSettings())), reason=browser_available(BrowserSettings()))
+
+
+def view() -> LiveView:
+    return LiveView(
+        numbers={"groups": "7"},
+        containers=[Container(EVIL, leased=3, free=2, retired=1, others=0, ready=True)],
+        in_flight=[InFlight(EVIL, EVIL, 3.0, f"terminal {EVIL}", 1.0, 2)],
+        waiting=4,
+        faults=[("group dropped", EVIL, 2)],
+        recent=[(0.0, "dropped", EVIL)],
+        history=[Sample(at, at * 2, 0.1, 0.4, at % 5, 0) for at in range(50)],
+        trouble=EVIL,
+    )
+
+
+@contextlib.asynccontextmanager
+async def serving(groups, *, live=None, **more) -> AsyncIterator[DashboardServer]:
+    store = TrajectoryStore()
+    for one in groups:
+        store.add(one)
+    server = DashboardServer("squares", store, live=live, **more)
+    await server.start()
+    try:
+        yield server
+    finally:
+        await server.close()
+
+
+def client(server, **headers) -> httpx.AsyncClient:
+    return httpx.AsyncClient(base_url=f"http://127.0.0.1:{server.port}", headers=headers)
+
+
+PATHS = ["/", "/live", "/trajectories", "/trajectory/0", "/group/0", "/style.css", "/script.js", "/nosuch"]
+
+
+@pytest.mark.parametrize("path", PATHS)
+async def test_no_path_answers_without_the_token_and_none_is_changed_by_it(path):
+    async with serving(ordinary(), live=view, token="right") as server:
+        async with client(server) as bare:
+            assert (await bare.get(path)).status_code == 401
+            assert (await bare.get(path, params={"token": "wrong"})).status_code == 401
+            assert (await bare.get(path, headers={"Authorization": "Bearer righ"})).status_code == 401
+        async with client(server, Authorization="Bearer right") as known:
+            answer = await known.get(path)
+            assert answer.status_code == (404 if path == "/nosuch" else 200)
+            assert "script-src 'self'" in answer.headers["content-security-policy"]
+            assert "unsafe" not in answer.headers["content-security-policy"]
+            assert answer.headers["x-content-type-options"] == "nosniff"
+            assert "right" not in answer.text.replace("right:", "").replace("right;", "")
+            assert (await known.post(path)).status_code in {404, 405}
+
+
+async def test_the_printed_url_opens_it_once_and_leaves_no_token_in_the_address():
+    async with serving(ordinary()) as server, httpx.AsyncClient(follow_redirects=True) as reader:
+        assert server.host == "127.0.0.1"
+        answer = await reader.get(server.url)
+        assert answer.status_code == 200
+        assert "token" not in str(answer.url)
+        assert "HttpOnly" in answer.history[0].headers["set-cookie"]
+
+
+async def test_a_port_in_use_is_refused_by_name():
+    async with serving([]) as server:
+        with pytest.raises(ConfigError, match=f"dashboard_port: 127.0.0.1:{server.port}: Address already in use"):
+            await DashboardServer("second", TrajectoryStore(), port=server.port).start()
+
+
+async def test_lists_are_filtered_and_paged():
+    async with serving(ordinary()) as server, client(server, Authorization=server.url.split("=")[1]) as reader:
+
+        async def found(**query):
+            page = (await reader.get("/trajectories", params=query)).text
+            return int(re.search(r'Trajectories <span class="n">(\d+)', page)[1]), page
+
+        assert (await found())[0] == 60
+        assert "page 1 of 2" in (await found())[1]
+        assert "square-0-0" in (await found(page=2))[1]
+        assert (await found(item="SQUARE-7"))[0] == 3
+        assert (await found(least="0.4", most="0.6"))[0] == 20
+        assert (await found(error="max_steps"))[0] == 20
+        assert (await found(error="tools"))[0] == 20
+        assert (await found(tool="terminal"))[0] == 60
+        assert (await found(tool="nosuch"))[0] == 0
+        assert (await found(text="done: 361"))[0] == 1
+        assert (await found(least="nan", page="x" * 99))[0] == 60
+
+
+def test_the_store_is_bounded_and_holds_ten_thousand():
+    store = TrajectoryStore(max_trajectories=10_000)
+    for at in range(5_100):
+        store.add(group(f"item-{at}", trajectory(f"a{at}", 1.0), trajectory(f"b{at}", 0.0)))
+    assert len(store) == 10_000
+    assert store.forgotten == 200
+    assert store.get(0) is None
+    assert store.get(200)[0].trajectory_id == "a100"
+    entries, total = store.find(Query(item="item-5099"))
+    assert total == 2
+    assert [entry.trajectory_id for entry, _ in store.group(entries[0].group)] == ["a5099", "b5099"]
+    small = TrajectoryStore(max_bytes=2_000)
+    for one in ordinary():
+        small.add(one)
+    assert 0 < len(small) < 60
+
+
+def test_a_file_is_followed_line_by_line(tmp_path):
+    path, store = tmp_path / "g.jsonl", TrajectoryStore()
+    lines = [json.dumps(one) + "\n" for one in ordinary()]
+    path.write_text(lines[0] + lines[1][:40])
+    file = GroupFile(path, store)
+    file.refresh()
+    assert len(store) == 3
+    path.write_text("".join(lines[:2]) + "no json\n")
+    file.refresh()
+    file.refresh()
+    assert len(store) == 6
+
+
+@BROWSER
+async def test_nothing_hostile_comes_to_life_on_any_page(tmp_path):
+    (tmp_path / "g.jsonl").write_text(json.dumps(hostile()) + "\n")
+    static = write_page(tmp_path / "g.jsonl")
+    async with serving([hostile()], live=view) as server, chromium() as browser:
+        page = await browser.new_page()
+        dialogs, errors, foreign = [], [], []
+        page.on("dialog", lambda dialog: dialogs.append(dialog) or dialog.dismiss())
+        page.on("pageerror", lambda error: errors.append(error))  # noqa: PLW0108 (playwright marks what it is given)
+        page.on("request", lambda request: foreign.append(request.url) if "127.0.0.1" not in request.url else None)
+        await page.goto(server.url)
+        base = f"http://127.0.0.1:{server.port}"
+        for path in ("/", "/trajectories", "/trajectory/0", "/group/0", "/trajectories?text=%3Cscript%3E&item=%22%3E"):
+            await page.goto(base + path)
+            await page.wait_for_timeout(1300 if path == "/" else 50)  # a refresh of the live part
+            await inert(page)
+        assert not dialogs
+        assert not errors
+        assert not foreign
+        await page.goto(static.as_uri())
+        await inert(page)
+
+
+async def inert(page) -> None:
+    """Nothing of the hostile text is an element, a title, or an unescaped control character."""
+    assert "owned" not in (await page.title()).replace("document.title='owned'", "").replace("]0;owned", "")
+    assert await page.locator("main img, main script, main a[href^='javascript']").count() == 0
+    text = await page.locator("main").text_content()
+    assert not set(text) & {"\x1b", "\x07", "\x9b", "\u202e"}
+    if "[exit_code" in text:
+        assert "{{ 7*191 }}" in text
+        assert "1337" not in text
+
+
+@BROWSER
+async def test_the_live_page_follows_pauses_and_works_with_the_keyboard():
+    numbers = {"n": 0}
+
+    def counting() -> LiveView:
+        numbers["n"] += 1
+        return LiveView(numbers={"looks": str(numbers["n"])}, containers=[Container("0 c", 2, 1, 0, 0, ready=True)])
+
+    async with serving(ordinary(), live=counting) as server, chromium() as browser:
+        page = await browser.new_page()
+        await page.goto(server.url)
+        assert await page.locator(".cells i.leased").count() == 2
+        while int(await page.locator("dd").first.text_content()) < 3:
+            await page.wait_for_timeout(100)
+        await page.keyboard.press("Tab")  # the skip link comes first
+        assert await page.evaluate("document.activeElement.className") == "skip"
+        for _ in range(3):
+            await page.keyboard.press("Tab")
+        assert await page.evaluate("document.activeElement.id") == "pause"
+        await page.keyboard.press("Enter")
+        before = await page.locator("dd").first.text_content()
+        await page.wait_for_timeout(2500)
+        assert await page.locator("dd").first.text_content() == before
+        await page.goto(f"http://127.0.0.1:{server.port}/trajectories")
+        await page.get_by_label("item").fill("square-3")
+        await page.keyboard.press("Enter")
+        await page.wait_for_url("**/trajectories?**")
+        assert await page.locator("tbody tr").count() == 3
+        await page.get_by_text("compare").first.click()
+        assert await page.locator("tr.same").count() == 2  # the prompts
+        assert await page.locator("tr.differs th", has_text="found").count() == 1
