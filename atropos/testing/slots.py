@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from atropos.errors import LeaseExpired
-from atropos.slots import Slot, SlotPool
+from atropos.errors import LeaseExpired, LimitTooLarge
+from atropos.slots import LeaseLimits, Slot, SlotPool
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -282,6 +282,18 @@ async def test_slots_work_side_by_side(pool: SlotPool) -> None:
 
     logs = await asyncio.gather(*(trajectory(n) for n in range(24)))
     assert logs == [[f"{n}-{step}" for step in range(5)] for n in range(24)]
+
+
+async def test_a_lease_has_the_size_that_it_asks_for_and_the_next_is_plain(pool: SlotPool) -> None:
+    memory = pool.config.limits.memory_mib
+    command = f"exec python3 -c \"x = b'x' * ({memory * 3 // 2} << 20); print('lives')\""
+    async with pool.lease("large", limits=LeaseLimits(memory_mib=2 * memory)) as slot:
+        assert (await slot.exec(command)).output == "lives\n"
+    for n in range(4):
+        async with pool.lease(f"plain{n}") as slot:
+            assert (await slot.exec(command)).limit == "memory"
+    with pytest.raises(LimitTooLarge):
+        await pool.acquire("huge", limits=LeaseLimits(memory_mib=1 << 20))
 
 
 async def test_forks_start_from_the_frozen_workspace_and_go_their_own_ways(pool: SlotPool) -> None:
