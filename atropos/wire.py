@@ -32,6 +32,8 @@ class Message(BaseModel):
 
 # ---------------------------------------------------------------------------------------------------------- operations
 
+STREAM_ID: Any = Field(min_length=8, max_length=100, pattern=r"^[A-Za-z0-9_-]+$", description="unique in the lease")
+
 
 CommandOrArgv = str | Annotated[tuple[str, ...], Field(min_length=1)]
 """A shell command line (`/bin/bash -c`, or sh where there is no bash), or a program and its arguments without a shell."""
@@ -108,6 +110,33 @@ class Tar(Message):
     path: str
     offset: int | None = Field(default=None, ge=0)
     max_bytes: int = Field(default=MAX_FILE_BYTES, gt=0, le=MAX_FILE_BYTES)
+
+
+class WriteStream(Message):
+    """Write a file, or unpack a tar archive below a folder, from what `PUT /v1/leases/{id}/streams/{stream}` brings.
+
+    A file is replaced atomically when all of it has come; one that breaks off leaves the old one.
+    """
+
+    op: Literal["write_stream"] = "write_stream"
+    path: str
+    stream: str = STREAM_ID
+    tar: bool = False
+    mode: int | None = Field(default=None, ge=0, le=0o7777)
+
+
+class ReadStream(Message):
+    """Send a file from `offset` on, or a file or folder as a tar archive, to `GET /v1/leases/{id}/streams/{stream}`.
+
+    `Done.count` says how many bytes were sent; more than `max_bytes` are refused as `too_large`.
+    """
+
+    op: Literal["read_stream"] = "read_stream"
+    path: str
+    stream: str = STREAM_ID
+    tar: bool = False
+    offset: int = Field(default=0, ge=0)
+    max_bytes: int = Field(gt=0)
 
 
 class Quiesce(Message):
@@ -189,6 +218,8 @@ Operation = Annotated[
     | Search
     | Untar
     | Tar
+    | WriteStream
+    | ReadStream
     | Quiesce
     | SetNetwork
     | ProcStart
@@ -554,6 +585,12 @@ class DrainRequest(Message):
     """POST /v1/drain. `deadline_s`: how long leases may go on; None: the server's own `drain_s`."""
 
     deadline_s: float | None = Field(default=None, ge=0)
+
+
+class StreamState(Message):
+    """PUT /v1/leases/{id}/streams/{stream}: how much of a stream the server has, whoever sent it."""
+
+    received: int
 
 
 class CallRequest(Message):

@@ -57,8 +57,8 @@ class Sandbox(Protocol):
         """
         ...
 
-    def begin(self, call_id: str, operation: Operation, done: OnResult) -> None:
-        """Hand one operation over.
+    def begin(self, call_id: str, operation: Operation, done: OnResult, *, stream: int = -1) -> None:
+        """Hand one operation over, and with one that has a stream a descriptor of its far end (a copy is taken).
 
         `done` is called once, and not before this returns: with the result; with `OutcomeUnknown` when the sandbox ended
         while the operation ran; or with `SlotLost` when the host killed programs of the slot for want of memory, with

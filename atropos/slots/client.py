@@ -10,7 +10,7 @@ import random
 import time
 import uuid
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Sequence
 from typing import Any, Self, TypeVar
 
 import aiohttp
@@ -60,6 +60,7 @@ CLOSE_S = 2.0
 """Longest `close` waits for what is under way."""
 COPY_TRIES = 3
 """Attempts to copy a snapshot while connections break."""
+SLICE_BYTES = 1 << 18
 MAX_ENDED = 10_000
 """Leases remembered as over, so that a late call is refused without asking."""
 
@@ -297,6 +298,48 @@ class SandboxClient:
                 name = f"{lease.lease_id}/{uuid.uuid5(uuid.NAMESPACE_OID, call_id).hex}"
         call = Call(call_id=name, lease_id=lease.lease_id, epoch=lease.epoch, operation=operation)
         return await stream.call(call)
+
+    # ---------------------------------------------------------------------------------------------------- file streams
+
+    async def put_piece(self, lease: Lease, stream: str, offset: int, piece: bytes, *, last: bool) -> None:
+        """Send a piece of a stream once; one that came already is skipped there.
+
+        Raises:
+            BackendUnavailable: it may not have come as a whole: send it again.
+        """
+        query = {"epoch": str(lease.epoch), "offset": str(offset), "last": str(int(last))}
+        length = {"Content-Length": str(len(piece))}
+        async with self._file_stream(
+            "PUT", lease, stream, params=query, data=_slices(piece), headers=length
+        ) as response:
+            await response.read()
+
+    async def get_stream(self, lease: Lease, stream: str) -> AsyncGenerator[bytes]:
+        """What a stream brings, in chunks, once.
+
+        Raises:
+            BackendUnavailable: it broke off.
+        """
+        async with self._file_stream("GET", lease, stream, params={"epoch": str(lease.epoch)}) as response:
+            async for chunk in response.content.iter_any():
+                yield chunk
+
+    @contextlib.asynccontextmanager
+    async def _file_stream(
+        self, method: str, lease: Lease, stream: str, **arguments: Any
+    ) -> AsyncGenerator[aiohttp.ClientResponse]:
+        # not of the session for short requests, whose connections are counted: these may wait for one another
+        if self._stream_session is None:
+            raise BackendUnavailable("this client is not connected")
+        url = f"{self._url}/v1/leases/{lease.lease_id}/streams/{stream}"
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S, sock_read=REQUEST_S)
+        try:
+            async with self._stream_session.request(method, url, timeout=timeout, **arguments) as response:
+                if response.status != 200:
+                    raise BackendUnavailable(str(_problem(response.status, await response.read())))
+                yield response
+        except (aiohttp.ClientError, OSError) as error:
+            raise BackendUnavailable(f"stream {stream} of {self._url} broke off: {error!r}") from error
 
     # ------------------------------------------------------------------------------------------------------- snapshots
 
@@ -573,6 +616,13 @@ class SandboxClient:
 
     def _beat_s(self) -> float:
         return min((lease.ttl_s for lease in self._held.values()), default=86_400.0) / 3
+
+
+async def _slices(piece: bytes) -> AsyncGenerator[memoryview]:
+    """A body in parts, so that the loop does other things between them."""
+    view = memoryview(piece)
+    for start in range(0, len(piece), SLICE_BYTES):
+        yield view[start : start + SLICE_BYTES]
 
 
 class _NotFound(SandboxError):

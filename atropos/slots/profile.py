@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from atropos import wire
 
+_AT_A_PATH = wire.ReadFile | wire.WriteFile | wire.Search | wire.Untar | wire.Tar | wire.WriteStream | wire.ReadStream
 WORKSPACE = "/workspace"
 """Where commands start and relative paths begin in a slot without a profile."""
 
@@ -49,7 +50,7 @@ class Profile:
             account = None if self.user is None else f"{self.user.uid}:{self.user.gid}"
             changes = {"workdir": self.path(operation.workdir), "env": env, "user": operation.user or account}
             return operation.model_copy(update=changes)
-        if isinstance(operation, wire.ReadFile | wire.WriteFile | wire.Search | wire.Untar | wire.Tar):
+        if isinstance(operation, _AT_A_PATH):
             return operation.model_copy(update={"path": self.path(operation.path)})
         return operation
 

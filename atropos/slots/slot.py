@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import logging
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Self
+from typing import BinaryIO, Self
 
 from atropos import wire
-from atropos.errors import LeaseExpired, NotSupported, SandboxError, SlotLost
+from atropos.errors import LeaseExpired, NotSupported, OutcomeUnknown, SandboxError, SlotLost
 from atropos.net.egress_policy import parse
+from atropos.slots import file_streams
 from atropos.slots.container_link import Link
 from atropos.slots.processes import Process, one_command, process_state, reading
 from atropos.slots.profile import PLAIN, Profile
 from atropos.slots.results import ExecResult, file_error
 from atropos.slots.snapshots import Snapshot
-from atropos.slots.uploads import PIECE_BYTES, bundles, pieces
+from atropos.slots.uploads import PIECE_BYTES, archive_of, pieces, pieces_of
 
 log = logging.getLogger("atropos.slots")
 
@@ -27,6 +29,12 @@ RELEASE_TRIES = 6
 """Attempts to give a slot back before its container is taken to be broken."""
 MAX_READ_BYTES = 256 * 1024 * 1024
 """Longest file that `read_file` holds in memory, unless its caller allows more."""
+MAX_ARCHIVE_BYTES = 64 * 1024**3
+"""Longest archive that `download_to` writes, unless its caller allows more."""
+IN_CALL_BYTES = 256 * 1024
+"""A file up to this size goes in its call; a larger one as a stream of its own, which calls of others pass."""
+READ_TRIES = 5
+"""Attempts to read what breaks off, each from where a file's last one ended."""
 
 
 class Slot:
@@ -291,25 +299,60 @@ class Slot:
             OSError: it can't be read, or is longer (`errno.EFBIG`); `FileNotFoundError`, `IsADirectoryError` … where
                 they apply.
         """
+        most = PIECE_BYTES if user else IN_CALL_BYTES  # streams are root's
         parts: list[bytes] = []
-        offset = 0
+        got = 0
+
+        def keep(chunk: bytes) -> None:
+            nonlocal got
+            parts.append(chunk)
+            got += len(chunk)
+
         while True:
-            wanted = min(PIECE_BYTES, max(1, max_bytes - offset))
-            result = await self.run(wire.ReadFile(path=path, offset=offset, max_bytes=wanted, user=user))
+            wanted = min(most, max(1, max_bytes - got))
+            result = await self.run(wire.ReadFile(path=path, offset=got, max_bytes=wanted, user=user))
             if isinstance(result, wire.OpError):
                 raise file_error(result, path)
             assert isinstance(result, wire.FileResult)
             if result.size > max_bytes:
                 raise file_error(wire.OpError(error="too_large", message=_too_long(result.size, max_bytes)), path)
-            parts.append(result.data)
-            offset += len(result.data)
-            if not result.data or offset >= result.size:
-                return parts[0] if len(parts) == 1 else b"".join(parts)
+            keep(result.data)
+            if len(result.data) < wanted or got >= max_bytes:
+                return b"".join(parts)
+            if not user:  # also where that was all: the kernel's own files don't say how long they are
+                await self._read_stream(
+                    keep, lambda: wire.ReadStream(path=path, stream=stream_id(), offset=got, max_bytes=max_bytes - got)
+                )
+                return b"".join(parts)
+
+    async def _read_stream(self, write: Callable[[bytes], object], wanted: Callable[[], wire.ReadStream]) -> None:
+        """Read what `wanted` says, and again what it then says when the connection breaks off."""
+        pause = 0.05
+        for _ in range(READ_TRIES):
+            operation = wanted()
+            if self.profile is not PLAIN:
+                operation = operation.model_copy(update={"path": self.profile.path(operation.path)})
+            result = await file_streams.receive(self._link.client, self._lease, operation, write)
+            if isinstance(result, wire.OpError):
+                raise file_error(result, operation.path)
+            if result is not None:
+                return
+            await asyncio.sleep(pause)
+            pause *= 2
+        raise OutcomeUnknown(f"{self!r} could not be read from: its streams broke off {READ_TRIES} times")
+
+    async def _write_stream(
+        self, path: str, pieces: Iterator[bytes], *, tar: bool = False, mode: int | None = None
+    ) -> wire.OpError | None:
+        path = path if self.profile is PLAIN else self.profile.path(path)
+        operation = wire.WriteStream(path=path, stream=stream_id(), tar=tar, mode=mode)
+        result = await file_streams.send(self._link.client, self._lease, operation, pieces)
+        return result if isinstance(result, wire.OpError) else None
 
     async def write_file(
         self, path: str, data: bytes | str, mode: int | None = None, *, user: str | None = None
     ) -> None:
-        """Write a file, making its parents. Up to 8 MiB it is replaced atomically; a larger one grows in pieces.
+        """Write a file, making its parents; root's is replaced atomically.
 
         Args:
             path: absolute, or below /workspace.
@@ -327,7 +370,9 @@ class Slot:
     async def _write(
         self, path: str, data: bytes, mode: int | None = None, user: str | None = None
     ) -> wire.OpError | None:
-        """Write a file in pieces; what the slot said against it."""
+        """Write a file: as a stream where it is large and root's; what the slot said against it."""
+        if len(data) > IN_CALL_BYTES and not user:
+            return await self._write_stream(path, pieces(data), mode=mode)
         append = False
         for piece in pieces(data):
             operation = wire.WriteFile(path=path, data=piece, mode=None if append else mode, append=append, user=user)
@@ -340,39 +385,50 @@ class Slot:
     async def upload(self, source: str | Path, path: str) -> None:
         """Copy a local file to `path`, or a local folder's contents into the folder `path`; links stay links.
 
+        Both go as they are read, so neither has to fit in memory.
+
         Raises:
             OSError: the source can't be read, or the slot can't take it.
         """
         source = Path(source)
-        if not source.is_dir():
-            content, mode = await asyncio.to_thread(lambda: (source.read_bytes(), source.stat().st_mode & 0o7777))
-            return await self.write_file(path, content, mode)
-        archives = bundles(source)
-        large: list[tuple[str, Path]] = []
-        while (bundle := await asyncio.to_thread(next, archives, None)) is not None:
-            result = await self.run(wire.Untar(path=path, data=bundle.archive))
-            if isinstance(result, wire.OpError):
-                raise file_error(result, path)
-            large += bundle.large
-        for name, file in large:
-            await self.upload(file, f"{path.rstrip('/')}/{name}")
-        return None
+        if await asyncio.to_thread(source.is_dir):
+            refused = await self._write_stream(path, archive_of(source), tar=True)
+        else:
+            mode = (await asyncio.to_thread(source.stat)).st_mode & 0o7777
+            refused = await self._write_stream(path, pieces_of(source), mode=mode)
+        if refused is not None:
+            raise file_error(refused, path)
 
     async def download(self, path: str, *, max_bytes: int = wire.MAX_FILE_BYTES) -> bytes:
         """A file or folder as an uncompressed tar archive.
 
         Args:
             path: absolute, or below /workspace.
-            max_bytes: longest archive, at most 32 MiB.
+            max_bytes: longest archive.
 
         Raises:
             OSError: it can't be read, or is longer (`errno.EFBIG`).
         """
-        result = await self.run(wire.Tar(path=path, max_bytes=min(max_bytes, wire.MAX_FILE_BYTES)))
-        if isinstance(result, wire.OpError):
-            raise file_error(result, path)
-        assert isinstance(result, wire.FileResult)
-        return result.data
+        archive = io.BytesIO()
+        await self._download(path, archive, max_bytes)
+        return archive.getvalue()
+
+    async def download_to(self, path: str, target: str | Path, *, max_bytes: int = MAX_ARCHIVE_BYTES) -> None:
+        """As `download`, into a local file, as it comes: the archive doesn't have to fit in memory.
+
+        Raises:
+            OSError: as `download`; or the local file can't be written.
+        """
+        with await asyncio.to_thread(open, target, "wb") as archive:
+            await self._download(path, archive, max_bytes)
+
+    async def _download(self, path: str, archive: BinaryIO, max_bytes: int) -> None:
+        def wanted() -> wire.ReadStream:
+            archive.seek(0)
+            archive.truncate()
+            return wire.ReadStream(path=path, stream=stream_id(), tar=True, max_bytes=max_bytes)
+
+        await self._read_stream(archive.write, wanted)
 
     # -------------------------------------------------------------------------------------------------- snapshots
 
@@ -444,6 +500,11 @@ class Slot:
         """The lease is over, and why; for the pool alone."""
         if self._over is None or isinstance(self._over, LeaseExpired):
             self._over = reason
+
+
+def stream_id() -> str:
+    """A fresh id for one stream."""
+    return secrets.token_urlsafe(12)
 
 
 def _drop_unwanted(task: asyncio.Task[Snapshot]) -> None:

@@ -1,54 +1,96 @@
-"""Local files and folders as what travels to a slot: pieces of a file, and tar archives of about that size."""
+"""Local files and folders as what travels to a slot: pieces of a file, or of a tar archive."""
 
 from __future__ import annotations
 
-import io
+import errno
+import os
+import stat
 import tarfile
 from collections.abc import Iterator
 from pathlib import Path
 
-PIECE_BYTES = 8 * 1024 * 1024
-"""Files travel in pieces of this size: well below the wire's bound, so that calls of others pass between them."""
+PIECE_BYTES = 4 * 1024 * 1024
+"""What is sent at once, and sent again when its connection breaks, in bytes."""
 
 
 def pieces(content: bytes) -> Iterator[bytes]:
-    """A file's content in order; one piece when it is empty."""
+    """A content in order; one piece when it is empty."""
     yield content[:PIECE_BYTES]
     for start in range(PIECE_BYTES, len(content), PIECE_BYTES):
         yield content[start : start + PIECE_BYTES]
 
 
-class Bundle:
-    """A tar archive of about PIECE_BYTES at most, and the files too large for one."""
-
-    __slots__ = ("archive", "large")
-
-    def __init__(self, archive: bytes, large: list[tuple[str, Path]]) -> None:
-        self.archive = archive
-        self.large = large
+def pieces_of(file: Path) -> Iterator[bytes]:
+    """A file's content in order."""
+    with file.open("rb", buffering=0) as source:
+        while piece := source.read(PIECE_BYTES):
+            yield piece
 
 
-def bundles(folder: Path) -> Iterator[Bundle]:
-    """A folder's contents as archives, in an order in which folders come before what is in them."""
-    buffer, large = io.BytesIO(), list[tuple[str, Path]]()
-    archive = tarfile.open(fileobj=buffer, mode="w", format=tarfile.PAX_FORMAT)  # noqa: SIM115 (many of them)
-    for file in sorted(folder.rglob("*")):
-        name = file.relative_to(folder).as_posix()
-        if file.is_file() and not file.is_symlink() and file.stat().st_size > PIECE_BYTES:
-            large.append((name, file))
+def archive_of(folder: Path) -> Iterator[bytes]:
+    """A folder's contents as an archive, in an order in which folders come before what is in them.
+
+    Who owns a file here means nothing there; sockets and devices stay behind.
+
+    Raises:
+        OSError: something can't be read, or became shorter while it was.
+    """
+    buffer = bytearray()
+    seen: dict[tuple[int, int], str] = {}
+    for name, path, found in _below(str(folder), ""):
+        member = _member(name, path, found, seen)
+        if member is None:
             continue
-        archive.add(file, name, recursive=False, filter=_plain)
-        if buffer.tell() > PIECE_BYTES:
-            archive.close()
-            yield Bundle(buffer.getvalue(), large)
-            buffer, large = io.BytesIO(), []
-            archive = tarfile.open(fileobj=buffer, mode="w", format=tarfile.PAX_FORMAT)  # noqa: SIM115
-    archive.close()
-    yield Bundle(buffer.getvalue(), large)
+        buffer += member.tobuf(tarfile.PAX_FORMAT)
+        if member.size:
+            yield from _content(path, member.size, buffer)
+        if len(buffer) >= PIECE_BYTES:
+            yield bytes(buffer)
+            buffer.clear()
+    buffer += bytes(2 * tarfile.BLOCKSIZE)
+    yield bytes(buffer)
 
 
-def _plain(member: tarfile.TarInfo) -> tarfile.TarInfo | None:
-    """Who owns a file here means nothing there; sockets and devices stay behind."""
-    member.uid = member.gid = 0
+def _below(folder: str, prefix: str) -> Iterator[tuple[str, str, os.stat_result]]:
+    """Name, path and status of everything below a folder."""
+    with os.scandir(folder) as found:
+        entries = sorted(found, key=lambda entry: entry.name)
+    for entry in entries:
+        yield prefix + entry.name, entry.path, entry.stat(follow_symlinks=False)
+        if entry.is_dir(follow_symlinks=False):
+            yield from _below(entry.path, f"{prefix}{entry.name}/")
+
+
+def _member(name: str, path: str, found: os.stat_result, seen: dict[tuple[int, int], str]) -> tarfile.TarInfo | None:
+    """The header of a file, folder or link; None for anything else. `seen`: names of files that have several."""
+    member = tarfile.TarInfo(name)
+    member.mode, member.mtime = stat.S_IMODE(found.st_mode), int(found.st_mtime)
     member.uname = member.gname = "root"
-    return member if member.isreg() or member.isdir() or member.issym() or member.islnk() else None
+    kind = stat.S_IFMT(found.st_mode)
+    if kind == stat.S_IFDIR:
+        member.type = tarfile.DIRTYPE
+    elif kind == stat.S_IFLNK:
+        member.type, member.linkname = tarfile.SYMTYPE, os.readlink(path)
+    elif kind != stat.S_IFREG:
+        return None
+    elif found.st_nlink > 1 and (first := seen.setdefault((found.st_dev, found.st_ino), name)) != name:
+        member.type, member.linkname = tarfile.LNKTYPE, first
+    else:
+        member.size = found.st_size
+    return member
+
+
+def _content(path: str, size: int, buffer: bytearray) -> Iterator[bytes]:
+    """Add a file's content to the buffer, which is given away whenever it is full."""
+    left = size
+    with open(path, "rb", buffering=0) as source:
+        while left:
+            data = source.read(min(left, PIECE_BYTES))
+            if not data:
+                raise OSError(errno.EIO, "became shorter while it was read", path)
+            left -= len(data)
+            buffer += data
+            if len(buffer) >= PIECE_BYTES:
+                yield bytes(buffer)
+                buffer.clear()
+    buffer += bytes(-size % tarfile.BLOCKSIZE)

@@ -33,6 +33,8 @@ _KINDS = {
     "search": "search_result",
     "untar": "done",
     "tar": "file_result",
+    "write_stream": "done",
+    "read_stream": "done",
     "quiesce": "done",
     "end_leftovers": "done",
     "end_all": "done",
@@ -54,6 +56,11 @@ def _frame(number: int, op: str, arguments: dict[str, Any]) -> bytes:
     return len(body).to_bytes(4, "little") + body
 
 
+def _close(descriptor: int) -> None:
+    if descriptor >= 0:
+        os.close(descriptor)
+
+
 class Channel:
     """Frames to and from one runner."""
 
@@ -66,7 +73,8 @@ class Channel:
         self._output_bytes = output_bytes
         self._max_frame = max(MAX_FILE_BYTES, 3 * (output_bytes + 200), 4_100_000) + _MAX_HEADER
         self._buffer = bytearray()
-        self._queue: list[bytes] = []
+        self._queue: list[tuple[bytes, int]] = []
+        """Frames that had no room yet, each with the descriptor that goes with it, or -1."""
         self._queued = 0
         self._open: dict[int, tuple[str, OnResult | None]] = {}
         self._number = 0
@@ -87,11 +95,14 @@ class Channel:
         frame = _frame(0, "init", {"environment": environment, "output_bytes": output_bytes, "wall_s": wall_s})
         socket.send_fds(self._sock, [frame], [oom_fd])
 
-    def call(self, op: str, arguments: dict[str, Any], done: OnResult) -> int:
-        """Hand an operation over; `done` gets its result, or an exception when the channel breaks."""
+    def call(self, op: str, arguments: dict[str, Any], done: OnResult, descriptor: int = -1) -> int:
+        """Hand an operation over; `done` gets its result, or an exception when the channel breaks.
+
+        A `descriptor` goes with it: the runner gets a copy.
+        """
         self._number += 1
         self._open[self._number] = (op, done)
-        self._send(self._number, op, arguments)
+        self._send(self._number, op, arguments, descriptor)
         return self._number
 
     def cancel(self, number: int, *, forget: bool = False) -> None:
@@ -119,17 +130,19 @@ class Channel:
             self.ready.set_exception(error)
             self.ready.exception()  # nobody may be waiting for it
         self._buffer.clear()
+        for _, descriptor in self._queue:
+            _close(descriptor)
         self._queue.clear()
 
     # -------------------------------------------------------------------------------------------------------- sending
 
-    def _send(self, number: int, op: str, arguments: dict[str, Any]) -> None:
+    def _send(self, number: int, op: str, arguments: dict[str, Any], descriptor: int = -1) -> None:
         if self.closed:
             return
         frame = _frame(number, op, arguments)
         if not self._queue:
             try:
-                sent = os.write(self._fd, frame)
+                sent = self._write(frame, descriptor)
             except BlockingIOError:
                 sent = 0
             except OSError as error:
@@ -137,29 +150,36 @@ class Channel:
                 return
             if sent == len(frame):
                 return
-            frame = frame[sent:]
+            if sent:
+                frame, descriptor = frame[sent:], -1
             self._loop.add_writer(self._fd, self._writable)
-        self._queue.append(frame)
+        self._queue.append((frame, os.dup(descriptor) if descriptor >= 0 else -1))
         self._queued += len(frame)
         if self._queued > _MAX_QUEUED:
             self._break("it doesn't read what it is sent")
 
     def _writable(self) -> None:
         while self._queue:
-            frame = self._queue[0]
+            frame, descriptor = self._queue[0]
             try:
-                sent = os.write(self._fd, frame)
+                sent = self._write(frame, descriptor)
             except BlockingIOError:
                 return
             except OSError as error:
                 self._break(f"its socket: {error.strerror}")
                 return
             self._queued -= sent
+            _close(descriptor)
             if sent < len(frame):
-                self._queue[0] = frame[sent:]
+                self._queue[0] = (frame[sent:], -1)
                 return
             self._queue.pop(0)
         self._loop.remove_writer(self._fd)
+
+    def _write(self, frame: bytes, descriptor: int) -> int:
+        if descriptor < 0:
+            return os.write(self._fd, frame)
+        return socket.send_fds(self._sock, [frame], [descriptor])
 
     # ------------------------------------------------------------------------------------------------------ receiving
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import os
 import signal
 import socket
@@ -94,7 +95,7 @@ class SlotSandbox:
 
     # ------------------------------------------------------------------------------------------------------- operations
 
-    def begin(self, call_id: str, operation: Operation, done: OnResult) -> None:
+    def begin(self, call_id: str, operation: Operation, done: OnResult, *, stream: int = -1) -> None:
         """Hand one operation over; see `contract.Sandbox.begin`."""
         channel = self._channel
         if channel is None or channel.closed:
@@ -111,6 +112,9 @@ class SlotSandbox:
             deadline = min(operation.timeout_s or limits.wall_s, limits.wall_s)
         elif operation.op == "proc_read":
             deadline = min(operation.wait_s, limits.wall_s)
+        elif operation.op in {"write_stream", "read_stream"}:
+            arguments.pop("stream")
+            deadline = math.inf  # whoever holds the other end sees whether its bytes move, and cancels
         before = self._watch.before(op, arguments.get("id"))
         if op in _STARTS and self._image is not None:
             arguments["env"] = self._image.env | arguments["env"]
@@ -137,7 +141,7 @@ class SlotSandbox:
             self._watch.forget(call_id)
             done(result)
 
-        number = channel.call(op, arguments, ended)
+        number = channel.call(op, arguments, ended, stream)
         due = self._loop.time() + deadline + ANSWER_GRACE_S
         self._calls[call_id] = (number, due)
         if self._watchdog is None:
@@ -228,7 +232,10 @@ class SlotSandbox:
         """Kill what the call started."""
         call = self._calls.get(call_id)
         if call is not None and self._channel is not None:
-            self._channel.cancel(call[0])
+            number, due = call
+            if due == math.inf:
+                self._calls[call_id] = (number, self._loop.time() + ANSWER_GRACE_S)
+            self._channel.cancel(number)
 
     def forget(self, call_id: str) -> None:
         """Kill what the call started, and hear nothing of it any more."""

@@ -35,6 +35,7 @@ from atropos.sandbox.server.warm_pool import WarmPool, stop
 from atropos.wire import Capacity, Feature, Lease, LeaseRequest, ReleaseResult, SnapshotInfo
 
 if TYPE_CHECKING:
+    from atropos.sandbox.server.file_streams import FileStreams
     from atropos.sandbox.server.stream import Stream
 
 log = logging.getLogger(__name__)
@@ -237,6 +238,17 @@ class Core:
             raise LeaseExpired(f"lease {lease_id!r} is over or was never granted")
         held.renewed_at = self.now()
         return self.lease_of(held)
+
+    def streams_of(self, lease_id: str, epoch: int | None) -> FileStreams:
+        """The file streams of a lease.
+
+        Raises:
+            LeaseExpired: it is over.
+        """
+        held, run = self.table.find(lease_id, epoch), self.runs.get(lease_id)
+        if not isinstance(held, Held) or run is None or run.lanes is None:
+            raise LeaseExpired(f"lease {lease_id!r} is over or was never granted")
+        return run.lanes.streams
 
     # ---------------------------------------------------------------------------------------------------------- ending
 

@@ -7,11 +7,13 @@ import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import TYPE_CHECKING, TypeVar
 
+import aiohttp
 from aiohttp import web
 from pydantic import BaseModel, ValidationError
 
 from atropos.errors import PoolFull, SandboxError
 from atropos.net.admission import BearerToken
+from atropos.sandbox.server.file_streams import FileStreams
 from atropos.sandbox.server.metrics import metrics_text, status_of
 from atropos.sandbox.server.snapshot_transfer import COPY_BYTES, Arriving, exported, imported
 from atropos.sandbox.server.stream import Stream
@@ -29,6 +31,7 @@ from atropos.wire import (
     LeaseRequest,
     Problem,
     SnapshotRequest,
+    StreamState,
     ViewRequest,
 )
 
@@ -46,6 +49,7 @@ MAX_SMALL_BODY = 65_536
 STATUS = {
     "invalid_snapshot": 400,
     "full": 409,
+    "no_stream": 409,
     "lease_expired": 410,
     "slot_lost": 410,
     "not_supported": 422,
@@ -88,6 +92,8 @@ class Routes:
         app.router.add_post("/v1/leases/{id}/renew", self.renew)
         app.router.add_delete("/v1/leases/{id}", self.release)
         app.router.add_post("/v1/leases/{id}/calls", self.call)
+        app.router.add_put("/v1/leases/{id}/streams/{stream}", self.write_stream)
+        app.router.add_get("/v1/leases/{id}/streams/{stream}", self.read_stream)
         app.router.add_post("/v1/leases/{id}/snapshot", self.snapshot)
         app.router.add_post("/v1/leases/{id}/view", self.view)
         app.router.add_get("/v1/snapshots/{id}", self.get_snapshot)
@@ -161,11 +167,11 @@ class Routes:
 
     async def renew(self, request: web.Request) -> web.Response:
         """POST /v1/leases/{id}/renew."""
-        return answer(self._core.renew(request.match_info["id"], _epoch(request)))
+        return answer(self._core.renew(request.match_info["id"], _number(request, "epoch")))
 
     async def release(self, request: web.Request) -> web.Response:
         """DELETE /v1/leases/{id}."""
-        return answer(await self._core.release(request.match_info["id"], _epoch(request)))
+        return answer(await self._core.release(request.match_info["id"], _number(request, "epoch")))
 
     async def call(self, request: web.Request) -> web.Response:
         """POST /v1/leases/{id}/calls."""
@@ -173,6 +179,33 @@ class Routes:
         if isinstance(result, Fault):
             return problem(STATUS.get(result.code, 500), result.code, result.message)
         return answer(result)
+
+    async def write_stream(self, request: web.Request) -> web.Response:
+        """PUT /v1/leases/{id}/streams/{stream}?offset=N[&last=1]: a piece of what a `write_stream` writes."""
+        stream = await self._streams(request).find(request.match_info["stream"])
+        offset = _number(request, "offset") or 0
+        try:
+            await stream.receive(offset, aiter(request.content.iter_any()), last=request.query.get("last") == "1")
+        except aiohttp.ClientError as error:
+            raise ConnectionResetError(f"a piece of a stream broke off: {error}") from None
+        return answer(StreamState(received=stream.received))
+
+    async def read_stream(self, request: web.Request) -> web.StreamResponse:
+        """GET /v1/leases/{id}/streams/{stream}: what a `read_stream` reads, once."""
+        streams, stream_id = self._streams(request), request.match_info["stream"]
+        stream = await streams.find(stream_id)
+        response = web.StreamResponse(headers={"Content-Type": "application/octet-stream"})
+        try:
+            await response.prepare(request)
+            async for chunk in stream.chunks():
+                await response.write(chunk)
+            await response.write_eof()
+        finally:
+            streams.end(stream_id)
+        return response
+
+    def _streams(self, request: web.Request) -> FileStreams:
+        return self._core.streams_of(request.match_info["id"], _number(request, "epoch"))
 
     async def snapshot(self, request: web.Request) -> web.Response:
         """POST /v1/leases/{id}/snapshot."""
@@ -305,14 +338,14 @@ async def _body(request: web.Request, kind: type[M], *, large: bool = False) -> 
         raise web.HTTPBadRequest(text=f"{where or 'body'}: {first['msg']}") from None
 
 
-def _epoch(request: web.Request) -> int | None:
-    text = request.query.get("epoch")
+def _number(request: web.Request, name: str) -> int | None:
+    text = request.query.get(name)
     if text is None:
         return None
     try:
         return int(text)
     except ValueError:
-        raise web.HTTPBadRequest(text=f"epoch: {text[:40]!r} is not a number") from None
+        raise web.HTTPBadRequest(text=f"{name}: {text[:40]!r} is not a number") from None
 
 
 async def _streamed(

@@ -13,12 +13,29 @@ import logging
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from atropos.errors import SandboxError
 from atropos.sandbox.contract import Sandbox
+from atropos.sandbox.server.file_streams import IDLE_S, FileStream, FileStreams
 from atropos.sandbox.server.journal import Entry, Journal, cancelled_reply
-from atropos.wire import Fault, Operation, OpError, OpResult, ProcKill, ProcList, ProcRead, ProcWrite, Reply, SetNetwork
+from atropos.wire import (
+    Fault,
+    Operation,
+    OpError,
+    OpResult,
+    ProcKill,
+    ProcList,
+    ProcRead,
+    ProcWrite,
+    ReadStream,
+    Reply,
+    SetNetwork,
+    WriteStream,
+)
+
+if TYPE_CHECKING:
+    from atropos.sandbox.contract import OnResult
 
 log = logging.getLogger(__name__)
 MAX_QUEUED = 1024
@@ -58,6 +75,9 @@ class Lanes:
         self._journal = journal
         self._answered = answered
         self._room = room
+        self.streams = FileStreams()
+        self._streaming: dict[str, FileStream] = {}
+        """The stream of each running call that has one, by the call's id."""
         self._main: deque[Work | Barrier] = deque()
         self._side: deque[Work] = deque()
         self._running: dict[str, Entry] = {}
@@ -98,6 +118,8 @@ class Lanes:
         """Give a call up: one that waits is answered at once, one that runs is killed and answers by itself."""
         entry.cancelled = True
         if entry.state == "running":
+            if entry.call_id in self._streaming:
+                self._streaming[entry.call_id].close()
             self.sandbox.cancel(entry.number)
         elif entry.state == "queued":
             self._answer(entry, cancelled_reply(entry.call_id))
@@ -120,6 +142,7 @@ class Lanes:
             self._fault(entry, code, message)
             self.sandbox.forget(entry.number)
         self._running.clear()
+        self.streams.close()
         for task in self._tasks:
             task.cancel()
 
@@ -187,12 +210,40 @@ class Lanes:
             self._kick()
 
         try:
-            self.sandbox.begin(entry.number, operation, ended)
+            if isinstance(operation, ReadStream | WriteStream):
+                self._begin_stream(entry, operation, ended)
+            else:
+                self.sandbox.begin(entry.number, operation, ended)
         except Exception as error:
             self._ended(entry, operation, error)
             return False
         self._running[entry.call_id] = entry
         return True
+
+    def _begin_stream(self, entry: Entry, operation: ReadStream | WriteStream, ended: OnResult) -> None:
+        """Hand an operation with a stream over."""
+
+        def broke_off() -> None:
+            self.streams.end(operation.stream)
+            if entry.call_id in self._streaming:
+                self.sandbox.cancel(entry.number)
+
+        def over(result: OpResult | Exception) -> None:
+            self._streaming.pop(entry.call_id, None)
+            if isinstance(operation, WriteStream):  # what was read may still be on its way
+                self.streams.end(operation.stream)
+            if stream.broken and isinstance(result, OpError):
+                result = SandboxError(f"the stream of {operation.path} broke off: no byte of it came for {IDLE_S:g} s")
+            ended(result)
+
+        stream = self._streaming[entry.call_id] = self.streams.open(operation.stream, broke_off)
+        try:
+            self.sandbox.begin(entry.number, operation, over, stream=stream.far.fileno())
+        except BaseException:
+            del self._streaming[entry.call_id]
+            self.streams.end(operation.stream)
+            raise
+        stream.far.close()
 
     def _ended(self, entry: Entry, operation: Operation, result: OpResult | Exception) -> None:
         if not isinstance(result, Exception):

@@ -31,7 +31,7 @@ def test_a_traceback_names_module_and_line(runner):
     )
     lines = (Path(runner_code.__file__).parents[1] / "programs/runner/frames.py").read_text().splitlines()
     number = 1 + next(number for number, line in enumerate(lines) if "socket(fileno=SOCKET)" in line)
-    assert f'File "runner/frames.py", line {number}, in first_message' in started.stderr
+    assert f'File "runner/frames.py", line {number}, in open' in started.stderr
 
 
 def test_it_loads_neither_os_nor_any_module_that_has_no_need(runner):

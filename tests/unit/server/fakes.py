@@ -8,6 +8,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import os
+import socket
 import tempfile
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -17,7 +19,20 @@ from atropos.config import ServerConfig, SlotLimits
 from atropos.errors import OutcomeUnknown, SandboxError, SlotLost
 from atropos.sandbox.contract import Layer, Stopped
 from atropos.sandbox.server.serve import Server
-from atropos.wire import Done, Exec, ExecResult, Feature, Operation, OpResult, ProcRead, ProcState, WriteFile
+from atropos.wire import (
+    Done,
+    Exec,
+    ExecResult,
+    Feature,
+    Operation,
+    OpError,
+    OpResult,
+    ProcRead,
+    ProcState,
+    ReadStream,
+    WriteFile,
+    WriteStream,
+)
 
 
 class FakeSandbox:
@@ -36,7 +51,9 @@ class FakeSandbox:
         self.stopped: Stopped | None = None
         self.at_once = 0
 
-    def begin(self, call_id: str, operation: Operation, done: Callable[[OpResult | Exception], None]) -> None:
+    def begin(
+        self, call_id: str, operation: Operation, done: Callable[[OpResult | Exception], None], *, stream: int = -1
+    ) -> None:
         if self.died.done() or self.stopped is not None:
             raise SlotLost("the sandbox is gone")
 
@@ -46,7 +63,11 @@ class FakeSandbox:
                 error = task.exception()
                 done(task.result() if error is None else error)  # type: ignore[arg-type]
 
-        self.tasks[call_id] = asyncio.create_task(self.run(call_id, operation))
+        if isinstance(operation, WriteStream | ReadStream):
+            work = asyncio.to_thread(self._stream, operation, os.dup(stream))
+        else:
+            work = self.run(call_id, operation)
+        self.tasks[call_id] = asyncio.create_task(work)
         self.tasks[call_id].add_done_callback(ended)
 
     def forget(self, call_id: str) -> None:
@@ -69,6 +90,22 @@ class FakeSandbox:
             return await self._exec(call_id, operation.command)
         finally:
             self.at_once -= 1
+
+    def _stream(self, operation: WriteStream | ReadStream, stream: int) -> OpResult:
+        """As the runner's child, in a thread."""
+        with socket.socket(fileno=stream) as sock, sock.makefile("rwb") as file:
+            if isinstance(operation, ReadStream):
+                data = self.files[operation.path][operation.offset :]
+                file.write(data)
+                return Done(count=len(data))
+            whole = bytearray()
+            while size := int.from_bytes(file.read(4) or b"\xff", "little"):
+                data = file.read(size) if size != 0xFF else b""  # nothing came any more
+                whole += data
+                if len(data) < size:
+                    return OpError(error="io", message="the stream broke off before its end")
+            self.files[operation.path] = bytes(whole)
+            return Done(count=len(whole))
 
     async def _exec(self, call_id: str, command: str) -> OpResult:
         word, _, rest = command.partition(" ")

@@ -38,16 +38,20 @@ class BoundedBuffer:
 
     def write(self, data: bytes) -> int:
         """As a file's."""
+        self.claim(len(data))
         start, self.size = self.size, self.size + len(data)
         first = self.offset or 0
         if self.size > first + self.limit:
-            if self.offset is None:
-                raise OpFailed("too_large", f"the archive is larger than {self.limit} bytes", "output")
             self.parts.append(bytes(data)[max(0, first - start) : first + self.limit - start])
             raise Enough
         if self.size > first:
             self.parts.append(bytes(data)[max(0, first - start) :])
         return len(data)
+
+    def claim(self, size: int) -> None:
+        """Raises `OpFailed` where so many bytes more are too many."""
+        if self.offset is None and self.size + size > self.limit:
+            raise OpFailed("too_large", f"the archive is larger than {self.limit} bytes", "output")
 
 
 def forget_names() -> None:
@@ -59,8 +63,6 @@ def forget_names() -> None:
 
 def pack(path: str, max_bytes: int, offset: int | None = None) -> Outcome:
     """An archive of a file, or of a folder's contents."""
-    forget_names()
-    os.lstat(path)
     out = BoundedBuffer(max_bytes, offset)
     try:
         write_archive(out, path)
@@ -74,6 +76,8 @@ def write_archive(out: BoundedBuffer, path: str) -> None:
     import posixpath
     import tarfile
 
+    forget_names()
+    os.lstat(path)
     with tarfile.open(  # pyright: ignore[reportCallIssue]
         fileobj=out,  # pyright: ignore[reportArgumentType] (a stream needs `write` alone)
         mode="w|",
@@ -81,12 +85,12 @@ def write_archive(out: BoundedBuffer, path: str) -> None:
         bufsize=512 * 128,
     ) as archive:
         if is_folder(path):
-            add_folders(archive, path)
+            add_folders(archive, out, path)
         else:
-            add_file(archive, None, path, posixpath.basename(posixpath.normpath(path)))
+            add_file(archive, out, None, path, posixpath.basename(posixpath.normpath(path)))
 
 
-def add_folders(archive: tarfile.TarFile, top: str) -> None:
+def add_folders(archive: tarfile.TarFile, out: BoundedBuffer, top: str) -> None:
     """A folder and all below it.
 
     Programs of the slot may move things meanwhile: below it no link is followed, nothing of /proc is read, and what
@@ -103,7 +107,7 @@ def add_folders(archive: tarfile.TarFile, top: str) -> None:
         try:
             if is_special(os.fstat(folder).st_dev):
                 continue
-            archive.addfile(archive.gettarinfo(f"/proc/self/fd/{folder}/.", name))
+            archive.addfile(whole_seconds(archive.gettarinfo(f"/proc/self/fd/{folder}/.", name)))
             below: list[tuple[str, str]] = []
             for entry in sorted(os.listdir(folder)):
                 try:
@@ -111,7 +115,7 @@ def add_folders(archive: tarfile.TarFile, top: str) -> None:
                     if found.st_mode & 0o170000 == 0o040000:
                         below.append((f"{path}/{entry}", f"{name}/{entry}"))
                     else:
-                        add_file(archive, folder, entry, f"{name}/{entry}")
+                        add_file(archive, out, folder, entry, f"{name}/{entry}")
                 except FileNotFoundError:
                     pass
             pending += reversed(below)
@@ -119,7 +123,7 @@ def add_folders(archive: tarfile.TarFile, top: str) -> None:
             os.close(folder)
 
 
-def add_file(archive: tarfile.TarFile, folder: int | None, entry: str, name: str) -> None:
+def add_file(archive: tarfile.TarFile, out: BoundedBuffer, folder: int | None, entry: str, name: str) -> None:
     """A file or link; anything else is left out, and so is what has become something else by the time it is opened."""
     found = os.stat(entry, dir_fd=folder, follow_symlinks=False)
     if is_special(found.st_dev):
@@ -128,7 +132,7 @@ def add_file(archive: tarfile.TarFile, folder: int | None, entry: str, name: str
     if kind == 0o120000:
         info = archive.gettarinfo(entry if folder is None else f"/proc/self/fd/{folder}/{entry}", name)
         if info.issym():
-            archive.addfile(info)
+            archive.addfile(whole_seconds(info))
     elif kind == 0o100000:
         try:
             fd, found = open_regular(entry, os.O_RDONLY | os.O_NOFOLLOW, folder)
@@ -138,4 +142,11 @@ def add_file(archive: tarfile.TarFile, folder: int | None, entry: str, name: str
             raise
         with open(fd, "rb") as file:
             if not is_special(found.st_dev):
-                archive.addfile(archive.gettarinfo(arcname=name, fileobj=file), file)
+                out.claim(found.st_size)
+                archive.addfile(whole_seconds(archive.gettarinfo(arcname=name, fileobj=file)), file)
+
+
+def whole_seconds(info: tarfile.TarInfo) -> tarfile.TarInfo:
+    """A fraction of a second would cost every member a header more."""
+    info.mtime = int(info.mtime)
+    return info

@@ -14,6 +14,7 @@ from atropos.sandbox.programs.runner.users import identity_of
 from atropos.sandbox.programs.runner.work import Work
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
     from hashlib import sha256
 
     from atropos.sandbox.programs.runner.work import Outcome
@@ -52,12 +53,18 @@ def op_read_file(call: int, path: str, offset: int, max_bytes: int, user: str | 
 
 def read_apart(path: str, offset: int, max_bytes: int) -> Outcome:
     """Read a file that is large or special, in a child."""
+    fd, found = open_apart(path)
+    return read_result(fd, found, offset, max_bytes)
+
+
+def open_apart(path: str) -> tuple[int, os.stat_result]:
+    """A file that may be large or special, opened by a child."""
     fd, found = open_regular(path)
     if is_special(found.st_dev):
         owner = os.readlink(f"/proc/self/fd/{fd}").split("/")[2:3]
         if owner in (["1"], [str(os.getpid())]):  # a copy of PID 1, with all that it has in memory
             raise OpFailed("permission", f"is a file of the process that serves files: {text(path)}")
-    return read_result(fd, found, offset, max_bytes)
+    return fd, found
 
 
 def read_result(fd: int, found: os.stat_result, offset: int, max_bytes: int) -> Outcome:
@@ -87,18 +94,8 @@ def op_write_file(
 
 def write_file(path: str, data: bytes, mode: int | None, if_sha256: str | None, *, in_place: int) -> Outcome:
     """Write a file, making its parents; `in_place` has the flag to open it with, or 0: it is replaced."""
-    make_parents(path)
-    folder, name = folder_of(path)
+    folder, name, old = target_of(path)
     try:
-        old = None
-        try:
-            old = os.stat(name, dir_fd=folder, follow_symlinks=False)
-        except FileNotFoundError:
-            pass
-        if old is not None and old.st_mode & 0o170000 == 0o040000:
-            raise OpFailed("is_directory", "is a directory")
-        if old is not None and old.st_mode & 0o170000 != 0o100000:
-            raise OpFailed("not_regular", "is not a regular file")
         if if_sha256 is not None:
             check_unchanged(folder, name, if_sha256)
         if in_place:
@@ -109,10 +106,27 @@ def write_file(path: str, data: bytes, mode: int | None, if_sha256: str | None, 
             finally:
                 os.close(fd)
         else:
-            replace_file(folder, name, data, mode, old)
+            replace_file(folder, name, (data,), mode, old)
     finally:
         os.close(folder)
     return "done", {"count": len(data)}, {}
+
+
+def target_of(path: str) -> tuple[int, str, os.stat_result | None]:
+    """(descriptor of the folder, name, what is there) of a file to write; the folders above are made."""
+    make_parents(path)
+    folder, name = folder_of(path)
+    try:
+        old = os.stat(name, dir_fd=folder, follow_symlinks=False)
+        kind = old.st_mode & 0o170000
+        if kind != 0o100000:
+            os.close(folder)
+            if kind == 0o040000:
+                raise OpFailed("is_directory", "is a directory")
+            raise OpFailed("not_regular", "is not a regular file")
+    except FileNotFoundError:
+        old = None
+    return folder, name, old
 
 
 def make_parents(path: str) -> None:
@@ -162,14 +176,17 @@ def write_all(fd: int, data: bytes, mode: int | None) -> None:
         os.fchmod(fd, mode)
 
 
-def replace_file(folder: int, name: str, data: bytes, mode: int | None, old: os.stat_result | None) -> None:
+def replace_file(folder: int, name: str, pieces: Iterable[bytes], mode: int | None, old: os.stat_result | None) -> None:
     """Write beside, then rename: a reader sees the old file or the new one, and a full disk keeps the old one."""
     beside = f".{os.urandom(9).hex()}.tmp"  # a name that no program can have taken already, and never too long
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     fd = os.open(beside, flags, 0o644, dir_fd=folder)
     try:
         try:
-            write_all(fd, data, mode if mode is not None or old is None else old.st_mode & 0o7777)
+            for data in pieces:
+                write_all(fd, data, None)
+            if mode is not None or old is not None:
+                os.fchmod(fd, mode if mode is not None or old is None else old.st_mode & 0o7777)
             if old is not None and (old.st_uid, old.st_gid) != (os.geteuid(), os.getegid()):
                 os.fchown(fd, old.st_uid, old.st_gid)
         finally:

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING
 
 from atropos.sandbox.programs.runner.failures import OpFailed, failure, text
 from atropos.sandbox.programs.runner.loop import CHUNK, IN, OUT, loop
-from atropos.sandbox.programs.runner.state import state
 from atropos.sandbox.programs.runner.syscalls import end_process
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
+    from socket import socket as Socket  # noqa: N812 (a method's own import has its name)
     from typing import Any, Protocol
 
     class Task(Protocol):
@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 
 SOCKET = 3
+CLOSE_ON_EXEC = 0x40000000
+"""MSG_CMSG_CLOEXEC"""
 OPS: dict[str, Callable[..., None]] = {}
 """What each operation's name calls, with the call's number and the operation's arguments."""
 
@@ -39,13 +41,28 @@ class Link:
         self.incoming = bytearray()
         self.outgoing: list[bytes] = []
         self.calls: dict[int, Task] = {}
+        self.socket: Socket | None = None
+        self.descriptors: list[int] = []
+        """Descriptors that came with operations that are still to be dispatched, in their order."""
+
+    def open(self) -> None:
+        """Serve the socket."""
+        from _socket import socket
+
+        os.set_inheritable(SOCKET, False)
+        os.set_blocking(SOCKET, False)
+        self.socket = socket(fileno=SOCKET)
+        loop.watch(SOCKET, self.receive)
 
     def receive(self) -> None:
         """Run what the server sent."""
+        assert self.socket is not None
         try:
-            data = os.read(SOCKET, CHUNK) if state.oom >= 0 else first_message()
+            data, extra, _, _ = self.socket.recvmsg(CHUNK, 64, CLOSE_ON_EXEC)
         except BlockingIOError:
             return
+        for _, _, numbers in extra:
+            self.descriptors.append(int.from_bytes(numbers[:4], "little"))
         if not data:
             end_process(0)  # the server is gone, and with PID 1 everything here goes
         buffer = self.incoming
@@ -119,20 +136,6 @@ class Link:
 
 
 link = Link()
-
-
-def first_message() -> bytes:
-    """The first message carries this process's own oom_score_adj: from inside nobody, this process included, opens it."""
-    from _socket import socket
-
-    sock = socket(fileno=SOCKET)
-    try:
-        data, extra, _, _ = sock.recvmsg(1 << 18, 64, 0x40000000)  # MSG_CMSG_CLOEXEC
-    finally:
-        sock.detach()
-    for _, _, numbers in extra:
-        state.oom = int.from_bytes(numbers[:4], "little")
-    return data
 
 
 def json(value: object) -> str:

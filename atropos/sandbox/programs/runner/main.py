@@ -22,6 +22,7 @@ from atropos.sandbox.programs.runner.paths import make_folders
 from atropos.sandbox.programs.runner.search import op_search
 from atropos.sandbox.programs.runner.signals import signals
 from atropos.sandbox.programs.runner.state import WORKSPACE, block_of, state
+from atropos.sandbox.programs.runner.streams import op_read_stream, op_write_stream
 from atropos.sandbox.programs.runner.syscalls import deny_tracing, drop_capabilities, end_process
 from atropos.sandbox.programs.runner.unpacking import op_untar
 
@@ -33,7 +34,12 @@ NO_HANDLER = (
 
 
 def op_init(call: int, environment: dict[str, str], output_bytes: int, wall_s: float) -> None:
-    """Set this slot up as the server says: its first message."""
+    """Set this slot up as the server says: its first message.
+
+    With it comes this process's own oom_score_adj: from inside nobody, this process included, opens it.
+    """
+    if link.descriptors:
+        state.oom = link.descriptors.pop(0)
     state.environment, state.output_bytes, state.wall_s = environment, output_bytes, wall_s
     state.block = block_of(environment)
     for path in ("/proc", "/dev", "/dev/pts", "/proc/sys"):
@@ -73,8 +79,6 @@ def main() -> None:
         signals.signal(number, signals.SIG_DFL)
     state.exec_report = os.memfd_create("exec_report", os.MFD_CLOEXEC)
     state.null = os.open("/dev/null", os.O_RDWR | os.O_CLOEXEC)
-    os.set_inheritable(SOCKET, False)
-    os.set_blocking(SOCKET, False)
     children.wake, written = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
     signals.set_wakeup_fd(written, warn_on_full_buffer=False)
     signals.signal(signals.SIGCHLD, ignore_signal)
@@ -94,11 +98,13 @@ def main() -> None:
         search=op_search,
         tar=op_tar,
         untar=op_untar,
+        write_stream=op_write_stream,
+        read_stream=op_read_stream,
         quiesce=op_quiesce,
         end_leftovers=op_end_leftovers,
         end_all=op_end_all,
     )
-    loop.watch(SOCKET, link.receive)
+    link.open()
     loop.watch(children.wake, children.reap)
     gc.freeze()
     gc.enable()

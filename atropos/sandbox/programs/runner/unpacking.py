@@ -5,7 +5,6 @@ from __future__ import annotations
 import posix as os
 from typing import TYPE_CHECKING
 
-from atropos.sandbox.programs.runner.archives import forget_names
 from atropos.sandbox.programs.runner.failures import OpFailed, text
 from atropos.sandbox.programs.runner.files import write_all
 from atropos.sandbox.programs.runner.paths import make_folders, path_of
@@ -13,40 +12,144 @@ from atropos.sandbox.programs.runner.state import is_special
 from atropos.sandbox.programs.runner.work import Work
 
 if TYPE_CHECKING:
-    import tarfile
+    from collections.abc import Callable, Iterator
+    from typing import Protocol, TypeVar
 
     from atropos.sandbox.programs.runner.work import Outcome
 
+    Made = TypeVar("Made")
+
+    class Readable(Protocol):
+        """Where an archive comes from."""
+
+        def read(self, size: int) -> bytes:
+            """So many bytes; fewer at the end alone."""
+            ...
+
+
 FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+NEW_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+MAX_EXTENDED = 1 << 20
+"""Longest extended header, in bytes; the kernel takes no path of a hundredth of it."""
 
 
 def op_untar(call: int, path: str, data: bytes, owners: bool) -> None:
     """Unpack an archive and answer with the number of its members."""
     path = path_of(path)
-    Work(call, lambda: unpack(path, data, owners))
+
+    def job() -> Outcome:
+        import io
+
+        return unpack_from(path, io.BytesIO(data), owners=owners)
+
+    Work(call, job)
 
 
-def unpack(path: str, data: bytes, owners: bool) -> Outcome:
+def unpack_from(path: str, source: Readable, *, owners: bool = False) -> Outcome:
     """Unpack an archive below a folder, which is made where it is missing; `owners`: members get theirs."""
-    import io
-    import tarfile
-
-    forget_names()
     make_folders(path)
+    places = Places(path)
     count = 0
-    try:
-        with tarfile.open(fileobj=io.BytesIO(data), mode="r:") as archive:
-            places = Places(path)
-            for info in archive:
-                if not (info.isreg() or info.isdir() or info.issym() or info.islnk()):
-                    raise OpFailed("not_regular", f"the archive holds a device or a pipe: {text(info.name)}")
-                if not owners:
-                    info.uid = info.gid = -1
-                extract(archive, info, places)
-                count += 1
-    except tarfile.TarError as error:
-        raise OpFailed("bad_path", f"not an uncompressed tar archive: {error}") from None
+    for member in members(source):
+        if not owners:
+            member.uid = member.gid = -1
+        extract(source, member, places)
+        count += 1
     return "done", {"count": count}, {}
+
+
+class Member:
+    """The header of one member: its name without a final slash, its type as in tar, and the rest of its kind."""
+
+    __slots__ = ("gid", "kind", "link", "mode", "mtime", "name", "size", "uid")
+
+    def __init__(self, block: bytes, extended: dict[str, str]) -> None:
+        if block[148:156].strip(b"\0 ") == b"" or number(block[148:156]) != sum(block, 256) - sum(block[148:156]):
+            raise OpFailed("bad_path", "not an uncompressed tar archive: a header's checksum is wrong")
+        self.kind = block[156:157]
+        name = string(block[:100])
+        if block[257:263] == b"ustar\0" and block[345]:
+            name = f"{string(block[345:500])}/{name}"
+        name = extended.get("path", name)
+        if self.kind in b"\0" and name.endswith("/"):
+            self.kind = b"5"
+        self.name = name.rstrip("/")
+        self.link = extended.get("linkpath", string(block[157:257]))
+        self.mode = number(block[100:108]) & 0o7777
+        self.mtime = number(block[136:148])
+        try:
+            self.size = int(extended["size"]) if "size" in extended else number(block[124:136])
+            self.uid = int(extended["uid"]) if "uid" in extended else number(block[108:116])
+            self.gid = int(extended["gid"]) if "gid" in extended else number(block[116:124])
+        except ValueError:
+            self.size = -1
+        if self.size < 0 or any(key.startswith("GNU.sparse.") for key in extended):
+            raise OpFailed("bad_path", f"the archive holds a file of a form that is not supported: {text(self.name)}")
+
+
+def members(source: Readable) -> Iterator[Member]:
+    """The members of an archive (ustar, pax, GNU's long names); each one's content must be read before the next."""
+    extended: dict[str, str] = {}
+    first = True
+    while True:
+        block = source.read(512)
+        if block == bytes(512) or not (block or first):
+            return
+        if len(block) < 512:
+            raise OpFailed("bad_path", "not an uncompressed tar archive: it is cut off")
+        first = False
+        member = Member(block, extended)
+        if member.kind in b"xgLK":
+            if member.size > MAX_EXTENDED:
+                raise OpFailed("bad_path", "a name in the archive is too long")
+            data = exactly(source, member.size + -member.size % 512)[: member.size]
+            if member.kind == b"x":
+                extended |= pax_records(data)
+            elif member.kind != b"g":
+                extended["path" if member.kind == b"L" else "linkpath"] = string(data)
+            continue
+        if member.kind not in b"\x000125":
+            raise OpFailed("not_regular", f"the archive holds a device or a pipe: {text(member.name)}")
+        yield member
+        extended = {}
+
+
+def pax_records(data: bytes) -> dict[str, str]:
+    """`length key=value` lines, in which the length counts all of its line."""
+    found: dict[str, str] = {}
+    while data:
+        length, _, rest = data.partition(b" ")
+        size = int(length) if length.isdigit() else 0
+        key, equals, value = rest[: size - len(length) - 2].partition(b"=")
+        if not equals or size > len(data):
+            raise OpFailed("bad_path", "not an uncompressed tar archive: an extended header is broken")
+        found[string(key)] = value.decode("utf-8", "surrogateescape")
+        data = data[size:]
+    return found
+
+
+def string(field: bytes) -> str:
+    """A text field, which ends at its first NUL."""
+    return field.partition(b"\0")[0].decode("utf-8", "surrogateescape")
+
+
+def number(field: bytes) -> int:
+    """A number field: octal digits, or (GNU) base 256 behind a first byte of 128."""
+    if field[0] == 128:
+        return int.from_bytes(field[1:], "big")
+    digits = field.partition(b"\0")[0].strip()
+    try:
+        return int(digits, 8) if digits else 0
+    except ValueError:
+        raise OpFailed("bad_path", "not an uncompressed tar archive: a number is none") from None
+
+
+def exactly(source: Readable, size: int) -> bytes:
+    """So many bytes of an archive."""
+    data = source.read(size)
+    if len(data) < size:
+        raise OpFailed("bad_path", "not an uncompressed tar archive: it is cut off")
+    return data
 
 
 class Places:
@@ -103,39 +206,46 @@ class Places:
         return fd, parts[-1]
 
 
-def extract(archive: tarfile.TarFile, info: tarfile.TarInfo, places: Places) -> None:
+def extract(source: Readable, member: Member, places: Places) -> None:
     """One member of an archive. What is in its place and no folder is replaced, never written to."""
-    folder, name = places.of(info.name)
-    if info.isdir():
+    folder, name = places.of(member.name)
+    if member.kind == b"5":
         try:
             os.mkdir(name, 0o755, dir_fd=folder)
         except FileExistsError:
             pass
-        finish_member(places.open_below(folder, name), info)
-        return
-    try:
-        os.unlink(name, dir_fd=folder)
-    except FileNotFoundError:
-        pass
-    if info.issym():
-        os.symlink(info.linkname, name, dir_fd=folder)
-        os.chown(name, info.uid, info.gid, dir_fd=folder, follow_symlinks=False)
-    elif info.islnk():
+        finish_member(places.open_below(folder, name), member)
+    elif member.kind == b"2":
+        replacing(folder, name, lambda: os.symlink(member.link, name, dir_fd=folder))
+        os.chown(name, member.uid, member.gid, dir_fd=folder, follow_symlinks=False)
+    elif member.kind == b"1":
         folder = os.dup(folder)
-        source, target = places.of(info.linkname)
-        os.link(target, name, src_dir_fd=source, dst_dir_fd=folder, follow_symlinks=False)
+        at, target = places.of(member.link)
+        replacing(folder, name, lambda: os.link(target, name, src_dir_fd=at, dst_dir_fd=folder, follow_symlinks=False))
         os.close(folder)
     else:
-        fd = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=folder)
-        source = archive.extractfile(info)
-        while source is not None and (data := source.read(1 << 20)):
+        fd = replacing(folder, name, lambda: os.open(name, NEW_FILE, 0o600, dir_fd=folder))
+        left = member.size
+        while left:
+            data = exactly(source, min(left, 1 << 20))
+            left -= len(data)
             write_all(fd, data, None)
-        finish_member(fd, info)
+        exactly(source, -member.size % 512)
+        finish_member(fd, member)
 
 
-def finish_member(fd: int, info: tarfile.TarInfo) -> None:
+def replacing(folder: int, name: str, make: Callable[[], Made]) -> Made:
+    """What `make` makes, in the place of what has the name."""
+    try:
+        return make()
+    except FileExistsError:
+        os.unlink(name, dir_fd=folder)
+        return make()
+
+
+def finish_member(fd: int, member: Member) -> None:
     """Set a member's owner, mode and time."""
-    os.fchown(fd, info.uid, info.gid)
-    os.fchmod(fd, info.mode & 0o7777)
-    os.utime(fd, (info.mtime, info.mtime))
+    os.fchown(fd, member.uid, member.gid)
+    os.fchmod(fd, member.mode)
+    os.utime(fd, (member.mtime, member.mtime))
     os.close(fd)

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     """The kind of a result, its fields, and its pieces of bytes."""
 
 WORK_DEADLINE_S = 30.0
+STREAM = 1
+"""The descriptor of the child's stream from or to the server."""
 
 
 class Work:
@@ -28,7 +30,7 @@ class Work:
 
     __slots__ = ("call", "data", "fd", "pid", "timer", "why")
 
-    def __init__(self, call: int, job: Callable[[], Outcome]) -> None:
+    def __init__(self, call: int, job: Callable[[], Outcome], stream: int | None = None) -> None:
         self.call = call
         self.data: list[bytes] = []
         self.why: OpFailed | None = None
@@ -45,13 +47,13 @@ class Work:
             if self.pid:
                 state.protect_self()
         if self.pid == 0:
-            in_child(job, write)
+            in_child(job, write, stream)
         os.close(write)
         os.set_blocking(self.fd, False)
         children.running[self.pid] = self
         link.calls[call] = self
         loop.watch(self.fd, self.readable)
-        self.timer = loop.later(now() + WORK_DEADLINE_S, self.timeout)
+        self.timer = loop.later(now() + WORK_DEADLINE_S, self.timeout) if stream is None else -1
 
     def readable(self) -> None:
         """Read a piece of its outcome."""
@@ -106,13 +108,16 @@ class Work:
         link.fail(self.call, self.why)
 
 
-def in_child(job: Callable[[], Outcome], write: int) -> None:
+def in_child(job: Callable[[], Outcome], write: int, stream: int | None) -> None:
     """Do the job, write its outcome and end."""
     try:
         signals.set_wakeup_fd(-1)
         # an open descriptor could be reached by a path through /proc/self/fd
+        last = STREAM if stream is not None else 0
+        if stream is not None:
+            os.dup2(stream, STREAM)  # first: `write` is above it, as 0, 1 and 2 are always open
         os.dup2(write, 0)
-        os.closerange(1, 1 << 16)
+        os.closerange(last + 1, 1 << 16)
         try:
             result = marshal.dumps(("ok", *job()))
         except BaseException as error:

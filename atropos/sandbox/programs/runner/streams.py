@@ -1,0 +1,154 @@
+"""Files and archives as streams, each in a child that has its own socket to the server: PID 1 moves no byte of them."""
+
+from __future__ import annotations
+
+import posix as os
+from typing import TYPE_CHECKING
+
+from atropos.sandbox.programs.runner.archives import BoundedBuffer, write_archive
+from atropos.sandbox.programs.runner.failures import OpFailed
+from atropos.sandbox.programs.runner.files import open_apart, replace_file, target_of
+from atropos.sandbox.programs.runner.frames import link
+from atropos.sandbox.programs.runner.loop import loop, now
+from atropos.sandbox.programs.runner.paths import path_of
+from atropos.sandbox.programs.runner.unpacking import unpack_from
+from atropos.sandbox.programs.runner.work import STREAM, Work
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from atropos.sandbox.programs.runner.work import Outcome
+
+STREAM_BYTES = 1 << 18
+ABORT_S = 5.0
+"""How long a cancelled stream's child may take to tidy up, in seconds."""
+
+
+class StreamWork(Work):
+    """Work with a stream. Its time is the server's to bound, which sees the bytes move."""
+
+    __slots__ = ()
+
+    def __init__(self, call: int, job: Callable[[], Outcome]) -> None:
+        stream = link.descriptors.pop(0)
+        try:
+            super().__init__(call, job, stream)
+        finally:
+            os.close(stream)
+
+    def cancel(self) -> None:
+        """Nobody waits for it any more: the server has closed the stream, so the child undoes its work and ends."""
+        if self.timer < 0:
+            self.why = OpFailed("timeout", "the operation was cancelled")
+            self.timer = loop.later(now() + ABORT_S, self.stop)
+
+
+def op_write_stream(call: int, path: str, tar: bool, mode: int | None) -> None:
+    """Write a file, or unpack an archive, from the stream."""
+    StreamWork(call, lambda: unpack_stream(path_of(path)) if tar else write_stream(path_of(path), mode))
+
+
+def op_read_stream(call: int, path: str, tar: bool, offset: int, max_bytes: int) -> None:
+    """Send a file or an archive down the stream."""
+    StreamWork(call, lambda: read_stream(path_of(path), Outgoing(max_bytes, None), offset, tar=tar))
+
+
+class Incoming:
+    """What the server sends: chunks with their length before them; an empty one is the end, and its lack a break."""
+
+    def __init__(self) -> None:
+        self.buffer = b""
+        self.at = 0
+        self.left = 0
+        self.over = False
+
+    def fill(self) -> bool:
+        """Have something in the empty buffer; False at the end."""
+        if not self.left and not self.over:
+            self.left = int.from_bytes(self.receive(1) + self.receive(1) + self.receive(1) + self.receive(1), "little")
+            self.over = not self.left
+        if self.over:
+            return False
+        self.buffer, self.at = self.receive(min(STREAM_BYTES, self.left)), 0
+        self.left -= len(self.buffer)
+        return True
+
+    def receive(self, size: int) -> bytes:
+        """Some of so many bytes."""
+        data = os.read(STREAM, size)
+        if not data:
+            raise OpFailed("io", "the stream broke off before its end")
+        return data
+
+    def read(self, size: int) -> bytes:
+        """So many bytes; fewer at the end alone."""
+        data = self.buffer[self.at : self.at + size]
+        self.at += len(data)
+        if len(data) == size:
+            return data
+        parts, missing = [data], size - len(data)
+        while missing and self.fill():
+            data = self.buffer[:missing]
+            self.at = len(data)
+            missing -= len(data)
+            parts.append(data)
+        return b"".join(parts)
+
+    def pieces(self) -> Iterator[bytes]:
+        """All that is left."""
+        if self.at < len(self.buffer):
+            yield self.buffer[self.at :]
+        while self.fill():
+            yield self.buffer
+        self.buffer, self.at = b"", 0
+
+
+class Outgoing(BoundedBuffer):
+    """The stream to the server as a file to write to, which refuses to grow beyond a bound."""
+
+    def write(self, data: bytes) -> int:
+        """Send it, however long that takes."""
+        self.claim(len(data))
+        self.size += len(data)
+        view = memoryview(data)
+        while view:
+            view = view[os.write(STREAM, view) :]
+        return len(data)
+
+
+def write_stream(path: str, mode: int | None) -> Outcome:
+    """Replace a file by what comes."""
+    folder, name, old = target_of(path)
+    stream = Incoming()
+    count = 0
+
+    def counted() -> Iterator[bytes]:
+        nonlocal count
+        for data in stream.pieces():
+            count += len(data)
+            yield data
+
+    replace_file(folder, name, counted(), mode, old)
+    return "done", {"count": count}, {}
+
+
+def unpack_stream(path: str) -> Outcome:
+    """Unpack the archive that comes."""
+    stream = Incoming()
+    outcome = unpack_from(path, stream)
+    for _ in stream.pieces():  # what pads the archive; without the end, it broke off
+        pass
+    return outcome
+
+
+def read_stream(path: str, out: Outgoing, offset: int, *, tar: bool) -> Outcome:
+    """Send a file, or an archive."""
+    if tar:
+        write_archive(out, path)
+    else:
+        fd, found = open_apart(path)
+        out.claim(max(0, found.st_size - offset))
+        os.lseek(fd, offset, 0)
+        while data := os.read(fd, STREAM_BYTES):
+            out.write(data)
+    return "done", {"count": out.size}, {}

@@ -1,0 +1,221 @@
+"""File streams of one lease: bytes between a client's HTTP requests and the process in the slot that has the file.
+
+A stream is a socket pair. Its far end goes to the slot's runner with the operation (`wire.WriteStream`, `ReadStream`),
+whose child reads or writes the file by itself: the server opens no path of a slot. Each side waits for the other, so a
+stream holds two socket buffers and nothing else.
+
+A `PUT` brings a piece of a stream from an offset on. What is here already is skipped, so that a piece whose answer was
+lost can be sent again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator, Callable
+
+from atropos.errors import SandboxError
+
+OPEN_S = 20.0
+"""Longest a request waits for its stream's operation to start, in seconds; the client asks again."""
+IDLE_S = 60.0
+"""A stream in which no byte moved for this long is broken off, in seconds."""
+COPY_BYTES = 1 << 18
+MAX_OPEN = 16
+"""Streams of one lease that are open at once: one runs, the others have not been read to their end."""
+END = bytes(4)
+"""The empty chunk."""
+
+
+class StreamGone(SandboxError):
+    """There is no such stream now: its operation has not started, or is over."""
+
+    code = "no_stream"
+
+
+class FileStream:
+    """The server's end of one stream, and for a moment its far one.
+
+    Args:
+        broke_off: called when nothing moved for `IDLE_S`.
+    """
+
+    def __init__(self, broke_off: Callable[[], None]) -> None:
+        self._near, self.far = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._near.setblocking(False)
+        self._loop = asyncio.get_running_loop()
+        self._broke_off = broke_off
+        self._moved_at = self._loop.time()
+        self._timer = self._loop.call_later(IDLE_S, self._look)
+        self._turn: asyncio.Task[None] | None = None
+        self._waiter: asyncio.Future[None] | None = None
+        self._unsent = b""
+        self.received = 0
+        self.closed = self.broken = self._finished = False
+
+    def __repr__(self) -> str:
+        return f"<FileStream {self.received} bytes received{', closed' if self.closed else ''}>"
+
+    def _look(self) -> None:
+        """One timer a stream, which finds out how long nothing moved."""
+        left = self._moved_at + IDLE_S - self._loop.time()
+        if left > 0:
+            self._timer = self._loop.call_later(left, self._look)
+        else:
+            self.broken = True
+            self._broke_off()
+
+    def close(self) -> None:
+        """End it; a file that has not come whole is not put in its place."""
+        if not self.closed:
+            self._unwatch()
+            self.closed = True
+            self._timer.cancel()
+            if self._turn is not None:
+                self._turn.cancel()
+            if self._waiter is not None and not self._waiter.done():
+                self._waiter.set_result(None)
+            self._near.close()
+            self.far.close()
+
+    async def receive(self, offset: int, chunks: AsyncIterator[bytes], *, last: bool) -> None:
+        """Pass a piece on. A later request takes over from an earlier one, whose connection has broken.
+
+        Raises:
+            StreamGone: the stream is over, or another request has taken over.
+        """
+        if self._turn is not None:
+            self._turn.cancel()
+            await asyncio.wait([self._turn])
+        if self.closed or offset > self.received:
+            raise StreamGone(f"a piece starts at {offset}, and the stream has {self.received} bytes")
+        self._turn = turn = self._loop.create_task(self._receive(offset, chunks, last=last))
+        try:
+            await asyncio.wait([turn])
+        finally:
+            turn.cancel()
+            if self._turn is turn:
+                self._turn = None
+        if turn.cancelled():
+            raise StreamGone("the stream is over, or another request goes on with it")
+        await turn
+
+    async def _receive(self, offset: int, chunks: AsyncIterator[bytes], *, last: bool) -> None:
+        await self._flush()
+        at = offset
+        async for chunk in chunks:
+            new = chunk[max(0, self.received - at) :]
+            at += len(chunk)
+            if new:
+                self.received += len(new)
+                self._unsent = len(new).to_bytes(4, "little") + new
+                await self._flush()
+        if last and not self._finished:
+            self._finished = True
+            self._unsent = END
+            await self._flush()
+
+    async def _flush(self) -> None:
+        """Send what is left; cancelled, the next piece goes on with it."""
+        while self._unsent:
+            if self.closed:
+                raise StreamGone("the stream is over")
+            try:
+                sent = self._near.send(self._unsent)
+            except BlockingIOError:
+                await self._ready(self._loop.add_writer)
+                continue
+            except OSError as error:
+                raise StreamGone(f"the slot reads no further: {error.strerror}") from None
+            self._unsent = self._unsent[sent:]
+            self._moved_at = self._loop.time()
+
+    async def chunks(self) -> AsyncIterator[bytes]:
+        """What the slot sends, to its end.
+
+        Raises:
+            ConnectionResetError: the stream was closed before.
+        """
+        while not self.closed:
+            try:
+                data = self._near.recv(COPY_BYTES)
+            except BlockingIOError:
+                await self._ready(self._loop.add_reader)
+                continue
+            if not data:
+                return
+            self._moved_at = self._loop.time()
+            yield data
+        raise ConnectionResetError("the stream is over")
+
+    async def _ready(self, watch: Callable[[int, Callable[[], None]], None]) -> None:
+        """Wait until the socket has something, or room, or is closed."""
+        self._waiter = waiter = self._loop.create_future()
+        watch(self._near.fileno(), lambda: waiter.done() or waiter.set_result(None))
+        try:
+            await waiter
+        finally:
+            self._unwatch()
+
+    def _unwatch(self) -> None:
+        if not self.closed:
+            self._loop.remove_reader(self._near)
+            self._loop.remove_writer(self._near)
+
+
+class FileStreams:
+    """The open streams of one lease, by their ids."""
+
+    def __init__(self) -> None:
+        self._open: dict[str, FileStream] = {}
+        self._waiting: dict[str, list[asyncio.Future[FileStream]]] = {}
+
+    def open(self, stream_id: str, broke_off: Callable[[], None]) -> FileStream:
+        """A new stream, for an operation that starts.
+
+        Raises:
+            SandboxError: there are too many, or one of this id.
+        """
+        if stream_id in self._open or len(self._open) >= MAX_OPEN:
+            raise SandboxError(f"stream {stream_id} is open already, or {MAX_OPEN} of this lease are; it was not run")
+        stream = self._open[stream_id] = FileStream(broke_off)
+        for waiter in self._waiting.pop(stream_id, ()):
+            if not waiter.done():
+                waiter.set_result(stream)
+        return stream
+
+    async def find(self, stream_id: str) -> FileStream:
+        """A stream, as soon as its operation has started.
+
+        Raises:
+            StreamGone: it has not within `OPEN_S`, or is over.
+        """
+        if stream_id in self._open:
+            return self._open[stream_id]
+        waiter: asyncio.Future[FileStream] = asyncio.get_running_loop().create_future()
+        waiters = self._waiting.setdefault(stream_id, [])
+        waiters.append(waiter)
+        try:
+            async with asyncio.timeout(OPEN_S):
+                return await waiter
+        except TimeoutError:
+            raise StreamGone(f"stream {stream_id} is not open") from None
+        finally:
+            waiters.remove(waiter)
+            if not waiters and self._waiting.get(stream_id) is waiters:
+                del self._waiting[stream_id]
+
+    def end(self, stream_id: str) -> None:
+        """Close a stream."""
+        stream = self._open.pop(stream_id, None)
+        if stream is not None:
+            stream.close()
+
+    def close(self) -> None:
+        """Close all: the lease is over."""
+        for stream_id in list(self._open):
+            self.end(stream_id)
+        for waiters in self._waiting.values():
+            for waiter in waiters:
+                if not waiter.done():
+                    waiter.set_exception(StreamGone("the lease is over"))

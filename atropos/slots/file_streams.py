@@ -1,0 +1,103 @@
+"""Files and archives between here and a slot, as streams of their own beside the calls.
+
+The call says what is read or written and how that ended; its bytes travel in HTTP requests, in both directions with
+back-pressure to the file. A write goes in pieces that are sent again when a connection breaks: the server knows how much
+it has. A read that breaks off is the caller's to read again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator
+from typing import Any
+
+from atropos.errors import BackendUnavailable
+from atropos.slots.client import SandboxClient
+from atropos.wire import Done, Lease, OpResult, ReadStream, WriteStream
+
+PAUSE_S = (0.02, 1.0)
+"""First and longest pause between attempts to send a piece; each is drawn from half to all of it."""
+
+
+async def send(client: SandboxClient, lease: Lease, operation: WriteStream, pieces: Iterator[bytes]) -> OpResult:
+    """Write a stream; `pieces` are read in a thread, at most two ahead.
+
+    Raises:
+        SandboxError: as a call's.
+        OSError: whatever `pieces` raises; the slot then gets nothing.
+    """
+    async with _both(client.call(lease, operation), _send(client, lease, operation.stream, pieces)) as (call, sending):
+        await asyncio.wait([call, sending], return_when=asyncio.FIRST_COMPLETED)
+        if not call.done():
+            await sending
+        return await call
+
+
+async def _send(client: SandboxClient, lease: Lease, stream: str, pieces: Iterator[bytes]) -> None:
+    """All pieces. Who waits for the call ends this when it is in vain."""
+
+    async def following() -> bytes:
+        return await asyncio.to_thread(next, pieces, b"")
+
+    offset, piece, after = 0, await following(), await following()
+    while after:
+        _, read = await asyncio.gather(_put(client, lease, stream, offset, piece, last=False), following())
+        offset, piece, after = offset + len(piece), after, read
+    await _put(client, lease, stream, offset, piece, last=True)
+
+
+async def _put(client: SandboxClient, lease: Lease, stream: str, offset: int, piece: bytes, *, last: bool) -> None:
+    """One piece, until the server has it."""
+    pause, longest = PAUSE_S
+    while True:
+        try:
+            return await client.put_piece(lease, stream, offset, piece, last=last)
+        except BackendUnavailable:  # the call says so if the stream is over
+            await asyncio.sleep(pause * random.uniform(0.5, 1))
+        pause = min(pause * 2, longest)
+
+
+async def receive(
+    client: SandboxClient, lease: Lease, operation: ReadStream, write: Callable[[bytes], object]
+) -> OpResult | None:
+    """Read a stream into `write`, once. None: it broke off, after what was written.
+
+    Raises:
+        SandboxError: as a call's.
+        OSError: whatever `write` raises.
+    """
+    got = 0
+
+    async def copy() -> None:
+        nonlocal got
+        async for chunk in client.get_stream(lease, operation.stream):
+            got += len(chunk)
+            write(chunk)
+
+    async with _both(client.call(lease, operation), copy()) as (call, copying):
+        await asyncio.wait([call, copying], return_when=asyncio.FIRST_COMPLETED)
+        if call.done() and not isinstance(call.result(), Done):
+            return call.result()
+        try:
+            await copying
+        except BackendUnavailable:
+            return None
+        result = await call
+        return None if isinstance(result, Done) and result.count != got else result
+
+
+@contextlib.asynccontextmanager
+async def _both(
+    call: Coroutine[Any, Any, OpResult], copy: Coroutine[Any, Any, None]
+) -> AsyncGenerator[tuple[asyncio.Task[OpResult], asyncio.Task[None]]]:
+    """Two tasks that end with the block."""
+    loop = asyncio.get_running_loop()
+    tasks = loop.create_task(call), loop.create_task(copy)
+    try:
+        yield tasks
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)

@@ -1,0 +1,128 @@
+"""Files as streams, over connections that break: what arrives is what was sent, or the old file stays."""
+
+# ruff: noqa: SIM117 (the client in the proxy)
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import os
+from collections.abc import AsyncIterator
+
+import pytest
+
+from atropos.errors import SandboxError
+from atropos.sandbox.server import file_streams as server_streams
+from atropos.slots import file_streams
+from atropos.slots.client import SandboxClient
+from atropos.wire import Done, Exec, LeaseRequest, OpError, ReadStream, WriteStream
+from tests.unit.server.fakes import TOKEN, FakeHost, serving
+
+ids = itertools.count()
+
+
+@contextlib.asynccontextmanager
+async def brittle(port: int, lasts: int) -> AsyncIterator[tuple[str, list[int]]]:
+    """A proxy whose connections break after so many bytes in either direction; its URL and what each let through."""
+    passed: list[int] = []
+
+    async def copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        number = len(passed)
+        passed.append(0)
+        with contextlib.suppress(OSError):
+            while (data := await reader.read(65_536)) and passed[number] + len(data) <= lasts:
+                passed[number] += len(data)
+                writer.write(data)
+                await writer.drain()
+
+    async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        far_reader, far_writer = await asyncio.open_connection("127.0.0.1", port)
+        tasks = [asyncio.create_task(copy(reader, far_writer)), asyncio.create_task(copy(far_reader, writer))]
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for each in (writer, far_writer):
+            each.transport.abort()
+        await asyncio.wait(tasks)
+
+    server = await asyncio.start_server(accept, "127.0.0.1", 0)
+    async with server:
+        yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", passed
+
+
+def request() -> LeaseRequest:
+    return LeaseRequest(lease_id=f"streams-{next(ids)}", client_id="tester")
+
+
+def writing(path: str) -> WriteStream:
+    return WriteStream(path=path, stream=f"stream-{next(ids):04}")
+
+
+def pieces(data: bytes, size: int = 1 << 20) -> list[bytes]:
+    return [data[start : start + size] for start in range(0, len(data), size)]
+
+
+async def test_a_write_over_connections_that_break_goes_on_where_it_was():
+    data = os.urandom(12 << 20)
+    host = FakeHost()
+    async with serving(host, heartbeat_s=5) as running, brittle(running.server.port, 2_500_000) as (url, passed):
+        async with SandboxClient(url, TOKEN, client_id="tester", reconnect_s=20) as client:
+            lease = await client.acquire(request())
+            result = await file_streams.send(client, lease, writing("f"), iter(pieces(data)))
+            assert result == Done(count=len(data))
+            assert sum(1 for each in passed if each > 1 << 20) > 3, "no connection broke"
+            assert sum(passed) < 2 * len(data), "it began again"
+            assert [s.files["f"] == data for s in host.started if "f" in s.files] == [True]
+
+
+async def test_a_read_that_breaks_off_says_after_what():
+    data = os.urandom(4 << 20)
+    host = FakeHost()
+    async with serving(host, heartbeat_s=5) as running, brittle(running.server.port, 1_500_000) as (url, _):
+        async with SandboxClient(url, TOKEN, client_id="tester", reconnect_s=20) as client:
+            lease = await client.acquire(request())
+            for sandbox in host.started:
+                sandbox.files["f"] = data
+            got = bytearray()
+            result = None
+            for _ in range(10):
+                wanted = ReadStream(path="f", stream=f"read-{next(ids):05}", offset=len(got), max_bytes=1 << 30)
+                result = await file_streams.receive(client, lease, wanted, got.extend)
+                if result is not None:
+                    break
+            assert isinstance(result, Done)
+            assert bytes(got) == data
+
+
+async def test_a_source_that_fails_midway_leaves_the_old_file_and_the_next_call_runs():
+    def source():
+        yield bytes(1 << 20)
+        yield bytes(1 << 20)
+        raise OSError("the disk is gone")
+
+    host = FakeHost()
+    async with serving(host, heartbeat_s=5) as running:
+        async with SandboxClient(f"http://127.0.0.1:{running.server.port}", TOKEN, client_id="tester") as client:
+            lease = await client.acquire(request())
+            with pytest.raises(OSError, match="the disk is gone"):
+                await file_streams.send(client, lease, writing("f"), source())
+            assert not any("f" in sandbox.files for sandbox in host.started)
+            assert (await asyncio.wait_for(client.call(lease, Exec(command="echo on")), 20)).output == b"on"
+
+
+async def test_a_stream_that_nobody_sends_ends_as_a_fault_of_the_infrastructure(monkeypatch):
+    monkeypatch.setattr(server_streams, "IDLE_S", 0.2)
+    async with serving(FakeHost(), heartbeat_s=5) as running:
+        async with SandboxClient(f"http://127.0.0.1:{running.server.port}", TOKEN, client_id="tester") as client:
+            lease = await client.acquire(request())
+            with pytest.raises(SandboxError, match="broke off"):
+                await asyncio.wait_for(client.call(lease, writing("f")), 20)
+
+
+async def test_an_empty_file_and_one_that_fits_in_a_piece():
+    host = FakeHost()
+    async with serving(host, heartbeat_s=5) as running:
+        async with SandboxClient(f"http://127.0.0.1:{running.server.port}", TOKEN, client_id="tester") as client:
+            lease = await client.acquire(request())
+            for data in (b"", b"x"):
+                result = await file_streams.send(client, lease, writing("f"), iter(pieces(data)))
+                assert result == Done(count=len(data))
+                assert not isinstance(result, OpError)
