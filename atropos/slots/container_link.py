@@ -12,6 +12,7 @@ from typing import Any, Protocol
 from atropos import wire
 from atropos.errors import IsolationUnavailable, SandboxError, SlotLost, from_code
 from atropos.slots.backends.base import Container
+from atropos.slots.file_streams import FileClient
 from atropos.slots.fleet import Seat
 from atropos.slots.state import State
 
@@ -25,7 +26,7 @@ CLOSE_S = 3.0
 """Longest a client's orderly close may take."""
 
 
-class ContainerClient(Protocol):
+class ContainerClient(FileClient, Protocol):
     """What the pool needs of `SandboxClient`; tests put a model of a server in its place."""
 
     lost: asyncio.Event
@@ -44,10 +45,6 @@ class ContainerClient(Protocol):
 
     async def release(self, lease: wire.Lease) -> wire.ReleaseResult:
         """Give a slot back; returns when it is reset."""
-        ...
-
-    async def call(self, lease: wire.Lease, operation: wire.Operation, *, call_id: str | None = None) -> wire.OpResult:
-        """Run one operation."""
         ...
 
     async def view(self, lease: wire.Lease, folders: Sequence[str]) -> None:

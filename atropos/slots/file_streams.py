@@ -11,17 +11,32 @@ import asyncio
 import contextlib
 import random
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator
-from typing import Any
+from typing import Any, Protocol
 
 from atropos.errors import BackendUnavailable
-from atropos.slots.client import SandboxClient
-from atropos.wire import Done, Lease, OpResult, ReadStream, WriteStream
+from atropos.wire import Done, Lease, Operation, OpResult, ReadStream, WriteStream
 
 PAUSE_S = (0.02, 1.0)
 """First and longest pause between attempts to send a piece; each is drawn from half to all of it."""
 
 
-async def send(client: SandboxClient, lease: Lease, operation: WriteStream, pieces: Iterator[bytes]) -> OpResult:
+class FileClient(Protocol):
+    """What streams need of `SandboxClient`."""
+
+    async def call(self, lease: Lease, operation: Operation, *, call_id: str | None = None) -> OpResult:
+        """Run one operation."""
+        ...
+
+    async def put_piece(self, lease: Lease, stream: str, offset: int, piece: bytes, *, last: bool) -> None:
+        """As `SandboxClient.put_piece`."""
+        ...
+
+    def get_stream(self, lease: Lease, stream: str) -> AsyncGenerator[bytes]:
+        """As `SandboxClient.get_stream`."""
+        ...
+
+
+async def send(client: FileClient, lease: Lease, operation: WriteStream, pieces: Iterator[bytes]) -> OpResult:
     """Write a stream; `pieces` are read in a thread, at most two ahead.
 
     Raises:
@@ -35,7 +50,7 @@ async def send(client: SandboxClient, lease: Lease, operation: WriteStream, piec
         return await call
 
 
-async def _send(client: SandboxClient, lease: Lease, stream: str, pieces: Iterator[bytes]) -> None:
+async def _send(client: FileClient, lease: Lease, stream: str, pieces: Iterator[bytes]) -> None:
     """All pieces. Who waits for the call ends this when it is in vain."""
 
     async def following() -> bytes:
@@ -48,7 +63,7 @@ async def _send(client: SandboxClient, lease: Lease, stream: str, pieces: Iterat
     await _put(client, lease, stream, offset, piece, last=True)
 
 
-async def _put(client: SandboxClient, lease: Lease, stream: str, offset: int, piece: bytes, *, last: bool) -> None:
+async def _put(client: FileClient, lease: Lease, stream: str, offset: int, piece: bytes, *, last: bool) -> None:
     """One piece, until the server has it."""
     pause, longest = PAUSE_S
     while True:
@@ -60,7 +75,7 @@ async def _put(client: SandboxClient, lease: Lease, stream: str, offset: int, pi
 
 
 async def receive(
-    client: SandboxClient, lease: Lease, operation: ReadStream, write: Callable[[bytes], object]
+    client: FileClient, lease: Lease, operation: ReadStream, write: Callable[[bytes], object]
 ) -> OpResult | None:
     """Read a stream into `write`, once. None: it broke off, after what was written.
 
