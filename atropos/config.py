@@ -140,6 +140,7 @@ class ServerConfig(SandboxSettings):
     host: str = Field(default="127.0.0.1", description="address to listen on")
     port: int = Field(default=0, ge=0, le=65_535, description="0: any free one, named in the ready line")
     token: SecretStr = Field(description="bearer token that every client must send")
+    tls: SecretStr | None = Field(default=None, description="certificate and key in PEM; None: plain HTTP")
     slots: int = Field(default=8, ge=1, le=1000)
     unattended_s: float | None = Field(
         default=None, gt=0, description="without any client or lease for so long, the server ends; None: never"

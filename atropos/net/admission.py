@@ -7,6 +7,8 @@ ask for a token. So each new connection belongs to `Admission` first, which read
 - one of the open requests (liveness): it goes on as a request without body, on a connection that closes after it;
 - anything else: 401, and the body is discarded unread.
 
+With TLS a connection counts from its first byte on: its handshake is part of the same deadline.
+
 Unauthenticated connections have a deadline and a bound; above the bound the oldest one is closed, so that a flood of
 half-open connections can't keep a client out whose first request comes at once.
 """
@@ -16,6 +18,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import hmac
+import ssl
 from collections.abc import Callable, Iterable
 from typing import cast
 
@@ -53,6 +56,7 @@ class Admission:
         token: what opens it; None: every complete head does.
         open_paths: paths that GET and HEAD may ask for without a token.
         refusal: body of the 401, as JSON.
+        tls: what every connection starts with; None: plain HTTP.
         head_s: see `HEAD_S`.
         most: see `MAX_UNAUTHENTICATED`.
     """
@@ -63,11 +67,13 @@ class Admission:
         open_paths: Iterable[str],
         refusal: bytes,
         *,
+        tls: ssl.SSLContext | None = None,
         head_s: float = HEAD_S,
         most: int = MAX_UNAUTHENTICATED,
     ) -> None:
         self.refusal = refusal
         self.head_s = head_s
+        self.tls = tls
         self._token = token
         self._open_paths = frozenset(path.encode() for path in open_paths)
         self._most = most
@@ -121,12 +127,34 @@ class _Unauthenticated(asyncio.Protocol):
         self._decided = False
         self._transport: asyncio.Transport | None = None
         self._deadline: asyncio.TimerHandle | None = None
+        self._handshake: asyncio.Task[None] | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Count the connection and set its deadline."""
         self._transport = cast("asyncio.Transport", transport)
-        self._deadline = asyncio.get_running_loop().call_later(self._admission.head_s, self.abort)
+        loop = asyncio.get_running_loop()
+        self._deadline = loop.call_later(self._admission.head_s, self.abort)
         self._admission.add(self)
+        if self._admission.tls is not None:
+            self._transport.pause_reading()  # what comes first is for the handshake
+            self._handshake = loop.create_task(self._start_tls(self._admission.tls))
+
+    async def _start_tls(self, tls: ssl.SSLContext) -> None:
+        loop, plain, limit_s = asyncio.get_running_loop(), self._transport, self._admission.head_s
+        assert plain is not None
+        try:
+            self._transport = await loop.start_tls(plain, self, tls, server_side=True, ssl_handshake_timeout=limit_s)
+        except OSError:  # ssl.SSLError is one: the peer speaks no TLS, or went away
+            self._transport = None
+        finally:
+            self._handshake = None
+        if self._transport is None:
+            self._forget()
+            plain.abort()
+        elif self._received:  # it came with the end of the handshake
+            data = bytes(self._received)
+            self._received.clear()
+            self.data_received(data)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Forget it."""
@@ -137,6 +165,8 @@ class _Unauthenticated(asyncio.Protocol):
     def abort(self) -> None:
         """Close the connection now."""
         self._forget()
+        if self._handshake is not None:
+            self._handshake.cancel()
         if self._transport is not None:
             self._transport.abort()
 
@@ -160,6 +190,8 @@ class _Unauthenticated(asyncio.Protocol):
         if self._decided:
             return
         self._received += data
+        if self._handshake is not None:
+            return
         try:
             self._parser.receive_data(data)
             event = self._parser.next_event()
@@ -197,7 +229,10 @@ class _Unauthenticated(asyncio.Protocol):
             headers.append(("WWW-Authenticate", "Bearer"))
         head = self._parser.send(h11.Response(status_code=status, headers=headers))
         transport.write((head or b"") + (self._parser.send(h11.Data(data=body)) or b""))
-        transport.write_eof()
+        if transport.can_write_eof():
+            transport.write_eof()
+        else:  # TLS
+            transport.close()
 
 
 def _without_body(request: h11.Request) -> bytes:

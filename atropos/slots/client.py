@@ -26,6 +26,7 @@ from atropos.errors import (
     SlotLost,
     from_code,
 )
+from atropos.net.tls import client_context
 from atropos.slots.call_stream import CallStream, ClientRefused, FrameLimit, StreamEvents
 from atropos.wire import (
     Call,
@@ -69,7 +70,7 @@ class SandboxClient:
     """Talks to one container's sandbox server. Made and used within one event loop.
 
     Args:
-        url: `http://host:port`.
+        url: `http://host:port`, or `https://host:port` with a `certificate`.
         token: the server's bearer token.
         client_id: names the leases' holder; unique to the process that uses them.
         frames: most calls in a frame. No call waits on purpose to be batched: it is sent as soon as the connection can
@@ -77,6 +78,7 @@ class SandboxClient:
         on_lease_ended: called when the server ended a lease that this client holds.
         on_capacity: called with the number of free slots when one came free after an acquire was refused.
         reconnect_s: how long a lost connection is tried for before the client is `lost`.
+        certificate: in PEM, the only one that the server may show.
 
     Attributes:
         boot_id: the server's, once connected.
@@ -93,6 +95,7 @@ class SandboxClient:
         on_lease_ended: Callable[[LeaseEnded], None] | None = None,
         on_capacity: Callable[[int], None] | None = None,
         reconnect_s: float = 15.0,
+        certificate: str | None = None,
     ) -> None:
         self._url = url.rstrip("/")
         self._token = token.get_secret_value() if isinstance(token, SecretStr) else token
@@ -101,6 +104,7 @@ class SandboxClient:
         self._on_lease_ended = on_lease_ended
         self._on_capacity = on_capacity
         self._reconnect_s = reconnect_s
+        self._tls = True if certificate is None else client_context(certificate)
         self._session: aiohttp.ClientSession | None = None
         self._stream_session: aiohttp.ClientSession | None = None
         self._stream: CallStream | None = None
@@ -173,7 +177,7 @@ class SandboxClient:
 
     def _new_session(self, limit: int) -> aiohttp.ClientSession:
         return aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=limit, keepalive_timeout=60),
+            connector=aiohttp.TCPConnector(limit=limit, keepalive_timeout=60, ssl=self._tls),
             headers={"Authorization": f"Bearer {self._token}"},
             timeout=aiohttp.ClientTimeout(total=REQUEST_S, sock_connect=CONNECT_S),
             auto_decompress=False,

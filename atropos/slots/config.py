@@ -155,7 +155,9 @@ class SlotPoolConfig(PoolSettings, SandboxSettings):
 
 def server_json(config: ServerConfig) -> bytes:
     """The configuration as `python -m atropos.sandbox` reads it, its token included: never log it."""
-    return json.dumps({**config.model_dump(mode="json"), "token": config.token.get_secret_value()}).encode()
+    secret = {"token": config.token, "tls": config.tls}
+    shown = {name: value and value.get_secret_value() for name, value in secret.items()}
+    return json.dumps({**config.model_dump(mode="json"), **shown}).encode()
 
 
 def one_line(error: ValidationError) -> str:

@@ -393,4 +393,5 @@ class SlotPool:
             on_lease_ended=on_lease_ended,
             on_capacity=on_capacity,
             reconnect_s=self.config.reconnect_s,
+            certificate=container.certificate,
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
+import ssl
 from collections.abc import AsyncGenerator, Callable
 
 from aiohttp import web
@@ -28,11 +29,12 @@ async def listening(
     token: str,
     capabilities: Callable[[], Capabilities | None],
     drain: Callable[[float | None], None],
+    tls: ssl.SSLContext | None = None,
 ) -> AsyncGenerator[None]:
     """Answer requests on a listening socket; `Admission` keeps those without the token from aiohttp."""
     bearer = BearerToken(token)
     refusal = Problem(code="unauthorized", message=NO_TOKEN).model_dump_json(exclude_none=True)
-    admission = Admission(bearer, OPEN_PATHS, refusal.encode())
+    admission = Admission(bearer, OPEN_PATHS, refusal.encode(), tls=tls)
     runner = web.AppRunner(
         Routes(core, bearer, capabilities, drain).app(),
         access_log=None,

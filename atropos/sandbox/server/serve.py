@@ -16,6 +16,7 @@ from typing import TextIO
 from atropos.config import ServerConfig
 from atropos.errors import IsolationUnavailable
 from atropos.net.sockets import listen
+from atropos.net.tls import server_context
 from atropos.sandbox.contract import Host
 from atropos.sandbox.server.core import Core
 from atropos.sandbox.server.snapshot_transfer import has_zstd
@@ -76,7 +77,8 @@ class Server:
                 # Loading the HTTP library takes as long as starting a slot, so the one is done beside the other.
                 listening = await asyncio.to_thread(import_module, "atropos.sandbox.server.listening")
                 self._publish(await probing)
-                routes = (core, self._config.token.get_secret_value(), lambda: self._found, self.stop)
+                tls = None if self._config.tls is None else server_context(self._config.tls.get_secret_value())
+                routes = (core, self._config.token.get_secret_value(), lambda: self._found, self.stop, tls)
                 await site.enter_async_context(listening.listening(listener, *routes))
                 self._ready()
                 try:

@@ -15,10 +15,11 @@ class Container:
     Attributes:
         id: the backend's own name: a pid and start time, a container id, an allocation id.
         index: its place in the scaling order; shrinking takes the highest first.
-        url: `http://host:port` of the server, None until known.
+        url: `http://host:port` of the server, or `https://` with a `certificate`; None until known.
         token: the bearer token.
         state: `starting` until its process runs, then `running`; `ending` while it stops; `dead` when gone.
         detail: why it is not running, in the backend's own words.
+        certificate: in PEM, the only one that the server may show.
     """
 
     id: str
@@ -27,6 +28,7 @@ class Container:
     token: str
     state: Literal["starting", "running", "ending", "dead"]
     detail: str = ""
+    certificate: str | None = None
 
 
 class Backend(ABC):

@@ -1,0 +1,137 @@
+"""TLS on the sandbox port: only the certificate that clients know opens it, and a handshake is bounded as a head is."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ssl
+import subprocess
+from pathlib import Path
+
+import aiohttp
+import pytest
+from pydantic import SecretStr
+
+from atropos.errors import BackendUnavailable, ConfigError
+from atropos.net.admission import MAX_UNAUTHENTICATED
+from atropos.net.tls import client_context, read_pair
+from atropos.slots.client import SandboxClient
+from atropos.wire import Exec, ExecResult, LeaseRequest
+from tests.unit.server.fakes import TOKEN, serving
+
+
+def pair(folder: Path, name: str = "server") -> tuple[str, str]:
+    """A self-signed certificate and its key, as docs/cluster.md has them made."""
+    certificate, key = str(folder / f"{name}.crt"), str(folder / f"{name}.key")
+    subprocess.run(
+        [
+            *("openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes"),
+            *("-days", "30", "-subj", f"/CN={name}", "-out", certificate, "-keyout", key),
+        ],
+        check=True,
+        capture_output=True,
+    )
+    return certificate, key
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory) -> tuple[str, str]:
+    return pair(tmp_path_factory.mktemp("tls"))
+
+
+@pytest.fixture
+async def server(files):
+    async with serving(tls=SecretStr("".join(read_pair(*files)))) as running:
+        yield running
+
+
+def client_of(server, certificate: str | None, scheme: str = "https") -> SandboxClient:
+    url = f"{scheme}://127.0.0.1:{server.server.port}"
+    return SandboxClient(url, TOKEN, client_id="c", certificate=certificate)
+
+
+async def test_calls_go_through_tls_to_the_certificate_that_is_known(server, files):
+    async with client_of(server, read_pair(*files)[0]) as client:
+        lease = await client.acquire(LeaseRequest(lease_id="lease-0001", client_id="c"))
+        for _ in range(3):
+            result = await client.call(lease, Exec(command="echo hi"))
+            assert isinstance(result, ExecResult)
+            assert result.output == b"hi"
+        assert (await client.release(lease)).released
+
+
+async def test_another_certificate_and_a_plain_client_are_refused(server, tmp_path):
+    other = read_pair(*pair(tmp_path, "other"))[0]
+    for client in (client_of(server, other), client_of(server, None), client_of(server, None, "http")):
+        with pytest.raises(BackendUnavailable):
+            await client.connect()
+        await client.close()
+
+
+async def test_no_plain_request_is_answered_and_none_without_the_token(server, files):
+    reader, writer = await asyncio.open_connection("127.0.0.1", server.server.port)
+    writer.write(b"GET /v1/health HTTP/1.1\r\nHost: x\r\n\r\n")
+    assert b"HTTP" not in await asyncio.wait_for(reader.read(), 5)
+    writer.close()
+    tls = client_context(read_pair(*files)[0])
+    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(ssl=tls)) as session:
+        url = f"https://127.0.0.1:{server.server.port}"
+        async with session.get(f"{url}/v1/health") as answer:
+            assert answer.status == 200
+        for _ in range(3):
+            async with session.get(f"{url}/v1/status") as answer:
+                assert (answer.status, "unauthorized" in await answer.text()) == (401, True)
+
+
+@pytest.mark.parametrize("sent", [b"", b"\x16\x03\x01\x02\x00\x01\x00"], ids=["nothing", "half a handshake"])
+async def test_half_open_handshakes_are_bounded_and_keep_no_client_out(server, files, sent):
+    opened: list[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = []
+    try:
+        for _ in range(MAX_UNAUTHENTICATED + 100):
+            with contextlib.suppress(ConnectionError):
+                opened.append(await asyncio.open_connection("127.0.0.1", server.server.port))
+                opened[-1][1].write(sent)
+        async with client_of(server, read_pair(*files)[0]) as client:
+            assert (await client.health()).status == "ok"
+        async with asyncio.timeout(10):
+            while sum(not (reader.at_eof() or reader.exception()) for reader, _ in opened) > MAX_UNAUTHENTICATED:  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
+    finally:
+        for _, writer in opened:
+            writer.close()
+
+
+async def test_a_head_and_its_handshake_share_a_deadline(files):
+    from atropos.net.admission import Admission, BearerToken
+    from atropos.net.tls import server_context
+
+    tls = server_context("".join(read_pair(*files)))
+    admission = Admission(BearerToken(TOKEN), (), b"{}", tls=tls, head_s=0.3)
+    loop = asyncio.get_running_loop()
+    accepting = await loop.create_server(lambda: admission.connection(asyncio.Protocol), "127.0.0.1", 0)
+    port = accepting.sockets[0].getsockname()[1]
+    plain, one = await asyncio.open_connection("127.0.0.1", port)
+    over_tls, two = await asyncio.open_connection("127.0.0.1", port, ssl=client_context(read_pair(*files)[0]))
+    two.write(b"GET / HTTP/1.1\r\n")
+    async with asyncio.timeout(5):
+        for reader in (plain, over_tls):
+            with contextlib.suppress(ConnectionError, ssl.SSLError):
+                assert await reader.read() == b""
+    assert len(admission) == 0
+    for writer in (one, two):
+        writer.close()
+    accepting.close()
+
+
+def test_files_that_are_no_pair_are_refused_by_setting(tmp_path, files):
+    certificate, key = files
+    (tmp_path / "text").write_text("no PEM")
+    for given, names in (
+        ((str(tmp_path / "none"), key), "tls_certificate: .*none"),
+        ((certificate, str(tmp_path / "none")), "tls_key: .*none"),
+        ((str(tmp_path / "text"), key), "tls_certificate: .*holds no certificate"),
+        ((certificate, str(tmp_path / "text")), "tls_key: .*is not the unencrypted key"),
+        ((certificate, pair(tmp_path, "other")[1]), "tls_key: .*is not the unencrypted key"),
+    ):
+        with pytest.raises(ConfigError, match=names):
+            read_pair(*given)
