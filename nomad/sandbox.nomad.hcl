@@ -262,6 +262,7 @@ job "sandbox" {
         ATROPOS_HOST       = var.host_network ? "$${NOMAD_IP_http}" : "0.0.0.0"
         ATROPOS_PORT       = var.host_network ? "$${NOMAD_PORT_http}" : "8787"
         ATROPOS_TOKEN_FILE = "$${NOMAD_SECRETS_DIR}/token"
+        ATROPOS_TLS_FILE   = "$${NOMAD_SECRETS_DIR}/tls.pem"
       }
 
       dynamic "volume_mount" {
@@ -276,6 +277,14 @@ job "sandbox" {
       template {
         data        = "{{ with nomadVar \"nomad/jobs/${var.job_id}\" }}{{ .token }}{{ end }}"
         destination = "$${NOMAD_SECRETS_DIR}/token"
+        perms       = "0400"
+        change_mode = "noop"
+      }
+
+      # Certificate and key, where the variable has them; else the server speaks plain HTTP.
+      template {
+        data        = "{{ with nomadVar \"nomad/jobs/${var.job_id}\" }}{{ with .certificate }}{{ . }}{{ end }}\n{{ with .key }}{{ . }}{{ end }}{{ end }}"
+        destination = "$${NOMAD_SECRETS_DIR}/tls.pem"
         perms       = "0400"
         change_mode = "noop"
       }

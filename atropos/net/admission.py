@@ -18,11 +18,13 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import hmac
-import ssl
 from collections.abc import Callable, Iterable
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import h11
+
+if TYPE_CHECKING:
+    import ssl
 
 HEAD_S = 10.0
 """Longest an unauthenticated connection lives, in seconds: its head, its answer and the discarding of its body."""

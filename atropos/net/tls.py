@@ -9,12 +9,14 @@ from pathlib import Path
 from atropos.errors import ConfigError
 
 
-def read_pair(certificate: str, key: str) -> tuple[str, str]:
-    """The texts of a certificate's and its key's file.
+def read_pair(certificate: str | None, key: str | None) -> tuple[str, str] | None:
+    """The texts of a certificate's and its key's file; None: there are none.
 
     Raises:
         ConfigError: a file can't be read, or they are no pair; the message names the setting and the cure.
     """
+    if certificate is None or key is None:
+        return None
     texts: list[str] = []
     for setting, path in (("tls_certificate", certificate), ("tls_key", key)):
         try:

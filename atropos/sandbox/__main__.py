@@ -108,9 +108,9 @@ def _second_stage(text: str) -> int:
 
     fork_from_init()
     prestart.prestart(root_phase.entered().scratch, settings.base)
-    # aiohttp would load it for TLS, which this server doesn't speak, and read all certificates of the host for nothing
-    sys.modules.setdefault("ssl", None)  # pyright: ignore[reportArgumentType]
     config = parse(text)
+    if config.tls is None:  # aiohttp would load it all the same, and read all certificates of the host for nothing
+        sys.modules.setdefault("ssl", None)  # pyright: ignore[reportArgumentType]
 
     import asyncio
     import logging

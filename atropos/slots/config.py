@@ -66,6 +66,10 @@ class PoolSettings(SlotSettings):
         ge=0,
         description="nomad: how long the first container may be without a place before `start` fails; more where nodes are added on demand",
     )
+    tls_certificate: str | None = Field(
+        default=None, description="nomad: PEM file with the certificate of the sandbox ports; None: plain HTTP"
+    )
+    tls_key: str | None = Field(default=None, description="nomad: PEM file with the certificate's key, unencrypted")
     privileged: bool = Field(default=False, description="kept for compatibility; True is refused")
     purge_job_on_start: bool = Field(default=False, description="remove the job of an earlier run first")
     purge_job_on_shutdown: bool = Field(default=True, description="remove the job at the end")
@@ -77,6 +81,8 @@ class PoolSettings(SlotSettings):
                 f"max_containers ({self.max_containers}) is less than min_containers ({self.min_containers}): "
                 "raise the first or lower the second"
             )
+        if (self.tls_certificate is None) != (self.tls_key is None):
+            raise ValueError("tls_certificate, tls_key: one is useless without the other; set both, or none")
         if self.privileged:
             raise ValueError(
                 "privileged: sandbox containers are never privileged (a slot needs user namespaces, not host rights); "
@@ -135,6 +141,12 @@ class SlotPoolConfig(PoolSettings, SandboxSettings):
                 raise ValueError("acquire_timeout and acquire_timeout_s differ: give one of them")
             return values
         return data
+
+    @model_validator(mode="after")
+    def _check_tls(self) -> Self:
+        if self.tls_certificate is not None and self.backend in {"local", "docker"}:
+            raise ValueError(f"tls_certificate: backend {self.backend!r} has no TLS; take it out, or use 'nomad'")
+        return self
 
     @model_validator(mode="after")
     def _check_bases(self) -> Self:

@@ -3,6 +3,7 @@
 Environment:
     ATROPOS_CONFIG: the server's settings as JSON, without the token; or the path of a file that holds them.
     ATROPOS_TOKEN_FILE: where the bearer token is. Never an environment variable: those are shown by `docker inspect`.
+    ATROPOS_TLS_FILE: certificate and key of the port in PEM; unset, or an empty file: plain HTTP.
     ATROPOS_HOST, ATROPOS_PORT: where to listen; they win over ATROPOS_CONFIG (a scheduler picks ports last).
 """
 
@@ -40,6 +41,13 @@ def read_config() -> bytes:
         fail(f"ATROPOS_TOKEN_FILE {path!r} cannot be read: {error.strerror}")
     if not config["token"]:
         fail(f"ATROPOS_TOKEN_FILE {path!r} is empty")
+    path = os.environ.pop("ATROPOS_TLS_FILE", "")
+    try:
+        if path:
+            with open(path, encoding="ascii") as file:
+                config["tls"] = file.read().strip() or None
+    except (OSError, ValueError) as error:
+        fail(f"ATROPOS_TLS_FILE {path!r} cannot be read: {error}")
     config["host"] = os.environ.get("ATROPOS_HOST") or config.get("host", "0.0.0.0")
     port = os.environ.get("ATROPOS_PORT")
     try:

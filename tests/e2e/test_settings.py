@@ -33,6 +33,8 @@ ELSEWHERE = {
     "nomad_variables": "e2e/test_nomad_setup.py::test_what_nomad_can_not_place_fails_the_start_with_the_schedulers_reason",
     "container_memory_mib": "e2e/test_nomad_setup.py::test_a_job_without_a_place_is_told_and_runs_once_there_is_one",
     "placement_s": "e2e/test_nomad_setup.py::test_a_job_without_a_place_is_told_and_runs_once_there_is_one",
+    "tls_certificate": "e2e/test_nomad_tls.py",
+    "tls_key": "e2e/test_nomad_tls.py",
     "docker_host": "e2e/test_docker.py::test_a_remote_engines_containers_are_met_on_a_published_port_and_adopted",
     "outage_s": "e2e/test_nomad_away.py::test_an_outage_is_waited_for_within_bounds_and_a_signal_ends_it_at_once",
     "start_timeout_s": "unit/pool/test_pool.py::test_start_that_finds_no_container_in_time_says_why",

@@ -178,7 +178,7 @@ class Packer:
 
     def _add(self, info: tarfile.TarInfo, content: IO[bytes] | None = None) -> None:
         self._tar.addfile(info, content)
-        self._tar.members.clear()  # which grow with the archive
+        _forget_members(self._tar)
 
     def _pack_file(self, folder: Folder, name: str, found: os.stat_result, folder_fd: int) -> None:
         if stat.S_ISREG(found.st_mode):
@@ -187,7 +187,9 @@ class Packer:
                 info = self._describe(folder, name, found, fd)
                 if found.st_nlink > 1 and found.st_ino in self._first:
                     info.type = tarfile.LNKTYPE
-                    info.linkname = _name(*self._first[found.st_ino], info.pax_headers, _LINK_UNDER)
+                    headers = dict(info.pax_headers)
+                    info.linkname = _name(*self._first[found.st_ino], headers, _LINK_UNDER)
+                    info.pax_headers = headers
                     self._add(info)
                 else:
                     if found.st_nlink > 1:
@@ -207,20 +209,22 @@ class Packer:
 
     def _describe(self, folder: Folder, name: str, found: os.stat_result, fd: int | None) -> tarfile.TarInfo:
         seconds, part = divmod(found.st_mtime_ns, 10**9)
-        headers = {"mtime": f"{seconds}.{part:09d}"}
+        headers: dict[str, str] = {"mtime": f"{seconds}.{part:09d}"}
         info = tarfile.TarInfo(_name(folder, name, headers, _UNDER))
-        info.uid, info.gid, info.mode, info.pax_headers = (
-            found.st_uid,
-            found.st_gid,
-            stat.S_IMODE(found.st_mode),
-            headers,
-        )
+        info.uid, info.gid, info.mode = found.st_uid, found.st_gid, stat.S_IMODE(found.st_mode)
+        info.pax_headers = headers
         for each in os.listxattr(fd) if fd is not None else ():  # links and pipes can't have user attributes
             if each.startswith("user."):
                 value = os.getxattr(fd or 0, each)
                 key = _XATTR + each if _PLAIN_NAME.match(each) else _XATTR_HEX + os.fsencode(each).hex()
                 headers[key] = value.decode("utf-8", "surrogateescape")
         return info
+
+
+def _forget_members(tar: tarfile.TarFile) -> None:
+    """What the tar module remembers grows with the archive, and nobody here asks for it."""
+    members: list[tarfile.TarInfo] = getattr(tar, "members")  # noqa: B009 (typeshed doesn't know it)
+    members.clear()
 
 
 def _name(folder: Folder, name: str, headers: dict[str, str], key: str) -> str:
@@ -325,7 +329,7 @@ class Unpacker:
             fileobj=source, mode="r|", bufsize=_BUFFER, encoding="utf-8", errors="surrogateescape"
         ) as tar:
             while (info := tar.next()) is not None:
-                tar.members.clear()  # which grow with the archive
+                _forget_members(tar)
                 folder, name = self._place(info.name, info.pax_headers.get(_UNDER))
                 if info.size < 0 or info.mode < 0 or info.uid < 0 or info.gid < 0:
                     raise NotASnapshot(f"a number below zero: {info.name[:200]!r}")

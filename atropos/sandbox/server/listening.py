@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-import ssl
 from collections.abc import AsyncGenerator, Callable
+from typing import TYPE_CHECKING
 
 from aiohttp import web
 
@@ -15,6 +15,9 @@ from atropos.net.sockets import BACKLOG
 from atropos.sandbox.server.core import Core
 from atropos.sandbox.server.http import NO_TOKEN, OPEN_PATHS, Routes
 from atropos.wire import Capabilities, Problem
+
+if TYPE_CHECKING:
+    import ssl
 
 KEEP_S = 75.0
 """How long an idle connection is kept; longer than clients keep theirs, so that they never meet one just closed."""

@@ -11,17 +11,19 @@ import signal
 import sys
 from collections.abc import Awaitable, Callable, Sequence
 from importlib import import_module
-from typing import TextIO
+from typing import TYPE_CHECKING, TextIO
 
 from atropos.config import ServerConfig
 from atropos.errors import IsolationUnavailable
 from atropos.net.sockets import listen
-from atropos.net.tls import server_context
 from atropos.sandbox.contract import Host
 from atropos.sandbox.server.core import Core
 from atropos.sandbox.server.snapshot_transfer import has_zstd
 from atropos.sandbox.server.upkeep import pulse
 from atropos.wire import Capabilities, Feature
+
+if TYPE_CHECKING:
+    import ssl
 
 log = logging.getLogger(__name__)
 STATEFUL = frozenset({"sessions"})
@@ -77,8 +79,7 @@ class Server:
                 # Loading the HTTP library takes as long as starting a slot, so the one is done beside the other.
                 listening = await asyncio.to_thread(import_module, "atropos.sandbox.server.listening")
                 self._publish(await probing)
-                tls = None if self._config.tls is None else server_context(self._config.tls.get_secret_value())
-                routes = (core, self._config.token.get_secret_value(), lambda: self._found, self.stop, tls)
+                routes = (core, self._config.token.get_secret_value(), lambda: self._found, self.stop, self._tls())
                 await site.enter_async_context(listening.listening(listener, *routes))
                 self._ready()
                 try:
@@ -97,6 +98,13 @@ class Server:
             clean = await self._close(core) and clean
             listener.close()
         return 0 if clean and not core.broken else 1
+
+    def _tls(self) -> ssl.SSLContext | None:
+        if self._config.tls is None:
+            return None
+        from atropos.net.tls import server_context  # most servers can't load the ssl module: see `__main__`
+
+        return server_context(self._config.tls.get_secret_value())
 
     async def _close(self, core: Core) -> bool:
         """End everything, once; nobody's cancellation interrupts it."""

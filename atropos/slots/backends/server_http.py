@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ssl
 import time
 
 import aiohttp
 from pydantic import ValidationError
 
+from atropos.net.tls import client_context
 from atropos.wire import DrainRequest, Health, Status, client_name
 
 ANSWER_S = 3.0
@@ -27,6 +29,14 @@ class ServerHttp:
 
     def __init__(self) -> None:
         self._session: aiohttp.ClientSession | None = None
+        self._tls: ssl.SSLContext | bool = True
+        self._certificate: str | None = None
+
+    def trust(self, certificate: str | None) -> None:
+        """The only certificate, in PEM, that servers at https:// addresses may show from now on."""
+        if certificate != self._certificate:
+            self._certificate = certificate
+            self._tls = True if certificate is None else client_context(certificate)
 
     def _open(self) -> aiohttp.ClientSession:
         if self._session is None or self._session.closed:
@@ -42,7 +52,7 @@ class ServerHttp:
     async def healthy(self, url: str) -> bool:
         """Whether the server answers and takes work, or drains; False when it is not there (yet), starts or is broken."""
         try:
-            async with self._open().get(f"{url}/v1/health") as answer:
+            async with self._open().get(f"{url}/v1/health", ssl=self._tls) as answer:
                 health = Health.model_validate_json(await answer.read())
         except (aiohttp.ClientError, TimeoutError, OSError, ValidationError):
             return False
@@ -73,7 +83,7 @@ class ServerHttp:
             TimeoutError: no answer within `ANSWER_S`, which may mean that the server is busy.
         """
         try:
-            async with self._open().get(f"{url}/v1/status", headers=_bearer(token)) as answer:
+            async with self._open().get(f"{url}/v1/status", headers=_bearer(token), ssl=self._tls) as answer:
                 return Status.model_validate_json(await answer.read()) if answer.ok else None
         except TimeoutError:
             raise
@@ -120,7 +130,7 @@ class ServerHttp:
         until = time.monotonic() + (DOUBT_S if deadline_s else 0)
         while True:
             try:
-                async with self._open().post(f"{url}/v1/drain", data=body, headers=headers) as answer:
+                async with self._open().post(f"{url}/v1/drain", data=body, headers=headers, ssl=self._tls) as answer:
                     return answer.ok
             except TimeoutError:
                 if time.monotonic() >= until:

@@ -33,7 +33,7 @@ HOPELESS = 3
 """Failed starts in a row, with no server ever ready, after which the fault is taken to be in the set-up."""
 IMAGE_FOLDER = "/var/cache/atropos/images"
 """Where a server in a container keeps images; a shared folder or volume of the host is mounted there."""
-_PLACED_BY_ENGINE = {"host", "port", "token", "die_with_parent", "state_dir", "base"}
+_PLACED_BY_ENGINE = {"host", "port", "token", "tls", "die_with_parent", "state_dir", "base"}
 
 
 @dataclass(frozen=True)

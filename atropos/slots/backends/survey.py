@@ -60,6 +60,8 @@ class Survey:
             BackendUnavailable: the engine does not answer.
         """
         containers, trouble = await self._containers()
+        for each in containers:  # of one job, which has one certificate
+            self._http.trust(each.certificate)
         asked = (self._http.status(each.url, each.token) if each.url else _nothing() for each in containers)
         answers = await asyncio.gather(*asked)
         return [Seen(each, status) for each, status in zip(containers, answers, strict=True)], trouble
@@ -180,10 +182,11 @@ async def _nomad(job_id: str, address: str | None) -> Survey:
         if (job := await api.job(job_id)) is None:
             return [], ""
         group_of(job)
-        token = await api.token(job_id, make=False)  # who only looks writes nothing
-        rows = newest(Allocation.read(row) for row in await api.allocations(job_id))
+        secret = await api.secret(job_id, make=False)  # who only looks writes nothing
+        tls = secret.certificate is not None
+        rows = newest(Allocation.read(row, tls=tls) for row in await api.allocations(job_id))
         trouble = placement_failures(await api.evaluations(job_id))
-        return [container(row, token, ready=row.state == "running", ending=False) for row in rows], trouble
+        return [container(row, secret, ready=row.state == "running", ending=False) for row in rows], trouble
 
     async def end(container: Container) -> None:
         await api.stop_allocation(container.id.partition(".")[0])
@@ -193,6 +196,6 @@ async def _nomad(job_id: str, address: str | None) -> Survey:
             group_of(job)
             await api.deregister(job_id, purge=False)
             await api.deregister(job_id, purge=True)
-        await api.drop_token(job_id)
+        await api.drop_secret(job_id)
 
     return Survey(containers, end, purge, api.close)

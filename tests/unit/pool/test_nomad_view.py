@@ -8,7 +8,7 @@ import pytest
 
 from atropos.errors import BackendUnavailable, ConfigError
 from atropos.slots.backends.nomad.job_view import JobView
-from atropos.slots.backends.nomad.view import Allocation
+from atropos.slots.backends.nomad.view import Allocation, JobSecret
 
 
 def row(index, state="running", **fields):
@@ -30,7 +30,7 @@ def listed(view, *rows, answering=()):
 
 
 def states(view):
-    return {each.id: each.state for each in view.containers("token")}
+    return {each.id: each.state for each in view.containers(JobSecret("token"))}
 
 
 def test_a_container_runs_once_its_server_has_answered():

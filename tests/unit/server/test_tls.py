@@ -34,6 +34,10 @@ def pair(folder: Path, name: str = "server") -> tuple[str, str]:
     return certificate, key
 
 
+def certificate_of(files: tuple[str, str]) -> str:
+    return Path(files[0]).read_text()
+
+
 @pytest.fixture(scope="module")
 def files(tmp_path_factory) -> tuple[str, str]:
     return pair(tmp_path_factory.mktemp("tls"))
@@ -41,7 +45,7 @@ def files(tmp_path_factory) -> tuple[str, str]:
 
 @pytest.fixture
 async def server(files):
-    async with serving(tls=SecretStr("".join(read_pair(*files)))) as running:
+    async with serving(tls=SecretStr("".join(read_pair(*files) or ()))) as running:
         yield running
 
 
@@ -51,7 +55,7 @@ def client_of(server, certificate: str | None, scheme: str = "https") -> Sandbox
 
 
 async def test_calls_go_through_tls_to_the_certificate_that_is_known(server, files):
-    async with client_of(server, read_pair(*files)[0]) as client:
+    async with client_of(server, certificate_of(files)) as client:
         lease = await client.acquire(LeaseRequest(lease_id="lease-0001", client_id="c"))
         for _ in range(3):
             result = await client.call(lease, Exec(command="echo hi"))
@@ -61,7 +65,7 @@ async def test_calls_go_through_tls_to_the_certificate_that_is_known(server, fil
 
 
 async def test_another_certificate_and_a_plain_client_are_refused(server, tmp_path):
-    other = read_pair(*pair(tmp_path, "other"))[0]
+    other = certificate_of(pair(tmp_path, "other"))
     for client in (client_of(server, other), client_of(server, None), client_of(server, None, "http")):
         with pytest.raises(BackendUnavailable):
             await client.connect()
@@ -73,7 +77,7 @@ async def test_no_plain_request_is_answered_and_none_without_the_token(server, f
     writer.write(b"GET /v1/health HTTP/1.1\r\nHost: x\r\n\r\n")
     assert b"HTTP" not in await asyncio.wait_for(reader.read(), 5)
     writer.close()
-    tls = client_context(read_pair(*files)[0])
+    tls = client_context(certificate_of(files))
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(ssl=tls)) as session:
         url = f"https://127.0.0.1:{server.server.port}"
         async with session.get(f"{url}/v1/health") as answer:
@@ -91,7 +95,7 @@ async def test_half_open_handshakes_are_bounded_and_keep_no_client_out(server, f
             with contextlib.suppress(ConnectionError):
                 opened.append(await asyncio.open_connection("127.0.0.1", server.server.port))
                 opened[-1][1].write(sent)
-        async with client_of(server, read_pair(*files)[0]) as client:
+        async with client_of(server, certificate_of(files)) as client:
             assert (await client.health()).status == "ok"
         async with asyncio.timeout(10):
             while sum(not (reader.at_eof() or reader.exception()) for reader, _ in opened) > MAX_UNAUTHENTICATED:  # noqa: ASYNC110
@@ -105,13 +109,13 @@ async def test_a_head_and_its_handshake_share_a_deadline(files):
     from atropos.net.admission import Admission, BearerToken
     from atropos.net.tls import server_context
 
-    tls = server_context("".join(read_pair(*files)))
+    tls = server_context("".join(read_pair(*files) or ()))
     admission = Admission(BearerToken(TOKEN), (), b"{}", tls=tls, head_s=0.3)
     loop = asyncio.get_running_loop()
     accepting = await loop.create_server(lambda: admission.connection(asyncio.Protocol), "127.0.0.1", 0)
     port = accepting.sockets[0].getsockname()[1]
     plain, one = await asyncio.open_connection("127.0.0.1", port)
-    over_tls, two = await asyncio.open_connection("127.0.0.1", port, ssl=client_context(read_pair(*files)[0]))
+    over_tls, two = await asyncio.open_connection("127.0.0.1", port, ssl=client_context(certificate_of(files)))
     two.write(b"GET / HTTP/1.1\r\n")
     async with asyncio.timeout(5):
         for reader in (plain, over_tls):

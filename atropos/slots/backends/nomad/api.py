@@ -25,6 +25,7 @@ from atropos.slots.backends.nomad.refusals import (
     unreachable,
 )
 from atropos.slots.backends.nomad.settings import NomadSettings
+from atropos.slots.backends.nomad.view import JobSecret
 from atropos.slots.backends.supervise import BlockingCalls
 
 log = logging.getLogger("atropos.slots.nomad")
@@ -259,10 +260,13 @@ class NomadApi:
 
     # ---------------------------------------------------------------------------------------------------------- secret
 
-    async def token(self, job_id: str, *, make: bool = True) -> str:
-        """The bearer token of a job's servers, made when there is none; several clients agree on one (check-and-set).
+    async def secret(self, job_id: str, *, make: bool = True, pair: tuple[str, str] | None = None) -> JobSecret:
+        """What opens a job's servers, made when there is none; several clients agree on one (check-and-set).
 
-        With `make` False nothing is written; empty then, when there is none.
+        With `make` False nothing is written; empty then, when there is none. `pair`: the certificate and key of a new one.
+
+        Raises:
+            ConfigError: the job has a token already, and another certificate than the one of `pair`, or none.
         """
         path, namespace = f"nomad/jobs/{job_id}", self.settings.namespace
         for _ in range(3):
@@ -270,16 +274,25 @@ class NomadApi:
                 found: Json = await self._ask(
                     "read the variable", lambda: self._nomad.variable.get_variable(path, namespace), kind=dict
                 )
-                if found["Items"].get("token"):
-                    return str(found["Items"]["token"])
+                items: dict[str, str] = found["Items"]
+                if items.get("token"):
+                    if pair is not None and items.get("certificate", "").strip() != pair[0].strip():
+                        raise ConfigError(
+                            f"tls_certificate: job {job_id} runs with another certificate, or without TLS: purge it first "
+                            "(atropos pool purge), or name the files that it was started with"
+                        )
+                    return JobSecret(items["token"], items.get("certificate") or None)
                 index = found["ModifyIndex"]
             except NomadRefused as error:
                 if error.status != NOT_FOUND:
                     raise
-                index = 0
+                index, items = 0, {}
             if not make:
-                return ""
-            payload = {"Path": path, "Items": {"token": secrets.token_hex(32)}}
+                return JobSecret()
+            items |= {"token": secrets.token_hex(32)}
+            if pair is not None:
+                items |= {"certificate": pair[0], "key": pair[1]}
+            payload = {"Path": path, "Items": items}
             try:
                 await self._ask(
                     "write the variable",
@@ -293,8 +306,8 @@ class NomadApi:
                     raise
         raise BackendUnavailable(f"the Nomad variable {path} keeps changing")
 
-    async def drop_token(self, job_id: str) -> None:
-        """Forget the bearer token of a job."""
+    async def drop_secret(self, job_id: str) -> None:
+        """Forget what opens a job's servers."""
         path, namespace = f"nomad/jobs/{job_id}", self.settings.namespace
         await self._ask(
             "delete the variable", lambda: self._nomad.variable.delete_variable(path, namespace), changes=True

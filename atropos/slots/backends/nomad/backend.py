@@ -16,13 +16,14 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Self
 
 from atropos.errors import BackendUnavailable, ConfigError
+from atropos.net.tls import read_pair
 from atropos.slots.backends.base import Backend, Container
 from atropos.slots.backends.nomad import job as nomad_job
 from atropos.slots.backends.nomad.api import Json, NomadApi
 from atropos.slots.backends.nomad.job_view import READY_S, JobView
 from atropos.slots.backends.nomad.refusals import NomadMisconfigured, NomadRefused
 from atropos.slots.backends.nomad.settings import NomadSettings
-from atropos.slots.backends.nomad.view import GROUP, TASK, Allocation, newest, placement_failures
+from atropos.slots.backends.nomad.view import GROUP, TASK, Allocation, JobSecret, newest, placement_failures
 from atropos.slots.backends.server_http import ServerHttp
 from atropos.slots.backends.spec import ContainerSpec
 from atropos.slots.backends.supervise import ChangeFlag, Outage, Patience, persist
@@ -61,6 +62,7 @@ class NomadBackend(Backend):
         job_id: str,
         purge_on_start: bool = False,
         extra: Mapping[str, str] | None = None,
+        pair: tuple[str, str] | None = None,
         placement_s: float = 5.0,
         outage_s: float = 900.0,
     ) -> None:
@@ -70,10 +72,11 @@ class NomadBackend(Backend):
         self._job_id = job_id
         self._purge_on_start = purge_on_start
         self._extra = dict(extra or {})
+        self._pair = pair
         self._settings = settings
         self._api = NomadApi(settings)
         self._http = ServerHttp()
-        self._token = ""
+        self._secret = JobSecret()
         self._changing = False
         """Whether this process has changed something in Nomad, or was about to."""
         self._view = JobView(placement_s)
@@ -111,6 +114,7 @@ class NomadBackend(Backend):
             job_id=config.job_id,
             purge_on_start=config.purge_job_on_start,
             extra=config.nomad_variables,
+            pair=read_pair(config.tls_certificate, config.tls_key),
             placement_s=config.placement_s,
             outage_s=config.outage_s,
         )
@@ -139,7 +143,7 @@ class NomadBackend(Backend):
             self._view.adopt(_count(job))
             if differences := nomad_job.differences(job, self._spec):
                 log.warning("job %s is there already and taken as it is: %s", self._job_id, differences)
-            self._token = await self._api.token(self._job_id)
+            await self._read_secret(self._pair)
             self._cluster = await self._api.keys()
             await self._look()
 
@@ -155,7 +159,7 @@ class NomadBackend(Backend):
 
     def containers(self) -> Sequence[Container]:
         """The job's allocations that are not over, by index."""
-        return self._view.containers(self._token)
+        return self._view.containers(self._secret)
 
     async def changed(self) -> None:
         """Wait until `containers()` may answer differently."""
@@ -200,7 +204,7 @@ class NomadBackend(Backend):
         unanswered_s = PURGE_AWAY_S if self._outage.away_s > PURGE_UNANSWERED_S else PURGE_UNANSWERED_S
         await self._api.settled(unanswered_s)
         try:
-            if purge and (self._token or self._changing):
+            if purge and (self._secret.token or self._changing):
                 await persist(
                     self._purge, lambda error: PURGE_AGAIN_S if isinstance(error, NomadRefused) else unanswered_s
                 )
@@ -230,7 +234,7 @@ class NomadBackend(Backend):
                 if job is None:
                     await self._recognise()
                 self._changing = True
-                self._token = await self._api.token(self._job_id)
+                await self._read_secret(self._pair)
                 hcl, wanted = nomad_job.definition(), self._view.target
                 chosen = nomad_job.variables(self._spec, self._settings, self._job_id, wanted, self._extra)
                 fresh = await self._api.parse(hcl, chosen)
@@ -296,12 +300,12 @@ class NomadBackend(Backend):
             return False
         if not step.drained:
             if item.url is not None and item.run in self._view.ready:
-                if await self._http.used_by_others(item.url, self._token, self.client_id):
+                if await self._http.used_by_others(item.url, self._secret.token, self.client_id):
                     return False
                 self._view.ending.add(item.run)
                 self._changed.set()
-                await self._http.drain(item.url, self._token, LONGEST_DRAIN_S)
-                await self._http.until_idle(item.url, self._token)
+                await self._http.drain(item.url, self._secret.token, LONGEST_DRAIN_S)
+                await self._http.until_idle(item.url, self._secret.token)
             self._view.ending.add(item.run)
             self._view.drained.add(item.run)  # it takes no leases any more: whatever Nomad answers, it has to go
         if not await self._lower(item.index):
@@ -415,7 +419,7 @@ class NomadBackend(Backend):
         answering = await self._answering(view.doubtful(rows))
         now = view.merge(rows, answering)
         if view.needs_token(now):
-            self._token = await self._api.token(self._job_id)
+            await self._read_secret(self._pair)
         trouble, failure = self.trouble(), view.failure
         actions = view.apply(rows, now)
         if actions.changed:
@@ -434,7 +438,12 @@ class NomadBackend(Backend):
         return all(item.state == "lost" for item in answering)
 
     async def _rows(self) -> list[Allocation]:
-        return [Allocation.read(row) for row in await self._api.allocations(self._job_id)]
+        tls = self._secret.certificate is not None
+        return [Allocation.read(row, tls=tls) for row in await self._api.allocations(self._job_id)]
+
+    async def _read_secret(self, pair: tuple[str, str] | None) -> None:
+        self._secret = await self._api.secret(self._job_id, pair=pair)
+        self._http.trust(self._secret.certificate)
 
     async def _answering(self, doubtful: Iterable[Allocation]) -> list[Allocation]:
         """Those whose servers answer."""
@@ -466,7 +475,9 @@ class NomadBackend(Backend):
 
     async def _purge(self) -> None:
         """Remove the job and its secret, unless a live client works in one of its containers."""
-        token = self._token or await self._api.token(self._job_id)
+        if not self._secret.token:
+            await self._read_secret(None)
+        token = self._secret.token
         rows = newest(await self._rows())
         servers = [item.url for item in rows if item.url is not None]
         if any(await asyncio.gather(*(self._http.used_by_others(url, token, self.client_id) for url in servers))):
@@ -488,7 +499,7 @@ class NomadBackend(Backend):
             return
         await self._api.deregister(self._job_id, purge=True)
         if await self._api.job(self._job_id) is None:
-            await self._api.drop_token(self._job_id)
+            await self._api.drop_secret(self._job_id)
 
     async def _stopped(self) -> bool:
         """Whether the job is stopped or gone: nobody has registered it anew."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from atropos.errors import BackendUnavailable, ConfigError
 from atropos.slots.backends.base import Container
-from atropos.slots.backends.nomad.view import DRIVER, Allocation, container, newest, set_up_fault
+from atropos.slots.backends.nomad.view import DRIVER, Allocation, JobSecret, container, newest, set_up_fault
 from atropos.slots.backends.spec import BAD_CONFIG, hopeless
 
 READY_S = 60.0
@@ -83,10 +83,10 @@ class JobView:
     unplaced_since: float | None = None
     failure: Exception | None = None
 
-    def containers(self, token: str) -> list[Container]:
+    def containers(self, secret: JobSecret) -> list[Container]:
         """The allocations that are not over, by index."""
         return [
-            container(item, token, ready=item.run in self.ready, ending=item.run in self.ending)
+            container(item, secret, ready=item.run in self.ready, ending=item.run in self.ending)
             for item in newest(self.known.values())
         ]
 

@@ -19,6 +19,19 @@ BAD_EVENTS = {DRIVER, "Setup Failure", "Failed Validation", "Failed Artifact Dow
 """Task events that tell why a task doesn't run."""
 
 
+@dataclass(frozen=True, slots=True)
+class JobSecret:
+    """What opens a job's servers; nothing while there is no job.
+
+    Attributes:
+        token: the bearer token.
+        certificate: in PEM, the one that they show; None: they speak plain HTTP.
+    """
+
+    token: str = ""
+    certificate: str | None = None
+
+
 @dataclass(frozen=True)
 class Allocation:
     """One allocation of the job.
@@ -45,8 +58,8 @@ class Allocation:
     modified: int = 0
 
     @classmethod
-    def read(cls, row: Mapping[str, Any]) -> Allocation:
-        """An entry of /v1/allocations?resources=true&task_states=true."""
+    def read(cls, row: Mapping[str, Any], *, tls: bool = False) -> Allocation:
+        """An entry of /v1/allocations?resources=true&task_states=true; `tls`: its server speaks it."""
         task = (row.get("TaskStates") or {}).get(TASK) or {}
         index = re.search(r"\[(\d+)\]$", row["Name"])
         events: Sequence[Mapping[str, Any]] = task.get("Events") or []
@@ -56,7 +69,7 @@ class Allocation:
             run=f"{row['ID']}.{task.get('Restarts', 0)}",
             index=int(index[1]) if index else 0,
             state=_state(row, task),
-            url=_url(row),
+            url=_url(row, "https" if tls else "http"),
             detail=detail,
             failed=row.get("ClientStatus") == "failed",
             exit_code=exit_code,
@@ -81,12 +94,12 @@ def _state(
     return "running" if client == "running" and task.get("State") == "running" else "starting"
 
 
-def _url(row: Mapping[str, Any]) -> str | None:
+def _url(row: Mapping[str, Any], scheme: str) -> str | None:
     shared = ((row.get("AllocatedResources") or {}).get("Shared")) or {}
     for port in shared.get("Ports") or []:
         if port.get("Label") == PORT and port.get("HostIP"):
             host = f"[{port['HostIP']}]" if ":" in port["HostIP"] else port["HostIP"]
-            return f"http://{host}:{port['Value']}"
+            return f"{scheme}://{host}:{port['Value']}"
     return None
 
 
@@ -134,14 +147,16 @@ def newest(allocations: Iterable[Allocation]) -> list[Allocation]:
     return sorted((a for a in allocations if a.state not in {"over", "lost"}), key=lambda a: (a.index, a.modified))
 
 
-def container(allocation: Allocation, token: str, *, ready: bool, ending: bool) -> Container:
+def container(allocation: Allocation, secret: JobSecret, *, ready: bool, ending: bool) -> Container:
     """An allocation as the pool sees it; `ready`: its server answers, `ending`: it drains."""
     state: Literal["starting", "running", "ending"] = "starting"
     if ending or allocation.state == "ending":
         state = "ending"
     elif ready and allocation.state in {"running", "unknown"}:
         state = "running"
-    return Container(allocation.run, allocation.index, allocation.url, token, state, allocation.detail)
+    return Container(
+        allocation.run, allocation.index, allocation.url, secret.token, state, allocation.detail, secret.certificate
+    )
 
 
 def placement_failures(evaluations: Iterable[Mapping[str, Any]]) -> str:
