@@ -24,7 +24,7 @@ Limit = Literal["memory", "pids", "disk", "inodes", "time", "output", "files", "
 """The name of the limit that stopped or truncated a program."""
 
 
-class Message(BaseModel):
+class WireMessage(BaseModel):
     """Base of everything on the wire: frozen, unknown fields refused."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", ser_json_bytes="base64", val_json_bytes="base64")
@@ -39,7 +39,7 @@ CommandOrArgv = str | Annotated[tuple[str, ...], Field(min_length=1)]
 """A shell command line (`/bin/bash -c`, or sh where there is no bash), or a program and its arguments without a shell."""
 
 
-class Exec(Message):
+class Exec(WireMessage):
     """Run a command in its own session and wait for it."""
 
     op: Literal["exec"] = "exec"
@@ -54,7 +54,7 @@ class Exec(Message):
     max_output_bytes: int | None = Field(default=None, gt=0)
 
 
-class ReadFile(Message):
+class ReadFile(WireMessage):
     """Read a file's bytes, from `offset`, at most `max_bytes`."""
 
     op: Literal["read_file"] = "read_file"
@@ -64,7 +64,7 @@ class ReadFile(Message):
     user: str | None = Field(default=None, max_length=300, description="name or uid[:group or gid]; None: root")
 
 
-class WriteFile(Message):
+class WriteFile(WireMessage):
     """Write a file, making its parents; replaced atomically unless `append`. `if_sha256`: only if unchanged since."""
 
     op: Literal["write_file"] = "write_file"
@@ -78,7 +78,7 @@ class WriteFile(Message):
     )
 
 
-class Search(Message):
+class Search(WireMessage):
     """Search file contents by regular expression, or names alone when `pattern` is empty; bounded in every way."""
 
     op: Literal["search"] = "search"
@@ -90,7 +90,7 @@ class Search(Message):
     ignore_case: bool = False
 
 
-class Untar(Message):
+class Untar(WireMessage):
     """Unpack an uncompressed tar archive under `path` (made when missing)."""
 
     op: Literal["untar"] = "untar"
@@ -99,7 +99,7 @@ class Untar(Message):
     owners: bool = Field(default=False, description="give members the uid and gid that the archive names; else root's")
 
 
-class Tar(Message):
+class Tar(WireMessage):
     """Pack a file or folder as an uncompressed tar archive of at most `max_bytes`.
 
     With `offset`, as much of it from there as `max_bytes` allows; a result whose size is more than where its data end
@@ -112,7 +112,7 @@ class Tar(Message):
     max_bytes: int = Field(default=MAX_FILE_BYTES, gt=0, le=MAX_FILE_BYTES)
 
 
-class WriteStream(Message):
+class WriteStream(WireMessage):
     """Write a file, or unpack a tar archive below a folder, from what `PUT /v1/leases/{id}/streams/{stream}` brings.
 
     A file is replaced atomically when all of it has come; one that breaks off leaves the old one.
@@ -125,7 +125,7 @@ class WriteStream(Message):
     mode: int | None = Field(default=None, ge=0, le=0o7777)
 
 
-class ReadStream(Message):
+class ReadStream(WireMessage):
     """Send a file from `offset` on, or a file or folder as a tar archive, to `GET /v1/leases/{id}/streams/{stream}`.
 
     `Done.count` says how many bytes were sent; more than `max_bytes` are refused as `too_large`.
@@ -139,13 +139,13 @@ class ReadStream(Message):
     max_bytes: int = Field(gt=0)
 
 
-class Quiesce(Message):
+class Quiesce(WireMessage):
     """Kill every process in the slot but the runner; files stay."""
 
     op: Literal["quiesce"] = "quiesce"
 
 
-class SetNetwork(Message):
+class SetNetwork(WireMessage):
     """Change what the lease's programs reach, within what the server allows: at once, and open connections are cut.
 
     `hosts`: names, `*.suffixes`, addresses and networks, each with `:PORT` or not; none: no network; None: all that the
@@ -156,7 +156,7 @@ class SetNetwork(Message):
     hosts: tuple[Annotated[str, Field(max_length=270)], ...] | None = Field(default=None, max_length=256)
 
 
-class ProcStart(Message):
+class ProcStart(WireMessage):
     """Start a background process whose output is kept in a rolling buffer; with `pty`, on a terminal of its own."""
 
     op: Literal["proc_start"] = "proc_start"
@@ -170,7 +170,7 @@ class ProcStart(Message):
     buffer_bytes: int = Field(default=200_000, ge=1024, le=4_000_000)
 
 
-class ProcRead(Message):
+class ProcRead(WireMessage):
     """State and output of a background process.
 
     Waits up to `wait_s` until it exits, or for output beyond `offset` (`until="output"`), or until no output came for
@@ -186,7 +186,7 @@ class ProcRead(Message):
     quiet_s: float = Field(default=0.3, gt=0)
 
 
-class ProcWrite(Message):
+class ProcWrite(WireMessage):
     """Write to a background process's stdin or terminal; optionally close it or change the window size."""
 
     op: Literal["proc_write"] = "proc_write"
@@ -197,7 +197,7 @@ class ProcWrite(Message):
     cols: int | None = Field(default=None, ge=1, le=1000)
 
 
-class ProcKill(Message):
+class ProcKill(WireMessage):
     """Send a signal to a background process's whole session; `TERM` is followed by `KILL` after a grace time."""
 
     op: Literal["proc_kill"] = "proc_kill"
@@ -205,7 +205,7 @@ class ProcKill(Message):
     signal: Literal["TERM", "KILL", "INT", "HUP", "QUIT", "USR1", "USR2"] = "TERM"
 
 
-class ProcList(Message):
+class ProcList(WireMessage):
     """All background processes of the lease, ended ones included."""
 
     op: Literal["proc_list"] = "proc_list"
@@ -234,7 +234,7 @@ Operation = Annotated[
 # ------------------------------------------------------------------------------------------------------------- results
 
 
-class ExecResult(Message):
+class CommandResult(WireMessage):
     """How a command ended. `exit_code` is -N when signal N ended it; None only when it never started."""
 
     kind: Literal["exec_result"] = "exec_result"
@@ -250,7 +250,7 @@ class ExecResult(Message):
     duration_s: float = Field(ge=0)
 
 
-class FileResult(Message):
+class FileResult(WireMessage):
     """A read file: its bytes from the offset asked for, and the file's whole size."""
 
     kind: Literal["file_result"] = "file_result"
@@ -260,14 +260,14 @@ class FileResult(Message):
     sha256: str | None = Field(default=None, description="of the whole file, when it was read whole")
 
 
-class Done(Message):
+class Done(WireMessage):
     """An operation without an answer of its own succeeded; `count` says how many (bytes, files, processes)."""
 
     kind: Literal["done"] = "done"
     count: int = 0
 
 
-class Match(Message):
+class Match(WireMessage):
     """One matching line (or, for a search by name, a file: line 0)."""
 
     path: str
@@ -276,7 +276,7 @@ class Match(Message):
     context: bool = False
 
 
-class SearchResult(Message):
+class SearchResult(WireMessage):
     """Matches in path and line order; `truncated` when a bound ended the search."""
 
     kind: Literal["search_result"] = "search_result"
@@ -285,7 +285,7 @@ class SearchResult(Message):
     truncated: bool = False
 
 
-class ProcState(Message):
+class ProcState(WireMessage):
     """A background process: output from `offset` on, and how it ended, if it did."""
 
     kind: Literal["proc_state"] = "proc_state"
@@ -303,14 +303,14 @@ class ProcState(Message):
     limit: Limit | None = None
 
 
-class ProcListing(Message):
+class ProcListing(WireMessage):
     """The lease's background processes, oldest first, without output."""
 
     kind: Literal["proc_listing"] = "proc_listing"
     processes: tuple[ProcState, ...]
 
 
-class OpError(Message):
+class OpError(WireMessage):
     """The operation could not be done inside the slot: a value that the model may read, not an infrastructure fault."""
 
     kind: Literal["op_error"] = "op_error"
@@ -338,7 +338,7 @@ class OpError(Message):
 
 
 OpResult = Annotated[
-    ExecResult | FileResult | Done | SearchResult | ProcState | ProcListing | OpError, Field(discriminator="kind")
+    CommandResult | FileResult | Done | SearchResult | ProcState | ProcListing | OpError, Field(discriminator="kind")
 ]
 OP_RESULT: TypeAdapter[OpResult] = TypeAdapter(OpResult)
 
@@ -346,7 +346,7 @@ OP_RESULT: TypeAdapter[OpResult] = TypeAdapter(OpResult)
 # ---------------------------------------------------------------------------------------------------- frames on a stream
 
 
-class Hello(Message):
+class Hello(WireMessage):
     """The client's first message."""
 
     kind: Literal["hello"] = "hello"
@@ -358,7 +358,7 @@ class Hello(Message):
     )
 
 
-class Welcome(Message):
+class Welcome(WireMessage):
     """The server's first message."""
 
     kind: Literal["welcome"] = "welcome"
@@ -367,7 +367,7 @@ class Welcome(Message):
     heartbeat_s: float
 
 
-class Call(Message):
+class Call(WireMessage):
     """One operation in one leased slot. `call_id` is the idempotency key: sent again, it is not run again."""
 
     kind: Literal["call"] = "call"
@@ -378,28 +378,28 @@ class Call(Message):
     operation: Operation
 
 
-class Cancel(Message):
+class Cancel(WireMessage):
     """Give a call up: its processes are killed and its result says `cancelled`."""
 
     kind: Literal["cancel"] = "cancel"
     call_id: str
 
 
-class Ack(Message):
+class Ack(WireMessage):
     """The client has these results; the journal may forget them."""
 
     kind: Literal["ack"] = "ack"
     call_ids: tuple[str, ...]
 
 
-class Heartbeat(Message):
+class Heartbeat(WireMessage):
     """Either end is alive; from a client it renews all its leases."""
 
     kind: Literal["heartbeat"] = "heartbeat"
     seq: int = 0
 
 
-class Reply(Message):
+class Reply(WireMessage):
     """The result of a call."""
 
     kind: Literal["reply"] = "reply"
@@ -407,7 +407,7 @@ class Reply(Message):
     result: OpResult
 
 
-class Fault(Message):
+class Fault(WireMessage):
     """A call that has no result because the infrastructure failed; `code` is one of `atropos.errors.BY_CODE`."""
 
     kind: Literal["fault"] = "fault"
@@ -416,7 +416,7 @@ class Fault(Message):
     message: str
 
 
-class LeaseEnded(Message):
+class LeaseEnded(WireMessage):
     """The server ended a lease that this client held (its slot broke, it expired, the container drains)."""
 
     kind: Literal["lease_ended"] = "lease_ended"
@@ -426,14 +426,14 @@ class LeaseEnded(Message):
     message: str
 
 
-class Draining(Message):
+class Draining(WireMessage):
     """The server takes no new leases and will end; what runs may finish until `deadline_s` from now."""
 
     kind: Literal["draining"] = "draining"
     deadline_s: float | None = None
 
 
-class Capacity(Message):
+class Capacity(WireMessage):
     """A slot came free; sent to clients that were refused (409) since they last got one, as a hint to ask again."""
 
     kind: Literal["capacity"] = "capacity"
@@ -452,7 +452,7 @@ SERVER_FRAME: TypeAdapter[list[ServerMessage]] = TypeAdapter(Annotated[list[Serv
 # ---------------------------------------------------------------------------------------------------------------- HTTP
 
 
-class LeaseLimits(Message):
+class LeaseLimits(WireMessage):
     """What one lease has instead of the server's `SlotLimits`, field by field; None: as there."""
 
     memory_mib: int | None = Field(default=None, ge=32, le=1 << 30)
@@ -464,7 +464,7 @@ class LeaseLimits(Message):
     wall_s: float | None = Field(default=None, gt=0)
 
 
-class LeaseRequest(Message):
+class LeaseRequest(WireMessage):
     """POST /v1/leases. The client chooses both ids, so that asking again gives the same lease.
 
     Whoever knows a lease's id may use the lease, and whoever knows a client's id may speak for it: make them unguessable
@@ -482,7 +482,7 @@ class LeaseRequest(Message):
     limits: LeaseLimits | None = Field(default=None, description="instead of the server's; None: a slot as configured")
 
 
-class ImageInfo(Message):
+class ImageInfo(WireMessage):
     """An unpacked image, and what its configuration says of the commands in it."""
 
     id: str = Field(pattern=r"^[0-9a-f]{64}$", description="SHA-256 of its configuration, or of how it was built")
@@ -499,7 +499,7 @@ class ImageInfo(Message):
     cmd: tuple[str, ...] = ()
 
 
-class Lease(Message):
+class Lease(WireMessage):
     """The exclusive right to a slot. `epoch` only grows on a server; a call with an older one is refused."""
 
     lease_id: str
@@ -511,20 +511,20 @@ class Lease(Message):
     image: ImageInfo | None = Field(default=None, description="the image that the slot stands on")
 
 
-class ImageRequest(Message):
+class ImageRequest(WireMessage):
     """POST /v1/images: prepare an image; asking again says how far it is."""
 
     source: str = Field(min_length=1, max_length=1000)
     wait_s: float = Field(default=0, ge=0, le=60, description="answer when it is ready or failed, or after this time")
 
 
-class KeepRequest(Message):
+class KeepRequest(WireMessage):
     """POST /v1/snapshots/{id}/image: keep a snapshot as an image, on what its lease stood on."""
 
     key: str = Field(pattern=r"^[0-9a-f]{64}$", description="what it was made of and how; names it: atropos-build:KEY")
 
 
-class LayerOffer(Message):
+class LayerOffer(WireMessage):
     """Query of PUT /v1/images/{key}/layer: what a server is to know of a built image whose layer comes as a tar."""
 
     parent: str = Field(pattern=r"^([0-9a-f]{64}|atropos-base:.{1,200})$")
@@ -532,7 +532,7 @@ class LayerOffer(Message):
     bytes: int = Field(ge=0)
 
 
-class ImageState(Message):
+class ImageState(WireMessage):
     """How far an image is prepared."""
 
     source: str
@@ -542,14 +542,14 @@ class ImageState(Message):
     image: ImageInfo | None = None
 
 
-class ImageList(Message):
+class ImageList(WireMessage):
     """GET /v1/images."""
 
     states: tuple[ImageState, ...]
     images: tuple[ImageInfo, ...]
 
 
-class ReleaseResult(Message):
+class ReleaseResult(WireMessage):
     """DELETE /v1/leases/{id}: `clean` is False when the slot had to be retired."""
 
     released: bool
@@ -557,7 +557,7 @@ class ReleaseResult(Message):
     reset_s: float = 0
 
 
-class SnapshotInfo(Message):
+class SnapshotInfo(WireMessage):
     """A frozen workspace that leases can start from."""
 
     snapshot_id: str
@@ -567,33 +567,33 @@ class SnapshotInfo(Message):
     base: str | None = Field(default=None, description="the base it stands on; None: the server's default")
 
 
-class SnapshotRequest(Message):
+class SnapshotRequest(WireMessage):
     """POST /v1/leases/{id}/snapshot. The client chooses the id, so that asking again does not freeze twice."""
 
     snapshot_id: str | None = Field(default=None, min_length=8, max_length=100, pattern=r"^[A-Za-z0-9_-]+$")
     epoch: int | None = None
 
 
-class ViewRequest(Message):
+class ViewRequest(WireMessage):
     """POST /v1/leases/{id}/view: run the lease's calls in a clean slot beside the one that they ran in so far."""
 
     folders: tuple[str, ...] = Field(default=(), max_length=64)
     epoch: int | None = None
 
 
-class DrainRequest(Message):
+class DrainRequest(WireMessage):
     """POST /v1/drain. `deadline_s`: how long leases may go on; None: the server's own `drain_s`."""
 
     deadline_s: float | None = Field(default=None, ge=0)
 
 
-class StreamState(Message):
+class StreamState(WireMessage):
     """PUT /v1/leases/{id}/streams/{stream}: how much of a stream the server has, whoever sent it."""
 
     received: int
 
 
-class CallRequest(Message):
+class CallRequest(WireMessage):
     """POST /v1/leases/{id}/calls, for people with curl."""
 
     call_id: str | None = Field(default=None, min_length=1, max_length=200)
@@ -601,7 +601,7 @@ class CallRequest(Message):
     operation: Operation
 
 
-class Feature(Message):
+class Feature(WireMessage):
     """One isolation property, tried at start from inside a throw-away slot."""
 
     name: str
@@ -611,7 +611,7 @@ class Feature(Message):
     fix: str = Field(default="", description="the kernel or container setting that gives it")
 
 
-class Capabilities(Message):
+class Capabilities(WireMessage):
     """GET /v1/capabilities."""
 
     version: int = VERSION
@@ -629,7 +629,7 @@ def client_name(client_id: str) -> str:
     return hashlib.sha256(client_id.encode()).hexdigest()[:16]
 
 
-class Status(Message):
+class Status(WireMessage):
     """GET /v1/status: one consistent count of everything, without what opens a lease."""
 
     boot_id: str
@@ -653,7 +653,7 @@ class Status(Message):
     counters: dict[str, float] = Field(default_factory=dict)
 
 
-class Health(Message):
+class Health(WireMessage):
     """GET /v1/health, without a token."""
 
     status: Literal["starting", "ok", "draining", "broken"]
@@ -662,7 +662,7 @@ class Health(Message):
     detail: str = ""
 
 
-class Problem(Message):
+class Problem(WireMessage):
     """The body of every HTTP answer that isn't 2xx."""
 
     code: str

@@ -35,14 +35,14 @@ _capturing: contextvars.ContextVar[bool] = contextvars.ContextVar("capturing", d
 
 
 @dataclass(frozen=True)
-class Failed:
+class ModelFailure:
     """A server's exception carried as a value past atroposlib's own retries (up to 27 requests for one 503)."""
 
     error: BaseException
 
 
 def capturing() -> bool:
-    """Whether the current model call wants failures as `Failed` values."""
+    """Whether the current model call wants failures as `ModelFailure` values."""
     return _capturing.get()
 
 
@@ -155,7 +155,7 @@ def _capture() -> Generator[None]:
 
 
 def _unwrap(answer: Any) -> Any:
-    if isinstance(answer, Failed):
+    if isinstance(answer, ModelFailure):
         raise describe(answer.error) from answer.error
     return answer
 

@@ -44,7 +44,7 @@ class Turnstile:
             self._level = min(float(self._bounds.burst), self._level + gained)
         self._filled = now
 
-    def enter(self) -> Turn:
+    def enter(self) -> TurnstilePass:
         """Take a turn, or a place in the queue.
 
         Raises:
@@ -60,7 +60,7 @@ class Turnstile:
         if self._running < self._bounds.concurrency and not self._waiting:
             self._level -= 1
             self._running += 1
-            return Turn(self, None)
+            return TurnstilePass(self, None)
         if len(self._waiting) >= self._bounds.queue:
             raise Refusal(
                 429,
@@ -71,7 +71,7 @@ class Turnstile:
         self._level -= 1
         place: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting.append(place)
-        return Turn(self, place)
+        return TurnstilePass(self, place)
 
     def leave(self, place: asyncio.Future[None] | None) -> None:
         """End a turn, or give a place in the queue up."""
@@ -87,7 +87,7 @@ class Turnstile:
                 following.set_result(None)
 
 
-class Turn:
+class TurnstilePass:
     """A place in a turnstile; `taken` waits for its turn. Always closed, also before its turn came."""
 
     def __init__(self, turnstile: Turnstile, place: asyncio.Future[None] | None) -> None:

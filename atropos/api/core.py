@@ -12,9 +12,9 @@ from collections.abc import Iterable
 from typing import Any
 
 from atropos.api.answers import bounded
-from atropos.api.bounds import Turn, Turnstile
+from atropos.api.bounds import Turnstile, TurnstilePass
 from atropos.api.http import Refusal
-from atropos.api.journal import Journal
+from atropos.api.journal import ToolCallJournal
 from atropos.api.settings import ToolServerSettings
 from atropos.errors import ConfigError, OutcomeUnknown, SandboxError
 from atropos.tools.arguments import BadArguments, check
@@ -31,7 +31,7 @@ _GONE = 429
 """Status of a call that never got its turn."""
 
 
-class Trajectory:
+class HostedTrajectory:
     """What is kept for one trajectory between its calls."""
 
     def __init__(self, owner: Owner, turnstile: Turnstile) -> None:
@@ -57,8 +57,8 @@ class ToolHost:
         self.draining = False
         self.tools: dict[str, Tool] = {}
         self._gates: dict[str, Turnstile] = {}
-        self._trajectories: dict[Owner, Trajectory] = {}
-        self._journal = Journal(
+        self._trajectories: dict[Owner, HostedTrajectory] = {}
+        self._journal = ToolCallJournal(
             calls=settings.journal_calls, max_bytes=settings.journal_bytes, ttl_s=settings.journal_ttl_s
         )
         self._endings: set[asyncio.Task[None]] = set()
@@ -170,7 +170,7 @@ class ToolHost:
         self._journal.add(call, task)
         return task
 
-    def _trajectory(self, owner: Owner) -> Trajectory:
+    def _trajectory(self, owner: Owner) -> HostedTrajectory:
         found = self._trajectories.get(owner)
         if found is None:
             if len(self._trajectories) >= self.settings.max_trajectories and not self._forget_one():
@@ -180,7 +180,7 @@ class ToolHost:
                     f"{len(self._trajectories)} trajectories are open; end one with DELETE /trajectories/ID",
                     retry_after_s=5,
                 )
-            found = Trajectory(owner, Turnstile("this trajectory", self.settings.trajectory_bounds))
+            found = HostedTrajectory(owner, Turnstile("this trajectory", self.settings.trajectory_bounds))
             self._trajectories[owner] = found
         found.last_used = time.monotonic()
         return found
@@ -194,7 +194,12 @@ class ToolHost:
         return False
 
     async def _run(
-        self, call: ExternalCall, tool: Tool, arguments: Any, trajectory: Trajectory, turns: tuple[Turn, Turn]
+        self,
+        call: ExternalCall,
+        tool: Tool,
+        arguments: Any,
+        trajectory: HostedTrajectory,
+        turns: tuple[TurnstilePass, TurnstilePass],
     ) -> ToolResult:
         try:
             async with asyncio.timeout(_QUEUE_S):
@@ -288,7 +293,7 @@ class ToolHost:
         await asyncio.shield(task)
         return True
 
-    async def _close(self, trajectory: Trajectory, running: list[asyncio.Task[ToolResult]]) -> None:
+    async def _close(self, trajectory: HostedTrajectory, running: list[asyncio.Task[ToolResult]]) -> None:
         for task in running:
             task.cancel()
         if running:

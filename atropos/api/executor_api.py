@@ -15,7 +15,7 @@ from atropos.api.executor_models import (
     MAX_REQUEST_BYTES,
     CallAnswer,
     CallBody,
-    Ended,
+    EndTrajectoryReply,
     ExecutorHealth,
     ExecutorServerSettings,
     OpenTrajectory,
@@ -24,7 +24,7 @@ from atropos.api.executor_models import (
     TrajectoryList,
 )
 from atropos.api.http import Gate, Refusal, add_error_handlers, describe_auth
-from atropos.api.trajectories import Call, Trajectories
+from atropos.api.trajectories import OpenCall, Trajectories
 from atropos.wire import Problem
 
 _ERRORS: dict[int | str, dict[str, Any]] = {
@@ -133,9 +133,9 @@ def _add_routes(app: FastAPI) -> None:
         return _of(request).get(trajectory_id).info()
 
     @app.delete("/trajectories/{trajectory_id}", responses=_ERRORS)
-    async def ended(request: Request, trajectory_id: Id) -> Ended:
+    async def ended(request: Request, trajectory_id: Id) -> EndTrajectoryReply:
         """End a trajectory: its calls are interrupted, its slot goes back. Again: nothing happens."""
-        return Ended(ended=await _of(request).end(trajectory_id))
+        return EndTrajectoryReply(ended=await _of(request).end(trajectory_id))
 
 
 def _add_calls(app: FastAPI) -> None:
@@ -177,7 +177,7 @@ def _answer(trajectory_id: str, call_id: str, result: Any) -> CallAnswer:
     return CallAnswer(call_id=call_id, trajectory_id=trajectory_id, state=state, result=result)
 
 
-async def _events(trajectories: Trajectories, trajectory_id: str, call_id: str, call: Call) -> AsyncIterator[str]:
+async def _events(trajectories: Trajectories, trajectory_id: str, call_id: str, call: OpenCall) -> AsyncIterator[str]:
     yield _event("accepted", _answer(trajectory_id, call_id, None).model_dump_json())
     while not call.task.done():
         done, _ = await asyncio.wait([call.task], timeout=_WAITING_S)

@@ -4,24 +4,19 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, SecretStr
+from pydantic import Field, SecretStr
 
+from atropos.api.settings import SettingsModel
 from atropos.slots.config import SlotPoolConfig
 from atropos.tools.models import ToolResult
-from atropos.tools.tool_server.messages import Request
+from atropos.tools.tool_server.messages import ApiMessage, Request
 
 MAX_REQUEST_BYTES = 48 * 1024 * 1024
 """Largest request body: a 32 MiB file as base64, and some."""
 _ID = r"^[A-Za-z0-9._:-]+$"
 
 
-class Message(BaseModel):
-    """Base of what travels here: frozen, unknown fields refused."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-class ExecutorServerSettings(Message):
+class ExecutorServerSettings(SettingsModel):
     """An executor API. Times in seconds."""
 
     host: str = Field(default="127.0.0.1", description="address to listen on; beyond loopback only when asked")
@@ -47,7 +42,7 @@ class OpenTrajectory(Request):
     ttl_s: float | None = Field(default=None, gt=0, le=86_400, strict=True, description="None: the server's")
 
 
-class TrajectoryInfo(Message):
+class TrajectoryInfo(ApiMessage):
     """A trajectory as a resource."""
 
     trajectory_id: str
@@ -59,7 +54,7 @@ class TrajectoryInfo(Message):
     detail: str = ""
 
 
-class TrajectoryList(Message):
+class TrajectoryList(ApiMessage):
     """`GET /trajectories`."""
 
     trajectories: tuple[TrajectoryInfo, ...]
@@ -73,7 +68,7 @@ class CallBody(Request):
     id: str | None = Field(default=None, min_length=1, max_length=200, pattern=_ID)
 
 
-class CallAnswer(Message):
+class CallAnswer(ApiMessage):
     """A call: its result, once it has one."""
 
     call_id: str
@@ -82,20 +77,20 @@ class CallAnswer(Message):
     result: ToolResult | None = None
 
 
-class ToolSchemas(Message):
+class ToolSchemas(ApiMessage):
     """`GET /tools`: what goes into a model's `tools`."""
 
     tools: tuple[dict[str, Any], ...]
 
 
-class ExecutorHealth(Message):
+class ExecutorHealth(ApiMessage):
     """`GET /health`."""
 
     status: Literal["ok", "draining"]
     trajectories: int
 
 
-class Ended(Message):
+class EndTrajectoryReply(ApiMessage):
     """`DELETE /trajectories/{id}`."""
 
     ended: bool

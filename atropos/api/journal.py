@@ -18,7 +18,7 @@ Key = tuple[Owner, str]
 
 
 @dataclass
-class Entry:
+class ToolCallEntry:
     """A call and its answer, or the task that is finding it."""
 
     fingerprint: bytes
@@ -32,22 +32,22 @@ def fingerprint(call: ExternalCall) -> bytes:
     return hashlib.sha256(json.dumps([call.name, call.arguments], sort_keys=True).encode()).digest()
 
 
-class Journal:
+class ToolCallJournal:
     """Running calls, and finished ones and trajectories that ended, within bounds of count, memory and age."""
 
     def __init__(self, *, calls: int, max_bytes: int, ttl_s: float) -> None:
         self._calls = calls
         self._max_bytes = max_bytes
         self._ttl_s = ttl_s
-        self._running: dict[Key, Entry] = {}
-        self._finished: OrderedDict[Key, Entry] = OrderedDict()
+        self._running: dict[Key, ToolCallEntry] = {}
+        self._finished: OrderedDict[Key, ToolCallEntry] = OrderedDict()
         self._bytes = 0
         self._lost: float | None = None
         self._of: dict[Owner, set[Key]] = {}
         self._ended: OrderedDict[Owner, float] = OrderedDict()
 
     def __repr__(self) -> str:
-        return f"<Journal running={len(self._running)} finished={len(self._finished)} bytes={self._bytes}>"
+        return f"<ToolCallJournal running={len(self._running)} finished={len(self._finished)} bytes={self._bytes}>"
 
     def __len__(self) -> int:
         return len(self._running) + len(self._finished)
@@ -72,7 +72,7 @@ class Journal:
     def add(self, call: ExternalCall, task: asyncio.Task[ToolResult]) -> None:
         """Remember a call that starts now."""
         key = (call.owner, call.call_id)
-        entry = Entry(fingerprint(call), task)
+        entry = ToolCallEntry(fingerprint(call), task)
         self._running[key] = entry
         task.add_done_callback(lambda _: self._done(key, entry))
 
@@ -82,7 +82,7 @@ class Journal:
         if entry is not None:
             entry.bytes = size
 
-    def _done(self, key: Key, entry: Entry) -> None:
+    def _done(self, key: Key, entry: ToolCallEntry) -> None:
         if self._running.get(key) is not entry:
             return  # its trajectory ended meanwhile
         del self._running[key]

@@ -1,4 +1,4 @@
-"""Settings of a ToolServer: each setting has one name, one default and one place."""
+"""SettingsModel of a ToolServer: each setting has one name, one default and one place."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from atropos.errors import ConfigError
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
-class Settings(BaseModel):
+class SettingsModel(BaseModel):
     """Base of the settings here: frozen, an unknown one is refused."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
-class Bounds(Settings):
+class Bounds(SettingsModel):
     """How much of something may happen at once and over time."""
 
     concurrency: int = Field(default=64, ge=1, description="calls running at once")
@@ -27,7 +27,7 @@ class Bounds(Settings):
     burst: int = Field(default=20, ge=1, description="calls that may come at once before the rate counts")
 
 
-class SearchSettings(Settings):
+class SearchSettings(SettingsModel):
     """Where `web_search` asks."""
 
     provider: Literal["searxng", "brave", "tavily"] = "searxng"
@@ -43,7 +43,7 @@ class SearchSettings(Settings):
         return self
 
 
-class BrowserSettings(Settings):
+class BrowserSettings(SettingsModel):
     """The browser behind the `browser_*` tools."""
 
     executable: str | None = Field(default=None, description="Chromium's path; None: found on PATH, else Playwright's")
@@ -53,7 +53,7 @@ class BrowserSettings(Settings):
     snapshot_chars: int = Field(default=40_000, ge=500, description="longest snapshot shown to a model")
 
 
-class McpServer(Settings):
+class McpServerSettings(SettingsModel):
     """One MCP server whose tools are offered as the toolset `mcp-NAME`."""
 
     name: str = Field(pattern=r"^[A-Za-z0-9_-]{1,40}$")
@@ -66,13 +66,13 @@ class McpServer(Settings):
     timeout_s: float = Field(default=60, gt=0)
 
     @model_validator(mode="after")
-    def _one_way(self) -> McpServer:
+    def _one_way(self) -> McpServerSettings:
         if (self.command is None) == (self.url is None):
             raise ValueError(f"mcp server {self.name!r}: give either command or url")
         return self
 
 
-class ToolServerSettings(Settings):
+class ToolServerSettings(SettingsModel):
     """A ToolServer. Times in seconds, sizes in bytes."""
 
     host: str = Field(default="127.0.0.1", description="address to listen on; beyond loopback only when asked")
@@ -84,7 +84,7 @@ class ToolServerSettings(Settings):
     only: tuple[str, ...] | None = Field(default=None, description="offer only these tools or toolsets; None: all")
     search: SearchSettings | None = None
     browser: BrowserSettings = BrowserSettings()
-    mcp: tuple[McpServer, ...] = ()
+    mcp: tuple[McpServerSettings, ...] = ()
     allow_hosts: tuple[str, ...] = Field(
         default=(),
         description="private destinations that tools may reach: host, host:port, *.suffix, or address range",
@@ -117,7 +117,7 @@ class ToolServerSettings(Settings):
 
 
 def load_settings(values: dict[str, Any]) -> ToolServerSettings:
-    """Settings from a parsed file or flags.
+    """SettingsModel from a parsed file or flags.
 
     Raises:
         ConfigError: a value is wrong; names each field.

@@ -57,7 +57,7 @@ class Executor(Protocol):
 
 
 @dataclass
-class Call:
+class OpenCall:
     """A call under its idempotency key."""
 
     body: tuple[str, Any]
@@ -73,7 +73,7 @@ class Trajectory:
     ttl_s: float
     opening: asyncio.Task[Any]
     touched: float = field(default_factory=time.monotonic)
-    calls: OrderedDict[str, Call] = field(default_factory=OrderedDict[str, Call])
+    calls: OrderedDict[str, OpenCall] = field(default_factory=OrderedDict[str, OpenCall])
     finished: int = 0
     broken: SandboxError | None = None
 
@@ -184,7 +184,7 @@ class Trajectories:
 
     # ----------------------------------------------------------------------------------------------------- calls
 
-    def submit(self, trajectory: Trajectory, body: CallBody, key: str | None) -> tuple[str, Call]:
+    def submit(self, trajectory: Trajectory, body: CallBody, key: str | None) -> tuple[str, OpenCall]:
         """Start a call, or find the one that has this id.
 
         Raises:
@@ -206,7 +206,7 @@ class Trajectories:
         if trajectory.running >= self._settings.max_pending:
             raise Refusal(429, "busy", f"{trajectory.running} calls of this trajectory wait", retry_after_s=1)
         task = asyncio.create_task(self._run(trajectory, ToolCall(name=body.name, arguments=body.arguments)))
-        made = trajectory.calls[call_id] = Call(content, task)
+        made = trajectory.calls[call_id] = OpenCall(content, task)
         task.add_done_callback(lambda _: self._ended(trajectory))
         return call_id, made
 
@@ -229,7 +229,7 @@ class Trajectories:
                 del trajectory.calls[call_id]
                 surplus -= 1
 
-    async def result(self, call: Call) -> ToolResult:
+    async def result(self, call: OpenCall) -> ToolResult:
         """Wait for a call. Cancelling this leaves the call alone.
 
         Raises:

@@ -31,7 +31,7 @@ STOP_LIMIT_S = 20.0
 
 
 @dataclass(frozen=True)
-class Finding:
+class DoctorFinding:
     """One line of the report. `needed`: without it no slot starts."""
 
     name: str
@@ -63,19 +63,19 @@ def doctor(
     raise typer.Exit(3 if broken else 1 if lacking else 0)
 
 
-def programs() -> list[Finding]:
+def programs() -> list[DoctorFinding]:
     """Whether the programs and the Python that slots need are there."""
     version = platform.python_version()
     findings = [
-        Finding(
+        DoctorFinding(
             "python", (3, 11) <= sys.version_info[:2] < (3, 14), needed=True, detail=version, fix="Python 3.11–3.13"
         ),
-        Finding("kernel", ok=True, needed=True, detail=platform.release()),
+        DoctorFinding("kernel", ok=True, needed=True, detail=platform.release()),
     ]
     for program, package, use in (("bwrap", "bubblewrap", ""), ("git", "git", ""), ("skopeo", "skopeo", " for images")):
         where = shutil.which(program)
         findings.append(
-            Finding(
+            DoctorFinding(
                 program,
                 ok=where is not None,
                 needed=program == "bwrap",
@@ -86,11 +86,11 @@ def programs() -> list[Finding]:
     return findings
 
 
-def room_for(slots: int, limits: Sequence[HostLimit]) -> list[Finding]:
+def room_for(slots: int, limits: Sequence[HostLimit]) -> list[DoctorFinding]:
     """Whether so many live slots find room under this host's limits: those that are too low, or else the lowest one."""
     lowest, *others = host_limits.rooms(limits)
     return [
-        Finding(
+        DoctorFinding(
             limit.name,
             limit.slots >= slots,
             needed=False,
@@ -101,16 +101,16 @@ def room_for(slots: int, limits: Sequence[HostLimit]) -> list[Finding]:
     ]
 
 
-async def isolation(base: str | None) -> list[Finding]:
+async def isolation(base: str | None) -> list[DoctorFinding]:
     """Start a real sandbox server with one slot, and report what its probe found."""
     if shutil.which("bwrap") is None:
         return []
     try:
         capabilities = await probe(base)
     except (SandboxError, ConfigError) as error:
-        return [Finding("slots", ok=False, needed=True, detail=str(error), fix="see the reason on the left")]
+        return [DoctorFinding("slots", ok=False, needed=True, detail=str(error), fix="see the reason on the left")]
     return [
-        Finding(feature.name, feature.ok, feature.required, feature.detail, "" if feature.ok else feature.fix)
+        DoctorFinding(feature.name, feature.ok, feature.required, feature.detail, "" if feature.ok else feature.fix)
         for feature in capabilities.features
     ]
 
@@ -152,7 +152,7 @@ OPTIONAL = ("docker", "nomad", "skopeo")
 """What slots on this host's own root do without."""
 
 
-def engines() -> list[Finding]:
+def engines() -> list[DoctorFinding]:
     """Whether the other backends could be used from here; neither is needed for the local one."""
     import socket
 
@@ -164,7 +164,7 @@ def engines() -> list[Finding]:
             reached = Path(docker[7:]).exists() and connection.connect_ex(docker[7:]) == 0
     address = os.environ.get("NOMAD_ADDR", "http://localhost:4646")
     return [
-        Finding(
+        DoctorFinding(
             "docker",
             reached,
             needed=False,
@@ -175,7 +175,7 @@ def engines() -> list[Finding]:
     ]
 
 
-def nomad(address: str) -> Finding:
+def nomad(address: str) -> DoctorFinding:
     """Whether a Nomad agent answers at `address`."""
     import httpx
 
@@ -184,7 +184,7 @@ def nomad(address: str) -> Finding:
         ok, detail = answer.status_code in {200, 403}, f"{address} answered {answer.status_code}"
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         ok, detail = False, f"{address}: {error or type(error).__name__}"
-    return Finding(
+    return DoctorFinding(
         "nomad",
         ok,
         needed=False,
@@ -201,7 +201,7 @@ def busy() -> str:
     return f" The load is {load:.0f} on {cores} cores: a probe may fail for that alone; try again when it is lower."
 
 
-def show(found: list[Finding], *, broken: bool, lacking: bool) -> None:
+def show(found: list[DoctorFinding], *, broken: bool, lacking: bool) -> None:
     """The findings as a table, and one line that sums them up."""
     table = Table(title="What this host can isolate", title_justify="left", show_lines=False)
     for column in ("", "what", "detail", "fix"):

@@ -16,7 +16,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from atropos.errors import ConfigError
-from atropos.tasks.check import Agent, Attempt, CheckConfig, Finding, check
+from atropos.tasks.check import Agent, Attempt, CheckConfig, TaskFinding, check
 from atropos.tasks.datasets import dataset_folders
 from atropos.tasks.folder import TaskSet, read_folders, read_tasks
 from atropos.tasks.limits import STAND_INS, Policy
@@ -114,7 +114,7 @@ def _read(paths: Sequence[Path], names: Sequence[str], dataset: str | None, give
 # ------------------------------------------------------------------------------------------------------------- results
 
 
-def _cells(finding: Finding, agents: Sequence[str]) -> list[str]:
+def _cells(finding: TaskFinding, agents: Sequence[str]) -> list[str]:
     """A row, in the order of the headings with the agents' rewards after the status."""
     attempts = finding.attempts or {}
     prepared = [one.prepared_s for one in attempts.values() if one.prepared_s is not None]
@@ -141,20 +141,20 @@ def _headings(agents: Sequence[str]) -> list[str]:
     return [*_HEADINGS[:2], *agents, *_HEADINGS[2:]]
 
 
-def _summary(found: Sequence[Finding]) -> str:
+def _summary(found: Sequence[TaskFinding]) -> str:
     counts = {status: sum(finding.status == status for finding in found) for status in _STYLE}
     lowered = sum(len(finding.clamped) for finding in found)
     parts = [f"{count} {status}" for status, count in counts.items() if count]
     return f"{len(found)} tasks: {', '.join(parts)}" + (f"; {lowered} limits lowered" if lowered else "")
 
 
-def _notes(found: Sequence[Finding]) -> list[str]:
+def _notes(found: Sequence[TaskFinding]) -> list[str]:
     """What is different here, once for all the tasks that it concerns."""
     counts = Counter(note for finding in found for note in finding.notes)
     return [f"note, {count} task{'s' * (count > 1)}: {note}" for note, count in counts.most_common()]
 
 
-def _print(found: Sequence[Finding], agents: Sequence[str]) -> None:
+def _print(found: Sequence[TaskFinding], agents: Sequence[str]) -> None:
     console = Console()
     table = Table(box=None, pad_edge=False)
     for heading in _headings(agents):
@@ -169,7 +169,7 @@ def _print(found: Sequence[Finding], agents: Sequence[str]) -> None:
     console.print(_summary(found))
 
 
-def _page(found: Sequence[Finding], agents: Sequence[str]) -> str:
+def _page(found: Sequence[TaskFinding], agents: Sequence[str]) -> str:
     head = "".join(f"<th>{html.escape(heading)}</th>" for heading in _headings(agents))
     rows = "".join(
         f'<tr class="{finding.status}">'

@@ -28,7 +28,7 @@ from atroposlib.envs.server_handling.server_manager import ServerManagerConfig
 from openai import APIConnectionError
 from transformers import AutoTokenizer
 
-from atropos.agent.model import EXACT, Failed, Model, capturing, describe
+from atropos.agent.model import EXACT, Model, ModelFailure, capturing, describe
 from atropos.errors import ConfigError, InferenceError
 
 __all__ = [
@@ -222,7 +222,7 @@ def _captured(original: Callable[..., Any]) -> Callable[..., Any]:
             return await original(**kwargs)
         except Exception as error:
             if capturing():
-                return Failed(error)
+                return ModelFailure(error)
             raise
 
     return call

@@ -75,7 +75,7 @@ for line in asked:
 """
 
 
-class Failed(Exception):
+class SolutionError(Exception):
     """The solution raised, ended, hung, or returned what isn't plain data."""
 
 
@@ -101,16 +101,16 @@ class Solution:
         """Send one tuple of plain data and await one value of plain data.
 
         Raises:
-            Failed: the solution raised, ended, hung, or returned something else.
+            SolutionError: the solution raised, ended, hung, or returned something else.
         """
         try:
             self.asks.write(repr(value).encode("utf-8", "surrogatepass").hex().encode() + b"\n")
             self.asks.flush()
         except OSError:
-            raise Failed("the solution ended") from None
+            raise SolutionError("the solution ended") from None
         text = bytes.fromhex(self.line().decode()).decode("utf-8", "surrogatepass")
         if text.startswith("!"):
-            raise Failed(text[1:])
+            raise SolutionError(text[1:])
         return set() if text == "set()" else ast.literal_eval(text)
 
     def line(self) -> bytes:
@@ -118,10 +118,10 @@ class Solution:
         end = time.monotonic() + CALL_S
         while b"\n" not in self.buffer:
             if not select.select([self.answers], [], [], max(0, end - time.monotonic()))[0]:
-                raise Failed(f"a call took longer than {CALL_S:g} s")
+                raise SolutionError(f"a call took longer than {CALL_S:g} s")
             piece = os.read(self.answers.fileno(), 65536)
             if not piece or len(self.buffer) > MAX_ANSWER:
-                raise Failed("the solution ended" if not piece else "the answer is too long")
+                raise SolutionError("the solution ended" if not piece else "the answer is too long")
             self.buffer += piece
         line, _, self.buffer = self.buffer.partition(b"\n")
         return line

@@ -34,7 +34,7 @@ _BLOCK = re.compile(r"```(?:python|py)?\n(.*?)```", re.DOTALL)
 
 
 @dataclass(frozen=True)
-class Problem:
+class HumanEvalProblem:
     """One line of HumanEval."""
 
     name: str
@@ -53,7 +53,7 @@ class HumanEvalEnvConfig(DatasetEnvConfig):
     verify_timeout_s: float = Field(default=60.0, gt=0, description="longest the tests of one problem may take")
 
 
-def load_problems(path: str | Path) -> list[Problem]:
+def load_problems(path: str | Path) -> list[HumanEvalProblem]:
     """Read HumanEval from JSONL or JSONL.gz.
 
     Raises:
@@ -65,7 +65,7 @@ def load_problems(path: str | Path) -> list[Problem]:
         text = (gzip.decompress(raw) if raw[:2] == b"\x1f\x8b" else raw).decode("utf-8")
     except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
         raise ConfigError(f"humaneval_path: {source} can't be read ({error}); give HumanEval.jsonl.gz") from None
-    problems: list[Problem] = []
+    problems: list[HumanEvalProblem] = []
     for number, line in enumerate(text.splitlines(), 1):
         if line.strip():
             problems.append(_problem(line, f"humaneval_path: {source}, line {number}"))
@@ -74,7 +74,7 @@ def load_problems(path: str | Path) -> list[Problem]:
     return problems
 
 
-def _problem(line: str, where: str) -> Problem:
+def _problem(line: str, where: str) -> HumanEvalProblem:
     try:
         row = json.loads(line)
     except ValueError as error:
@@ -85,7 +85,7 @@ def _problem(line: str, where: str) -> Problem:
     for field in FIELDS:
         if not isinstance(fields.get(field), str):
             raise ConfigError(f"{where}: {field} is missing or no text")
-    return Problem(*(fields[field] for field in FIELDS))
+    return HumanEvalProblem(*(fields[field] for field in FIELDS))
 
 
 def answer_in(text: str) -> str | None:
@@ -94,7 +94,7 @@ def answer_in(text: str) -> str | None:
     return blocks[-1] if blocks else None
 
 
-async def judge(slot: Slot, problem: Problem, solution: str, *, timeout_s: float) -> tuple[bool, str]:
+async def judge(slot: Slot, problem: HumanEvalProblem, solution: str, *, timeout_s: float) -> tuple[bool, str]:
     """Whether a solution passes, judged in a slot that the model has never been in; and why not.
 
     Raises:
@@ -143,9 +143,9 @@ class HumanEvalEnv(DatasetEnv):
         problems = load_problems(config.humaneval_path)
         config.allow_network = False  # no problem needs it
         super().__init__(config, *args, **kwargs)
-        self.items: list[Problem] = problems
+        self.items: list[HumanEvalProblem] = problems
 
-    def build_task(self, item: Problem) -> str:
+    def build_task(self, item: HumanEvalProblem) -> str:
         """The problem, and where the answer goes."""
         return (
             f"Complete this Python function. Write the whole module, imports and helpers included, to {SOLUTION}, and try "
@@ -154,7 +154,7 @@ class HumanEvalEnv(DatasetEnv):
 
     async def verify_and_score_trajectory(
         self,
-        item: Problem,
+        item: HumanEvalProblem,
         final_response: str,
         *,
         trajectory_id: str,

@@ -64,7 +64,7 @@ class Digesting:
         return self._digest.hexdigest()
 
 
-class Tree:
+class ImageTree:
     """The folder that layers are unpacked into, one after the other."""
 
     def __init__(self, folder: str, max_bytes: int, max_members: int, ids: int) -> None:
@@ -334,13 +334,13 @@ def uncompressed(path: str) -> Generator[IO[bytes]]:
             yield file
 
 
-def unpack(folder: str, max_bytes: int, max_members: int, ids: int, layers: list[tuple[str, str]]) -> Tree:
+def unpack(folder: str, max_bytes: int, max_members: int, ids: int, layers: list[tuple[str, str]]) -> ImageTree:
     """Unpack `layers` (file and SHA-256 of the uncompressed tar, lowest first) into an empty folder.
 
     Raises:
         ImageRefused: what an image must not hold, or not what its configuration says.
     """
-    tree = Tree(folder, max_bytes, max_members, ids)
+    tree = ImageTree(folder, max_bytes, max_members, ids)
     for path, wanted in layers:
         with uncompressed(path) as raw:
             stream = Digesting(raw, 2 * max_bytes + max_members * 1024)

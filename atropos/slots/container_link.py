@@ -14,7 +14,7 @@ from atropos.errors import IsolationUnavailable, SandboxError, SlotLost, from_co
 from atropos.slots.backends.base import Container
 from atropos.slots.file_streams import FileClient
 from atropos.slots.fleet import Seat
-from atropos.slots.state import State
+from atropos.slots.state import SharedState
 
 log = logging.getLogger("atropos.slots")
 
@@ -133,7 +133,7 @@ class HeldSnapshot(Protocol):
         ...
 
 
-class Link:
+class ContainerLink:
     """The pool's end of one container: its client, its place in the fleet, and what this pool holds there.
 
     Args:
@@ -151,10 +151,10 @@ class Link:
 
     def __init__(
         self,
-        state: State,
+        state: SharedState,
         container: Container,
         make_client: ClientFactory,
-        condemn: Callable[[Link, str], Awaitable[None]],
+        condemn: Callable[[ContainerLink, str], Awaitable[None]],
     ) -> None:
         self.state = state
         self.container = container
@@ -171,7 +171,7 @@ class Link:
 
     def __repr__(self) -> str:
         seat = self.seat
-        return f"<Link {self.container.id}: {seat.free} of {seat.capacity} MiB free, {seat.leased} leased>"
+        return f"<ContainerLink {self.container.id}: {seat.free} of {seat.capacity} MiB free, {seat.leased} leased>"
 
     # ------------------------------------------------------------------------------------------------------- life
 

@@ -9,11 +9,11 @@ from collections.abc import Mapping
 
 from atropos import wire
 from atropos.errors import ConfigError, PoolFull, SandboxError, SlotLost
-from atropos.slots.container_link import Link
+from atropos.slots.container_link import ContainerLink
 from atropos.slots.fleet import Ticket
 from atropos.slots.slot import Slot
 from atropos.slots.snapshots import Snapshot
-from atropos.slots.state import State
+from atropos.slots.state import SharedState
 
 log = logging.getLogger("atropos.slots")
 
@@ -31,10 +31,10 @@ class Grants:
         links: the containers that it is connected to, by id.
     """
 
-    def __init__(self, state: State, links: Mapping[str, Link]) -> None:
+    def __init__(self, state: SharedState, links: Mapping[str, ContainerLink]) -> None:
         self._state = state
         self._links = links
-        self._last: dict[Link, asyncio.Task[Slot | None]] = {}
+        self._last: dict[ContainerLink, asyncio.Task[Slot | None]] = {}
 
     async def acquire(
         self,
@@ -79,7 +79,7 @@ class Grants:
                 if snapshot is not None:
                     ticket.pin = snapshot.pin(mib)
 
-    async def _seat(self, ticket: Ticket) -> Link | None:
+    async def _seat(self, ticket: Ticket) -> ContainerLink | None:
         """Wait for a container with a slot for this ticket; one slot is reserved there then. None: it is gone again."""
         state = self._state
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -114,7 +114,7 @@ class Grants:
                 link.look(wait=True)
 
     async def _grant(
-        self, link: Link, ticket: Ticket, request: wire.LeaseRequest, snapshot: Snapshot | None
+        self, link: ContainerLink, ticket: Ticket, request: wire.LeaseRequest, snapshot: Snapshot | None
     ) -> Slot | None:
         """Runs to its end whatever becomes of the caller."""
         state = self._state
@@ -156,7 +156,7 @@ class Grants:
 
     async def _in_turn(
         self,
-        link: Link,
+        link: ContainerLink,
         ticket: Ticket,
         request: wire.LeaseRequest,
         snapshot: Snapshot | None,
@@ -169,7 +169,7 @@ class Grants:
         return slot
 
     async def _finish(
-        self, link: Link, ticket: Ticket, request: wire.LeaseRequest, snapshot: Snapshot | None
+        self, link: ContainerLink, ticket: Ticket, request: wire.LeaseRequest, snapshot: Snapshot | None
     ) -> Slot | None:
         """Turn a reservation into a lease; None: look elsewhere. Cancelled meanwhile, it gives back what it gets."""
         before = self._last.get(link) if snapshot is None else None
@@ -183,7 +183,7 @@ class Grants:
             task.add_done_callback(self._unwanted)
             raise
 
-    def _forget(self, link: Link, ended: asyncio.Task[Slot | None]) -> None:
+    def _forget(self, link: ContainerLink, ended: asyncio.Task[Slot | None]) -> None:
         if self._last.get(link) is ended:
             del self._last[link]
 

@@ -12,9 +12,9 @@ from collections.abc import Callable
 
 from atropos.errors import ImageUnavailable, SlotLost
 from atropos.images.reference import SERVERS_OWN, ImageSource
-from atropos.slots.container_link import Link
+from atropos.slots.container_link import ContainerLink
 from atropos.slots.image_sources import Archive, archive_of
-from atropos.slots.state import State
+from atropos.slots.state import SharedState
 from atropos.wire import ImageInfo, ImageState
 
 log = logging.getLogger("atropos.slots")
@@ -30,10 +30,10 @@ class PoolImages:
         links: its containers.
     """
 
-    def __init__(self, state: State, links: dict[str, Link]) -> None:
+    def __init__(self, state: SharedState, links: dict[str, ContainerLink]) -> None:
         self._state = state
         self._links = links
-        self._tasks: dict[tuple[Link, str], asyncio.Task[ImageInfo]] = {}
+        self._tasks: dict[tuple[ContainerLink, str], asyncio.Task[ImageInfo]] = {}
         self._archives: dict[str, Archive] = {}
 
     async def prepare(self, image: str, progress: Progress | None = None) -> tuple[str, ImageInfo | None]:
@@ -71,7 +71,7 @@ class PoolImages:
         return None
 
     def _task(
-        self, link: Link, name: str, archive: Archive | None, progress: Progress | None
+        self, link: ContainerLink, name: str, archive: Archive | None, progress: Progress | None
     ) -> asyncio.Task[ImageInfo]:
         task = self._tasks.get((link, name))
         if task is None or (task.done() and (task.cancelled() or task.exception() is not None)):
@@ -79,7 +79,9 @@ class PoolImages:
             task = self._tasks[link, name] = self._state.tasks.spawn(work, f"prepare {name}", awaited=True)
         return task
 
-    async def _prepare(self, link: Link, name: str, archive: Archive | None, progress: Progress | None) -> ImageInfo:
+    async def _prepare(
+        self, link: ContainerLink, name: str, archive: Archive | None, progress: Progress | None
+    ) -> ImageInfo:
         seen: list[str] = ["asked for"]
 
         def report(state: ImageState) -> None:
@@ -99,7 +101,7 @@ class PoolImages:
         except SlotLost as error:
             raise ImageUnavailable(f"image {name}: its container ended: {error}") from error
 
-    async def _built(self, link: Link, name: str) -> ImageInfo:
+    async def _built(self, link: ContainerLink, name: str) -> ImageInfo:
         """A built image, brought from another container's host if need be, after what it was built on."""
         here = await link.client.find_image(name)
         if here is not None:

@@ -8,9 +8,9 @@ import random
 
 from atropos.errors import BackendUnavailable, IsolationUnavailable, SandboxError
 from atropos.slots.backends.base import Container
-from atropos.slots.container_link import ClientFactory, Link
+from atropos.slots.container_link import ClientFactory, ContainerLink
 from atropos.slots.scaling import Limits, PoolState, plan, worn_out
-from atropos.slots.state import State
+from atropos.slots.state import SharedState
 
 log = logging.getLogger("atropos.slots")
 
@@ -31,7 +31,7 @@ class Keeper:
         make_client: how a container is connected to.
     """
 
-    def __init__(self, state: State, links: dict[str, Link], make_client: ClientFactory) -> None:
+    def __init__(self, state: SharedState, links: dict[str, ContainerLink], make_client: ClientFactory) -> None:
         self._state = state
         self._backend = state.backend
         self._links = links
@@ -93,11 +93,11 @@ class Keeper:
         self._state.replan()
 
     def _connect(self, container: Container, patience_s: float | None = None) -> None:
-        link = self._links[container.id] = Link(self._state, container, self._make_client, self._condemn)
+        link = self._links[container.id] = ContainerLink(self._state, container, self._make_client, self._condemn)
         patience_s = self._state.config.start_timeout_s if patience_s is None else patience_s
         link.task = self._state.tasks.spawn(self._live(link, patience_s), f"container {container.id}")
 
-    async def _live(self, link: Link, patience_s: float) -> None:
+    async def _live(self, link: ContainerLink, patience_s: float) -> None:
         """Connect, join the fleet, and stay until the server is lost; runs as the link's own task."""
         try:
             async with asyncio.timeout(patience_s):
@@ -116,7 +116,7 @@ class Keeper:
         await link.client.lost.wait()
         self._relink(link, "the sandbox server is gone or does not answer")
 
-    def _drop(self, link: Link, reason: str) -> None:
+    def _drop(self, link: ContainerLink, reason: str) -> None:
         """Forget a container; its leases end as lost."""
         if self._links.pop(link.container.id, None) is not None:
             tried_in_vain = self._backend.outage() and link.seat.key not in self._state.fleet.seats
@@ -129,14 +129,14 @@ class Keeper:
         self._state.serve()
         self._state.replan()
 
-    async def _tidy(self, link: Link) -> None:
+    async def _tidy(self, link: ContainerLink) -> None:
         """A server that was lost and is back ends our old leases by itself; our old snapshots it would keep for good."""
         left = self._left.get(link.container.id, set())
         for snapshot_id in list(left):
             await link.client.drop_snapshot(snapshot_id)
             left.discard(snapshot_id)
 
-    def _relink(self, link: Link, reason: str) -> None:
+    def _relink(self, link: ContainerLink, reason: str) -> None:
         """A server was lost while its container is still listed: it may have been restarted in place."""
         if link.gone is not None:
             return
@@ -144,7 +144,7 @@ class Keeper:
         if any(one.id == link.container.id and one.state == "running" for one in self._backend.containers()):
             self._connect(link.container, RELINK_S)
 
-    async def _condemn(self, link: Link, reason: str) -> None:
+    async def _condemn(self, link: ContainerLink, reason: str) -> None:
         """A container that is listed but can't be used: let go of it, and have the backend replace it.
 
         One that the backend can't replace now is tried anew in a while: where the way to the engine was cut, it may well
@@ -277,7 +277,7 @@ class Keeper:
                 return False
         return True
 
-    async def _unused(self, link: Link) -> bool:
+    async def _unused(self, link: ContainerLink) -> bool:
         """Whether nobody holds a lease in a container; False where it doesn't say."""
         try:
             status = await link.client.status()

@@ -18,13 +18,13 @@ from atropos.slots.backends.base import Backend, Container
 from atropos.slots.call_stream import FrameLimit
 from atropos.slots.client import SandboxClient
 from atropos.slots.config import SlotPoolConfig
-from atropos.slots.container_link import ClientFactory, ContainerClient, Link
+from atropos.slots.container_link import ClientFactory, ContainerClient, ContainerLink
 from atropos.slots.grants import Grants
 from atropos.slots.images import PoolImages, Progress
 from atropos.slots.keeper import Keeper
 from atropos.slots.slot import Slot
 from atropos.slots.snapshots import Snapshot
-from atropos.slots.state import State
+from atropos.slots.state import SharedState
 from atropos.slots.stats import Percentiles, PoolStats
 from atropos.slots.task_owner import Tasks
 from atropos.wire import ImageInfo, LeaseLimits
@@ -57,8 +57,8 @@ class SlotPool:
         self.client_id = f"{os.uname().nodename[:60]}-{os.getpid()}-{secrets.token_hex(16)}"
         self.backend = backend or make_backend(self.config)
         self.backend.client_id = self.client_id
-        self._state = State(self.config, self.backend, self.client_id)
-        self._links: dict[str, Link] = {}
+        self._state = SharedState(self.config, self.backend, self.client_id)
+        self._links: dict[str, ContainerLink] = {}
         self._keeper = Keeper(self._state, self._links, make_client or self._sandbox_client)
         self._grants = Grants(self._state, self._links)
         self._images = PoolImages(self._state, self._links)
@@ -336,7 +336,7 @@ class SlotPool:
         )
 
     @property
-    def links(self) -> Mapping[str, Link]:
+    def links(self) -> Mapping[str, ContainerLink]:
         """The containers that the pool is connected to, or connecting to, by id; for diagnosis."""
         return MappingProxyType(self._links)
 

@@ -14,7 +14,7 @@ WORKSPACE = "/workspace"
 
 
 @dataclass(frozen=True)
-class Account:
+class UserAccount:
     """A user of the slot's own /etc/passwd."""
 
     name: str
@@ -35,7 +35,7 @@ class Profile:
 
     workdir: str = WORKSPACE
     env: Mapping[str, str] = field(default_factory=dict[str, str])
-    user: Account | None = None
+    user: UserAccount | None = None
 
     def path(self, path: str | None) -> str:
         """An absolute path in the slot."""

@@ -48,7 +48,7 @@ class ExecResult:
         if isinstance(result, wire.OpError):
             text = result.message
             return cls(None, text, text.encode(), limit=result.limit, error=f"{result.error}: {text}")
-        if not isinstance(result, wire.ExecResult):
+        if not isinstance(result, wire.CommandResult):
             raise TypeError(f"an exec was answered with {result.kind}")
         return cls(
             exit_code=result.exit_code,

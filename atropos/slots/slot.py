@@ -14,7 +14,7 @@ from atropos import wire
 from atropos.errors import LeaseExpired, NotSupported, OutcomeUnknown, SandboxError, SlotLost
 from atropos.net.egress_policy import parse
 from atropos.slots import file_streams
-from atropos.slots.container_link import Link
+from atropos.slots.container_link import ContainerLink
 from atropos.slots.processes import Process, one_command, process_state, reading
 from atropos.slots.profile import PLAIN, Profile
 from atropos.slots.results import ExecResult, file_error
@@ -48,7 +48,7 @@ class Slot:
 
     __slots__ = ("_lease", "_link", "_over", "_releasing", "limits", "mib", "network", "profile", "trajectory_id")
 
-    def __init__(self, link: Link, lease: wire.Lease, request: wire.LeaseRequest, mib: int) -> None:
+    def __init__(self, link: ContainerLink, lease: wire.Lease, request: wire.LeaseRequest, mib: int) -> None:
         self._link = link
         self._lease = lease
         self.network = request.network
@@ -69,7 +69,7 @@ class Slot:
         return self._lease
 
     @property
-    def link(self) -> Link:
+    def link(self) -> ContainerLink:
         """The container that it is in; for the pool alone."""
         return self._link
 

@@ -8,7 +8,7 @@ from typing import Self
 
 from atropos import wire
 from atropos.errors import SandboxError, SlotLost
-from atropos.slots.container_link import Link
+from atropos.slots.container_link import ContainerLink
 from atropos.slots.fleet import Seat
 
 
@@ -20,13 +20,13 @@ class Snapshot:
 
     __slots__ = ("_bringing", "_dropped", "_places", "info", "limits", "state", "stays_because")
 
-    def __init__(self, link: Link, info: wire.SnapshotInfo, limits: wire.LeaseLimits | None = None) -> None:
+    def __init__(self, link: ContainerLink, info: wire.SnapshotInfo, limits: wire.LeaseLimits | None = None) -> None:
         self.state = link.state
         self.info = info
         self.limits = limits
         """Of the slot that it was taken of; forks have them, too, unless their lease says otherwise."""
-        self._places: list[Link] = []
-        self._bringing: dict[Link, asyncio.Task[None]] = {}
+        self._places: list[ContainerLink] = []
+        self._bringing: dict[ContainerLink, asyncio.Task[None]] = {}
         self._dropped = False
         self.stays_because = ""
         """Why it can't be copied to another container; empty: nothing is known against it."""
@@ -38,7 +38,7 @@ class Snapshot:
         return self.info.snapshot_id
 
     @property
-    def places(self) -> list[Link]:
+    def places(self) -> list[ContainerLink]:
         """The living containers that have it; for the pool alone."""
         self._places = [link for link in self._places if link.gone is None]
         return self._places
@@ -81,7 +81,7 @@ class Snapshot:
                 with contextlib.suppress(SandboxError):  # an unknown or lost one is as good as dropped
                     await link.client.drop_snapshot(self.id)
 
-    def add(self, link: Link) -> None:
+    def add(self, link: ContainerLink) -> None:
         """A container has it."""
         if link.gone is None:
             self._places.append(link)
@@ -108,7 +108,7 @@ class Snapshot:
             raise SlotLost(f"the container that holds snapshot {self.id} is ending")
         return here[0]
 
-    async def bring(self, link: Link) -> None:
+    async def bring(self, link: ContainerLink) -> None:
         """Copy it to a container unless that has it, once however many ask.
 
         Raises:
@@ -122,7 +122,7 @@ class Snapshot:
             task.add_done_callback(lambda _: self._bringing.pop(link, None))
         await asyncio.shield(task)
 
-    async def _copy(self, link: Link) -> None:
+    async def _copy(self, link: ContainerLink) -> None:
         if self._dropped or not self.places:
             raise SlotLost(f"snapshot {self.id} is gone")
         await self.places[0].client.copy_snapshot(self.id, link.client)

@@ -18,7 +18,7 @@ from atropos.slots.task_owner import Tasks
 log = logging.getLogger("atropos.slots")
 
 
-class State:
+class SharedState:
     """A pool's shared state. Parts change it through its methods and never call each other upwards.
 
     Attributes:

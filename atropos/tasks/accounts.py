@@ -6,9 +6,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from atropos.slots import Slot
-from atropos.slots.profile import Account, Profile
+from atropos.slots.profile import Profile, UserAccount
 from atropos.tasks.carry import TaskBroken
-from atropos.tasks.recipe import Settings
+from atropos.tasks.recipe import StepSettings
 
 if TYPE_CHECKING:
     from atropos.tasks.folder import Hosts, Task
@@ -34,8 +34,8 @@ async def reach(slot: Slot, hosts: Hosts) -> None:
         await slot.set_network(hosts)
 
 
-async def profile_of(slot: Slot, task: Task, settings: Settings) -> Profile:
-    """Settings with the user looked up in the slot.
+async def profile_of(slot: Slot, task: Task, settings: StepSettings) -> Profile:
+    """StepSettings with the user looked up in the slot.
 
     Raises:
         TaskBroken: there is no such user.
@@ -47,12 +47,12 @@ async def profile_of(slot: Slot, task: Task, settings: Settings) -> Profile:
     return Profile(settings.workdir, settings.env, user)
 
 
-def owner_of(account: Account) -> str:
+def owner_of(account: UserAccount) -> str:
     """An account as chown takes it."""
     return f"{account.uid}:{account.gid}"
 
 
-async def account_of(slot: Slot, user: str) -> Account | None:
+async def account_of(slot: Slot, user: str) -> UserAccount | None:
     """Who `name`, `uid`, `name:group` or `uid:gid` is in the slot; None for root.
 
     Raises:
@@ -64,7 +64,9 @@ async def account_of(slot: Slot, user: str) -> Account | None:
     if found is None and not name.isdecimal():
         raise TaskBroken(f"there is no user {name!r} in the slot; add it with RUN useradd")
     account = (
-        Account("", int(name), 0, "/") if found is None else Account(found[0], int(found[2]), int(found[3]), found[5])
+        UserAccount("", int(name), 0, "/")
+        if found is None
+        else UserAccount(found[0], int(found[2]), int(found[3]), found[5])
     )
     if group:
         account = replace(account, gid=_group(groups, group))

@@ -73,7 +73,7 @@ class Attempt:
 
 
 @dataclass(frozen=True)
-class Finding:
+class TaskFinding:
     """What is known of one task.
 
     Attributes:
@@ -93,7 +93,9 @@ class Finding:
         return asdict(self)
 
 
-async def check(tasks: TaskSet, config: CheckConfig, *, done: Callable[[Finding], None] | None = None) -> list[Finding]:
+async def check(
+    tasks: TaskSet, config: CheckConfig, *, done: Callable[[TaskFinding], None] | None = None
+) -> list[TaskFinding]:
     """Check all tasks of a set, several at once.
 
     Args:
@@ -109,7 +111,7 @@ async def check(tasks: TaskSet, config: CheckConfig, *, done: Callable[[Finding]
         raise ConfigError("--agent script: needs --script FILE")
     room = _room(config)
     fits = {task.name: fit(task, room, images=config.images, policy=config.limits) for task in tasks.tasks}
-    found = [Finding(name, "refused", problems=(reason,)) for name, reason in tasks.refused.items()]
+    found = [TaskFinding(name, "refused", problems=(reason,)) for name, reason in tasks.refused.items()]
     found += [_refused(task, fits[task.name]) for task in tasks.tasks if fits[task.name].refused]
     for finding in found:
         _report(done, finding)
@@ -129,7 +131,7 @@ async def check(tasks: TaskSet, config: CheckConfig, *, done: Callable[[Finding]
     return sorted(found, key=lambda finding: finding.name)
 
 
-def _report(done: Callable[[Finding], None] | None, finding: Finding) -> None:
+def _report(done: Callable[[TaskFinding], None] | None, finding: TaskFinding) -> None:
     if done is not None:
         done(finding)
 
@@ -167,12 +169,14 @@ async def _running(
         yield pool, asyncio.Semaphore(at_once)
 
 
-def _refused(task: Task, found: Fit) -> Finding:
+def _refused(task: Task, found: Fit) -> TaskFinding:
     notes = (*found.notes, *task.warnings)
-    return Finding(task.name, "refused", task.image, clamped=found.clamped, notes=notes, problems=found.refused)
+    return TaskFinding(task.name, "refused", task.image, clamped=found.clamped, notes=notes, problems=found.refused)
 
 
-async def _checked(images: TaskImages, turn: asyncio.Semaphore, task: Task, found: Fit, config: CheckConfig) -> Finding:
+async def _checked(
+    images: TaskImages, turn: asyncio.Semaphore, task: Task, found: Fit, config: CheckConfig
+) -> TaskFinding:
     async def attempt(agent: Agent) -> Attempt:
         async with turn:
             return await _attempt(images, task, agent, config)
@@ -181,7 +185,7 @@ async def _checked(images: TaskImages, turn: asyncio.Semaphore, task: Task, foun
     attempts = dict(zip(map(str, config.agents), results, strict=True))
     problems = tuple(dict.fromkeys(_problems(attempts)))
     broken = all(one.prepared_s is None for one in results)
-    return Finding(
+    return TaskFinding(
         task.name,
         "broken" if broken else "unsound" if problems else "sound",
         task.image,

@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 from atropos.errors import ConfigError
-from atropos.tasks.recipe import Folder, Recipe, Settings
+from atropos.tasks.recipe import Folder, Recipe, StepSettings
 
 COMPOSE_FILES = ("docker-compose.yaml", "docker-compose.yml", "compose.yaml", "compose.yml")
 _WITHOUT_EFFECT = {
@@ -53,7 +53,7 @@ class Service:
     def applied(self, recipe: Recipe) -> Recipe:
         """The recipe with what the service says over it."""
         before = recipe.settings
-        settings = Settings(self.workdir or before.workdir, {**before.env, **self.env}, self.user or before.user)
+        settings = StepSettings(self.workdir or before.workdir, {**before.env, **self.env}, self.user or before.user)
         steps = (*recipe.steps, Folder(settings.workdir, settings.user)) if self.workdir else recipe.steps
         return replace(recipe, settings=settings, steps=steps)
 

@@ -59,7 +59,7 @@ class Collect(_Table):
     user: str | int | None = None
 
 
-class McpServer(_Table):
+class TaskMcpServer(_Table):
     """A server for the agent's own harness."""
 
     name: str
@@ -105,7 +105,7 @@ class EnvironmentSection(_Table):
     gpus: int | None = Field(default=None, ge=0)
     gpu_types: tuple[str, ...] = ()
     tpu: Tpu | None = None
-    mcp_servers: tuple[McpServer, ...] = ()
+    mcp_servers: tuple[TaskMcpServer, ...] = ()
     env: dict[str, str] = Field(default_factory=dict)
     skills_dir: str | None = None
     healthcheck: Healthcheck | None = None

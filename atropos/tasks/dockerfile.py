@@ -27,7 +27,7 @@ from e2b_dockerfile_utils import (
 )
 
 from atropos.errors import ConfigError
-from atropos.tasks.recipe import PATH, Copy, Download, Facts, Folder, Recipe, Run, Settings, Stage, Step
+from atropos.tasks.recipe import PATH, Copy, Download, Facts, Folder, Recipe, Run, Stage, Step, StepSettings
 
 _PLATFORM = {
     f"{side}{key}": value
@@ -38,7 +38,7 @@ _SHELL = ("/bin/sh", "-c")
 _SYMBOLIC = re.compile(r"[ugoa]*([-+=][rwxXst]*)+(,[ugoa]*([-+=][rwxXst]*)+)*")
 
 
-def parse(path: Path, images: Mapping[str, Settings] | None = None) -> Recipe:
+def parse(path: Path, images: Mapping[str, StepSettings] | None = None) -> Recipe:
     """Read a Dockerfile.
 
     Args:
@@ -64,7 +64,7 @@ class _Building:
 
     index: int
     image: str
-    settings: Settings
+    settings: StepSettings
     name: str = ""
     steps: list[Step] = field(default_factory=list[Step])
     arguments: dict[str, str] = field(default_factory=dict[str, str])
@@ -78,7 +78,7 @@ class _Building:
 class _Reader:
     """Reads one Dockerfile, instruction by instruction."""
 
-    def __init__(self, path: Path, ast: DockerfileAst, images: Mapping[str, Settings]) -> None:
+    def __init__(self, path: Path, ast: DockerfileAst, images: Mapping[str, StepSettings]) -> None:
         self.path, self.ast, self.images = path, ast, images
         self.copied: dict[int, str] = {}
         """Images that files are copied from, by the negative number that stands for a stage's."""
@@ -111,7 +111,9 @@ class _Reader:
                 if isinstance(step, Copy) and step.stage is not None and step.stage not in found:
                     image = self.copied.get(step.stage)
                     whole = (
-                        self.stages[step.stage].done() if image is None else Stage(step.stage, image, (), Settings())
+                        self.stages[step.stage].done()
+                        if image is None
+                        else Stage(step.stage, image, (), StepSettings())
                     )
                     found[step.stage] = whole
                     waiting.append(whole)
@@ -156,7 +158,7 @@ class _Reader:
         index = len(self.stages)
         parent = self._stage(words[0])
         if parent is None:
-            self.stages.append(_Building(index, words[0], self.images.get(words[0], Settings()), name))
+            self.stages.append(_Building(index, words[0], self.images.get(words[0], StepSettings()), name))
         else:
             self.stages.append(
                 replace(parent, index=index, name=name, steps=list(parent.steps), arguments=dict(parent.arguments))

@@ -22,7 +22,7 @@ from atropos.tasks import dockerfile
 from atropos.tasks.archive import Context
 from atropos.tasks.compose import COMPOSE_FILES, read_compose
 from atropos.tasks.config import AgentSection, Artifact, StepSection, TaskConfig, VerifierSection
-from atropos.tasks.recipe import DEFAULT_WORKDIR, Copy, Folder, Recipe, Run, Settings, Step
+from atropos.tasks.recipe import DEFAULT_WORKDIR, Copy, Folder, Recipe, Run, Step, StepSettings
 from atropos.wire import LeaseLimits
 
 SETUP = "setup.sh"
@@ -108,19 +108,19 @@ class Task:
         return all(one.agent_hosts == one.verifier_hosts == () for one in self.steps or (self,))
 
     @property
-    def agent_settings(self) -> Settings:
+    def agent_settings(self) -> StepSettings:
         """What the agent's commands start with."""
         return self._settings(self.config.agent.user, {})
 
     @property
-    def verifier_settings(self) -> Settings:
+    def verifier_settings(self) -> StepSettings:
         """What the tests start with."""
         return self._settings(self.config.verifier.user, self.config.verifier.env)
 
-    def _settings(self, user: str | int | None, env: Mapping[str, str]) -> Settings:
+    def _settings(self, user: str | int | None, env: Mapping[str, str]) -> StepSettings:
         base = self.recipe.settings
         added = self.filled({**self.config.environment.env, **env})
-        return Settings(base.workdir, {**base.env, **added}, base.user if user is None else _plain_user(str(user)))
+        return StepSettings(base.workdir, {**base.env, **added}, base.user if user is None else _plain_user(str(user)))
 
     def filled(self, env: Mapping[str, str]) -> dict[str, str]:
         """Variables with `${NAME}` and `${NAME:-default}` replaced by what the operator gives."""
@@ -213,7 +213,7 @@ def load_task(
     path: str | Path,
     *,
     variables: Mapping[str, str] | None = None,
-    images: Mapping[str, Settings] | None = None,
+    images: Mapping[str, StepSettings] | None = None,
     prebuilt: bool = False,
 ) -> Task:
     """One task folder, checked.
@@ -241,7 +241,9 @@ def load_task(
     return task
 
 
-def _harbor_task(root: Path, variables: Mapping[str, str], images: Mapping[str, Settings], *, prebuilt: bool) -> Task:
+def _harbor_task(
+    root: Path, variables: Mapping[str, str], images: Mapping[str, StepSettings], *, prebuilt: bool
+) -> Task:
     config = read_config(root / "task.toml")
     environment = root / "environment"
     if not environment.is_dir():
@@ -383,7 +385,7 @@ def checked_config(path: Path, raw: Mapping[str, Any]) -> TaskConfig:
 
 
 def _recipe(
-    environment: Path, config: TaskConfig, images: Mapping[str, Settings], *, prebuilt: bool
+    environment: Path, config: TaskConfig, images: Mapping[str, StepSettings], *, prebuilt: bool
 ) -> tuple[Recipe, TaskConfig]:
     """The recipe, and the configuration with what a compose file adds to it."""
     script, own = environment / SETUP, environment / "Dockerfile"
@@ -406,7 +408,7 @@ def _recipe(
             recipe = replace(recipe, settings=replace(recipe.settings, workdir=config.environment.workdir))
             steps.append(Folder(recipe.workdir, recipe.settings.user))
     else:
-        start = Settings(DEFAULT_WORKDIR) if image is None else images.get(image, Settings())
+        start = StepSettings(DEFAULT_WORKDIR) if image is None else images.get(image, StepSettings())
         start = replace(start, workdir=config.environment.workdir or start.workdir)
         recipe = adjust(Recipe(image, start, ()))
         steps = list[Step]([Folder(recipe.workdir, recipe.settings.user)])

@@ -27,7 +27,7 @@ from atropos.tasks.archive import Context, digest_of
 from atropos.tasks.carry import TaskBroken
 from atropos.tasks.folder import Task, load_task
 from atropos.tasks.limits import STAND_INS
-from atropos.tasks.recipe import Copy, Download, Folder, Recipe, Run, Settings, Stage, Step
+from atropos.tasks.recipe import Copy, Download, Folder, Recipe, Run, Stage, Step, StepSettings
 from atropos.wire import ImageInfo, ImageState
 
 RULES = 1
@@ -326,10 +326,10 @@ def _named(recipe: Recipe) -> set[str | None]:
     return {recipe.image, *(stage.image for stage in recipe.stages)}
 
 
-def _settings(image: ImageInfo) -> Settings:
+def _settings(image: ImageInfo) -> StepSettings:
     """What an image's configuration gives the instructions after FROM."""
     user = image.user if image.user not in {"", "0", "root", "0:0", "root:root"} else None
-    return Settings(image.workdir or "/", image.env, user)
+    return StepSettings(image.workdir or "/", image.env, user)
 
 
 def _hash(*parts: object) -> str:

@@ -12,7 +12,7 @@ DEFAULT_WORKDIR = "/workspace"
 
 
 @dataclass(frozen=True)
-class Settings:
+class StepSettings:
     """What an instruction starts with: ENV and ARG, WORKDIR, USER.
 
     Attributes:
@@ -66,7 +66,7 @@ class Run:
     """
 
     command: str
-    settings: Settings = Settings()
+    settings: StepSettings = StepSettings()
     emptied: tuple[str, ...] = ()
 
 
@@ -114,7 +114,7 @@ class Stage:
     index: int
     image: str
     steps: tuple[Step, ...]
-    settings: Settings
+    settings: StepSettings
     facts: Facts = Facts()
 
 
@@ -129,7 +129,7 @@ class Recipe:
     """
 
     image: str | None
-    settings: Settings
+    settings: StepSettings
     steps: tuple[Step, ...]
     stages: tuple[Stage, ...] = ()
     facts: Facts = Facts()

@@ -15,7 +15,7 @@ from atropos.tasks import dockerfile
 from atropos.tasks.compose import COMPOSE_FILES, Service, read_compose
 from atropos.tasks.config import AgentSection, EnvironmentSection, TaskConfig, VerifierSection
 from atropos.tasks.folder import Task, check_script, read_text
-from atropos.tasks.recipe import Recipe, Settings
+from atropos.tasks.recipe import Recipe, StepSettings
 
 _VARIABLES = {"TEST_DIR": "/tests"}
 
@@ -32,7 +32,7 @@ class _TaskYaml(BaseModel):
     run_tests_in_same_shell: bool = False
 
 
-def load_terminal_bench(root: Path, images: Mapping[str, Settings] | None = None) -> Task:
+def load_terminal_bench(root: Path, images: Mapping[str, StepSettings] | None = None) -> Task:
     """One folder, checked; `images`: what the images that it names set.
 
     Raises:
@@ -57,7 +57,7 @@ def load_terminal_bench(root: Path, images: Mapping[str, Settings] | None = None
     if file.is_file():
         recipe = dockerfile.parse(file, images)
     elif service is not None and service.image is not None:
-        recipe = Recipe(service.image, (images or {}).get(service.image, Settings("/app")), ())
+        recipe = Recipe(service.image, (images or {}).get(service.image, StepSettings("/app")), ())
     else:
         raise ConfigError(f"{file}: is missing; the workspace is made from it")
     recipe = recipe if service is None else service.applied(recipe)

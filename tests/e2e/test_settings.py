@@ -15,7 +15,7 @@ from aiohttp.http_websocket import WebSocketWriter
 
 from atropos.envs import AgentEnvConfig, HermesAgentEnvConfig
 from atropos.envs.adapter import BaseEnvConfig
-from atropos.envs.humaneval_env import HumanEvalEnvConfig, Problem, judge
+from atropos.envs.humaneval_env import HumanEvalEnvConfig, HumanEvalProblem, judge
 from atropos.envs.task_env import TaskEnvConfig
 from atropos.errors import AcquireTimeout, ConfigError, ToolServerUnavailable
 from atropos.tools import ToolCall
@@ -236,7 +236,7 @@ async def test_external_tools_come_from_the_tool_server_and_need_its_token():
 
 @shows("verify_timeout_s")
 async def test_the_tests_of_a_problem_take_no_longer_than_told():
-    problem = Problem("p", "def f():\n", "f", "    return 1\n", "def check(f):\n    assert f() == 1\n")
+    problem = HumanEvalProblem("p", "def f():\n", "f", "    return 1\n", "def check(f):\n    assert f() == 1\n")
     async with started() as env:
         endless = problem.prompt + "    while True: pass\n"
         assert await judge(await env.executor.slot("t"), problem, endless, timeout_s=1) == (

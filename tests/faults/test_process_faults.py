@@ -19,7 +19,7 @@ import pytest
 
 from atropos.errors import PoolFull, SandboxError
 from atropos.slots.client import SandboxClient
-from atropos.wire import Exec, ExecResult, LeaseRequest
+from atropos.wire import CommandResult, Exec, LeaseRequest
 from tests.faults.proxy import Fault, proxied
 from tests.processes import adopt_orphans, descendants
 from tests.unit.server.fakes import TOKEN
@@ -48,7 +48,7 @@ async def test_stops_and_cuts_neither_double_nor_lose_what_a_call_did_in_its_slo
             while stopping:
                 count += 1
                 result = await client.call(lease, Exec(command=f"echo {count} >> log; tail -1 log"))
-                assert isinstance(result, ExecResult)
+                assert isinstance(result, CommandResult)
                 assert result.output == f"{count}\n".encode()
             result = await client.call(lease, Exec(command="wc -l < log; uniq log | wc -l"))
             assert result.output.split() == [str(count).encode()] * 2
@@ -152,10 +152,10 @@ async def test_a_server_killed_at_random_moments_gives_only_results_and_typed_er
             await asyncio.wait_for(client.lost.wait(), 30)
             outcomes = await asyncio.gather(*calls, releasing, return_exceptions=True)
             for lane in (outcomes[:-1:2], outcomes[1:-1:2]):
-                answered = [isinstance(outcome, ExecResult) for outcome in lane]
+                answered = [isinstance(outcome, CommandResult) for outcome in lane]
                 assert answered == sorted(answered, reverse=True), lane  # none after one that is lost
                 for number, outcome in enumerate(lane):
-                    assert isinstance(outcome, ExecResult | SandboxError), outcome
+                    assert isinstance(outcome, CommandResult | SandboxError), outcome
                     if isinstance(outcome, SandboxError):
                         assert outcome.code in {"outcome_unknown", "slot_lost"}
                     else:
@@ -208,7 +208,7 @@ async def test_a_client_that_slept_through_its_time_is_fenced():
             }  # fmt: skip
             await asyncio.wait_for(sleeper.wait(), 20)
             result = await client.call(lease, Exec(command="ls -A"))
-            assert isinstance(result, ExecResult) and result.output == b""
+            assert isinstance(result, CommandResult) and result.output == b""
             assert (await client.release(lease)).clean
 
 
@@ -252,7 +252,7 @@ async def test_a_disk_that_runs_full_ends_no_call_without_an_answer(small_disk, 
                         size = rng.randrange(most)
                         write = f"head -c {size} /dev/zero > f{step} && sync f{step}; s=$?; stat -c %s f{step}; exit $s"
                         result = await client.call(lease, Exec(command=write))
-                        assert isinstance(result, ExecResult)
+                        assert isinstance(result, CommandResult)
                         if result.exit_code == 0:
                             assert result.output == f"{size}\n".encode()
                         else:
@@ -283,4 +283,4 @@ async def test_a_disk_that_runs_full_ends_no_call_without_an_answer(small_disk, 
                 await asyncio.sleep(0.05)
         lease = await granted(client)
         result = await client.call(lease, Exec(command="head -c 4000000 /dev/zero > f && echo room"))
-        assert isinstance(result, ExecResult) and result.output == b"room\n"
+        assert isinstance(result, CommandResult) and result.output == b"room\n"

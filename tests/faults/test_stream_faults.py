@@ -16,7 +16,7 @@ import pytest
 
 from atropos.errors import SandboxError
 from atropos.slots.client import SandboxClient
-from atropos.wire import Exec, ExecResult, LeaseRequest
+from atropos.wire import CommandResult, Exec, LeaseRequest
 from tests.faults.proxy import Fault, Proxy, proxied
 from tests.unit.server.fakes import TOKEN, FakeHost, serving
 
@@ -43,7 +43,7 @@ async def test_a_cut_at_every_byte_of_a_call_and_of_its_result_neither_doubles_n
                     proxy.strike(Fault(**{direction: position}))
                     command = f"count {direction} {step} {position}"
                     result = await asyncio.wait_for(client.call(lease, Exec(command=command)), 20)
-                    assert isinstance(result, ExecResult)
+                    assert isinstance(result, CommandResult)
                     assert result.output.decode() == command.partition(" ")[2]
                     assert host.ran[command] == 1
             assert proxy.struck > 200
@@ -82,7 +82,7 @@ async def test_random_faults_under_load_neither_double_nor_lose_a_call():
                         break
                     command = f"sleep {rng.random() * 0.01}" if step % 5 == 0 else f"count {number} {step}"
                     result = await client.call(lease, Exec(command=command))
-                    assert isinstance(result, ExecResult)
+                    assert isinstance(result, CommandResult)
                     assert not result.cancelled
                     if command.startswith("count"):
                         assert result.output.decode() == f"{number} {step}"
@@ -213,7 +213,7 @@ async def test_every_outcome_of_a_server_that_goes_away_is_a_result_or_typed():
             for command, task in calls.items():
                 outcome = (await asyncio.gather(task, return_exceptions=True))[0]
                 ran = host.ran[command]
-                if isinstance(outcome, ExecResult):
+                if isinstance(outcome, CommandResult):
                     assert ran == 1
                 else:
                     assert isinstance(outcome, SandboxError), outcome
@@ -236,6 +236,6 @@ async def test_a_clock_that_is_stepped_at_random_moments_changes_nothing(monkeyp
                 monkeypatch.setattr(time, "time_ns", lambda leap=leap: int((real() + leap) * 1e9))
                 calls = (client.call(lease, Exec(command=f"count {step} {lease.lease_id}")) for lease in leases)
                 for result in await asyncio.wait_for(asyncio.gather(*calls), 20):
-                    assert isinstance(result, ExecResult)
+                    assert isinstance(result, CommandResult)
             assert [(await client.release(lease)).clean for lease in leases] == [True] * 4
     assert len(host.ran) == 4 * steps and set(host.ran.values()) == {1}

@@ -130,7 +130,7 @@ def contents(result: wire.OpResult) -> bytes:
             return result.data
         case wire.SearchResult():
             return "\n".join(match.text for match in result.matches).encode()
-        case wire.ExecResult():
+        case wire.CommandResult():
             return result.output
         case _:
             return repr(result).encode()

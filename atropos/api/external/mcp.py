@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ConfigDict
 
-from atropos.api.settings import McpServer
+from atropos.api.settings import McpServerSettings
 from atropos.errors import ConfigError, OutcomeUnknown, ToolServerUnavailable
 from atropos.tools.base import Tool, ToolScope
 from atropos.tools.models import ToolResult, ToolSchema
@@ -41,7 +41,7 @@ class AnyArguments(BaseModel):
 class McpConnection:
     """A connection to one server; opened again when it was lost."""
 
-    def __init__(self, server: McpServer) -> None:
+    def __init__(self, server: McpServerSettings) -> None:
         self.server = server
         self._client: Client | None = None
         self._task: asyncio.Task[None] | None = None

@@ -23,7 +23,7 @@ _FLAGS = {"config": str, "slurm": bool, "testing": bool}
 
 
 @dataclass
-class Settings:
+class CommandLine:
     """What a command line and a YAML file said, as given: parsed but not yet checked."""
 
     command: str
@@ -34,13 +34,13 @@ class Settings:
     testing: bool = False
 
 
-def parse(argv: list[str], env_class: type[BaseModel], server_class: type[BaseModel]) -> Settings:
+def parse(argv: list[str], env_class: type[BaseModel], server_class: type[BaseModel]) -> CommandLine:
     """Flags over YAML.
 
     Raises:
         ConfigError: an unknown flag or key, a flag without a value or with more than one.
     """
-    settings = Settings(argv[0])
+    settings = CommandLine(argv[0])
     flags = _flags(argv[1:], {"env": env_class, "openai": server_class})
     if "config" in flags:
         _read_yaml(settings, flags["config"], env_class, server_class)
@@ -92,7 +92,7 @@ def _stray(word: str, before: list[str]) -> str:
     return f"{name} {' '.join([*given, word])}: a flag has one value; write lists with commas, as {name} {listed}"
 
 
-def _read_yaml(settings: Settings, path: str, env_class: type[BaseModel], server_class: type[BaseModel]) -> None:
+def _read_yaml(settings: CommandLine, path: str, env_class: type[BaseModel], server_class: type[BaseModel]) -> None:
     try:
         content = yaml.safe_load(Path(path).read_text())
     except OSError as error:
@@ -185,7 +185,7 @@ def nearest(word: str, known: typing.Iterable[str], prefix: str = "") -> str:
     return "known: " + ", ".join(prefix + name for name in names) if len(names) < 12 else "--help lists them all"
 
 
-def build_config(cls: Any, settings: Settings, default: BaseModel) -> Any:
+def build_config(cls: Any, settings: CommandLine, default: BaseModel) -> Any:
     """The env's config: flags and YAML over `config_init`, with what `process` and `evaluate` mean by default."""
     values = {name: getattr(default, name) for name in default.model_fields_set}
     if settings.command == "process":
@@ -200,7 +200,7 @@ def build_config(cls: Any, settings: Settings, default: BaseModel) -> Any:
     return _validated(type(default), {**values, **settings.env}, "env")
 
 
-def build_servers(settings: Settings, default: Any) -> list[Any]:
+def build_servers(settings: CommandLine, default: Any) -> list[Any]:
     """The inference servers: the YAML's list, or the one of `config_init` with flags and YAML over it."""
     model = server_class(default)
     if settings.servers is not None and len(settings.servers) != 1:

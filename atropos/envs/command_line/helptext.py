@@ -9,7 +9,7 @@ from typing import Any, cast
 
 from pydantic import BaseModel
 
-from atropos.envs.command_line.flags import Settings, build_config, build_servers
+from atropos.envs.command_line.flags import CommandLine, build_config, build_servers
 
 COMMANDS = {
     "serve": "run groups for a trainer, through the trajectory API (run-api)",
@@ -35,13 +35,13 @@ def _first_line(cls: Any) -> str:
 
 def command_help(cls: Any, command: str, default_env: BaseModel, default_servers: Any) -> str:
     """Every setting of a command with its meaning and default, the env's own first."""
-    settings = Settings(command)
+    settings = CommandLine(command)
     env = build_config(cls, settings, default_env)
     width = min(110, shutil.get_terminal_size((100, 24)).columns)
     lines = [
         f"{cls.__name__} {command}: {COMMANDS[command]}",
         "",
-        "Settings are --env.NAME VALUE and --openai.NAME VALUE, or the same under env: and openai: in a YAML file.",
+        "CommandLine are --env.NAME VALUE and --openai.NAME VALUE, or the same under env: and openai: in a YAML file.",
         "Lists are comma-separated, dicts JSON; None clears an optional; write --env.NAME=-1 for a negative number.",
         "",
         "  --config FILE                    YAML settings; flags win over it",

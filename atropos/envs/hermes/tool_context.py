@@ -38,7 +38,7 @@ CLEANUP_S = 10.0
 SEARCH_MATCHES = 200
 
 
-class Answer(dict[str, Any]):
+class AwaitableDict(dict[str, Any]):
     """A finished call's answer. It may be awaited as well, which gives it back at once."""
 
     def __await__(self) -> Any:
@@ -46,7 +46,7 @@ class Answer(dict[str, Any]):
         return _ready(self).__await__()
 
 
-class Text(str):
+class AwaitableStr(str):
     """A finished call's text answer, which may be awaited as well."""
 
     __slots__ = ()
@@ -56,7 +56,7 @@ class Text(str):
         return _ready(str(self)).__await__()
 
 
-class Done:
+class AwaitableNone:
     """A finished call without an answer, which may be awaited as well."""
 
     def __await__(self) -> Any:
@@ -107,8 +107,8 @@ def _either(method: Callable[..., Coroutine[Any, Any, Any]]) -> Callable[..., An
         if in_bridge():
             value = wait(work)
             if value is None:
-                return Done()
-            return Text(value) if isinstance(value, str) else value
+                return AwaitableNone()
+            return AwaitableStr(value) if isinstance(value, str) else value
         return Pending(work, method.__name__)
 
     return call
@@ -148,7 +148,7 @@ class ToolContext:
             self.failure = self.failure or error
             raise
 
-    def _checked(self, what: str, answer: Answer) -> Answer:
+    def _checked(self, what: str, answer: AwaitableDict) -> AwaitableDict:
         """The answer; where a workspace is being prepared, one that is an error is a fault of the task."""
         if self._setup and "error" in answer:
             raise TaskFault(f"{what} failed: {answer['error']}")
@@ -168,7 +168,7 @@ class ToolContext:
         env: dict[str, str] | None = None,
         *,
         check: bool | None = None,
-    ) -> Answer:
+    ) -> AwaitableDict:
         """Run a shell command in the rollout's slot.
 
         Args:
@@ -186,7 +186,7 @@ class ToolContext:
         """
         slot = await self._slot()
         result = await slot.exec(command, timeout_s=timeout, workdir=workdir, env=env)
-        answer = Answer(exit_code=result.exit_code, output=result.output)
+        answer = AwaitableDict(exit_code=result.exit_code, output=result.output)
         if result.timed_out:
             answer["timed_out"] = True
         if result.truncated:
@@ -201,37 +201,37 @@ class ToolContext:
         return answer
 
     @_either
-    async def read_file(self, path: str, max_bytes: int = MAX_READ_BYTES) -> Answer:
+    async def read_file(self, path: str, max_bytes: int = MAX_READ_BYTES) -> AwaitableDict:
         """A text file's `content`, or an `error` (also when it is longer than `max_bytes`). Undecodable bytes are replaced."""
         try:
             data = await (await self._slot()).read_file(path, max_bytes=max_bytes)
-            return Answer(content=data.decode("utf-8", "replace"))
+            return AwaitableDict(content=data.decode("utf-8", "replace"))
         except OSError as error:
-            return self._checked(f"read_file {path}", Answer(error=_said(error)))
+            return self._checked(f"read_file {path}", AwaitableDict(error=_said(error)))
 
     @_either
-    async def write_file(self, path: str, content: str | bytes) -> Answer:
+    async def write_file(self, path: str, content: str | bytes) -> AwaitableDict:
         """Write a file, making its parents: `bytes_written`, or an `error`."""
         data = content.encode("utf-8", "surrogatepass") if isinstance(content, str) else content
         try:
             await (await self._slot()).write_file(path, data)
         except OSError as error:
-            return self._checked(f"write_file {path}", Answer(error=_said(error)))
-        return Answer(success=True, bytes_written=len(data))
+            return self._checked(f"write_file {path}", AwaitableDict(error=_said(error)))
+        return AwaitableDict(success=True, bytes_written=len(data))
 
     @_either
-    async def search(self, query: str, path: str = ".") -> Answer:
+    async def search(self, query: str, path: str = ".") -> AwaitableDict:
         """Lines that match a regular expression: `matches` of path, line and text; or an `error`."""
         operation = wire.Search(pattern=query, path=path, max_matches=SEARCH_MATCHES)
         result = await (await self._slot()).run(operation)
         if isinstance(result, wire.OpError):
-            return Answer(error=result.message)
+            return AwaitableDict(error=result.message)
         assert isinstance(result, wire.SearchResult)
         matches = [{"path": match.path, "line": match.line, "text": match.text} for match in result.matches]
-        return Answer(matches=matches, truncated=result.truncated)
+        return AwaitableDict(matches=matches, truncated=result.truncated)
 
     @_either
-    async def upload(self, source: str | Path, path: str) -> Answer:
+    async def upload(self, source: str | Path, path: str) -> AwaitableDict:
         """Copy a local file or folder into the slot: `success`, or an `error` of the slot's.
 
         Raises:
@@ -242,11 +242,11 @@ class ToolContext:
         try:
             await (await self._slot()).upload(source, path)
         except OSError as error:
-            return self._checked(f"upload {path}", Answer(error=_said(error)))
-        return Answer(success=True)
+            return self._checked(f"upload {path}", AwaitableDict(error=_said(error)))
+        return AwaitableDict(success=True)
 
     @_either
-    async def download(self, path: str, target: str | Path, max_bytes: int = MAX_READ_BYTES) -> Answer:
+    async def download(self, path: str, target: str | Path, max_bytes: int = MAX_READ_BYTES) -> AwaitableDict:
         """Copy a file or folder out of the slot to a local path: `success`, or an `error`, also above `max_bytes`.
 
         What a hostile slot packs can't leave the target: links that lead out of it, devices and `..` are refused.
@@ -261,13 +261,13 @@ class ToolContext:
                 archive = await slot.download(path, max_bytes=max_bytes)
                 await asyncio.to_thread(_unpack_local, Path(target), archive)
         except (OSError, tarfile.TarError) as error:
-            return Answer(error=_said(error))
-        return Answer(success=True)
+            return AwaitableDict(error=_said(error))
+        return AwaitableDict(success=True)
 
     @_either
-    async def quiesce(self) -> Answer:
+    async def quiesce(self) -> AwaitableDict:
         """End every process in the slot, the model's background ones included; files stay."""
-        return Answer(ended=await (await self._slot()).quiesce())
+        return AwaitableDict(ended=await (await self._slot()).quiesce())
 
     @contextlib.asynccontextmanager
     async def fork(self) -> AsyncGenerator[ToolContext]:
@@ -297,22 +297,22 @@ class ToolContext:
     # ---------------------------------------------------------------------------------------------------------- tools
 
     @_either
-    async def web_search(self, query: str) -> Answer:
+    async def web_search(self, query: str) -> AwaitableDict:
         """Search the web, through the ToolServer."""
         return await self._tool("web_search", {"query": query})
 
     @_either
-    async def web_extract(self, urls: Sequence[str]) -> Answer:
+    async def web_extract(self, urls: Sequence[str]) -> AwaitableDict:
         """Read web pages, through the ToolServer."""
         return await self._tool("web_extract", {"urls": list(urls)})
 
     @_either
-    async def browser_navigate(self, url: str) -> Answer:
+    async def browser_navigate(self, url: str) -> AwaitableDict:
         """Open an address in the rollout's browser."""
         return await self._tool("browser_navigate", {"url": url})
 
     @_either
-    async def browser_snapshot(self) -> Answer:
+    async def browser_snapshot(self) -> AwaitableDict:
         """The page in the rollout's browser, as text."""
         return await self._tool("browser_snapshot", {})
 
@@ -321,9 +321,9 @@ class ToolContext:
         """Call any tool of the env: its result as a JSON string, as the model would read it."""
         return (await self._call(tool_name, arguments or {})).to_json()
 
-    async def _tool(self, name: str, arguments: dict[str, Any]) -> Answer:
+    async def _tool(self, name: str, arguments: dict[str, Any]) -> AwaitableDict:
         result = await self._call(name, arguments)
-        answer = Answer(result.for_model())
+        answer = AwaitableDict(result.for_model())
         if result.data is not None:
             answer["data"] = result.data
         elif result.success:

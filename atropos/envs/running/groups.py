@@ -81,7 +81,7 @@ class Member:
     snapshot: Snapshot | None = None
 
 
-class Trajectories(Protocol):
+class TrajectoryRunner(Protocol):
     """What a collector asks of the env."""
 
     def item_name(self, item: Any) -> str:
@@ -113,7 +113,7 @@ class GroupCollector:
 
     def __init__(
         self,
-        env: Trajectories,
+        env: TrajectoryRunner,
         config: SandboxEnvConfig,
         backend: ToolBackend,
         metrics: EnvMetrics,

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from atropos.errors import IsolationUnavailable
 from atropos.sandbox.boot import folders, namespaces
 from atropos.sandbox.linux import disks, syscalls
-from atropos.sandbox.linux.cgroups import Cgroups, Tree, claim, release
+from atropos.sandbox.linux.cgroups import Cgroups, CgroupTree, claim, release
 from atropos.sandbox.linux.trees import remove_tree
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ class Entered:
 
 
 @dataclass(frozen=True)
-class Settings:
+class RootPhaseSettings:
     """What the first stage needs to know of a configuration, and its text for the second.
 
     The first stage doesn't check it: the library that does takes ten times as long to load as all of this stage.
@@ -87,7 +87,7 @@ class Settings:
         return [path for path in (self.base, *self.bases.values()) if path]
 
     @classmethod
-    def of(cls, config: ServerConfig) -> Settings:
+    def of(cls, config: ServerConfig) -> RootPhaseSettings:
         """Those of a configuration that has been checked."""
         values = config.model_dump(mode="json")
         values["token"] = config.token.get_secret_value()
@@ -105,7 +105,7 @@ class Settings:
         )
 
     @classmethod
-    def parse_unchecked(cls, text: bytes) -> Settings | None:
+    def parse_unchecked(cls, text: bytes) -> RootPhaseSettings | None:
         """Those in a text that the second stage will check; None when it has to be checked at once."""
         try:
             data: Any = json.loads(text)
@@ -151,7 +151,7 @@ def entered() -> Entered:
     return _entered
 
 
-def enter(config: ServerConfig | Settings) -> None:
+def enter(config: ServerConfig | RootPhaseSettings) -> None:
     """Leave privilege: in the first stage this executes the program again and doesn't return; in the second it does.
 
     Raises:
@@ -166,7 +166,7 @@ def enter(config: ServerConfig | Settings) -> None:
     if config.die_with_parent:
         _arm(parent)
     check_programs()
-    _first_stage(config if isinstance(config, Settings) else Settings.of(config), parent)
+    _first_stage(config if isinstance(config, RootPhaseSettings) else RootPhaseSettings.of(config), parent)
 
 
 def undo() -> None:
@@ -186,7 +186,7 @@ def _load() -> None:
         data = json.loads(file.read())
     _text = data["config"]
     raw: dict[str, Any] = data["entered"]
-    trees = tuple(Tree(t["version"], t["path"], tuple(t["controllers"])) for t in raw["cgroups"]["trees"])
+    trees = tuple(CgroupTree(t["version"], t["path"], tuple(t["controllers"])) for t in raw["cgroups"]["trees"])
     _entered = Entered(
         scratch=raw["scratch"],
         slot_ids=raw["slot_ids"],
@@ -230,7 +230,7 @@ def _capable() -> bool:
     return False
 
 
-def _first_stage(config: Settings, parent: int) -> NoReturn:
+def _first_stage(config: RootPhaseSettings, parent: int) -> NoReturn:
     root = _capable()
     scratch = folders.scratch(config.state_dir, root=root)
     entered = Entered(scratch, 1, (0, 0), Cgroups(), parent, root)
@@ -242,7 +242,7 @@ def _first_stage(config: Settings, parent: int) -> NoReturn:
     _execute_again(config, entered)
 
 
-def _execute_again(config: Settings, entered: Entered) -> NoReturn:
+def _execute_again(config: RootPhaseSettings, entered: Entered) -> NoReturn:
     fd = os.memfd_create("atropos-config", 0)
     with os.fdopen(os.dup(fd), "wb") as file:
         file.write(json.dumps({"config": config.text, "entered": asdict(entered)}).encode())
@@ -258,7 +258,7 @@ def _execute_again(config: Settings, entered: Entered) -> NoReturn:
 # ------------------------------------------------------------------------------------------------------------ as root
 
 
-def _as_root(config: Settings, entered: Entered) -> Entered:
+def _as_root(config: RootPhaseSettings, entered: Entered) -> Entered:
     base, slot_ids, creators = namespaces.free_range()
     server = base + slot_ids  # kernel-wise: a uid of its own, so that no slot can use up what is counted per user
     try:
@@ -325,7 +325,7 @@ def _become(uid: int) -> None:
 # ------------------------------------------------------------------------------------------------- as an ordinary user
 
 
-def _as_user(config: Settings, entered: Entered) -> Entered:
+def _as_user(config: RootPhaseSettings, entered: Entered) -> Entered:
     uid, gid = os.getuid(), os.getgid()
     cgroups = claim_delegated(uid, gid)
     entered = replace(entered, disk=folders.disk(uid, gid) if config.volume == "disk" else None)

@@ -11,7 +11,7 @@ from atropos.errors import SlotLost
 from atropos.sandbox.host import volumes
 from atropos.sandbox.linux import sockets
 from atropos.sandbox.linux.slot_cgroup import Counts, SlotCgroup
-from atropos.wire import ExecResult, Limit, ProcListing, ProcState
+from atropos.wire import CommandResult, Limit, ProcListing, ProcState
 
 CLOSING_S = 2.0
 """Time that the sockets of killed programs may take to close. Until then, excess sockets kill nothing more."""
@@ -66,7 +66,9 @@ class LimitWatch:
         """A call has been answered."""
         self._cut.discard(call_id)
 
-    def of_result(self, result: ExecResult, before: Counts, call_id: str, *, alone: bool) -> tuple[ExecResult, bool]:
+    def of_result(
+        self, result: CommandResult, before: Counts, call_id: str, *, alone: bool
+    ) -> tuple[CommandResult, bool]:
         """Say which limit ended the program, and whether forks were refused that others need.
 
         Args:

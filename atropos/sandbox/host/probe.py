@@ -19,8 +19,8 @@ from atropos.sandbox.host import egress_supervisor
 from atropos.sandbox.host.runtime import INSIDE
 from atropos.sandbox.linux.disks import PROBE_INODES
 from atropos.wire import (
+    CommandResult,
     Exec,
-    ExecResult,
     Feature,
     OpResult,
     ProcKill,
@@ -280,7 +280,7 @@ async def _inside(sandbox: SlotSandbox, names: set[str]) -> dict[str, tuple[bool
     code = _INSIDE.replace("WANTED", repr(sorted(allowed)))
     result = await sandbox.run("probe-inside", Exec(command=f"exec {_PYTHON} -c {shlex.quote(code)}", timeout_s=60))
     try:
-        output = result.output if isinstance(result, ExecResult) else b""
+        output = result.output if isinstance(result, CommandResult) else b""
         answers: dict[str, Any] = json.loads(output.splitlines()[-1])
     except (ValueError, IndexError):
         raise SandboxError(f"the start-up probe failed inside its sandbox: {_shown(result)}") from None
@@ -288,7 +288,7 @@ async def _inside(sandbox: SlotSandbox, names: set[str]) -> dict[str, tuple[bool
 
 
 def _shown(result: OpResult) -> str:
-    if not isinstance(result, ExecResult):
+    if not isinstance(result, CommandResult):
         return str(result)
     text = " ".join(result.output.decode(errors="replace")[-500:].split())
     return text or f"it printed nothing (exit code {result.exit_code}{', timed out' if result.timed_out else ''})"
@@ -304,7 +304,7 @@ async def _egress(host: SlotHost) -> tuple[bool, str]:
         stopped = await sandbox.stop()
     if not stopped.clean:
         return False, stopped.detail
-    return isinstance(result, ExecResult) and result.output == b"held\n", _shown(result)
+    return isinstance(result, CommandResult) and result.output == b"held\n", _shown(result)
 
 
 async def _memory(sandbox: SlotSandbox, entered: Entered) -> tuple[bool, str]:
@@ -313,7 +313,7 @@ async def _memory(sandbox: SlotSandbox, entered: Entered) -> tuple[bool, str]:
     result = await sandbox.run(
         "probe-memory", Exec(command=f"exec {_PYTHON} -c \"x = b'x' * (64 << 20)\"", timeout_s=60)
     )
-    named = isinstance(result, ExecResult) and result.limit == "memory" and result.exit_code == -9
+    named = isinstance(result, CommandResult) and result.limit == "memory" and result.exit_code == -9
     return named, f"64 MiB were used under a limit of {_LIMITS.memory_mib} MiB: {_shown(result)}"
 
 
@@ -342,4 +342,4 @@ async def _forks(sandbox: SlotSandbox) -> tuple[bool, str]:
     except SandboxError as error:
         return False, str(error)
     result = await sandbox.run("probe-fork", Exec(command="test -d /workspace -a ! -e /workspace/before", timeout_s=60))
-    return isinstance(result, ExecResult) and result.exit_code == 0, _shown(result)
+    return isinstance(result, CommandResult) and result.exit_code == 0, _shown(result)

@@ -61,7 +61,7 @@ def _close(descriptor: int) -> None:
         os.close(descriptor)
 
 
-class Channel:
+class RunnerLink:
     """Frames to and from one runner."""
 
     def __init__(self, sock: socket.socket, *, output_bytes: int, on_broken: Callable[[str], None]) -> None:
@@ -85,7 +85,9 @@ class Channel:
         self._loop.add_reader(self._fd, self._readable)
 
     def __repr__(self) -> str:
-        return f"<Channel {len(self._open)} open calls, {self._queued} bytes queued{', closed' if self.closed else ''}>"
+        return (
+            f"<RunnerLink {len(self._open)} open calls, {self._queued} bytes queued{', closed' if self.closed else ''}>"
+        )
 
     def start(self, environment: dict[str, str], output_bytes: int, wall_s: float, oom_fd: int) -> None:
         """Send the first message; `ready` is done when the runner has answered.

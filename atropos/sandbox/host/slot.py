@@ -17,12 +17,12 @@ from atropos.errors import ConfigError, NotSupported, OutcomeUnknown, SandboxErr
 from atropos.sandbox.contract import Layer, Stopped
 from atropos.sandbox.host import egress_supervisor, skeleton, views, volumes
 from atropos.sandbox.host.limit_watch import LimitWatch
-from atropos.sandbox.host.runner_link import Channel
+from atropos.sandbox.host.runner_link import RunnerLink
 from atropos.sandbox.host.runtime import INSIDE
 from atropos.sandbox.host.slot_network import SlotNetwork
 from atropos.sandbox.host.spawner_client import Exit, child_pid, hold
 from atropos.sandbox.linux import host_limits, memory_files, slot_cgroup, stopped_children
-from atropos.wire import Done, ExecResult, ImageInfo, Operation, OpError, OpResult, ProcListing, ProcState
+from atropos.wire import CommandResult, Done, ImageInfo, Operation, OpError, OpResult, ProcListing, ProcState
 
 if TYPE_CHECKING:
     from atropos.sandbox.contract import OnResult
@@ -70,7 +70,7 @@ class SlotSandbox:
         self._cgroup = cgroup
         self._changing: asyncio.Task[None] | None = None
         self._creator: int | None = None
-        self._channel: Channel | None = None
+        self._channel: RunnerLink | None = None
         self._started: asyncio.Future[int] | None = None
         self._ended: asyncio.Future[Exit] | None = None
         self._bwrap_fd = self._init_fd = -1
@@ -218,7 +218,7 @@ class SlotSandbox:
         Raises:
             SlotLost: the host killed programs of the slot; see `LimitWatch`.
         """
-        if before is not None and isinstance(result, ExecResult):
+        if before is not None and isinstance(result, CommandResult):
             return self._watch.of_result(result, before, call_id, alone=alone)
         if isinstance(result, ProcState):
             if before is not None:
@@ -261,7 +261,7 @@ class SlotSandbox:
         status.setblocking(False)
         errors = memory_files.bounded("errors", ERRORS_BYTES)
         limits = self.limits
-        self._channel = Channel(ours, output_bytes=limits.output_bytes, on_broken=self._broke)
+        self._channel = RunnerLink(ours, output_bytes=limits.output_bytes, on_broken=self._broke)
         try:
             joins = [self.network.namespace] if self._joined else []
             request = self._host.request(

@@ -28,7 +28,7 @@ from atropos.sandbox.linux import syscalls
 
 
 @dataclass(frozen=True)
-class Tree:
+class CgroupTree:
     """One hierarchy's directory of ours, and the controllers that work in it."""
 
     version: int
@@ -40,7 +40,7 @@ class Tree:
 class Cgroups:
     """All hierarchies that the root phase could claim, and why the other controllers are missing."""
 
-    trees: tuple[Tree, ...] = ()
+    trees: tuple[CgroupTree, ...] = ()
     missing: dict[str, str] = field(default_factory=dict[str, str])
 
 
@@ -87,7 +87,7 @@ def claim(mounts: str, uid: int, gid: int) -> Cgroups:
         uid: the server's uid, as seen from here.
         gid: its gid.
     """
-    trees: list[Tree] = []
+    trees: list[CgroupTree] = []
     missing: dict[str, str] = {}
     for hierarchy in of_this_process():
         wanted = [name for name in hierarchy.controllers if name in CONTROLLERS]
@@ -158,7 +158,7 @@ def _within(folder: Path, action: Callable[[], object]) -> None:
             return
 
 
-def _claim_v1(hierarchy: Hierarchy, mounts: str, uid: int, gid: int) -> Tree:
+def _claim_v1(hierarchy: Hierarchy, mounts: str, uid: int, gid: int) -> CgroupTree:
     (parent,) = places(hierarchy, _mounted(hierarchy, mounts))
     ours = _make_own(parent, uid, gid)
     if "cpu" in hierarchy.controllers:
@@ -167,15 +167,15 @@ def _claim_v1(hierarchy: Hierarchy, mounts: str, uid: int, gid: int) -> Tree:
         with contextlib.suppress(OSError):
             (ours / "cpu.shares").write_text(str(1024 * (os.cpu_count() or 1)))
     _give(ours, uid, gid)
-    return Tree(1, str(ours), tuple(name for name in hierarchy.controllers if name in CONTROLLERS))
+    return CgroupTree(1, str(ours), tuple(name for name in hierarchy.controllers if name in CONTROLLERS))
 
 
-def _claim_v2(hierarchy: Hierarchy, mounts: str, uid: int, gid: int) -> Tree:
+def _claim_v2(hierarchy: Hierarchy, mounts: str, uid: int, gid: int) -> CgroupTree:
     mount = _mounted(hierarchy, mounts)
     own, beside = places(hierarchy, mount)
     offered = set((own / "cgroup.controllers").read_text().split()) & set(CONTROLLERS)
     if not offered:
-        return Tree(2, str(own), ())
+        return CgroupTree(2, str(own), ())
     error: OSError | None = None
     # A cgroup with processes of its own can't hand controllers down, so ours is made where that works: under the own
     # cgroup when nothing else runs in it or when it is a container's, else beside it; and where that isn't allowed
@@ -196,7 +196,7 @@ def _is_a_container(own: Path, mount: Path) -> bool:
     return own == mount or "1" in (own / "cgroup.procs").read_text().split()
 
 
-def _claim_v2_under(parent: Path, uid: int, gid: int, *, may_move: bool) -> Tree:
+def _claim_v2_under(parent: Path, uid: int, gid: int, *, may_move: bool) -> CgroupTree:
     names = [name for name in CONTROLLERS if name in (parent / "cgroup.controllers").read_text().split()]
     offered = " ".join(f"+{name}" for name in names)
     ours = _make_own(parent, uid, gid)
@@ -226,7 +226,7 @@ def _claim_v2_under(parent: Path, uid: int, gid: int, *, may_move: bool) -> Tree
         raise
     for path in (rest, ours, server):
         _give(path, uid, gid)
-    return Tree(2, str(ours), tuple(names))
+    return CgroupTree(2, str(ours), tuple(names))
 
 
 def _is_real_root(cgroup: Path) -> bool:

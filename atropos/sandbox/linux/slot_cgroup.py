@@ -8,7 +8,7 @@ import signal
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from atropos.sandbox.linux.cgroups import Cgroups, Tree
+from atropos.sandbox.linux.cgroups import Cgroups, CgroupTree
 
 if TYPE_CHECKING:
     from atropos.config import SlotLimits
@@ -40,7 +40,7 @@ def ceiling(limits: SlotLimits, slots: int) -> float | None:
     return most if most < cores else None
 
 
-def settings(tree: Tree, limits: SlotLimits, most_cores: float | None) -> list[tuple[str, str, bool]]:
+def settings(tree: CgroupTree, limits: SlotLimits, most_cores: float | None) -> list[tuple[str, str, bool]]:
     """What to write into a slot's directory: (file, value, whether it is an error that it can't be written)."""
     memory, pids = str(limits.memory_mib * _MIB), str(limits.pids + _OWN_PROCESSES)
     quota = period = 0
@@ -127,7 +127,7 @@ class SlotCgroup:
             self.remove()
             raise
 
-    def _watch(self, tree: Tree, path: str) -> None:
+    def _watch(self, tree: CgroupTree, path: str) -> None:
         for event in (_EVENTS.get((tree.version, controller)) for controller in tree.controllers):
             if event is None:
                 continue

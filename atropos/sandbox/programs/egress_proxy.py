@@ -37,7 +37,7 @@ _SPARE_FILES = 64
 
 
 @dataclass
-class Account:
+class SlotTraffic:
     """One slot's use of the network. `left`: bytes it may still move, both ways together."""
 
     server: asyncio.Server
@@ -78,7 +78,7 @@ class Proxy:
 
     def __init__(self, policy: Policy, slots: int) -> None:
         self.policy = policy
-        self._accounts: dict[int, Account] = {}
+        self._accounts: dict[int, SlotTraffic] = {}
         self._rules: dict[int, Policy | Narrowed] = {}
         self._denied: dict[str, frozenset[Address]] = {}
         # as many threads as all slots together may use: one with a dead name server leaves the others theirs
@@ -99,7 +99,7 @@ class Proxy:
                 task.add_done_callback(account.tasks.discard)
 
         server = await asyncio.start_server(accepted, sock=listener, limit=CHUNK_BYTES, backlog=16)
-        self._accounts[number] = Account(server, budget, min(connections, self._most))
+        self._accounts[number] = SlotTraffic(server, budget, min(connections, self._most))
 
     def narrow(self, number: int, hosts: Sequence[str] | None) -> None:
         """From now on a slot reaches these hosts of what the policy allows (None: all of it); its connections are cut."""

@@ -61,7 +61,7 @@ class NotASnapshot(Exception):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Folder:
+class LayerFolder:
     """A folder of a layer. Linked upwards: whole paths of deep trees take memory that grows with the square of depth.
 
     Attributes:
@@ -71,18 +71,18 @@ class Folder:
 
     layer: int
     name: str = ""
-    above: Folder | None = None
+    above: LayerFolder | None = None
     depth: int = 0
     number: int = 0
 
-    def below(self, name: str) -> Folder:
+    def below(self, name: str) -> LayerFolder:
         """A folder in this one."""
-        return Folder(self.layer, name, self, self.depth + 1)
+        return LayerFolder(self.layer, name, self, self.depth + 1)
 
     def path_from(self, depth: int) -> list[str]:
         """The names that lead here from the folder above that has this depth."""
         names: list[str] = []
-        at: Folder | None = self
+        at: LayerFolder | None = self
         while at is not None and at.depth > depth:
             names.append(at.name)
             at = at.above
@@ -94,13 +94,13 @@ class Folders:
 
     def __init__(self, layers: list[str]) -> None:
         self._tops = [os.open(layer, os.O_RDONLY | os.O_DIRECTORY | _NOFOLLOW) for layer in layers]
-        self._last: Folder | None = None
+        self._last: LayerFolder | None = None
         self._fd = -1
 
     def __len__(self) -> int:
         return len(self._tops)
 
-    def open(self, wanted: Folder) -> int:
+    def open(self, wanted: LayerFolder) -> int:
         """A descriptor that stays valid until the next call."""
         if self._last is wanted:
             return self._fd
@@ -126,7 +126,7 @@ class Folders:
         return fd
 
 
-def _shared_depth(a: Folder, b: Folder) -> int:
+def _shared_depth(a: LayerFolder, b: LayerFolder) -> int:
     """Depth of the deepest folder that both are in; 0: the layer's own, or none."""
     while a is not b and a.above is not None and b.above is not None:
         deeper = max(a.depth, b.depth)
@@ -154,12 +154,12 @@ class Packer:
         self._tar = tar
         self._folders = folders
         self._count = 0
-        self._first: dict[int, tuple[Folder, str]] = {}
+        self._first: dict[int, tuple[LayerFolder, str]] = {}
 
     def pack(self, layer: int) -> None:
         """Write one layer, each folder before what is in it."""
         self._first.clear()
-        todo = [Folder(layer)]
+        todo = [LayerFolder(layer)]
         while todo:
             folder = replace(todo.pop(), number=self._count)
             self._count += 1
@@ -167,7 +167,7 @@ class Packer:
             info = self._describe(folder.above or folder, folder.name, os.fstat(fd), fd)
             info.type = tarfile.DIRTYPE
             self._add(info)
-            below: list[Folder] = []
+            below: list[LayerFolder] = []
             for name in sorted(os.listdir(fd)):
                 found = os.stat(name, dir_fd=fd, follow_symlinks=False)
                 if stat.S_ISDIR(found.st_mode):
@@ -180,7 +180,7 @@ class Packer:
         self._tar.addfile(info, content)
         _forget_members(self._tar)
 
-    def _pack_file(self, folder: Folder, name: str, found: os.stat_result, folder_fd: int) -> None:
+    def _pack_file(self, folder: LayerFolder, name: str, found: os.stat_result, folder_fd: int) -> None:
         if stat.S_ISREG(found.st_mode):
             fd = os.open(name, os.O_RDONLY | _NOFOLLOW, dir_fd=folder_fd)
             with open(fd, "rb") as file:
@@ -207,7 +207,7 @@ class Packer:
             return  # a socket: nobody can be listening on it any more
         self._add(info)
 
-    def _describe(self, folder: Folder, name: str, found: os.stat_result, fd: int | None) -> tarfile.TarInfo:
+    def _describe(self, folder: LayerFolder, name: str, found: os.stat_result, fd: int | None) -> tarfile.TarInfo:
         seconds, part = divmod(found.st_mtime_ns, 10**9)
         headers: dict[str, str] = {"mtime": f"{seconds}.{part:09d}"}
         info = tarfile.TarInfo(_name(folder, name, headers, _UNDER))
@@ -227,7 +227,7 @@ def _forget_members(tar: tarfile.TarFile) -> None:
     members.clear()
 
 
-def _name(folder: Folder, name: str, headers: dict[str, str], key: str) -> str:
+def _name(folder: LayerFolder, name: str, headers: dict[str, str], key: str) -> str:
     """A member's name; where it would have too many levels, `headers` gets the folder that it starts from as `key`."""
     start = folder
     while start.above is not None and start.depth % _SHORT_DEPTH:
@@ -314,9 +314,9 @@ class Unpacker:
     def __init__(self, layers: list[str]) -> None:
         self._folders = Folders(layers)
         self._targets = Folders(layers)
-        self._tops = [Folder(layer) for layer in range(len(layers))]
-        self._below: dict[tuple[Folder, str], Folder] = {}
-        self._made: list[Folder] = []
+        self._tops = [LayerFolder(layer) for layer in range(len(layers))]
+        self._below: dict[tuple[LayerFolder, str], LayerFolder] = {}
+        self._made: list[LayerFolder] = []
         self._headers: list[tarfile.TarInfo] = []
 
     def unpack(self, source: IO[bytes]) -> None:
@@ -343,7 +343,7 @@ class Unpacker:
             if left < 0:
                 raise NotASnapshot("bytes without end after the archive")
 
-    def _place(self, path: str, under: str | None) -> tuple[Folder, str]:
+    def _place(self, path: str, under: str | None) -> tuple[LayerFolder, str]:
         """The folder that a name leads to, and what it is called in it: empty for the layer's own folder."""
         parts = path.split("/")
         number = parts.pop(0) if under is None else under
@@ -359,7 +359,7 @@ class Unpacker:
             folder = below
         return folder, parts[-1] if parts else ""
 
-    def _make(self, tar: tarfile.TarFile, info: tarfile.TarInfo, folder: Folder, name: str) -> None:
+    def _make(self, tar: tarfile.TarFile, info: tarfile.TarInfo, folder: LayerFolder, name: str) -> None:
         if info.isdir():
             self._make_folder(info, folder, name)
             return
@@ -384,7 +384,7 @@ class Unpacker:
         else:
             self._special(info, folder_fd, name)
 
-    def _make_folder(self, info: tarfile.TarInfo, folder: Folder, name: str) -> None:
+    def _make_folder(self, info: tarfile.TarInfo, folder: LayerFolder, name: str) -> None:
         if name:
             os.mkdir(name, 0o700, dir_fd=self._folders.open(folder))
             self._below[folder, name] = folder = folder.below(name)

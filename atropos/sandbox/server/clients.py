@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 from atropos.errors import LeaseExpired, OutcomeUnknown, SandboxError
-from atropos.sandbox.server.journal import Entry, Journal
-from atropos.sandbox.server.leases import Ended, Held
+from atropos.sandbox.server.journal import Journal, JournalEntry
+from atropos.sandbox.server.leases import EndedLease, HeldLease
 from atropos.wire import (
     Call,
     CallRequest,
@@ -38,7 +38,7 @@ class Connection(Protocol):
 
     number: int
 
-    def push(self, entry: Entry) -> None:
+    def push(self, entry: JournalEntry) -> None:
         """Send the answer of a finished call."""
         ...
 
@@ -52,7 +52,7 @@ class Connection(Protocol):
 
 
 @dataclass(slots=True, eq=False)
-class Client:
+class ClientState:
     """One client: its journal, and where its answers go."""
 
     client_id: str
@@ -62,7 +62,7 @@ class Client:
     number: int = -1
     acked: asyncio.Event = field(default_factory=asyncio.Event)
 
-    def answered(self, entry: Entry) -> None:
+    def answered(self, entry: JournalEntry) -> None:
         """A call has its answer: send it, if there is a connection; else it waits in the journal."""
         if self.connection is not None:
             self.connection.push(entry)
@@ -79,7 +79,7 @@ class Client:
             await self.acked.wait()
 
 
-class Clients:
+class ClientTable:
     """All clients that the server remembers.
 
     Args:
@@ -88,14 +88,14 @@ class Clients:
 
     def __init__(self, core: Core) -> None:
         self._core = core
-        self._all: dict[str, Client] = {}
+        self._all: dict[str, ClientState] = {}
         self._deadline: float | None = None
 
-    def of(self, client_id: str) -> Client:
+    def of(self, client_id: str) -> ClientState:
         """A client by its id, made when new."""
         client = self._all.get(client_id)
         if client is None:
-            client = self._all[client_id] = Client(client_id, self._core.now())
+            client = self._all[client_id] = ClientState(client_id, self._core.now())
         return client
 
     def __len__(self) -> int:
@@ -136,7 +136,7 @@ class Clients:
 
     # ------------------------------------------------------------------------------------------------------- streams
 
-    def connect(self, hello: Hello, connection: Connection) -> Client | None:
+    def connect(self, hello: Hello, connection: Connection) -> ClientState | None:
         """A stream said hello. It replaces an older one of the same client; None: it is the older one itself.
 
         What a replaced connection still delivers must be ignored: its calls were sent again on the newer one.
@@ -158,7 +158,7 @@ class Clients:
             connection.tell(Draining(deadline_s=self._deadline))
         return client
 
-    def _end_unheld(self, client: Client, holds: frozenset[str]) -> None:
+    def _end_unheld(self, client: ClientState, holds: frozenset[str]) -> None:
         """End the leases whose client doesn't know them: the answer to its acquire was lost, or it started anew.
 
         Their results go as well: nobody would ever acknowledge them, and so many of them stop all of the client's calls.
@@ -172,7 +172,7 @@ class Clients:
                     client.answered(entry)
         client.eased()
 
-    def disconnect(self, client: Client, connection: Connection) -> None:
+    def disconnect(self, client: ClientState, connection: Connection) -> None:
         """A stream is over; the client's leases live on for their time."""
         if client.connection is connection:
             client.connection = None
@@ -196,16 +196,16 @@ class Clients:
 
     # --------------------------------------------------------------------------------------------------------- calls
 
-    def submit(self, client: Client, call: Call) -> Entry | Fault:
+    def submit(self, client: ClientState, call: Call) -> JournalEntry | Fault:
         """Take a call: run it if it is new, find it if it is not. A `Fault` means that it was not run (again)."""
         known = client.journal.look_up(call)
         if known is not None:
-            if isinstance(known, Entry) and known.state == "done":
+            if isinstance(known, JournalEntry) and known.state == "done":
                 client.answered(known)
             return known
         self._core.counters["calls"] += 1
         found = self._core.table.find(call.lease_id, call.epoch)
-        if not isinstance(found, Held):
+        if not isinstance(found, HeldLease):
             return self._refuse_ended(client, call, found)
         if found.client_id != client.client_id:
             return _fault(call, LeaseExpired.code, "the lease belongs to another client")
@@ -222,7 +222,7 @@ class Clients:
             run.lanes.submit(entry, call.operation)
         return entry
 
-    def _refuse_ended(self, client: Client, call: Call, ended: Ended | None) -> Fault:
+    def _refuse_ended(self, client: ClientState, call: Call, ended: EndedLease | None) -> Fault:
         if call.resent and (ended is None or client.since > ended.at):
             message = "the server no longer knows this lease, nor whether the call ran; it was not run again"
             return _fault(call, OutcomeUnknown.code, message)
@@ -230,7 +230,7 @@ class Clients:
             return _fault(call, LeaseExpired.code, f"lease {call.lease_id!r} is not known to this server")
         return _fault(call, LeaseExpired.code if ended.code == "released" else ended.code, ended.message)
 
-    def cancel(self, client: Client, call_id: str) -> None:
+    def cancel(self, client: ClientState, call_id: str) -> None:
         """Give a call up; if it has not come yet, it will not run when it does."""
         entry = client.journal.entries.get(call_id)
         if entry is None:
@@ -243,7 +243,7 @@ class Clients:
         if run is not None and run.lanes is not None:
             run.lanes.cancel(entry)
 
-    def ack(self, client: Client, call_ids: tuple[str, ...]) -> None:
+    def ack(self, client: ClientState, call_ids: tuple[str, ...]) -> None:
         """The client has these answers."""
         for call_id in call_ids:
             client.journal.ack(call_id)

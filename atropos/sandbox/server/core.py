@@ -25,12 +25,12 @@ from atropos.errors import (
     from_code,
 )
 from atropos.sandbox.contract import Host, Layer, Sandbox, Stopped
-from atropos.sandbox.server.clients import Clients
+from atropos.sandbox.server.clients import ClientTable
 from atropos.sandbox.server.images import Images
 from atropos.sandbox.server.lanes import Lanes
 from atropos.sandbox.server.lease_run import LeaseRun
-from atropos.sandbox.server.leases import Ended, Granted, Held, LeaseTable
-from atropos.sandbox.server.snapshots import MIB, Snapshot, Snapshots
+from atropos.sandbox.server.leases import EndedLease, HeldLease, LeaseGrant, LeaseTable
+from atropos.sandbox.server.snapshot_store import MIB, SnapshotStore, StoredSnapshot
 from atropos.sandbox.server.warm_pool import WarmPool, stop
 from atropos.wire import Capacity, Feature, Lease, LeaseRequest, ReleaseResult, SnapshotInfo
 
@@ -42,7 +42,7 @@ log = logging.getLogger(__name__)
 START_S = 30.0
 """Longest an acquire waits for a sandbox to start, in seconds."""
 PARALLEL_IMPORTS = 2
-"""Snapshots unpacked at once; 26 at once delayed calls of neighbours by seconds."""
+"""SnapshotStore unpacked at once; 26 at once delayed calls of neighbours by seconds."""
 PARALLEL_STARTS = 4
 """Sandboxes started at once: measured on 2 cores, more only makes each slower."""
 
@@ -64,11 +64,11 @@ class Core:
         self.limit_note: str | None = None
         self.table = LeaseTable(config.slots, config.limits.memory_mib)
         self.runs: dict[str, LeaseRun] = {}
-        self.snapshots = Snapshots(config.max_snapshots, config.max_snapshot_mib * MIB, host.max_layers)
-        self.clients = Clients(self)
+        self.snapshots = SnapshotStore(config.max_snapshots, config.max_snapshot_mib * MIB, host.max_layers)
+        self.clients = ClientTable(self)
         self.images = Images(self)
         self.arriving: dict[str, asyncio.Event] = {}
-        """Snapshots that are being imported, each with what is set when that is over."""
+        """SnapshotStore that are being imported, each with what is set when that is over."""
         self.unpacking = asyncio.Semaphore(PARALLEL_IMPORTS)
         self.counters: Counter[str] = Counter()
         self.reset_seconds = 0.0
@@ -130,7 +130,7 @@ class Core:
         """
         base = self._check(request)
         decision = self.table.grant(request, self.now(), self.config.room_mib(request.limits))
-        if not isinstance(decision, Granted):
+        if not isinstance(decision, LeaseGrant):
             self.counters["leases_refused"] += 1
             if decision.code == PoolFull.code:
                 raise PoolFull(decision.message, free_mib=decision.free_mib)
@@ -207,7 +207,7 @@ class Core:
             raise
         return sandbox
 
-    def lease_of(self, held: Held) -> Lease:
+    def lease_of(self, held: HeldLease) -> Lease:
         """The lease as its client sees it."""
         return Lease(
             lease_id=held.lease_id,
@@ -234,7 +234,7 @@ class Core:
             LeaseExpired: it is over.
         """
         held = self.table.find(lease_id, epoch)
-        if not isinstance(held, Held) or held.state != "active":
+        if not isinstance(held, HeldLease) or held.state != "active":
             raise LeaseExpired(f"lease {lease_id!r} is over or was never granted")
         held.renewed_at = self.now()
         return self.lease_of(held)
@@ -246,7 +246,7 @@ class Core:
             LeaseExpired: it is over.
         """
         held, run = self.table.find(lease_id, epoch), self.runs.get(lease_id)
-        if not isinstance(held, Held) or run is None or run.lanes is None:
+        if not isinstance(held, HeldLease) or run is None or run.lanes is None:
             raise LeaseExpired(f"lease {lease_id!r} is over or was never granted")
         return run.lanes.streams
 
@@ -258,11 +258,11 @@ class Core:
         if found is None:
             self.table.refuse_later(lease_id, self.now())
             return ReleaseResult(released=False)
-        if isinstance(found, Held):
+        if isinstance(found, HeldLease):
             found = await asyncio.shield(self.end(found, "released", "the lease was released"))
         return ReleaseResult(released=found.code == "released", clean=found.clean, reset_s=found.reset_s)
 
-    def end(self, held: Held, code: str, message: str) -> asyncio.Task[Ended]:
+    def end(self, held: HeldLease, code: str, message: str) -> asyncio.Task[EndedLease]:
         """End a lease, whatever runs in it. Returns the task that resets its slot; the same one when asked again."""
         run = self.runs[held.lease_id]
         if run.ending is None:
@@ -275,7 +275,7 @@ class Core:
             run.ending = self.spawn(self._end(run))
         return run.ending
 
-    async def _end(self, run: LeaseRun) -> Ended:
+    async def _end(self, run: LeaseRun) -> EndedLease:
         began = time.monotonic()
         if run.starting is not None and not run.starting.done():
             await asyncio.wait([run.starting])
@@ -290,7 +290,7 @@ class Core:
         self._let_go_layers(run)
         return self._finish(run, Stopped(stopped.clean, time.monotonic() - began, stopped.detail))
 
-    def _finish(self, run: LeaseRun, stopped: Stopped) -> Ended:
+    def _finish(self, run: LeaseRun, stopped: Stopped) -> EndedLease:
         held = run.held
         ended = self.table.finish_end(held, self.now(), clean=stopped.clean, reset_s=stopped.seconds)
         del self.runs[held.lease_id]
@@ -353,13 +353,13 @@ class Core:
 
         Raises:
             LeaseExpired, SlotLost: the lease is over, or was lost by the attempt.
-            NotSupported, PoolFull: a bound of `Snapshots`.
+            NotSupported, PoolFull: a bound of `SnapshotStore`.
         """
         known = self.snapshots.by_id.get(snapshot_id or "")
         if known is not None:
             return known.info
         held = self.table.find(lease_id, epoch)
-        run = self.runs.get(lease_id) if isinstance(held, Held) else None
+        run = self.runs.get(lease_id) if isinstance(held, HeldLease) else None
         name = snapshot_id or f"snap-{uuid.uuid4().hex}"
         task = run.freezing.get(name) if run is not None else None
         if task is None:
@@ -371,7 +371,7 @@ class Core:
         return await asyncio.shield(task)
 
     def reserve_snapshot(self, below: Sequence[Layer]) -> None:
-        """As `Snapshots.reserve`; at its bounds, what dead clients left goes first, the oldest before the others.
+        """As `SnapshotStore.reserve`; at its bounds, what dead clients left goes first, the oldest before the others.
 
         Raises:
             NotSupported, PoolFull: as there.
@@ -432,7 +432,7 @@ class Core:
             SandboxError: no view could be started; the lease goes on as before.
         """
         held = self.table.find(lease_id, epoch)
-        run = self.runs.get(lease_id) if isinstance(held, Held) else None
+        run = self.runs.get(lease_id) if isinstance(held, HeldLease) else None
         if run is None or run.held.state != "active":
             raise LeaseExpired(f"lease {lease_id!r} is over")
         if run.viewing is None or (run.viewing.done() and run.agent is None):
@@ -456,7 +456,7 @@ class Core:
         self.drop_layers(self.snapshots.drop(snapshot_id))
         return known
 
-    def _stand_on(self, run: LeaseRun, snapshot: Snapshot) -> None:
+    def _stand_on(self, run: LeaseRun, snapshot: StoredSnapshot) -> None:
         run.stands_on, run.layers = snapshot, snapshot.layers
         snapshot.users += 1
         snapshot.touched_at = self.now()

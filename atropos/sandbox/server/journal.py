@@ -19,7 +19,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Literal
 
-from atropos.wire import Call, ExecResult, Fault, Reply
+from atropos.wire import Call, CommandResult, Fault, Reply
 
 MAX_ANSWERS = 4096
 """Unacknowledged answers kept for one client."""
@@ -38,7 +38,7 @@ ANSWER_OVERHEAD = 400
 
 
 @dataclass(slots=True, eq=False)
-class Entry:
+class JournalEntry:
     """One call. `number` names it inside the slot, so that a client's id never gets there."""
 
     call_id: str
@@ -57,7 +57,7 @@ class _Log:
     """The calls of one lease: the finished ones in the order they finished, and the ids without an answer (True: dropped)."""
 
     bytes: int = 0
-    done: dict[str, Entry] = field(default_factory=dict[str, Entry])
+    done: dict[str, JournalEntry] = field(default_factory=dict[str, JournalEntry])
     gone: dict[str, bool] = field(default_factory=dict[str, bool])
     forgot: bool = False
     dropped: bool = False
@@ -70,13 +70,13 @@ class Journal:
     max_answers: int = MAX_ANSWERS
     max_answer_bytes: int = MAX_ANSWER_BYTES
     max_gone: int = MAX_GONE
-    entries: dict[str, Entry] = field(default_factory=dict[str, Entry])
+    entries: dict[str, JournalEntry] = field(default_factory=dict[str, JournalEntry])
     bytes: int = 0
     answers: int = 0
     dropped: int = 0
     _logs: dict[str, _Log] = field(default_factory=dict[str, _Log])
     _early: dict[str, None] = field(default_factory=dict[str, None])
-    _kept: deque[Entry] = field(default_factory=deque[Entry])
+    _kept: deque[JournalEntry] = field(default_factory=deque[JournalEntry])
     _kept_bytes: int = 0
     _next: int = 0
 
@@ -90,7 +90,7 @@ class Journal:
         """Whether further calls should wait for acknowledgements."""
         return self.bytes > GATE_BYTES
 
-    def look_up(self, call: Call) -> Entry | Fault | None:
+    def look_up(self, call: Call) -> JournalEntry | Fault | None:
         """What is known of a call that arrived: its entry, why it can't run (again), or None: it is new."""
         entry = self.entries.get(call.call_id)
         if entry is not None:
@@ -107,10 +107,10 @@ class Journal:
             return Fault(call_id=call.call_id, code="outcome_unknown", message=message)
         return None
 
-    def open(self, call: Call) -> Entry:
+    def open(self, call: Call) -> JournalEntry:
         """Take the id of a new call. A cancel that came before it is answered at once, without running."""
         self._next += 1
-        entry = Entry(call.call_id, call.lease_id, f"c{self._next}")
+        entry = JournalEntry(call.call_id, call.lease_id, f"c{self._next}")
         self.entries[call.call_id] = entry
         if call.call_id in self._early:
             del self._early[call.call_id]
@@ -123,7 +123,7 @@ class Journal:
         while len(self._early) > MAX_EARLY:
             del self._early[next(iter(self._early))]
 
-    def close(self, entry: Entry, answer: Reply | Fault) -> None:
+    def close(self, entry: JournalEntry, answer: Reply | Fault) -> None:
         """The call's one answer. A second one is ignored."""
         if entry.state == "done":
             return
@@ -147,7 +147,7 @@ class Journal:
         if entry is not None and entry.state == "done":
             self._forget(entry)
 
-    def keep(self, entry: Entry) -> None:
+    def keep(self, entry: JournalEntry) -> None:
         """The answer was given, and nobody will acknowledge it: it stays for a while, in case that it is asked for again."""
         if entry.kept:
             return
@@ -160,7 +160,7 @@ class Journal:
             if self.entries.get(oldest.call_id) is oldest:
                 self._drop(oldest)
 
-    def give_up(self, lease_id: str) -> list[Entry]:
+    def give_up(self, lease_id: str) -> list[JournalEntry]:
         """Nobody will acknowledge what there is of this lease: it is dropped. Returns its entries, for who may wait even so."""
         log = self._logs.get(lease_id)
         entries = list(log.done.values()) if log is not None else []
@@ -189,7 +189,7 @@ class Journal:
         """The leases of which something is kept."""
         return list(self._logs)
 
-    def _shrink(self, newest: Entry) -> None:
+    def _shrink(self, newest: JournalEntry) -> None:
         while self.answers > 1 and (self.bytes > self.max_answer_bytes or self.answers > self.max_answers):
             log = max(self._logs.values(), key=lambda each: each.bytes)
             entry = next((each for each in log.done.values() if each is not newest), None)
@@ -198,14 +198,14 @@ class Journal:
             self._drop(entry)
             self.dropped += 1
 
-    def _drop(self, entry: Entry) -> None:
+    def _drop(self, entry: JournalEntry) -> None:
         self._forget(entry, dropped=True)
         # A connection may still hold the entry in its queue: what it sends then is the truth, and small.
         message = "the journal dropped the result; the call ran and was not run again"
         entry.answer = Fault(call_id=entry.call_id, code="outcome_unknown", message=message)
         self._logs[entry.lease_id].dropped = True
 
-    def _forget(self, entry: Entry, *, dropped: bool = False) -> None:
+    def _forget(self, entry: JournalEntry, *, dropped: bool = False) -> None:
         log = self._logs[entry.lease_id]
         del self.entries[entry.call_id]
         del log.done[entry.call_id]
@@ -219,7 +219,7 @@ class Journal:
 
 def cancelled_reply(call_id: str) -> Reply:
     """The answer of a call that was cancelled before it started."""
-    return Reply(call_id=call_id, result=ExecResult(exit_code=None, output=b"", cancelled=True, duration_s=0))
+    return Reply(call_id=call_id, result=CommandResult(exit_code=None, output=b"", cancelled=True, duration_s=0))
 
 
 def answer_size(answer: Reply | Fault) -> int:

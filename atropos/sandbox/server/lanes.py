@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from atropos.errors import SandboxError
 from atropos.sandbox.contract import Sandbox
 from atropos.sandbox.server.file_streams import IDLE_S, FileStream, FileStreams
-from atropos.sandbox.server.journal import Entry, Journal, cancelled_reply
+from atropos.sandbox.server.journal import Journal, JournalEntry, cancelled_reply
 from atropos.wire import (
     Fault,
     Operation,
@@ -51,7 +51,7 @@ class Barrier:
     done: asyncio.Future[None]
 
 
-Work = tuple[Entry, Operation]
+Work = tuple[JournalEntry, Operation]
 
 
 class Lanes:
@@ -68,7 +68,7 @@ class Lanes:
         self,
         sandbox: Sandbox,
         journal: Journal,
-        answered: Callable[[Entry], None],
+        answered: Callable[[JournalEntry], None],
         room: Callable[[], Awaitable[None]],
     ) -> None:
         self.sandbox = sandbox
@@ -80,7 +80,7 @@ class Lanes:
         """The stream of each running call that has one, by the call's id."""
         self._main: deque[Work | Barrier] = deque()
         self._side: deque[Work] = deque()
-        self._running: dict[str, Entry] = {}
+        self._running: dict[str, JournalEntry] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._main_busy = self._side_busy = False
         self._barrier = self._congested = False
@@ -91,7 +91,7 @@ class Lanes:
         """Calls that wait or run."""
         return len(self._main) + len(self._side) + len(self._running)
 
-    def submit(self, entry: Entry, operation: Operation) -> None:
+    def submit(self, entry: JournalEntry, operation: Operation) -> None:
         """Queue a call; its answer comes by the journal. Never raises."""
         if self._closed is not None:
             self._fault(entry, *self._closed)
@@ -114,7 +114,7 @@ class Lanes:
             self._kick()
         return barrier.done
 
-    def cancel(self, entry: Entry) -> None:
+    def cancel(self, entry: JournalEntry) -> None:
         """Give a call up: one that waits is answered at once, one that runs is killed and answers by itself."""
         entry.cancelled = True
         if entry.state == "running":
@@ -197,7 +197,7 @@ class Lanes:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    def _begin(self, entry: Entry, operation: Operation, free: Callable[[], None]) -> bool:
+    def _begin(self, entry: JournalEntry, operation: Operation, free: Callable[[], None]) -> bool:
         """Whether the call runs now; `free` is called when it has ended."""
         if entry.state != "queued":  # cancelled meanwhile
             return False
@@ -220,7 +220,7 @@ class Lanes:
         self._running[entry.call_id] = entry
         return True
 
-    def _begin_stream(self, entry: Entry, operation: ReadStream | WriteStream, ended: OnResult) -> None:
+    def _begin_stream(self, entry: JournalEntry, operation: ReadStream | WriteStream, ended: OnResult) -> None:
         """Hand an operation with a stream over."""
 
         def broke_off() -> None:
@@ -245,7 +245,7 @@ class Lanes:
             raise
         stream.far.close()
 
-    def _ended(self, entry: Entry, operation: Operation, result: OpResult | Exception) -> None:
+    def _ended(self, entry: JournalEntry, operation: Operation, result: OpResult | Exception) -> None:
         if not isinstance(result, Exception):
             self._answer(entry, Reply(call_id=entry.call_id, result=result))
         elif isinstance(result, SandboxError):
@@ -274,7 +274,7 @@ class Lanes:
             self._barrier = self._main_busy = False
             self._kick()
 
-    def _failed(self, entry: Entry, operation: Operation, code: str, message: str) -> None:
+    def _failed(self, entry: JournalEntry, operation: Operation, code: str, message: str) -> None:
         """What a raised error means: in a barrier the process a call watched was ended on purpose."""
         if self._closed is not None:
             code, message = self._closed
@@ -284,10 +284,10 @@ class Lanes:
             return
         self._fault(entry, code, message)
 
-    def _fault(self, entry: Entry, code: str, message: str) -> None:
+    def _fault(self, entry: JournalEntry, code: str, message: str) -> None:
         self._answer(entry, Fault(call_id=entry.call_id, code=code, message=message))
 
-    def _answer(self, entry: Entry, answer: Reply | Fault) -> None:
+    def _answer(self, entry: JournalEntry, answer: Reply | Fault) -> None:
         if entry.state != "done":
             self._journal.close(entry, answer)
             self._answered(entry)

@@ -11,8 +11,8 @@ from atropos.config import SlotLimits
 from atropos.errors import LeaseExpired, SandboxError
 from atropos.sandbox.contract import Layer, Sandbox, Stopped
 from atropos.sandbox.server.lanes import Lanes
-from atropos.sandbox.server.leases import Ended, Held
-from atropos.sandbox.server.snapshots import Snapshot
+from atropos.sandbox.server.leases import EndedLease, HeldLease
+from atropos.sandbox.server.snapshot_store import StoredSnapshot
 from atropos.sandbox.server.warm_pool import stop
 from atropos.wire import Lease, SnapshotInfo
 
@@ -23,7 +23,7 @@ T = TypeVar("T")
 class LeaseRun:
     """What serves one lease."""
 
-    held: Held
+    held: HeldLease
     base: str | None = None
     limits: SlotLimits | None = None
     """Its own; None: as every slot's."""
@@ -32,9 +32,9 @@ class LeaseRun:
     """While `sandbox` is a view: the one that it is a view of."""
     lanes: Lanes | None = None
     layers: tuple[Layer, ...] = ()
-    stands_on: Snapshot | None = None
+    stands_on: StoredSnapshot | None = None
     starting: asyncio.Task[Lease] | None = None
-    ending: asyncio.Task[Ended] | None = None
+    ending: asyncio.Task[EndedLease] | None = None
     viewing: asyncio.Task[None] | None = None
     freezing: dict[str, asyncio.Task[SnapshotInfo]] = field(default_factory=dict[str, "asyncio.Task[SnapshotInfo]"])
 

@@ -27,13 +27,13 @@ WANT_S = 1.0
 LARGE_WANT_S = 3.0
 """The same for a lease larger than a slot, in seconds: longer than a pool's pause before it asks again."""
 MAX_WANTING = 1024
-"""Refused clients remembered; beyond that the first is forgotten. Of each, as many requests as there are slots."""
+"""LeaseRefusal clients remembered; beyond that the first is forgotten. Of each, as many requests as there are slots."""
 MAX_ENDED = 4096
-"""Ended leases remembered, so that late calls and double releases get the right answer."""
+"""EndedLease leases remembered, so that late calls and double releases get the right answer."""
 
 
 @dataclass(slots=True)
-class Held:
+class HeldLease:
     """A lease that holds a slot, from its grant until its slot is confirmed clean or retired."""
 
     request: LeaseRequest
@@ -58,7 +58,7 @@ class Held:
 
 
 @dataclass(frozen=True, slots=True)
-class Ended:
+class EndedLease:
     """What is remembered of a lease that is over.
 
     Attributes:
@@ -79,15 +79,15 @@ class Ended:
 
 
 @dataclass(frozen=True, slots=True)
-class Granted:
+class LeaseGrant:
     """The request has a lease; `new` is False when it had it already."""
 
-    held: Held
+    held: HeldLease
     new: bool
 
 
 @dataclass(frozen=True, slots=True)
-class Refused:
+class LeaseRefusal:
     """The request gets no lease; `code` is one of `atropos.errors.BY_CODE`."""
 
     code: str
@@ -133,8 +133,8 @@ class LeaseTable:
     slots: int
     slot_mib: int = 1
     draining: str = ""
-    held: dict[str, Held] = field(default_factory=dict[str, Held])
-    ended: OrderedDict[str, Ended] = field(default_factory=OrderedDict[str, Ended])
+    held: dict[str, HeldLease] = field(default_factory=dict[str, HeldLease])
+    ended: OrderedDict[str, EndedLease] = field(default_factory=OrderedDict[str, EndedLease])
     retired: dict[int, int] = field(default_factory=dict[int, int])
     """Their numbers, and the memory that each may still use."""
     epoch: int = 0
@@ -164,7 +164,7 @@ class LeaseTable:
         """Memory of the retired slots."""
         return sum(self.retired.values())
 
-    def grant(self, request: LeaseRequest, now: float, mib: int | None = None) -> Granted | Refused:
+    def grant(self, request: LeaseRequest, now: float, mib: int | None = None) -> LeaseGrant | LeaseRefusal:
         """Decide a request. Asking again with the same `lease_id` gives the same lease, or says that it is over.
 
         Args:
@@ -175,30 +175,32 @@ class LeaseTable:
         mib = self.slot_mib if mib is None else mib
         held = self.held.get(request.lease_id)
         if held is not None and held.client_id != request.client_id:
-            return Refused("lease_expired", f"lease_id {request.lease_id!r} belongs to another client")
+            return LeaseRefusal("lease_expired", f"lease_id {request.lease_id!r} belongs to another client")
         if held is not None and held.state != "ending":
             held.renewed_at = now
-            return Granted(held, new=False)
+            return LeaseGrant(held, new=False)
         over = self.ended.get(request.lease_id)
         if over is not None and over.by_server:
-            return Refused(over.code, over.message)
+            return LeaseRefusal(over.code, over.message)
         if held is not None or over is not None:
-            return Refused("lease_expired", f"lease {request.lease_id!r} is over; a new lease needs a new lease_id")
+            return LeaseRefusal(
+                "lease_expired", f"lease {request.lease_id!r} is over; a new lease needs a new lease_id"
+            )
         if self.draining:
-            return Refused("backend_unavailable", self.draining)
+            return LeaseRefusal("backend_unavailable", self.draining)
         open_mib = self.free_mib - self._kept_from(request.client_id, now)
         if mib > open_mib:
             self._want(request, now, mib)
-            return Refused("full", self._full_message(mib), free_mib=max(0, open_mib))
+            return LeaseRefusal("full", self._full_message(mib), free_mib=max(0, open_mib))
         self._satisfy(request)
         self.epoch += 1
-        held = Held(request, self._free.popleft(), mib, self.epoch, now, now)
+        held = HeldLease(request, self._free.popleft(), mib, self.epoch, now, now)
         self.held[request.lease_id] = held
         self.free_mib -= mib
         self._counts[request.client_id] += 1
         self._held_mib[request.client_id] += mib
         self._seen.setdefault(request.client_id, now)
-        return Granted(held, new=True)
+        return LeaseGrant(held, new=True)
 
     def _kept_from(self, client_id: str, now: float) -> int:
         """How much memory is kept for the wanting clients that come before this one."""
@@ -289,34 +291,36 @@ class LeaseTable:
         """Every client that is remembered."""
         return list(self._seen)
 
-    def expires_at(self, held: Held) -> float:
+    def expires_at(self, held: HeldLease) -> float:
         """When a lease ends unless it is renewed."""
         return max(held.renewed_at, self._seen.get(held.client_id, held.renewed_at)) + held.request.ttl_s
 
-    def due(self, now: float) -> list[Held]:
+    def due(self, now: float) -> list[HeldLease]:
         """The leases whose time is over; the caller ends each of them."""
         return [h for h in self.held.values() if h.state != "ending" and now >= self.expires_at(h)]
 
     # ---------------------------------------------------------------------------------------------------------- ending
 
-    def find(self, lease_id: str, epoch: int | None) -> Held | Ended | None:
+    def find(self, lease_id: str, epoch: int | None) -> HeldLease | EndedLease | None:
         """The lease a client means. An older epoch finds what is over, never a newer lease."""
         held = self.held.get(lease_id)
         if held is None:
             return self.ended.get(lease_id)
         if epoch is not None and epoch != held.epoch:
             message = f"epoch {epoch} is not this lease's epoch {held.epoch}"
-            return Ended(lease_id, held.client_id, epoch, "lease_expired", message, held.granted_at, by_server=False)
+            return EndedLease(
+                lease_id, held.client_id, epoch, "lease_expired", message, held.granted_at, by_server=False
+            )
         return held
 
-    def begin_end(self, held: Held, code: str, message: str) -> bool:
+    def begin_end(self, held: HeldLease, code: str, message: str) -> bool:
         """From now on nothing runs in it. False when that had begun before."""
         if held.state == "ending":
             return False
         held.state, held.code, held.message = "ending", code, message
         return True
 
-    def finish_end(self, held: Held, now: float, *, clean: bool, reset_s: float) -> Ended:
+    def finish_end(self, held: HeldLease, now: float, *, clean: bool, reset_s: float) -> EndedLease:
         """Its sandbox is gone (or, not `clean`, could not be confirmed gone: the slot is retired)."""
         del self.held[held.lease_id]
         self._counts[held.client_id] -= 1
@@ -325,7 +329,7 @@ class LeaseTable:
         if clean:
             self.restore(held.slot)
         by_server = held.code != "released"
-        ended = Ended(
+        ended = EndedLease(
             held.lease_id, held.client_id, held.epoch, held.code, held.message, now, by_server, clean, reset_s
         )
         self._remember(ended)
@@ -333,14 +337,14 @@ class LeaseTable:
 
     def refuse_later(self, lease_id: str, now: float) -> None:
         """A release came before its acquire (another connection overtook it): the acquire must not be granted."""
-        self._remember(Ended(lease_id, "", 0, "released", "released before it was granted", now, by_server=False))
+        self._remember(EndedLease(lease_id, "", 0, "released", "released before it was granted", now, by_server=False))
 
-    def _remember(self, ended: Ended) -> None:
+    def _remember(self, ended: EndedLease) -> None:
         self.ended[ended.lease_id] = ended
         while len(self.ended) > MAX_ENDED:
             self.ended.popitem(last=False)
 
-    def untold(self, client_id: str) -> list[Ended | Held]:
+    def untold(self, client_id: str) -> list[EndedLease | HeldLease]:
         """The leases of a client that ended, or are ending, without its asking; repeated at each new connection."""
         ending = [h for h in self.held.values() if h.state == "ending" and h.code != "released"]
         over = [e for e in self.ended.values() if e.by_server]

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from atropos.errors import NotSupported, SandboxError
 from atropos.sandbox.contract import Layer
 from atropos.sandbox.programs import snapshot_tar
-from atropos.sandbox.server.snapshots import MAX_LAYERS, Snapshot
+from atropos.sandbox.server.snapshot_store import MAX_LAYERS, StoredSnapshot
 from atropos.wire import SnapshotInfo
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ async def _stop(process: asyncio.subprocess.Process) -> None:
 
 
 @contextlib.asynccontextmanager
-async def exported(core: Core, snapshot: Snapshot, *, compress: bool) -> AsyncGenerator[AsyncIterator[bytes]]:
+async def exported(core: Core, snapshot: StoredSnapshot, *, compress: bool) -> AsyncGenerator[AsyncIterator[bytes]]:
     """The archive of a snapshot, which is kept while it is read.
 
     Raises:

@@ -18,8 +18,8 @@ import aiohttp
 from aiohttp import web
 from pydantic import ValidationError
 
-from atropos.sandbox.server.clients import Client
-from atropos.sandbox.server.journal import Entry
+from atropos.sandbox.server.clients import ClientState
+from atropos.sandbox.server.journal import JournalEntry
 from atropos.wire import (
     CLIENT_FRAME,
     MAX_FRAME_BYTES,
@@ -69,7 +69,7 @@ class Stream:
         self._core = core
         self._socket = socket
         self._transport = transport
-        self._out: deque[Entry | ServerMessage] = deque()
+        self._out: deque[JournalEntry | ServerMessage] = deque()
         self._loop = asyncio.get_running_loop()
         self._flushing = self._welcomed = False
         self._gathering: asyncio.TimerHandle | None = None
@@ -78,14 +78,14 @@ class Stream:
         self._queued_bytes = 0
         self._room = asyncio.Event()
         self._closed = False
-        self.client: Client | None = None
+        self.client: ClientState | None = None
         self.number = 0
         self.heard_at = core.now()
         self.paused = False
 
-    # ------------------------------------------------------------------------------------------- what `Clients` calls
+    # ------------------------------------------------------------------------------------------- what `ClientTable` calls
 
-    def push(self, entry: Entry) -> None:
+    def push(self, entry: JournalEntry) -> None:
         """Send the answer of a finished call."""
         size = self._held_bytes.pop(entry.call_id, 0)
         if size:
@@ -289,7 +289,7 @@ class Stream:
         out = self._out
         while out and len(parts) < MAX_BATCH and size < MAX_BATCH_BYTES:
             item = out.popleft()
-            message = item.answer if isinstance(item, Entry) else item
+            message = item.answer if isinstance(item, JournalEntry) else item
             assert message is not None
             part = message.__pydantic_serializer__.to_json(message)
             if len(part) > MAX_FRAME_BYTES - 2:
@@ -312,8 +312,8 @@ def _framed(batch: bytes) -> bytes:
     return b"\x81\x7f" + size.to_bytes(8, "big") + batch
 
 
-def _too_large(item: Entry | ServerMessage, size: int) -> bytes:
+def _too_large(item: JournalEntry | ServerMessage, size: int) -> bytes:
     """No operation's bounds allow such an answer; a sandbox that made one anyway must not kill the stream."""
-    call_id = item.call_id if isinstance(item, Entry) else ""
+    call_id = item.call_id if isinstance(item, JournalEntry) else ""
     message = f"the result has {size} bytes, more than a frame may hold; the call ran"
     return Fault(call_id=call_id, code="outcome_unknown", message=message).model_dump_json().encode()

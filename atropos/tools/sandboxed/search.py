@@ -130,7 +130,7 @@ async def _ripgrep(arguments: SearchArguments, scope: ToolScope) -> _Found | Non
         f"command -v rg >/dev/null 2>&1 || exit {NO_RIPGREP}; rg {search} 2>/dev/null | {rows}; exit ${{PIPESTATUS[0]}}"
     )
     result: Any = await scope.slot.run(wire.Exec(command=command, timeout_s=SEARCH_S, max_output_bytes=4_000_000))
-    if not isinstance(result, wire.ExecResult) or result.exit_code == NO_RIPGREP:
+    if not isinstance(result, wire.CommandResult) or result.exit_code == NO_RIPGREP:
         scope.state["search.no_ripgrep"] = True
         return None
     if result.timed_out:
@@ -229,7 +229,7 @@ async def _ignored(root: str, paths: list[str], scope: ToolScope) -> set[str]:
         f'cd -- "$d" && for g in */.git; do [ -e "$g" ] && dirname -- "$g"; done | head -n {NESTED}'
     )
     result: Any = await scope.slot.run(wire.Exec(command=script, timeout_s=10, max_output_bytes=20_000))
-    if not isinstance(result, wire.ExecResult) or not result.output:
+    if not isinstance(result, wire.CommandResult) or not result.output:
         return set()
     ignored: set[str] = set()
     for repository in decode(result.output).splitlines():
@@ -245,7 +245,7 @@ async def _ignored(root: str, paths: list[str], scope: ToolScope) -> set[str]:
                 max_output_bytes=4_000_000,
             )
         )
-        if isinstance(answer, wire.ExecResult) and answer.exit_code == 0:
+        if isinstance(answer, wire.CommandResult) and answer.exit_code == 0:
             ignored |= {seen[one] for one in decode(answer.output).split("\0") if one in seen}
     return ignored
 

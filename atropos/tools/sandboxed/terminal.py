@@ -67,7 +67,7 @@ class TerminalTool(Tool):
         if arguments.pty:
             result = await self._on_terminal(arguments, scope, timeout_s)
             return command_result(result, timeout_s=timeout_s, note=note, most=limits.max_output_bytes)
-        result: wire.ExecResult = await scope.run(
+        result: wire.CommandResult = await scope.run(
             wire.Exec(
                 command=arguments.command,
                 timeout_s=timeout_s,
@@ -77,7 +77,9 @@ class TerminalTool(Tool):
         )
         return command_result(result, timeout_s=timeout_s, note=note, most=limits.max_output_bytes)
 
-    async def _on_terminal(self, arguments: TerminalArguments, scope: ToolScope, timeout_s: float) -> wire.ExecResult:
+    async def _on_terminal(
+        self, arguments: TerminalArguments, scope: ToolScope, timeout_s: float
+    ) -> wire.CommandResult:
         """Run it in the foreground on a terminal; what it printed as plain text."""
         started: wire.ProcState = await scope.run(
             wire.ProcStart(command=arguments.command, workdir=arguments.workdir, pty=True, buffer_bytes=BUFFER_BYTES)
@@ -93,7 +95,7 @@ class TerminalTool(Tool):
             await scope.run(wire.ProcKill(id=started.id, signal="KILL"))
             state = await read(scope, started.id, offset=0, wait_s=10, until="exit")
         output = without_escapes(decode(state.output)).encode()
-        return wire.ExecResult(
+        return wire.CommandResult(
             exit_code=state.exit_code,
             output=output,
             timed_out=timed_out,

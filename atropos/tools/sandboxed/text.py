@@ -46,7 +46,7 @@ def clip(text: str, most: int) -> tuple[str, int]:
 
 
 def command_result(
-    result: wire.ExecResult, *, timeout_s: float | None, note: str = "", most: int = 50_000
+    result: wire.CommandResult, *, timeout_s: float | None, note: str = "", most: int = 50_000
 ) -> ToolResult:
     """What a command did, as a model reads it.
 
@@ -86,7 +86,7 @@ _LIMITS: dict[str, str] = {
 }
 
 
-def _trouble(result: wire.ExecResult, timeout_s: float | None) -> str | None:
+def _trouble(result: wire.CommandResult, timeout_s: float | None) -> str | None:
     if result.cancelled:
         return "the command was cancelled"
     if result.timed_out:

@@ -27,7 +27,14 @@ from atropos.tools.tool_server.messages import (
     ToolInfo,
     ToolList,
 )
-from atropos.tools.tool_server.transport import Answer, Broken, Connections, InProcess, Transport, Unsent
+from atropos.tools.tool_server.transport import (
+    Connections,
+    InProcess,
+    RequestNotSent,
+    ResponseLost,
+    Transport,
+    TransportResponse,
+)
 from atropos.wire import Problem
 
 INPROCESS = "inprocess"
@@ -107,7 +114,7 @@ class ToolServerClient:
         for attempt in range(MAX_ATTEMPTS):
             try:
                 response = await self._open.send("GET", "/tools", None, 15.0)
-            except (Unsent, Broken) as error:
+            except (RequestNotSent, ResponseLost) as error:
                 if attempt + 1 == 3:
                     raise self._unavailable(f"can't be reached: {error}") from error
                 await _pause(attempt, None)
@@ -155,12 +162,12 @@ class ToolServerClient:
             if left <= 0:
                 break
             body = call.model_copy(update={"boot_id": first_boot_id}) if sent_before else call
-            response: Answer | None = None
+            response: TransportResponse | None = None
             try:
                 response = await self._open.send("POST", "/execute", body.__pydantic_serializer__.to_json(body), left)
-            except Unsent as error:
+            except RequestNotSent as error:
                 failure = f"can't be reached: {error}"
-            except Broken as error:
+            except ResponseLost as error:
                 sent_before = True
                 failure = f"broke the connection: {error}"
             else:
@@ -188,7 +195,7 @@ class ToolServerClient:
         path = f"/trajectories/{quote(trajectory_id, safe='')}?life={life.id}"
         try:
             await self._open.send("DELETE", path, None, 10.0)
-        except (Unsent, Broken) as error:
+        except (RequestNotSent, ResponseLost) as error:
             _log.warning("the end of trajectory %s could not be sent to the ToolServer: %s", trajectory_id, error)
 
     async def close(self) -> None:
@@ -202,7 +209,7 @@ class ToolServerClient:
             raise RuntimeError("the ToolServer client is not started, or closed")
         return self._transport
 
-    def _answer(self, response: Answer, call: ExternalCall, life: _Life) -> ToolResult:
+    def _answer(self, response: TransportResponse, call: ExternalCall, life: _Life) -> ToolResult:
         try:
             answer = ExecuteAnswer.model_validate_json(response.body)
         except ValidationError as error:
@@ -213,7 +220,7 @@ class ToolServerClient:
         life.state_id = answer.state_id
         return external_result(answer.result)
 
-    def _raise_for(self, response: Answer, call: ExternalCall, life: _Life, *, sent_before: bool) -> None:
+    def _raise_for(self, response: TransportResponse, call: ExternalCall, life: _Life, *, sent_before: bool) -> None:
         problem = _problem(response)
         if response.status == 409:
             if _code(response) == "state_lost" and not sent_before:
@@ -224,7 +231,7 @@ class ToolServerClient:
             raise OutcomeUnknown(f"the ToolServer at {self.url} answered {response.status}: {problem}")
         raise self._refused(response)
 
-    def _refused(self, response: Answer) -> ToolServerUnavailable:
+    def _refused(self, response: TransportResponse) -> ToolServerUnavailable:
         cure = "; check tool_server_token" if response.status in {401, 403} else ""
         return self._unavailable(f"answered {response.status}: {_problem(response)}{cure}")
 
@@ -284,21 +291,21 @@ async def _living(app: Any) -> AsyncGenerator[None]:
             _log.warning("the ToolServer in this process did not end well: %r", failure)
 
 
-def _problem(response: Answer) -> str:
+def _problem(response: TransportResponse) -> str:
     try:
         return Problem.model_validate_json(response.body).message
     except ValidationError:
         return response.body.decode(errors="replace")[:200] or f"status {response.status}"
 
 
-def _code(response: Answer) -> str:
+def _code(response: TransportResponse) -> str:
     try:
         return Problem.model_validate_json(response.body).code
     except ValidationError:
         return ""
 
 
-async def _pause(attempt: int, response: Answer | None) -> None:
+async def _pause(attempt: int, response: TransportResponse | None) -> None:
     asked = 0.0
     if response is not None:
         try:

@@ -24,13 +24,13 @@ Owner = tuple[str, str | None]
 """A trajectory and which life of it: what a call's state and answers belong to."""
 
 
-class Message(BaseModel):
+class ApiMessage(BaseModel):
     """Base of what travels here: frozen, unknown fields refused."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
-class Request(Message):
+class Request(ApiMessage):
     """Base of what clients send: refused at its first excess, where millions of complaints would take gigabytes."""
 
     @model_validator(mode="before")
@@ -73,7 +73,7 @@ ExternalResult = ToolResult
 """How an external tool ended: a value that the model reads, a tool's own failure included."""
 
 
-class ExecuteAnswer(Message):
+class ExecuteAnswer(ApiMessage):
     """The 200 answer of `POST /execute`, and a finished call's line of `POST /batch`.
 
     `state_id` is given where the server now keeps something for the trajectory; send it with the next calls.
@@ -86,7 +86,7 @@ class ExecuteAnswer(Message):
     result: ExternalResult
 
 
-class ExecuteRefusal(Message):
+class ExecuteRefusal(ApiMessage):
     """A batch line for a call that was not run, or whose outcome is not known: what `/execute` says by its status."""
 
     kind: Literal["refusal"] = "refusal"
@@ -104,7 +104,7 @@ class BatchRequest(Request):
     calls: Annotated[tuple[ExternalCall, ...], FailFast()] = Field(min_length=1, max_length=MAX_BATCH)
 
 
-class ToolInfo(Message):
+class ToolInfo(ApiMessage):
     """One tool of `GET /tools`."""
 
     name: str
@@ -116,7 +116,7 @@ class ToolInfo(Message):
     model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=True)
 
 
-class ToolList(Message):
+class ToolList(ApiMessage):
     """`GET /tools`."""
 
     version: int = VERSION
@@ -124,7 +124,7 @@ class ToolList(Message):
     tools: tuple[ToolInfo, ...]
 
 
-class ToolServerHealth(Message):
+class ToolServerHealth(ApiMessage):
     """`GET /health`."""
 
     status: Literal["ok", "draining"]
@@ -132,7 +132,7 @@ class ToolServerHealth(Message):
     version: int = VERSION
 
 
-class TrajectoryEnded(Message):
+class TrajectoryEnded(ApiMessage):
     """`DELETE /trajectories/{id}`: whether there was anything to end."""
 
     ended: bool

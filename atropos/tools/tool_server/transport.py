@@ -17,16 +17,16 @@ KEEP_S = 4.0
 """How long an unused connection is kept: less than the 5 s after which uvicorn closes it."""
 
 
-class Unsent(Exception):
+class RequestNotSent(Exception):
     """The request never reached the server."""
 
 
-class Broken(Exception):
+class ResponseLost(Exception):
     """The request may have reached the server; its answer did not come."""
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class TransportResponse:
     """A response, read to its end. Names of headers are in lower case."""
 
     status: int
@@ -37,12 +37,12 @@ class Answer:
 class Transport(Protocol):
     """How requests get to the server."""
 
-    async def send(self, method: str, path: str, body: bytes | None, timeout_s: float) -> Answer:
+    async def send(self, method: str, path: str, body: bytes | None, timeout_s: float) -> TransportResponse:
         """One request: `path` is quoted and may have a query, `body` is JSON.
 
         Raises:
-            Unsent: it was not delivered.
-            Broken: it may have been.
+            RequestNotSent: it was not delivered.
+            ResponseLost: it may have been.
         """
         ...
 
@@ -62,7 +62,7 @@ class Connections:
             cookie_jar=aiohttp.DummyCookieJar(),
         )
 
-    async def send(self, method: str, path: str, body: bytes | None, timeout_s: float) -> Answer:
+    async def send(self, method: str, path: str, body: bytes | None, timeout_s: float) -> TransportResponse:
         """See `Transport`."""
         request = self._session.request(
             method,
@@ -75,11 +75,11 @@ class Connections:
         try:
             async with request as response:
                 headers = {name.lower(): value for name, value in response.headers.items()}
-                return Answer(response.status, headers, await response.read())
+                return TransportResponse(response.status, headers, await response.read())
         except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError, aiohttp.InvalidURL) as error:
-            raise Unsent(str(error) or type(error).__name__) from error
+            raise RequestNotSent(str(error) or type(error).__name__) from error
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            raise Broken(str(error) or type(error).__name__) from error
+            raise ResponseLost(str(error) or type(error).__name__) from error
 
     async def close(self) -> None:
         """See `Transport`."""
@@ -93,7 +93,7 @@ class InProcess:
         self._app = app
         self._headers = _encoded({"host": "inprocess", **headers}.items())
 
-    async def send(self, method: str, path: str, body: bytes | None, timeout_s: float) -> Answer:
+    async def send(self, method: str, path: str, body: bytes | None, timeout_s: float) -> TransportResponse:
         """See `Transport`."""
         content = body or b""
         path, _, query = path.partition("?")
@@ -117,11 +117,11 @@ class InProcess:
             async with asyncio.timeout(timeout_s):
                 await self._app(scope, exchange.receive, exchange.send)
         except TimeoutError as error:
-            raise Broken(f"no answer within {timeout_s:g} s") from error
+            raise ResponseLost(f"no answer within {timeout_s:g} s") from error
         except Exception as error:
             if exchange.status == 0:
-                return Answer(500, {}, repr(error).encode())
-        return Answer(exchange.status or 500, exchange.headers, b"".join(exchange.parts))
+                return TransportResponse(500, {}, repr(error).encode())
+        return TransportResponse(exchange.status or 500, exchange.headers, b"".join(exchange.parts))
 
     async def close(self) -> None:
         """See `Transport`."""

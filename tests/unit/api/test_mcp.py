@@ -16,7 +16,7 @@ import httpx
 import pytest
 from pydantic import SecretStr
 
-from atropos.api.settings import McpServer, ToolServerSettings
+from atropos.api.settings import McpServerSettings, ToolServerSettings
 from atropos.api.tool_server import create_app
 from atropos.errors import ConfigError, ToolServerUnavailable
 from tests.processes import descendants
@@ -24,11 +24,11 @@ from tests.processes import descendants
 from .conftest import call, until
 
 SERVER = str(Path(__file__).with_name("mcp_server.py"))
-STDIO = McpServer(name="little", command=sys.executable, args=(SERVER,), timeout_s=20)
+STDIO = McpServerSettings(name="little", command=sys.executable, args=(SERVER,), timeout_s=20)
 
 
 @contextlib.asynccontextmanager
-async def offering(*servers: McpServer) -> AsyncGenerator[httpx.AsyncClient, None]:
+async def offering(*servers: McpServerSettings) -> AsyncGenerator[httpx.AsyncClient, None]:
     app = create_app(ToolServerSettings(token=SecretStr("x"), mcp=servers))
     async with app.router.lifespan_context(app):
         transport = httpx.ASGITransport(app=app)
@@ -86,7 +86,7 @@ async def test_an_mcp_server_that_hangs_with_all_its_tools_is_started_anew(monke
 
 async def test_an_mcp_server_that_does_not_start_is_told_at_start():
     with pytest.raises(ToolServerUnavailable, match="MCP server 'gone'"):
-        async with offering(McpServer(name="gone", command="/no/such/program")):
+        async with offering(McpServerSettings(name="gone", command="/no/such/program")):
             pass
     with pytest.raises(ConfigError, match="has no tool 'missing'"):
         async with offering(STDIO.model_copy(update={"tools": ("missing",)})):
@@ -115,7 +115,9 @@ async def test_streamable_http_works_too_and_comes_back():
         port = probe.getsockname()[1]
     process = await over_http(port)
     try:
-        server = McpServer(name="web", url=f"http://127.0.0.1:{port}/mcp", tools=("add", "slow", "fail"), timeout_s=20)
+        server = McpServerSettings(
+            name="web", url=f"http://127.0.0.1:{port}/mcp", tools=("add", "slow", "fail"), timeout_s=20
+        )
         async with offering(server) as client:
             assert (await ask(client, "web_add", a=20, b=22)).json()["result"]["output"] == "42"
             assert (await ask(client, "web_fail", "f")).json()["result"]["success"] is False

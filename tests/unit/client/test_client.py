@@ -11,7 +11,7 @@ import pytest
 from atropos.errors import BackendUnavailable, LeaseExpired, NotSupported, OutcomeUnknown, PoolFull, SlotLost
 from atropos.sandbox.contract import Layer
 from atropos.slots.client import SandboxClient
-from atropos.wire import Exec, ExecResult, LeaseEnded, LeaseRequest, OpError, ProcRead, WriteFile
+from atropos.wire import CommandResult, Exec, LeaseEnded, LeaseRequest, OpError, ProcRead, WriteFile
 from tests.unit.server.fakes import TOKEN, FakeHost, Running, serving
 
 ids = itertools.count()
@@ -35,7 +35,7 @@ async def test_a_call_runs_and_its_result_comes_back():
     async with serving() as running, client_of(running) as client:
         lease = await client.acquire(request())
         result = await client.call(lease, Exec(command="echo hi"))
-        assert isinstance(result, ExecResult)
+        assert isinstance(result, CommandResult)
         assert (result.exit_code, result.output) == (0, b"hi")
         released = await client.release(lease)
         assert (released.released, released.clean) == (True, True)

@@ -136,27 +136,27 @@ class ModelClient:
         await self.server.pause()
         if self.server.holder.get(lease.slot) != lease.lease_id:
             raise LeaseExpired("the slot is somebody else's")
-        return wire.ExecResult(exit_code=0, output=lease.slot.encode(), duration_s=0.001)
+        return wire.CommandResult(exit_code=0, output=lease.slot.encode(), duration_s=0.001)
 
     async def snapshot(self, lease: wire.Lease) -> wire.SnapshotInfo:
         await self.server.pause()
-        name = f"snap-{len(self.server.snapshots)}-{lease.epoch}"
-        self.server.snapshots.add(name)
+        name = f"snap-{len(self.server.snapshot_store)}-{lease.epoch}"
+        self.server.snapshot_store.add(name)
         return wire.SnapshotInfo(snapshot_id=name, layers=1, bytes=10)
 
     async def copy_snapshot(self, snapshot_id: str, to: ModelClient) -> wire.SnapshotInfo:
         await self.server.pause()
-        if snapshot_id not in self.server.snapshots:
+        if snapshot_id not in self.server.snapshot_store:
             raise SandboxError("no such snapshot")
         await to.server.pause()
         if to.server.takes_none:
             raise PoolFull("too many snapshots")
         to.server.taken_in += 1
-        to.server.snapshots.add(snapshot_id)
+        to.server.snapshot_store.add(snapshot_id)
         return wire.SnapshotInfo(snapshot_id=snapshot_id, layers=1, bytes=10)
 
     async def drop_snapshot(self, snapshot_id: str) -> None:
-        self.server.snapshots.discard(snapshot_id)
+        self.server.snapshot_store.discard(snapshot_id)
 
     async def capabilities(self) -> wire.Capabilities:
         return wire.Capabilities(

@@ -580,14 +580,14 @@ async def test_snapshots_in_a_server_that_was_lost_and_comes_back_are_dropped():
         old = await slot.snapshot()
         server.clients[0].lost.set()
         await until(lambda: len(server.clients) == 2 and pool.stats().ready == 1, "it is connected to again")
-        assert server.snapshots == set()
+        assert server.snapshot_store == set()
         with pytest.raises(SlotLost):
             await pool.acquire("f", snapshot=old)
         async with pool.lease("next") as other:
             await other.snapshot()
             server.clients[1].lost.set()
             await until(lambda: len(server.clients) == 3 and pool.stats().ready == 1, "and once more")
-        assert server.snapshots == set()
+        assert server.snapshot_store == set()
 
 
 async def test_a_pool_that_stops_waits_until_its_snapshots_are_dropped():
@@ -607,4 +607,4 @@ async def test_a_pool_that_stops_waits_until_its_snapshots_are_dropped():
         server.clients[0].drop_snapshot = slowly
         await dropping.drop()
         assert not kept.dropped
-    assert server.snapshots == set()
+    assert server.snapshot_store == set()

@@ -61,7 +61,7 @@ async def started(host, name, *, layers=(), base=None, **options):
 
 async def sh(sandbox, command, **options):
     result = await sandbox.run(f"call-{next(_numbers)}", Exec(command=command, **options))
-    assert isinstance(result, wire.ExecResult), result
+    assert isinstance(result, wire.CommandResult), result
     return result
 
 

@@ -20,9 +20,9 @@ from atropos.errors import OutcomeUnknown, SandboxError, SlotLost
 from atropos.sandbox.contract import Layer, Stopped
 from atropos.sandbox.server.serve import Server
 from atropos.wire import (
+    CommandResult,
     Done,
     Exec,
-    ExecResult,
     Feature,
     Operation,
     OpError,
@@ -121,13 +121,13 @@ class FakeSandbox:
         if word == "raise":
             raise RuntimeError("a bug")
         await asyncio.sleep(0)
-        return ExecResult(exit_code=0, output=rest.encode(), duration_s=0)
+        return CommandResult(exit_code=0, output=rest.encode(), duration_s=0)
 
     async def _wait(self, call_id: str, seconds: float) -> OpResult:
         future: asyncio.Future[OpResult] = asyncio.get_running_loop().create_future()
         self.running[call_id] = future
         handle = asyncio.get_running_loop().call_later(
-            seconds, lambda: future.done() or future.set_result(ExecResult(exit_code=0, output=b"", duration_s=0))
+            seconds, lambda: future.done() or future.set_result(CommandResult(exit_code=0, output=b"", duration_s=0))
         )
         try:
             return await future
@@ -138,7 +138,7 @@ class FakeSandbox:
     def cancel(self, call_id: str) -> None:
         future = self.running.get(call_id)
         if future is not None and not future.done():
-            future.set_result(ExecResult(exit_code=-9, output=b"", cancelled=True, duration_s=0))
+            future.set_result(CommandResult(exit_code=-9, output=b"", cancelled=True, duration_s=0))
 
     def die(self, reason: str) -> None:
         if not self.died.done():

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from atropos import wire
-from atropos.sandbox.host.runner_link import Channel
+from atropos.sandbox.host.runner_link import RunnerLink
 
 EXAMPLES = settings(
     max_examples=int(os.environ.get("ATROPOS_EXAMPLES", "100")),
@@ -36,7 +36,7 @@ CLIENT = [
 ]
 SERVER = [
     wire.Welcome(boot_id="b", heartbeat_s=1),
-    wire.Reply(call_id="c", result=wire.ExecResult(exit_code=0, output=b"\xff", duration_s=0.1)),
+    wire.Reply(call_id="c", result=wire.CommandResult(exit_code=0, output=b"\xff", duration_s=0.1)),
     wire.Reply(call_id="c", result=wire.OpError(error="io", message="no")),
     wire.Fault(call_id="c", code="slot_lost", message="gone"),
     wire.LeaseEnded(lease_id="lease-1", epoch=1, code="x", message="y"),
@@ -149,7 +149,7 @@ async def _told(data: bytes, pieces: int, rng: random.Random) -> None:
         broken.append(reason)
         channel.close(ConnectionError(reason))
 
-    channel = Channel(ours, output_bytes=1000, on_broken=on_broken)
+    channel = RunnerLink(ours, output_bytes=1000, on_broken=on_broken)
     channel.ready.set_result(None)
     told: asyncio.Future[Any] = loop.create_future()
     channel.call("exec", {"command": "x"}, told.set_result)

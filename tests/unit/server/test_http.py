@@ -13,8 +13,8 @@ import pytest
 
 from atropos.wire import (
     Capabilities,
+    CommandResult,
     Exec,
-    ExecResult,
     Feature,
     Health,
     Hello,
@@ -97,7 +97,7 @@ async def test_a_whole_life_by_hand(server, curl):
     lease = await curl.lease()
     status, raw = await curl("POST", f"/v1/leases/{lease.lease_id}/calls", ECHO)
     reply = Reply.model_validate_json(raw)
-    assert isinstance(reply.result, ExecResult)
+    assert isinstance(reply.result, CommandResult)
     assert (status, reply.result.output) == (200, b"hi")
     status, raw = await curl("POST", f"/v1/leases/{lease.lease_id}/renew?epoch={lease.epoch}")
     assert Lease.model_validate_json(raw) == lease

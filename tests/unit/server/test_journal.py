@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
-from atropos.sandbox.server.journal import GATE_BYTES, MAX_EARLY, Entry, Journal
-from atropos.wire import Call, Done, Exec, ExecResult, Fault, Reply
+from atropos.sandbox.server.journal import GATE_BYTES, MAX_EARLY, Journal, JournalEntry
+from atropos.wire import Call, CommandResult, Done, Exec, Fault, Reply
 
 
 def call(name: str, lease: str = "lease-01", *, resent: bool = False) -> Call:
@@ -13,10 +13,10 @@ def call(name: str, lease: str = "lease-01", *, resent: bool = False) -> Call:
 
 
 def reply(name: str, size: int = 0) -> Reply:
-    return Reply(call_id=name, result=ExecResult(exit_code=0, output=bytes(size), duration_s=0))
+    return Reply(call_id=name, result=CommandResult(exit_code=0, output=bytes(size), duration_s=0))
 
 
-def finish(journal: Journal, name: str, lease: str = "lease-01", size: int = 0) -> Entry:
+def finish(journal: Journal, name: str, lease: str = "lease-01", size: int = 0) -> JournalEntry:
     entry = journal.open(call(name, lease))
     journal.close(entry, reply(name, size))
     return entry
@@ -61,7 +61,7 @@ def test_an_answer_that_was_dropped_is_unknown_and_the_newest_is_kept():
     assert code_of(journal.look_up(call("c0"))) == "outcome_unknown"
     assert isinstance(entries[0].answer, Fault), "who still holds the entry sends the truth, and it is small"
     assert journal.look_up(call("c4")) is entries[4]
-    assert isinstance(journal.look_up(call("small", "lease-02")), Entry), "the lease that holds most pays"
+    assert isinstance(journal.look_up(call("small", "lease-02")), JournalEntry), "the lease that holds most pays"
     huge = finish(journal, "huge", size=1_000_000)
     assert journal.look_up(call("huge")) is huge
     assert (journal.dropped, journal.answers) == (6, 1)
@@ -99,7 +99,7 @@ def test_a_cancel_that_comes_first_wins():
     entry = journal.open(call("c"))
     assert entry.state == "done"
     assert isinstance(entry.answer, Reply)
-    assert isinstance(entry.answer.result, ExecResult)
+    assert isinstance(entry.answer.result, CommandResult)
     assert entry.answer.result.cancelled
     for n in range(MAX_EARLY + 10):
         journal.cancel_early(f"x{n}")

@@ -16,9 +16,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from atropos.errors import LeaseExpired, PoolFull, SandboxError
 from atropos.sandbox.server.core import Core
-from atropos.sandbox.server.journal import Entry
+from atropos.sandbox.server.journal import JournalEntry
 from atropos.sandbox.server.upkeep import beat
-from atropos.wire import Call, Exec, Fault, Hello, Lease, LeaseEnded, LeaseRequest, Message, Reply
+from atropos.wire import Call, Exec, Fault, Hello, Lease, LeaseEnded, LeaseRequest, Reply, WireMessage
 from tests.unit.server.fakes import FakeHost, config
 
 SLOTS = 3
@@ -35,11 +35,11 @@ class Stream:
         self.ended: list[LeaseEnded] = []
         self.aborted = False
 
-    def push(self, entry: Entry) -> None:
+    def push(self, entry: JournalEntry) -> None:
         assert entry.answer is not None
         self.answers.setdefault(entry.call_id, []).append(entry.answer)
 
-    def tell(self, message: Message) -> None:
+    def tell(self, message: WireMessage) -> None:
         if isinstance(message, LeaseEnded):
             self.ended.append(message)
 
@@ -201,7 +201,7 @@ class Machine(RuleBasedStateMachine):
             assert answer.code in {LeaseExpired.code, "slot_lost"}
             assert not self.ran(asked)
 
-    def submit(self, asked: Asked) -> Entry | Fault:
+    def submit(self, asked: Asked) -> JournalEntry | Fault:
         client = self.core.clients.of(asked.client)
         answer = self.do(lambda: self.core.clients.submit(client, asked.call))
         if isinstance(answer, Fault):

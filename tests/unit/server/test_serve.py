@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from atropos.slots.client import SandboxClient
-from atropos.wire import Exec, ExecResult, LeaseRequest, ProcStart, ProcState, ReadFile, WriteFile
+from atropos.wire import CommandResult, Exec, LeaseRequest, ProcStart, ProcState, ReadFile, WriteFile
 from tests.unit.server.fakes import TOKEN
 
 ROOT = Path(__file__).parents[3]
@@ -166,7 +166,7 @@ async def test_the_whole_way_through_real_slots():
         assert client.boot_id == server.boot_id
         lease = await client.acquire(request())
         result = await client.call(lease, Exec(command="echo hi; echo err >&2; exit 3"))
-        assert isinstance(result, ExecResult)
+        assert isinstance(result, CommandResult)
         assert (result.exit_code, result.output) == (3, b"hi\nerr\n")
         await client.call(lease, WriteFile(path="a.bin", data=bytes(range(256))))
         found = await client.call(lease, ReadFile(path="a.bin"))

@@ -16,7 +16,7 @@ from atropos.errors import BackendUnavailable, ConfigError
 from atropos.net.admission import MAX_UNAUTHENTICATED
 from atropos.net.tls import client_context, read_pair
 from atropos.slots.client import SandboxClient
-from atropos.wire import Exec, ExecResult, LeaseRequest
+from atropos.wire import CommandResult, Exec, LeaseRequest
 from tests.unit.server.fakes import TOKEN, serving
 
 
@@ -59,7 +59,7 @@ async def test_calls_go_through_tls_to_the_certificate_that_is_known(server, fil
         lease = await client.acquire(LeaseRequest(lease_id="lease-0001", client_id="c"))
         for _ in range(3):
             result = await client.call(lease, Exec(command="echo hi"))
-            assert isinstance(result, ExecResult)
+            assert isinstance(result, CommandResult)
             assert result.output == b"hi"
         assert (await client.release(lease)).released
 

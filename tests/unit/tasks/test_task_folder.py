@@ -11,7 +11,7 @@ from atropos.errors import ConfigError
 from atropos.tasks.archive import Context, changed_mode, pack, unpack_steps
 from atropos.tasks.folder import load_task, load_tasks, read_tasks
 from atropos.tasks.limits import Fit, Room, fit
-from atropos.tasks.recipe import PATH, Copy, Download, Folder, Run, Settings
+from atropos.tasks.recipe import PATH, Copy, Download, Folder, Run, StepSettings
 from atropos.wire import LeaseLimits
 
 EXAMPLES = Path(__file__).resolve().parents[3] / "examples" / "tasks"
@@ -87,7 +87,7 @@ def test_dockerfile_is_honoured(folder):
     )
     recipe = load_task(folder).recipe
     assert (recipe.image, recipe.workdir) == ("debian:trixie", "/app/src")
-    there = Settings("/app/src")
+    there = StepSettings("/app/src")
     assert recipe.steps == (
         Folder("/app"),
         Folder("/app/src"),
@@ -127,11 +127,11 @@ def test_variables_are_replaced_as_the_reference_says(folder):
     )
     assert recipe.image == "debian:12"
     env = {"HOME_OF": "/srv/x", "PATH": f"/opt/bin:{PATH}", "OLD": "style here", "NAME": "won"}
-    assert recipe.settings == Settings("/srv/x", env)
+    assert recipe.settings == StepSettings("/srv/x", env)
     start, copy, run = recipe.steps
     assert start == Folder("/srv/x")
     assert copy == Copy(("a.txt",), "/srv/x/$literal/")
-    assert run == Run("/bin/sh -c 'echo $NAME'", Settings("/srv/x", {"VERSION": "12", "PLACE": "/srv", **env}))
+    assert run == Run("/bin/sh -c 'echo $NAME'", StepSettings("/srv/x", {"VERSION": "12", "PLACE": "/srv", **env}))
 
 
 def test_users_shells_and_facts_are_kept(folder):
@@ -144,7 +144,7 @@ def test_users_shells_and_facts_are_kept(folder):
     piped, start, as_dev, as_root, data = recipe.steps
     assert piped == Run("/bin/bash -eo pipefail -c 'a | b'")
     assert start == Folder("/home/dev/app", "dev:staff")
-    assert as_dev.settings == Settings("/home/dev/app", {}, "dev:staff")
+    assert as_dev.settings == StepSettings("/home/dev/app", {}, "dev:staff")
     assert as_root.settings.user is None
     assert data == Folder("/data")
     assert recipe.settings.user == "dev"
@@ -369,8 +369,8 @@ def test_what_images_set_is_where_a_dockerfile_starts(folder):
         + "0" * 64
         + " https://host/dir/name.txt?x=1 /etc/\nCOPY --chmod=u=rwX,go=rX a.txt /b\n"
     )
-    recipe = load_task(folder, images={"app:1": Settings("/srv", {"PATH": "/usr/bin"}, "app")}).recipe
-    assert recipe.settings == Settings("/srv/sub", {"PATH": "/own:/usr/bin"}, "app")
+    recipe = load_task(folder, images={"app:1": StepSettings("/srv", {"PATH": "/usr/bin"}, "app")}).recipe
+    assert recipe.settings == StepSettings("/srv/sub", {"PATH": "/own:/usr/bin"}, "app")
     folder_step, one, two, add, copy = recipe.steps
     assert folder_step == Folder("/srv/sub", "app")
     assert (one.stage, two.stage, [stage.image for stage in recipe.stages]) == (-1, -1, ["tools:2"])
@@ -565,7 +565,7 @@ def test_a_compose_file_of_one_service_says_how_its_commands_start(folder):
         "    volumes: ['${HOST_VERIFIER_LOGS_PATH}:${ENV_VERIFIER_LOGS_PATH}']\n"
     )
     task = load_task(folder)
-    assert task.agent_settings == Settings("/srv", {"A": "1", "B": "2"})
+    assert task.agent_settings == StepSettings("/srv", {"A": "1", "B": "2"})
     assert task.offline
 
 

@@ -63,7 +63,7 @@ class FakeSlot:
         dropped = max(len(output) - most, 0)
         if dropped:
             output = output[: most // 2] + output[-(most - most // 2) :]
-        return wire.ExecResult(
+        return wire.CommandResult(
             exit_code=process.returncode, output=output, timed_out=timed_out, truncated=bool(dropped),
             dropped_bytes=dropped, duration_s=time.monotonic() - started,
         )  # fmt: skip

@@ -34,7 +34,7 @@ OPS: dict[str, Callable[..., None]] = {}
 """What each operation's name calls, with the call's number and the operation's arguments."""
 
 
-class Link:
+class ServerLink:
     """The socket to the server, and the calls that have no answer yet."""
 
     def __init__(self) -> None:
@@ -135,7 +135,7 @@ class Link:
         self.answer(call, "op_error", {"error": error.error, "message": error.message[:4000], "limit": error.limit})
 
 
-link = Link()
+link = ServerLink()
 
 
 def json(value: object) -> str:

@@ -7,7 +7,7 @@ import posix as os
 WORKSPACE = "/workspace"
 
 
-class State:
+class RunnerState:
     """Set once, by `main` and by the server's first message."""
 
     def __init__(self) -> None:
@@ -35,7 +35,7 @@ class State:
             os.pwrite(self.oom, b"0", 0)
 
 
-state = State()
+state = RunnerState()
 
 
 def is_special(device: int) -> bool:

@@ -20,7 +20,7 @@ MIB = 1024 * 1024
 
 
 @dataclass(slots=True)
-class Snapshot:
+class StoredSnapshot:
     """A stack that leases can start from.
 
     Attributes:
@@ -44,7 +44,7 @@ class Snapshot:
 
 
 @dataclass(slots=True)
-class Snapshots:
+class SnapshotStore:
     """All snapshots and layers of one server.
 
     Args:
@@ -56,7 +56,7 @@ class Snapshots:
     max_count: int
     max_bytes: int
     max_layers: int | None = None
-    by_id: dict[str, Snapshot] = field(default_factory=dict[str, Snapshot])
+    by_id: dict[str, StoredSnapshot] = field(default_factory=dict[str, StoredSnapshot])
     pending: int = 0
     _layers: dict[str, Layer] = field(default_factory=dict[str, Layer])
     _references: Counter[str] = field(default_factory=Counter[str])
@@ -96,10 +96,10 @@ class Snapshots:
 
     def commit(
         self, snapshot_id: str, top: Layer, below: Sequence[Layer], owner: str, base: str | None, now: float
-    ) -> Snapshot:
+    ) -> StoredSnapshot:
         """The frozen layer became a snapshot."""
         self.pending -= 1
-        snapshot = Snapshot(snapshot_id, (top, *below), owner, base, touched_at=now)
+        snapshot = StoredSnapshot(snapshot_id, (top, *below), owner, base, touched_at=now)
         self.by_id[snapshot_id] = snapshot
         self.hold(snapshot.layers)
         return snapshot
@@ -108,7 +108,7 @@ class Snapshots:
         """The reserved snapshot was not taken."""
         self.pending -= 1
 
-    def get(self, snapshot_id: str) -> Snapshot:
+    def get(self, snapshot_id: str) -> StoredSnapshot:
         """A snapshot by its id.
 
         Raises:
