@@ -22,8 +22,9 @@ PAGE_TRAJECTORIES = 1000
 MAX_MESSAGE_CHARS = 20_000
 MAX_CELL_CHARS = 2_000
 """Of a message that stands beside its siblings'."""
-HIDDEN = re.compile("[\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]")
-"""Characters that turn the direction of what follows, scores included."""
+HIDDEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]")
+"""Control characters, and those that turn the direction of what follows, scores included."""
+SPARK_POINTS = 120
 KINDS = frozenset({"user", "assistant", "tool", "system"})
 PHASES = ("acquire", "setup", "model", "tools", "verify", "reset")
 HERE = Path(__file__).parent
@@ -33,15 +34,12 @@ SCRIPT = (HERE / "static" / "script.js").read_text()
 
 def visible(text: object) -> str:
     """Control characters as symbols, and those that turn the direction of text as escapes: a page shows what was there."""
-    shown = "".join(
-        char
-        if (" " <= char < "\x7f") or char in "\n\t" or char >= "\xa0"
-        else chr(0x2400 + ord(char))
-        if char < " "
-        else f"\\x{ord(char):02x}"
-        for char in str(text)
-    )
-    return HIDDEN.sub(lambda found: f"\\u{ord(found[0]):04x}", shown)
+    return HIDDEN.sub(_symbol, str(text))
+
+
+def _symbol(found: re.Match[str]) -> str:
+    code = ord(found[0])
+    return chr(0x2400 + code) if code < 0x20 else f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}"
 
 
 def short(text: str, most: int = MAX_MESSAGE_CHARS) -> str:
@@ -80,6 +78,7 @@ def clock(seconds: float) -> str:
 
 def spark(values: Sequence[float], width: int = 240, height: int = 40) -> str:
     """The points of a polyline from 0 to the largest value."""
+    values = values[:: -max(1, -(-len(values) // SPARK_POINTS))][::-1]
     top = max([*values, 1e-9])
     step = width / max(1, len(values) - 1)
     return " ".join(f"{at * step:.1f},{height - 1 - value / top * (height - 2):.1f}" for at, value in enumerate(values))

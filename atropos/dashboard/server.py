@@ -24,7 +24,7 @@ PAGE = 50
 """Trajectories in a page of the list."""
 SIBLINGS = 16
 """Columns of a group's page."""
-FRESH_S = 0.5
+FRESH_S = 1.5
 """How long a look at the env serves all who ask."""
 CHARTS = (
     ("trajectories per minute", "trajectories_per_min", ""),

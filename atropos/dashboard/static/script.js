@@ -1,5 +1,5 @@
 "use strict";
-// The live page fetches its fragment each second; without this script it is a page to reload.
+// The live page fetches its fragment every two seconds; without this script it is a page to reload.
 const live = document.getElementById("live");
 const button = document.getElementById("pause");
 const stale = document.getElementById("stale");
@@ -22,7 +22,7 @@ if (live && button && stale) {
         stale.textContent = "The env does not answer; these are the last numbers it gave.";
       }
     }
-    setTimeout(refresh, 1000);
+    setTimeout(refresh, 2000);
   };
-  setTimeout(refresh, 1000);
+  setTimeout(refresh, 2000);
 }

@@ -151,7 +151,7 @@ async def test_nothing_hostile_comes_to_life_on_any_page(tmp_path):
         base = f"http://127.0.0.1:{server.port}"
         for path in ("/", "/trajectories", "/trajectory/0", "/group/0", "/trajectories?text=%3Cscript%3E&item=%22%3E"):
             await page.goto(base + path)
-            await page.wait_for_timeout(1300 if path == "/" else 50)  # a refresh of the live part
+            await page.wait_for_timeout(2500 if path == "/" else 50)  # a refresh of the live part
             await inert(page)
         assert not dialogs
         assert not errors
@@ -192,7 +192,7 @@ async def test_the_live_page_follows_pauses_and_works_with_the_keyboard():
         assert await page.evaluate("document.activeElement.id") == "pause"
         await page.keyboard.press("Enter")
         before = await page.locator("dd").first.text_content()
-        await page.wait_for_timeout(2500)
+        await page.wait_for_timeout(4500)
         assert await page.locator("dd").first.text_content() == before
         await page.goto(f"http://127.0.0.1:{server.port}/trajectories")
         await page.get_by_label("item").fill("square-3")
