@@ -12,14 +12,15 @@ from typing import Annotated, Literal
 
 import typer
 from rich.console import Console
-from rich.progress import Progress
+from rich.progress import Progress, TaskID
 from rich.table import Table
 
 from atropos.errors import ConfigError
 from atropos.tasks.check import Agent, Attempt, CheckConfig, TaskFinding, check
 from atropos.tasks.datasets import dataset_folders
-from atropos.tasks.folder import TaskSet, read_folders, read_tasks
+from atropos.tasks.folder import Task, TaskSet, read_folders, read_tasks
 from atropos.tasks.limits import STAND_INS, Policy
+from atropos.tasks.prepare import PrepareState
 
 tasks_app = typer.Typer(help="Task folders in the Harbor and terminal-bench layouts.", no_args_is_help=True)
 _AGENTS: dict[str, Agent] = {"oracle": "oracle", "nop": "nop", "script": "script"}
@@ -51,6 +52,10 @@ def check_command(
     image: Annotated[
         list[str] | None, typer.Option(help="Pattern of images that the base stands in for; again for more.")
     ] = None,
+    pull: Annotated[
+        bool,
+        typer.Option("--pull", help="Pull every image but those given by --image; the base stands in for none else."),
+    ] = False,
     variable: Annotated[list[str] | None, typer.Option(help="NAME=VALUE for ${NAME} in task files.")] = None,
     network: Annotated[bool, typer.Option("--network", help="Filtered egress for tasks that allow it.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
@@ -69,7 +74,7 @@ def check_command(
         slots=slots,
         memory_mib=memory_mib,
         network=network,
-        images=(*STAND_INS, *(image or ())),
+        images=(*(() if pull else STAND_INS), *(image or ())),
         limits=limits,
     )
     given = dict(_pair(text) for text in variable or ())
@@ -77,7 +82,21 @@ def check_command(
     total = len(tasks.tasks) + len(tasks.refused)
     with Progress(console=Console(stderr=True), transient=True) as progress:
         bar = progress.add_task("checking tasks", total=total)
-        found = asyncio.run(check(tasks, config, done=lambda _: progress.advance(bar)))
+        rows: dict[str, TaskID] = {}
+
+        def preparing(task: Task, state: PrepareState) -> None:
+            row = rows.get(task.name)
+            if state.phase in {"ready", "failed"}:
+                if row is not None:
+                    progress.remove_task(rows.pop(task.name))
+            elif row is None:
+                rows[task.name] = progress.add_task(f"  {task.name}: {state}", total=None)
+            else:
+                progress.update(
+                    row, description=f"  {task.name}: {state}", completed=state.step, total=state.steps or None
+                )
+
+        found = asyncio.run(check(tasks, config, done=lambda _: progress.advance(bar), progress=preparing))
     if page is not None:
         page.write_text(_page(found, agents), encoding="utf-8")
     if as_json:

@@ -9,9 +9,10 @@ import asyncio
 import os
 import statistics
 import time
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,7 +24,7 @@ from atropos.tasks.carry import TaskBroken, VerifierFailed
 from atropos.tasks.config import StepSection
 from atropos.tasks.folder import Task, TaskSet
 from atropos.tasks.limits import STAND_INS, Fit, Policy, Room, fit
-from atropos.tasks.prepare import TaskImages
+from atropos.tasks.prepare import PrepareState, Progress, TaskImages
 from atropos.tasks.reward import Verdict
 
 Agent = Literal["oracle", "nop", "script"]
@@ -94,7 +95,11 @@ class TaskFinding:
 
 
 async def check(
-    tasks: TaskSet, config: CheckConfig, *, done: Callable[[TaskFinding], None] | None = None
+    tasks: TaskSet,
+    config: CheckConfig,
+    *,
+    done: Callable[[TaskFinding], None] | None = None,
+    progress: Callable[[Task, PrepareState], None] | None = None,
 ) -> list[TaskFinding]:
     """Check all tasks of a set, several at once.
 
@@ -102,6 +107,7 @@ async def check(
         tasks: what was read, refusals included.
         config: where and how.
         done: called with each task's finding as soon as it is there.
+        progress: called with how far a task is prepared.
 
     Raises:
         ConfigError: the settings can't be used.
@@ -121,7 +127,13 @@ async def check(
             images = TaskImages(pool, config.images)
 
             async def one(task: Task) -> None:
-                finding = await _checked(images, turn, task, fits[task.name], config)
+
+                async def attempt(agent: Agent) -> Attempt:
+                    async with turn:
+                        report = None if progress is None else partial(progress, task)
+                        return await _attempt(_Run(images, task, agent, config, report))
+
+                finding = await _checked(task, fits[task.name], config, attempt)
                 found.append(finding)
                 _report(done, finding)
 
@@ -175,12 +187,8 @@ def _refused(task: Task, found: Fit) -> TaskFinding:
 
 
 async def _checked(
-    images: TaskImages, turn: asyncio.Semaphore, task: Task, found: Fit, config: CheckConfig
+    task: Task, found: Fit, config: CheckConfig, attempt: Callable[[Agent], Awaitable[Attempt]]
 ) -> TaskFinding:
-    async def attempt(agent: Agent) -> Attempt:
-        async with turn:
-            return await _attempt(images, task, agent, config)
-
     results = await asyncio.gather(*(attempt(agent) for agent in config.agents))
     attempts = dict(zip(map(str, config.agents), results, strict=True))
     problems = tuple(dict.fromkeys(_problems(attempts)))
@@ -209,8 +217,8 @@ def _problems(attempts: dict[str, Attempt]) -> list[str]:
     return problems
 
 
-async def _attempt(images: TaskImages, task: Task, agent: Agent, config: CheckConfig) -> Attempt:
-    run = _Run(images, task, agent, config)
+async def _attempt(run: _Run) -> Attempt:
+    config = run.config
     try:
         async with asyncio.timeout(config.attempt_s):
             return await run.play()
@@ -229,8 +237,10 @@ async def _attempt(images: TaskImages, task: Task, agent: Agent, config: CheckCo
 class _Run:
     """One agent's attempt at one task: one slot at a time."""
 
-    def __init__(self, images: TaskImages, task: Task, agent: Agent, config: CheckConfig) -> None:
-        self.images, self.pool = images, images.pool
+    def __init__(
+        self, images: TaskImages, task: Task, agent: Agent, config: CheckConfig, progress: Progress | None
+    ) -> None:
+        self.images, self.pool, self.progress = images, images.pool, progress
         self.task, self.agent, self.config = task, agent, config
         self.image = ""
         self.slot: Slot | None = None
@@ -252,7 +262,7 @@ class _Run:
 
     async def play(self) -> Attempt:
         started = time.perf_counter()
-        prepared = await self.images.prepare(self.task)
+        prepared = await self.images.prepare(self.task, self.progress)
         self.task, self.image = prepared.task, prepared.image
         slot = await self.fresh()
         if not self.task.steps:
