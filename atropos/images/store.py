@@ -59,6 +59,7 @@ class ImageStore:
         self._ids = ids
         self._held: dict[str, tuple[int, int]] = {}
         """Of images in use: the descriptor that locks it, and how many use it."""
+        self._known: dict[str, ImageInfo] = {}
         for name in ("names", "trees", "work", "locks"):
             self._root.joinpath(name).mkdir(exist_ok=True)
         self._sweep()
@@ -121,12 +122,9 @@ class ImageStore:
         Raises:
             ImageUnavailable: one of them was removed.
         """
-        found = [image]
-        while (parent := found[-1].parent) is not None and not parent.startswith(BASE):
-            below = self.find(parent)
-            if below is None:
-                raise ImageUnavailable(f"image {image.source}: what it was built on is no longer in the store")
-            found.append(below)
+        found = self._chain(image.id)
+        if not found:
+            raise ImageUnavailable(f"image {image.source}: it, or what it was built on, is no longer in the store")
         return found
 
     # ------------------------------------------------------------------------------------------------------- preparing
@@ -437,14 +435,32 @@ class ImageStore:
         return sorted(self._root.joinpath("trees").iterdir(), key=used_at, reverse=True)
 
     def _info(self, image_id: str) -> ImageInfo | None:
+        return next(iter(self._chain(image_id)), None)
+
+    def _chain(self, image_id: str) -> list[ImageInfo]:
+        """An image and those below it; empty where one of them is not here."""
+        found: list[ImageInfo] = []
+        below: str | None = image_id
+        while below is not None and not below.startswith(BASE):
+            image = self._read(below)
+            if image is None:
+                return []
+            found.append(image)
+            below = image.parent
+        return found
+
+    def _read(self, image_id: str) -> ImageInfo | None:
+        """What is kept of an image; it never changes while the image is here."""
+        tree = self._root / "trees" / image_id
+        if image_id in self._known and tree.is_dir():
+            return self._known[image_id]
+        self._known.pop(image_id, None)
         try:
-            text = (self._root / "trees" / image_id / "image.json").read_text(encoding="utf-8")
-            image = ImageInfo.model_validate_json(text)
+            text = (tree / "image.json").read_text(encoding="utf-8")
+            image = self._known[image_id] = ImageInfo.model_validate_json(text)
         except (OSError, ValueError):
             return None
-        parent = image.parent
-        whole = parent is None or parent.startswith(BASE) or self._info(parent) is not None
-        return image if whole else None
+        return image
 
 
 def _registries(settings: ImageStoreSettings) -> str:
