@@ -8,6 +8,7 @@ sizes, and through the wire's own models.
 from __future__ import annotations
 
 import asyncio
+import errno
 import marshal
 import os
 import socket
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import ValidationError
 from pydantic_core import from_json
 
+from atropos.errors import SandboxError
 from atropos.wire import MAX_FILE_BYTES, OP_RESULT
 
 if TYPE_CHECKING:
@@ -101,10 +103,17 @@ class RunnerLink:
         """Hand an operation over; `done` gets its result, or an exception when the channel breaks.
 
         A `descriptor` goes with it: the runner gets a copy.
+
+        Raises:
+            SandboxError: descriptors can't be passed now; nothing was.
         """
         self._number += 1
         self._open[self._number] = (op, done)
-        self._send(self._number, op, arguments, descriptor)
+        try:
+            self._send(self._number, op, arguments, descriptor)
+        except SandboxError:
+            del self._open[self._number]
+            raise
         return self._number
 
     def cancel(self, number: int, *, forget: bool = False) -> None:
@@ -167,8 +176,8 @@ class RunnerLink:
                 sent = self._write(frame, descriptor)
             except BlockingIOError:
                 return
-            except OSError as error:
-                self._break(f"its socket: {error.strerror}")
+            except (OSError, SandboxError) as error:
+                self._break(f"its socket: {error}")
                 return
             self._queued -= sent
             _close(descriptor)
@@ -181,7 +190,12 @@ class RunnerLink:
     def _write(self, frame: bytes, descriptor: int) -> int:
         if descriptor < 0:
             return os.write(self._fd, frame)
-        return socket.send_fds(self._sock, [frame], [descriptor])
+        try:
+            return socket.send_fds(self._sock, [frame], [descriptor])
+        except OSError as error:
+            if error.errno != errno.ETOOMANYREFS:
+                raise
+            raise SandboxError("the kernel's bound on descriptors in flight of this user is reached; not run") from None
 
     # ------------------------------------------------------------------------------------------------------ receiving
 
