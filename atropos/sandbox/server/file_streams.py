@@ -148,7 +148,7 @@ class FileStream:
             yield data
         raise ConnectionResetError("the stream is over")
 
-    async def _ready(self, watch: Callable[[int, Callable[[], None]], None]) -> None:
+    async def _ready(self, watch: Callable[[int, Callable[[], object]], None]) -> None:
         """Wait until the socket has something, or room, or is closed."""
         self._waiter = waiter = self._loop.create_future()
         watch(self._near.fileno(), lambda: waiter.done() or waiter.set_result(None))

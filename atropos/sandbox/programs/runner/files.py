@@ -185,8 +185,10 @@ def replace_file(folder: int, name: str, pieces: Iterable[bytes], mode: int | No
         try:
             for data in pieces:
                 write_all(fd, data, None)
-            if mode is not None or old is not None:
-                os.fchmod(fd, mode if mode is not None or old is None else old.st_mode & 0o7777)
+            if mode is None and old is not None:
+                mode = old.st_mode & 0o7777
+            if mode is not None:
+                os.fchmod(fd, mode)
             if old is not None and (old.st_uid, old.st_gid) != (os.geteuid(), os.getegid()):
                 os.fchown(fd, old.st_uid, old.st_gid)
         finally:

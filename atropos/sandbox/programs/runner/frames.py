@@ -16,8 +16,8 @@ from atropos.sandbox.programs.runner.loop import CHUNK, IN, OUT, loop
 from atropos.sandbox.programs.runner.syscalls import end_process
 
 if TYPE_CHECKING:
+    from _socket import socket as Socket  # noqa: N812 (a method's own import has its name)
     from collections.abc import Callable, Mapping
-    from socket import socket as Socket  # noqa: N812 (a method's own import has its name)
     from typing import Any, Protocol
 
     class Task(Protocol):

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     class Readable(Protocol):
         """Where an archive comes from."""
 
-        def read(self, size: int) -> bytes:
+        def read(self, size: int, /) -> bytes:
             """So many bytes; fewer at the end alone."""
             ...
 
