@@ -139,7 +139,8 @@ def _cells(finding: TaskFinding, agents: Sequence[str]) -> list[str]:
     prepared = [one.prepared_s for one in attempts.values() if one.prepared_s is not None]
     sizes = [one.size_bytes for one in attempts.values() if one.size_bytes is not None]
     verifier = [one.verifier_s for one in attempts.values() if one.verifier_s is not None]
-    remarks = [*finding.problems, *(f"lowered: {text}" for text in finding.clamped)]
+    why = [] if finding.verifier is None else [f"{finding.verifier.mode}: {finding.verifier.reason}"]
+    remarks = [*finding.problems, *why, *(f"lowered: {text}" for text in finding.clamped)]
     return [
         finding.name,
         finding.status,
@@ -147,9 +148,13 @@ def _cells(finding: TaskFinding, agents: Sequence[str]) -> list[str]:
         finding.image or "the slots' base",
         f"{max(prepared):.2f} s" if prepared else "",
         f"{max(sizes) / (1 << 20):.1f} MiB" if sizes else "",
-        f"{max(verifier):.2f} s" if verifier else "",
+        ", ".join(filter(None, [_mode(finding), f"{max(verifier):.2f} s" if verifier else ""])),
         "\n".join(remarks),
     ]
+
+
+def _mode(finding: TaskFinding) -> str:
+    return "" if finding.verifier is None else finding.verifier.mode
 
 
 def _reward(attempt: Attempt | None) -> str:

@@ -13,6 +13,7 @@ from typing import Any, TypeVar, cast
 from atropos.agent import AgentConfig, AgentResult, AtroposAgent
 from atropos.envs.config import AgentEnvConfig
 from atropos.envs.running.rollout import HookError, Rollout, checked_score
+from atropos.envs.running.verification import Verification
 from atropos.envs.sandbox_env import ExecTool, Member, SandboxEnv
 from atropos.slots import Snapshot
 from atropos.tools import ToolCall, ToolRegistry, ToolResult, build_tool_registry
@@ -31,6 +32,8 @@ class AgentEnv(SandboxEnv):
     """
 
     name = "agent_env"
+    opens_view = True
+    """Whether the frame opens the view; a subclass that does so itself says False."""
     env_config_cls: Any = AgentEnvConfig
     config: AgentEnvConfig  # pyright: ignore[reportIncompatibleVariableOverride]
 
@@ -121,12 +124,17 @@ class AgentEnv(SandboxEnv):
             calls=preparing,
             setup=True,
         )
+        verification = Verification(self.executor, trajectory_id, self.config)
+        if self.opens_view and type(self).setup_trajectory_workspace is not AgentEnv.setup_trajectory_workspace:
+            await verification.settle()
         task = _text(await self.hooks.call("build_task", lambda: self.build_task(item)))
         config = await self.hooks.call("build_agent_config", lambda: self.build_agent_config(item))
         set_up = time.perf_counter()
         result = await self._agent(config, partial(self.execute_tool, trajectory_id), member.seed).run(task)
         self.metrics.tool_errors += result.tool_errors
         acted = time.perf_counter()
+        if self.opens_view and type(self).verify_and_score_trajectory is not AgentEnv.verify_and_score_trajectory:
+            await verification.open()
         verifying = self.hook_tools(trajectory_id)
         verdict = await self.hooks.call(
             "verify_and_score_trajectory",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from copy import copy
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SecretStr, ValidationError, model_validator
 
@@ -88,6 +88,16 @@ class SandboxEnvConfig(PoolSettings, BaseEnvConfig):
     hook_timeout_s: float = Field(
         default=3600.0, gt=0, description="longest one hook may take to set up, to verify or to give an item"
     )
+    verifier_mode: Literal["view", "shared"] = Field(
+        default="view",
+        description="where hooks verify: view (a clean root with the agent's folders and network; its programs can't reach it) "
+        "or shared (the agent's own slot, its programs ended)",
+    )
+    verifier_folders: Names = Field(
+        default_factory=lambda: ["/workspace"],
+        description="folders that a view shows, besides top-level ones that no system has (/app, /data)",
+    )
+    verifier_quiesce: bool = Field(default=False, description="end the agent's programs before a view is opened")
     model_timeout_s: float = Field(default=300.0, gt=0, description="deadline of one model call, retries included")
     model_retries: int = Field(default=2, ge=0, description="new tries of a model call (never after 4xx)")
     process_concurrency: int | None = Field(

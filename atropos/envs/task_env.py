@@ -31,6 +31,7 @@ from atropos.tasks.datasets import dataset_folders
 from atropos.tasks.folder import Task, TaskSet, read_folders, read_tasks
 from atropos.tasks.limits import STAND_INS, Fit, Policy, Room, fit
 from atropos.tasks.prepare import TaskImages
+from atropos.tasks.verifier_mode import Mode
 
 _log = logging.getLogger(__name__)
 
@@ -63,8 +64,9 @@ class TaskEnvConfig(DatasetEnvConfig):
     task_variables: Names = Field(
         default_factory=list[str], description="variables of this process that ${NAME} in task files may stand for"
     )
-    verifier_mode: Literal["task", "shared", "separate"] = Field(
-        default="task", description="where tests run: as task.toml says, in the agent's slot, or in a fresh one"
+    verifier_mode: Literal["task"] | Mode = Field(  # pyright: ignore[reportIncompatibleVariableOverride]
+        default="task",
+        description="where tests run: as each task says or needs, in a view, in the agent's slot, or in a fresh one",
     )
     verifier_failure: Literal["blame", "drop", "zero"] = Field(
         default="blame",
@@ -79,6 +81,7 @@ class TaskEnv(DatasetEnv):
     """Trajectories are attempts at tasks; the score is the reward that a task's verifier writes."""
 
     name = "task_env"
+    opens_view = False
     env_config_cls: Any = TaskEnvConfig
     config: TaskEnvConfig  # pyright: ignore[reportIncompatibleVariableOverride]
 

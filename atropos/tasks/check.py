@@ -26,6 +26,7 @@ from atropos.tasks.folder import Task, TaskSet
 from atropos.tasks.limits import STAND_INS, Fit, Policy, Room, fit
 from atropos.tasks.prepare import PrepareState, Progress, TaskImages
 from atropos.tasks.reward import Verdict
+from atropos.tasks.verifier_mode import Choice, Mode, choose
 
 Agent = Literal["oracle", "nop", "script"]
 LEAST = Room(memory_mib=1024, disk_mib=512)
@@ -88,6 +89,7 @@ class TaskFinding:
     clamped: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     problems: tuple[str, ...] = ()
+    verifier: Choice | None = None
 
     def json(self) -> dict[str, Any]:
         """As plain data."""
@@ -128,10 +130,10 @@ async def check(
 
             async def one(task: Task) -> None:
 
-                async def attempt(agent: Agent) -> Attempt:
+                async def attempt(agent: Agent, mode: Literal["task"] | Mode) -> Attempt:
                     async with turn:
                         report = None if progress is None else partial(progress, task)
-                        return await _attempt(_Run(images, task, agent, config, report))
+                        return await _attempt(_Run(images, task, agent, config, report, mode))
 
                 finding = await _checked(task, fits[task.name], config, attempt)
                 found.append(finding)
@@ -187,11 +189,19 @@ def _refused(task: Task, found: Fit) -> TaskFinding:
 
 
 async def _checked(
-    task: Task, found: Fit, config: CheckConfig, attempt: Callable[[Agent], Awaitable[Attempt]]
+    task: Task, found: Fit, config: CheckConfig, attempt: Callable[[Agent, Literal["task"] | Mode], Awaitable[Attempt]]
 ) -> TaskFinding:
-    results = await asyncio.gather(*(attempt(agent) for agent in config.agents))
+    results = await asyncio.gather(*(attempt(agent, "task") for agent in config.agents))
     attempts = dict(zip(map(str, config.agents), results, strict=True))
-    problems = tuple(dict.fromkeys(_problems(attempts)))
+    problems = list(dict.fromkeys(_problems(attempts)))
+    chosen = choose(task)
+    solved = attempts.get("oracle", Attempt())
+    if chosen.mode == "view" and not task.steps and solved.prepared_s is not None and (solved.reward or 0) < 1:
+        other = await attempt("oracle", "shared")
+        if (other.reward or 0) >= 1:
+            problems.append(
+                'its solution scores 1 in the agent\'s slot: set environment_mode = "shared" or name artifacts'
+            )
     broken = all(one.prepared_s is None for one in results)
     return TaskFinding(
         task.name,
@@ -200,7 +210,8 @@ async def _checked(
         attempts,
         found.clamped,
         (*found.notes, *task.warnings),
-        problems,
+        tuple(problems),
+        chosen,
     )
 
 
@@ -238,9 +249,15 @@ class _Run:
     """One agent's attempt at one task: one slot at a time."""
 
     def __init__(
-        self, images: TaskImages, task: Task, agent: Agent, config: CheckConfig, progress: Progress | None
+        self,
+        images: TaskImages,
+        task: Task,
+        agent: Agent,
+        config: CheckConfig,
+        progress: Progress | None,
+        mode: Literal["task"] | Mode,
     ) -> None:
-        self.images, self.pool, self.progress = images, images.pool, progress
+        self.images, self.pool, self.progress, self.mode = images, images.pool, progress, mode
         self.task, self.agent, self.config = task, agent, config
         self.image = ""
         self.slot: Slot | None = None
@@ -291,7 +308,7 @@ class _Run:
     async def _judged(self, task: Task) -> Verdict:
         assert self.slot is not None
         await self._work(self.slot, task)
-        return await workspace.verify(self.slot, task, fresh=self.fresh)
+        return await workspace.verify(self.slot, task, mode=self.mode, fresh=self.fresh)
 
     async def _work(self, slot: Slot, task: Task) -> None:
         if self.agent == "oracle":

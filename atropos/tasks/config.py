@@ -138,13 +138,13 @@ class EnvironmentSection(_Table):
 class VerifierSection(_Phase):
     """`[verifier]`. `separate`: a fresh slot that gets only the artifacts, so nothing else the agent did counts.
 
-    `keep_processes` is atropos's own: which processes of the agent are still there when the tests run in its slot: those
-    that listen on a socket, all, or none.
+    Of atropos's own are the mode `view`, and `keep_processes`: which processes of the agent are still there when the
+    tests run: those that listen on a socket (in a view: all), all, or none.
     """
 
     timeout_sec: float = Field(default=600.0, gt=0)
     env: dict[str, str] = Field(default_factory=dict)
-    environment_mode: Literal["shared", "separate"] | None = None
+    environment_mode: Literal["view", "shared", "separate"] | None = None
     environment: EnvironmentSection | None = None
     collect: tuple[Collect, ...] = ()
     keep_processes: Literal["services"] | bool = "services"
@@ -158,14 +158,11 @@ class VerifierSection(_Phase):
 
     @model_validator(mode="after")
     def _one_mode(self) -> VerifierSection:
-        if self.environment is not None and self.environment_mode == "shared":
-            raise ValueError("environment_mode = shared contradicts [verifier.environment]; remove one of them")
+        if self.environment is not None and self.environment_mode in {"view", "shared"}:
+            raise ValueError(
+                f"environment_mode = {self.environment_mode} contradicts [verifier.environment]; remove one of them"
+            )
         return self
-
-    @property
-    def mode(self) -> Literal["shared", "separate"]:
-        """Where the tests run."""
-        return self.environment_mode or ("shared" if self.environment is None else "separate")
 
 
 class SolutionSection(_Table):

@@ -1,20 +1,22 @@
 """What happens in a built workspace: its health is awaited, the solution or an agent works in it, it is verified.
 
-Verification comes after the agent has finished: its processes are ended (services stay reachable), tests are uploaded
-only then, and run with a clean environment. `shared` (Harbor's default) verifies where the agent worked; root in a slot
-owns that slot's shell, so a task that must hold against a hostile agent says `environment_mode = "separate"`: a fresh
-slot is built, only the artifacts are carried over, and nothing else the agent did counts.
+Verification comes after the agent has finished: tests are uploaded only then, and run with a clean environment. In a
+`view` they run on the task's own machine as it was built, with the agent's folders and servers (`Slot.view`). `shared`
+verifies where the agent worked, its processes ended but for services; root in a slot owns that slot's shell. `separate`
+takes a fresh slot, to which only the artifacts are carried over.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Literal
 
 from atropos import wire
+from atropos.errors import NotSupported
 from atropos.slots import Slot
 from atropos.slots.profile import PLAIN
 from atropos.slots.results import ExecResult
@@ -25,8 +27,12 @@ from atropos.tasks.folder import Task
 from atropos.tasks.recipe import PATH
 from atropos.tasks.reward import Verdict, read_verdict
 from atropos.tasks.services import end_processes
+from atropos.tasks.verifier_mode import Mode, choose
 
 __all__ = ["Verdict", "clear", "enter", "healthy", "prepare_step", "solve", "verify"]
+
+
+_log = logging.getLogger(__name__)
 
 
 async def healthy(slot: Slot, task: Task) -> None:
@@ -104,7 +110,7 @@ async def verify(
     slot: Slot,
     task: Task,
     *,
-    mode: Literal["task", "shared", "separate"] = "task",
+    mode: Literal["task"] | Mode = "task",
     fresh: Callable[[], Awaitable[Slot]] | None = None,
 ) -> Verdict:
     """Score what is in the slot.
@@ -112,14 +118,14 @@ async def verify(
     Args:
         slot: where the agent worked.
         task: whose tests run.
-        mode: `task`: as task.toml says.
+        mode: `task`: as `verifier_mode.choose` says.
         fresh: gives the slot of a separate verifier, with the task built in it; the agent's may be gone by then.
 
     Raises:
         VerifierFailed: no reward could be read.
         SandboxError: the infrastructure failed.
     """
-    chosen = task.config.verifier.mode if mode == "task" else mode
+    chosen = choose(task).mode if mode == "task" else mode
     await _collect(slot, task)
     slot.profile = PLAIN
     if chosen == "separate":
@@ -132,9 +138,29 @@ async def verify(
         slot.profile = PLAIN
         for path, artifact in carried:
             await carry_in(slot, path, artifact)
+    elif chosen == "view":
+        await _open_view(slot, task)
     else:
         await end_processes(slot, task)
     return await _judge(slot, task)
+
+
+async def _open_view(slot: Slot, task: Task) -> None:
+    """Run the tests beside the agent's programs, where these reach nothing but the folders that they wrote in."""
+    if task.config.verifier.keep_processes is False:
+        await slot.quiesce()
+    workdir = task.recipe.workdir
+    others = [one.source for one in task.artifacts if not f"{one.source}/".startswith(f"{workdir.rstrip('/')}/")]
+    carried = [(path, await carry_out(slot, path)) for path in others]
+    try:
+        await slot.view([workdir])
+    except NotSupported as error:
+        _log.warning("%s: verified in the agent's slot: %s", task.name, error)
+        return await end_processes(slot, task)
+    for path, artifact in carried:
+        if artifact is not None:
+            await carry_in(slot, path, artifact)
+    return None
 
 
 async def clear(slot: Slot, task: Task) -> None:

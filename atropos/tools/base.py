@@ -6,7 +6,7 @@ import inspect
 import json
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Protocol, cast
@@ -35,6 +35,10 @@ class ToolSlot(Protocol):
 
     async def run(self, operation: Any, *, call_id: str | None = None) -> Any:
         """Run one `atropos.wire` operation and return its result."""
+        ...
+
+    async def view(self, folders: Sequence[str] = ...) -> None:
+        """Run later operations in a view of this slot."""
         ...
 
     async def release(self) -> Any:

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from types import TracebackType
 from typing import Any, Self
 
@@ -236,6 +236,28 @@ class ToolExecutor:
         async with self._call(trajectory):
             return await self._leased(trajectory, network=network, image=image, limits=limits)
 
+    def holds(self, trajectory_id: str) -> bool:
+        """Whether the trajectory has a slot."""
+        trajectory = self._trajectories.get(trajectory_id)
+        return trajectory is not None and trajectory.slot is not None
+
+    async def view(self, trajectory_id: str, folders: Sequence[str]) -> None:
+        """Run the trajectory's later calls in a view of its slot; see `Slot.view`.
+
+        Background processes and sessions of the slot go on, but tools know of them no more.
+
+        Raises:
+            NotSupported: a folder can't be shown.
+            SandboxError: the slot is lost.
+        """
+        trajectory = self._trajectory(trajectory_id)
+        async with self._call(trajectory):
+            slot = await self._leased(trajectory)
+            await self._finish_kept(trajectory)
+            trajectory.recorded = trajectory.recordings()
+            trajectory.state.clear()
+            await slot.view(folders)
+
     async def start_from(self, trajectory_id: str, snapshot: Any) -> Any:
         """Lease the trajectory's slot as a fork of a snapshot.
 
@@ -340,6 +362,12 @@ class ToolExecutor:
 
     async def _put_away(self, trajectory: TrajectoryState) -> None:
         """Let tools finish what they kept, while the slot is still there, and write the recordings."""
+        await self._finish_kept(trajectory)
+        recordings = trajectory.recordings()
+        if recordings and self.config.recordings_dir is not None:
+            await asyncio.to_thread(write_recordings, self.config.recordings_dir, trajectory.id, recordings)
+
+    async def _finish_kept(self, trajectory: TrajectoryState) -> None:
         scope = ToolScope(trajectory.id, "release", self.config.limits, trajectory.state, trajectory.slot)
         for kept in trajectory.kept() if trajectory.broken is None else ():
             try:
@@ -349,9 +377,6 @@ class ToolExecutor:
                 _log.info("release of %s: a tool could not finish: %s", trajectory.id, error)
             except Exception:
                 _log.exception("release of %s: what a tool kept could not be finished", trajectory.id)
-        recordings = trajectory.recordings()
-        if recordings and self.config.recordings_dir is not None:
-            await asyncio.to_thread(write_recordings, self.config.recordings_dir, trajectory.id, recordings)
 
     # ------------------------------------------------------------------------------------------------ turns
 

@@ -37,6 +37,8 @@ class TrajectoryState:
     )
 
     answered_chars: int = 0
+    recorded: dict[str, str] = field(default_factory=dict[str, str])
+    """Recordings of sessions that were there before a view was opened."""
 
     @property
     def empty(self) -> bool:
@@ -49,7 +51,7 @@ class TrajectoryState:
 
     def recordings(self) -> dict[str, str]:
         """Recorded terminals by session id, as asciinema v2 text."""
-        return {name: text for kept in self.kept() for name, text in kept.recordings().items()}
+        return self.recorded | {name: text for kept in self.kept() for name, text in kept.recordings().items()}
 
     def remember(self, call: ToolCall, result: ToolResult | None) -> None:
         """Keep a call's result (None: it was given up) for the case that it is sent again."""

@@ -46,6 +46,7 @@ from atropos.envs.hermes.result import HermesResult
 from atropos.envs.hermes.tool_context import ToolContext
 from atropos.envs.running.hooks import HOOK_CODE
 from atropos.envs.running.rollout import Rollout, checked_score
+from atropos.envs.running.verification import Verification
 from atropos.envs.sandbox_env import Member, SandboxEnv
 from atropos.errors import ConfigError, LeaseExpired
 from atropos.slots import Snapshot
@@ -195,6 +196,7 @@ class HermesAgentBaseEnv(SandboxEnv):
         """Set up, act, reward; see `SandboxEnv.run_trajectory`."""
         started = time.perf_counter()
         tools = self.tools_of(member.group)
+        verification = Verification(self.executor, trajectory_id, self.config)
         if type(self).setup_rollout is not HermesAgentBaseEnv.setup_rollout:
             preparing = ToolContext(self.executor, trajectory_id, limit=self._calls, setup=True)
             await self.hooks.call(
@@ -203,6 +205,7 @@ class HermesAgentBaseEnv(SandboxEnv):
                 calls=preparing,
                 setup=True,
             )
+            await verification.settle()
         prompt = await self.hooks.call("format_prompt", lambda: self.format_prompt(item))
         async with self._lifetime_of(trajectory_id) as execute:
             agent = AtroposAgent(
@@ -218,6 +221,7 @@ class HermesAgentBaseEnv(SandboxEnv):
                 result = HermesResult(await agent.run(prompt))
         acted = time.perf_counter()
         self._record_errors(result)
+        await verification.open()
         ctx = ToolContext(self.executor, trajectory_id, limit=self._calls)
         async with self._rewards:
             reward = await self.hooks.call(

@@ -65,6 +65,9 @@ class StandInExecutor:
             self.fault(trajectory_id, tool_call)
         return ToolResult(success=True, output=f"ran {tool_call.arguments}", exit_code=0)
 
+    def holds(self, trajectory_id: str) -> bool:
+        return False  # no view can be opened of its slots
+
     def acquire_s(self, trajectory_id: str) -> float:
         return 0.001 if trajectory_id in self.live else 0.0
 

@@ -12,6 +12,7 @@ from atropos.tasks.archive import Context, changed_mode, pack, unpack_steps
 from atropos.tasks.folder import load_task, load_tasks, read_tasks
 from atropos.tasks.limits import Fit, Room, fit
 from atropos.tasks.recipe import PATH, Copy, Download, Folder, Run, StepSettings
+from atropos.tasks.verifier_mode import choose
 from atropos.wire import LeaseLimits
 
 EXAMPLES = Path(__file__).resolve().parents[3] / "examples" / "tasks"
@@ -544,7 +545,7 @@ def test_unknown_keys_are_listed_and_empty_tables_are_fine(folder):
     )
     task = load_task(folder)
     assert [text.split()[0] for text in task.warnings] == ["frobnicate", "verifier.timout_sec"]
-    assert task.config.verifier.mode == "shared"
+    assert choose(task).mode == "view"
 
 
 def test_variables_of_this_machine_are_given_by_name_only(folder):

@@ -1,0 +1,102 @@
+"""Hooks verify in a view: what the agent left rewrites neither hidden tests nor the machine, and its servers answer."""
+
+from __future__ import annotations
+
+import pytest
+
+from atropos.envs import AgentEnv, AgentEnvConfig
+from atropos.tools import ToolCall
+from tests.e2e.hermes_support import call, groups, make, running_policy, script
+from tests.e2e.test_hermes import Env as HermesEnv
+
+REWRITES = (
+    "cat > d.sh <<'END'\nwhile :; do for f in hidden.sh /tmp/hidden.sh; do [ -e $f ] && echo 'echo 42' > $f; done; done\nEND\n"
+    "for i in 1 2; do (setsid bash d.sh >/dev/null 2>&1 &); done"
+)
+SERVES = "echo 42 > answer; (setsid python3 -m http.server 8125 >/dev/null 2>&1 &); sleep 1"
+FETCHES = "python3 -I -c \"import urllib.request as u; print(u.urlopen('http://127.0.0.1:8125/answer').read().decode(), end='')\""
+MACHINE = "printf '#!/usr/bin/python3\\nprint(42)\\n' > /b; chmod +x /b; cp /b /usr/bin/cat; cp /b /usr/local/bin/cat; echo 41 > answer"
+HIDDEN = "sleep 0.3; cat answer 2>/dev/null || echo none"
+
+
+@pytest.fixture
+async def policy(tmp_path):
+    async with running_policy(tmp_path) as running:
+        yield running
+
+
+class Agent(AgentEnv):
+    """Items are what the agent runs; the score is whether the hidden test, written after it has ended, prints 42."""
+
+    name = "hidden"
+    test = HIDDEN
+    path = "hidden.sh"
+
+    async def setup_agent_env(self):
+        self.items = iter(self.work)
+
+    async def get_next_item(self):
+        work = next(self.items, None)
+        return None if work is None else {"name": work[:20], "work": work}
+
+    def build_task(self, item):
+        return script({"calls": [call("terminal", command=item["work"])]}, "done")
+
+    async def setup_trajectory_workspace(self, item, *, trajectory_id, exec_tool):
+        await exec_tool(ToolCall(name="terminal", arguments={"command": "echo ready > /etc/prepared"}))
+        return {}
+
+    async def verify_and_score_trajectory(self, item, final_response, *, trajectory_id, exec_tool, agent_result):
+        await exec_tool(ToolCall(name="write_file", arguments={"path": self.path, "content": self.test}))
+        done = await exec_tool(
+            ToolCall(name="terminal", arguments={"command": f"sleep 0.2; cat /etc/prepared && bash {self.path}"})
+        )
+        return float(done.output == "ready\n42\n"), {"said": done.output}
+
+
+async def scores(policy, tmp_path, work, test=HIDDEN, path="hidden.sh", **settings):
+    cls = type("Agent", (Agent,), {"work": work, "test": test, "path": path})
+    env = make(cls, policy, tmp_path, [], config_cls=AgentEnvConfig, tool_pool_mode="local", **settings)
+    env.n_groups_to_process = -1
+    await env.process_manager()
+    return [group["scores"] for group in groups(tmp_path)]
+
+
+@pytest.mark.parametrize("path", ["hidden.sh", "/tmp/hidden.sh"])
+async def test_a_daemon_rewrites_no_hidden_test(policy, tmp_path, path):
+    assert await scores(policy, tmp_path, [REWRITES] * 3, path=path) == [[0, 0]] * 3
+
+
+async def test_honest_work_scores_beside_a_daemon_and_after_changes_to_the_machine(policy, tmp_path):
+    honest = [f"{REWRITES}; echo 42 > answer", "echo 42 > answer; rm -rf /usr/bin/cat /etc"]
+    assert await scores(policy, tmp_path, honest) == [[1, 1]] * 2
+
+
+async def test_programs_of_the_machine_are_not_the_agents(policy, tmp_path):
+    assert await scores(policy, tmp_path, [MACHINE]) == [[0, 0]]
+
+
+async def test_a_server_of_the_agent_answers(policy, tmp_path):
+    assert await scores(policy, tmp_path, [SERVES], test=FETCHES) == [[1, 1]]
+
+
+async def test_by_name_a_hook_verifies_in_the_agents_own_slot(policy, tmp_path):
+    work = ["echo 42 > /tmp/there; (sleep 1000 &)"]
+    test = "cat /tmp/there; ! pgrep -x sleep"
+    assert await scores(policy, tmp_path, work, test=test, verifier_mode="shared") == [[1, 1]]
+
+
+async def test_a_reward_function_sees_the_view(policy, tmp_path):
+    class Env(HermesEnv):
+        async def judge(self, item, result, ctx):
+            ctx.write_file("hidden.sh", HIDDEN)
+            return float(ctx.terminal("sleep 0.2; bash hidden.sh")["output"] == "42\n")
+
+    rows = [
+        {"prompt": script({"calls": [call("terminal", command=work)]}, "done")}
+        for work in [REWRITES] * 3 + [MACHINE, "echo 42 > answer"]
+    ]
+    env = make(Env, policy, tmp_path, rows)
+    env.n_groups_to_process = -1
+    await env.process_manager()
+    assert sorted(sum(group["scores"]) for group in groups(tmp_path)) == [0, 0, 0, 0, 2]
