@@ -83,7 +83,6 @@ class SweEnv(HermesAgentBaseEnv):
 
     async def compute_reward(self, item: Any, result: Any, ctx: ToolContext) -> float:
         """Take the agent's diff, call the patched solution in a fresh slot, and compare its answers here."""
-        ctx.quiesce()  # nothing that the agent left running changes files meanwhile
         diff = ctx.terminal(DIFF, timeout=60)
         if diff["exit_code"] != 0 or "truncated" in diff:
             return 0.0

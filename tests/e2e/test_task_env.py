@@ -66,7 +66,7 @@ async def test_a_task_from_setup_to_reward(policy, tmp_path, fork_setup):
 
 
 @shows("verifier_mode")
-@pytest.mark.parametrize(("mode", "score"), [("shared", 1.0), ("separate", 0.0)])
+@pytest.mark.parametrize(("mode", "score"), [("shared", 1.0), ("view", 0.0), ("separate", 0.0)])
 async def test_the_verifier_runs_where_it_is_told_to(policy, tmp_path, mode, score):
     plant = script({"calls": [call("terminal", command="echo x > /etc/planted")]}, "done")
     task(tmp_path, "t", prompt=plant, test="test -e /etc/planted; echo $((1 - $?)) > /logs/verifier/reward.txt")
@@ -103,7 +103,7 @@ async def test_an_agent_that_leaves_its_verifier_without_a_reward_scores_0(polic
         "t",
         prompt=script({"calls": [call("terminal", command=trick, timeout=60)]}, "done"),
         test="set -e; [ ! -e out ] || cat out > answer; cat /proc/uptime > x; echo 0.5 > /logs/verifier/reward.txt",
-        toml="[verifier]\ntimeout_sec = 5.0\n",
+        toml='[verifier]\ntimeout_sec = 5.0\nenvironment_mode = "shared"\n',  # in a view most of them hinder nothing
     )
     found, env = await run(policy, tmp_path, slot_inodes=2000, slot_disk_mib=16)
     assert found["t"]["scores"] == [0.0, 0.0]

@@ -42,7 +42,7 @@ class Verification:
         Raises:
             SandboxError: the slot was lost.
         """
-        if not self._view:
+        if not self._view or not self._executor.holds(self._trajectory):
             return None
         slot: Slot = await self._executor.slot(self._trajectory)
         reason = "set-up left programs running, which settling would end"

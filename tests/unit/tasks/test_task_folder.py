@@ -587,3 +587,23 @@ def test_steps_inherit_from_the_task_and_add_their_own(folder):
     assert one.tests == (folder / "tests",)
     assert two.tests == (folder / "tests", folder / "steps/two/tests")
     assert two.config.verifier.env == {"A": "1"}
+
+
+@pytest.mark.parametrize(
+    ("toml", "solution", "mode"),
+    [
+        ("", "echo 42 > answer; /usr/bin/python3 run.py", "view"),
+        ("", "apt-get install -y nginx", "shared"),
+        ("", "pip3 install --user numpy", "shared"),
+        ("", "echo x >> /etc/hosts", "shared"),
+        ("artifacts = ['/var/www']", "echo x > /var/www/index.html", "view"),
+        ("[verifier]\nenvironment_mode = 'shared'", "echo 42 > answer", "shared"),
+        ("[verifier]\nenvironment_mode = 'view'", "apt-get install -y nginx", "view"),
+        ("[verifier]\nenvironment_mode = 'separate'", "echo 42 > answer", "separate"),
+    ],
+)
+def test_tests_run_in_a_view_unless_the_solution_changes_the_machine(folder, toml, solution, mode):
+    (folder / "task.toml").write_text(toml)
+    (folder / "solution").mkdir(exist_ok=True)
+    (folder / "solution" / "solve.sh").write_text(f"#!/bin/bash\n{solution}\n")
+    assert choose(load_task(folder)).mode == mode
