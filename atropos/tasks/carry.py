@@ -55,7 +55,7 @@ async def carry_out(slot: Slot, path: str) -> Carried | None:
         if seen.size > MAX_ARTIFACT_BYTES:
             raise VerifierFailed(f"the artifact {path} can't be carried over: {seen.size} bytes")
         return Carried(await slot.read_file(path), seen.mode & 0o777)
-    if isinstance(seen, wire.OpError) and seen.error == "not_found":
+    if isinstance(seen, wire.OpError) and seen.error in {"not_found", "not_directory"}:
         return None
     return Carried(await _pack_folder(slot, path), None)
 
