@@ -257,7 +257,8 @@ class _Run:
         progress: Progress | None,
         mode: Literal["task"] | Mode,
     ) -> None:
-        self.images, self.pool, self.progress, self.mode = images, images.pool, progress, mode
+        self.images, self.pool, self.progress = images, images.pool, progress
+        self.mode: Literal["task"] | Mode = mode
         self.task, self.agent, self.config = task, agent, config
         self.image = ""
         self.slot: Slot | None = None
