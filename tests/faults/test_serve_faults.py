@@ -155,7 +155,6 @@ async def test_every_item_is_accounted_for_and_none_is_scored_by_a_fault(tmp_pat
         trainer = await stack.enter_async_context(Trainer(api.url, batch_size=2 * MEMBERS))
         env = await stack.enter_async_context(env_process(tmp_path, policy, api_url, tools_url))
         killing = asyncio.create_task(kill_containers(env, killed))
-        descendants: set[int] = set()
         started = time.monotonic()
 
         async def take() -> bool:
@@ -168,9 +167,9 @@ async def test_every_item_is_accounted_for_and_none_is_scored_by_a_fault(tmp_pat
         while time.monotonic() - started < SECONDS or not received:
             assert env.returncode is None, (tmp_path / "env.log").read_text()[-3000:]
             if not await take():
-                descendants |= children(env.pid)
                 await asyncio.sleep(0.2)
         killing.cancel()
+        descendants = children(env.pid)
         env.terminate()
         async with asyncio.timeout(60):
             assert await env.wait() == 128 + signal.SIGTERM
