@@ -139,13 +139,16 @@ def config(tmp_path, **settings):
 
 
 @shows("task_images")
-def test_an_image_that_nothing_stands_in_for_is_refused_by_name(tmp_path):
+async def test_an_image_that_can_not_be_had_is_named_before_anything_runs(policy, tmp_path):
     task(tmp_path, "t")
-    (tmp_path / "tasks/t/environment/Dockerfile").write_text("FROM alpine:3\nWORKDIR /workspace\n")
-    with pytest.raises(ConfigError, match=r"'alpine:3'; name it in task_images"):
-        TaskEnv(config(tmp_path), [])
-    with pytest.raises(ConfigError, match="tokenizer"):  # the next thing that is wrong
-        TaskEnv(config(tmp_path, task_images="debian*,alpine:3"), [])
+    nowhere = "127.0.0.1:1/nowhere:3"
+    (tmp_path / "tasks/t/environment/Dockerfile").write_text(f"FROM {nowhere}\nWORKDIR /workspace\n")
+    with pytest.raises(ConfigError, match=nowhere):
+        await run(policy, tmp_path)
+    with pytest.raises(ConfigError, match="the image of no task can be had"):
+        await run(policy, tmp_path, skip_bad_tasks=True)
+    found, _ = await run(policy, tmp_path, task_images=f"debian*,{nowhere}")
+    assert found["t"]["scores"] == [1.0, 1.0]
 
 
 def test_what_slots_do_not_give_is_refused_by_name(tmp_path):

@@ -16,7 +16,7 @@ from atropos.config import ServerConfig, SlotLimits
 from atropos.errors import ConfigError, ImageUnavailable, IsolationUnavailable, NotSupported, SandboxError
 from atropos.images.reference import POOL_BASE
 from atropos.sandbox.boot import root_phase
-from atropos.sandbox.contract import Layer
+from atropos.sandbox.contract import Layer, Sandbox
 from atropos.sandbox.host import bwrap, egress_supervisor, kernel_bounds, prestart, runtime, skeleton, views, volumes
 from atropos.sandbox.host.slot import SlotSandbox
 from atropos.sandbox.host.slot_network import SlotNetwork
@@ -183,9 +183,10 @@ class SlotHost:
         return sandbox
 
     async def view(
-        self, of: SlotSandbox, name: str, layers: Sequence[Layer], base: str | None, folders: Sequence[str]
+        self, of: Sandbox, name: str, layers: Sequence[Layer], base: str | None, folders: Sequence[str]
     ) -> SlotSandbox:
         """Start a view of a slot; see `contract.Host.view`."""
+        assert isinstance(of, SlotSandbox)
         sandbox = await self.start(name, network=of.network.wanted, limits=of.limits, joins=of.network)
         try:
             await sandbox.stand_on(layers, base, view=views.View(of.layer_paths, tuple(folders), self._empty))
