@@ -52,4 +52,4 @@ bench: setup  ## measure, beside fork+exec, a fresh bwrap and SWE-ReX in the sam
 	@$(RUN) python -m benchmarks $(ARGS)
 
 clean:  ## remove what the targets made in this folder
-	@rm -rf .venv .pytest_cache .ruff_cache .hypothesis .import_linter_cache site dist data runs bench-results .coverage*
+	@rm -rf .venv .peers .pytest_cache .ruff_cache .hypothesis .import_linter_cache site dist data runs bench-results .coverage*

@@ -8,3 +8,5 @@ ruff check .
 lint-imports --no-cache >/tmp/lint-imports.$$ 2>&1 || { cat /tmp/lint-imports.$$; rm -f /tmp/lint-imports.$$; exit 1; }
 rm -f /tmp/lint-imports.$$
 pyright --pythonpath .venv/bin/python
+bash scripts/peers.sh
+pyright -p scripts/pyright-peers.json

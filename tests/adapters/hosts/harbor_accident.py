@@ -1,0 +1,19 @@
+"""A Harbor environment whose container is killed while the fifth trial's agent works."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+from atropos.adapters.harbor import AtroposEnvironment
+
+
+class AccidentEnvironment(AtroposEnvironment):
+    started = 0
+
+    async def exec(self, command, *args, **kwargs):
+        if "solve.sh" in command and "chmod" not in command:
+            AccidentEnvironment.started += 1
+            if AccidentEnvironment.started == 5:
+                os.kill(int(self._held.container.partition("-")[0]), signal.SIGKILL)
+        return await super().exec(command, *args, **kwargs)

@@ -1,0 +1,40 @@
+"""inspect_ai's own self-check and tool support on slots; run by tests/adapters/test_inspect_ai.py in the peers' environment."""
+
+from __future__ import annotations
+
+import pytest
+import pytest_asyncio
+from inspect_ai.util._sandbox.self_check import *  # noqa: F403
+
+from atropos.adapters.inspect_ai import AtroposSandbox, AtroposSandboxConfig
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+CONFIG = AtroposSandboxConfig(user="nobody", pool={"backend": "local", "slots_per_container": 2, "max_containers": 1})
+
+
+@pytest_asyncio.fixture(loop_scope="module", scope="module")
+async def sandbox_env():
+    await AtroposSandbox.task_init("check", CONFIG)
+    environments = await AtroposSandbox.sample_init("check", CONFIG, {})
+    yield environments["default"]
+    await AtroposSandbox.sample_cleanup("check", CONFIG, environments, interrupted=False)
+    await AtroposSandbox.task_cleanup("check", CONFIG, cleanup=True)
+
+
+async def test_root_can_switch_users(sandbox_env):
+    from inspect_ai.tool._sandbox_tools_utils.sandbox import resolve_root_access
+
+    access = await resolve_root_access(sandbox_env)
+    assert access.state == "usable", access
+
+
+async def test_tools_are_injected_and_a_remote_process_streams(sandbox_env):
+    from inspect_ai.util._sandbox.events import SandboxEnvironmentProxy
+
+    process = await SandboxEnvironmentProxy(sandbox_env).exec_remote(
+        ["sh", "-c", "echo one; sleep 0.5; echo two >&2; whoami; exit 3"]
+    )
+    events = [event async for event in process]
+    text = {kind: "".join(e.data for e in events if e.type == kind) for kind in ("stdout", "stderr")}
+    assert text == {"stdout": "one\nnobody\n", "stderr": "two\n"}
+    assert events[-1].exit_code == 3

@@ -1,0 +1,42 @@
+"""Running the packages that adapters serve, from their own environment (scripts/peers.sh)."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+HOSTS = Path(__file__).parent / "hosts"
+BIN = ROOT / ".peers" / "bin"
+
+
+def needs(program: str) -> pytest.MarkDecorator:
+    """Skips a module whose package isn't installed."""
+    return pytest.mark.skipif(not (BIN / program).exists(), reason=f"no {program}: scripts/peers.sh installs it")
+
+
+def run(program: str, *arguments: str | Path, folder: Path, **variables: str) -> str:
+    """What a peer's program prints; it ends with 0 and leaves no sandbox server behind."""
+    environment = {"PYTHONPATH": f"{ROOT}:{HOSTS}", "LITELLM_LOCAL_MODEL_COST_MAP": "True", **variables}
+    with subprocess.Popen(
+        [BIN / program, *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        cwd=folder,
+        env=os.environ | environment,
+        start_new_session=True,
+    ) as process:
+        output, _ = process.communicate(timeout=280)
+    assert process.returncode == 0, output
+    assert servers_of(process.pid) == [], output
+    return output
+
+
+def servers_of(session: int) -> list[str]:
+    """Processes whose environment or session is that of a program that has ended."""
+    listed = subprocess.run(["ps", "-eo", "sid=,args="], capture_output=True, text=True, check=True).stdout
+    return [line for line in listed.splitlines() if int(line.split()[0]) == session]

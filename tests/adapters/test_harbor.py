@@ -1,0 +1,64 @@
+"""Harbor on slots: its oracle agent over twenty tasks by its command line, and a container that is killed meanwhile."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.adapters.peers import ROOT, needs, run
+
+pytestmark = needs("harbor")
+
+
+@pytest.fixture(name="tasks")
+def tasks_fixture(tmp_path: Path) -> Path:
+    """The example tasks, verified where the agent worked: for Harbor a separate verifier gets listed artifacts alone."""
+    folder = tmp_path / "tasks"
+    shutil.copytree(ROOT / "examples/tasks", folder)
+    for file in folder.glob("*/task.toml"):
+        lines = [line for line in file.read_text().splitlines() if not line.startswith("environment_mode")]
+        file.write_text("\n".join(lines))
+    return folder
+
+
+def rewards(tasks: Path, environment: str) -> tuple[list[float], int]:
+    """Rewards of trials that have one, and how many have an exception and none."""
+    folder = tasks.parent
+    options = ("--ek", "backend=local", "--ek", "slots_per_container=4", "--ek", "max_containers=1", "-n", "4", "-q")
+    run(
+        "harbor",
+        "run",
+        "-p",
+        tasks,
+        "-a",
+        "oracle",
+        "--env",
+        environment,
+        *options,
+        "-o",
+        folder / "jobs",
+        folder=folder,
+    )
+    given, failed = [], 0
+    for file in (folder / "jobs").glob("*/*/result.json"):
+        result = json.loads(file.read_text())
+        reward = (result.get("verifier_result") or {}).get("rewards")
+        if result.get("exception_info"):
+            failed += 1
+            assert reward is None, result
+        else:
+            given.append(reward["reward"])
+    return given, failed
+
+
+def test_the_oracle_scores_one_in_every_task(tasks: Path) -> None:
+    assert rewards(tasks, "atropos.adapters.harbor:AtroposEnvironment") == ([1.0] * 20, 0)
+
+
+def test_a_killed_container_is_an_exception_and_no_reward(tasks: Path) -> None:
+    given, failed = rewards(tasks, "harbor_accident:AccidentEnvironment")
+    assert failed >= 1
+    assert given == [1.0] * (20 - failed)
