@@ -8,11 +8,10 @@ import tarfile
 import tempfile
 import uuid
 from pathlib import Path
-from typing import Any
+from typing import Any, override
 
 from harbor.environments.base import BaseEnvironment, ExecResult, transfer_tar_filter
 from harbor.environments.capabilities import EnvironmentCapabilities, EnvironmentResourceCapabilities
-from typing_extensions import override
 
 from atropos.adapters.sharing import SharedPool, shared_pool
 from atropos.errors import ConfigError

@@ -14,7 +14,12 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[3]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-EXTRAS = {"atropos/envs": "env", "atropos/testing": "testing"}
+EXTRAS = {
+    "atropos/envs": "env",
+    "atropos/testing": "testing",
+    "atropos/adapters/harbor": "harbor",
+    "atropos/adapters/inspect": "inspect",
+}
 """Folders whose imports an extra may bring; those of atropos/api that belong to one are imported inside functions."""
 OPTIONAL = {"web", "mcp"}
 ALTERNATIVES = {"seccomp": "pyseccomp"}
