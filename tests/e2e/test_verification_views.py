@@ -86,6 +86,18 @@ async def test_by_name_a_hook_verifies_in_the_agents_own_slot(policy, tmp_path):
     assert await scores(policy, tmp_path, work, test=test, verifier_mode="shared") == [[1, 1]]
 
 
+@pytest.mark.parametrize(("folders", "score"), [(["/workspace"], 0), (["/workspace", "/root"], 1)])
+async def test_a_view_shows_the_folders_that_are_listed(policy, tmp_path, folders, score):
+    found = await scores(
+        policy, tmp_path, ["echo 42 > /root/answer"], test="cat /root/answer 2>&1", verifier_folders=folders
+    )
+    assert found == [[score, score]]
+
+
+async def test_quiesced_the_agents_programs_have_ended_before_the_view_opens(policy, tmp_path):
+    assert await scores(policy, tmp_path, [SERVES], test=FETCHES, verifier_quiesce=True) == [[0, 0]]
+
+
 async def test_a_reward_function_sees_the_view(policy, tmp_path):
     class Env(HermesEnv):
         async def judge(self, item, result, ctx):

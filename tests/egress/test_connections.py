@@ -45,6 +45,7 @@ async def proxied(*, budget: int = 1 << 40, connections: int = 8) -> AsyncIterat
     listener = socket.create_server(("127.0.0.1", 0))
     proxy = Proxy(Anything((), ()), slots=1)
     await proxy.add(1, listener, budget, connections)
+    proxy.narrow(1, None)
     try:
         yield proxy, listener.getsockname()[1], f"127.0.0.1:{server.sockets[0].getsockname()[1]}", asked
     finally:

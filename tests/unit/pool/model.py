@@ -40,7 +40,7 @@ class ModelServer:
     foreign: int = 0
     requests: list[wire.LeaseRequest] = field(default_factory=list)
     clients: list[ModelClient] = field(default_factory=list)
-    snapshots: set[str] = field(default_factory=set)
+    snapshot_store: set[str] = field(default_factory=set)
 
     @property
     def free(self) -> int:
@@ -57,7 +57,7 @@ class ModelServer:
             return self.leases[request.lease_id]
         if self.refuse:
             raise self.refuse
-        if request.snapshot is not None and request.snapshot not in self.snapshots:
+        if request.snapshot is not None and request.snapshot not in self.snapshot_store:
             raise SandboxError("no such snapshot")
         if self.free <= 0 or self.draining:
             raise PoolFull("full")

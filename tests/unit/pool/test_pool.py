@@ -497,7 +497,7 @@ async def test_forks_that_find_no_room_take_their_snapshot_along_once_and_outliv
             assert backend.servers[fork.container] is other
         await snapshot.drop()
         await settled()
-        assert other.snapshots == set()
+        assert other.snapshot_store == set()
         with pytest.raises(SlotLost, match="dropped"):
             await pool.acquire("f", snapshot=snapshot)
 

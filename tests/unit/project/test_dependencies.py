@@ -39,7 +39,8 @@ CORE = {normal(one) for one in PROJECT["dependencies"]}
 OF_EXTRA = {name: {normal(one) for one in listed} for name, listed in PROJECT["optional-dependencies"].items()}
 
 
-EXTRA_ONLY = set().union(*OF_EXTRA.values()) - CORE
+EXTRA_ONLY = set().union(*OF_EXTRA.values()) - CORE - {"typing-extensions"}
+"""pydantic brings typing-extensions to every installation."""
 
 
 def imported(source: str) -> set[str]:
