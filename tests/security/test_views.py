@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 
 import pytest
 
 from atropos.errors import NotSupported
+from atropos.tasks.folder import load_task
+from atropos.tasks.prepare import TaskImages
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
+TASK = Path(__file__).resolve().parents[2] / "examples/tasks/fix-ledger"
 SERVER = "cd /workspace; (setsid python3 -m http.server 8123 >/dev/null 2>&1 &); for i in $(seq 100); do (echo > /dev/tcp/127.0.0.1/8123) 2>/dev/null && exit; sleep 0.05; done; exit 1"
 FETCH = "python3 -I -c \"import urllib.request as u; print(u.urlopen('http://127.0.0.1:8123/answer').read().decode(), end='')\""
 
@@ -23,6 +27,14 @@ async def test_a_view_shows_the_workspace_and_nothing_else_that_was_written(pool
         await slot.view()
         assert (await slot.exec("cat answer sub/two /data/x/y")).output == "42\ns\nd\n"
         assert (await slot.exec("ls /etc/made /tmp/made")).exit_code != 0
+
+
+async def test_a_view_shows_what_an_image_has_in_the_folder(pool):
+    prepared = await TaskImages(pool).prepare(load_task(TASK))
+    async with pool.lease("agent", image=prepared.image) as slot:
+        await slot.exec("cd /workspace; ls; echo 42 > answer; rm ledger.py")
+        await slot.view(["/workspace"])
+        assert (await slot.exec("ls /workspace")).output == "answer\ntest_ledger.py\n"
 
 
 async def test_a_server_of_the_slot_answers_in_its_view(pool):

@@ -356,8 +356,8 @@ class SlotSandbox:
     @property
     def layer_paths(self) -> tuple[str, ...]:
         """Folders that its root is stacked of, topmost first."""
-        below = [layer.path for layer in self.layers]
-        return (self._volume.upper, *below, self._host.base(self._base).lower)
+        base = self._host.base(self._base)
+        return (self._volume.upper, *(layer.path for layer in self.layers), *base.layers, base.lower)
 
     def give_way(self) -> None:
         """From now on its programs get CPU time that others leave."""
