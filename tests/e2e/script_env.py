@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 from typing import Any
 
 from atropos.envs import AgentEnv
@@ -31,7 +32,7 @@ class ScriptEnv(AgentEnv):
     ) -> tuple[float, dict[str, Any]]:
         result = await exec_tool(ToolCall(name="terminal", arguments={"command": "cat answer"}))
         assert result.output == f"{item['name']}\n", result.output
-        member = trajectory_id.removesuffix("-r1").removesuffix("-r2").rpartition("-")[2]
+        member = re.sub(r"-r\d+$", "", trajectory_id).rpartition("-")[2]  # an attempt's number ends its id
         return float(int(member) % 2 == 0), {}
 
 

@@ -213,13 +213,15 @@ class CatchingEnv(NumberingEnv):
     """Its verification catches everything, and its sandbox is killed while it runs."""
 
     async def verify_and_score_trajectory(self, item, final_response, *, trajectory_id, exec_tool, agent_result):
-        check = ToolCall(name="terminal", arguments={"command": "sleep 0.2; cat answer"})
+        first = "-r" not in trajectory_id
+        # the first attempt's check ends with its sandbox, however late the kill comes
+        check = ToolCall(name="terminal", arguments={"command": f"sleep {120 if first else 0}; cat answer"})
         try:
             told = await exec_tool(NAMESPACE)
             async with asyncio.TaskGroup() as tasks:
                 written = tasks.create_task(exec_tool(check))
                 await asyncio.sleep(0.1)
-                if "-r" not in trajectory_id:
+                if first:
                     self.work.killed.add(trajectory_id)
                     kill_namespace(told.output.strip(), random.Random(trajectory_id))
         except Exception:

@@ -3,7 +3,8 @@
 A fifth of the sandboxes is killed, whole containers are, a fifth of the ToolServer's and of run-api's answers are refused
 or lost, and one generation in twenty (a fifth of all trajectories, by their turns) is broken off, refused, reset or never
 answered. The env process, run-api and the ToolServer are real.
-`ATROPOS_SERVE_S=N` goes on for N seconds (25 by default; 3600 is the hour that is run by hand).
+`ATROPOS_SERVE_S=N` goes on for N seconds (25 by default; 3600 is the hour that is run by hand), and until each kind of
+fault has struck.
 """
 
 from __future__ import annotations
@@ -38,6 +39,8 @@ from tests.faults.http_faults import HttpFaults
 
 ROOT = Path(__file__).resolve().parents[2]
 SECONDS = float(os.environ.get("ATROPOS_SERVE_S", "25"))
+STRUCK_S = 120.0
+"""How much longer a loaded machine gets until each kind of fault has struck."""
 CONTAINER_EVERY_S = 8.0 if SECONDS < 300 else 30.0
 ANSWER_S = 0.1 if SECONDS < 300 else 1.0
 """What a generation takes."""
@@ -139,7 +142,7 @@ def item_of(group: dict) -> str:
     return re.search(r"item-\d+", group["messages"][0][0]["content"] + group["messages"][0][1]["content"])[0]
 
 
-@pytest.mark.timeout(SECONDS + 240)
+@pytest.mark.timeout(SECONDS + STRUCK_S + 240)
 async def test_every_item_is_accounted_for_and_none_is_scored_by_a_fault(tmp_path):
     truth = Truth(tmp_path / "truth.jsonl")
     received: Counter[str] = Counter()
@@ -164,7 +167,10 @@ async def test_every_item_is_accounted_for_and_none_is_scored_by_a_fault(tmp_pat
                 received[item_of(group)] += 1
             return batch is not None
 
-        while time.monotonic() - started < SECONDS or not received:
+        def struck() -> bool:
+            return len(lossy_api.struck) == len(lossy_tools.struck) == 3 and bool(received and killed)
+
+        while (elapsed := time.monotonic() - started) < SECONDS or (elapsed < SECONDS + STRUCK_S and not struck()):
             assert env.returncode is None, (tmp_path / "env.log").read_text()[-3000:]
             if not await take():
                 await asyncio.sleep(0.2)
@@ -191,8 +197,8 @@ async def test_every_item_is_accounted_for_and_none_is_scored_by_a_fault(tmp_pat
     )
     assert sandboxes
     assert killed
-    assert lossy_api.struck
-    assert len(lossy_tools.struck) == 3
+    assert received
+    assert len(lossy_api.struck) == len(lossy_tools.struck) == 3
     assert not [entry for entry in journal if "twice" in entry], "a call ran twice"
     assert doubled <= counted["env/groups_maybe_sent_twice"]
     rest = set(given) - set(received) - dropped  # was under way when the env was ended
