@@ -7,6 +7,8 @@ scores it (truth 4).
 
 from __future__ import annotations
 
+import asyncio
+
 
 class SandboxError(Exception):
     """The infrastructure failed; nothing may be concluded about the model.
@@ -143,6 +145,15 @@ BY_CODE: dict[str, type[SandboxError]] = {
         ImageUnavailable,
     )
 }
+
+
+def code_of(error: BaseException) -> str:
+    """A failure's stable name, one of few: for metrics, what is no type of this module included."""
+    if isinstance(error, SandboxError | InferenceError):
+        return error.code
+    if isinstance(error, asyncio.CancelledError):
+        return "cancelled"
+    return "config_error" if isinstance(error, ConfigError) else "error"
 
 
 def from_code(code: str, message: str) -> SandboxError:

@@ -343,6 +343,19 @@ OpResult = Annotated[
 OP_RESULT: TypeAdapter[OpResult] = TypeAdapter(OpResult)
 
 
+def outcome(result: OpResult) -> str:
+    """A result in one word, for metrics: ok, failed (exit code), timeout, cancelled, limit, or error."""
+    if isinstance(result, OpError):
+        return "error"
+    if not isinstance(result, CommandResult):
+        return "ok"
+    if result.timed_out or result.cancelled:
+        return "timeout" if result.timed_out else "cancelled"
+    if result.limit is not None:
+        return "limit"
+    return "ok" if result.exit_code == 0 else "failed"
+
+
 # ---------------------------------------------------------------------------------------------------- frames on a stream
 
 

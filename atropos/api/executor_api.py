@@ -25,6 +25,7 @@ from atropos.api.executor_models import (
 )
 from atropos.api.http import Gate, Refusal, add_error_handlers, describe_auth
 from atropos.api.trajectories import OpenCall, Trajectories
+from atropos.metrics import CONTENT_TYPE, build_info, exposition
 from atropos.wire import Problem
 
 _ERRORS: dict[int | str, dict[str, Any]] = {
@@ -103,6 +104,13 @@ def _add_routes(app: FastAPI) -> None:
         """Whether the server takes trajectories."""
         trajectories = _of(request)
         return ExecutorHealth(status="draining" if trajectories.draining else "ok", trajectories=len(trajectories))
+
+    @app.get("/metrics", responses={401: {"model": Problem}, 200: {"content": {"text/plain": {}}}}, response_model=None)
+    async def metrics(request: Request) -> Response:
+        """The pool's and the tools' metrics, for Prometheus."""
+        executor = request.app.state.executor
+        families = [build_info(), *executor.metrics(), *executor.pool.metrics()]
+        return Response(exposition(families), headers={"Content-Type": CONTENT_TYPE})
 
     @app.get("/tools", responses={401: {"model": Problem}})
     async def tools(request: Request) -> ToolSchemas:

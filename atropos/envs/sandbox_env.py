@@ -475,9 +475,11 @@ class SandboxEnv(BaseEnv):
             await super().setup_wandb()
 
     def metrics_text(self) -> str:
-        """What wandb gets, and the pool's state, in Prometheus' text format."""
-        stats = None if self.pool is None else self.pool.stats()
-        return metrics_text(self.metrics, stats, self.config.wandb_name or "")
+        """The env's, its executor's and its pool's metrics, in Prometheus' text format."""
+        others = [] if self.pool is None else self.pool.metrics()
+        if self.backend.running:
+            others += self.executor.metrics()
+        return metrics_text(self.metrics, others, self.config.wandb_name or "")
 
     def close_files(self) -> None:
         """Close the JSONL and write its page. Idempotent."""

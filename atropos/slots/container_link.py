@@ -243,6 +243,7 @@ class ContainerLink:
         for slot in self.slots.values():
             slot.end(SlotLost(f"slot {slot.name} of container {self.container.id} is lost: {reason}"))
         state.counters.lost += len(self.slots)
+        state.counters.containers_lost += self.seat.key in state.fleet.seats and state.phase == "running"
         self.slots.clear()
         self.snapshots.clear()
         for ticket in state.fleet.leave(self.seat):

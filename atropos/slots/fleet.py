@@ -65,13 +65,19 @@ class Seat:
 
 @dataclass(eq=False, slots=True)
 class Ticket:
-    """One waiting acquire: of `mib` memory. `pin`: only this container will do (it holds the snapshot)."""
+    """One waiting acquire: of `mib` memory.
+
+    Attributes:
+        pin: only this container will do (it holds the snapshot).
+        waited: whether room was not there at once.
+    """
 
     seq: int
     mib: int
     pin: Seat | None = None
     waiting: bool = False
     seat: Seat | None = None
+    waited: bool = False
 
 
 @dataclass(eq=False)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import secrets
-from collections.abc import Mapping
+import time
+from collections.abc import AsyncGenerator, Mapping
 
 from atropos import wire
 from atropos.errors import ConfigError, PoolFull, SandboxError, SlotLost
@@ -58,7 +60,7 @@ class Grants:
         started = state.now()
         mib = state.config.room_mib(limits)
         ticket = state.fleet.ticket(snapshot.pin(mib) if snapshot else None, mib)
-        async with asyncio.timeout(timeout_s):
+        async with self._measured(ticket, snapshot, timeout_s):
             while True:
                 state.require_running()
                 if (link := await self._seat(ticket)) is not None:
@@ -79,6 +81,24 @@ class Grants:
                 if snapshot is not None:
                     ticket.pin = snapshot.pin(mib)
 
+    @contextlib.asynccontextmanager
+    async def _measured(self, ticket: Ticket, snapshot: Snapshot | None, timeout_s: float) -> AsyncGenerator[None]:
+        """An acquire's time limit, and its place in the metrics."""
+        counters = self._state.counters
+        started, result = time.perf_counter(), "ok"
+        try:
+            async with asyncio.timeout(timeout_s):
+                yield
+        except BaseException as error:
+            result = counters.failed(error)
+            raise
+        finally:
+            took = time.perf_counter() - started
+            if snapshot is not None:
+                counters.fork.observe(took, result)
+            else:
+                counters.acquire.observe(took, "cold" if ticket.waited else "warm", result)
+
     async def _seat(self, ticket: Ticket) -> ContainerLink | None:
         """Wait for a container with a slot for this ticket; one slot is reserved there then. None: it is gone again."""
         state = self._state
@@ -88,6 +108,7 @@ class Grants:
         try:
             state.serve()
             if ticket.seat is None and not future.done():
+                ticket.waited = True
                 self._look_for_room(ticket)
             await future
         except BaseException:

@@ -90,16 +90,17 @@ class PoolImages:
                 progress(link.container.id, state)
 
         within_s = self._state.config.prepare_timeout_s
-        try:
-            async with asyncio.timeout(within_s):
-                if name.startswith("atropos-build:"):
-                    return await self._built(link, name)
-                chunks = None if archive is None else archive.chunks
-                return await link.client.prepare(name, progress=report, archive=chunks)
-        except TimeoutError:
-            raise ImageUnavailable(f"image {name}: not prepared within {within_s:g} s: {seen[0]}") from None
-        except SlotLost as error:
-            raise ImageUnavailable(f"image {name}: its container ended: {error}") from error
+        with self._state.counters.measure(self._state.counters.prepare):
+            try:
+                async with asyncio.timeout(within_s):
+                    if name.startswith("atropos-build:"):
+                        return await self._built(link, name)
+                    chunks = None if archive is None else archive.chunks
+                    return await link.client.prepare(name, progress=report, archive=chunks)
+            except TimeoutError:
+                raise ImageUnavailable(f"image {name}: not prepared within {within_s:g} s: {seen[0]}") from None
+            except SlotLost as error:
+                raise ImageUnavailable(f"image {name}: its container ended: {error}") from error
 
     async def _built(self, link: ContainerLink, name: str) -> ImageInfo:
         """A built image, brought from another container's host if need be, after what it was built on."""

@@ -13,6 +13,7 @@ from typing import Any, Self
 
 from atropos import wire
 from atropos.errors import AcquireTimeout, BackendUnavailable, ConfigError, ImageUnavailable, SandboxError
+from atropos.metrics import Family
 from atropos.slots.backends import make_backend
 from atropos.slots.backends.base import Backend, Container
 from atropos.slots.call_stream import FrameLimit
@@ -25,7 +26,7 @@ from atropos.slots.keeper import Keeper
 from atropos.slots.slot import Slot
 from atropos.slots.snapshots import Snapshot
 from atropos.slots.state import SharedState
-from atropos.slots.stats import Percentiles, PoolStats
+from atropos.slots.stats import Percentiles, PoolStats, gauges
 from atropos.slots.task_owner import Tasks
 from atropos.wire import ImageInfo, LeaseLimits
 
@@ -334,6 +335,21 @@ class SlotPool:
             reset=Percentiles.of(counters.reset_s),
             trouble=self.trouble(),
         )
+
+    def metrics(self) -> list[Family]:
+        """The pool's metrics; `atropos.metrics.exposition` writes them for Prometheus."""
+        return [*gauges(self.stats(), self._containers()), *self._state.counters.families()]
+
+    def _containers(self) -> dict[str, int]:
+        """How many containers there are in each state, the same states each time."""
+        states: dict[str, int] = dict.fromkeys(("starting", "connecting", "ready", "draining", "ending", "dead"), 0)
+        for container in self.backend.containers():
+            state: str = container.state
+            if state == "running":
+                seat = self._state.fleet.seats.get(container.id)
+                state = "connecting" if seat is None else "ready" if seat.open else "draining"
+            states[state] += 1
+        return states
 
     @property
     def links(self) -> Mapping[str, ContainerLink]:

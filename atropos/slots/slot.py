@@ -6,6 +6,7 @@ import asyncio
 import io
 import logging
 import secrets
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import BinaryIO, Self
@@ -132,6 +133,8 @@ class Slot:
                 await asyncio.sleep(0.1 * 2**attempt)
                 continue
             link.state.counters.reset_s.append(result.reset_s)
+            if result.released:
+                link.state.counters.reset.observe(result.reset_s, "ok" if result.clean else "retired")
             self._returned(clean=result.clean and result.released)
             return
         await link.condemn(f"slot {self.name} could not be given back")
@@ -165,7 +168,18 @@ class Slot:
             raise type(self._over)(*self._over.args)
         if self.profile is not PLAIN:
             operation = self.profile.applied(operation)
-        return await self._link.client.call(self._lease, operation, call_id=call_id)
+        counters = self._link.state.counters
+        started = time.perf_counter()
+        result = "error"
+        try:
+            answer = await self._link.client.call(self._lease, operation, call_id=call_id)
+            result = wire.outcome(answer)
+            return answer
+        except BaseException as error:
+            result = counters.failed(error)
+            raise
+        finally:
+            counters.operation.observe(time.perf_counter() - started, operation.op, result)
 
     async def exec(
         self,
@@ -332,7 +346,9 @@ class Slot:
             operation = wanted()
             if self.profile is not PLAIN:
                 operation = operation.model_copy(update={"path": self.profile.path(operation.path)})
-            result = await file_streams.receive(self._link.client, self._lease, operation, write)
+            counters = self._link.state.counters
+            with counters.measure(counters.operation, operation.op):
+                result = await file_streams.receive(self._link.client, self._lease, operation, write)
             if isinstance(result, wire.OpError):
                 raise file_error(result, operation.path)
             if result is not None:
@@ -346,7 +362,9 @@ class Slot:
     ) -> wire.OpError | None:
         path = path if self.profile is PLAIN else self.profile.path(path)
         operation = wire.WriteStream(path=path, stream=stream_id(), tar=tar, mode=mode)
-        result = await file_streams.send(self._link.client, self._lease, operation, pieces)
+        counters = self._link.state.counters
+        with counters.measure(counters.operation, operation.op):
+            result = await file_streams.send(self._link.client, self._lease, operation, pieces)
         return result if isinstance(result, wire.OpError) else None
 
     async def write_file(

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import collections
+import contextlib
+import time
 from collections import deque
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field
+from collections.abc import Generator, Iterable, Mapping
+from dataclasses import asdict, dataclass
 from typing import Any
+
+from atropos.errors import AcquireTimeout, SandboxError, code_of
+from atropos.metrics import Family, Histogram, counter, gauge
 
 KEPT = 2048
 """Samples that percentiles are made of: the latest."""
@@ -67,13 +73,68 @@ class PoolStats:
         return asdict(self)
 
 
-@dataclass
 class Counters:
-    """What a pool counts as it goes; bounded."""
+    """What a pool counts as it goes, whatever becomes of its containers; bounded.
 
-    leases: int = 0
-    releases: int = 0
-    lost: int = 0
-    timeouts: int = 0
-    acquire_s: deque[float] = field(default_factory=lambda: deque[float](maxlen=KEPT))
-    reset_s: deque[float] = field(default_factory=lambda: deque[float](maxlen=KEPT))
+    Attributes:
+        acquire: by `start` (warm: room was there at once; cold: a container or a slot had to come) and result.
+        fork: the same for leases on a snapshot, by result.
+        prepare: an image in one container, by result.
+        operation: every operation in a slot, by its name and outcome.
+        reset: slots given back, as their servers measured it; retired where the sandbox could not be confirmed gone.
+        faults: infrastructure failures that callers met, by code.
+    """
+
+    def __init__(self) -> None:
+        self.leases = self.releases = self.lost = self.timeouts = self.containers_lost = 0
+        self.acquire_s = deque[float](maxlen=KEPT)
+        self.reset_s = deque[float](maxlen=KEPT)
+        self.acquire = Histogram("atropos_pool_acquire_seconds", "Time to lease an empty slot.", "start", "result")
+        self.fork = Histogram("atropos_pool_fork_seconds", "Time to lease a slot on a snapshot.", "result")
+        self.prepare = Histogram("atropos_pool_prepare_seconds", "Time to prepare an image in a container.", "result")
+        self.operation = Histogram(
+            "atropos_pool_operation_seconds", "Time of operations in slots, exec among them.", "operation", "result"
+        )
+        self.reset = Histogram("atropos_pool_reset_seconds", "Time to reset a slot after its lease.", "result")
+        self.faults = collections.Counter[str]()
+
+    @contextlib.contextmanager
+    def measure(self, histogram: Histogram, *labels: str) -> Generator[None]:
+        """Around what `histogram` measures: its last label is the result, `ok` or the failure's code."""
+        started = time.perf_counter()
+        try:
+            yield
+        except BaseException as error:
+            histogram.observe(time.perf_counter() - started, *labels, self.failed(error))
+            raise
+        histogram.observe(time.perf_counter() - started, *labels, "ok")
+
+    def failed(self, error: BaseException) -> str:
+        """Count a failure; its code."""
+        code = AcquireTimeout.code if isinstance(error, TimeoutError) else code_of(error)
+        if isinstance(error, SandboxError | TimeoutError):
+            self.faults[code] += 1
+        return code
+
+    def families(self) -> list[Family]:
+        """Everything that only grows."""
+        return [
+            counter("atropos_pool_leases_total", "Leases granted.", self.leases),
+            counter("atropos_pool_releases_total", "Leases given back.", self.releases),
+            counter("atropos_pool_leases_lost_total", "Leases that ended with their slot or container.", self.lost),
+            counter("atropos_pool_containers_lost_total", "Containers lost while connected.", self.containers_lost),
+            counter("atropos_pool_faults_total", "Infrastructure failures by code.", dict(self.faults), "code"),
+            *(each.family() for each in (self.acquire, self.fork, self.prepare, self.operation, self.reset)),
+        ]
+
+
+def gauges(stats: PoolStats, containers: Mapping[str, int]) -> list[Family]:
+    """What a pool is now; `containers`: how many by state."""
+    slots = {"free": stats.free, "leased": stats.leased, "retired": stats.retired}
+    return [
+        gauge("atropos_pool_containers", "Containers by state.", containers, "state"),
+        gauge("atropos_pool_containers_wanted", "Containers asked for.", stats.containers),
+        gauge("atropos_pool_slots", "Slots by state, those that other clients hold not among them.", slots, "state"),
+        gauge("atropos_pool_waiting", "Acquires that wait.", stats.waiting),
+        gauge("atropos_pool_snapshots", "Snapshots kept, one for each container that has it.", stats.snapshots),
+    ]

@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, create_model
 
 from atropos import wire
 from atropos.errors import ConfigError
+from atropos.metrics import Family
 from atropos.tools.arguments import Arguments, parameters
 from atropos.tools.models import ToolResult, ToolSchema
 
@@ -63,6 +64,10 @@ class ToolPool(Protocol):
 
     def bound_frames(self, max_batch_size: int) -> None:
         """Change the most calls in a frame."""
+        ...
+
+    def metrics(self) -> list[Family]:
+        """As `SlotPool.metrics`."""
         ...
 
 

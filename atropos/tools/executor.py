@@ -19,6 +19,7 @@ from atropos.errors import (
     SandboxError,
     SlotLost,
 )
+from atropos.metrics import Family, gauge
 from atropos.tools.arguments import BadArguments, check, check_encodable, coerce, parse_object
 from atropos.tools.base import Tool, ToolError, ToolPool, ToolScope, ToolSlot
 from atropos.tools.isolation import IsolationCheck
@@ -136,9 +137,14 @@ class ToolExecutor:
         trajectory = self._trajectory(trajectory_id)
         started = time.perf_counter()
         checked = self._check(call)
-        async with self._call(trajectory):
-            result = await self._run(trajectory, call, checked)
-        self._meter.count(call.name if call.name in self.tools else "(unknown)", result, time.perf_counter() - started)
+        name = call.name if call.name in self.tools else "(unknown)"
+        try:
+            async with self._call(trajectory):
+                result = await self._run(trajectory, call, checked)
+        except SandboxError as error:
+            self._meter.seconds.observe(time.perf_counter() - started, name, error.code)
+            raise
+        self._meter.count(name, result, time.perf_counter() - started)
         return result
 
     def _check(self, call: ToolCall) -> tuple[Tool, Any, dict[str, Any]] | ToolResult:
@@ -438,6 +444,13 @@ class ToolExecutor:
             running=sum(len(one.calls) for one in self._trajectories.values()),
             releasing=len(self._releases),
         )
+
+    def metrics(self) -> list[Family]:
+        """The executor's metrics; `atropos.metrics.exposition` writes them for Prometheus."""
+        return [
+            self._meter.seconds.family(),
+            gauge("atropos_tool_trajectories", "Trajectories that the executor holds.", len(self._trajectories)),
+        ]
 
     def __repr__(self) -> str:
         return f"<ToolExecutor {self._state}, {len(self._trajectories)} trajectories, {len(self.tools)} tools>"

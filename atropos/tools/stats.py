@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from atropos.metrics import Histogram
 from atropos.tools.models import ToolResult
 
 SAMPLES = 2048
@@ -39,9 +40,15 @@ class ExecutorStats:
 
 
 class Meter:
-    """Adds up calls; cheap enough for each one."""
+    """Adds up calls; cheap enough for each one.
+
+    Attributes:
+        seconds: every call, its wait for its turn and for the slot included, by tool and result: ok, error, or the code
+            of an infrastructure failure.
+    """
 
     def __init__(self) -> None:
+        self.seconds = Histogram("atropos_tool_call_seconds", "Time of tool calls.", "tool", "result")
         self._tools: dict[str, list[float]] = {}
         self._latest: deque[float] = deque(maxlen=SAMPLES)
 
@@ -53,6 +60,7 @@ class Meter:
         row[0] += 1
         row[1] += not result.success
         row[2] += seconds
+        self.seconds.observe(seconds, name, "ok" if result.success else "error")
         self._latest.append(seconds)
 
     def stats(self, *, trajectories: int, leased: int, broken: int, running: int, releasing: int) -> ExecutorStats:

@@ -15,6 +15,7 @@ from atropos.api.executor_api import create_executor_app
 from atropos.api.executor_models import ExecutorServerSettings
 from atropos.api.settings import ToolServerSettings
 from atropos.api.tool_server import create_app
+from atropos.metrics import CONTENT_TYPE
 from atropos.slots import SlotPool, SlotPoolConfig
 from atropos.tools import ToolCall, ToolExecutor, ToolExecutorConfig, build_tool_registry
 from tests.unit.api.conftest import until
@@ -57,6 +58,11 @@ async def test_trajectories_of_other_processes_run_in_slots_of_their_own(api: ht
     full = await api.post("/trajectories", json={})
     assert (full.status_code, full.json()["code"]) == (429, "acquire_timeout")
     assert int(full.headers["Retry-After"]) >= 1
+    metrics = await api.get("/metrics")
+    assert metrics.headers["content-type"] == CONTENT_TYPE
+    assert 'atropos_tool_call_seconds_count{tool="terminal",result="ok"} 2' in metrics.text
+    assert 'atropos_pool_slots{state="leased"} 2' in metrics.text
+    assert (await api.get("/metrics", headers={"Authorization": "Bearer wrong"})).status_code == 401
     await api.delete(one)
     again = await api.post("/trajectories", json={"trajectory_id": "again", "ttl_s": 0.5})
     assert again.status_code == 201

@@ -54,13 +54,14 @@ async def policy(tmp_path):
 
 
 def samples(text) -> dict[tuple[str, str], float]:
-    """(name, the label that isn't `env`) -> value."""
+    """(name, the values of the labels that aren't `env`) -> value; without the histograms' buckets."""
     found: dict[tuple[str, str], float] = {}
     for family in text_string_to_metric_families(text):
         assert family.documentation
         for sample in family.samples:
             assert sample.labels.pop("env") == "observed"
-            found[sample.name, next(iter(sample.labels.values()), "")] = sample.value
+            if not sample.name.endswith("_bucket"):
+                found[sample.name, " ".join(sample.labels.values())] = sample.value
     return found
 
 
@@ -116,7 +117,11 @@ async def test_wandb_offline_and_prometheus_tell_the_same_of_a_real_run(policy, 
     phases = {label: value for (name, label), value in end.items() if name == "atropos_env_phase_seconds_total"}
     assert set(phases) == {"setup", "model", "tools", "agent", "verify", "acquire", "reset"}
     assert all(phases[name] > 0 for name in ("model", "tools", "verify", "acquire", "reset"))
-    assert end["atropos_pool_acquire_seconds", "0.99"] >= end["atropos_pool_acquire_seconds", "0.5"] > 0
+    assert end["atropos_pool_acquire_seconds_count", "warm ok"] >= 4
+    assert end["atropos_pool_acquire_seconds_sum", "warm ok"] > 0
+    assert end["atropos_env_verify_seconds_count", "ok"] == end["atropos_env_trajectory_seconds_count", ""] == 4
+    assert end["atropos_tool_call_seconds_count", "terminal ok"] >= 2
+    assert during["atropos_env_in_flight", ""] >= 1
 
     # wandb's own process closes its file a moment after `wandb.finish`
     await until(lambda: sum("env/groups" in entry for entry in logged(tmp_path)) == 2, "wandb's file", 20)

@@ -328,6 +328,7 @@ class GroupCollector:
     def _count(self, rollout: Rollout) -> None:
         self._metrics.trajectories += 1
         self._metrics.scores.append(rollout.score)
+        self._metrics.trajectory_seconds.observe(rollout.seconds)
         self._metrics.stop_reasons[rollout.stop_reason] += 1
         for phase, seconds in rollout.phases.items():
             self._metrics.phases[phase] += seconds  # type: ignore[assignment]

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import inspect
 import logging
+import time
 from collections.abc import Awaitable, Callable, Generator, Iterator
 from types import CodeType, FrameType
 from typing import Protocol, TypeVar, cast
@@ -13,7 +14,7 @@ from typing import Protocol, TypeVar, cast
 from atropos.agent import PromptTooLong
 from atropos.envs.running.metrics import EnvMetrics
 from atropos.envs.running.rollout import GroupDropped, HookError, TaskFault
-from atropos.errors import ConfigError, InferenceError, SandboxError
+from atropos.errors import ConfigError, InferenceError, SandboxError, code_of
 from atropos.tools import ToolCall, ToolExecutor, ToolResult
 
 KNOWN = (SandboxError, InferenceError, ConfigError, HookError, PromptTooLong)
@@ -97,6 +98,10 @@ def failed_call(call: ToolCall, result: ToolResult) -> str:
     return f"{call.name} {str(command or call.arguments)[:200]!r} {what}: {tail or 'no output'}"
 
 
+VERIFYING = ("verify_and_score_trajectory", "compute_reward")
+"""Hooks that score a trajectory in its slot."""
+
+
 class Hooks:
     """Calls an env's hooks.
 
@@ -132,7 +137,19 @@ class Hooks:
             SandboxError, InferenceError, ConfigError: as the hook met them.
             HookError: the hook raised something else, or took too long. `TaskFault` where it prepares a workspace.
         """
-        kind = TaskFault if setup else HookError
+        started, result = time.perf_counter(), "ok"
+        try:
+            return await self._call(name, hook, calls, TaskFault if setup else HookError)
+        except BaseException as error:
+            result = error.code if isinstance(error, HookError | PromptTooLong) else code_of(error)
+            raise
+        finally:
+            if name in VERIFYING:
+                self._metrics.verify.observe(time.perf_counter() - started, result)
+
+    async def _call(
+        self, name: str, hook: Callable[[], Value | Awaitable[Value]], calls: Calls | None, kind: type[HookError]
+    ) -> Value:
         failure: SandboxError | HookError | None = None
         try:
             with self.guard(name, kind):

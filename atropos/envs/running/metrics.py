@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from atropos.envs.running.activity import Activity
+from atropos.metrics import Histogram
 
 KEPT = 20_000
 """Latency samples kept, the latest."""
@@ -34,6 +35,8 @@ class EnvMetrics:
         retries: new attempts of trajectories, by the failure's code.
         hook_errors: by hook.
         activity: the trajectories in flight.
+        verify: the verifying hook, by result: ok, or the failure's code.
+        trajectory_seconds: scored trajectories, from their slot to their score.
     """
 
     groups: int = 0
@@ -52,6 +55,12 @@ class EnvMetrics:
     call_s: deque[float] = field(default_factory=lambda: deque[float](maxlen=KEPT))
     scores: deque[float] = field(default_factory=lambda: deque[float](maxlen=KEPT))
     activity: Activity = field(default_factory=Activity)
+    verify: Histogram = field(
+        default_factory=lambda: Histogram("atropos_env_verify_seconds", "Time of the verifying hook.", "result")
+    )
+    trajectory_seconds: Histogram = field(
+        default_factory=lambda: Histogram("atropos_env_trajectory_seconds", "Time of scored trajectories.")
+    )
 
     def as_dict(self) -> dict[str, Any]:
         """Flat names and numbers, as wandb wants them."""

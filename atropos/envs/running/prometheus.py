@@ -7,88 +7,47 @@ import os
 from collections.abc import Callable, Iterable, Mapping
 
 from aiohttp import web
-from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
-from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
-from prometheus_client.registry import Collector
 
-from atropos.envs.running.metrics import EnvMetrics, percentile
+from atropos.envs.running.metrics import EnvMetrics
 from atropos.errors import ConfigError
-from atropos.slots.stats import PoolStats
+from atropos.metrics import CONTENT_TYPE, Family, build_info, counter, exposition, gauge
 
 _log = logging.getLogger(__name__)
 
 
-class _Numbers(Collector):
-    """One scrape's numbers."""
+def metrics_text(metrics: EnvMetrics, others: Iterable[Family], env: str) -> str:
+    """All numbers in Prometheus' text format, labelled with the env's name.
 
-    def __init__(self, metrics: EnvMetrics, pool: PoolStats | None, env: str) -> None:
-        self._metrics, self._pool, self._env = metrics, pool, env
-
-    def collect(self) -> Iterable[Metric]:
-        found = self._metrics
-        yield self._counter("groups", "complete groups", found.groups)
-        yield self._counter(
-            "groups_cancelled", "groups cancelled by the trainer's needs or at the end", found.cancelled_groups
-        )
-        yield self._counter("groups_dropped", "groups dropped whole", found.dropped, "reason")
-        yield self._counter("groups_unsent", "complete groups that are left out of batches", found.unsent, "reason")
-        yield self._counter(
-            "groups_maybe_sent_twice", "groups that the trajectory API may have taken twice", found.maybe_sent_twice
-        )
-        yield self._counter(
-            "verifier_zeros", "trajectories whose verifier gave no reward, scored 0", found.verifier_zeros
-        )
-        yield self._counter("trajectories", "scored trajectories", found.trajectories)
-        yield self._counter(
-            "trajectory_retries", "new attempts after an infrastructure failure", found.retries, "reason"
-        )
-        yield self._counter("trajectory_stops", "scored trajectories by what ended them", found.stop_reasons, "reason")
-        yield self._counter("hook_errors", "errors raised by the env's own code", found.hook_errors, "hook")
-        yield self._counter("tool_calls", "tool calls", found.calls)
-        yield self._counter(
-            "tool_errors", "results that were errors, in the conversations of finished agents", found.tool_errors
-        )
-        yield self._counter("phase_seconds", "seconds of trajectories by phase", found.phases, "phase")
-        calls = {"0.5": percentile(found.call_s, 0.5), "0.99": percentile(found.call_s, 0.99)}
-        yield self._gauge("env_call_seconds", "latency of recent tool calls", calls, "quantile")
-        if found.scores:
-            yield self._gauge(
-                "env_score_mean", "mean score of recent trajectories", sum(found.scores) / len(found.scores)
-            )
-        if self._pool is not None:
-            yield from self._slots(self._pool)
-
-    def _slots(self, stats: PoolStats) -> Iterable[Metric]:
-        slots = {"free": stats.free, "leased": stats.leased, "retired": stats.retired}
-        yield self._gauge("pool_containers", "containers", stats.containers)
-        yield self._gauge("pool_slots", "slots by state", slots, "state")
-        yield self._gauge("pool_waiting", "acquires that wait", stats.waiting)
-        for name, seen in (("acquire", stats.acquire), ("reset", stats.reset)):
-            values = {"0.5": seen.p50_s, "0.99": seen.p99_s}
-            yield self._gauge(f"pool_{name}_seconds", f"recent seconds of a slot's {name}", values, "quantile")
-
-    def _counter(self, name: str, says: str, value: float | Mapping[str, float], label: str | None = None) -> Metric:
-        family = CounterMetricFamily(f"atropos_env_{name}", says, labels=["env", *([label] if label else [])])
-        return self._filled(family, value)
-
-    def _gauge(self, name: str, says: str, value: float | Mapping[str, float], label: str | None = None) -> Metric:
-        family = GaugeMetricFamily(f"atropos_{name}", says, labels=["env", *([label] if label else [])])
-        return self._filled(family, value)
-
-    def _filled(self, family: CounterMetricFamily | GaugeMetricFamily, value: float | Mapping[str, float]) -> Metric:
-        if isinstance(value, Mapping):
-            for label, number in value.items():
-                family.add_metric([self._env, label], float(number))
-        else:
-            family.add_metric([self._env], float(value))
-        return family
+    Args:
+        metrics: the env's own.
+        others: its executor's and its pool's.
+        env: its name.
+    """
+    return exposition([build_info(), *_families(metrics), *others], env=env)
 
 
-def metrics_text(metrics: EnvMetrics, pool: PoolStats | None, env: str) -> str:
-    """All numbers in Prometheus' text format, version 0.0.4."""
-    registry = CollectorRegistry(auto_describe=False)
-    registry.register(_Numbers(metrics, pool, env))
-    return generate_latest(registry).decode()
+def _families(found: EnvMetrics) -> list[Family]:
+    rows: list[tuple[str, str, float | Mapping[str, float], str]] = [
+        ("groups", "Complete groups.", found.groups, ""),
+        ("groups_cancelled", "Groups cancelled by the trainer's needs or at the end.", found.cancelled_groups, ""),
+        ("groups_dropped", "Groups dropped whole.", found.dropped, "reason"),
+        ("groups_unsent", "Complete groups that are left out of batches.", found.unsent, "reason"),
+        ("groups_maybe_sent_twice", "Groups that the trajectory API may have taken twice.", found.maybe_sent_twice, ""),
+        ("verifier_zeros", "Trajectories whose verifier gave no reward, scored 0.", found.verifier_zeros, ""),
+        ("trajectories", "Scored trajectories.", found.trajectories, ""),
+        ("trajectory_retries", "New attempts after an infrastructure failure.", found.retries, "reason"),
+        ("trajectory_stops", "Scored trajectories by what ended them.", found.stop_reasons, "reason"),
+        ("hook_errors", "Errors raised by the env's own code.", found.hook_errors, "hook"),
+        ("tool_calls", "Tool calls.", found.calls, ""),
+        ("tool_errors", "Results that were errors, in the conversations of finished agents.", found.tool_errors, ""),
+        ("phase_seconds", "Seconds of trajectories by phase.", found.phases, "phase"),
+    ]
+    families = [counter(f"atropos_env_{name}_total", says, value, label) for name, says, value, label in rows]
+    families.append(gauge("atropos_env_in_flight", "Trajectories in flight.", len(found.activity.running)))
+    if found.scores:
+        mean = sum(found.scores) / len(found.scores)
+        families.append(gauge("atropos_env_score_mean", "Mean score of recent trajectories.", mean))
+    return [*families, found.verify.family(), found.trajectory_seconds.family()]
 
 
 class MetricsEndpoint:
@@ -129,7 +88,7 @@ class MetricsEndpoint:
         _log.info("metrics at http://%s:%d/metrics", self.host, self.port)
 
     async def _answer(self, _request: web.Request) -> web.Response:
-        return web.Response(body=self._text().encode(), headers={"Content-Type": CONTENT_TYPE_LATEST})
+        return web.Response(body=self._text().encode(), headers={"Content-Type": CONTENT_TYPE})
 
     async def close(self) -> None:
         """Stop listening. Idempotent."""

@@ -30,6 +30,7 @@ from atropos.sandbox.server.images import Images
 from atropos.sandbox.server.lanes import Lanes
 from atropos.sandbox.server.lease_run import LeaseRun
 from atropos.sandbox.server.leases import EndedLease, HeldLease, LeaseGrant, LeaseTable
+from atropos.sandbox.server.metrics import Meters
 from atropos.sandbox.server.snapshot_store import MIB, SnapshotStore, StoredSnapshot
 from atropos.sandbox.server.warm_pool import WarmPool, stop
 from atropos.wire import Capacity, Feature, Lease, LeaseRequest, ReleaseResult, SnapshotInfo
@@ -71,7 +72,7 @@ class Core:
         """SnapshotStore that are being imported, each with what is set when that is over."""
         self.unpacking = asyncio.Semaphore(PARALLEL_IMPORTS)
         self.counters: Counter[str] = Counter()
-        self.reset_seconds = 0.0
+        self.meters = Meters()
         self.broken = ""
         self.idle = asyncio.Event()
         self.idle.set()
@@ -159,10 +160,12 @@ class Core:
 
     async def _start(self, run: LeaseRun) -> Lease:
         held = run.held
+        began, warm = time.monotonic(), self.warm_pool.has(network=held.request.network)
         try:
             sandbox = await self._sandbox_for(run)
         except BaseException as error:
             code = error.code if isinstance(error, SandboxError) else BackendUnavailable.code
+            self._granted(held, began, code, warm=warm)
             self._let_go_layers(run)
             if self.table.begin_end(held, code, str(error)):
                 self._finish(run, Stopped(clean=True, seconds=0))
@@ -174,13 +177,21 @@ class Core:
         if held.state == "ending":  # released while it started; its end waits for this task and stops the sandbox
             raise LeaseExpired("the lease was released before it was granted")
         client = self.clients.of(held.client_id)
-        run.lanes = Lanes(sandbox, client.journal, client.answered, client.room)
+        run.lanes = Lanes(sandbox, client.journal, client.answered, client.room, self.meters)
         held.state = "active"
         held.renewed_at = self.now()
         self._watch(run, sandbox)
+        self._granted(held, began, "ok", warm=warm)
         self.counters["leases_granted"] += 1
         self.warm_pool.fill()
         return self.lease_of(held)
+
+    def _granted(self, held: HeldLease, began: float, result: str, *, warm: bool) -> None:
+        took = time.monotonic() - began
+        if held.request.snapshot is not None:
+            self.meters.fork.observe(took, result)
+        else:
+            self.meters.acquire.observe(took, "warm" if warm else "cold", result)
 
     async def _sandbox_for(self, run: LeaseRun) -> Sandbox:
         request = run.held.request
@@ -296,7 +307,7 @@ class Core:
         del self.runs[held.lease_id]
         self.clients.of(held.client_id).journal.trim_lease(held.lease_id)
         self.counters["resets"] += 1
-        self.reset_seconds += stopped.seconds
+        self.meters.reset.observe(stopped.seconds, "ok" if stopped.clean else "retired")
         if not stopped.clean:
             self._retire(run, stopped.detail)
         self.warm_pool.fill()
@@ -401,9 +412,11 @@ class Core:
                 raise SlotLost(f"the view could not be confirmed gone: {stopped.detail}")
         request, old, below = run.held.request, run.sandbox, run.layers
         run.sandbox = None  # from here on it is the freeze's to end, and its death is no news
+        began = time.monotonic()
         try:
             layer = await old.freeze(f"layer-{uuid.uuid4().hex[:12]}")
         except BaseException as error:
+            self.meters.snapshot.observe(time.monotonic() - began, "error")
             self.snapshots.abandon()
             run.sandbox = old  # so that the end of the lease stops it, or retires the slot
             self.end(run.held, SlotLost.code, f"the snapshot failed, and the workspace with it: {error}")
@@ -417,6 +430,7 @@ class Core:
             self.drop_layers(self.snapshots.drop(name))
             self.end(run.held, SlotLost.code, f"the workspace did not start again above its snapshot: {error}")
             raise
+        self.meters.snapshot.observe(time.monotonic() - began, "ok")
         run.sandbox = run.lanes.sandbox = sandbox
         self._watch(run, sandbox)
         self.warm_pool.fill()

@@ -12,6 +12,7 @@ from aiohttp import web
 from pydantic import BaseModel, ValidationError
 
 from atropos.errors import PoolFull, SandboxError
+from atropos.metrics import CONTENT_TYPE
 from atropos.net.admission import BearerToken
 from atropos.sandbox.server.file_streams import FileStreams
 from atropos.sandbox.server.metrics import metrics_text, status_of
@@ -157,7 +158,7 @@ class Routes:
 
     async def metrics(self, _: web.Request) -> web.Response:
         """GET /metrics, in Prometheus' text format."""
-        return web.Response(text=metrics_text(self._core), content_type="text/plain", charset="utf-8")
+        return web.Response(body=metrics_text(self._core).encode(), headers={"Content-Type": CONTENT_TYPE})
 
     # --------------------------------------------------------------------------------------------------------- leasing
 

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import time
 from collections.abc import AsyncGenerator, AsyncIterator
 from typing import TYPE_CHECKING
 
@@ -155,6 +156,7 @@ class Images:
 
     async def _prepare(self, source: ImageSource, archive: str | None) -> None:
         name = str(source)
+        began, result = time.monotonic(), ImageUnavailable.code
 
         def progress(phase: Phase, done: float | None) -> None:
             self._set(ImageState(source=name, phase=phase, done=done))
@@ -162,7 +164,7 @@ class Images:
         try:
             async with self._turns:
                 image = await self._core.host.store.prepare(source, progress, archive)
-            state = ImageState(source=name, phase="ready", done=1.0, image=image)
+            state, result = ImageState(source=name, phase="ready", done=1.0, image=image), "ok"
             self._core.counters["images_prepared"] += 1
         except SandboxError as error:
             state = ImageState(source=name, phase="failed", error=str(error))
@@ -174,6 +176,7 @@ class Images:
             self._states.pop(name, None)
             raise
         finally:
+            self._core.meters.prepare.observe(time.monotonic() - began, result)
             self._changed[name].set()
         self._set(state)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from atropos.errors import SandboxError
 from atropos.sandbox.contract import Sandbox
 from atropos.sandbox.server.file_streams import IDLE_S, FileStream, FileStreams
 from atropos.sandbox.server.journal import Journal, JournalEntry, cancelled_reply
+from atropos.sandbox.server.metrics import Meters
 from atropos.wire import (
     Fault,
     Operation,
@@ -32,6 +34,7 @@ from atropos.wire import (
     Reply,
     SetNetwork,
     WriteStream,
+    outcome,
 )
 
 if TYPE_CHECKING:
@@ -62,6 +65,7 @@ class Lanes:
         journal: records every answer.
         answered: called after an answer is in the journal.
         room: waits while the journal is congested.
+        meters: measures every call.
     """
 
     def __init__(
@@ -70,11 +74,13 @@ class Lanes:
         journal: Journal,
         answered: Callable[[JournalEntry], None],
         room: Callable[[], Awaitable[None]],
+        meters: Meters,
     ) -> None:
         self.sandbox = sandbox
         self._journal = journal
         self._answered = answered
         self._room = room
+        self._meters = meters
         self.streams = FileStreams()
         self._streaming: dict[str, FileStream] = {}
         """The stream of each running call that has one, by the call's id."""
@@ -202,9 +208,12 @@ class Lanes:
         if entry.state != "queued":  # cancelled meanwhile
             return False
         entry.state = "running"
+        began = time.perf_counter()
 
         def ended(result: OpResult | Exception) -> None:
             free()
+            said = "fault" if isinstance(result, Exception) else outcome(result)
+            self._meters.operation.observe(time.perf_counter() - began, operation.op, said)
             self._running.pop(entry.call_id, None)
             self._ended(entry, operation, result)
             self._kick()
@@ -285,6 +294,8 @@ class Lanes:
         self._fault(entry, code, message)
 
     def _fault(self, entry: JournalEntry, code: str, message: str) -> None:
+        if entry.state != "done":
+            self._meters.faults[code] += 1
         self._answer(entry, Fault(call_id=entry.call_id, code=code, message=message))
 
     def _answer(self, entry: JournalEntry, answer: Reply | Fault) -> None:

@@ -2,19 +2,52 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING
 
+from atropos.metrics import Family, Histogram, build_info, counter, exposition, gauge
 from atropos.wire import Status, client_name
 
 if TYPE_CHECKING:
     from atropos.sandbox.server.core import Core
+
+_ENDED = "leases_ended_"
+_GAUGES = {"journal_bytes": "Bytes of answers kept for their clients.", "streams": "Open streams."}
+
+
+class Meters:
+    """What the server measures; bounded.
+
+    Attributes:
+        acquire: grants of empty slots, by `start` (warm: a sandbox was there; cold: it had to start) and result.
+        fork: grants on a snapshot, by result.
+        operation: calls from their start, waiting in line not among it, by operation and outcome.
+        snapshot: freezes, by result.
+        prepare: images, by result.
+        reset: ends of leases; retired where the sandbox could not be confirmed gone.
+        faults: calls that got no result, by code.
+    """
+
+    def __init__(self) -> None:
+        self.acquire = Histogram("atropos_acquire_seconds", "Time to grant an empty slot.", "start", "result")
+        self.fork = Histogram("atropos_fork_seconds", "Time to grant a slot on a snapshot.", "result")
+        self.operation = Histogram("atropos_operation_seconds", "Time of operations in slots.", "operation", "result")
+        self.snapshot = Histogram("atropos_snapshot_seconds", "Time to freeze a workspace.", "result")
+        self.prepare = Histogram("atropos_prepare_seconds", "Time to pull and unpack an image.", "result")
+        self.reset = Histogram("atropos_reset_seconds", "Time to reset a slot after its lease.", "result")
+        self.faults: Counter[str] = Counter()
+
+    def families(self) -> list[Family]:
+        """Everything measured so far."""
+        histograms = (self.acquire, self.fork, self.operation, self.snapshot, self.prepare, self.reset)
+        faults = counter("atropos_faults_total", "Calls without a result, by code.", dict(self.faults), "code")
+        return [faults, *(each.family() for each in histograms)]
 
 
 def counters_of(core: Core) -> dict[str, float]:
     """Everything that only grows, and the journals' size."""
     return {
         **{name: float(count) for name, count in sorted(core.counters.items())},
-        "reset_seconds": core.reset_seconds,
         "sandboxes_started": float(core.warm_pool.started),
         "journal_bytes": float(core.clients.journal_bytes),
         "streams": float(len(core.streams)),
@@ -59,27 +92,27 @@ def status_of(core: Core) -> Status:
 
 
 def metrics_text(core: Core) -> str:
-    """The same in Prometheus' text exposition format, version 0.0.4."""
+    """The same, and what `Meters` has, in Prometheus' text format."""
     status = status_of(core)
-    lines = [
-        "# HELP atropos_slots Slots by state.",
-        "# TYPE atropos_slots gauge",
-        *(f'atropos_slots{{state="{name}"}} {getattr(status, name)}' for name in ("free", "leased", "retired")),
-        "# HELP atropos_warm_sandboxes Sandboxes started ahead.",
-        "# TYPE atropos_warm_sandboxes gauge",
-        f"atropos_warm_sandboxes {core.warm_pool.ready}",
-        "# HELP atropos_snapshots Snapshots kept.",
-        "# TYPE atropos_snapshots gauge",
-        f"atropos_snapshots {len(status.snapshots)}",
-        "# HELP atropos_snapshot_bytes Bytes that snapshots hold.",
-        "# TYPE atropos_snapshot_bytes gauge",
-        f"atropos_snapshot_bytes {core.snapshots.bytes}",
-        "# HELP atropos_draining Whether new leases are refused.",
-        "# TYPE atropos_draining gauge",
-        f"atropos_draining {int(status.draining)}",
+    slots = {name: getattr(status, name) for name in ("free", "leased", "retired")}
+    ended = {name.removeprefix(_ENDED): count for name, count in status.counters.items() if name.startswith(_ENDED)}
+    families = [
+        build_info(),
+        gauge("atropos_slots", "Slots by state.", slots, "state"),
+        gauge("atropos_warm_sandboxes", "Sandboxes started ahead.", core.warm_pool.ready),
+        gauge("atropos_warming_sandboxes", "Sandboxes being started.", status.warming),
+        gauge("atropos_clients", "Clients whose stream is open.", len(status.connected)),
+        gauge("atropos_snapshots", "Snapshots kept.", len(status.snapshots)),
+        gauge("atropos_snapshot_bytes", "Bytes that snapshots hold.", core.snapshots.bytes),
+        gauge("atropos_draining", "Whether new leases are refused.", int(status.draining)),
+        gauge("atropos_broken", "Whether the server ends because it can't go on.", int(bool(core.broken))),
+        gauge("atropos_uptime_seconds", "Since the server started.", status.uptime_s),
+        counter("atropos_leases_ended_total", "Leases that ended, by reason.", ended, "reason"),
+        *core.meters.families(),
     ]
-    gauges = {"journal_bytes", "streams"}
     for name, value in status.counters.items():
-        metric = f"atropos_{name}" if name in gauges else f"atropos_{name}_total"
-        lines += [f"# TYPE {metric} {'gauge' if name in gauges else 'counter'}", f"{metric} {value:g}"]
-    return "\n".join(lines) + "\n"
+        if name in _GAUGES:
+            families.append(gauge(f"atropos_{name}", _GAUGES[name], value))
+        elif not name.startswith(_ENDED):
+            families.append(counter(f"atropos_{name}_total", f"{name.replace('_', ' ').capitalize()}.", value))
+    return exposition(families)

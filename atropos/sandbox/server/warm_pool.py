@@ -72,6 +72,10 @@ class WarmPool:
         """Sandboxes being started for it."""
         return len(self._starts)
 
+    def has(self, *, network: bool) -> bool:
+        """Whether `take` finds one at once."""
+        return bool(self._ready[network])
+
     def fill(self) -> None:
         """Start what is missing; returns at once."""
         if self._closed:

@@ -10,6 +10,7 @@ from atropos.errors import BackendUnavailable, LeaseExpired, NotSupported, PoolF
 from atropos.sandbox.server.journal import Journal
 from atropos.sandbox.server.lanes import Lanes
 from atropos.sandbox.server.leases import LeaseTable
+from atropos.sandbox.server.metrics import Meters
 from atropos.sandbox.server.upkeep import forget
 from atropos.slots.client import SandboxClient
 from atropos.wire import Exec, OpError, ProcRead, WriteFile
@@ -314,7 +315,7 @@ async def test_a_barrier_that_has_not_begun_is_answered_when_the_lease_ends():
         pass
 
     sandbox = await FakeHost().start("slot")
-    lanes = Lanes(sandbox, Journal(), lambda _: None, room)
+    lanes = Lanes(sandbox, Journal(), lambda _: None, room, Meters())
     done = lanes.barrier(work)
     lanes.close("lease_expired", "the lease was released")
     with pytest.raises(SandboxError):

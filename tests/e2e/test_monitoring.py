@@ -1,0 +1,143 @@
+"""What `monitoring/` holds, read and run by Prometheus itself; only where it is installed (Debian: prometheus)."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import re
+import shutil
+import signal
+import socket
+import subprocess
+from pathlib import Path
+
+import httpx
+import pytest
+import yaml
+
+from atropos.agent import seed_for
+from atropos.envs.running.metrics import EnvMetrics
+from atropos.envs.running.prometheus import MetricsEndpoint, metrics_text
+from atropos.slots import SlotPool
+from atropos.tools import ToolCall, ToolExecutor, build_tool_registry
+from tests.backends import Engine
+
+FOLDER = Path(__file__).parents[2] / "monitoring"
+BOARD = json.loads((FOLDER / "grafana/dashboards/atropos.json").read_text())
+PROMETHEUS, PROMTOOL = shutil.which("prometheus"), shutil.which("promtool")
+
+pytestmark = pytest.mark.skipif(PROMETHEUS is None or PROMTOOL is None, reason="prometheus is not installed")
+
+
+def expressions() -> dict[str, str]:
+    """The dashboard's queries by panel and reference, with its variables filled in."""
+    found: dict[str, str] = {}
+    for panel in BOARD["panels"]:
+        for target in panel.get("targets", ()):
+            text = target["expr"].replace("$__rate_interval", "10s").replace("$job", ".*").replace("$instance", ".*")
+            found[f"{panel['id']} {panel['title']} {target['refId']}"] = text
+    return found
+
+
+def test_the_configuration_and_the_alerts_are_valid():
+    for kind, name in (("config", "prometheus.yml"), ("rules", "alerts.yml")):
+        done = subprocess.run([PROMTOOL, "check", kind, FOLDER / name], capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+
+
+@contextlib.asynccontextmanager
+async def prometheus(folder: Path, targets: list[dict[str, object]]):
+    """A Prometheus with the folder's alerts that scrapes these jobs each half second; gives its address."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    settings = {
+        "global": {"scrape_interval": "500ms", "evaluation_interval": "500ms"},
+        "rule_files": [str(FOLDER / "alerts.yml")],
+        "scrape_configs": targets,
+    }
+    (folder / "prometheus.yml").write_text(yaml.safe_dump(settings))
+    arguments = [f"--config.file={folder}/prometheus.yml", f"--storage.tsdb.path={folder}/data"]
+    with (folder / "log").open("wb") as log:
+        process = await asyncio.create_subprocess_exec(
+            PROMETHEUS, *arguments, f"--web.listen-address={address}", stdout=log, stderr=log
+        )
+    try:
+        yield f"http://{address}"
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            process.send_signal(signal.SIGTERM)
+        await asyncio.wait_for(process.wait(), 20)
+
+
+async def query(client: httpx.AsyncClient, text: str) -> list[dict[str, object]]:
+    answer = (await client.get("/api/v1/query", params={"query": text})).json()
+    assert answer["status"] == "success", (text, answer)
+    return answer["data"]["result"]
+
+
+async def work(executor: ToolExecutor, pool: SlotPool, found: EnvMetrics) -> None:
+    """A little of everything that the dashboard shows, forever."""
+    number = 0
+    while True:
+        number += 1
+        name = f"t{number}"
+        await executor.execute(name, ToolCall(name="terminal", arguments={"command": "true"}))
+        await executor.release_trajectory(name)
+        slot = await pool.acquire(f"fork{number}")
+        async with await slot.snapshot() as snapshot, pool.lease(f"forked{number}", snapshot=snapshot):
+            await slot.release()
+        found.groups += 1
+        found.trajectories += 1
+        found.scores.append(seed_for(1, name, 0) % 2)
+        found.phases["model"] += 1
+        found.verify.observe(0.1, "ok")
+        found.trajectory_seconds.observe(2.0)
+        for counted in (found.dropped, found.retries):
+            counted["slot_lost"] += 1
+        pool._state.counters.prepare.observe(1, "ok")  # no image is pulled here
+        pool._state.counters.faults["slot_lost"] += 1
+        await asyncio.sleep(0.05)
+
+
+@pytest.mark.timeout(180)
+async def test_every_panel_of_the_dashboard_shows_something_of_a_real_run(tmp_path):
+    found = EnvMetrics()
+    async with (
+        SlotPool(Engine("local").config(slots_per_container=4, max_containers=1)) as pool,
+        ToolExecutor(pool=pool, tools=build_tool_registry(["terminal"])) as executor,
+    ):
+        endpoint = MetricsEndpoint(
+            "127.0.0.1:0", lambda: metrics_text(found, [*pool.metrics(), *executor.metrics()], "tried")
+        )
+        await endpoint.start()
+        [server] = pool.backend.containers()
+        assert server.url is not None
+        jobs: list[dict[str, object]] = [
+            {"job_name": "atropos-env", "static_configs": [{"targets": [f"127.0.0.1:{endpoint.port}"]}]},
+            {
+                "job_name": "atropos-server",
+                "authorization": {"credentials": server.token},
+                "static_configs": [{"targets": [server.url.removeprefix("http://")]}],
+            },
+        ]
+        running = asyncio.create_task(work(executor, pool, found))
+        async with prometheus(tmp_path, jobs) as url, httpx.AsyncClient(base_url=url, timeout=10) as client:
+            empty = expressions()
+            for _ in range(150):
+                assert not running.done(), running.exception()
+                with contextlib.suppress(httpx.TransportError):
+                    empty = {name: text for name, text in empty.items() if not await query(client, text)}
+                if not empty:
+                    break
+                await asyncio.sleep(0.3)
+            assert not empty
+            named = set(re.findall(r"atropos_[a-z_]+", (FOLDER / "alerts.yml").read_text()))
+            assert all([await query(client, name) for name in named])
+            rules = (await client.get("/api/v1/rules")).json()["data"]["groups"][0]["rules"]
+            assert {rule["health"] for rule in rules} == {"ok"}, rules
+            down = [each for each in await query(client, "up") if each["value"][1] != "1"]
+            assert down == []
+        running.cancel()
+        await asyncio.wait([running])
+        await endpoint.close()
