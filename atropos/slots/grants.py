@@ -139,15 +139,8 @@ class Grants:
     ) -> Slot | None:
         """Runs to its end whatever becomes of the caller."""
         state = self._state
-        if snapshot is not None:
-            try:
-                await snapshot.bring(link)
-            except SandboxError as error:
-                log.warning("snapshot %s could not be brought to %s: %s", snapshot.id, link.container.id, error)
-                snapshot.stays_because = str(error)
-                state.fleet.cancel_reservation(ticket)
-                state.serve()
-                return None
+        if snapshot is not None and not await self._brought(snapshot, link, ticket):
+            return None
         try:
             lease = await link.client.acquire(request)
         except PoolFull as error:
@@ -174,6 +167,28 @@ class Grants:
         state.counters.leases += 1
         slot = link.slots[lease.lease_id] = Slot(link, lease, request, ticket.mib)
         return slot
+
+    async def _brought(self, snapshot: Snapshot, link: ContainerLink, ticket: Ticket) -> bool:
+        """Whether the container has the snapshot now; if not, forks wait for a slot where it is.
+
+        Raises:
+            SandboxError: it can't be copied, and no slot is free where it is. Only a container without room for it is
+                waited for.
+        """
+        try:
+            await snapshot.bring(link)
+        except SandboxError as error:
+            log.warning("snapshot %s could not be brought to %s: %s", snapshot.id, link.container.id, error)
+            snapshot.stays_because = str(error)
+            self._state.fleet.cancel_reservation(ticket)
+            self._state.serve()
+            home = snapshot.pin(ticket.mib)
+            if isinstance(error, PoolFull) or home is None or home.free >= ticket.mib:
+                return False
+            raise SandboxError(
+                f"snapshot {snapshot.id} can't be copied to another container, and its own has no free slot: {error}"
+            ) from error
+        return True
 
     async def _in_turn(
         self,

@@ -34,6 +34,7 @@ class ModelServer:
     refuse: Exception | None = None
     unclean: bool = False
     takes_none: bool = False
+    refuses_snapshots: SandboxError | None = None
     hangs: bool = False
     taken_in: int = 0
     draining: bool = False
@@ -151,6 +152,8 @@ class ModelClient:
         await to.server.pause()
         if to.server.takes_none:
             raise PoolFull("too many snapshots")
+        if to.server.refuses_snapshots is not None:
+            raise to.server.refuses_snapshots
         to.server.taken_in += 1
         to.server.snapshot_store.add(snapshot_id)
         return wire.SnapshotInfo(snapshot_id=snapshot_id, layers=1, bytes=10)

@@ -15,6 +15,7 @@ from atropos.errors import (
     IsolationUnavailable,
     LeaseExpired,
     NotSupported,
+    SandboxError,
     SlotLost,
 )
 from tests.unit.pool.model import SLOT_MIB, model_pool, pool_tasks, settled, until
@@ -513,6 +514,28 @@ async def test_a_fork_that_finds_no_room_says_why_its_snapshot_can_not_travel():
         with pytest.raises(AcquireTimeout, match=why):
             await pool.acquire("fork", snapshot=snapshot, timeout_s=0.3)
         await slot.release()
+
+
+async def test_a_fork_whose_copy_fails_says_why_at_once_and_later_ones_wait_where_the_snapshot_is():
+    pool, backend = model_pool(slots=1, containers=2, min_containers=2)
+    async with pool:
+        slot = await pool.acquire("origin")
+        snapshot = await slot.snapshot()
+        for server in backend.servers.values():
+            server.refuses_snapshots = BackendUnavailable("the archive broke off")
+        async with asyncio.timeout(5):
+            with pytest.raises(SandboxError, match="no free slot: the archive broke off") as caught:
+                await pool.acquire("fork", snapshot=snapshot, timeout_s=60)
+        assert caught.value.retryable
+        later = asyncio.create_task(pool.acquire("again", snapshot=snapshot))
+        await asyncio.sleep(0.02)
+        assert not later.done()
+        await slot.release()
+        fork = await later
+        assert fork.container == slot.container
+        await fork.release()
+        await settled()
+        assert (pool.stats().free, pool.stats().leased) == (2, 0)
 
 
 async def test_a_snapshot_that_another_container_does_not_take_is_waited_for():
