@@ -13,7 +13,7 @@ from typing import Any, override
 from harbor.environments.base import BaseEnvironment, ExecResult, transfer_tar_filter
 from harbor.environments.capabilities import EnvironmentCapabilities, EnvironmentResourceCapabilities
 
-from atropos.adapters.sharing import SharedPool, shared_pool
+from atropos.adapters.sharing import WAIT_FOR_SLOT_S, SharedPool, shared_pool
 from atropos.errors import ConfigError
 from atropos.slots import Slot, SlotPool, SlotPoolConfig
 from atropos.tasks.accounts import profile_of
@@ -22,8 +22,6 @@ from atropos.tasks.prepare import TaskImages
 
 MAX_DOWNLOAD_BYTES = 2 << 30
 """Longest archive of a folder that is downloaded."""
-WAIT_FOR_SLOT_S = 3600.0
-"""How long a trial waits for a slot, where `acquire_timeout_s` doesn't say."""
 
 
 class AtroposEnvironment(BaseEnvironment):

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import errno
-import logging
-import posixpath
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,48 +18,19 @@ from inspect_ai.util import (
     SandboxUserUnsupportedError,
     sandboxenv,
 )
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel
 from typing_extensions import override
 
-from atropos.adapters.sharing import SharedPool, shared_pool
-from atropos.config import SlotLimits
-from atropos.errors import ConfigError, SandboxError
-from atropos.slots import Slot, SlotPoolConfig
+from atropos.adapters.sharing import HeldSlot, SlotRequest, infrastructure
+from atropos.errors import ConfigError
 
-log = logging.getLogger("atropos.adapters")
-
-MAX_OUTPUT_BYTES = 10 * 1024**2
-"""Of one stream, as inspect_ai's own default says."""
 FILE_NAMES = ["atropos.yaml", "atropos.yml"]
 CANNOT_EXECUTE, NOT_FOUND = 126, 127
 """Exit codes of a shell for a command that it can't start."""
 
 
-class AtroposSandboxConfig(BaseModel):
-    """What a sample's sandbox is, and the pool that it comes from.
-
-    Attributes:
-        image: root file system: `python:3.12-slim`, `oci-archive:FILE` …; None: the pool's base.
-        user: who commands run as and files belong to where inspect_ai names nobody; None: the image's user, else root.
-        network: whether commands have (filtered) egress.
-        pool: settings of `SlotPoolConfig`; samples wait an hour for a slot and have 10 MiB of output unless it says else.
-    """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    image: str | None = None
-    user: str | None = None
-    network: bool = False
-    pool: dict[str, Any] = Field(default_factory=dict)
-
-    def __hash__(self) -> int:
-        return hash(self.model_dump_json())
-
-    def shared(self) -> SharedPool:
-        """The pool of all samples with the same settings."""
-        settings: dict[str, Any] = {"acquire_timeout_s": 3600.0, "allow_network": self.network, **self.pool}
-        settings.setdefault("limits", SlotLimits(output_bytes=MAX_OUTPUT_BYTES))
-        return shared_pool(SlotPoolConfig(**settings))
+class AtroposSandboxConfig(SlotRequest):
+    """What a sample's sandbox is, and the pool that it comes from."""
 
 
 def read_settings(given: BaseModel | str | None) -> AtroposSandboxConfig:
@@ -88,25 +57,13 @@ class SandboxGoneError(RuntimeError):
     """
 
 
-@contextmanager
-def infrastructure(failure: type[RuntimeError]) -> Generator[None]:
-    """What fails here says nothing about the sample."""
-    try:
-        yield
-    except SandboxError as error:
-        raise failure(f"{error.code}: {error}") from error
-
-
 @sandboxenv(name="atropos")  # pyright: ignore[reportUntypedClassDecorator]
 class AtroposSandbox(SandboxEnvironment):
     """One slot."""
 
-    def __init__(self, slot: Slot, config: AtroposSandboxConfig) -> None:
+    def __init__(self, held: HeldSlot) -> None:
         super().__init__()
-        self._slot = slot
-        image = slot.image
-        self._user = config.user or (image.user if image is not None else None) or None
-        self._folder = (image.workdir or "/") if image is not None else "/workspace"
+        self._held = held
 
     # -------------------------------------------------------------------------------------------------------- life
 
@@ -129,23 +86,8 @@ class AtroposSandbox(SandboxEnvironment):
         cls, task_name: str, config: BaseModel | str | None, metadata: dict[str, str]
     ) -> dict[str, SandboxEnvironment]:
         """Lease a slot."""
-        settings = read_settings(config)
-        shared = settings.shared()
         with infrastructure(SandboxUnavailableError):
-            pool = await shared.enter()
-            slot = None
-            try:
-                slot = await pool.acquire(task_name, image=settings.image, network=settings.network)
-                sandbox = cls(slot, settings)
-                if settings.user is not None:
-                    await slot.exec(["chown", settings.user, sandbox._folder], user="root")
-            except BaseException:
-                if slot is not None:
-                    await slot.release()
-                raise
-            finally:
-                await shared.leave()
-        return {"default": sandbox}
+            return {"default": cls(await HeldSlot.lease(read_settings(config), task_name))}
 
     @classmethod
     @override
@@ -158,7 +100,7 @@ class AtroposSandbox(SandboxEnvironment):
     ) -> None:
         """Give the slots back."""
         for environment in environments.values():
-            await environment.as_type(AtroposSandbox)._slot.release()  # noqa: SLF001
+            await environment.as_type(AtroposSandbox)._held.release()  # noqa: SLF001
 
     @classmethod
     @override
@@ -187,12 +129,12 @@ class AtroposSandbox(SandboxEnvironment):
         """Run a program. A call runs at most once, so nothing is tried again."""
         limit = SandboxEnvironmentLimits.MAX_EXEC_OUTPUT_SIZE
         with infrastructure(SandboxGoneError):
-            result = await self._slot.exec(
+            result = await self._held.slot.exec(
                 cmd,
                 timeout_s=timeout,
-                workdir=self._path(cwd or "."),
+                workdir=self._held.path(cwd or "."),
                 env=env,
-                user=user or self._user,
+                user=user or self._held.user,
                 stdin=input,
                 split=True,
                 max_output_bytes=limit,
@@ -213,7 +155,7 @@ class AtroposSandbox(SandboxEnvironment):
     @override
     async def write_file(self, file: str, contents: str | bytes) -> None:
         with infrastructure(SandboxGoneError), named_errors(file):
-            await self._slot.write_file(self._path(file), contents, user=self._user)
+            await self._held.slot.write_file(self._held.path(file), contents, user=self._held.user)
 
     @overload
     async def read_file(self, file: str, text: Literal[True] = True) -> str: ...
@@ -224,15 +166,12 @@ class AtroposSandbox(SandboxEnvironment):
     async def read_file(self, file: str, text: bool = True) -> str | bytes:
         limit = SandboxEnvironmentLimits.MAX_READ_FILE_SIZE
         with infrastructure(SandboxGoneError), named_errors(file):
-            data = await self._slot.read_file(self._path(file), max_bytes=limit, user=self._user)
+            data = await self._held.slot.read_file(self._held.path(file), max_bytes=limit, user=self._held.user)
         return data.decode() if text else data
 
     @override
     def default_polling_interval(self) -> float:
         return 0.2
-
-    def _path(self, path: str) -> str:
-        return posixpath.normpath(posixpath.join(self._folder, path))
 
 
 def not_started(error: str) -> ExecResult[str]:

@@ -1,11 +1,24 @@
-"""One pool for all environments of a process that ask for the same settings."""
+"""One pool for all environments of a process that ask for the same settings, and the slots that they hold."""
 
 from __future__ import annotations
 
 import asyncio
+import posixpath
+from collections.abc import Generator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any, Self
 
-from atropos.slots import SlotPool, SlotPoolConfig
+from pydantic import BaseModel, ConfigDict, Field
+
+from atropos.config import SlotLimits
+from atropos.errors import SandboxError
+from atropos.slots import Slot, SlotPool, SlotPoolConfig
+
+WAIT_FOR_SLOT_S = 3600.0
+"""How long an environment waits for a slot, where `acquire_timeout_s` doesn't say."""
+MAX_OUTPUT_BYTES = 10 * 1024**2
+"""Output kept of a command, where `limits` doesn't say."""
 
 
 @dataclass
@@ -53,3 +66,94 @@ def shared_pool(config: SlotPoolConfig) -> SharedPool:
     for key in [key for key in _shared if key[0].is_closed()]:
         del _shared[key]
     return _shared.setdefault((loop, config.model_dump_json()), SharedPool(config))
+
+
+class SlotRequest(BaseModel):
+    """The slot that an environment of a host gets, and the pool that it comes from.
+
+    Attributes:
+        image: root file system: `python:3.12-slim`, `oci-archive:FILE` …; None: the pool's base.
+        user: who commands run as and files belong to where the host names nobody; None: the image's user, else root.
+        network: whether commands have (filtered) egress.
+        pool: settings of `SlotPoolConfig`; an environment waits an hour for a slot and a command has 10 MiB of output
+            unless it says else.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    image: str | None = None
+    user: str | None = None
+    network: bool = False
+    pool: dict[str, Any] = Field(default_factory=dict)
+
+    def __hash__(self) -> int:
+        return hash(self.model_dump_json())
+
+    def shared(self) -> SharedPool:
+        """The pool of all environments with the same settings."""
+        settings: dict[str, Any] = {"acquire_timeout_s": WAIT_FOR_SLOT_S, "allow_network": self.network, **self.pool}
+        settings.setdefault("limits", SlotLimits(output_bytes=MAX_OUTPUT_BYTES))
+        return shared_pool(SlotPoolConfig(**settings))
+
+
+@dataclass(frozen=True)
+class HeldSlot:
+    """A slot of a shared pool, which runs at least until `release`.
+
+    Attributes:
+        slot: the slot.
+        user: who commands run as and files belong to; None: root.
+        folder: what relative paths start from.
+    """
+
+    slot: Slot
+    user: str | None
+    folder: str
+    _shared: SharedPool
+
+    @classmethod
+    async def lease(cls, request: SlotRequest, name: str) -> Self:
+        """Start or join the pool and lease a slot.
+
+        Args:
+            request: which one.
+            name: for the server's status and logs.
+
+        Raises:
+            SandboxError: there is none.
+        """
+        shared = request.shared()
+        pool = await shared.enter()
+        slot = None
+        try:
+            slot = await pool.acquire(name, image=request.image, network=request.network)
+            image = slot.image
+            folder = "/workspace" if image is None else image.workdir or "/"
+            if request.user is not None:
+                await slot.exec(["chown", request.user, folder], user="root")
+            return cls(slot, request.user or (image.user if image is not None else None) or None, folder, shared)
+        except BaseException:
+            if slot is not None:
+                await slot.release()
+            await shared.leave()
+            raise
+
+    async def release(self) -> None:
+        """Give the slot back; the pool stops with its last user. To be called once."""
+        try:
+            await self.slot.release()
+        finally:
+            await self._shared.leave()
+
+    def path(self, path: str) -> str:
+        """An absolute path."""
+        return posixpath.normpath(posixpath.join(self.folder, path))
+
+
+@contextmanager
+def infrastructure(failure: type[Exception]) -> Generator[None]:
+    """What fails here says nothing about the program in the slot, and becomes the host's error that it never scores."""
+    try:
+        yield
+    except SandboxError as error:
+        raise failure(f"{error.code}: {error}") from error

@@ -34,7 +34,7 @@ class Scripted(ModelAPI):
 def accident():
     async def solve(state, generate):
         if os.environ.get("KILL") and state.sample_id == 10:
-            slot = sandbox().as_type(AtroposSandbox)._slot
+            slot = sandbox().as_type(AtroposSandbox)._held.slot
             os.kill(int(slot.container.partition("-")[0]), signal.SIGKILL)
         return state
 

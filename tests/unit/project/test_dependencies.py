@@ -19,11 +19,12 @@ EXTRAS = {
     "atropos/testing": "testing",
     "atropos/adapters/harbor": "harbor",
     "atropos/adapters/inspect": "inspect",
+    "atropos/adapters/swerex": "swerex",
 }
 """Folders whose imports an extra may bring; those of atropos/api that belong to one are imported inside functions."""
 OPTIONAL = {"web", "mcp"}
-ALTERNATIVES = {"seccomp": "pyseccomp"}
-"""Debian's binding, which is used where it is installed instead."""
+ALTERNATIVES = {"seccomp": "pyseccomp", "swerex": "swe-rex"}
+"""Modules that may not be installed here, and what brings them; seccomp is Debian's binding of the same."""
 PRIVATE = {"_sha2", "_sha256"}
 """Modules of CPython that not every version lists as its own."""
 

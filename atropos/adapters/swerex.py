@@ -1,0 +1,246 @@
+"""Slots as deployments of SWE-ReX: `AtroposDeployment(image=…)` wherever an `AbstractDeployment` is taken."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import logging
+from typing import Any, Literal
+
+from swerex.deployment.abstract import AbstractDeployment
+from swerex.deployment.hooks.abstract import CombinedDeploymentHook, DeploymentHook
+from swerex.exceptions import (
+    CommandTimeoutError,
+    DeploymentNotStartedError,
+    DeploymentStartupError,
+    NonZeroExitCodeError,
+    SessionDoesNotExistError,
+    SessionExistsError,
+    SwerexException,
+)
+from swerex.runtime.abstract import (
+    AbstractRuntime,
+    Action,
+    BashInterruptAction,
+    CloseBashSessionResponse,
+    CloseResponse,
+    CloseSessionRequest,
+    CloseSessionResponse,
+    Command,
+    CommandResponse,
+    CreateBashSessionResponse,
+    CreateSessionRequest,
+    CreateSessionResponse,
+    IsAliveResponse,
+    Observation,
+    ReadFileRequest,
+    ReadFileResponse,
+    UploadRequest,
+    UploadResponse,
+    WriteFileRequest,
+    WriteFileResponse,
+)
+from swerex.utils.log import get_logger
+from typing_extensions import override
+
+from atropos.adapters.sharing import HeldSlot, SlotRequest, infrastructure
+from atropos.adapters.swerex_session import BashSession
+from atropos.errors import SandboxError
+from atropos.slots import ExecResult
+
+CANNOT_EXECUTE = 126
+"""Exit code of a shell for a command that it can't start."""
+
+
+class SandboxGoneError(SwerexException):
+    """The infrastructure failed: nothing is known about the command, and nothing may be concluded about the model."""
+
+
+class AtroposDeploymentConfig(SlotRequest):
+    """What a deployment's slot is, and the pool that it comes from."""
+
+    type: Literal["atropos"] = "atropos"
+
+    def get_deployment(self) -> AtroposDeployment:
+        """A deployment, not started."""
+        return AtroposDeployment.from_config(self)
+
+
+class AtroposRuntime(AbstractRuntime):
+    """One slot. Every method raises `SandboxGoneError` when it is gone."""
+
+    def __init__(self, held: HeldSlot, *, logger: logging.Logger | None = None) -> None:
+        self.logger = logger or get_logger("rex-runtime")
+        self._held = held
+        self._sessions: dict[str, BashSession] = {}
+
+    @override
+    async def is_alive(self, *, timeout: float | None = None) -> IsAliveResponse:
+        try:
+            async with asyncio.timeout(timeout):
+                await self._held.slot.processes()
+        except (SandboxError, TimeoutError) as error:
+            return IsAliveResponse(is_alive=False, message=f"{type(error).__name__}: {error}")
+        return IsAliveResponse(is_alive=True)
+
+    @override
+    async def create_session(self, request: CreateSessionRequest) -> CreateSessionResponse:
+        if request.session in self._sessions:
+            raise SessionExistsError(f"session {request.session!r} already exists")
+        with infrastructure(SandboxGoneError):
+            self._sessions[request.session], output = await BashSession.start(self._held, request)
+        return CreateBashSessionResponse(output=output)
+
+    @override
+    async def run_in_session(self, action: Action) -> Observation:
+        session = self._session(action.session)
+        with infrastructure(SandboxGoneError):
+            if isinstance(action, BashInterruptAction):
+                return await session.interrupt(action)
+            return await session.run(action)
+
+    @override
+    async def close_session(self, request: CloseSessionRequest) -> CloseSessionResponse:
+        session = self._session(request.session)
+        del self._sessions[request.session]
+        with infrastructure(SandboxGoneError):
+            await session.close()
+        return CloseBashSessionResponse()
+
+    def _session(self, name: str) -> BashSession:
+        if name not in self._sessions:
+            raise SessionDoesNotExistError(f"session {name!r} does not exist")
+        return self._sessions[name]
+
+    @override
+    async def execute(self, command: Command) -> CommandResponse:
+        """Run a program, or a line for /bin/sh, as `subprocess.run` does.
+
+        Raises:
+            CommandTimeoutError: it took longer than `timeout`.
+            NonZeroExitCodeError: it failed, and `check` was asked for.
+            OSError: it can't be started.
+        """
+        argv = [command.command] if isinstance(command.command, str) else command.command
+        with infrastructure(SandboxGoneError):
+            result = await self._held.slot.exec(
+                ["/bin/sh", "-c", *argv] if command.shell else argv,
+                timeout_s=command.timeout,
+                workdir=self._held.path(command.cwd or "."),
+                env=command.env,
+                clean_env=command.env is not None,
+                user=self._held.user,
+                split=True,
+            )
+        response = response_of(result, command)
+        if command.check and response.exit_code != 0:
+            reason = f"{command.command!r} ended with exit code {response.exit_code}; {response!r}"
+            raise NonZeroExitCodeError(f"{command.error_msg}: {reason}" if command.error_msg else reason)
+        return response
+
+    @override
+    async def read_file(self, request: ReadFileRequest) -> ReadFileResponse:
+        with infrastructure(SandboxGoneError):
+            data = await self._held.slot.read_file(self._held.path(request.path), user=self._held.user)
+        reader = io.TextIOWrapper(io.BytesIO(data), encoding=request.encoding or "utf-8", errors=request.errors)
+        return ReadFileResponse(content=reader.read())
+
+    @override
+    async def write_file(self, request: WriteFileRequest) -> WriteFileResponse:
+        with infrastructure(SandboxGoneError):
+            await self._held.slot.write_file(self._held.path(request.path), request.content, user=self._held.user)
+        return WriteFileResponse()
+
+    @override
+    async def upload(self, request: UploadRequest) -> UploadResponse:
+        target = self._held.path(request.target_path)
+        with infrastructure(SandboxGoneError):
+            await self._held.slot.upload(request.source_path, target)
+            if self._held.user is not None:
+                await self._held.slot.exec(["chown", "-R", self._held.user, target], user="root")
+        return UploadResponse()
+
+    @override
+    async def close(self) -> CloseResponse:
+        """End all sessions; the slot is the deployment's."""
+        sessions, self._sessions = self._sessions, {}
+        with infrastructure(SandboxGoneError):
+            for session in sessions.values():
+                await session.close()
+        return CloseResponse()
+
+
+def response_of(result: ExecResult, command: Command) -> CommandResponse:
+    """How a command ended, as SWE-ReX wants it.
+
+    Raises:
+        CommandTimeoutError: it took too long.
+        OSError: it never ran.
+    """
+    if result.timed_out:
+        raise CommandTimeoutError(f"Timeout ({command.timeout}s) exceeded while running command")
+    if result.error is not None:
+        code, _, message = result.error.partition(": ")
+        raise {"not_found": FileNotFoundError, "permission": PermissionError}.get(code, OSError)(message)
+    code = CANNOT_EXECUTE if result.exit_code is None else result.exit_code
+    if command.merge_output_streams:
+        return CommandResponse(stdout=result.output, exit_code=code)
+    return CommandResponse(stdout=result.stdout or "", stderr=result.stderr or "", exit_code=code)
+
+
+class AtroposDeployment(AbstractDeployment):
+    """A slot from `start` to `stop`; deployments of an event loop with the same settings share a pool."""
+
+    def __init__(self, *, logger: logging.Logger | None = None, **kwargs: Any) -> None:
+        """Args are those of `AtroposDeploymentConfig`."""
+        self.logger = logger or get_logger("rex-deploy")
+        self._config = AtroposDeploymentConfig(**kwargs)
+        self._hooks = CombinedDeploymentHook()
+        self._held: HeldSlot | None = None
+        self._runtime: AtroposRuntime | None = None
+
+    @classmethod
+    def from_config(cls, config: AtroposDeploymentConfig) -> AtroposDeployment:
+        """A deployment with these settings."""
+        return cls(**config.model_dump())
+
+    @override
+    def add_hook(self, hook: DeploymentHook) -> None:
+        self._hooks.add_hook(hook)
+
+    @override
+    async def is_alive(self, *, timeout: float | None = None) -> IsAliveResponse:
+        return await self.runtime.is_alive(timeout=timeout)
+
+    @override
+    async def start(self) -> None:
+        """Lease a slot.
+
+        Raises:
+            DeploymentStartupError: there is none; nothing is known about the task.
+        """
+        if self._held is not None:
+            raise DeploymentStartupError("the deployment was started already")
+        self._hooks.on_custom_step("Leasing a slot")
+        with infrastructure(DeploymentStartupError):
+            self._held = await HeldSlot.lease(self._config, "swerex")
+        self._runtime = AtroposRuntime(self._held, logger=self.logger)
+
+    @override
+    async def stop(self) -> None:
+        """Give the slot back, with all that runs in it. Idempotent."""
+        held, self._held, self._runtime = self._held, None, None
+        if held is not None:
+            await held.release()
+
+    @property
+    @override
+    def runtime(self) -> AtroposRuntime:
+        """The runtime.
+
+        Raises:
+            DeploymentNotStartedError: the deployment is not running.
+        """
+        if self._runtime is None:
+            raise DeploymentNotStartedError
+        return self._runtime

@@ -1,0 +1,130 @@
+"""What SWE-ReX's own tests leave out; tests/adapters/test_swerex.py runs it beside them."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+
+import pytest
+from swerex.exceptions import (
+    CommandTimeoutError,
+    DeploymentNotStartedError,
+    DeploymentStartupError,
+    SessionNotInitializedError,
+)
+from swerex.runtime.abstract import (
+    BashAction,
+    BashInterruptAction,
+    Command,
+    CreateBashSessionRequest,
+    ReadFileRequest,
+    WriteFileRequest,
+)
+
+from atropos.adapters.swerex import AtroposDeployment, AtroposDeploymentConfig, SandboxGoneError
+from atropos.errors import SandboxError
+
+from .conftest import POOL
+
+
+async def say(runtime, command, **options):
+    return (await runtime.run_in_session(BashAction(command=command, **{"timeout": 20, **options}))).output
+
+
+async def test_a_command_may_be_longer_than_a_terminals_line(runtime_with_default_session):
+    text = "x" * 100_000
+    assert await say(runtime_with_default_session, f"echo {text}") == f"{text}\n"
+
+
+async def test_output_of_megabytes_comes_whole(runtime_with_default_session):
+    assert (
+        await say(runtime_with_default_session, "yes 0123456789 | head -c 3000000")
+        == ("0123456789\n" * 280_000)[:3_000_000]
+    )
+
+
+async def test_the_prompt_of_a_late_command_ends_no_other(runtime_with_default_session):
+    with pytest.raises(CommandTimeoutError):
+        await say(runtime_with_default_session, "sleep 0.6; false", timeout=0.1)
+    await asyncio.sleep(1)
+    assert await say(runtime_with_default_session, "sleep 0.3; echo mine") == "mine\n"
+
+
+async def test_a_program_may_change_the_prompt(runtime_with_default_session):
+    assert await say(runtime_with_default_session, "PS1='(venv) '; PS2=more; true") == ""
+    assert await say(runtime_with_default_session, "echo 'a\nb'") == "a\nb\n"
+
+
+async def test_a_shell_that_ends_says_so(remote_runtime):
+    await remote_runtime.create_session(CreateBashSessionRequest(session="brief"))
+    with pytest.raises(SessionNotInitializedError, match="bye"):
+        await say(remote_runtime, "echo bye; exit 3", session="brief")
+
+
+async def test_start_up_files_are_sourced(remote_runtime):
+    await remote_runtime.write_file(WriteFileRequest(path="/tmp/start", content="export FRUIT=fig\necho started\n"))
+    request = CreateBashSessionRequest(session="sourced", startup_source=["/tmp/start"], startup_timeout=20)
+    assert "started" in (await remote_runtime.create_session(request)).output
+    assert await say(remote_runtime, "echo $FRUIT", session="sourced") == "fig\n"
+
+
+async def test_what_ignores_an_interrupt_is_killed(runtime_with_default_session):
+    with pytest.raises(CommandTimeoutError):
+        await say(
+            runtime_with_default_session, "sleep 600 & (trap '' INT; while true; do sleep 0.1; done)", timeout=0.3
+        )
+    await runtime_with_default_session.run_in_session(BashInterruptAction())
+    assert "600" in await say(runtime_with_default_session, "jobs -r")
+
+
+async def test_programs_run_as_subprocess_runs_them(remote_runtime):
+    with pytest.raises(FileNotFoundError):
+        await remote_runtime.execute(Command(command=["no-such-program"]))
+    with pytest.raises(PermissionError):
+        await remote_runtime.execute(Command(command=["/etc/passwd"]))
+    alone = await remote_runtime.execute(Command(command=["/usr/bin/env"], env={"FRUIT": "fig"}))
+    assert "FRUIT=fig\n" in alone.stdout
+    assert (await remote_runtime.execute(Command(command="kill -9 $$", shell=True))).exit_code == -9
+
+
+async def test_twenty_deployments_take_turns_in_four_slots():
+    async def square(number):
+        deployment = AtroposDeploymentConfig(pool=POOL, user="nobody").get_deployment()
+        with pytest.raises(DeploymentNotStartedError):
+            await deployment.is_alive()
+        await deployment.start()
+        try:
+            await deployment.runtime.create_session(CreateBashSessionRequest())
+            await deployment.runtime.write_file(WriteFileRequest(path="n", content=str(number)))
+            assert await say(deployment.runtime, "whoami; echo $(($(cat n) * $(cat n))) >m") == "nobody\n"
+            return int((await deployment.runtime.read_file(ReadFileRequest(path="m"))).content)
+        finally:
+            await deployment.stop()
+
+    assert await asyncio.gather(*map(square, range(20))) == [number**2 for number in range(20)]
+
+
+async def test_a_killed_container_is_no_outcome_of_a_command():
+    deployment = AtroposDeployment(pool={**POOL, "slots_per_container": 1})
+    await deployment.start()
+    await deployment.runtime.create_session(CreateBashSessionRequest())
+    running = asyncio.create_task(say(deployment.runtime, "sleep 60", check="silent", timeout=60))
+    await asyncio.sleep(0.5)
+    os.kill(int(deployment._held.slot.container.partition("-")[0]), signal.SIGKILL)
+    with pytest.raises(SandboxGoneError) as gone:
+        await running
+    assert isinstance(gone.value.__cause__, SandboxError)
+    assert not isinstance(gone.value, (CommandTimeoutError, TimeoutError))
+    with pytest.raises(SandboxGoneError):
+        await deployment.runtime.execute(Command(command=["true"]))
+    alive = await deployment.is_alive()
+    assert not alive
+    assert alive.message
+    await deployment.stop()
+
+
+async def test_an_image_that_is_not_there_is_a_failed_start():
+    deployment = AtroposDeployment(pool=POOL, image="127.0.0.1:1/none:1")
+    with pytest.raises(DeploymentStartupError):
+        await deployment.start()
