@@ -6,15 +6,13 @@ import asyncio
 import contextlib
 import itertools
 import logging
-import random
-import time
 import uuid
 from collections import OrderedDict
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Sequence
 from typing import Any, Self, TypeVar
 
 import aiohttp
-from pydantic import BaseModel, SecretStr, ValidationError
+from pydantic import BaseModel, SecretStr
 
 from atropos.errors import (
     BackendUnavailable,
@@ -26,8 +24,8 @@ from atropos.errors import (
     SlotLost,
     from_code,
 )
-from atropos.net.tls import client_context
-from atropos.slots.call_stream import CallStream, ClientRefused, FrameLimit, StreamEvents
+from atropos.slots.call_stream import CallStream, FrameLimit, StreamEvents
+from atropos.slots.server_requests import NotFound, ServerRequests, slices
 from atropos.wire import (
     Call,
     Capabilities,
@@ -41,7 +39,6 @@ from atropos.wire import (
     LeaseRequest,
     Operation,
     OpResult,
-    Problem,
     ReleaseResult,
     SnapshotInfo,
     SnapshotRequest,
@@ -52,16 +49,10 @@ from atropos.wire import (
 log = logging.getLogger(__name__)
 T = TypeVar("T", bound=BaseModel)
 R = TypeVar("R")
-REQUEST_S = 60.0
-"""Longest one HTTP request may take: a lease may wait for its sandbox, a release for its reset."""
-MAX_REQUESTS = 100
-"""HTTP requests under way at once; more wait for these."""
-CONNECT_S = 5.0
 CLOSE_S = 2.0
 """Longest `close` waits for what is under way."""
 COPY_TRIES = 3
 """Attempts to copy a snapshot while connections break."""
-SLICE_BYTES = 1 << 18
 MAX_ENDED = 10_000
 """Leases remembered as over, so that a late call is refused without asking."""
 
@@ -97,16 +88,12 @@ class SandboxClient:
         reconnect_s: float = 15.0,
         certificate: str | None = None,
     ) -> None:
-        self._url = url.rstrip("/")
-        self._token = token.get_secret_value() if isinstance(token, SecretStr) else token
+        self._requests = ServerRequests(url, token, certificate=certificate, patience_s=reconnect_s)
         self._client_id = client_id
         self._frames = frames or FrameLimit()
         self._on_lease_ended = on_lease_ended
         self._on_capacity = on_capacity
         self._reconnect_s = reconnect_s
-        self._tls = True if certificate is None else client_context(certificate)
-        self._session: aiohttp.ClientSession | None = None
-        self._stream_session: aiohttp.ClientSession | None = None
         self._stream: CallStream | None = None
         self._held: dict[str, Lease] = {}
         self._asking: set[str] = set()
@@ -115,15 +102,18 @@ class SandboxClient:
         self._tasks: set[asyncio.Task[Any]] = set()
         self._prefix = uuid.uuid4().hex[:12]
         self._count = itertools.count(1)
-        self._closed = False
         self.boot_id: str | None = None
-        self.lost = asyncio.Event()
-        self.lost_reason = ""
+        self.lost = self._requests.lost
+
+    @property
+    def lost_reason(self) -> str:
+        """Why the server is gone; empty while it isn't."""
+        return self._requests.lost_reason
 
     def __repr__(self) -> str:
-        stream = self._stream
-        state = "closed" if self._closed else "lost" if self.lost.is_set() else "new" if stream is None else "open"
-        return f"<SandboxClient {self._url} {state}, {len(self._held)} leases>"
+        new = "new" if self._stream is None else "open"
+        state = "closed" if self._requests.closed else "lost" if self.lost.is_set() else new
+        return f"<SandboxClient {self._requests.url} {state}, {len(self._held)} leases>"
 
     # ----------------------------------------------------------------------------------------------------------- life
 
@@ -133,19 +123,15 @@ class SandboxClient:
         Raises:
             BackendUnavailable: the server can't be reached, refuses the token, or speaks another version.
         """
-        if self._closed:
+        if self._requests.closed:
             raise BackendUnavailable("this client is closed")
-        if self._session is None:
-            self._session = self._new_session(MAX_REQUESTS)
-            # Connections of its own: requests that wait must not keep a stream that broke from coming back.
-            self._stream_session = self._new_session(0)
+        session = self._requests.open()
         if self._stream is not None:
             return
-        assert self._stream_session is not None
         events = StreamEvents(self._lease_ended, self._capacity, self._lose, self._holds, self._beat_s)
         stream = CallStream(
-            self._stream_session,
-            f"{self._url}/v1/stream",
+            session,
+            f"{self._requests.url}/v1/stream",
             self._client_id,
             events,
             frames=self._frames,
@@ -155,16 +141,16 @@ class SandboxClient:
             await stream.open()
         except BaseException:
             if not self._tasks:
-                await self._close_session()
+                await self._requests.close_sessions()
             raise
         self._stream = stream
         self.boot_id = stream.boot_id
 
     async def close(self) -> None:
         """End the stream and everything that waits on it, within `CLOSE_S` and a bit. Leases are not released."""
-        if self._closed:
+        if self._requests.closed:
             return
-        self._closed = True
+        self._requests.closed = True
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=CLOSE_S)
         if self._stream is not None:
@@ -173,21 +159,7 @@ class SandboxClient:
             task.cancel()
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=1)
-        await self._close_session()
-
-    def _new_session(self, limit: int) -> aiohttp.ClientSession:
-        return aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=limit, keepalive_timeout=60, ssl=self._tls),
-            headers={"Authorization": f"Bearer {self._token}"},
-            timeout=aiohttp.ClientTimeout(total=REQUEST_S, sock_connect=CONNECT_S),
-            auto_decompress=False,
-        )
-
-    async def _close_session(self) -> None:
-        sessions, self._session, self._stream_session = (self._session, self._stream_session), None, None
-        for session in sessions:
-            if session is not None:
-                await session.close()
+        await self._requests.close_sessions()
 
     async def __aenter__(self) -> Self:
         await self.connect()
@@ -218,12 +190,12 @@ class SandboxClient:
         self._ended.pop(name, None)
         try:
             try:
-                lease = await self._ask("POST", "/v1/leases", Lease, request)
+                lease = await self._requests.ask("POST", "/v1/leases", Lease, request)
             except ImageUnavailable:  # prepared elsewhere, or removed for others since
                 if request.image is None:
                     raise
                 await self.prepare(request.image)
-                lease = await self._ask("POST", "/v1/leases", Lease, request)
+                lease = await self._requests.ask("POST", "/v1/leases", Lease, request)
             if self.lost.is_set() or lease.boot_id != self.boot_id:
                 raise SlotLost(self.lost_reason or "the sandbox server was restarted meanwhile")
             if (over := self._ended.get(name)) is not None:
@@ -241,12 +213,12 @@ class SandboxClient:
         return lease
 
     def _give_back(self, lease_id: str) -> None:
-        if self._closed or self.lost.is_set():
+        if self._requests.closed or self.lost.is_set():
             return
 
         async def work() -> None:
             with contextlib.suppress(SandboxError):
-                await self._ask("DELETE", f"/v1/leases/{lease_id}", ReleaseResult)
+                await self._requests.ask("DELETE", f"/v1/leases/{lease_id}", ReleaseResult)
 
         self._spawn(work())
 
@@ -262,7 +234,7 @@ class SandboxClient:
         self._end(name, LeaseExpired(f"lease {name} was released"))
         self._asking.add(name)  # until the server confirms, a new connection must not make it end the lease by itself
         try:
-            return await self._ask("DELETE", f"/v1/leases/{name}?epoch={lease.epoch}", ReleaseResult)
+            return await self._requests.ask("DELETE", f"/v1/leases/{name}?epoch={lease.epoch}", ReleaseResult)
         except LeaseExpired:
             return ReleaseResult(released=False)
         finally:
@@ -270,7 +242,7 @@ class SandboxClient:
 
     async def renew(self, lease: Lease) -> Lease:
         """Renew one lease by hand; the stream's heartbeats do it for all."""
-        return await self._ask("POST", f"/v1/leases/{lease.lease_id}/renew?epoch={lease.epoch}", Lease)
+        return await self._requests.ask("POST", f"/v1/leases/{lease.lease_id}/renew?epoch={lease.epoch}", Lease)
 
     # ----------------------------------------------------------------------------------------------------------- calls
 
@@ -292,8 +264,8 @@ class SandboxClient:
         if over is not None:
             raise type(over)(*over.args)
         stream = self._stream
-        if stream is None or self._closed:
-            raise SlotLost("this client is closed" if self._closed else "this client is not connected")
+        if stream is None or self._requests.closed:
+            raise SlotLost("this client is closed" if self._requests.closed else "this client is not connected")
         if call_id is None:
             name = f"{self._prefix}.{next(self._count)}"
         else:
@@ -313,8 +285,8 @@ class SandboxClient:
         """
         query = {"epoch": str(lease.epoch), "offset": str(offset), "last": str(int(last))}
         length = {"Content-Length": str(len(piece))}
-        async with self._file_stream(
-            "PUT", lease, stream, params=query, data=_slices(piece), headers=length
+        async with self._requests.stream(
+            "PUT", lease, stream, params=query, data=slices(piece), headers=length
         ) as response:
             await response.read()
 
@@ -324,26 +296,9 @@ class SandboxClient:
         Raises:
             BackendUnavailable: it broke off.
         """
-        async with self._file_stream("GET", lease, stream, params={"epoch": str(lease.epoch)}) as response:
+        async with self._requests.stream("GET", lease, stream, params={"epoch": str(lease.epoch)}) as response:
             async for chunk in response.content.iter_any():
                 yield chunk
-
-    @contextlib.asynccontextmanager
-    async def _file_stream(
-        self, method: str, lease: Lease, stream: str, **arguments: Any
-    ) -> AsyncGenerator[aiohttp.ClientResponse]:
-        # not of the session for short requests, whose connections are counted: these may wait for one another
-        if self._stream_session is None:
-            raise BackendUnavailable("this client is not connected")
-        url = f"{self._url}/v1/leases/{lease.lease_id}/streams/{stream}"
-        timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S, sock_read=REQUEST_S)
-        try:
-            async with self._stream_session.request(method, url, timeout=timeout, **arguments) as response:
-                if response.status != 200:
-                    raise BackendUnavailable(str(_problem(response.status, await response.read())))
-                yield response
-        except (aiohttp.ClientError, OSError) as error:
-            raise BackendUnavailable(f"stream {stream} of {self._url} broke off: {error!r}") from error
 
     # ------------------------------------------------------------------------------------------------------- snapshots
 
@@ -357,7 +312,9 @@ class SandboxClient:
         """
         request = SnapshotRequest(snapshot_id=f"snap-{uuid.uuid4().hex}", epoch=lease.epoch)
         path = f"/v1/leases/{lease.lease_id}/snapshot"
-        return await self._ask("POST", path, SnapshotInfo, request, patient=True)  # the calls before it may take long
+        return await self._requests.ask(
+            "POST", path, SnapshotInfo, request, patient=True
+        )  # the calls before it may take long
 
     async def keep(self, snapshot_id: str, key: str) -> ImageInfo:
         """Keep a snapshot as an image of the server's host, named `atropos-build:KEY`.
@@ -367,7 +324,7 @@ class SandboxClient:
             NotSupported: it has several layers.
         """
         path = f"/v1/snapshots/{snapshot_id}/image"
-        return await self._ask("POST", path, ImageInfo, KeepRequest(key=key), patient=True)
+        return await self._requests.ask("POST", path, ImageInfo, KeepRequest(key=key), patient=True)
 
     async def find_image(self, source: str) -> ImageInfo | None:
         """What a source means on the server's host, where that is known without preparing anything.
@@ -376,7 +333,7 @@ class SandboxClient:
             source: of the server's own: `atropos-base:NAME` or `atropos-build:KEY`.
         """
         try:
-            return (await self._ask("POST", "/v1/images", ImageState, ImageRequest(source=source))).image
+            return (await self._requests.ask("POST", "/v1/images", ImageState, ImageRequest(source=source))).image
         except (NotSupported, ImageUnavailable):
             return None
 
@@ -389,7 +346,7 @@ class SandboxClient:
             SlotLost: the server is gone.
         """
         request = ViewRequest(folders=tuple(folders), epoch=lease.epoch)
-        await self._ask("POST", f"/v1/leases/{lease.lease_id}/view", Lease, request, patient=True)
+        await self._requests.ask("POST", f"/v1/leases/{lease.lease_id}/view", Lease, request, patient=True)
 
     async def copy_image(self, image: ImageInfo, to: SandboxClient) -> ImageInfo:
         """Bring a built image, whose parent is there already, to another server.
@@ -402,7 +359,7 @@ class SandboxClient:
             "parent_source": image.parent_source or "",
             "bytes": str(image.bytes),
         }
-        raw = await self._piped(f"/v1/images/{image.id}/layer", to, query, "application/x-tar")
+        raw = await self._requests.pipe(f"/v1/images/{image.id}/layer", to._requests, query, "application/x-tar")
         return ImageInfo.model_validate_json(raw)
 
     async def prepare(
@@ -425,39 +382,27 @@ class SandboxClient:
         if archive is not None:
             self._archives[source] = archive  # the server may remove the image, and a later lease ask for it again
         try:
-            state = await self._ask("POST", "/v1/images", ImageState, ImageRequest(source=source))
+            state = await self._requests.ask("POST", "/v1/images", ImageState, ImageRequest(source=source))
         except NotSupported:
             if source not in self._archives:
                 raise
-            state = await self._send_image(source, self._archives[source]())
+            raw = await self._requests.put("/v1/images/archive", {"source": source}, self._archives[source]())
+            state = ImageState.model_validate_json(raw)
         while state.phase not in {"ready", "failed"}:
             if progress is not None:
                 progress(state)
             wanted = ImageRequest(source=source, wait_s=1 if progress else 20)
-            state = await self._ask("POST", "/v1/images", ImageState, wanted, patient=True)
+            state = await self._requests.ask("POST", "/v1/images", ImageState, wanted, patient=True)
         if progress is not None:
             progress(state)
         if state.image is None:
             raise ImageUnavailable(state.error)
         return state.image
 
-    async def _send_image(self, source: str, chunks: AsyncIterator[bytes]) -> ImageState:
-        assert self._session is not None
-        timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S, sock_read=None)
-        path = f"{self._url}/v1/images/archive"
-        try:
-            async with self._session.put(path, params={"source": source}, data=chunks, timeout=timeout) as response:
-                raw = await response.read()
-                if response.status != 200:
-                    raise _problem(response.status, raw)
-        except (aiohttp.ClientError, OSError) as error:
-            raise BackendUnavailable(f"image {source} could not be sent to {self._url}: {error!r}") from error
-        return ImageState.model_validate_json(raw)
-
     async def drop_snapshot(self, snapshot_id: str) -> None:
         """Forget a snapshot; leases that stand on it go on. One that is not there is as good as dropped."""
-        with contextlib.suppress(_NotFound):
-            await self._ask("DELETE", f"/v1/snapshots/{snapshot_id}", None)
+        with contextlib.suppress(NotFound):
+            await self._requests.ask("DELETE", f"/v1/snapshots/{snapshot_id}", None)
 
     async def _forget(self, snapshot_id: str) -> None:
         with contextlib.suppress(SandboxError):
@@ -473,105 +418,39 @@ class SandboxClient:
         """
         both = [await client.capabilities() for client in (self, to)]
         zstd = all(each.limits.get("zstd") for each in both)
-        info = await self._ask("GET", f"/v1/snapshots/{snapshot_id}", SnapshotInfo)
+        info = await self._requests.ask("GET", f"/v1/snapshots/{snapshot_id}", SnapshotInfo)
         query = {"layers": str(info.layers), "client_id": to._client_id} | ({"base": info.base} if info.base else {})
         for attempt in range(COPY_TRIES):
             try:
-                return await self._copy_once(snapshot_id, to, query, zstd=zstd)
+                path = f"/v1/snapshots/{snapshot_id}/archive?zstd={int(zstd)}"
+                raw = await self._requests.pipe(
+                    path, to._requests, query, "application/zstd" if zstd else "application/x-tar"
+                )
+                return SnapshotInfo.model_validate_json(raw)
             except (aiohttp.ClientError, OSError) as error:
                 if attempt + 1 == COPY_TRIES or self.lost.is_set() or to.lost.is_set():
                     to._spawn(to._forget(snapshot_id))
-                    raise BackendUnavailable(f"the snapshot could not be copied to {to._url}: {error!r}") from error
+                    raise BackendUnavailable(
+                        f"the snapshot could not be copied to {to._requests.url}: {error!r}"
+                    ) from error
             await asyncio.sleep(0.1 * 2**attempt)
         raise AssertionError
-
-    async def _copy_once(
-        self, snapshot_id: str, to: SandboxClient, query: dict[str, str], *, zstd: bool
-    ) -> SnapshotInfo:
-        kind = "application/zstd" if zstd else "application/x-tar"
-        raw = await self._piped(f"/v1/snapshots/{snapshot_id}/archive?zstd={int(zstd)}", to, query, kind)
-        return SnapshotInfo.model_validate_json(raw)
-
-    async def _piped(self, path: str, to: SandboxClient, query: dict[str, str], kind: str) -> bytes:
-        """What one server gives at a path is put at the same path of another one. Returns the answer."""
-        source, target = self._session, to._session
-        if source is None or target is None:
-            raise BackendUnavailable("this client is not connected")
-        timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S, sock_read=REQUEST_S)
-        async with source.get(f"{self._url}{path}", timeout=timeout) as archive:
-            if archive.status != 200:
-                raise _problem(archive.status, await archive.read())
-            put = target.put(
-                to._url + path.partition("?")[0],
-                params=query,
-                data=archive.content.iter_chunked(1 << 18),
-                headers={"Content-Type": kind},
-                timeout=timeout,
-            )
-            async with put as response:
-                raw = await response.read()
-                if response.status != 200:
-                    raise _problem(response.status, raw)
-                return raw
 
     # --------------------------------------------------------------------------------------------------------- looking
 
     async def capabilities(self) -> Capabilities:
         """What the server's probe found."""
-        return await self._ask("GET", "/v1/capabilities", Capabilities)
+        return await self._requests.ask("GET", "/v1/capabilities", Capabilities)
 
     async def status(self) -> Status:
         """The server's own count of everything."""
-        return await self._ask("GET", "/v1/status", Status)
+        return await self._requests.ask("GET", "/v1/status", Status)
 
     async def health(self) -> Health:
         """Whether the server is well; `broken` too is an answer."""
-        return await self._ask("GET", "/v1/health", Health)
+        return await self._requests.ask("GET", "/v1/health", Health)
 
     # ---------------------------------------------------------------------------------------------------------- inside
-
-    async def _ask(
-        self, method: str, path: str, kind: type[T] | None, body: BaseModel | None = None, *, patient: bool = False
-    ) -> T:
-        """One request, repeated while the connection fails: everything asked for here may be asked twice.
-
-        A `patient` one is asked again when its answer takes longer than a request may take.
-        """
-        pause = 0.02
-        patience_s = self._reconnect_s if method != "GET" else 1.0
-        until: float | None = None
-        while True:
-            if self.lost.is_set():
-                raise SlotLost(self.lost_reason)
-            if self._session is None:
-                raise BackendUnavailable("this client is closed" if self._closed else "this client is not connected")
-            try:
-                return await self._ask_once(method, path, kind, body)
-            except TimeoutError as error:
-                if not patient:
-                    raise BackendUnavailable(f"{self._url}{path} did not answer within {REQUEST_S:g} s") from error
-            except (aiohttp.ClientError, OSError) as error:
-                # From the first failure on: an answer that took long to come, and was cut off, is asked for again as well.
-                until = until or time.monotonic() + patience_s
-                if time.monotonic() + pause > until:
-                    raise BackendUnavailable(f"{self._url} can't be reached: {error}") from error
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(pause * random.uniform(0.5, 1)):
-                    await self.lost.wait()
-            pause = min(pause * 2, 1.0)
-
-    async def _ask_once(self, method: str, path: str, kind: type[T] | None, body: BaseModel | None) -> T:
-        assert self._session is not None
-        data = None if body is None else body.__pydantic_serializer__.to_json(body)
-        headers = {"Content-Type": "application/json"} if data is not None else None
-        async with self._session.request(method, self._url + path, data=data, headers=headers) as response:
-            raw = await response.read()
-            if response.status >= 300 and not (kind is Health and response.status == 503):
-                raise _problem(response.status, raw)
-        try:
-            return kind.model_validate_json(raw) if kind is not None else None  # pyright: ignore[reportReturnType]
-        except ValidationError as error:
-            raise BackendUnavailable(f"{self._url}{path} answered nonsense: {error.errors()[:1]}") from None
 
     def _spawn(self, work: Coroutine[Any, Any, Any]) -> None:
         task = asyncio.get_running_loop().create_task(work)
@@ -607,8 +486,7 @@ class SandboxClient:
                 log.exception("a callback of %r failed", self)
 
     def _lose(self, reason: str) -> None:
-        self.lost_reason = reason
-        self.lost.set()
+        self._requests.lose(reason)
         held, self._held = self._held, {}
         for lease in held.values():
             self._end(lease.lease_id, SlotLost(reason))
@@ -620,32 +498,3 @@ class SandboxClient:
 
     def _beat_s(self) -> float:
         return min((lease.ttl_s for lease in self._held.values()), default=86_400.0) / 3
-
-
-async def _slices(piece: bytes) -> AsyncGenerator[memoryview]:
-    """A body in parts, so that the loop does other things between them."""
-    view = memoryview(piece)
-    for start in range(0, len(piece), SLICE_BYTES):
-        yield view[start : start + SLICE_BYTES]
-
-
-class _NotFound(SandboxError):
-    """404: what was meant isn't there."""
-
-    code = "not_found"
-    retryable = False
-
-
-def _problem(status: int, raw: bytes) -> SandboxError:
-    """The exception that an HTTP refusal stands for."""
-    try:
-        found = Problem.model_validate_json(raw)
-    except ValidationError:
-        return BackendUnavailable(f"the server answered {status}: {raw[:200]!r}")
-    if status == 401:
-        return ClientRefused("the server refuses the token")
-    if status == 404:
-        return _NotFound(found.message)
-    if found.code == PoolFull.code:
-        return PoolFull(found.message, free_mib=found.free_mib or 0)
-    return from_code(found.code, found.message)

@@ -2,7 +2,7 @@
 
 The call says what is read or written and how that ended; its bytes travel in HTTP requests, in both directions with
 back-pressure to the file. A write goes in pieces that are sent again when a connection breaks: the server knows how much
-it has. A read that breaks off is the caller's to read again.
+it has. A read that breaks off is read again from where its caller says.
 """
 
 from __future__ import annotations
@@ -10,14 +10,24 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
+import secrets
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator
 from typing import Any, Protocol
 
-from atropos.errors import BackendUnavailable
+from atropos.errors import BackendUnavailable, OutcomeUnknown
 from atropos.wire import Done, Lease, Operation, OpResult, ReadStream, WriteStream
 
 PAUSE_S = (0.02, 1.0)
 """First and longest pause between attempts to send a piece; each is drawn from half to all of it."""
+
+
+READ_TRIES = 5
+"""Attempts to read what breaks off, each from where a file's last one ended."""
+
+
+def new_id() -> str:
+    """A fresh id for one stream."""
+    return secrets.token_urlsafe(12)
 
 
 class FileClient(Protocol):
@@ -72,6 +82,24 @@ async def _put(client: FileClient, lease: Lease, stream: str, offset: int, piece
         except BackendUnavailable:  # the call says so if the stream is over
             await asyncio.sleep(pause * random.uniform(0.5, 1))
         pause = min(pause * 2, longest)
+
+
+async def receive_all(
+    client: FileClient, lease: Lease, wanted: Callable[[], ReadStream], write: Callable[[bytes], object]
+) -> OpResult:
+    """Read what `wanted` says, and again what it then says when the connection breaks off.
+
+    Raises:
+        SandboxError: as a call's; `OutcomeUnknown` when it broke off every time.
+        OSError: whatever `write` raises.
+    """
+    pause = 0.05
+    for _ in range(READ_TRIES):
+        if (result := await receive(client, lease, wanted(), write)) is not None:
+            return result
+        await asyncio.sleep(pause)
+        pause *= 2
+    raise OutcomeUnknown(f"lease {lease.lease_id} could not be read from: its streams broke off {READ_TRIES} times")
 
 
 async def receive(

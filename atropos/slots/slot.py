@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import BinaryIO, Self
 
 from atropos import wire
-from atropos.errors import LeaseExpired, NotSupported, OutcomeUnknown, SandboxError, SlotLost
+from atropos.errors import LeaseExpired, NotSupported, SandboxError, SlotLost
 from atropos.net.egress_policy import parse
 from atropos.slots import file_streams
 from atropos.slots.container_link import ContainerLink
@@ -34,8 +34,6 @@ MAX_ARCHIVE_BYTES = 64 * 1024**3
 """Longest archive that `download_to` writes, unless its caller allows more."""
 IN_CALL_BYTES = 256 * 1024
 """A file up to this size goes in its call; a larger one as a stream of its own, which calls of others pass."""
-READ_TRIES = 5
-"""Attempts to read what breaks off, each from where a file's last one ended."""
 
 
 class Slot:
@@ -329,39 +327,40 @@ class Slot:
                 raise file_error(result, path)
             assert isinstance(result, wire.FileResult)
             if result.size > max_bytes:
-                raise file_error(wire.OpError(error="too_large", message=_too_long(result.size, max_bytes)), path)
+                raise file_error(
+                    wire.OpError(
+                        error="too_large",
+                        message=f"the file has {result.size:,} bytes, more than max_bytes ({max_bytes:,})",
+                    ),
+                    path,
+                )
             keep(result.data)
             if len(result.data) < wanted or got >= max_bytes:
                 return b"".join(parts)
             if not user:  # also where that was all: the kernel's own files don't say how long they are
                 await self._read_stream(
-                    keep, lambda: wire.ReadStream(path=path, stream=stream_id(), offset=got, max_bytes=max_bytes - got)
+                    keep,
+                    lambda: wire.ReadStream(
+                        path=path, stream=file_streams.new_id(), offset=got, max_bytes=max_bytes - got
+                    ),
                 )
                 return b"".join(parts)
 
     async def _read_stream(self, write: Callable[[bytes], object], wanted: Callable[[], wire.ReadStream]) -> None:
-        """Read what `wanted` says, and again what it then says when the connection breaks off."""
-        pause = 0.05
-        for _ in range(READ_TRIES):
+        def placed() -> wire.ReadStream:
             operation = wanted()
-            if self.profile is not PLAIN:
-                operation = operation.model_copy(update={"path": self.profile.path(operation.path)})
-            counters = self._link.state.counters
-            with counters.measure(counters.operation, operation.op):
-                result = await file_streams.receive(self._link.client, self._lease, operation, write)
-            if isinstance(result, wire.OpError):
-                raise file_error(result, operation.path)
-            if result is not None:
-                return
-            await asyncio.sleep(pause)
-            pause *= 2
-        raise OutcomeUnknown(f"{self!r} could not be read from: its streams broke off {READ_TRIES} times")
+            return operation.model_copy(update={"path": self.profile.path(operation.path)})
+
+        counters = self._link.state.counters
+        with counters.measure(counters.operation, "read_stream"):
+            result = await file_streams.receive_all(self._link.client, self._lease, placed, write)
+        if isinstance(result, wire.OpError):
+            raise file_error(result, wanted().path)
 
     async def _write_stream(
         self, path: str, pieces: Iterator[bytes], *, tar: bool = False, mode: int | None = None
     ) -> wire.OpError | None:
-        path = path if self.profile is PLAIN else self.profile.path(path)
-        operation = wire.WriteStream(path=path, stream=stream_id(), tar=tar, mode=mode)
+        operation = wire.WriteStream(path=self.profile.path(path), stream=file_streams.new_id(), tar=tar, mode=mode)
         counters = self._link.state.counters
         with counters.measure(counters.operation, operation.op):
             result = await file_streams.send(self._link.client, self._lease, operation, pieces)
@@ -444,7 +443,7 @@ class Slot:
         def wanted() -> wire.ReadStream:
             archive.seek(0)
             archive.truncate()
-            return wire.ReadStream(path=path, stream=stream_id(), tar=True, max_bytes=max_bytes)
+            return wire.ReadStream(path=path, stream=file_streams.new_id(), tar=True, max_bytes=max_bytes)
 
         await self._read_stream(archive.write, wanted)
 
@@ -520,16 +519,7 @@ class Slot:
             self._over = reason
 
 
-def stream_id() -> str:
-    """A fresh id for one stream."""
-    return secrets.token_urlsafe(12)
-
-
 def _drop_unwanted(task: asyncio.Task[Snapshot]) -> None:
     """Nobody waits for the snapshot any more."""
     if not task.cancelled() and task.exception() is None:
         task.result().start_drop()
-
-
-def _too_long(size: int, max_bytes: int) -> str:
-    return f"the file has {size:,} bytes, more than the {max_bytes:,} that may be read (max_bytes)"

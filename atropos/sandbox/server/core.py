@@ -244,11 +244,10 @@ class Core:
         Raises:
             LeaseExpired: it is over.
         """
-        held = self.table.find(lease_id, epoch)
-        if not isinstance(held, HeldLease) or held.state != "active":
-            raise LeaseExpired(f"lease {lease_id!r} is over or was never granted")
-        held.renewed_at = self.now()
-        return self.lease_of(held)
+        run = self._run(lease_id, epoch)
+        self._check_active(run)
+        run.held.renewed_at = self.now()
+        return self.lease_of(run.held)
 
     def streams_of(self, lease_id: str, epoch: int | None) -> FileStreams:
         """The file streams of a lease.
@@ -256,10 +255,19 @@ class Core:
         Raises:
             LeaseExpired: it is over.
         """
-        held, run = self.table.find(lease_id, epoch), self.runs.get(lease_id)
-        if not isinstance(held, HeldLease) or run is None or run.lanes is None:
-            raise LeaseExpired(f"lease {lease_id!r} is over or was never granted")
+        run = self._run(lease_id, epoch)
+        if run.lanes is None:
+            raise LeaseExpired(f"lease {lease_id!r} has not been granted yet")
         return run.lanes.streams
+
+    def _run(self, lease_id: str, epoch: int | None) -> LeaseRun:
+        if not isinstance(self.table.find(lease_id, epoch), HeldLease) or lease_id not in self.runs:
+            raise LeaseExpired(f"lease {lease_id!r} is over or was never granted")
+        return self.runs[lease_id]
+
+    def _check_active(self, run: LeaseRun) -> None:
+        if run.held.state != "active":
+            raise LeaseExpired(f"lease {run.held.lease_id!r} is over")
 
     # ---------------------------------------------------------------------------------------------------------- ending
 
@@ -369,13 +377,11 @@ class Core:
         known = self.snapshots.by_id.get(snapshot_id or "")
         if known is not None:
             return known.info
-        held = self.table.find(lease_id, epoch)
-        run = self.runs.get(lease_id) if isinstance(held, HeldLease) else None
+        run = self._run(lease_id, epoch)
         name = snapshot_id or f"snap-{uuid.uuid4().hex}"
-        task = run.freezing.get(name) if run is not None else None
+        task = run.freezing.get(name)
         if task is None:
-            if run is None or run.held.state != "active":
-                raise LeaseExpired(f"lease {lease_id!r} is over")
+            self._check_active(run)
             self.reserve_snapshot(run.layers)
             task = run.freezing[name] = self.spawn(self._queue_freeze(run, name))
             task.add_done_callback(lambda _: run.freezing.pop(name, None))
@@ -445,10 +451,8 @@ class Core:
             NotSupported: a folder can't be shown; the lease goes on as before.
             SandboxError: no view could be started; the lease goes on as before.
         """
-        held = self.table.find(lease_id, epoch)
-        run = self.runs.get(lease_id) if isinstance(held, HeldLease) else None
-        if run is None or run.held.state != "active":
-            raise LeaseExpired(f"lease {lease_id!r} is over")
+        run = self._run(lease_id, epoch)
+        self._check_active(run)
         if run.viewing is None or (run.viewing.done() and run.agent is None):
             run.viewing = self.spawn(run.between_calls(self.spawn, lambda: self._open_view(run, folders)))
         await asyncio.shield(run.viewing)

@@ -11,6 +11,7 @@ import pytest
 from atropos.errors import BackendUnavailable, LeaseExpired, NotSupported, OutcomeUnknown, PoolFull, SlotLost
 from atropos.sandbox.contract import Layer
 from atropos.slots.client import SandboxClient
+from atropos.slots.server_requests import ServerRequests
 from atropos.wire import CommandResult, Exec, LeaseEnded, LeaseRequest, OpError, ProcRead, WriteFile
 from tests.unit.server.fakes import TOKEN, FakeHost, Running, serving
 
@@ -269,7 +270,7 @@ async def test_close_leaves_no_task_and_no_socket():
 @pytest.fixture
 def cut_off(monkeypatch):
     """The first answer that is waited for comes as a broken connection, after longer than reconnecting may take."""
-    whole, cuts = SandboxClient._ask_once, itertools.count()
+    whole, cuts = ServerRequests._ask_once, itertools.count()
 
     async def once(self, method, *arguments):
         result = await whole(self, method, *arguments)
@@ -278,7 +279,7 @@ def cut_off(monkeypatch):
             raise aiohttp.ClientConnectionError("cut")
         return result
 
-    monkeypatch.setattr(SandboxClient, "_ask_once", once)
+    monkeypatch.setattr(ServerRequests, "_ask_once", once)
 
 
 async def test_an_answer_that_is_long_in_coming_and_cut_off_is_asked_for_again(cut_off):
@@ -289,7 +290,7 @@ async def test_an_answer_that_is_long_in_coming_and_cut_off_is_asked_for_again(c
 
 
 async def test_a_stream_comes_back_though_as_many_requests_wait_as_there_may_be(monkeypatch):
-    monkeypatch.setattr("atropos.slots.client.MAX_REQUESTS", 3)
+    monkeypatch.setattr("atropos.slots.server_requests.MAX_REQUESTS", 3)
     async with serving() as running, client_of(running) as client:
         lease = await client.acquire(request())
         asked, answer = 0, asyncio.Event()
@@ -317,9 +318,10 @@ async def test_a_copy_that_breaks_is_begun_again_and_one_that_always_breaks_leav
     """What was copied is there, only the answer is lost."""
     tries = 0
 
-    async def once(self, snapshot_id, to, query, *, zstd):
+    async def once(self, path, to, query, kind):
         nonlocal tries
         tries += 1
+        snapshot_id = path.split("/")[3]
         there = target.core.snapshots
         if snapshot_id not in there.by_id:
             there.reserve(())
@@ -327,9 +329,9 @@ async def test_a_copy_that_breaks_is_begun_again_and_one_that_always_breaks_leav
             target.host.layers["x"] = {}
         if tries <= cuts:
             raise aiohttp.ServerDisconnectedError
-        return there.by_id[snapshot_id].info
+        return there.by_id[snapshot_id].info.model_dump_json().encode()
 
-    monkeypatch.setattr(SandboxClient, "_copy_once", once)
+    monkeypatch.setattr(ServerRequests, "pipe", once)
     async with serving() as source, serving() as target, client_of(source) as here, client_of(target) as there:
         info = await here.snapshot(await here.acquire(request()))
         if cuts == 1:
@@ -342,7 +344,7 @@ async def test_a_copy_that_breaks_is_begun_again_and_one_that_always_breaks_leav
 
 
 async def test_a_snapshot_waits_for_calls_that_take_longer_than_a_request_may(monkeypatch):
-    monkeypatch.setattr("atropos.slots.client.REQUEST_S", 0.1)
+    monkeypatch.setattr("atropos.slots.server_requests.REQUEST_S", 0.1)
     async with serving() as running, client_of(running) as client:
         lease = await client.acquire(request())
         before = asyncio.create_task(client.call(lease, Exec(command="sleep 0.5")))

@@ -1,0 +1,24 @@
+"""What every message has, and the bounds of all."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict
+
+VERSION = 2
+MAX_FRAME_BYTES = 64 * 1024 * 1024
+"""Largest WebSocket frame either end accepts, in bytes."""
+MAX_FILE_BYTES = 32 * 1024 * 1024
+"""Largest content of one file read or write on the wire, in bytes; larger files go in pieces (`offset`, `append`)."""
+MAX_COMMAND_BYTES = 2 * 1024 * 1024
+"""Longest command or stdin text; the kernel refuses a longer argument anyway, so it is passed by a file."""
+
+Limit = Literal["memory", "pids", "disk", "inodes", "time", "output", "files", "cpu"]
+"""The name of the limit that stopped or truncated a program."""
+
+
+class WireMessage(BaseModel):
+    """Base of everything on the wire: frozen, unknown fields refused."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", ser_json_bytes="base64", val_json_bytes="base64")

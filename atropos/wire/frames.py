@@ -1,0 +1,114 @@
+"""Messages on the stream: a frame is a JSON array of them."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import FailFast, Field, TypeAdapter
+
+from atropos.wire.base import VERSION, WireMessage
+from atropos.wire.operations import Operation
+from atropos.wire.results import OpResult
+
+
+class Hello(WireMessage):
+    """The client's first message."""
+
+    kind: Literal["hello"] = "hello"
+    version: int = VERSION
+    client_id: str = Field(min_length=1, max_length=200)
+    connection: int = Field(default=0, ge=0, description="grows with each connection: a delayed older one is refused")
+    holds: tuple[str, ...] | None = Field(
+        default=None, description="every lease_id the client holds or asks for; its others end. None: keep all"
+    )
+
+
+class Welcome(WireMessage):
+    """The server's first message."""
+
+    kind: Literal["welcome"] = "welcome"
+    version: int = VERSION
+    boot_id: str
+    heartbeat_s: float
+
+
+class Call(WireMessage):
+    """One operation in one leased slot. `call_id` is the idempotency key: sent again, it is not run again."""
+
+    kind: Literal["call"] = "call"
+    resent: bool = Field(default=False, description="may have been sent before, on a connection that was lost")
+    call_id: str = Field(min_length=1, max_length=200)
+    lease_id: str
+    epoch: int
+    operation: Operation
+
+
+class Cancel(WireMessage):
+    """Give a call up: its processes are killed and its result says `cancelled`."""
+
+    kind: Literal["cancel"] = "cancel"
+    call_id: str
+
+
+class Ack(WireMessage):
+    """The client has these results; the journal may forget them."""
+
+    kind: Literal["ack"] = "ack"
+    call_ids: tuple[str, ...]
+
+
+class Heartbeat(WireMessage):
+    """Either end is alive; from a client it renews all its leases."""
+
+    kind: Literal["heartbeat"] = "heartbeat"
+    seq: int = 0
+
+
+class Reply(WireMessage):
+    """The result of a call."""
+
+    kind: Literal["reply"] = "reply"
+    call_id: str
+    result: OpResult
+
+
+class Fault(WireMessage):
+    """A call that has no result because the infrastructure failed; `code` is one of `atropos.errors.BY_CODE`."""
+
+    kind: Literal["fault"] = "fault"
+    call_id: str
+    code: str
+    message: str
+
+
+class LeaseEnded(WireMessage):
+    """The server ended a lease that this client held (its slot broke, it expired, the container drains)."""
+
+    kind: Literal["lease_ended"] = "lease_ended"
+    lease_id: str
+    epoch: int
+    code: str
+    message: str
+
+
+class Draining(WireMessage):
+    """The server takes no new leases and will end; what runs may finish until `deadline_s` from now."""
+
+    kind: Literal["draining"] = "draining"
+    deadline_s: float | None = None
+
+
+class Capacity(WireMessage):
+    """A slot came free; sent to clients that were refused (409) since they last got one, as a hint to ask again."""
+
+    kind: Literal["capacity"] = "capacity"
+    free_mib: int
+
+
+ClientMessage = Annotated[Hello | Call | Cancel | Ack | Heartbeat, Field(discriminator="kind")]
+ServerMessage = Annotated[
+    Welcome | Reply | Fault | Heartbeat | LeaseEnded | Draining | Capacity, Field(discriminator="kind")
+]
+# The first wrong message refuses a frame: 64 MiB of them would be gigabytes of complaints.
+CLIENT_FRAME: TypeAdapter[list[ClientMessage]] = TypeAdapter(Annotated[list[ClientMessage], FailFast()])
+SERVER_FRAME: TypeAdapter[list[ServerMessage]] = TypeAdapter(Annotated[list[ServerMessage], FailFast()])

@@ -1,0 +1,207 @@
+"""What a call may ask of a slot."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from atropos.wire.base import MAX_FILE_BYTES, WireMessage
+
+STREAM_ID: Any = Field(min_length=8, max_length=100, pattern=r"^[A-Za-z0-9_-]+$", description="unique in the lease")
+
+
+CommandOrArgv = str | Annotated[tuple[str, ...], Field(min_length=1)]
+"""A shell command line (`/bin/bash -c`, or sh where there is no bash), or a program and its arguments without a shell."""
+
+
+class Exec(WireMessage):
+    """Run a command in its own session and wait for it."""
+
+    op: Literal["exec"] = "exec"
+    command: CommandOrArgv
+    timeout_s: float | None = Field(default=None, gt=0, description="None: the server's wall-time limit")
+    workdir: str | None = Field(default=None, description="None: /workspace")
+    env: dict[str, str] = Field(default_factory=dict)
+    clean_env: bool = Field(default=False, description="start from the slot's first environment and PATH alone")
+    user: str | None = Field(default=None, max_length=300, description="name or uid[:group or gid]; None: root")
+    stdin: bytes | None = None
+    split: bool = Field(default=False, description="stdout and stderr apart; combined by arrival")
+    max_output_bytes: int | None = Field(default=None, gt=0)
+
+
+class ReadFile(WireMessage):
+    """Read a file's bytes, from `offset`, at most `max_bytes`."""
+
+    op: Literal["read_file"] = "read_file"
+    path: str
+    offset: int = Field(default=0, ge=0)
+    max_bytes: int = Field(default=MAX_FILE_BYTES, gt=0, le=MAX_FILE_BYTES)
+    user: str | None = Field(default=None, max_length=300, description="name or uid[:group or gid]; None: root")
+
+
+class WriteFile(WireMessage):
+    """Write a file, making its parents; replaced atomically unless `append`. `if_sha256`: only if unchanged since."""
+
+    op: Literal["write_file"] = "write_file"
+    path: str
+    data: bytes
+    mode: int | None = Field(default=None, ge=0, le=0o7777)
+    append: bool = False
+    if_sha256: str | None = Field(default=None, description="refuse with error 'changed' when the file is another")
+    user: str | None = Field(
+        default=None, max_length=300, description="name or uid[:group or gid], who writes it in place; None: root"
+    )
+
+
+class Search(WireMessage):
+    """Search file contents by regular expression, or names alone when `pattern` is empty; bounded in every way."""
+
+    op: Literal["search"] = "search"
+    pattern: str
+    path: str = "."
+    glob: str | None = None
+    max_matches: int = Field(default=200, gt=0, le=10_000)
+    context: int = Field(default=0, ge=0, le=20)
+    ignore_case: bool = False
+
+
+class Untar(WireMessage):
+    """Unpack an uncompressed tar archive under `path` (made when missing)."""
+
+    op: Literal["untar"] = "untar"
+    path: str
+    data: bytes
+    owners: bool = Field(default=False, description="give members the uid and gid that the archive names; else root's")
+
+
+class Tar(WireMessage):
+    """Pack a file or folder as an uncompressed tar archive of at most `max_bytes`.
+
+    With `offset`, as much of it from there as `max_bytes` allows; a result whose size is more than where its data end
+    says that there is more.
+    """
+
+    op: Literal["tar"] = "tar"
+    path: str
+    offset: int | None = Field(default=None, ge=0)
+    max_bytes: int = Field(default=MAX_FILE_BYTES, gt=0, le=MAX_FILE_BYTES)
+
+
+class WriteStream(WireMessage):
+    """Write a file, or unpack a tar archive below a folder, from what `PUT /v1/leases/{id}/streams/{stream}` brings.
+
+    A file is replaced atomically when all of it has come; one that breaks off leaves the old one.
+    """
+
+    op: Literal["write_stream"] = "write_stream"
+    path: str
+    stream: str = STREAM_ID
+    tar: bool = False
+    mode: int | None = Field(default=None, ge=0, le=0o7777)
+
+
+class ReadStream(WireMessage):
+    """Send a file from `offset` on, or a file or folder as a tar archive, to `GET /v1/leases/{id}/streams/{stream}`.
+
+    `Done.count` says how many bytes were sent; more than `max_bytes` are refused as `too_large`.
+    """
+
+    op: Literal["read_stream"] = "read_stream"
+    path: str
+    stream: str = STREAM_ID
+    tar: bool = False
+    offset: int = Field(default=0, ge=0)
+    max_bytes: int = Field(gt=0)
+
+
+class Quiesce(WireMessage):
+    """Kill every process in the slot but the runner; files stay."""
+
+    op: Literal["quiesce"] = "quiesce"
+
+
+class SetNetwork(WireMessage):
+    """Change what the lease's programs reach, within what the server allows: at once, and open connections are cut.
+
+    `hosts`: names, `*.suffixes`, addresses and networks, each with `:PORT` or not; none: no network; None: all that the
+    server allows, as when the lease began.
+    """
+
+    op: Literal["set_network"] = "set_network"
+    hosts: tuple[Annotated[str, Field(max_length=270)], ...] | None = Field(default=None, max_length=256)
+
+
+class ProcStart(WireMessage):
+    """Start a background process whose output is kept in a rolling buffer; with `pty`, on a terminal of its own."""
+
+    op: Literal["proc_start"] = "proc_start"
+    command: CommandOrArgv
+    workdir: str | None = None
+    env: dict[str, str] = Field(default_factory=dict)
+    user: str | None = Field(default=None, max_length=300, description="name or uid[:group or gid]; None: root")
+    pty: bool = False
+    rows: int = Field(default=24, ge=1, le=1000)
+    cols: int = Field(default=80, ge=1, le=1000)
+    buffer_bytes: int = Field(default=200_000, ge=1024, le=4_000_000)
+
+
+class ProcRead(WireMessage):
+    """State and output of a background process.
+
+    Waits up to `wait_s` until it exits, or for output beyond `offset` (`until="output"`), or until no output came for
+    `quiet_s`. Offsets count every byte the process ever wrote.
+    """
+
+    op: Literal["proc_read"] = "proc_read"
+    id: str
+    offset: int = Field(default=0, ge=0)
+    max_bytes: int = Field(default=200_000, gt=0, le=4_000_000)
+    wait_s: float = Field(default=0, ge=0)
+    until: Literal["exit", "output", "quiet"] = "exit"
+    quiet_s: float = Field(default=0.3, gt=0)
+
+
+class ProcWrite(WireMessage):
+    """Write to a background process's stdin or terminal; optionally close it or change the window size."""
+
+    op: Literal["proc_write"] = "proc_write"
+    id: str
+    data: bytes = b""
+    eof: bool = False
+    rows: int | None = Field(default=None, ge=1, le=1000)
+    cols: int | None = Field(default=None, ge=1, le=1000)
+
+
+class ProcKill(WireMessage):
+    """Send a signal to a background process's whole session; `TERM` is followed by `KILL` after a grace time."""
+
+    op: Literal["proc_kill"] = "proc_kill"
+    id: str
+    signal: Literal["TERM", "KILL", "INT", "HUP", "QUIT", "USR1", "USR2"] = "TERM"
+
+
+class ProcList(WireMessage):
+    """All background processes of the lease, ended ones included."""
+
+    op: Literal["proc_list"] = "proc_list"
+
+
+Operation = Annotated[
+    Exec
+    | ReadFile
+    | WriteFile
+    | Search
+    | Untar
+    | Tar
+    | WriteStream
+    | ReadStream
+    | Quiesce
+    | SetNetwork
+    | ProcStart
+    | ProcRead
+    | ProcWrite
+    | ProcKill
+    | ProcList,
+    Field(discriminator="op"),
+]
