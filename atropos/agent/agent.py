@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from typing import Any
 
+from atropos import tracing
 from atropos.agent.config import AgentConfig, AgentResult, AgentStep, Outcome, PromptTooLong, StopReason
 from atropos.agent.dialect import Dialect, Turn, XmlDialect
 from atropos.agent.fairness import gate, gate_for
@@ -107,7 +108,11 @@ class AtroposAgent:
     async def _loop(self, transcript: Transcript, steps: list[AgentStep]) -> StopReason:
         started = time.monotonic()
         while True:
-            step, ids, ended = await self._turn(transcript, len(steps))
+            with tracing.span("chat", "client", gen_ai__operation__name="chat") as span:
+                step, ids, ended = await self._turn(transcript, len(steps))
+                span.set(
+                    gen_ai__usage__output_tokens=step.tokens, gen_ai__usage__input_tokens=len(transcript) - step.tokens
+                )
             steps.append(step)
             if ended is not None:
                 return ended

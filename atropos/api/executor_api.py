@@ -11,6 +11,7 @@ from typing import Annotated, Any
 from fastapi import FastAPI, Header, Path, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 
+from atropos import tracing
 from atropos.api.executor_models import (
     MAX_REQUEST_BYTES,
     CallAnswer,
@@ -61,6 +62,9 @@ def create_executor_app(settings: ExecutorServerSettings, *, executor: Any = Non
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncGenerator[None, None]:
         async with contextlib.AsyncExitStack() as stack:
+            if settings.otlp_endpoint is not None:
+                traces = tracing.start(settings.otlp_endpoint, "atropos executor")
+                stack.push_async_callback(asyncio.to_thread, traces.close)
             ready = executor or await stack.enter_async_context(_made(settings))
             trajectories = Trajectories(ready, settings)
             app.state.trajectories, app.state.executor = trajectories, ready
@@ -153,12 +157,17 @@ def _add_calls(app: FastAPI) -> None:
         response_model=None,
     )
     async def call(
-        request: Request, trajectory_id: Id, body: CallBody, idempotency_key: Key = None
+        request: Request,
+        trajectory_id: Id,
+        body: CallBody,
+        idempotency_key: Key = None,
+        traceparent: Annotated[str | None, Header()] = None,
     ) -> CallAnswer | Response:
         """Run one call and answer its result; after the trajectory's earlier calls."""
         trajectories = _of(request)
         trajectory = trajectories.get(trajectory_id)
-        call_id, submitted = trajectories.submit(trajectory, body, idempotency_key)
+        with tracing.continued(traceparent):
+            call_id, submitted = trajectories.submit(trajectory, body, idempotency_key)
         if "text/event-stream" in request.headers.get("accept", ""):
             events = _events(trajectories, trajectory_id, call_id, submitted)
             return StreamingResponse(

@@ -33,6 +33,9 @@ class ExecutorServerSettings(SettingsModel):
     acquire_s: float = Field(default=10, gt=0, description="longest that opening a trajectory waits for a slot")
     remembered: int = Field(default=64, ge=1, description="finished calls a trajectory remembers for resends")
     drain_s: float = Field(default=30, ge=0)
+    otlp_endpoint: str | None = Field(
+        default=None, description="URL of an OTLP/HTTP collector that gets the traces; None: there are none"
+    )
 
 
 class OpenTrajectory(Request):

@@ -113,6 +113,9 @@ class SandboxEnvConfig(PoolSettings, BaseEnvConfig):
     metrics_address: str | None = Field(
         default=None, description="host:port that serves the env's metrics at /metrics for Prometheus; None: nowhere"
     )
+    otlp_endpoint: str | None = Field(
+        default=None, description="URL of an OTLP/HTTP collector that gets the run's traces; None: there are none"
+    )
     dashboard_port: int | None = Field(
         default=None, ge=0, le=65_535, description="port of the live pages; 0: a free one; None: there are none"
     )

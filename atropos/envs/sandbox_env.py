@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NoReturn, cast
 
+from atropos import tracing
 from atropos.agent import TurnRenderer
 from atropos.agent.model import EXACT
 from atropos.agent.transcript import MASKED
@@ -110,6 +111,7 @@ class SandboxEnv(BaseEnv):
         self.dashboard = EnvDashboard(config, self.name or type(self).__name__, self.metrics, self.backend)
         self.observers.append(self.dashboard.observe)
         self._wandb = WandbRun(config)
+        self._tracing: tracing.Tracing | None = None
         self._trainer = TrainerWatch(config)
         self._renderer: TurnRenderer | None = None
 
@@ -210,6 +212,8 @@ class SandboxEnv(BaseEnv):
         """Probe inference, then start the tool backend, then the env's own set-up."""
         tools = self.build_tools()
         _ = self.renderer
+        if self.config.otlp_endpoint is not None and self._tracing is None:
+            self._tracing = tracing.start(self.config.otlp_endpoint, self.config.wandb_name or "atropos")
         await self.endpoint.start()
         await self.dashboard.start()
         await probe_servers(self.server, self.tokenizer, self.config.model_timeout_s)
@@ -495,5 +499,8 @@ class SandboxEnv(BaseEnv):
             bounded("the metrics", self.endpoint.close(), 5),
             bounded("the dashboard", self.dashboard.close(), 5),
         )
+        if self._tracing is not None:
+            await bounded("the traces", asyncio.to_thread(self._tracing.close), 2 * tracing.EXPORT_S)
+            self._tracing = None
         await bounded("the files", asyncio.to_thread(self.close_files), 30)
         await self._wandb.finish()

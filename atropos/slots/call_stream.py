@@ -22,6 +22,7 @@ from typing import Any
 import aiohttp
 from pydantic import ValidationError
 
+from atropos import tracing
 from atropos.errors import BackendUnavailable, OutcomeUnknown, SandboxError, SlotLost, from_code
 from atropos.wire import (
     MAX_FRAME_BYTES,
@@ -400,6 +401,10 @@ class CallStream:
             self._wake.set()
             return
         pending.over = True
+        call = pending.call
+        if call.traceparent is not None and isinstance(message, Reply) and message.timing is not None:
+            timing = message.timing
+            tracing.joined(call.traceparent, f"sandbox {call.operation.op}", timing.waited_s, timing.ran_s)
         for waiter in pending.waiters:
             if not waiter.done():
                 if isinstance(message, Reply):

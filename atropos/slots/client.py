@@ -14,6 +14,7 @@ from typing import Any, Self, TypeVar
 import aiohttp
 from pydantic import BaseModel, SecretStr
 
+from atropos import tracing
 from atropos.errors import (
     BackendUnavailable,
     ImageUnavailable,
@@ -272,7 +273,8 @@ class SandboxClient:
             name = f"{lease.lease_id}/{call_id}"
             if len(name) > 200:
                 name = f"{lease.lease_id}/{uuid.uuid5(uuid.NAMESPACE_OID, call_id).hex}"
-        call = Call(call_id=name, lease_id=lease.lease_id, epoch=lease.epoch, operation=operation)
+        trace = tracing.traceparent()
+        call = Call(call_id=name, lease_id=lease.lease_id, epoch=lease.epoch, operation=operation, traceparent=trace)
         return await stream.call(call)
 
     # ---------------------------------------------------------------------------------------------------- file streams

@@ -9,7 +9,7 @@ import secrets
 import time
 from collections.abc import AsyncGenerator, Mapping
 
-from atropos import wire
+from atropos import tracing, wire
 from atropos.errors import ConfigError, PoolFull, SandboxError, SlotLost
 from atropos.slots.container_link import ContainerLink
 from atropos.slots.fleet import Ticket
@@ -87,8 +87,9 @@ class Grants:
         counters = self._state.counters
         started, result = time.perf_counter(), "ok"
         try:
-            async with asyncio.timeout(timeout_s):
-                yield
+            with tracing.span("acquire slot", atropos__fork=snapshot is not None):
+                async with asyncio.timeout(timeout_s):
+                    yield
         except BaseException as error:
             result = counters.failed(error)
             raise

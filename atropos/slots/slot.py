@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import BinaryIO, Self
 
-from atropos import wire
+from atropos import tracing, wire
 from atropos.errors import LeaseExpired, NotSupported, SandboxError, SlotLost
 from atropos.net.egress_policy import parse
 from atropos.slots import file_streams
@@ -170,8 +170,12 @@ class Slot:
         started = time.perf_counter()
         result = "error"
         try:
-            answer = await self._link.client.call(self._lease, operation, call_id=call_id)
-            result = wire.outcome(answer)
+            with tracing.span(
+                operation.op, "client", atropos__container=self.container, atropos__slot=self.name
+            ) as span:
+                answer = await self._link.client.call(self._lease, operation, call_id=call_id)
+                result = wire.outcome(answer)
+                span.set(atropos__result=result)
             return answer
         except BaseException as error:
             result = counters.failed(error)

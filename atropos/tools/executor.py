@@ -10,6 +10,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from types import TracebackType
 from typing import Any, Self
 
+from atropos import tracing
 from atropos.aio import outlive
 from atropos.errors import (
     ConfigError,
@@ -139,13 +140,26 @@ class ToolExecutor:
         checked = self._check(call)
         name = call.name if call.name in self.tools else "(unknown)"
         try:
-            async with self._call(trajectory):
-                result = await self._run(trajectory, call, checked)
+            with self._span(trajectory_id, name, call) as span:
+                async with self._call(trajectory):
+                    result = await self._run(trajectory, call, checked)
+                if not result.success:
+                    span.fail("tool_error")
         except SandboxError as error:
             self._meter.seconds.observe(time.perf_counter() - started, name, error.code)
             raise
         self._meter.count(name, result, time.perf_counter() - started)
         return result
+
+    def _span(self, trajectory_id: str, name: str, call: ToolCall) -> tracing.Span:
+        return tracing.span(
+            f"execute_tool {name}",
+            gen_ai__operation__name="execute_tool",
+            gen_ai__tool__name=name,
+            gen_ai__tool__type="function",
+            gen_ai__tool__call__id=call.id,
+            gen_ai__conversation__id=trajectory_id,
+        )
 
     def _check(self, call: ToolCall) -> tuple[Tool, Any, dict[str, Any]] | ToolResult:
         tool = self.tools.get(call.name)

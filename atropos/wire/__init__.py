@@ -30,6 +30,7 @@ from atropos.wire.frames import (
     LeaseEnded,
     Reply,
     ServerMessage,
+    Timing,
     Welcome,
 )
 from atropos.wire.operations import (
@@ -155,6 +156,7 @@ __all__ = [
     "Status",
     "StreamState",
     "Tar",
+    "Timing",
     "Untar",
     "ViewRequest",
     "Welcome",

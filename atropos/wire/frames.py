@@ -41,6 +41,11 @@ class Call(WireMessage):
     lease_id: str
     epoch: int
     operation: Operation
+    traceparent: str | None = Field(
+        default=None,
+        pattern=r"^[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}$",
+        description="the caller's span (W3C); the reply then says how long the call waited and ran",
+    )
 
 
 class Cancel(WireMessage):
@@ -64,12 +69,20 @@ class Heartbeat(WireMessage):
     seq: int = 0
 
 
+class Timing(WireMessage):
+    """How long a call waited in its lane, and then ran, in seconds."""
+
+    waited_s: float = Field(ge=0)
+    ran_s: float = Field(ge=0)
+
+
 class Reply(WireMessage):
     """The result of a call."""
 
     kind: Literal["reply"] = "reply"
     call_id: str
     result: OpResult
+    timing: Timing | None = Field(default=None, description="of a call with a traceparent")
 
 
 class Fault(WireMessage):

@@ -64,6 +64,8 @@ ELSEWHERE = {
     "dashboard_host": "e2e/test_dashboard.py::test_a_real_run_is_seen_live_and_afterwards",
     "dashboard_token": "e2e/test_dashboard.py::test_a_real_run_is_seen_live_and_afterwards",
     "metrics_address": "e2e/test_observability.py::test_wandb_offline_and_prometheus_tell_the_same_of_a_real_run",
+    "otlp_endpoint": "e2e/test_tracing.py"
+    "::test_a_run_is_one_trace_a_trajectory_down_to_its_sandbox_and_holds_no_secret",
     "terminal_lifetime": "e2e/test_hermes.py::test_turns_and_context_and_idle_time_are_bounded",
     "fork_setup": "e2e/test_task_env.py::test_a_task_from_setup_to_reward",
     "verifier_failure": "e2e/test_task_env.py::test_verifiers_without_a_reward_drop_the_group_or_score_zero",

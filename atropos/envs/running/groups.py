@@ -12,6 +12,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
+from atropos import tracing
 from atropos.agent import PromptTooLong, seed_for
 from atropos.aio import backoff_s
 from atropos.envs.config import SandboxEnvConfig
@@ -257,8 +258,24 @@ class GroupCollector:
         """One attempt, admitted when the env's own slots allow it, released in every ending."""
         name = self._env.item_name(item)
         async with self._backend.admission:
-            with self._metrics.activity.attempt(trajectory_id, name):
-                return await self._admitted(item, trajectory_id, member)
+            with (
+                self._metrics.activity.attempt(trajectory_id, name),
+                tracing.span(
+                    f"invoke_agent {self._config.wandb_name}",
+                    gen_ai__operation__name="invoke_agent",
+                    gen_ai__agent__name=self._config.wandb_name or "",
+                    gen_ai__conversation__id=trajectory_id,
+                    atropos__group=member.group,
+                ) as span,
+            ):
+                rollout = await self._admitted(item, trajectory_id, member)
+                span.set(
+                    atropos__score=rollout.score,
+                    atropos__stop_reason=rollout.stop_reason,
+                    atropos__steps=rollout.steps,
+                    atropos__calls=rollout.calls,
+                )
+                return rollout
 
     async def _admitted(self, item: Any, trajectory_id: str, member: Member) -> Rollout:
         started = time.perf_counter()

@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable, Generator, Iterator
 from types import CodeType, FrameType
 from typing import Protocol, TypeVar, cast
 
+from atropos import tracing
 from atropos.agent import PromptTooLong
 from atropos.envs.running.metrics import EnvMetrics
 from atropos.envs.running.rollout import GroupDropped, HookError, TaskFault
@@ -139,7 +140,8 @@ class Hooks:
         """
         started, result = time.perf_counter(), "ok"
         try:
-            return await self._call(name, hook, calls, TaskFault if setup else HookError)
+            with tracing.span(f"hook {name}"):
+                return await self._call(name, hook, calls, TaskFault if setup else HookError)
         except BaseException as error:
             result = error.code if isinstance(error, HookError | PromptTooLong) else code_of(error)
             raise

@@ -49,6 +49,8 @@ class JournalEntry:
     kept: bool = False
     answer: Reply | Fault | None = None
     size: int = 0
+    traceparent: str | None = None
+    came_at: float = 0.0
     waiters: list[asyncio.Future[None]] = field(default_factory=list[asyncio.Future[None]])
 
 
@@ -110,7 +112,7 @@ class Journal:
     def open(self, call: Call) -> JournalEntry:
         """Take the id of a new call. A cancel that came before it is answered at once, without running."""
         self._next += 1
-        entry = JournalEntry(call.call_id, call.lease_id, f"c{self._next}")
+        entry = JournalEntry(call.call_id, call.lease_id, f"c{self._next}", traceparent=call.traceparent)
         self.entries[call.call_id] = entry
         if call.call_id in self._early:
             del self._early[call.call_id]

@@ -33,6 +33,7 @@ from atropos.wire import (
     ReadStream,
     Reply,
     SetNetwork,
+    Timing,
     WriteStream,
     outcome,
 )
@@ -99,6 +100,7 @@ class Lanes:
 
     def submit(self, entry: JournalEntry, operation: Operation) -> None:
         """Queue a call; its answer comes by the journal. Never raises."""
+        entry.came_at = time.perf_counter()
         if self._closed is not None:
             self._fault(entry, *self._closed)
         elif self.queued >= MAX_QUEUED:
@@ -213,9 +215,10 @@ class Lanes:
         def ended(result: OpResult | Exception) -> None:
             free()
             said = "fault" if isinstance(result, Exception) else outcome(result)
-            self._meters.operation.observe(time.perf_counter() - began, operation.op, said)
+            ran_s = time.perf_counter() - began
+            self._meters.operation.observe(ran_s, operation.op, said)
             self._running.pop(entry.call_id, None)
-            self._ended(entry, operation, result)
+            self._ended(entry, operation, result, ran_s)
             self._kick()
 
         try:
@@ -224,7 +227,7 @@ class Lanes:
             else:
                 self.sandbox.begin(entry.number, operation, ended)
         except Exception as error:
-            self._ended(entry, operation, error)
+            self._ended(entry, operation, error, time.perf_counter() - began)
             return False
         self._running[entry.call_id] = entry
         return True
@@ -254,13 +257,18 @@ class Lanes:
             raise
         stream.far.close()
 
-    def _ended(self, entry: JournalEntry, operation: Operation, result: OpResult | Exception) -> None:
+    def _ended(self, entry: JournalEntry, operation: Operation, result: OpResult | Exception, ran_s: float) -> None:
         if not isinstance(result, Exception):
-            self._answer(entry, Reply(call_id=entry.call_id, result=result))
+            timing = None
+            if entry.traceparent is not None:
+                waited_s = max(0.0, time.perf_counter() - entry.came_at - ran_s)
+                timing = Timing(waited_s=waited_s, ran_s=ran_s)
+            self._answer(entry, Reply(call_id=entry.call_id, result=result, timing=timing))
         elif isinstance(result, SandboxError):
             self._failed(entry, operation, result.code, str(result))
         else:  # a fault of ours: reported as unknown, never as a result
-            log.error("call %s failed inside the server", entry.number, exc_info=result)
+            trace = entry.traceparent or "none"
+            log.error("call %s failed inside the server (trace %s)", entry.number, trace, exc_info=result)
             self._fault(entry, "outcome_unknown", f"the sandbox server failed while the call ran: {result!r}")
 
     async def _run_barrier(self, barrier: Barrier) -> None:
