@@ -151,7 +151,9 @@ class Grants:
                 await asyncio.sleep(CONTRARY_S)  # it refuses though it says that it has room: not at full speed
             return None
         except SandboxError as error:
-            if not error.retryable or (snapshot is not None and _gone(error) and snapshot.places in ([], [link])):
+            if not error.retryable or (
+                isinstance(error, SlotLost) and snapshot is not None and snapshot.places in ([], [link])
+            ):
                 state.fleet.cancel_reservation(ticket)
                 state.serve()
                 raise
@@ -228,8 +230,3 @@ class Grants:
         if not task.cancelled() and task.exception() is None and (slot := task.result()) is not None:
             slot.start_release()
         self._state.serve()
-
-
-def _gone(error: SandboxError) -> bool:
-    """Whether a refused fork means that its snapshot is not there (any more)."""
-    return isinstance(error, SlotLost) or type(error) is SandboxError

@@ -167,7 +167,9 @@ class Disposer:
 
 
 def _be_nice() -> None:
-    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
+    thread = threading.get_native_id()
+    niceness = os.getpriority(os.PRIO_PROCESS, thread)
+    os.setpriority(os.PRIO_PROCESS, thread, max(10, niceness))  # less than it has would be refused
 
 
 def _free(descriptors: list[int], folder: str | None) -> None:

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from atropos.errors import NotSupported, PoolFull, SandboxError
+from atropos.errors import NotSupported, PoolFull, SlotLost
 from atropos.sandbox.contract import Layer
 from atropos.wire import SnapshotInfo
 
@@ -112,11 +112,11 @@ class SnapshotStore:
         """A snapshot by its id.
 
         Raises:
-            SandboxError: there is none (any more).
+            SlotLost: there is none (any more).
         """
         snapshot = self.by_id.get(snapshot_id)
         if snapshot is None:
-            raise SandboxError(f"snapshot {snapshot_id!r} is not on this server (dropped, or taken on another)")
+            raise SlotLost(f"snapshot {snapshot_id!r} is not on this server (dropped, or taken on another)")
         return snapshot
 
     def hold(self, layers: Sequence[Layer]) -> None:

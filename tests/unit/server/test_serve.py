@@ -178,6 +178,13 @@ async def test_the_whole_way_through_real_slots():
         assert missing.kind == "op_error"
 
 
+async def test_a_server_of_low_priority_empties_its_slots_all_the_same():
+    async with running(before=("nice", "-n", "19")) as server, server.client() as client:
+        for number in range(3):
+            assert (await client.release(await client.acquire(request(f"lease-000{number}")))).clean
+        assert (await client.status()).retired == 0
+
+
 async def test_a_snapshot_is_forked_and_the_original_goes_on():
     async with running() as server, server.client() as client:
         lease = await client.acquire(request())
