@@ -54,8 +54,8 @@ class Agent(AgentEnv):
         return float(done.output == "ready\n42\n"), {"said": done.output}
 
 
-async def scores(policy, tmp_path, work, test=HIDDEN, path="hidden.sh", **settings):
-    cls = type("Agent", (Agent,), {"work": work, "test": test, "path": path})
+async def scores(policy, tmp_path, work, test=HIDDEN, path="hidden.sh", base=Agent, **settings):
+    cls = type("Agent", (base,), {"work": work, "test": test, "path": path})
     env = make(cls, policy, tmp_path, [], config_cls=AgentEnvConfig, tool_pool_mode="local", **settings)
     env.n_groups_to_process = -1
     await env.process_manager()
@@ -96,6 +96,26 @@ async def test_a_view_shows_the_folders_that_are_listed(policy, tmp_path, folder
 
 async def test_quiesced_the_agents_programs_have_ended_before_the_view_opens(policy, tmp_path):
     assert await scores(policy, tmp_path, [SERVES], test=FETCHES, verifier_quiesce=True) == [[0, 0]]
+
+
+class ServingAgent(Agent):
+    """Its set-up leaves a server running in the slot."""
+
+    async def setup_trajectory_workspace(self, item, *, trajectory_id, exec_tool):
+        await super().setup_trajectory_workspace(item, trajectory_id=trajectory_id, exec_tool=exec_tool)
+        await exec_tool(ToolCall(name="terminal", arguments={"command": SERVES}))
+        return {}
+
+
+@pytest.mark.parametrize(
+    ("quiesce", "work", "test", "score"), [(False, "true", FETCHES, 1), (True, REWRITES, "sleep 0.3; echo none", 0)]
+)
+async def test_programs_that_set_up_left_run_on_in_the_agents_slot_unless_quiesced(
+    policy, tmp_path, caplog, quiesce, work, test, score
+):
+    found = await scores(policy, tmp_path, [work], test=test, base=ServingAgent, verifier_quiesce=quiesce)
+    assert found == [[score, score]]
+    assert "is verified in its agent's own slot" in caplog.text
 
 
 async def test_a_reward_function_sees_the_view(policy, tmp_path):

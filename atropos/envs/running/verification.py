@@ -52,7 +52,8 @@ class Verification:
             except (NotSupported, PoolFull) as error:
                 reason = str(error)
         self._view, self._keeps_programs = False, True
-        _log.warning("%s is verified in its own slot, which its agent could prepare: %s", self._trajectory, reason)
+        how = "after its programs have ended" if self._config.verifier_quiesce else "beside them (see verifier_quiesce)"
+        _log.warning("%s is verified in its agent's own slot, %s: %s", self._trajectory, how, reason)
         return None
 
     async def open(self) -> None:
@@ -63,7 +64,7 @@ class Verification:
         """
         if not self._executor.holds(self._trajectory):
             return
-        if not self._keeps_programs and (not self._view or self._config.verifier_quiesce):
+        if self._config.verifier_quiesce or not (self._view or self._keeps_programs):
             slot: Slot = await self._executor.slot(self._trajectory)
             await slot.quiesce()
         if self._view:
