@@ -18,6 +18,7 @@ from atropos.cli.execute import execute
 from atropos.cli.image import image_app
 from atropos.cli.pool import pool_app
 from atropos.cli.tasks import tasks_app
+from atropos.cli.top import top
 from atropos.cli.trajectories import trajectories_app
 from atropos.errors import ConfigError, IsolationUnavailable, SandboxError
 
@@ -26,6 +27,7 @@ app.command("doctor")(doctor)
 app.command("exec")(execute)
 app.command("bench", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(bench)
 app.command("dashboard")(dashboard)
+app.command("top")(top)
 app.command("tool-server")(tool_server)
 app.command("executor-server")(executor_server)
 app.command("mcp")(mcp)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import functools
 import hmac
 import logging
@@ -94,6 +95,7 @@ class DashboardServer:
         for path, handler in {
             "/": self._home,
             "/live": self._live_fragment,
+            "/live.json": self._live_json,
             "/trajectories": self._list,
             r"/trajectory/{number:\d{1,15}}": self._trajectory,
             r"/group/{number:\d{1,15}}": self._group,
@@ -168,6 +170,12 @@ class DashboardServer:
             self._fragment_at = time.monotonic()
         body = self._fragment.encode(errors="backslashreplace")
         return web.Response(body=body, content_type="text/html", charset="utf-8")
+
+    async def _live_json(self, _request: web.Request) -> web.Response:
+        """The same look as data, for `atropos top`."""
+        if self._live is None:
+            raise web.HTTPNotFound(reason="no env runs here")
+        return web.json_response({"title": self._title, "view": dataclasses.asdict(self._live())})
 
     async def _list(self, request: web.Request) -> web.Response:
         if self._refresh is not None:

@@ -1,0 +1,294 @@
+"""`atropos top`: what runs now, in a terminal: an env by its dashboard's URL, a sandbox server by its own, or a whole pool."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Annotated
+from urllib.parse import parse_qs, urlsplit
+
+import httpx
+import typer
+from pydantic import TypeAdapter, ValidationError
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from atropos.dashboard.live import Container, InFlight, LiveView
+from atropos.dashboard.render import visible as visible_lines
+from atropos.errors import BackendUnavailable, ConfigError
+from atropos.slots.backends.survey import Survey, open_survey
+from atropos.wire import Status
+
+STATES = (("leased", "green"), ("others", "blue"), ("free", "bright_black"), ("retired", "red"))
+SPARKS = "▁▂▃▄▅▆▇█"
+CHARTS = (
+    ("trajectories/min", "trajectories_per_min"),
+    ("calls/s", "calls_per_s"),
+    ("call p50 s", "call_p50_s"),
+    ("call p99 s", "call_p99_s"),
+    ("leased", "leased"),
+    ("waiting", "waiting"),
+)
+NARROW, WIDE = 60, 110
+"""Columns below which, and from which on, less and more of a trajectory is shown."""
+
+
+@dataclass(frozen=True)
+class Look:
+    """One look at something that runs."""
+
+    title: str
+    view: LiveView
+
+
+_LOOK = TypeAdapter(Look)
+
+Asked = Callable[[], Awaitable[Look]]
+
+
+def top(
+    url: Annotated[
+        str | None,
+        typer.Argument(help="an env's dashboard (as it printed it) or a sandbox server; default: the pool of --job-id"),
+    ] = None,
+    token: Annotated[
+        str | None, typer.Option(envvar="ATROPOS_DASHBOARD_TOKEN", help="where the URL doesn't carry it")
+    ] = None,
+    backend: Annotated[str, typer.Option(help="docker or nomad, without a URL")] = "nomad",
+    job_id: Annotated[str, typer.Option("--job-id", help="the pool's sandbox_job_id")] = "atropos-sandbox-agent-env",
+    address: Annotated[str | None, typer.Option(help="of the engine; default: NOMAD_ADDR or DOCKER_HOST")] = None,
+    interval_s: Annotated[float, typer.Option("--interval", min=0.2, help="seconds between looks")] = 2.0,
+    once: Annotated[bool, typer.Option("--once", help="print one look and end")] = False,
+) -> None:
+    """Containers, trajectories, faults and rates of what runs now, until Ctrl-C."""
+
+    async def run() -> None:
+        if url is not None:
+            base, given = _split(url, token)
+            async with httpx.AsyncClient(
+                base_url=base, headers={"Authorization": f"Bearer {given}"}, timeout=10
+            ) as client:
+                await _show(lambda: _remote(client), interval_s, once=once)
+        else:
+            async with await open_survey(backend, job_id, address=address) as survey:
+                await _show(lambda: _pool(survey, job_id), interval_s, once=once)
+
+    asyncio.run(run())
+
+
+def _split(url: str, token: str | None) -> tuple[str, str]:
+    """A base URL and the token.
+
+    Raises:
+        ConfigError: it is no http(s) URL, or there is no token.
+    """
+    parts = urlsplit(url if "//" in url else f"http://{url}")
+    given = token or next(iter(parse_qs(parts.query).get("token", [])), "")
+    if parts.scheme not in {"http", "https"} or not parts.netloc:
+        raise ConfigError(f"{url!r} is no http URL; write http://127.0.0.1:7580")
+    if not given:
+        raise ConfigError("token: give the URL as the env printed it, --token, or ATROPOS_DASHBOARD_TOKEN")
+    return f"{parts.scheme}://{parts.netloc}", given
+
+
+async def _show(look: Asked, interval_s: float, *, once: bool) -> None:
+    console = Console()
+    if once:
+        console.print(Screen(await look(), rows=10_000))
+        return
+    with Live(console=console, auto_refresh=False, screen=console.is_terminal) as live:
+        seen: Look | None = None
+        while True:
+            try:
+                seen = await look()
+                live.update(Screen(seen, rows=console.height), refresh=True)
+            except BackendUnavailable as error:
+                if seen is None:
+                    raise
+                live.update(Group(Text(str(error), style="red"), Screen(seen, rows=console.height - 1)), refresh=True)
+            await asyncio.sleep(interval_s)
+
+
+# ------------------------------------------------------------------------------------------------------------ looking
+
+
+async def _remote(client: httpx.AsyncClient) -> Look:
+    """An env's dashboard, or a sandbox server's status.
+
+    Raises:
+        BackendUnavailable: nobody answers there.
+        ConfigError: the token is wrong, or it is neither.
+    """
+    try:
+        answer = await client.get("/live.json")
+        if answer.status_code == 200:
+            return _LOOK.validate_json(answer.content)
+        if answer.status_code == 404:
+            answer = await client.get("/v1/status")
+            if answer.status_code == 200:
+                return _server(str(client.base_url), Status.model_validate_json(answer.content))
+    except httpx.TransportError as error:
+        raise BackendUnavailable(f"{client.base_url}: {error or type(error).__name__}") from None
+    except ValidationError as error:
+        raise ConfigError(f"{client.base_url}: {error.errors()[0]['msg']}; is it of another version?") from None
+    if answer.status_code == 401:
+        raise ConfigError(f"{client.base_url} refuses the token")
+    raise ConfigError(f"{client.base_url} is neither an env's dashboard nor a sandbox server ({answer.status_code})")
+
+
+def _server(name: str, status: Status) -> Look:
+    return Look(
+        name, LiveView(uptime_s=status.uptime_s, containers=[_container("server", status)], in_flight=_leases(status))
+    )
+
+
+async def _pool(survey: Survey, job_id: str) -> Look:
+    seen, trouble = await survey.look()
+    containers: list[Container] = []
+    in_flight: list[InFlight] = []
+    for each in seen:
+        name = f"{each.container.index} {each.container.id}"
+        if each.status is None:
+            containers.append(Container(name, 0, 0, 0, 0, ready=False))
+        else:
+            containers.append(_container(name, each.status))
+            in_flight += _leases(each.status)
+    return Look(job_id, LiveView(containers=containers, in_flight=in_flight, trouble=trouble))
+
+
+def _container(name: str, status: Status) -> Container:
+    others = max(0, status.slots - status.leased - status.free - status.retired)
+    return Container(name, status.leased, status.free, status.retired, others, ready=not status.draining)
+
+
+def _leases(status: Status) -> list[InFlight]:
+    return [
+        InFlight(
+            str(each["trajectory_id"]),
+            str(each["slot"]),
+            float(each["age_s"]),
+            str(each["state"]),
+            0.0,
+            int(each["calls"]),
+        )
+        for each in status.leases
+    ]
+
+
+# ------------------------------------------------------------------------------------------------------------- drawing
+
+
+class Screen:
+    """A look, drawn for the width that there is and at most `rows` lines."""
+
+    def __init__(self, look: Look, rows: int) -> None:
+        self._look, self._rows = look, rows
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        view, width = self._look.view, options.max_width
+        head = self._head(view, width)
+        fleet = [_bar(each, width) for each in view.containers]
+        faults = sorted(view.faults, key=lambda each: -each[2])[:5]
+        room = max(4, self._rows - len(head) - len(faults) - 4)
+        shown = fleet[: max(2, room // 2)]
+        if len(fleet) > len(shown):
+            shown.append(_line(f"… and {len(fleet) - len(shown)} containers more", width, "bright_black"))
+        yield from head
+        yield from shown
+        yield _flight(view, width, max(1, room - len(shown) - 1))
+        for kind, code, count in faults:
+            yield _line(f"{count} x {kind}: {visible(code)}", width, "yellow")
+
+    def _head(self, view: LiveView, width: int) -> list[RenderableType]:
+        leased, total = (sum(getattr(c, name) for c in view.containers) for name in ("leased", "free"))
+        total += sum(c.leased + c.retired + c.others for c in view.containers)
+        lines: list[RenderableType] = [
+            _line(
+                f"{visible(self._look.title)}: {len(view.containers)} containers, {leased} of {total} slots leased, "
+                f"{len(view.in_flight)} in flight, {view.waiting} waiting",
+                width,
+                "bold",
+            )
+        ]
+        if view.numbers:
+            hidden = ("in flight", "slots leased")
+            pairs = [f"{name} {value}" for name, value in view.numbers.items() if name not in hidden]
+            lines += [_line(text, width, "none") for text in _packed(pairs, width)]
+        if view.history:
+            values = {name: [float(getattr(each, field)) for each in view.history] for name, field in CHARTS}
+            each_width = max(8, width // (2 if width < NARROW else 3) - 24)
+            cells = [f"{name:>16} {_spark(found, each_width)} {found[-1]:<6.3g}" for name, found in values.items()]
+            across = 1 if width < NARROW else 2 if width < WIDE else 3
+            lines += [_line("".join(cells[at : at + across]), width, "cyan") for at in range(0, len(cells), across)]
+        if view.trouble:
+            lines.append(_line(visible(view.trouble), width, "red"))
+        return lines
+
+
+def _bar(container: Container, width: int) -> Text:
+    """A container as one cell a slot; more slots than room are drawn to scale."""
+    counts = [(getattr(container, name), colour) for name, colour in STATES]
+    total = sum(count for count, _ in counts)
+    room = max(8, min(24, width // 4))
+    label = visible(container.name)[:room]
+    text = Text(f"{label:<{room}} {container.leased:>4}/{total:<4} ", no_wrap=True, overflow="crop")
+    if not container.ready:
+        text.append("closed ", "red")
+    left = max(4, width - len(text))
+    for count, colour in counts:
+        text.append("■" * (count if total <= left else -(-count * left // total)), colour)
+    return text
+
+
+def _flight(view: LiveView, width: int, rows: int) -> Table:
+    table = Table(box=None, pad_edge=False, expand=True, show_edge=False)
+    table.add_column("trajectory", no_wrap=True, ratio=2)
+    if width >= WIDE:
+        table.add_column("item", no_wrap=True, ratio=2)
+    table.add_column("for", justify="right", no_wrap=True)
+    if width >= NARROW:
+        table.add_column("calls", justify="right", no_wrap=True)
+    table.add_column("doing", no_wrap=True, ratio=4)
+    table.add_column("for", justify="right", no_wrap=True)
+    oldest = sorted(view.in_flight, key=lambda each: -each.age_s)
+    for each in oldest[:rows]:
+        cells = [visible(each.trajectory_id), f"{each.age_s:.0f}s", visible(each.doing), f"{each.doing_s:.0f}s"]
+        if width >= NARROW:
+            cells.insert(2, str(each.calls))
+        if width >= WIDE:
+            cells.insert(1, visible(each.item))
+        table.add_row(*(Text(cell, overflow="ellipsis", no_wrap=True) for cell in cells))
+    if len(oldest) > rows:
+        table.caption = f"and {len(oldest) - rows} more, younger ones"
+    return table
+
+
+def visible(text: object) -> str:
+    """As on the pages, in one line: nothing that a program wrote reaches the terminal as a control character."""
+    return visible_lines(text).replace("\n", "␊").replace("\t", " ")
+
+
+def _line(text: str, width: int, style: str) -> Text:
+    line = Text(text, style=style, no_wrap=True, overflow="ellipsis")
+    line.truncate(width, overflow="ellipsis")
+    return line
+
+
+def _packed(parts: list[str], width: int) -> list[str]:
+    """Parts in as few lines as the width allows."""
+    lines: list[str] = []
+    for part in parts:
+        if lines and len(lines[-1]) + 2 + len(part) <= width:
+            lines[-1] += f"  {part}"
+        else:
+            lines.append(part)
+    return lines
+
+
+def _spark(values: list[float], cells: int) -> str:
+    most = max(values) or 1.0
+    drawn = "".join(SPARKS[min(7, int(8 * value / most))] for value in values[-cells:])
+    return f"{drawn:>{cells}}"

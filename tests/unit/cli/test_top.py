@@ -1,0 +1,89 @@
+"""`atropos top` against a real dashboard server and a real sandbox server, as its user sees it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+
+import pytest
+
+from atropos.dashboard.live import Container, InFlight, LiveView, Sample
+from atropos.dashboard.server import DashboardServer
+from atropos.dashboard.store import TrajectoryStore
+from atropos.slots.client import SandboxClient
+from tests.unit.client.test_client import request
+from tests.unit.server.fakes import TOKEN, serving
+
+HOSTILE = "task\x1b[31m\u202e\x07"
+
+
+def view() -> LiveView:
+    return LiveView(
+        numbers={"groups": "12", "mean score": "0.431", "tool calls": "1234", "acquire p50 / p99": "2 / 41 ms"},
+        containers=[Container("0 small", 3, 4, 1, 0, ready=True), Container("1 large", 600, 400, 0, 0, ready=False)],
+        in_flight=[
+            InFlight(f"{HOSTILE}{n}", HOSTILE, 100 + n, f"terminal {HOSTILE}\nsecond [bold]line", 3.5, n)
+            for n in range(300)
+        ],
+        waiting=2,
+        faults=[("retry", HOSTILE, 11)],
+        history=[Sample(calls_per_s=float(n)) for n in range(100)],
+        trouble=f"no node {HOSTILE}",
+    )
+
+
+async def run(*arguments: str, columns: int = 80) -> tuple[int, str]:
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "atropos.cli", "top", *arguments),
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.STDOUT,
+        env={**os.environ, "COLUMNS": str(columns)},
+    )
+    said, _ = await asyncio.wait_for(process.communicate(), 60)
+    return process.returncode or 0, said.decode()
+
+
+@pytest.fixture
+async def dashboard():
+    server = DashboardServer("squares", TrajectoryStore(), token="right", live=view)
+    await server.start()
+    yield server
+    await server.close()
+
+
+@pytest.mark.parametrize("columns", [40, 80, 200])
+async def test_an_env_fits_every_width_and_its_texts_can_do_nothing(dashboard, columns):
+    code, text = await run(dashboard.url, "--once", columns=columns)
+    assert code == 0, text
+    assert max(map(len, text.splitlines())) <= columns
+    assert not any(ord(letter) < 32 and letter != "\n" for letter in text)
+    assert "\u202e" not in text
+    assert "603 of" in text
+    assert "600/1000" in text
+    assert "11 x retry" in text
+    assert ("item" in text) == (columns == 200)
+
+
+async def test_a_sandbox_server_shows_its_slots_and_leases():
+    async with serving() as running:
+        client = SandboxClient(running.url, TOKEN, client_id="top")
+        await client.connect()
+        await client.acquire(request(client_id="top", trajectory_id="trajectory-7"))
+        code, text = await run(running.url, "--token", TOKEN, "--once")
+        await client.close()
+    assert code == 0, text
+    assert "1 of 4 slots leased" in text
+    assert "trajectory-7" in text
+
+
+async def test_what_can_not_be_shown_is_one_line(dashboard):
+    address = f"http://127.0.0.1:{dashboard.port}"
+    for arguments, code, said in (
+        ([address], 2, "token: give the URL as the env printed it"),
+        ([address, "--token", "wrong"], 2, "refuses the token"),
+        (["http://127.0.0.1:9", "--token", "x"], 70, "127.0.0.1:9"),
+        (["ftp://x", "--token", "x"], 2, "is no http URL"),
+    ):
+        found, text = await run(*arguments, "--once", columns=200)
+        assert (found, said in text, len(text.splitlines())) == (code, True, 1), text
