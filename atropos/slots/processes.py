@@ -30,6 +30,7 @@ class Process:
         pid: its process id in the slot.
         exit_code: as last seen: None while it runs, -N when signal N ended it.
         dropped_bytes: output that fell out of the buffer before it was read.
+        errors: what it prints as errors, where that is kept apart: read like another process's output.
     """
 
     def __init__(self, run: Run, state: wire.ProcState) -> None:
@@ -38,6 +39,7 @@ class Process:
         self.id, self.pid = state.id, state.pid
         self.exit_code = state.exit_code
         self.dropped_bytes = 0
+        self.errors = None if state.errors is None else Process(run, state.model_copy(update=_errors(state.errors)))
 
     def __repr__(self) -> str:
         state = "running" if self.exit_code is None else f"exit code {self.exit_code}"
@@ -114,6 +116,10 @@ class Process:
         state = process_state(await self._run(operation))
         self.exit_code = state.exit_code
         return state
+
+
+def _errors(ident: str) -> dict[str, str | None]:
+    return {"id": ident, "errors": None}
 
 
 def process_state(result: wire.OpResult) -> wire.ProcState:

@@ -243,6 +243,8 @@ class Slot:
         env: Mapping[str, str] | None = None,
         user: str | None = None,
         pty: tuple[int, int] | None = None,
+        split: bool = False,
+        hold: bool = False,
         buffer_bytes: int = 200_000,
     ) -> Process:
         """Start a background process, which goes on until it ends, is killed or the lease is over.
@@ -253,6 +255,8 @@ class Slot:
             env: as for `exec`.
             user: as for `exec`.
             pty: (rows, columns) of a terminal of its own; None: pipes, its output and errors in one.
+            split: on pipes, its errors are read apart, from `Process.errors`.
+            hold: on pipes, it waits while half of `buffer_bytes` waits to be read: then nothing falls out.
             buffer_bytes: output kept until it is read; older output falls out and is counted.
 
         Raises:
@@ -265,6 +269,8 @@ class Slot:
             env=dict(env or {}),
             user=user,
             pty=pty is not None,
+            split=split,
+            hold=hold,
             rows=rows,
             cols=cols,
             buffer_bytes=buffer_bytes,

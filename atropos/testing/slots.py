@@ -100,6 +100,33 @@ async def test_input_waits_for_a_process_that_does_not_read(slot: Slot) -> None:
         await process.write("more")
 
 
+async def test_what_a_process_prints_as_errors_is_read_apart(slot: Slot) -> None:
+    process = await slot.start("echo out; echo err >&2; read x; echo more >&2; exit 3", split=True)
+    assert process.errors is not None
+    assert await process.read(wait_s=10) == b"out\n"
+    assert await process.errors.read(wait_s=10) == b"err\n"
+    (again,) = await slot.processes()
+    await again.write("go\n")
+    assert b"".join([piece async for piece in process.errors.output()]) == b"more\n"
+    assert (process.errors.exit_code, await process.wait(10), await process.read()) == (3, 3, b"")
+    assert again.errors is not None
+    assert await again.errors.read() == b"err\nmore\n"
+
+
+async def test_output_that_is_held_until_it_is_read_never_falls_out(slot: Slot) -> None:
+    command = "head -c 3000000 /dev/zero; touch wrote; head -c 3000000 /dev/zero >&2"
+    process = await slot.start(command, split=True, hold=True, buffer_bytes=300_000)
+    assert process.errors is not None
+    assert await process.wait(0.3) is None
+    assert not (await slot.exec("test -e wrote")).ok
+
+    async def size(output: Process) -> int:
+        return sum([len(piece) async for piece in output.output()])
+
+    sizes = await asyncio.gather(size(process), size(process.errors))
+    assert (sizes, process.exit_code, process.dropped_bytes) == ([3_000_000] * 2, 0, 0)
+
+
 async def test_output_that_fell_out_of_the_buffer_is_counted(slot: Slot) -> None:
     process = await slot.start("head -c 100000 /dev/zero", buffer_bytes=1024)
     assert await process.wait(10) == 0

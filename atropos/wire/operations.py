@@ -141,6 +141,8 @@ class ProcStart(WireMessage):
     env: dict[str, str] = Field(default_factory=dict)
     user: str | None = Field(default=None, max_length=300, description="name or uid[:group or gid]; None: root")
     pty: bool = False
+    split: bool = Field(default=False, description="what it prints as errors is read apart, by `ProcState.errors`")
+    hold: bool = Field(default=False, description="on pipes: it waits while half of the buffer waits to be read")
     rows: int = Field(default=24, ge=1, le=1000)
     cols: int = Field(default=80, ge=1, le=1000)
     buffer_bytes: int = Field(default=200_000, ge=1024, le=4_000_000)

@@ -75,6 +75,7 @@ class ProcState(WireMessage):
     dropped_bytes: int = Field(default=0, description="that fell out of the rolling buffer before `offset`")
     uptime_s: float = 0
     pty: bool = False
+    errors: str | None = Field(default=None, description="id under which `ProcRead` reads its stderr, kept apart")
     limit: Limit | None = None
 
 

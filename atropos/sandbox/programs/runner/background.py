@@ -37,9 +37,16 @@ class Proc:
         self.waiters: list[Waiter] = []
         self.queue = bytearray()
         self.eof = False
+        self.errors: Proc | None = None
+        self.hold = self.held = False
+        self.seen = 0
 
     def readable(self) -> bool:
         """Read a piece of its output; whether there was one."""
+        if self.hold and self.running and self.total - self.seen >= self.size // 2:
+            self.held = True
+            loop.unwatch(self.fd)
+            return False
         try:
             data = os.read(self.fd, CHUNK)
         except BlockingIOError:
@@ -57,10 +64,19 @@ class Proc:
         self.wake()
         return True
 
+    def was_read(self, offset: int) -> None:
+        """Whoever reads it has all before `offset`: what it holds back may come."""
+        self.seen = max(self.seen, min(offset, self.total))
+        if self.held and self.total - self.seen < self.size // 2:
+            self.held = False
+            loop.watch(self.fd, self.readable)
+
     def close_output(self) -> None:
         """Nobody writes to it any more, or its process is dropped."""
         if self.fd >= 0:
-            loop.unwatch(self.fd)
+            if not self.held:
+                loop.unwatch(self.fd)
+            self.held = False
             loop.writers.pop(self.fd, None)
             os.close(self.fd)
             if self.stdin == self.fd:
@@ -77,10 +93,16 @@ class Proc:
 
     def ended(self, code: int) -> None:
         """Its first process was reaped."""
+        self.running = False
         budget = 64
         while budget and self.fd >= 0 and self.readable():
             budget -= 1
-        self.code, self.running, self.finished = code, False, now()
+        if self.errors:
+            self.errors.ended(code)
+        self.code, self.finished = code, now()
+        if self.held and self.fd >= 0:  # by what it left running
+            self.held = False
+            loop.watch(self.fd, self.readable)
         self.close_stdin()
         self.wake()
 
@@ -101,6 +123,7 @@ class Proc:
             "dropped_bytes": max(0, start - offset) if output else 0,
             "uptime_s": round((now() if self.running else self.finished) - self.started, 3),
             "pty": self.pty,
+            "errors": self.errors.id if self.errors else None,
         }
         return fields, data
 
@@ -207,6 +230,8 @@ class Waiter:
 
 
 procs: dict[str, Proc] = {}
+errors: dict[str, Proc] = {}
+"""What processes print as errors, where it is kept apart: as if it were the output of one more."""
 
 
 def answer_state(call: int, proc: Proc, offset: int = 0, limit: int = 0) -> None:
@@ -222,6 +247,8 @@ def op_proc_start(
     env: dict[str, str],
     user: str | None,
     pty: bool,
+    split: bool,
+    hold: bool,
     rows: int,
     cols: int,
     buffer_bytes: int,
@@ -231,9 +258,16 @@ def op_proc_start(
         raise OpFailed("limit", f"{MAX_PROCS} background processes run already", "pids")
     while len(procs) >= MAX_PROCS:
         oldest = next(key for key, proc in procs.items() if not proc.running)
-        procs.pop(oldest).close_output()
+        dropped = procs.pop(oldest)
+        dropped.close_output()
+        if dropped.errors:
+            errors.pop(dropped.errors.id).close_output()
     loop.serial += 1
     proc = Proc(f"proc-{loop.serial}", command, buffer_bytes, pty=pty)
+    if split and not pty:
+        proc.errors = Proc(f"{proc.id}-errors", command, buffer_bytes, pty=False)
+        proc.errors.hold = hold
+    proc.hold = hold and not pty
     where = path_of(workdir) if workdir else WORKSPACE
     identity = identity_of(user) if user else None
     environment = {**state.environment, **(identity.environment() if identity else {})}
@@ -249,6 +283,10 @@ def op_proc_start(
     procs[proc.id] = proc
     children.running[proc.pid] = proc
     loop.watch(proc.fd, proc.readable)
+    if proc.errors:
+        proc.errors.pid = proc.pid
+        errors[proc.errors.id] = proc.errors
+        loop.watch(proc.errors.fd, proc.errors.readable)
     answer_state(call, proc)
 
 
@@ -271,17 +309,18 @@ def start_on_terminal(
 
 
 def start_on_pipes(proc: Proc, where: str, block: list[bytes], identity: Identity | None) -> None:
-    """Start a process with a pipe for its input, and one for what it prints."""
+    """Start a process with a pipe for its input, and one for what it prints, or two."""
     opened: list[int] = []
     try:
-        for _ in range(2):
+        for _ in range(3 if proc.errors else 2):
             opened += os.pipe2(os.O_CLOEXEC)
-        read, write, their_in, my_in = opened
-        os.set_blocking(read, False)
-        os.set_blocking(my_in, False)
+        read, write, their_in, my_in = opened[:4]
+        read_errors, write_errors = opened[4:] or (-1, write)
+        for fd in (read, my_in, *opened[4:5]):
+            os.set_blocking(fd, False)
         if identity:
-            give([write, their_in], identity)
-        stdio = (their_in, write, write)
+            give(list({write, their_in, write_errors}), identity)
+        stdio = (their_in, write, write_errors)
         proc.pid = start_command(
             proc.command, where, lambda argv, keep: spawn(argv, block, where, stdio, keep, identity)
         )
@@ -289,14 +328,16 @@ def start_on_pipes(proc: Proc, where: str, block: list[bytes], identity: Identit
         for fd in opened:
             os.close(fd)
         raise
-    os.close(write)
-    os.close(their_in)
+    for fd in {write, their_in, write_errors}:
+        os.close(fd)
     proc.fd, proc.stdin = read, my_in
+    if proc.errors:
+        proc.errors.fd = read_errors
 
 
 def proc_of(ident: str) -> Proc:
     """The process of an id."""
-    proc = procs.get(ident)
+    proc = procs.get(ident) or errors.get(ident)
     if proc is None:
         raise OpFailed("unknown_process", f"no background process has the id {ident!r}")
     return proc
@@ -313,6 +354,7 @@ def op_proc_read(
 ) -> None:
     """Answer with state and output, now or when what is waited for has happened."""
     proc = proc_of(id)
+    proc.was_read(offset)
     if wait_s > 0 and proc.running:
         Waiter(call, proc, offset, max_bytes, until, now() + min(wait_s, state.wall_s), quiet_s)
     else:
