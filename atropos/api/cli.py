@@ -110,6 +110,7 @@ def executor_server(
     """Serve trajectories to agents in other processes or languages."""
     from pydantic import ValidationError
 
+    from atropos.api.e2b.app import TOKEN_HEADERS
     from atropos.api.executor_api import create_executor_app
     from atropos.api.executor_models import ExecutorServerSettings
     from atropos.api.serve import run
@@ -140,8 +141,17 @@ def executor_server(
     app = create_executor_app(settings)
 
     async def drain() -> None:
+        app.state.sandboxes.draining = True
         await app.state.trajectories.drain(settings.drain_s)
 
-    code = run(app, host=settings.host, port=settings.port, name="executor API", token=settings.token, drain=drain)
+    code = run(
+        app,
+        host=settings.host,
+        port=settings.port,
+        name="executor API",
+        token=settings.token,
+        token_headers=TOKEN_HEADERS,
+        drain=drain,
+    )
     if code:
         raise typer.Exit(code)

@@ -12,6 +12,8 @@ from fastapi import FastAPI, Header, Path, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 
 from atropos import tracing
+from atropos.api.e2b.app import create_e2b_app
+from atropos.api.e2b.sandboxes import Sandboxes
 from atropos.api.executor_models import (
     MAX_REQUEST_BYTES,
     CallAnswer,
@@ -66,20 +68,23 @@ def create_executor_app(settings: ExecutorServerSettings, *, executor: Any = Non
                 traces = tracing.start(settings.otlp_endpoint, "atropos executor")
                 stack.push_async_callback(asyncio.to_thread, traces.close)
             ready = executor or await stack.enter_async_context(_made(settings))
-            trajectories = Trajectories(ready, settings)
-            app.state.trajectories, app.state.executor = trajectories, ready
-            reaper = asyncio.create_task(trajectories.reap())
+            trajectories, sandboxes = Trajectories(ready, settings), Sandboxes(ready, settings)
+            app.state.trajectories, app.state.sandboxes, app.state.executor = trajectories, sandboxes, ready
+            reapers = [asyncio.create_task(trajectories.reap()), asyncio.create_task(sandboxes.reap())]
             try:
                 yield
             finally:
-                reaper.cancel()
-                await asyncio.wait([reaper])
-                await trajectories.aclose()
+                for reaper in reapers:
+                    reaper.cancel()
+                await asyncio.wait(reapers)
+                await asyncio.gather(trajectories.aclose(), sandboxes.aclose())
 
     app.router.lifespan_context = lifespan
     add_error_handlers(app)
     describe_auth(app)
-    app.add_middleware(Gate, token=settings.token.get_secret_value(), max_body_bytes=MAX_REQUEST_BYTES)
+    token = settings.token.get_secret_value()
+    app.add_middleware(Gate, token=token, max_body_bytes=MAX_REQUEST_BYTES, own_gate=("/e2b/",))
+    app.mount("/e2b", create_e2b_app(lambda: app.state.sandboxes, token))
     _add_routes(app)
     _add_calls(app)
     return app

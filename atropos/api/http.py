@@ -57,10 +57,14 @@ NO_TOKEN = Refusal(401, "unauthorized", "send 'Authorization: Bearer TOKEN' with
 
 
 class Gate:
-    """Plain ASGI middleware: 401 without the right token, 413 for a body that is too long; nothing is run before."""
+    """Plain ASGI middleware: 401 without the right token, 413 for a body that is too long; nothing is run before.
 
-    def __init__(self, app: Asgi, *, token: str | None, max_body_bytes: int) -> None:
+    What is below one of the paths of `own_gate` passes: an app is mounted there that asks for the token itself.
+    """
+
+    def __init__(self, app: Asgi, *, token: str | None, max_body_bytes: int, own_gate: tuple[str, ...] = ()) -> None:
         self._app = app
+        self._own_gate = own_gate
         self._token = None if token is None else BearerToken(token)
         self._max = max_body_bytes
 
@@ -75,7 +79,7 @@ class Gate:
         if scope["type"] == "websocket":
             await send({"type": "websocket.close", "code": 1008})
             return
-        if scope["type"] != "http":
+        if scope["type"] != "http" or scope["path"].startswith(self._own_gate):
             await self._app(scope, receive, send)
             return
         if not self._authorized(scope):

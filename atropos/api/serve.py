@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from types import FrameType
 from typing import Any, cast
 
@@ -85,6 +85,7 @@ def run(
     port: int,
     name: str,
     token: SecretStr | None,
+    token_headers: Iterable[bytes] = (),
     drain: Callable[[], Awaitable[None]] | None = None,
 ) -> int:
     """Serve until a signal ends it.
@@ -95,6 +96,7 @@ def run(
         port: 0: any free one.
         name: for the line that says where it listens.
         token: what opens the port; None: no token is asked for.
+        token_headers: headers besides `Authorization` in which the app takes the token.
         drain: awaited at the first signal, while the server still answers.
 
     Returns:
@@ -111,7 +113,7 @@ def run(
     if host not in LOOPBACK:
         ready += " (reachable beyond this machine; put TLS in front of it)"
     bearer = None if token is None else BearerToken(token.get_secret_value())
-    admission = Admission(bearer, OPEN_PATHS, NO_TOKEN.body())
+    admission = Admission(bearer, OPEN_PATHS, NO_TOKEN.body(), token_headers=token_headers)
 
     def connection(**settings: Any) -> asyncio.Protocol:
         return admission.connection(lambda: AutoHTTPProtocol(**settings))

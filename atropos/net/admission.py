@@ -44,7 +44,11 @@ class BearerToken:
     def matches(self, authorization: bytes) -> bool:
         """Whether this value of the Authorization header carries the token."""
         kind, _, token = authorization.partition(b" ")
-        return hmac.compare_digest(_digest(token.strip()), self._digest) and kind.lower() == b"bearer"
+        return self.is_token(token.strip()) and kind.lower() == b"bearer"
+
+    def is_token(self, value: bytes) -> bool:
+        """Whether this is the token itself, as the headers of other APIs carry it."""
+        return hmac.compare_digest(_digest(value), self._digest)
 
 
 def _digest(token: bytes) -> bytes:
@@ -58,6 +62,7 @@ class Admission:
         token: what opens it; None: every complete head does.
         open_paths: paths that GET and HEAD may ask for without a token.
         refusal: body of the 401, as JSON.
+        token_headers: other headers that may carry the token itself.
         tls: what every connection starts with; None: plain HTTP.
         head_s: see `HEAD_S`.
         most: see `MAX_UNAUTHENTICATED`.
@@ -69,6 +74,7 @@ class Admission:
         open_paths: Iterable[str],
         refusal: bytes,
         *,
+        token_headers: Iterable[bytes] = (),
         tls: ssl.SSLContext | None = None,
         head_s: float = HEAD_S,
         most: int = MAX_UNAUTHENTICATED,
@@ -77,6 +83,7 @@ class Admission:
         self.head_s = head_s
         self.tls = tls
         self._token = token
+        self._token_headers = frozenset(token_headers)
         self._open_paths = frozenset(path.encode() for path in open_paths)
         self._most = most
         self._waiting: dict[_Unauthenticated, None] = {}
@@ -104,8 +111,13 @@ class Admission:
 
     def authorizes(self, request: h11.Request) -> bool:
         """Whether a head carries the token."""
+        if self._token is None:
+            return True
         given = [value for name, value in request.headers if name == b"authorization"]
-        return self._token is None or (len(given) == 1 and self._token.matches(given[0]))
+        if len(given) == 1 and self._token.matches(given[0]):
+            return True
+        given = [value for name, value in request.headers if name in self._token_headers]
+        return len(given) == 1 and self._token.is_token(given[0])
 
     def is_open(self, request: h11.Request) -> bool:
         """Whether a head asks for something that needs no token."""

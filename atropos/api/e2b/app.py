@@ -1,0 +1,347 @@
+"""The routes: E2B's REST API, and behind the header `E2b-Sandbox-Id` what its daemon answers in each sandbox."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import binascii
+import urllib.parse
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from atropos.api.e2b import connect, files, messages, processes, watching
+from atropos.api.e2b.connect import Json, RpcError
+from atropos.api.e2b.sandboxes import ENVD_VERSION, NoCapacity, Sandbox, Sandboxes
+from atropos.api.http import Asgi, Receive, Scope, Send
+from atropos.errors import ConfigError, ImageUnavailable, NotSupported, SandboxError
+from atropos.net.admission import BearerToken
+
+TOKEN_HEADERS = (b"x-api-key", b"x-access-token")
+"""Where the SDK sends the token: to the API, and to sandboxes."""
+MAX_API_BYTES = 1 << 20
+MAX_UPLOAD_BYTES = 8 << 30
+"""Longest body of an upload, on its way into a sandbox in pieces."""
+PING_S = 30.0
+"""Pause between signs of life in a silent stream, where the client names none."""
+PAGE = 100
+_NO_TOKEN = "send this server's token as the API key (E2B_API_KEY)"
+
+FindSandboxes = Callable[[], Sandboxes]
+
+
+def create_e2b_app(sandboxes: FindSandboxes, token: str) -> Asgi:
+    """The E2B API as an ASGI app that answers nothing without the token.
+
+    Args:
+        sandboxes: gives the running server's.
+        token: the server's.
+    """
+    app = Starlette(routes=[*_api(sandboxes), *_daemon(sandboxes)])
+    app.add_exception_handler(HTTPException, _unknown)
+    return _Gate(app, token)
+
+
+class _Gate:
+    """401 without the token."""
+
+    def __init__(self, app: Asgi, token: str) -> None:
+        self._app = app
+        self._token = BearerToken(token)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            given = [value for name, value in scope["headers"] if name in TOKEN_HEADERS]
+            if len(given) != 1 or not self._token.is_token(given[0]):
+                await _problem(401, _NO_TOKEN)(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+
+def _problem(status: int, message: str, *, retry: bool = False) -> Response:
+    headers = {"Retry-After": "1"} if retry else None
+    return JSONResponse({"code": status, "message": message}, status, headers)
+
+
+async def _unknown(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    if error.status_code == 404:
+        return _problem(501, f"{request.method} {request.url.path[:200]} is not part of this server's E2B API")
+    return _problem(error.status_code, error.detail)
+
+
+# --------------------------------------------------------------------------------------------------------- REST API
+
+
+def _api(sandboxes: FindSandboxes) -> list[Route]:
+    def one(request: Request) -> Sandbox:
+        sandbox_id = request.path_params["sandbox_id"]
+        sandbox = sandboxes().find(sandbox_id)
+        if sandbox is None:
+            raise RpcError("not_found", f"sandbox {sandbox_id[:100]!r} was not found")
+        return sandbox
+
+    async def create(request: Request) -> Response:
+        wanted = messages.parse(messages.NewSandbox, await connect.body_of(request, MAX_API_BYTES))
+        sandbox = await sandboxes().create(
+            wanted.template_id,
+            timeout_s=wanted.timeout,
+            metadata=wanted.metadata,
+            env=wanted.env_vars,
+            network=False if wanted.allow_internet_access is False else None,
+        )
+        return JSONResponse(_opened(request, sandbox), 201)
+
+    async def resume(request: Request) -> Response:
+        sandbox = one(request)
+        wanted = messages.parse(messages.NewTimeout, await connect.body_of(request, MAX_API_BYTES))
+        if wanted.timeout is not None:
+            sandboxes().set_timeout(sandbox, wanted.timeout, later=True)
+        return JSONResponse(_opened(request, sandbox))
+
+    async def every(request: Request) -> Response:
+        return _page(request, [sandbox.info(sandboxes().limits) for sandbox in sandboxes().list()])
+
+    async def info(request: Request) -> Response:
+        return JSONResponse(one(request).info(sandboxes().limits))
+
+    async def kill(request: Request) -> Response:
+        one(request)
+        await sandboxes().kill(request.path_params["sandbox_id"])
+        return Response(status_code=204)
+
+    async def timeout(request: Request) -> Response:
+        wanted = messages.parse(messages.NewTimeout, await connect.body_of(request, MAX_API_BYTES))
+        sandboxes().set_timeout(one(request), wanted.timeout or 0)
+        return Response(status_code=204)
+
+    return [
+        *(Route(path, _answered(create), methods=["POST"]) for path in ("/sandboxes", "/v2/sandboxes")),
+        *(Route(path, _answered(every), methods=["GET"]) for path in ("/sandboxes", "/v2/sandboxes")),
+        Route("/sandboxes/{sandbox_id}", _answered(info), methods=["GET"]),
+        Route("/sandboxes/{sandbox_id}", _answered(kill), methods=["DELETE"]),
+        Route("/sandboxes/{sandbox_id}/timeout", _answered(timeout), methods=["POST"]),
+        *(
+            Route(f"{version}/sandboxes/{{sandbox_id}}/connect", _answered(resume), methods=["POST"])
+            for version in ("", "/v2")
+        ),
+    ]
+
+
+def _answered(handler: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
+    """A handler of the REST API whose failures are answers."""
+
+    async def answered(request: Request) -> Response:
+        try:
+            return await handler(request)
+        except RpcError as error:
+            return _problem(error.status, str(error))
+        except (ConfigError, NotSupported, ImageUnavailable) as error:
+            return _problem(400, str(error))
+        except (NoCapacity, SandboxError) as error:
+            return _problem(503, str(error), retry=True)
+
+    return answered
+
+
+def _opened(request: Request, sandbox: Sandbox) -> Json:
+    return {
+        "sandboxID": sandbox.id,
+        "templateID": sandbox.template,
+        "clientID": "atropos",
+        "envdVersion": ENVD_VERSION,
+        "envdAccessToken": request.headers.get("x-api-key"),
+        "domain": None,
+    }
+
+
+def _page(request: Request, infos: list[Json]) -> Response:
+    """The sandboxes that a query asks for, a page at a time."""
+    query = request.query_params
+    wanted = {
+        urllib.parse.unquote(name): urllib.parse.unquote(value)
+        for name, value in urllib.parse.parse_qsl(query.get("metadata", ""))
+    }
+    if query.get("state") and "running" not in ",".join(query.getlist("state")).split(","):
+        infos = []
+    infos = [info for info in infos if wanted.items() <= info["metadata"].items()]
+    infos = [info for info in infos if query.get("template") in {None, info["templateID"]}]
+    if query.get("order") != "asc":
+        infos.reverse()
+    limit, start = query.get("limit", ""), query.get("nextToken", "")
+    size = min(PAGE, int(limit)) if limit.isdecimal() and int(limit) else PAGE
+    first = int(start) if start.isdecimal() else 0
+    headers = {"X-Next-Token": str(first + size)} if first + size < len(infos) else None
+    return JSONResponse(infos[first : first + size], headers=headers)
+
+
+# ----------------------------------------------------------------------------------------------- a sandbox's daemon
+
+
+def _daemon(sandboxes: FindSandboxes) -> list[Route]:
+    def inside(handler: Callable[[Request, Sandbox], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
+        async def answered(request: Request) -> Response:
+            sandbox_id = request.headers.get("e2b-sandbox-id", "")
+            sandbox = sandboxes().find(sandbox_id)
+            if sandbox is None:  # in these words the SDK knows that the sandbox is gone
+                return _problem(502, f"The sandbox {sandbox_id[:100]} was not found")
+            return await handler(request, sandbox)
+
+        return answered
+
+    async def health(_: Request, __: Sandbox) -> Response:
+        return Response(status_code=204)
+
+    unary: dict[str, tuple[type[messages.Message], Callable[..., Awaitable[Json]]]] = {
+        "process.Process/List": (messages.Empty, processes.list_all),
+        "process.Process/SendInput": (messages.SendInput, processes.send_input),
+        "process.Process/CloseStdin": (messages.Selected, processes.close_stdin),
+        "process.Process/SendSignal": (messages.SendSignal, processes.send_signal),
+        "process.Process/Update": (messages.Update, processes.update),
+    }
+    at_path: dict[str, tuple[type[messages.Message], Callable[..., Awaitable[Json]]]] = {
+        "Stat": (messages.AtPath, files.stat),
+        "ListDir": (messages.ListDir, files.list_dir),
+        "MakeDir": (messages.AtPath, files.make_dir),
+        "Move": (messages.Move, files.move),
+        "Remove": (messages.AtPath, files.remove),
+        "CreateWatcher": (messages.Watch, watching.create_watcher),
+        "GetWatcherEvents": (messages.OfWatcher, watching.get_watcher_events),
+        "RemoveWatcher": (messages.OfWatcher, watching.remove_watcher),
+    }
+    return [
+        Route("/health", inside(health), methods=["GET"]),
+        Route("/files", inside(_download), methods=["GET"]),
+        Route("/files", inside(_upload), methods=["POST"]),
+        *(Route(f"/{name}", inside(_unary(*how)), methods=["POST"]) for name, how in unary.items()),
+        *(
+            Route(f"/filesystem.Filesystem/{name}", inside(_unary(*how, as_user=True)), methods=["POST"])
+            for name, how in at_path.items()
+        ),
+        *(
+            Route(f"/{name}", inside(_streamed(kind, handler, as_user=as_user)), methods=["POST"])
+            for name, kind, handler, as_user in (
+                ("process.Process/Start", messages.Start, processes.start, True),
+                ("process.Process/Connect", messages.Selected, processes.connect, False),
+                ("filesystem.Filesystem/WatchDir", messages.Watch, watching.watch_dir, True),
+            )
+        ),
+        Route("/process.Process/StreamInput", inside(_stream_input), methods=["POST"]),
+    ]
+
+
+def _user(name: str) -> str | None:
+    """The slot's user of a name; None, its root, for E2B's default user."""
+    return None if name in {"", "user", "root"} else name
+
+
+def _user_of(request: Request) -> str | None:
+    """As the SDK sends it: the name of basic authentication without password."""
+    kind, _, value = request.headers.get("authorization", "").partition(" ")
+    if kind.lower() != "basic":
+        return None
+    try:
+        name = base64.b64decode(value, validate=True).decode().partition(":")[0]
+    except (binascii.Error, UnicodeDecodeError):
+        raise RpcError("invalid_argument", "Authorization: the user can't be read") from None
+    return _user(name)
+
+
+def _unary(
+    kind: type[messages.Message], handler: Callable[..., Awaitable[Json]], *, as_user: bool = False
+) -> Callable[[Request, Sandbox], Awaitable[Response]]:
+    async def answered(request: Request, sandbox: Sandbox) -> Response:
+        async def handle(data: bytes) -> Json:
+            message = messages.parse(kind, data)
+            return await (handler(sandbox, message, _user_of(request)) if as_user else handler(sandbox, message))
+
+        return await connect.unary(request, handle)
+
+    return answered
+
+
+def _ping_s(request: Request) -> float:
+    given = request.headers.get("keepalive-ping-interval", "")
+    return max(1.0, float(given)) if given.isdecimal() and len(given) < 6 else PING_S
+
+
+def _streamed(
+    kind: type[messages.Message], handler: Callable[..., AsyncGenerator[Json]], *, as_user: bool = False
+) -> Callable[[Request, Sandbox], Awaitable[Response]]:
+    async def answered(request: Request, sandbox: Sandbox) -> Response:
+        try:
+            message = messages.parse(kind, await connect.first_message(request))
+            user = {"user": _user_of(request)} if as_user else {}
+        except RpcError as error:
+            return connect.failed(error)
+        times = {"deadline_s": connect.deadline_s(request), "ping_s": _ping_s(request)}
+        return connect.stream(handler(sandbox, message, **user, **times))
+
+    return answered
+
+
+async def _stream_input(request: Request, sandbox: Sandbox) -> Response:
+    try:
+        async with asyncio.timeout(connect.deadline_s(request)):
+            await processes.stream_input(sandbox, connect.messages(request))
+    except Exception as error:
+        return connect.failed(error)
+    return connect.stream(connect.one({}))
+
+
+# ---------------------------------------------------------------------------------------------- upload and download
+
+
+def _file_problem(error: Exception) -> Response:
+    refused = connect.rpc_error(error)
+    if refused.code == "resource_exhausted":
+        return _problem(507, str(refused))
+    if refused.code == "unavailable":
+        return _problem(502, str(refused))
+    return _problem(refused.status, str(refused))
+
+
+async def _download(request: Request, sandbox: Sandbox) -> Response:
+    query = request.query_params
+    pieces = files.read(sandbox, query.get("path", ""), _user(query.get("username", "")))
+    try:
+        first = await anext(pieces)
+    except Exception as error:
+        return _file_problem(error)
+
+    async def body() -> AsyncGenerator[bytes]:
+        yield first
+        async for piece in pieces:
+            yield piece
+
+    return StreamingResponse(body(), media_type="application/octet-stream")
+
+
+async def _upload(request: Request, sandbox: Sandbox) -> Response:
+    query = request.query_params
+    path, user = query.get("path"), _user(query.get("username", ""))
+    kind = request.headers.get("content-type", "")
+    body: AsyncIterator[bytes] = _bounded(request)
+    if request.headers.get("content-encoding") == "gzip":
+        body = files.unzipped(body)
+    try:
+        if kind.startswith("application/octet-stream"):
+            if not path:
+                raise RpcError("invalid_argument", "path is missing")
+            return JSONResponse([await files.write(sandbox, path, body, user)])
+        return JSONResponse(await files.write_parts(sandbox, kind, body, path, user))
+    except Exception as error:
+        return _file_problem(error)
+
+
+async def _bounded(request: Request) -> AsyncGenerator[bytes]:
+    total = 0
+    async for chunk in request.stream():
+        total += len(chunk)
+        if total > MAX_UPLOAD_BYTES:
+            raise RpcError("resource_exhausted", f"the body is longer than {MAX_UPLOAD_BYTES:,} bytes")
+        yield chunk

@@ -1,0 +1,177 @@
+"""The Connect protocol as the SDK speaks it: JSON messages, alone or in envelopes of a stream (connectrpc.com/docs/protocol)."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import json
+import struct
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+
+from atropos.errors import AcquireTimeout, ConfigError, NotSupported, SandboxError
+
+Json = dict[str, Any]
+MAX_MESSAGE_BYTES = 16 * 1024 * 1024
+"""Longest message of a request."""
+UNARY_S = 60.0
+"""Longest that a call with one answer runs when the client sets no deadline."""
+_HEAD = struct.Struct(">BI")
+_END = 2
+_STATUS = {
+    "invalid_argument": 400,
+    "unauthenticated": 401,
+    "permission_denied": 403,
+    "not_found": 404,
+    "already_exists": 409,
+    "resource_exhausted": 429,
+    "unimplemented": 501,
+    "unavailable": 503,
+    "deadline_exceeded": 504,
+}
+_OF_ERRNO = {
+    errno.ENOENT: "not_found",
+    errno.EACCES: "permission_denied",
+    errno.EEXIST: "already_exists",
+    errno.ENOTDIR: "invalid_argument",
+    errno.EISDIR: "invalid_argument",
+    errno.EINVAL: "invalid_argument",
+    errno.ENOSPC: "resource_exhausted",
+    errno.EDQUOT: "resource_exhausted",
+    errno.EFBIG: "resource_exhausted",
+}
+
+
+class RpcError(Exception):
+    """An answer that is no result: a code of the protocol, and a message."""
+
+    def __init__(self, code: str, message: str) -> None:
+        super().__init__(message)
+        self.code = code
+        self.status = _STATUS.get(code, 500)
+
+    @property
+    def body(self) -> Json:
+        """As JSON."""
+        return {"code": self.code, "message": str(self)}
+
+
+def rpc_error(error: Exception) -> RpcError:
+    """What a failure is called on the wire; the infrastructure's is `unavailable`, never a result.
+
+    Raises:
+        Exception: the error itself, where it is a bug.
+    """
+    match error:
+        case RpcError():
+            return error
+        case TimeoutError() if not error.errno:
+            return RpcError("deadline_exceeded", "the call's time is over")
+        case OSError():
+            return RpcError(_OF_ERRNO.get(error.errno or 0, "internal"), str(error))
+        case AcquireTimeout():
+            return RpcError("resource_exhausted", str(error))
+        case NotSupported() | ConfigError():
+            return RpcError("invalid_argument", str(error))
+        case SandboxError():
+            return RpcError("unavailable", f"the connection to the sandbox was lost: {error.code}: {error}")
+        case _:
+            raise error
+
+
+def deadline_s(request: Request) -> float | None:
+    """Seconds that the client gives a call; None: it sets no deadline."""
+    given = request.headers.get("connect-timeout-ms", "")
+    return int(given) / 1000 if given.isdecimal() and len(given) <= 10 else None
+
+
+async def body_of(request: Request, most: int = MAX_MESSAGE_BYTES) -> bytes:
+    """A request's body.
+
+    Raises:
+        RpcError: it is longer than `most`.
+    """
+    body = bytearray()
+    async for chunk in request.stream():
+        body += chunk
+        if len(body) > most:
+            raise RpcError("resource_exhausted", f"the message is longer than {most:,} bytes")
+    return bytes(body)
+
+
+async def messages(request: Request) -> AsyncGenerator[bytes]:
+    """The messages of a client's stream, as they come.
+
+    Raises:
+        RpcError: one is too long, or compressed.
+    """
+    received = bytearray()
+    async for chunk in request.stream():
+        received += chunk
+        while len(received) >= _HEAD.size:
+            flags, size = _HEAD.unpack_from(received)
+            if size > MAX_MESSAGE_BYTES or flags & ~_END:
+                raise RpcError("resource_exhausted", "a message is too long, or compressed")
+            if len(received) < _HEAD.size + size:
+                break
+            message = bytes(received[_HEAD.size : _HEAD.size + size])
+            del received[: _HEAD.size + size]
+            if not flags & _END:
+                yield message
+
+
+async def unary(request: Request, handler: Callable[[bytes], Awaitable[Json]]) -> Response:
+    """Answer a call with one message."""
+    try:
+        async with asyncio.timeout(min(deadline_s(request) or UNARY_S, UNARY_S)):
+            return JSONResponse(await handler(await body_of(request)))
+    except Exception as error:
+        refused = rpc_error(error)
+        return JSONResponse(refused.body, refused.status)
+
+
+async def first_message(request: Request) -> bytes:
+    """The one message of a call that is answered with a stream.
+
+    Raises:
+        RpcError: there is none.
+    """
+    async for message in messages(request):
+        return message
+    raise RpcError("invalid_argument", "the message is missing")
+
+
+def failed(error: Exception) -> Response:
+    """Answer a call that would be answered with a stream."""
+    end = {"error": rpc_error(error).body}
+    return Response(_enveloped(end, _END), media_type="application/connect+json")
+
+
+async def one(message: Json) -> AsyncGenerator[Json]:
+    """A stream of one message."""
+    yield message
+
+
+def stream(events: AsyncGenerator[Json]) -> Response:
+    """Answer a call with a stream of messages; the last one carries the failure, if there is one."""
+
+    async def body() -> AsyncGenerator[bytes]:
+        end: Json = {}
+        try:
+            async with contextlib.aclosing(events):
+                async for event in events:
+                    yield _enveloped(event, 0)
+        except Exception as error:
+            end = {"error": rpc_error(error).body}
+        yield _enveloped(end, _END)
+
+    return StreamingResponse(body(), media_type="application/connect+json")
+
+
+def _enveloped(message: Json, flags: int) -> bytes:
+    data = json.dumps(message).encode()
+    return _HEAD.pack(flags, len(data)) + data

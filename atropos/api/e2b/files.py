@@ -1,0 +1,302 @@
+"""`filesystem.Filesystem`: what is at a path of a sandbox; and the upload and download of files."""
+
+from __future__ import annotations
+
+import posixpath
+import zlib
+from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any
+
+from python_multipart import MultipartParser
+from python_multipart.multipart import parse_options_header
+
+from atropos import wire
+from atropos.api.e2b import messages
+from atropos.api.e2b.connect import Json, RpcError
+from atropos.slots.results import file_error
+
+if TYPE_CHECKING:
+    from atropos.api.e2b.sandboxes import Sandbox
+
+PIECE_BYTES = 1 << 20
+"""Files travel in pieces of this size, up and down."""
+_FORMAT = r"%i\t%y\t%Y\t%m\t%s\t%u\t%g\t%T@\t%l\t%p\0"
+_TYPES = {"f": "FILE_TYPE_FILE", "d": "FILE_TYPE_DIRECTORY", "l": "FILE_TYPE_SYMLINK"}
+_EXISTS = 17
+
+
+class Entry:
+    """What `find` says about a path."""
+
+    __slots__ = ("group", "inode", "kind", "link", "mode", "modified", "owner", "path", "size", "target")
+
+    def __init__(self, line: str) -> None:
+        inode, self.kind, self.target, mode, size, self.owner, self.group, modified, self.link, self.path = line.split(
+            "\t", 9
+        )
+        self.inode, self.mode, self.size, self.modified = int(inode), int(mode, 8), int(size), float(modified)
+
+    def info(self) -> Json:
+        """As the protocol's `EntryInfo`."""
+        link = {"symlinkTarget": self.link, "isSymlink": True} if self.kind == "l" else {}
+        return {
+            "name": posixpath.basename(self.path) or "/",
+            "type": _TYPES.get(self.target, "FILE_TYPE_UNSPECIFIED"),
+            "path": self.path,
+            "size": str(self.size),
+            "mode": self.mode,
+            "permissions": _permissions(self.kind, self.mode),
+            "owner": self.owner,
+            "group": self.group,
+            "modifiedTime": datetime.fromtimestamp(self.modified, UTC).isoformat().replace("+00:00", "Z"),
+            **link,
+        }
+
+
+def _permissions(kind: str, mode: int) -> str:
+    bits = "".join(letter if mode >> (8 - at) & 1 else "-" for at, letter in enumerate("rwxrwxrwx"))
+    return {"d": "d", "l": "L"}.get(kind, "-") + bits
+
+
+def path_of(sandbox: Sandbox, path: str) -> str:
+    """An absolute path: relative ones and `~` begin at the sandbox's home.
+
+    Raises:
+        RpcError: no file can be called that.
+    """
+    if "\0" in path:
+        raise RpcError("invalid_argument", "a path has no zero byte")
+    home = sandbox.slot.profile.workdir
+    if path == "~" or path.startswith("~/"):
+        path = "." + path[1:]
+    return posixpath.normpath(posixpath.join(home, path))
+
+
+async def find(sandbox: Sandbox, path: str, depth: int, user: str | None) -> list[Entry]:
+    """A path, and what is below it, down to a depth.
+
+    Raises:
+        RpcError: there is nothing, it may not be read, or there is too much of it.
+    """
+    result = await sandbox.slot.exec(
+        ["find", "-H", path, "-maxdepth", str(depth), "-printf", _FORMAT], user=user, split=True
+    )
+    if result.error is not None:
+        raise RpcError("internal", f"find: {result.error}")
+    if result.truncated:
+        raise RpcError("resource_exhausted", f"there is too much below {path}")
+    lines = (result.stdout or "").split("\0")[:-1]
+    if not lines:
+        denied = "Permission denied" in (result.stderr or "")
+        raise RpcError(
+            "permission_denied" if denied else "not_found", f"path {path!r}: {(result.stderr or '').strip()}"
+        )
+    return [Entry(line) for line in lines]
+
+
+async def _at(sandbox: Sandbox, path: str, user: str | None) -> Json:
+    result = await sandbox.slot.exec(["find", path, "-maxdepth", "0", "-printf", _FORMAT], user=user, split=True)
+    if not result.stdout:
+        raise RpcError("not_found", f"path {path!r}: {(result.stderr or result.output).strip()}")
+    return {"entry": Entry(result.stdout.removesuffix("\0")).info()}
+
+
+async def stat(sandbox: Sandbox, message: messages.AtPath, user: str | None) -> Json:
+    """`Stat`."""
+    return await _at(sandbox, path_of(sandbox, message.path), user)
+
+
+async def list_dir(sandbox: Sandbox, message: messages.ListDir, user: str | None) -> Json:
+    """`ListDir`."""
+    folder, *entries = await find(sandbox, path_of(sandbox, message.path), message.depth or 1, user)
+    if folder.kind != "d":
+        raise RpcError("invalid_argument", f"path {folder.path!r} is no directory")
+    return {"entries": [entry.info() for entry in sorted(entries, key=lambda entry: entry.path)]}
+
+
+async def make_dir(sandbox: Sandbox, message: messages.AtPath, user: str | None) -> Json:
+    """`MakeDir`."""
+    path = path_of(sandbox, message.path)
+    script = f'[ -d "$1" ] && exit {_EXISTS}; mkdir -p -- "$1"'
+    result = await sandbox.slot.exec(["sh", "-c", script, "sh", path], user=user)
+    if result.exit_code == _EXISTS:
+        raise RpcError("already_exists", f"directory {path!r} exists")
+    _check(result.ok, result.output)
+    return await _at(sandbox, path, user)
+
+
+async def move(sandbox: Sandbox, message: messages.Move, user: str | None) -> Json:
+    """`Move`."""
+    source, target = path_of(sandbox, message.source), path_of(sandbox, message.destination)
+    await _at(sandbox, source, user)
+    script = 'mkdir -p -- "$(dirname -- "$2")" && mv -T -- "$1" "$2"'
+    result = await sandbox.slot.exec(["sh", "-c", script, "sh", source, target], user=user)
+    _check(result.ok, result.output)
+    return await _at(sandbox, target, user)
+
+
+async def remove(sandbox: Sandbox, message: messages.AtPath, user: str | None) -> Json:
+    """`Remove`; of what isn't there, too."""
+    result = await sandbox.slot.exec(["rm", "-rf", "--", path_of(sandbox, message.path)], user=user)
+    _check(result.ok, result.output)
+    return {}
+
+
+def _check(ok: bool, output: str) -> None:
+    if not ok:
+        denied = "Permission denied" in output
+        raise RpcError("permission_denied" if denied else "internal", output.strip()[:1000])
+
+
+# ------------------------------------------------------------------------------------------------- upload and download
+
+
+async def read(sandbox: Sandbox, path: str, user: str | None) -> AsyncGenerator[bytes]:
+    """A file's content in pieces, each read when the last one has gone.
+
+    Raises:
+        OSError: it can't be read.
+    """
+    path, offset = path_of(sandbox, path), 0
+    while True:
+        wanted = wire.ReadFile(path=path, offset=offset, max_bytes=PIECE_BYTES, user=user)
+        result = await sandbox.slot.run(wanted)
+        if isinstance(result, wire.OpError):
+            raise file_error(result, path)
+        assert isinstance(result, wire.FileResult)
+        yield result.data
+        if len(result.data) < PIECE_BYTES:
+            return
+        offset += len(result.data)
+
+
+async def write(sandbox: Sandbox, path: str, content: AsyncIterable[bytes], user: str | None) -> Json:
+    """Write a file as its content comes, making its parents.
+
+    Raises:
+        OSError: it can't be written.
+    """
+    path = path_of(sandbox, path)
+    append, piece = False, bytearray()
+
+    async def put() -> None:
+        result = await sandbox.slot.run(wire.WriteFile(path=path, data=bytes(piece), append=append, user=user))
+        if isinstance(result, wire.OpError):
+            raise file_error(result, path)
+        piece.clear()
+
+    async for chunk in content:
+        piece += chunk
+        if len(piece) >= PIECE_BYTES:
+            await put()
+            append = True
+    if piece or not append:
+        await put()
+    return {"name": posixpath.basename(path), "type": "file", "path": path}
+
+
+async def unzipped(content: AsyncIterable[bytes]) -> AsyncGenerator[bytes]:
+    """What a gzip stream holds, in pieces of bounded size.
+
+    Raises:
+        RpcError: it is none.
+    """
+    stream = zlib.decompressobj(wbits=31)
+    try:
+        async for chunk in content:
+            while chunk:
+                yield stream.decompress(chunk, PIECE_BYTES)
+                chunk = stream.unconsumed_tail  # noqa: PLW2901
+        yield stream.flush()
+    except zlib.error as error:
+        raise RpcError("invalid_argument", f"the body is no gzip: {error}") from None
+
+
+async def write_parts(
+    sandbox: Sandbox, content_type: str, body: AsyncIterator[bytes], path: str | None, user: str | None
+) -> list[Json]:
+    """Write the files of a multipart body as it comes: each at its filename, or at `path`.
+
+    Raises:
+        OSError: one can't be written.
+        RpcError: the body is no multipart form.
+    """
+    parts = _Parts(content_type, body)
+    written: list[Json] = []
+    while (name := await parts.next()) is not None:
+        written.append(await write(sandbox, path or name, parts.content(), user))
+    return written
+
+
+class _Parts:
+    """The parts of a multipart body, in the order in which they come."""
+
+    def __init__(self, content_type: str, body: AsyncIterator[bytes]) -> None:
+        boundary = parse_options_header(content_type)[1].get(b"boundary")
+        if not boundary:
+            raise RpcError("invalid_argument", "the body is neither application/octet-stream nor multipart/form-data")
+        self._body = body
+        self._read: list[str | bytes | None] = []
+        self._header, self._value, self._name = bytearray(), bytearray(), ""
+        callbacks: Any = {
+            "on_header_field": self._header_field,
+            "on_header_value": self._header_value,
+            "on_header_end": self._header_end,
+            "on_headers_finished": lambda: self._read.append(self._name),
+            "on_part_data": self._part_data,
+            "on_part_end": lambda: self._read.append(None),
+        }
+        self._parser = MultipartParser(boundary, callbacks)
+
+    def _header_field(self, data: bytes, start: int, end: int) -> None:
+        self._header += data[start:end]
+
+    def _header_value(self, data: bytes, start: int, end: int) -> None:
+        self._value += data[start:end]
+
+    def _part_data(self, data: bytes, start: int, end: int) -> None:
+        self._read.append(data[start:end])
+
+    def _header_end(self) -> None:
+        if bytes(self._header).lower() == b"content-disposition":
+            options = parse_options_header(bytes(self._value))[1]
+            self._name = options.get(b"filename", b"").decode("utf-8", "replace").replace("%22", '"')
+        self._header.clear()
+        self._value.clear()
+
+    async def _token(self) -> str | bytes | None:
+        """A part's name, a piece of it, or None at its end.
+
+        Raises:
+            StopAsyncIteration: the body is over.
+        """
+        while not self._read:
+            chunk = await anext(self._body)
+            try:
+                self._parser.write(chunk)
+            except ValueError as error:
+                raise RpcError("invalid_argument", f"the body is no multipart form: {error}") from None
+        return self._read.pop(0)
+
+    async def next(self) -> str | None:
+        """The file name of the next part; None after the last one."""
+        while True:
+            try:
+                token = await self._token()
+            except StopAsyncIteration:
+                return None
+            if isinstance(token, str):
+                return token
+
+    async def content(self) -> AsyncGenerator[bytes]:
+        """What the part holds."""
+        while True:
+            try:
+                token = await self._token()
+            except StopAsyncIteration:
+                raise RpcError("invalid_argument", "the body ends within a file") from None
+            if token is None:
+                return
+            if isinstance(token, bytes):
+                yield token

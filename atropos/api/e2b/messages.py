@@ -1,0 +1,169 @@
+"""What the SDK sends: requests of the REST API, and messages of the `process` and `filesystem` services."""
+
+from __future__ import annotations
+
+from typing import Literal, TypeVar
+
+from pydantic import Base64Bytes, BaseModel, ConfigDict, Field, ValidationError
+from pydantic.alias_generators import to_camel
+
+from atropos.api.e2b.connect import RpcError
+
+
+class Message(BaseModel):
+    """Base of all: frozen, with names as the protocol's JSON writes them; what isn't known is ignored, as E2B does."""
+
+    model_config = ConfigDict(frozen=True, alias_generator=to_camel, populate_by_name=True)
+
+
+AnyMessage = TypeVar("AnyMessage", bound=Message)
+
+
+def parse(kind: type[AnyMessage], data: bytes) -> AnyMessage:
+    """A message of a kind.
+
+    Raises:
+        RpcError: it is none.
+    """
+    try:
+        return kind.model_validate_json(data or b"{}")
+    except ValidationError as error:
+        first = error.errors()[0]
+        field = ".".join(map(str, first["loc"]))
+        raise RpcError("invalid_argument", f"{field or 'message'}: {first['msg'][:200]}") from None
+
+
+class NewSandbox(Message):
+    """`POST /sandboxes`."""
+
+    template_id: str = Field(alias="templateID", min_length=1, max_length=1000)
+    timeout: float | None = None
+    metadata: dict[str, str] = Field(default_factory=dict)
+    env_vars: dict[str, str] = Field(default_factory=dict)
+    allow_internet_access: bool | None = Field(default=None, alias="allow_internet_access")
+
+
+class NewTimeout(Message):
+    """`POST /sandboxes/{id}/timeout` and `/connect`."""
+
+    timeout: float | None = None
+
+
+class Empty(Message):
+    """A message whose fields don't matter."""
+
+
+class Selector(Message):
+    """A process, by its id or its tag."""
+
+    pid: int | None = None
+    tag: str | None = None
+
+
+class Selected(Message):
+    """`CloseStdin`, `Connect`, and the start of a `StreamInput`."""
+
+    process: Selector
+
+
+class TerminalSize(Message):
+    """Of a terminal."""
+
+    rows: int = Field(default=24, ge=1, le=1000)
+    cols: int = Field(default=80, ge=1, le=1000)
+
+
+class Terminal(Message):
+    """That a process is on a terminal."""
+
+    size: TerminalSize = TerminalSize()
+
+
+class ProcessConfig(Message):
+    """What a process is started as."""
+
+    cmd: str = Field(min_length=1)
+    args: tuple[str, ...] = ()
+    envs: dict[str, str] = Field(default_factory=dict)
+    cwd: str | None = None
+
+
+class Start(Message):
+    """`Start`."""
+
+    process: ProcessConfig
+    pty: Terminal | None = None
+    tag: str | None = None
+    stdin: bool = True
+
+
+class Input(Message):
+    """What a process reads, from its pipe or its terminal."""
+
+    stdin: Base64Bytes | None = None
+    pty: Base64Bytes | None = None
+
+
+class SendInput(Message):
+    """`SendInput`."""
+
+    process: Selector
+    input: Input
+
+
+class InputData(Message):
+    """A piece of a `StreamInput`."""
+
+    input: Input
+
+
+class StreamInput(Message):
+    """`StreamInput`: its first message names the process, the others bring the input."""
+
+    start: Selected | None = None
+    data: InputData | None = None
+
+
+class SendSignal(Message):
+    """`SendSignal`."""
+
+    process: Selector
+    signal: Literal["SIGNAL_SIGTERM", "SIGNAL_SIGKILL"]
+
+
+class Update(Message):
+    """`Update`."""
+
+    process: Selector
+    pty: Terminal | None = None
+
+
+class AtPath(Message):
+    """`Stat`, `MakeDir` and `Remove`."""
+
+    path: str = Field(max_length=4096)
+
+
+class ListDir(AtPath):
+    """`ListDir`."""
+
+    depth: int = Field(default=1, ge=0, le=1000)
+
+
+class Move(Message):
+    """`Move`."""
+
+    source: str = Field(max_length=4096)
+    destination: str = Field(max_length=4096)
+
+
+class Watch(AtPath):
+    """`WatchDir` and `CreateWatcher`."""
+
+    recursive: bool = False
+
+
+class OfWatcher(Message):
+    """`GetWatcherEvents` and `RemoveWatcher`."""
+
+    watcher_id: str

@@ -1,0 +1,311 @@
+"""`process.Process`: commands and terminals of a sandbox."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import contextlib
+import logging
+import signal
+from collections.abc import AsyncGenerator, AsyncIterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from atropos.api.e2b import messages
+from atropos.api.e2b.connect import Json, RpcError
+from atropos.errors import SandboxError
+from atropos.slots.processes import Process
+
+if TYPE_CHECKING:
+    from atropos.api.e2b.sandboxes import Sandbox
+
+_log = logging.getLogger(__name__)
+BUFFER_BYTES = 1 << 20
+"""Output of each stream that is kept for a client that reads slowly."""
+PIECE_BYTES = 256 * 1024
+QUEUE = 4
+"""Pieces of output on their way to a client."""
+WAIT_S = 20.0
+"""Longest wait of one read of output."""
+_END_GRACE_S = 5.0
+
+
+@dataclass(eq=False)
+class Command:
+    """A process, and what it was started as.
+
+    Attributes:
+        followers: streams that read its output.
+        draining: reads and discards it while there are none, so that the process goes on.
+    """
+
+    process: Process
+    start: messages.Start
+    followers: int = 0
+    draining: asyncio.Task[None] | None = None
+
+    @property
+    def pty(self) -> bool:
+        """Whether it is on a terminal."""
+        return self.start.pty is not None
+
+    def info(self) -> Json:
+        """As `List` tells it."""
+        tag = {} if self.start.tag is None else {"tag": self.start.tag}
+        return {"pid": self.process.pid, "config": self.start.process.model_dump(exclude_none=True), **tag}
+
+
+async def running(sandbox: Sandbox) -> dict[int, Command]:
+    """The sandbox's processes that have not ended; the others are forgotten."""
+    known = dict(sandbox.commands)
+    alive = {process.pid for process in await sandbox.slot.processes() if process.exit_code is None}
+    for pid in known.keys() - alive:
+        sandbox.commands.pop(pid, None)
+    return {pid: command for pid, command in known.items() if pid in alive}
+
+
+async def list_all(sandbox: Sandbox, _: messages.Empty) -> Json:
+    """`List`."""
+    return {"processes": [command.info() for command in (await running(sandbox)).values()]}
+
+
+async def _selected(sandbox: Sandbox, selector: messages.Selector) -> Command:
+    for pid, command in (await running(sandbox)).items():
+        if selector.pid == pid or (selector.tag is not None and selector.tag == command.start.tag):
+            return command
+    raise RpcError("not_found", f"no process {selector.tag or selector.pid} runs in the sandbox")
+
+
+async def start(
+    sandbox: Sandbox, message: messages.Start, *, user: str | None, deadline_s: float | None, ping_s: float
+) -> AsyncGenerator[Json]:
+    """`Start`: the process's events. It goes on when the client goes away, and is killed at its deadline."""
+    command = await _started(sandbox, message, user)
+    process = command.process
+    sandbox.commands[process.pid] = command
+    killing = None
+    if deadline_s is not None:  # also when the client is gone by then
+        killing = asyncio.get_running_loop().create_task(_kill_after(process, deadline_s))
+        sandbox.tasks.add(killing)
+        killing.add_done_callback(sandbox.tasks.discard)
+    async with contextlib.aclosing(_followed(sandbox, process, command, deadline_s, ping_s)) as events:
+        async for event in events:
+            yield event
+    sandbox.commands.pop(process.pid, None)
+    if killing is not None:
+        killing.cancel()
+
+
+async def _kill_after(process: Process, deadline_s: float) -> None:
+    await asyncio.sleep(deadline_s)
+    try:
+        await process.kill()
+    except (SandboxError, OSError) as error:
+        _log.debug("%r was not killed at its deadline: %s", process, error)
+
+
+async def _started(sandbox: Sandbox, message: messages.Start, user: str | None) -> Command:
+    config, pty = message.process, message.pty
+    try:
+        process = await sandbox.slot.start(
+            [config.cmd, *config.args],
+            workdir=config.cwd or None,
+            env=config.envs,
+            user=user,
+            pty=None if pty is None else (pty.size.rows, pty.size.cols),
+            split=pty is None,
+            hold=True,
+            buffer_bytes=BUFFER_BYTES,
+        )
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise RpcError("invalid_argument", f"{config.cmd} can't be started: {error}") from None
+    if pty is None and not message.stdin:
+        with contextlib.suppress(OSError):  # it has ended already
+            await process.close_stdin()
+    return Command(process, message)
+
+
+async def connect(
+    sandbox: Sandbox, message: messages.Selected, *, deadline_s: float | None, ping_s: float
+) -> AsyncGenerator[Json]:
+    """`Connect`: what a process prints from now on."""
+    command = await _selected(sandbox, message.process)
+    process = next(one for one in await sandbox.slot.processes() if one.id == command.process.id)
+    for output in filter(None, (process, process.errors)):
+        await output.read(max_bytes=BUFFER_BYTES)
+        output.dropped_bytes = 0
+    async with contextlib.aclosing(_followed(sandbox, process, command, deadline_s, ping_s)) as events:
+        async for event in events:
+            yield event
+
+
+async def _followed(
+    sandbox: Sandbox, process: Process, command: Command, deadline_s: float | None, ping_s: float
+) -> AsyncGenerator[Json]:
+    """`follow`, and whoever is the last to go leaves a task that discards what the process still prints."""
+    if command.draining is not None:
+        command.draining.cancel()
+        command.draining = None
+    command.followers += 1
+    try:
+        async with contextlib.aclosing(follow(process, command, deadline_s=deadline_s, ping_s=ping_s)) as events:
+            async for event in events:
+                yield event
+    finally:
+        command.followers -= 1
+        if not command.followers and process.exit_code is None:
+            command.draining = asyncio.get_running_loop().create_task(_drain(process))
+            sandbox.tasks.add(command.draining)
+            command.draining.add_done_callback(sandbox.tasks.discard)
+
+
+async def _drain(process: Process) -> None:
+    outputs = [one for one in (process, process.errors) if one is not None]
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            for output in outputs:
+                tasks.create_task(_discard(output))
+    except* (SandboxError, OSError) as failed:
+        _log.debug("%r is no longer read: %s", process, failed.exceptions[0])
+
+
+async def _discard(output: Process) -> None:
+    async for _ in output.output():
+        pass
+
+
+async def follow(
+    process: Process, command: Command, *, deadline_s: float | None, ping_s: float
+) -> AsyncGenerator[Json]:
+    """A process's events: its start, its output as it comes, its end.
+
+    Raises:
+        TimeoutError: it still runs after `deadline_s`.
+        SandboxError: its slot is gone.
+    """
+    loop = asyncio.get_running_loop()
+    deadline = None if deadline_s is None else loop.time() + deadline_s
+    yield _event("start", {"pid": process.pid})
+    queue: asyncio.Queue[Json | None] = asyncio.Queue(QUEUE)
+    outputs = [("pty" if command.pty else "stdout", process)]
+    if process.errors is not None:
+        outputs.append(("stderr", process.errors))
+    pump = loop.create_task(_pump(outputs, queue))
+    try:
+        while True:
+            left_s = ping_s if deadline is None else min(ping_s, deadline - loop.time())
+            try:
+                async with asyncio.timeout(left_s):
+                    event = await queue.get()
+            except TimeoutError:
+                if deadline is not None and loop.time() >= deadline:
+                    raise
+                yield _event("keepalive", {})
+                continue
+            if event is None:
+                break
+            yield event
+        await pump
+        yield _event("end", _ending(process.exit_code))
+    finally:
+        pump.cancel()
+        await asyncio.wait([pump])
+
+
+async def _pump(outputs: list[tuple[str, Process]], queue: asyncio.Queue[Json | None]) -> None:
+    """Put what processes print into the queue, and at last None."""
+    error: Exception | None = None
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            for name, output in outputs:
+                tasks.create_task(_copy(name, output, queue))
+    except ExceptionGroup as failed:
+        error = failed.exceptions[0]
+    await queue.put(None)
+    if error is not None:
+        raise error
+
+
+async def _copy(name: str, output: Process, queue: asyncio.Queue[Json | None]) -> None:
+    dropped = 0
+    while True:
+        ended = output.exit_code is not None
+        data = await output.read(max_bytes=PIECE_BYTES, wait_s=WAIT_S)
+        if output.dropped_bytes > dropped:
+            lost = f"\n[{output.dropped_bytes - dropped:,} bytes of output were lost: the client read too slowly]\n"
+            data, dropped = lost.encode() + data, output.dropped_bytes
+        if data:
+            await queue.put(_event("data", {name: base64.b64encode(data).decode()}))
+        elif ended:
+            return
+
+
+def _event(name: str, value: Json) -> Json:
+    return {"event": {name: value}}
+
+
+def _ending(code: int | None) -> Json:
+    if code is None or code >= 0:
+        return {"exitCode": code or 0, "exited": True, "status": f"exit status {code}"}
+    try:
+        status = f"signal: {signal.strsignal(-code)}".lower()
+    except ValueError:
+        status = f"signal: {-code}"
+    return {"exitCode": -1, "exited": False, "status": status, "error": status}
+
+
+# ------------------------------------------------------------------------------------------------------------- input
+
+
+async def send_input(sandbox: Sandbox, message: messages.SendInput) -> Json:
+    """`SendInput`."""
+    await _give(await _selected(sandbox, message.process), message.input)
+    return {}
+
+
+async def stream_input(sandbox: Sandbox, given: AsyncIterator[bytes]) -> None:
+    """`StreamInput`: pieces as the client sends them, each after the process had room for the last."""
+    command: Command | None = None
+    async for data in given:
+        message = messages.parse(messages.StreamInput, data)
+        if message.start is not None:
+            command = await _selected(sandbox, message.start.process)
+        elif message.data is not None:
+            if command is None:
+                raise RpcError("invalid_argument", "the first message of the stream names no process")
+            await _give(command, message.data.input)
+
+
+async def _give(command: Command, given: messages.Input) -> None:
+    data = given.pty if command.pty else given.stdin
+    if data is None:
+        raise RpcError("invalid_argument", f"the process has {'a terminal' if command.pty else 'no terminal'}")
+    await command.process.write(data)
+
+
+async def close_stdin(sandbox: Sandbox, message: messages.Selected) -> Json:
+    """`CloseStdin`."""
+    command = await _selected(sandbox, message.process)
+    if command.pty:
+        raise RpcError("invalid_argument", "a terminal's input ends with ^D")
+    await command.process.close_stdin()
+    return {}
+
+
+async def send_signal(sandbox: Sandbox, message: messages.SendSignal) -> Json:
+    """`SendSignal`; answered when a killed process is gone."""
+    process = (await _selected(sandbox, message.process)).process
+    if message.signal == "SIGNAL_SIGTERM":
+        await process.kill("TERM")
+    else:
+        await process.kill("KILL")
+        await process.wait(_END_GRACE_S)
+    return {}
+
+
+async def update(sandbox: Sandbox, message: messages.Update) -> Json:
+    """`Update`: another size of a terminal."""
+    command = await _selected(sandbox, message.process)
+    if message.pty is not None:
+        await command.process.resize(message.pty.size.rows, message.pty.size.cols)
+    return {}

@@ -1,0 +1,209 @@
+"""Sandboxes: leases with an end, which clients move."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+import secrets
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import Any
+
+from atropos.api.e2b.processes import Command
+from atropos.api.e2b.watching import Watcher
+from atropos.api.executor_models import ExecutorServerSettings
+from atropos.errors import ConfigError
+from atropos.slots.profile import Profile
+from atropos.slots.slot import Slot
+
+_log = logging.getLogger(__name__)
+HOME = "/home/user"
+"""Where commands start and relative paths begin, as E2B's templates have it."""
+MAX_TIMEOUT_S = 86_400
+_NO_IMAGE = re.compile(r"^(oci|oci-archive|docker-archive|docker-daemon|dir|atropos-build):")
+"""Sources on the server's own machine, which its clients may not name."""
+
+
+@dataclass(eq=False)
+class Sandbox:
+    """A slot on lease to clients of the E2B API."""
+
+    id: str
+    template: str
+    slot: Slot
+    metadata: Mapping[str, str]
+    end: float
+    started: float = field(default_factory=time.time)
+    commands: dict[int, Command] = field(default_factory=dict[int, Command])
+    watchers: dict[str, Watcher] = field(default_factory=dict[str, Watcher])
+    tasks: set[asyncio.Task[None]] = field(default_factory=set[asyncio.Task[None]])
+
+    def info(self, limits: Any) -> dict[str, Any]:
+        """As clients see it."""
+        return {
+            "sandboxID": self.id,
+            "templateID": self.template,
+            "alias": self.template,
+            "clientID": "atropos",
+            "startedAt": _iso(self.started),
+            "endAt": _iso(self.end),
+            "envdVersion": ENVD_VERSION,
+            "cpuCount": max(1, int(limits.cpu_quota or 1)),
+            "memoryMB": self.slot.mib,
+            "diskSizeMB": limits.disk_mib or 0,
+            "state": "running",
+            "metadata": dict(self.metadata),
+        }
+
+
+ENVD_VERSION = "0.6.0"
+"""The latest version of E2B's daemon whose calls are all answered: later ones keep metadata of files."""
+
+
+def _iso(moment: float) -> str:
+    return datetime.fromtimestamp(moment, UTC).isoformat().replace("+00:00", "Z")
+
+
+class NoCapacity(Exception):
+    """The server ends, or has as many sandboxes as it may."""
+
+
+class Sandboxes:
+    """All sandboxes of a server. Each ends by `kill`, at its end, or with its slot."""
+
+    def __init__(self, executor: Any, settings: ExecutorServerSettings) -> None:
+        self._executor = executor
+        self._settings = settings
+        self._open: dict[str, Sandbox] = {}
+        self._starting = 0
+        self._moved = asyncio.Event()
+        self.draining = False
+
+    def __repr__(self) -> str:
+        return f"<Sandboxes open={len(self._open)} starting={self._starting}>"
+
+    @property
+    def limits(self) -> Any:
+        """What each of them has."""
+        return self._executor.pool.config.limits
+
+    def list(self) -> list[Sandbox]:
+        """All that run, oldest first."""
+        return [one for one in list(self._open.values()) if self.find(one.id) is not None]
+
+    def find(self, sandbox_id: str) -> Sandbox | None:
+        """One that runs; None: it ended, its slot is gone, or it never was."""
+        found = self._open.get(sandbox_id)
+        if found is not None and (found.slot.lost is not None or found.end <= time.time()):
+            self._moved.set()
+            return None
+        return found
+
+    async def create(
+        self,
+        template: str,
+        *,
+        timeout_s: float | None,
+        metadata: Mapping[str, str],
+        env: Mapping[str, str],
+        network: bool | None,
+    ) -> Sandbox:
+        """Lease a slot.
+
+        Args:
+            template: `base`, one of the pool's `bases`, or an image's reference.
+            timeout_s: seconds until it ends; None: the server's `ttl_s`.
+            metadata: what clients find it by.
+            env: variables of all of its commands.
+            network: whether it has a way out; None: as the pool.
+
+        Raises:
+            NoCapacity: the server has no room for it.
+            ConfigError: the timeout or the template is none.
+            SandboxError: no slot came free, or the image can't be had.
+        """
+        timeout_s = self._allowed(self._settings.ttl_s if timeout_s is None else timeout_s)
+        if self.draining or len(self._open) + self._starting >= self._settings.max_trajectories:
+            raise NoCapacity("the server is ending" if self.draining else f"{len(self._open)} sandboxes run")
+        sandbox_id = f"i{secrets.token_hex(10)}"
+        self._starting += 1
+        try:
+            pool = self._executor.pool
+            source = self._source(template, pool.config.bases)
+            slot = await pool.acquire(sandbox_id, network=network, timeout_s=self._settings.acquire_s, **source)
+            try:
+                await slot.exec(["mkdir", "-p", HOME])
+            except BaseException:
+                await slot.release()
+                raise
+        finally:
+            self._starting -= 1
+        if self.draining:
+            await slot.release()
+            raise NoCapacity("the server is ending")
+        slot.profile = Profile(
+            workdir=HOME, env={"HOME": HOME, "E2B_SANDBOX": "true", "E2B_SANDBOX_ID": sandbox_id, **env}
+        )
+        made = self._open[sandbox_id] = Sandbox(sandbox_id, template, slot, metadata, time.time() + timeout_s)
+        self._moved.set()
+        return made
+
+    @staticmethod
+    def _source(template: str, bases: Mapping[str, Any]) -> dict[str, str]:
+        if template == "base":
+            return {}
+        if template in bases:
+            return {"base": template}
+        if _NO_IMAGE.match(template):
+            raise ConfigError(f"template {template!r}: name `base`, a base of the pool, or an image of a registry")
+        return {"image": template}
+
+    @staticmethod
+    def _allowed(timeout_s: float) -> float:
+        if not 0 <= timeout_s <= MAX_TIMEOUT_S:
+            raise ConfigError(f"timeout: from 0 to {MAX_TIMEOUT_S} seconds, not {timeout_s:g}")
+        return timeout_s
+
+    def set_timeout(self, sandbox: Sandbox, timeout_s: float, *, later: bool = False) -> None:
+        """Move a sandbox's end to so many seconds from now; `later`: only where that is later.
+
+        Raises:
+            ConfigError: it is too long.
+        """
+        end = time.time() + self._allowed(timeout_s)
+        sandbox.end = max(sandbox.end, end) if later else end
+        self._moved.set()
+
+    async def kill(self, sandbox_id: str) -> bool:
+        """End a sandbox with all that runs in it; whether there was one."""
+        running = self.find(sandbox_id) is not None
+        sandbox = self._open.pop(sandbox_id, None)
+        if sandbox is not None:
+            for task in sandbox.tasks:
+                task.cancel()
+            await sandbox.slot.release()
+        return running
+
+    async def reap(self) -> None:
+        """End sandboxes whose time is over or whose slot is gone. Runs until cancelled."""
+        while True:
+            first = min((one.end for one in self._open.values()), default=time.time() + 60)
+            self._moved.clear()
+            try:
+                async with asyncio.timeout(max(0.0, first - time.time())):
+                    await self._moved.wait()
+            except TimeoutError:
+                pass
+            over = [one.id for one in list(self._open.values()) if self.find(one.id) is None]
+            ends = await asyncio.gather(*(self.kill(one) for one in over), return_exceptions=True)
+            for error in ends:
+                if isinstance(error, Exception):
+                    _log.error("ending a sandbox failed", exc_info=error)
+
+    async def aclose(self) -> None:
+        """End all sandboxes."""
+        self.draining = True
+        await asyncio.gather(*(self.kill(one) for one in list(self._open)), return_exceptions=True)

@@ -1,0 +1,311 @@
+"""The `e2b` package, as its users have it, against `atropos executor-server`: sync and async."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import io
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import e2b
+import httpx
+import pytest
+from e2b import AsyncSandbox, Sandbox
+
+TOKEN = "e2b_0123456789abcdef"
+ATROPOS = Path(sys.executable).with_name("atropos")
+
+
+class Server:
+    """A running server and its container."""
+
+    def __init__(self, url: str, pid: int) -> None:
+        self.url, self.pid = url, pid
+
+    @property
+    def options(self) -> dict[str, str]:
+        return {"api_url": f"{self.url}/e2b", "sandbox_url": f"{self.url}/e2b", "api_key": TOKEN}
+
+    def kill_containers(self) -> None:
+        """As a machine that fails: the sandbox servers are killed."""
+        children = Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text().split()
+        servers = [pid for pid in children if b"atropos.sandbox" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+        assert servers
+        for pid in servers:
+            os.kill(int(pid), signal.SIGKILL)
+
+
+@contextlib.contextmanager
+def serving(*options: str) -> Iterator[Server]:
+    command = [ATROPOS, "executor-server", "--backend", "local", "--port", "0", "--max-containers", "1", *options]
+    environment = {**os.environ, "ATROPOS_EXECUTOR_TOKEN": TOKEN}
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment) as process:
+        try:
+            assert process.stderr is not None
+            ready = process.stderr.readline()
+            found = re.search(r"http://\S+", ready)
+            assert found, ready + process.stderr.read()
+            yield Server(found[0], process.pid)
+        finally:
+            process.send_signal(signal.SIGTERM)
+            try:
+                process.communicate(timeout=60)
+            finally:
+                process.kill()
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    with serving("--slots-per-container", "20") as running:
+        yield running
+
+
+@pytest.fixture
+def sandbox(server: Server) -> Iterator[Sandbox]:
+    made = Sandbox.create(timeout=120, envs={"FOO": "bar"}, metadata={"test": "a & b"}, **server.options)
+    yield made
+    made.kill()
+
+
+def test_a_sandbox_is_found_moved_and_ended(server: Server, sandbox: Sandbox):
+    assert sandbox.is_running()
+    info = sandbox.get_info()
+    assert (info.sandbox_id, info.template_id, info.metadata) == (sandbox.sandbox_id, "base", {"test": "a & b"})
+    sandbox.set_timeout(500)
+    assert (sandbox.get_info().end_at - info.end_at).total_seconds() > 300
+    again = Sandbox.connect(sandbox.sandbox_id, **server.options)
+    assert again.commands.run("echo $FOO").stdout == "bar\n"
+    query = e2b.SandboxQuery(metadata={"test": "a & b"})
+    assert [one.sandbox_id for one in Sandbox.list(query=query, **server.options).next_items()] == [sandbox.sandbox_id]
+    assert Sandbox.list(query=e2b.SandboxQuery(metadata={"test": "a"}), **server.options).next_items() == []
+    assert sandbox.kill()
+    assert not sandbox.is_running()
+    assert not Sandbox.kill(sandbox.sandbox_id, **server.options)
+    with pytest.raises(e2b.NotFoundException):
+        Sandbox.connect(sandbox.sandbox_id, **server.options)
+    with pytest.raises(e2b.TimeoutException, match="was not found"):
+        sandbox.files.read("a")
+
+
+def test_a_page_after_the_other_lists_all_sandboxes(server: Server):
+    made = {Sandbox.create(metadata={"page": "1"}, **server.options).sandbox_id for _ in range(5)}
+    pages = Sandbox.list(query=e2b.SandboxQuery(metadata={"page": "1"}), limit=2, **server.options)
+    seen = [[one.sandbox_id for one in pages.next_items()] for _ in range(3)]
+    assert ([len(page) for page in seen], pages.has_next) == ([2, 2, 1], False)
+    assert {one for page in seen for one in page} == made
+    assert all(Sandbox.kill(one, **server.options) for one in made)
+
+
+def test_a_sandbox_ends_when_its_time_is_over(server: Server):
+    sandbox = Sandbox.create(timeout=1, **server.options)
+    with pytest.raises(e2b.TimeoutException, match="sandbox was"):
+        sandbox.commands.run("sleep 60")
+    assert not sandbox.is_running()
+
+
+def test_a_commands_output_comes_apart_and_as_it_is_printed(sandbox: Sandbox):
+    seen: list[tuple[str, str, float]] = []
+    result = sandbox.commands.run(
+        "echo one; echo two >&2; sleep 0.4; printf 'th\\303\\251'",
+        on_stdout=lambda text: seen.append(("out", text, time.monotonic())),
+        on_stderr=lambda text: seen.append(("err", text, time.monotonic())),
+    )
+    assert (result.stdout, result.stderr, result.exit_code) == ("one\nthé", "two\n", 0)
+    assert sorted(kind for kind, *_ in seen) == ["err", "out", "out"]
+    assert seen[2][2] - seen[0][2] > 0.2
+    with pytest.raises(e2b.CommandExitException) as failed:
+        sandbox.commands.run("echo no >&2; exit 7")
+    assert (failed.value.exit_code, failed.value.stderr) == (7, "no\n")
+    assert sandbox.commands.run("pwd; echo $X", cwd="/tmp", envs={"X": "1"}).stdout == "/tmp\n1\n"
+    long = sandbox.commands.run("head -c 3000000 /dev/zero | tr '\\0' x")
+    assert long.stdout == "x" * 3_000_000
+    with pytest.raises(e2b.InvalidArgumentException):
+        sandbox.commands.run("true", cwd="/nowhere")
+
+
+def test_a_command_that_exceeds_its_timeout_is_killed(sandbox: Sandbox):
+    with pytest.raises(e2b.TimeoutException):
+        sandbox.commands.run("touch began; sleep 2; touch ended", timeout=1)
+    assert sandbox.files.exists("began")
+    time.sleep(1.5)
+    assert (sandbox.commands.list(), sandbox.files.exists("ended")) == ([], False)
+
+
+def test_a_background_command_is_fed_left_found_and_killed(sandbox: Sandbox):
+    handle = sandbox.commands.run("read x; echo got $x; cat", background=True, stdin=True, timeout=0)
+    (listed,) = sandbox.commands.list()
+    assert (listed.pid, listed.cmd, listed.args[-1]) == (handle.pid, "/bin/bash", "read x; echo got $x; cat")
+    handle.send_stdin("it\n")
+    assert next(iter(handle))[0] == "got it\n"
+    handle.disconnect()
+    again = sandbox.commands.connect(handle.pid)
+    sandbox.commands.stream_input(handle.pid, ["a", b"b", "c\n"])
+    sandbox.commands.close_stdin(handle.pid)
+    assert again.wait().stdout == "abc\n"
+    sleeping = sandbox.commands.run("sleep 60", background=True)
+    assert sandbox.commands.kill(sleeping.pid)
+    with pytest.raises(e2b.CommandExitException) as killed:
+        sleeping.wait()
+    assert (killed.value.exit_code, killed.value.error) == (-1, "signal: killed")
+    assert not sandbox.commands.kill(sleeping.pid)
+    with pytest.raises(e2b.NotFoundException):
+        sandbox.commands.connect(99_999)
+
+
+def test_files_go_in_and_come_out_as_they_were(sandbox: Sandbox):
+    files = sandbox.files
+    assert files.write("new/text.txt", "zwölf").path == "/home/user/new/text.txt"
+    assert files.read("/home/user/new/text.txt") == "zwölf"
+    data = os.urandom(3_500_000)
+    files.write("data.bin", io.BytesIO(data))
+    assert bytes(files.read("data.bin", format="bytes")) == data
+    with files.read("data.bin", format="stream") as stream:
+        assert b"".join(stream) == data
+    files.write("packed.bin", data, gzip=True)
+    assert bytes(files.read("packed.bin", format="bytes")) == data
+    written = files.write_files([{"path": "many/a b.txt", "data": "a"}, {"path": "many/c", "data": b"\r\n--\x00"}])
+    assert [one.path for one in written] == ["/home/user/many/a b.txt", "/home/user/many/c"]
+    assert (files.read("many/a b.txt"), bytes(files.read("many/c", format="bytes"))) == ("a", b"\r\n--\x00")
+    files.write("empty", "")
+    assert files.read("empty") == ""
+    with pytest.raises(e2b.NotFoundException):
+        files.read("absent")
+    with pytest.raises(e2b.InvalidArgumentException):
+        files.read("many")
+
+
+def test_folders_are_made_listed_renamed_and_removed(sandbox: Sandbox):
+    files = sandbox.files
+    assert (files.make_dir("d/e"), files.make_dir("d/e")) == (True, False)
+    files.write("d/f", "12345")
+    sandbox.commands.run("ln -s f d/link; chmod 640 d/f")
+    listed = {one.name: one for one in files.list("d")}
+    assert [one.type for one in listed.values()] == [e2b.FileType.DIR, e2b.FileType.FILE, e2b.FileType.SYMLINK]
+    assert (listed["f"].size, listed["f"].permissions, listed["link"].symlink_target) == (5, "-rw-r-----", "f")
+    assert {one.path for one in files.list("~", depth=2)} >= {"/home/user/d", "/home/user/d/f"}
+    assert files.rename("d/f", "g/h").path == "/home/user/g/h"
+    assert (files.exists("d/f"), files.exists("g/h"), files.get_info("g/h").owner) == (False, True, "root")
+    files.remove("d")
+    assert not files.exists("d")
+    with pytest.raises(e2b.NotFoundException):
+        files.rename("d", "i")
+    with pytest.raises(e2b.NotFoundException):
+        files.list("d")
+
+
+def test_a_watched_folder_tells_what_happened(sandbox: Sandbox):
+    sandbox.files.write("w/old", "1")
+    watcher = sandbox.files.watch_dir("w", recursive=True)
+    sandbox.commands.run("cd w; mkdir s; echo > s/new; echo 2 >> old")
+    events = {(one.name, one.type.value) for one in watcher.get_new_events()}
+    assert events == {("s", "create"), ("s/new", "create"), ("s/new", "write"), ("old", "write")}
+    sandbox.commands.run("cd w; mv old older; rm -r s; chmod 600 older")
+    events = {(one.name, one.type.value) for one in watcher.get_new_events()}
+    assert events == {("old", "rename"), ("older", "create"), ("s", "remove"), ("s/new", "remove")}
+    watcher.stop()
+    with pytest.raises(e2b.NotFoundException):
+        sandbox.files.watch_dir("nowhere")
+
+
+def test_a_terminal_is_typed_on_resized_left_and_found(sandbox: Sandbox):
+    terminal = sandbox.pty.create(e2b.PtySize(rows=20, cols=70), envs={"PS1": ""})
+    sandbox.pty.resize(terminal.pid, e2b.PtySize(rows=33, cols=99))
+    terminal.disconnect()
+    again = sandbox.pty.connect(terminal.pid)
+    sandbox.pty.send_stdin(terminal.pid, b"stty size; echo $FOO; exit 3\n")
+    screen = bytearray()
+    with pytest.raises(e2b.CommandExitException) as ended:
+        again.wait(on_pty=screen.extend)
+    assert ended.value.exit_code == 3
+    assert b"33 99\r\nbar\r\n" in screen
+    another = sandbox.pty.create(e2b.PtySize(rows=20, cols=70))
+    assert (sandbox.pty.kill(another.pid), sandbox.pty.kill(another.pid)) == (True, False)
+
+
+async def test_twenty_sandboxes_at_once_run_apart(server: Server):
+    async def one(number: int) -> str:
+        sandbox = await AsyncSandbox.create(timeout=120, **server.options)
+        try:
+            events: list[str] = []
+            await sandbox.files.make_dir("in")
+            watch = await sandbox.files.watch_dir("in", on_event=lambda event: events.append(event.name))
+            await sandbox.files.write("in/number", str(number))
+            handle = await sandbox.commands.run("cat in/number; cat", background=True, stdin=True)
+            await sandbox.commands.send_stdin(handle.pid, "!")
+            await sandbox.commands.close_stdin(handle.pid)
+            result = await handle.wait()
+            async with asyncio.timeout(30):
+                while "number" not in events:  # noqa: ASYNC110
+                    await asyncio.sleep(0.05)
+            await watch.stop()
+            return result.stdout
+        finally:
+            await sandbox.kill()
+
+    assert await asyncio.gather(*(one(number) for number in range(20))) == [f"{number}!" for number in range(20)]
+
+
+async def test_when_no_slot_is_free_the_sdk_hears_that_the_service_is_busy(tmp_path: Path):
+    settings = tmp_path / "settings.toml"
+    settings.write_text("acquire_s = 0.5")
+    with serving("--slots-per-container", "1", "--config", str(settings)) as small:
+        first = await AsyncSandbox.create(**small.options)
+        with pytest.raises(e2b.ServiceBusyException):
+            await AsyncSandbox.create(retries=0, **small.options)
+        await first.kill()
+        second = await AsyncSandbox.create(**small.options)
+        assert (await second.commands.run("echo ready")).stdout == "ready\n"
+
+
+async def test_a_killed_container_is_never_an_exit_code():
+    with serving("--slots-per-container", "3") as server:
+        sandboxes = [await AsyncSandbox.create(**server.options) for _ in range(3)]
+        runs = [asyncio.create_task(one.commands.run("sleep 60")) for one in sandboxes]
+        await asyncio.sleep(1)
+        server.kill_containers()
+        ends = await asyncio.gather(*runs, return_exceptions=True)
+        assert [type(end) for end in ends] == [e2b.SandboxNotRunningException] * 3, ends
+        assert [await one.is_running() for one in sandboxes] == [False] * 3
+        fresh = await AsyncSandbox.create(request_timeout=60, **server.options)
+        assert (await fresh.commands.run("echo again")).stdout == "again\n"
+
+
+@pytest.mark.parametrize("headers", [{}, {"X-API-Key": "wrong"}, {"X-Access-Token": "wrong"}])
+def test_nothing_is_answered_without_the_token(server: Server, headers: dict[str, str]):
+    for path in ("/e2b/v2/sandboxes", "/e2b/health", "/e2b/files?path=/etc/passwd", "/e2b/nothing"):
+        assert httpx.get(server.url + path, headers=headers).status_code == 401
+    right = {"X-API-Key": TOKEN}
+    assert httpx.get(f"{server.url}/e2b/v2/sandboxes", headers=right).status_code == 200
+    assert httpx.get(f"{server.url}/trajectories", headers=right).status_code == 401
+    assert httpx.post(f"{server.url}/e2b/sandboxes/x/pause", headers=right).status_code == 501
+    with pytest.raises(e2b.AuthenticationException):
+        Sandbox.create(**{**server.options, "api_key": "e2b_ff"})
+
+
+def test_what_no_sdk_sends_is_refused(server: Server, sandbox: Sandbox):
+    headers = {"X-Access-Token": TOKEN, "E2b-Sandbox-Id": sandbox.sandbox_id}
+    with httpx.Client(base_url=f"{server.url}/e2b", headers=headers) as client:
+        for path, body in (
+            ("/process.Process/SendInput", b"{}"),
+            ("/process.Process/SendSignal", b'{"process": {"pid": 1}, "signal": 4}'),
+            ("/filesystem.Filesystem/Stat", b"not json"),
+            ("/filesystem.Filesystem/Stat", b'{"path": "a\\u0000b"}'),
+        ):
+            answer = client.post(path, content=body)
+            assert (answer.status_code, answer.json()["code"]) == (400, "invalid_argument"), path
+        answer = client.post("/process.Process/Start", content=b"\x00\xff\xff\xff\xff")
+        assert b"resource_exhausted" in answer.content
+        for kind in ("multipart/form-data", "multipart/form-data; boundary=x", "text/plain"):
+            answer = client.post("/files?path=a", content=b"--y\r\n", headers={"Content-Type": kind})
+            assert (answer.status_code, answer.json()["code"]) == (400, 400), kind
+    with pytest.raises(e2b.SandboxException, match="timeout: from 0"):
+        Sandbox.create(timeout=100_000, **server.options)
+    with pytest.raises(e2b.SandboxException, match="template"):
+        Sandbox.create("dir:/etc", **server.options)
