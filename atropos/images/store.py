@@ -104,6 +104,7 @@ class ImageStore:
                 os.close(fd)
                 raise ImageUnavailable(f"image {image.source}: it is no longer in the store")
         self._held[image.id] = fd, uses + 1
+        self._known[image.id] = image
         with contextlib.suppress(OSError):
             os.utime(tree)
         return str(tree / "rootfs")
@@ -451,6 +452,8 @@ class ImageStore:
 
     def _read(self, image_id: str) -> ImageInfo | None:
         """What is kept of an image; it never changes while the image is here."""
+        if image_id in self._held:  # nobody can remove it
+            return self._known[image_id]
         tree = self._root / "trees" / image_id
         if image_id in self._known and tree.is_dir():
             return self._known[image_id]

@@ -325,23 +325,15 @@ class SlotSandbox:
             raise SandboxError(f"slot {self.name} is in use: it can't get another root any more")
         if self._init_fd < 0 or self.died.done():
             raise SlotLost(f"slot {self.name} is gone: {self._why()}")
-        errors = memory_files.bounded("errors", ERRORS_BYTES)
         try:
             self._host.restack(self._volume, base, layers)
             if view is not None:
                 await asyncio.to_thread(view.mount, self._volume)
-            request = {"restack": f"{INSIDE}/{volumes.NEXT}/{volumes.NEXT}", "creator": self._creator}
-            started, ended = await self._host.spawner.start(request, [self._init_fd, errors])
+            waiting = f"{INSIDE}/{volumes.NEXT}/{volumes.NEXT}"
             async with asyncio.timeout(START_DEADLINE_S):
-                await asyncio.shield(started)
-                code = (await asyncio.shield(ended)).code
+                await self._host.spawner.change_root(self._init_fd, self._creator, waiting)
         except (OSError, TimeoutError) as error:
             raise SandboxError(f"slot {self.name} got no root of its own: {error or type(error).__name__}") from error
-        else:
-            if code:
-                raise SandboxError(f"slot {self.name} got no root of its own: {_said(errors) or code}")
-        finally:
-            os.close(errors)
         self.layers = tuple(layers)
         self._base = base
         self._image = self._host.base(base).image

@@ -92,7 +92,7 @@ class SlotHost:
             host._prepare_bases(shared.skeleton)
         except OSError as error:
             raise IsolationUnavailable(f"the server's own files could not be set up: {error}") from error
-        host.spawner = SpawnerClient(prestarted.spawner, prestarted.socket)
+        host.spawner = SpawnerClient(prestarted.spawner, prestarted.starts, prestarted.roots)
         if host.egress is not None:
             host.egress.start()
         return host

@@ -25,9 +25,13 @@ if __name__ == "__main__":
     sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))))
 
 from atropos.sandbox.linux import memory_files, syscalls
+from atropos.sandbox.programs import root_changer
 
 STATUS_FD, SECCOMP_FD, RUNNER_FD = 4, 5, 3
 _MAX_REQUEST = 1 << 18
+_ROOT_CHANGERS = 2
+"""Kept waiting, so that a lease waits for no fork: two leases at the same moment are common, more are rare."""
+_RETRY_MS = 200
 _SIOCSIFFLAGS, _IFF_UP = 0x8914, 1  # <linux/sockios.h>, <linux/if.h>
 
 
@@ -40,7 +44,7 @@ def main() -> None:
     # that it has made but not yet prepared waits for it forever.
     syscalls.prctl(syscalls.PR_SET_CHILD_SUBREAPER, 1)
     syscalls.own_session_keyring()
-    spawner = Spawner(socket.socket(fileno=0))
+    spawner = Spawner(socket.socket(fileno=0), socket.socket(fileno=int(sys.argv[1])))
     try:
         spawner.run()
     finally:
@@ -52,10 +56,17 @@ def _wake(_number: int, _frame: object) -> None:
 
 
 class Spawner:
-    """Requests in, reports out: one JSON text a datagram, descriptors beside it."""
+    """Requests in, reports out: one JSON text a datagram, descriptors beside it.
 
-    def __init__(self, server: socket.socket) -> None:
+    Args:
+        server: for requests to start a slot.
+        roots: for requests to change a root; only the processes that change them read it.
+    """
+
+    def __init__(self, server: socket.socket, roots: socket.socket) -> None:
         self._server = server
+        self._roots = roots
+        self._root_changers: set[int] = set()
         self._running: dict[int, int] = {}
         self._wake, notify = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         signal.set_wakeup_fd(notify, warn_on_full_buffer=False)
@@ -67,7 +78,8 @@ class Spawner:
         poll.register(self._server, select.POLLIN)
         poll.register(self._wake, select.POLLIN)
         while True:
-            for fd, _ in poll.poll():
+            enough = self._fork_root_changers()
+            for fd, _ in poll.poll(None if enough else _RETRY_MS):
                 if fd == self._wake:
                     with contextlib.suppress(BlockingIOError):
                         os.read(self._wake, 4096)
@@ -84,7 +96,7 @@ class Spawner:
             return False
         request: dict[str, Any] = json.loads(data)
         try:
-            pid = self._restack(request, fds) if "restack" in request else self._start(request, fds)
+            pid = self._start(request, fds)
         except OSError as error:
             self._report({"id": request["id"], "error": str(error)})
         else:
@@ -107,6 +119,7 @@ class Spawner:
                 return
             if pid == 0:
                 return
+            self._root_changers.discard(pid)
             ident = self._running.pop(pid, None)
             if ident is not None:
                 self._end_orphans()
@@ -115,7 +128,7 @@ class Spawner:
     def _end_orphans(self) -> None:
         """Kill what a bubblewrap left behind, and wait for it (milliseconds), before its end is reported."""
         for pid in _children():
-            if pid not in self._running:
+            if pid not in self._running and pid not in self._root_changers:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
                 for _ in range(200):
@@ -125,6 +138,20 @@ class Spawner:
                     except ChildProcessError:
                         break
                     time.sleep(0.001)
+
+    def _fork_root_changers(self) -> bool:
+        """Fork what is missing; whether nothing is."""
+        parent = os.getpid()
+        while len(self._root_changers) < _ROOT_CHANGERS:
+            try:
+                pid = os.fork()
+            except OSError:  # no process to be had just now
+                return False
+            if pid == 0:
+                self._server.close()  # the server sees the spawner's end by it
+                root_changer.serve_one(self._roots, parent)
+            self._root_changers.add(pid)
+        return True
 
     def end_all(self) -> None:
         """The server is gone, however it went: nothing of its slots stays."""
@@ -173,48 +200,6 @@ class Spawner:
             os.close(ready_r)
             os.close(go_w)
         return pid
-
-    def _restack(self, request: dict[str, Any], fds: list[int]) -> int:
-        """Fork; the child gives a running slot the root that waits in its gate, and ends with 0 when that is so."""
-        pid = os.fork()
-        if pid == 0:
-            code = 1
-            try:
-                signal.set_wakeup_fd(-1)
-                os.dup2(fds[1], 2)
-                _change_root(fds[0], request["creator"], request["restack"])
-                code = 0
-            except BaseException as error:
-                with contextlib.suppress(OSError):
-                    os.write(2, f"{type(error).__name__}: {error}\n".encode())
-            finally:
-                os._exit(code)
-        return pid
-
-
-def _change_root(slot: int, creator: int | None, waiting: str) -> None:
-    """Enter a slot's user and mount namespaces and make what waits there the root of all that is in it.
-
-    Only the PID 1 that bubblewrap started is in it yet. The kernel moves its root and working directory along; it stays
-    without any capability to mount, before and after.
-    """
-    if creator is not None:  # the maker of a user namespace has every capability in it, and this one needs no other
-        os.setresgid(creator, creator, creator)
-        os.setresuid(creator, creator, creator)
-    syscalls.setns(slot, syscalls.CLONE_NEWUSER | syscalls.CLONE_NEWNS)
-    before = os.open("/", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    os.chdir(waiting)
-    wanted = os.stat(".")
-    for name in ("proc", "dev"):
-        syscalls.mount(f"/{name}", name, None, syscalls.MS_MOVE)
-    syscalls.pivot_root(".", ".")
-    os.fchdir(before)
-    syscalls.umount(".")
-    os.chdir("/")
-    for path in ("/", "/proc/1/root/", "/proc/1/cwd/"):
-        found = os.stat(path)
-        if (found.st_dev, found.st_ino) != (wanted.st_dev, wanted.st_ino):
-            raise OSError(f"{path} is not the new root")
 
 
 def _children() -> list[int]:
