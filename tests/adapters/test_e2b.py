@@ -159,6 +159,25 @@ def test_a_background_command_is_fed_left_found_and_killed(sandbox: Sandbox):
         sandbox.commands.connect(99_999)
 
 
+def test_a_slow_client_loses_nothing_and_one_that_left_holds_nothing_up(sandbox: Sandbox):
+    command = "seq 400000; touch printed; read x"
+    handle = sandbox.commands.run(command, background=True, stdin=True)
+    time.sleep(1)
+    assert not sandbox.files.exists("printed")
+    lines = b""
+    for piece, _, _ in handle:
+        lines += (piece or "").encode()
+        if lines.endswith(b"400000\n"):
+            break
+    assert lines == b"".join(b"%d\n" % number for number in range(1, 400_001))
+    again = sandbox.commands.run(command.replace("printed", "again"), background=True, stdin=True)
+    again.disconnect()
+    deadline = time.monotonic() + 60
+    while not sandbox.files.exists("again"):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
 def test_files_go_in_and_come_out_as_they_were(sandbox: Sandbox):
     files = sandbox.files
     assert files.write("new/text.txt", "zwölf").path == "/home/user/new/text.txt"
@@ -252,28 +271,21 @@ async def test_twenty_sandboxes_at_once_run_apart(server: Server):
     assert await asyncio.gather(*(one(number) for number in range(20))) == [f"{number}!" for number in range(20)]
 
 
-async def test_when_no_slot_is_free_the_sdk_hears_that_the_service_is_busy(tmp_path: Path):
+async def test_a_full_server_is_busy_and_a_killed_container_is_never_an_exit_code(tmp_path: Path):
     settings = tmp_path / "settings.toml"
     settings.write_text("acquire_s = 0.5")
-    with serving("--slots-per-container", "1", "--config", str(settings)) as small:
-        first = await AsyncSandbox.create(**small.options)
-        with pytest.raises(e2b.ServiceBusyException):
-            await AsyncSandbox.create(retries=0, **small.options)
-        await first.kill()
-        second = await AsyncSandbox.create(**small.options)
-        assert (await second.commands.run("echo ready")).stdout == "ready\n"
-
-
-async def test_a_killed_container_is_never_an_exit_code():
-    with serving("--slots-per-container", "3") as server:
+    with serving("--slots-per-container", "3", "--config", str(settings)) as server:
         sandboxes = [await AsyncSandbox.create(**server.options) for _ in range(3)]
-        runs = [asyncio.create_task(one.commands.run("sleep 60")) for one in sandboxes]
-        await asyncio.sleep(1)
+        with pytest.raises(e2b.ServiceBusyException):
+            await AsyncSandbox.create(retries=0, **server.options)
+        assert await sandboxes.pop().kill()
+        sandboxes.append(await AsyncSandbox.create(**server.options))
+        handles = [await one.commands.run("sleep 60", background=True) for one in sandboxes]
         server.kill_containers()
-        ends = await asyncio.gather(*runs, return_exceptions=True)
+        ends = await asyncio.gather(*(handle.wait() for handle in handles), return_exceptions=True)
         assert [type(end) for end in ends] == [e2b.SandboxNotRunningException] * 3, ends
         assert [await one.is_running() for one in sandboxes] == [False] * 3
-        fresh = await AsyncSandbox.create(request_timeout=60, **server.options)
+        fresh = await AsyncSandbox.create(request_timeout=100, retries=100, **server.options)
         assert (await fresh.commands.run("echo again")).stdout == "again\n"
 
 
@@ -287,6 +299,21 @@ def test_nothing_is_answered_without_the_token(server: Server, headers: dict[str
     assert httpx.post(f"{server.url}/e2b/sandboxes/x/pause", headers=right).status_code == 501
     with pytest.raises(e2b.AuthenticationException):
         Sandbox.create(**{**server.options, "api_key": "e2b_ff"})
+
+
+def test_the_program_of_the_docs(server: Server):
+    page = (Path(__file__).parents[2] / "docs/adapters/e2b.md").read_text()
+    (block,) = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
+    variables = {"E2B_API_URL": f"{server.url}/e2b", "E2B_SANDBOX_URL": f"{server.url}/e2b", "E2B_API_KEY": TOKEN}
+    done = subprocess.run(
+        [sys.executable, "-c", block],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=os.environ | variables,
+        check=False,
+    )
+    assert (done.stdout, done.returncode) == ("hello\n\na line\n\n3\n", 0), done.stderr
 
 
 def test_what_no_sdk_sends_is_refused(server: Server, sandbox: Sandbox):
