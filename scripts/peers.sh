@@ -11,7 +11,7 @@ done
 [ -n "$python" ] || { echo "no Python from 3.11 to 3.13" >&2; exit 1; }
 uv=$(command -v uv) || { echo "uv is missing: scripts/venv.sh installs it" >&2; exit 1; }
 UV_PROJECT_ENVIRONMENT=.peers "$uv" sync --frozen --quiet --no-default-groups --python "$python" \
-  --extra testing --extra harbor --extra inspect --extra swerex
+  --extra testing --extra harbor --extra inspect --extra mini-swe-agent --extra swerex
 # SWE-ReX's tests come with its source distribution alone.
 version=$(.peers/bin/python -c 'from importlib.metadata import version; print(version("swe-rex"))')
 if [ ! -d ".peers/share/swe-rex-$version" ]; then

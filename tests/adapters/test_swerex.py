@@ -35,4 +35,4 @@ def test_its_runtime_tests_and_ours_pass(tmp_path: Path) -> None:
 
 def test_the_block_of_its_page_runs(tmp_path: Path) -> None:
     (block,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs/adapters/swerex.md").read_text(), re.DOTALL)
-    assert run("python", "-c", block, folder=tmp_path) == "0 /tmp\n\n"
+    assert run("python", "-c", block, folder=tmp_path).startswith("0 /tmp\n")

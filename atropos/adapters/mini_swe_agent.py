@@ -1,0 +1,208 @@
+"""Slots as environments of mini-swe-agent: `--environment-class atropos.adapters.mini_swe_agent.AtroposEnvironment`.
+
+`python -m atropos.adapters.mini_swe_agent` is its `mini-extra` with slots in the place of Docker, images included.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import os
+import threading
+import weakref
+from collections.abc import Coroutine
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from typing import Any, TypeVar
+
+import minisweagent.environments
+from minisweagent.environments.local import LocalEnvironment
+from minisweagent.run.utilities import mini_extra
+from minisweagent.utils.serialize import recursive_merge
+from pydantic import Field
+
+from atropos.adapters.sharing import HeldSlot, SlotRequest, infrastructure
+from atropos.slots import ExecResult
+
+T = TypeVar("T")
+RELEASE_WAIT_S = 60.0
+"""How long the process waits at its end for slots and pools."""
+WORKERS = 8
+"""Threads for the blocking calls of all pools."""
+NOT_ENDED = -1
+"""Return code of a command that didn't run to its end, as mini-swe-agent's own environments have it."""
+SYSTEM = ("system", "node", "release", "version", "machine")
+"""What templates call the fields of `uname`."""
+
+
+_starting = threading.Lock()
+
+
+class SandboxGoneError(RuntimeError):
+    """The infrastructure failed: the run ends with this as its exit status and nothing submitted."""
+
+
+class EventLoop:
+    """An event loop in a thread of its own: mini-swe-agent has none."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._loop.set_default_executor(started_executor())
+        self._releases: set[concurrent.futures.Future[None]] = set()
+        self._environments: weakref.WeakSet[AtroposEnvironment] = weakref.WeakSet()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="atropos-pools", daemon=True)
+        self._thread.start()
+
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """Wait for a coroutine; an interrupt cancels it."""
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return future.result()
+        finally:
+            future.cancel()
+
+    def holds(self, environment: AtroposEnvironment) -> None:
+        """Its slot is to be given back before the process ends."""
+        self._environments.add(environment)
+
+    def release(self, held: HeldSlot) -> None:
+        """Give a slot back in the background: this may run in any thread, where garbage is collected."""
+        future = asyncio.run_coroutine_threadsafe(held.release(), self._loop)
+        self._releases.add(future)
+        future.add_done_callback(self._releases.discard)
+
+    def close(self) -> None:
+        """Give all slots back, which stops their pools."""
+        for environment in [*self._environments]:
+            environment.cleanup()
+        concurrent.futures.wait([*self._releases], timeout=RELEASE_WAIT_S)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+
+
+def started_executor() -> ThreadPoolExecutor:
+    """An executor that has all its threads: a process that ends can start none, and pools end their containers in them."""
+    executor = ThreadPoolExecutor(WORKERS, "atropos-pools")
+    started = threading.Barrier(WORKERS + 1)
+    for _ in range(WORKERS):
+        executor.submit(started.wait)
+    started.wait()
+    return executor
+
+
+@cache
+def _event_loop() -> EventLoop:
+    loop = EventLoop()
+    # `atexit` comes too late: by then executors take no more work.
+    threading._register_atexit(loop.close)  # type: ignore[attr-defined]  # noqa: SLF001  # pyright: ignore[reportAttributeAccessIssue]
+    return loop
+
+
+def event_loop() -> EventLoop:
+    """The process's, started on first use; hosts' workers may ask for it at the same time."""
+    with _starting:
+        return _event_loop()
+
+
+class AtroposEnvironmentConfig(SlotRequest):
+    """What an environment's slot is, the pool that it comes from, and how commands run; the latter as for Docker.
+
+    Attributes:
+        cwd: where commands run; empty: the image's folder, else /workspace.
+        env: variables of commands.
+        forward_env: names of variables of this process that commands get; `env` wins over them.
+        timeout: seconds that a command may take.
+        interpreter: what a command is an argument of.
+    """
+
+    cwd: str = ""
+    env: dict[str, str] = Field(default_factory=dict)
+    forward_env: list[str] = Field(default_factory=list)
+    timeout: int = 30
+    interpreter: list[str] = Field(default=["bash", "-lc"], min_length=1)
+
+
+class AtroposEnvironment(LocalEnvironment):
+    """One slot from construction to `cleanup`; environments of a process with the same settings share a pool."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        """Lease a slot; args are those of `AtroposEnvironmentConfig`.
+
+        Raises:
+            SandboxGoneError: there is none.
+        """
+        self._held: HeldSlot | None = None
+        self.config = AtroposEnvironmentConfig(**kwargs)
+        with infrastructure(SandboxGoneError):
+            self._held = event_loop().run(HeldSlot.lease(self.config, "mini-swe-agent"))
+        event_loop().holds(self)
+        lines = [self._run(["uname", f"-{flag}"], 10, self._held.folder).output.strip() for flag in "snrvm"]
+        self._system = dict(zip(SYSTEM, lines, strict=True))
+
+    def execute(self, action: dict[str, Any], cwd: str = "", *, timeout: int | None = None) -> dict[str, Any]:
+        """Run an action's command; its end, time-outs included, is a value.
+
+        Raises:
+            SandboxGoneError: the infrastructure failed.
+            Submitted: the command said that the task is complete.
+        """
+        limit = timeout or self.config.timeout
+        result = self._run([*self.config.interpreter, action.get("command", "")], limit, cwd or self.config.cwd or ".")
+        output = {"output": result.output, "returncode": result.exit_code, "exception_info": ""}
+        if result.timed_out:
+            output |= not_ended("TimeoutExpired", f"the command timed out after {limit} seconds")
+        elif result.exit_code is None:
+            output |= {"output": "", **not_ended("OSError", result.error or "the command could not be started")}
+        self._check_finished(output)
+        return output
+
+    def _run(self, argv: list[str], timeout_s: float, cwd: str) -> ExecResult:
+        held = self._held
+        if held is None:
+            raise SandboxGoneError("the environment was cleaned up")
+        forwarded = {name: os.environ[name] for name in self.config.forward_env if name in os.environ}
+        work = held.slot.exec(
+            argv, timeout_s=timeout_s, workdir=held.path(cwd), env=forwarded | self.config.env, user=held.user
+        )
+        with infrastructure(SandboxGoneError):
+            return event_loop().run(work)
+
+    def get_template_vars(self, **kwargs: Any) -> dict[str, Any]:
+        """The settings and what `uname` says in the slot; nothing of this process."""
+        return recursive_merge(self.config.model_dump(exclude={"pool"}), self._system, kwargs)
+
+    def serialize(self) -> dict[str, Any]:
+        """For the trajectory's file: without the pool's settings, which may hold secrets."""
+        kind = f"{type(self).__module__}.{type(self).__name__}"
+        settings = self.config.model_dump(mode="json", exclude={"pool"})
+        return {"info": {"config": {"environment": settings, "environment_type": kind}}}
+
+    def cleanup(self) -> None:
+        """Give the slot back, in the background. Idempotent."""
+        held, self._held = self._held, None
+        if held is not None:
+            event_loop().release(held)
+
+    def __del__(self) -> None:
+        if hasattr(self, "_held"):
+            self.cleanup()
+
+
+def not_ended(kind: str, reason: str) -> dict[str, Any]:
+    """What mini-swe-agent's environments say of a command that didn't run to its end."""
+    return {
+        "returncode": NOT_ENDED,
+        "exception_info": f"An error occurred while executing the command: {reason}",
+        "extra": {"exception_type": kind, "exception": reason},
+    }
+
+
+def main() -> None:
+    """`mini-extra` with slots in the place of Docker: it gives the images of tasks to environments that it knows alone."""
+    known = minisweagent.environments._ENVIRONMENT_MAPPING  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
+    known["docker"] = "atropos.adapters.mini_swe_agent.AtroposEnvironment"
+    mini_extra.main()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,19 @@
+"""An environment of mini-swe-agent whose container is killed by the tenth command that works on a task."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+from atropos.adapters.mini_swe_agent import AtroposEnvironment
+
+
+class AccidentEnvironment(AtroposEnvironment):
+    begun = 0
+
+    def execute(self, action, cwd="", *, timeout=None):
+        if "square" in action["command"]:
+            AccidentEnvironment.begun += 1
+            if AccidentEnvironment.begun == 10:
+                os.kill(int(self._held.slot.container.partition("-")[0]), signal.SIGKILL)
+        return super().execute(action, cwd, timeout=timeout)

@@ -1,0 +1,122 @@
+"""What mini-swe-agent's environments do, on slots; run by tests/adapters/test_mini_swe_agent.py in the peers' environment."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+import yaml
+from minisweagent.config import builtin_config_dir
+from minisweagent.environments import get_environment, get_environment_class
+from minisweagent.exceptions import Submitted
+from minisweagent.run.utilities import mini_extra
+
+import atropos.adapters.mini_swe_agent as adapter
+from atropos.adapters.mini_swe_agent import AtroposEnvironment, AtroposEnvironmentConfig, SandboxGoneError
+
+POOL = {"backend": "local", "slots_per_container": 3, "max_containers": 1}
+
+
+@pytest.fixture(scope="module")
+def kept():
+    """One that keeps the pool running."""
+    environment = AtroposEnvironment(pool=POOL)
+    yield environment
+    environment.cleanup()
+
+
+@pytest.fixture
+def make(kept):
+    made = []
+
+    def one(**settings):
+        made.append(AtroposEnvironment(pool=POOL, **settings))
+        return made[-1]
+
+    yield one
+    for environment in made:
+        environment.cleanup()
+
+
+def test_output_and_errors_in_one_with_the_return_code(make):
+    result = make().execute({"command": "echo out; echo err >&2; exit 42"})
+    assert result == {"output": "out\nerr\n", "returncode": 42, "exception_info": ""}
+
+
+def test_variables_come_from_the_settings_and_by_name(make, monkeypatch):
+    monkeypatch.setenv("GIVEN", "one")
+    monkeypatch.setenv("HIDDEN", "secret")
+    environment = make(env={"A": "1", "BOTH": "settings"}, forward_env=["GIVEN", "ABSENT"])
+    assert (
+        environment.execute({"command": "echo $A $BOTH $GIVEN [$ABSENT] [$HIDDEN]"})["output"]
+        == "1 settings one [] []\n"
+    )
+    assert "secret" not in str(environment.get_template_vars())
+
+
+def test_each_command_starts_where_the_settings_or_the_call_say(make):
+    environment = make(cwd="/tmp")
+    assert environment.execute({"command": "cd /; pwd"})["output"] == "/\n"
+    assert environment.execute({"command": "pwd"})["output"] == "/tmp\n"
+    assert environment.execute({"command": "pwd"}, "/etc")["output"] == "/etc\n"
+
+
+def test_a_time_out_is_a_value_and_leaves_nothing_running(make):
+    environment = make(timeout=1)
+    result = environment.execute({"command": "echo before; sleep 61"})
+    assert (result["output"], result["returncode"]) == ("before\n", -1)
+    assert "timed out" in result["exception_info"]
+    assert result["extra"]["exception_type"] == "TimeoutExpired"
+    assert "sleep" not in environment.execute({"command": "ps -eo comm"}, timeout=20)["output"]
+
+
+def test_what_never_starts_is_a_value(make):
+    result = make(cwd="/not/there").execute({"command": "true"})
+    assert result["returncode"] == -1
+    assert "/not/there" in result["exception_info"]
+
+
+def test_a_submission_ends_the_run(make):
+    with pytest.raises(Submitted) as submitted:
+        make().execute({"command": "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT; echo patch"})
+    assert submitted.value.messages[0]["extra"]["submission"] == "patch\n"
+
+
+def test_templates_know_the_slots_system(make):
+    environment = make(user="nobody")
+    known = environment.get_template_vars(task="t")
+    assert (known["system"], known["task"]) == ("Linux", "t")
+    assert known["node"] == environment.execute({"command": "uname -n"})["output"].strip()
+    assert environment.execute({"command": "whoami; echo x >file"}) == {
+        "output": "nobody\n",
+        "returncode": 0,
+        "exception_info": "",
+    }
+
+
+def test_its_benchmarks_settings_for_docker_are_ours(make, monkeypatch):
+    monkeypatch.setattr(mini_extra, "main", lambda: None)
+    adapter.main()
+    settings = yaml.safe_load((builtin_config_dir / "benchmarks/swebench.yaml").read_text())["environment"]
+    assert get_environment_class(settings["environment_class"]) is AtroposEnvironment
+    config = AtroposEnvironmentConfig(**{name: settings[name] for name in settings if name != "environment_class"})
+    assert (config.cwd, config.interpreter) == ("/testbed", ["bash", "-c"])
+    environment = get_environment({**settings, "cwd": "/", "pool": POOL})
+    assert environment.execute({"command": "echo $PAGER"})["output"] == "cat\n"
+    environment.cleanup()
+
+
+def test_a_killed_container_is_no_outcome_of_a_command():
+    environment = AtroposEnvironment(pool={**POOL, "slots_per_container": 1})
+    os.kill(int(environment._held.slot.container.partition("-")[0]), signal.SIGKILL)
+    with pytest.raises(SandboxGoneError):
+        environment.execute({"command": "sleep 5"})
+    environment.cleanup()
+    with pytest.raises(SandboxGoneError, match="cleaned up"):
+        environment.execute({"command": "true"})
+
+
+def test_an_image_that_is_not_there_is_no_outcome_either(kept):
+    with pytest.raises(SandboxGoneError):
+        AtroposEnvironment(pool=POOL, image="127.0.0.1:1/none:1")

@@ -1,0 +1,60 @@
+"""A chat model over HTTP that follows a script: each task's text is its first command, and then it submits what that wrote."""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+SUBMIT = "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT && cat answer"
+
+
+class Model(BaseHTTPRequestHandler):
+    def do_POST(self) -> None:
+        length = int(self.headers["Content-Length"])
+        messages: list[dict[str, Any]] = json.loads(self.rfile.read(length))["messages"]
+        command = SUBMIT
+        if messages[-1]["role"] == "user":
+            found = re.search(r"RUN<(.*?)>RUN", messages[-1]["content"])
+            assert found, messages
+            command = found[1]
+        call = {"name": "bash", "arguments": json.dumps({"command": command})}
+        message = {
+            "role": "assistant",
+            "content": "",
+            "tool_calls": [{"id": f"call_{len(messages)}", "type": "function", "function": call}],
+        }
+        reply = {
+            "id": "x",
+            "object": "chat.completion",
+            "created": 0,
+            "model": "scripted",
+            "choices": [{"index": 0, "finish_reason": "tool_calls", "message": message}],
+            "usage": {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2},
+        }
+        data = json.dumps(reply).encode()
+        self.send_response(200)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
+
+
+@contextmanager
+def scripted_model() -> Iterator[str]:
+    """Its base URL."""
+    with ThreadingHTTPServer(("127.0.0.1", 0), Model) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}/v1"
+        finally:
+            server.shutdown()
+            thread.join()
