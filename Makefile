@@ -7,7 +7,7 @@ BACKEND ?= local
 PYTEST_ARGS ?=
 ARGS ?=
 
-.PHONY: help setup system demo learn serve-demo image nomad test test-fast test-cgroup2 lint format bench clean
+.PHONY: help setup system demo learn serve-demo image nomad test test-fast test-cgroup2 lint format docs bench clean
 
 help:  ## what there is
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -47,6 +47,9 @@ lint: setup  ## ruff, pyright strict, import-linter
 
 format: setup  ## let ruff format and fix
 	@$(RUN) ruff format . && $(RUN) ruff check --fix .
+
+docs: setup  ## the documentation as a site, in site/; a broken link fails
+	@NO_MKDOCS_2_WARNING=1 $(RUN) mkdocs build --strict --site-dir site
 
 bench: setup  ## measure, beside fork+exec, a fresh bwrap and SWE-ReX in the same run
 	@$(RUN) python -m benchmarks $(ARGS)

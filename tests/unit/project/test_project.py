@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from atropos.errors import BY_CODE, InferenceError
+
 ROOT = Path(__file__).resolve().parents[3]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
 
@@ -37,6 +39,13 @@ def test_every_page_of_the_site_is_there() -> None:
     assert all((ROOT / "docs" / page).exists() for page in pages)
     written = {str(page.relative_to(ROOT / "docs")) for page in (ROOT / "docs").glob("*.md")}
     assert written <= pages
+
+
+def test_every_error_code_and_every_alert_has_its_row_in_the_operations_guide() -> None:
+    guide = (ROOT / "docs/operations.md").read_text()
+    alerts = yaml.safe_load((ROOT / "monitoring/alerts.yml").read_text())["groups"][0]["rules"]
+    named = {*BY_CODE, InferenceError.code, *(rule["alert"] for rule in alerts)}
+    assert [name for name in named if f"`{name}`" not in guide] == []
 
 
 def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
