@@ -284,3 +284,25 @@ async def test_a_disk_that_runs_full_ends_no_call_without_an_answer(small_disk, 
         lease = await granted(client)
         result = await client.call(lease, Exec(command="head -c 4000000 /dev/zero > f && echo room"))
         assert isinstance(result, CommandResult) and result.output == b"room\n"
+
+
+async def test_processes_that_change_roots_are_replaced_when_they_are_killed():
+    async with running(slots=4) as server, server.client() as client:
+
+        def waiting() -> list[int]:
+            """Forks of the process that starts sandboxes."""
+            named = [pid for pid, line in descendants(server.process.pid).items() if "programs/spawner.py" in line]
+            return [pid for above in named for pid in descendants(above) if pid in named]
+
+        lease = await client.acquire(request())
+        await client.call(lease, Exec(command="echo kept > file"))
+        snapshot = await client.snapshot(lease)
+        for _ in range(3):
+            await until(lambda: len(waiting()) == 2, "two that wait")
+            killed = set(waiting())
+            for pid in killed:
+                os.kill(pid, signal.SIGKILL)
+            await until(lambda killed=killed: killed.isdisjoint(waiting()), "their end")
+            fork = await client.acquire(request(snapshot=snapshot.snapshot_id))
+            assert (await client.call(fork, Exec(command="cat file"))).output == b"kept\n"
+            await client.release(fork)
