@@ -217,6 +217,12 @@ def test_folders_are_made_listed_renamed_and_removed(sandbox: Sandbox):
         files.rename("d", "i")
     with pytest.raises(e2b.NotFoundException):
         files.list("d")
+    if sandbox.commands.run("runuser -u nobody true || echo one").stdout == "":
+        assert sandbox.commands.run("id -un", user="nobody", cwd="/").stdout == "nobody\n"
+        assert files.write("/tmp/n", "1", user="nobody").path == "/tmp/n"
+        assert files.get_info("/tmp/n").owner == "nobody"
+        with pytest.raises(e2b.SandboxException, match="ermission"):
+            files.list("/root", user="nobody")
 
 
 def test_a_watched_folder_tells_what_happened(sandbox: Sandbox):

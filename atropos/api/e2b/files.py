@@ -87,8 +87,8 @@ async def find(sandbox: Sandbox, path: str, depth: int, user: str | None) -> lis
     if result.truncated:
         raise RpcError("resource_exhausted", f"there is too much below {path}")
     lines = (result.stdout or "").split("\0")[:-1]
-    if not lines:
-        denied = "Permission denied" in (result.stderr or "")
+    denied = "Permission denied" in (result.stderr or "")
+    if not lines or (denied and len(lines) == 1):
         raise RpcError(
             "permission_denied" if denied else "not_found", f"path {path!r}: {(result.stderr or '').strip()}"
         )
