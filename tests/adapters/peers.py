@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 from pathlib import Path
 
@@ -30,7 +31,11 @@ def run(program: str, *arguments: str | Path, folder: Path, **variables: str) ->
         env=os.environ | environment,
         start_new_session=True,
     ) as process:
-        output, _ = process.communicate(timeout=280)
+        try:
+            output, _ = process.communicate(timeout=280)
+        except BaseException:
+            os.killpg(process.pid, signal.SIGKILL)
+            raise
     assert process.returncode == 0, output
     assert servers_of(process.pid) == [], output
     return output

@@ -1,4 +1,4 @@
-"""mini-swe-agent on slots: the contract of its environments, and twenty tasks by its command line with a model over HTTP."""
+"""mini-swe-agent on slots: the contract of its environments, and its benchmarks' command line with a model over HTTP."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import re
 from pathlib import Path
 from typing import Any
 
-import pytest
 import yaml
 
 from tests.adapters.peers import HOSTS, ROOT, needs, run
@@ -15,6 +14,8 @@ from tests.adapters.scripted_model import scripted_model
 
 pytestmark = needs("mini-extra")
 POOL = {"backend": "local", "slots_per_container": 4, "max_containers": 1}
+TASKS = 24
+"""Twenty, and as many as a container has slots."""
 SILENT = {
     "MSWEA_SILENT_STARTUP": "1",
     "MSWEA_CONFIGURED": "1",
@@ -30,21 +31,17 @@ def test_its_contract(tmp_path: Path) -> None:
     assert len(re.findall(r" PASSED", output)) == checks.read_text().count("\ndef test_"), output
 
 
-@pytest.mark.parametrize(
-    "environment", ["atropos.adapters.mini_swe_agent.AtroposEnvironment", "mini_accident.AccidentEnvironment"]
-)
-def test_twenty_tasks_by_its_command_line(tmp_path: Path, environment: str) -> None:
+def test_tasks_by_its_command_line_while_a_container_is_killed(tmp_path: Path) -> None:
     (tmp_path / "tasks").mkdir()
     tasks = [
         {"instance_id": f"square-{n}", "problem_statement": f"RUN<square={n}; echo $((square * square)) >answer>RUN"}
-        for n in range(20)
+        for n in range(TASKS)
     ]
     (tmp_path / "tasks/test.jsonl").write_text("\n".join(map(json.dumps, tasks)))
-    accident = "accident" in environment
     with scripted_model() as url:
         settings = {
             "agent": {"system_template": "You square.", "instance_template": "{{task}}", "step_limit": 5},
-            "environment": {"environment_class": environment, "pool": POOL},
+            "environment": {"environment_class": "mini_accident.AccidentEnvironment", "pool": POOL},
             "model": {"model_class": "mini_client.Client", "model_name": "scripted"},
         }
         (tmp_path / "settings.yaml").write_text(yaml.safe_dump(settings))
@@ -56,15 +53,15 @@ def test_twenty_tasks_by_its_command_line(tmp_path: Path, environment: str) -> N
     (statuses,) = (tmp_path / "out").glob("exit_statuses_*.yaml")
     ended: dict[str, list[str]] = yaml.safe_load(statuses.read_text())["instances_by_exit_status"]
     gone = set(ended.pop("SandboxGoneError", ()))
-    assert bool(gone) == accident
+    assert 1 <= len(gone) <= 4
     assert ended.keys() == {"Submitted"}
     assert {name: answers[name]["model_patch"].strip() for name in ended["Submitted"]} == {
-        f"square-{n}": str(n * n) for n in range(20) if f"square-{n}" not in gone
+        f"square-{n}": str(n * n) for n in range(TASKS) if f"square-{n}" not in gone
     }
     assert all(answers[name]["model_patch"] == "" for name in gone)
     trajectory = json.loads((tmp_path / f"out/{ended['Submitted'][0]}/{ended['Submitted'][0]}.traj.json").read_text())
     assert "pool" not in trajectory["info"]["config"]["environment"]
-    print(f"mini-extra swebench: {len(ended['Submitted'])} of 20 submitted, {len(gone)} SandboxGoneError")
+    print(f"mini-extra swebench: {len(ended['Submitted'])} of {TASKS} submitted, {len(gone)} SandboxGoneError")
 
 
 def test_the_command_of_its_page_ends_a_task(tmp_path: Path) -> None:
