@@ -256,6 +256,19 @@ async def test_quiesce_ends_every_process_and_keeps_files(slot: Slot) -> None:
     assert await slot.read_file("f") == b"kept\n"
 
 
+async def test_a_view_shows_the_workspace_on_a_clean_machine_beside_the_slots_programs(slot: Slot) -> None:
+    """What the slot's programs wrote elsewhere isn't in its view, and they see nothing that the view writes."""
+    watches = "while :; do cat hidden >> seen 2>/dev/null; date +%s%N > beat; sleep 0.02; done"
+    await slot.exec(f"echo 42 > answer; echo 1 > /etc/made; (setsid sh -c '{watches}' >/dev/null 2>&1 &)")
+    await slot.view()
+    await slot.exec("echo secret > hidden")
+    assert (await slot.exec("cat answer; ls /etc/made 2>/dev/null")).output == "42\n"
+    beat = (await slot.exec("cat beat")).output
+    await asyncio.sleep(0.3)
+    assert (await slot.exec("cat beat")).output != beat
+    assert "secret" not in (await slot.exec("cat seen")).output
+
+
 async def test_nothing_of_a_lease_is_left_for_the_next(pool: SlotPool) -> None:
     mess = (
         "echo secret > a; mkdir -p d/e; echo x > /tmp/t; echo x > /dev/shm/s; echo x > /etc/mark; echo x > /root/r; "

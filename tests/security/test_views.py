@@ -8,8 +8,10 @@ from pathlib import Path
 import pytest
 
 from atropos.errors import NotSupported
+from atropos.slots import SlotPool
 from atropos.tasks.folder import load_task
 from atropos.tasks.prepare import TaskImages
+from tests.backends import Engine
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -70,6 +72,19 @@ async def test_a_link_leads_to_nothing_that_only_the_view_has(pool):
             assert "42" not in (await slot.exec(f"cat {names} 2>/dev/null; ls -l")).output.split()
             if more:
                 assert (await slot.exec("cat h/x")).output == "1\n"
+
+
+async def test_a_view_of_a_slot_whose_volume_is_on_disk_shows_the_same():
+    config = Engine("local").config(slots_per_container=1, max_containers=1, volume="disk")
+    async with SlotPool(config) as pool, pool.lease("agent") as slot:
+        await slot.exec("echo 42 > answer; mkdir /data; echo d > /data/x; echo e > /etc/made")
+        await slot.settle()
+        await slot.exec("echo 43 >> answer; echo t > /etc/later")
+        await slot.view()
+        assert (
+            await slot.exec("cat answer /data/x /etc/made; ls /etc/later 2>&1 | wc -l")
+        ).output == "42\n43\nd\ne\n1\n"
+        assert "No such" in (await slot.exec("ls /etc/later")).output
 
 
 async def test_what_was_settled_is_in_the_view(pool):
