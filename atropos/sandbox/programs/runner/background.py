@@ -43,7 +43,7 @@ class Proc:
 
     def readable(self) -> bool:
         """Read a piece of its output; whether there was one."""
-        if self.hold and self.running and self.total - self.seen >= self.size // 2:
+        if self.hold and self.total - self.seen >= self.size // 2:
             self.held = True
             loop.unwatch(self.fd)
             return False
@@ -93,13 +93,13 @@ class Proc:
 
     def ended(self, code: int) -> None:
         """Its first process was reaped."""
-        self.running = False
+        self.hold = False
         budget = 64
         while budget and self.fd >= 0 and self.readable():
             budget -= 1
         if self.errors:
             self.errors.ended(code)
-        self.code, self.finished = code, now()
+        self.code, self.running, self.finished = code, False, now()
         if self.held and self.fd >= 0:  # by what it left running
             self.held = False
             loop.watch(self.fd, self.readable)
