@@ -21,7 +21,12 @@ def needs(program: str) -> pytest.MarkDecorator:
 
 def run(program: str, *arguments: str | Path, folder: Path, **variables: str) -> str:
     """What a peer's program prints; it ends with 0 and leaves no sandbox server behind."""
-    environment = {"PYTHONPATH": f"{ROOT}:{HOSTS}", "LITELLM_LOCAL_MODEL_COST_MAP": "True", **variables}
+    environment = {
+        "PYTHONPATH": f"{ROOT}:{HOSTS}",
+        "LITELLM_LOCAL_MODEL_COST_MAP": "True",
+        "PYTEST_ADDOPTS": "",
+        **variables,
+    }
     with subprocess.Popen(
         [BIN / program, *arguments],
         stdout=subprocess.PIPE,

@@ -160,16 +160,16 @@ def test_a_background_command_is_fed_left_found_and_killed(sandbox: Sandbox):
 
 
 def test_a_slow_client_loses_nothing_and_one_that_left_holds_nothing_up(sandbox: Sandbox):
-    command = "seq 400000; touch printed; read x"
+    command = "seq 4000000; touch printed; read x"  # 31 MB: more than sockets on the way hold
     handle = sandbox.commands.run(command, background=True, stdin=True)
     time.sleep(1)
     assert not sandbox.files.exists("printed")
     lines = b""
     for piece, _, _ in handle:
         lines += (piece or "").encode()
-        if lines.endswith(b"400000\n"):
+        if lines.endswith(b"4000000\n"):
             break
-    assert lines == b"".join(b"%d\n" % number for number in range(1, 400_001))
+    assert lines == b"".join(b"%d\n" % number for number in range(1, 4_000_001))
     again = sandbox.commands.run(command.replace("printed", "again"), background=True, stdin=True)
     again.disconnect()
     deadline = time.monotonic() + 60
