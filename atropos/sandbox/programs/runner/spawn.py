@@ -108,8 +108,11 @@ def read_report(fd: int, pid: int) -> bytes:
     poll = select.poll()
     poll.register(fd, IN)
     try:
-        if poll.poll(START_PATIENCE_S * 1000):
-            return os.read(fd, 64)
+        report = b""
+        while poll.poll(START_PATIENCE_S * 1000):
+            if not (piece := os.read(fd, 64)):
+                return report
+            report += piece  # a child writes it in pieces
         os.kill(pid, signals.SIGKILL)
         raise ShellHeld(errno.EAGAIN, os.strerror(errno.EAGAIN))
     finally:

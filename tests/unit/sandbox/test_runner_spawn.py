@@ -1,0 +1,30 @@
+"""What a child reports of a program that it could not start."""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+import time
+
+import pytest
+
+from atropos.sandbox.programs.runner.spawn import raise_report, read_report
+
+
+def test_a_report_that_comes_in_pieces_is_read_whole() -> None:
+    read, write = os.pipe()
+
+    def child() -> None:
+        for piece in (b"OSError:", b"%X" % errno.ENOENT, b":", b"noexec"):
+            os.write(write, piece)
+            time.sleep(0.02)
+        os.close(write)
+
+    writer = threading.Thread(target=child)
+    writer.start()
+    report = read_report(read, os.getpid())
+    writer.join()
+    assert report == b"OSError:2:noexec"
+    with pytest.raises(FileNotFoundError):
+        raise_report(report, None)
