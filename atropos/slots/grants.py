@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import logging
 import secrets
-import time
 from collections.abc import AsyncGenerator, Mapping
 
 from atropos import tracing, wire
@@ -85,20 +84,16 @@ class Grants:
     async def _measured(self, ticket: Ticket, snapshot: Snapshot | None, timeout_s: float) -> AsyncGenerator[None]:
         """An acquire's time limit, and its place in the metrics."""
         counters = self._state.counters
-        started, result = time.perf_counter(), "ok"
-        try:
-            with tracing.span("acquire slot", atropos__fork=snapshot is not None):
-                async with asyncio.timeout(timeout_s):
-                    yield
-        except BaseException as error:
-            result = counters.failed(error)
-            raise
-        finally:
-            took = time.perf_counter() - started
+
+        def observe(seconds: float, result: str) -> None:
             if snapshot is not None:
-                counters.fork.observe(took, result)
+                counters.fork.observe(seconds, result)
             else:
-                counters.acquire.observe(took, "cold" if ticket.waited else "warm", result)
+                counters.acquire.observe(seconds, "cold" if ticket.waited else "warm", result)
+
+        with counters.measure(observe), tracing.span("acquire slot", atropos__fork=snapshot is not None):
+            async with asyncio.timeout(timeout_s):
+                yield
 
     async def _seat(self, ticket: Ticket) -> ContainerLink | None:
         """Wait for a container with a slot for this ticket; one slot is reserved there then. None: it is gone again."""

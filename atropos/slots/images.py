@@ -90,7 +90,7 @@ class PoolImages:
                 progress(link.container.id, state)
 
         within_s = self._state.config.prepare_timeout_s
-        with self._state.counters.measure(self._state.counters.prepare):
+        with self._state.counters.measure(self._state.counters.prepare.observe):
             try:
                 async with asyncio.timeout(within_s):
                     if name.startswith("atropos-build:"):

@@ -39,7 +39,11 @@ class Process:
         self.id, self.pid = state.id, state.pid
         self.exit_code = state.exit_code
         self.dropped_bytes = 0
-        self.errors = None if state.errors is None else Process(run, state.model_copy(update=_errors(state.errors)))
+        self.errors = (
+            None
+            if state.errors is None
+            else Process(run, state.model_copy(update={"id": state.errors, "errors": None}))
+        )
 
     def __repr__(self) -> str:
         state = "running" if self.exit_code is None else f"exit code {self.exit_code}"
@@ -116,10 +120,6 @@ class Process:
         state = process_state(await self._run(operation))
         self.exit_code = state.exit_code
         return state
-
-
-def _errors(ident: str) -> dict[str, str | None]:
-    return {"id": ident, "errors": None}
 
 
 def process_state(result: wire.OpResult) -> wire.ProcState:

@@ -6,7 +6,6 @@ import asyncio
 import io
 import logging
 import secrets
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import BinaryIO, Self
@@ -166,22 +165,14 @@ class Slot:
             raise type(self._over)(*self._over.args)
         if self.profile is not PLAIN:
             operation = self.profile.applied(operation)
-        counters = self._link.state.counters
-        started = time.perf_counter()
-        result = "error"
-        try:
-            with tracing.span(
-                operation.op, "client", atropos__container=self.container, atropos__slot=self.name
-            ) as span:
-                answer = await self._link.client.call(self._lease, operation, call_id=call_id)
-                result = wire.outcome(answer)
-                span.set(atropos__result=result)
-            return answer
-        except BaseException as error:
-            result = counters.failed(error)
-            raise
-        finally:
-            counters.operation.observe(time.perf_counter() - started, operation.op, result)
+        with (
+            self._link.state.counters.measure_operation(operation.op) as outcome,
+            tracing.span(operation.op, "client", atropos__container=self.container, atropos__slot=self.name) as span,
+        ):
+            answer = await self._link.client.call(self._lease, operation, call_id=call_id)
+            outcome.result = wire.outcome(answer)
+            span.set(atropos__result=outcome.result)
+        return answer
 
     async def exec(
         self,
@@ -322,6 +313,7 @@ class Slot:
                 they apply.
         """
         most = PIECE_BYTES if user else IN_CALL_BYTES  # streams are root's
+        place = self.profile.path(path)
         parts: list[bytes] = []
         got = 0
 
@@ -349,30 +341,28 @@ class Slot:
                 return b"".join(parts)
             if not user:  # also where that was all: the kernel's own files don't say how long they are
                 await self._read_stream(
+                    path,
                     keep,
                     lambda: wire.ReadStream(
-                        path=path, stream=file_streams.new_id(), offset=got, max_bytes=max_bytes - got
+                        path=place, stream=file_streams.new_id(), offset=got, max_bytes=max_bytes - got
                     ),
                 )
                 return b"".join(parts)
 
-    async def _read_stream(self, write: Callable[[bytes], object], wanted: Callable[[], wire.ReadStream]) -> None:
-        def placed() -> wire.ReadStream:
-            operation = wanted()
-            return operation.model_copy(update={"path": self.profile.path(operation.path)})
-
-        counters = self._link.state.counters
-        with counters.measure(counters.operation, "read_stream"):
-            result = await file_streams.receive_all(self._link.client, self._lease, placed, write)
+    async def _read_stream(
+        self, path: str, write: Callable[[bytes], object], wanted: Callable[[], wire.ReadStream]
+    ) -> None:
+        """Read a stream that `wanted` asks for, again after each break; `path` is what an error names."""
+        with self._link.state.counters.measure_operation("read_stream"):
+            result = await file_streams.receive_all(self._link.client, self._lease, wanted, write)
         if isinstance(result, wire.OpError):
-            raise file_error(result, wanted().path)
+            raise file_error(result, path)
 
     async def _write_stream(
         self, path: str, pieces: Iterator[bytes], *, tar: bool = False, mode: int | None = None
     ) -> wire.OpError | None:
         operation = wire.WriteStream(path=self.profile.path(path), stream=file_streams.new_id(), tar=tar, mode=mode)
-        counters = self._link.state.counters
-        with counters.measure(counters.operation, operation.op):
+        with self._link.state.counters.measure_operation(operation.op):
             result = await file_streams.send(self._link.client, self._lease, operation, pieces)
         return result if isinstance(result, wire.OpError) else None
 
@@ -450,12 +440,14 @@ class Slot:
             await self._download(path, archive, max_bytes)
 
     async def _download(self, path: str, archive: BinaryIO, max_bytes: int) -> None:
+        place = self.profile.path(path)
+
         def wanted() -> wire.ReadStream:
             archive.seek(0)
             archive.truncate()
-            return wire.ReadStream(path=path, stream=file_streams.new_id(), tar=True, max_bytes=max_bytes)
+            return wire.ReadStream(path=place, stream=file_streams.new_id(), tar=True, max_bytes=max_bytes)
 
-        await self._read_stream(archive.write, wanted)
+        await self._read_stream(path, archive.write, wanted)
 
     # -------------------------------------------------------------------------------------------------- snapshots
 

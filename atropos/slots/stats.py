@@ -6,7 +6,7 @@ import collections
 import contextlib
 import time
 from collections import deque
-from collections.abc import Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -73,6 +73,13 @@ class PoolStats:
         return asdict(self)
 
 
+@dataclass
+class Outcome:
+    """How something measured ended."""
+
+    result: str = "ok"
+
+
 class Counters:
     """What a pool counts as it goes, whatever becomes of its containers; bounded.
 
@@ -99,15 +106,23 @@ class Counters:
         self.faults = collections.Counter[str]()
 
     @contextlib.contextmanager
-    def measure(self, histogram: Histogram, *labels: str) -> Generator[None]:
-        """Around what `histogram` measures: its last label is the result, `ok` or the failure's code."""
-        started = time.perf_counter()
+    def measure(self, observe: Callable[[float, str], None]) -> Generator[Outcome]:
+        """Around what is measured; then `observe` is called with its seconds and its result.
+
+        The result is the outcome's, which the block may set, or the code of the failure, which is counted.
+        """
+        started, outcome = time.perf_counter(), Outcome()
         try:
-            yield
+            yield outcome
         except BaseException as error:
-            histogram.observe(time.perf_counter() - started, *labels, self.failed(error))
+            outcome.result = self.failed(error)
             raise
-        histogram.observe(time.perf_counter() - started, *labels, "ok")
+        finally:
+            observe(time.perf_counter() - started, outcome.result)
+
+    def measure_operation(self, name: str) -> contextlib.AbstractContextManager[Outcome]:
+        """Around an operation in a slot."""
+        return self.measure(lambda seconds, result: self.operation.observe(seconds, name, result))
 
     def failed(self, error: BaseException) -> str:
         """Count a failure; its code."""

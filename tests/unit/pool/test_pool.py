@@ -516,6 +516,18 @@ async def test_a_fork_that_finds_no_room_says_why_its_snapshot_can_not_travel():
         await slot.release()
 
 
+async def gets_the_slot_of_its_origin(waiting, origin, pool):
+    """A fork that waits until its snapshot's origin is released, and is then in the same container."""
+    await asyncio.sleep(0.02)
+    assert not waiting.done()
+    await origin.release()
+    fork = await waiting
+    assert fork.container == origin.container
+    await fork.release()
+    await settled()
+    assert (pool.stats().free, pool.stats().leased) == (2, 0)
+
+
 async def test_a_fork_whose_copy_fails_says_why_at_once_and_later_ones_wait_where_the_snapshot_is():
     pool, backend = model_pool(slots=1, containers=2, min_containers=2)
     async with pool:
@@ -528,14 +540,7 @@ async def test_a_fork_whose_copy_fails_says_why_at_once_and_later_ones_wait_wher
                 await pool.acquire("fork", snapshot=snapshot, timeout_s=60)
         assert caught.value.retryable
         later = asyncio.create_task(pool.acquire("again", snapshot=snapshot))
-        await asyncio.sleep(0.02)
-        assert not later.done()
-        await slot.release()
-        fork = await later
-        assert fork.container == slot.container
-        await fork.release()
-        await settled()
-        assert (pool.stats().free, pool.stats().leased) == (2, 0)
+        await gets_the_slot_of_its_origin(later, slot, pool)
 
 
 async def test_a_snapshot_that_another_container_does_not_take_is_waited_for():
@@ -546,14 +551,7 @@ async def test_a_snapshot_that_another_container_does_not_take_is_waited_for():
         for server in backend.servers.values():
             server.takes_none = True
         waiting = asyncio.create_task(pool.acquire("f", snapshot=snapshot))
-        await asyncio.sleep(0.02)
-        assert not waiting.done()
-        await slot.release()
-        fork = await waiting
-        assert fork.container == slot.container
-        await fork.release()
-        await settled()
-        assert (pool.stats().free, pool.stats().leased) == (2, 0)
+        await gets_the_slot_of_its_origin(waiting, slot, pool)
 
 
 async def test_random_traffic_with_cancellations_and_dying_containers_leaks_nothing():
