@@ -31,7 +31,8 @@ class MixedSizes(RuleBasedStateMachine):
         self.line: list[Ticket] = []
         self.granted: list[Ticket] = []
         self.first: Ticket | None = None
-        self.before: list[Ticket] = []  # leases from before the time at which `first` became the longest waiting
+        # leases from before the time at which `first` became the longest waiting, or room was lost that was kept for it
+        self.before: list[Ticket] = []
 
     def settle(self) -> None:
         for ticket in self.fleet.match():
@@ -61,6 +62,7 @@ class MixedSizes(RuleBasedStateMachine):
         if gone:
             self.seats.remove(seat)
             self.granted = [ticket for ticket in self.granted if ticket.seat is not seat]
+        self.first = None
         self.settle()
 
     @rule(data=st.data(), pinned=st.booleans(), mib=st.sampled_from(SIZES))
@@ -86,6 +88,8 @@ class MixedSizes(RuleBasedStateMachine):
         ticket = data.draw(st.sampled_from(self.granted))
         self.granted.remove(ticket)
         self.fleet.returned(ticket.seat, ticket.mib, clean=clean, now=1)
+        if not clean:
+            self.first = None
         self.settle()
 
     @invariant()
