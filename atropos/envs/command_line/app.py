@@ -13,10 +13,24 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from atropos.envs.command_line.flags import build_config, build_servers, nearest, parse, server_class
-from atropos.envs.command_line.helptext import COMMANDS, command_help, usage
+import click
+from pydantic import BaseModel
+
+from atropos.envs.command_line.flags import (
+    CommandLine,
+    SettingsCommand,
+    build_config,
+    build_servers,
+    command_defaults,
+    first_server,
+)
 from atropos.errors import ConfigError, InferenceError, IsolationUnavailable, SandboxError
 
+COMMANDS = {
+    "serve": "run groups for a trainer, through the trajectory API (run-api)",
+    "process": "run groups and write them to a JSONL file and a page to look at",
+    "evaluate": "run the env's own evaluation",
+}
 EXIT_FAILED, EXIT_USAGE, EXIT_ISOLATION = 1, 2, 3
 
 
@@ -28,25 +42,38 @@ def main(cls: Any, argv: Sequence[str] | None = None) -> NoReturn:
 def run(cls: Any, argv: list[str]) -> int:
     """Run a command; every foreseeable failure is one line on stderr."""
     try:
-        default_env, default_servers = cls.config_init()
-        if not argv or argv[0] in {"-h", "--help", "help"}:
-            print(usage(cls))
-            return 0 if argv else _fail(f"a command is needed: {', '.join(COMMANDS)}", EXIT_USAGE)
-        if argv[0] not in COMMANDS:
-            return _fail(f"unknown command {argv[0]!r}; {nearest(argv[0], COMMANDS)}", EXIT_USAGE)
-        if any(word in {"-h", "--help"} for word in argv[1:]):
-            print(command_help(cls, argv[0], default_env, default_servers))
-            return 0
-        _logging()
-        settings = parse(argv, type(default_env), server_class(default_servers))
-        config = build_config(cls, settings, default_env)
-        servers = build_servers(settings, default_servers)
-        env = cls(config=config, server_configs=servers, slurm=settings.slurm, testing=settings.testing)
+        return command_line(cls).main(argv, standalone_mode=False)
+    except click.exceptions.NoArgsIsHelpError as error:
+        print(error.format_message())
+        return _fail(f"a command is needed: {', '.join(COMMANDS)}", EXIT_USAGE)
+    except click.UsageError as error:
+        return _fail(error.format_message(), EXIT_USAGE)
     except ConfigError as error:
         return _fail(str(error), EXIT_USAGE)
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, click.Abort):
         return _fail("interrupted", 130)
-    return _drive(env, settings.command)
+
+
+def command_line(cls: Any) -> click.Group:
+    """The commands of an env class, over what its `config_init` gives.
+
+    Raises:
+        ConfigError: `config_init` gives no usable settings.
+    """
+    default_env, default_servers = cls.config_init()
+    summary = next(iter((cls.__doc__ or "").strip().splitlines()), "")
+    group = click.Group(cls.__name__, help=summary, no_args_is_help=True)
+    for name, text in COMMANDS.items():
+        defaults = command_defaults(cls, name, default_env)
+
+        def start(given: CommandLine, defaults: BaseModel = defaults) -> int:
+            _logging()
+            config, servers = build_config(defaults, given), build_servers(given, default_servers)
+            env = cls(config=config, server_configs=servers, slurm=given.slurm, testing=given.testing)
+            return _drive(env, given.command)
+
+        group.add_command(SettingsCommand(name, text, defaults, first_server(default_servers), start))
+    return group
 
 
 def _drive(env: Any, command: str) -> int:

@@ -1,25 +1,34 @@
 """From a command line and a YAML file to an env's config and servers.
 
 atroposlib's own parsing lets raw strings override parsed values, ignores unknown YAML keys and turns `--env.n -1` into
-1; so flags are read here, and whatever is wrong is one line that says what would be right.
+1; so every setting is an option of click here, and whatever is wrong is one line that says what would be right.
 """
 
 from __future__ import annotations
 
 import difflib
+import enum
 import json
 import types
 import typing
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
+import click
 import yaml
+from click.core import ParameterSource
 from pydantic import BaseModel, SecretStr, ValidationError
 
 from atropos.errors import ConfigError
 
-_FLAGS = {"config": str, "slurm": bool, "testing": bool}
+HELP_WIDTH = 110
+_HINTS = {
+    "tokenizer_name": "folder or model hub name of the tokenizer",
+    "data_path_to_save_groups": "JSONL of the groups; the page stands beside it",
+}
+"""Of settings that atroposlib doesn't describe."""
 
 
 @dataclass
@@ -34,62 +43,163 @@ class CommandLine:
     testing: bool = False
 
 
-def parse(argv: list[str], env_class: type[BaseModel], server_class: type[BaseModel]) -> CommandLine:
-    """Flags over YAML.
+class FieldType(click.ParamType):  # pyright: ignore[reportMissingTypeArgument] (generic since click 8.4 alone)
+    """A flag's text as the field's kind of value; scalars are checked by the model.
 
-    Raises:
-        ConfigError: an unknown flag or key, a flag without a value or with more than one.
+    Args:
+        annotation: the field's.
     """
-    settings = CommandLine(argv[0])
-    flags = _flags(argv[1:], {"env": env_class, "openai": server_class})
-    if "config" in flags:
-        _read_yaml(settings, flags["config"], env_class, server_class)
-    for name, text in flags.items():
-        if name.startswith("env."):
-            settings.env[name[4:]] = _value(name, text, env_class.model_fields[name[4:]].annotation)
-        elif name.startswith("openai."):
-            settings.openai[name[7:]] = _value(name, text, server_class.model_fields[name[7:]].annotation)
-        elif name != "config":
-            setattr(settings, name, _boolean(name, text))
-    if settings.servers is not None and len(settings.servers) > 1 and settings.openai:
-        first = next(iter(settings.openai))
-        raise ConfigError(f"--openai.{first}: the YAML names {len(settings.servers)} servers; set it there, for each")
-    return settings
+
+    def __init__(self, annotation: Any) -> None:
+        self._kinds = _kinds(annotation)
+        self._kind = next((one for one in self._kinds if one is not type(None)), str)
+        self.name = "json" if self._is_mapping else str(getattr(self._kind, "__name__", "value")).lower()
+
+    @property
+    def _is_mapping(self) -> bool:
+        return self._kind is dict or (isinstance(self._kind, type) and issubclass(self._kind, BaseModel))
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """The value that `value` spells.
+
+        Raises:
+            click.BadParameter: it spells none of this kind.
+        """
+        text = str(value)
+        if text in {"None", "none", "null"} and type(None) in self._kinds:
+            return None
+        if self._kind is bool:
+            return click.BOOL.convert(text, param, ctx)
+        if self._is_mapping:
+            return self._json(text, dict, '{"key": 1}', param, ctx)
+        if self._kind not in {list, tuple, set}:
+            return text
+        if text.lstrip().startswith("["):
+            return self._json(text, list, '["a", "b"]', param, ctx)
+        return [part.strip() for part in text.split(",") if part.strip()]
+
+    def _json(
+        self, text: str, kind: type, example: str, param: click.Parameter | None, ctx: click.Context | None
+    ) -> Any:
+        try:
+            value = json.loads(text)
+        except json.JSONDecodeError as error:
+            self.fail(f"no JSON ({error}); write it as '{example}'", param, ctx)
+        if not isinstance(value, kind):
+            self.fail(f"expected JSON as '{example}', not {text[:80]}", param, ctx)
+        return value
 
 
-def _flags(words: list[str], models: dict[str, type[BaseModel]]) -> dict[str, str]:
-    known = [f"{space}.{name}" for space, model in models.items() for name in model.model_fields]
-    known += list(_FLAGS)
-    found: dict[str, str] = {}
-    index = 0
-    while index < len(words):
-        word = words[index]
-        index += 1
-        if not word.startswith("--"):
-            raise ConfigError(_stray(word, words[: index - 1]))
-        name, has_value, text = word[2:].partition("=")
-        if name not in known:
-            raise ConfigError(f"unknown flag --{name}; {nearest(name, known, '--')}")
-        if not has_value:
-            if index >= len(words) or words[index].startswith("--"):
-                raise ConfigError(f"--{name} needs a value: --{name} VALUE")
-            text = words[index]
-            if text.startswith("-"):
-                raise ConfigError(f"--{name} {text}: write a value that begins with a dash as --{name}={text}")
-            index += 1
-        found[name] = text
-    return found
+def _kinds(annotation: Any) -> list[Any]:
+    """The plain types an annotation allows: `Annotated[list[str] | None, ...]` gives list and NoneType."""
+    origin = typing.get_origin(annotation)
+    if origin is typing.Annotated:
+        return _kinds(typing.get_args(annotation)[0])
+    if origin is typing.Union or origin is types.UnionType:
+        return [kind for part in typing.get_args(annotation) for kind in _kinds(part)]
+    return [origin or annotation]
 
 
-def _stray(word: str, before: list[str]) -> str:
-    """A word that belongs to no flag: most often the second element of a list."""
-    flag = next((at for at in range(len(before) - 1, -1, -1) if before[at].startswith("--")), None)
-    if flag is None:
-        return f"unexpected {word!r}; settings are flags, as --env.group_size 4"
-    name, _, inline = before[flag].partition("=")
-    given = [inline, *before[flag + 1 :]] if inline else before[flag + 1 :]
-    listed = ",".join([*given, word])
-    return f"{name} {' '.join([*given, word])}: a flag has one value; write lists with commas, as {name} {listed}"
+class SettingsCommand(click.Command):
+    """One command of an env: every setting of its config and of its inference server is an option.
+
+    Args:
+        name: `serve`, `process` or `evaluate`.
+        summary: what it does, for the help.
+        env: the env's config with its defaults.
+        server: the first inference server's settings with their defaults.
+        run: what to do with the settings; gives the exit code.
+    """
+
+    def __init__(
+        self, name: str, summary: str, env: BaseModel, server: BaseModel, run: Callable[[CommandLine], int]
+    ) -> None:
+        self._sections = [*_by_owner(env), ("openai (the inference server)", _options("openai", server))]
+        general = [
+            click.Option(["--config"], metavar="FILE", help="YAML settings under env: and openai:; flags win over it"),
+            click.Option(["--slurm"], type=click.BOOL, default=False, help="take the servers from Slurm's variables"),
+            click.Option(["--testing"], type=click.BOOL, default=False, help="atroposlib's switch for its own tests"),
+        ]
+        super().__init__(
+            name,
+            params=[*general, *(option for _, options in self._sections for option in options)],
+            help=f"{summary}.\n\nLists are comma-separated, dicts JSON; None clears an optional.",
+            short_help=summary,
+            context_settings={"max_content_width": HELP_WIDTH, "allow_extra_args": True},
+        )
+        self._general = general
+        self._run = run
+        self._env, self._server = type(env), type(server)
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Every option in the section of the class that defines it, the env's own first."""
+        for title, options in [("options", self._general), *self._sections]:
+            with formatter.section(title):
+                formatter.write_dl([record for one in options if (record := one.get_help_record(ctx))])
+
+    def invoke(self, ctx: click.Context) -> int:
+        """Run with flags over YAML.
+
+        Raises:
+            ConfigError: an unknown key, or flags for one of several servers.
+            click.UsageError: more than one value for a flag.
+        """
+        if ctx.args:
+            raise click.UsageError(f"unexpected {' '.join(ctx.args)!r}; a flag has one value: write lists with commas")
+        return self._run(self._settings(ctx))
+
+    def _settings(self, ctx: click.Context) -> CommandLine:
+        assert self.name is not None
+        settings = CommandLine(self.name)
+        given = {
+            name: value
+            for name, value in ctx.params.items()
+            if ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE
+        }
+        if "config" in given:
+            _read_yaml(settings, given["config"], self._env, self._server)
+        for name, value in given.items():
+            space, _, setting = name.partition("__")
+            if setting:
+                getattr(settings, space)[setting] = value
+            elif name != "config":
+                setattr(settings, name, value)
+        if settings.servers is not None and len(settings.servers) > 1 and settings.openai:
+            first = next(iter(settings.openai))
+            raise ConfigError(
+                f"--openai.{first}: the YAML names {len(settings.servers)} servers; set it there, for each"
+            )
+        return settings
+
+
+def _by_owner(env: BaseModel) -> list[tuple[str, list[click.Option]]]:
+    """The env's options by the class that defines each last, the env's own class first."""
+    options = {option.name: option for option in _options("env", env)}
+    sections: list[tuple[str, list[click.Option]]] = []
+    for owner in type(env).__mro__:
+        names = [f"env__{name}" for name in getattr(owner, "__annotations__", {})]
+        if own := [options.pop(name) for name in names if name in options]:
+            sections.append((f"env ({owner.__name__})", own))
+    return sections
+
+
+def _options(space: str, defaults: BaseModel) -> list[click.Option]:
+    return [
+        click.Option(
+            [f"{space}__{name}", f"--{space}.{name}"],
+            type=FieldType(info.annotation),
+            help=f"{' '.join((info.description or _HINTS.get(name, '')).split())}  [default: {_shown(getattr(defaults, name))}]",
+        )
+        for name, info in type(defaults).model_fields.items()
+    ]
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, enum.Enum):
+        return str(value.value)
+    if isinstance(value, list):
+        return ",".join(str(one) for one in cast("list[Any]", value)) or "none"
+    return str(value)
 
 
 def _read_yaml(settings: CommandLine, path: str, env_class: type[BaseModel], server_class: type[BaseModel]) -> None:
@@ -130,53 +240,7 @@ def _section(path: str, name: str, value: Any, model: type[BaseModel]) -> dict[s
     return dict(section)
 
 
-def _value(name: str, text: str, annotation: Any) -> Any:
-    """A flag's text as the field's kind of value; scalars are left to the model."""
-    kinds = _kinds(annotation)
-    if text in {"None", "none", "null"} and type(None) in kinds:
-        return None
-    kind = next((one for one in kinds if one is not type(None)), str)
-    if kind is bool:
-        return _boolean(name, text)
-    if kind in {list, tuple, set}:
-        if text.lstrip().startswith("["):
-            return _json(name, text, list, '["a", "b"]')
-        return [part.strip() for part in text.split(",") if part.strip()]
-    if kind is dict or (isinstance(kind, type) and issubclass(kind, BaseModel)):
-        return _json(name, text, dict, '{"key": 1}')
-    return text
-
-
-def _kinds(annotation: Any) -> list[Any]:
-    """The plain types an annotation allows: `Annotated[list[str] | None, ...]` gives list and NoneType."""
-    origin = typing.get_origin(annotation)
-    if origin is typing.Annotated:
-        return _kinds(typing.get_args(annotation)[0])
-    if origin is typing.Union or origin is types.UnionType:
-        return [kind for part in typing.get_args(annotation) for kind in _kinds(part)]
-    return [origin or annotation]
-
-
-def _json(name: str, text: str, kind: type, example: str) -> Any:
-    try:
-        value = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ConfigError(f"--{name}: no JSON ({error}); write --{name} '{example}'") from error
-    if not isinstance(value, kind):
-        raise ConfigError(f"--{name}: expected JSON as '{example}', not {text[:80]}")
-    return value
-
-
-def _boolean(name: str, text: str) -> bool:
-    lowered = text.strip().lower()
-    if lowered in {"true", "yes", "1", "on"}:
-        return True
-    if lowered in {"false", "no", "0", "off"}:
-        return False
-    raise ConfigError(f"--{name}: expected true or false, not {text!r}")
-
-
-def nearest(word: str, known: typing.Iterable[str], prefix: str = "") -> str:
+def nearest(word: str, known: Iterable[str], prefix: str = "") -> str:
     """A hint: the known name that was probably meant, else all of them where they are few."""
     names = list(known)
     close = difflib.get_close_matches(word, names, n=1, cutoff=0.5)
@@ -185,24 +249,29 @@ def nearest(word: str, known: typing.Iterable[str], prefix: str = "") -> str:
     return "known: " + ", ".join(prefix + name for name in names) if len(names) < 12 else "--help lists them all"
 
 
-def build_config(cls: Any, settings: CommandLine, default: BaseModel) -> Any:
-    """The env's config: flags and YAML over `config_init`, with what `process` and `evaluate` mean by default."""
-    values = {name: getattr(default, name) for name in default.model_fields_set}
-    if settings.command == "process":
-        values["ensure_scores_are_not_same"] = False
-        values["include_messages"] = True
-        if values.get("data_path_to_save_groups") is None:
-            values["data_path_to_save_groups"] = f"data/{cls.name or 'groups'}.jsonl"
-    if settings.command in {"process", "evaluate"}:
-        values["use_wandb"] = False  # only when asked
-    if values.get("wandb_name") is None:
-        values["wandb_name"] = cls.name or cls.__name__
-    return _validated(type(default), {**values, **settings.env}, "env")
+def command_defaults(cls: Any, command: str, default: BaseModel) -> BaseModel:
+    """What `config_init` gives, with what `process` and `evaluate` mean by default."""
+    changed: dict[str, Any] = {}
+    if command == "process":
+        changed = {"ensure_scores_are_not_same": False, "include_messages": True}
+        if getattr(default, "data_path_to_save_groups", None) is None:
+            changed["data_path_to_save_groups"] = f"data/{cls.name or 'groups'}.jsonl"
+    if command in {"process", "evaluate"}:
+        changed["use_wandb"] = False  # only when asked
+    if getattr(default, "wandb_name", None) is None:
+        changed["wandb_name"] = cls.name or cls.__name__
+    return default.model_copy(update=changed)
+
+
+def build_config(defaults: BaseModel, settings: CommandLine) -> Any:
+    """The env's config: flags and YAML over `command_defaults`."""
+    values = {name: getattr(defaults, name) for name in defaults.model_fields_set}
+    return _validated(type(defaults), {**values, **settings.env}, "env")
 
 
 def build_servers(settings: CommandLine, default: Any) -> list[Any]:
     """The inference servers: the YAML's list, or the one of `config_init` with flags and YAML over it."""
-    model = server_class(default)
+    model = type(first_server(default))
     if settings.servers is not None and len(settings.servers) != 1:
         return [_validated(model, one, f"openai[{index}]") for index, one in enumerate(settings.servers)]
     given = {**(settings.servers[0] if settings.servers else {}), **settings.openai}
@@ -216,12 +285,12 @@ def build_servers(settings: CommandLine, default: Any) -> list[Any]:
     return [_validated(model, {**values, **given}, "openai")]
 
 
-def server_class(default: Any) -> Any:
-    """The class of the inference servers' settings."""
+def first_server(default: Any) -> BaseModel:
+    """The first inference server of `config_init`, or one with defaults alone."""
     from atropos.envs.adapter import APIServerConfig
 
     first = default[0] if isinstance(default, list) and default else default
-    return type(first) if isinstance(first, APIServerConfig) else APIServerConfig
+    return first if isinstance(first, APIServerConfig) else APIServerConfig()
 
 
 def _validated(model: type[BaseModel], values: dict[str, Any], space: str) -> Any:

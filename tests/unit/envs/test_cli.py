@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 
+import click
 import pytest
 from pydantic import SecretStr
 
@@ -23,8 +24,18 @@ GOOD = {
 
 
 def config_of(*words: str, command: str = "process") -> AgentEnvConfig:
-    settings = flags.parse([command, *words], AgentEnvConfig, APIServerConfig)
-    return flags.build_config(ScriptEnv, settings, AgentEnvConfig())
+    defaults = flags.command_defaults(ScriptEnv, command, AgentEnvConfig())
+    return flags.build_config(defaults, given(*words, command=command))
+
+
+def given(*words: str, command: str = "process") -> flags.CommandLine:
+    """What these words say, before it is checked."""
+    came: list[flags.CommandLine] = []
+    settings_command = flags.SettingsCommand(
+        command, "", AgentEnvConfig(), APIServerConfig(), lambda settings: came.append(settings) or 0
+    )
+    settings_command.main(list(words), standalone_mode=False)
+    return came[0]
 
 
 def run(capsys, *argv: str) -> tuple[int, str]:
@@ -43,11 +54,17 @@ def run(capsys, *argv: str) -> tuple[int, str]:
     ("argv", "says"),
     [
         ([], "a command is needed: serve, process, evaluate"),
-        (["proces"], "did you mean process?"),
-        (["process", "--env.grop_size", "3"], "unknown flag --env.grop_size; did you mean --env.group_size?"),
-        (["process", "--env.group_size"], "--env.group_size needs a value"),
-        (["process", "--env.enabled_toolsets", "a", "b"], "as --env.enabled_toolsets a,b"),
-        (["process", "--env.group_size", "-1"], "as --env.group_size=-1"),
+        (["proces"], "Did you mean 'process'?"),
+        (
+            ["process", "--env.grop_size", "3"],
+            "No such option '--env.grop_size'. (Did you mean one of: '--env.batch_size', '--env.group_size'",
+        ),
+        (["process", "--env.group_size"], "'--env.group_size' requires an argument"),
+        (
+            ["process", "--env.enabled_toolsets", "a", "b"],
+            "unexpected 'b'; a flag has one value: write lists with commas",
+        ),
+        (["process", "--env.group_size", "-1"], "group_size: must be at least 1"),
         (["process", "--env.group_size=-1"], "group_size: must be at least 1"),
         (["process", "--env.group_size", "x"], "env.group_size: input should be a valid integer"),
         (["process", "--env.enabled_toolsets", "terminalx"], "unknown toolset 'terminalx'"),
@@ -55,7 +72,7 @@ def run(capsys, *argv: str) -> tuple[int, str]:
         (["process", "--env.slots_per_container", "0"], "env.slots_per_container: input should be greater"),
         (["process", "--env.min_containers", "5", "--env.max_containers", "2"], "max_containers (2) is less than"),
         (["process", "--env.privileged", "true"], "env.privileged: sandbox containers are never privileged"),
-        (["process", "--env.allow_network", "maybe"], "expected true or false"),
+        (["process", "--env.allow_network", "maybe"], "'maybe' is not a valid boolean"),
         (["process", "--env.tool_pool_mode", "modal"], "'local', 'docker' or 'nomad'"),
         (["process", "--config", "/no/such.yaml"], "--config /no/such.yaml: No such file"),
         (["process", "--openai.base_url", "foo"], "openai.base_url: 'foo' is no URL"),
@@ -149,10 +166,11 @@ def test_values_of_every_kind():
 
 
 def test_dicts_are_json():
-    with pytest.raises(ConfigError, match=r"write --env\.x '\{\"key\": 1\}'"):
-        flags._value("env.x", "{a", dict[str, int])
-    assert flags._value("env.x", '{"a": 1}', dict[str, int] | None) == {"a": 1}
-    assert flags._value("env.x", "None", dict[str, int] | None) is None
+    kind = flags.FieldType(dict[str, int] | None)
+    with pytest.raises(click.BadParameter, match=r"write it as '\{\"key\": 1\}'"):
+        kind.convert("{a", None, None)
+    assert kind.convert('{"a": 1}', None, None) == {"a": 1}
+    assert kind.convert("None", None, None) is None
 
 
 @pytest.mark.parametrize("name", list(AgentEnvConfig.model_fields))
@@ -175,15 +193,15 @@ def test_process_and_evaluate_use_wandb_only_when_asked():
 
 def test_servers_are_always_a_list_and_flags_reach_the_only_one(tmp_path):
     default = [APIServerConfig(base_url="http://a/v1")]
-    settings = flags.parse(["process", "--openai.model_name", "m"], AgentEnvConfig, APIServerConfig)
+    settings = given("--openai.model_name", "m")
     [server] = flags.build_servers(settings, default)
     assert (server.base_url, server.model_name) == ("http://a/v1", "m")
     path = tmp_path / "c.yaml"
     path.write_text("openai:\n- {base_url: 'http://b/v1'}\n- {base_url: 'http://c/v1'}\n")
-    settings = flags.parse(["process", "--config", str(path)], AgentEnvConfig, APIServerConfig)
+    settings = given("--config", str(path))
     assert [one.base_url for one in flags.build_servers(settings, default)] == ["http://b/v1", "http://c/v1"]
     with pytest.raises(ConfigError, match="names 2 servers"):
-        flags.parse(["process", "--config", str(path), "--openai.model_name", "m"], AgentEnvConfig, APIServerConfig)
+        given("--config", str(path), "--openai.model_name", "m")
 
 
 @pytest.mark.parametrize("command", app.COMMANDS)
@@ -193,7 +211,7 @@ def test_help_names_every_setting_with_its_default(capsys, command):
     for name in AgentEnvConfig.model_fields:
         assert f"--env.{name}" in text
     assert "--openai.base_url" in text
-    assert "[50]" in text
+    assert "[default: 50]" in " ".join(text.split())
     assert max(len(line) for line in text.splitlines()) <= 120
 
 
