@@ -43,6 +43,11 @@ class Sandbox(Protocol):
     """Done, with the reason, when the sandbox ended without `stop` being asked."""
 
     @property
+    def written(self) -> str:
+        """The folder of what was written in it, as overlay keeps it."""
+        ...
+
+    @property
     def hosts(self) -> tuple[str, ...] | None:
         """What its programs reach of what the server allows; None: all of it."""
         ...

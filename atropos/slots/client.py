@@ -304,15 +304,19 @@ class SandboxClient:
 
     # ------------------------------------------------------------------------------------------------------- snapshots
 
-    async def snapshot(self, lease: Lease) -> SnapshotInfo:
+    async def snapshot(self, lease: Lease, *, beside: bool = False) -> SnapshotInfo:
         """Freeze a slot's workspace; the lease goes on above it, without its background processes.
+
+        Args:
+            lease: whose workspace it is.
+            beside: copy it instead, beside the slot's programs; the lease's views then stand on the copy.
 
         Raises:
             LeaseExpired: the lease is over.
             SlotLost: the workspace was lost by the attempt, or the server is gone.
             NotSupported, PoolFull: too deep, or too many.
         """
-        request = SnapshotRequest(snapshot_id=f"snap-{uuid.uuid4().hex}", epoch=lease.epoch)
+        request = SnapshotRequest(snapshot_id=f"snap-{uuid.uuid4().hex}", beside=beside, epoch=lease.epoch)
         path = f"/v1/leases/{lease.lease_id}/snapshot"
         return await self._requests.ask(
             "POST", path, SnapshotInfo, request, patient=True

@@ -51,8 +51,8 @@ class ContainerClient(FileClient, Protocol):
         """As `SandboxClient.view`."""
         ...
 
-    async def snapshot(self, lease: wire.Lease) -> wire.SnapshotInfo:
-        """Freeze a slot."""
+    async def snapshot(self, lease: wire.Lease, *, beside: bool = False) -> wire.SnapshotInfo:
+        """As `SandboxClient.snapshot`."""
         ...
 
     async def prepare(

@@ -461,9 +461,12 @@ class Slot:
             SandboxError: a writer was left, so that it can't be trusted; the slot is then lost.
             NotSupported: the server makes none.
         """
+        return await self._snapshot()
+
+    async def _snapshot(self, *, beside: bool = False) -> Snapshot:
         if self._over is not None:
             raise type(self._over)(*self._over.args)
-        task = self._link.state.tasks.spawn(self._freeze(), f"snapshot {self.name}", awaited=True)
+        task = self._link.state.tasks.spawn(self._freeze(beside=beside), f"snapshot {self.name}", awaited=True)
         try:
             return await asyncio.shield(task)
         except asyncio.CancelledError:
@@ -487,15 +490,24 @@ class Slot:
         await self._link.client.view(self._lease, folders)
 
     async def settle(self) -> None:
-        """Make what is in the slot part of what its views stand on; its programs end.
+        """Make what is in the slot part of what its views stand on; before anything untrusted runs in it.
+
+        Where programs run, they stop for as long as what was written is copied, and go on; else it is frozen.
 
         Raises:
             SandboxError: as `snapshot`.
         """
-        await (await self.snapshot()).drop()
+        running = (await self.exec("kill -STOP -1", timeout_s=10)).exit_code == 0
+        try:
+            settled = await self._snapshot(beside=running)
+        finally:
+            if running:
+                await self.exec("kill -CONT -1", timeout_s=10)
+        await settled.drop()
 
-    async def _freeze(self) -> Snapshot:
-        return Snapshot(self._link, await self._link.client.snapshot(self._lease), self.limits)
+    async def _freeze(self, *, beside: bool) -> Snapshot:
+        info = await self._link.client.snapshot(self._lease, beside=beside)
+        return Snapshot(self._link, info, self.limits)
 
     async def keep(self, key: str) -> wire.ImageInfo:
         """Keep the workspace as an image of the host, on what the lease stands on; then give the slot back.

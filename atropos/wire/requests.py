@@ -127,9 +127,13 @@ class SnapshotInfo(WireMessage):
 
 
 class SnapshotRequest(WireMessage):
-    """POST /v1/leases/{id}/snapshot. The client chooses the id, so that asking again does not freeze twice."""
+    """POST /v1/leases/{id}/snapshot. The client chooses the id, so that asking again does not freeze twice.
+
+    `beside`: copy what was written instead, beside the slot's programs; views of the lease then stand on the copy.
+    """
 
     snapshot_id: str | None = Field(default=None, min_length=8, max_length=100, pattern=r"^[A-Za-z0-9_-]+$")
+    beside: bool = False
     epoch: int | None = None
 
 

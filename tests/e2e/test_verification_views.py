@@ -107,15 +107,15 @@ class ServingAgent(Agent):
         return {}
 
 
-@pytest.mark.parametrize(
-    ("quiesce", "work", "test", "score"), [(False, "true", FETCHES, 1), (True, REWRITES, "sleep 0.3; echo none", 0)]
-)
-async def test_programs_that_set_up_left_run_on_in_the_agents_slot_unless_quiesced(
-    policy, tmp_path, caplog, quiesce, work, test, score
-):
-    found = await scores(policy, tmp_path, [work], test=test, base=ServingAgent, verifier_quiesce=quiesce)
+@pytest.mark.parametrize(("quiesce", "score"), [(False, 1), (True, 0)])
+async def test_programs_that_set_up_left_answer_in_the_view_unless_quiesced(policy, tmp_path, quiesce, score):
+    found = await scores(policy, tmp_path, ["true"], test=FETCHES, base=ServingAgent, verifier_quiesce=quiesce)
     assert found == [[score, score]]
-    assert "is verified in its agent's own slot" in caplog.text
+
+
+async def test_beside_programs_of_set_up_neither_a_daemon_nor_a_changed_machine_raises_a_score(policy, tmp_path):
+    works = ["rm answer; " + REWRITES, MACHINE]
+    assert await scores(policy, tmp_path, works, base=ServingAgent) == [[0, 0]] * 2
 
 
 async def test_a_reward_function_sees_the_view(policy, tmp_path):

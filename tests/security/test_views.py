@@ -97,6 +97,18 @@ async def test_what_was_settled_is_in_the_view(pool):
         assert (await slot.exec("ls /etc/more")).exit_code != 0
 
 
+async def test_what_was_settled_beside_programs_is_in_the_view_and_they_go_on(pool):
+    async with pool.lease("agent") as slot:
+        assert (await slot.exec(f"echo 42 > answer; mkdir /opt/x; echo before > /etc/made; {SERVER}")).exit_code == 0
+        await slot.settle()
+        await slot.exec("echo 43 > answer; echo after > /etc/made; rm -r /opt/x")
+        assert (await slot.exec(FETCH)).output == "43\n"
+        await slot.view()
+        assert (
+            await slot.exec(f"cat /etc/made; ls -d /opt/x; cat answer; {FETCH}")
+        ).output == "before\n/opt/x\n43\n43\n"
+
+
 async def test_a_snapshot_ends_the_view_and_freezes_the_slot(pool):
     async with pool.lease("agent") as slot:
         await slot.exec("echo 42 > answer; echo e > /etc/made")

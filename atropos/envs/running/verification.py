@@ -1,23 +1,16 @@
 """Where hooks verify: in a view of the trajectory's slot, or in the slot itself.
 
-What set-up hooks made must be part of a view's root, so it is settled before the agent works. That ends programs; where
-a set-up hook left some running, or no more can be settled, the trajectory is verified in its own slot, with a warning.
+What set-up hooks made must be part of a view's root, so it is settled before the agent works; programs that they left go on.
 """
 
 from __future__ import annotations
 
-import logging
 from typing import TYPE_CHECKING
-
-from atropos.errors import NotSupported, PoolFull
 
 if TYPE_CHECKING:
     from atropos.envs.config import SandboxEnvConfig
     from atropos.slots import Slot
     from atropos.tools import ToolExecutor
-
-_log = logging.getLogger(__name__)
-_ANYTHING_RUNS = "kill -0 -1"
 
 
 class Verification:
@@ -34,27 +27,16 @@ class Verification:
         self._trajectory = trajectory_id
         self._config = config
         self._view = config.verifier_mode == "view"
-        self._keeps_programs = False
 
     async def settle(self) -> None:
         """Set-up is over: make what it left part of a view's root.
 
         Raises:
-            SandboxError: the slot was lost.
+            SandboxError: the slot was lost, or its container keeps no more snapshots (`max_snapshots`, `max_snapshot_mib`).
         """
-        if not self._view or not self._executor.holds(self._trajectory):
-            return None
-        slot: Slot = await self._executor.slot(self._trajectory)
-        reason = "set-up left programs running, which settling would end"
-        if (await slot.exec(_ANYTHING_RUNS, timeout_s=10)).exit_code != 0:
-            try:
-                return await slot.settle()
-            except (NotSupported, PoolFull) as error:
-                reason = str(error)
-        self._view, self._keeps_programs = False, True
-        how = "after its programs have ended" if self._config.verifier_quiesce else "beside them (see verifier_quiesce)"
-        _log.warning("%s is verified in its agent's own slot, %s: %s", self._trajectory, how, reason)
-        return None
+        if self._view and self._executor.holds(self._trajectory):
+            slot: Slot = await self._executor.slot(self._trajectory)
+            await slot.settle()
 
     async def open(self) -> None:
         """The agent has ended: from now on calls run where its work is verified.
@@ -64,7 +46,7 @@ class Verification:
         """
         if not self._executor.holds(self._trajectory):
             return
-        if self._config.verifier_quiesce or not (self._view or self._keeps_programs):
+        if self._config.verifier_quiesce or not self._view:
             slot: Slot = await self._executor.slot(self._trajectory)
             await slot.quiesce()
         if self._view:

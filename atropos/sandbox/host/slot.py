@@ -349,7 +349,12 @@ class SlotSandbox:
     def layer_paths(self) -> tuple[str, ...]:
         """Folders that its root is stacked of, topmost first."""
         base = self._host.base(self._base)
-        return (self._volume.upper, *(layer.path for layer in self.layers), *base.layers, base.lower)
+        return (self.written, *(layer.path for layer in self.layers), *base.layers, base.lower)
+
+    @property
+    def written(self) -> str:
+        """See `contract.Sandbox`."""
+        return self._volume.upper
 
     def give_way(self) -> None:
         """From now on its programs get CPU time that others leave."""

@@ -32,6 +32,7 @@ from atropos.sandbox.server.lease_run import LeaseRun
 from atropos.sandbox.server.leases import EndedLease, HeldLease, LeaseGrant, LeaseTable
 from atropos.sandbox.server.metrics import Meters
 from atropos.sandbox.server.snapshot_store import MIB, SnapshotStore, StoredSnapshot
+from atropos.sandbox.server.snapshot_transfer import copy_layer
 from atropos.sandbox.server.warm_pool import WarmPool, stop
 from atropos.wire import Capacity, Feature, Lease, LeaseRequest, ReleaseResult, SnapshotInfo
 
@@ -367,8 +368,16 @@ class Core:
 
     # ------------------------------------------------------------------------------------------------------- snapshots
 
-    async def snapshot(self, lease_id: str, snapshot_id: str | None, epoch: int | None) -> SnapshotInfo:
+    async def snapshot(
+        self, lease_id: str, snapshot_id: str | None, epoch: int | None, *, beside: bool = False
+    ) -> SnapshotInfo:
         """Freeze a lease's workspace and let it go on above; after the calls before it, alone.
+
+        Args:
+            lease_id: whose workspace it is.
+            snapshot_id: the snapshot's name; None: a new one.
+            epoch: the lease's, where the caller knows it.
+            beside: copy what was written instead: the slot goes on as it was, and the lease's views stand on the copy.
 
         Raises:
             LeaseExpired, SlotLost: the lease is over, or was lost by the attempt.
@@ -383,7 +392,7 @@ class Core:
         if task is None:
             self._check_active(run)
             self.reserve_snapshot(run.layers)
-            task = run.freezing[name] = self.spawn(self._queue_freeze(run, name))
+            task = run.freezing[name] = self.spawn(self._queue_freeze(run, name, beside=beside))
             task.add_done_callback(lambda _: run.freezing.pop(name, None))
         return await asyncio.shield(task)
 
@@ -400,9 +409,10 @@ class Core:
                 self.drop_snapshot(snapshot.id)
         self.snapshots.reserve(below)
 
-    async def _queue_freeze(self, run: LeaseRun, name: str) -> SnapshotInfo:
+    async def _queue_freeze(self, run: LeaseRun, name: str, *, beside: bool) -> SnapshotInfo:
+        take = self._copy if beside else self._freeze
         try:
-            return await run.between_calls(self.spawn, lambda: self._freeze(run, name))
+            return await run.between_calls(self.spawn, lambda: take(run, name))
         except LeaseExpired:
             self.snapshots.abandon()
             raise
@@ -443,6 +453,20 @@ class Core:
         self.counters["snapshots_taken"] += 1
         return snapshot.info
 
+    async def _copy(self, run: LeaseRun, name: str) -> SnapshotInfo:
+        copied = run.agent or run.sandbox
+        assert copied is not None
+        try:
+            layer = await copy_layer(self, copied)
+        except BaseException:
+            self.snapshots.abandon()
+            raise
+        snapshot = self.snapshots.commit(name, layer, run.layers, run.held.request.client_id, run.base, self.now())
+        self.snapshots.hold(snapshot.layers)
+        self.let_go(run.view_layers)
+        run.view_layers = snapshot.layers
+        return snapshot.info
+
     async def view(self, lease_id: str, folders: Sequence[str], epoch: int | None) -> Lease:
         """Run a lease's calls in a view of its slot from now on; one that has a view keeps it.
 
@@ -462,7 +486,7 @@ class Core:
         assert run.sandbox is not None
         assert run.lanes is not None
         name = f"view of {run.sandbox.name}"
-        view = await self.host.view(run.sandbox, name, run.layers, run.base, folders)
+        view = await self.host.view(run.sandbox, name, run.view_layers or run.layers, run.base, folders)
         run.agent, run.sandbox = run.sandbox, view
         run.lanes.sandbox = view
         self._watch(run, view)
@@ -485,7 +509,7 @@ class Core:
             run.stands_on.users -= 1
             run.stands_on.touched_at = self.now()
             run.stands_on = None
-        layers, run.layers = run.layers, ()
+        layers, run.layers, run.view_layers = (*run.layers, *run.view_layers), (), ()
         self.let_go(layers)
 
     def let_go(self, layers: Sequence[Layer]) -> None:

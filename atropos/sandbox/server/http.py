@@ -211,7 +211,9 @@ class Routes:
     async def snapshot(self, request: web.Request) -> web.Response:
         """POST /v1/leases/{id}/snapshot."""
         wanted = await _body(request, SnapshotRequest)
-        return answer(await self._core.snapshot(request.match_info["id"], wanted.snapshot_id, wanted.epoch))
+        return answer(
+            await self._core.snapshot(request.match_info["id"], wanted.snapshot_id, wanted.epoch, beside=wanted.beside)
+        )
 
     async def view(self, request: web.Request) -> web.Response:
         """POST /v1/leases/{id}/view."""

@@ -32,6 +32,8 @@ class LeaseRun:
     """While `sandbox` is a view: the one that it is a view of."""
     lanes: Lanes | None = None
     layers: tuple[Layer, ...] = ()
+    view_layers: tuple[Layer, ...] = ()
+    """What its views stand on instead of `layers`; empty: those."""
     stands_on: StoredSnapshot | None = None
     starting: asyncio.Task[Lease] | None = None
     ending: asyncio.Task[EndedLease] | None = None

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from atropos.errors import NotSupported, SandboxError
-from atropos.sandbox.contract import Layer
+from atropos.sandbox.contract import Layer, Sandbox
 from atropos.sandbox.programs import snapshot_tar
 from atropos.sandbox.server.snapshot_store import MAX_LAYERS, StoredSnapshot
 from atropos.wire import SnapshotInfo
@@ -131,6 +131,22 @@ async def unpack_layer(folder: str, what: str, chunks: AsyncIterator[bytes]) -> 
         SandboxError: it broke off, or could not be written.
     """
     await _feed([folder], what, chunks, compressed=False)
+
+
+async def copy_layer(core: Core, sandbox: Sandbox) -> Layer:
+    """A layer of what a slot has written so far; its programs go on.
+
+    Raises:
+        SandboxError: it doesn't fit, or a file was cut while it was read.
+    """
+    what = f"what {sandbox.name} wrote"
+
+    async def fill(folder: str) -> None:
+        async with packed_layer(sandbox.written, what) as chunks:
+            await unpack_layer(folder, what, chunks)
+
+    async with core.unpacking:
+        return await core.host.import_layer(f"layer-{uuid.uuid4().hex[:12]}", fill)
 
 
 async def imported(core: Core, wanted: Arriving, chunks: AsyncIterator[bytes]) -> SnapshotInfo:

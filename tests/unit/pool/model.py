@@ -139,7 +139,7 @@ class ModelClient:
             raise LeaseExpired("the slot is somebody else's")
         return wire.CommandResult(exit_code=0, output=lease.slot.encode(), duration_s=0.001)
 
-    async def snapshot(self, lease: wire.Lease) -> wire.SnapshotInfo:
+    async def snapshot(self, lease: wire.Lease, *, beside: bool = False) -> wire.SnapshotInfo:
         await self.server.pause()
         name = f"snap-{len(self.server.snapshot_store)}-{lease.epoch}"
         self.server.snapshot_store.add(name)
