@@ -21,6 +21,7 @@ from atropos.cli.tasks import tasks_app
 from atropos.cli.top import top
 from atropos.cli.trajectories import trajectories_app
 from atropos.errors import ConfigError, IsolationUnavailable, SandboxError
+from atropos.tasks.carry import TaskBroken
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 app.command("doctor")(doctor)
@@ -74,6 +75,9 @@ def main() -> None:
     except ConfigError as error:
         stderr.print(f"atropos: {error}", markup=False, soft_wrap=True)
         sys.exit(2)
+    except TaskBroken as error:
+        stderr.print(f"atropos: {error}", markup=False, soft_wrap=True)
+        sys.exit(1)
     except IsolationUnavailable as error:
         stderr.print(f"atropos: {error}", markup=False, soft_wrap=True)
         sys.exit(3)

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
-from atropos.cli.preparing import shown
+from atropos.cli.preparing import meant, shown
 from atropos.config import SlotLimits
 from atropos.errors import ConfigError
 
@@ -69,7 +69,8 @@ async def _run(
     async with SlotPool(SlotPoolConfig.model_validate(settings)) as pool, contextlib.AsyncExitStack() as stack:
         if image is not None:
             with shown() as progress_of:
-                await pool.prepare(image, progress=progress_of(image))
+                prepared = await pool.prepare(meant(image), progress=progress_of(image))
+            image = prepared.source if prepared is not None and prepared.source.startswith("atropos-build:") else image
         slot = await stack.enter_async_context(pool.lease("atropos-exec", image=image))
         if upload is not None:
             await slot.upload(upload, "/workspace" if upload.is_dir() else f"/workspace/{upload.name}")

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from atropos.cli.preparing import image_store, shown
+from atropos.cli.preparing import image_store, meant, shown
 from atropos.errors import ConfigError
 from atropos.slots.backends.assets import asset
 
@@ -31,13 +31,15 @@ def build(tag: Annotated[str, typer.Option(help="name of the image")] = "atropos
 
 @image_app.command()
 def prepare(
-    images: Annotated[list[str], typer.Argument(help="python:3.13-slim, oci-archive:FILE, docker-daemon:NAME …")],
+    images: Annotated[
+        list[str], typer.Argument(help="python:3.13-slim, oci-archive:FILE … or a Dockerfile, a task's folder")
+    ],
     backend: Annotated[str, typer.Option(help="local, docker or nomad.")] = "local",
     store: Annotated[str | None, typer.Option(help="Folder of the host that keeps them (local, docker).")] = None,
     auth_file: Annotated[str | None, typer.Option(help="Registry credentials, as `docker login` writes them.")] = None,
     insecure_registry: Annotated[list[str] | None, typer.Option(help="HOST:PORT without TLS; again for more.")] = None,
 ) -> None:
-    """Pull and unpack images where slots will run, so that the first lease on them begins at once."""
+    """Pull or build images where slots will run, so that the first lease on them starts at once."""
     if backend == "docker" and store is None:
         raise ConfigError("--store: without a folder of the host each container keeps its own images, gone with it")
     settings = {"backend": backend, "image_store": image_store(store, auth_file, insecure_registry)}
@@ -50,7 +52,9 @@ async def _prepare(images: list[str], settings: dict[str, Any]) -> None:
     sizes = {"slots_per_container": 1, "min_containers": 1, "max_containers": 1}
     async with SlotPool(SlotPoolConfig.model_validate(settings | sizes)) as pool:
         with shown() as progress_of:
-            found = await asyncio.gather(*(pool.prepare(name, progress=progress_of(name)) for name in images))
+            work = [pool.prepare(meant(name), progress=progress_of(name)) for name in images]
+            found = await asyncio.gather(*work)
     for name, info in zip(images, found, strict=True):
         if info is not None:
-            typer.echo(f"{name}  {info.id}  {info.bytes / 2**20:,.0f} MiB")
+            built = info.source if info.source.startswith("atropos-build:") else info.id
+            typer.echo(f"{name}  {built}  {info.bytes / 2**20:,.0f} MiB")

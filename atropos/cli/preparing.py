@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Generator, Sequence
+from pathlib import Path
 from typing import Any
 
 import typer
@@ -12,6 +13,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextColumn
 
 from atropos.slots.images import Progress as Report
+from atropos.tasks.folder import Task, load_task
 from atropos.wire import ImageState
 
 
@@ -19,6 +21,12 @@ def image_store(folder: str | None, auth_file: str | None, insecure: Sequence[st
     """`SlotPoolConfig.image_store` from the options of a command."""
     given = {"folder": folder, "auth_file": auth_file, "insecure_registries": tuple(insecure or ())}
     return {name: value for name, value in given.items() if value}
+
+
+def meant(name: str) -> str | Task:
+    """What an image's name on the command line means: a task's folder or a Dockerfile is built."""
+    path = Path(name)
+    return load_task(path) if path.is_file() or (path / "task.toml").is_file() else name
 
 
 @contextlib.contextmanager
@@ -37,11 +45,11 @@ def shown() -> Generator[Callable[[str], Report]]:
                     row = rows.get(container)
                     if row is None:
                         row = rows[container] = bars.add_task("", total=1.0, image=escape(image))
-                    done = 1.0 if state.phase == "ready" else state.done or 0.0
-                    bars.update(row, description=state.phase, completed=done)
-                elif printed.get(container) != state.phase:
-                    printed[container] = state.phase
-                    typer.echo(f"{image}: {state.phase}", err=True)
+                    done = state.step / state.steps if state.steps else state.done or 0.0
+                    bars.update(row, description=str(state), completed=1.0 if state.phase == "ready" else done)
+                elif printed.get(container) != (said := str(state) if state.steps else state.phase):
+                    printed[container] = said
+                    typer.echo(f"{image}: {said}", err=True)
 
             return report
 

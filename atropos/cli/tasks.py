@@ -20,7 +20,7 @@ from atropos.tasks.check import Agent, Attempt, CheckConfig, TaskFinding, check
 from atropos.tasks.datasets import dataset_folders
 from atropos.tasks.folder import Task, TaskSet, read_folders, read_tasks
 from atropos.tasks.limits import STAND_INS, Policy
-from atropos.tasks.prepare import PrepareState
+from atropos.wire import ImageState
 
 tasks_app = typer.Typer(help="Task folders in the Harbor and terminal-bench layouts.", no_args_is_help=True)
 _AGENTS: dict[str, Agent] = {"oracle": "oracle", "nop": "nop", "script": "script"}
@@ -84,7 +84,7 @@ def check_command(
         bar = progress.add_task("checking tasks", total=total)
         rows: dict[str, TaskID] = {}
 
-        def preparing(task: Task, state: PrepareState) -> None:
+        def preparing(task: Task, state: ImageState) -> None:
             row = rows.get(task.name)
             if state.phase in {"ready", "failed"}:
                 if row is not None:

@@ -31,6 +31,7 @@ from atropos.config import ImageStoreSettings
 from atropos.errors import ImageUnavailable
 from atropos.images import unpack
 from atropos.images.layout import MAX_JSON_BYTES, Pulled, image_info, read_layout
+from atropos.images.locks import is_still, locked, try_lock
 from atropos.images.reference import ImageSource, check_digest
 from atropos.wire import ImageInfo
 
@@ -100,7 +101,7 @@ class ImageStore:
             except OSError as error:
                 raise ImageUnavailable(f"image {image.source}: it is no longer in the store") from error
             fcntl.flock(fd, fcntl.LOCK_SH)
-            if not _is_still(tree, fd):
+            if not is_still(tree, fd):
                 os.close(fd)
                 raise ImageUnavailable(f"image {image.source}: it is no longer in the store")
         self._held[image.id] = fd, uses + 1
@@ -327,17 +328,9 @@ class ImageStore:
 
     # --------------------------------------------------------------------------------------------------------- locking
 
-    @contextlib.asynccontextmanager
-    async def _locked(self, name: str, progress: Progress) -> AsyncGenerator[None]:
+    def _locked(self, name: str, progress: Progress) -> contextlib.AbstractAsyncContextManager[None]:
         """One holder on this host at a time."""
-        fd = os.open(self._root / "locks" / name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        try:
-            while not _try_lock(fd):
-                progress("waiting", None)
-                await asyncio.sleep(POLL_S)
-            yield
-        finally:
-            os.close(fd)
+        return locked(self._root / "locks" / name, lambda: progress("waiting", None))
 
     @contextlib.asynccontextmanager
     async def _work(self) -> AsyncGenerator[Path]:
@@ -379,7 +372,7 @@ class ImageStore:
                 continue
             fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             try:
-                if _try_lock(fd):
+                if try_lock(fd):
                     _remove(path)
             finally:
                 os.close(fd)
@@ -417,7 +410,7 @@ class ImageStore:
         except FileNotFoundError:
             return True
         try:
-            if not _try_lock(fd):
+            if not try_lock(fd):
                 return False
             removed = self._root / "work" / f"removed-{image_id[:12]}-{os.urandom(4).hex()}"
             os.rename(tree, removed)
@@ -482,22 +475,6 @@ def _registries(settings: ImageStoreSettings) -> str:
 
 def _hash(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
-
-
-def _is_still(tree: Path, fd: int) -> bool:
-    """Whether a name leads to the folder that is open."""
-    try:
-        return os.path.samestat(tree.stat(), os.fstat(fd))
-    except FileNotFoundError:
-        return False
-
-
-def _try_lock(fd: int) -> bool:
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
 
 
 def _write_whole(path: Path, data: bytes) -> None:

@@ -322,7 +322,7 @@ class SandboxClient:
             "POST", path, SnapshotInfo, request, patient=True
         )  # the calls before it may take long
 
-    async def keep(self, snapshot_id: str, key: str) -> ImageInfo:
+    async def keep(self, snapshot_id: str, wanted: KeepRequest) -> ImageInfo:
         """Keep a snapshot as an image of the server's host, named `atropos-build:KEY`.
 
         Raises:
@@ -330,7 +330,7 @@ class SandboxClient:
             NotSupported: it has several layers.
         """
         path = f"/v1/snapshots/{snapshot_id}/image"
-        return await self._requests.ask("POST", path, ImageInfo, KeepRequest(key=key), patient=True)
+        return await self._requests.ask("POST", path, ImageInfo, wanted, patient=True)
 
     async def find_image(self, source: str) -> ImageInfo | None:
         """What a source means on the server's host, where that is known without preparing anything.
@@ -364,6 +364,7 @@ class SandboxClient:
             "parent": image.parent or "",
             "parent_source": image.parent_source or "",
             "bytes": str(image.bytes),
+            "settings": image.model_dump_json(include={"env", "workdir", "user"}),
         }
         raw = await self._requests.pipe(f"/v1/images/{image.id}/layer", to._requests, query, "application/x-tar")
         return ImageInfo.model_validate_json(raw)

@@ -65,7 +65,7 @@ class ContainerClient(FileClient, Protocol):
         """Have the server pull and unpack an image."""
         ...
 
-    async def keep(self, snapshot_id: str, key: str) -> wire.ImageInfo:
+    async def keep(self, snapshot_id: str, wanted: wire.KeepRequest) -> wire.ImageInfo:
         """Keep a snapshot as an image of the container's host."""
         ...
 

@@ -7,10 +7,16 @@ in `SandboxClient.acquire`.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import hashlib
 import logging
-from collections.abc import Callable
+import os
+import tempfile
+from collections.abc import AsyncGenerator, Callable
+from pathlib import Path
 
 from atropos.errors import ImageUnavailable, SlotLost
+from atropos.images.locks import locked
 from atropos.images.reference import SERVERS_OWN, ImageSource
 from atropos.slots.container_link import ContainerLink
 from atropos.slots.image_sources import Archive, archive_of
@@ -19,7 +25,7 @@ from atropos.wire import ImageInfo, ImageState
 
 log = logging.getLogger("atropos.slots")
 Progress = Callable[[str, ImageState], None]
-"""Called with a container's id and how far the image is prepared there."""
+"""Called with a container's id and how far the image is prepared there; of a build, with no id."""
 
 
 class PoolImages:
@@ -69,6 +75,22 @@ class PoolImages:
             if (found := await link.client.find_image(source)) is not None:
                 return found
         return None
+
+    @contextlib.asynccontextmanager
+    async def building(self, key: str, waiting: Callable[[], None]) -> AsyncGenerator[ImageInfo | None]:
+        """Around what makes the image of a key: one maker at a time, over all processes of this machine.
+
+        Gives the image where it is there already. `waiting` is called while another one makes it.
+        """
+        config = self._state.config
+        folder = Path(tempfile.gettempdir(), f"atropos-builds-{os.geteuid()}")
+        folder.mkdir(mode=0o700, exist_ok=True)
+        place = hashlib.sha256(f"{config.backend} {config.image_store.folder} {key}".encode()).hexdigest()
+        with self._state.counters.measure(self._state.counters.build.observe) as outcome:
+            async with locked(folder / place, waiting):
+                found = await self.find(f"atropos-build:{key}")
+                outcome.result = "ok" if found is None else "found"
+                yield found
 
     def _task(
         self, link: ContainerLink, name: str, archive: Archive | None, progress: Progress | None

@@ -7,9 +7,9 @@ import logging
 import os
 import secrets
 from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from types import MappingProxyType
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 from atropos import wire
 from atropos.errors import AcquireTimeout, BackendUnavailable, ConfigError, ImageUnavailable, SandboxError
@@ -28,12 +28,20 @@ from atropos.slots.snapshots import Snapshot
 from atropos.slots.state import SharedState
 from atropos.slots.stats import Percentiles, PoolStats, gauges
 from atropos.slots.task_owner import Tasks
-from atropos.wire import ImageInfo, LeaseLimits
+from atropos.wire import ImageInfo, ImageState, LeaseLimits
 
 log = logging.getLogger("atropos.slots")
 
 STOP_RELEASE_S = 2.0
 """How long `stop` waits for slots to be given back one by one; a container that ends ends its leases anyway."""
+
+
+class Buildable(Protocol):
+    """What becomes an image on a pool by being built: a task, a Dockerfile (`atropos.tasks.folder.load_task`)."""
+
+    async def build(self, pool: SlotPool, progress: Callable[[ImageState], None]) -> ImageInfo:
+        """Build it, unless that is done; the image of its last step."""
+        ...
 
 
 class SlotPool:
@@ -274,22 +282,34 @@ class SlotPool:
                 why = f"{why}; the snapshot can't be copied to another container: {snapshot.stays_because}"
             raise AcquireTimeout(f"no slot came free within {timeout_s:g} s: {why}") from None
 
-    async def prepare(self, image: str, *, progress: Progress | None = None) -> ImageInfo | None:
-        """Have all containers pull and unpack an image, so that leases on it begin at once.
+    async def prepare(self, image: str | Buildable, *, progress: Progress | None = None) -> ImageInfo | None:
+        """Have all containers pull and unpack an image, or build one, so that leases on it begin at once.
 
         Args:
-            image: as in `acquire`.
-            progress: called with a container's id and how far it is there.
+            image: as in `acquire`; or what is built: a task, a Dockerfile.
+            progress: called with a container's id and how far it is there; of a build, with no id.
 
         Returns:
-            What the image is; None where no container is up yet: leases on it prepare it then.
+            What the image is; its `source` is what leases name. None where no container is up yet: leases on it prepare
+            it then.
 
         Raises:
             ConfigError: it names no image, or none that is here.
             ImageUnavailable: it can't be prepared; says which phase failed.
         """
         self._state.require_running()
-        return (await self._images.prepare(image, progress))[1]
+        if isinstance(image, str):
+            return (await self._images.prepare(image, progress))[1]
+        return await image.build(self, lambda state: None if progress is None else progress("", state))
+
+    def building(self, key: str, waiting: Callable[[], None]) -> AbstractAsyncContextManager[ImageInfo | None]:
+        """Around what makes and keeps (`Slot.keep`) the image of a key, for what builds images.
+
+        Gives the image where it is there already; else there is one maker at a time, over all processes of this machine.
+        `waiting` is called again and again while another one makes it, and ends the wait by raising.
+        """
+        self._state.require_running()
+        return self._images.building(key, waiting)
 
     async def find_built(self, key: str) -> ImageInfo | None:
         """What `Slot.keep` kept under a key, if a host of the pool's containers has it."""

@@ -509,13 +509,14 @@ class Slot:
         info = await self._link.client.snapshot(self._lease, beside=beside)
         return Snapshot(self._link, info, self.limits)
 
-    async def keep(self, key: str) -> wire.ImageInfo:
+    async def keep(self, key: str, settings: wire.ImageSettings | None = None) -> wire.ImageInfo:
         """Keep the workspace as an image of the host, on what the lease stands on; then give the slot back.
 
         Leases get it by its source, `atropos-build:KEY`, also after the pool has ended. Its running processes end.
 
         Args:
             key: SHA-256, in hexadecimal, of what it was made of and how; what is kept under a key already stays.
+            settings: what commands on the image start with; None: nothing of its own.
 
         Raises:
             SandboxError: a writer was left, so that it can't be trusted.
@@ -523,7 +524,8 @@ class Slot:
             NotSupported: the lease stands on a snapshot.
         """
         async with await self.snapshot() as snapshot:
-            image = await self._link.client.keep(snapshot.id, key)
+            wanted = wire.KeepRequest(key=key, **(settings or wire.ImageSettings()).model_dump())
+            image = await self._link.client.keep(snapshot.id, wanted)
         await self.release()
         return image
 

@@ -87,6 +87,7 @@ class Counters:
         acquire: by `start` (warm: room was there at once; cold: a container or a slot had to come) and result.
         fork: the same for leases on a snapshot, by result.
         prepare: an image in one container, by result.
+        build: a step of a Dockerfile or task, by result; `found`: another one had built it meanwhile.
         operation: every operation in a slot, by its name and outcome.
         reset: slots given back, as their servers measured it; retired where the sandbox could not be confirmed gone.
         faults: infrastructure failures that callers met, by code.
@@ -99,6 +100,7 @@ class Counters:
         self.acquire = Histogram("atropos_pool_acquire_seconds", "Time to lease an empty slot.", "start", "result")
         self.fork = Histogram("atropos_pool_fork_seconds", "Time to lease a slot on a snapshot.", "result")
         self.prepare = Histogram("atropos_pool_prepare_seconds", "Time to prepare an image in a container.", "result")
+        self.build = Histogram("atropos_pool_build_seconds", "Time to build a step of an image.", "result")
         self.operation = Histogram(
             "atropos_pool_operation_seconds", "Time of operations in slots, exec among them.", "operation", "result"
         )
@@ -139,7 +141,10 @@ class Counters:
             counter("atropos_pool_leases_lost_total", "Leases that ended with their slot or container.", self.lost),
             counter("atropos_pool_containers_lost_total", "Containers lost while connected.", self.containers_lost),
             counter("atropos_pool_faults_total", "Infrastructure failures by code.", dict(self.faults), "code"),
-            *(each.family() for each in (self.acquire, self.fork, self.prepare, self.operation, self.reset)),
+            *(
+                each.family()
+                for each in (self.acquire, self.fork, self.prepare, self.build, self.operation, self.reset)
+            ),
         ]
 
 

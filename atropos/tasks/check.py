@@ -24,9 +24,10 @@ from atropos.tasks.carry import TaskBroken, VerifierFailed
 from atropos.tasks.config import StepSection
 from atropos.tasks.folder import Task, TaskSet
 from atropos.tasks.limits import STAND_INS, Fit, Policy, Room, fit
-from atropos.tasks.prepare import PrepareState, Progress, TaskImages
+from atropos.tasks.prepare import Progress, TaskImages
 from atropos.tasks.reward import Verdict
 from atropos.tasks.verifier_mode import Choice, Mode, choose
+from atropos.wire import ImageState
 
 Agent = Literal["oracle", "nop", "script"]
 LEAST = Room(memory_mib=1024, disk_mib=512)
@@ -101,7 +102,7 @@ async def check(
     config: CheckConfig,
     *,
     done: Callable[[TaskFinding], None] | None = None,
-    progress: Callable[[Task, PrepareState], None] | None = None,
+    progress: Callable[[Task, ImageState], None] | None = None,
 ) -> list[TaskFinding]:
     """Check all tasks of a set, several at once.
 

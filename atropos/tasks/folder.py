@@ -13,7 +13,7 @@ import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import ValidationError
 
@@ -23,7 +23,10 @@ from atropos.tasks.archive import Context
 from atropos.tasks.compose import COMPOSE_FILES, read_compose
 from atropos.tasks.config import AgentSection, Artifact, StepSection, TaskConfig, VerifierSection
 from atropos.tasks.recipe import DEFAULT_WORKDIR, Copy, Folder, Recipe, Run, Step, StepSettings
-from atropos.wire import LeaseLimits
+from atropos.wire import ImageInfo, ImageState, LeaseLimits
+
+if TYPE_CHECKING:
+    from atropos.slots import SlotPool
 
 SETUP = "setup.sh"
 _MARKS = ("task.toml", "task.yaml", "instruction.md")
@@ -122,6 +125,16 @@ class Task:
         added = self.filled({**self.config.environment.env, **env})
         return StepSettings(base.workdir, {**base.env, **added}, base.user if user is None else _plain_user(str(user)))
 
+    async def build(self, pool: SlotPool, progress: Callable[[ImageState], None]) -> ImageInfo:
+        """For `SlotPool.prepare`: as `TaskImages.build`, with its defaults.
+
+        Raises:
+            TaskBroken: an image can't be had, or a step failed; says which, with the last lines of its output.
+        """
+        from atropos.tasks.prepare import TaskImages
+
+        return await TaskImages(pool).build(self, progress)
+
     def filled(self, env: Mapping[str, str]) -> dict[str, str]:
         """Variables with `${NAME}` and `${NAME:-default}` replaced by what the operator gives."""
 
@@ -216,10 +229,10 @@ def load_task(
     images: Mapping[str, StepSettings] | None = None,
     prebuilt: bool = False,
 ) -> Task:
-    """One task folder, checked.
+    """One task folder, checked; or a Dockerfile alone, as a task with a workspace and nothing else.
 
     Args:
-        path: the folder.
+        path: the folder, or the Dockerfile, whose folder is the build context.
         variables: what `${NAME}` in its files may stand for.
         images: what the images it names set, where that is known.
         prebuilt: `docker_image` is used, and not the Dockerfile beside it.
@@ -228,6 +241,9 @@ def load_task(
         ConfigError: names the file, the field and the cure.
     """
     root = Path(path).resolve()
+    if root.is_file():
+        recipe = dockerfile.parse(root, images)
+        return Task(root.parent.name, root, "", TaskConfig(), root.parent, recipe, tests=(), solution=None)
     if (root / "task.yaml").is_file() and not (root / "task.toml").exists():
         from atropos.tasks.terminal_bench import load_terminal_bench
 

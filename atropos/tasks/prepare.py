@@ -8,16 +8,14 @@ already is one look-up. Every trajectory then leases the last step's image.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import fnmatch
 import hashlib
 import json
 import tempfile
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
 
 from atropos.errors import ConfigError, ImageUnavailable
 from atropos.images.reference import POOL_BASE
@@ -28,7 +26,7 @@ from atropos.tasks.carry import TaskBroken
 from atropos.tasks.folder import Task, load_task
 from atropos.tasks.limits import STAND_INS
 from atropos.tasks.recipe import Copy, Download, Folder, Recipe, Run, Stage, Step, StepSettings
-from atropos.wire import ImageInfo, ImageState
+from atropos.wire import ImageInfo, ImageSettings, ImageState
 
 RULES = 1
 """Part of every key: another number when a step's result changes though its instruction doesn't."""
@@ -36,31 +34,10 @@ _LAST = 1 << 30
 """Number of the last stage."""
 
 
-@dataclass(frozen=True)
-class PrepareState:
-    """How far a task is prepared.
-
-    Attributes:
-        detail: the image that is pulled, or the step's instruction; of a failure the reason with the last lines.
-    """
-
-    phase: Literal["queued", "waiting", "pulling", "unpacking", "building", "ready", "failed"]
-    detail: str = ""
-    done: float | None = None
-    step: int = 0
-    steps: int = 0
-
-    def __str__(self) -> str:
-        if self.phase == "building":
-            return f"building step {self.step}/{self.steps}"
-        share = "" if self.done is None else f" {self.done:.0%}"
-        return f"{self.phase}{share}"
+Progress = Callable[[ImageState], None]
 
 
-Progress = Callable[[PrepareState], None]
-
-
-def _silent(_: PrepareState) -> None:
+def _silent(_: ImageState) -> None:
     pass
 
 
@@ -109,6 +86,11 @@ class _Build:
             raise TaskBroken(f"{self.task.name}: its build took longer than environment.build_timeout_sec")
         return left
 
+    def waiting(self) -> None:
+        """Another one builds the step."""
+        self.left()
+        self.progress(ImageState(source=self.task.name, phase="waiting"))
+
 
 class TaskImages:
     """The images of tasks on one pool.
@@ -122,7 +104,6 @@ class TaskImages:
         self.pool = pool
         self._stand_ins = tuple(stand_ins)
         self._scratch = ""
-        self._locks: dict[str, asyncio.Lock] = {}
         self.counters: Counter[str] = Counter()
         """`steps`: carried out; `hits`: tasks that were there already."""
 
@@ -134,15 +115,38 @@ class TaskImages:
             ConfigError: a file of the task can't be packed.
             SandboxError: the infrastructure failed.
         """
-        report = progress or _silent
-        report(PrepareState("queued"))
+        return (await self._reported(task, progress or _silent, self._prepare))[0]
+
+    async def build(self, task: Task, progress: Progress | None = None) -> ImageInfo:
+        """As `prepare`, to an image that carries the task's environment, folder and user for any lease on it.
+
+        Raises:
+            TaskBroken, ConfigError, SandboxError: as `prepare`.
+        """
+        return (await self._reported(task, progress or _silent, self._with_settings))[1]
+
+    async def _reported(
+        self, task: Task, report: Progress, work: Callable[[Task, Progress], Awaitable[tuple[Prepared, ImageInfo]]]
+    ) -> tuple[Prepared, ImageInfo]:
+        report(ImageState(source=task.name, phase="queued"))
         try:
-            prepared = await self._prepare(task, report)
+            prepared, image = await work(task, report)
         except TaskBroken as error:
-            report(PrepareState("failed", str(error)))
+            report(ImageState(source=task.name, phase="failed", error=str(error)))
             raise
-        report(PrepareState("ready", prepared.image))
-        return prepared
+        report(ImageState(source=image.source, phase="ready", done=1.0, image=image))
+        return prepared, image
+
+    async def _with_settings(self, task: Task, report: Progress) -> tuple[Prepared, ImageInfo]:
+        prepared, image = await self._prepare(task, report)
+        of = prepared.task.agent_settings
+        settings = ImageSettings(env=dict(of.env), workdir=of.workdir, user=of.user)
+        key = _hash(RULES, image.id, "settings", settings.model_dump())
+        async with self.pool.building(key, lambda: None) as found:
+            if found is not None:
+                return prepared, found
+            async with self.pool.lease(f"build-{task.name}", image=image.source, limits=task.limits) as slot:
+                return prepared, await slot.keep(key, settings)
 
     async def pull(self, task: Task, progress: Progress | None = None) -> Task:
         """Pull the images that a task names, unless that is done. Returns the task with what they set.
@@ -164,7 +168,7 @@ class TaskImages:
             task = replace(read, limits=task.limits)
         return task, found
 
-    async def _prepare(self, task: Task, report: Progress) -> Prepared:
+    async def _prepare(self, task: Task, report: Progress) -> tuple[Prepared, ImageInfo]:
         task, found = await self._pulled(task, report)
         plan = await asyncio.to_thread(self._plan, task, found)
         last = plan[_LAST]
@@ -176,7 +180,7 @@ class TaskImages:
             image = await self._stage(_Build(task, plan, report, count, end), _LAST)
         else:
             self.counters["hits"] += 1
-        return Prepared(task, f"atropos-build:{key}", image.bytes)
+        return Prepared(task, image.source, image.bytes), image
 
     # ---------------------------------------------------------------------------------------------------------- images
 
@@ -188,7 +192,7 @@ class TaskImages:
 
         def seen(_: str, state: ImageState) -> None:
             if state.phase not in {"ready", "failed"}:
-                report(PrepareState(state.phase, name or "", state.done))
+                report(state.model_copy(update={"source": name or source}))
 
         with tempfile.TemporaryDirectory(prefix="atropos-scratch-") as empty:
             if name is None or self._stands_in(name):
@@ -254,23 +258,11 @@ class TaskImages:
         current = stage.parent if image is None else image
         source = stage.source if image is None else image.source
         for key, step in stage.steps[first:]:
-            async with self._only(key):
-                found = await self.pool.find_built(key)
+            async with self.pool.building(key, build.waiting) as found:
                 current = found or await self._step(build, key, step, source)
             build.done.add(key)
             source = current.source
         return current
-
-    @contextlib.asynccontextmanager
-    async def _only(self, key: str) -> AsyncGenerator[None]:
-        """One build of a key at a time."""
-        lock = self._locks.setdefault(key, asyncio.Lock())
-        try:
-            async with lock:
-                yield
-        finally:
-            if not lock.locked():
-                self._locks.pop(key, None)
 
     async def _step(self, build: _Build, key: str, step: Step, source: str) -> ImageInfo:
         brought = None
@@ -280,7 +272,7 @@ class TaskImages:
             brought = await self._fetched(build, step)
         name = f"build-{build.task.name}"
         number = len(build.done) + 1
-        build.progress(PrepareState("building", _text(step), None, number, build.steps))
+        build.progress(ImageState(source=_text(step), phase="building", step=number, steps=build.steps))
         self.counters["steps"] += 1
         try:
             async with self.pool.lease(name, image=source, limits=build.task.limits) as slot:

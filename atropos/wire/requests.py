@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, Json
 
 from atropos.wire.base import VERSION, WireMessage
 from atropos.wire.operations import Operation
@@ -41,8 +41,16 @@ class LeaseRequest(WireMessage):
     limits: LeaseLimits | None = Field(default=None, description="instead of the server's; None: a slot as configured")
 
 
-class ImageInfo(WireMessage):
-    """An unpacked image, and what its configuration says of the commands in it."""
+class ImageSettings(WireMessage):
+    """What an image says of the commands in it."""
+
+    env: dict[str, str] = Field(default_factory=dict)
+    workdir: str | None = None
+    user: str | None = None
+
+
+class ImageInfo(ImageSettings):
+    """An unpacked image."""
 
     id: str = Field(pattern=r"^[0-9a-f]{64}$", description="SHA-256 of its configuration, or of how it was built")
     source: str = Field(description="the source it was first pulled from")
@@ -51,9 +59,6 @@ class ImageInfo(WireMessage):
         default=None, description="id of the image that it is a layer of, or atropos-base:NAME; None: it is whole"
     )
     parent_source: str | None = Field(default=None, description="source of that image")
-    env: dict[str, str] = Field(default_factory=dict)
-    workdir: str | None = None
-    user: str | None = None
     entrypoint: tuple[str, ...] = ()
     cmd: tuple[str, ...] = ()
 
@@ -77,7 +82,7 @@ class ImageRequest(WireMessage):
     wait_s: float = Field(default=0, ge=0, le=60, description="answer when it is ready or failed, or after this time")
 
 
-class KeepRequest(WireMessage):
+class KeepRequest(ImageSettings):
     """POST /v1/snapshots/{id}/image: keep a snapshot as an image, on what its lease stood on."""
 
     key: str = Field(pattern=r"^[0-9a-f]{64}$", description="what it was made of and how; names it: atropos-build:KEY")
@@ -89,16 +94,25 @@ class LayerOffer(WireMessage):
     parent: str = Field(pattern=r"^([0-9a-f]{64}|atropos-base:.{1,200})$")
     parent_source: str = Field(min_length=1, max_length=1000)
     bytes: int = Field(ge=0)
+    settings: Json[ImageSettings] = ImageSettings()
 
 
 class ImageState(WireMessage):
-    """How far an image is prepared."""
+    """How far an image is prepared, or built: `pulling 40%`, `building step 3/7`."""
 
-    source: str
-    phase: Literal["queued", "waiting", "pulling", "unpacking", "ready", "failed"]
+    source: str = Field(description="what is prepared; while building, the step's instruction")
+    phase: Literal["queued", "waiting", "pulling", "unpacking", "building", "ready", "failed"]
     done: float | None = Field(default=None, description="share of the phase, from 0 to 1, where it is known")
-    error: str = ""
+    step: int = Field(default=0, description="while building: the step's number, from 1")
+    steps: int = 0
+    error: str = Field(default="", description="of a failure: its reason; of a build's with the last 50 lines")
     image: ImageInfo | None = None
+
+    def __str__(self) -> str:
+        if self.phase == "building":
+            return f"building step {self.step}/{self.steps}"
+        share = "" if self.done is None or self.phase == "ready" else f" {self.done:.0%}"
+        return f"{self.phase}{share}"
 
 
 class ImageList(WireMessage):

@@ -29,6 +29,20 @@ def test_an_image_is_prepared_once_and_a_command_runs_on_it(tmp_path, images):
     assert (ran.returncode, ran.stdout) == (0, "hello/srv/app\n"), ran.stderr
 
 
+def test_a_dockerfile_is_built_and_a_command_runs_on_what_its_instructions_set(tmp_path):
+    (tmp_path / "Dockerfile").write_text("FROM debian\nENV WHO=me\nWORKDIR /srv\nRUN echo made > it\n")
+    store = str(tmp_path / "store")
+    done = atropos("image", "prepare", str(tmp_path / "Dockerfile"), "--store", store)
+    assert done.returncode == 0, done.stderr
+    assert "building step 2/2" in done.stderr
+    assert done.stdout.split()[1].startswith("atropos-build:")
+    ran = atropos("exec", "cat it; echo $WHO", "--image", str(tmp_path / "Dockerfile"))
+    assert (ran.returncode, ran.stdout) == (0, "made\nme\n"), ran.stderr
+    (tmp_path / "Dockerfile").write_text("FROM debian\nRUN echo no; exit 3\n")
+    failed = atropos("image", "prepare", str(tmp_path / "Dockerfile"), "--store", store)
+    assert (failed.returncode, "step 1/1" in failed.stderr, "Traceback" in failed.stderr) == (1, True, False)
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [

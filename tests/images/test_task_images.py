@@ -1,13 +1,16 @@
 """Tasks over the image store: what they name is pulled, what they build is kept, and no step runs twice."""
 
+import asyncio
 import contextlib
 import hashlib
 import os
+import sys
 from dataclasses import replace
 
 import pytest
 
 from atropos.errors import ImageUnavailable
+from atropos.metrics import exposition
 from atropos.tasks import steps, workspace
 from atropos.tasks.carry import TaskBroken
 from atropos.tasks.folder import load_task
@@ -82,8 +85,58 @@ async def test_a_step_that_fails_is_named_with_its_last_lines_and_not_kept(tmp_p
             with pytest.raises(TaskBroken, match=r"task: step 2/2: .*seq 100.* ended with 3: 51\n52\n") as failure:
                 await images.prepare(task, progress=states.append)
             assert str(failure.value).endswith("\n99\n100")
-            assert (states[-1].phase, states[-1].detail) == ("failed", str(failure.value))
+            assert (states[-1].phase, states[-1].error) == ("failed", str(failure.value))
         assert images.counters["steps"] == 3
+
+
+async def test_a_pool_prepares_a_task_or_a_dockerfile_and_leases_what_its_env_workdir_and_user_say(tmp_path):
+    task = make(tmp_path / "task", TWELVE, toml='[environment.env]\nMORE = "1"\n')
+    states = []
+    async with pool_for(tmp_path) as pool:
+        for what in (task, load_task(tmp_path / "task/environment/Dockerfile")):
+            image = await pool.prepare(what, progress=lambda _, state: states.append(str(state)))
+            async with pool.lease("one", image=image.source) as slot:
+                r = await slot.exec("pwd; id -un; echo $WHO$MORE; ls; cat given.txt")
+                more = "1" if what is task else ""
+                assert r.output.splitlines() == ["/app", "daemon", f"me{more}", "given.txt", "log", "given"]
+        assert states[:2] + states[13:] == ["queued", "building step 1/12", "ready", "queued", "ready"]
+        (tmp_path / "task/environment/Dockerfile").write_text("FROM debian\nRUN echo no; exit 3\n")
+        with pytest.raises(TaskBroken, match=r"step 1/1: .*ended with 3: no"):
+            await pool.prepare(load_task(tmp_path / "task/environment/Dockerfile"))
+        text = exposition(pool.metrics())
+        assert 'atropos_pool_build_seconds_count{result="ok"} 14' in text
+        assert 'atropos_pool_build_seconds_count{result="error"} 1' in text
+
+
+async def test_processes_that_build_the_same_task_run_each_step_once(tmp_path):
+    make(tmp_path / "task", "FROM debian\nRUN sleep 1; head -c 8 /dev/urandom | od -x > /made\nRUN echo 2 > /two\n")
+    program = f"""
+import asyncio, sys
+from atropos.config import ImageStoreSettings
+from atropos.slots import SlotPool, SlotPoolConfig
+from atropos.tasks.folder import load_task
+from atropos.tasks.prepare import TaskImages
+
+async def main():
+    store = ImageStoreSettings(folder={str(tmp_path / "store")!r})
+    async with SlotPool(SlotPoolConfig(slots_per_container=1, max_containers=1, image_store=store)) as pool:
+        print("up", flush=True)
+        sys.stdin.readline()
+        images, states = TaskImages(pool), []
+        await images.prepare(load_task({str(tmp_path / "task")!r}), lambda state: states.append(str(state)))
+        print(images.counters["steps"], "waiting" in states, flush=True)
+
+asyncio.run(main())
+"""
+    pipe = asyncio.subprocess.PIPE
+    running = [
+        await asyncio.create_subprocess_exec(sys.executable, "-c", program, stdin=pipe, stdout=pipe) for _ in range(2)
+    ]
+    for each in running:
+        assert await each.stdout.readline() == b"up\n"
+    said = [out.split() for out, _ in await asyncio.gather(*(each.communicate(b"go\n") for each in running))]
+    assert sum(int(steps) for steps, _ in said) == 2, said
+    assert b"True" in {waited for _, waited in said}, said
 
 
 async def test_a_dockerfile_starts_from_the_image_that_it_names(tmp_path, images):

@@ -236,7 +236,7 @@ class Routes:
     async def keep(self, request: web.Request) -> web.Response:
         """POST /v1/snapshots/{id}/image: keep a snapshot as an image of the host's store."""
         wanted = await _body(request, KeepRequest)
-        return answer(await self._core.images.keep(request.match_info["id"], wanted.key))
+        return answer(await self._core.images.keep(request.match_info["id"], wanted))
 
     async def export(self, request: web.Request) -> web.StreamResponse:
         """GET /v1/snapshots/{id}/archive[?zstd=1]: its layers as a (zstd) tar."""

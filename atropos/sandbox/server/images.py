@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from atropos.errors import ConfigError, ImageUnavailable, NotSupported, SandboxError
 from atropos.images.reference import POOL_BASE, ImageSource
 from atropos.sandbox.server.snapshot_transfer import packed_layer, unpack_layer
-from atropos.wire import ImageInfo, ImageState, LayerOffer, LeaseRequest
+from atropos.wire import ImageInfo, ImageSettings, ImageState, KeepRequest, LayerOffer, LeaseRequest
 
 if TYPE_CHECKING:
     from atropos.images.store import Phase
@@ -92,7 +92,7 @@ class Images:
                 state = await self.prepare(source, 3600, archive)
         return state
 
-    async def keep(self, snapshot_id: str, key: str) -> ImageInfo:
+    async def keep(self, snapshot_id: str, wanted: KeepRequest) -> ImageInfo:
         """Keep a snapshot of one layer as an image on what its lease stood on.
 
         Raises:
@@ -108,7 +108,7 @@ class Images:
         below = self.image(base)
         parent = below.source if below is not None else POOL_BASE if base is None else f"atropos-base:{base}"
         layer = snapshot.layers[0]
-        image = _built(key, layer.bytes, parent if below is None else below.id, parent)
+        image = _built(wanted.key, layer.bytes, parent if below is None else below.id, parent, wanted)
         store = core.host.store
         core.snapshots.hold(snapshot.layers)
         try:
@@ -131,7 +131,7 @@ class Images:
             os.mkdir(target, 0o755)
             await unpack_layer(target, f"image atropos-build:{key}", chunks)
 
-        return await store.keep(_built(key, offer.bytes, offer.parent, offer.parent_source), fill)
+        return await store.keep(_built(key, offer.bytes, offer.parent, offer.parent_source, offer.settings), fill)
 
     @contextlib.asynccontextmanager
     async def layer(self, key: str) -> AsyncGenerator[AsyncIterator[bytes]]:
@@ -248,8 +248,17 @@ class Images:
             self._core.host.drop_base(base)
 
 
-def _built(key: str, size: int, parent: str, parent_source: str) -> ImageInfo:
-    return ImageInfo(id=key, source=f"atropos-build:{key}", bytes=size, parent=parent, parent_source=parent_source)
+def _built(key: str, size: int, parent: str, parent_source: str, settings: ImageSettings) -> ImageInfo:
+    return ImageInfo(
+        id=key,
+        source=f"atropos-build:{key}",
+        bytes=size,
+        parent=parent,
+        parent_source=parent_source,
+        env=settings.env,
+        workdir=settings.workdir,
+        user=settings.user,
+    )
 
 
 def _name(source: str) -> str:
