@@ -1,4 +1,4 @@
-"""Two things that asyncio leaves to its users: work that outlives a cancellation, and waits between attempts."""
+"""What asyncio leaves to its users: work that outlives a cancellation, waits between attempts, cheap reads."""
 
 from __future__ import annotations
 
@@ -6,6 +6,16 @@ import asyncio
 import random
 from collections.abc import Coroutine
 from typing import Any
+
+RECEIVE_BYTES = 65_536
+"""Most bytes of one read. glibc maps a buffer of 128 KiB or more anew for each read and gives it back: on Linux 6.18 in a
+virtual machine that takes 17 µs, ten times the read of a small frame."""
+
+
+def receive_small(transport: asyncio.BaseTransport | None) -> None:
+    """Have a transport of asyncio's own read at most `RECEIVE_BYTES` at once, instead of 256 KiB; others stay."""
+    if hasattr(transport, "max_size"):
+        transport.max_size = RECEIVE_BYTES  # pyright: ignore[reportAttributeAccessIssue, reportOptionalMemberAccess]
 
 
 async def outlive(work: Coroutine[Any, Any, None]) -> None:

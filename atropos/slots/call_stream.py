@@ -23,6 +23,7 @@ import aiohttp
 from pydantic import ValidationError
 
 from atropos import tracing
+from atropos.aio import receive_small
 from atropos.errors import BackendUnavailable, OutcomeUnknown, SandboxError, SlotLost, from_code
 from atropos.wire import (
     MAX_FRAME_BYTES,
@@ -243,6 +244,7 @@ class CallStream:
                     autoping=True,
                     timeout=aiohttp.ClientWSTimeout(ws_close=0.2),  # pyright: ignore[reportCallIssue]
                 )
+                receive_small(socket._conn and socket._conn.transport)  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
                 try:
                     await self._greet(socket)
                 except BaseException:

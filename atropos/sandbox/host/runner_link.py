@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import ValidationError
 from pydantic_core import from_json
 
+from atropos.aio import RECEIVE_BYTES
 from atropos.errors import SandboxError
 from atropos.wire import MAX_FILE_BYTES, OP_RESULT
 
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
 
 _MAX_HEADER = 32 * 1024 * 1024
 _MAX_QUEUED = 128 * 1024 * 1024
-_READ = 1 << 18
 _BLOBS = frozenset(("output", "stdout", "stderr", "data"))
 _KINDS = {
     "exec": "exec_result",
@@ -201,7 +201,7 @@ class RunnerLink:
 
     def _readable(self) -> None:
         try:
-            data = os.read(self._fd, _READ)
+            data = os.read(self._fd, RECEIVE_BYTES)
         except BlockingIOError:
             return
         except OSError as error:

@@ -11,6 +11,7 @@ import aiohttp
 from aiohttp import web
 from pydantic import BaseModel, ValidationError
 
+from atropos.aio import receive_small
 from atropos.errors import PoolFull, SandboxError
 from atropos.metrics import CONTENT_TYPE
 from atropos.net.admission import BearerToken
@@ -309,6 +310,7 @@ class Routes:
         await socket.prepare(request)
         transport = request.transport
         if isinstance(transport, asyncio.Transport):
+            receive_small(transport)
             await Stream(self._core, socket, transport).run()
         return socket
 

@@ -1,12 +1,14 @@
-"""Work that outlives a cancellation loses neither the cancellation nor its own error; waits double and are bounded."""
+"""Work that outlives a cancellation loses neither the cancellation nor its own error; waits double and are bounded; reads are small."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import socket
 
 import pytest
 
-from atropos.aio import backoff_s, outlive
+from atropos.aio import RECEIVE_BYTES, backoff_s, outlive, receive_small
 
 
 async def cancelled_while(work) -> asyncio.Task[None]:
@@ -60,3 +62,33 @@ def test_waits_double_up_to_a_bound():
     for attempt, longest in enumerate([0.2, 0.4, 0.8, 1.0, 1.0]):
         assert longest / 2 <= backoff_s(attempt, first_s=0.2, longest_s=1.0) <= longest
     assert backoff_s(10_000, first_s=0.2, longest_s=1.0) <= 1.0
+
+
+async def test_a_connection_of_small_frames_reads_no_more_than_its_bound_at_once():
+    sizes: list[int] = []
+    ended = asyncio.Event()
+
+    class Receiver(asyncio.Protocol):
+        def connection_made(self, transport: asyncio.BaseTransport) -> None:
+            receive_small(transport)
+
+        def data_received(self, data: bytes) -> None:
+            sizes.append(len(data))
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            ended.set()
+
+    ours, theirs = socket.socketpair()
+    for end in (ours, theirs):
+        end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)
+        end.setblocking(False)
+    sent = 0
+    with contextlib.suppress(BlockingIOError):  # more than a bound waits before the first read
+        while sent < 2 * RECEIVE_BYTES:
+            sent += theirs.send(bytes(2 * RECEIVE_BYTES - sent))
+    assert sent > RECEIVE_BYTES
+    await asyncio.get_running_loop().connect_accepted_socket(Receiver, ours)
+    theirs.close()
+    await asyncio.wait_for(ended.wait(), 10)
+    assert sum(sizes) == sent
+    assert max(sizes) <= RECEIVE_BYTES
