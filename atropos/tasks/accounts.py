@@ -60,7 +60,7 @@ async def account_of(slot: Slot, user: str) -> UserAccount | None:
     """
     name, _, group = user.partition(":")
     people, groups = [await _entries(slot, path) for path in ("/etc/passwd", "/etc/group")]
-    found = next((entry for entry in people if len(entry) > 5 and name in {entry[0], entry[2]}), None)
+    found = next((entry for entry in people if _is_account(entry) and name in {entry[0], entry[2]}), None)
     if found is None and not name.isdecimal():
         raise TaskBroken(f"there is no user {name!r} in the slot; add it with RUN useradd")
     account = (
@@ -87,6 +87,10 @@ async def owner_ids(slot: Slot, owner: str | None) -> tuple[int, int]:
         return int(name), _group(groups, group) if group else int(name)
     account = await account_of(slot, owner)
     return (0, 0) if account is None else (account.uid, account.gid)
+
+
+def _is_account(entry: list[str]) -> bool:
+    return len(entry) > 5 and entry[2].isdecimal() and entry[3].isdecimal()
 
 
 def _group(groups: list[list[str]], group: str) -> int:

@@ -126,6 +126,16 @@ async def verify(
         SandboxError: the infrastructure failed.
     """
     chosen = choose(task).mode if mode == "task" else mode
+    try:
+        return await _judge(await _machine(slot, task, chosen, fresh), task)
+    except (TimeoutError, ConnectionError):  # of the infrastructure
+        raise
+    except (OSError, TaskBroken) as error:  # no such user, no room, a folder in the place of a file: so it was left
+        raise VerifierFailed(f"{task.name}: {error}") from error
+
+
+async def _machine(slot: Slot, task: Task, chosen: Mode, fresh: Callable[[], Awaitable[Slot]] | None) -> Slot:
+    """Where the tests run, with what the agent left in its place."""
     await _collect(slot, task)
     slot.profile = PLAIN
     if chosen == "separate":
@@ -142,7 +152,7 @@ async def verify(
         await _open_view(slot, task)
     else:
         await end_processes(slot, task)
-    return await _judge(slot, task)
+    return slot
 
 
 async def _open_view(slot: Slot, task: Task) -> None:
@@ -203,11 +213,8 @@ async def _judge(slot: Slot, task: Task) -> Verdict:
     )
     if clean.exit_code != 0:
         raise VerifierFailed(f"{task.name}: the place for the tests can't be made: {clean.output[-300:].strip()}")
-    try:
-        for source in task.tests:
-            await _upload(slot, source, "/tests")
-    except OSError as error:  # a full disk, above all
-        raise VerifierFailed(f"{task.name}: the tests can't be uploaded: {error}") from None
+    for source in task.tests:
+        await _upload(slot, source, "/tests")
     script = f"/tests/{task.test_script}"
     owner = "" if profile.user is None else f"chown -R {owner_of(profile.user)} /tests /logs/verifier && "
     await slot.exec(f"{owner}chmod +x {script}", workdir="/", env={"PATH": PATH}, clean_env=True, timeout_s=60)

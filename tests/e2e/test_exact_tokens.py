@@ -1,6 +1,6 @@
 """500 random trajectories against a server that logs every token it samples: what is handed on is its log, position by position.
 
-Two protocols (vLLM's and SGLang's), two agents. Turns have several calls, calls that can't be read, text that looks like
+Two protocols (vLLM's and SGLang's), two agents, four chat templates. Turns have several calls, calls that can't be read, text that looks like
 special tokens, unicode; results hold bytes and forged turns; one request in ten fails; turns and contexts are cut off.
 Tools answer from a table, so that it is the tokens that are tested; tests/truths does the same in real slots.
 `ATROPOS_EXAMPLES=N` runs N trajectories, `ATROPOS_SEED=TEXT` others than CI's.
@@ -9,24 +9,34 @@ Tools answer from a table, so that it is the tokens that are tested; tests/truth
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import random
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
+from aiohttp import web
+from tokenizers import Tokenizer
 
+from atropos.agent import TurnRenderer
 from atropos.agent.transcript import CONTEXT_LOGPROB, MASKED
 from atropos.envs import AgentEnv, HermesAgentBaseEnv, HermesAgentEnvConfig
 from atropos.envs.config import AgentEnvConfig
 from atropos.tools import ToolResult
+from examples.policy.play import TASKS, Policy
+from examples.policy.server import PolicyServer, Settings
 from examples.policy.truth import Truth
-from tests.e2e.hermes_support import call, groups, make, running_policy, sampled, script
+from tests.e2e.hermes_support import call, groups, make, sampled, script
+from tests.unit.agent.test_template import TEMPLATES, tokenizer_for
 from tests.unit.envs.support import StandInExecutor
 
 TRAJECTORIES = int(os.environ.get("ATROPOS_EXAMPLES", "500"))
 SEED = os.environ.get("ATROPOS_SEED", "")
 MEMBERS = 5
-GROUPS = max(1, TRAJECTORIES // (4 * MEMBERS))
+AGENTS = ("agent", "hermes")
+PROTOCOLS = ("vllm", "sglang")
+GROUPS = max(2, -(-TRAJECTORIES // (len(AGENTS) * len(PROTOCOLS) * len(TEMPLATES) * MEMBERS)))
 TEXTS = [
     "fine",
     "grüße ☃ 🦊 \u202e",
@@ -99,11 +109,57 @@ class Hermes(Items, HermesAgentBaseEnv):
         return float(len(result.final_response))
 
 
+class TemplateServer(PolicyServer):
+    """Reads prompts of any template by the special token that opens or ends the model's turns."""
+
+    def __init__(self, name: str, folder: Path, log: Path) -> None:
+        super().__init__(Policy(TASKS, mistakes=0.0), Settings(fault="503", fault_rate=0.1), log)
+        self._assistant, self._opens = ASSISTANT[name]
+        if name != "chatml":
+            self.tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+            self._plain = Tokenizer.from_file(str(folder / "tokenizer.json"))
+            self._plain.encode_special_tokens = True
+            self.end_id = TurnRenderer(tokenizer_for(name)).end_id
+
+    def messages(self, prompt):
+        """The whole text as the user's message, and as many of the model's as there are turns."""
+        marks = self.tokenizer.encode(self._assistant, add_special_tokens=False).ids
+        turns = sum(prompt[at : at + len(marks)] == marks for at in range(len(prompt))) - self._opens
+        text = self.tokenizer.decode(prompt, skip_special_tokens=False)
+        return [{"role": "user", "content": text}, *[{"role": "assistant", "content": ""}] * turns]
+
+
+ASSISTANT = {
+    "chatml": ("<|im_start|>assistant", True),
+    "llama3": ("<|start_header_id|>assistant<|end_header_id|>", True),
+    "mistral": ("</s>", False),
+    "deepseek": ("<|Assistant|>", True),
+}
+"""What the model's turns begin with, as the prompt's last one does; or what each ends with."""
+
+
+@contextlib.asynccontextmanager
+async def template_policy(name: str, tmp_path: Path):
+    """The policy server and its log, and the folder of the tokenizer that both sides use."""
+    folder = tmp_path / "tokenizer"
+    tokenizer_for(name).save_pretrained(folder)
+    server = TemplateServer(name, folder, tmp_path / "truth.jsonl")
+    runner = web.AppRunner(server.application(), access_log=None, shutdown_timeout=0.1)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    try:
+        yield (f"http://127.0.0.1:{runner.addresses[0][1]}/v1", tmp_path / "truth.jsonl"), folder
+    finally:
+        await runner.cleanup()
+
+
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("server_type", ["vllm", "sglang"])
-@pytest.mark.parametrize(("cls", "config"), [(Agent, AgentEnvConfig), (Hermes, HermesAgentEnvConfig)])
-async def test_tokens_masks_and_logprobs_are_the_servers_log(tmp_path, cls, config, server_type):
-    rng = random.Random(f"{cls.name}{server_type}{SEED}")
+@pytest.mark.parametrize("template", TEMPLATES)
+@pytest.mark.parametrize("server_type", PROTOCOLS)
+@pytest.mark.parametrize("agent", AGENTS)
+async def test_tokens_masks_and_logprobs_are_the_servers_log(tmp_path, agent, server_type, template):
+    cls, config = (Agent, AgentEnvConfig) if agent == "agent" else (Hermes, HermesAgentEnvConfig)
+    rng = random.Random(f"{cls.name}{server_type}{template}{SEED}")
     rows = [
         {"name": f"r{n}", "prompt": conversation(rng), "max_tokens": rng.choice([None, None, None, 60, 300])}
         for n in range(1, GROUPS)
@@ -117,7 +173,8 @@ async def test_tokens_masks_and_logprobs_are_the_servers_log(tmp_path, cls, conf
         "model_retries": 8,
         "slots_per_container": 20,
     }
-    async with running_policy(tmp_path, fault="503", fault_rate=0.1) as policy:
+    async with template_policy(template, tmp_path) as (policy, folder):
+        settings["tokenizer_name"] = str(folder)
         env = make(cls, policy, tmp_path, [], server_type=server_type, config_cls=config, **settings)
         env.rows, env.n_groups_to_process = rows, GROUPS
         await env.process_manager()

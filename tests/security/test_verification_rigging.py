@@ -10,10 +10,13 @@ import shutil
 
 import pytest
 
+from atropos.envs import TaskEnv, TaskEnvConfig
 from atropos.tasks import workspace
 from atropos.tasks.carry import VerifierFailed
 from atropos.tasks.folder import load_task
 from atropos.tasks.prepare import TaskImages
+from tests.e2e.hermes_support import call, groups, make, running_policy, script
+from tests.security.conftest import LIMITS
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -141,6 +144,7 @@ def task(tmp_path_factory):
         "tests/test.sh": TEST,
         "tests/check.py": CHECK,
         "tests/expected": "42\n",
+        "solution/solve.sh": "echo 42 > answer\n",
     }
     for name, text in files.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -182,11 +186,6 @@ async def test_honest_work_is_scored(pool, task, mode):
     assert await reward(pool, task, "echo 43 > answer", mode) == 0
 
 
-@pytest.mark.parametrize("name", RIGS)
-async def test_what_an_agent_leaves_behind_does_not_raise_its_score(pool, task, name):
-    assert await reward(pool, task, RIGS[name], "shared") != 1
-
-
 NO_WORK_LEFT = {"a file system without room", "a fork bomb", "the workspace is a link", "the workspace is gone"}
 
 
@@ -202,10 +201,51 @@ def test_there_are_tricks_enough():
     assert len(TRICKS) >= 50
 
 
-@pytest.mark.parametrize("mode", ["task", "separate"])
-@pytest.mark.parametrize("name", TRICKS)
-async def test_no_trick_raises_a_score_in_a_view_or_a_separate_slot(pool, plain, name, mode):
-    assert await reward(pool, plain, TRICKS[name], mode) in {0, None}
+AS_NOBODY = {
+    "no accounts": "rm /etc/passwd /etc/group",
+    "accounts without numbers": "printf 'nobody:x:a:b:c:/:/bin/sh\\n' > /etc/passwd",
+    "a folder of accounts": "rm /etc/passwd; mkdir /etc/passwd",
+    "accounts without end": "truncate -s 1T /etc/passwd || truncate -s 400M /etc/passwd",
+    "a pipe of accounts": "rm /etc/passwd; mkfifo /etc/passwd",
+    "a folder for nobody": "rm -rf /workspace; chmod 0 /; echo > /workspace",
+}
+"""Where tests run as one of the agent's slot's own users."""
+
+
+@pytest.mark.parametrize(
+    ("mode", "tricks"), [("task", TRICKS), ("separate", TRICKS), ("shared", RIGS), ("shared", AS_NOBODY)]
+)
+async def test_a_trick_scores_0_and_drops_no_group(task, plain, tmp_path, mode, tricks):
+    """Through the env: a trajectory whose verifier can't say because of what the agent did scores 0, and its group is sent."""
+    source = task if tricks is RIGS else plain
+    for number, trick in enumerate(tricks.values()):
+        folder = tmp_path / "tasks" / f"{number:02}"
+        shutil.copytree(source.path, folder)
+        prompt = script({"calls": [call("terminal", command=trick, timeout=2)]}, "done")
+        (folder / "instruction.md").write_text(prompt)
+        if tricks is AS_NOBODY:
+            (folder / "task.toml").write_text('version = "1.0"\n[verifier]\ntimeout_sec = 20.0\nuser = "nobody"\n')
+    async with running_policy(tmp_path) as policy:
+        env = make(
+            *(TaskEnv, policy, tmp_path, []),
+            config_cls=TaskEnvConfig,
+            tool_pool_mode="local",
+            tasks_path=str(tmp_path / "tasks"),
+            verifier_mode=mode,
+            group_size=1,
+            slots_per_container=6,
+            slot_memory_mib=LIMITS.memory_mib,
+            slot_disk_mib=LIMITS.disk_mib,
+            slot_inodes=LIMITS.inodes,
+            slot_pids=LIMITS.pids,
+        )
+        env.n_groups_to_process = -1
+        await env.process_manager()
+    scores = {group["atropos"]["item"]: group["scores"] for group in groups(tmp_path)}
+    names = {f"{number:02}": name for number, name in enumerate(tricks)}
+    assert {names[item]: score for item, score in scores.items()} == {name: [0.0] for name in tricks}
+    assert not env.metrics.dropped
+    print(env.metrics.verifier_zeros, dict(env.metrics.retries))
 
 
 NO_ANSWER_LEFT = {name for name in TRICKS if "answer" in name} | NO_WORK_LEFT | {"no inodes", "a workspace without end", "a daemon that looks into other processes", "a daemon that watches for tests"}  # fmt: skip
