@@ -7,7 +7,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
 
-from . import against, env_load, ours, peers, swe_rex
+from . import against, env_load, harbor, ours, peers, swe_rex, transfers
 from .backends import backends
 from .stats import Row, row
 
@@ -285,6 +285,8 @@ CASES: dict[str, Case] = {
     "cold": cold,
     "backends": backends,
     "env": env,
+    "files": transfers.files,
+    "harbor": harbor.harbor,
 }
-NEEDS_ENGINES = frozenset({"backends"})
+NEEDS_ENGINES = frozenset({"backends", "harbor"})
 """Left out of a whole run that has no engine but local."""

@@ -18,7 +18,7 @@ import sys
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import aiohttp
 
@@ -124,14 +124,20 @@ class SweRex:
 
     async def own_client(self, parallel: int, n: int, *, bash: bool = False) -> tuple[list[float], float]:
         """Samples and seconds of `n` executes by SWE-ReX's own client in its own process, in sh or in bash."""
+        answer = await self._order({"parallel": parallel, "n": n, "bash": bash})
+        return answer["samples"], answer["seconds"]
+
+    async def upload(self, source: Path, target: Path) -> float:
+        """Seconds that SWE-ReX's own client takes to upload a file or folder."""
+        return (await self._order({"upload": str(source), "target": str(target)}))["seconds"]
+
+    async def _order(self, order: dict[str, Any]) -> dict[str, Any]:
         assert self._driver is not None
         assert self._driver.stdin is not None
         assert self._driver.stdout is not None
-        self._driver.stdin.write(json.dumps({"parallel": parallel, "n": n, "bash": bash}).encode() + b"\n")
+        self._driver.stdin.write(json.dumps(order).encode() + b"\n")
         await self._driver.stdin.drain()
-        line = await asyncio.wait_for(self._driver.stdout.readline(), 300)
-        answer = json.loads(line)
-        return answer["samples"], answer["seconds"]
+        return json.loads(await asyncio.wait_for(self._driver.stdout.readline(), 300))
 
 
 @contextlib.asynccontextmanager
