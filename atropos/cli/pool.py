@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
-from atropos.slots.backends.survey import Seen, Survey, open_survey
+from atropos.slots.backends.survey import Survey, SurveyedContainer, open_survey
 
 T = TypeVar("T")
 pool_app = typer.Typer(
@@ -115,7 +115,7 @@ def purge(
 ) -> None:
     """Remove a pool's containers, job and secret. Refused, with exit code 1, while a live client works in it."""
 
-    async def work(survey: Survey) -> tuple[list[Seen], int]:
+    async def work(survey: Survey) -> tuple[list[SurveyedContainer], int]:
         seen, _ = await survey.look()
         used = [] if force else await survey.in_use(seen)
         if not used:
@@ -130,7 +130,7 @@ def purge(
     typer.echo(f"{job_id} is purged" if count else f"{job_id} had no container; what else there was of it is purged")
 
 
-def _plain(job_id: str, seen: list[Seen], trouble: str) -> dict[str, Any]:
+def _plain(job_id: str, seen: list[SurveyedContainer], trouble: str) -> dict[str, Any]:
     """For scripts; tokens stay out."""
     return {
         "job_id": job_id,
@@ -148,7 +148,7 @@ def _plain(job_id: str, seen: list[Seen], trouble: str) -> dict[str, Any]:
     }
 
 
-def _table(job_id: str, seen: list[Seen], trouble: str) -> Table:
+def _table(job_id: str, seen: list[SurveyedContainer], trouble: str) -> Table:
     total = sum(each.status.slots for each in seen if each.status)
     leased = sum(each.status.leased for each in seen if each.status)
     title = f"{job_id}: {len(seen)} containers, {leased} of {total} slots leased"

@@ -16,7 +16,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from atropos.dashboard.live import Container, InFlight, LiveView
+from atropos.dashboard.live import ContainerSlots, InFlight, LiveView
 from atropos.dashboard.render import visible as visible_lines
 from atropos.errors import BackendUnavailable, ConfigError
 from atropos.slots.backends.survey import Survey, open_survey
@@ -147,21 +147,21 @@ def _server(name: str, status: Status) -> Look:
 
 async def _pool(survey: Survey, job_id: str) -> Look:
     seen, trouble = await survey.look()
-    containers: list[Container] = []
+    containers: list[ContainerSlots] = []
     in_flight: list[InFlight] = []
     for each in seen:
         name = f"{each.container.index} {each.container.id}"
         if each.status is None:
-            containers.append(Container(name, 0, 0, 0, 0, ready=False))
+            containers.append(ContainerSlots(name, 0, 0, 0, 0, ready=False))
         else:
             containers.append(_container(name, each.status))
             in_flight += _leases(each.status)
     return Look(job_id, LiveView(containers=containers, in_flight=in_flight, trouble=trouble))
 
 
-def _container(name: str, status: Status) -> Container:
+def _container(name: str, status: Status) -> ContainerSlots:
     others = max(0, status.slots - status.leased - status.free - status.retired)
-    return Container(name, status.leased, status.free, status.retired, others, ready=not status.draining)
+    return ContainerSlots(name, status.leased, status.free, status.retired, others, ready=not status.draining)
 
 
 def _leases(status: Status) -> list[InFlight]:
@@ -228,7 +228,7 @@ class Screen:
         return lines
 
 
-def _bar(container: Container, width: int) -> Text:
+def _bar(container: ContainerSlots, width: int) -> Text:
     """A container as one cell a slot; more slots than room are drawn to scale."""
     counts = [(getattr(container, name), colour) for name, colour in STATES]
     total = sum(count for count, _ in counts)

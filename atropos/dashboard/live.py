@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
-class Container:
+class ContainerSlots:
     """A container's slots by state; `others` are held by other clients or unknown."""
 
     name: str
@@ -63,7 +63,7 @@ class LiveView:
 
     uptime_s: float = 0.0
     numbers: Mapping[str, str] = field(default_factory=dict[str, str])
-    containers: Sequence[Container] = ()
+    containers: Sequence[ContainerSlots] = ()
     in_flight: Sequence[InFlight] = ()
     waiting: int = 0
     faults: Sequence[tuple[str, str, int]] = ()

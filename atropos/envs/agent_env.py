@@ -14,7 +14,7 @@ from atropos.agent import AgentConfig, AgentResult, AtroposAgent
 from atropos.envs.config import AgentEnvConfig
 from atropos.envs.running.rollout import HookError, Rollout, checked_score
 from atropos.envs.running.verification import Verification
-from atropos.envs.sandbox_env import ExecTool, Member, SandboxEnv
+from atropos.envs.sandbox_env import ExecTool, GroupMember, SandboxEnv
 from atropos.slots import Snapshot
 from atropos.tools import ToolCall, ToolRegistry, ToolResult, build_tool_registry
 from atropos.tools.parsers import get_parser
@@ -114,7 +114,7 @@ class AgentEnv(SandboxEnv):
             finally:
                 await self.executor.release_trajectory(group)
 
-    async def run_trajectory(self, item: Any, trajectory_id: str, member: Member) -> Rollout:
+    async def run_trajectory(self, item: Any, trajectory_id: str, member: GroupMember) -> Rollout:
         """Set up, act, verify; see `SandboxEnv.run_trajectory`."""
         started = time.perf_counter()
         preparing = self.hook_tools(trajectory_id, setup=True)

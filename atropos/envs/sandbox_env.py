@@ -37,7 +37,7 @@ from atropos.envs.command_line import app as command_line
 from atropos.envs.config import SandboxEnvConfig
 from atropos.envs.running.backend import ToolBackend
 from atropos.envs.running.dashboard import EnvDashboard
-from atropos.envs.running.groups import Event, GroupCollector, Member
+from atropos.envs.running.groups import Event, GroupCollector, GroupMember
 from atropos.envs.running.hooks import ExecTool, Hooks, first_of
 from atropos.envs.running.lifecycle import Lifetime, beside, bounded, cancel_and_wait
 from atropos.envs.running.metrics import EnvMetrics
@@ -51,7 +51,7 @@ from atropos.errors import ConfigError
 from atropos.slots import SlotPool, Snapshot
 from atropos.tools import ToolCall, ToolExecutor, ToolRegistry, ToolResult
 
-__all__ = ["Event", "ExecTool", "Member", "SandboxEnv"]
+__all__ = ["Event", "ExecTool", "GroupMember", "SandboxEnv"]
 
 _log = logging.getLogger(__name__)
 
@@ -126,7 +126,7 @@ class SandboxEnv(BaseEnv):
         """
 
     @abstractmethod
-    async def run_trajectory(self, item: Any, trajectory_id: str, member: Member) -> Rollout:
+    async def run_trajectory(self, item: Any, trajectory_id: str, member: GroupMember) -> Rollout:
         """Run, verify and score one trajectory; its slot is released afterwards by the collector.
 
         Raises:

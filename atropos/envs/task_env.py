@@ -22,14 +22,14 @@ from atropos.agent import AgentConfig, AgentResult
 from atropos.envs.config import Names
 from atropos.envs.dataset_env import DatasetEnv, DatasetEnvConfig
 from atropos.envs.running.rollout import Rollout, VerifierError
-from atropos.envs.sandbox_env import ExecTool, Member
+from atropos.envs.sandbox_env import ExecTool, GroupMember
 from atropos.errors import ConfigError
 from atropos.slots import Slot, Snapshot
 from atropos.tasks import workspace
 from atropos.tasks.carry import TaskBroken, VerifierFailed
 from atropos.tasks.datasets import dataset_folders
 from atropos.tasks.folder import Task, TaskSet, read_folders, read_tasks
-from atropos.tasks.limits import STAND_INS, Fit, Policy, Room, fit
+from atropos.tasks.limits import STAND_INS, Policy, Room, TaskFit, fit
 from atropos.tasks.prepare import TaskImages
 from atropos.tasks.verifier_mode import Mode
 
@@ -138,7 +138,7 @@ class TaskEnv(DatasetEnv):
             finally:
                 await self.executor.release_trajectory(group)
 
-    async def run_trajectory(self, item: Task, trajectory_id: str, member: Member) -> Rollout:
+    async def run_trajectory(self, item: Task, trajectory_id: str, member: GroupMember) -> Rollout:
         """One attempt; see `SandboxEnv.run_trajectory`."""
         self._from[trajectory_id] = member.snapshot
         try:
@@ -291,7 +291,7 @@ def _allow_waiting(tasks: list[Task], config: TaskEnvConfig) -> None:
         config.acquire_timeout_s = longest
 
 
-def _fit(task: Task, room: Room, config: TaskEnvConfig) -> Fit:
+def _fit(task: Task, room: Room, config: TaskEnvConfig) -> TaskFit:
     found = fit(task, room, images=config.task_images, policy=config.task_limits)
     if task.steps:
         steps = "steps: an agent of this env gets one instruction; leave the task out"

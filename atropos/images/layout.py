@@ -18,7 +18,7 @@ MAX_JSON_BYTES = 8 << 20
 
 
 @dataclass(frozen=True)
-class Pulled:
+class PulledImage:
     """An image's parts in an OCI layout.
 
     Attributes:
@@ -31,7 +31,7 @@ class Pulled:
     layers: tuple[tuple[str, str], ...]
 
 
-def read_layout(layout: Path) -> Pulled:
+def read_layout(layout: Path) -> PulledImage:
     """What an OCI layout with one image holds (OCI image specification, image-layout and config)."""
     index = _json(layout / "index.json")
     manifest = _json(_blob(layout, index["manifests"][0]["digest"]))
@@ -41,7 +41,7 @@ def read_layout(layout: Path) -> Pulled:
         raise ValueError(f"it is for {config['os']!r}, not for Linux")
     diffs = [check_digest(each) for each in config["rootfs"]["diff_ids"]]
     blobs = [str(_blob(layout, layer["digest"])) for layer in manifest["layers"]]
-    return Pulled(digest, config, tuple(zip(blobs, diffs, strict=True)))
+    return PulledImage(digest, config, tuple(zip(blobs, diffs, strict=True)))
 
 
 def _blob(layout: Path, digest: object) -> Path:
@@ -59,7 +59,7 @@ def _json(path: Path) -> dict[str, Any]:
     return cast("dict[str, Any]", found)
 
 
-def image_info(pulled: Pulled, source: str, size: int) -> ImageInfo:
+def image_info(pulled: PulledImage, source: str, size: int) -> ImageInfo:
     """What the store keeps of an image beside its files."""
     settings: dict[str, Any] = pulled.config.get("config") or {}
     pairs = [text.partition("=") for text in settings.get("Env") or ()]

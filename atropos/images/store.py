@@ -30,7 +30,7 @@ from typing import Literal
 from atropos.config import ImageStoreSettings
 from atropos.errors import ImageUnavailable
 from atropos.images import unpack
-from atropos.images.layout import MAX_JSON_BYTES, Pulled, image_info, read_layout
+from atropos.images.layout import MAX_JSON_BYTES, PulledImage, image_info, read_layout
 from atropos.images.locks import is_still, locked, try_lock
 from atropos.images.reference import ImageSource, check_digest
 from atropos.wire import ImageInfo
@@ -153,7 +153,7 @@ class ImageStore:
             _write_whole(self._root / "names" / _hash(name), image.id.encode())
             return image
 
-    async def _pull(self, source: ImageSource, work: Path, progress: Progress, archive: str | None) -> Pulled:
+    async def _pull(self, source: ImageSource, work: Path, progress: Progress, archive: str | None) -> PulledImage:
         progress("pulling", None)
         layout = work / "layout"
         origin = str(source) if archive is None else f"{source.transport}:{archive}"
@@ -187,7 +187,7 @@ class ImageStore:
         except (ValueError, KeyError, TypeError):
             return None
 
-    async def _unpack(self, pulled: Pulled, source: str, work: Path, progress: Progress) -> ImageInfo:
+    async def _unpack(self, pulled: PulledImage, source: str, work: Path, progress: Progress) -> ImageInfo:
         async with self._locked(f"image-{pulled.id}", progress):
             there = self._info(pulled.id)
             if there is not None:

@@ -41,23 +41,23 @@ async def untar(slot: Slot, where: str, archive: bytes) -> None:
 
 
 @dataclass(frozen=True)
-class Carried:
+class CarriedArtifact:
     """An artifact on its way: a file's content and mode, or a folder's archive (mode None)."""
 
     data: bytes
     mode: int | None
 
 
-async def carry_out(slot: Slot, path: str) -> Carried | None:
+async def carry_out(slot: Slot, path: str) -> CarriedArtifact | None:
     """A file or folder; None when it isn't there."""
     seen = await slot.run(wire.ReadFile(path=path, max_bytes=1))
     if isinstance(seen, wire.FileResult):
         if seen.size > MAX_ARTIFACT_BYTES:
             raise VerifierFailed(f"the artifact {path} can't be carried over: {seen.size} bytes")
-        return Carried(await slot.read_file(path), seen.mode & 0o777)
+        return CarriedArtifact(await slot.read_file(path), seen.mode & 0o777)
     if isinstance(seen, wire.OpError) and seen.error in {"not_found", "not_directory"}:
         return None
-    return Carried(await _pack_folder(slot, path), None)
+    return CarriedArtifact(await _pack_folder(slot, path), None)
 
 
 async def _pack_folder(slot: Slot, path: str) -> bytes:
@@ -152,7 +152,7 @@ def _inside(name: str, links: set[str]) -> str | None:
     return "/".join(parts)
 
 
-async def carry_in(slot: Slot, path: str, carried: Carried | None) -> None:
+async def carry_in(slot: Slot, path: str, carried: CarriedArtifact | None) -> None:
     """Put an artifact in the place of what is there."""
     quoted = shlex.quote(path)
     # A folder is emptied rather than removed: it may be the one that commands start in.

@@ -23,7 +23,7 @@ from atropos.tasks import workspace
 from atropos.tasks.carry import TaskBroken, VerifierFailed
 from atropos.tasks.config import StepSection
 from atropos.tasks.folder import Task, TaskSet
-from atropos.tasks.limits import STAND_INS, Fit, Policy, Room, fit
+from atropos.tasks.limits import STAND_INS, Policy, Room, TaskFit, fit
 from atropos.tasks.prepare import Progress, TaskImages
 from atropos.tasks.reward import Verdict
 from atropos.tasks.verifier_mode import Choice, Mode, choose
@@ -184,13 +184,16 @@ async def _running(
         yield pool, asyncio.Semaphore(at_once)
 
 
-def _refused(task: Task, found: Fit) -> TaskFinding:
+def _refused(task: Task, found: TaskFit) -> TaskFinding:
     notes = (*found.notes, *task.warnings)
     return TaskFinding(task.name, "refused", task.image, clamped=found.clamped, notes=notes, problems=found.refused)
 
 
 async def _checked(
-    task: Task, found: Fit, config: CheckConfig, attempt: Callable[[Agent, Literal["task"] | Mode], Awaitable[Attempt]]
+    task: Task,
+    found: TaskFit,
+    config: CheckConfig,
+    attempt: Callable[[Agent, Literal["task"] | Mode], Awaitable[Attempt]],
 ) -> TaskFinding:
     results = await asyncio.gather(*(attempt(agent, "task") for agent in config.agents))
     attempts = dict(zip(map(str, config.agents), results, strict=True))

@@ -50,7 +50,7 @@ class Room:
 
 
 @dataclass(frozen=True)
-class Fit:
+class TaskFit:
     """How a task fits into a slot.
 
     Attributes:
@@ -66,7 +66,7 @@ class Fit:
     limits: LeaseLimits | None = None
 
 
-def fit(task: Task, room: Room, *, images: Sequence[str] = STAND_INS, policy: Policy = "old") -> Fit:
+def fit(task: Task, room: Room, *, images: Sequence[str] = STAND_INS, policy: Policy = "old") -> TaskFit:
     """Compare what a task asks for with what a lease can have.
 
     Args:
@@ -85,7 +85,7 @@ def fit(task: Task, room: Room, *, images: Sequence[str] = STAND_INS, policy: Po
             notes.append(f"{field}: the slots' base stands in for {image}")
     for one in task.steps or (task,):
         _network(one, room, refused, notes)
-    return Fit(tuple(dict.fromkeys(refused)), tuple(clamped), tuple(dict.fromkeys(notes)), limits)
+    return TaskFit(tuple(dict.fromkeys(refused)), tuple(clamped), tuple(dict.fromkeys(notes)), limits)
 
 
 @dataclass

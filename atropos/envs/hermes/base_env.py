@@ -47,7 +47,7 @@ from atropos.envs.hermes.tool_context import ToolContext
 from atropos.envs.running.hooks import HOOK_CODE
 from atropos.envs.running.rollout import Rollout, checked_score
 from atropos.envs.running.verification import Verification
-from atropos.envs.sandbox_env import Member, SandboxEnv
+from atropos.envs.sandbox_env import GroupMember, SandboxEnv
 from atropos.errors import ConfigError, LeaseExpired
 from atropos.slots import Snapshot
 from atropos.tools import ToolCall, ToolRegistry, ToolResult, build_tool_registry
@@ -192,7 +192,7 @@ class HermesAgentBaseEnv(SandboxEnv):
             finally:
                 await self.executor.release_trajectory(group)
 
-    async def run_trajectory(self, item: Any, trajectory_id: str, member: Member) -> Rollout:
+    async def run_trajectory(self, item: Any, trajectory_id: str, member: GroupMember) -> Rollout:
         """Set up, act, reward; see `SandboxEnv.run_trajectory`."""
         started = time.perf_counter()
         tools = self.tools_of(member.group)
@@ -275,7 +275,7 @@ class HermesAgentBaseEnv(SandboxEnv):
 
         return run
 
-    def _agent_config(self, member: Member) -> AgentConfig:
+    def _agent_config(self, member: GroupMember) -> AgentConfig:
         config = self.config
         return AgentConfig(
             max_steps=config.max_agent_turns,

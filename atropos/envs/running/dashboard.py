@@ -8,7 +8,7 @@ import logging
 import time
 from collections import Counter, deque
 
-from atropos.dashboard.live import Container, InFlight, LiveView, Sample
+from atropos.dashboard.live import ContainerSlots, InFlight, LiveView, Sample
 from atropos.dashboard.server import DashboardServer
 from atropos.dashboard.store import TrajectoryStore
 from atropos.envs.config import SandboxEnvConfig
@@ -193,10 +193,10 @@ class EnvDashboard:
         return [(kind, code, count) for kind, codes in counted.items() for code, count in codes.most_common(50)]
 
 
-def _containers(pool: SlotPool) -> list[Container]:
+def _containers(pool: SlotPool) -> list[ContainerSlots]:
     seats = sorted((link.seat for link in pool.links.values()), key=lambda seat: seat.index)
     return [
-        Container(
+        ContainerSlots(
             name=f"{seat.index} {seat.key}",
             leased=seat.leased + seat.reserved,
             free=max(0, seat.free),

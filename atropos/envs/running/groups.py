@@ -66,7 +66,7 @@ class Event:
 
 
 @dataclass(frozen=True)
-class Member:
+class GroupMember:
     """One place in a group.
 
     Attributes:
@@ -93,7 +93,7 @@ class TrajectoryRunner(Protocol):
         """What a group's trajectories start from; None: an empty workspace."""
         ...
 
-    async def run_trajectory(self, item: Any, trajectory_id: str, member: Member) -> Rollout:
+    async def run_trajectory(self, item: Any, trajectory_id: str, member: GroupMember) -> Rollout:
         """Run, verify and score one trajectory."""
         ...
 
@@ -216,7 +216,7 @@ class GroupCollector:
         try:
             async with self._prepared(item, prefix) as snapshot, asyncio.TaskGroup() as tasks:
                 members = [
-                    tasks.create_task(self._member(item, prefix, Member(group, i, self._seed(name, i), snapshot)))
+                    tasks.create_task(self._member(item, prefix, GroupMember(group, i, self._seed(name, i), snapshot)))
                     for i in range(size)
                 ]
         except BaseExceptionGroup as errors:
@@ -239,7 +239,7 @@ class GroupCollector:
                 with contextlib.suppress(SandboxError):
                     await snapshot.drop()
 
-    async def _member(self, item: Any, prefix: str, member: Member) -> Rollout:
+    async def _member(self, item: Any, prefix: str, member: GroupMember) -> Rollout:
         name = f"{prefix}-{member.index}"
         attempts = itertools.count(1)
 
@@ -254,7 +254,7 @@ class GroupCollector:
         self._notify(Event("trajectory", self._env.item_name(item), rollout=rollout))
         return rollout
 
-    async def _attempt(self, item: Any, trajectory_id: str, member: Member) -> Rollout:
+    async def _attempt(self, item: Any, trajectory_id: str, member: GroupMember) -> Rollout:
         """One attempt, admitted when the env's own slots allow it, released in every ending."""
         name = self._env.item_name(item)
         async with self._backend.admission:
@@ -277,7 +277,7 @@ class GroupCollector:
                 )
                 return rollout
 
-    async def _admitted(self, item: Any, trajectory_id: str, member: Member) -> Rollout:
+    async def _admitted(self, item: Any, trajectory_id: str, member: GroupMember) -> Rollout:
         started = time.perf_counter()
         acquire_s = 0.0
         try:

@@ -17,7 +17,7 @@ from atropos.metrics import CONTENT_TYPE
 from atropos.net.admission import BearerToken
 from atropos.sandbox.server.file_streams import FileStreams
 from atropos.sandbox.server.metrics import metrics_text, status_of
-from atropos.sandbox.server.snapshot_transfer import COPY_BYTES, Arriving, exported, imported
+from atropos.sandbox.server.snapshot_transfer import COPY_BYTES, IncomingSnapshot, exported, imported
 from atropos.sandbox.server.stream import Stream
 from atropos.wire import (
     MAX_FRAME_BYTES,
@@ -256,7 +256,7 @@ class Routes:
             layers = int(request.query.get("layers", "1"))
         except ValueError:
             raise web.HTTPBadRequest(text="layers: a number is needed") from None
-        wanted = Arriving(
+        wanted = IncomingSnapshot(
             snapshot_id=request.match_info["id"],
             layers=layers,
             base=request.query.get("base"),

@@ -35,7 +35,7 @@ class InvalidSnapshot(SandboxError):
 
 
 @dataclass(frozen=True)
-class Arriving:
+class IncomingSnapshot:
     """A snapshot that is being sent here."""
 
     snapshot_id: str
@@ -149,7 +149,7 @@ async def copy_layer(core: Core, sandbox: Sandbox) -> Layer:
         return await core.host.import_layer(f"layer-{uuid.uuid4().hex[:12]}", fill)
 
 
-async def imported(core: Core, wanted: Arriving, chunks: AsyncIterator[bytes]) -> SnapshotInfo:
+async def imported(core: Core, wanted: IncomingSnapshot, chunks: AsyncIterator[bytes]) -> SnapshotInfo:
     """Make a snapshot of an archive, after those before it. Under an id that is here already, the one that is here.
 
     Raises:
@@ -184,7 +184,7 @@ async def imported(core: Core, wanted: Arriving, chunks: AsyncIterator[bytes]) -
     return snapshot.info
 
 
-async def _unpack(core: Core, wanted: Arriving, chunks: AsyncIterator[bytes]) -> list[Layer]:
+async def _unpack(core: Core, wanted: IncomingSnapshot, chunks: AsyncIterator[bytes]) -> list[Layer]:
     """Feed one program that fills all layers at once: each level of nesting holds one more folder open."""
     layers: list[Layer] = []
 

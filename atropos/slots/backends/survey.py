@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Seen:
+class SurveyedContainer:
     """A container, and what its server says of itself; None when it doesn't answer."""
 
     container: Container
@@ -53,7 +53,7 @@ class Survey:
         await self._http.close()
         await self._close()
 
-    async def look(self) -> tuple[list[Seen], str]:
+    async def look(self) -> tuple[list[SurveyedContainer], str]:
         """All containers by index with their servers' status, and the engine's trouble (empty: none).
 
         Raises:
@@ -64,9 +64,9 @@ class Survey:
             self._http.trust(each.certificate)
         asked = (self._http.status(each.url, each.token) if each.url else _nothing() for each in containers)
         answers = await asyncio.gather(*asked)
-        return [Seen(each, status) for each, status in zip(containers, answers, strict=True)], trouble
+        return [SurveyedContainer(each, status) for each, status in zip(containers, answers, strict=True)], trouble
 
-    async def drain(self, seen: Seen, *, deadline_s: float) -> None:
+    async def drain(self, seen: SurveyedContainer, *, deadline_s: float) -> None:
         """Let a container take no new leases, wait until it has none (or for `deadline_s` seconds), and end it.
 
         A live pool, or Nomad, then puts a fresh one in its place.
@@ -97,7 +97,7 @@ class Survey:
         except TimeoutError:
             return False
 
-    async def in_use(self, seen: Sequence[Seen]) -> list[Seen]:
+    async def in_use(self, seen: Sequence[SurveyedContainer]) -> list[SurveyedContainer]:
         """Those containers of a `look` that a live client works in."""
         return [
             each

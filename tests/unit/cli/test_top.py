@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from atropos.dashboard.live import Container, InFlight, LiveView, Sample
+from atropos.dashboard.live import ContainerSlots, InFlight, LiveView, Sample
 from atropos.dashboard.server import DashboardServer
 from atropos.dashboard.store import TrajectoryStore
 from atropos.slots.client import SandboxClient
@@ -21,7 +21,10 @@ HOSTILE = "task\x1b[31m\u202e\x07"
 def view() -> LiveView:
     return LiveView(
         numbers={"groups": "12", "mean score": "0.431", "tool calls": "1234", "acquire p50 / p99": "2 / 41 ms"},
-        containers=[Container("0 small", 3, 4, 1, 0, ready=True), Container("1 large", 600, 400, 0, 0, ready=False)],
+        containers=[
+            ContainerSlots("0 small", 3, 4, 1, 0, ready=True),
+            ContainerSlots("1 large", 600, 400, 0, 0, ready=False),
+        ],
         in_flight=[
             InFlight(f"{HOSTILE}{n}", HOSTILE, 100 + n, f"terminal {HOSTILE}\nsecond [bold]line", 3.5, n)
             for n in range(300)

@@ -12,7 +12,7 @@ import pytest
 
 from atropos.api.external.browser import browser_available
 from atropos.api.settings import BrowserSettings
-from atropos.dashboard.live import Container, InFlight, LiveView, Sample
+from atropos.dashboard.live import ContainerSlots, InFlight, LiveView, Sample
 from atropos.dashboard.render import write_page
 from atropos.dashboard.server import DashboardServer
 from atropos.dashboard.store import GroupFile, Query, TrajectoryStore
@@ -25,7 +25,7 @@ BROWSER = pytest.mark.skipif(bool(browser_available(BrowserSettings())), reason=
 def view() -> LiveView:
     return LiveView(
         numbers={"groups": "7"},
-        containers=[Container(EVIL, leased=3, free=2, retired=1, others=0, ready=True)],
+        containers=[ContainerSlots(EVIL, leased=3, free=2, retired=1, others=0, ready=True)],
         in_flight=[InFlight(EVIL, EVIL, 3.0, f"terminal {EVIL}", 1.0, 2)],
         waiting=4,
         faults=[("group dropped", EVIL, 2)],
@@ -177,7 +177,9 @@ async def test_the_live_page_follows_pauses_and_works_with_the_keyboard():
 
     def counting() -> LiveView:
         numbers["n"] += 1
-        return LiveView(numbers={"looks": str(numbers["n"])}, containers=[Container("0 c", 2, 1, 0, 0, ready=True)])
+        return LiveView(
+            numbers={"looks": str(numbers["n"])}, containers=[ContainerSlots("0 c", 2, 1, 0, 0, ready=True)]
+        )
 
     async with serving(ordinary(), live=counting) as server, chromium() as browser:
         page = await browser.new_page()

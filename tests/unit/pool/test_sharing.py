@@ -9,7 +9,7 @@ from aiohttp import web
 
 from atropos import wire
 from atropos.slots import SlotPool, SlotPoolConfig
-from atropos.slots.backends.docker.engine import Found
+from atropos.slots.backends.docker.engine import ListedContainer
 from atropos.slots.backends.server_http import ServerHttp
 from tests.unit.pool.model import until
 from tests.unit.server.fakes import TOKEN, serving
@@ -20,7 +20,7 @@ class FakeEngine:
 
     def __init__(self, urls: list[str], spec: str) -> None:
         self.containers = [
-            Found(f"c{n}", f"c{n}", n, spec, "somebody", "running", 99.0, url) for n, url in enumerate(urls)
+            ListedContainer(f"c{n}", f"c{n}", n, spec, "somebody", "running", 99.0, url) for n, url in enumerate(urls)
         ]
 
     def connect(self) -> None: ...
@@ -32,7 +32,7 @@ class FakeEngine:
     def image_id(self, image: str) -> str:
         return image
 
-    def found(self) -> list[Found]:
+    def found(self) -> list[ListedContainer]:
         return list(self.containers)
 
     def token(self, container_id: str) -> str:

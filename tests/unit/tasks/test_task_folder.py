@@ -10,7 +10,7 @@ import pytest
 from atropos.errors import ConfigError
 from atropos.tasks.archive import Context, changed_mode, pack, unpack_steps
 from atropos.tasks.folder import load_task, load_tasks, read_tasks
-from atropos.tasks.limits import Fit, Room, fit
+from atropos.tasks.limits import Room, TaskFit, fit
 from atropos.tasks.recipe import PATH, Copy, Download, Folder, Run, StepSettings
 from atropos.tasks.verifier_mode import choose
 from atropos.wire import LeaseLimits
@@ -440,10 +440,10 @@ def test_files_in_memory_need_room_beside_the_programs(folder):
     (problem,) = fit(task, Room(memory_mib=2048, disk_mib=2048)).refused
     assert "2048 of files in memory beside 512 for programs wanted, slots have at most 2048 for both" in problem
     assert "slot_memory_mib or slots_per_container for 2560" in problem
-    assert fit(task, Room(memory_mib=2560, disk_mib=2048)) == Fit()
-    assert fit(task, Room(memory_mib=512, disk_mib=2048, volume="disk")) == Fit()
+    assert fit(task, Room(memory_mib=2560, disk_mib=2048)) == TaskFit()
+    assert fit(task, Room(memory_mib=512, disk_mib=2048, volume="disk")) == TaskFit()
     room = Room(memory_mib=1024, disk_mib=512, most_mib=4096)
-    assert fit(task, room) == Fit(limits=LeaseLimits(memory_mib=2560, disk_mib=2048))
+    assert fit(task, room) == TaskFit(limits=LeaseLimits(memory_mib=2560, disk_mib=2048))
 
 
 @pytest.mark.parametrize(

@@ -58,7 +58,7 @@ def unpack_from(path: str, source: Readable, *, owners: bool = False) -> Outcome
     return "done", {"count": count}, {}
 
 
-class Member:
+class TarMember:
     """The header of one member: its name without a final slash, its type as in tar, and the rest of its kind."""
 
     __slots__ = ("gid", "kind", "link", "mode", "mtime", "name", "size", "uid")
@@ -87,7 +87,7 @@ class Member:
             raise OpFailed("bad_path", f"the archive holds a file of a form that is not supported: {text(self.name)}")
 
 
-def members(source: Readable) -> Iterator[Member]:
+def members(source: Readable) -> Iterator[TarMember]:
     """The members of an archive (ustar, pax, GNU's long names); each one's content must be read before the next."""
     extended: dict[str, str] = {}
     first = True
@@ -98,7 +98,7 @@ def members(source: Readable) -> Iterator[Member]:
         if len(block) < 512:
             raise OpFailed("bad_path", "not an uncompressed tar archive: it is cut off")
         first = False
-        member = Member(block, extended)
+        member = TarMember(block, extended)
         if member.kind in b"xgLK":
             if member.size > MAX_EXTENDED:
                 raise OpFailed("bad_path", "a name in the archive is too long")
@@ -206,7 +206,7 @@ class Places:
         return fd, parts[-1]
 
 
-def extract(source: Readable, member: Member, places: Places) -> None:
+def extract(source: Readable, member: TarMember, places: Places) -> None:
     """One member of an archive. What is in its place and no folder is replaced, never written to."""
     folder, name = places.of(member.name)
     if member.kind == b"5":
@@ -243,7 +243,7 @@ def replacing(folder: int, name: str, make: Callable[[], Made]) -> Made:
         return make()
 
 
-def finish_member(fd: int, member: Member) -> None:
+def finish_member(fd: int, member: TarMember) -> None:
     """Set a member's owner, mode and time."""
     os.fchown(fd, member.uid, member.gid)
     os.fchmod(fd, member.mode)

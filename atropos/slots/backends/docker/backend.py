@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from atropos.errors import BackendUnavailable, ConfigError
 from atropos.slots.backends.base import Backend, Container
-from atropos.slots.backends.docker.engine import REMOVED, DockerEngine, Ending, Found
+from atropos.slots.backends.docker.engine import REMOVED, DockerEngine, Ending, ListedContainer
 from atropos.slots.backends.server_http import ServerHttp
 from atropos.slots.backends.spec import ContainerSpec, hopeless, owner
 from atropos.slots.backends.supervise import BlockingCalls, ChangeFlag, Outage, Patience, persist
@@ -266,7 +266,7 @@ class DockerBackend(Backend):
             self._correct()
             await self._wake.wait(min(LOOK_AGAIN_S, self._crashes.left_s or LOOK_AGAIN_S))
 
-    async def _compare(self, found: list[Found]) -> None:
+    async def _compare(self, found: list[ListedContainer]) -> None:
         """Notice what came or ended without this backend's doing."""
         by_name = {item.name: item for item in found}
         for member in list(self._members.values()):
@@ -285,14 +285,14 @@ class DockerBackend(Backend):
             if self._group is not None:
                 self._group.create_task(self._remove(name))
 
-    def _lost(self, member: _Member, item: Found | None) -> None:
+    def _lost(self, member: _Member, item: ListedContainer | None) -> None:
         """A container ended by itself: its leases are gone now; why, and its removal, may take a while."""
         self._crashes.failed()
         self._forget(member)
         if self._group is not None:
             self._group.create_task(self._bury(member, item))
 
-    async def _bury(self, member: _Member, item: Found | None, ending: Ending = REMOVED) -> None:
+    async def _bury(self, member: _Member, item: ListedContainer | None, ending: Ending = REMOVED) -> None:
         """Tell why a container ended, and remove what is left of it."""
         name = member.container.id
         if item is not None:
@@ -380,7 +380,7 @@ class DockerBackend(Backend):
         await self._bury(member, None, Ending(None, f"its server did not answer within {READY_S:.0f} s"))
         return False
 
-    async def _find(self, name: str) -> Found | None:
+    async def _find(self, name: str) -> ListedContainer | None:
         found = await self._blocking(self._engine.found)
         return next((item for item in found if item.name == name), None)
 
@@ -422,7 +422,7 @@ class DockerBackend(Backend):
             elif item.state != "created" or item.age_s > BEING_MADE_S:
                 await self._remove(item.name)
 
-    async def _adopt(self, item: Found) -> None:
+    async def _adopt(self, item: ListedContainer) -> None:
         """Take a running container in, or remove it; one that may be on its way up, or is in use, is left alone."""
         token = await self._blocking(lambda: self._engine.token(item.id))
         same = item.spec == self._spec.fingerprint(self._image_id)
@@ -440,7 +440,7 @@ class DockerBackend(Backend):
     async def _purge(self) -> None:
         """Remove every container of the pool that no live client works on."""
 
-        async def one(item: Found) -> None:
+        async def one(item: ListedContainer) -> None:
             token = await self._blocking(lambda: self._engine.token(item.id)) if item.url else None
             if token and item.url and await self._http.used_by_others(item.url, token, self.client_id):
                 log.warning("container %s is in use by another client: not purged", item.name)

@@ -35,7 +35,7 @@ without an answer, to a daemon that is just starting say, must not hold it up fo
 
 
 @dataclass(frozen=True)
-class Found:
+class ListedContainer:
     """A container of the pool as Docker lists it."""
 
     id: str
@@ -118,16 +118,16 @@ class DockerEngine:
             reason = str(getattr(error, "explanation", None) or error)
         raise ConfigError(f"sandbox_image: Docker has no image {image!r} ({reason}); build it with `make image`")
 
-    def found(self) -> list[Found]:
+    def found(self) -> list[ListedContainer]:
         """All containers of the pool, in any state."""
         with self._told():
             rows = self._lists.api.containers(all=True, filters={"label": f"{POOL}={self._pool}"})
         return [self._read(row) for row in rows]
 
-    def _read(self, row: dict[str, Any]) -> Found:
+    def _read(self, row: dict[str, Any]) -> ListedContainer:
         labels = row["Labels"]
         index = labels.get(INDEX, "0")
-        return Found(
+        return ListedContainer(
             id=row["Id"],
             name=row["Names"][0].lstrip("/") if row["Names"] else row["Id"][:12],
             index=int(index) if re.fullmatch(r"\d+", index) else 0,

@@ -19,10 +19,11 @@ from atropos.errors import BackendUnavailable, ConfigError
 from atropos.net.tls import read_pair
 from atropos.slots.backends.base import Backend, Container
 from atropos.slots.backends.nomad import job as nomad_job
-from atropos.slots.backends.nomad.api import Json, NomadApi
+from atropos.slots.backends.nomad.api import NomadApi
 from atropos.slots.backends.nomad.job_view import READY_S, JobView
 from atropos.slots.backends.nomad.refusals import NomadMisconfigured, NomadRefused
 from atropos.slots.backends.nomad.settings import NomadSettings
+from atropos.slots.backends.nomad.shrinking import CHANGES, DOUBT_S, Shrinker
 from atropos.slots.backends.nomad.view import GROUP, TASK, Allocation, JobSecret, newest, placement_failures
 from atropos.slots.backends.server_http import ServerHttp
 from atropos.slots.backends.spec import ContainerSpec
@@ -37,16 +38,11 @@ LOOK_AGAIN_S = 60.0
 """How often allocations are listed when no change is reported, in seconds."""
 LASTED_S = 5.0
 """An event stream or a blocking query that lasted for this long was sound, in seconds."""
-DOUBT_S = 2.0
-"""Pause before the next list while an answer of Nomad's is in doubt, in seconds."""
-LONGEST_DRAIN_S = 3600.0
 PURGE_AGAIN_S, PURGE_UNANSWERED_S, PURGE_AWAY_S = 20.0, 8.0, 2.0
 """How long a purge is tried again at the end, in seconds; then the job is left, and logged: while Nomad answers with errors,
 while it doesn't answer, and where it hadn't answered for a while before."""
 DEPLOYMENT = "active deployment"
 """In Nomad's words when it doesn't scale a job because a changed version of it is being rolled out."""
-CHANGES = 5
-"""How often a change of the job is tried again when another process changed it at the same moment."""
 
 
 class NomadBackend(Backend):
@@ -89,7 +85,7 @@ class NomadBackend(Backend):
         """Whether the job was registered in another cluster before, which is out of reach."""
         self._changed = ChangeFlag()
         self._wake = ChangeFlag()
-        self._shrink = ChangeFlag()
+        self._shrinker = Shrinker(job_id, self._api, self._http, self._view, lambda: self._secret.token, self._changed)
         self._streams = True
         """Whether Nomad reports changes by its event stream."""
         self._main: asyncio.Task[None] | None = None
@@ -140,7 +136,7 @@ class NomadBackend(Backend):
             await self._purge()
             job = await self._api.job(self._job_id)
         if job is not None and not job.get("Stop"):
-            self._view.adopt(_count(job))
+            self._view.adopt(nomad_job.count(job))
             if differences := nomad_job.differences(job, self._spec):
                 log.warning("job %s is there already and taken as it is: %s", self._job_id, differences)
             await self._read_secret(self._pair)
@@ -153,7 +149,7 @@ class NomadBackend(Backend):
             raise BackendUnavailable("the Nomad backend is not running")
         self._view.ask(count)
         await self._grow()
-        self._shrink.set()
+        self._shrinker.wanted.set()
         if not self._streams:  # no allocation changes where none finds a place
             self._wake.set()
 
@@ -223,7 +219,7 @@ class NomadBackend(Backend):
             await self._api.close()
             self._view.known.clear()
 
-    # -------------------------------------------------------------------------------------------------- growing, shrinking
+    # -------------------------------------------------------------------------------------------------------------- growing
 
     async def _grow(self) -> None:
         """Register the job, or raise its count, until it is what this process asks for at least."""
@@ -241,7 +237,7 @@ class NomadBackend(Backend):
                 if await self._api.register(fresh, modify_index=job["JobModifyIndex"] if job else 0):
                     self._cluster = self._cluster or await self._api.keys()
                     return
-            elif _count(job) < self._view.target:
+            elif nomad_job.count(job) < self._view.target:
                 try:
                     await self._api.scale(self._job_id, GROUP, self._view.target, "asked for by a slot pool")
                     self._view.deployment = ""
@@ -260,7 +256,7 @@ class NomadBackend(Backend):
                 return
             else:
                 self._view.deployment = ""
-                self._view.surplus = _count(job) > self._view.target
+                self._view.surplus = nomad_job.count(job) > self._view.target
                 return
         raise refused or BackendUnavailable(f"job {self._job_id} could not be changed: others change it all the time")
 
@@ -280,69 +276,6 @@ class NomadBackend(Backend):
             )
         self._cluster = keys or self._cluster
 
-    async def _shrinker(self) -> None:
-        """Take containers away from the highest index down, each once it is drained."""
-        while True:
-            await self._shrink.wait()
-            try:
-                while await self._shrink_once():
-                    pass
-            except BackendUnavailable as error:
-                log.info("job %s can't be made smaller yet: %s", self._job_id, error)
-                await asyncio.sleep(DOUBT_S)
-                self._shrink.set()
-
-    async def _shrink_once(self) -> bool:
-        """Take one container away; False: there is none too many, or none that may go."""
-        step = self._view.next_shrink()
-        if (item := step.item) is None:
-            await self._cancel_unplaced()
-            return False
-        if not step.drained:
-            if item.url is not None and item.run in self._view.ready:
-                if await self._http.used_by_others(item.url, self._secret.token, self.client_id):
-                    return False
-                self._view.ending.add(item.run)
-                self._changed.set()
-                await self._http.drain(item.url, self._secret.token, LONGEST_DRAIN_S)
-                await self._http.until_idle(item.url, self._secret.token)
-            self._view.ending.add(item.run)
-            self._view.drained.add(item.run)  # it takes no leases any more: whatever Nomad answers, it has to go
-        if not await self._lower(item.index):
-            await self._api.stop_allocation(item.id)  # it is drained, and wanted again: let Nomad make a fresh one
-        self._view.drained.discard(item.run)
-        self._changed.set()
-        return True
-
-    async def _cancel_unplaced(self) -> None:
-        """Take back what was asked for and found no place; what another process asked for beyond that stays."""
-        if not self._view.surplus:
-            return
-        if (job := await self._api.job(self._job_id)) is not None and not job.get("Stop"):
-            wanted = self._view.unplaced_count(_count(job))
-            if wanted is not None and await self._set_count(job, wanted):
-                log.info("job %s has %d containers asked for: no more have found a place", self._job_id, wanted)
-        self._view.surplus = False
-
-    async def _lower(self, index: int) -> bool:
-        """Set the job's count so that `index` is the first to go; False: it isn't the highest any more."""
-        for _ in range(CHANGES):
-            job = await self._api.job(self._job_id)
-            if job is None or job.get("Stop"):
-                return True
-            if not self._view.may_lower(index, _count(job)):
-                return False
-            if await self._set_count(job, index):
-                return True
-        return False
-
-    async def _set_count(self, job: Json, count: int) -> bool:
-        """Register a job as it was read, with another count; False: somebody has changed it since."""
-        nomad_job.group_of(job)["Count"] = count
-        if done := await self._api.register(job, modify_index=job["JobModifyIndex"]):
-            self._view.most = max(count, self._view.target)
-        return done
-
     # ---------------------------------------------------------------------------------------------------------- watching
 
     async def _run(self, up: asyncio.Event) -> None:
@@ -354,7 +287,7 @@ class NomadBackend(Backend):
                         self._expect(item)
                 group.create_task(self._watch())
                 group.create_task(self._follow())
-                group.create_task(self._shrinker())
+                group.create_task(self._shrinker.run(self.client_id))
                 up.set()
         except* Exception:
             log.exception("the Nomad backend of %s stopped", self._job_id)
@@ -404,7 +337,7 @@ class NomadBackend(Backend):
                 patience.worked()
                 if self._outage.over():
                     self._changed.set()
-                    self._shrink.set()
+                    self._shrinker.wanted.set()
                     self._cluster |= await self._api.keys() if self._view.known else frozenset()
             except BackendUnavailable as error:
                 self._outage.noted(error)
@@ -505,7 +438,3 @@ class NomadBackend(Backend):
         """Whether the job is stopped or gone: nobody has registered it anew."""
         job = await self._api.job(self._job_id)
         return job is None or bool(job.get("Stop"))
-
-
-def _count(job: Json) -> int:
-    return int(nomad_job.group_of(job)["Count"])

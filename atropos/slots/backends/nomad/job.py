@@ -97,6 +97,11 @@ def group_of(job: Mapping[str, Any]) -> dict[str, Any]:
     )
 
 
+def count(job: dict[str, Any]) -> int:
+    """How many containers a job asks for."""
+    return int(group_of(job)["Count"])
+
+
 def differences(job: Mapping[str, Any], spec: ContainerSpec) -> str:
     """What a registered job has otherwise than a pool would make it, and what to do about it; empty: nothing of weight."""
     task = next(task for task in group_of(job)["Tasks"] if task["Name"] == TASK)
