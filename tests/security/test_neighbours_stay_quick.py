@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import http.client
+import io
 import itertools
 import os
+import tarfile
 import time
 from pathlib import Path
 
@@ -140,8 +143,35 @@ async def hangs_until_its_time_is_over(slot, pool) -> None:
     assert result.timed_out
 
 
+def refused_archive() -> bytes:
+    """4,000 files and 8 MB to unpack, and at the end what no server exported: nothing of it is kept."""
+    out = io.BytesIO()
+    with tarfile.open(fileobj=out, mode="w", format=tarfile.PAX_FORMAT) as tar:
+        for name, size in (("0/big", 8_000_000), *((f"0/f{number}", 100) for number in range(4000)), ("0/../evil", 1)):
+            info = tarfile.TarInfo(name)
+            info.size = size
+            tar.addfile(info, io.BytesIO(bytes(size)))
+    return out.getvalue()
+
+
+def send_archive(url: str, token: str, archive: bytes) -> None:
+    connection = http.client.HTTPConnection(url.removeprefix("http://"), timeout=60)
+    headers = {"Authorization": f"Bearer {token}", "Content-Type": "application/x-tar"}
+    with contextlib.suppress(ConnectionError):  # refused while it is sent
+        connection.request("PUT", f"/v1/snapshots/snap-{os.urandom(6).hex()}/archive?layers=1", archive, headers)
+        assert connection.getresponse().status == 400
+    connection.close()
+
+
+async def is_sent_archives_to_import(slot, pool) -> None:
+    (link,) = pool.links.values()
+    sending = [asyncio.to_thread(send_archive, link.container.url, link.container.token, ARCHIVE) for _ in range(8)]
+    await asyncio.gather(*sending)
+
+
+ARCHIVE = refused_archive()
 CALLS = [floods_output, answers_as_much_as_it_may, is_cancelled_again_and_again, leases_and_leaves_a_full_slot, freezes_and_forks,
-         hangs_until_its_time_is_over]  # fmt: skip
+         hangs_until_its_time_is_over, is_sent_archives_to_import]  # fmt: skip
 
 
 @pytest.mark.parametrize("use", CALLS, ids=lambda use: use.__name__)
@@ -152,7 +182,8 @@ async def test_beside_a_slot_that_is_used_badly_neighbours_stay_quick(watch, att
                 await use(attacker, pool)
         await attacker.quiesce()
 
-    print(use.__name__, await watch.within(3, attack))
+    bound = 5 if use is is_sent_archives_to_import else 3  # work of the server's own, by whoever holds its token
+    print(use.__name__, await watch.within(bound, attack))
 
 
 async def test_afterwards_every_slot_can_be_used(pool):
