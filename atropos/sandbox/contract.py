@@ -6,6 +6,8 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
+from atropos.errors import SandboxError
+
 if TYPE_CHECKING:
     import asyncio
 
@@ -15,6 +17,10 @@ if TYPE_CHECKING:
 
     OnResult = Callable[[OpResult | Exception], None]
     """Called with how an operation ended."""
+
+
+class NoOtherRoot(SandboxError):
+    """A sandbox did not get another root, and must be stopped; the next one may."""
 
 
 @dataclass(frozen=True)
@@ -96,7 +102,7 @@ class Sandbox(Protocol):
 
         Raises:
             NotSupported: there is no such base.
-            SandboxError: it failed; the sandbox must be stopped.
+            NoOtherRoot: it failed; the sandbox must be stopped.
         """
         ...
 

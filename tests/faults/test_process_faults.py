@@ -6,6 +6,7 @@ ATROPOS_FAULTS multiplies the number of faults (1 in CI; 100 takes about an hour
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import os
 import random
@@ -286,13 +287,35 @@ async def test_a_disk_that_runs_full_ends_no_call_without_an_answer(small_disk, 
         assert isinstance(result, CommandResult) and result.output == b"room\n"
 
 
+def root_changers(server) -> list[int]:
+    """Forks of the process that starts sandboxes."""
+    named = [pid for pid, line in descendants(server.process.pid).items() if "programs/spawner.py" in line]
+    return [pid for above in named for pid in descendants(above) if pid in named]
+
+
+async def test_a_lease_outlives_the_kill_of_the_process_that_changes_its_root():
+    rng = random.Random(7)
+    async with running(slots=4) as server, server.client() as client:
+        lease = await client.acquire(request())
+        await client.call(lease, Exec(command="echo kept > file"))
+        snapshot = await client.snapshot(lease)
+        for _ in range(30 * TIMES):
+            await until(lambda: len(root_changers(server)) == 2, "two that wait")
+            one = rng.choice(root_changers(server))  # its turn it is, or the other's
+            acquired = asyncio.create_task(client.acquire(request(snapshot=snapshot.snapshot_id)))
+            await asyncio.sleep(rng.random() * 0.006)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(one, signal.SIGKILL)
+            fork = await acquired
+            assert (await client.call(fork, Exec(command="cat file"))).output == b"kept\n"
+            await client.release(fork)
+
+
 async def test_processes_that_change_roots_are_replaced_when_they_are_killed():
     async with running(slots=4) as server, server.client() as client:
 
         def waiting() -> list[int]:
-            """Forks of the process that starts sandboxes."""
-            named = [pid for pid, line in descendants(server.process.pid).items() if "programs/spawner.py" in line]
-            return [pid for above in named for pid in descendants(above) if pid in named]
+            return root_changers(server)
 
         lease = await client.acquire(request())
         await client.call(lease, Exec(command="echo kept > file"))

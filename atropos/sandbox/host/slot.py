@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from atropos.config import SlotLimits
 from atropos.errors import ConfigError, NotSupported, OutcomeUnknown, SandboxError, SlotLost
-from atropos.sandbox.contract import Layer, Stopped
+from atropos.sandbox.contract import Layer, NoOtherRoot, Stopped
 from atropos.sandbox.host import egress_supervisor, skeleton, views, volumes
 from atropos.sandbox.host.limit_watch import LimitWatch
 from atropos.sandbox.host.runner_link import RunnerLink
@@ -333,7 +333,7 @@ class SlotSandbox:
             async with asyncio.timeout(START_DEADLINE_S):
                 await self._host.spawner.change_root(self._init_fd, self._creator, waiting)
         except (OSError, TimeoutError) as error:
-            raise SandboxError(f"slot {self.name} got no root of its own: {error or type(error).__name__}") from error
+            raise NoOtherRoot(f"slot {self.name} got no root of its own: {error or type(error).__name__}") from error
         self.layers = tuple(layers)
         self._base = base
         self._image = self._host.base(base).image

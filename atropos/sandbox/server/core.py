@@ -24,7 +24,7 @@ from atropos.errors import (
     SlotLost,
     from_code,
 )
-from atropos.sandbox.contract import Host, Layer, Sandbox, Stopped
+from atropos.sandbox.contract import Host, Layer, NoOtherRoot, Sandbox, Stopped
 from atropos.sandbox.server.clients import ClientTable
 from atropos.sandbox.server.images import Images
 from atropos.sandbox.server.lanes import Lanes
@@ -206,6 +206,13 @@ class Core:
 
     async def _take(self, run: LeaseRun, hosts: tuple[str, ...] | None = None) -> Sandbox:
         """A sandbox of the lease's size, on its layers and base, and with what its network was narrowed to."""
+        try:
+            return await self._take_one(run, hosts)
+        except NoOtherRoot as error:  # the process that changes roots was killed, say: there is another one by now
+            log.warning("lease %s: %s; another sandbox is taken", run.held.lease_id, error)
+            return await self._take_one(run, hosts)
+
+    async def _take_one(self, run: LeaseRun, hosts: tuple[str, ...] | None) -> Sandbox:
         sandbox = await self.warm_pool.take(START_S, network=run.held.request.network)
         try:
             if run.limits is not None:
