@@ -7,7 +7,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
 
-from . import against, env_load, harbor, ours, peers, swe_rex, transfers
+from . import against, env_load, harbor, images, ours, peers, swe_rex, transfers
 from .backends import backends
 from .stats import Row, row
 
@@ -287,6 +287,7 @@ CASES: dict[str, Case] = {
     "env": env,
     "files": transfers.files,
     "harbor": harbor.harbor,
+    "images": images.images,
 }
 NEEDS_ENGINES = frozenset({"backends", "harbor"})
 """Left out of a whole run that has no engine but local."""
