@@ -35,6 +35,18 @@ def children(pid: int) -> set[int]:
     return found
 
 
+def containers(pid: int) -> list[int]:
+    """The sandbox servers below a process."""
+    found = []
+    for child in children(pid):
+        with contextlib.suppress(OSError):
+            command = Path(f"/proc/{child}/cmdline").read_bytes().split(b"\0")
+            parent = int(Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split()[1])
+            if parent == pid and b"atropos.sandbox" in b" ".join(command):
+                found.append(child)
+    return sorted(found)
+
+
 def alive(pids: set[int]) -> set[int]:
     """Those that are neither gone nor zombies that only wait for a reaper."""
     left = set()

@@ -27,7 +27,7 @@ from examples.policy.tokenizer import FOLDER
 from examples.policy.truth import Truth
 from tests.e2e.hermes_support import running_policy, sampled
 from tests.e2e.script_env import ScriptEnv
-from tests.e2e.test_demo_endings import alive, children, left_by, name
+from tests.e2e.test_demo_endings import alive, children, containers, left_by, name
 
 GROUPS = 12 * int(os.environ.get("ATROPOS_FAULTS", "1"))
 MEMBERS, TURNS = 4, 5
@@ -234,3 +234,37 @@ async def test_a_verification_that_catches_everything_scores_no_killed_sandbox(t
     assert len(work.killed) == 3 * MEMBERS
     assert [group["scores"] for group in groups.values()] == [[1.0] * MEMBERS] * 3
     assert sum(env.metrics.retries.values()) == 3 * MEMBERS
+
+
+class ForkingEnv(NumberingEnv):
+    """A group's members start from one prepared workspace; as the first of them work, every container is killed."""
+
+    async def setup_group_workspace(self, item, *, exec_tool):
+        await exec_tool(ToolCall(name="terminal", arguments={"command": "echo $RANDOM$RANDOM > prepared"}))
+
+    async def execute_tool(self, trajectory_id: str, call: ToolCall) -> Any:
+        item = trajectory_id[: len("item-0")]
+        if item not in self.work.killed and "setup" not in trajectory_id:
+            self.work.killed.add(item)
+            for pid in containers(os.getpid()):
+                os.kill(pid, signal.SIGKILL)
+        return await super().execute_tool(trajectory_id, call)
+
+    async def verify_and_score_trajectory(self, item, final_response, *, trajectory_id, exec_tool, agent_result):
+        seen = await exec_tool(ToolCall(name="terminal", arguments={"command": "cat prepared"}))
+        score, _ = await super().verify_and_score_trajectory(
+            item, final_response, trajectory_id=trajectory_id, exec_tool=exec_tool, agent_result=agent_result
+        )
+        return score, {"prepared": seen.output}
+
+
+async def test_groups_survive_the_containers_that_held_their_prepared_workspaces(tmp_path):
+    count = 2
+    groups, _, env, work = await run(tmp_path / "forked", kills=0, failing=0, env_class=ForkingEnv, count=count)
+    assert len(work.killed) == len(groups) == count
+    assert not env.metrics.dropped
+    assert env.metrics.retries["workspace_lost"] >= 1
+    assert sum(env.metrics.retries.values()) <= 2 * count * MEMBERS, env.metrics.retries
+    for group in groups.values():
+        assert group["scores"] == [(1 + n) / MEMBERS for n in range(MEMBERS)]
+        assert len({each["info"]["prepared"] for each in group["atropos"]["trajectories"]}) == 1

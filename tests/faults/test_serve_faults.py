@@ -33,7 +33,7 @@ from examples.policy.truth import Truth
 from examples.serve.processes import Trainer, ended, flags, run_api
 from tests.e2e.hermes_support import sampled
 from tests.e2e.servers import OWN, TOKEN, running
-from tests.e2e.test_demo_endings import alive, children, left_by
+from tests.e2e.test_demo_endings import alive, children, containers, left_by
 from tests.e2e.test_env_faults import MEMBERS, TURNS
 from tests.faults.http_faults import HttpFaults
 
@@ -67,18 +67,6 @@ async def flaky_policy(log: Path):
     finally:
         changing.cancel()
         await runner.cleanup()
-
-
-def containers(pid: int) -> list[int]:
-    """The sandbox servers below a process."""
-    found = []
-    for child in children(pid):
-        with contextlib.suppress(OSError):
-            command = Path(f"/proc/{child}/cmdline").read_bytes().split(b"\0")
-            parent = int(Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split()[1])
-            if parent == pid and b"atropos.sandbox" in b" ".join(command):
-                found.append(child)
-    return sorted(found)
 
 
 @contextlib.asynccontextmanager
