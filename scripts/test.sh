@@ -10,8 +10,8 @@ from atropos.api.settings import BrowserSettings; sys.exit(bool(lacks(BrowserSet
   ATROPOS_SYSTEM_PACKAGES=chromium bash scripts/system.sh \
     || echo "no Chromium: the tests of the browser tools are skipped" >&2
 fi
-ATROPOS_SYSTEM_PACKAGES="skopeo docker-registry busybox-static prometheus" bash scripts/system.sh \
-  || echo "not all of skopeo, docker-registry, busybox and prometheus: tests of images or of monitoring/ are skipped" >&2
+ATROPOS_SYSTEM_PACKAGES="skopeo docker-registry busybox-static prometheus openssh-server" bash scripts/system.sh \
+  || echo "not all of skopeo, docker-registry, busybox, prometheus and openssh-server: tests of images, of monitoring/ or of ssh are skipped" >&2
 bash scripts/peers.sh || echo "not all packages of adapters could be installed: their tests are skipped" >&2
 backends=${ATROPOS_BACKENDS:-local,docker,nomad}
 exec python scripts/engines.py "$backends" pytest -n "$(($(nproc) + 1))" --dist loadscope --durations=30 "$@"

@@ -6,9 +6,9 @@ import json
 from collections.abc import Mapping
 from typing import Annotated, Any, Self, cast
 
-from pydantic import AfterValidator, BeforeValidator, Field, SecretStr, ValidationError, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, SecretStr, TypeAdapter, ValidationError, model_validator
 
-from atropos.config import SandboxSettings, ServerConfig, SlotSettings
+from atropos.config import HostNames, SandboxSettings, ServerConfig, SlotSettings
 from atropos.errors import ConfigError
 from atropos.slots.plugins import known
 
@@ -70,9 +70,25 @@ class PoolSettings(SlotSettings):
         default=None, description="nomad: PEM file with the certificate of the sandbox ports; None: plain HTTP"
     )
     tls_key: str | None = Field(default=None, description="nomad: PEM file with the certificate's key, unencrypted")
+    ssh_hosts: HostNames = Field(default=(), description="ssh: [user@]host[:port], a container each")
+    ssh_python: str = Field(
+        default="python3", min_length=1, description="ssh: the hosts' Python, with this version of atropos installed"
+    )
+    ssh_config: str | None = Field(
+        default=None, description="ssh: file with users, ports, keys and known hosts; None: ~/.ssh/config"
+    )
     privileged: bool = Field(default=False, description="kept for compatibility; True is refused")
     purge_job_on_start: bool = Field(default=False, description="remove the job of an earlier run first")
     purge_job_on_shutdown: bool = Field(default=True, description="remove the job at the end")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _one_container_a_host(cls, data: Any) -> Any:
+        """Where ssh's hosts are named, there are no more containers than these unless said otherwise."""
+        if isinstance(data, dict) and data.get("ssh_hosts"):
+            hosts = TypeAdapter(HostNames).validate_python(data["ssh_hosts"])
+            return {"max_containers": len(hosts), **data}
+        return data
 
     @model_validator(mode="after")
     def _check_pool(self) -> Self:
@@ -144,7 +160,7 @@ class SlotPoolConfig(PoolSettings, SandboxSettings):
 
     @model_validator(mode="after")
     def _check_tls(self) -> Self:
-        if self.tls_certificate is not None and self.backend in {"local", "docker"}:
+        if self.tls_certificate is not None and self.backend in {"local", "docker", "ssh"}:
             raise ValueError(f"tls_certificate: backend {self.backend!r} has no TLS; take it out, or use 'nomad'")
         return self
 

@@ -12,6 +12,7 @@ BUILT_IN = {
     for each in (
         EntryPoint("local", f"{_HERE}.local.backend:LocalBackend", GROUP),
         EntryPoint("docker", f"{_HERE}.docker.backend:DockerBackend.from_pool", GROUP),
+        EntryPoint("ssh", f"{_HERE}.ssh.backend:SshBackend", GROUP),
         EntryPoint("nomad", f"{_HERE}.nomad.backend:NomadBackend.from_pool", GROUP),
     )
 }

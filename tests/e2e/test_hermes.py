@@ -220,7 +220,7 @@ def test_wrong_settings_are_refused_by_name(tmp_path):
         ({"distribution": "default", "enabled_toolsets": ["default"]}, "exclude each other"),
         ({"distribution": "nosuch"}, "unknown 'nosuch'"),
         ({"terminal_backend": "modal"}, "modal is not built yet"),
-        ({"terminal_backend": "moon"}, "unknown backend"),
+        ({"terminal_backend": "moon"}, "terminal_backend.*'ssh' or 'nomad'.*moon"),
         ({"tool_call_parser": "nosuch"}, "nosuch"),
         ({"tool_pool_mode": "docker"}, "differ"),
         ({"tool_pool_size": 0}, "tool_pool_size"),

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Self
 
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from atropos.envs.config import OptionalNames, SandboxEnvConfig
 from atropos.slots import SlotPoolConfig
+from atropos.slots.plugins import known
 from atropos.tools import ToolExecutorConfig
 from atropos.tools.base import ToolLimits
 from atropos.tools.parsers import get_parser
 from atropos.tools.toolsets import get_distribution
 
-NOT_BUILT = ("modal", "ssh", "singularity")
+NOT_BUILT = ("modal", "singularity")
 """Terminal backends of other projects that the backend interface has room for."""
 
 
@@ -33,7 +34,7 @@ class HermesAgentEnvConfig(SandboxEnvConfig):
     max_agent_turns: int = Field(default=30, ge=1, description="most model turns of a trajectory")
     system_prompt: str | None = Field(default=None, description="first message; None: none")
     agent_temperature: float = Field(default=1.0, ge=0, description="sampling temperature")
-    terminal_backend: str = Field(default="local", description="what runs the containers: local, docker or nomad")
+    terminal_backend: str = Field(default="local", description="what runs the containers: local, docker, ssh or nomad")
     terminal_timeout: float = Field(default=120, gt=0, description="seconds of a terminal command that names none")
     terminal_lifetime: float = Field(
         default=3600, gt=0, description="longest idle time of a trajectory's slot, seconds"
@@ -53,10 +54,8 @@ class HermesAgentEnvConfig(SandboxEnvConfig):
     @classmethod
     def _known_backend(cls, value: str) -> str:
         if value in NOT_BUILT:
-            raise ValueError(f"{value} is not built yet; use local, docker or nomad")
-        if value not in {"local", "docker", "nomad"}:
-            raise ValueError(f"unknown backend {value!r}; use local, docker or nomad")
-        return value
+            raise ValueError(f"{value} is not built yet; use local, docker, ssh or nomad")
+        return known(value)
 
     @field_validator("tool_call_parser")
     @classmethod
@@ -83,9 +82,9 @@ class HermesAgentEnvConfig(SandboxEnvConfig):
         return self
 
     @property
-    def backend(self) -> Literal["local", "docker", "nomad"]:
+    def backend(self) -> str:
         """What makes containers exist."""
-        return self.terminal_backend  # type: ignore[return-value]
+        return self.terminal_backend
 
     def pool_config(self) -> SlotPoolConfig:
         """The pool that these settings mean."""

@@ -1,4 +1,4 @@
-"""Where containers come from: local processes, Docker, Nomad, and what other packages register."""
+"""Where containers come from: local processes, hosts by ssh, Docker, Nomad, and what other packages register."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ from atropos.errors import ConfigError
 from atropos.slots.backends.base import Backend
 from atropos.slots.config import SlotPoolConfig
 from atropos.slots.plugins import find
+
+EXTRAS = {"ssh"}
+"""Built-in backends whose dependencies are an extra of the same name."""
 
 
 def make_backend(config: SlotPoolConfig) -> Backend:
@@ -18,7 +21,8 @@ def make_backend(config: SlotPoolConfig) -> Backend:
     try:
         make = entry.load()
     except (ImportError, AttributeError) as error:
-        raise ConfigError(f"backend: {config.backend!r} ({entry.value}) can't be loaded: {error}") from error
+        cure = f"; pip install 'atropos[{entry.name}]'" if entry.name in EXTRAS else ""
+        raise ConfigError(f"backend: {config.backend!r} ({entry.value}) can't be loaded: {error}{cure}") from error
     backend = make(config)
     if not isinstance(backend, Backend):
         raise ConfigError(

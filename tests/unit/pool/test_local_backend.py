@@ -14,6 +14,7 @@ import pytest
 
 from atropos.errors import BackendUnavailable, ConfigError, IsolationUnavailable
 from atropos.slots import SlotPool, SlotPoolConfig
+from atropos.slots.backends import supervised
 from atropos.slots.backends.local import backend
 from atropos.slots.backends.local.backend import LocalBackend
 from tests.unit.pool.model import until
@@ -29,8 +30,8 @@ DEAF = READY + "signal.signal(signal.SIGTERM, signal.SIG_IGN)\nwhile True: signa
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
-    monkeypatch.setattr(backend, "BACKOFF_S", (0.01, 0.05))
-    monkeypatch.setattr(backend, "STOP_S", 0.3)
+    monkeypatch.setattr(supervised, "BACKOFF_S", (0.01, 0.05))
+    monkeypatch.setattr(supervised, "STOP_S", 0.3)
 
 
 @asynccontextmanager

@@ -2,61 +2,33 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import fcntl
-import logging
 import os
-import random
 import re
-import secrets
 import tempfile
-from collections.abc import Coroutine, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Self
 
-from atropos.errors import BackendUnavailable, ConfigError, IsolationUnavailable
-from atropos.slots.backends.base import Backend, Container
+from atropos.errors import BackendUnavailable
 from atropos.slots.backends.local.server_process import COMMAND, ServerProcess, start_time
-from atropos.slots.task_owner import Tasks
+from atropos.slots.backends.supervised import DRAIN_S, Server, SupervisedBackend
 
 if TYPE_CHECKING:
+    from atropos.config import ServerConfig
     from atropos.slots.config import SlotPoolConfig
 
-log = logging.getLogger("atropos.slots.local")
 
-BACKOFF_S = (0.1, 10.0)
-"""First and longest pause before a server that ended is started anew."""
-PROVEN_S = 10.0
-"""A server that ran this long was sound: the next start is without a pause."""
-HOPELESS = 5
-"""Failed starts in a row, with no server ever ready, after which the fault is taken to be in the set-up."""
-DRAIN_S = 30.0
-"""How long leases may go on in a server that is being replaced."""
-STOP_S, STOP_SLOT_S = 1.5, 0.05
-"""How long a server may take to end in order when the pool stops: in any case, and for each of its slots."""
-
-
-class LocalBackend(Backend):
-    """Supervised sandbox servers on this machine. They end with this process, however it ends."""
+class LocalBackend(SupervisedBackend):
+    """Supervised sandbox servers on this machine."""
 
     name = "local"
 
     def __init__(self, config: SlotPoolConfig, *, command: Sequence[str] = COMMAND) -> None:
-        self.config = config
+        super().__init__(config)
         self.command = command
         self.scratch: Path | None = None
-        self.ever_ready = False
-        self._places: dict[int, _Place] = {}
-        self._ending: set[_Place] = set()
-        self._tasks = Tasks("local backend")
-        self._news = asyncio.Event()
-        self._failure: Exception | None = None
-
-    @property
-    def _stop_s(self) -> float:
-        return STOP_S + STOP_SLOT_S * self.config.slots_per_container
 
     async def start(self) -> None:
         """Make a scratch folder of our own, and remove those of processes that are no more."""
@@ -67,180 +39,54 @@ class LocalBackend(Backend):
         """One supervised server for each index below `count`."""
         if self.scratch is None:
             raise BackendUnavailable("the local backend is not started")
-        for index in range(count):
-            if index not in self._places:
-                self._open(index)
-        for index in [index for index in self._places if index >= count]:
-            self._end(self._places.pop(index), DRAIN_S)
-        self.news()
+        await super().scale(count)
 
-    def _open(self, index: int) -> None:
-        place = self._places[index] = _Place(self, index)
-        self._tasks.spawn(place.keep(), f"container {index}")
-
-    def _end(self, place: _Place, grace_s: float) -> None:
-        self._ending.add(place)
-        place.end(grace_s)
-
-    def containers(self) -> Sequence[Container]:
-        """What runs, comes or ends."""
-        places = [*self._places.values(), *self._ending]
-        return [place.container for place in places if place.container is not None]
-
-    async def changed(self) -> None:
-        """For one waiter at a time."""
-        await self._news.wait()
-        self._news.clear()
-
-    def trouble(self) -> str:
-        """The last words of the servers that do not come up."""
-        if self._failure is not None:
-            return str(self._failure)
-        return "; ".join(place.trouble for place in self._places.values() if place.trouble)
-
-    def failure(self) -> Exception | None:
-        """A server refused its configuration or this host, or none ever came up."""
-        return self._failure
-
-    async def retire(self, container: Container) -> None:
-        """End it and start another in its place."""
-        place = self._places.get(container.index)
-        if place is not None and place.container is not None and place.container.id == container.id:
-            self._end(place, self._stop_s)
-            self._open(container.index)
-            self.news()
+    async def launch(self, index: int, token: str) -> Server:
+        """A subprocess with a scratch folder within ours."""
+        del index
+        assert self.scratch is not None
+        config = self.config.server_config(token, drain_s=DRAIN_S)
+        return await LocalServer.launch(config, self.scratch, self.command)
 
     async def aclose(self, *, purge: bool) -> None:
-        """End all servers, whether `purge` or not: local ones live no longer than their pool."""
-        del purge
-        for place in self._places.values():
-            self._end(place, self._stop_s)
-        self._places.clear()
+        """End all servers and remove our scratch folder."""
         try:
-            await self._tasks.settle(self._stop_s + 0.2)  # then those that still drain are killed
+            await super().aclose(purge=purge)
         finally:
             if self.scratch is not None:
                 remove_scratch(self.scratch)
-            self.news()
-
-    # ------------------------------------------------------------------------------------------- for the places
-
-    def news(self) -> None:
-        """`containers()` may answer differently."""
-        self._news.set()
-
-    def give_up(self, failure: Exception) -> None:
-        """No server will ever come."""
-        if self._failure is None:
-            self._failure = failure
-        self.news()
-
-    def ended(self, place: _Place) -> None:
-        """Nothing of it is left."""
-        self._ending.discard(place)
-        self.news()
 
 
-class _Place:
-    """One index of the scaling order: a server runs there, and if it ends by itself another takes over."""
+class LocalServer(ServerProcess):
+    """A server that ends with this process, and its scratch folder."""
 
-    def __init__(self, backend: LocalBackend, index: int) -> None:
-        self.container: Container | None = None
-        self.trouble = ""
-        self._backend = backend
-        self._index = index
-        self._over = asyncio.Event()
-        self._grace_s = STOP_S
-        self._runs = 0
+    folder: Path
 
-    def end(self, grace_s: float) -> None:
-        """End the server, which may take `grace_s` for its leases; `keep` then returns."""
-        self._grace_s = grace_s
-        self._over.set()
-        if self.container is not None:
-            self.container = replace(self.container, state="ending")
+    @classmethod
+    async def launch(cls, config: ServerConfig, scratch: Path, command: Sequence[str] = COMMAND) -> Self:
+        """Start it in a new folder of `scratch`.
 
-    async def keep(self) -> None:
-        """Keep a server running until it is to end; a hopeless start is reported and not tried again."""
-        failures, (pause, longest) = 0, BACKOFF_S
-        loop = asyncio.get_running_loop()
+        Raises:
+            BackendUnavailable: the process could not be started.
+        """
+        folder = Path(tempfile.mkdtemp(dir=scratch))
+        folder.chmod(0o755)  # the server passes through it as another user
+        own = config.model_copy(update={"die_with_parent": True, "state_dir": str(folder)})
+        server = await cls.start(own, command)
+        server.folder = folder
+        return server
+
+    @property
+    def url(self) -> str:
+        """On this machine's loopback."""
+        return f"http://127.0.0.1:{self.port}"
+
+    async def stop(self, grace_s: float) -> None:
+        """Ask it to end, and after `grace_s` make it; returns when it and its folder are gone."""
         try:
-            while not self._over.is_set():
-                began = loop.time()
-                try:
-                    await self._run()
-                    return
-                except (BackendUnavailable, ConfigError, IsolationUnavailable) as error:
-                    if not isinstance(error, BackendUnavailable) and not self._backend.ever_ready:
-                        self.trouble = str(error)
-                        self._backend.give_up(error)
-                        return
-                    # a host that has carried servers can carry them again: whatever this one says passes
-                    if loop.time() - began > PROVEN_S:
-                        failures, pause = 0, BACKOFF_S[0]
-                    failures += 1
-                    wait = pause * random.uniform(0.7, 1.3)
-                    pause = min(pause * 2, longest)
-                    self.trouble = f"container {self._index}: {error} (failed {failures} times in a row)"
-                    log.warning("%s", self.trouble)
-                    if failures >= HOPELESS and not self._backend.ever_ready:
-                        self._backend.give_up(BackendUnavailable(self.trouble))
-                        return
-                    self._backend.news()
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(wait):
-                        await self._over.wait()
+            await super().stop(grace_s)
         finally:
-            self.container = None
-            self._backend.ended(self)
-
-    async def _run(self) -> None:
-        """One server from start to end. Returns when it was stopped; raises when it ended by itself."""
-        scratch = self._backend.scratch
-        assert scratch is not None
-        self._runs += 1
-        state_dir = scratch / f"{self._index}-{secrets.token_hex(4)}"
-        state_dir.mkdir(mode=0o755)
-        token = secrets.token_urlsafe(32)
-        config = self._backend.config.server_config(
-            token, die_with_parent=True, state_dir=str(state_dir), drain_s=DRAIN_S
-        )
-        server = await ServerProcess.start(config, self._backend.command)
-        try:
-            self.container = Container(server.id, self._index, None, token, "starting")
-            self._backend.news()
-            if not await self._unless_over(server.ready(self._backend.config.start_timeout_s)):
-                return
-            self._backend.ever_ready = True
-            self.trouble = ""
-            self.container = replace(self.container, url=f"http://127.0.0.1:{server.port}", state="running")
-            self._backend.news()
-            if await self._unless_over(server.wait()):
-                raise server.failure()
-        finally:
-            grace_s = self._grace_s if self._over.is_set() else 0.0
-            try:
-                await server.stop(grace_s)
-            finally:
-                self.container = None
-                remove_scratch(state_dir)
-                self._backend.news()
-            await server.tidy()
-
-    async def _unless_over(self, work: Coroutine[Any, Any, None]) -> bool:
-        """Await `work`; False when the end was asked for first."""
-        task = asyncio.ensure_future(work)
-        over = asyncio.ensure_future(self._over.wait())
-        try:
-            await asyncio.wait([task, over], return_when=asyncio.FIRST_COMPLETED)
-            if task.done():
-                task.result()
-                return True
-            return False
-        finally:
-            for one in (task, over):
-                one.cancel()
-            await asyncio.gather(task, over, return_exceptions=True)
+            remove_scratch(self.folder)
 
 
 # -------------------------------------------------------------------------------------------------------------- scratch

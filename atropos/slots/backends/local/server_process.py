@@ -12,7 +12,7 @@ import sys
 from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 import atropos
 from atropos import cgroup_paths
@@ -71,7 +71,7 @@ class ServerProcess:
         self._stdout: asyncio.Task[None] | None = None
 
     @classmethod
-    async def start(cls, config: ServerConfig, command: Sequence[str] = COMMAND) -> ServerProcess:
+    async def start(cls, config: ServerConfig, command: Sequence[str] = COMMAND) -> Self:
         """Start it and hand it its configuration, token included, on stdin.
 
         Raises:

@@ -1,0 +1,32 @@
+"""Hosts as containers: a sandbox server is started on each over ssh, and its port is forwarded to this machine's loopback."""
+
+from __future__ import annotations
+
+from atropos.errors import ConfigError
+from atropos.slots.backends.ssh.server import SshServer, place
+from atropos.slots.backends.supervised import DRAIN_S, Server, SupervisedBackend
+
+
+class SshBackend(SupervisedBackend):
+    """Supervised sandbox servers on other hosts, one each."""
+
+    name = "ssh"
+    stop_more_s = 2.0
+
+    async def start(self) -> None:
+        """Check the settings; a host is connected to when its container is asked for."""
+        hosts = self.config.ssh_hosts
+        for host in hosts:
+            place(host)
+        if len(hosts) < self.config.max_containers:
+            raise ConfigError(
+                f"ssh_hosts: {len(hosts)} for max_containers {self.config.max_containers}, and each holds one container: "
+                "name more hosts (one may be named twice), or lower max_containers"
+            )
+
+    async def launch(self, index: int, token: str) -> Server:
+        """A server on the host of this index. Cut off from its pool, it ends when the leases have."""
+        config = self.config.server_config(
+            token, drain_s=DRAIN_S, unattended_s=max(self.config.lease_ttl_s, self.config.start_timeout_s)
+        )
+        return SshServer(self.config.ssh_hosts[index], self.config.ssh_python, self.config.ssh_config, config)

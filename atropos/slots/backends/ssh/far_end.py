@@ -1,0 +1,79 @@
+"""`python -m atropos.slots.backends.ssh.far_end NAME`: a sandbox server that lives no longer than the connection it came over.
+
+NAME is the container's, for those who list processes. The first line on stdin is a `ServerConfig` in JSON; each further
+line asks the server to end in order, and the end of input makes it: sshd closes stdin when the connection is lost. Prints
+one line of JSON, `{"port": …}`, when the server listens. Exit codes and the last line on stderr are the server's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import sys
+
+from pydantic import ValidationError
+
+from atropos.config import ServerConfig
+from atropos.errors import BackendUnavailable, ConfigError, IsolationUnavailable
+from atropos.slots.backends.local.backend import LocalServer, make_scratch, remove_scratch, remove_stale_scratch
+from atropos.slots.backends.local.server_process import BAD_CONFIG, NO_ISOLATION
+from atropos.slots.backends.supervised import STOP_S
+from atropos.slots.config import one_line
+
+MAX_LINE_BYTES = 1024 * 1024
+READY_S = 3600.0
+"""The pool's `start_timeout_s` is what counts: it closes the connection."""
+
+
+async def main() -> int:
+    """Run the server until it ends, is asked to, or its owner is gone; returns the exit code."""
+    stdin = asyncio.StreamReader(limit=MAX_LINE_BYTES)
+    await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(stdin), sys.stdin)
+    line = await stdin.readline()
+    try:
+        config = ServerConfig.model_validate_json(line)
+    except ValidationError as error:
+        sys.stderr.write(f"{one_line(error)}; is the same version of atropos installed on both sides?\n")
+        return BAD_CONFIG
+    remove_stale_scratch()
+    scratch = make_scratch()
+    try:
+        server = await LocalServer.launch(config, scratch)
+        try:
+            work = [asyncio.create_task(_run(server)), asyncio.create_task(_follow(stdin, server))]
+            done, _ = await asyncio.wait(work, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
+        finally:
+            await server.stop(STOP_S)
+            await server.tidy()
+    except (BackendUnavailable, ConfigError, IsolationUnavailable) as error:
+        sys.stderr.write(f"{error}\n")
+        if isinstance(error, BackendUnavailable):
+            return 1
+        return BAD_CONFIG if isinstance(error, ConfigError) else NO_ISOLATION
+    finally:
+        remove_scratch(scratch)
+    return 0
+
+
+async def _run(server: LocalServer) -> None:
+    await server.ready(READY_S)
+    sys.stdout.write(json.dumps({"port": server.port}) + "\n")
+    sys.stdout.flush()
+    await server.wait()
+    if server.returncode:
+        raise server.failure()
+
+
+async def _follow(stdin: asyncio.StreamReader, server: LocalServer) -> None:
+    """Ask the server to end at each line; returns at the end of input."""
+    while await stdin.readline():
+        if server.returncode is None:
+            os.kill(server.pid, signal.SIGTERM)
+
+
+if __name__ == "__main__":
+    sys.exit(asyncio.run(main()))

@@ -1,0 +1,176 @@
+"""One sandbox server on another host: its connection, its start, its forwarded port and its end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import re
+import secrets
+import shlex
+from collections.abc import Generator
+from typing import TYPE_CHECKING, Any
+
+import asyncssh
+from asyncssh.constants import OPEN_ADMINISTRATIVELY_PROHIBITED
+
+from atropos.errors import BackendUnavailable, ConfigError, IsolationUnavailable
+from atropos.slots.backends.local.server_process import BAD_CONFIG, NO_ISOLATION, SHOWN_CHARS
+from atropos.slots.config import server_json
+
+if TYPE_CHECKING:
+    from atropos.config import ServerConfig
+
+KEEPALIVE_S, KEEPALIVES = 5.0, 3
+"""A host that leaves so many requests unanswered, one each so many seconds, is gone."""
+GONE_S = 5.0
+"""How long the far end may take to end a server and to remove what it left."""
+BANNER_LINES = 100
+"""Lines that the host's login shell may print before the server's own."""
+NO_PYTHON = (126, 127)
+"""Exit codes of a shell that can't start a program."""
+_PLACE = re.compile(r"(?:(?P<user>[^@\s]+)@)?(?P<host>\[[^\]\s]+\]|[^:\[\]@\s]+)(?::(?P<port>[0-9]{1,5}))?")
+
+
+def place(text: str) -> dict[str, Any]:
+    """`[user@]host[:port]` as arguments of asyncssh; what it doesn't say comes from ssh's configuration.
+
+    Raises:
+        ConfigError: it is nothing of that kind.
+    """
+    match = _PLACE.fullmatch(text)
+    if match is None:
+        raise ConfigError(f"ssh_hosts: {text!r} is not of the form [user@]host[:port]")
+    given: dict[str, Any] = {"host": match["host"].strip("[]")}
+    if match["user"]:
+        given["username"] = match["user"]
+    if match["port"]:
+        given["port"] = int(match["port"])
+    return given
+
+
+@contextlib.contextmanager
+def _failures(host: str) -> Generator[None]:
+    """What goes wrong between here and a host, as our errors."""
+    try:
+        yield
+    except asyncssh.HostKeyNotVerifiable as error:
+        raise ConfigError(
+            f"ssh_hosts: the key that {host} shows is not known ({error.reason}): compare it with the host's, "
+            "then add it to known_hosts, as `ssh` does when it asks"
+        ) from error
+    except asyncssh.PermissionDenied as error:
+        raise ConfigError(f"ssh_hosts: {host} refuses the login ({error.reason})") from error
+    except asyncssh.ChannelOpenError as error:
+        if error.code == OPEN_ADMINISTRATIVELY_PROHIBITED:
+            raise ConfigError(
+                f"ssh_hosts: {host} refuses to forward ports ({error.reason}): its sshd needs AllowTcpForwarding"
+            ) from error
+        raise BackendUnavailable(f"{host}: {error.reason}") from error
+    except (asyncssh.KeyImportError, asyncssh.ConfigParseError) as error:
+        raise ConfigError(f"ssh_config: {error}") from error
+    except (asyncssh.Error, OSError) as error:
+        raise BackendUnavailable(f"{host} can't be reached by ssh: {error}") from error
+
+
+class SshServer:
+    """One run of `far_end` on a host.
+
+    Args:
+        host: `[user@]host[:port]`.
+        python: the host's Python.
+        ssh_config: a file like ~/.ssh/config, which is read where it is None.
+        config: the server's.
+    """
+
+    def __init__(self, host: str, python: str, ssh_config: str | None, config: ServerConfig) -> None:
+        self.id = f"{host}-{secrets.token_hex(6)}"
+        self.url = ""
+        self._host = host
+        self._command = shlex.join([python, "-P", "-m", "atropos.slots.backends.ssh.far_end", self.id])
+        self._python = python
+        self._ssh_config = ssh_config
+        self._config = config
+        self._connection: asyncssh.SSHClientConnection | None = None
+        self._process: asyncssh.SSHClientProcess[bytes] | None = None
+        self._last = ""
+
+    async def ready(self, timeout_s: float) -> None:
+        """Connect, start the server, wait until it listens, and forward its port."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                with _failures(self._host):
+                    await self._start()
+        except TimeoutError:
+            raise BackendUnavailable(f"{self._host}: no sandbox server was ready within {timeout_s:g} s") from None
+
+    async def _start(self) -> None:
+        options: dict[str, Any] = {
+            **place(self._host),
+            "config": () if self._ssh_config is None else [self._ssh_config],
+        }
+        options |= {"keepalive_interval": KEEPALIVE_S, "keepalive_count_max": KEEPALIVES}
+        if asyncssh.SSHClientConnectionOptions(**options).known_hosts is None:
+            options["known_hosts"] = b""  # `UserKnownHostsFile none` knows no key, and doesn't trust all of them
+        self._connection = await asyncssh.connect(**options)
+        self._process = await self._connection.create_process(self._command, encoding=None)
+        self._process.stdin.write(server_json(self._config) + b"\n")
+        port = await self._listening(self._process)
+        _, probe = await self._connection.open_connection("127.0.0.1", port)  # refused now, or at the first lease
+        probe.close()
+        listener = await self._connection.forward_local_port("127.0.0.1", 0, "127.0.0.1", port)
+        self.url = f"http://127.0.0.1:{listener.get_port()}"
+
+    async def _listening(self, process: asyncssh.SSHClientProcess[bytes]) -> int:
+        """The server's port on its host, from its ready line."""
+        for _ in range(BANNER_LINES):
+            line = await process.stdout.readline()
+            if not line:
+                await self.wait()
+                raise self.failure()
+            with contextlib.suppress(ValueError, KeyError, TypeError):
+                return int(json.loads(line)["port"])
+        raise BackendUnavailable(f"{self._host}: no ready line in the first {BANNER_LINES} lines")
+
+    async def wait(self) -> None:
+        """Until the server has ended, or the connection is lost."""
+        assert self._process is not None
+        with contextlib.suppress(asyncssh.Error, OSError):
+            words = (await self._process.stderr.read()).decode(errors="replace").split("\n")
+            self._last = next((line.strip()[-SHOWN_CHARS:] for line in reversed(words) if line.strip()), "")
+        await self._process.wait_closed()
+
+    def failure(self) -> Exception:
+        """Why it ended, in its own words."""
+        assert self._process is not None
+        code = self._process.exit_status
+        last = self._last or "it said nothing"
+        if code in NO_PYTHON or "No module named" in last:
+            return ConfigError(f"ssh_python: {self._python!r} on {self._host}: {last}")
+        if code == BAD_CONFIG:
+            return ConfigError(f"{self._host}: {last}")
+        if code == NO_ISOLATION:
+            return IsolationUnavailable(f"{self._host}: {last}")
+        if code is None and self._process.exit_signal is None:
+            return BackendUnavailable(f"{self._host}: the connection was lost")
+        return BackendUnavailable(f"{self._host}: {last}")
+
+    async def stop(self, grace_s: float) -> None:
+        """Ask it to end, and after `grace_s` make it; returns when it is gone, or the connection is."""
+        try:
+            if self._process is not None:
+                with contextlib.suppress(TimeoutError, asyncssh.Error, OSError):
+                    self._process.stdin.write(b"end\n")
+                    async with asyncio.timeout(grace_s):
+                        await self._process.wait_closed()
+        finally:
+            if self._process is not None:
+                with contextlib.suppress(TimeoutError, asyncssh.Error, OSError):
+                    self._process.stdin.write_eof()
+                    async with asyncio.timeout(GONE_S):
+                        await self._process.wait_closed()
+            if self._connection is not None:
+                self._connection.abort()
+
+    async def tidy(self) -> None:
+        """Nothing: the far end does it."""

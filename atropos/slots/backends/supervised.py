@@ -1,0 +1,265 @@
+"""Backends that start sandbox servers themselves: one for each index, and another when it ends by itself."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import random
+import secrets
+from abc import abstractmethod
+from collections.abc import Coroutine, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Protocol
+
+from atropos.errors import BackendUnavailable, ConfigError, IsolationUnavailable
+from atropos.slots.backends.base import Backend, Container
+from atropos.slots.task_owner import Tasks
+
+if TYPE_CHECKING:
+    from atropos.slots.config import SlotPoolConfig
+
+log = logging.getLogger("atropos.slots.servers")
+
+BACKOFF_S = (0.1, 10.0)
+"""First and longest pause before a server that ended is started anew."""
+PROVEN_S = 10.0
+"""A server that ran this long was sound: the next start is without a pause."""
+HOPELESS = 5
+"""Failed starts in a row, with no server ever ready, after which the fault is taken to be in the set-up."""
+DRAIN_S = 30.0
+"""How long leases may go on in a server that is being replaced."""
+STOP_S, STOP_SLOT_S = 1.5, 0.05
+"""How long a server may take to end in order when the pool stops: in any case, and for each of its slots."""
+
+
+class Server(Protocol):
+    """One run of a sandbox server."""
+
+    @property
+    def id(self) -> str:
+        """A name that no other run has."""
+        ...
+
+    @property
+    def url(self) -> str:
+        """Where it can be reached from here, once it is ready."""
+        ...
+
+    async def ready(self, timeout_s: float) -> None:
+        """Wait until it listens.
+
+        Raises:
+            ConfigError, IsolationUnavailable: it refused; its own words.
+            BackendUnavailable: it ended, can't be reached, or isn't ready in time.
+        """
+        ...
+
+    async def wait(self) -> None:
+        """Until it has ended."""
+        ...
+
+    def failure(self) -> Exception:
+        """Why it ended, as an exception that `ready` may raise."""
+        ...
+
+    async def stop(self, grace_s: float) -> None:
+        """Ask it to end, and after `grace_s` make it; returns when it is gone."""
+        ...
+
+    async def tidy(self) -> None:
+        """Remove what it couldn't remove itself."""
+        ...
+
+
+class SupervisedBackend(Backend):
+    """Keeps a server running for each index. Servers end with this process, however it ends."""
+
+    stop_more_s = 0.0
+    """What the way to a server may add to the time that its end takes, in seconds."""
+
+    def __init__(self, config: SlotPoolConfig) -> None:
+        self.config = config
+        self.ever_ready = False
+        self._places: dict[int, _Place] = {}
+        self._ending: set[_Place] = set()
+        self._tasks = Tasks(f"{self.name} backend")
+        self._news = asyncio.Event()
+        self._failure: Exception | None = None
+
+    @abstractmethod
+    async def launch(self, index: int, token: str) -> Server:
+        """Start a server, which need not be ready.
+
+        Raises:
+            BackendUnavailable: it can't be started.
+        """
+
+    @property
+    def _stop_s(self) -> float:
+        return STOP_S + STOP_SLOT_S * self.config.slots_per_container + self.stop_more_s
+
+    async def scale(self, count: int) -> None:
+        """One supervised server for each index below `count`."""
+        for index in range(count):
+            if index not in self._places:
+                self._open(index)
+        for index in [index for index in self._places if index >= count]:
+            self._end(self._places.pop(index), DRAIN_S)
+        self.news()
+
+    def _open(self, index: int) -> None:
+        place = self._places[index] = _Place(self, index)
+        self._tasks.spawn(place.keep(), f"container {index}")
+
+    def _end(self, place: _Place, grace_s: float) -> None:
+        self._ending.add(place)
+        place.end(grace_s)
+
+    def containers(self) -> Sequence[Container]:
+        """What runs, comes or ends."""
+        places = [*self._places.values(), *self._ending]
+        return [place.container for place in places if place.container is not None]
+
+    async def changed(self) -> None:
+        """For one waiter at a time."""
+        await self._news.wait()
+        self._news.clear()
+
+    def trouble(self) -> str:
+        """The last words of the servers that do not come up."""
+        if self._failure is not None:
+            return str(self._failure)
+        return "; ".join(place.trouble for place in self._places.values() if place.trouble)
+
+    def failure(self) -> Exception | None:
+        """A server refused its configuration or this host, or none ever came up."""
+        return self._failure
+
+    async def retire(self, container: Container) -> None:
+        """End it and start another in its place."""
+        place = self._places.get(container.index)
+        if place is not None and place.container is not None and place.container.id == container.id:
+            self._end(place, self._stop_s)
+            self._open(container.index)
+            self.news()
+
+    async def aclose(self, *, purge: bool) -> None:
+        """End all servers, whether `purge` or not: they live no longer than their pool."""
+        del purge
+        for place in self._places.values():
+            self._end(place, self._stop_s)
+        self._places.clear()
+        try:
+            await self._tasks.settle(self._stop_s + 0.2)  # then those that still drain are killed
+        finally:
+            self.news()
+
+    # ------------------------------------------------------------------------------------------- for the places
+
+    def news(self) -> None:
+        """`containers()` may answer differently."""
+        self._news.set()
+
+    def give_up(self, failure: Exception) -> None:
+        """No server will ever come."""
+        if self._failure is None:
+            self._failure = failure
+        self.news()
+
+    def ended(self, place: _Place) -> None:
+        """Nothing of it is left."""
+        self._ending.discard(place)
+        self.news()
+
+
+class _Place:
+    """One index of the scaling order: a server runs there, and if it ends by itself another takes over."""
+
+    def __init__(self, backend: SupervisedBackend, index: int) -> None:
+        self.container: Container | None = None
+        self.trouble = ""
+        self._backend = backend
+        self._index = index
+        self._over = asyncio.Event()
+        self._grace_s = STOP_S
+
+    def end(self, grace_s: float) -> None:
+        """End the server, which may take `grace_s` for its leases; `keep` then returns."""
+        self._grace_s = grace_s
+        self._over.set()
+        if self.container is not None:
+            self.container = replace(self.container, state="ending")
+
+    async def keep(self) -> None:
+        """Keep a server running until it is to end; a hopeless start is reported and not tried again."""
+        failures, (pause, longest) = 0, BACKOFF_S
+        loop = asyncio.get_running_loop()
+        try:
+            while not self._over.is_set():
+                began = loop.time()
+                try:
+                    await self._run()
+                    return
+                except (BackendUnavailable, ConfigError, IsolationUnavailable) as error:
+                    if not isinstance(error, BackendUnavailable) and not self._backend.ever_ready:
+                        self.trouble = str(error)
+                        self._backend.give_up(error)
+                        return
+                    # a host that has carried servers can carry them again: whatever this one says passes
+                    if loop.time() - began > PROVEN_S:
+                        failures, pause = 0, BACKOFF_S[0]
+                    failures += 1
+                    wait = pause * random.uniform(0.7, 1.3)
+                    pause = min(pause * 2, longest)
+                    self.trouble = f"container {self._index}: {error} (failed {failures} times in a row)"
+                    log.warning("%s", self.trouble)
+                    if failures >= HOPELESS and not self._backend.ever_ready:
+                        self._backend.give_up(BackendUnavailable(self.trouble))
+                        return
+                    self._backend.news()
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(wait):
+                        await self._over.wait()
+        finally:
+            self.container = None
+            self._backend.ended(self)
+
+    async def _run(self) -> None:
+        """One server from start to end. Returns when it was stopped; raises when it ended by itself."""
+        token = secrets.token_urlsafe(32)
+        server = await self._backend.launch(self._index, token)
+        try:
+            self.container = Container(server.id, self._index, None, token, "starting")
+            self._backend.news()
+            if not await self._unless_over(server.ready(self._backend.config.start_timeout_s)):
+                return
+            self._backend.ever_ready = True
+            self.trouble = ""
+            self.container = replace(self.container, url=server.url, state="running")
+            self._backend.news()
+            if await self._unless_over(server.wait()):
+                raise server.failure()
+        finally:
+            grace_s = self._grace_s if self._over.is_set() else 0.0
+            try:
+                await server.stop(grace_s)
+            finally:
+                self.container = None
+                self._backend.news()
+            await server.tidy()
+
+    async def _unless_over(self, work: Coroutine[Any, Any, None]) -> bool:
+        """Await `work`; False when the end was asked for first."""
+        task = asyncio.ensure_future(work)
+        over = asyncio.ensure_future(self._over.wait())
+        try:
+            await asyncio.wait([task, over], return_when=asyncio.FIRST_COMPLETED)
+            if task.done():
+                task.result()
+                return True
+            return False
+        finally:
+            for one in (task, over):
+                one.cancel()
+            await asyncio.gather(task, over, return_exceptions=True)
