@@ -1,8 +1,9 @@
-"""`python -m benchmarks.fleet`: what an acquire and a reconcile cost in fleets of up to 10,000 containers x 10 slots.
+"""`python -m benchmarks.fleet`: what an acquire and a reconcile cost in fleets of up to 10,000 containers x 32 slots.
 
 Containers and servers are simulated in memory; the pool's own code is what runs. Each row is one fleet size with churn:
 acquires and releases in a nearly full fleet, and containers that die and are replaced. Printed as a curve in n.
-With `--live N` instead: N real slots on this machine at once (`live`).
+With `--live N` instead: N real slots on this machine at once (`live`). With `--job N`: env processes that share one Nomad job
+of N containers (`fleet_decisions`).
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from rich.console import Console
 from rich.table import Table
 
 from atropos import wire
-from atropos.errors import PoolFull
+from atropos.errors import BackendUnavailable, PoolFull
 from atropos.slots import SlotPool, SlotPoolConfig
 from atropos.slots.backends.base import Backend, Container
 from atropos.slots.fleet import Fleet, Seat
@@ -29,19 +30,23 @@ from atropos.slots.fleet import Fleet, Seat
 from . import machine
 from .live import measure, show
 
-SLOTS = 10
+SLOTS = 32
 SLOT_MIB = SlotPoolConfig().limits.memory_mib
 
 
 class Server:
-    """Grants leases in memory; stands in for a client, too."""
+    """Grants leases in memory; stands in for a client, too. One that isn't `reachable` refuses to be connected to."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, reachable: bool = True) -> None:
         self.name = name
+        self.reachable = reachable
         self.free = SLOTS
         self.lost = asyncio.Event()
 
-    async def connect(self) -> None: ...
+    async def connect(self) -> None:
+        if not self.reachable:
+            raise BackendUnavailable(f"{self.name} does not answer")
+
     async def close(self) -> None: ...
 
     async def acquire(self, request: wire.LeaseRequest) -> wire.Lease:
@@ -191,8 +196,19 @@ def main(
     live: Annotated[int, typer.Option(help="real slots at once on this machine, instead of the simulation")] = 0,
     containers: Annotated[int, typer.Option(help="with --live: sandbox servers that hold them")] = 10,
     rounds: Annotated[int, typer.Option(help="with --live: calls of each slot")] = 10,
+    job: Annotated[int, typer.Option(help="containers of one Nomad job that env processes share, instead")] = 0,
+    processes: Annotated[int, typer.Option(help="with --job: env processes")] = 5,
 ) -> None:
     """Print the curve, and write it when asked."""
+    if job:
+        from . import fleet_decisions
+
+        console = Console()
+        phases = asyncio.run(fleet_decisions.measure(job, processes, console))
+        fleet_decisions.show(console, job, SLOTS, processes, phases)
+        if json_path:
+            json_path.write_text(json.dumps({"machine": machine.describe(), "phases": phases}, indent=1))
+        return
     if live:
         console = Console()
         found = asyncio.run(measure(live, containers, rounds, console))

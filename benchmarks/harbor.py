@@ -29,14 +29,12 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).resolve().parent.parent
 HARBOR = ROOT / ".peers" / "bin" / "harbor"
 TASKS, ATTEMPTS = 20, 2
-IMAGE_PREFIX = "atropos-bench-task-"
+BASE, IMAGE_PREFIX = "atropos-bench-root", "atropos-bench-task-"
 SAMPLE_S = 0.5
 """How often memory is looked at."""
 
 DOCKERFILE = f"""\
-FROM {docker_peer.IMAGE}
-USER root
-ENTRYPOINT []
+FROM {BASE}
 WORKDIR /workspace
 COPY . .
 RUN if [ -f setup.sh ]; then cp setup.sh /tmp/setup.sh && rm setup.sh && bash /tmp/setup.sh && rm /tmp/setup.sh; fi
@@ -81,7 +79,14 @@ def make_tasks(folder: Path, count: int, *, docker: bool) -> Path:
 
 
 async def build(tasks: Path) -> None:
-    """Build each task's image."""
+    """Build each task's image, on the root that slots have in the sandbox image."""
+    packed = f"docker run --rm --entrypoint tar {docker_peer.IMAGE} -C /rootfs --owner=0 --group=0 -c ."
+    process = await asyncio.create_subprocess_exec(
+        *("bash", "-o", "pipefail", "-c", f"{packed} | docker import --change 'ENV LANG=C.UTF-8' - {BASE}"),
+        stdout=asyncio.subprocess.DEVNULL,
+    )
+    if await process.wait() != 0:
+        raise RuntimeError("the root of the sandbox image could not be imported")
     for task in sorted(tasks.iterdir()):
         await docker_peer.run("build", "--quiet", "--tag", f"{IMAGE_PREFIX}{task.name}", str(task / "environment"))
 

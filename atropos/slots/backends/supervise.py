@@ -1,4 +1,4 @@
-"""Small pieces that backends share: a flag for `changed()`, patience with what fails or is away, and blocking calls."""
+"""Small pieces that backends share: a flag for `changed()`, patience with what fails or is away, a pace, blocking calls."""
 
 from __future__ import annotations
 
@@ -68,6 +68,25 @@ class Patience:
     def left_s(self) -> float:
         """How long until the next attempt is due, in seconds; 0 when it is."""
         return max(0.0, self._until - time.monotonic())
+
+
+class Pace:
+    """Bounds how often something is done: `burst` times at once, and after that once every `every_s` seconds.
+
+    Attributes:
+        every_s: may be changed between turns.
+    """
+
+    def __init__(self, every_s: float, *, burst: int) -> None:
+        self.every_s = every_s
+        self._burst = burst
+        self._due = 0.0
+
+    async def turn(self) -> None:
+        """Wait until it may be done once more."""
+        now = time.monotonic()
+        self._due = max(self._due, now - self._burst * self.every_s) + self.every_s
+        await asyncio.sleep(max(0.0, self._due - now))
 
 
 class Outage:

@@ -8,6 +8,8 @@ import pytest
 from aiohttp import web
 
 from atropos.errors import AcquireTimeout, BackendUnavailable, ConfigError
+from atropos.slots import SlotPoolConfig
+from atropos.slots.backends.nomad.backend import NomadBackend
 from atropos.slots.backends.survey import open_survey
 from tests.unit.pool.fake_nomad import FakeNomad
 from tests.unit.pool.model import until
@@ -115,3 +117,35 @@ async def test_at_the_end_a_nomad_without_a_leader_is_given_the_time_that_it_tak
             pass
         held_s = 5 * (1 + 1 / 16)  # Nomad's RPCHoldTimeout and its stagger
         assert pool.backend._api._answer_s > held_s  # type: ignore[attr-defined]
+
+
+async def test_a_job_that_changes_all_the_time_is_listed_once_a_second_after_a_burst():
+    async with FakeNomad() as nomad, nomad.pool(min_containers=1, max_containers=1) as pool:
+        await until(lambda: pool.stats().ready == 1, "a container")
+        before = nomad.asked["allocations"]
+        for _ in range(100):
+            await nomad.register(1)
+            await asyncio.sleep(0.02)
+        assert nomad.asked["allocations"] - before < 20
+
+
+async def test_containers_that_stop_answering_all_at_once_are_stopped_at_a_pace_unless_nomad_gives_them_up_first():
+    async with FakeNomad() as nomad:
+        nomad.room = 0
+        await nomad.register(30)
+        task = {"State": "running", "Restarts": 0, "Events": []}
+        nomad.allocations += [
+            {"ID": f"a{n}", "Name": f"x.sandbox[{n}]", "DesiredStatus": "run", "ModifyIndex": n}
+            | {"ClientStatus": "running", "TaskStates": {"server": task}}
+            for n in range(30)
+        ]
+        backend = NomadBackend.from_pool(SlotPoolConfig(backend="nomad", nomad_address=nomad.url))
+        await backend.start()
+        retiring = asyncio.gather(*(backend.retire(container) for container in backend.containers()))
+        await until(lambda: nomad.asked["stop"] >= 20, "a burst of stops")
+        for each in nomad.allocations:
+            each["ClientStatus"] = "lost"
+        await nomad.register(30)
+        await retiring
+        assert nomad.asked["stop"] < 28
+        await backend.aclose(purge=False)

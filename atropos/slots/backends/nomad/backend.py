@@ -27,7 +27,7 @@ from atropos.slots.backends.nomad.shrinking import CHANGES, DOUBT_S, Shrinker
 from atropos.slots.backends.nomad.view import GROUP, TASK, Allocation, JobSecret, newest, placement_failures
 from atropos.slots.backends.server_http import ServerHttp
 from atropos.slots.backends.spec import ContainerSpec
-from atropos.slots.backends.supervise import ChangeFlag, Outage, Patience, persist
+from atropos.slots.backends.supervise import ChangeFlag, Outage, Pace, Patience, persist
 
 if TYPE_CHECKING:
     from atropos.slots.config import SlotPoolConfig
@@ -36,6 +36,12 @@ log = logging.getLogger("atropos.slots.nomad")
 
 LOOK_AGAIN_S = 60.0
 """How often allocations are listed when no change is reported, in seconds."""
+LOOK_S, LOOK_BURST, LOOK_SHARE = 1.0, 10, 4.0
+"""Between lists under constant change, in seconds, after a burst; and how many times as long as a list takes, where that is
+more: a job of 10,000 containers changes all the time, and Nomad's servers have others to answer."""
+STOP_S, STOP_BURST = 0.2, 20
+"""Between stops of containers that don't answer, in seconds, after a burst. Where nodes vanish, thousands stop answering at once,
+seconds before Nomad knows; what it has given up by the time of its turn needs no stop."""
 LASTED_S = 5.0
 """An event stream or a blocking query that lasted for this long was sound, in seconds."""
 PURGE_AGAIN_S, PURGE_UNANSWERED_S, PURGE_AWAY_S = 20.0, 8.0, 2.0
@@ -86,6 +92,7 @@ class NomadBackend(Backend):
         self._changed = ChangeFlag()
         self._wake = ChangeFlag()
         self._shrinker = Shrinker(job_id, self._api, self._http, self._view, lambda: self._secret.token, self._changed)
+        self._looks, self._stops = Pace(LOOK_S, burst=LOOK_BURST), Pace(STOP_S, burst=STOP_BURST)
         self._streams = True
         """Whether Nomad reports changes by its event stream."""
         self._main: asyncio.Task[None] | None = None
@@ -182,6 +189,10 @@ class NomadBackend(Backend):
         if item is not None and item.run not in self._view.ending:
             self._view.ending.add(item.run)
             self._changed.set()
+            await self._stops.turn()
+            now = self._view.known.get(item.run)
+            if now is None or now.state in {"ending", "lost"}:
+                return
             try:
                 await self._api.stop_allocation(item.id)
             except BackendUnavailable:
@@ -329,11 +340,14 @@ class NomadBackend(Backend):
         pause = LOOK_AGAIN_S
         while True:
             await self._wake.wait(pause)
+            await self._looks.turn()
+            began = time.monotonic()
             try:
                 sure = await self._look() and (self._streams or len(view.known) >= view.target)
                 pause = LOOK_AGAIN_S if sure else DOUBT_S
                 if view.unplaced_since is not None and not view.ever_ready and view.failure is None:
                     pause = min(pause, max(0.1, view.unplaced_since + view.placement_s - time.monotonic()))
+                self._looks.every_s = max(LOOK_S, LOOK_SHARE * (time.monotonic() - began))
                 patience.worked()
                 if self._outage.over():
                     self._changed.set()
