@@ -12,6 +12,7 @@ from typing import Annotated, Literal
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import Progress, TaskID
 from rich.table import Table
 
@@ -140,7 +141,7 @@ def _cells(finding: TaskFinding, agents: Sequence[str]) -> list[str]:
     sizes = [one.size_bytes for one in attempts.values() if one.size_bytes is not None]
     verifier = [one.verifier_s for one in attempts.values() if one.verifier_s is not None]
     why = [] if finding.verifier is None else [f"{finding.verifier.mode}: {finding.verifier.reason}"]
-    remarks = [*finding.problems, *why, *(f"lowered: {text}" for text in finding.clamped)]
+    remarks = [*_remarks(finding), *why]
     return [
         finding.name,
         finding.status,
@@ -151,6 +152,10 @@ def _cells(finding: TaskFinding, agents: Sequence[str]) -> list[str]:
         ", ".join(filter(None, [_mode(finding), f"{max(verifier):.2f} s" if verifier else ""])),
         "\n".join(remarks),
     ]
+
+
+def _remarks(finding: TaskFinding) -> list[str]:
+    return [*finding.problems, *(f"lowered: {text}" for text in finding.clamped)]
 
 
 def _mode(finding: TaskFinding) -> str:
@@ -174,20 +179,33 @@ def _summary(found: Sequence[TaskFinding]) -> str:
 
 def _notes(found: Sequence[TaskFinding]) -> list[str]:
     """What is different here, once for all the tasks that it concerns."""
-    counts = Counter(note for finding in found for note in finding.notes)
-    return [f"note, {count} task{'s' * (count > 1)}: {note}" for note, count in counts.most_common()]
+    counts = Counter(("note", note) for finding in found for note in finding.notes)
+    counts.update((one.verifier.mode, one.verifier.reason) for one in found if one.verifier is not None)
+    return [f"{kind}, {count} task{'s' * (count > 1)}: {note}" for (kind, note), count in counts.most_common()]
 
 
 def _print(found: Sequence[TaskFinding], agents: Sequence[str]) -> None:
     console = Console()
-    table = Table(box=None, pad_edge=False)
-    for heading in _headings(agents):
-        table.add_column(heading, overflow="fold")
-    for finding in found:
-        cells = _cells(finding, agents)
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
+    rows = [_cells(finding, agents)[:-1] for finding in found]
+    columns = list(zip(_headings(agents)[:-1], *rows, strict=True))
+    widths = [max(map(len, texts)) for texts in columns]
+    # one line for each task, also on 80 columns: names are cut, and stand in full in --json
+    names, image = 0, columns.index(next(texts for texts in columns if texts[0] == "image"))
+    room = console.width - sum(widths) - len(widths) + widths[names] + widths[image]
+    widths[image] = min(widths[image], max(room // 2, room - widths[names], len("image")))
+    widths[names] = min(widths[names], max(room - widths[image], len("task")))
+    for texts, width in zip(columns, widths, strict=True):
+        table.add_column(texts[0], no_wrap=True, overflow="ellipsis", width=width)
+    for finding, row in zip(found, rows, strict=True):
+        cells = [escape(text) for text in row]
         cells[1] = f"[{_STYLE[finding.status]}]{cells[1]}[/]"
-        table.add_row(*cells[:2], *(text.replace("[", r"\[") for text in cells[2:]))
+        table.add_row(*cells)
     console.print(table)
+    for finding in found:
+        for line in _remarks(finding):
+            named = line if line.startswith(f"{finding.name}:") else f"{finding.name}: {line}"
+            console.print(named, markup=False)
     for line in _notes(found):
         console.print(line, markup=False)
     console.print(_summary(found))

@@ -79,9 +79,10 @@ async def owner_ids(slot: Slot, owner: str | None) -> tuple[int, int]:
     Raises:
         TaskBroken: there is no such user or group.
     """
-    if owner is None:
+    if owner is None or owner in {"root", "root:root", "0", "0:0"}:  # also where there is no /etc/passwd
         return 0, 0
     name, _, group = owner.partition(":")
+    name = name or "0"
     if name.isdecimal():
         groups = await _entries(slot, "/etc/group") if group and not group.isdecimal() else []
         return int(name), _group(groups, group) if group else int(name)

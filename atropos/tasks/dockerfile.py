@@ -295,7 +295,7 @@ class _Reader:
             tuple(sources),
             target,
             mode,
-            owner=None if owner in {"root", "root:root", "0", "0:0"} else owner,
+            owner=owner,
             stage=source,
             files=tuple(files),
             exclude=tuple(flags.get("exclude", ())),
@@ -340,11 +340,8 @@ class _Reader:
         copy = self._copied(instruction, stage, flags, None)
         archives = [name for name in copy.sources if _is_archive(self.path.parent / name)]
         rest = tuple(name for name in copy.sources if name not in archives)
-        for name in archives:
-            place = f"/tmp/.atropos-add-{len(stage.steps)}"
-            stage.steps.append(Copy((name,), f"{place}/"))
-            into, file = shlex.quote(copy.target), shlex.quote(f"{place}/{posixpath.basename(name)}")
-            stage.steps.append(Run(f"mkdir -p {into} && tar -xf {file} -C {into} && rm -rf {place}"))
+        if archives:
+            stage.steps.append(replace(copy, sources=tuple(archives), files=(), unpack=True))
         if rest or copy.files:
             stage.steps.append(replace(copy, sources=rest))
 

@@ -28,7 +28,7 @@ from atropos.tasks.limits import STAND_INS
 from atropos.tasks.recipe import Copy, Download, Folder, Recipe, Run, Stage, Step, StepSettings
 from atropos.wire import ImageInfo, ImageSettings, ImageState
 
-RULES = 1
+RULES = 2
 """Part of every key: another number when a step's result changes though its instruction doesn't."""
 _LAST = 1 << 30
 """Number of the last stage."""
@@ -236,7 +236,7 @@ class TaskImages:
             else:
                 stage = plan[step.stage]
                 origin = stage.steps[-1][0] if stage.steps else stage.parent.id
-            return ["copy", origin, step.sources, step.target, step.mode, step.whole, step.owner]
+            return ["copy", origin, step.sources, step.target, step.mode, step.whole, step.owner, step.unpack]
         if isinstance(step, Run):
             settings = step.settings
             return ["run", step.command, settings.workdir, dict(settings.env), settings.user, step.emptied]
@@ -293,6 +293,8 @@ class TaskImages:
             await steps.add(slot, step, brought)
         elif isinstance(brought, steps.Taken):
             await steps.give(slot, step, brought)
+        elif step.unpack:
+            await steps.unpack(slot, step, Context.of(build.task.context))
         else:
             await steps.copy(slot, step, Context.of(build.task.context))
 

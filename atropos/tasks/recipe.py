@@ -40,11 +40,12 @@ class Copy:
         target: absolute; ends in `/` when it names a folder.
         mode: of the files: a number, or words as chmod takes them; None keeps theirs.
         whole: a folder goes in under its own name; else, as Docker has it, its content does.
-        owner: `user`, `user:group` or numbers; None: root.
+        owner: `user`, `user:group` or numbers; None: root, and whoever owns them where they come from a stage or archive.
         stage: index of the stage that the sources are in; None: the build context. Negative: an image, which is a stage
             without steps.
         files: (name, content) of here-documents.
         exclude: patterns of files that stay behind.
+        unpack: the sources are archives, and their members go into the target.
     """
 
     sources: tuple[str, ...]
@@ -55,6 +56,7 @@ class Copy:
     stage: int | None = None
     files: tuple[tuple[str, str], ...] = ()
     exclude: tuple[str, ...] = ()
+    unpack: bool = False
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ import io
 import posixpath
 import tarfile
 import tempfile
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import IO
@@ -145,11 +146,34 @@ async def copy(slot: Slot, step: Copy, context: Context) -> None:
 
     if step.target.endswith("/"):
         await make_folder(slot, step.target.rstrip("/") or "/", owner)
-    archives = packed()
+    archives, empty = packed(), True
     while (piece := await asyncio.to_thread(next, archives, None)) is not None:
         where, _, archive = piece
         await make_folder(slot, where, owner)
         await untar(slot, where, archive)
+        empty = False
+    if empty:  # an empty folder's content: the folder is made
+        await make_folder(slot, step.target.rstrip("/") or "/", owner)
+
+
+async def unpack(slot: Slot, step: Copy, context: Context) -> None:
+    """ADD of archives in the build context, which are read here: no program of the slot is needed.
+
+    Raises:
+        ConfigError: there is no such file.
+        OSError: the slot can't take it.
+        TaskBroken: there is no such owner, or it can't be read.
+    """
+    owner = None if step.owner is None else await owner_ids(slot, step.owner)
+    where = step.target.rstrip("/") or "/"
+    await make_folder(slot, where, owner or (0, 0))
+    for source in step.sources:
+        for path in context.sources(source):
+            try:
+                with path.open("rb") as archive:
+                    await _put(slot, where, archive, None, step, owner)
+            except (tarfile.TarError, EOFError, zlib.error) as error:
+                raise TaskBroken(f"ADD {source}: {error}") from None
 
 
 async def take(slot: Slot, sources: tuple[str, ...]) -> Taken:
@@ -216,7 +240,7 @@ async def give(slot: Slot, step: Copy, taken: Taken) -> None:
         OSError: the slot can't take it.
         TaskBroken: there is no such owner.
     """
-    owner = await owner_ids(slot, step.owner)
+    owner = None if step.owner is None else await owner_ids(slot, step.owner)
     for name, archive in taken.sources:
         with tarfile.open(fileobj=archive) as tar:
             first = tar.next()
@@ -226,14 +250,14 @@ async def give(slot: Slot, step: Copy, taken: Taken) -> None:
         if not folder and not step.target.endswith("/") and not await is_folder(slot, step.target):
             where, rename = posixpath.dirname(step.target), posixpath.basename(step.target)
         where = where.rstrip("/") or "/"
-        await make_folder(slot, where, owner)
+        await make_folder(slot, where, owner or (0, 0))
         await _put(slot, where, archive, rename if not folder else None, step, owner)
 
 
 async def _put(
-    slot: Slot, where: str, archive: IO[bytes], name: str | None, step: Copy, owner: tuple[int, int]
+    slot: Slot, where: str, archive: IO[bytes], name: str | None, step: Copy, owner: tuple[int, int] | None
 ) -> None:
-    """Unpack an archive with other owners and modes, in pieces; a file too large for a piece is written by itself."""
+    """Unpack an archive with other owners (None: its own) and modes, in pieces; what is too large for one by itself."""
     with tarfile.open(fileobj=archive) as source:
         piece = _Piece()
         for member in source:
@@ -246,8 +270,8 @@ async def _put(
                     assert content is not None
                     path = f"{where}/{info.name}"
                     await slot.write_file(path, await asyncio.to_thread(content.read), info.mode)
-                    if owner != (0, 0):
-                        await slot.exec(f'chown {owner[0]}:{owner[1]} "$P"', env={"P": path}, workdir="/", user="0")
+                    if (info.uid, info.gid) != (0, 0):
+                        await slot.exec(f'chown {info.uid}:{info.gid} "$P"', env={"P": path}, workdir="/", user="0")
                     continue
                 data = source.extractfile(member) if member.isreg() else None
                 if piece.size + info.size + 20_480 > wire.MAX_FILE_BYTES:
@@ -277,10 +301,11 @@ class _Piece:
 
 
 def replace_member(
-    member: tarfile.TarInfo, name: str | None, mode: int | str | None, owner: tuple[int, int]
+    member: tarfile.TarInfo, name: str | None, mode: int | str | None, owner: tuple[int, int] | None
 ) -> tarfile.TarInfo:
-    """A member under another name, owner and mode."""
-    info = member.replace(uid=owner[0], gid=owner[1], uname="", gname="", deep=False)
+    """A member under another name, owner (None: its own) and mode."""
+    uid, gid = owner or (member.uid, member.gid)
+    info = member.replace(uid=uid, gid=gid, uname="", gname="", deep=False)
     info.name = name or member.name
     if not member.issym():
         info.mode = changed_mode(member.mode, mode, folder=member.isdir())

@@ -10,6 +10,7 @@ import pytest
 
 from atropos.errors import ConfigError
 from atropos.tasks.datasets import dataset_folders, task_digest
+from tests.engines import params
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "tasks"
 PASSES_WITH_DONE = "if [ -e done ]; then echo 1; else echo 0; fi > /logs/verifier/reward.txt"
@@ -103,8 +104,24 @@ def test_an_agent_of_ones_own_is_run_and_the_table_is_printed(tmp_path):
     assert (code, "--script FILE" in told) == (2, True)
 
 
-def test_examples_are_sound():
-    code, out, told = run(EXAMPLES / "top-words", EXAMPLES / "notes-server", "--json")
+def test_the_table_has_a_line_for_each_task_on_80_columns(tmp_path, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    names = [f"{number}-a-task-with-a-name-that-is-longer-than-its-column" for number in range(3)]
+    for name in names:
+        make(tmp_path / "tasks", name, toml='[environment]\ngpus = 1\ndocker_image = "example.org/some/where/else:1"\n')
+    code, out, _ = run(tmp_path / "tasks")
+    head, *rows = out.splitlines()[:4]
+    assert code == 1
+    assert max(map(len, out.splitlines())) <= 80
+    assert head.split() == ["task", "status", "oracle", "nop", "image", "prepared", "size", "verifier"]
+    assert [(row.split()[0][:8], row.split()[1]) for row in rows] == [(name[:8], "refused") for name in names]
+    assert all(f"{name}: " in out for name in names), "its reason stands below"
+
+
+@pytest.mark.parametrize("backend", params())
+def test_examples_are_sound(backend):
+    tasks = {"local": ("top-words", "notes-server")}.get(backend, ("fix-ledger", "route-table"))
+    code, out, told = run(*(EXAMPLES / name for name in tasks), "--json", "--backend", backend)
     assert code == 0, out + told
     assert [one["status"] for one in json.loads(out)] == ["sound", "sound"]
 

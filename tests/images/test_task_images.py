@@ -5,6 +5,7 @@ import contextlib
 import hashlib
 import os
 import sys
+import tarfile
 from dataclasses import replace
 
 import pytest
@@ -156,13 +157,38 @@ async def test_a_dockerfile_starts_from_the_image_that_it_names(tmp_path, images
                 "cat made sub/given.txt; stat -c %u:%g made sub/given.txt; ls /; stat -c %a /bin/busybox"
             )
             assert r.output.split() == [
-                *("from", "the", "image", "1000", "given0:0", "0:0"),
+                *("from", "the", "image", "1000", "given1000:1000", "1000:1000"),
                 *("bin", "data", "dev", "etc", "proc", "root", "tmp", "usr", "workspace", "755"),
             ]
         first = make(tmp_path / "first", f"FROM {name}\nRUN id -u > made\nCOPY --chown=app given.txt sub/\n")
         async with working_on(pool, built, first) as slot:
             r = await slot.exec("pwd; id -u; cat made; stat -c %u:%g made sub/given.txt; echo $GREETING; echo x > text")
             assert (r.exit_code, r.output) == (0, "/srv/app\n1000\n1000\n1000:1000\n1000:1000\nfrom the image\n")
+
+
+async def test_owners_are_those_of_the_archive_or_stage_and_an_empty_folder_is_made(tmp_path):
+    busybox_image(tmp_path / "layout")
+    (tmp_path / "task/environment/empty").mkdir(parents=True)
+    with tarfile.open(tmp_path / "task/environment/tree.tar.xz", "w:xz") as tar:
+        for name, mode, owner in (("it", 0o4750, 1000), ("other", 0o600, 0)):
+            info = tarfile.TarInfo(f"./in/{name}")
+            info.mode, info.uid, info.gid = mode, owner, 50
+            tar.addfile(info)
+        info = tarfile.TarInfo("./in/hard")
+        info.type, info.linkname = tarfile.LNKTYPE, "./in/it"
+        tar.addfile(info)
+    task = make(
+        tmp_path / "task",
+        f"FROM oci:{tmp_path}/layout AS first\nFROM scratch\nCOPY --from=first /bin /bin\nCOPY --from=first /srv /srv\nADD tree.tar.xz /added\n"
+        "COPY --from=first --chown=root /srv/app /roots\nCOPY empty /empty\nCOPY --chown=:7 given.txt /grouped\n",
+    )
+    async with pool_for(tmp_path) as pool:
+        prepared = await TaskImages(pool, ()).prepare(task)
+        async with pool.lease("one", image=prepared.image) as slot:
+            where = "/srv/app/text /roots/text /added/in/it /added/in/other /added/in/hard /empty /grouped"
+            r = await slot.exec(f"PATH=/bin stat -c '%u:%g %a' {where}", workdir="/")
+            owners = ["1000:1000 644", "0:0 644", "1000:50 4750", "0:50 600", "1000:50 4750", "0:0 755", "0:7 644"]
+            assert r.output.splitlines() == owners
 
 
 async def test_a_docker_image_is_the_workspace(tmp_path, images):
