@@ -12,6 +12,9 @@ done
 uv=$(command -v uv) || { echo "uv is missing: scripts/venv.sh installs it" >&2; exit 1; }
 UV_PROJECT_ENVIRONMENT=.peers "$uv" sync --frozen --quiet --no-default-groups --python "$python" \
   --extra testing --extra harbor --extra inspect --extra mini-swe-agent --extra swerex
+# NeMo Gym's pins exclude the others', but its sandbox API needs none of its dependencies.
+"$uv" export --frozen --quiet --no-default-groups --no-hashes --no-annotate --extra nemo-gym | grep '^nemo-gym==' >.peers/nemo-gym.txt
+"$uv" pip install --quiet --no-deps --python .peers/bin/python -r .peers/nemo-gym.txt
 # SWE-ReX's tests come with its source distribution alone; without it they are skipped.
 version=$(.peers/bin/python -c 'from importlib.metadata import version; print(version("swe-rex"))')
 if [ ! -d ".peers/share/swe-rex-$version" ]; then

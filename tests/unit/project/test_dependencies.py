@@ -22,11 +22,12 @@ EXTRAS = {
     "atropos/adapters/harbor": "harbor",
     "atropos/adapters/inspect": "inspect",
     "atropos/adapters/mini": "mini-swe-agent",
+    "atropos/adapters/nemo": "nemo-gym",
     "atropos/adapters/swerex": "swerex",
 }
 """Folders whose imports an extra may bring; those of atropos/api that belong to one are imported inside functions."""
 OPTIONAL = {"web", "mcp"}
-ALTERNATIVES = {"seccomp": "pyseccomp", "minisweagent": "mini-swe-agent", "swerex": "swe-rex"}
+ALTERNATIVES = {"seccomp": "pyseccomp", "minisweagent": "mini-swe-agent", "nemo_gym": "nemo-gym", "swerex": "swe-rex"}
 """Modules that may not be installed here, and what brings them; seccomp is Debian's binding of the same."""
 NAMESPACES = {"opentelemetry": ("opentelemetry-sdk", "opentelemetry-exporter-otlp-proto-http")}
 """Modules that several distributions share, with those that are used."""

@@ -1,0 +1,180 @@
+"""Slots as sandboxes of NeMo Gym: the provider `atropos` of its entry-point group `nemo_gym.sandbox_providers`."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+from nemo_gym.sandbox.providers.base import (
+    SandboxCreateError,
+    SandboxExecResult,
+    SandboxHandle,
+    SandboxResources,
+    SandboxSpec,
+    SandboxStatus,
+)
+
+from atropos.adapters.sharing import HeldSlot, SlotRequest, infrastructure
+from atropos.config import SlotLimits
+from atropos.errors import SandboxError
+
+DID_NOT_RUN = 125
+"""`return_code` beside an `error_type`, as NeMo Gym's own providers have it."""
+MAX_DOWNLOAD_BYTES = 8 * 1024**3
+
+
+class SandboxGoneError(RuntimeError):
+    """The infrastructure failed: nothing is known about the command, and nothing may be concluded about the model."""
+
+
+@dataclass
+class _Sandbox:
+    held: HeldSlot
+    env: dict[str, str]
+    closed: bool = False
+    closing: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+
+class AtroposProvider:
+    """One slot a sandbox; sandboxes of an event loop with the same settings share a pool.
+
+    Args:
+        settings: fields of `SlotRequest`; a spec's image comes before its `image`.
+    """
+
+    name = "atropos"
+
+    def __init__(self, **settings: Any) -> None:
+        self._request = SlotRequest(**settings)
+
+    async def create(self, spec: SandboxSpec) -> SandboxHandle:
+        """Lease a slot.
+
+        Raises:
+            SandboxCreateError: there is none, or the spec asks for what a slot can't have.
+        """
+        self._check(spec)
+        request = self._request if spec.image is None else self._request.model_copy(update={"image": spec.image})
+        try:
+            async with asyncio.timeout(spec.ready_timeout_s):
+                with infrastructure(SandboxCreateError):
+                    held = await HeldSlot.lease(request, "nemo-gym")
+        except TimeoutError as error:
+            raise SandboxCreateError(f"no slot within ready_timeout_s ({spec.ready_timeout_s:g} s)") from error
+        sandbox = _Sandbox(held, dict(spec.env))
+        handle = SandboxHandle(sandbox_id=held.slot.lease.lease_id, provider_name=self.name, raw=sandbox)
+        try:
+            with infrastructure(SandboxCreateError):
+                if spec.workdir is not None:
+                    await held.slot.exec(["mkdir", "-p", held.path(spec.workdir)], user=held.user)
+                if spec.entrypoint:
+                    await held.slot.start(spec.entrypoint, env=sandbox.env, user=held.user, workdir=held.folder)
+        except BaseException as error:
+            await self.close(handle)
+            if isinstance(error, OSError):
+                raise SandboxCreateError(f"entrypoint: {error}") from error
+            raise
+        return handle
+
+    def _check(self, spec: SandboxSpec) -> None:
+        """Refuse what a slot can't have."""
+        resources = cast("SandboxResources", spec.resources)
+        limits = SlotLimits.model_validate(self._request.pool.get("limits", {}))
+        if resources.gpu:
+            raise SandboxCreateError("resources.gpu: slots have none")
+        if (resources.memory_mib or 0) > limits.memory_mib:
+            raise SandboxCreateError(
+                f"resources.memory_mib ({resources.memory_mib}): a slot has {limits.memory_mib}; raise pool.limits.memory_mib"
+            )
+        if (resources.disk_gib or 0) * 1024 > limits.disk_mib:
+            raise SandboxCreateError(
+                f"resources.disk_gib ({resources.disk_gib}): a slot has {limits.disk_mib} MiB; raise pool.limits.disk_mib"
+            )
+        if getattr(spec, "ports", ()):  # of later versions
+            raise SandboxCreateError("ports: a slot's ports can't be reached from outside")
+
+    async def exec(
+        self,
+        handle: SandboxHandle,
+        command: str,
+        *,
+        cwd: str | None = None,
+        env: dict[str, str] | None = None,
+        timeout_s: float | None = None,
+        user: str | int | None = None,
+    ) -> SandboxExecResult:
+        """Run a line for the shell; `error_type` is `timeout` where it took too long, `sandbox` where it couldn't run.
+
+        Raises:
+            SandboxGoneError: the slot or its container failed.
+        """
+        held = self._held(handle)
+        with infrastructure(SandboxGoneError):
+            result = await held.slot.exec(
+                command,
+                timeout_s=timeout_s,
+                workdir=held.path(cwd or "."),
+                env=_sandbox(handle).env | (env or {}),
+                user=held.user if user is None else str(user),
+                split=True,
+            )
+        if result.timed_out:
+            return SandboxExecResult(result.stdout, result.stderr, DID_NOT_RUN, error_type="timeout")
+        if result.exit_code is None:
+            return SandboxExecResult(result.stdout, result.error, DID_NOT_RUN, error_type="sandbox")
+        return SandboxExecResult(result.stdout, result.stderr, result.exit_code)
+
+    async def upload_file(self, handle: SandboxHandle, source_path: Path, target_path: str) -> None:
+        """Copy a file into the slot, making its parents.
+
+        Raises:
+            OSError: it can't be read here or written there.
+            SandboxGoneError: the slot or its container failed.
+        """
+        held = self._held(handle)
+        data = await asyncio.to_thread(Path(source_path).read_bytes)
+        with infrastructure(SandboxGoneError):
+            await held.slot.write_file(held.path(target_path), data, user=held.user)
+
+    async def download_file(self, handle: SandboxHandle, source_path: str, target_path: Path) -> None:
+        """Copy a file out of the slot, making its parents. Raises as `upload_file`."""
+        held = self._held(handle)
+        with infrastructure(SandboxGoneError):
+            data = await held.slot.read_file(held.path(source_path), max_bytes=MAX_DOWNLOAD_BYTES, user=held.user)
+        target = Path(target_path)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        await asyncio.to_thread(target.write_bytes, data)
+
+    async def status(self, handle: SandboxHandle) -> SandboxStatus:
+        """`error` once the slot or its container is gone."""
+        sandbox = _sandbox(handle)
+        if sandbox.closed:
+            return SandboxStatus.STOPPED
+        with contextlib.suppress(SandboxError):
+            await sandbox.held.slot.processes()
+            return SandboxStatus.RUNNING
+        return SandboxStatus.ERROR
+
+    async def close(self, handle: SandboxHandle) -> None:
+        """Give the slot back, with all that runs in it. Idempotent."""
+        sandbox = _sandbox(handle)
+        async with sandbox.closing:
+            if not sandbox.closed:
+                sandbox.closed = True
+                await sandbox.held.release()
+
+    async def aclose(self) -> None:
+        """Nothing: the pool ends with the last of its sandboxes."""
+
+    def _held(self, handle: SandboxHandle) -> HeldSlot:
+        sandbox = _sandbox(handle)
+        if sandbox.closed:
+            raise SandboxGoneError(f"sandbox {handle.sandbox_id} was closed")
+        return sandbox.held
+
+
+def _sandbox(handle: SandboxHandle) -> _Sandbox:
+    return cast("_Sandbox", handle.raw)

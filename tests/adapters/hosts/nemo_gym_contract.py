@@ -1,0 +1,126 @@
+"""NeMo Gym's public sandbox API over the provider; tests/adapters/test_nemo_gym.py runs it with that package."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+
+import pytest
+import pytest_asyncio
+from nemo_gym.sandbox import (
+    AsyncSandbox,
+    Sandbox,
+    SandboxCreateError,
+    SandboxResources,
+    SandboxSpec,
+    SandboxStatus,
+    create_provider,
+    list_providers,
+)
+
+from atropos.adapters.nemo_gym import AtroposProvider, SandboxGoneError
+
+LIMITS = {"memory_mib": 192, "pids": 64, "disk_mib": 64}
+POOL = {"backend": "local", "slots_per_container": 4, "max_containers": 1, "limits": LIMITS}
+ATROPOS = {"atropos": {"pool": POOL}}
+in_one_loop = pytest.mark.asyncio(loop_scope="module")
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def sandbox():
+    spec = SandboxSpec(
+        workdir="/work/here", env={"WORD": "hello"}, files={"/etc/made/x": "é"}, entrypoint=["sleep", "99"]
+    )
+    async with AsyncSandbox(ATROPOS, spec) as started:
+        yield await started.start()
+
+
+def test_it_is_found_by_its_name():
+    assert "atropos" in list_providers()
+    assert isinstance(create_provider(ATROPOS), AtroposProvider)
+
+
+@in_one_loop
+async def test_commands_run_where_and_as_whom_they_should(sandbox):
+    result = await sandbox.exec("pwd; echo $WORD $MORE; cat /etc/made/x; echo no >&2; exit 3", env={"MORE": "world"})
+    assert result.stdout == "/work/here\nhello world\né"
+    assert (result.stderr, result.return_code, result.error_type) == ("no\n", 3, None)
+    assert (await sandbox.exec("id -un; pwd", user="nobody", cwd="/")).stdout == "nobody\n/\n"
+    assert (await sandbox.exec("id -u", user=0)).stdout == "0\n"
+    assert (await sandbox.exec("pgrep -x sleep || ps -e | grep sleep")).return_code == 0
+
+
+@in_one_loop
+async def test_what_did_not_run_has_an_error_type(sandbox):
+    slow = await sandbox.exec("echo begun; sleep 60", timeout_s=0.3)
+    assert (slow.stdout, slow.return_code, slow.error_type) == ("begun\n", 125, "timeout")
+    nobody = await sandbox.exec("true", user="nobody-here")
+    assert (nobody.return_code, nobody.error_type) == (125, "sandbox")
+    assert "nobody-here" in nobody.stderr
+
+
+@in_one_loop
+async def test_files_go_there_and_back(sandbox, tmp_path):
+    (tmp_path / "a").write_bytes(bytes(range(256)) * 4000)
+    await sandbox.upload(tmp_path / "a", "/deep/er/a")
+    await sandbox.download("/deep/er/a", tmp_path / "new" / "b")
+    assert (tmp_path / "new" / "b").read_bytes() == (tmp_path / "a").read_bytes()
+    with pytest.raises(FileNotFoundError):
+        await sandbox.download("/nothing", tmp_path / "c")
+
+
+@in_one_loop
+async def test_twenty_sandboxes_take_turns_in_four_slots():
+    async def square(number: int) -> int:
+        async with AsyncSandbox(ATROPOS) as sandbox:
+            await sandbox.start(SandboxSpec(env={"N": str(number)}))
+            return int((await sandbox.exec("ls; echo $((N * N)) | tee answer")).stdout)
+
+    assert await asyncio.gather(*(square(n) for n in range(20))) == [n * n for n in range(20)]
+
+
+@in_one_loop
+async def test_a_killed_container_is_no_outcome_of_a_command():
+    async with AsyncSandbox({"atropos": {"pool": {**POOL, "slots_per_container": 1}}}) as sandbox:
+        await sandbox.start(SandboxSpec())
+        assert await sandbox.status() is SandboxStatus.RUNNING
+        running = asyncio.create_task(sandbox.exec("sleep 60"))
+        await asyncio.sleep(0.5)
+        os.kill(int(sandbox._handle.raw.held.slot.container.partition("-")[0]), signal.SIGKILL)
+        with pytest.raises(SandboxGoneError):
+            await running
+        with pytest.raises(SandboxGoneError):
+            await sandbox.exec("true")
+        assert await sandbox.status() is SandboxStatus.ERROR
+    assert await sandbox.status() is SandboxStatus.STOPPED
+
+
+@in_one_loop
+@pytest.mark.parametrize(
+    ("spec", "says"),
+    [
+        (SandboxSpec(image="127.0.0.1:1/none:1"), "none"),
+        (SandboxSpec(resources=SandboxResources(gpu=1)), "gpu"),
+        (SandboxSpec(resources=SandboxResources(memory_mib=512)), "a slot has 192"),
+        (SandboxSpec(resources=SandboxResources(disk_gib=1)), "a slot has 64 MiB"),
+        (SandboxSpec(entrypoint=["/nothing"]), "entrypoint"),
+    ],
+)
+async def test_what_can_t_be_had_is_no_sandbox(spec, says):
+    with pytest.raises(SandboxCreateError, match=says):
+        await AsyncSandbox(ATROPOS).start(spec)
+
+
+@in_one_loop
+async def test_no_slot_in_time_is_no_sandbox():
+    one = {"atropos": {"pool": {**POOL, "slots_per_container": 1}}}
+    async with AsyncSandbox(one) as first:
+        await first.start(SandboxSpec())
+        with pytest.raises(SandboxCreateError, match="ready_timeout_s"):
+            await AsyncSandbox(one).start(SandboxSpec(ready_timeout_s=0.2))
+
+
+def test_the_blocking_interface():
+    with Sandbox(ATROPOS, SandboxSpec()) as sandbox:
+        assert sandbox.start().exec("echo ok").stdout == "ok\n"
