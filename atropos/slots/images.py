@@ -15,7 +15,7 @@ import tempfile
 from collections.abc import AsyncGenerator, Callable
 from pathlib import Path
 
-from atropos.errors import ImageUnavailable, SlotLost
+from atropos.errors import ImageUnavailable
 from atropos.images.locks import locked
 from atropos.images.reference import SERVERS_OWN, ImageSource
 from atropos.slots.container_link import ContainerLink
@@ -51,6 +51,7 @@ class PoolImages:
         Raises:
             ConfigError: it names no image, or none that is here.
             ImageUnavailable: no container could prepare it, or not within `prepare_timeout_s`; says which phase failed.
+            SlotLost: the containers ended meanwhile.
         """
         source = ImageSource.parse(image)
         archive = None if source.transport in SERVERS_OWN else await self._archive(source)
@@ -121,8 +122,6 @@ class PoolImages:
                     return await link.client.prepare(name, progress=report, archive=chunks)
             except TimeoutError:
                 raise ImageUnavailable(f"image {name}: not prepared within {within_s:g} s: {seen[0]}") from None
-            except SlotLost as error:
-                raise ImageUnavailable(f"image {name}: its container ended: {error}") from error
 
     async def _built(self, link: ContainerLink, name: str) -> ImageInfo:
         """A built image, brought from another container's host if need be, after what it was built on."""

@@ -296,6 +296,7 @@ class SlotPool:
         Raises:
             ConfigError: it names no image, or none that is here.
             ImageUnavailable: it can't be prepared; says which phase failed.
+            SlotLost: the containers ended meanwhile.
         """
         self._state.require_running()
         if isinstance(image, str):

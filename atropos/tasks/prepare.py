@@ -30,6 +30,8 @@ from atropos.wire import ImageInfo, ImageSettings, ImageState
 
 RULES = 2
 """Part of every key: another number when a step's result changes though its instruction doesn't."""
+PAUSE_S = 0.2
+"""Between looks for a container that is up, where none was."""
 _LAST = 1 << 30
 """Number of the last stage."""
 
@@ -202,12 +204,19 @@ class TaskImages:
             else:
                 source = name
             try:
-                image = await self.pool.prepare(source, progress=seen)
+                image = await self._once_up(source, seen)
             except (ImageUnavailable, ConfigError) as error:
                 raise TaskBroken(f"{task.name}: {error}") from error
         if image is None:
             raise ImageUnavailable(f"{task.name}: no container is up that could prepare {name or 'its workspace'}")
         return image, source
+
+    async def _once_up(self, source: str, progress: Callable[[str, ImageState], None]) -> ImageInfo | None:
+        """What a source is, as soon as a container is up, for which it waits as an acquire does."""
+        end = time.monotonic() + self.pool.config.acquire_timeout_s
+        while (image := await self.pool.prepare(source, progress=progress)) is None and time.monotonic() < end:  # noqa: ASYNC110
+            await asyncio.sleep(PAUSE_S)
+        return image
 
     # ------------------------------------------------------------------------------------------------------------ keys
 

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -450,3 +451,16 @@ async def test_an_agent_that_fills_its_disk_gets_no_reward_where_it_worked_and_i
         with pytest.raises(VerifierFailed):
             await run.verify("shared")
         assert (await run.verify("separate")).reward == 1.0
+
+
+async def test_a_workspace_is_prepared_by_the_container_that_comes_for_one_that_was_killed():
+    async with SlotPool(SlotPoolConfig(backend="local", slots_per_container=1, max_containers=1)) as pool:
+        (link,) = pool.links.values()
+        os.kill(int(link.container.id.partition("-")[0]), signal.SIGKILL)
+        async with asyncio.timeout(20):
+            while link.seat.open:  # noqa: ASYNC110 (nothing tells)
+                await asyncio.sleep(0.01)
+        prepared = await TaskImages(pool).prepare(load_task(EXAMPLES / "fix-ledger"))
+        async with pool.lease("t", image=prepared.image) as slot:
+            await workspace.enter(slot, prepared.task)
+            assert (await slot.exec("ls -A | grep .")).exit_code == 0

@@ -124,6 +124,10 @@ MACHINE_RIGS = {
     "an answer beside a link that is needed": "ln -s answer needed; ln -sf ../tests/expected answer",
     "an answer of no mode": "chmod 000 answer /workspace",
     "an answer without end": "truncate -s 1T answer || truncate -s 400M answer",
+    "everything removed": "rm -rf --no-preserve-root / 2>/dev/null; true",
+    "the root closed": "chmod 000 / /workspace; true",
+    "more folders than are shown": "for i in $(seq 300); do mkdir /d$i; ln -s /tests /d$i/t; done",
+    "odd names at the top": "mkdir '/a:b,c' '/lowerdir=' \"/$(printf 'x\\ny')\" \"/$(printf '\\377')\"; ln -s /tests /z; mkfifo /p; truncate -s 1T /big || :",
     "a workspace without end": "d=.; for i in $(seq 400); do d=$d/x; mkdir $d || break; done; cd $d && ln -s /tests/expected answer",
 }  # fmt: skip
 SEPARATE_ONLY = {
