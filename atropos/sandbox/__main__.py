@@ -117,10 +117,20 @@ def _second_stage(text: str) -> int:
     import asyncio
     import logging
 
+    from aiohttp.http_exceptions import HttpProcessingError
+
     from atropos.sandbox.host.slot_host import SlotHost
     from atropos.sandbox.server.serve import Server
 
+    def without_traceback(record: logging.LogRecord) -> bool:
+        """A request that can't be read is its sender's mistake: a line says so."""
+        error = record.exc_info[1] if record.exc_info else None
+        if isinstance(error, HttpProcessingError):
+            record.msg, record.exc_info = f"{record.msg}: {error.code} {type(error).__name__}", None
+        return True
+
     logging.basicConfig(stream=sys.stderr, level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    logging.getLogger("aiohttp.server").addFilter(without_traceback)
     gc.freeze()
     gc.enable()
 

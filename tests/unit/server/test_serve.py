@@ -346,3 +346,19 @@ async def test_require_sandbox_refuses_what_is_not_complete():
     missing = next(feature for feature in found.features if not feature.ok)
     assert missing.name in text
     assert missing.fix in text
+
+
+async def test_requests_that_can_not_be_read_are_a_line_each_in_the_log():
+    def send(port, rest):
+        with socket.create_connection(("127.0.0.1", port), timeout=5) as connection:
+            head = f"POST /v1/leases HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer {TOKEN}\r\n"
+            connection.sendall(f"{head}{rest}".encode())
+            return connection.recv(100)
+
+    async with running(slots=1) as server:
+        for rest in ("Transfer-Encoding: chunked\r\n\r\nxyz\r\n", "Content-Length: 5\r\nContent-Length: 5\r\n\r\n"):
+            assert b" 400 " in await asyncio.to_thread(send, server.port, rest)
+        server.process.terminate()
+        _, log = await server.ended()
+    assert log.count("Error handling request from 127.0.0.1: 400 BadHttpMessage\n") == 2, log
+    assert "Traceback" not in log
