@@ -16,7 +16,6 @@ from atropos.errors import ConfigError, SandboxError
 from atropos.slots import SlotPool, SlotPoolConfig
 from tests.engines import SMALL
 from tests.processes import adopt_orphans, descendants, gone_within
-from tests.settings import shows
 from tests.sshd import SSHD, Sshd, make_key, sshd
 from tests.waiting import until
 
@@ -87,10 +86,10 @@ async def test_each_host_is_one_container(host):
     assert "0 for max_containers" in await refusal(host, ssh_hosts=[], min_containers=0)
 
 
-@shows("ssh_hosts", "ssh_python", "ssh_config")
 async def test_the_terminal_backend_of_a_hermes_env(host):
     config = HermesAgentEnvConfig(
         terminal_backend="ssh",
+        slots_per_container=2,
         ssh_hosts=[f"127.0.0.1:{host.port}"],
         ssh_config=str(host.config),
         ssh_python=sys.executable,
