@@ -66,6 +66,19 @@ class Context:
             raise ConfigError(f"{plain}: {why}, and a COPY needs it")
         return found
 
+    def followed(self, path: Path) -> Path:
+        """Where a COPY source leads that is a link: as Docker has it, what the link names is copied.
+
+        Raises:
+            ConfigError: it leads to nothing, or out of the context.
+        """
+        if not path.is_symlink():
+            return path
+        found, top = path.resolve(), self.folder.resolve()
+        if not found.exists() or not found.is_relative_to(top):
+            raise ConfigError(f"{path}: a link to {os.readlink(path)}, which is not in the build context")
+        return self.folder / found.relative_to(top)
+
     def below(self, folder: Path, exclude: Sequence[str] = ()) -> Iterator[tuple[str, Path]]:
         """(name from there, path) of all in a folder that isn't ignored."""
         kept = self._kept(exclude)
@@ -102,17 +115,18 @@ def unpack_steps(
 
 def _members(context: Context, copy: Copy, *, into_folder: bool) -> tuple[str, list[tuple[str, Path | bytes]]]:
     where, name = copy.target, None
-    top = [path for source in copy.sources for path in context.sources(source, copy.exclude)]
-    single = len(top) + len(copy.files) == 1 and not (top and top[0].is_dir())
+    found = [path for source in copy.sources for path in context.sources(source, copy.exclude)]
+    top = [(path.name, path if copy.whole else context.followed(path)) for path in found]
+    single = len(top) + len(copy.files) == 1 and not (top and top[0][1].is_dir())
     if single and not into_folder and not copy.target.endswith("/"):
         where, _, name = copy.target.rpartition("/")
     members: list[tuple[str, Path | bytes]] = [(name or given, text.encode()) for given, text in copy.files]
-    for path in top:
+    for given, path in top:
         if path.is_symlink() or not path.is_dir():
-            members.append((name or path.name, path))
+            members.append((name or given, path))
         elif copy.whole:
-            inner = [(f"{path.name}/{below}", p) for below, p in context.below(path, copy.exclude)]
-            members += [(path.name, path), *inner]
+            inner = [(f"{given}/{below}", p) for below, p in context.below(path, copy.exclude)]
+            members += [(given, path), *inner]
         else:
             members += context.below(path, copy.exclude)
     return where, members

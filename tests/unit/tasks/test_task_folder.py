@@ -203,6 +203,27 @@ def test_the_ignore_file_and_exclusions_leave_files_behind(folder):
         recipe_of(folder, "FROM debian\nCOPY b.log /\n")
 
 
+def test_a_link_that_a_copy_names_is_followed_within_the_context(folder):
+    environment = folder / "environment"
+    (environment / "below").mkdir(exist_ok=True)
+    (environment / "sub/in.txt").write_text("in")
+    for name, target in (
+        ("file-link", "a.txt"),
+        ("folder-link", "below"),
+        ("out", "/etc/passwd"),
+        ("nothing", "absent"),
+    ):
+        (environment / name).symlink_to(target)
+    one, several = recipe_of(folder, "FROM debian\nCOPY file-link /to\nCOPY folder-link /there/\n").steps
+    text = (environment / "a.txt").read_text()
+    assert unpacked(folder, one) == {"/to": (0o644, 0, text)}, "the file, and no link"
+    assert sorted(unpacked(folder, several)) == ["/there/in.txt"]
+    for name in ("out", "nothing"):
+        (step,) = recipe_of(folder, f"FROM debian\nCOPY {name} /to\n").steps
+        with pytest.raises(ConfigError, match=f"{name}: a link to .*, which is not in the build context"):
+            unpacked(folder, step)
+
+
 def test_an_archive_that_is_added_is_unpacked(folder):
     with tarfile.open(folder / "environment/x.tar.gz", "w:gz") as archive:
         archive.add(folder / "environment/a.txt", "a.txt")
@@ -312,7 +333,7 @@ def test_files_that_cannot_be_honoured_are_named(folder):
     compose = folder / "environment/docker-compose.yaml"
     for text, named in (
         ("services: {}", "has no services"),
-        ("services: {main: {}, db: {image: postgres}}", r"several services \(db, main\)"),
+        ("services: {main: {}, db: {image: postgres}}", r"several services \(db, main\).*no network in common"),
         ("services: {main: {privileged: true}}", r"services\.main\.privileged"),
         ("services: {main: {volumes: ['/var/run/docker.sock:/x']}}", "volumes"),
         ("services: {main: {network_mode: host}}", "network_mode"),
