@@ -206,7 +206,7 @@ def test_the_ignore_file_and_exclusions_leave_files_behind(folder):
 def test_a_link_that_a_copy_names_is_followed_within_the_context(folder):
     environment = folder / "environment"
     (environment / "below").mkdir(exist_ok=True)
-    (environment / "sub/in.txt").write_text("in")
+    (environment / "below/in.txt").write_text("in")
     for name, target in (
         ("file-link", "a.txt"),
         ("folder-link", "below"),
