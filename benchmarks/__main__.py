@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 import sys
 import time
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from . import against, machine, report
+from . import against, charts, machine, report
 from .backends import present
 from .cases import CASES, NEEDS_ENGINES, Context
 from .stats import Row
@@ -62,6 +63,7 @@ def main(
     if unknown := [name for name in names if name not in CASES]:
         console.print(f"--only {unknown[0]}: there is no such case; there are {', '.join(CASES)}")
         raise typer.Exit(2)
+    Path("bench-results").mkdir(exist_ok=True)
     path = json_path or Path("bench-results") / f"{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}.json"
     described = machine.describe()
     with console.status("starting") as status:
@@ -73,7 +75,12 @@ def main(
             raise typer.Exit(2) from None
     report.show(console, described, rows, context.problems)
     report.write(path, described, rows, context.problems)
-    console.print(f"written to {path}")
+    shutil.copyfile(path, Path("bench-results") / "last.json")
+    charts.draw([row.as_json() for row in rows], path.with_suffix(""))
+    whole = not only and not quick and revision is None and not no_peers
+    if whole:
+        charts.draw([row.as_json() for row in rows], Path("docs/benchmarks"))
+    console.print(f"written to {path}; the picture beside it{' and in docs/' if whole else ''}")
     if context.problems:
         raise typer.Exit(1)
 

@@ -1,0 +1,67 @@
+"""Runs as a picture: `python -m benchmarks.charts RUN.json... [--out docs/benchmarks]`. Each case in units of our own median."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+OURS, THEIRS = "#1f6feb", "#9aa4af"
+
+
+def bars(rows: list[dict[str, Any]]) -> list[tuple[str, str, float, bool]]:
+    """Case, subject, median in units of ours, and whether it is ours; cases without a peer have none."""
+    found: list[tuple[str, str, float, bool]] = []
+    for base in (row for row in rows if row["base"] and row["p50"]):
+        case = [row for row in rows if row["case"] == base["case"]]
+        if len(case) > 1:
+            found += [(row["case"], row["subject"], row["p50"] / base["p50"], row["base"]) for row in case]
+    return found
+
+
+def draw(rows: list[dict[str, Any]], path: Path) -> None:
+    """Write `path`.png and .svg; nothing where no case has a peer."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    mpl.rcParams["svg.hashsalt"] = "atropos"  # the same run gives the same file
+    from matplotlib import pyplot as plt
+
+    if not (found := bars(rows)):
+        return
+    figure, axes = plt.subplots(figsize=(9, 1 + 0.24 * len(found)), layout="constrained")
+    at, ticks, labels, previous = 0.0, list[float](), list[str](), ""
+    for case, subject, value, own in found:
+        at += 0.6 if case != previous else 0
+        axes.barh(at, value, color=OURS if own else THEIRS, height=0.8)
+        axes.text(value * 1.05, at, f"{value:.2f}", va="center", fontsize=7)
+        ticks.append(at)
+        labels.append(f"{case}: {subject}" if case != previous else subject)
+        at, previous = at + 1, case
+    axes.set_yticks(ticks, labels, fontsize=7)
+    axes.invert_yaxis()
+    axes.set_xscale("log")
+    axes.axvline(1, color=OURS, linewidth=0.8)
+    axes.set_xlabel(
+        "median, in units of atropos's in the same run (log scale; longer is slower, or takes more memory)", fontsize=8
+    )
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path.with_suffix(".png"), dpi=120, metadata={"Software": None})
+    figure.savefig(path.with_suffix(".svg"), metadata={"Date": None})
+    plt.close(figure)
+
+
+def main(
+    runs: Annotated[list[Path], typer.Argument(help="JSON files of runs")],
+    out: Annotated[Path, typer.Option(help="the picture, without its suffix")] = Path("docs/benchmarks"),
+) -> None:
+    """Draw runs."""
+    draw([row for run in runs for row in json.loads(run.read_text())["rows"]], out)
+
+
+if __name__ == "__main__":
+    typer.run(main)
