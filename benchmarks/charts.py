@@ -43,6 +43,8 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
     axes.set_yticks(ticks, labels, fontsize=7)
     axes.invert_yaxis()
     axes.set_xscale("log")
+    axes.xaxis.set_major_formatter("{x:g}")
+    axes.xaxis.set_minor_formatter("")
     axes.axvline(1, color=OURS, linewidth=0.8)
     axes.set_xlabel(
         "median, in units of atropos's in the same run (log scale; longer is slower, or takes more memory)", fontsize=8

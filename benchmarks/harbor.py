@@ -15,8 +15,9 @@ import re
 import shutil
 import statistics
 import tempfile
+from collections import defaultdict
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).resolve().parent.parent
 HARBOR = ROOT / ".peers" / "bin" / "harbor"
-TASKS, ATTEMPTS = 20, 2
+TASKS, ROUNDS = 20, int(os.environ.get("ATROPOS_BENCH_ROUNDS", "3"))
 BASE, IMAGE_PREFIX = "atropos-bench-root", "atropos-bench-task-"
 SAMPLE_S = 0.5
 """How often memory is looked at."""
@@ -50,12 +51,14 @@ class Job:
         wall_s: from the first trial's start to the last one's end.
         outside_s: of each trial: its seconds less those of its agent.
         peak_bytes: proportional set size of all that it started, at its height.
+        phases_s: medians of what Harbor times of a trial.
     """
 
     trials: int
     wall_s: float
     outside_s: list[float]
     peak_bytes: int
+    phases_s: dict[str, float] = field(default_factory=dict[str, float])
 
 
 def make_tasks(folder: Path, count: int, *, docker: bool) -> Path:
@@ -126,7 +129,8 @@ def read(jobs: Path) -> Job:
     Raises:
         RuntimeError: a trial has another reward than 1.
     """
-    job, times = Job(0, 0, [], 0), []
+    job, times = Job(0, 0, [], 0), list[float]()
+    phases: defaultdict[str, list[float]] = defaultdict(list)
     for file in jobs.glob("*/*/result.json"):
         result: dict[str, Any] = json.loads(file.read_text())
         if ((result.get("verifier_result") or {}).get("rewards") or {}).get("reward") != 1:
@@ -136,11 +140,15 @@ def read(jobs: Path) -> Job:
         times += [began, ended]
         job.outside_s.append(ended - began - (agent[1] - agent[0]))
         job.trials += 1
+        for name in ("environment_setup", "agent_setup", "agent_execution", "verifier"):
+            started, over = _seconds(result[name])
+            phases[name].append(over - started)
+    job.phases_s = {name: statistics.median(seconds) for name, seconds in phases.items()}
     job.wall_s = max(times) - min(times)
     return job
 
 
-async def run(tasks: Path, options: list[str], at_once: int, attempts: int, *, docker: bool) -> Job:
+async def run(tasks: Path, options: list[str], at_once: int, *, docker: bool) -> Job:
     """Run all tasks.
 
     Raises:
@@ -149,7 +157,7 @@ async def run(tasks: Path, options: list[str], at_once: int, attempts: int, *, d
     with tempfile.TemporaryDirectory(prefix="atropos-bench-harbor-") as folder:
         process = await asyncio.create_subprocess_exec(
             *(str(HARBOR), "run", "-p", str(tasks), "-a", "oracle", "-q", "-y", "-o", f"{folder}/jobs"),
-            *("-n", str(at_once), "-k", str(attempts), *options),
+            *("-n", str(at_once), *options),
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
@@ -182,7 +190,7 @@ async def harbor(ctx: Context) -> AsyncIterator[Row]:
     compose = await docker_peer.has_compose()
     docker_name = "harbor on Docker" if compose else "harbor, a plain docker run a trial"
     docker_env = ["--env", "docker" if compose else "benchmarks.plain_docker:PlainDocker"]
-    count, attempts = ctx.n(TASKS, least=4), ATTEMPTS if ctx.scale >= 1 else 1
+    count = ctx.n(TASKS, least=4)
     with tempfile.TemporaryDirectory(prefix="atropos-bench-tasks-") as folder:
         plain = make_tasks(Path(folder, "ours"), count, docker=False)
         imaged = make_tasks(Path(folder, "docker"), count, docker=True)
@@ -192,14 +200,12 @@ async def harbor(ctx: Context) -> AsyncIterator[Row]:
             slots = ["--ek", "backend=local", "--ek", f"slots_per_container={at_once}", "--ek", "max_containers=1"]
             own_env = ["--env", "atropos.adapters.harbor:AtroposEnvironment", *slots]
             jobs: dict[str, list[Job]] = {"harbor on atropos": [], docker_name: []}
-            for number in range(rounds := ctx.n(3, least=1)):
+            for number in range(rounds := ctx.n(ROUNDS, least=1)):
                 for subject, done in jobs.items():
                     ctx.say(f"{subject}, {at_once} at once, round {number + 1} of {rounds}")
                     own = subject == "harbor on atropos"
                     done.append(
-                        await run(
-                            plain if own else imaged, own_env if own else docker_env, at_once, attempts, docker=not own
-                        )
+                        await run(plain if own else imaged, own_env if own else docker_env, at_once, docker=not own)
                     )
             for made in rows(f"{at_once} at once", jobs):
                 yield made
@@ -212,7 +218,7 @@ def rows(case: str, jobs: dict[str, list[Job]]) -> list[Row]:
         a_minute = statistics.median(60 * job.trials / job.wall_s for job in done)
         outside = [seconds for job in done for seconds in job.outside_s]
         note = f"{a_minute:.0f} trials a minute; {sum(job.trials for job in done)} trials, all with reward 1"
-        extra = {"trials_a_minute": a_minute, "jobs": [[job.trials, job.wall_s, job.peak_bytes] for job in done]}
+        extra = {"trials_a_minute": a_minute, "jobs": [asdict(job) for job in done]}
         made.append(
             row(f"harbor, outside the agent, {case}", subject, outside, unit="s", base=not index,
                 throughput=a_minute / 60, note=note, extra=extra)
