@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 from collections.abc import Callable, Iterable, Mapping
 
 from aiohttp import web
@@ -16,7 +17,7 @@ _log = logging.getLogger(__name__)
 
 
 def metrics_text(metrics: EnvMetrics, others: Iterable[Family], env: str) -> str:
-    """All numbers in Prometheus' text format, labelled with the env's name.
+    """All numbers in Prometheus' text format, labelled with the env's name; called in the env's event loop.
 
     Args:
         metrics: the env's own.
@@ -43,6 +44,13 @@ def _families(found: EnvMetrics) -> list[Family]:
         ("phase_seconds", "Seconds of trajectories by phase.", found.phases, "phase"),
     ]
     families = [counter(f"atropos_env_{name}_total", says, value, label) for name, says, value, label in rows]
+    families.append(
+        counter(
+            "atropos_env_loop_cpu_seconds_total",
+            "CPU of the event loop's thread: where it grows by nearly a second a second, the loop is the limit.",
+            time.thread_time(),
+        )
+    )
     families.append(gauge("atropos_env_in_flight", "Trajectories in flight.", len(found.activity.running)))
     if found.scores:
         mean = sum(found.scores) / len(found.scores)

@@ -6,6 +6,7 @@ import asyncio
 import gc
 import json
 import signal
+import time
 
 import pytest
 
@@ -410,3 +411,18 @@ async def test_a_run_in_which_nothing_works_ends_by_itself(policy, tmp_path):
         await env.process_manager()
     assert len(env.items) > 40
     assert env.stand_in.closed
+
+
+async def test_the_metrics_say_how_much_cpu_the_event_loop_takes(policy, tmp_path):
+    env = make(ScriptEnv, policy.url, tmp_path / "g.jsonl")
+
+    def cpu_s():
+        lines = env.metrics_text().splitlines()
+        return next(
+            float(line.rpartition(" ")[2]) for line in lines if line.startswith("atropos_env_loop_cpu_seconds_total")
+        )
+
+    before, until = cpu_s(), time.thread_time() + 0.2
+    while time.thread_time() < until:
+        pass
+    assert 0.2 <= cpu_s() - before < 1

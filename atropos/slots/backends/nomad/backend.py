@@ -42,6 +42,8 @@ more: a job of 10,000 containers changes all the time, and Nomad's servers have 
 STOP_S, STOP_BURST = 0.2, 20
 """Between stops of containers that don't answer, in seconds, after a burst. Where nodes vanish, thousands stop answering at once,
 seconds before Nomad knows; what it has given up by the time of its turn needs no stop."""
+FIRST_ANSWERS = 100
+"""Servers that are asked at once whether they answer: asked all together, thousands answer each other's questions too late."""
 LASTED_S = 5.0
 """An event stream or a blocking query that lasted for this long was sound, in seconds."""
 PURGE_AGAIN_S, PURGE_UNANSWERED_S, PURGE_AWAY_S = 20.0, 8.0, 2.0
@@ -84,6 +86,7 @@ class NomadBackend(Backend):
         self._view = JobView(placement_s)
         self._waiting: set[str] = set()
         """Runs whose first answer is awaited."""
+        self._first_answers = asyncio.Semaphore(FIRST_ANSWERS)
         self._outage = Outage(outage_s)
         self._cluster: frozenset[str] = frozenset()
         """By which the cluster is known that the job is registered in; empty where it doesn't tell."""
@@ -405,10 +408,13 @@ class NomadBackend(Backend):
             self._group.create_task(self._await_answer(item.run, item.url))
 
     async def _await_answer(self, run: str, url: str) -> None:
-        started = time.monotonic()
+        started = 0.0
         try:
             while run in self._view.known:
-                if await self._http.until_healthy(url, within_s=1.0):
+                async with self._first_answers:
+                    started = started or time.monotonic()
+                    answers = await self._http.until_healthy(url, within_s=1.0)
+                if answers:
                     self._view.answered(run)
                     self._changed.set()
                     return
