@@ -190,7 +190,13 @@ async def test_honest_work_is_scored(pool, task, mode):
     assert await reward(pool, task, "echo 43 > answer", mode) == 0
 
 
-NO_WORK_LEFT = {"a file system without room", "a fork bomb", "the workspace is a link", "the workspace is gone"}
+NO_WORK_LEFT = {
+    "everything removed",
+    "a file system without room",
+    "a fork bomb",
+    "the workspace is a link",
+    "the workspace is gone",
+}
 
 
 @pytest.mark.parametrize("name", [name for name in RIGS if name not in NO_WORK_LEFT])
