@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
+import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -85,3 +88,26 @@ def test_debootstrap_is_installed_where_no_registry_gives_debian(tmp_path: Path)
     assert "debootstrap" in (tmp_path / "apt.log").read_text()
     assert "minbase trixie" in (tmp_path / "debootstrap.log").read_text()
     assert "is built" in done.stdout
+
+
+def test_the_image_has_every_module_that_its_server_imports(tmp_path: Path) -> None:
+    script = (ROOT / "docker/sandbox/build.sh").read_text()
+    listed = re.search(r"sources < <\(find (.*) -name", script)
+    assert listed is not None
+    for name in listed[1].split():
+        source, target = ROOT / name, tmp_path / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if source.is_dir():
+            shutil.copytree(source, target, ignore=shutil.ignore_patterns("__pycache__"))
+        else:
+            shutil.copy(source, target)
+    server = "import atropos.sandbox.server.serve, atropos.sandbox.server.http, atropos.sandbox.host.slot_host"
+    done = subprocess.run(
+        [sys.executable, "-c", server],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(tmp_path)},
+        check=False,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
