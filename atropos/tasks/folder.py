@@ -243,12 +243,17 @@ def load_task(
     root = Path(path).resolve()
     if root.is_file():
         recipe = dockerfile.parse(root, images)
-        return Task(root.parent.name, root, "", TaskConfig(), root.parent, recipe, tests=(), solution=None)
+        alone = Task(root.parent.name, root, "", TaskConfig(), root.parent, recipe, tests=(), solution=None)
+        return _with_sources(alone)
     if (root / "task.yaml").is_file() and not (root / "task.toml").exists():
         from atropos.tasks.terminal_bench import load_terminal_bench
 
         return load_terminal_bench(root, images)
-    task = _harbor_task(root, variables or {}, images or {}, prebuilt=prebuilt)
+    return _with_sources(_harbor_task(root, variables or {}, images or {}, prebuilt=prebuilt))
+
+
+def _with_sources(task: Task) -> Task:
+    """The task, once everything that it copies is there."""
     context = Context.of(task.context)
     for step in task.recipe.steps:
         if isinstance(step, Copy) and step.stage is None:

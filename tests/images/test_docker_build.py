@@ -1,0 +1,233 @@
+"""What a Dockerfile makes here is what `docker build` makes of it: path by path, and what commands on it start with."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import os
+import posixpath
+import tarfile
+from pathlib import Path
+
+import pytest
+
+from atropos.errors import ConfigError
+from atropos.tasks.folder import load_task
+from atropos.tasks.prepare import TaskImages
+from tests import engines
+from tests.images.dockerfiles import DOCKERFILES, REFUSED, make_context
+from tests.images.making import entry, folder, layer, layout, link
+from tests.images.test_leases import BUSYBOX, pool_for
+
+pytestmark = [
+    pytest.mark.docker,
+    pytest.mark.skipif("docker" not in engines.BACKENDS, reason="needs a Docker engine"),
+    pytest.mark.skipif(os.geteuid() != 0, reason="owners of files need root"),
+]
+AT_ONCE = 4
+KNOWN = {
+    "copy-all: /all/Dockerfile": "names the base",
+    "scratch: /etc": "the engine makes it for its own files",
+    "add-scratch: /etc": "the engine makes it for its own files",
+    "stage-of-stage: /w": "a WORKDIR is its USER's, as with BuildKit; the classic builder's is root's",
+    "stages: /glob/made": "the classic builder drops set-user-id with --chown, BuildKit keeps it",
+    "volume: /made": "the engine makes it with the container's volume",
+}
+"""Paths that differ, and why."""
+LIST = r"""
+ls -A / | while IFS= read -r top; do case $top in proc|sys|dev|bin) ;; *) find "/$top" ;; esac; done | while IFS= read -r path; do
+  case $path in /etc/hosts|/etc/hostname|/etc/resolv.conf|/etc/mtab) continue ;; esac
+  if [ -L "$path" ]; then echo "$path|link|$(stat -c %u:%g "$path")||$(readlink "$path")"
+  elif [ -d "$path" ]; then echo "$path|dir|$(stat -c '%u:%g|%a' "$path")|"
+  elif [ -f "$path" ]; then echo "$path|file|$(stat -c '%u:%g|%a' "$path")|$(sha256sum < "$path" | cut -c 1-64)"
+  else echo "$path|other|$(stat -c '%u:%g|%a' "$path")|"; fi
+done"""
+
+
+def base_image(at: Path) -> None:
+    """Busybox with all its tools, two users, a folder of one of them, and an environment."""
+    if not Path(BUSYBOX).exists():
+        pytest.skip("not installed: busybox-static")
+    people = "root:x:0:0::/root:/bin/sh\napp:x:1000:1000::/srv/app:/bin/sh\n"
+    groups = "root:x:0:\nstaff:x:50:\napp:x:1000:\n"
+    tools = "sh ls cat id pwd env stat mkdir echo rm mv chmod chown ln mkfifo find readlink sha256sum cut touch grep sort true false tar gzip gunzip cp head"
+    layout(
+        at,
+        layer(
+            folder("bin"),
+            entry("bin/busybox", Path(BUSYBOX).read_bytes(), mode=0o755),
+            *(link(f"bin/{name}", "busybox") for name in tools.split()),
+            entry("etc/passwd", people),
+            entry("etc/group", groups),
+            entry("etc/motd", "welcome"),
+            folder("tmp", mode=0o1777),
+            folder("root", mode=0o700),
+            folder("srv/app", owner=(1000, 1000)),
+            entry("srv/app/text", "hello", owner=(1000, 1000)),
+        ),
+        config={"Env": ["PATH=/tools:/bin", "GREETING=hi"]},
+    )
+
+
+async def ran(*argv: str, **more: str) -> str:
+    pipe = asyncio.subprocess.PIPE
+    process = await asyncio.create_subprocess_exec(*argv, stdout=pipe, stderr=pipe, env=os.environ | more)
+    out, errors = await process.communicate()
+    if process.returncode != 0:
+        raise RuntimeError(f"{' '.join(argv[:3])}: {errors.decode()[-600:]}")
+    return out.decode().strip()
+
+
+class Docker:
+    """What the engine makes of a Dockerfile."""
+
+    def __init__(self, work: Path) -> None:
+        self.work = work
+        self.images: list[str] = []
+
+    async def load(self, at: Path, name: str) -> str:
+        archive = self.work / "base.tar"
+        await ran("skopeo", "copy", f"oci:{at}:image", f"docker-archive:{archive}:{name}")
+        await ran("docker", "load", "-i", str(archive))
+        archive.unlink()
+        self.images.append(name)
+        return name
+
+    async def build(self, name: str, dockerfile: Path) -> str:
+        tag = f"atropos-compared-{name}"
+        # the classic builder is what Debian's docker.io has; it needs no plug-in
+        await ran(
+            "docker", "build", "-q", "-t", tag, "-f", str(dockerfile), str(dockerfile.parent), DOCKER_BUILDKIT="0"
+        )
+        self.images.append(tag)
+        return tag
+
+    async def tree(self, tag: str) -> dict[str, str]:
+        container = await ran("docker", "create", tag, "none")
+        archive = self.work / f"{container}.tar"
+        try:
+            await ran("docker", "export", "-o", str(archive), container)
+        finally:
+            await ran("docker", "rm", "-v", container)
+        try:
+            return await asyncio.to_thread(listed, archive)
+        finally:
+            archive.unlink()
+
+    async def settings(self, tag: str) -> dict:
+        return json.loads(await ran("docker", "image", "inspect", tag))[0]["Config"]
+
+    async def aclose(self) -> None:
+        await ran("docker", "image", "rm", "-f", *self.images)
+
+
+def listed(archive: Path) -> dict[str, str]:
+    """As LIST says it."""
+    found: dict[str, str] = {}
+    with tarfile.open(archive) as tar:
+        for info in tar:
+            path = "/" + info.name.strip("/")
+            if path.split("/")[1] in {"proc", "sys", "dev", "bin", ".dockerenv", ""}:
+                continue
+            if path in {"/etc/hosts", "/etc/hostname", "/etc/resolv.conf", "/etc/mtab"}:
+                continue
+            owner, mode = f"{info.uid}:{info.gid}", f"{info.mode & 0o7777:o}"
+            if info.issym():
+                found[path] = f"link|{owner}||{info.linkname}"
+            elif info.isdir():
+                found[path] = f"dir|{owner}|{mode}|"
+            elif info.isreg() or info.islnk():
+                content = tar.extractfile(info)
+                assert content is not None
+                found[path] = f"file|{owner}|{mode}|{hashlib.sha256(content.read()).hexdigest()}"
+            else:
+                found[path] = f"other|{owner}|{mode}|"
+    return found
+
+
+def changes(tree: dict[str, str], base: dict[str, str]) -> dict[str, str]:
+    """What a build added, changed and removed."""
+    gone = {path: "gone" for path in base if path not in tree}
+    return gone | {path: text for path, text in tree.items() if base.get(path) != text}
+
+
+class Ours:
+    """What slots make of a Dockerfile."""
+
+    def __init__(self, pool) -> None:
+        self.pool, self.images = pool, TaskImages(pool, ())
+
+    async def tree(self, image: str) -> dict[str, str]:
+        async with self.pool.lease("tree", image=image) as slot:
+            # an image without programs is listed by a busybox that is put in
+            await slot.write_file("/bin/busybox", Path(BUSYBOX).read_bytes(), 0o755)
+            script = f'PATH=/tools:/bin; for t in ls find stat readlink sha256sum cut; do alias $t="/bin/busybox $t"; done\n{LIST}'
+            argv = ["/bin/busybox", "sh", "-c", script]
+            done = await slot.exec(argv, user="0", workdir="/", max_output_bytes=1 << 20)
+        assert done.exit_code == 0, done.output[-500:]
+        return {path: text for path, _, text in (line.partition("|") for line in done.output.splitlines())}
+
+    async def made(self, name: str, dockerfile: Path):
+        prepared = await self.images.prepare(load_task(dockerfile))
+        return await self.tree(prepared.image), prepared.task.recipe
+
+
+async def test_trees_and_settings_are_those_of_docker_build(tmp_path):
+    base_image(tmp_path / "base")
+    engine = Docker(tmp_path)
+    source = await engine.load(tmp_path / "base", "atropos-compared-base:1")
+    turn = asyncio.Semaphore(AT_ONCE)
+    wrong: list[str] = []
+    async with pool_for(tmp_path) as pool:
+        ours = Ours(pool)
+        here, nothing = f"oci:{tmp_path}/base:image", f"dir:{tmp_path}/nothing"
+        (tmp_path / "nothing").mkdir()
+        base, before, empty = await engine.tree(source), await ours.tree(here), await ours.tree(nothing)
+
+        async def compared(name: str, text: str) -> None:
+            sides = []
+            for where, image in (("docker", source), ("here", here)):
+                at = tmp_path / where / name
+                await asyncio.to_thread(make_context, at)
+                (at / "Dockerfile").write_text(text.replace("@BASE@", image).replace("@BUSYBOX@", image))
+                sides.append(at / "Dockerfile")
+            async with turn:
+                try:
+                    tag, (found, recipe) = await asyncio.gather(engine.build(name, sides[0]), ours.made(name, sides[1]))
+                    wanted, settings = await engine.tree(tag), await engine.settings(tag)
+                except Exception as error:
+                    wrong.append(f"{name}: {type(error).__name__}: {error}")
+                    return
+            scratch = text.rpartition("FROM")[2].split()[0] == "scratch"
+            theirs = changes(wanted, {} if scratch else base)
+            mine = changes(found, empty if scratch else before)
+            paths = [path for path in sorted(theirs.keys() | mine.keys()) if theirs.get(path) != mine.get(path)]
+            paths = [path for path in paths if f"{name}: {path}" not in KNOWN]
+            wrong.extend(f"{name}: {path}: docker {theirs.get(path)}, here {mine.get(path)}" for path in paths)
+            env = dict(one.split("=", 1) for one in settings["Env"] or ())
+            if scratch:
+                env.pop("PATH", None)
+            for what, theirs, mine in (
+                ("env", env, dict(recipe.settings.env)),
+                ("workdir", posixpath.normpath(settings["WorkingDir"] or "/"), recipe.settings.workdir),
+                ("user", None if settings["User"] in {"", "root"} else settings["User"], recipe.settings.user),
+            ):
+                if theirs != mine:
+                    wrong.append(f"{name}: {what}: docker {theirs}, here {mine}")
+
+        try:
+            await asyncio.gather(*(compared(name, text) for name, text in DOCKERFILES.items()))
+        finally:
+            await engine.aclose()
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+async def test_what_docker_build_refuses_is_refused_here_by_name(name, tmp_path):
+    text, said = REFUSED[name]
+    make_context(tmp_path / "context")
+    (tmp_path / "context/Dockerfile").write_text(text.replace("@BASE@", "busybox"))
+    with pytest.raises(ConfigError) as refusal:
+        load_task(tmp_path / "context/Dockerfile")
+    assert said in str(refusal.value)
