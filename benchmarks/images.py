@@ -121,8 +121,9 @@ def _dockerfile(at: Path, base: str) -> Path:
     """Twelve steps that nobody has built before."""
     at.mkdir()
     (at / "given.txt").write_text("given")
-    lines = [f"FROM {base}", "WORKDIR /app", *(f"RUN echo {number} >> log" for number in range(9)), "COPY given.txt ."]
-    (at / "Dockerfile").write_text("\n".join([*lines, f"RUN echo {secrets.token_hex(8)} >> log\n"]))
+    own = f"WORKDIR /app/{secrets.token_hex(8)}"  # the first step: none of those that follow is there already
+    lines = [f"FROM {base}", own, *(f"RUN echo {number} >> log" for number in range(10)), "COPY given.txt .\n"]
+    (at / "Dockerfile").write_text("\n".join(lines))
     return at / "Dockerfile"
 
 
