@@ -107,6 +107,11 @@ class AgentStep:
         """What the model reads of the turn's calls."""
         return [outcome.result for outcome in self.outcomes]
 
+    def timing(self) -> dict[str, Any]:
+        """Seconds of generation, of all calls, and of each call, for the record."""
+        calls_s = [round(result.duration_s, 4) for result in self.results]
+        return {"model_s": round(self.model_s, 4), "tools_s": round(self.tools_s, 4), "calls_s": calls_s}
+
 
 @dataclass
 class AgentResult:

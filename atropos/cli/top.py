@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from atropos.dashboard.live import ContainerSlots, InFlight, LiveView
-from atropos.dashboard.render import visible as visible_lines
+from atropos.dashboard.text import visible as visible_lines
 from atropos.errors import BackendUnavailable, ConfigError
 from atropos.slots.backends.survey import Survey, open_survey
 from atropos.wire import Status

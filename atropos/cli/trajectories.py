@@ -13,8 +13,9 @@ from typing import Annotated, Any, Literal
 import typer
 
 from atropos.dashboard.export import atif
-from atropos.dashboard.render import visible
+from atropos.dashboard.replay import asciicast
 from atropos.dashboard.store import Details, Entry, Query, entry_of, members, read_groups
+from atropos.dashboard.text import visible
 
 trajectories_app = typer.Typer(no_args_is_help=True, help="Export, count or search the trajectories of a JSONL.")
 
@@ -39,17 +40,19 @@ def _chosen(jsonl: Path, query: Query) -> Iterator[tuple[dict[str, Any], Entry, 
 @trajectories_app.command()
 def export(
     jsonl: File,
-    form: Annotated[Literal["atif", "sft"], typer.Option("--format")] = "atif",
-    to: Annotated[Path | None, typer.Option(help="folder for atif; file for sft, default: standard output")] = None,
+    form: Annotated[Literal["atif", "cast", "sft"], typer.Option("--format")] = "atif",
+    to: Annotated[
+        Path | None, typer.Option(help="folder for atif and cast; file for sft, default: standard output")
+    ] = None,
     item: Item = "",
     least: Least = None,
     most: Most = None,
     error: Error = "",
     tool: Tool = "",
 ) -> None:
-    """Write trajectories as ATIF, a file each, or as JSONL of messages for SFT. Those without messages are left out."""
-    if form == "atif" and to is None:
-        raise typer.BadParameter("atif writes a file per trajectory: name a folder with --to")
+    """Write trajectories as ATIF or as replays for asciinema, a file each, or as JSONL of messages for SFT. Those without messages are left out."""
+    if form != "sft" and to is None:
+        raise typer.BadParameter(f"{form} writes a file per trajectory: name a folder with --to")
     chosen = _chosen(jsonl, Query(item=item, least=least, most=most, error=error, tool=tool))
     done = left_out = 0
     out = to.open("w", encoding="utf-8") if to is not None and form == "sft" else None
@@ -65,6 +68,9 @@ def export(
         assert to is not None
         to.mkdir(parents=True, exist_ok=True)
         name = re.sub(r"[^A-Za-z0-9_.-]+", "-", entry.trajectory_id)[:100]
+        if form == "cast":
+            (to / f"{done:06d}-{name}.cast").write_text(asciicast(entry, details))
+            continue
         value = atif(entry, details, agent="atropos", version=version("atropos"))
         (to / f"{done:06d}-{name}.json").write_text(json.dumps(value, indent=1) + "\n")
     if out is not None:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import base64
+import functools
 import hashlib
 import json
-import re
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,41 +14,22 @@ from typing import Any
 import jinja2
 
 from atropos.dashboard.conversation import Message
+from atropos.dashboard.replay import events
 from atropos.dashboard.store import Details, Entry, members, read_groups
 from atropos.dashboard.store import entry_of as parsed
+from atropos.dashboard.text import short, visible
 
 PAGE_TRAJECTORIES = 1000
 """Shown on a static page; the JSONL has all of them."""
-MAX_MESSAGE_CHARS = 20_000
 MAX_CELL_CHARS = 2_000
-"""Of a message that stands beside its siblings'."""
-HIDDEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]")
-"""Control characters, and those that turn the direction of what follows, scores included."""
+"""Of a message that stands beside its siblings', and of a call's output in a page's replay."""
 SPARK_POINTS = 120
 KINDS = frozenset({"user", "assistant", "tool", "system"})
 PHASES = ("acquire", "setup", "model", "tools", "verify", "reset")
 HERE = Path(__file__).parent
 STYLE = (HERE / "static" / "style.css").read_text()
+PLAYER = (HERE / "static" / "replay.js").read_text()
 SCRIPT = (HERE / "static" / "script.js").read_text()
-
-
-def visible(text: object) -> str:
-    """Control characters as symbols, and those that turn the direction of text as escapes: a page shows what was there."""
-    return HIDDEN.sub(_symbol, str(text))
-
-
-def _symbol(found: re.Match[str]) -> str:
-    code = ord(found[0])
-    return chr(0x2400 + code) if code < 0x20 else f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}"
-
-
-def short(text: str, most: int = MAX_MESSAGE_CHARS) -> str:
-    """Head and tail of a text that is too long."""
-    text = text.strip("\n")
-    if len(text) <= most:
-        return text
-    half = most // 2
-    return f"{text[:half]}\n[... {len(text) - 2 * half} characters left out ...]\n{text[-half:]}"
 
 
 def colour(score: float) -> str:
@@ -69,6 +50,11 @@ def facts(entry: Entry) -> str:
 def dumped(value: object) -> str:
     """A verifier's value, as JSON where it is no text."""
     return value if isinstance(value, str) else json.dumps(value, indent=1, ensure_ascii=False, default=str)
+
+
+def digest(text: str) -> str:
+    """How a Content-Security-Policy names a style or script."""
+    return base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
 
 
 def clock(seconds: float) -> str:
@@ -121,6 +107,8 @@ def _environment() -> jinja2.Environment:
         "spark": spark,
         "bars": bars,
         "clock": clock,
+        "digest": digest,
+        "replay": functools.partial(events, most=MAX_CELL_CHARS),
     }
     found.filters.update(added)
     shared: dict[str, Any] = {"kinds": KINDS, "cell_chars": MAX_CELL_CHARS}
@@ -137,7 +125,7 @@ def render(template: str, **values: Any) -> str:
 
 
 def write_page(jsonl: Path, html: Path | None = None, *, title: str = "") -> Path:
-    """Render the groups of a JSONL file into one file without scripts; a damaged last line (a killed run) is left out.
+    """Render the groups of a JSONL file into one file, with no script but the player; a damaged last line (a killed run) is left out.
 
     Args:
         jsonl: as `process` writes it.
@@ -155,7 +143,6 @@ def write_page(jsonl: Path, html: Path | None = None, *, title: str = "") -> Pat
         scores = [member["score"] for member in members(group)]
         trajectories += len(scores)
         total += sum(scores)
-    digest = base64.b64encode(hashlib.sha256(STYLE.encode()).digest()).decode()
     mean = total / trajectories if trajectories else 0.0
     shown = 0
     temporary = html.with_name(html.name + ".part")
@@ -165,7 +152,7 @@ def write_page(jsonl: Path, html: Path | None = None, *, title: str = "") -> Pat
                 "static_head.html",
                 title=title or jsonl.stem,
                 style=STYLE,
-                digest=digest,
+                player=PLAYER,
                 groups=groups,
                 trajectories=trajectories,
                 mean=mean,
@@ -180,6 +167,6 @@ def write_page(jsonl: Path, html: Path | None = None, *, title: str = "") -> Pat
             shown += len(siblings)
             scores = [entry.score for entry, _ in siblings]
             out.write(render("static_group.html", name=item, siblings=siblings, mean=sum(scores) / max(1, len(scores))))
-        out.write("</main></body></html>\n")
+        out.write(f"</main><script>{PLAYER}</script></body></html>\n")
     temporary.replace(html)
     return html

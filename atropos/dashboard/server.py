@@ -17,8 +17,9 @@ from urllib.parse import urlencode
 from aiohttp import web
 
 from atropos.dashboard.live import LiveView
-from atropos.dashboard.render import SCRIPT, STYLE, aligned, render, verdicts
-from atropos.dashboard.store import Query, TrajectoryStore
+from atropos.dashboard.render import PLAYER, SCRIPT, STYLE, aligned, render, verdicts
+from atropos.dashboard.replay import asciicast
+from atropos.dashboard.store import Details, Entry, Query, TrajectoryStore
 from atropos.errors import ConfigError
 
 PAGE = 50
@@ -98,9 +99,11 @@ class DashboardServer:
             "/live.json": self._live_json,
             "/trajectories": self._list,
             r"/trajectory/{number:\d{1,15}}": self._trajectory,
+            r"/trajectory/{number:\d{1,15}}.cast": self._cast,
             r"/group/{number:\d{1,15}}": self._group,
             "/style.css": self._style,
             "/script.js": self._script,
+            "/replay.js": self._player,
         }.items():
             app.router.add_get(path, handler)
         runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.5)
@@ -202,11 +205,20 @@ class DashboardServer:
         )
 
     async def _trajectory(self, request: web.Request) -> web.Response:
+        entry, details = await self._found(request)
+        return await asyncio.to_thread(self._page, "trajectory.html", entry=entry, details=details)
+
+    async def _cast(self, request: web.Request) -> web.Response:
+        entry, details = await self._found(request)
+        body = (await asyncio.to_thread(asciicast, entry, details)).encode()
+        name = f'attachment; filename="trajectory-{entry.number}.cast"'
+        return web.Response(body=body, content_type="application/x-asciicast", headers={"Content-Disposition": name})
+
+    async def _found(self, request: web.Request) -> tuple[Entry, Details]:
         found = await asyncio.to_thread(self._store.get, int(request.match_info["number"]))
         if found is None:
             raise web.HTTPNotFound(reason="no such trajectory is kept")
-        entry, details = found
-        return await asyncio.to_thread(self._page, "trajectory.html", entry=entry, details=details)
+        return found
 
     async def _group(self, request: web.Request) -> web.Response:
         siblings = await asyncio.to_thread(self._store.group, int(request.match_info["number"]))
@@ -222,6 +234,9 @@ class DashboardServer:
 
     async def _script(self, _request: web.Request) -> web.Response:
         return web.Response(text=SCRIPT, content_type="text/javascript")
+
+    async def _player(self, _request: web.Request) -> web.Response:
+        return web.Response(text=PLAYER, content_type="text/javascript")
 
 
 def _link(query: dict[str, str], page: int) -> str:

@@ -50,10 +50,11 @@ class Entry:
 
 @dataclass(frozen=True)
 class Details:
-    """What a trajectory's own page shows besides its entry."""
+    """What a trajectory's own page shows besides its entry; `turns` are the seconds of each, empty in older files."""
 
     messages: list[Message]
     info: dict[str, Any]
+    turns: list[dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -214,6 +215,7 @@ def _read(trajectory: dict[str, Any]) -> tuple[dict[str, Any], bytes]:
     messages = conversation(trajectory["messages"])
     results = [part for message in messages for part in message.parts if part.kind == "result"]
     kept = {"messages": trajectory["messages"], "info": _dict(trajectory.get("info"))}
+    kept["turns"] = [_dict(turn) for turn in _list(trajectory.get("turns"))]
     text = json.dumps(kept, ensure_ascii=False, default=str).encode(errors="surrogatepass")
     values = {
         "trajectory_id": str(trajectory["trajectory_id"]),
@@ -236,7 +238,7 @@ def _inflate(blob: bytes) -> bytes:
 
 def _details(blob: bytes) -> Details:
     kept = json.loads(_inflate(blob).decode(errors="surrogatepass"))
-    return Details(conversation(kept["messages"]), kept["info"])
+    return Details(conversation(kept["messages"]), kept["info"], kept["turns"])
 
 
 def _number(value: Any) -> float:

@@ -157,6 +157,7 @@ class AgentEnv(SandboxEnv):
             stop_reason=result.stop_reason,
             final_response=result.final_response,
             info=_plain({**(info or {}), **details}),
+            turns=[step.timing() for step in result.steps],
             phases={
                 "setup": set_up - started,
                 "model": sum(step.model_s for step in result.steps),

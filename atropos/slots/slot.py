@@ -353,8 +353,9 @@ class Slot:
         self, path: str, write: Callable[[bytes], object], wanted: Callable[[], wire.ReadStream]
     ) -> None:
         """Read a stream that `wanted` asks for, again after each break; `path` is what an error names."""
-        with self._link.state.counters.measure_operation("read_stream"):
+        with self._link.state.counters.measure_operation("read_stream") as outcome:
             result = await file_streams.receive_all(self._link.client, self._lease, wanted, write)
+            outcome.result = wire.outcome(result)
         if isinstance(result, wire.OpError):
             raise file_error(result, path)
 
@@ -362,8 +363,9 @@ class Slot:
         self, path: str, pieces: Iterator[bytes], *, tar: bool = False, mode: int | None = None
     ) -> wire.OpError | None:
         operation = wire.WriteStream(path=self.profile.path(path), stream=file_streams.new_id(), tar=tar, mode=mode)
-        with self._link.state.counters.measure_operation(operation.op):
+        with self._link.state.counters.measure_operation(operation.op) as outcome:
             result = await file_streams.send(self._link.client, self._lease, operation, pieces)
+            outcome.result = wire.outcome(result)
         return result if isinstance(result, wire.OpError) else None
 
     async def write_file(

@@ -8,7 +8,7 @@ import httpx
 import pytest
 
 from atropos.envs import HermesAgentBaseEnv
-from tests.e2e.hermes_support import call, make, running_policy, script
+from tests.e2e.hermes_support import call, groups, make, running_policy, script
 
 WORKS = script({"calls": [call("terminal", command="touch made; sleep 3")]}, "finished")
 LAST = script("nothing")
@@ -65,6 +65,11 @@ async def test_a_real_run_is_seen_live_and_afterwards(policy, tmp_path, capfd):
     assert 'class="leased"' in env.pages["live"]
     assert "terminal" in env.pages["end"]
     assert "touch made" in env.pages["end"]
+    assert "data-cast" in env.pages["end"]
+    [first, _] = groups(tmp_path)
+    [worked, answered] = first["atropos"]["trajectories"][0]["turns"]
+    assert 3 <= worked["calls_s"][0] <= worked["tools_s"]
+    assert answered["calls_s"] == []
     assert f"dashboard: http://127.0.0.2:{env.dashboard.server.port}/?token=s3cret" in capfd.readouterr().out
     async with env.client() as client:
         with pytest.raises(httpx.ConnectError):

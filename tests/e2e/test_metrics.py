@@ -98,6 +98,10 @@ async def test_counts_are_exact_and_never_go_backwards_when_containers_die(pool)
     await slots[0].exec("sleep 9", timeout_s=0.2)
     with pytest.raises(FileNotFoundError):
         await slots[0].read_file("nothing-here")
+    with pytest.raises(FileNotFoundError):
+        await slots[0].download("nothing-here")
+    with pytest.raises(OSError, match="directory"):
+        await slots[0].write_file("/tmp", bytes(1 << 20))
     snapshot = await slots[0].snapshot()
     await slots[1].release()
     async with pool.lease("fork", snapshot=snapshot) as fork:
@@ -116,6 +120,8 @@ async def test_counts_are_exact_and_never_go_backwards_when_containers_die(pool)
     assert value(first, of, operation="exec", result="failed") == 1
     assert value(first, of, operation="exec", result="timeout") == 1
     assert value(first, of, operation="read_file", result="error") == 1
+    assert value(first, of, operation="read_stream", result="error") == 1
+    assert value(first, of, operation="write_stream", result="error") == 1
     assert 0.2 <= value(first, "atropos_pool_operation_seconds_sum", operation="exec", result="timeout") < 5
     assert value(first, "atropos_pool_faults_total") == 0
 

@@ -239,8 +239,8 @@ class HermesAgentBaseEnv(SandboxEnv):
                 "toolsets": list(tools.names),
                 "reasoning": [text is not None for text in result.reasoning_per_turn],
                 "tool_errors": [asdict(error) for error in result.tool_errors],
-                "turns": [{"model_s": round(t.model_s, 4), "tools_s": round(t.tools_s, 4)} for t in result.turns],
             },
+            turns=[turn.timing() for turn in result.turns],
             phases={
                 "setup": set_up - started,
                 "model": sum(turn.model_s for turn in result.turns),

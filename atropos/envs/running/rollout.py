@@ -61,6 +61,7 @@ class Rollout:
         info: what the verifying hook had to say; kept in the JSONL, never sent as tokens.
         phases: seconds by phase: setup, model, tools, verify, reset; `acquire` is the wait for the slot, within whichever
             of setup, tools and verify used it first, and `agent` is model, tools and what is between them.
+        turns: seconds by turn, as `AgentStep.timing` gives them.
     """
 
     trajectory_id: str
@@ -74,6 +75,7 @@ class Rollout:
     final_response: str = ""
     info: dict[str, Any] = field(default_factory=dict[str, Any])
     phases: dict[str, float] = field(default_factory=dict[str, float])
+    turns: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
 
     def summary(self) -> dict[str, Any]:
         """What the JSONL and the page tell besides tokens and messages."""
@@ -86,6 +88,7 @@ class Rollout:
             "attempts": self.attempts,
             "stop_reason": self.stop_reason,
             "phases": {name: round(value, 4) for name, value in self.phases.items()},
+            "turns": self.turns,
             "info": self.info,
         }
 

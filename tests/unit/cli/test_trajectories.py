@@ -34,6 +34,15 @@ def test_atif_has_calls_with_their_results_in_numbered_steps(tmp_path):
     assert value["extra"]["score"] == 1.0
 
 
+def test_replays_are_written_for_asciinema(tmp_path):
+    done = run(tmp_path, "export", "--format", "cast", "--to", str(tmp_path / "casts"), "--item", "square-3")
+    assert done.exit_code == 0, done.output
+    assert {file.suffix for file in (tmp_path / "casts").iterdir()} == {".cast"}
+    header, *lines = map(json.loads, (tmp_path / "casts/000001-square-3-0.cast").read_text().splitlines())
+    assert header["version"] == 2
+    assert "$ cat square-3-0.txt" in "".join(text for _, _, text in lines)
+
+
 def test_atif_keeps_the_ids_of_openai_calls(tmp_path):
     calls = [{"id": name, "function": {"name": "f", "arguments": "{}"}} for name in ("a", "b")]
     messages = [

@@ -52,7 +52,18 @@ def client(server, **headers) -> httpx.AsyncClient:
     return httpx.AsyncClient(base_url=f"http://127.0.0.1:{server.port}", headers=headers)
 
 
-PATHS = ["/", "/live", "/trajectories", "/trajectory/0", "/group/0", "/style.css", "/script.js", "/nosuch"]
+PATHS = [
+    "/",
+    "/live",
+    "/trajectories",
+    "/trajectory/0",
+    "/trajectory/0.cast",
+    "/group/0",
+    "/style.css",
+    "/script.js",
+    "/replay.js",
+    "/nosuch",
+]
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -169,6 +180,41 @@ async def inert(page) -> None:
     if "[exit_code" in text:
         assert "{{ 7*191 }}" in text
         assert "1337" not in text
+
+
+@BROWSER
+async def test_a_replay_plays_seeks_and_follows_the_keyboard_on_both_pages(tmp_path):
+    bar = "10%\r\x1b[K\x1b[32m100%\x1b[0m done\b\b\b\bDONE"
+    one = group("bars", trajectory("bars-0", 1.0, output=bar, turns=[{"model_s": 2.5, "tools_s": 1, "calls_s": [1]}]))
+    (tmp_path / "g.jsonl").write_text(json.dumps(one) + "\n")
+    static = write_page(tmp_path / "g.jsonl")
+    async with serving([one]) as server, chromium() as browser:
+        page = await browser.new_page()
+        errors = []
+        page.on("pageerror", lambda error: errors.append(error))  # noqa: PLW0108 (playwright marks what it is given)
+        page.on("console", lambda said: errors.append(said.text) if said.type == "error" else None)
+        await page.goto(server.url)
+        for address in (f"http://127.0.0.1:{server.port}/trajectory/0", static.as_uri()):
+            await page.goto(address)
+            if address == static.as_uri():
+                await page.locator("summary").first.click()
+                await page.locator("details details > summary").first.click()
+            screen, clock = page.locator(".screen"), page.locator(".bar output")
+            await screen.press(".")
+            assert await screen.text_content() == "# I look.\n$ cat bars-0.txt\n\n"
+            assert await clock.text_content() == "2.5 s, 2 of 4"
+            await screen.press("End")
+            text = await screen.text_content()
+            assert text.endswith("\n100% DONE\n[exit_code: 0]\n100% DONE\n\n")
+            assert await page.locator(".screen .c2").first.text_content() == "100%"
+            await screen.press("Home")
+            assert await screen.text_content() == "\n"
+            await page.get_by_label("speed").select_option("20")
+            await page.get_by_role("button", name="Play").press("Enter")
+            while await screen.text_content() != text:
+                await page.wait_for_timeout(50)
+            await page.get_by_role("button", name="Play").wait_for()
+        assert not errors
 
 
 @BROWSER
