@@ -36,9 +36,9 @@ log = logging.getLogger("atropos.slots.nomad")
 
 LOOK_AGAIN_S = 60.0
 """How often allocations are listed when no change is reported, in seconds."""
-LOOK_S, LOOK_BURST, LOOK_SHARE = 1.0, 10, 4.0
-"""Between lists under constant change, in seconds, after a burst; and how many times as long as a list takes, where that is
-more: a job of 10,000 containers changes all the time, and Nomad's servers have others to answer."""
+LOOK_S, LOOK_BURST, LOOK_SHARE, LONGEST_LOOK_S = 1.0, 10, 4.0, 10.0
+"""Between lists under constant change, in seconds, after a burst; how many times as long as a list takes, where that is more;
+and the most: a job of 10,000 containers changes all the time, and Nomad's servers have others to answer."""
 STOP_S, STOP_BURST = 0.2, 20
 """Between stops of containers that don't answer, in seconds, after a burst. Where nodes vanish, thousands stop answering at once,
 seconds before Nomad knows; what it has given up by the time of its turn needs no stop."""
@@ -350,7 +350,7 @@ class NomadBackend(Backend):
                 pause = LOOK_AGAIN_S if sure else DOUBT_S
                 if view.unplaced_since is not None and not view.ever_ready and view.failure is None:
                     pause = min(pause, max(0.1, view.unplaced_since + view.placement_s - time.monotonic()))
-                self._looks.every_s = max(LOOK_S, LOOK_SHARE * (time.monotonic() - began))
+                self._looks.every_s = min(LONGEST_LOOK_S, max(LOOK_S, LOOK_SHARE * (time.monotonic() - began)))
                 patience.worked()
                 if self._outage.over():
                     self._changed.set()
