@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import secrets
 import subprocess
+import time
 import urllib.parse
 import urllib.request
 from pathlib import Path
@@ -100,8 +101,13 @@ def kill_container(container_id: str) -> None:
 
 
 def remove_container(container_id: str) -> None:
-    """What becomes of a container whose machine is gone."""
-    _docker("rm", "--force", container_id)
+    """What becomes of a container whose machine is gone; somebody else may remove it at the same moment."""
+    subprocess.run(["docker", "rm", "--force", container_id], capture_output=True, timeout=60, check=False)
+    ends = time.monotonic() + 60
+    while _docker("ps", "--all", "--quiet", "--no-trunc", "--filter", f"id={container_id}").strip():
+        if time.monotonic() > ends:
+            raise TimeoutError(f"container {container_id} is still there")
+        time.sleep(0.1)
 
 
 def _docker(*arguments: str) -> str:
