@@ -15,6 +15,7 @@ import aiohttp
 from pydantic import BaseModel, SecretStr
 
 from atropos import tracing
+from atropos.aio import outlive
 from atropos.errors import (
     BackendUnavailable,
     ImageUnavailable,
@@ -142,7 +143,7 @@ class SandboxClient:
             await stream.open()
         except BaseException:
             if not self._tasks:
-                await self._requests.close_sessions()
+                await outlive(self._requests.close_sessions())
             raise
         self._stream = stream
         self.boot_id = stream.boot_id
@@ -152,15 +153,17 @@ class SandboxClient:
         if self._requests.closed:
             return
         self._requests.closed = True
-        if self._tasks:
-            await asyncio.wait(self._tasks, timeout=CLOSE_S)
-        if self._stream is not None:
-            await self._stream.close("the client was closed")
-        for task in list(self._tasks):
-            task.cancel()
-        if self._tasks:
-            await asyncio.wait(self._tasks, timeout=1)
-        await self._requests.close_sessions()
+        try:
+            if self._tasks:
+                await asyncio.wait(self._tasks, timeout=CLOSE_S)
+            if self._stream is not None:
+                await self._stream.close("the client was closed")
+            for task in list(self._tasks):
+                task.cancel()
+            if self._tasks:
+                await asyncio.wait(self._tasks, timeout=1)
+        finally:
+            await outlive(self._requests.close_sessions())
 
     async def __aenter__(self) -> Self:
         await self.connect()

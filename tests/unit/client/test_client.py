@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import itertools
 
 import aiohttp
@@ -251,6 +252,25 @@ async def test_snapshots_fork_and_the_original_goes_on():
         await client.release(lease)
         await client.release(fork)
         await until(lambda: not running.host.layers)
+
+
+def open_sessions() -> set[int]:
+    every = (one for one in gc.get_objects() if isinstance(one, aiohttp.ClientSession))
+    return {id(one) for one in every if not one.closed}
+
+
+async def test_a_close_that_is_cut_short_closes_its_connections_all_the_same():
+    async with serving() as running:
+        before = open_sessions()
+        client = client_of(running)
+        await client.connect()
+        client._spawn(asyncio.sleep(60))
+        closing = asyncio.create_task(client.close())
+        await asyncio.sleep(0.05)
+        closing.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await closing
+        assert open_sessions() <= before
 
 
 async def test_close_leaves_no_task_and_no_socket():
