@@ -73,7 +73,8 @@ def make_tasks(folder: Path, count: int, *, docker: bool) -> Path:
         copy = folder / task.name
         shutil.copytree(task, copy)
         text = (copy / "task.toml").read_text()
-        text = re.sub(r"^(environment_mode|allow_internet).*\n", "", text, flags=re.MULTILINE)
+        unwanted = "environment_mode|allow_internet" + ("|docker_image" if docker else "")
+        text = re.sub(rf"^({unwanted}).*\n", "", text, flags=re.MULTILINE)
         if docker:
             (copy / "environment/Dockerfile").write_text(DOCKERFILE)
             text = text.replace("[environment]\n", f'[environment]\ndocker_image = "{IMAGE_PREFIX}{task.name}"\n')
