@@ -11,7 +11,7 @@ import time
 import pytest
 
 from atropos.agent.transcript import CONTEXT_LOGPROB, MASKED
-from atropos.envs.running.rollout import GroupDropped, GroupsDropped
+from atropos.envs.running.rollout import GroupDropped, GroupsDropped, VerifierError
 from atropos.errors import AcquireTimeout, ConfigError, InferenceError, NotSupported, SlotLost
 from tests.e2e.hermes_support import sampled
 from tests.unit.envs.support import ScriptEnv, StandInExecutor, call, items, make
@@ -411,6 +411,18 @@ async def test_a_run_in_which_nothing_works_ends_by_itself(policy, tmp_path):
         await env.process_manager()
     assert len(env.items) > 40
     assert env.stand_in.closed
+
+
+async def test_verifiers_without_a_reward_never_end_a_run(policy, tmp_path):
+    class Env(ScriptEnv):
+        async def score_trajectory(self, item, final_response):
+            raise VerifierError("no reward was written")
+
+    env = make(Env, policy.url, tmp_path / "g.jsonl", group_size=1, trajectory_retries=0)
+    env.items = items(25)
+    with pytest.raises(GroupsDropped, match=r"25 of 25 .*25 x verifier_failed"):
+        await env.process_manager()
+    assert env.items == []
 
 
 async def test_the_metrics_say_how_much_cpu_the_event_loop_takes(policy, tmp_path):
