@@ -137,8 +137,9 @@ async def test_a_dialog_is_dismissed_and_told(ada: Person, site: Site):
 async def test_a_new_window_is_shown(ada: Person, site: Site):
     home = await ada("navigate", url=site.url("/"))
     answer = await ada("click", ref=ref(home, "New window"))
-    answer += await ada("snapshot")
-    assert "A new window" in answer
+    async with asyncio.timeout(20):
+        while "A new window" not in answer:
+            answer = await ada("snapshot")
 
 
 @pytest.mark.parametrize(
@@ -357,6 +358,26 @@ async def test_a_page_that_does_not_answer_is_replaced(ada: Person, site: Site, 
         await asyncio.sleep(0.5)
         await ada("snapshot")
     assert "You are ada" in await ada("navigate", url=site.url("/who"))
+
+
+async def test_a_page_that_hangs_right_after_its_snapshot_is_replaced(
+    ada: Person, site: Site, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("atropos.api.external.browser._CLOSE_S", 1.0)
+    await ada("navigate", url=site.url("/login"))
+    page = ada.scope.state["browser"].page
+    snapshot = page.aria_snapshot
+
+    async def spin_after(**options: Any) -> str:
+        tree = await snapshot(**options)
+        await page.evaluate("() => { setTimeout(() => { for (;;); }, 0) }")
+        return tree
+
+    monkeypatch.setattr(page, "aria_snapshot", spin_after)
+    async with asyncio.timeout(60):
+        with pytest.raises(ToolError, match="does not answer any more"):
+            await ada("snapshot")
+        assert "You are ada" in await ada("navigate", url=site.url("/who"))
 
 
 async def test_a_browser_or_a_driver_that_gives_no_sign_of_life_is_started_again(

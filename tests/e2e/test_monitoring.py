@@ -63,11 +63,21 @@ async def prometheus(folder: Path, targets: list[dict[str, object]]):
             PROMETHEUS, *arguments, f"--web.listen-address={address}", stdout=log, stderr=log
         )
     try:
+        async with asyncio.timeout(60), httpx.AsyncClient(base_url=f"http://{address}") as client:
+            while not await ready(client):
+                await asyncio.sleep(0.1)
         yield f"http://{address}"
     finally:
         with contextlib.suppress(ProcessLookupError):
             process.send_signal(signal.SIGTERM)
         await asyncio.wait_for(process.wait(), 20)
+
+
+async def ready(client: httpx.AsyncClient) -> bool:
+    """Whether Prometheus takes queries; before, it answers 503 with plain text."""
+    with contextlib.suppress(httpx.TransportError):
+        return (await client.get("/-/ready")).is_success
+    return False
 
 
 async def query(client: httpx.AsyncClient, text: str) -> list[dict[str, object]]:
@@ -126,8 +136,7 @@ async def test_every_panel_of_the_dashboard_shows_something_of_a_real_run(tmp_pa
             empty = expressions()
             for _ in range(150):
                 assert not running.done(), running.exception()
-                with contextlib.suppress(httpx.TransportError):
-                    empty = {name: text for name, text in empty.items() if not await query(client, text)}
+                empty = {name: text for name, text in empty.items() if not await query(client, text)}
                 if not empty:
                     break
                 await asyncio.sleep(0.3)

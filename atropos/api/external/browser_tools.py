@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import contextlib
 import re
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
 _REF = re.compile(r"\[?(?:ref=)?((?:f\d+)?e\d+)\]?\Z")
 _ACTION_MS = 8000
 _SETTLE_MS = 3000
+_ANSWER_S = 5.0
+"""Longest for the questions that Playwright itself asks without a limit: a page whose script never ends hangs them."""
 _AFTER_CLICK_MS = 150
 """Long enough for a click's navigation to begin; what takes longer is seen by the next snapshot."""
 
@@ -58,12 +61,13 @@ class BrowserTool(Tool):
         session = await self._host.session(scope.state, opening=self.opens)
         try:
             return await self.act(session, arguments)
-        except Error as error:
-            if isinstance(error, Late) or "has been closed" in str(error):
+        except (Error, TimeoutError) as error:
+            late = isinstance(error, (Late, TimeoutError))
+            if late or "has been closed" in str(error):
                 await self._host.probe()
             if not session.alive:
                 raise ToolError(CRASHED) from None
-            if isinstance(error, Late) and not await session.responds():
+            if late and not await session.responds():
                 raise ToolError(PAGE_HANGS) from None
             raise ToolError(_explain(error)) from None
 
@@ -75,7 +79,8 @@ class BrowserTool(Tool):
         """The page as text, with what happened by itself."""
         page = await session.open_page()
         tree = await page.aria_snapshot(mode="ai")
-        title, url = await page.title(), page.url
+        async with asyncio.timeout(_ANSWER_S):
+            title, url = await page.title(), page.url
         most = self._host.settings.snapshot_chars * (4 if full else 1)
         truncated = len(tree) > most
         if truncated:
@@ -96,7 +101,10 @@ class BrowserTool(Tool):
             raise ToolError(f"{ref[:60]!r} is not a reference; take one from the snapshot, such as e12")
         found = page.locator(f"aria-ref={match[1]}")
         try:
-            there = await found.count()
+            async with asyncio.timeout(_ANSWER_S):
+                there = await found.count()
+        except TimeoutError:
+            raise
         except Exception:
             there = 0
         if there != 1:
