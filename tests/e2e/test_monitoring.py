@@ -64,7 +64,7 @@ async def prometheus(folder: Path, targets: list[dict[str, object]]):
         )
     try:
         async with asyncio.timeout(60), httpx.AsyncClient(base_url=f"http://{address}") as client:
-            while not await ready(client):
+            while not await ready(client):  # noqa: ASYNC110 - it can only be asked
                 await asyncio.sleep(0.1)
         yield f"http://{address}"
     finally:
