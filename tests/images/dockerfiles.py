@@ -114,6 +114,7 @@ DOCKERFILES = {
     "WORKDIR /w\nCOPY a.txt .\nCOPY a.txt sub/name\nCOPY ./a.txt ./dot",
     "copy-folders": "FROM @BASE@\nCOPY dir /d\nCOPY dir /e/\nCOPY dir/ /f\nCOPY empty /g\nCOPY dir glob /h/\nCOPY .hidden /i",
     "copy-all": "FROM @BASE@\nCOPY . /all/\n",
+    "copy-to-root": "FROM @BASE@\nCOPY . /\nCOPY dir /\n",
     "copy-globs": "FROM @BASE@\nCOPY glob/*.c /c/\nCOPY glob/t* /t/\nCOPY glob/?wo.c /two\nCOPY gl[a-z]b/on[de].c /range\nCOPY *.txt /txt/",
     "copy-json": 'FROM @BASE@\nCOPY ["with space.txt", "/a b/"]\nCOPY [[]odd].txt /odd',
     "copy-links": "FROM @BASE@\nCOPY to-file /a\nCOPY to-dir /b\nCOPY dir/link /d/",
@@ -128,6 +129,8 @@ DOCKERFILES = {
     "stages": "FROM @BASE@ AS build\nWORKDIR /src\nCOPY --chown=app dir .\nRUN echo made > made; chmod 4711 made; mkdir -m 700 private\n"
     "FROM @BASE@\nCOPY --from=build /src /out\nCOPY --from=0 /src/made /one\nCOPY --from=build --chown=app src/m* /glob/\nCOPY --from=BUILD /src/link /l",
     "stage-of-stage": "FROM @BASE@ AS one\nENV A=1\nUSER app\nWORKDIR /w\nFROM one AS two\nRUN echo $A; id -u > /tmp/u\nFROM two\nENV B=$A\nRUN pwd > /tmp/w",
+    "stage-whole": "FROM @BASE@ AS b\nRUN mkdir -m 700 /private && echo x > /private/f && chown -R 1000:50 /private && echo new > /etc/motd && chmod 711 /srv\n"
+    "FROM scratch\nCOPY --from=b / /\nFROM @BASE@\nCOPY --from=1 / /\nCOPY --from=@BUSYBOX@ / /whole/",
     "stage-from-image": "FROM @BASE@\nCOPY --from=@BUSYBOX@ /etc/motd /copied\nCOPY --from=@BUSYBOX@ /srv /srv2",
     "scratch": "FROM @BASE@ AS b\nRUN echo hi > /hi\nFROM scratch\nCOPY --from=b /hi /only\nCOPY a.txt /deep/er/\nENV A=1\nWORKDIR /w",
     # ---- ADD

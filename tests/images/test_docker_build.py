@@ -28,8 +28,11 @@ pytestmark = [
 AT_ONCE = 4
 KNOWN = {
     "copy-all: /all/Dockerfile": "names the base",
+    "copy-to-root: /Dockerfile": "names the base",
     "scratch: /etc": "the engine makes it for its own files",
     "add-scratch: /etc": "the engine makes it for its own files",
+    "stage-whole: /whole/usr": "a folder that every slot has",
+    "stage-whole: /whole/workspace": "a folder that every slot has",
     "stage-of-stage: /w": "a WORKDIR is its USER's, as with BuildKit; the classic builder's is root's",
     "stages: /glob/made": "the classic builder drops set-user-id with --chown, BuildKit keeps it",
     "volume: /made": "the engine makes it with the container's volume",

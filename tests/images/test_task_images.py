@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import hashlib
+import io
 import os
 import sys
 import tarfile
@@ -189,6 +190,22 @@ async def test_owners_are_those_of_the_archive_or_stage_and_an_empty_folder_is_m
             r = await slot.exec(f"PATH=/bin stat -c '%u:%g %a' {where}", workdir="/")
             owners = ["1000:1000 644", "0:0 644", "1000:50 4750", "0:50 600", "1000:50 4750", "0:0 755", "0:7 644"]
             assert r.output.splitlines() == owners
+
+
+async def test_a_whole_stage_is_copied_without_what_the_slot_itself_needs(tmp_path):
+    busybox_image(tmp_path / "layout")
+    text = f"FROM oci:{tmp_path}/layout AS first\nRUN mkdir -m 700 /private; echo new > /private/f\nFROM scratch\nCOPY --from=first / /\n"
+    task = make(tmp_path / "task", text + "COPY . /\n")
+    async with pool_for(tmp_path) as pool:
+        prepared = await TaskImages(pool, ()).prepare(task)
+        async with pool.lease("one", image=prepared.image) as slot:
+            r = await slot.exec(
+                "cat /private/f /srv/app/text /given.txt; stat -c ' %a' /private", workdir="/", env={"PATH": "/bin"}
+            )
+            assert r.output == "new\nhellogiven 700\n"
+            names = tarfile.open(fileobj=io.BytesIO(await slot.download("/"))).getnames()
+            assert {"./etc/passwd", "./private/f"} <= set(names)
+            assert not [name for name in names if name.startswith(("./.atropos/", "./proc/", "./etc/ld.so.preload"))]
 
 
 async def test_a_docker_image_is_the_workspace(tmp_path, images):

@@ -156,7 +156,7 @@ def folder_of(path: str) -> tuple[int, str]:
         at = opened
         if is_special(os.fstat(at).st_dev):
             os.close(at)
-            raise OpFailed("bad_path", f"files under /proc and /dev are not written this way: {text(path)}")
+            raise OpFailed("bad_path", f"files under /proc, /dev and /.atropos are not written this way: {text(path)}")
         try:
             target = os.readlink(last, dir_fd=at)
         except OSError:

@@ -42,7 +42,7 @@ def op_init(call: int, environment: dict[str, str], output_bytes: int, wall_s: f
         state.oom = link.descriptors.pop(0)
     state.environment, state.output_bytes, state.wall_s = environment, output_bytes, wall_s
     state.block = block_of(environment)
-    for path in ("/proc", "/dev", "/dev/pts", "/proc/sys"):
+    for path in ("/proc", "/dev", "/dev/pts", "/proc/sys", "/.atropos", "/etc/ld.so.preload"):
         try:
             state.special.add(os.stat(path).st_dev)
         except OSError:

@@ -17,7 +17,8 @@ class RunnerState:
         self.output_bytes = 1_000_000
         self.wall_s = 3600.0
         self.special: set[int] = set()
-        """Device numbers of /proc and the like, where a plain file may block or be this very process."""
+        """Device numbers of /proc and the like, where a plain file may block or be this very process, and of the
+        read-only mounts that a slot itself needs, which belong to no workspace."""
         self.oom = -1
         """This process's own oom_score_adj, which nobody inside can open."""
         self.null = -1
@@ -39,7 +40,7 @@ state = RunnerState()
 
 
 def is_special(device: int) -> bool:
-    """Whether a device number is /proc's or the like, where a plain file may block or be this very process."""
+    """Whether a device number is /proc's or the like, or of the slot's own mounts (`RunnerState.special`)."""
     return device in state.special
 
 
