@@ -106,6 +106,7 @@ class TaskImages:
         self.pool = pool
         self._stand_ins = tuple(stand_ins)
         self._scratch = ""
+        self._scratch_turn = asyncio.Lock()
         self.counters: Counter[str] = Counter()
         """`steps`: carried out; `hits`: tasks that were there already."""
 
@@ -191,22 +192,22 @@ class TaskImages:
 
     async def _image(self, task: Task, name: str | None, report: Progress) -> tuple[ImageInfo, str]:
         """What a FROM means here, and the source that a lease names."""
+        if name != "scratch":
+            return await self._had(task, POOL_BASE if name is None or self._stands_in(name) else name, name, report)
+        async with self._scratch_turn:  # the folder is there until the pool has read it, and keeps what it read
+            with tempfile.TemporaryDirectory(prefix="atropos-scratch-") as empty:
+                self._scratch = self._scratch or f"dir:{empty}"
+                return await self._had(task, self._scratch, name, report)
 
+    async def _had(self, task: Task, source: str, name: str | None, report: Progress) -> tuple[ImageInfo, str]:
         def seen(_: str, state: ImageState) -> None:
             if state.phase not in {"ready", "failed"}:
                 report(state.model_copy(update={"source": name or source}))
 
-        with tempfile.TemporaryDirectory(prefix="atropos-scratch-") as empty:
-            if name is None or self._stands_in(name):
-                source = POOL_BASE
-            elif name == "scratch":
-                source = self._scratch = self._scratch or f"dir:{empty}"  # the pool keeps what it read of it
-            else:
-                source = name
-            try:
-                image = await self._once_up(source, seen)
-            except (ImageUnavailable, ConfigError) as error:
-                raise TaskBroken(f"{task.name}: {error}") from error
+        try:
+            image = await self._once_up(source, seen)
+        except (ImageUnavailable, ConfigError) as error:
+            raise TaskBroken(f"{task.name}: {error}") from error
         if image is None:
             raise ImageUnavailable(f"{task.name}: no container is up that could prepare {name or 'its workspace'}")
         return image, source

@@ -203,9 +203,18 @@ async def test_a_whole_stage_is_copied_without_what_the_slot_itself_needs(tmp_pa
                 "cat /private/f /srv/app/text /given.txt; stat -c ' %a' /private", workdir="/", env={"PATH": "/bin"}
             )
             assert r.output == "new\nhellogiven 700\n"
-            names = tarfile.open(fileobj=io.BytesIO(await slot.download("/"))).getnames()
+            with tarfile.open(fileobj=io.BytesIO(await slot.download("/"))) as tar:
+                names = tar.getnames()
             assert {"./etc/passwd", "./private/f"} <= set(names)
             assert not [name for name in names if name.startswith(("./.atropos/", "./proc/", "./etc/ld.so.preload"))]
+
+
+async def test_builds_on_scratch_at_the_same_time_share_its_image(tmp_path):
+    tasks = [make(tmp_path / f"t{n}", f"FROM scratch\nCOPY given.txt /{n}\n") for n in range(12)]
+    async with pool_for(tmp_path) as pool:
+        built = TaskImages(pool)
+        prepared = await asyncio.gather(*(built.prepare(task) for task in tasks))
+        assert len({one.image for one in prepared}) == 12
 
 
 async def test_a_docker_image_is_the_workspace(tmp_path, images):
