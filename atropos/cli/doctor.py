@@ -193,14 +193,6 @@ def nomad(address: str) -> DoctorFinding:
     )
 
 
-def busy() -> str:
-    """A hint where the machine has more to do than it can; empty where it doesn't."""
-    load, cores = os.getloadavg()[0], os.cpu_count() or 1
-    if load < 2 * cores:
-        return ""
-    return f" The load is {load:.0f} on {cores} cores: a probe may fail for that alone; try again when it is lower."
-
-
 def show(found: list[DoctorFinding], *, broken: bool, lacking: bool) -> None:
     """The findings as a table, and one line that sums them up."""
     table = Table(title="What this host can isolate", title_justify="left", show_lines=False)
@@ -212,7 +204,7 @@ def show(found: list[DoctorFinding], *, broken: bool, lacking: bool) -> None:
     console = Console()
     console.print(table)
     if broken:
-        console.print(f"[red]Slots can't start here: mend the lines marked ✗.{busy()}[/]")
+        console.print(f"[red]Slots can't start here: mend the lines marked ✗{host_limits.load()}.[/]")
     elif lacking:
         console.print(
             "[yellow]Slots start here; what is marked – is missing (require_sandbox would refuse to start).[/]"

@@ -35,6 +35,8 @@ class Grants:
     def __init__(self, state: SharedState, links: Mapping[str, ContainerLink]) -> None:
         self._state = state
         self._links = links
+        self._limits_noted: str | None = None
+        """What the log has said last that slots are without."""
         self._last: dict[ContainerLink, asyncio.Task[Slot | None]] = {}
 
     async def acquire(
@@ -163,6 +165,9 @@ class Grants:
             return None
         state.fleet.granted(ticket)
         state.counters.leases += 1
+        if lease.limit_note not in (None, self._limits_noted):
+            self._limits_noted = lease.limit_note
+            log.warning("slots of container %s are without %s", link.container.id, lease.limit_note)
         slot = link.slots[lease.lease_id] = Slot(link, lease, request, ticket.mib)
         return slot
 

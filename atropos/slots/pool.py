@@ -14,6 +14,7 @@ from typing import Any, Protocol, Self
 from atropos import wire
 from atropos.errors import AcquireTimeout, BackendUnavailable, ConfigError, ImageUnavailable, SandboxError
 from atropos.metrics import Family
+from atropos.sandbox.linux import host_limits
 from atropos.slots.backends import make_backend
 from atropos.slots.backends.base import Backend, Container
 from atropos.slots.call_stream import FrameLimit
@@ -142,7 +143,7 @@ class SlotPool:
                     return
                 reason = self.backend.trouble() or self._keeper.trouble or self._unheard()
                 text = f"no container could be leased from within start_timeout_s ({self.config.start_timeout_s:g} s)"
-                raise BackendUnavailable(f"{text}: {reason}") from None
+                raise BackendUnavailable(f"{text}: {reason}{host_limits.load()}") from None
 
     async def _prepare_ahead(self, image: str) -> None:
         try:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import sys
+import tempfile
 
 import pytest
 
@@ -31,3 +33,20 @@ async def test_the_demo_scores_the_same_in_containers_as_without(backend, tmp_pa
     there, here = await asyncio.gather(demo(backend, f"{tmp_path}/a"), demo("local", f"{tmp_path}/b"))
     assert there == here
     assert containers("atropos-demo") == []
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to become a user without cgroups")
+async def test_as_an_ordinary_user_the_demo_names_the_limits_that_this_host_cannot_hold():
+    with tempfile.TemporaryDirectory(prefix="atropos-test-") as out:
+        os.chmod(out, 0o777)
+        command = ("tests.unit.sandbox.as_user", sys.executable, "-m", "examples.demo", "--names", "fix-permissions")
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", *command, "--group-size", "2", "--containers", "1", "--slots", "2", "--out", out),
+            cwd=ROOT,
+            stdout=asyncio.subprocess.DEVNULL,
+            stderr=asyncio.subprocess.PIPE,
+        )
+        _, errors = await process.communicate()
+    assert process.returncode == 0, errors.decode()[-2000:]
+    (noted,) = [line for line in errors.decode().splitlines() if "are without" in line]
+    assert all(name in noted for name in ("memory_limit", "pids_limit", "cpu_weight")), noted

@@ -10,10 +10,14 @@ import tempfile
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from atropos.cli import app, doctor
 from atropos.cli.doctor import room_for
+from atropos.errors import BackendUnavailable
 from atropos.sandbox.linux import host_limits
 from atropos.sandbox.linux.host_limits import HostLimit
+from atropos.slots import SlotPool, SlotPoolConfig
 from tests.unit.sandbox.conftest import Driver, tiny_base
 
 USER = 65_531
@@ -100,3 +104,21 @@ def test_a_file_for_others_words_takes_no_more_than_its_bound():
         assert fcntl.fcntl(fd, fcntl.F_GETFD) & fcntl.FD_CLOEXEC
     finally:
         os.close(fd)
+
+
+@pytest.mark.parametrize(("load", "named"), [(400.0, True), (0.1, False)])
+async def test_a_pool_that_does_not_start_in_time_names_a_high_load(monkeypatch, load, named):
+    monkeypatch.setattr(os, "getloadavg", lambda: (load, 0.0, 0.0))
+    with pytest.raises(BackendUnavailable, match="start_timeout_s") as refused:
+        await SlotPool(SlotPoolConfig(slots_per_container=1, start_timeout_s=0.01)).start()
+    assert (f"the load is {load:.0f} on {os.cpu_count()} cores" in str(refused.value)) == named
+
+
+@pytest.mark.parametrize(("load", "named"), [(400.0, True), (0.1, False)])
+def test_doctor_names_a_high_load_where_slots_do_not_start(monkeypatch, load, named):
+    monkeypatch.setattr(os, "getloadavg", lambda: (load, 0.0, 0.0))
+    monkeypatch.setattr(doctor, "START_LIMIT_S", 0.01)
+    result = CliRunner().invoke(app, ["doctor"], env={"COLUMNS": "200"})
+    assert result.exit_code == 3, result.output
+    assert "Slots can't start here" in result.output
+    assert (f"the load is {load:.0f} on {os.cpu_count()} cores" in result.output) == named

@@ -254,6 +254,8 @@ async def _properties(host: SlotHost, entered: Entered) -> list[Feature]:
         found["memory_limit"] = await _memory(sandbox, entered)
         controllers = {name for tree in entered.cgroups.trees for name in tree.controllers}
         found["cpu_weight"] = ("cpu" in controllers, entered.cgroups.missing.get("cpu", ""))
+        if not host.counts_pids and found["pids_limit"][0]:
+            found["pids_limit"] = (False, "processes are bounded, but a fork bomb's stay and fill the slot")
         found["files"] = await _files(sandbox)
         found["sessions"] = await _sessions(sandbox)
         found["forks"] = await _forks(sandbox)

@@ -289,7 +289,8 @@ class SlotSandbox:
             except TimeoutError:
                 why = _said(errors) or "no word from PID 1"
                 raise SandboxError(
-                    f"slot {self.name} could not be started within {START_DEADLINE_S} s: {why}{host_limits.named()}"
+                    f"slot {self.name} could not be started within {START_DEADLINE_S} s: "
+                    f"{why}{host_limits.named()}{host_limits.load()}"
                 ) from None
             except (SlotLost, OutcomeUnknown, OSError) as error:
                 why = _said(errors) or error
@@ -343,7 +344,8 @@ class SlotSandbox:
         try:
             await self.network.open(near, START_DEADLINE_S)
         except OSError as error:
-            raise SandboxError(f"slot {self.name} got no network: {_said(errors) or error}") from None
+            late = host_limits.load() if isinstance(error, TimeoutError) else ""
+            raise SandboxError(f"slot {self.name} got no network: {_said(errors) or error}{late}") from None
 
     @property
     def layer_paths(self) -> tuple[str, ...]:

@@ -14,6 +14,9 @@ from pathlib import Path
 NEARLY = 0.97
 """Part of a limit from which on it is named as what a start failed for."""
 
+BUSY = 2.0
+"""Load per core from which on it is named as what may have taken a start too long."""
+
 
 @dataclass(frozen=True)
 class HostLimit:
@@ -53,6 +56,14 @@ def named() -> str:
     """The limits of which hardly anything is left, to follow an error's text; '' where there are none."""
     found = nearly_reached(read())
     return "".join(f"; {one.name} is nearly reached ({one.used} of {one.value}): {one.fix}" for one in found)
+
+
+def load() -> str:
+    """The load, to follow the text of an error about time; '' where the machine has no more to do than it can."""
+    average, cores = os.getloadavg()[0], os.cpu_count() or 1
+    if average < BUSY * cores:
+        return ""
+    return f"; the load is {average:.0f} on {cores} cores, which alone may be why: try again when it is lower"
 
 
 def read(volume: str = "memory") -> list[HostLimit]:

@@ -8,9 +8,11 @@ import os
 import tarfile
 from contextlib import asynccontextmanager
 from pathlib import Path
+from unittest import mock
 
 from atropos import wire
 from atropos.errors import NotSupported, OutcomeUnknown, SandboxError, SlotLost
+from atropos.sandbox.host import slot as host_slot
 from atropos.sandbox.linux import host_limits
 from atropos.wire import (
     Exec,
@@ -814,9 +816,24 @@ async def planted_mount_points_lead_nowhere(host):
     await host.drop_layer(layer)
 
 
+async def a_start_that_takes_too_long_names_a_high_load(host):
+    for load, named in ((400.0, True), (0.1, False)):
+        with (
+            mock.patch.object(os, "getloadavg", lambda load=load: (load, 0.0, 0.0)),
+            mock.patch.object(host_slot, "START_DEADLINE_S", 0.001),
+        ):
+            try:
+                await host.start("late")
+            except SandboxError as error:
+                assert (f"the load is {load:.0f} on {os.cpu_count()} cores" in str(error)) == named, error
+            else:
+                raise AssertionError("it started")
+
+
 async def the_probe_finds_every_property(host):
     features = {feature.name: feature for feature in await host.probe()}
     assert len(features) >= 18
+    assert features["pids_limit"].ok == host.counts_pids, "a fork bomb's processes stay where nothing counts them"
     for feature in features.values():
         assert feature.ok or (not feature.required and feature.fix), feature
 
