@@ -24,17 +24,17 @@ from atropos.errors import (
     SlotLost,
     from_code,
 )
-from atropos.sandbox.contract import Host, Layer, NoOtherRoot, Sandbox, Stopped
+from atropos.sandbox.contract import Host, NoOtherRoot, Sandbox, Stopped
 from atropos.sandbox.server.clients import ClientTable
 from atropos.sandbox.server.images import Images
 from atropos.sandbox.server.lanes import Lanes
 from atropos.sandbox.server.lease_run import LeaseRun
 from atropos.sandbox.server.leases import EndedLease, HeldLease, LeaseGrant, LeaseTable
 from atropos.sandbox.server.metrics import Meters
-from atropos.sandbox.server.snapshot_store import MIB, SnapshotStore, StoredSnapshot
-from atropos.sandbox.server.snapshot_transfer import copy_layer
-from atropos.sandbox.server.warm_pool import WarmPool, stop
-from atropos.wire import Capacity, Feature, Lease, LeaseRequest, ReleaseResult, SnapshotInfo
+from atropos.sandbox.server.snapshot_store import MIB, SnapshotStore
+from atropos.sandbox.server.warm_pool import WarmPool
+from atropos.sandbox.server.workspaces import Workspaces
+from atropos.wire import Capacity, Feature, Lease, LeaseRequest, ReleaseResult
 
 if TYPE_CHECKING:
     from atropos.sandbox.server.file_streams import FileStreams
@@ -44,7 +44,7 @@ log = logging.getLogger(__name__)
 START_S = 30.0
 """Longest an acquire waits for a sandbox to start, in seconds."""
 PARALLEL_IMPORTS = 2
-"""SnapshotStore unpacked at once; 26 at once delayed calls of neighbours by seconds."""
+"""Snapshots unpacked at once; 26 at once delayed calls of neighbours by seconds."""
 PARALLEL_STARTS = 4
 """Sandboxes started at once: measured on 2 cores, more only makes each slower."""
 
@@ -69,8 +69,9 @@ class Core:
         self.snapshots = SnapshotStore(config.max_snapshots, config.max_snapshot_mib * MIB, host.max_layers)
         self.clients = ClientTable(self)
         self.images = Images(self)
+        self.workspaces = Workspaces(self)
         self.arriving: dict[str, asyncio.Event] = {}
-        """SnapshotStore that are being imported, each with what is set when that is over."""
+        """Snapshots that are being imported, each with what is set when that is over."""
         self.unpacking = asyncio.Semaphore(PARALLEL_IMPORTS)
         self.counters: Counter[str] = Counter()
         self.meters = Meters()
@@ -167,7 +168,7 @@ class Core:
         except BaseException as error:
             code = error.code if isinstance(error, SandboxError) else BackendUnavailable.code
             self._granted(held, began, code, warm=warm)
-            self._let_go_layers(run)
+            self.workspaces.leave(run)
             if self.table.begin_end(held, code, str(error)):
                 self._finish(run, Stopped(clean=True, seconds=0))
             if not isinstance(error, SandboxError | asyncio.CancelledError):
@@ -181,7 +182,7 @@ class Core:
         run.lanes = Lanes(sandbox, client.journal, client.answered, client.room, self.meters)
         held.state = "active"
         held.renewed_at = self.now()
-        self._watch(run, sandbox)
+        self.watch(run, sandbox)
         self._granted(held, began, "ok", warm=warm)
         self.counters["leases_granted"] += 1
         self.warm_pool.fill()
@@ -201,10 +202,10 @@ class Core:
             if run.base is not None and run.base != snapshot.base:
                 raise NotSupported(f"the snapshot stands on base {snapshot.base!r}, not {run.base!r}")
             run.base = snapshot.base
-            self._stand_on(run, snapshot)
-        return await self._take(run)
+            self.workspaces.stand_on(run, snapshot)
+        return await self.take(run)
 
-    async def _take(self, run: LeaseRun, hosts: tuple[str, ...] | None = None) -> Sandbox:
+    async def take(self, run: LeaseRun, hosts: tuple[str, ...] | None = None) -> Sandbox:
         """A sandbox of the lease's size, on its layers and base, and with what its network was narrowed to."""
         try:
             return await self._take_one(run, hosts)
@@ -238,7 +239,9 @@ class Core:
             image=self.images.image(self.runs[held.lease_id].base),
         )
 
-    def _watch(self, run: LeaseRun, sandbox: Sandbox) -> None:
+    def watch(self, run: LeaseRun, sandbox: Sandbox) -> None:
+        """End the lease when this sandbox of it dies."""
+
         def died(future: asyncio.Future[str]) -> None:
             if not future.cancelled() and sandbox in (run.sandbox, run.agent):
                 self.counters["sandboxes_died"] += 1
@@ -252,8 +255,8 @@ class Core:
         Raises:
             LeaseExpired: it is over.
         """
-        run = self._run(lease_id, epoch)
-        self._check_active(run)
+        run = self.run_of(lease_id, epoch)
+        self.check_active(run)
         run.held.renewed_at = self.now()
         return self.lease_of(run.held)
 
@@ -263,17 +266,23 @@ class Core:
         Raises:
             LeaseExpired: it is over.
         """
-        run = self._run(lease_id, epoch)
+        run = self.run_of(lease_id, epoch)
         if run.lanes is None:
             raise LeaseExpired(f"lease {lease_id!r} has not been granted yet")
         return run.lanes.streams
 
-    def _run(self, lease_id: str, epoch: int | None) -> LeaseRun:
+    def run_of(self, lease_id: str, epoch: int | None) -> LeaseRun:
+        """What serves a lease.
+
+        Raises:
+            LeaseExpired: it is over.
+        """
         if not isinstance(self.table.find(lease_id, epoch), HeldLease) or lease_id not in self.runs:
             raise LeaseExpired(f"lease {lease_id!r} is over or was never granted")
         return self.runs[lease_id]
 
-    def _check_active(self, run: LeaseRun) -> None:
+    def check_active(self, run: LeaseRun) -> None:
+        """Raise `LeaseExpired` unless the lease takes calls."""
         if run.held.state != "active":
             raise LeaseExpired(f"lease {run.held.lease_id!r} is over")
 
@@ -314,7 +323,7 @@ class Core:
         stopped = await run.stop()
         if run.lanes is not None:
             await run.lanes.join()
-        self._let_go_layers(run)
+        self.workspaces.leave(run)
         return self._finish(run, Stopped(stopped.clean, time.monotonic() - began, stopped.detail))
 
     def _finish(self, run: LeaseRun, stopped: Stopped) -> EndedLease:
@@ -373,169 +382,6 @@ class Core:
         if not self.runs:
             self.idle.set()
 
-    # ------------------------------------------------------------------------------------------------------- snapshots
-
-    async def snapshot(
-        self, lease_id: str, snapshot_id: str | None, epoch: int | None, *, beside: bool = False
-    ) -> SnapshotInfo:
-        """Freeze a lease's workspace and let it go on above; after the calls before it, alone.
-
-        Args:
-            lease_id: whose workspace it is.
-            snapshot_id: the snapshot's name; None: a new one.
-            epoch: the lease's, where the caller knows it.
-            beside: copy what was written instead: the slot goes on as it was, and the lease's views stand on the copy.
-
-        Raises:
-            LeaseExpired, SlotLost: the lease is over, or was lost by the attempt.
-            NotSupported, PoolFull: a bound of `SnapshotStore`.
-        """
-        known = self.snapshots.by_id.get(snapshot_id or "")
-        if known is not None:
-            return known.info
-        run = self._run(lease_id, epoch)
-        name = snapshot_id or f"snap-{uuid.uuid4().hex}"
-        task = run.freezing.get(name)
-        if task is None:
-            self._check_active(run)
-            self.reserve_snapshot(run.layers)
-            task = run.freezing[name] = self.spawn(self._queue_freeze(run, name, beside=beside))
-            task.add_done_callback(lambda _: run.freezing.pop(name, None))
-        return await asyncio.shield(task)
-
-    def reserve_snapshot(self, below: Sequence[Layer]) -> None:
-        """As `SnapshotStore.reserve`; at its bounds, what dead clients left goes first, the oldest before the others.
-
-        Raises:
-            NotSupported, PoolFull: as there.
-        """
-        for snapshot in sorted(self.snapshots.by_id.values(), key=lambda each: each.touched_at):
-            if not self.snapshots.full:
-                break
-            if not snapshot.users and not self.clients.alive(snapshot.owner):
-                self.drop_snapshot(snapshot.id)
-        self.snapshots.reserve(below)
-
-    async def _queue_freeze(self, run: LeaseRun, name: str, *, beside: bool) -> SnapshotInfo:
-        take = self._copy if beside else self._freeze
-        try:
-            return await run.between_calls(self.spawn, lambda: take(run, name))
-        except LeaseExpired:
-            self.snapshots.abandon()
-            raise
-
-    async def _freeze(self, run: LeaseRun, name: str) -> SnapshotInfo:
-        assert run.sandbox is not None
-        assert run.lanes is not None
-        if run.agent is not None:  # the view ends: what is frozen is the slot that it is a view of
-            view, run.sandbox, run.agent = run.sandbox, run.agent, None
-            if not (stopped := await stop(view)).clean:
-                self.snapshots.abandon()
-                self.end(run.held, SlotLost.code, f"the view could not be confirmed gone: {stopped.detail}")
-                raise SlotLost(f"the view could not be confirmed gone: {stopped.detail}")
-        request, old, below = run.held.request, run.sandbox, run.layers
-        run.sandbox = None  # from here on it is the freeze's to end, and its death is no news
-        began = time.monotonic()
-        try:
-            layer = await old.freeze(f"layer-{uuid.uuid4().hex[:12]}")
-        except BaseException as error:
-            self.meters.snapshot.observe(time.monotonic() - began, "error")
-            self.snapshots.abandon()
-            run.sandbox = old  # so that the end of the lease stops it, or retires the slot
-            self.end(run.held, SlotLost.code, f"the snapshot failed, and the workspace with it: {error}")
-            raise
-        snapshot = self.snapshots.commit(name, layer, below, request.client_id, run.base, self.now())
-        self._let_go_layers(run)
-        self._stand_on(run, snapshot)
-        try:
-            sandbox = await self._take(run, old.hosts)
-        except BaseException as error:
-            self.drop_layers(self.snapshots.drop(name))
-            self.end(run.held, SlotLost.code, f"the workspace did not start again above its snapshot: {error}")
-            raise
-        self.meters.snapshot.observe(time.monotonic() - began, "ok")
-        run.sandbox = run.lanes.sandbox = sandbox
-        self._watch(run, sandbox)
-        self.warm_pool.fill()
-        self.counters["snapshots_taken"] += 1
-        return snapshot.info
-
-    async def _copy(self, run: LeaseRun, name: str) -> SnapshotInfo:
-        copied = run.agent or run.sandbox
-        assert copied is not None
-        try:
-            layer = await copy_layer(self, copied)
-        except BaseException:
-            self.snapshots.abandon()
-            raise
-        snapshot = self.snapshots.commit(name, layer, run.layers, run.held.request.client_id, run.base, self.now())
-        self.snapshots.hold(snapshot.layers)
-        self.let_go(run.view_layers)
-        run.view_layers = snapshot.layers
-        return snapshot.info
-
-    async def view(self, lease_id: str, folders: Sequence[str], epoch: int | None) -> Lease:
-        """Run a lease's calls in a view of its slot from now on; one that has a view keeps it.
-
-        Raises:
-            LeaseExpired: the lease is over.
-            NotSupported: a folder can't be shown; the lease goes on as before.
-            SandboxError: no view could be started; the lease goes on as before.
-        """
-        run = self._run(lease_id, epoch)
-        self._check_active(run)
-        if run.viewing is None or (run.viewing.done() and run.agent is None):
-            run.viewing = self.spawn(run.between_calls(self.spawn, lambda: self._open_view(run, folders)))
-        await asyncio.shield(run.viewing)
-        return self.lease_of(run.held)
-
-    async def _open_view(self, run: LeaseRun, folders: Sequence[str]) -> None:
-        assert run.sandbox is not None
-        assert run.lanes is not None
-        name = f"view of {run.sandbox.name}"
-        view = await self.host.view(run.sandbox, name, run.view_layers or run.layers, run.base, folders)
-        run.agent, run.sandbox = run.sandbox, view
-        run.lanes.sandbox = view
-        self._watch(run, view)
-        self.counters["views_opened"] += 1
-
-    def drop_snapshot(self, snapshot_id: str) -> bool:
-        """Forget a snapshot; leases that stand on it go on. False when there was none."""
-        known = snapshot_id in self.snapshots.by_id
-        self.drop_layers(self.snapshots.drop(snapshot_id))
-        return known
-
-    def _stand_on(self, run: LeaseRun, snapshot: StoredSnapshot) -> None:
-        run.stands_on, run.layers = snapshot, snapshot.layers
-        snapshot.users += 1
-        snapshot.touched_at = self.now()
-        self.snapshots.hold(snapshot.layers)
-
-    def _let_go_layers(self, run: LeaseRun) -> None:
-        if run.stands_on is not None:
-            run.stands_on.users -= 1
-            run.stands_on.touched_at = self.now()
-            run.stands_on = None
-        layers, run.layers, run.view_layers = (*run.layers, *run.view_layers), (), ()
-        self.let_go(layers)
-
-    def let_go(self, layers: Sequence[Layer]) -> None:
-        """Somebody who held these layers (`snapshots.hold`) left them."""
-        self.drop_layers(self.snapshots.let_go(layers))
-
-    def drop_layers(self, layers: Sequence[Layer]) -> None:
-        """Hand layers back on which nothing stands."""
-
-        async def drop(layer: Layer) -> None:
-            try:
-                await self.host.drop_layer(layer)
-            except Exception:
-                log.exception("layer %s could not be dropped", layer.id)
-                self.counters["layers_leaked"] += 1
-
-        for layer in layers:
-            self.spawn(drop(layer))
-
     # ----------------------------------------------------------------------------------------------------------- close
 
     async def aclose(self) -> bool:
@@ -548,7 +394,7 @@ class Core:
             await asyncio.wait(ends)
         found = await self.warm_pool.aclose()
         for snapshot_id in list(self.snapshots.by_id):
-            self.drop_snapshot(snapshot_id)
+            self.workspaces.drop(snapshot_id)
         self.clients.close()
         pending = [task for task in self._tasks if task is not asyncio.current_task()]
         if pending:

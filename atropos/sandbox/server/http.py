@@ -213,13 +213,15 @@ class Routes:
         """POST /v1/leases/{id}/snapshot."""
         wanted = await _body(request, SnapshotRequest)
         return answer(
-            await self._core.snapshot(request.match_info["id"], wanted.snapshot_id, wanted.epoch, beside=wanted.beside)
+            await self._core.workspaces.snapshot(
+                request.match_info["id"], wanted.snapshot_id, wanted.epoch, beside=wanted.beside
+            )
         )
 
     async def view(self, request: web.Request) -> web.Response:
         """POST /v1/leases/{id}/view."""
         wanted = await _body(request, ViewRequest)
-        return answer(await self._core.view(request.match_info["id"], wanted.folders, wanted.epoch))
+        return answer(await self._core.workspaces.view(request.match_info["id"], wanted.folders, wanted.epoch))
 
     async def get_snapshot(self, request: web.Request) -> web.Response:
         """GET /v1/snapshots/{id}."""
@@ -230,7 +232,7 @@ class Routes:
 
     async def drop_snapshot(self, request: web.Request) -> web.Response:
         """DELETE /v1/snapshots/{id}; leases on it go on."""
-        if not self._core.drop_snapshot(request.match_info["id"]):
+        if not self._core.workspaces.drop(request.match_info["id"]):
             return problem(404, "not_found", f"snapshot {request.match_info['id']!r} is not on this server")
         return web.Response(status=204)
 

@@ -114,7 +114,7 @@ class Images:
         try:
             return await store.keep(image, lambda target: store.copy_layer(layer.path, target))
         finally:
-            core.let_go(snapshot.layers)
+            core.workspaces.let_go(snapshot.layers)
 
     async def receive_layer(self, key: str, offer: LayerOffer, chunks: AsyncIterator[bytes]) -> ImageInfo:
         """Keep a built image whose layer another server sends.

@@ -99,7 +99,7 @@ async def exported(core: Core, snapshot: StoredSnapshot, *, compress: bool) -> A
         async with _packed(paths, f"snapshot {snapshot.id}", compress=compress) as chunks:
             yield chunks
     finally:
-        core.let_go(snapshot.layers)
+        core.workspaces.let_go(snapshot.layers)
 
 
 @contextlib.asynccontextmanager
@@ -166,7 +166,7 @@ async def imported(core: Core, wanted: IncomingSnapshot, chunks: AsyncIterator[b
     if not 1 <= wanted.layers <= MAX_LAYERS:
         raise NotSupported(f"layers: {wanted.layers} is not between 1 and {MAX_LAYERS}")
     core.images.use(wanted.base)
-    core.reserve_snapshot(())
+    core.workspaces.reserve(())
     over = core.arriving[wanted.snapshot_id] = asyncio.Event()
     # Its own task: a client that goes away ends the stream, and so the import, but doesn't interrupt the tidying.
     try:
@@ -202,7 +202,7 @@ async def _unpack(core: Core, wanted: IncomingSnapshot, chunks: AsyncIterator[by
         async with core.unpacking:
             await level([])
     except BaseException:
-        core.drop_layers(layers)
+        core.workspaces.drop_layers(layers)
         raise
     layers.reverse()  # the innermost, which is the last folder and the lowest layer, was done first
     return layers

@@ -62,7 +62,7 @@ def forget(core: Core) -> None:
     gone = set(core.clients.forget_stale(core.now()))
     for snapshot in list(core.snapshots.by_id.values()):
         if snapshot.owner in gone and not snapshot.users:
-            core.drop_snapshot(snapshot.id)
+            core.workspaces.drop(snapshot.id)
     core.images.forget_unused()
 
 

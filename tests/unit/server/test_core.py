@@ -185,11 +185,13 @@ async def test_a_release_during_a_snapshot_leaves_no_layer():
 async def test_asking_twice_for_one_snapshot_freezes_once():
     async with serving() as running, client_of(running) as client:
         lease = await client.acquire(request())
-        twice = [running.core.snapshot(lease.lease_id, "snap-mine-1", None) for _ in range(2)]
+        twice = [running.core.workspaces.snapshot(lease.lease_id, "snap-mine-1", None) for _ in range(2)]
         first, second = await asyncio.gather(*twice)
         assert first == second
         assert len(running.host.layers) == 1
-        assert (await running.core.snapshot(lease.lease_id, "snap-mine-1", None)).snapshot_id == "snap-mine-1"
+        assert (
+            await running.core.workspaces.snapshot(lease.lease_id, "snap-mine-1", None)
+        ).snapshot_id == "snap-mine-1"
         assert len(running.host.layers) == 1
 
 
@@ -197,12 +199,12 @@ async def test_a_snapshot_that_is_asked_for_again_after_a_release_is_the_one_tha
     async with serving() as running, client_of(running) as client:
         lease = await client.acquire(request())
         running.host.start_s = 0.05
-        first = asyncio.create_task(running.core.snapshot(lease.lease_id, "snap-mine-1", None))
+        first = asyncio.create_task(running.core.workspaces.snapshot(lease.lease_id, "snap-mine-1", None))
         await until(lambda: running.host.layers)
         releasing = asyncio.create_task(client.release(lease))
         await until(lambda: running.core.runs[lease.lease_id].held.state == "ending")
         running.core.snapshots.by_id.clear()  # as if it had not got so far
-        assert await running.core.snapshot(lease.lease_id, "snap-mine-1", None) == await first
+        assert await running.core.workspaces.snapshot(lease.lease_id, "snap-mine-1", None) == await first
         await releasing
 
 

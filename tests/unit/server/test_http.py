@@ -345,7 +345,7 @@ async def test_an_archive_that_is_sent_again_waits_for_what_became_of_the_first(
         assert (await asyncio.wait_for(again, 10))[0] == 200
         assert breaks or (await first)[0] == 200
         assert len(server.host.layers) == len(server.core.snapshots.by_id) == 1
-        server.core.drop_snapshot("snap-sent")
+        server.core.workspaces.drop("snap-sent")
         async with asyncio.timeout(5):
             while server.host.layers:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)

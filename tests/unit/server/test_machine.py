@@ -319,9 +319,9 @@ class Machine(RuleBasedStateMachine):
         run = self.core.runs[owned.lease.lease_id]
         if run.lanes.queued or len(run.layers) > 3:
             return
-        info = self.do(self.core.snapshot(owned.lease.lease_id, None, owned.lease.epoch))
+        info = self.do(self.core.workspaces.snapshot(owned.lease.lease_id, None, owned.lease.epoch))
         assert info.users == 1
-        self.do(lambda: self.core.drop_snapshot(info.snapshot_id))
+        self.do(lambda: self.core.workspaces.drop(info.snapshot_id))
 
     @rule()
     def the_server_restarts(self) -> None:

@@ -195,12 +195,12 @@ async def test_a_server_that_slept_does_not_give_the_dead_the_time_it_slept(runn
 
 async def test_a_snapshot_that_is_dropped_while_its_export_begins_is_exported_whole(running, monkeypatch):
     lease = await leased(running)
-    info = await running.core.snapshot(lease.lease_id, None, None)
+    info = await running.core.workspaces.snapshot(lease.lease_id, None, None)
     await running.core.release(lease.lease_id, None)
     begin = snapshot_transfer._program
 
     async def slowly(*arguments, **options):
-        running.core.drop_snapshot(info.snapshot_id)
+        running.core.workspaces.drop(info.snapshot_id)
         await asyncio.sleep(0.02)
         assert running.host.layers, "it was dropped under its reader"
         return await begin(*arguments, **options)
