@@ -6,11 +6,14 @@ import json
 import os
 import tomllib
 from pathlib import Path
-from typing import Annotated, Any, cast
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
 from atropos.errors import ConfigError
+
+if TYPE_CHECKING:
+    from atropos.api.executor_models import ExecutorServerSettings
 
 TOKEN_VARIABLE = "ATROPOS_TOOL_SERVER_TOKEN"
 
@@ -96,6 +99,20 @@ def tool_server(
 EXECUTOR_TOKEN_VARIABLE = "ATROPOS_EXECUTOR_TOKEN"
 
 
+def _executor_settings(values: dict[str, Any]) -> ExecutorServerSettings:
+    from pydantic import ValidationError
+
+    from atropos.api.executor_models import ExecutorServerSettings
+
+    try:
+        return ExecutorServerSettings.model_validate(values)
+    except ValidationError as error:
+        said = "; ".join(
+            f"{'.'.join(str(p) for p in e['loc'])}: {e['msg'].removeprefix('Value error, ')}" for e in error.errors()
+        )
+        raise ConfigError(f"executor server settings: {said}") from None
+
+
 def executor_server(
     config: Annotated[Path | None, typer.Option(help="Settings, TOML or JSON; `pool` as SlotPoolConfig.")] = None,
     host: Annotated[str | None, typer.Option(help="Address to listen on; loopback unless asked.")] = None,
@@ -108,11 +125,8 @@ def executor_server(
     tool_server_url: Annotated[str | None, typer.Option(help="A ToolServer's URL, or inprocess.")] = None,
 ) -> None:
     """Serve trajectories to agents in other processes or languages."""
-    from pydantic import ValidationError
-
     from atropos.api.e2b.app import TOKEN_HEADERS
     from atropos.api.executor_api import create_executor_app
-    from atropos.api.executor_models import ExecutorServerSettings
     from atropos.api.serve import run
 
     values = read_file(config)
@@ -131,13 +145,7 @@ def executor_server(
     values["pool"] = {**values.get("pool", {}), **{name: value for name, value in pool.items() if value is not None}}
     if token_file is not None or "token" not in values:
         values["token"] = read_token(token_file, EXECUTOR_TOKEN_VARIABLE)
-    try:
-        settings = ExecutorServerSettings.model_validate(values)
-    except ValidationError as error:
-        said = "; ".join(
-            f"{'.'.join(str(p) for p in e['loc'])}: {e['msg'].removeprefix('Value error, ')}" for e in error.errors()
-        )
-        raise ConfigError(f"executor server settings: {said}") from None
+    settings = _executor_settings(values)
     app = create_executor_app(settings)
 
     async def drain() -> None:

@@ -78,6 +78,25 @@ async def _serve(server: _Server, app: FastAPI, listening: socket.socket) -> Non
         await server.serve(sockets=[listening])
 
 
+def _config(app: FastAPI, admission: Admission) -> uvicorn.Config:
+    def connection(**settings: Any) -> asyncio.Protocol:
+        return admission.connection(lambda: AutoHTTPProtocol(**settings))
+
+    return uvicorn.Config(
+        app,
+        http=cast("type[asyncio.Protocol]", connection),
+        backlog=ACCEPTS,
+        log_level="warning",
+        access_log=False,
+        timeout_graceful_shutdown=_AFTER_DRAIN_S,
+        timeout_keep_alive=30,
+        limit_concurrency=2000,
+        ws="none",
+        lifespan="off",  # entered by `_serve`, where a failure is one clear exception
+        server_header=False,
+    )
+
+
 def run(
     app: FastAPI,
     *,
@@ -115,23 +134,7 @@ def run(
     bearer = None if token is None else BearerToken(token.get_secret_value())
     admission = Admission(bearer, OPEN_PATHS, NO_TOKEN.body(), token_headers=token_headers)
 
-    def connection(**settings: Any) -> asyncio.Protocol:
-        return admission.connection(lambda: AutoHTTPProtocol(**settings))
-
-    config = uvicorn.Config(
-        app,
-        http=cast("type[asyncio.Protocol]", connection),
-        backlog=ACCEPTS,
-        log_level="warning",
-        access_log=False,
-        timeout_graceful_shutdown=_AFTER_DRAIN_S,
-        timeout_keep_alive=30,
-        limit_concurrency=2000,
-        ws="none",
-        lifespan="off",  # entered below, where a failure is one clear exception
-        server_header=False,
-    )
-    server = _Server(config, admission, drain, ready)
+    server = _Server(_config(app, admission), admission, drain, ready)
     try:
         asyncio.run(_serve(server, app, listening))
     except KeyboardInterrupt:

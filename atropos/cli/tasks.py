@@ -83,21 +83,8 @@ def check_command(
     total = len(tasks.tasks) + len(tasks.refused)
     with Progress(console=Console(stderr=True), transient=True) as progress:
         bar = progress.add_task("checking tasks", total=total)
-        rows: dict[str, TaskID] = {}
-
-        def preparing(task: Task, state: ImageState) -> None:
-            row = rows.get(task.name)
-            if state.phase in {"ready", "failed"}:
-                if row is not None:
-                    progress.remove_task(rows.pop(task.name))
-            elif row is None:
-                rows[task.name] = progress.add_task(f"  {task.name}: {state}", total=None)
-            else:
-                progress.update(
-                    row, description=f"  {task.name}: {state}", completed=state.step, total=state.steps or None
-                )
-
-        found = asyncio.run(check(tasks, config, done=lambda _: progress.advance(bar), progress=preparing))
+        preparing = _PreparingRows(progress)
+        found = asyncio.run(check(tasks, config, done=lambda _: progress.advance(bar), progress=preparing.show))
     if page is not None:
         page.write_text(_page(found, agents), encoding="utf-8")
     if as_json:
@@ -105,6 +92,26 @@ def check_command(
     else:
         _print(found, agents)
     raise typer.Exit(0 if all(finding.status == "sound" for finding in found) else 1)
+
+
+class _PreparingRows:
+    """A row of the progress display for each task whose image is being prepared."""
+
+    def __init__(self, progress: Progress) -> None:
+        self._progress = progress
+        self._rows: dict[str, TaskID] = {}
+
+    def show(self, task: Task, state: ImageState) -> None:
+        """How far a task's image is."""
+        row = self._rows.get(task.name)
+        text = f"  {task.name}: {state}"
+        if state.phase in {"ready", "failed"}:
+            if row is not None:
+                self._progress.remove_task(self._rows.pop(task.name))
+        elif row is None:
+            self._rows[task.name] = self._progress.add_task(text, total=None)
+        else:
+            self._progress.update(row, description=text, completed=state.step, total=state.steps or None)
 
 
 def _agent(text: str) -> Agent:

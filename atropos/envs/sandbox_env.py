@@ -45,7 +45,7 @@ from atropos.envs.running.prometheus import MetricsEndpoint, metrics_text
 from atropos.envs.running.reporting import GroupSink
 from atropos.envs.running.rollout import GroupsDropped, Rollout, scored_group
 from atropos.envs.running.run_api import API_FAILURES, TrajectoryApiLost, check_run_api, leave_run_api
-from atropos.envs.running.wandb_run import WandbRun, pool_gauges, readable
+from atropos.envs.running.wandb_run import WandbRun, pool_gauges, readable_group
 from atropos.envs.running.watch import TrainerWatch, report_evaluation, watch_inference
 from atropos.errors import ConfigError
 from atropos.slots import SlotPool, Snapshot
@@ -395,15 +395,7 @@ class SandboxEnv(BaseEnv):
             await super().get_server_info()
         except ValueError as error:
             raise ConfigError(f"env.group_size: {size} is more than the trainer's batch; {error}") from error
-        batch, share = self.config.batch_size, self.config.min_batch_allocation
-        if batch > 0 and batch % size:
-            raise ConfigError(
-                f"env.group_size: the trainer's batch of {batch} is no multiple of {size}, so that run-api would never "
-                "make one of whole groups; choose a group size that divides it"
-            )
-        if batch > 0 and share is not None and int(share * batch) < 1:
-            text = "env.min_batch_allocation: %s of a batch of %s is less than one trajectory"
-            self._trainer.report("share", text, share, batch)
+        self._trainer.check_batch(self.config.batch_size)
 
     async def get_status(self) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
         """As atroposlib's; a trajectory API that is gone ends the run with one line, and a long wait is reported.
@@ -455,14 +447,9 @@ class SandboxEnv(BaseEnv):
         """Readable conversations instead of decoded tokens: thinking, text, calls and results."""
         if not self.config.use_wandb:
             return
-        scores = scored_data["scores"]
         keep = self.config.num_rollouts_per_group_for_logging
-        messages = scored_data.get("messages")
         self.rollouts_for_wandb.append(
-            [
-                (readable(messages[at]) if messages else self.tokenizer.decode(scored_data["tokens"][at]), scores[at])
-                for at in range(len(scores) if keep == -1 else min(keep, len(scores)))
-            ]
+            readable_group(scored_data, self.tokenizer.decode)[: None if keep == -1 else keep]
         )
         del self.rollouts_for_wandb[: -self.config.num_rollouts_to_keep]
 

@@ -78,8 +78,8 @@ async def relay(
             rest, _ = connection.trailing_data
             await _splice(spend, reader, writer, remote, upstream, rest)
         else:
-            wanted = (target, _authority(name, port))
-            await _forward(spend, connection, request, wanted, (reader, writer), (remote, upstream))
+            forwarding = _Forwarding(spend, connection, (reader, writer), (remote, upstream))
+            await forwarding.run(request, target, _authority(name, port))
     except (EgressRefused, OutOfBytes) as error:
         await _answer(connection, writer, 403, f"egress refused: {error}\n")
     except (h11.ProtocolError, ValueError) as error:
@@ -179,76 +179,91 @@ async def _splice(
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _forward(
-    spend: Callable[[int], None],
-    client: h11.Connection,
-    request: h11.Request,
-    wanted: tuple[bytes, bytes],
-    near: tuple[asyncio.StreamReader, asyncio.StreamWriter],
-    far: tuple[asyncio.StreamReader, asyncio.StreamWriter],
-) -> None:
-    """One request and its answer; the connection ends with it. `wanted`: the path and the authority to ask for."""
-    reader, writer = near
-    remote, upstream = far
-    origin = h11.Connection(h11.CLIENT, max_incomplete_event_size=_MAX_HEAD)
-    target, authority = wanted
-    # the origin is the one that was judged, whatever the program wrote into its own Host (RFC 9112, 3.2.2)
-    kept = [pair for pair in _end_to_end(request.headers) if pair[0].lower() != b"host"]
-    headers = [(b"host", authority), *kept, (b"connection", b"close")]
+class _Forwarding:
+    """One request and its answer; the connection ends with it.
 
-    async def sent(data: bytes | None, sink: asyncio.StreamWriter) -> None:
+    Args:
+        spend: as in `relay`.
+        client: the client's side.
+        near: the client's streams.
+        far: the origin's streams.
+    """
+
+    def __init__(
+        self,
+        spend: Callable[[int], None],
+        client: h11.Connection,
+        near: tuple[asyncio.StreamReader, asyncio.StreamWriter],
+        far: tuple[asyncio.StreamReader, asyncio.StreamWriter],
+    ) -> None:
+        self._spend = spend
+        self._client = client
+        self._origin = h11.Connection(h11.CLIENT, max_incomplete_event_size=_MAX_HEAD)
+        self._reader, self._writer = near
+        self._remote, self._upstream = far
+
+    async def run(self, request: h11.Request, target: bytes, authority: bytes) -> None:
+        """Ask the origin for a path under its one name, and answer the client."""
+        # the origin is the one that was judged, whatever the program wrote into its own Host (RFC 9112, 3.2.2)
+        kept = [pair for pair in _end_to_end(request.headers) if pair[0].lower() != b"host"]
+        headers = [(b"host", authority), *kept, (b"connection", b"close")]
+        asked = h11.Request(method=request.method, target=target, headers=headers)
+        tasks = [asyncio.ensure_future(self._up(asked)), asyncio.ensure_future(self._down())]
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            for task in tasks:
+                if task.done():
+                    task.result()
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _send(self, data: bytes | None, sink: asyncio.StreamWriter) -> None:
         if data:
-            spend(len(data))
+            self._spend(len(data))
             sink.write(data)
             await sink.drain()
 
-    async def up() -> None:
-        await sent(origin.send(h11.Request(method=request.method, target=target, headers=headers)), upstream)
+    async def _up(self, asked: h11.Request) -> None:
+        client, origin = self._client, self._origin
+        await self._send(origin.send(asked), self._upstream)
         while True:
             event = client.next_event()
             if event is h11.NEED_DATA:
                 if client.they_are_waiting_for_100_continue:
-                    await sent(client.send(h11.InformationalResponse(status_code=100, headers=[])), writer)
+                    go_on = h11.InformationalResponse(status_code=100, headers=[])
+                    await self._send(client.send(go_on), self._writer)
                 async with asyncio.timeout(IDLE_S):
-                    client.receive_data(await reader.read(CHUNK_BYTES))
+                    client.receive_data(await self._reader.read(CHUNK_BYTES))
             elif isinstance(event, (h11.Data, h11.EndOfMessage)):
-                await sent(origin.send(event), upstream)
+                await self._send(origin.send(event), self._upstream)
                 if isinstance(event, h11.EndOfMessage):
                     break
             else:
                 break
         # a client that hangs up wants no answer any more; what it sends beyond its request is dropped
-        while dropped := await reader.read(CHUNK_BYTES):
-            spend(len(dropped))
+        while dropped := await self._reader.read(CHUNK_BYTES):
+            self._spend(len(dropped))
 
-    async def down() -> None:
+    async def _down(self) -> None:
+        client, origin = self._client, self._origin
         while True:
             event = origin.next_event()
             if event is h11.NEED_DATA:
                 async with asyncio.timeout(IDLE_S):
-                    origin.receive_data(await remote.read(CHUNK_BYTES))
+                    origin.receive_data(await self._remote.read(CHUNK_BYTES))
             elif isinstance(event, h11.Response):
                 fields = [*_end_to_end(event.headers), (b"connection", b"close")]
                 answer = h11.Response(status_code=event.status_code, reason=event.reason, headers=fields)
-                await sent(client.send(answer), writer)
+                await self._send(client.send(answer), self._writer)
             elif isinstance(event, h11.Data):
-                await sent(client.send(event), writer)
+                await self._send(client.send(event), self._writer)
             elif isinstance(event, h11.EndOfMessage):
-                await sent(client.send(h11.EndOfMessage()), writer)
+                await self._send(client.send(h11.EndOfMessage()), self._writer)
                 return
             elif not isinstance(event, h11.InformationalResponse):
                 raise ConnectionResetError("the origin closed the connection")
-
-    tasks = [asyncio.ensure_future(up()), asyncio.ensure_future(down())]
-    try:
-        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        for task in tasks:
-            if task.done():
-                task.result()
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def _end_to_end(headers: Iterable[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:

@@ -25,6 +25,7 @@ from pydantic import ValidationError
 from atropos import tracing
 from atropos.aio import receive_small
 from atropos.errors import BackendUnavailable, OutcomeUnknown, SandboxError, SlotLost, from_code
+from atropos.slots.acknowledgements import Acknowledgements
 from atropos.wire import (
     MAX_FRAME_BYTES,
     SERVER_FRAME,
@@ -56,9 +57,8 @@ MAX_PENDING = 20_000
 """Calls that may wait for their answers; one more is refused. The server's own bound is the same."""
 MAX_CANCELS = 4096
 """Cancelled calls remembered until the server answered them."""
-ACKS_AT_ONCE = 64
-"""With this many answers to acknowledge, or after a large one, the acknowledgement doesn't wait for a next call."""
 LARGE_FRAME = 65_536
+"""A frame of answers beyond this is acknowledged at once."""
 _numbers = itertools.count(time.monotonic_ns())
 
 
@@ -135,15 +135,11 @@ class CallStream:
         self._reconnect_s = reconnect_s
         self._pending: dict[str, PendingCall] = {}
         self._cancels: dict[str, None] = {}
-        self._acks: list[str] = []
-        # An acknowledgement may be lost with its connection: kept until the echo of a heartbeat sent after it.
-        self._acks_sent: list[str] = []
-        self._acks_covered: deque[tuple[int, list[str]]] = deque()
+        self._acks = Acknowledgements()
         self._out: deque[PendingCall | Cancel | Heartbeat] = deque()
         self._socket: aiohttp.ClientWebSocketResponse | None = None
         self._wake = asyncio.Event()
         self._beat_now = asyncio.Event()
-        self._flush_acks = False
         self._heard_at = 0.0
         self._heartbeat_s = 5.0
         self._task: asyncio.Task[None] | None = None
@@ -285,10 +281,7 @@ class CallStream:
     def _resend(self) -> None:
         """Queue everything that is not answered, in the order in which it was given."""
         self._out.clear()
-        self._acks = [*(each for _, acks in self._acks_covered for each in acks), *self._acks_sent, *self._acks]
-        self._acks_covered.clear()
-        self._acks_sent = []
-        self._flush_acks = bool(self._acks)
+        self._acks.resend()
         self._out.extend(Cancel(call_id=call_id) for call_id in self._cancels)
         for pending in self._pending.values():
             if pending.sent and not pending.call.resent:
@@ -376,8 +369,8 @@ class CallStream:
                 return f"closed by the server ({socket.close_code}) {message.extra or ''}"
             self._heard_at = time.monotonic()
             self._handle(messages)
-            if len(self._acks) >= ACKS_AT_ONCE or (self._acks and len(message.data) > LARGE_FRAME):
-                self._flush_acks = True
+            if self._acks.many or (self._acks and len(message.data) > LARGE_FRAME):
+                self._acks.due = True
                 self._wake.set()
 
     def _handle(self, messages: list[ServerMessage]) -> None:
@@ -385,8 +378,7 @@ class CallStream:
             if isinstance(message, Reply | Fault):
                 self._answer(message)
             elif isinstance(message, Heartbeat):
-                while self._acks_covered and self._acks_covered[0][0] <= message.seq:
-                    self._acks_covered.popleft()
+                self._acks.echoed(message.seq)
             elif isinstance(message, LeaseEnded):
                 self._events.lease_ended(message)
             elif isinstance(message, Capacity):
@@ -395,11 +387,11 @@ class CallStream:
                 self.draining = True
 
     def _answer(self, message: Reply | Fault) -> None:
-        self._acks.append(message.call_id)
+        self._acks.add(message.call_id)
         self._cancels.pop(message.call_id, None)
         pending = self._pending.pop(message.call_id, None)
         if pending is None:  # it was given up: nothing else may follow that could carry the acknowledgement
-            self._flush_acks = True
+            self._acks.due = True
             self._wake.set()
             return
         pending.over = True
@@ -464,14 +456,11 @@ class CallStream:
             if isinstance(item, PendingCall):
                 item.sent, item.encoded = True, None
             elif isinstance(item, Heartbeat):
-                self._acks_covered.append((item.seq, self._acks_sent))
-                self._acks_sent = []
+                self._acks.beat(item.seq)
             parts.append(encoded)
             size += len(encoded) + 1
-        if self._acks and (parts or self._flush_acks) and size < MAX_FRAME_BYTES // 2:
-            acks, self._acks, self._flush_acks = self._acks, [], False
-            self._acks_sent += acks
-            ack = Ack(call_ids=tuple(acks))
+        if self._acks and (parts or self._acks.due) and size < MAX_FRAME_BYTES // 2:
+            ack = Ack(call_ids=self._acks.take())
             parts.append(ack.__pydantic_serializer__.to_json(ack))
         return _frame(parts) if parts else None
 
@@ -479,7 +468,7 @@ class CallStream:
         """Heartbeats out, and the end of a connection on which nothing comes in."""
         for seq in itertools.count(1):
             pause = min(self._heartbeat_s, self._events.beat_s())
-            if seq == 1 and (self._acks or self._acks_sent):
+            if seq == 1 and self._acks.unconfirmed:
                 pause = 0  # its echo ends what would else be sent again on every connection that lives for less
             self._beat_now.clear()
             with contextlib.suppress(TimeoutError):
@@ -489,7 +478,7 @@ class CallStream:
             if silent > SILENT_BEATS * self._heartbeat_s:
                 return f"nothing came for {silent:.1f} s"
             self._out.append(Heartbeat(seq=seq))
-            self._flush_acks = bool(self._acks)
+            self._acks.due = bool(self._acks)
             self._wake.set()
         raise AssertionError
 

@@ -8,7 +8,7 @@ import itertools
 import logging
 import uuid
 from collections import OrderedDict
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from typing import Any, Self, TypeVar
 
 import aiohttp
@@ -20,22 +20,18 @@ from atropos.errors import (
     BackendUnavailable,
     ImageUnavailable,
     LeaseExpired,
-    NotSupported,
     PoolFull,
     SandboxError,
     SlotLost,
     from_code,
 )
 from atropos.slots.call_stream import CallStream, FrameLimit, StreamEvents
+from atropos.slots.server_images import ServerImages
 from atropos.slots.server_requests import NotFound, ServerRequests, slices
 from atropos.wire import (
     Call,
     Capabilities,
     Health,
-    ImageInfo,
-    ImageRequest,
-    ImageState,
-    KeepRequest,
     Lease,
     LeaseEnded,
     LeaseRequest,
@@ -75,6 +71,7 @@ class SandboxClient:
 
     Attributes:
         boot_id: the server's, once connected.
+        images: the images of the server's host.
         lost: set when the server is gone for good: every lease is over.
     """
 
@@ -91,6 +88,7 @@ class SandboxClient:
         certificate: str | None = None,
     ) -> None:
         self._requests = ServerRequests(url, token, certificate=certificate, patience_s=reconnect_s)
+        self.images = ServerImages(self._requests)
         self._client_id = client_id
         self._frames = frames or FrameLimit()
         self._on_lease_ended = on_lease_ended
@@ -99,7 +97,6 @@ class SandboxClient:
         self._stream: CallStream | None = None
         self._held: dict[str, Lease] = {}
         self._asking: set[str] = set()
-        self._archives: dict[str, Callable[[], AsyncIterator[bytes]]] = {}
         self._ended: OrderedDict[str, SandboxError] = OrderedDict()
         self._tasks: set[asyncio.Task[Any]] = set()
         self._prefix = uuid.uuid4().hex[:12]
@@ -198,7 +195,7 @@ class SandboxClient:
             except ImageUnavailable:  # prepared elsewhere, or removed for others since
                 if request.image is None:
                     raise
-                await self.prepare(request.image)
+                await self.images.prepare(request.image)
                 lease = await self._requests.ask("POST", "/v1/leases", Lease, request)
             if self.lost.is_set() or lease.boot_id != self.boot_id:
                 raise SlotLost(self.lost_reason or "the sandbox server was restarted meanwhile")
@@ -325,27 +322,6 @@ class SandboxClient:
             "POST", path, SnapshotInfo, request, patient=True
         )  # the calls before it may take long
 
-    async def keep(self, snapshot_id: str, wanted: KeepRequest) -> ImageInfo:
-        """Keep a snapshot as an image of the server's host, named `atropos-build:KEY`.
-
-        Raises:
-            ImageUnavailable: there is no room.
-            NotSupported: it has several layers.
-        """
-        path = f"/v1/snapshots/{snapshot_id}/image"
-        return await self._requests.ask("POST", path, ImageInfo, wanted, patient=True)
-
-    async def find_image(self, source: str) -> ImageInfo | None:
-        """What a source means on the server's host, where that is known without preparing anything.
-
-        Args:
-            source: of the server's own: `atropos-base:NAME` or `atropos-build:KEY`.
-        """
-        try:
-            return (await self._requests.ask("POST", "/v1/images", ImageState, ImageRequest(source=source))).image
-        except (NotSupported, ImageUnavailable):
-            return None
-
     async def view(self, lease: Lease, folders: Sequence[str]) -> None:
         """Run a lease's later calls in a view of its slot.
 
@@ -356,58 +332,6 @@ class SandboxClient:
         """
         request = ViewRequest(folders=tuple(folders), epoch=lease.epoch)
         await self._requests.ask("POST", f"/v1/leases/{lease.lease_id}/view", Lease, request, patient=True)
-
-    async def copy_image(self, image: ImageInfo, to: SandboxClient) -> ImageInfo:
-        """Bring a built image, whose parent is there already, to another server.
-
-        Raises:
-            SandboxError: it is not here, doesn't fit there, or the transfer broke; nothing is left there then.
-        """
-        query = {
-            "parent": image.parent or "",
-            "parent_source": image.parent_source or "",
-            "bytes": str(image.bytes),
-            "settings": image.model_dump_json(include={"env", "workdir", "user"}),
-        }
-        raw = await self._requests.pipe(f"/v1/images/{image.id}/layer", to._requests, query, "application/x-tar")
-        return ImageInfo.model_validate_json(raw)
-
-    async def prepare(
-        self,
-        source: str,
-        *,
-        progress: Callable[[ImageState], None] | None = None,
-        archive: Callable[[], AsyncIterator[bytes]] | None = None,
-    ) -> ImageInfo:
-        """Have the server pull and unpack an image, unless its host has it.
-
-        Args:
-            source: where it comes from; see `atropos.images.reference`.
-            progress: called with each state that the server reports.
-            archive: makes the stream of an archive's bytes, for a source that only this process can read.
-
-        Raises:
-            ImageUnavailable: it can't be prepared; the message names the phase and the cause.
-        """
-        if archive is not None:
-            self._archives[source] = archive  # the server may remove the image, and a later lease ask for it again
-        try:
-            state = await self._requests.ask("POST", "/v1/images", ImageState, ImageRequest(source=source))
-        except NotSupported:
-            if source not in self._archives:
-                raise
-            raw = await self._requests.put("/v1/images/archive", {"source": source}, self._archives[source]())
-            state = ImageState.model_validate_json(raw)
-        while state.phase not in {"ready", "failed"}:
-            if progress is not None:
-                progress(state)
-            wanted = ImageRequest(source=source, wait_s=1 if progress else 20)
-            state = await self._requests.ask("POST", "/v1/images", ImageState, wanted, patient=True)
-        if progress is not None:
-            progress(state)
-        if state.image is None:
-            raise ImageUnavailable(state.error)
-        return state.image
 
     async def drop_snapshot(self, snapshot_id: str) -> None:
         """Forget a snapshot; leases that stand on it go on. One that is not there is as good as dropped."""

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import random
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Protocol
 
 from atropos import wire
@@ -14,6 +14,7 @@ from atropos.errors import IsolationUnavailable, SandboxError, SlotLost, from_co
 from atropos.slots.backends.base import Container
 from atropos.slots.file_streams import FileClient
 from atropos.slots.fleet import Seat
+from atropos.slots.server_images import ServerImages
 from atropos.slots.state import SharedState
 
 log = logging.getLogger("atropos.slots")
@@ -30,6 +31,11 @@ class ContainerClient(FileClient, Protocol):
     """What the pool needs of `SandboxClient`; tests put a model of a server in its place."""
 
     lost: asyncio.Event
+
+    @property
+    def images(self) -> ServerImages:
+        """The images of the container's host."""
+        ...
 
     async def connect(self) -> None:
         """Open the stream, once."""
@@ -53,28 +59,6 @@ class ContainerClient(FileClient, Protocol):
 
     async def snapshot(self, lease: wire.Lease, *, beside: bool = False) -> wire.SnapshotInfo:
         """As `SandboxClient.snapshot`."""
-        ...
-
-    async def prepare(
-        self,
-        source: str,
-        *,
-        progress: Callable[[wire.ImageState], None] | None = None,
-        archive: Callable[[], AsyncIterator[bytes]] | None = None,
-    ) -> wire.ImageInfo:
-        """Have the server pull and unpack an image."""
-        ...
-
-    async def keep(self, snapshot_id: str, wanted: wire.KeepRequest) -> wire.ImageInfo:
-        """Keep a snapshot as an image of the container's host."""
-        ...
-
-    async def find_image(self, source: str) -> wire.ImageInfo | None:
-        """What a source of the server's own means on its host; None where it isn't there."""
-        ...
-
-    async def copy_image(self, image: wire.ImageInfo, to: Any) -> wire.ImageInfo:
-        """Bring a built image to another container's host."""
         ...
 
     async def drop_snapshot(self, snapshot_id: str) -> None:

@@ -12,8 +12,9 @@ import hashlib
 import logging
 import os
 import tempfile
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from pathlib import Path
+from typing import TypeVar
 
 from atropos.errors import ImageUnavailable
 from atropos.images.locks import locked
@@ -24,6 +25,7 @@ from atropos.slots.state import SharedState
 from atropos.wire import ImageInfo, ImageState
 
 log = logging.getLogger("atropos.slots")
+T = TypeVar("T")
 Progress = Callable[[str, ImageState], None]
 """Called with a container's id and how far the image is prepared there; of a build, with no id."""
 
@@ -70,10 +72,24 @@ class PoolImages:
             log.warning("not every container has the image: %s", error)
         return name, next(task.result() for task in tasks if task.exception() is None)
 
+    async def leased(self, image: str, grant: Callable[[str], Awaitable[T]]) -> T:
+        """What `grant` makes of an image's name in leases; prepared first, and once more where a server has lost it.
+
+        Raises:
+            ConfigError, ImageUnavailable, SlotLost: as `prepare`.
+        """
+        source = (await self.prepare(image))[0]
+        try:
+            return await grant(source)
+        except ImageUnavailable:  # removed there for others, or in a container that came since
+            self.forget(source)
+            await self.prepare(image)
+            return await grant(source)
+
     async def find(self, source: str) -> ImageInfo | None:
         """What a source of the servers' own means, in the first container that has it."""
         for link in [link for link in self._links.values() if link.seat.open]:
-            if (found := await link.client.find_image(source)) is not None:
+            if (found := await link.client.images.find(source)) is not None:
                 return found
         return None
 
@@ -119,24 +135,24 @@ class PoolImages:
                     if name.startswith("atropos-build:"):
                         return await self._built(link, name)
                     chunks = None if archive is None else archive.chunks
-                    return await link.client.prepare(name, progress=report, archive=chunks)
+                    return await link.client.images.prepare(name, progress=report, archive=chunks)
             except TimeoutError:
                 raise ImageUnavailable(f"image {name}: not prepared within {within_s:g} s: {seen[0]}") from None
 
     async def _built(self, link: ContainerLink, name: str) -> ImageInfo:
         """A built image, brought from another container's host if need be, after what it was built on."""
-        here = await link.client.find_image(name)
+        here = await link.client.images.find(name)
         if here is not None:
             return here
         for giver in [each for each in self._links.values() if each is not link and each.gone is None]:
-            image = await giver.client.find_image(name)
+            image = await giver.client.images.find(name)
             if image is None:
                 continue
             below = image.parent_source or ""
             if not below.startswith("atropos-base:"):
                 archives = (each for each in self._archives.values() if each.source == below)
                 await asyncio.shield(self._task(link, below, next(archives, None), None))
-            return await giver.client.copy_image(image, link.client)
+            return await giver.client.images.copy(image, link.client.images)
         raise ImageUnavailable(f"image {name}: no container's host has it")
 
     def forget(self, name: str) -> None:

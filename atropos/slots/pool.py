@@ -6,13 +6,13 @@ import asyncio
 import logging
 import os
 import secrets
-from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from types import MappingProxyType
 from typing import Any, Protocol, Self
 
 from atropos import wire
-from atropos.errors import AcquireTimeout, BackendUnavailable, ConfigError, ImageUnavailable, SandboxError
+from atropos.errors import AcquireTimeout, BackendUnavailable, ConfigError, SandboxError
 from atropos.metrics import Family
 from atropos.sandbox.linux import host_limits
 from atropos.slots.backends import make_backend
@@ -261,21 +261,15 @@ class SlotPool:
             limits = snapshot.limits
         if limits is not None:
             self.config.check_room(limits, self.config.slots_per_container)
-        source = None if image is None else (await self._images.prepare(image))[0]
         timeout_s = self.config.acquire_timeout_s if timeout_s is None else timeout_s
+
+        def grant(source: str | None) -> Awaitable[Slot]:
+            return self._grants.acquire(
+                trajectory_id, snapshot, base, source, network=wanted, limits=limits, timeout_s=timeout_s
+            )
+
         try:
-            try:
-                return await self._grants.acquire(
-                    trajectory_id, snapshot, base, source, network=wanted, limits=limits, timeout_s=timeout_s
-                )
-            except ImageUnavailable:  # removed there for others, or in a container that came since
-                if image is None or source is None:
-                    raise
-                self._images.forget(source)
-                await self._images.prepare(image)
-                return await self._grants.acquire(
-                    trajectory_id, snapshot, base, source, network=wanted, limits=limits, timeout_s=timeout_s
-                )
+            return await (grant(None) if image is None else self._images.leased(image, grant))
         except TimeoutError:
             self._state.counters.timeouts += 1
             why = self._situation()

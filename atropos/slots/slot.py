@@ -527,7 +527,7 @@ class Slot:
         """
         async with await self.snapshot() as snapshot:
             wanted = wire.KeepRequest(key=key, **(settings or wire.ImageSettings()).model_dump())
-            image = await self._link.client.keep(snapshot.id, wanted)
+            image = await self._link.client.images.keep(snapshot.id, wanted)
         await self.release()
         return image
 

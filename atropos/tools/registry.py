@@ -113,17 +113,7 @@ def build_tool_registry(
     catalogue = _catalogue(own)
     enabled = list(enabled_toolsets or ["default"])
     disabled = list(disabled_toolsets or [])
-    known = {*TOOLSETS, *(name for tool in catalogue for name in tool.toolsets)}
-    for field, names in (("enabled_toolsets", enabled), ("disabled_toolsets", disabled)):
-        for name in names:
-            if name not in known and not (tool_server_url and name.startswith("mcp")):
-                raise ConfigError(f"{field}: unknown toolset {name!r}; known: {', '.join(sorted(known))}")
-    if tool_server_url is None:
-        lacking = [name for name in enabled if name in EXTERNAL]
-        if lacking:
-            raise ConfigError(
-                f"enabled_toolsets: {lacking[0]!r} runs on a ToolServer; set tool_server_url to its URL or 'inprocess'"
-            )
+    _check_toolsets(catalogue, enabled, disabled, tool_server_url)
     chosen = ToolRegistry(enabled=enabled, disabled=disabled)
     left_out: list[str] = []
     everything = "all" in enabled
@@ -147,6 +137,21 @@ def build_tool_registry(
     if not chosen and not any(name.startswith("mcp") for name in enabled):
         raise ConfigError(f"disabled_toolsets: {', '.join(disabled)} leaves no tool of {', '.join(enabled)}")
     return chosen
+
+
+def _check_toolsets(
+    catalogue: Sequence[Tool], enabled: Sequence[str], disabled: Sequence[str], tool_server_url: str | None
+) -> None:
+    known = {*TOOLSETS, *(name for tool in catalogue for name in tool.toolsets)}
+    for field, names in (("enabled_toolsets", enabled), ("disabled_toolsets", disabled)):
+        for name in names:
+            if name not in known and not (tool_server_url and name.startswith("mcp")):
+                raise ConfigError(f"{field}: unknown toolset {name!r}; known: {', '.join(sorted(known))}")
+    lacking = [name for name in enabled if name in EXTERNAL]
+    if lacking and tool_server_url is None:
+        raise ConfigError(
+            f"enabled_toolsets: {lacking[0]!r} runs on a ToolServer; set tool_server_url to its URL or 'inprocess'"
+        )
 
 
 def user_tools(*, sandboxed: bool | None = None) -> list[Tool]:

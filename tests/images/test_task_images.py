@@ -262,12 +262,12 @@ async def test_what_is_built_in_one_container_is_brought_to_the_others(tmp_path,
     async with pool_for(tmp_path / "one") as one, pool_for(tmp_path / "two") as two:
         prepared = await TaskImages(one).prepare(task)
         (giver,), (taker,) = one.links.values(), two.links.values()
-        last = await giver.client.find_image(prepared.image)
-        first = await giver.client.find_image(last.parent_source)
+        last = await giver.client.images.find(prepared.image)
+        first = await giver.client.images.find(last.parent_source)
         with pytest.raises(ImageUnavailable, match="what it was built on is not on this server's host"):
-            await giver.client.copy_image(last, taker.client)
+            await giver.client.images.copy(last, taker.client.images)
         assert first.parent_source == (await two.prepare(f"oci:{tmp_path}/layout")).source
-        assert await giver.client.copy_image(first, taker.client) == first
-        assert await giver.client.copy_image(last, taker.client) == last
+        assert await giver.client.images.copy(first, taker.client.images) == first
+        assert await giver.client.images.copy(last, taker.client.images) == last
         async with two.lease("agent", image=prepared.image) as slot:
             assert (await slot.exec("cd /srv/app; ls; cat made")).output == "given.txt\nmade\nmade\n"

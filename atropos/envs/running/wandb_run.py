@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import json
 import time
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from typing import Any
 
 from atropos.envs.config import SandboxEnvConfig
@@ -69,6 +69,13 @@ def pool_gauges(stats: PoolStats) -> dict[str, Any]:
     """The pool's state under wandb's names."""
     found = {f"pool/{key}": getattr(stats, key) for key in ("containers", "free", "leased", "retired", "waiting")}
     return {**found, "pool/acquire_p99_s": stats.acquire.p99_s, "pool/reset_p99_s": stats.reset.p99_s}
+
+
+def readable_group(group: dict[str, Any], decode: Callable[[list[int]], str]) -> list[tuple[str, float]]:
+    """A scored group's conversations for people, each with its score; decoded tokens where it has no messages."""
+    messages = group.get("messages")
+    texts = [readable(each) for each in messages] if messages else map(decode, group["tokens"])
+    return list(zip(texts, group["scores"], strict=True))
 
 
 def readable(messages: list[dict[str, Any]]) -> str:

@@ -10,6 +10,7 @@ from collections.abc import Generator
 from typing import Any
 
 from atropos.envs.config import SandboxEnvConfig
+from atropos.errors import ConfigError
 
 WAITED_S = 60.0
 """How long a trainer may leave a full queue alone before the log says that the env waits for it."""
@@ -49,6 +50,22 @@ class TrainerWatch:
         if config.min_batch_allocation is None and 0 <= derived_batch_size < config.group_size:
             text = "other envs hold the whole batch (min_batch_allocation): this env starts nothing until they leave"
             self.report("no share", text)
+
+    def check_batch(self, batch: int) -> None:
+        """Look at the size of the trainer's batch, once it is known.
+
+        Raises:
+            ConfigError: it can't be made of whole groups.
+        """
+        size, share = self._config.group_size, self._config.min_batch_allocation
+        if batch > 0 and batch % size:
+            raise ConfigError(
+                f"env.group_size: the trainer's batch of {batch} is no multiple of {size}, so that run-api would never "
+                "make one of whole groups; choose a group size that divides it"
+            )
+        if batch > 0 and share is not None and int(share * batch) < 1:
+            text = "env.min_batch_allocation: %s of a batch of %s is less than one trajectory"
+            self.report("share", text, share, batch)
 
     def _check_full(self, status: dict[str, Any]) -> None:
         config = self._config
