@@ -101,6 +101,7 @@ class Reader:
     def __init__(self, grammar: Grammar) -> None:
         self._grammar = grammar
         self._message: list[int] | None = None
+        self._speaking = False
         self._task: frozenset[int] | None = None
         self._last: frozenset[int] = frozenset()
         self._node: Node | None = None
@@ -110,10 +111,10 @@ class Reader:
         """Go on by one token."""
         grammar = self._grammar
         if token == grammar.start_id:
-            self._message, self._node = [], None
+            self._message, self._speaking, self._node = [], False, None
         elif self._message is None:
             return
-        elif self._is_turn():
+        elif self._speaking:
             self._node = self._node.following.get(token) if self._node else None
             if token == grammar.end_id:
                 self._message = self._node = None
@@ -122,7 +123,8 @@ class Reader:
             self._message = None
         else:
             self._message.append(token)
-            if self._is_turn():
+            if self._message == grammar.header:
+                self._speaking = True
                 self.turn += 1
                 self._node = grammar.root(self.turn)
 
@@ -134,9 +136,6 @@ class Reader:
         return Place(
             self.turn, self._node.number, choices, (self._task or frozenset(), self._last), self._grammar.starts
         )
-
-    def _is_turn(self) -> bool:
-        return self._message == self._grammar.header
 
     def _hear(self, message: list[int]) -> None:
         if self._grammar.tokenizer.decode(message[:4]).startswith("system"):

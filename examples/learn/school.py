@@ -30,14 +30,20 @@ class School:
     """Who learns, what is done to each one's groups, and what each update did."""
 
     def __init__(self, args: argparse.Namespace) -> None:
-        grammar = Grammar(turns(WORDS), [*PLACES, *WORDS])
+        self.grammar = Grammar(turns(WORDS), [*PLACES, *WORDS])
         self.shift = dict(zip(PUPILS, args.shifts, strict=False))
-        self.policies = {pupil: Policy(grammar) for pupil in self.shift}
-        self.server = Server(grammar, self.policies, args.seed)
+        self.policies: dict[str, Policy] = {}
+        self.server = Server(self.grammar, self.policies, args.seed)
+        self.restart(args.updates)
+
+    def restart(self, updates: int) -> None:
+        """Every pupil knows nothing again, and gets so many updates."""
+        self.policies.update({pupil: Policy(self.grammar) for pupil in self.shift})
+        self.server.sampled = dict.fromkeys(self.shift, 0)
         self.steps: dict[str, list[Step]] = {pupil: [] for pupil in self.shift}
         self.misjudged = dict.fromkeys(self.shift, 0)
         """Scores that don't follow from what the conversation shows."""
-        self.updates = args.updates
+        self.updates = updates
 
     def take(self, group: dict[str, Any]) -> None:
         """Let the pupil whose group it is learn from it."""

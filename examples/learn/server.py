@@ -27,7 +27,7 @@ class Server:
         self._grammar = grammar
         self._policies = policies
         self._rng = random.Random(seed)
-        self.sampled = dict.fromkeys(policies, 0)
+        self.sampled: dict[str, int] = {}
         """Tokens sampled for each pupil."""
 
     def text(self, tokens: list[int]) -> str:

@@ -9,6 +9,7 @@ import argparse
 import json
 
 import pytest
+import pytest_asyncio
 
 from atropos.agent.transcript import MASKED, Transcript, sampled_runs
 from atropos.envs import APIServerConfig
@@ -114,9 +115,25 @@ MUTANTS = {
 }
 
 
-async def school_after(updates: int) -> School:
+class Lesson:
     """One pupil's lesson in this process: the env's groups go straight to the trainer, on-policy."""
-    school = School(argparse.Namespace(shifts=["as sent"], seed=1, updates=updates))
+
+    def __init__(self, school: School, env: LearnEnv) -> None:
+        self._school = school
+        self._env = env
+
+    async def after(self, updates: int) -> School:
+        """The school after so many updates, from nothing."""
+        self._school.restart(updates)
+        while not self._school.finished(when_learned=True):
+            group, _ = await self._env.collect_trajectories(await self._env.get_next_item())
+            self._school.take(group)
+        return self._school
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def lesson():
+    school = School(argparse.Namespace(shifts=["as sent"], seed=1, updates=1))
     async with school.server.running() as url:
         config = LearnConfig(
             tool_pool_mode="local",
@@ -134,26 +151,25 @@ async def school_after(updates: int) -> School:
         env = LearnEnv(config, [APIServerConfig(base_url=url, server_type="vllm", model_name="m", api_key="x")])
         try:
             await env.setup()
-            while not school.finished(when_learned=True):
-                group, _ = await env.collect_trajectories(await env.get_next_item())
-                school.take(group)
+            yield Lesson(school, env)
         finally:
             await env.shutdown_tool_backend()
-    return school
 
 
 @pytest.mark.timeout(300)
+@pytest.mark.asyncio(loop_scope="module")
 @pytest.mark.parametrize("name", MUTANTS)
-async def test_a_mistake_makes_the_proof_fail_at_once(monkeypatch, name):
+async def test_a_mistake_makes_the_proof_fail_at_once(lesson, monkeypatch, name):
     owner, attribute, mutant = MUTANTS[name]
     monkeypatch.setattr(owner, attribute, mutant)
-    school = await school_after(updates=1)
+    school = await lesson.after(updates=1)
     assert school.groups_wrong("amy"), "the proof is blind to it"
 
 
 @pytest.mark.timeout(600)
-async def test_unchanged_the_proof_holds_and_every_sampled_token_is_a_label():
-    school = await school_after(updates=60)
+@pytest.mark.asyncio(loop_scope="module")
+async def test_unchanged_the_proof_holds_and_every_sampled_token_is_a_label(lesson):
+    school = await lesson.after(updates=60)
     assert school.wrong() == []
     assert school.misjudged == {"amy": 0}
     seen = school.totals("amy")
