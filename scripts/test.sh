@@ -4,6 +4,8 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 export PATH="$PWD/.venv/bin:$PATH"
+# Container images often set it; then each of some hundred processes compiles its libraries anew, two seconds of CPU an env.
+unset PYTHONDONTWRITEBYTECODE
 # asked as the tests ask, which are skipped where there is none
 if ! python -c 'import sys; from atropos.api.external.browser import browser_available as lacks
 from atropos.api.settings import BrowserSettings; sys.exit(bool(lacks(BrowserSettings())))'; then
