@@ -72,28 +72,25 @@ class AtroposAgent:
             self.schemas,
         )
 
-    async def run(self, task: str) -> AgentResult:
+    async def run(self, task: str, *, after: AgentResult | None = None) -> AgentResult:
         """Work on a task until the model answers without a call, or a bound is reached.
 
         Args:
             task: the user's message.
+            after: what came before: the task is then the next message of that conversation, whose record goes on. Steps and
+                time are counted anew; where the context has no room for the message, nothing follows.
 
         Raises:
             InferenceError: the server gave no usable answer.
             SandboxError: a tool's infrastructure failed.
             PromptTooLong: the prompt alone doesn't fit the context.
         """
-        messages = self._dialect.opening(task, self.config, exact=self._model.exact)
-        transcript = Transcript(messages=messages, placeholder=not self._model.exact)
-        async with gate():
-            transcript.add_context(self._dialect.prompt(messages))
-        if len(transcript) + MIN_TURN_TOKENS > self.config.context_tokens:
-            raise PromptTooLong(
-                f"the prompt has {len(transcript)} tokens and the context {self.config.context_tokens}: "
-                "raise max_token_length or shorten the task"
-            )
-        steps: list[AgentStep] = []
-        reason = await self._loop(transcript, steps)
+        steps: list[AgentStep] = [] if after is None else after.steps
+        transcript = await self._opened(task) if after is None else after.trajectory_data
+        if after is not None and not await self._continued(transcript, task, steps):
+            reason: StopReason = "context_length"
+        else:
+            reason = await self._loop(transcript, steps)
         transcript.check()
         return AgentResult(
             success=reason == "final",
@@ -105,8 +102,32 @@ class AtroposAgent:
             stop_reason=reason,
         )
 
+    async def _opened(self, task: str) -> Transcript:
+        messages = self._dialect.opening(task, self.config, exact=self._model.exact)
+        transcript = Transcript(messages=messages, placeholder=not self._model.exact)
+        async with gate():
+            transcript.add_context(self._dialect.prompt(messages))
+        if len(transcript) + MIN_TURN_TOKENS > self.config.context_tokens:
+            raise PromptTooLong(
+                f"the prompt has {len(transcript)} tokens and the context {self.config.context_tokens}: "
+                "raise max_token_length or shorten the task"
+            )
+        return transcript
+
+    async def _continued(self, transcript: Transcript, task: str, steps: list[AgentStep]) -> bool:
+        """Whether the next message was added: there was room for it."""
+        sampled = transcript.tokens[len(transcript) - steps[-1].tokens :]
+        message = {"role": "user", "content": task}
+        async with gate():
+            context = self._dialect.following([message], sampled)
+        if len(transcript) + len(context) + MIN_TURN_TOKENS > self.config.context_tokens:
+            return False
+        transcript.messages.append(message)
+        transcript.add_context(context)
+        return True
+
     async def _loop(self, transcript: Transcript, steps: list[AgentStep]) -> StopReason:
-        started = time.monotonic()
+        started, earlier = time.monotonic(), len(steps)
         while True:
             with tracing.span("chat", "client", gen_ai__operation__name="chat") as span:
                 step, ids, ended = await self._turn(transcript, len(steps))
@@ -118,7 +139,7 @@ class AtroposAgent:
                 return ended
             if not step.calls and not step.unread:
                 return "final"
-            if len(steps) >= self.config.max_steps:
+            if len(steps) - earlier >= self.config.max_steps:
                 return "max_steps"
             if self.config.timeout_s is not None and time.monotonic() - started >= self.config.timeout_s:
                 return "max_time"

@@ -130,7 +130,8 @@ class AgentEnv(SandboxEnv):
         task = _text(await self.hooks.call("build_task", lambda: self.build_task(item)))
         config = await self.hooks.call("build_agent_config", lambda: self.build_agent_config(item))
         set_up = time.perf_counter()
-        result = await self._agent(config, partial(self.execute_tool, trajectory_id), member.seed).run(task)
+        agent = self._agent(config, partial(self.execute_tool, trajectory_id), member.seed)
+        result = await self.act(agent, item, task, trajectory_id)
         self.metrics.tool_errors += result.tool_errors
         acted = time.perf_counter()
         if self.opens_view and type(self).verify_and_score_trajectory is not AgentEnv.verify_and_score_trajectory:
@@ -166,6 +167,10 @@ class AgentEnv(SandboxEnv):
                 "verify": time.perf_counter() - acted,
             },
         )
+
+    async def act(self, agent: AtroposAgent, item: Any, task: str, trajectory_id: str) -> AgentResult:
+        """The agent's part of a trajectory."""
+        return await agent.run(task)
 
     def _agent(self, config: AgentConfig, run: Run, seed: int | None) -> AtroposAgent:
         if seed is not None and config.seed is None:

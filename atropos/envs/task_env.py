@@ -14,11 +14,12 @@ import asyncio
 import logging
 import os
 from dataclasses import replace
+from functools import partial
 from typing import Any, Literal
 
 from pydantic import Field
 
-from atropos.agent import AgentConfig, AgentResult
+from atropos.agent import AgentConfig, AgentResult, AtroposAgent
 from atropos.envs.config import Names
 from atropos.envs.dataset_env import DatasetEnv, DatasetEnvConfig
 from atropos.envs.running.rollout import Rollout, VerifierError
@@ -29,8 +30,10 @@ from atropos.tasks import workspace
 from atropos.tasks.carry import TaskBroken, VerifierFailed
 from atropos.tasks.datasets import dataset_folders
 from atropos.tasks.folder import Task, TaskSet, read_folders, read_tasks
-from atropos.tasks.limits import STAND_INS, Policy, Room, TaskFit, fit
+from atropos.tasks.guide import guide
+from atropos.tasks.limits import STAND_INS, Policy, Room, fit
 from atropos.tasks.prepare import TaskImages
+from atropos.tasks.reward import Verdict, combined, passed
 from atropos.tasks.verifier_mode import Mode
 
 _log = logging.getLogger(__name__)
@@ -90,6 +93,9 @@ class TaskEnv(DatasetEnv):
         super().__init__(config, *args, **kwargs)
         self.items: list[Task] = tasks
         self._from: dict[str, Snapshot | None] = {}
+        self._kept: dict[str, Snapshot] = {}
+        self._verdicts: dict[str, list[Verdict]] = {}
+        self._details: dict[str, dict[str, dict[str, Any]]] = {}
         self._sound: dict[str, bool] = {}
         self._images: TaskImages | None = None
 
@@ -145,6 +151,11 @@ class TaskEnv(DatasetEnv):
             return await super().run_trajectory(item, trajectory_id, member)
         finally:
             del self._from[trajectory_id]
+            self._verdicts.pop(trajectory_id, None)
+            self._details.pop(trajectory_id, None)
+            kept = self._kept.pop(trajectory_id, None)
+            if kept is not None:
+                await kept.drop()
 
     async def setup_trajectory_workspace(
         self,
@@ -172,52 +183,122 @@ class TaskEnv(DatasetEnv):
         agent_result: AgentResult,
     ) -> tuple[float, dict[str, Any]]:
         """Upload the tests, run them, and read the reward."""
+        if not item.steps:
+            verdict, details = await self._verdict(item, item, trajectory_id)
+            return verdict.reward, details
+        verdicts, details = self._verdicts[trajectory_id], self._details[trajectory_id]
+        return combined(item, verdicts), {"steps": details}
+
+    async def act(self, agent: AtroposAgent, item: Task, task: str, trajectory_id: str) -> AgentResult:
+        """The agent's work. Steps follow each other in one workspace and one conversation, each verified in its turn.
+
+        Raises:
+            HookError: a step could not be prepared, or its verifier gave no reward.
+        """
+        slot: Slot = await self.executor.slot(trajectory_id)
+        told = await guide(slot, item)
+        if not item.steps:
+            return await agent.run(task + told)
+        result: AgentResult | None = None
+        verdicts = self._verdicts[trajectory_id] = []
+        details = self._details[trajectory_id] = {}
+        for step in item.steps:
+            prepare = partial(self._prepare_step, step, trajectory_id)
+            await self.hooks.call("setup_trajectory_workspace", prepare, setup=True)
+            agent.config = replace(agent.config, timeout_s=step.config.agent.timeout_sec)
+            result = await agent.run(step.instruction + told, after=result)
+            told = ""
+
+            async def judged(step: Task = step) -> tuple[Verdict, dict[str, Any]]:
+                return await self._verdict(item, step, trajectory_id)
+
+            verdict, details[step.name] = await self.hooks.call("verify_and_score_trajectory", judged)
+            verdicts.append(verdict)
+            if step.step is None or not passed(step.step, verdict) or "verifier_failed" in details[step.name]:
+                break
+        assert result is not None
+        return result
+
+    async def _prepare_step(self, step: Task, trajectory_id: str) -> None:
+        """Go on in the agent's slot, without what the step before needed for its verification."""
+        kept = self._kept.pop(trajectory_id, None)
+        if kept is not None:
+            async with kept:
+                await self.executor.release_trajectory(trajectory_id)
+                await self.executor.start_from(trajectory_id, kept)
+        slot: Slot = await self.executor.slot(trajectory_id)
+        if self._verdicts[trajectory_id]:
+            await workspace.clear(slot, step)
+        await workspace.prepare_step(slot, step)
+
+    async def _verdict(self, item: Task, task: Task, trajectory_id: str) -> tuple[Verdict, dict[str, Any]]:
+        """What the verifier says of a task or of one of its steps, and what is kept of that.
+
+        Raises:
+            VerifierError: it gave no reward, and the agent is not known to be the cause.
+        """
+        slot: Slot = await self.executor.slot(trajectory_id)
 
         async def fresh() -> Slot:
-            return await self._fresh_slot(item, trajectory_id)
+            if item.steps and task is not item.steps[-1]:
+                self._kept[trajectory_id] = await slot.snapshot()
+            return await self._fresh_slot(item, trajectory_id, task.verifier)
 
-        slot: Slot = await self.executor.slot(trajectory_id)
         try:
-            verdict = await workspace.verify(slot, item, mode=self.config.verifier_mode, fresh=fresh)
+            verdict = await workspace.verify(slot, task, mode=self.config.verifier_mode, fresh=fresh)
         except VerifierFailed as failure:
-            if not await self._scores_zero(item, trajectory_id):
+            if not await self._scores_zero(item, task, trajectory_id):
                 raise VerifierError(str(failure)) from failure
             _log.warning("%s scores 0: %s", trajectory_id, failure)
             self.metrics.verifier_zeros += 1
-            return 0.0, {"verifier_failed": str(failure)}
-        return verdict.reward, {
+            return Verdict(0.0, None, str(failure), 0.0), {"verifier_failed": str(failure)}
+        return verdict, {
             "verifier_seconds": round(verdict.seconds, 4),
             "verifier_exit_code": verdict.exit_code,
             "verifier_log": verdict.log,
             "metrics": verdict.metrics,
         }
 
-    async def _scores_zero(self, item: Task, trajectory_id: str) -> bool:
+    async def _scores_zero(self, item: Task, task: Task, trajectory_id: str) -> bool:
         """Whether a trajectory whose verifier gave no reward scores 0, by the setting and by who is the cause."""
         if self.config.verifier_failure != "blame":
             return self.config.verifier_failure == "zero"
-        if item.name not in self._sound:
+        if task.name not in self._sound:
             try:
-                await workspace.verify(await self._fresh_slot(item, trajectory_id), item, mode="shared")
+                await self._verify_untouched(item, task, trajectory_id)
             except VerifierFailed:
-                self._sound[item.name] = False
+                self._sound[task.name] = False
             else:
-                self._sound[item.name] = True
-        return self._sound[item.name]
+                self._sound[task.name] = True
+        return self._sound[task.name]
 
-    async def _fresh_slot(self, item: Task, trajectory_id: str) -> Slot:
+    async def _verify_untouched(self, item: Task, task: Task, trajectory_id: str) -> None:
+        slot = await self._fresh_slot(item, trajectory_id)
+        for step in item.steps:
+            await workspace.prepare_step(slot, step)
+            if step is task:
+                break
+
+        async def fresh() -> Slot:
+            return await self._fresh_slot(item, trajectory_id, task.verifier)
+
+        await workspace.verify(slot, task, mode="shared" if task.verifier is None else "separate", fresh=fresh)
+
+    async def _fresh_slot(self, item: Task, trajectory_id: str, verifier: Task | None = None) -> Slot:
         """The trajectory's slot is given back and another one built: never two at once, so verifying can't deadlock."""
         await self.executor.release_trajectory(trajectory_id)
         snapshot = self._from[trajectory_id]
-        if snapshot is not None:
+        if snapshot is not None and verifier is None:
             return await self.executor.start_from(trajectory_id, snapshot)
-        return await self._built(item, trajectory_id)
+        return await self._built(verifier or item, trajectory_id)
 
     async def _built(self, item: Task, trajectory_id: str) -> Slot:
         """The trajectory's slot with the task's workspace, of the task's size and with what it may reach."""
         prepared = await self._task_images.prepare(item)
         network = False if item.offline else None
-        slot: Slot = await self.executor.slot(trajectory_id, network=network, image=prepared.image, limits=item.limits)
+        slot: Slot = await self.executor.slot(
+            trajectory_id, network=network, image=prepared.image, limits=prepared.task.limits
+        )
         await workspace.enter(slot, prepared.task)
         return slot
 
@@ -256,7 +337,7 @@ def _usable(config: TaskEnvConfig) -> list[Task]:
     else:
         found = read_tasks(config.tasks_path, config.task_names, variables=variables)
     room = _room(config)
-    fits = {task.name: _fit(task, room, config) for task in found.tasks}
+    fits = {task.name: fit(task, room, images=config.task_images, policy=config.task_limits) for task in found.tasks}
     misfits = {
         task.name: f"{task.path / 'task.toml'}: {'; '.join(fits[task.name].refused)}"
         for task in found.tasks
@@ -276,27 +357,23 @@ def _usable(config: TaskEnvConfig) -> list[Task]:
         for text in task.warnings:
             _log.warning("%s: %s", task.path / "task.toml", text)
     _log.info("%d tasks, %d left out, %d limits lowered", len(chosen.tasks), len(chosen.refused), len(clamped))
-    tasks = [replace(task, limits=fits[task.name].limits) for task in chosen.tasks]
+    tasks = [fits[task.name].sized(task) for task in chosen.tasks]
     _allow_waiting(tasks, config)
     return tasks
 
 
 def _allow_waiting(tasks: list[Task], config: TaskEnvConfig) -> None:
     """Leases of several slots' room wait for the env's own trajectories, and others behind them: that is no failure."""
-    if not any(task.limits for task in tasks):
+    if not any(one.limits for task in tasks for one in (task, *task.verifiers)):
         return
-    longest = max((task.config.agent.timeout_sec or 3600) + task.config.verifier.timeout_sec for task in tasks)
+    longest = max(sum(map(_seconds, task.steps or (task,))) for task in tasks)
     if longest > config.acquire_timeout_s:
         _log.info("tasks of several sizes: acquire_timeout_s is %g s, as long as the longest of them", longest)
         config.acquire_timeout_s = longest
 
 
-def _fit(task: Task, room: Room, config: TaskEnvConfig) -> TaskFit:
-    found = fit(task, room, images=config.task_images, policy=config.task_limits)
-    if task.steps:
-        steps = "steps: an agent of this env gets one instruction; leave the task out"
-        found = replace(found, refused=(*found.refused, steps))
-    return found
+def _seconds(task: Task) -> float:
+    return (task.config.agent.timeout_sec or 3600) + task.config.verifier.timeout_sec
 
 
 if __name__ == "__main__":

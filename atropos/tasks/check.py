@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import statistics
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -18,14 +17,13 @@ from typing import Any, Literal
 
 from atropos.config import SlotLimits
 from atropos.errors import ConfigError, SandboxError
-from atropos.slots import Slot, SlotPool, SlotPoolConfig
+from atropos.slots import Slot, SlotPool, SlotPoolConfig, Snapshot
 from atropos.tasks import workspace
 from atropos.tasks.carry import TaskBroken, VerifierFailed
-from atropos.tasks.config import StepSection
 from atropos.tasks.folder import Task, TaskSet
 from atropos.tasks.limits import STAND_INS, Policy, Room, TaskFit, fit
 from atropos.tasks.prepare import Progress, TaskImages
-from atropos.tasks.reward import Verdict
+from atropos.tasks.reward import Verdict, combined, passed
 from atropos.tasks.verifier_mode import Choice, Mode, choose
 from atropos.wire import ImageState
 
@@ -124,7 +122,7 @@ async def check(
     found += [_refused(task, fits[task.name]) for task in tasks.tasks if fits[task.name].refused]
     for finding in found:
         _report(done, finding)
-    runnable = [replace(task, limits=fits[task.name].limits) for task in tasks.tasks if not fits[task.name].refused]
+    runnable = [fits[task.name].sized(task) for task in tasks.tasks if not fits[task.name].refused]
     if runnable:
         async with _running(room, config, runnable) as (pool, turn):
             images = TaskImages(pool, config.images)
@@ -168,7 +166,8 @@ async def _running(
 ) -> AsyncGenerator[tuple[SlotPool, asyncio.Semaphore]]:
     at_once = min(config.slots, len(tasks) * len(config.agents))
     fitting = max(1, _machine_mib() * 3 // 4 // room.memory_mib)
-    largest = max(task.limits.memory_mib or 0 if task.limits else 0 for task in tasks)
+    machines = [one for task in tasks for one in (task, *task.verifiers)]
+    largest = max(one.limits.memory_mib or 0 if one.limits else 0 for one in machines)
     settings = SlotPoolConfig(
         backend=config.backend,
         base=config.base,
@@ -246,7 +245,7 @@ async def _attempt(run: _Run) -> Attempt:
     except (SandboxError, ConfigError, OSError) as error:
         return replace(run.so_far, problem=f"{type(error).__name__}: {error}")
     finally:
-        await run.release()
+        await run.end()
 
 
 class _Run:
@@ -264,29 +263,34 @@ class _Run:
         self.images, self.pool, self.progress = images, images.pool, progress
         self.mode: Literal["task"] | Mode = mode
         self.task, self.agent, self.config = task, agent, config
-        self.image = ""
+        self.image, self.name = "", f"{task.name}-{agent}"
+        self.kept: Snapshot | None = None
         self.slot: Slot | None = None
         self.so_far = Attempt()
+
+    async def end(self) -> None:
+        await self.release()
+        if self.kept is not None:
+            await self.kept.drop()
 
     async def release(self) -> None:
         slot, self.slot = self.slot, None
         if slot is not None:
             await slot.release()
 
-    async def fresh(self) -> Slot:
-        """A slot with the prepared workspace, in the place of the one before."""
+    async def _lease(self, machine: Task, image: str) -> Slot:
+        """A slot with a prepared machine, in the place of the one before."""
         await self.release()
-        network = self.config.network and not self.task.offline
-        name = f"{self.task.name}-{self.agent}"
-        slot = self.slot = await self.pool.acquire(name, image=self.image, network=network, limits=self.task.limits)
-        await workspace.enter(slot, self.task)
+        network = self.config.network and not machine.offline
+        slot = self.slot = await self.pool.acquire(self.name, image=image, network=network, limits=machine.limits)
+        await workspace.enter(slot, machine)
         return slot
 
     async def play(self) -> Attempt:
         started = time.perf_counter()
         prepared = await self.images.prepare(self.task, self.progress)
         self.task, self.image = prepared.task, prepared.image
-        slot = await self.fresh()
+        slot = await self._lease(self.task, self.image)
         if not self.task.steps:
             await workspace.healthy(slot, self.task)
         prepared_s = time.perf_counter() - started
@@ -304,16 +308,34 @@ class _Run:
         for step in self.task.steps:
             assert self.slot is not None
             await workspace.prepare_step(self.slot, step)
-            verdicts.append(await self._judged(step))
+            verdicts.append(await self._judged(step, keep=step is not self.task.steps[-1]))
             if step.step is not None and not passed(step.step, verdicts[-1]):
                 break
+            await self._back()
             await workspace.clear(self.slot, step)
         return verdicts
 
-    async def _judged(self, task: Task) -> Verdict:
-        assert self.slot is not None
-        await self._work(self.slot, task)
-        return await workspace.verify(self.slot, task, mode=self.mode, fresh=self.fresh)
+    async def _back(self) -> None:
+        """From a separate verifier's slot back to the agent's, where that one is needed again."""
+        if self.kept is not None:
+            await self.release()
+            async with self.kept as kept:
+                self.kept = None
+                self.slot = await self.pool.acquire(self.name, snapshot=kept, limits=self.task.limits)
+
+    async def _judged(self, task: Task, *, keep: bool = False) -> Verdict:
+        slot = self.slot
+        assert slot is not None
+        await self._work(slot, task)
+
+        async def fresh() -> Slot:
+            if keep:
+                self.kept = await slot.snapshot()
+            if task.verifier is None:
+                return await self._lease(self.task, self.image)
+            return await self._lease(task.verifier, (await self.images.prepare(task.verifier)).image)
+
+        return await workspace.verify(slot, task, mode=self.mode, fresh=fresh)
 
     async def _work(self, slot: Slot, task: Task) -> None:
         if self.agent == "oracle":
@@ -323,21 +345,3 @@ class _Run:
         elif self.agent == "script":
             assert self.config.script is not None
             await slot.exec(self.config.script.read_text(encoding="utf-8"), timeout_s=task.config.agent.timeout_sec)
-
-
-def combined(task: Task, verdicts: Sequence[Verdict]) -> float:
-    """The reward of a task from its steps' verdicts, as `multi_step_reward_strategy` says; a step not reached counts 0."""
-    if not task.steps:
-        return verdicts[-1].reward
-    rewards = [verdict.reward for verdict in verdicts] + [0.0] * (len(task.steps) - len(verdicts))
-    return rewards[-1] if task.config.multi_step_reward_strategy == "final" else statistics.fmean(rewards)
-
-
-def passed(step: StepSection, verdict: Verdict) -> bool:
-    """Whether the next step may follow."""
-    least = step.min_reward
-    if least is None:
-        return True
-    if isinstance(least, dict):
-        return all(verdict.metrics.get(name, 0.0) >= bound for name, bound in least.items())
-    return verdict.reward >= least

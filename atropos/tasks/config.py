@@ -127,6 +127,15 @@ class EnvironmentSection(_Table):
                 del table[key]
         return table
 
+    def refusals(self, table: str) -> Iterator[str]:
+        """What no slot can honour, each as `field: reason; cure`; `table`: the name of this one."""
+        if self.os != "linux":
+            yield f"{table}.os: {self.os!r}: slots run Linux; leave the task out"
+        if self.gpus or self.gpu_types:
+            yield f"{table}.gpus: a slot has no GPU; leave the task out"
+        if self.tpu is not None:
+            yield f"{table}.tpu: a slot has no TPU; leave the task out"
+
     @field_validator("memory_mb", "storage_mb", mode="before")
     @classmethod
     def _size(cls, value: object) -> object:
@@ -155,6 +164,16 @@ class VerifierSection(_Phase):
         if isinstance(value, dict) and value.get("environment") == {}:
             return {key: one for key, one in value.items() if key != "environment"}
         return value
+
+    def of_step(self, section: StepSection) -> VerifierSection:
+        """The task's table with what a step's own says in its place."""
+        own = section.verifier
+        if own is None:
+            return self
+        update = {name: getattr(own, name) for name in own.model_fields_set}
+        if own.environment is not None and own.environment_mode is None:
+            update["environment_mode"] = "separate"
+        return self.model_copy(update={**update, "env": {**self.env, **own.env}})
 
     @model_validator(mode="after")
     def _one_mode(self) -> VerifierSection:
@@ -232,17 +251,7 @@ class TaskConfig(_Table):
 
     def refusals(self) -> Iterator[str]:
         """What no slot can honour, each as `field: reason; cure`."""
-        wants = self.environment
-        if wants.os != "linux":
-            yield f"environment.os: {wants.os!r}: slots run Linux; leave the task out"
-        if wants.gpus or wants.gpu_types:
-            yield "environment.gpus: a slot has no GPU; leave the task out"
-        if wants.tpu is not None:
-            yield "environment.tpu: a slot has no TPU; leave the task out"
-        if wants.mcp_servers:
-            yield "environment.mcp_servers: a slot can't honour MCP servers; remove it"
-        if wants.skills_dir:
-            yield "environment.skills_dir: a slot can't honour skills; remove it"
+        yield from self.environment.refusals("environment")
         for index, hook in enumerate(self.verifier.collect):
             if hook.service != "main":
                 yield f"verifier.collect.{index}.service: {hook.service!r}: a task has the one service main; remove it"

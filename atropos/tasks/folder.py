@@ -12,23 +12,22 @@ import re
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import ValidationError
 
 from atropos.errors import ConfigError
-from atropos.tasks import dockerfile
+from atropos.tasks import dockerfile, machines
 from atropos.tasks.archive import Context
-from atropos.tasks.compose import COMPOSE_FILES, read_compose
-from atropos.tasks.config import AgentSection, Artifact, StepSection, TaskConfig, VerifierSection
-from atropos.tasks.recipe import DEFAULT_WORKDIR, Copy, Folder, Recipe, Run, Step, StepSettings
+from atropos.tasks.config import AgentSection, Artifact, EnvironmentSection, StepSection, TaskConfig, VerifierSection
+from atropos.tasks.recipe import Copy, Recipe, StepSettings
 from atropos.wire import ImageInfo, ImageState, LeaseLimits
 
 if TYPE_CHECKING:
     from atropos.slots import SlotPool
 
-SETUP = "setup.sh"
 _MARKS = ("task.toml", "task.yaml", "instruction.md")
 """A folder with none of these is not a task."""
 _VARIABLE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)(?::-([^}]*))?\}")
@@ -36,6 +35,8 @@ _VARIABLE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)(?::-([^}]*))?\}")
 
 Hosts = tuple[str, ...] | None
 """What a phase may reach of what the pool allows; None: all of it."""
+Make = Callable[[machines.Images, bool], Recipe]
+"""Makes a recipe once it is known what its images set, and whether `docker_image` is used."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,9 @@ class Task:
         files: of a step: what is copied into the workspace before it.
         scoring: what the reward is read from.
         limits: what its leases ask for instead of the pool's limits.
+        verifier: the machine of a separate verifier that differs from the workspace: a task that only that is built of.
+        bundled: of such a machine: its image holds the tests.
+        make: makes the recipe anew, of whatever kind the folder is.
     """
 
     name: str
@@ -72,6 +76,9 @@ class Task:
     solution_script: str = "solve.sh"
     variables: Mapping[str, str] = field(default_factory=dict[str, str], repr=False)
     limits: LeaseLimits | None = None
+    verifier: Task | None = None
+    bundled: bool = False
+    make: Make | None = field(default=None, repr=False, compare=False)
 
     @property
     def image(self) -> str | None:
@@ -79,15 +86,17 @@ class Task:
         return self.config.environment.docker_image or self.recipe.image
 
     @property
+    def verifiers(self) -> tuple[Task, ...]:
+        """Machines of separate verifiers that differ from the workspace, of the task or its steps."""
+        return tuple(one.verifier for one in self.steps or (self,) if one.verifier is not None)
+
+    @property
     def artifacts(self) -> tuple[Artifact, ...]:
-        """What a separate verifier gets to see: the paths that task.toml names, else the working folder."""
+        """What a separate verifier gets: the paths that task.toml names; else, on a machine like the agent's, WORKDIR."""
         named = (*self.config.artifacts, *(self.step.artifacts if self.step else ()))
-        always = Artifact(source="/logs/artifacts")
-        return (
-            (*(named or (Artifact(source=self.recipe.workdir),)), always)
-            if named or self.recipe.workdir != "/"
-            else (always,)
-        )
+        if not named and self.recipe.workdir != "/" and (self.verifier is None or not self.verifier.bundled):
+            named = (Artifact(source=self.recipe.workdir),)
+        return (*named, Artifact(source="/logs/artifacts"))
 
     @property
     def agent_hosts(self) -> Hosts:
@@ -134,6 +143,21 @@ class Task:
         from atropos.tasks.prepare import TaskImages
 
         return await TaskImages(pool).build(self, progress)
+
+    def on(self, images: machines.Images, *, prebuilt: bool = False) -> Task:
+        """The task once it is known what its images set.
+
+        Args:
+            images: what they set, by name.
+            prebuilt: `docker_image` is used, and not the Dockerfile beside it.
+
+        Raises:
+            ConfigError: names the file, the line and the cure.
+        """
+        if self.make is None:
+            return self
+        recipe = self.make(images, prebuilt)
+        return replace(self, recipe=recipe, steps=tuple(replace(step, recipe=recipe) for step in self.steps))
 
     def filled(self, env: Mapping[str, str]) -> dict[str, str]:
         """Variables with `${NAME}` and `${NAME:-default}` replaced by what the operator gives."""
@@ -226,8 +250,7 @@ def load_task(
     path: str | Path,
     *,
     variables: Mapping[str, str] | None = None,
-    images: Mapping[str, StepSettings] | None = None,
-    prebuilt: bool = False,
+    images: machines.Images | None = None,
 ) -> Task:
     """One task folder, checked; or a Dockerfile alone, as a task with a workspace and nothing else.
 
@@ -235,25 +258,41 @@ def load_task(
         path: the folder, or the Dockerfile, whose folder is the build context.
         variables: what `${NAME}` in its files may stand for.
         images: what the images it names set, where that is known.
-        prebuilt: `docker_image` is used, and not the Dockerfile beside it.
 
     Raises:
         ConfigError: names the file, the field and the cure.
     """
     root = Path(path).resolve()
     if root.is_file():
-        recipe = dockerfile.parse(root, images)
-        alone = Task(root.parent.name, root, "", TaskConfig(), root.parent, recipe, tests=(), solution=None)
-        return _with_sources(alone)
-    if (root / "task.yaml").is_file() and not (root / "task.toml").exists():
+        make = partial(_alone, root)
+        config = TaskConfig()
+        task = Task(root.parent.name, root, "", config, root.parent, make({}, False), (), None, make=make)
+    elif (root / "task.yaml").is_file() and not (root / "task.toml").exists():
         from atropos.tasks.terminal_bench import load_terminal_bench
 
-        return load_terminal_bench(root, images)
-    return _with_sources(_harbor_task(root, variables or {}, images or {}, prebuilt=prebuilt))
+        task = load_terminal_bench(root)
+    else:
+        task = _harbor_task(root, variables or {})
+    return _with_sources(task.on(images) if images else task)
+
+
+def _alone(path: Path, images: machines.Images, _prebuilt: bool) -> Recipe:
+    return dockerfile.parse(path, images)
+
+
+def _workspace(folder: Path, wants: EnvironmentSection, images: machines.Images, prebuilt: bool) -> Recipe:
+    return machines.workspace(folder, wants, images, prebuilt=prebuilt)
+
+
+def _machine(folder: Path, wants: EnvironmentSection, images: machines.Images, prebuilt: bool) -> Recipe:
+    return machines.machine(folder, wants, images, prebuilt=prebuilt)
 
 
 def _with_sources(task: Task) -> Task:
     """The task, once everything that it copies is there."""
+    for other in (task.verifier, *(step.verifier for step in task.steps)):
+        if other is not None:
+            _with_sources(other)
     context = Context.of(task.context)
     for step in task.recipe.steps:
         if isinstance(step, Copy) and step.stage is None:
@@ -262,9 +301,7 @@ def _with_sources(task: Task) -> Task:
     return task
 
 
-def _harbor_task(
-    root: Path, variables: Mapping[str, str], images: Mapping[str, StepSettings], *, prebuilt: bool
-) -> Task:
+def _harbor_task(root: Path, variables: Mapping[str, str]) -> Task:
     config = read_config(root / "task.toml")
     environment = root / "environment"
     if not environment.is_dir():
@@ -275,12 +312,8 @@ def _harbor_task(
         check_script(tests / "test.sh")
     else:
         instruction = "\n\n".join(read_instruction(root / "steps" / s.name / "instruction.md") for s in config.steps)
-    if (tests / "Dockerfile").is_file() or config.verifier.environment is not None:
-        field_name = (
-            tests / "Dockerfile" if (tests / "Dockerfile").is_file() else f"{root / 'task.toml'}: verifier.environment"
-        )
-        raise ConfigError(f"{field_name}: a verifier's own image can't be honoured; remove it")
-    recipe, config = _recipe(environment, config, images, prebuilt=prebuilt)
+    config = config.model_copy(update={"environment": machines.with_compose(environment, config.environment)})
+    make = partial(_workspace, environment, config.environment)
     solution = root / "solution"
     task = Task(
         name=root.name,
@@ -288,12 +321,14 @@ def _harbor_task(
         instruction=instruction,
         config=config,
         context=environment,
-        recipe=recipe,
+        recipe=make({}, False),
         tests=(tests,),
         solution=solution if (solution / "solve.sh").is_file() else None,
         warnings=tuple(f"{name} is not a field of the format; it is ignored" for name in config.unknown()),
         variables=variables,
+        make=make,
     )
+    task = replace(task, verifier=_verifier(task, ((config.verifier.environment, tests),)))
     _check_variables(task)
     return replace(task, steps=tuple(_step(task, section) for section in config.steps))
 
@@ -305,15 +340,59 @@ def _step(task: Task, section: StepSection) -> Task:
     check_script(scripts[-1] if scripts else folder / "tests" / "test.sh")
     agent = task.config.agent.model_copy(update=section.agent.model_dump(exclude_unset=True))
     solution = folder / "solution"
-    return replace(
+    step = replace(
         task,
         name=f"{task.name}/{section.name}",
         instruction=read_instruction(folder / "instruction.md"),
-        config=task.config.model_copy(update={"agent": agent, "verifier": section.verifier or task.config.verifier}),
+        config=task.config.model_copy(update={"agent": agent, "verifier": task.config.verifier.of_step(section)}),
         tests=tests,
         solution=solution if (solution / "solve.sh").is_file() else None,
         files=folder / "workdir" if (folder / "workdir").is_dir() else None,
         step=section,
+    )
+    own = None if section.verifier is None else section.verifier.environment
+    shared = (task.config.verifier.environment, task.path / "tests")
+    return replace(step, verifier=_verifier(step, ((own, folder / "tests"), shared)))
+
+
+def _verifier(task: Task, places: Sequence[tuple[EnvironmentSection | None, Path]]) -> Task | None:
+    """The machine of a separate verifier, as Harbor finds it: an image or a Dockerfile of its own, else the task's.
+
+    Args:
+        task: the task, or a step.
+        places: `[verifier.environment]` and the tests folder, a step's before the task's.
+    """
+    verifier = task.config.verifier
+    if verifier.environment_mode != "separate" and (verifier.environment_mode or verifier.environment is None):
+        return None
+    wants = verifier.environment
+    for table, folder in places:
+        if (table is not None and table.docker_image) or machines.is_machine(folder):
+            image = None if table is None else table.docker_image
+            config = (wants or task.config.environment).model_copy(update={"docker_image": image, "workdir": None})
+            config = machines.with_compose(folder, config)
+            return _machine_of(task, folder, config, partial(_machine, folder, config), bundled=True)
+    if wants is None:
+        return None
+    base = task.config.environment
+    update = {"docker_image": base.docker_image, "workdir": wants.workdir or base.workdir}
+    config = wants.model_copy(update=update)
+    return _machine_of(task, task.context, config, partial(_workspace, task.context, config), bundled=False)
+
+
+def _machine_of(task: Task, context: Path, wants: EnvironmentSection, make: Make, *, bundled: bool) -> Task:
+    refused = next(wants.refusals("verifier.environment"), None)
+    if refused is not None:
+        raise ConfigError(f"{task.path / 'task.toml'}: {refused}")
+    return replace(
+        task,
+        name=f"{task.name}/verifier",
+        config=task.config.model_copy(update={"environment": wants, "agent": AgentSection()}),
+        context=context,
+        recipe=make({}, False),
+        verifier=None,
+        bundled=bundled,
+        make=make,
     )
 
 
@@ -322,6 +401,7 @@ def _check_variables(task: Task) -> None:
         "environment.env": task.config.environment.env,
         "verifier.env": task.config.verifier.env,
         "solution.env": task.config.solution.env,
+        "verifier.environment.env": {} if task.verifier is None else task.verifier.config.environment.env,
     }
     for table, env in tables.items():
         for name, value in env.items():
@@ -403,45 +483,3 @@ def checked_config(path: Path, raw: Mapping[str, Any]) -> TaskConfig:
     if refused is not None:
         raise ConfigError(f"{path}: {refused}")
     return config
-
-
-def _recipe(
-    environment: Path, config: TaskConfig, images: Mapping[str, StepSettings], *, prebuilt: bool
-) -> tuple[Recipe, TaskConfig]:
-    """The recipe, and the configuration with what a compose file adds to it."""
-    script, own = environment / SETUP, environment / "Dockerfile"
-    compose = next((environment / name for name in COMPOSE_FILES if (environment / name).exists()), None)
-    adjust: Callable[[Recipe], Recipe] = lambda recipe: recipe  # noqa: E731
-    if compose is not None:
-        service = read_compose(compose, context=environment)
-        own, adjust = service.dockerfile or own, service.applied
-        changes = {"network_mode": "no-network"} if service.offline else {}
-        if service.image is not None and config.environment.docker_image is None:
-            changes["docker_image"] = service.image
-        config = config.model_copy(update={"environment": config.environment.model_copy(update=changes)})
-    image = config.environment.docker_image if prebuilt else None
-    if own.is_file() and image is None:
-        recipe = adjust(dockerfile.parse(own, images))
-        if SETUP in own.read_text(encoding="utf-8"):
-            script = environment / "none"  # the Dockerfile deals with it
-        steps = list(recipe.steps)
-        if config.environment.workdir:
-            recipe = replace(recipe, settings=replace(recipe.settings, workdir=config.environment.workdir))
-            steps.append(Folder(recipe.workdir, recipe.settings.user))
-    else:
-        start = StepSettings(DEFAULT_WORKDIR) if image is None else images.get(image, StepSettings())
-        start = replace(start, workdir=config.environment.workdir or start.workdir)
-        recipe = adjust(Recipe(image, start, ()))
-        steps = list[Step]([Folder(recipe.workdir, recipe.settings.user)])
-        if image is not None and (own.is_file() or compose is not None):
-            script = environment / "none"  # the image was made with all that is here
-        else:
-            left_out = {SETUP, *COMPOSE_FILES}
-            files = sorted(path.name for path in environment.iterdir() if path.name not in left_out)
-            if files:
-                steps.append(Copy(tuple(files), recipe.workdir.rstrip("/") + "/", whole=True))
-    if script.is_file():
-        # The script itself is no part of the workspace.
-        run = Run("bash /tmp/.task-setup/setup.sh && rm -rf /tmp/.task-setup", replace(recipe.settings, user=None))
-        steps += [Copy((SETUP,), "/tmp/.task-setup/"), run]
-    return replace(recipe, steps=tuple(steps)), config

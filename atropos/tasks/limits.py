@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from atropos.errors import ConfigError
@@ -58,12 +58,21 @@ class TaskFit:
         clamped: wishes that were lowered to what there is.
         notes: what is different here and may matter.
         limits: what its leases ask for; None: a plain slot will do.
+        verifier: likewise, of machines of separate verifiers.
     """
 
     refused: tuple[str, ...] = ()
     clamped: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     limits: LeaseLimits | None = None
+    verifier: LeaseLimits | None = None
+
+    def sized(self, task: Task) -> Task:
+        """The task with these sizes."""
+        verifier = None if task.verifier is None else replace(task.verifier, limits=self.verifier)
+        return replace(
+            task, limits=self.limits, verifier=verifier, steps=tuple(self.sized(step) for step in task.steps)
+        )
 
 
 def fit(task: Task, room: Room, *, images: Sequence[str] = STAND_INS, policy: Policy = "old") -> TaskFit:
@@ -76,16 +85,35 @@ def fit(task: Task, room: Room, *, images: Sequence[str] = STAND_INS, policy: Po
         policy: what becomes of sizes that don't fit.
     """
     sizes = _Sizes(room, policy)
-    limits = sizes.limits(task)
+    limits = sizes.limits(task, "environment")
     refused, clamped, notes = sizes.refused, sizes.clamped, list[str]()
-    image = task.image
-    if image is not None:
-        field = "environment.docker_image" if task.config.environment.docker_image else "FROM"
-        if any(fnmatch.fnmatch(image, pattern) for pattern in images):
+    verifier = _largest([sizes.limits(machine, "verifier.environment") for machine in task.verifiers])
+    for one in (task, *task.verifiers):
+        image = one.image
+        if image is not None and any(fnmatch.fnmatch(image, pattern) for pattern in images):
+            table = "" if one is task else "verifier."
+            field = f"{table}environment.docker_image" if one.config.environment.docker_image else f"{table}FROM"
             notes.append(f"{field}: the slots' base stands in for {image}")
+    if servers := task.config.environment.mcp_servers:
+        names = ", ".join(server.name for server in servers)
+        notes.append(f"environment.mcp_servers: the prompt names {names}; nothing starts or connects to them")
     for one in task.steps or (task,):
         _network(one, room, refused, notes)
-    return TaskFit(tuple(dict.fromkeys(refused)), tuple(clamped), tuple(dict.fromkeys(notes)), limits)
+    return TaskFit(
+        tuple(dict.fromkeys(refused)), tuple(dict.fromkeys(clamped)), tuple(dict.fromkeys(notes)), limits, verifier
+    )
+
+
+def _largest(wishes: Sequence[LeaseLimits | None]) -> LeaseLimits | None:
+    """What has room for each of them."""
+    found = [one for one in wishes if one is not None]
+    if not found:
+        return None
+    return LeaseLimits(
+        memory_mib=max(one.memory_mib or 0 for one in found) or None,
+        disk_mib=max(one.disk_mib or 0 for one in found) or None,
+        cpu_quota=max(one.cpu_quota or 0 for one in found) or None,
+    )
 
 
 @dataclass
@@ -97,16 +125,17 @@ class _Sizes:
     refused: list[str] = field(default_factory=list[str])
     clamped: list[str] = field(default_factory=list[str])
 
-    def limits(self, task: Task) -> LeaseLimits | None:
-        """What a lease for the task asks for; None: a plain slot."""
+    def limits(self, task: Task, table: str) -> LeaseLimits | None:
+        """What a lease for the task asks for; None: a plain slot. `table`: where task.toml says so."""
         wants, old, room = task.config.environment, task.config.old, self.room
         memory, storage = wants.memory_mb or 0, wants.storage_mb or 0
         written_out = old and memory == OLD_MEMORY_MB  # by the schema, and no wish of the author's
         if memory > room.most:
-            text = f"environment.memory_mb: {memory} wanted, slots have at most {room.most}"
+            text = f"{table}.memory_mb: {memory} wanted, slots have at most {room.most}"
             self._lower(text, f"raise slot_memory_mib or slots_per_container for {memory}", old=written_out)
             memory = room.memory_mib if written_out else room.most
-        files = self._files(storage, own := 0 if written_out else memory, old=old and storage == OLD_STORAGE_MB)
+        own = 0 if written_out else memory
+        files = self._files(storage, own, table, old=old and storage == OLD_STORAGE_MB)
         memory = max(memory, own + files if room.volume == "memory" else 0)
         found = LeaseLimits(
             memory_mib=memory if memory > room.memory_mib else None,
@@ -115,16 +144,16 @@ class _Sizes:
         )
         return None if found == LeaseLimits() else found
 
-    def _files(self, storage: int, own: int, *, old: bool) -> int:
+    def _files(self, storage: int, own: int, table: str, *, old: bool) -> int:
         """Room for files beside what programs have of their own; files on disk need no memory."""
         room = self.room
         if storage > room.disk_mib and (room.volume == "disk" or old):  # a default is no reason for a larger lease
-            text = f"environment.storage_mb: {storage} wanted, slots have {room.disk_mib}"
+            text = f"{table}.storage_mb: {storage} wanted, slots have {room.disk_mib}"
             self._lower(text, f"raise slot_disk_mib to {storage}", old=old)
             return 0
         if room.volume == "memory" and own + storage > room.most:
             text = (
-                f"environment.storage_mb: {storage} of files in memory beside {own} for programs wanted, slots have at "
+                f"{table}.storage_mb: {storage} of files in memory beside {own} for programs wanted, slots have at "
                 f"most {room.most} for both"
             )
             cure = f"raise slot_memory_mib or slots_per_container for {own + storage}, or keep slots' files on disk"

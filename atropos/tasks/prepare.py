@@ -23,7 +23,7 @@ from atropos.slots import Slot, SlotPool
 from atropos.tasks import steps
 from atropos.tasks.archive import Context, digest_of
 from atropos.tasks.carry import TaskBroken
-from atropos.tasks.folder import Task, load_task
+from atropos.tasks.folder import Task
 from atropos.tasks.limits import STAND_INS
 from atropos.tasks.recipe import Copy, Download, Folder, Recipe, Run, Stage, Step, StepSettings
 from atropos.wire import ImageInfo, ImageSettings, ImageState
@@ -157,7 +157,8 @@ class TaskImages:
         Raises:
             TaskBroken: an image can't be had; says why.
         """
-        return (await self._pulled(task, progress or _silent))[0]
+        pulled, _ = await self._pulled(task, progress or _silent)
+        return await _with_verifiers(pulled, lambda machine: self.pull(machine, progress))
 
     async def _pulled(self, task: Task, report: Progress) -> tuple[Task, _Images]:
         prebuilt = task.config.environment.docker_image
@@ -167,12 +168,12 @@ class TaskImages:
         pulled = {name: image for name, (image, _) in found.items() if name is not None and not self._stands_in(name)}
         if pulled:
             settings = {name: _settings(image) for name, image in pulled.items()}
-            read = load_task(task.path, variables=task.variables, images=settings, prebuilt=prebuilt is not None)
-            task = replace(read, limits=task.limits)
+            task = task.on(settings, prebuilt=prebuilt is not None)
         return task, found
 
     async def _prepare(self, task: Task, report: Progress) -> tuple[Prepared, ImageInfo]:
         task, found = await self._pulled(task, report)
+        task = await _with_verifiers(task, lambda machine: self._ready(machine, report))
         plan = await asyncio.to_thread(self._plan, task, found)
         last = plan[_LAST]
         key = last.steps[-1][0]
@@ -184,6 +185,9 @@ class TaskImages:
         else:
             self.counters["hits"] += 1
         return Prepared(task, image.source, image.bytes), image
+
+    async def _ready(self, machine: Task, report: Progress) -> Task:
+        return (await self._prepare(machine, report))[0].task
 
     # ---------------------------------------------------------------------------------------------------------- images
 
@@ -324,6 +328,13 @@ class TaskImages:
                 return await steps.fetch(slot, step, build.left())
             except TaskBroken as error:
                 raise TaskBroken(f"{build.task.name}: {error}") from None
+
+
+async def _with_verifiers(task: Task, ready: Callable[[Task], Awaitable[Task]]) -> Task:
+    """A task with the machines of its separate verifiers made ready as well."""
+    verifier = None if task.verifier is None else await ready(task.verifier)
+    steps = [await _with_verifiers(step, ready) for step in task.steps]
+    return replace(task, verifier=verifier, steps=tuple(steps))
 
 
 def _named(recipe: Recipe) -> set[str | None]:

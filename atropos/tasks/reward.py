@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import math
 import re
+import statistics
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +16,7 @@ from atropos.slots.results import ExecResult
 from atropos.tasks.carry import VerifierFailed
 
 if TYPE_CHECKING:
+    from atropos.tasks.config import StepSection
     from atropos.tasks.folder import Task
 
 REWARD_TEXT, REWARD_JSON = "/logs/verifier/reward.txt", "/logs/verifier/reward.json"
@@ -40,6 +43,20 @@ class Verdict:
     log: str
     seconds: float
     metrics: dict[str, float] = field(default_factory=dict[str, float])
+
+
+def combined(task: Task, verdicts: Sequence[Verdict]) -> float:
+    """A task's reward, as `multi_step_reward_strategy` says; as in Harbor, of the steps that were reached."""
+    rewards = [verdict.reward for verdict in verdicts]
+    final = not task.steps or task.config.multi_step_reward_strategy == "final"
+    return rewards[-1] if final else statistics.fmean(rewards)
+
+
+def passed(step: StepSection, verdict: Verdict) -> bool:
+    """Whether the next step may follow; a reward that the verifier didn't write reaches no bound."""
+    least = step.min_reward
+    bounds = {} if least is None else least if isinstance(least, dict) else {"reward": least}
+    return all(verdict.metrics.get(name, -math.inf) >= bound for name, bound in bounds.items())
 
 
 async def read_verdict(slot: Slot, task: Task, result: ExecResult) -> Verdict:

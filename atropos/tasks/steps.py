@@ -90,7 +90,7 @@ async def run(slot: Slot, step: Run, timeout_s: float) -> None:
         TaskBroken: it failed; with the last lines that it printed.
     """
     for folder in step.emptied:
-        if not await is_folder(slot, folder) and await _missing(slot, folder):
+        if not await is_folder(slot, folder) and await missing(slot, folder):
             await make_folder(slot, folder)
     settings = step.settings
     user = settings.user
@@ -118,7 +118,8 @@ def failed(what: str, result: ExecResult) -> TaskBroken:
     return TaskBroken(f"{what} {why}{limit}: {lines}")
 
 
-async def _missing(slot: Slot, path: str) -> bool:
+async def missing(slot: Slot, path: str) -> bool:
+    """Whether there is nothing of that name."""
     seen = await slot.run(wire.ReadFile(path=path, max_bytes=1))
     return isinstance(seen, wire.OpError) and seen.error == "not_found"
 

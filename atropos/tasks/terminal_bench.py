@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +33,8 @@ class _TaskYaml(BaseModel):
     run_tests_in_same_shell: bool = False
 
 
-def load_terminal_bench(root: Path, images: Mapping[str, StepSettings] | None = None) -> Task:
-    """One folder, checked; `images`: what the images that it names set.
+def load_terminal_bench(root: Path) -> Task:
+    """One folder, checked.
 
     Raises:
         ConfigError: names the file, the field and the cure.
@@ -52,17 +53,8 @@ def load_terminal_bench(root: Path, images: Mapping[str, StepSettings] | None = 
     if (root / "solution.yaml").is_file() and not (root / "solution.sh").is_file():
         raise ConfigError(f"{root / 'solution.yaml'}: keystrokes can't be honoured; write solution.sh")
     check_script(root / "run-tests.sh")
-    service = next((_service(root, name) for name in COMPOSE_FILES if (root / name).is_file()), None)
-    file = root / "Dockerfile" if service is None or service.dockerfile is None else service.dockerfile
-    if file.is_file():
-        recipe = dockerfile.parse(file, images)
-    elif service is not None and service.image is not None:
-        recipe = Recipe(service.image, (images or {}).get(service.image, StepSettings("/app")), ())
-    else:
-        raise ConfigError(f"{file}: is missing; the workspace is made from it")
-    recipe = recipe if service is None else service.applied(recipe)
-    before = recipe.settings
-    recipe = replace(recipe, settings=replace(before, env={**before.env, **_VARIABLES}))
+    service = _service(root)
+    make = partial(_recipe, root)
     config = TaskConfig(
         schema_version="1.0",
         metadata=dict(facts.__pydantic_extra__ or {}),
@@ -80,15 +72,31 @@ def load_terminal_bench(root: Path, images: Mapping[str, StepSettings] | None = 
         instruction=facts.instruction.strip(),
         config=config,
         context=root,
-        recipe=recipe,
+        recipe=make({}, False),
         tests=tests,
         solution=root / "solution.sh" if (root / "solution.sh").is_file() else None,
         warnings=(same_shell,) if facts.run_tests_in_same_shell else (),
         scoring="pytest",
         test_script="run-tests.sh",
         solution_script="solution.sh",
+        make=make,
     )
 
 
-def _service(root: Path, name: str) -> Service:
-    return read_compose(root / name, context=root)
+def _recipe(root: Path, images: Mapping[str, StepSettings], _prebuilt: bool) -> Recipe:
+    service = _service(root)
+    file = root / "Dockerfile" if service is None or service.dockerfile is None else service.dockerfile
+    if file.is_file():
+        recipe = dockerfile.parse(file, images)
+    elif service is not None and service.image is not None:
+        recipe = Recipe(service.image, images.get(service.image, StepSettings("/app")), ())
+    else:
+        raise ConfigError(f"{file}: is missing; the workspace is made from it")
+    recipe = recipe if service is None else service.applied(recipe)
+    settings = replace(recipe.settings, env={**recipe.settings.env, **_VARIABLES})
+    return replace(recipe, settings=settings)
+
+
+def _service(root: Path) -> Service | None:
+    file = next((root / name for name in COMPOSE_FILES if (root / name).is_file()), None)
+    return None if file is None else read_compose(file, context=root)

@@ -27,6 +27,7 @@ from atropos.tasks.folder import Task
 from atropos.tasks.recipe import PATH
 from atropos.tasks.reward import Verdict, read_verdict
 from atropos.tasks.services import end_processes
+from atropos.tasks.steps import missing
 from atropos.tasks.verifier_mode import Mode, choose
 
 __all__ = ["Verdict", "clear", "enter", "healthy", "prepare_step", "solve", "verify"]
@@ -119,7 +120,8 @@ async def verify(
         slot: where the agent worked.
         task: whose tests run.
         mode: `task`: as `verifier_mode.choose` says.
-        fresh: gives the slot of a separate verifier, with the task built in it; the agent's may be gone by then.
+        fresh: gives the slot of a separate verifier, with its machine (`Task.verifier`, else the task) built in it; the
+            agent's may be gone by then.
 
     Raises:
         VerifierFailed: no reward could be read.
@@ -127,7 +129,8 @@ async def verify(
     """
     chosen = choose(task).mode if mode == "task" else mode
     try:
-        return await _judge(await _machine(slot, task, chosen, fresh), task)
+        machine = await _machine(slot, task, chosen, fresh)
+        return await _judge(machine, task.verifier if chosen == "separate" and task.verifier is not None else task)
     except (TimeoutError, ConnectionError):  # of the infrastructure
         raise
     except (OSError, TaskBroken) as error:  # no such user, no room, a folder in the place of a file: so it was left
@@ -204,8 +207,11 @@ async def _judge(slot: Slot, task: Task) -> Verdict:
     await reach(slot, task.verifier_hosts)
     # links and files where folders belong would send the tests, or the reward, to a place of the agent's choice
     plain = "for d in /logs /tmp; do if [ -L $d ] || [ ! -d $d ]; then rm -f $d && mkdir -m 1777 $d; fi; done"
+    script = f"/tests/{task.test_script}"
+    held = task.bundled and not await missing(slot, script)
+    tests = "true" if held else "rm -rf /tests && mkdir /tests && chmod 700 /tests"
     clean = await slot.exec(
-        f"{plain} && chmod a+rx /logs && rm -rf /tests /logs/verifier && mkdir -p /logs/verifier /tests && chmod 700 /tests",
+        f"{plain} && chmod a+rx /logs && rm -rf /logs/verifier && mkdir /logs/verifier && {tests}",
         workdir="/",
         env={"PATH": PATH},
         clean_env=True,
@@ -213,9 +219,8 @@ async def _judge(slot: Slot, task: Task) -> Verdict:
     )
     if clean.exit_code != 0:
         raise VerifierFailed(f"{task.name}: the place for the tests can't be made: {clean.output[-300:].strip()}")
-    for source in task.tests:
+    for source in () if held else task.tests:
         await _upload(slot, source, "/tests")
-    script = f"/tests/{task.test_script}"
     owner = "" if profile.user is None else f"chown -R {owner_of(profile.user)} /tests /logs/verifier && "
     await slot.exec(f"{owner}chmod +x {script}", workdir="/", env={"PATH": PATH}, clean_env=True, timeout_s=60)
     # User-wide Python and git settings that the agent left must not run here.

@@ -9,7 +9,8 @@ import pytest
 from atropos.envs import TaskEnv, TaskEnvConfig
 from atropos.envs.running.rollout import GroupsDropped
 from atropos.errors import ConfigError
-from tests.e2e.hermes_support import call, groups, make, running_policy, script
+from examples.policy.truth import Truth
+from tests.e2e.hermes_support import call, groups, make, running_policy, sampled, script
 from tests.settings import shows
 
 
@@ -212,13 +213,118 @@ def test_a_data_set_of_a_clone_replaces_the_folder(tmp_path):
         TaskEnv(config(tmp_path, dataset="set@2", dataset_path=str(tmp_path)), [])
 
 
-def test_tasks_of_several_steps_are_refused_by_name(tmp_path):
-    task(tmp_path, "t", toml="[[steps]]\nname = 'one'\n")
-    step = tmp_path / "tasks/t/steps/one"
-    step.mkdir(parents=True)
-    (step / "instruction.md").write_text("Go.")
-    with pytest.raises(ConfigError, match="steps: an agent of this env gets one instruction"):
-        TaskEnv(config(tmp_path), [])
+def steps_task(root, name, steps, toml="", **more):
+    """A task whose steps are (what the agent runs, tests/test.sh, what stands in its table)."""
+    toml += "".join(f"[[steps]]\nname = 's{number}'\n{table}\n" for number, (_, _, table) in enumerate(steps))
+    task(root, name, toml=toml, **more)
+    turns = [turn for command, _, _ in steps for turn in ({"calls": [call("terminal", command=command)]}, "done")]
+    for number, (_, test, _) in enumerate(steps):
+        folder = root / "tasks" / name / "steps" / f"s{number}"
+        (folder / "tests").mkdir(parents=True)
+        (folder / "instruction.md").write_text(f"Step {number}." if number else script(*turns))
+        (folder / "tests/test.sh").write_text(test)
+    return root / "tasks" / name / "steps"
+
+
+SCORE = "echo %s > /logs/verifier/reward.txt"
+
+
+async def test_steps_are_one_conversation_in_one_workspace_each_verified_in_its_turn(policy, tmp_path):
+    look = "cat log; ls /tests /logs/verifier 2>&1"
+    folder = steps_task(
+        tmp_path,
+        "both",
+        [
+            ("echo one >> log", '[ "$(cat log)" = one ] && ' + SCORE % "0.5", "min_reward = 0.5"),
+            (f"{look}; echo two >> log", '[ "$(cat log)" = "one\nset\ntwo" ] && ' + SCORE % 1, ""),
+        ],
+    )
+    (folder / "s1/workdir").mkdir()
+    (folder / "s1/workdir/setup.sh").write_text("echo set >> log")
+    steps_task(
+        tmp_path,
+        "last",
+        [("true", SCORE % 0, ""), ("true", SCORE % 1, "")],
+        toml="multi_step_reward_strategy = 'final'\n",
+    )
+    steps_task(tmp_path, "stops", [("true", SCORE % 0.25, "min_reward = 0.5"), ("touch never", SCORE % 1, "")])
+    found, env = await run(policy, tmp_path)
+    assert {name: group["scores"] for name, group in found.items()} == {
+        "both": [0.75] * 2,
+        "last": [1.0] * 2,
+        "stops": [0.25] * 2,
+    }
+    for messages in found["both"]["messages"]:
+        assert [message["role"] for message in messages] == ["system", *["user", "assistant"] * 4]
+        told = messages[7]["content"]
+        assert "one" in told
+        assert "reward.txt" not in told
+        assert "test.sh" not in told
+    truth = Truth(policy[1])
+    assert all(turn in truth for group in found.values() for index in range(2) for turn in sampled(group, index))
+    assert all("Step 1." not in json.dumps(messages) for messages in found["stops"]["messages"])
+    steps = found["both"]["atropos"]["trajectories"][0]["info"]["steps"]
+    assert {name: one["metrics"] for name, one in steps.items()} == {
+        "both/s0": {"reward": 0.5},
+        "both/s1": {"reward": 1.0},
+    }
+    assert env.metrics.trajectories == 6
+
+
+async def test_a_step_goes_on_in_the_workspace_after_a_separate_verifier(policy, tmp_path):
+    test = "cat /app/log; wc -l < /app/log > /logs/verifier/reward.txt"
+    toml = "artifacts = ['/app']\n[verifier]\nenvironment_mode = 'separate'\n"
+    steps_task(
+        tmp_path,
+        "t",
+        [
+            ("echo x >> /app/log; echo own > /etc/own", test, ""),
+            ("cat /etc/own /etc/judge >> /app/log", test, ""),
+        ],
+        toml=toml,
+        setup="mkdir /app",
+    )
+    (tmp_path / "tasks/t/tests/Dockerfile").write_text("FROM debian\nRUN echo j > /etc/judge\nCOPY . /tests/\n")
+    for number in range(2):
+        (tmp_path / f"tasks/t/steps/s{number}/tests/Dockerfile").write_text("FROM debian\nCOPY . /tests/\n")
+    found, _ = await run(policy, tmp_path)
+    assert found["t"]["scores"] == [1.5, 1.5], (
+        "one line, then two: the second step saw its own files and not the verifier's"
+    )
+
+
+async def test_a_step_whose_tests_the_agent_hinders_scores_0_and_ends_the_trajectory(policy, tmp_path):
+    hindered = "[ ! -e stop ] && " + SCORE % 1
+    steps_task(
+        tmp_path,
+        "t",
+        [("true", SCORE % 1, ""), ("touch stop", hindered, ""), ("touch never", SCORE % 1, "")],
+    )
+    steps_task(tmp_path, "silent", [("true", "true", "")])
+    with pytest.raises(GroupsDropped, match="1 x verifier_failed"):
+        await run(policy, tmp_path)
+    [group] = groups(tmp_path)
+    assert (group["atropos"]["item"], group["scores"]) == ("t", [0.5, 0.5])
+    assert "Step 2." not in json.dumps(group["messages"])
+
+
+async def test_a_separate_verifier_has_its_own_image_in_an_env_and_the_prompt_names_skills(policy, tmp_path):
+    toml = "artifacts = ['/app']\n[environment]\nskills_dir = '/skills'\n[verifier]\nenvironment_mode = 'separate'\n"
+    setup = "mkdir -p /app /skills/it; printf -- '---\\nname: it\\ndescription: helps\\n---\\n' > /skills/it/SKILL.md"
+    task(
+        tmp_path,
+        "t",
+        prompt=script({"calls": [call("terminal", command="echo x > /app/out")]}, "done"),
+        test="cp /judge /logs/verifier/reward.txt; cat /app/out",
+        toml=toml,
+        setup=setup,
+    )
+    (tmp_path / "tasks/t/tests/Dockerfile").write_text("FROM debian\nRUN echo 0.5 > /judge\nCOPY test.sh /tests/\n")
+    found, _ = await run(policy, tmp_path)
+    group = found["t"]
+    assert group["scores"] == [0.5, 0.5]
+    assert "<location>/skills/it/SKILL.md</location>" in group["messages"][0][1]["content"]
+    assert group["atropos"]["trajectories"][0]["info"]["verifier_log"].strip() == "x"
 
 
 async def test_items_come_in_order_and_passes(tmp_path, policy):

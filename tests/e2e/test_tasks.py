@@ -15,6 +15,7 @@ from atropos.slots import SlotPool, SlotPoolConfig
 from atropos.tasks import workspace
 from atropos.tasks.carry import TaskBroken, VerifierFailed
 from atropos.tasks.folder import load_task, load_tasks
+from atropos.tasks.guide import guide
 from atropos.tasks.prepare import TaskImages
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "tasks"
@@ -52,12 +53,22 @@ class Attempt:
             await self.slot.release()
         prepared = await self.images.prepare(self.task)
         self.task = prepared.task
+        return await self.lease(prepared)
+
+    async def lease(self, prepared):
         self.slot = await self.pool.acquire(self.task.name, image=prepared.image)
-        await workspace.enter(self.slot, self.task)
+        await workspace.enter(self.slot, prepared.task)
         return self.slot
 
+    async def judge(self):
+        """The slot of a separate verifier."""
+        if self.task.verifier is None:
+            return await self.fresh()
+        await self.slot.release()
+        return await self.lease(await self.images.prepare(self.task.verifier))
+
     async def verify(self, mode="task"):
-        return await workspace.verify(self.slot, self.task, mode=mode, fresh=self.fresh)
+        return await workspace.verify(self.slot, self.task, mode=mode, fresh=self.judge)
 
 
 async def attempt(pool, task, room, *, solved):
@@ -262,6 +273,77 @@ async def test_what_a_hook_collects_reaches_a_separate_verifier(pool, tmp_path):
     async with working_on(pool, task) as run:
         with pytest.raises(VerifierFailed, match=r"verifier\.collect.*ended with 1"):
             await run.verify()
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_a_separate_verifier_runs_in_an_image_of_its_own_that_holds_the_tests(pool, tmp_path):
+    task = make_task(
+        tmp_path,
+        test="exit 9",
+        toml="artifacts = ['/app/out']\n[agent]\nuser = 'dev'\n[verifier]\nenvironment_mode = 'separate'\n"
+        "[verifier.environment.env]\nMORE = 'm'\n[verifier.env]\nLAST = 'l'\n",
+        dockerfile="FROM debian\nRUN useradd dev && mkdir -m 777 /app\nWORKDIR /app\nENV MORE=agents\n",
+        files={
+            "tests/Dockerfile": "FROM debian\nWORKDIR /judge\nCOPY . /tests/\nRUN echo 'cat expected' > /tests/expected.sh; echo yes > expected\n"
+            "ENV FIRST=f\n",
+            "tests/check.sh": '[ "$(pwd) $FIRST$MORE$LAST" = "/judge fml" ] && [ ! -e /app/rest ] && cmp /app/out expected',
+        },
+    )
+    (task.path / "tests/test.sh").write_text(
+        "#!/bin/sh\nsh /tests/expected.sh; sh /tests/check.sh; echo $((1 - $?)) > /logs/verifier/reward.txt\n"
+    )
+    for wrote, reward in (("yes", 1.0), ("no", 0.0)):
+        async with working_on(pool, task) as run:
+            seen = await run.slot.exec(f"id -un; ls /tests /judge; echo {wrote} > out; echo x > rest")
+            assert seen.output.splitlines()[0] == "dev"
+            assert "expected" not in seen.output
+            verdict = await run.verify()
+            assert (verdict.reward, "yes" in verdict.log) == (reward, True)
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_a_verifier_table_without_an_image_is_a_fresh_copy_of_the_workspace(pool, tmp_path):
+    task = make_task(
+        tmp_path,
+        test='[ "$(cat built out)$WHO" = "b\no2" ] && [ ! -e /etc/planted ] && echo 1 > /logs/verifier/reward.txt',
+        toml="[environment.env]\nWHO = '1'\n[verifier.environment]\ncpus = 1\n[verifier.environment.env]\nWHO = '2'\n",
+        setup="echo b > built",
+    )
+    async with working_on(pool, task) as run:
+        await run.slot.exec("echo o > out; echo x > /etc/planted")
+        assert (await run.verify()).reward == 1.0
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_the_agent_reads_of_skills_and_mcp_servers_below_the_instruction(pool, tmp_path):
+    task = make_task(
+        tmp_path,
+        toml="[environment]\nskills_dir = 'skills'\n[[environment.mcp_servers]]\nname = 'notes'\nurl = 'http://localhost:8/mcp'\n"
+        "[[environment.mcp_servers]]\nname = 'files'\ntransport = 'stdio'\ncommand = 'serve'\nargs = ['--all', 'x']\n",
+        dockerfile="FROM debian\nWORKDIR /app\nCOPY skills /app/skills\n",
+        files={
+            "environment/skills/pdf/SKILL.md": "---\nname: pdf\ndescription: Reads\n  PDF & more.\n---\nRun pdftotext.",
+            "environment/skills/none/SKILL.md": "no front matter",
+            "environment/skills/odd/SKILL.md": "---\n- {\n---\n",
+            "environment/skills/README.md": "about",
+        },
+    )
+    async with working_on(pool, task) as run:
+        assert (await guide(run.slot, task)).strip().splitlines() == [
+            "MCP servers of this task:",
+            "- notes: sse, http://localhost:8/mcp",
+            "- files: stdio, serve --all x",
+            "",
+            "<available_skills>",
+            (
+                "<skill><name>pdf</name><description>Reads PDF &amp; more.</description>"
+                "<location>/app/skills/pdf/SKILL.md</location></skill>"
+            ),
+            "</available_skills>",
+        ]
+    plain = make_task(tmp_path / "plain")
+    async with working_on(pool, plain) as run:
+        assert await guide(run.slot, plain) == ""
 
 
 @pytest.mark.asyncio(loop_scope="module")

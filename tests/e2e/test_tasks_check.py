@@ -62,6 +62,15 @@ def test_each_kind_of_task_is_told_with_its_reason(tmp_path):
             **{f"steps/{step}/solution/solve.sh": "touch done" for step in ("one", "two")},
         },
     )
+    make(
+        tasks,
+        "own-verifier",
+        toml="artifacts = ['/app']\n[environment]\nskills_dir = '/skills'\nmcp_servers = [{name = 'notes', url = 'http://x/'}]\n"
+        "[verifier]\nenvironment_mode = 'separate'\n",
+        dockerfile="FROM ubuntu:24.04\nWORKDIR /app\n",
+        test="[ -e /app/done ] && cp /judge /logs/verifier/reward.txt || echo 0 > /logs/verifier/reward.txt",
+        files={"tests/Dockerfile": "FROM python:3.13-slim\nCOPY . /tests/\nRUN echo 1 > /judge\n"},
+    )
     page = tmp_path / "page.html"
     code, out, _ = run(tasks, "--json", "--html", page, "--slots", "3")
     found = {one["name"]: one for one in json.loads(out)}
@@ -70,6 +79,7 @@ def test_each_kind_of_task_is_told_with_its_reason(tmp_path):
         "sound": "sound",
         "lowered": "sound",
         "in-steps": "sound",
+        "own-verifier": "sound",
         "wrong-solution": "unsound",
         "free-reward": "unsound",
         "no-build": "broken",
@@ -89,6 +99,11 @@ def test_each_kind_of_task_is_told_with_its_reason(tmp_path):
         ("unknown-base", "127.0.0.1:1/alpine:3: pulling: "),
     ):
         assert reason in " ".join(found[name]["problems"]), name
+    assert found["own-verifier"]["notes"][1:] == [
+        "verifier.FROM: the slots' base stands in for python:3.13-slim",
+        "environment.mcp_servers: the prompt names notes; nothing starts or connects to them",
+        *(f"{phase}.network_mode: slots have no network" for phase in ("agent", "verifier")),
+    ]
     assert found["lowered"]["clamped"] == ["environment.storage_mb: 10240 wanted, slots have 512"]
     assert all(name in page.read_text() for name in found)
 

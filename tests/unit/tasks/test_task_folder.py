@@ -288,17 +288,16 @@ def test_what_a_dockerfile_asks_in_vain_is_refused_by_name(folder, line, named):
         ("[verifier]\ntimeout_sec = 'soon'", "verifier.timeout_sec"),
         ("[verifier]\nkeep_processes = 'some'", "verifier.keep_processes"),
         ("[verifier]\nenvironment_mode = 'shared'\n[verifier.environment]\ncpus = 1", "verifier: "),
-        ("[verifier.environment]\ncpus = 1", "verifier.environment"),
+        ("[verifier.environment]\nos = 'windows'", "verifier.environment.os"),
+        ("[verifier.environment.env]\nA = '${A_SECRET}'", "verifier.environment.env.A: ${A_SECRET}"),
         ("[verifier.env]\nA = '${A_SECRET}'", "verifier.env.A: ${A_SECRET}"),
         ("[[verifier.collect]]\ncommand = 'x'\nservice = 'db'", "verifier.collect.0.service"),
         ("[environment]\nos = 'windows'", "environment.os"),
-        ("[environment]\nskills_dir = '/skills'", "environment.skills_dir"),
         ("[environment]\nnetwork_mode = 'some'", "environment.network_mode"),
         ("[environment]\ngpus = 1", "environment.gpus"),
         ("[environment]\nmemory_mb = 'much'", "environment.memory_mb"),
         ("[environment]\nworkdir = 'app'", "environment.workdir"),
         ("[environment.tpu]\ntype = 'v5'", "environment.tpu"),
-        ("[[environment.mcp_servers]]\nname = 'x'", "environment.mcp_servers"),
         ("[[steps]]\nname = 'a/b'", "steps.0.name"),
         ("artifacts = ['here']", "artifacts"),
     ],
@@ -607,6 +606,66 @@ def test_steps_inherit_from_the_task_and_add_their_own(folder):
     assert one.tests == (folder / "tests",)
     assert two.tests == (folder / "tests", folder / "steps/two/tests")
     assert two.config.verifier.env == {"A": "1"}
+
+
+@pytest.mark.parametrize(
+    ("toml", "files", "image", "bundled"),
+    [
+        ("", {}, None, None),
+        ("", {"tests/Dockerfile": "FROM debian"}, None, None),
+        ("[verifier]\nenvironment_mode = 'shared'", {"tests/Dockerfile": "FROM debian"}, None, None),
+        ("[verifier]\nenvironment_mode = 'separate'", {}, None, None),
+        ("[verifier]\nenvironment_mode = 'separate'", {"tests/Dockerfile": "FROM debian"}, "debian", True),
+        ("[verifier.environment]\ncpus = 2", {"tests/Dockerfile": "FROM debian"}, "debian", True),
+        ("[verifier.environment]\ndocker_image = 'judge:1'", {"tests/Dockerfile": "FROM debian"}, "judge:1", True),
+        ("[verifier.environment]\nmemory_mb = 4096", {"environment/Dockerfile": "FROM ubuntu"}, "ubuntu", False),
+        (
+            "[verifier]\nenvironment_mode = 'separate'",
+            {"tests/docker-compose.yaml": "services: {main: {image: 'judge:2'}}"},
+            "judge:2",
+            True,
+        ),
+    ],
+)
+def test_a_separate_verifier_has_the_machine_that_harbor_gives_it(folder, toml, files, image, bundled):
+    for name, text in {"task.toml": toml, **files}.items():
+        (folder / name).write_text(text)
+    task = load_task(folder)
+    found = None if task.verifier is None else (task.verifier.image, task.verifier.bundled)
+    assert found == (None if bundled is None else (image, bundled))
+    if bundled:
+        assert [one.source for one in task.artifacts] == ["/logs/artifacts"]
+        assert task.recipe.image is None
+    if "4096" in toml:
+        room = Room(memory_mib=1024, disk_mib=512, most_mib=2048)
+        assert (
+            fit(task, room)
+            .refused[0]
+            .startswith("verifier.environment.memory_mb: 4096 wanted, slots have at most 2048")
+        )
+        sized = fit(task, Room(memory_mib=1024, disk_mib=512, most_mib=8192)).sized(task)
+        assert (sized.limits, sized.verifier.limits) == (None, LeaseLimits(memory_mib=4096))
+
+
+def test_a_step_has_its_own_verifiers_machine_before_the_tasks(folder):
+    (folder / "task.toml").write_text(
+        "[verifier]\nenvironment_mode = 'separate'\ntimeout_sec = 7\n"
+        "[[steps]]\nname = 'one'\n[[steps]]\nname = 'two'\n[steps.verifier]\nuser = 'judge'\n"
+        "[[steps]]\nname = 'three'\n[steps.verifier]\nenvironment_mode = 'shared'\n"
+    )
+    (folder / "tests/Dockerfile").write_text("FROM all")
+    for name in ("one", "two", "three"):
+        (folder / "steps" / name / "tests").mkdir(parents=True)
+        (folder / "steps" / name / "instruction.md").write_text("Do.")
+    (folder / "steps/two/tests/Dockerfile").write_text("FROM own")
+    one, two, three = load_task(folder).steps
+    assert (one.verifier.image, two.verifier.image, three.verifier) == ("all", "own", None)
+    assert [(choose(step).mode, step.config.verifier.timeout_sec) for step in (one, two, three)] == [
+        ("separate", 7),
+        ("separate", 7),
+        ("shared", 7),
+    ]
+    assert two.config.verifier.user == "judge"
 
 
 @pytest.mark.parametrize(

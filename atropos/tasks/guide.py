@@ -1,0 +1,72 @@
+"""What a task has for the agent beside its instruction: skills in the workspace, and MCP servers."""
+
+from __future__ import annotations
+
+import posixpath
+import re
+from typing import Any
+from xml.sax.saxutils import escape
+
+import yaml
+
+from atropos.slots import Slot
+from atropos.tasks.folder import Task
+from atropos.tasks.recipe import PATH
+
+MAX_SKILLS = 200
+MAX_SKILL_BYTES = 256 * 1024
+_HEAD = re.compile(r"---\r?\n(.*?)\r?\n---", re.DOTALL)
+
+
+async def guide(slot: Slot, task: Task) -> str:
+    """What follows the instruction: each skill's name, description and file, and the MCP servers. Empty without any.
+
+    A skill is a folder in `skills_dir` with a SKILL.md, whose front matter has both; the agent reads the file when it
+    needs it (agentskills.io).
+    """
+    parts: list[str] = []
+    wants = task.config.environment
+    if wants.mcp_servers:
+        servers = [
+            f"- {one.name}: {one.transport}, {one.url or ' '.join((one.command or '', *one.args))}"
+            for one in wants.mcp_servers
+        ]
+        parts.append("\n".join(["MCP servers of this task:", *servers]))
+    skills = [] if wants.skills_dir is None else await _skills(slot, task, wants.skills_dir)
+    if skills:
+        parts.append("\n".join(["<available_skills>", *skills, "</available_skills>"]))
+    return "".join(f"\n\n{part}" for part in parts)
+
+
+async def _skills(slot: Slot, task: Task, folder: str) -> list[str]:
+    folder = posixpath.join(task.recipe.workdir, folder)
+    script = 'for f in "$D"/*/SKILL.md; do [ -f "$f" ] && printf "%s\\n" "$f"; done; :'
+    listed = await slot.exec(
+        script, workdir="/", env={"D": folder, "PATH": PATH}, clean_env=True, user="0", timeout_s=60
+    )
+    found: list[str] = []
+    for path in listed.output.splitlines()[:MAX_SKILLS]:
+        try:
+            text = (await slot.read_file(path, max_bytes=MAX_SKILL_BYTES)).decode(errors="replace")
+        except OSError:
+            continue
+        head = _front_matter(text)
+        if head is not None:
+            name, about = head
+            found.append(
+                f"<skill><name>{escape(name)}</name><description>{escape(about)}</description>"
+                f"<location>{escape(path)}</location></skill>"
+            )
+    return found
+
+
+def _front_matter(text: str) -> tuple[str, str] | None:
+    """A skill's name and description; None where it doesn't say them."""
+    head = _HEAD.match(text)
+    try:
+        fields: Any = yaml.safe_load(head[1]) if head else None
+    except yaml.YAMLError:
+        return None
+    if not isinstance(fields, dict) or not {"name", "description"} <= fields.keys():
+        return None
+    return str(fields["name"]), " ".join(str(fields["description"]).split())
