@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Protocol
 
 from atropos import wire
-from atropos.errors import IsolationUnavailable, SandboxError, SlotLost, from_code
+from atropos.errors import IsolationUnavailable, LeaseExpired, SandboxError, SlotLost, from_code
 from atropos.slots.backends.base import Container
 from atropos.slots.file_streams import FileClient
 from atropos.slots.fleet import Seat
@@ -25,6 +25,8 @@ RECHECK_S = (0.05, 2.0)
 """First and longest pause between checks of a container whose free slots are in doubt."""
 CLOSE_S = 3.0
 """Longest a client's orderly close may take."""
+RELEASE_TRIES = 6
+"""Attempts to give a slot back before its container is taken to be broken."""
 
 
 class ContainerClient(FileClient, Protocol):
@@ -241,6 +243,46 @@ class ContainerLink:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(CLOSE_S):
                 await self.client.close()
+
+    # --------------------------------------------------------------------------------------------------- releases
+
+    async def release(self, lease: wire.Lease, mib: int) -> None:
+        """Give a slot back until the server confirms it; a server that never does is replaced.
+
+        Args:
+            lease: of the slot.
+            mib: memory of the container that it takes.
+        """
+        for attempt in range(RELEASE_TRIES):
+            if self.gone is not None:
+                return
+            try:
+                result = await self.client.release(lease)
+            except (LeaseExpired, SlotLost):
+                self._returned(lease, mib, clean=False)
+                return
+            except SandboxError as error:
+                log.info("slot %s could not be given back yet: %s", lease.slot, error)
+                await asyncio.sleep(0.1 * 2**attempt)
+                continue
+            self.state.counters.reset_s.append(result.reset_s)
+            if result.released:
+                self.state.counters.reset.observe(result.reset_s, "ok" if result.clean else "retired")
+            self._returned(lease, mib, clean=result.clean and result.released)
+            return
+        await self.condemn(f"slot {lease.slot} could not be given back")
+
+    def _returned(self, lease: wire.Lease, mib: int, *, clean: bool) -> None:
+        state = self.state
+        state.counters.releases += 1
+        if self.slots.pop(lease.lease_id, None) is None:
+            return
+        state.fleet.returned(self.seat, mib, clean=clean, now=state.now())
+        if not clean:
+            self.look()
+        if not self.seat.open:
+            state.replan()
+        state.serve()
 
     # ----------------------------------------------------------------------------------------------------- counts
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import io
-import logging
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import BinaryIO, Self
 
 from atropos import tracing, wire
-from atropos.errors import LeaseExpired, NotSupported, SandboxError, SlotLost
+from atropos.errors import LeaseExpired, NotSupported, SandboxError
 from atropos.net.egress_policy import parse
 from atropos.slots import file_streams
 from atropos.slots.container_link import ContainerLink
@@ -21,12 +20,8 @@ from atropos.slots.results import ExecResult, file_error
 from atropos.slots.snapshots import Snapshot
 from atropos.slots.uploads import PIECE_BYTES, archive_of, pieces, pieces_of
 
-log = logging.getLogger("atropos.slots")
-
 RELEASE_WAIT_S = 10.0
 """How long `Slot.release` waits for the server's confirmation; the release itself goes on behind it."""
-RELEASE_TRIES = 6
-"""Attempts to give a slot back before its container is taken to be broken."""
 MAX_READ_BYTES = 256 * 1024 * 1024
 """Longest file that `read_file` holds in memory, unless its caller allows more."""
 MAX_ARCHIVE_BYTES = 64 * 1024**3
@@ -111,42 +106,10 @@ class Slot:
         """Give the slot back in the background; for the pool alone. None: there is nothing to give back."""
         if self._releasing is None and self._over is None:
             self.end(LeaseExpired(f"slot {self.name} was released"))
-            self._releasing = self._link.state.give_back(self._release(), f"release {self.name}")
+            self._releasing = self._link.state.give_back(
+                self._link.release(self._lease, self.mib), f"release {self.name}"
+            )
         return self._releasing
-
-    async def _release(self) -> None:
-        """Give the slot back until the server confirms it; a server that never does is replaced."""
-        link = self._link
-        for attempt in range(RELEASE_TRIES):
-            if link.gone is not None:
-                return
-            try:
-                result = await link.client.release(self._lease)
-            except (LeaseExpired, SlotLost):
-                self._returned(clean=False)
-                return
-            except SandboxError as error:
-                log.info("slot %s could not be given back yet: %s", self.name, error)
-                await asyncio.sleep(0.1 * 2**attempt)
-                continue
-            link.state.counters.reset_s.append(result.reset_s)
-            if result.released:
-                link.state.counters.reset.observe(result.reset_s, "ok" if result.clean else "retired")
-            self._returned(clean=result.clean and result.released)
-            return
-        await link.condemn(f"slot {self.name} could not be given back")
-
-    def _returned(self, *, clean: bool) -> None:
-        link, state = self._link, self._link.state
-        state.counters.releases += 1
-        if link.slots.pop(self._lease.lease_id, None) is None:
-            return
-        state.fleet.returned(link.seat, self.mib, clean=clean, now=state.now())
-        if not clean:
-            link.look()
-        if not link.seat.open:
-            state.replan()
-        state.serve()
 
     async def capabilities(self) -> wire.Capabilities:
         """What the slot's container can isolate, as its start-up probe found it."""
