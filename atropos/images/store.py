@@ -14,15 +14,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import fcntl
 import hashlib
 import json
 import os
 import shutil
-import signal
 import sys
-import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Literal
@@ -30,17 +27,16 @@ from typing import Literal
 from atropos.config import ImageStoreSettings
 from atropos.errors import ImageUnavailable
 from atropos.images import unpack
-from atropos.images.layout import MAX_JSON_BYTES, PulledImage, image_info, read_layout
+from atropos.images.layout import PulledImage, image_info, read_layout
 from atropos.images.locks import is_still, locked, try_lock
+from atropos.images.programs import Skopeo, run, write_whole
 from atropos.images.reference import ImageSource, check_digest
 from atropos.wire import ImageInfo
 
 BASE = "atropos-base:"
-POLL_S = 0.2
 MAX_MEMBERS = 2_000_000
 UNPACKED_RATIO = 3
 """Bytes of an unpacked layer for one of its compressed bytes: Debian's and Python's images have 2.5 to 3."""
-SAID_BYTES = 4096
 Phase = Literal["waiting", "pulling", "unpacking"]
 Progress = Callable[[Phase, float | None], None]
 """Called with the phase and how much of it is done, from 0 to 1, where that is known."""
@@ -58,6 +54,7 @@ class ImageStore:
         self._settings = settings
         self._root = Path(folder)
         self._ids = ids
+        self._skopeo = Skopeo(settings, self._root)
         self._held: dict[str, tuple[int, int]] = {}
         """Of images in use: the descriptor that locks it, and how many use it."""
         self._known: dict[str, ImageInfo] = {}
@@ -150,7 +147,7 @@ class ImageStore:
             async with self._work() as work:
                 pulled = await self._pull(source, work, progress, archive)
                 image = await self._unpack(pulled, name, work, progress)
-            _write_whole(self._root / "names" / _hash(name), image.id.encode())
+            write_whole(self._root / "names" / _hash(name), image.id.encode())
             return image
 
     async def _pull(self, source: ImageSource, work: Path, progress: Progress, archive: str | None) -> PulledImage:
@@ -170,7 +167,9 @@ class ImageStore:
             if done > limit:
                 raise ImageUnavailable(f"image {source}: pulling: more than {self._settings.quota_mib} MiB")
 
-        await self._skopeo(["copy", "--retry-times", "2", origin, f"oci:{layout}:image"], str(source), report, limit)
+        await self._skopeo.run(
+            ["copy", "--retry-times", "2", origin, f"oci:{layout}:image"], str(source), report, limit
+        )
         try:
             return await asyncio.to_thread(read_layout, layout)
         except (OSError, ValueError, KeyError, TypeError) as error:
@@ -178,7 +177,7 @@ class ImageStore:
 
     async def _size(self, origin: str, name: str) -> int | None:
         """Bytes of the image's layers as its manifest says them; None where it doesn't."""
-        text = await self._skopeo(["inspect", "--raw", origin], name)
+        text = await self._skopeo.run(["inspect", "--raw", origin], name)
         try:
             manifest = json.loads(text)
             if "manifests" in manifest:  # an index: which one is taken is skopeo's to know
@@ -205,7 +204,9 @@ class ImageStore:
             arguments = [str(rootfs), str(room), str(MAX_MEMBERS), str(self._ids)]
             arguments += [part for layer in pulled.layers for part in layer]
             program = [sys.executable, "-I", "-S", os.path.abspath(unpack.__file__), *arguments]
-            said = await self._run(program, f"image {source}: unpacking", deadline_s=self._settings.unpack_timeout_s)
+            said = await run(
+                program, f"image {source}: unpacking", folder=self._root, deadline_s=self._settings.unpack_timeout_s
+            )
             image = image_info(pulled, source, json.loads(said.splitlines()[-1])["bytes"])
             (tree / "image.json").write_text(image.model_dump_json(), encoding="utf-8")
             shutil.rmtree(work / "layout", ignore_errors=True)
@@ -237,7 +238,7 @@ class ImageStore:
             (tree / "image.json").write_text(image.model_dump_json(), encoding="utf-8")
             self._drop(image.id)  # what stands there has lost its parent
             os.rename(tree, self._root / "trees" / image.id)
-            _write_whole(self._root / "names" / _hash(image.source), image.id.encode())
+            write_whole(self._root / "names" / _hash(image.source), image.id.encode())
             return image
 
     async def copy_layer(self, layer: str, target: str) -> None:
@@ -247,84 +248,11 @@ class ImageStore:
             ImageUnavailable: the disk is full, or it takes too long.
         """
         copy = ["cp", "-a", "--preserve=all", "--sparse=auto", "--", layer, target]
-        await self._run(copy, "keeping a built layer", deadline_s=self._settings.unpack_timeout_s)
+        await run(copy, "keeping a built layer", folder=self._root, deadline_s=self._settings.unpack_timeout_s)
 
     def layer(self, image: ImageInfo) -> str:
         """The folder with a built image's own layer."""
         return str(self._root / "trees" / image.id / "rootfs")
-
-    # -------------------------------------------------------------------------------------------------------- programs
-
-    async def _skopeo(
-        self, arguments: list[str], name: str, report: Callable[[], None] = lambda: None, largest: int | None = None
-    ) -> str:
-        program = shutil.which("skopeo")
-        if program is None:
-            raise ImageUnavailable(
-                f"image {name}: pulling: skopeo is not installed on the sandbox server's machine (apt-get install skopeo)"
-            )
-        settings = self._settings
-        work = self._root / "work"
-        registries = work / f"registries-{_hash(settings.model_dump_json())[:16]}.conf"
-        _write_whole(registries, _registries(settings).encode())
-        options = ["--insecure-policy", "--override-os", "linux"]
-        options += ["--registries-conf", str(registries), "--tmpdir", str(work)]
-        if settings.auth_file and arguments[-1 if arguments[0] == "inspect" else -2].startswith("docker://"):
-            arguments = [arguments[0], "--authfile", settings.auth_file, *arguments[1:]]
-        return await self._run(
-            [program, *options, *arguments],
-            f"image {name}: pulling",
-            deadline_s=settings.pull_timeout_s,
-            report=report,
-            largest=largest,
-        )
-
-    async def _run(
-        self,
-        program: list[str],
-        what: str,
-        *,
-        deadline_s: float,
-        report: Callable[[], None] = lambda: None,
-        largest: int | None = None,
-    ) -> str:
-        """Run a program to its end; its output.
-
-        Raises:
-            ImageUnavailable: it failed or took too long; with its last words.
-        """
-        bound = [] if largest is None else ["prlimit", f"--fsize={largest}"]
-        process = await asyncio.create_subprocess_exec(
-            *("setpriv", "--pdeathsig", "KILL"),  # nothing writes on after a server that was killed
-            *bound,
-            *program,
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.PIPE,
-            start_new_session=True,
-        )
-        assert process.stdout is not None
-        assert process.stderr is not None
-        outputs = asyncio.gather(process.stdout.read(MAX_JSON_BYTES), _tail(process.stderr))
-        try:
-            async with asyncio.timeout(deadline_s):
-                while not (await asyncio.wait([outputs], timeout=POLL_S))[0]:
-                    report()
-                code = await process.wait()
-        except TimeoutError:
-            raise ImageUnavailable(f"{what}: not done within {deadline_s:g} s") from None
-        finally:
-            if process.returncode is None:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)
-                await asyncio.shield(process.wait())
-            outputs.cancel()
-        said, errors = outputs.result()
-        if code == errno.ENOSPC or "no space left on device" in errors:
-            raise ImageUnavailable(f"{what}: the disk of {self._root} is full")
-        if code != 0:
-            raise ImageUnavailable(f"{what}: {_last_words(errors) or f'exit code {code}'}")
-        return said.decode(errors="replace")
 
     # --------------------------------------------------------------------------------------------------------- locking
 
@@ -459,28 +387,8 @@ class ImageStore:
         return image
 
 
-def _registries(settings: ImageStoreSettings) -> str:
-    """containers-registries.conf(5): mirrors, and hosts that are spoken to without TLS."""
-    hosts = dict.fromkeys((*settings.mirrors, *settings.insecure_registries))
-    text = ['unqualified-search-registries = ["docker.io"]', 'short-name-mode = "disabled"']
-    for host in hosts:
-        insecure = "true" if host in settings.insecure_registries else "false"
-        text += ["[[registry]]", f"location = {json.dumps(host)}", f"insecure = {insecure}"]
-        mirror = settings.mirrors.get(host)
-        if mirror is not None:
-            plain = "true" if mirror.split("/")[0] in settings.insecure_registries else "false"
-            text += ["[[registry.mirror]]", f"location = {json.dumps(mirror)}", f"insecure = {plain}"]
-    return "\n".join((*text, ""))
-
-
 def _hash(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
-
-
-def _write_whole(path: Path, data: bytes) -> None:
-    part = path.with_name(f"{path.name}.{os.getpid()}-{time.monotonic_ns()}")
-    part.write_bytes(data)
-    part.replace(path)
 
 
 def _remove(folder: Path) -> None:
@@ -492,18 +400,3 @@ def _size_of(path: Path) -> int:
         return path.lstat().st_size
     except OSError:
         return 0
-
-
-async def _tail(stream: asyncio.StreamReader) -> str:
-    kept = b""
-    while chunk := await stream.read(SAID_BYTES):
-        kept = (kept + chunk)[-SAID_BYTES:]
-    return kept.decode(errors="replace")
-
-
-def _last_words(text: str) -> str:
-    """A program's last line, without the log prefix of Go programs."""
-    lines = [line for line in text.strip().splitlines() if line.strip()]
-    last = lines[-1] if lines else ""
-    _, found, message = last.partition('msg="')
-    return (message.removesuffix('"').replace('\\"', '"') if found else last)[:1000]

@@ -285,6 +285,9 @@ class Slot:
             parts.append(chunk)
             got += len(chunk)
 
+        def rest() -> wire.ReadStream:
+            return wire.ReadStream(path=place, stream=file_streams.new_id(), offset=got, max_bytes=max_bytes - got)
+
         while True:
             wanted = min(most, max(1, max_bytes - got))
             result = await self.run(wire.ReadFile(path=path, offset=got, max_bytes=wanted, user=user))
@@ -292,24 +295,13 @@ class Slot:
                 raise file_error(result, path)
             assert isinstance(result, wire.FileResult)
             if result.size > max_bytes:
-                raise file_error(
-                    wire.OpError(
-                        error="too_large",
-                        message=f"the file has {result.size:,} bytes, more than max_bytes ({max_bytes:,})",
-                    ),
-                    path,
-                )
+                message = f"the file has {result.size:,} bytes, more than max_bytes ({max_bytes:,})"
+                raise file_error(wire.OpError(error="too_large", message=message), path)
             keep(result.data)
             if len(result.data) < wanted or got >= max_bytes:
                 return b"".join(parts)
             if not user:  # also where that was all: the kernel's own files don't say how long they are
-                await self._read_stream(
-                    path,
-                    keep,
-                    lambda: wire.ReadStream(
-                        path=place, stream=file_streams.new_id(), offset=got, max_bytes=max_bytes - got
-                    ),
-                )
+                await self._read_stream(path, keep, rest)
                 return b"".join(parts)
 
     async def _read_stream(

@@ -1,0 +1,158 @@
+"""The programs that an image store runs: skopeo for every transport, and others, each bounded and never left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import hashlib
+import json
+import os
+import shutil
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from atropos.config import ImageStoreSettings
+from atropos.errors import ImageUnavailable
+from atropos.images.layout import MAX_JSON_BYTES
+
+POLL_S = 0.2
+SAID_BYTES = 4096
+
+
+class Skopeo:
+    """skopeo with a store's settings: its mirrors, its credentials, its folder for what is on the way."""
+
+    def __init__(self, settings: ImageStoreSettings, folder: Path) -> None:
+        self._settings = settings
+        self._folder = folder
+
+    async def run(
+        self, arguments: list[str], name: str, report: Callable[[], None] = lambda: None, largest: int | None = None
+    ) -> str:
+        """Run skopeo to its end; its output.
+
+        Args:
+            arguments: of skopeo.
+            name: the image's, for errors.
+            report: called again and again while it runs.
+            largest: bytes of the largest file that it may write.
+
+        Raises:
+            ImageUnavailable: it is not installed, failed, or took too long.
+        """
+        program = shutil.which("skopeo")
+        if program is None:
+            raise ImageUnavailable(
+                f"image {name}: pulling: skopeo is not installed on the sandbox server's machine (apt-get install skopeo)"
+            )
+        settings = self._settings
+        work = self._folder / "work"
+        registries = work / f"registries-{hashlib.sha256(settings.model_dump_json().encode()).hexdigest()[:16]}.conf"
+        write_whole(registries, _registries(settings).encode())
+        options = ["--insecure-policy", "--override-os", "linux"]
+        options += ["--registries-conf", str(registries), "--tmpdir", str(work)]
+        if settings.auth_file and arguments[-1 if arguments[0] == "inspect" else -2].startswith("docker://"):
+            arguments = [arguments[0], "--authfile", settings.auth_file, *arguments[1:]]
+        return await run(
+            [program, *options, *arguments],
+            f"image {name}: pulling",
+            folder=self._folder,
+            deadline_s=settings.pull_timeout_s,
+            report=report,
+            largest=largest,
+        )
+
+
+async def run(
+    program: list[str],
+    what: str,
+    *,
+    folder: Path,
+    deadline_s: float,
+    report: Callable[[], None] = lambda: None,
+    largest: int | None = None,
+) -> str:
+    """Run a program to its end; its output.
+
+    Args:
+        program: with its arguments.
+        what: it does, for errors.
+        folder: what it writes to.
+        deadline_s: longest it may take, in seconds.
+        report: called again and again while it runs.
+        largest: bytes of the largest file that it may write.
+
+    Raises:
+        ImageUnavailable: it failed or took too long; with its last words.
+    """
+    bound = [] if largest is None else ["prlimit", f"--fsize={largest}"]
+    process = await asyncio.create_subprocess_exec(
+        *("setpriv", "--pdeathsig", "KILL"),  # nothing writes on after a server that was killed
+        *bound,
+        *program,
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+        start_new_session=True,
+    )
+    assert process.stdout is not None
+    assert process.stderr is not None
+    outputs = asyncio.gather(process.stdout.read(MAX_JSON_BYTES), _tail(process.stderr))
+    try:
+        async with asyncio.timeout(deadline_s):
+            while not (await asyncio.wait([outputs], timeout=POLL_S))[0]:
+                report()
+            code = await process.wait()
+    except TimeoutError:
+        raise ImageUnavailable(f"{what}: not done within {deadline_s:g} s") from None
+    finally:
+        if process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            await asyncio.shield(process.wait())
+        outputs.cancel()
+    said, errors = outputs.result()
+    if code == errno.ENOSPC or "no space left on device" in errors:
+        raise ImageUnavailable(f"{what}: the disk of {folder} is full")
+    if code != 0:
+        raise ImageUnavailable(f"{what}: {_last_words(errors) or f'exit code {code}'}")
+    return said.decode(errors="replace")
+
+
+def write_whole(path: Path, data: bytes) -> None:
+    """Write a file that others see whole or not at all."""
+    part = path.with_name(f"{path.name}.{os.getpid()}-{time.monotonic_ns()}")
+    part.write_bytes(data)
+    part.replace(path)
+
+
+def _registries(settings: ImageStoreSettings) -> str:
+    """containers-registries.conf(5): mirrors, and hosts that are spoken to without TLS."""
+    hosts = dict.fromkeys((*settings.mirrors, *settings.insecure_registries))
+    text = ['unqualified-search-registries = ["docker.io"]', 'short-name-mode = "disabled"']
+    for host in hosts:
+        insecure = "true" if host in settings.insecure_registries else "false"
+        text += ["[[registry]]", f"location = {json.dumps(host)}", f"insecure = {insecure}"]
+        mirror = settings.mirrors.get(host)
+        if mirror is not None:
+            plain = "true" if mirror.split("/")[0] in settings.insecure_registries else "false"
+            text += ["[[registry.mirror]]", f"location = {json.dumps(mirror)}", f"insecure = {plain}"]
+    return "\n".join((*text, ""))
+
+
+async def _tail(stream: asyncio.StreamReader) -> str:
+    kept = b""
+    while chunk := await stream.read(SAID_BYTES):
+        kept = (kept + chunk)[-SAID_BYTES:]
+    return kept.decode(errors="replace")
+
+
+def _last_words(text: str) -> str:
+    """A program's last line, without the log prefix of Go programs."""
+    lines = [line for line in text.strip().splitlines() if line.strip()]
+    last = lines[-1] if lines else ""
+    _, found, message = last.partition('msg="')
+    return (message.removesuffix('"').replace('\\"', '"') if found else last)[:1000]
