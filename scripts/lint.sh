@@ -11,6 +11,7 @@ pyright --pythonpath .venv/bin/python
 bash scripts/peers.sh
 if .peers/bin/python -c "import harbor" 2>/dev/null; then
   pyright -p scripts/pyright-peers.json
+  pyright -p scripts/pyright-verifiers.json
 else
   echo "no Python 3.12, which harbor needs: the types of atropos/adapters are not checked" >&2
 fi

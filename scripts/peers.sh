@@ -15,6 +15,8 @@ UV_PROJECT_ENVIRONMENT=.peers "$uv" sync --frozen --quiet --no-default-groups --
 # NeMo Gym's pins exclude the others', but its sandbox API needs none of its dependencies.
 "$uv" export --frozen --quiet --no-default-groups --no-hashes --no-annotate --extra nemo-gym | grep '^nemo-gym==' >.peers/nemo-gym.txt
 "$uv" pip install --quiet --no-deps --python .peers/bin/python -r .peers/nemo-gym.txt
+# verifiers' pins exclude most others'.
+UV_PROJECT_ENVIRONMENT=.peers/verifiers "$uv" sync --frozen --quiet --no-default-groups --python "$python" --extra testing --extra verifiers
 # SWE-ReX's tests come with its source distribution alone; without it they are skipped.
 version=$(.peers/bin/python -c 'from importlib.metadata import version; print(version("swe-rex"))')
 if [ ! -d ".peers/share/swe-rex-$version" ]; then

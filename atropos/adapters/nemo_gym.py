@@ -18,7 +18,6 @@ from nemo_gym.sandbox.providers.base import (
 )
 
 from atropos.adapters.sharing import HeldSlot, SlotRequest, infrastructure
-from atropos.config import SlotLimits
 from atropos.errors import SandboxError
 
 DID_NOT_RUN = 125
@@ -82,17 +81,9 @@ class AtroposProvider:
     def _check(self, spec: SandboxSpec) -> None:
         """Refuse what a slot can't have."""
         resources = cast("SandboxResources", spec.resources)
-        limits = SlotLimits.model_validate(self._request.pool.get("limits", {}))
-        if resources.gpu:
-            raise SandboxCreateError("resources.gpu: slots have none")
-        if (resources.memory_mib or 0) > limits.memory_mib:
-            raise SandboxCreateError(
-                f"resources.memory_mib ({resources.memory_mib}): a slot has {limits.memory_mib}; raise pool.limits.memory_mib"
-            )
-        if (resources.disk_gib or 0) * 1024 > limits.disk_mib:
-            raise SandboxCreateError(
-                f"resources.disk_gib ({resources.disk_gib}): a slot has {limits.disk_mib} MiB; raise pool.limits.disk_mib"
-            )
+        refused = self._request.refusal(resources.memory_mib, (resources.disk_gib or 0) * 1024, gpu=bool(resources.gpu))
+        if refused is not None:
+            raise SandboxCreateError(f"resources: {refused}")
         if getattr(spec, "ports", ()):  # of later versions
             raise SandboxCreateError("ports: a slot's ports can't be reached from outside")
 

@@ -89,6 +89,17 @@ class SlotRequest(BaseModel):
     def __hash__(self) -> int:
         return hash(self.model_dump_json())
 
+    def refusal(self, memory_mib: float | None, disk_mib: float | None, *, gpu: bool = False) -> str | None:
+        """Why a slot can't have what a task wants, naming the setting; None: it can."""
+        limits = SlotLimits.model_validate(self.pool.get("limits", {}))
+        if gpu:
+            return "gpu: slots have none"
+        if (memory_mib or 0) > limits.memory_mib:
+            return f"memory ({memory_mib:g} MiB): a slot has {limits.memory_mib}; raise pool.limits.memory_mib"
+        if (disk_mib or 0) > limits.disk_mib:
+            return f"disk ({disk_mib:g} MiB): a slot has {limits.disk_mib} MiB; raise pool.limits.disk_mib"
+        return None
+
     def shared(self) -> SharedPool:
         """The pool of all environments with the same settings."""
         settings: dict[str, Any] = {"acquire_timeout_s": WAIT_FOR_SLOT_S, "allow_network": self.network, **self.pool}

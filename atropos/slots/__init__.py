@@ -2,6 +2,7 @@
 
 from atropos.slots.config import SlotPoolConfig
 from atropos.slots.pool import SlotPool
+from atropos.slots.ports import PortForward
 from atropos.slots.processes import Process, Signal
 from atropos.slots.results import ExecResult, SlotFileError
 from atropos.slots.slot import Slot
@@ -13,6 +14,7 @@ __all__ = [
     "ExecResult",
     "LeaseLimits",
     "PoolStats",
+    "PortForward",
     "Process",
     "Signal",
     "Slot",

@@ -14,7 +14,7 @@ import pytest
 import pytest_asyncio
 
 from atropos.errors import LeaseExpired, LimitTooLarge
-from atropos.slots import LeaseLimits, Slot, SlotPool
+from atropos.slots import LeaseLimits, PortForward, Slot, SlotPool
 from atropos.slots.processes import Process
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -366,3 +366,41 @@ async def test_forks_land_in_any_container_and_are_the_same_there(pool: SlotPool
             assert len(seen) == 1, seen
             assert b"bad\xff" in next(iter(seen))
             await asyncio.gather(*(fork.release() for fork in forks))
+
+
+async def test_ports_go_through_a_lease_in_both_directions(slot: Slot) -> None:
+    data = bytes(range(256)) * 8000
+
+    async def echo(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while piece := await reader.read(65536):
+            writer.write(piece)
+            await writer.drain()
+        writer.write_eof()
+
+    async def through(port: int) -> bytes:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        sending = asyncio.create_task(_send(writer, data))
+        try:
+            return await reader.read()
+        finally:
+            await sending
+            writer.close()
+
+    async with await asyncio.start_server(echo, "127.0.0.1", 0) as server:
+        target = server.sockets[0].getsockname()[1]
+        async with await PortForward.from_slot(slot, 4711, target), await PortForward.to_slot(slot, 4711) as there:
+            assert await asyncio.gather(*(through(there.port) for _ in range(3))) == [data] * 3
+            with pytest.raises(OSError, match="in use"):
+                await PortForward.from_slot(slot, 4711, target)
+    with pytest.raises(OSError):
+        await asyncio.open_connection("127.0.0.1", there.port)
+    async with await PortForward.to_slot(slot, 4711) as nobody:
+        reader, writer = await asyncio.open_connection("127.0.0.1", nobody.port)
+        assert await reader.read() == b""  # nobody listens there
+        writer.close()
+
+
+async def _send(writer: asyncio.StreamWriter, data: bytes) -> None:
+    writer.write(data)
+    await writer.drain()
+    writer.write_eof()

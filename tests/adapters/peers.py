@@ -12,14 +12,15 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 HOSTS = Path(__file__).parent / "hosts"
 BIN = ROOT / ".peers" / "bin"
+VERIFIERS = ROOT / ".peers" / "verifiers" / "bin"
 
 
-def needs(program: str) -> pytest.MarkDecorator:
+def needs(program: str, where: Path = BIN) -> pytest.MarkDecorator:
     """Skips a module whose package isn't installed."""
-    return pytest.mark.skipif(not (BIN / program).exists(), reason=f"no {program}: scripts/peers.sh installs it")
+    return pytest.mark.skipif(not (where / program).exists(), reason=f"no {program}: scripts/peers.sh installs it")
 
 
-def run(program: str, *arguments: str | Path, folder: Path, **variables: str) -> str:
+def run(program: str, *arguments: str | Path, folder: Path, where: Path = BIN, **variables: str) -> str:
     """What a peer's program prints; it ends with 0 and leaves no sandbox server behind."""
     environment = {
         "PYTHONPATH": f"{ROOT}:{HOSTS}",
@@ -28,7 +29,7 @@ def run(program: str, *arguments: str | Path, folder: Path, **variables: str) ->
         **variables,
     }
     with subprocess.Popen(
-        [BIN / program, *arguments],
+        [where / program, *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 
-from atropos.sandbox.host.runtime import INSIDE
+from atropos.config import INSIDE
 from atropos.sandbox.host.skeleton import Base
 from atropos.sandbox.host.volumes import GATE, NEXT, Volume
 from atropos.sandbox.programs.spawner import SECCOMP_FD, STATUS_FD

@@ -12,11 +12,10 @@ import shlex
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from atropos.config import SlotLimits
+from atropos.config import SLOT_PYTHON, SlotLimits
 from atropos.errors import SandboxError
 from atropos.sandbox.boot.root_phase import Entered
 from atropos.sandbox.host import egress_supervisor
-from atropos.sandbox.host.runtime import INSIDE
 from atropos.sandbox.linux.disks import PROBE_INODES
 from atropos.wire import (
     CommandResult,
@@ -145,7 +144,6 @@ def text(value):
 print("{" + ",".join(f'{text(k)}:[{"true" if v[0] else "false"},{text(v[1])}]' for k, v in found.items()) + "}")
 """
 
-_PYTHON = f"{INSIDE}/ld.so --inhibit-cache --library-path {INSIDE}/lib {INSIDE}/python -I -S -B -X utf8"
 _EGRESS = r"""
 import os, _socket
 def ask(line, to=("127.0.0.1", PORT)):
@@ -280,7 +278,9 @@ def _feature(name: str, passed: bool, detail: str) -> Feature:
 async def _inside(sandbox: SlotSandbox, names: set[str]) -> dict[str, tuple[bool, str]]:
     allowed = names | {"PWD", "SHLVL", "_", "OLDPWD"}
     code = _INSIDE.replace("WANTED", repr(sorted(allowed)))
-    result = await sandbox.run("probe-inside", Exec(command=f"exec {_PYTHON} -c {shlex.quote(code)}", timeout_s=60))
+    result = await sandbox.run(
+        "probe-inside", Exec(command=f"exec {shlex.join(SLOT_PYTHON)} -c {shlex.quote(code)}", timeout_s=60)
+    )
     try:
         output = result.output if isinstance(result, CommandResult) else b""
         answers: dict[str, Any] = json.loads(output.splitlines()[-1])
@@ -301,7 +301,9 @@ async def _egress(host: SlotHost) -> tuple[bool, str]:
     sandbox = await host.start("probe-egress", limits=_LIMITS, network=True)
     try:
         code = _EGRESS.replace("PORT", str(egress_supervisor.PORT))
-        result = await sandbox.run("probe-egress", Exec(command=f"exec {_PYTHON} -c {shlex.quote(code)}", timeout_s=30))
+        result = await sandbox.run(
+            "probe-egress", Exec(command=f"exec {shlex.join(SLOT_PYTHON)} -c {shlex.quote(code)}", timeout_s=30)
+        )
     finally:
         stopped = await sandbox.stop()
     if not stopped.clean:
@@ -313,7 +315,7 @@ async def _memory(sandbox: SlotSandbox, entered: Entered) -> tuple[bool, str]:
     if not any("memory" in tree.controllers for tree in entered.cgroups.trees):
         return False, entered.cgroups.missing.get("memory", "no memory controller")
     result = await sandbox.run(
-        "probe-memory", Exec(command=f"exec {_PYTHON} -c \"x = b'x' * (64 << 20)\"", timeout_s=60)
+        "probe-memory", Exec(command=f"exec {shlex.join(SLOT_PYTHON)} -c \"x = b'x' * (64 << 20)\"", timeout_s=60)
     )
     named = isinstance(result, CommandResult) and result.limit == "memory" and result.exit_code == -9
     return named, f"64 MiB were used under a limit of {_LIMITS.memory_mib} MiB: {_shown(result)}"

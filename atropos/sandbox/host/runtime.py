@@ -19,10 +19,10 @@ from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import CodeType
 
+from atropos.config import INSIDE, SLOT_PYTHON
 from atropos.errors import IsolationUnavailable
 from atropos.sandbox.host import runner_code
 
-INSIDE = "/.atropos"
 _MODULES = [
     "encodings.aliases",
     "encodings.ascii",
@@ -101,14 +101,15 @@ def build(folder: str) -> Runtime:
     (stdlib / "lib-dynload").mkdir(parents=True)
     _copy_binary(python, f"{folder}/python")
     _copy_binary(loader, f"{folder}/ld.so")
+    os.link(f"{folder}/ld.so", f"{folder}/{os.path.basename(SLOT_PYTHON[0])}")
     for library in _copy_modules(python, stdlib):
         _copy_binary(library, f"{folder}/lib/{_soname(library)}")
     _write_code(runner_code.join(), f"{folder}/runner.pyc")
     empty = f"{folder}/empty"
     Path(empty).touch(0o444)
-    argv = (f"{INSIDE}/ld.so", "--inhibit-cache", "--library-path", f"{INSIDE}/lib", f"{INSIDE}/python")
-    options = ("-I", "-S", "-B", "-X", "utf8", "-X", "frozen_modules=on", f"{INSIDE}/runner.pyc")
-    return Runtime(folder, empty, (*argv, *options))
+    return Runtime(
+        folder, empty, (f"{INSIDE}/ld.so", *SLOT_PYTHON[1:], "-X", "frozen_modules=on", f"{INSIDE}/runner.pyc")
+    )
 
 
 def _copy_modules(python: str, stdlib: Path) -> list[str]:

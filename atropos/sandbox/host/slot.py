@@ -12,13 +12,12 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from atropos.config import SlotLimits
+from atropos.config import INSIDE, SlotLimits
 from atropos.errors import ConfigError, NotSupported, OutcomeUnknown, SandboxError, SlotLost
 from atropos.sandbox.contract import Layer, NoOtherRoot, Stopped
 from atropos.sandbox.host import egress_supervisor, skeleton, views, volumes
 from atropos.sandbox.host.limit_watch import LimitWatch
 from atropos.sandbox.host.runner_link import RunnerLink
-from atropos.sandbox.host.runtime import INSIDE
 from atropos.sandbox.host.slot_network import SlotNetwork
 from atropos.sandbox.host.spawner_client import Exit, child_pid, hold
 from atropos.sandbox.linux import host_limits, memory_files, slot_cgroup, stopped_children

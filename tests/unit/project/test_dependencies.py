@@ -24,6 +24,7 @@ EXTRAS = {
     "atropos/adapters/mini": "mini-swe-agent",
     "atropos/adapters/nemo": "nemo-gym",
     "atropos/adapters/swerex": "swerex",
+    "atropos/adapters/verifiers": "verifiers",
 }
 """Folders whose imports an extra may bring; those of atropos/api that belong to one are imported inside functions."""
 OPTIONAL = {"web", "mcp"}

@@ -1,0 +1,148 @@
+"""The contract of verifiers' runtimes, on slots; tests/adapters/test_verifiers.py runs it with that package."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import urllib.request
+
+import pytest
+import pytest_asyncio
+import verifiers.v1 as vf
+from verifiers.v1.errors import SandboxError
+
+from atropos.adapters.verifiers import AtroposRuntime
+
+LIMITS = {"memory_mib": 192, "pids": 64, "disk_mib": 64}
+POOL = {"backend": "local", "slots_per_container": 2, "max_containers": 1, "limits": LIMITS}
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+SERVER = ["python3", "-m", "http.server", "8000", "--bind", "127.0.0.1"]
+
+
+class Task(vf.Task):
+    def runtime_env(self):
+        return {"WORD": "hello"}
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def runtime():
+    async with AtroposRuntime(Task(vf.TaskData(prompt="x", workdir="/work/here")), pool=POOL) as started:
+        await started.start()
+        yield started
+
+
+async def test_programs_run_where_and_as_whom_they_should(runtime):
+    result = await runtime.run(["sh", "-c", "pwd; echo $WORD $MORE; echo no >&2; exit 3"], {"MORE": "world"})
+    assert result == vf.ProgramResult(3, "/work/here\nhello world\n", "no\n")
+    view = runtime.with_user("nobody", home="/tmp").with_env({"WORD": "bye"})
+    view.user, view.home = "nobody", "/tmp"
+    assert (await view.run(["sh", "-c", "id -un; echo $HOME $WORD"], {})).stdout == "nobody\n/tmp bye\n"
+    assert (await runtime.run(["nothing-here"], {})).exit_code == 127
+    assert await runtime.alive()
+
+
+async def test_files_go_there_and_back(runtime):
+    data = bytes(range(256)) * 4000
+    await runtime.write("deep/er/a", data)
+    assert await runtime.read("/work/here/deep/er/a") == data
+    assert await runtime.read("deep/er/a", max_bytes=len(data)) == data
+    with pytest.raises(SandboxError, match="byte limit"):
+        await runtime.read("deep/er/a", max_bytes=len(data) - 1)
+    with pytest.raises(SandboxError, match="nothing"):
+        await runtime.read("/nothing")
+
+
+async def test_a_live_process_is_spoken_with(runtime):
+    process = await runtime.open_process(["sh", "-c", "echo warn >&2; cat; sleep 60"], {})
+    await process.write(b"\x00one\n")
+    assert await anext(process.stdout) == b"\x00one\n"
+    assert await anext(process.stderr) == b"warn\n"
+    assert await process.poll() is None
+    await process.terminate()
+    assert await process.wait() == -signal.SIGTERM
+    with pytest.raises(SandboxError, match="no-such"):
+        await runtime.open_process(["no-such"], {})
+
+
+async def test_a_service_of_the_slot_is_reached_from_here(runtime):
+    await runtime.write("page", b"from the slot")
+    await runtime.run_background(SERVER, {}, "server.log")
+    url = await runtime.expose(8000)
+    assert await fetched(f"{url}/page") == b"from the slot"
+    assert await runtime.expose(8000) == url
+    assert b"GET /page" in await runtime.read("server.log")
+
+
+async def test_an_endpoint_of_this_machine_is_reached_from_the_slot(runtime):
+    async def answer(reader, writer):
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.0 200 OK\r\n\r\n" + json.dumps(list(range(100_000))).encode())
+        await writer.drain()
+        writer.close()
+
+    async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
+        url = runtime.host_url(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/v1")
+        code = f"import urllib.request; print(len(urllib.request.urlopen({url!r}).read()))"
+        result = await runtime.run(["python3", "-c", code], {})
+    assert result.stdout == f"{len(json.dumps(list(range(100_000))))}\n", result.stderr
+
+
+async def test_a_killed_container_is_an_infrastructure_error():
+    async with AtroposRuntime(pool={**POOL, "slots_per_container": 1}) as runtime:
+        with pytest.raises(SandboxError, match="not started"):
+            await runtime.run(["true"], {})
+        await runtime.start()
+        process = await runtime.open_process(["sleep", "60"], {})
+        running = asyncio.create_task(runtime.run(["sleep", "60"], {}))
+        await asyncio.sleep(0.5)
+        os.kill(int(runtime._held.slot.container.partition("-")[0]), signal.SIGKILL)
+        for failing in (running, process.wait(), runtime.read("x"), runtime.write("x", b"")):
+            with pytest.raises(SandboxError):
+                await failing
+        assert not await runtime.alive()
+
+
+@pytest.mark.parametrize(
+    ("data", "says"),
+    [
+        ({"resources": {"gpu": "A100"}}, "gpu"),
+        ({"resources": {"memory": 8}}, "a slot has 192"),
+        ({"resources": {"disk": 8}}, "a slot has 64 MiB"),
+        ({"network_block": ["example.org"]}, "network_block"),
+    ],
+)
+async def test_what_a_slot_can_t_have_is_refused(data, says):
+    with pytest.raises(ValueError, match=says):
+        AtroposRuntime(vf.Task(vf.TaskData(prompt="x", **data)), pool=POOL)
+
+
+async def test_a_policy_holds_once_the_agent_runs():
+    """A slot of a pool with network reaches nothing that the task doesn't allow; setup does."""
+    task = vf.Task(vf.TaskData(prompt="x", network_allow=["allowed.test"]))
+    async with AtroposRuntime(task, network=True, pool=POOL) as runtime:
+        await runtime.prepare_setup()
+        ask = [
+            "sh",
+            "-c",
+            "curl -s -o /dev/null -w '%{http_code} %header{x-atropos-refused}' http://other.test/ || true",
+        ]
+        before = (await runtime.run(ask, {})).stdout
+        await runtime.prepare_execution([])
+        after = (await runtime.run(ask, {})).stdout
+        await runtime.prepare_execution(None)
+        assert before == (await runtime.run(ask, {})).stdout != after
+
+
+async def fetched(url):
+    def fetch():
+        with urllib.request.urlopen(url) as response:
+            return response.read()
+
+    for _ in range(100):
+        try:
+            return await asyncio.to_thread(fetch)
+        except OSError:
+            await asyncio.sleep(0.1)
+    return await asyncio.to_thread(fetch)
