@@ -31,7 +31,7 @@ def ceiling(limits: SlotLimits, slots: int) -> float | None:
 
     Unless a quota is configured, half of them where others share them. A fair share needs no ceiling as long as programs
     compute, but the kernel (EEVDF, Linux 6.18) shares badly between programs that only wake each other: the pipes of one
-    slot kept a neighbour from its core for 5 s. See docs/security.md for what was measured with which ceiling.
+    slot kept a neighbour from its core for 5 s. See docs/decisions/0011-a-slot-has-a-cpu-ceiling.md for what was measured with which ceiling.
     """
     cores = len(os.sched_getaffinity(0))
     most = limits.cpu_quota

@@ -214,5 +214,5 @@ def check_required(config: ServerConfig, features: Sequence[Feature]) -> None:
     if not refused and config.require_stateful_sandbox:
         refused, why = [f for f in missing if f.name in STATEFUL], "required by require_stateful_sandbox"
     if refused:
-        parts = [f"{f.name} ({f.detail or 'missing'}; fix: {f.fix or 'see docs/security.md'})" for f in refused]
+        parts = [f"{f.name} ({f.detail or 'missing'}; fix: {f.fix or 'see docs/limits.md'})" for f in refused]
         raise IsolationUnavailable(f"isolation is not complete, {why}: " + "; ".join(parts))
