@@ -21,7 +21,7 @@ else
     || { echo "uv could not be installed with pip; see the uv documentation, then run make again" >&2; exit 1; }
   uv=("$python" -m uv)
 fi
-"${uv[@]}" sync --frozen --quiet --all-extras --no-extra harbor --no-extra inspect --no-extra mini-swe-agent --no-extra nemo-gym --no-extra swerex --python "$python"
+"${uv[@]}" sync --frozen --quiet --all-extras --no-extra harbor --no-extra inspect --no-extra mini-swe-agent --no-extra nemo-gym --no-extra swerex --no-extra verifiers --python "$python"
 # A sandbox server runs as a user that may not write here: without bytecode it would compile its libraries at each start.
 .venv/bin/python -m compileall -q atropos \
   .venv/lib/python3*/site-packages/{aiohttp,aiosignal,aiohappyeyeballs,attr,frozenlist,idna,multidict,propcache,pydantic,pydantic_core,annotated_types,typing_inspection,yarl} \
