@@ -36,6 +36,7 @@ ROOT_ONLY = {
     "commands_and_background_processes_run_as_users_of_the_slot",
     "files_are_read_and_written_as_users_of_the_slot",
     "a_program_runs_without_a_shell",
+    "an_archive_has_names_links_modes_owners_and_times_of_all_kinds",
 }
 _numbers = itertools.count(1)
 
@@ -512,6 +513,39 @@ async def archives(host):
         with tarfile.open(fileobj=evil, mode="w") as archive:
             archive.addfile(tarfile.TarInfo("../../etc/evil"))
         assert (await do(s, Untar(path="up", data=evil.getvalue()))).error == "bad_path"
+
+
+TREE = """
+mkdir -p tree/deep "tree/$(printf 'x%.0s' $(seq 120))" && cd tree
+printf 'one' > one; : > empty; head -c 300000 /dev/urandom > large; printf '%513s' x > deep/odd-size; chmod 4751 one
+ln one deep/same; ln -s one link; ln -s "$(printf 'y%.0s' $(seq 150))" far; mkfifo pipe
+printf 'n' > 'nämé'; printf 'b' > $'\\xff\\xfe'; printf 'l' > "$(printf 'z%.0s' $(seq 200))"
+chown 1234:4321 deep/odd-size; touch -d @-5 empty; touch -d @9000000000 large
+"""
+LISTED = """
+cd %s && { find . -type f -printf '%%p %%m %%n %%T@\\n' | sed 's/[.][0-9]*$//'; find . -type d -printf '%%p %%m\\n' -o -type l -printf '%%p %%l\\n'
+sha256sum large one deep/*; } | LC_ALL=C sort | cat -v"""
+
+
+async def an_archive_has_names_links_modes_owners_and_times_of_all_kinds(host):
+    """As Python's own reader sees it, and as ours unpacks it again."""
+    async with slot(host) as s:
+        await out(s, TREE)
+        packed = await do(s, Tar(path="tree"))
+        with tarfile.open(fileobj=io.BytesIO(packed.data)) as archive:
+            found = {member.name: member for member in archive}
+            assert archive.extractfile("./deep/odd-size").read() == b"x".rjust(513)  # type: ignore[union-attr]
+        assert {name for name in found if name.count("/") < 2} == {
+            *(".", "./deep", "./one", "./empty", "./large", "./link", "./far", "./nämé"),
+            *("./\udcff\udcfe", "./" + "x" * 120, "./" + "z" * 200),
+        }
+        assert (found["./one"].mode, found["./far"].linkname) == (0o4751, "y" * 150)
+        assert (found["./deep/same"].islnk(), found["./deep/same"].linkname) == (True, "./one")
+        assert (found["./empty"].mtime, found["./large"].mtime) == (-5, 9_000_000_000)
+        assert (found["./deep/odd-size"].uid, found["./deep/odd-size"].gid) == (1234, 4321)
+        assert (await do(s, Untar(path="again", data=packed.data))).kind == "done"
+        again, tree = await out(s, LISTED % "again"), await out(s, LISTED % "tree")
+        assert again == tree, (again, tree)
 
 
 # ------------------------------------------------------------------------------------------------- background processes

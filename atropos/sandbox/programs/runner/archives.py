@@ -7,15 +7,19 @@ import posix as os
 from typing import TYPE_CHECKING
 
 from atropos.sandbox.programs.runner.failures import OpFailed
-from atropos.sandbox.programs.runner.opening import open_regular
+from atropos.sandbox.programs.runner.opening import open_at_once
 from atropos.sandbox.programs.runner.paths import is_folder, path_of
 from atropos.sandbox.programs.runner.state import is_special
+from atropos.sandbox.programs.runner.tar_headers import CONTENT_END, TAR_END, tar_header
 from atropos.sandbox.programs.runner.work import Work
 
 if TYPE_CHECKING:
-    import tarfile
-
     from atropos.sandbox.programs.runner.work import Outcome
+
+PACK_BYTES = 1 << 18
+"""What is gathered before it is written; a file that is longer than half of it is written by itself."""
+REPLACED = {errno.ENOENT, errno.ELOOP, errno.ENXIO, errno.EINVAL}
+"""Errors of opening what has become something else."""
 
 
 def op_tar(call: int, path: str, max_bytes: int, offset: int | None) -> None:
@@ -36,8 +40,8 @@ class BoundedBuffer:
         self.offset = offset
         self.parts: list[bytes] = []
 
-    def write(self, data: bytes) -> int:
-        """As a file's."""
+    def write(self, data: bytes | bytearray) -> None:
+        """Add to it."""
         self.claim(len(data))
         start, self.size = self.size, self.size + len(data)
         first = self.offset or 0
@@ -46,19 +50,19 @@ class BoundedBuffer:
             raise Enough
         if self.size > first:
             self.parts.append(bytes(data)[max(0, first - start) :])
-        return len(data)
+
+    def copy(self, fd: int, size: int) -> int:
+        """Add what an open file has, at most so many bytes; how many there were."""
+        left = size
+        while left and (data := os.read(fd, min(left, PACK_BYTES))):
+            self.write(data)
+            left -= len(data)
+        return size - left
 
     def claim(self, size: int) -> None:
         """Raises `OpFailed` where so many bytes more are too many."""
         if self.offset is None and self.size + size > self.limit:
             raise OpFailed("too_large", f"the archive is larger than {self.limit} bytes", "output")
-
-
-def forget_names() -> None:
-    """Have `tarfile` not ask the name service, which would load libraries of the slot."""
-    import tarfile
-
-    tarfile.pwd = tarfile.grp = None  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def pack(path: str, max_bytes: int, offset: int | None = None) -> Outcome:
@@ -73,80 +77,101 @@ def pack(path: str, max_bytes: int, offset: int | None = None) -> Outcome:
 
 def write_archive(out: BoundedBuffer, path: str) -> None:
     """Write the archive."""
-    import posixpath
-    import tarfile
-
-    forget_names()
-    os.lstat(path)
-    with tarfile.open(  # pyright: ignore[reportCallIssue]
-        fileobj=out,  # pyright: ignore[reportArgumentType] (a stream needs `write` alone)
-        mode="w|",
-        format=tarfile.PAX_FORMAT,
-        bufsize=512 * 128,
-    ) as archive:
-        if is_folder(path):
-            add_folders(archive, out, path)
-        else:
-            add_file(archive, out, None, path, posixpath.basename(posixpath.normpath(path)))
+    found = os.lstat(path)
+    packer = Packer(out)
+    if is_folder(path):
+        packer.add_folders(path)
+    else:
+        packer.add(None, path, path.rstrip("/").rpartition("/")[2], link=found.st_mode & 0o170000 == 0o120000)
+    packer.pending += TAR_END
+    out.write(packer.pending)
 
 
-def add_folders(archive: tarfile.TarFile, out: BoundedBuffer, top: str) -> None:
-    """A folder and all below it.
+class Packer:
+    """What writes one archive. Its own, as tarfile takes ten times as long for a small file.
 
-    Programs of the slot may move things meanwhile: below it no link is followed, nothing of /proc is read, and what
-    vanishes is left out.
+    Programs of the slot may move things meanwhile: below the top no link is followed, nothing of /proc is read, and what
+    vanishes, or becomes something else, is left out.
     """
-    pending = [(top, ".")]
-    while pending:
-        path, name = pending.pop()
-        follow = 0 if name == "." else os.O_NOFOLLOW
-        try:
-            folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | follow)
-        except (FileNotFoundError, NotADirectoryError):
-            continue
-        try:
-            if is_special(os.fstat(folder).st_dev):
+
+    def __init__(self, out: BoundedBuffer) -> None:
+        self.out = out
+        self.pending = bytearray()
+        self.names: dict[tuple[int, int], str] = {}
+        """Names of files that have several, by device and inode."""
+
+    def add_folders(self, top: str) -> None:
+        """A folder and all below it."""
+        pending = [(top, ".")]
+        while pending:
+            path, name = pending.pop()
+            follow = 0 if name == "." else os.O_NOFOLLOW
+            try:
+                folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | follow)
+            except (FileNotFoundError, NotADirectoryError):
                 continue
-            archive.addfile(whole_seconds(archive.gettarinfo(f"/proc/self/fd/{folder}/.", name)))
             below: list[tuple[str, str]] = []
-            for entry in sorted(os.listdir(folder)):
-                try:
-                    found = os.stat(entry, dir_fd=folder, follow_symlinks=False)
-                    if found.st_mode & 0o170000 == 0o040000:
-                        below.append((f"{path}/{entry}", f"{name}/{entry}"))
-                    else:
-                        add_file(archive, out, folder, entry, f"{name}/{entry}")
-                except FileNotFoundError:
-                    pass
-            pending += reversed(below)
-        finally:
-            os.close(folder)
+            try:
+                found = os.fstat(folder)
+                if is_special(found.st_dev):
+                    continue
+                self.header(f"{name}/", found, b"5")
+                with os.scandir(folder) as listing:
+                    entries = sorted(listing, key=lambda entry: entry.name)
+                for entry in entries:
+                    if entry.is_dir(follow_symlinks=False):
+                        below.append((f"{path}/{entry.name}", f"{name}/{entry.name}"))
+                    elif entry.is_symlink() or entry.is_file(follow_symlinks=False):
+                        self.add(folder, entry.name, f"{name}/{entry.name}", link=entry.is_symlink())
+                pending += reversed(below)
+            finally:
+                os.close(folder)
 
-
-def add_file(archive: tarfile.TarFile, out: BoundedBuffer, folder: int | None, entry: str, name: str) -> None:
-    """A file or link; anything else is left out, and so is what has become something else by the time it is opened."""
-    found = os.stat(entry, dir_fd=folder, follow_symlinks=False)
-    if is_special(found.st_dev):
-        return
-    kind = found.st_mode & 0o170000
-    if kind == 0o120000:
-        info = archive.gettarinfo(entry if folder is None else f"/proc/self/fd/{folder}/{entry}", name)
-        if info.issym():
-            archive.addfile(whole_seconds(info))
-    elif kind == 0o100000:
+    def add(self, folder: int | None, entry: str, name: str, *, link: bool) -> None:
+        """A symbolic link, or a regular file."""
         try:
-            fd, found = open_regular(entry, os.O_RDONLY | os.O_NOFOLLOW, folder)
+            if link:
+                found = os.stat(entry, dir_fd=folder, follow_symlinks=False)
+                if not is_special(found.st_dev):
+                    self.header(name, found, b"2", os.readlink(entry, dir_fd=folder))
+                return
+            fd = open_at_once(entry, os.O_RDONLY | os.O_NOFOLLOW, folder=folder)
         except OSError as error:
-            if error.errno == errno.ELOOP:
+            if error.errno in REPLACED:
                 return
             raise
-        with open(fd, "rb") as file:
-            if not is_special(found.st_dev):
-                out.claim(found.st_size)
-                archive.addfile(whole_seconds(archive.gettarinfo(arcname=name, fileobj=file)), file)
+        try:
+            found = os.fstat(fd)
+            if found.st_mode & 0o170000 == 0o100000 and not is_special(found.st_dev):
+                self.add_file(fd, found, name)
+        finally:
+            os.close(fd)
 
+    def add_file(self, fd: int, found: os.stat_result, name: str) -> None:
+        """An open regular file, or that it is one that is in the archive already."""
+        if found.st_nlink > 1:
+            first = self.names.setdefault((found.st_dev, found.st_ino), name)
+            if first != name:
+                self.header(name, found, b"1", first)
+                return
+        size = found.st_size
+        self.header(name, found, b"0")
+        self.out.claim(len(self.pending) + size)
+        if size > PACK_BYTES // 2:
+            self.out.write(self.pending)
+            self.pending.clear()
+            got = self.out.copy(fd, size)
+        else:
+            data = os.read(fd, size) if size else b""
+            self.pending += data
+            got = len(data)
+        if got < size:
+            raise OpFailed("io", "a file became shorter while it was read")
+        self.pending += CONTENT_END[: -size % 512]
 
-def whole_seconds(info: tarfile.TarInfo) -> tarfile.TarInfo:
-    """A fraction of a second would cost every member a header more."""
-    info.mtime = int(info.mtime)
-    return info
+    def header(self, name: str, found: os.stat_result, kind: bytes, link: str = "") -> None:
+        """The start of a member."""
+        self.pending += tar_header(name, found, kind, link)
+        if len(self.pending) > PACK_BYTES // 2:
+            self.out.write(self.pending)
+            self.pending.clear()

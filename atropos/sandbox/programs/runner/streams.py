@@ -11,6 +11,7 @@ from atropos.sandbox.programs.runner.files import open_apart, replace_file, targ
 from atropos.sandbox.programs.runner.frames import link
 from atropos.sandbox.programs.runner.loop import loop, now
 from atropos.sandbox.programs.runner.paths import path_of
+from atropos.sandbox.programs.runner.state import is_special
 from atropos.sandbox.programs.runner.unpacking import unpack_from
 from atropos.sandbox.programs.runner.work import STREAM, Work
 
@@ -106,14 +107,23 @@ class Incoming:
 class Outgoing(BoundedBuffer):
     """The stream to the server as a file to write to, which refuses to grow beyond a bound."""
 
-    def write(self, data: bytes) -> int:
+    def write(self, data: bytes | bytearray) -> None:
         """Send it, however long that takes."""
         self.claim(len(data))
         self.size += len(data)
-        view = memoryview(data)
-        while view:
-            view = view[os.write(STREAM, view) :]
-        return len(data)
+        at = 0
+        with memoryview(data) as view:
+            while at < len(data):
+                at += os.write(STREAM, view[at:])
+
+    def copy(self, fd: int, size: int) -> int:
+        """As `BoundedBuffer.copy`, by the kernel alone."""
+        self.claim(size)
+        left = size
+        while left and (sent := os.sendfile(STREAM, fd, None, left)):
+            left -= sent
+        self.size += size - left
+        return size - left
 
 
 def write_stream(path: str, mode: int | None) -> Outcome:
@@ -147,8 +157,9 @@ def read_stream(path: str, out: Outgoing, offset: int, *, tar: bool) -> Outcome:
         write_archive(out, path)
     else:
         fd, found = open_apart(path)
-        out.claim(max(0, found.st_size - offset))
         os.lseek(fd, offset, 0)
+        if not is_special(found.st_dev):  # the kernel's own files don't say how long they are
+            out.copy(fd, max(0, found.st_size - offset))
         while data := os.read(fd, STREAM_BYTES):
             out.write(data)
     return "done", {"count": out.size}, {}

@@ -76,8 +76,9 @@ class TarMember:
         self.name = name.rstrip("/")
         self.link = extended.get("linkpath", string(block[157:257]))
         self.mode = number(block[100:108]) & 0o7777
-        self.mtime = number(block[136:148])
         try:
+            whole_s = extended.get("mtime", "").partition(".")[0]
+            self.mtime = int(whole_s) if whole_s else number(block[136:148])
             self.size = int(extended["size"]) if "size" in extended else number(block[124:136])
             self.uid = int(extended["uid"]) if "uid" in extended else number(block[108:116])
             self.gid = int(extended["gid"]) if "gid" in extended else number(block[116:124])
