@@ -17,6 +17,7 @@ from typing import Any, TypeVar, cast
 from aiohttp import ContentTypeError
 
 from atropos.agent.fairness import started_in_turn
+from atropos.agent.transcript import numbers
 from atropos.aio import backoff_s
 from atropos.errors import InferenceError
 from atropos.tools.parsers.base import whole_text
@@ -100,10 +101,10 @@ class Model:
         Raises:
             InferenceError: no usable answer within the deadline.
         """
-        prompt = list(ids)
+        prompt = numbers(ids)
 
         async def once() -> Generation:
-            answer = await self._server.tokens_and_logprobs_completion(input_ids=list(prompt), n=1, **sampling)
+            answer = await self._server.tokens_and_logprobs_completion(input_ids=numbers(prompt), n=1, **sampling)
             return _generation(prompt, _unwrap(answer))
 
         return await self._bounded(once)

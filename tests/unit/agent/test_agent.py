@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import gc
 import json
 import types
 
@@ -247,6 +248,20 @@ async def test_nonsense_is_an_inference_error(ids, logprobs, why):
 
     with pytest.raises(InferenceError, match=why):
         await agent(Server(), model_retries=0).run("x")
+
+
+async def test_the_garbage_collector_walks_no_list_of_tokens():
+    """A full collection that did stopped the loop of 256 trajectories for a sixth of a second."""
+
+    class Server(DirectServer):
+        async def tokens_and_logprobs_completion(self, input_ids, n, **sampling):
+            assert not gc.is_tracked(input_ids)
+            return await super().tokens_and_logprobs_completion(input_ids, n, **sampling)
+
+    server = Server()
+    found = (await agent(server).run(script(["one"]))).trajectory_data
+    assert server.log and len(found.tokens) > 10
+    assert [gc.is_tracked(values) for values in (found.tokens, found.masks, found.logprobs)] == [False] * 3
 
 
 async def test_a_silent_server_meets_the_deadline():
