@@ -15,6 +15,11 @@ UV_PROJECT_ENVIRONMENT=.peers "$uv" sync --frozen --quiet --no-default-groups --
 # NeMo Gym's pins exclude the others', but its sandbox API needs none of its dependencies.
 "$uv" export --frozen --quiet --no-default-groups --no-hashes --no-annotate --extra nemo-gym | grep '^nemo-gym==' >.peers/nemo-gym.txt
 "$uv" pip install --quiet --no-deps --python .peers/bin/python -r .peers/nemo-gym.txt
+# The newer one in the lock, which has terminals and endpoints, says that it needs a newer Python; its sandbox API doesn't.
+"$uv" export --frozen --quiet --no-default-groups --no-hashes --no-annotate --extra nemo-gym |
+  grep -oE '^(nemo-gym|omegaconf|antlr4-python3-runtime)==[0-9.]+' | sort -V | awk -F== '{ newest[$1] = $0 } END { for (name in newest) print newest[name] }' \
+    >.peers/nemo-gym.txt
+"$uv" pip install --quiet --no-deps --python-version 3.13.14 --python .peers/bin/python --target .peers/share/nemo-gym -r .peers/nemo-gym.txt
 # verifiers' pins exclude most others'.
 UV_PROJECT_ENVIRONMENT=.peers/verifiers "$uv" sync --frozen --quiet --no-default-groups --python "$python" --extra testing --extra verifiers
 # SWE-ReX's tests come with its source distribution alone; without it they are skipped.

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from nemo_gym.sandbox.providers.base import (
     SandboxCreateError,
@@ -19,6 +19,10 @@ from nemo_gym.sandbox.providers.base import (
 
 from atropos.adapters.sharing import HeldSlot, SlotRequest, infrastructure
 from atropos.errors import SandboxError
+from atropos.slots import PortForward
+
+if TYPE_CHECKING:  # of later versions than 0.4
+    from nemo_gym.sandbox.providers.base import SandboxEndpoint, SandboxPtySession, SandboxPtySpec
 
 DID_NOT_RUN = 125
 """`return_code` beside an `error_type`, as NeMo Gym's own providers have it."""
@@ -33,6 +37,8 @@ class SandboxGoneError(RuntimeError):
 class _Sandbox:
     held: HeldSlot
     env: dict[str, str]
+    forwards: dict[int, PortForward] = field(default_factory=dict)
+    forwarding: asyncio.Lock = field(default_factory=asyncio.Lock)
     closed: bool = False
     closing: asyncio.Lock = field(default_factory=asyncio.Lock)
 
@@ -84,8 +90,6 @@ class AtroposProvider:
         refused = self._request.refusal(resources.memory_mib, (resources.disk_gib or 0) * 1024, gpu=bool(resources.gpu))
         if refused is not None:
             raise SandboxCreateError(f"resources: {refused}")
-        if getattr(spec, "ports", ()):  # of later versions
-            raise SandboxCreateError("ports: a slot's ports can't be reached from outside")
 
     async def exec(
         self,
@@ -139,6 +143,32 @@ class AtroposProvider:
         target.parent.mkdir(parents=True, exist_ok=True)
         await asyncio.to_thread(target.write_bytes, data)
 
+    async def endpoint(self, handle: SandboxHandle, port: int) -> SandboxEndpoint:
+        """A service of the slot at a port of this machine's loopback, whether or not `ports` declared it.
+
+        Raises:
+            SandboxGoneError: the slot or its container failed.
+        """
+        from nemo_gym.sandbox.providers.base import SandboxEndpoint
+
+        held, sandbox = self._held(handle), _sandbox(handle)
+        with infrastructure(SandboxGoneError):
+            async with sandbox.forwarding:
+                if port not in sandbox.forwards:
+                    sandbox.forwards[port] = await PortForward.to_slot(held.slot, port)
+        return SandboxEndpoint(f"http://127.0.0.1:{sandbox.forwards[port].port}")
+
+    async def create_pty(self, handle: SandboxHandle, spec: SandboxPtySpec) -> SandboxPtySession:
+        """A terminal of the slot, or pipes.
+
+        Raises:
+            SandboxPtyError: it can't be started, or the slot failed.
+        """
+        from atropos.adapters.nemo_gym_terminal import Terminal
+
+        held = self._held(handle)
+        return await Terminal.start(held, spec, {**_sandbox(handle).env, **(spec.env or {})})
+
     async def status(self, handle: SandboxHandle) -> SandboxStatus:
         """`error` once the slot or its container is gone."""
         sandbox = _sandbox(handle)
@@ -155,7 +185,11 @@ class AtroposProvider:
         async with sandbox.closing:
             if not sandbox.closed:
                 sandbox.closed = True
-                await sandbox.held.release()
+                try:
+                    for forward in sandbox.forwards.values():
+                        await forward.aclose()
+                finally:
+                    await sandbox.held.release()
 
     async def aclose(self) -> None:
         """Nothing: the pool ends with the last of its sandboxes."""

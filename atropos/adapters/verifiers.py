@@ -105,7 +105,7 @@ class AtroposRuntime(Runtime):
         if config.image != BASE:
             request = request.model_copy(update={"image": config.image})
         self.config = config
-        self.info: DockerRuntimeInfo = DockerRuntimeInfo(**config.model_dump())  # types on a trace are a closed set
+        self.info = self._info = DockerRuntimeInfo(**config.model_dump())  # types on a trace are a closed set
         self._request = request
         self._held: HeldSlot | None = None
         self._starting = asyncio.Lock()
@@ -124,7 +124,7 @@ class AtroposRuntime(Runtime):
                 held = self._held = await HeldSlot.lease(self._request, f"verifiers {self.name}")
             self._folder = held.path(self.config.workdir or ".")
             self.config = self.config.model_copy(update={"workdir": self._folder})
-            self.info.id, self.info.workdir = held.slot.lease.lease_id, self._folder
+            self._info.id, self._info.workdir = held.slot.lease.lease_id, self._folder
             await held.slot.exec(["mkdir", "-p", self._folder], user=held.user)
 
     @override

@@ -1,0 +1,151 @@
+"""Terminals of slots as NeMo Gym's PTY sessions; its versions before 0.7 have none."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import shlex
+import uuid
+from collections.abc import AsyncIterator, Mapping
+from typing import Self, cast, get_args
+
+from nemo_gym.sandbox.providers.base import SandboxPtyError, SandboxPtySpec
+
+from atropos.adapters.sharing import HeldSlot, infrastructure
+from atropos.errors import SandboxError
+from atropos.slots import Process, Signal
+
+READ_WAIT_S = 30.0
+"""Longest wait of one request for output."""
+
+
+class Terminal:
+    """A program of a slot on a terminal of its own, or on pipes; a `SandboxPtySession`.
+
+    Attributes:
+        session_id: its name in the slot.
+        mode: `pty` or `pipe`.
+        closed: whether `close` has run.
+    """
+
+    def __init__(self, held: HeldSlot, process: Process, mode: str) -> None:
+        self.session_id = process.id
+        self.mode: str | None = mode
+        self.closed = False
+        self._held = held
+        self._process = process
+
+    @classmethod
+    async def start(cls, held: HeldSlot, spec: SandboxPtySpec, env: Mapping[str, str]) -> Self:
+        """Start the spec's command, or a shell.
+
+        Raises:
+            SandboxPtyError: it can't be started, or the slot failed.
+        """
+        with infrastructure(SandboxPtyError):
+            try:
+                process = await held.slot.start(
+                    spec.command or ["/bin/bash"],
+                    workdir=held.path(spec.cwd or "."),
+                    env=env,
+                    user=held.user if spec.user is None else str(spec.user),
+                    pty=(spec.rows, spec.cols) if spec.pty else None,
+                    split=not spec.pty,
+                    hold=not spec.pty,
+                )
+            except OSError as error:
+                raise SandboxPtyError(f"{spec.command or '/bin/bash'}: {error}") from error
+        return cls(held, process, "pty" if spec.pty else "pipe")
+
+    async def read(self, *, timeout_s: float | None = None) -> bytes:
+        """What it printed since the last time, its errors as well on a terminal; empty once it has ended.
+
+        Raises:
+            TimeoutError: nothing came.
+            SandboxPtyError: the slot failed.
+        """
+        return await self._read(self._process, timeout_s)
+
+    async def read_stderr(self, *, timeout_s: float | None = None) -> bytes:
+        """As `read`, what it printed as errors on pipes; on a terminal nothing, once it has ended."""
+        if self._process.errors is None:
+            await self.wait_exit(timeout_s=timeout_s)
+            return b""
+        return await self._read(self._process.errors, timeout_s)
+
+    async def _read(self, process: Process, timeout_s: float | None) -> bytes:
+        with infrastructure(SandboxPtyError):
+            async with asyncio.timeout(timeout_s):
+                while True:
+                    ended = process.exit_code is not None
+                    data = await process.read(wait_s=READ_WAIT_S if timeout_s is None else min(timeout_s, READ_WAIT_S))
+                    if data or ended:
+                        return data
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        while data := await self.read():
+            yield data
+
+    async def write(self, data: bytes) -> None:
+        """Type on its terminal, or give it input."""
+        with infrastructure(SandboxPtyError):
+            try:
+                await self._process.write(data)
+            except OSError as error:
+                raise SandboxPtyError(f"session {self.session_id}: {error}") from error
+
+    async def resize(self, rows: int, cols: int) -> None:
+        """Give its terminal another size."""
+        with infrastructure(SandboxPtyError):
+            await self._process.resize(rows, cols)
+
+    async def send_signal(self, signal: str) -> None:
+        """Signal all that it started; a name as `SIGTERM`.
+
+        Raises:
+            ValueError: a signal that can't be sent.
+        """
+        name = signal.removeprefix("SIG")
+        if name not in get_args(Signal):
+            raise ValueError(f"signal {signal!r}: one of {', '.join(f'SIG{one}' for one in get_args(Signal))}")
+        with infrastructure(SandboxPtyError):
+            await self._process.kill(cast("Signal", name))
+
+    async def wait_exit(self, *, timeout_s: float | None = None) -> int:
+        """Its exit code, -N when signal N ended it.
+
+        Raises:
+            TimeoutError: it still runs.
+        """
+        with infrastructure(SandboxPtyError):
+            code = await self._process.wait(timeout_s)
+        if code is None:
+            raise TimeoutError(f"session {self.session_id} still runs after {timeout_s:g} s")
+        return code
+
+    async def run_detached(self, command: str, *, poll_interval_s: float = 15.0) -> tuple[bytes, int | None]:
+        """Run a line in the session's shell. Nothing is held meanwhile, so `poll_interval_s` is the time of nothing here."""
+        del poll_interval_s
+        mark = f"ATROPOS{uuid.uuid4().hex}"
+        line = f"{{ eval {shlex.quote(command)}; }} </dev/null 2>&1; printf '%s%s:%s\\n' {mark[:9]} {mark[9:]} $?\n"
+        await self.write(line.encode())
+        seen = b""
+        while (end := seen.find(f"{mark}:".encode())) < 0 or b"\n" not in seen[end:]:
+            if not (data := await self.read()):
+                return seen, None
+            seen += data
+        code = seen[end:].partition(b":")[2].partition(b"\n")[0].strip()
+        return seen[:end], int(code)
+
+    async def close(self) -> None:
+        """End it, with all that it started. Idempotent."""
+        if not self.closed:
+            self.closed = True
+            with contextlib.suppress(SandboxError, OSError):
+                await self._process.kill()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
