@@ -49,7 +49,7 @@ class FileStream:
         self._timer = self._loop.call_later(IDLE_S, self._look)
         self._turn: asyncio.Task[None] | None = None
         self._waiter: asyncio.Future[None] | None = None
-        self._unsent = b""
+        self._unsent: list[memoryview] = []
         self.received = 0
         self.closed = self.broken = self._finished = False
 
@@ -104,15 +104,15 @@ class FileStream:
         await self._flush()
         at = offset
         async for chunk in chunks:
-            new = chunk[max(0, self.received - at) :]
+            new = memoryview(chunk)[max(0, self.received - at) :]
             at += len(chunk)
             if new:
                 self.received += len(new)
-                self._unsent = len(new).to_bytes(4, "little") + new
+                self._unsent = [memoryview(len(new).to_bytes(4, "little")), new]
                 await self._flush()
         if last and not self._finished:
             self._finished = True
-            self._unsent = END
+            self._unsent = [memoryview(END)]
             await self._flush()
 
     async def _flush(self) -> None:
@@ -121,13 +121,16 @@ class FileStream:
             if self.closed:
                 raise StreamGone("the stream is over")
             try:
-                sent = self._near.send(self._unsent)
+                sent = self._near.sendmsg(self._unsent)
             except BlockingIOError:
                 await self._ready(self._loop.add_writer)
                 continue
             except OSError as error:
                 raise StreamGone(f"the slot reads no further: {error.strerror}") from None
-            self._unsent = self._unsent[sent:]
+            while self._unsent and sent >= len(self._unsent[0]):
+                sent -= len(self._unsent.pop(0))
+            if sent:
+                self._unsent[0] = self._unsent[0][sent:]
             self._moved_at = self._loop.time()
 
     async def chunks(self) -> AsyncIterator[bytes]:

@@ -11,7 +11,7 @@ import aiohttp
 from aiohttp import web
 from pydantic import BaseModel, ValidationError
 
-from atropos.aio import receive_small
+from atropos.aio import RECEIVE_BYTES, receive_small
 from atropos.errors import PoolFull, SandboxError
 from atropos.metrics import CONTENT_TYPE
 from atropos.net.admission import BearerToken
@@ -185,9 +185,11 @@ class Routes:
     async def write_stream(self, request: web.Request) -> web.Response:
         """PUT /v1/leases/{id}/streams/{stream}?offset=N[&last=1]: a piece of what a `write_stream` writes."""
         stream = await self._streams(request).find(request.match_info["stream"])
-        offset = _number(request, "offset") or 0
+        offset, last = _number(request, "offset") or 0, request.query.get("last") == "1"
+        receive_small(request.transport)
+        chunks = aiter(request.content.iter_chunked(RECEIVE_BYTES))  # not joined: larger buffers are mapped anew
         try:
-            await stream.receive(offset, aiter(request.content.iter_any()), last=request.query.get("last") == "1")
+            await stream.receive(offset, chunks, last=last)
         except aiohttp.ClientError as error:
             raise ConnectionResetError(f"a piece of a stream broke off: {error}") from None
         return answer(StreamState(received=stream.received))

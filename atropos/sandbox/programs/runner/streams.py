@@ -66,7 +66,10 @@ class Incoming:
     def fill(self) -> bool:
         """Have something in the empty buffer; False at the end."""
         if not self.left and not self.over:
-            self.left = int.from_bytes(self.receive(1) + self.receive(1) + self.receive(1) + self.receive(1), "little")
+            length = self.receive(4)
+            while len(length) < 4:
+                length += self.receive(4 - len(length))
+            self.left = int.from_bytes(length, "little")
             self.over = not self.left
         if self.over:
             return False
