@@ -59,6 +59,7 @@ class ExecTool:
         self._executor = executor
         self._run = run
         self._setup = setup
+        self._given_up = False
         self.failure: SandboxError | HookError | None = None
 
     async def __call__(self, call: ToolCall, *, check: bool | None = None) -> ToolResult:
@@ -83,7 +84,20 @@ class ExecTool:
         except (SandboxError, HookError) as error:
             self.failure = self.failure or error
             raise
+        except asyncio.CancelledError:
+            self._given_up = True
+            raise
         return result
+
+    async def settle(self) -> None:
+        """Where the hook gave a call up (by a timeout of its own), ask whether the slot still answers.
+
+        The silence of a container that is frozen or cut off says nothing about the agent's work.
+        """
+        probe = ToolCall(name="terminal", arguments={"command": "true"})
+        if self._given_up and self._executor.mistake_in(probe) is None:
+            with contextlib.suppress(SandboxError):
+                await self(probe, check=False)
 
 
 def failed_call(call: ToolCall, result: ToolResult) -> str:
@@ -152,15 +166,14 @@ class Hooks:
     async def _call(
         self, name: str, hook: Callable[[], Value | Awaitable[Value]], calls: Calls | None, kind: type[HookError]
     ) -> Value:
-        failure: SandboxError | HookError | None = None
         try:
             with self.guard(name, kind):
                 value = await self._bounded(name, hook, kind)
         except HookError:
-            if calls is None or (failure := calls.failure) is None:
+            if (failure := await _settled(calls)) is None:
                 raise
         else:
-            if calls is None or (failure := calls.failure) is None:
+            if (failure := await _settled(calls)) is None:
                 return value
         raise _named(name, failure)
 
@@ -190,6 +203,13 @@ class Hooks:
                 self._logged.add((name, type(error)))
                 _log.exception("%s of %s failed", name, self._owner)
             raise kind(f"{name} raised {type(error).__name__}: {error}") from error
+
+
+async def _settled(calls: Calls | None) -> SandboxError | HookError | None:
+    """The first failure of a hook's calls, those that it gave up included."""
+    if isinstance(calls, ExecTool):
+        await calls.settle()
+    return calls.failure if calls is not None else None
 
 
 def _named(hook: str, failure: SandboxError | HookError) -> SandboxError | HookError:

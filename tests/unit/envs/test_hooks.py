@@ -60,6 +60,61 @@ async def test_a_hook_that_catches_everything_can_not_turn_a_fault_into_a_score(
     assert env.metrics.retries == {failure.code: 2}
 
 
+async def test_a_hook_that_gives_a_call_up_scores_no_slot_that_answers_nothing(policy, tmp_path):
+    """A container that is frozen gives no answer, and its loss is known later than the hook's own timeout."""
+
+    class Frozen(StandInExecutor):
+        frozen: str | None = None
+
+        async def execute(self, trajectory_id, tool_call):
+            if tool_call.arguments == {"command": "check"} and self.frozen is None:
+                self.frozen = trajectory_id
+            if self.frozen == trajectory_id:
+                await asyncio.sleep(0.3)
+                raise SlotLost("its container gives no sign of life")
+            return await super().execute(trajectory_id, tool_call)
+
+    class Env(ScriptEnv):
+        async def start_tool_backend(self, tools=None):
+            self.stand_in = Frozen(tools or self.build_tools())
+            self.backend.executor = self.stand_in
+
+        async def verify_and_score_trajectory(self, item, final_response, *, trajectory_id, exec_tool, agent_result):
+            try:
+                await asyncio.wait_for(exec_tool(terminal("check")), 0.1)
+            except TimeoutError:
+                return 0.0, {}
+            return 1.0, {}
+
+    env = make(Env, policy.url, tmp_path / "g.jsonl")
+    await env.process_manager()
+    assert [group["scores"] for group in groups_in(tmp_path / "g.jsonl")] == [[1.0] * 3] * 3
+    assert env.metrics.retries == {"slot_lost": 1}
+
+
+async def test_a_hook_s_own_timeout_is_a_verdict_where_the_slot_answers(policy, tmp_path):
+    class Env(ScriptEnv):
+        async def start_tool_backend(self, tools=None):
+            await super().start_tool_backend(tools)
+            run = self.stand_in.execute
+
+            async def execute(trajectory_id, tool_call):
+                if tool_call.arguments == {"command": "slow tests"}:
+                    await asyncio.Event().wait()
+                return await run(trajectory_id, tool_call)
+
+            self.stand_in.execute = execute
+
+        async def verify_and_score_trajectory(self, item, final_response, *, trajectory_id, exec_tool, agent_result):
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(exec_tool(terminal("slow tests")), 0.05)
+            return 0.5, {}
+
+    env = make(Env, policy.url, tmp_path / "g.jsonl")
+    await env.process_manager()
+    assert [group["scores"] for group in groups_in(tmp_path / "g.jsonl")] == [[0.5] * 3] * 3
+
+
 async def test_what_a_hook_catches_is_a_fault_though_it_raises_something_else(policy, tmp_path):
     class Env(ScriptEnv):
         @staticmethod
