@@ -22,14 +22,16 @@ from atropos.api.executor_models import (
     ExecutorHealth,
     ExecutorServerSettings,
     OpenTrajectory,
+    PrepareImage,
     ToolSchemas,
     TrajectoryInfo,
     TrajectoryList,
 )
 from atropos.api.http import Gate, Refusal, add_error_handlers, describe_auth
+from atropos.api.images import PreparedImages
 from atropos.api.trajectories import OpenCall, Trajectories
 from atropos.metrics import CONTENT_TYPE, build_info, exposition
-from atropos.wire import Problem
+from atropos.wire import ImageState, Problem
 
 _ERRORS: dict[int | str, dict[str, Any]] = {
     status: {"model": Problem} for status in (401, 404, 409, 410, 413, 422, 429, 503)
@@ -70,6 +72,7 @@ def create_executor_app(settings: ExecutorServerSettings, *, executor: Any = Non
             ready = executor or await stack.enter_async_context(_made(settings))
             trajectories, sandboxes = Trajectories(ready, settings), Sandboxes(ready, settings)
             app.state.trajectories, app.state.sandboxes, app.state.executor = trajectories, sandboxes, ready
+            app.state.images = images = PreparedImages(getattr(ready, "pool", None))
             reapers = [asyncio.create_task(trajectories.reap()), asyncio.create_task(sandboxes.reap())]
             try:
                 yield
@@ -77,7 +80,7 @@ def create_executor_app(settings: ExecutorServerSettings, *, executor: Any = Non
                 for reaper in reapers:
                     reaper.cancel()
                 await asyncio.wait(reapers)
-                await asyncio.gather(trajectories.aclose(), sandboxes.aclose())
+                await asyncio.gather(trajectories.aclose(), sandboxes.aclose(), images.aclose())
 
     app.router.lifespan_context = lifespan
     add_error_handlers(app)
@@ -126,6 +129,15 @@ def _add_routes(app: FastAPI) -> None:
         """The tools as OpenAI function-calling schemas."""
         return ToolSchemas(tools=tuple(request.app.state.executor.tools.schemas()))
 
+    @app.post("/prepare", responses=_ERRORS)
+    async def prepared(request: Request, wanted: PrepareImage) -> ImageState:
+        """Have an image pulled and unpacked where slots run, and say how far that is: `ready`, `failed`, or under way.
+
+        Trajectories that name it then open at once. Ask again to wait on, or, after a failure, to try again.
+        """
+        images: PreparedImages = request.app.state.images
+        return await images.prepare(wanted.image, wanted.wait_s)
+
     @app.get("/trajectories", responses={401: {"model": Problem}})
     async def every(request: Request) -> TrajectoryList:
         """All open trajectories."""
@@ -135,7 +147,10 @@ def _add_routes(app: FastAPI) -> None:
     async def opened(
         request: Request, response: Response, wanted: OpenTrajectory, idempotency_key: Key = None
     ) -> TrajectoryInfo:
-        """Open a trajectory with a slot of its own. 200 instead of 201: it was open already under this id or key."""
+        """Open a trajectory with a slot of its own. 200 instead of 201: it was open already under this id or key.
+
+        With `image` its slot stands on that image, which is prepared first, by the pool's own deadline, where it isn't.
+        """
         if wanted.trajectory_id is None and idempotency_key is not None:
             named = f"k-{hashlib.sha256(idempotency_key.encode()).hexdigest()[:32]}"
             wanted = wanted.model_copy(update={"trajectory_id": named})

@@ -15,6 +15,8 @@ MAX_REQUEST_BYTES = 48 * 1024 * 1024
 """Largest request body: a 32 MiB file as base64, and some."""
 _ID = r"^[A-Za-z0-9._:-]+$"
 
+_IMAGE = "root file system: NAME[:TAG], HOST/NAME@sha256:DIGEST, atropos-build:KEY"
+
 
 class ExecutorServerSettings(SettingsModel):
     """An executor API. Times in seconds."""
@@ -43,6 +45,14 @@ class OpenTrajectory(Request):
 
     trajectory_id: str | None = Field(default=None, min_length=1, max_length=200, pattern=_ID)
     ttl_s: float | None = Field(default=None, gt=0, le=86_400, strict=True, description="None: the server's")
+    image: str | None = Field(default=None, min_length=1, max_length=500, description=_IMAGE)
+
+
+class PrepareImage(Request):
+    """`POST /prepare`."""
+
+    image: str = Field(min_length=1, max_length=500, description=_IMAGE)
+    wait_s: float = Field(default=20, ge=0, le=60, strict=True, description="longest wait for the image to be ready")
 
 
 class TrajectoryInfo(ApiMessage):

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 from atropos.api.executor_models import CallBody, ExecutorServerSettings, OpenTrajectory, TrajectoryInfo
 from atropos.api.http import Refusal
+from atropos.api.images import checked_source
 from atropos.errors import (
     AcquireTimeout,
     ConfigError,
@@ -47,7 +48,12 @@ class Executor(Protocol):
         """Run a call."""
         ...
 
-    async def slot(self, trajectory_id: str) -> Any:
+    @property
+    def pool(self) -> Any:
+        """Where slots come from."""
+        ...
+
+    async def slot(self, trajectory_id: str, *, image: str | None = None) -> Any:
         """Lease the slot."""
         ...
 
@@ -72,6 +78,7 @@ class Trajectory:
     key: str
     ttl_s: float
     opening: asyncio.Task[Any]
+    image: str | None = None
     touched: float = field(default_factory=time.monotonic)
     calls: OrderedDict[str, OpenCall] = field(default_factory=OrderedDict[str, OpenCall])
     finished: int = 0
@@ -135,7 +142,8 @@ class Trajectories:
             The trajectory, and whether it is new.
 
         Raises:
-            Refusal: 429, no slot came free in time; 503, the server ends or its backend fails.
+            Refusal: 429, no slot came free in time; 503, the server ends, its backend fails, or the image can't be had; 422,
+                the image may not be named; 409, the trajectory is open on another one.
         """
         known = self._open.get(wanted.trajectory_id or "")
         if known is None:
@@ -143,6 +151,8 @@ class Trajectories:
                 raise Refusal(503, "draining", "the server is ending; ask another", retry_after_s=5)
             if len(self._open) >= self._settings.max_trajectories:
                 raise Refusal(429, "full", f"{len(self._open)} trajectories are open", retry_after_s=2)
+        elif known.image != wanted.image:
+            raise Refusal(409, "trajectory_id_reused", f"the trajectory is open on another image: {known.image}")
         trajectory = known or self._new(wanted)
         await asyncio.wait([trajectory.opening])
         if trajectory.opening.cancelled():
@@ -163,11 +173,12 @@ class Trajectories:
         return trajectory, known is None
 
     def _new(self, wanted: OpenTrajectory) -> Trajectory:
+        image = None if wanted.image is None else checked_source(wanted.image)
         trajectory_id = wanted.trajectory_id or f"t-{uuid.uuid4().hex}"
         key = f"{trajectory_id}#{uuid.uuid4().hex[:12]}"
         # a task of its own: a client that goes away during the acquire may ask again under its id
-        opening = asyncio.create_task(self._lease(key))
-        made = Trajectory(trajectory_id, key, wanted.ttl_s or self._settings.ttl_s, opening)
+        opening = asyncio.create_task(self._lease(key, image))
+        made = Trajectory(trajectory_id, key, wanted.ttl_s or self._settings.ttl_s, opening, image)
         self._open[trajectory_id] = made
 
         def opened(task: asyncio.Task[Any]) -> None:
@@ -178,9 +189,14 @@ class Trajectories:
         opening.add_done_callback(opened)
         return made
 
-    async def _lease(self, key: str) -> None:
+    async def _lease(self, key: str, image: str | None) -> None:
+        if image is None:
+            async with asyncio.timeout(self._settings.acquire_s):
+                await self._executor.slot(key)
+            return
+        await self._executor.pool.prepare(image)  # by its own deadline, before the wait for a slot
         async with asyncio.timeout(self._settings.acquire_s):
-            await self._executor.slot(key)
+            await self._executor.slot(key, image=image)
 
     # ----------------------------------------------------------------------------------------------------- calls
 

@@ -212,7 +212,8 @@ class TaskEnv(DatasetEnv):
             async def judged(step: Task = step) -> tuple[Verdict, dict[str, Any]]:
                 return await self._verdict(item, step, trajectory_id)
 
-            verdict, details[step.name] = await self.hooks.call("verify_and_score_trajectory", judged)
+            outcome: tuple[Verdict, dict[str, Any]] = await self.hooks.call("verify_and_score_trajectory", judged)
+            verdict, details[step.name] = outcome
             verdicts.append(verdict)
             if step.step is None or not passed(step.step, verdict) or "verifier_failed" in details[step.name]:
                 break

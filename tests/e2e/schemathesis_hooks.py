@@ -8,7 +8,7 @@ from typing import Any
 import schemathesis
 from pydantic import BaseModel, ValidationError
 
-from atropos.api.executor_models import CallBody
+from atropos.api.executor_models import CallBody, OpenTrajectory, PrepareImage
 from atropos.tools.tool_server.messages import BatchRequest, ExternalCall
 
 _CALLS: tuple[tuple[str, dict[str, Any]], ...] = (
@@ -42,6 +42,10 @@ def _known(call: Any) -> Any:
 def map_body(context: Any, body: Any) -> Any:
     if _right(BatchRequest, body):
         return {**body, "calls": [_known(one) for one in body["calls"]]}
+    if _right(PrepareImage, body):  # no registry of the outside is asked
+        return {**body, "image": "127.0.0.1:1/nothing", "wait_s": 1}
+    if _right(OpenTrajectory, body):
+        return {**body, "image": None}
     return _known(body) if _right(ExternalCall, body) or _right(CallBody, body) else body
 
 

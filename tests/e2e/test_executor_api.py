@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Generator
+from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
 import pytest_asyncio
 from pydantic import SecretStr
 
@@ -15,17 +17,20 @@ from atropos.api.executor_api import create_executor_app
 from atropos.api.executor_models import ExecutorServerSettings
 from atropos.api.settings import ToolServerSettings
 from atropos.api.tool_server import create_app
+from atropos.config import ImageStoreSettings
 from atropos.metrics import CONTENT_TYPE
 from atropos.slots import SlotPool, SlotPoolConfig
 from atropos.tools import ToolCall, ToolExecutor, ToolExecutorConfig, build_tool_registry
+from tests.images.registry import MISSING, Registry, registry
+from tests.images.test_leases import busybox_image
 from tests.unit.api.conftest import until
 from tests.unit.api.site import Site
 
 
 @contextlib.asynccontextmanager
 async def opened(**settings: Any) -> AsyncGenerator[httpx.AsyncClient, None]:
-    pool = SlotPoolConfig(backend="local", slots_per_container=2, max_containers=1)
-    app = create_executor_app(ExecutorServerSettings(token=SecretStr("x"), pool=pool, **settings))
+    settings = {"pool": SlotPoolConfig(backend="local", slots_per_container=2, max_containers=1), **settings}
+    app = create_executor_app(ExecutorServerSettings(token=SecretStr("x"), **settings))
     async with (
         app.router.lifespan_context(app),
         httpx.AsyncClient(
@@ -116,3 +121,49 @@ async def test_an_executor_uses_the_tool_server_in_its_own_process():
             await until(lambda: app.state.host.stats()["trajectories"] == 0)
     finally:
         await site.stop()
+
+
+@pytest.fixture
+def images(tmp_path: Path) -> Generator[Registry]:
+    if MISSING:
+        pytest.skip(f"not installed: {', '.join(MISSING)}")
+    (tmp_path / "registry").mkdir()
+    with registry(tmp_path / "registry") as found:
+        yield found
+
+
+async def test_a_trajectory_stands_on_the_image_that_it_names(tmp_path: Path, images: Registry):
+    busybox_image(tmp_path / "layout", "from the image")
+    images.push(tmp_path / "layout", "busy:1")
+    name = f"{images.host}/busy:1"
+    store = ImageStoreSettings(folder=str(tmp_path / "store"), insecure_registries=(images.host,))
+    pool = SlotPoolConfig(slots_per_container=2, min_containers=1, max_containers=1, image_store=store)
+    async with opened(pool=pool, acquire_s=10) as client:
+
+        async def prepared(image: str, **more: Any) -> dict[str, Any]:
+            answer = await client.post("/prepare", json={"image": image, **more})
+            assert answer.status_code == 200, answer.text
+            return answer.json()
+
+        first = await prepared(name, wait_s=0)
+        assert first["phase"] in {"queued", "pulling", "unpacking"}
+        states = [first]
+        async with asyncio.timeout(60):
+            while states[-1]["phase"] != "ready":
+                states.append(await prepared(name, wait_s=1))
+        assert states[-1]["image"]["env"]["GREETING"] == "from the image"
+        path = (await client.post("/trajectories", json={"image": name, "trajectory_id": "t"})).headers["Location"]
+        shown = await terminal(client, path, "cat text; pwd; echo $GREETING")
+        assert shown.json()["result"]["output"] == "from the image/srv/app\nfrom the image\n"
+        assert (await client.post("/trajectories", json={"image": name, "trajectory_id": "t"})).status_code == 200
+        other = await client.post("/trajectories", json={"trajectory_id": "t"})
+        assert (other.status_code, other.json()["code"]) == (409, "trajectory_id_reused")
+        absent = f"{images.host}/absent:1"
+        failed = await prepared(absent, wait_s=60)
+        assert (failed["phase"], "manifest unknown" in failed["error"]) == ("failed", True)
+        refused = await client.post("/trajectories", json={"image": absent})
+        assert (refused.status_code, refused.json()["code"]) == (503, "image_unavailable")
+        for bad in (f"dir:{tmp_path}", f"oci:{tmp_path}/layout", "docker-daemon:x", "not a name"):
+            for where in ("/prepare", "/trajectories"):
+                answer = await client.post(where, json={"image": bad})
+                assert answer.status_code == 422, answer.text

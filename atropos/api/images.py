@@ -1,0 +1,98 @@
+"""Images over the executor API: prepared in the pool's containers, with how far that is."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import Any
+
+from atropos.api.http import Refusal
+from atropos.errors import ConfigError, SandboxError
+from atropos.images.reference import SERVERS_OWN, ImageSource
+from atropos.wire import ImageInfo, ImageState
+
+MAX_STATES = 1000
+"""Images whose states are remembered; the oldest finished ones are forgotten."""
+
+
+def checked_source(image: str) -> str:
+    """An image that clients may name: of a registry, or one that was built.
+
+    Raises:
+        Refusal: 422, it names none, or files of this machine.
+    """
+    try:
+        source = ImageSource.parse(image)
+    except ConfigError as error:
+        raise Refusal(422, "invalid", str(error)) from None
+    if source.transport not in SERVERS_OWN:
+        raise Refusal(422, "invalid", f"image: {source.transport}: names files of the server; name a registry's image")
+    return image
+
+
+@dataclass
+class _Preparation:
+    at: ImageState
+    task: asyncio.Task[ImageInfo | None]
+
+    @property
+    def again(self) -> bool:
+        """Whether it came to nothing: it failed, or no container was up."""
+        return self.task.done() and (self.task.exception() is not None or self.task.result() is None)
+
+    def state(self) -> ImageState:
+        """How far it is."""
+        if not self.task.done():
+            return self.at
+        error = self.task.exception()
+        if isinstance(error, SandboxError | ConfigError):
+            return ImageState(source=self.at.source, phase="failed", error=str(error))
+        image = self.task.result()
+        if image is None:
+            return ImageState(source=self.at.source, phase="queued")
+        return ImageState(source=self.at.source, phase="ready", done=1.0, image=image)
+
+
+class PreparedImages:
+    """What clients had prepared. `pool`: the executor's."""
+
+    def __init__(self, pool: Any) -> None:
+        self._pool = pool
+        self._all: OrderedDict[str, _Preparation] = OrderedDict()
+
+    async def prepare(self, image: str, wait_s: float) -> ImageState:
+        """Have an image prepared, unless that is done or under way, and say how far it is after at most `wait_s`.
+
+        Asking again after a failure tries again.
+
+        Raises:
+            Refusal: 422, no such image may be named; 429, too many are under way.
+        """
+        known = self._all.get(checked_source(image))
+        if known is None or known.again:
+            known = self._start(image)
+        await asyncio.wait([known.task], timeout=wait_s)
+        return known.state()
+
+    def _start(self, image: str) -> _Preparation:
+        done = [name for name, one in self._all.items() if one.task.done()]
+        for name in done[: max(0, len(self._all) - MAX_STATES + 1)]:
+            del self._all[name]
+        if len(self._all) >= MAX_STATES:
+            raise Refusal(429, "full", f"{MAX_STATES} images are being prepared", retry_after_s=5)
+
+        def report(_: str, state: ImageState) -> None:
+            if state.phase not in {"ready", "failed"}:  # of one container of several
+                made.at = state.model_copy(update={"source": image})
+
+        task = asyncio.create_task(self._pool.prepare(image, progress=report))
+        made = self._all[image] = _Preparation(ImageState(source=image, phase="queued"), task)
+        return made
+
+    async def aclose(self) -> None:
+        """Stop waiting for what is under way."""
+        tasks = [one.task for one in self._all.values()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
