@@ -16,6 +16,7 @@ from atropos.api.images import checked_source
 from atropos.errors import (
     AcquireTimeout,
     ConfigError,
+    ImageUnavailable,
     LeaseExpired,
     OutcomeUnknown,
     PoolFull,
@@ -31,6 +32,7 @@ _STATUS: dict[type[SandboxError], int] = {
     SlotLost: 410,
     LeaseExpired: 410,
     OutcomeUnknown: 409,
+    ImageUnavailable: 404,
 }
 _RELEASE_S = 30.0
 
@@ -142,8 +144,8 @@ class Trajectories:
             The trajectory, and whether it is new.
 
         Raises:
-            Refusal: 429, no slot came free in time; 503, the server ends, its backend fails, or the image can't be had; 422,
-                the image may not be named; 409, the trajectory is open on another one.
+            Refusal: 429, no slot came free in time; 503, the server ends or its backend fails; 404, the image can't be had;
+                422, it may not be named; 409, the trajectory is open on another one.
         """
         known = self._open.get(wanted.trajectory_id or "")
         if known is None:

@@ -58,6 +58,10 @@ def check_command(
         typer.Option("--pull", help="Pull every image but those given by --image; the base stands in for none else."),
     ] = False,
     variable: Annotated[list[str] | None, typer.Option(help="NAME=VALUE for ${NAME} in task files.")] = None,
+    verifier_layer: Annotated[
+        list[str] | None,
+        typer.Option(help="Image or Dockerfile whose files the tests find, and no agent; again for more."),
+    ] = None,
     network: Annotated[bool, typer.Option("--network", help="Filtered egress for tasks that allow it.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
     page: Annotated[Path | None, typer.Option("--html", help="Write a page of the results as well.")] = None,
@@ -77,6 +81,7 @@ def check_command(
         network=network,
         images=(*(() if pull else STAND_INS), *(image or ())),
         limits=limits,
+        layers=tuple(verifier_layer or ()),
     )
     given = dict(_pair(text) for text in variable or ())
     tasks = _read(paths, name or (), dataset, given)

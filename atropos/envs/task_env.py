@@ -24,13 +24,14 @@ from atropos.envs.config import Names
 from atropos.envs.dataset_env import DatasetEnv, DatasetEnvConfig
 from atropos.envs.running.rollout import Rollout, VerifierError
 from atropos.envs.sandbox_env import ExecTool, GroupMember
-from atropos.errors import ConfigError
+from atropos.errors import ConfigError, ImageUnavailable
 from atropos.slots import Slot, Snapshot
 from atropos.tasks import workspace
 from atropos.tasks.carry import TaskBroken, VerifierFailed
 from atropos.tasks.datasets import dataset_folders
 from atropos.tasks.folder import Task, TaskSet, read_folders, read_tasks
 from atropos.tasks.guide import guide
+from atropos.tasks.layers import VerifierLayers
 from atropos.tasks.limits import STAND_INS, Policy, Room, fit
 from atropos.tasks.prepare import TaskImages
 from atropos.tasks.reward import Verdict, combined, passed
@@ -75,6 +76,10 @@ class TaskEnvConfig(DatasetEnvConfig):
         default="blame",
         description="a verifier without a reward: 0 where it gives one on the untouched workspace, else dropped; or drop, zero",
     )
+    verifier_layers: Names = Field(
+        default_factory=list[str],
+        description="images or Dockerfiles whose files are laid over the machine where tests run, unseen by the agent",
+    )
     fork_setup: bool = Field(
         default=False, description="build a group's workspace once and fork it; pays where set-up takes long"
     )
@@ -98,13 +103,15 @@ class TaskEnv(DatasetEnv):
         self._details: dict[str, dict[str, dict[str, Any]]] = {}
         self._sound: dict[str, bool] = {}
         self._images: TaskImages | None = None
+        self._layers = VerifierLayers(config.verifier_layers)
 
     async def setup_agent_env(self) -> None:
         """Pull what the tasks name, before any of them runs.
 
         Raises:
-            ConfigError: an image can't be had and `skip_bad_tasks` is off, or no task is left.
+            ConfigError: an image can't be had and `skip_bad_tasks` is off, or no task is left; or a verifier layer can't.
         """
+        await self._prepare_layers()
         outcomes = await asyncio.gather(*(self._task_images.pull(item) for item in self.items), return_exceptions=True)
         refused: dict[str, str] = {}
         usable: list[Task] = []
@@ -123,6 +130,17 @@ class TaskEnv(DatasetEnv):
         if not usable:
             raise ConfigError("tasks_path: the image of no task can be had; see the log for each")
         self.items = usable
+
+    async def _prepare_layers(self) -> None:
+        try:
+            await self._layers.prepare(self._task_images)
+        except (TaskBroken, ImageUnavailable) as error:
+            raise ConfigError(f"verifier_layers: {error}") from error
+
+    def close_files(self) -> None:
+        """As the frame's; and the verifier's layers are removed."""
+        super().close_files()
+        self._layers.close()
 
     def build_task(self, item: Task) -> str:
         """The task's instruction, as it is."""
@@ -246,7 +264,9 @@ class TaskEnv(DatasetEnv):
             return await self._fresh_slot(item, trajectory_id, task.verifier)
 
         try:
-            verdict = await workspace.verify(slot, task, mode=self.config.verifier_mode, fresh=fresh)
+            verdict = await workspace.verify(
+                slot, task, mode=self.config.verifier_mode, fresh=fresh, layers=self._layers
+            )
         except VerifierFailed as failure:
             if not await self._scores_zero(item, task, trajectory_id):
                 raise VerifierError(str(failure)) from failure
@@ -283,7 +303,8 @@ class TaskEnv(DatasetEnv):
         async def fresh() -> Slot:
             return await self._fresh_slot(item, trajectory_id, task.verifier)
 
-        await workspace.verify(slot, task, mode="shared" if task.verifier is None else "separate", fresh=fresh)
+        mode = "shared" if task.verifier is None else "separate"
+        await workspace.verify(slot, task, mode=mode, fresh=fresh, layers=self._layers)
 
     async def _fresh_slot(self, item: Task, trajectory_id: str, verifier: Task | None = None) -> Slot:
         """The trajectory's slot is given back and another one built: never two at once, so verifying can't deadlock."""

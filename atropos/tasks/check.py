@@ -6,6 +6,7 @@ It needs no policy and no training library: a pool of slots is all.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
@@ -16,11 +17,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 from atropos.config import SlotLimits
-from atropos.errors import ConfigError, SandboxError
+from atropos.errors import ConfigError, ImageUnavailable, SandboxError
 from atropos.slots import Slot, SlotPool, SlotPoolConfig, Snapshot
 from atropos.tasks import workspace
 from atropos.tasks.carry import TaskBroken, VerifierFailed
 from atropos.tasks.folder import Task, TaskSet
+from atropos.tasks.layers import VerifierLayers
 from atropos.tasks.limits import STAND_INS, Policy, Room, TaskFit, fit
 from atropos.tasks.prepare import Progress, TaskImages
 from atropos.tasks.reward import Verdict, combined, passed
@@ -41,6 +43,7 @@ class CheckConfig:
         script: what the agent `script` runs, with bash.
         slots: at once; fewer where the tasks' memory wouldn't fit on the machine.
         memory_mib: of every slot, however large the task; None: leases of each task's own size.
+        layers: what is laid over the machine where tests run (`VerifierLayers`).
         attempt_s: longest that one agent's attempt may take in all.
     """
 
@@ -53,6 +56,7 @@ class CheckConfig:
     network: bool = False
     images: tuple[str, ...] = STAND_INS
     limits: Policy = "old"
+    layers: tuple[str, ...] = ()
     attempt_s: float = 3600.0
 
 
@@ -126,22 +130,33 @@ async def check(
     if runnable:
         async with _running(room, config, runnable) as (pool, turn):
             images = TaskImages(pool, config.images)
+            layers = await _prepared(images, config)
 
             async def one(task: Task) -> None:
 
                 async def attempt(agent: Agent, mode: Literal["task"] | Mode) -> Attempt:
                     async with turn:
                         report = None if progress is None else partial(progress, task)
-                        return await _attempt(_Run(images, task, agent, config, report, mode))
+                        return await _attempt(_Run(images, layers, task, agent, config, report, mode))
 
                 finding = await _checked(task, fits[task.name], config, attempt)
                 found.append(finding)
                 _report(done, finding)
 
-            async with asyncio.TaskGroup() as group:
-                for task in runnable:
-                    group.create_task(one(task))
+            with contextlib.closing(layers):
+                async with asyncio.TaskGroup() as group:
+                    for task in runnable:
+                        group.create_task(one(task))
     return sorted(found, key=lambda finding: finding.name)
+
+
+async def _prepared(images: TaskImages, config: CheckConfig) -> VerifierLayers:
+    layers = VerifierLayers(config.layers)
+    try:
+        await layers.prepare(images)
+    except (TaskBroken, ImageUnavailable) as error:
+        raise ConfigError(f"--verifier-layer: {error}") from error
+    return layers
 
 
 def _report(done: Callable[[TaskFinding], None] | None, finding: TaskFinding) -> None:
@@ -254,13 +269,14 @@ class _Run:
     def __init__(
         self,
         images: TaskImages,
+        layers: VerifierLayers,
         task: Task,
         agent: Agent,
         config: CheckConfig,
         progress: Progress | None,
         mode: Literal["task"] | Mode,
     ) -> None:
-        self.images, self.pool, self.progress = images, images.pool, progress
+        self.images, self.layers, self.pool, self.progress = images, layers, images.pool, progress
         self.mode: Literal["task"] | Mode = mode
         self.task, self.agent, self.config = task, agent, config
         self.image, self.name = "", f"{task.name}-{agent}"
@@ -335,7 +351,7 @@ class _Run:
                 return await self._lease(self.task, self.image)
             return await self._lease(task.verifier, (await self.images.prepare(task.verifier)).image)
 
-        return await workspace.verify(slot, task, mode=self.mode, fresh=fresh)
+        return await workspace.verify(slot, task, mode=self.mode, fresh=fresh, layers=self.layers)
 
     async def _work(self, slot: Slot, task: Task) -> None:
         if self.agent == "oracle":

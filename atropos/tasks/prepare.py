@@ -209,15 +209,19 @@ class TaskImages:
                 report(state.model_copy(update={"source": name or source}))
 
         try:
-            image = await self._once_up(source, seen)
+            image = await self.once_up(source, seen)
         except (ImageUnavailable, ConfigError) as error:
             raise TaskBroken(f"{task.name}: {error}") from error
         if image is None:
             raise ImageUnavailable(f"{task.name}: no container is up that could prepare {name or 'its workspace'}")
         return image, source
 
-    async def _once_up(self, source: str, progress: Callable[[str, ImageState], None]) -> ImageInfo | None:
-        """What a source is, as soon as a container is up, for which it waits as an acquire does."""
+    async def once_up(self, source: str, progress: Callable[[str, ImageState], None] | None = None) -> ImageInfo | None:
+        """What a source is, prepared as soon as a container is up, for which it waits as an acquire does.
+
+        Raises:
+            ImageUnavailable, ConfigError: it can't be had.
+        """
         end = time.monotonic() + self.pool.config.acquire_timeout_s
         while (image := await self.pool.prepare(source, progress=progress)) is None and time.monotonic() < end:  # noqa: ASYNC110
             await asyncio.sleep(PAUSE_S)

@@ -172,7 +172,7 @@ async def unpack(slot: Slot, step: Copy, context: Context) -> None:
         for path in context.sources(source):
             try:
                 with path.open("rb") as archive:
-                    await _put(slot, where, archive, None, step, owner)
+                    await put(slot, where, archive, mode=step.mode, owner=owner)
             except (tarfile.TarError, EOFError, zlib.error) as error:
                 raise TaskBroken(f"ADD {source}: {error}") from None
 
@@ -252,20 +252,38 @@ async def give(slot: Slot, step: Copy, taken: Taken) -> None:
             where, rename = posixpath.dirname(step.target), posixpath.basename(step.target)
         where = where.rstrip("/") or "/"
         await make_folder(slot, where, owner or (0, 0))
-        await _put(slot, where, archive, rename if not folder else None, step, owner)
+        await put(slot, where, archive, name=rename if not folder else None, mode=step.mode, owner=owner)
 
 
-async def _put(
-    slot: Slot, where: str, archive: IO[bytes], name: str | None, step: Copy, owner: tuple[int, int] | None
+async def put(
+    slot: Slot,
+    where: str,
+    archive: IO[bytes],
+    *,
+    name: str | None = None,
+    mode: int | str | None = None,
+    owner: tuple[int, int] | None = None,
 ) -> None:
-    """Unpack an archive with other owners (None: its own) and modes, in pieces; what is too large for one by itself."""
+    """Unpack an archive, in pieces; what is too large for one by itself.
+
+    Args:
+        slot: where.
+        where: the folder.
+        archive: read from where it stands.
+        name: of its one member; None: their own.
+        mode: as `Copy`'s.
+        owner: None: the archive's.
+
+    Raises:
+        OSError: the slot can't take it.
+    """
     with tarfile.open(fileobj=archive) as source:
         piece = _Piece()
         for member in source:
             if member.isreg() or member.isdir() or member.issym() or member.islnk():
                 if member.name == "." and name is None:
                     continue
-                info = replace_member(member, name, step.mode, owner)
+                info = replace_member(member, name, mode, owner)
                 if member.isreg() and member.size + 20_480 > wire.MAX_FILE_BYTES:
                     content = source.extractfile(member)
                     assert content is not None

@@ -24,6 +24,7 @@ from atropos.tasks.accounts import enter, owner_of, profile_of, reach
 from atropos.tasks.archive import packed_folder
 from atropos.tasks.carry import TaskBroken, VerifierFailed, carry_in, carry_out, untar
 from atropos.tasks.folder import Task
+from atropos.tasks.layers import VerifierLayers
 from atropos.tasks.recipe import PATH
 from atropos.tasks.reward import Verdict, read_verdict
 from atropos.tasks.services import end_processes
@@ -113,6 +114,7 @@ async def verify(
     *,
     mode: Literal["task"] | Mode = "task",
     fresh: Callable[[], Awaitable[Slot]] | None = None,
+    layers: VerifierLayers | None = None,
 ) -> Verdict:
     """Score what is in the slot.
 
@@ -122,6 +124,7 @@ async def verify(
         mode: `task`: as `verifier_mode.choose` says.
         fresh: gives the slot of a separate verifier, with its machine (`Task.verifier`, else the task) built in it; the
             agent's may be gone by then.
+        layers: what is laid over the machine before the tests come.
 
     Raises:
         VerifierFailed: no reward could be read.
@@ -130,6 +133,8 @@ async def verify(
     chosen = choose(task).mode if mode == "task" else mode
     try:
         machine = await _machine(slot, task, chosen, fresh)
+        if layers is not None:
+            await layers.put(machine)
         return await _judge(machine, task.verifier if chosen == "separate" and task.verifier is not None else task)
     except (TimeoutError, ConnectionError):  # of the infrastructure
         raise

@@ -162,7 +162,7 @@ async def test_a_trajectory_stands_on_the_image_that_it_names(tmp_path: Path, im
         failed = await prepared(absent, wait_s=60)
         assert (failed["phase"], "manifest unknown" in failed["error"]) == ("failed", True)
         refused = await client.post("/trajectories", json={"image": absent})
-        assert (refused.status_code, refused.json()["code"]) == (503, "image_unavailable")
+        assert (refused.status_code, refused.json()["code"]) == (404, "image_unavailable")
         for bad in (f"dir:{tmp_path}", f"oci:{tmp_path}/layout", "docker-daemon:x", "not a name"):
             for where in ("/prepare", "/trajectories"):
                 answer = await client.post(where, json={"image": bad})

@@ -327,6 +327,37 @@ async def test_a_separate_verifier_has_its_own_image_in_an_env_and_the_prompt_na
     assert group["atropos"]["trajectories"][0]["info"]["verifier_log"].strip() == "x"
 
 
+@shows("verifier_layers")
+@pytest.mark.parametrize("mode", ["view", "shared", "separate"])
+async def test_verifier_layers_are_there_for_the_tests_and_not_for_the_agent(policy, tmp_path, mode):
+    tools = tmp_path / "tools"
+    tools.mkdir()
+    (tools / "judge").write_text("#!/bin/sh\ncat /opt/data/answer\n")
+    (tools / "judge").chmod(0o755)
+    (tools / "Dockerfile").write_text(
+        "FROM debian AS made\nRUN mkdir -p /opt/data && echo 0.5 > /opt/data/answer\n"
+        "FROM scratch\nCOPY judge /opt/tools/\nCOPY --from=made /opt/data /opt/data\n"
+    )
+    (tmp_path / "tree/opt/more").mkdir(parents=True)
+    (tmp_path / "tree/opt/more/file").write_text("more")
+    look = "ls /opt/tools /opt/more; mkdir -m 700 /opt/mine; stat -c %a /workspace"
+    task(
+        tmp_path,
+        "t",
+        prompt=script({"calls": [call("terminal", command=look)]}, "done"),
+        test="stat -c %a /workspace; cat /opt/more/file; /opt/tools/judge > /logs/verifier/reward.txt",
+        setup="chmod 710 /workspace",
+    )
+    layers = [str(tools / "Dockerfile"), f"dir:{tmp_path}/tree"]
+    found, _ = await run(policy, tmp_path, verifier_mode=mode, verifier_layers=layers)
+    assert found["t"]["scores"] == [0.5, 0.5]
+    assert found["t"]["messages"][0][3]["content"].count("No such file") == 2
+    if mode != "separate":  # a folder of which a layer has nothing stays as it is
+        assert found["t"]["atropos"]["trajectories"][0]["info"]["verifier_log"].startswith("710\nmore")
+    with pytest.raises(ConfigError, match=r"verifier_layers: .*127\.0\.0\.1:1/absent"):
+        await run(policy, tmp_path, verifier_layers=["127.0.0.1:1/absent:1"])
+
+
 async def test_items_come_in_order_and_passes(tmp_path, policy):
     for name in "abcdef":
         task(tmp_path, name)
