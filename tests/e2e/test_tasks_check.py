@@ -119,6 +119,17 @@ def test_an_agent_of_ones_own_is_run_and_the_table_is_printed(tmp_path):
     assert (code, "--script FILE" in told) == (2, True)
 
 
+def test_tests_find_what_a_verifier_layer_has(tmp_path):
+    test = "[ -e done ] && cp /opt/judge/reward /logs/verifier/reward.txt || echo 0 > /logs/verifier/reward.txt"
+    make(tmp_path / "tasks", "layered", test=test, solution="[ ! -e /opt/judge ] && touch done")
+    (tmp_path / "layer/opt/judge").mkdir(parents=True)
+    (tmp_path / "layer/opt/judge/reward").write_text("1")
+    code, out, told = run(tmp_path / "tasks", "--json", "--verifier-layer", f"dir:{tmp_path}/layer")
+    assert code == 0, out + told
+    code, _, told = run(tmp_path / "tasks", "--verifier-layer", f"dir:{tmp_path}/absent")
+    assert (code, "absent" in told) == (2, True)
+
+
 def test_the_table_has_a_line_for_each_task_on_80_columns(tmp_path, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     names = [f"{number}-a-task-with-a-name-that-is-longer-than-its-column" for number in range(3)]
