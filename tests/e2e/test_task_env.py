@@ -328,7 +328,7 @@ async def test_a_separate_verifier_has_its_own_image_in_an_env_and_the_prompt_na
 
 
 @shows("verifier_layers")
-@pytest.mark.parametrize("mode", ["view", "shared", "separate"])
+@pytest.mark.parametrize("mode", ["view", "shared"])
 async def test_verifier_layers_are_there_for_the_tests_and_not_for_the_agent(policy, tmp_path, mode):
     tools = tmp_path / "tools"
     tools.mkdir()
@@ -352,10 +352,8 @@ async def test_verifier_layers_are_there_for_the_tests_and_not_for_the_agent(pol
     found, _ = await run(policy, tmp_path, verifier_mode=mode, verifier_layers=layers)
     assert found["t"]["scores"] == [0.5, 0.5]
     assert found["t"]["messages"][0][3]["content"].count("No such file") == 2
-    if mode != "separate":  # a folder of which a layer has nothing stays as it is
-        assert found["t"]["atropos"]["trajectories"][0]["info"]["verifier_log"].startswith("710\nmore")
-    with pytest.raises(ConfigError, match=r"verifier_layers: .*127\.0\.0\.1:1/absent"):
-        await run(policy, tmp_path, verifier_layers=["127.0.0.1:1/absent:1"])
+    log = found["t"]["atropos"]["trajectories"][0]["info"]["verifier_log"]
+    assert log.startswith("710\nmore"), "a folder of which a layer has nothing stays as it is"
 
 
 async def test_items_come_in_order_and_passes(tmp_path, policy):

@@ -209,14 +209,6 @@ async def test_a_whole_stage_is_copied_without_what_the_slot_itself_needs(tmp_pa
             assert not [name for name in names if name.startswith(("./.atropos/", "./proc/", "./etc/ld.so.preload"))]
 
 
-async def test_builds_on_scratch_at_the_same_time_share_its_image(tmp_path):
-    tasks = [make(tmp_path / f"t{n}", f"FROM scratch\nCOPY given.txt /{n}\n") for n in range(12)]
-    async with pool_for(tmp_path) as pool:
-        built = TaskImages(pool)
-        prepared = await asyncio.gather(*(built.prepare(task) for task in tasks))
-        assert len({one.image for one in prepared}) == 12
-
-
 async def test_a_docker_image_is_the_workspace(tmp_path, images):
     busybox_image(tmp_path / "layout", user="app")
     images.push(tmp_path / "layout", "whole:1")
