@@ -274,6 +274,12 @@ async def env(ctx: Context) -> AsyncIterator[Row]:
         yield made
 
 
+async def dashboard(ctx: Context) -> AsyncIterator[Row]:
+    """What the live page costs the env's loop."""
+    async for made in env_load.dashboard_rows(ctx.n(env_load.TRAJECTORIES, 16) // 4 * 4, 3):
+        yield made
+
+
 CASES: dict[str, Case] = {
     "sequential": sequential,
     "throughput": throughput,
@@ -285,6 +291,7 @@ CASES: dict[str, Case] = {
     "cold": cold,
     "backends": backends,
     "env": env,
+    "dashboard": dashboard,
     "files": transfers.files,
     "harbor": harbor.harbor,
     "images": images.images,

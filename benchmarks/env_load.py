@@ -10,6 +10,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import socket
+import statistics
 import sys
 import tempfile
 import time
@@ -25,6 +27,18 @@ MODEL_S = 4.0
 SPREADS = {"answers take 2 to 6 s": 0.5, "all answers at the same moment": 0.0}
 """By which part of `MODEL_S` answers differ. Models' answers differ in length; that none does is the worst case."""
 TICK_S = 0.005
+TOKEN = "benchmark"
+LOOKING = """
+import sys, time, urllib.request
+url, token = sys.argv[1:]
+while True:
+    try:
+        urllib.request.urlopen(urllib.request.Request(url + "/live", headers={"Authorization": "Bearer " + token})).read()
+    except OSError:
+        pass
+    time.sleep(2)
+"""
+"""What an open live page asks for, every two seconds."""
 
 
 class Watch:
@@ -65,7 +79,7 @@ async def policy(spread: float) -> AsyncIterator[str]:
         await process.wait()
 
 
-def make(url: str, path: Path, trajectories: int) -> Any:
+def make(url: str, path: Path, trajectories: int, **settings: Any) -> Any:
     """An env whose model makes a terminal call a turn, and then answers."""
     from atropos.envs import AgentEnv, AgentEnvConfig, APIServerConfig
     from examples.policy.tokenizer import FOLDER
@@ -100,11 +114,28 @@ def make(url: str, path: Path, trajectories: int) -> Any:
         ensure_scores_are_not_same=False,
         use_wandb=False,
         data_path_to_save_groups=str(path),
+        **settings,
     )
     return Env(config, [APIServerConfig(base_url=url, server_type="vllm", model_name="m", api_key="x")])
 
 
-async def measure(trajectories: int = TRAJECTORIES, spread: float = 0.5) -> tuple[Watch, dict[str, float]]:
+@contextlib.asynccontextmanager
+async def looked_at() -> AsyncIterator[dict[str, Any]]:
+    """Settings of an env with a dashboard, whose live page somebody has open: another process asks as the page does."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    process = await asyncio.create_subprocess_exec(sys.executable, "-c", LOOKING, f"http://127.0.0.1:{port}", TOKEN)
+    try:
+        yield {"dashboard_port": port, "dashboard_token": TOKEN}
+    finally:
+        process.terminate()
+        await process.wait()
+
+
+async def measure(
+    trajectories: int = TRAJECTORIES, spread: float = 0.5, **settings: Any
+) -> tuple[Watch, dict[str, float]]:
     """One run; the watch, and seconds of all trajectories together by where they went."""
     watch, seconds = Watch(), {"all": 0.0, "model": 0.0, "tools": 0.0, "own": 0.0}
 
@@ -118,7 +149,7 @@ async def measure(trajectories: int = TRAJECTORIES, spread: float = 0.5) -> tupl
 
     with tempfile.TemporaryDirectory() as folder:
         async with policy(spread) as url:
-            env = make(url, Path(folder) / "groups.jsonl", trajectories)
+            env = make(url, Path(folder) / "groups.jsonl", trajectories, **settings)
             env.observers.append(see)
             started = env.setup_agent_env
 
@@ -147,3 +178,25 @@ async def rows(trajectories: int) -> AsyncIterator[Row]:
         extra = {"seconds": seconds, "share_outside": share, "loop_cpu_s": watch.cpu, "wall_s": watch.wall}
         yield row(case, "atropos, a timer's lateness", watch.late, base=True, note=note, extra=extra)
         yield row(case, "atropos, the loop's own CPU", watch.busy)
+
+
+async def dashboard_rows(trajectories: int, rounds: int) -> AsyncIterator[Row]:
+    """The loop's share of a core with the dashboard open and without it, in turns, and CPU of the same work."""
+    shares: dict[str, list[float]] = {"no dashboard": [], "dashboard, live page open": []}
+    spent: dict[str, list[float]] = {name: [] for name in shares}
+    for _ in range(rounds):
+        for name, share in shares.items():
+            async with looked_at() if "open" in name else contextlib.nullcontext({}) as settings:
+                watch, _ = await measure(trajectories, **settings)
+            share.append(watch.cpu / watch.wall)
+            spent[name].append(watch.cpu)
+    plain, watched = (statistics.median(values) for values in shares.values())
+    case = f"dashboard, {trajectories} trajectories"
+    for name, values in spent.items():
+        note = (
+            ""
+            if name == "no dashboard"
+            else f"the loop's share of a core {plain:.1%} -> {watched:.1%}: {watched - plain:+.2%}"
+        )
+        extra = {"shares": shares[name], "loop_cpu_s": values}
+        yield row(case, f"{name}: CPU of the loop", values, base=name == "no dashboard", note=note, extra=extra)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import subprocess
 import sys
 import textwrap
@@ -76,8 +77,8 @@ def test_an_environment_of_ones_own(policy, tmp_path: Path):
     assert out.with_suffix(".html").exists()
 
 
-def lesson(name: str) -> str:
-    text = (ROOT / "docs/environments.md").read_text()
+def lesson(name: str, page: str = "environments") -> str:
+    text = (ROOT / f"docs/{page}.md").read_text()
     blocks = re.findall(r"^ *```python\n(.*?)^ *```$", text, re.DOTALL | re.MULTILINE)
     return textwrap.dedent(next(block for block in blocks if name in block))
 
@@ -99,6 +100,20 @@ def test_the_lessons_environments(policy, tmp_path: Path, name: str):
     process(script, settings)
     scores = [group["scores"] for group in map(json.loads, out.read_text().splitlines())]
     assert sorted(scores) == ([[0.0] * 4, [1.0] * 4] if "Solved" in name else [[1.0] * 4] * 3)
+
+
+def test_the_tutorials_environment_and_its_commands(policy, tmp_path: Path):
+    """The env is that of the page, and so is each command but the port; training is tests/e2e/test_learn.py's."""
+    script, out = tmp_path / "squares.py", tmp_path / "out.jsonl"
+    script.write_text(lesson("class Squares", "tutorial"))
+    lines = re.findall(r"^\$ \.venv/bin/(.*)$", (ROOT / "docs/tutorial.md").read_text(), re.MULTILINE)
+    command = next(line for line in lines if "squares.py process" in line)
+    flags = shlex.split(command.replace("out.jsonl", str(out)).partition("process ")[2])
+    process(script, {"openai.base_url": policy["base_url"]} | dict(zip([f[2:] for f in flags[::2]], flags[1::2], strict=True)))
+    stats = next(line for line in lines if "trajectories stats" in line).replace("out.jsonl", str(out))
+    done = subprocess.run(shlex.split(stats), capture_output=True, text=True, check=True, timeout=60)
+    assert "12" in done.stdout
+    assert not next(line for line in lines if "examples.learn" in line).strip().endswith("\\")
 
 
 def test_the_interface_example_of_pool_and_executor(tmp_path: Path):

@@ -54,7 +54,7 @@ class HermesAgentEnvConfig(SandboxEnvConfig):
     @classmethod
     def _known_backend(cls, value: str) -> str:
         if value in NOT_BUILT:
-            raise ValueError(f"{value} is not built yet; use local, docker, ssh or nomad")
+            raise ValueError(f"{value} is not built: use local, docker, ssh or nomad (docs/backends.md says why)")
         return known(value)
 
     @field_validator("tool_call_parser")
