@@ -109,7 +109,10 @@ def test_the_tutorials_environment_and_its_commands(policy, tmp_path: Path):
     lines = re.findall(r"^\$ \.venv/bin/(.*)$", (ROOT / "docs/tutorial.md").read_text(), re.MULTILINE)
     command = next(line for line in lines if "squares.py process" in line)
     flags = shlex.split(command.replace("out.jsonl", str(out)).partition("process ")[2])
-    process(script, {"openai.base_url": policy["base_url"]} | dict(zip([f[2:] for f in flags[::2]], flags[1::2], strict=True)))
+    process(
+        script,
+        {"openai.base_url": policy["base_url"]} | dict(zip([f[2:] for f in flags[::2]], flags[1::2], strict=True)),
+    )
     stats = next(line for line in lines if "trajectories stats" in line).replace("out.jsonl", str(out))
     done = subprocess.run(shlex.split(stats), capture_output=True, text=True, check=True, timeout=60)
     assert "12" in done.stdout
@@ -153,6 +156,7 @@ OF_DOCS = [
     for page in sorted((ROOT / "docs").glob("*.md"))
     if page.name not in TESTED_ELSEWHERE
     for number, block in enumerate(re.findall(r"^```python\n(.*?)^```$", page.read_text(), re.DOTALL | re.MULTILINE))
+    if ".cli()" not in block  # an env: run above, with its policy
 ]
 WITH_TOP_LEVEL_AWAIT = """
 import ast, asyncio, inspect, sys
