@@ -56,6 +56,8 @@ class Proxy:
         self.struck = 0
         self.recorded: list[bytes] = []
         self.next_fault = Fault()
+        self._passing = asyncio.Event()
+        self._passing.set()
 
     @property
     def url(self) -> str:
@@ -78,6 +80,15 @@ class Proxy:
         for link in self.links:
             link.fault = fault
 
+    @contextlib.asynccontextmanager
+    async def partitioned(self) -> AsyncIterator[None]:
+        """A network partition: nothing passes, on streams or new connections; what was sent arrives when it ends."""
+        self._passing.clear()
+        try:
+            yield
+        finally:
+            self._passing.set()
+
     # ---------------------------------------------------------------------------------------------------------- inside
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -89,6 +100,7 @@ class Proxy:
             first = await reader.read(65_536)
             if not first:
                 return
+            await self._passing.wait()
             back, forth = await asyncio.open_connection("127.0.0.1", self._target)
         except (ConnectionError, asyncio.CancelledError):
             writer.transport.abort()
@@ -118,6 +130,7 @@ class Proxy:
             if link.stream:
                 link.sent += data
                 data = await self._apply(link, data, "up")
+            await self._passing.wait()
             link.server.write(data)
             await link.server.drain()
             data = await reader.read(65_536)
@@ -126,6 +139,7 @@ class Proxy:
     async def _down(self, link: Link, reader: asyncio.StreamReader) -> None:
         while data := await reader.read(65_536):
             passed = await self._apply(link, data, "down") if link.stream else data
+            await self._passing.wait()
             link.client.write(passed)
             await link.client.drain()
         link.cut()

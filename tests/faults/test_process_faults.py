@@ -20,6 +20,7 @@ import pytest
 
 from atropos.errors import PoolFull, SandboxError
 from atropos.slots.client import SandboxClient
+from atropos.slots.config import SlotPoolConfig
 from atropos.wire import CommandResult, Exec, LeaseRequest
 from tests.faults.proxy import Fault, proxied
 from tests.processes import adopt_orphans, descendants
@@ -74,6 +75,26 @@ async def test_stops_and_cuts_neither_double_nor_lose_what_a_call_did_in_its_slo
         stopping = False
         await asyncio.wait_for(asyncio.gather(*working), 60)
         assert proxy.struck > 0
+        await client.close()
+
+
+async def test_a_partition_of_20_s_costs_neither_a_lease_nor_a_call_with_default_settings():
+    defaults = SlotPoolConfig()
+    heartbeat_s = defaults.server_config(TOKEN).heartbeat_s
+    async with running(heartbeat_s=heartbeat_s) as server, proxied(server.port) as proxy:
+        client = SandboxClient(proxy.url, TOKEN, client_id="tester", reconnect_s=defaults.reconnect_s)
+        await client.connect()
+        lease = await client.acquire(request(ttl_s=defaults.lease_ttl_s))
+        under_way = asyncio.create_task(client.call(lease, Exec(command="echo under way >> log; sleep 2.25; cat log")))
+        await until(lambda: "sleep 2.25" in str(descendants(server.process.pid)), "the call's command")
+        async with proxy.partitioned():
+            sent_meanwhile = asyncio.create_task(client.call(lease, Exec(command="echo meanwhile >> log; cat log")))
+            await asyncio.sleep(20)
+            assert not under_way.done()
+            assert not sent_meanwhile.done()
+        assert (await under_way).output == b"under way\n"
+        assert (await sent_meanwhile).output == b"under way\nmeanwhile\n"
+        assert (await client.release(lease)).clean
         await client.close()
 
 
