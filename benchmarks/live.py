@@ -8,7 +8,7 @@ import os
 import re
 import resource
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from tempfile import gettempdir
 
@@ -19,8 +19,6 @@ from atropos.slots import Slot, SlotPool, SlotPoolConfig
 
 from . import ours
 
-SPAN = 100
-"""Slots over whose start its cost is averaged."""
 PATIENCE_S = 1800.0
 """Longest that the last of the slots may take to come, in seconds."""
 
@@ -31,7 +29,7 @@ class Live:
 
     Attributes:
         ready_s: from nothing to the last slot leased.
-        start_cpu_s: CPU of the whole machine for the start of one slot, by the number of slots that were there before.
+        start_cpu_s: CPU of everything that this run started and of its client until then, shared among the slots.
         calls: answered, each by the right slot.
         calls_s: seconds that they took together.
         p50_s, p99_s: of one call, with one in flight in every slot.
@@ -43,7 +41,7 @@ class Live:
     slots: int
     containers: int
     ready_s: float = 0
-    start_cpu_s: dict[int, float] = field(default_factory=dict)
+    start_cpu_s: float = 0
     calls: int = 0
     calls_s: float = 0
     p50_s: float = 0
@@ -69,22 +67,12 @@ async def measure(slots: int, containers: int, rounds: int, console: Console) ->
         start_timeout_s=PATIENCE_S,
         warm=0,
     )
-    leased: list[Slot] = []
-    cpu: list[float] = []
-
-    async def lease(number: int) -> None:
-        leased.append(await pool.acquire(f"live-{number}"))
-        cpu.append(machine_cpu_s())
-
+    cpu_before = own_cpu_s()
     began = time.perf_counter()
     async with SlotPool(config) as pool:
-        await asyncio.gather(*(lease(number) for number in range(slots)))
+        leased = await asyncio.gather(*(pool.acquire(f"live-{number}") for number in range(slots)))
         live.ready_s = time.perf_counter() - began
-        live.start_cpu_s = {
-            first: (cpu[first + SPAN] - cpu[first]) / SPAN
-            for first in (10, 500, 1000, 1500, 1890)
-            if first + SPAN < slots
-        }
+        live.start_cpu_s = (own_cpu_s() - cpu_before) / slots
         console.print(f"{slots} slots leased after {live.ready_s:.1f} s")
         await _calls(live, leased, rounds)
         console.print(f"{live.calls} calls answered in {live.calls_s:.1f} s")
@@ -98,10 +86,13 @@ async def measure(slots: int, containers: int, rounds: int, console: Console) ->
     return live
 
 
-def machine_cpu_s() -> float:
-    """CPU seconds that everything on this machine has used: user, nice, system, interrupts."""
-    user, nice, system, _idle, _wait, irq, softirq = map(int, Path("/proc/stat").read_text().split(maxsplit=8)[1:8])
-    return (user + nice + system + irq + softirq) / os.sysconf("SC_CLK_TCK")
+def own_cpu_s() -> float:
+    """CPU seconds of this run's processes, of those that they have waited for too."""
+    ticks = 0
+    for pid in (os.getpid(), *ours.our_processes()):
+        with contextlib.suppress(OSError):
+            ticks += sum(map(int, Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:15]))
+    return ticks / os.sysconf("SC_CLK_TCK")
 
 
 async def _calls(live: Live, leased: list[Slot], rounds: int) -> None:
@@ -148,10 +139,7 @@ def show(console: Console, live: Live) -> None:
     table = Table(title=f"{live.slots} live slots in {live.containers} containers, local backend", show_header=False)
     for name, value in (
         ("ready, from nothing", f"{live.ready_s:.1f} s, {live.ready_s / live.slots * 1e3:.1f} ms a slot"),
-        *(
-            (f"CPU of a start, {first:,} slots there", f"{cost * 1e3:.1f} ms")
-            for first, cost in live.start_cpu_s.items()
-        ),
+        ("CPU of a start", f"{live.start_cpu_s * 1e3:.1f} ms"),
         ("calls a second, one in flight in each", f"{live.calls / live.calls_s:.0f}"),
         ("a call, p50 / p99", f"{live.p50_s * 1e3:.0f} / {live.p99_s * 1e3:.0f} ms"),
         ("processes", f"{live.processes}"),

