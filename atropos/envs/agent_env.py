@@ -12,7 +12,7 @@ from typing import Any, TypeVar, cast
 
 from atropos.agent import AgentConfig, AgentResult, AtroposAgent
 from atropos.envs.config import AgentEnvConfig
-from atropos.envs.running.rollout import HookError, Rollout, checked_score
+from atropos.envs.running.rollout import HookError, Rollout, TaskFault, checked_score
 from atropos.envs.running.verification import Verification
 from atropos.envs.sandbox_env import ExecTool, GroupMember, SandboxEnv
 from atropos.slots import Snapshot
@@ -124,6 +124,8 @@ class AgentEnv(SandboxEnv):
             calls=preparing,
             setup=True,
         )
+        if info is not None and not isinstance(info, dict):  # pyright: ignore[reportUnnecessaryIsInstance, reportUnnecessaryComparison] - an env's own
+            raise TaskFault(f"setup_trajectory_workspace must return a dict, not {info!r:.100}")
         verification = Verification(self.executor, trajectory_id, self.config)
         if self.opens_view and type(self).setup_trajectory_workspace is not AgentEnv.setup_trajectory_workspace:
             await verification.settle()
@@ -227,5 +229,12 @@ def _verdict(value: Any) -> tuple[float, dict[str, Any]]:
 
 
 def _plain(info: dict[str, Any]) -> dict[str, Any]:
-    """As it will stand in the JSONL."""
-    return cast("dict[str, Any]", json.loads(json.dumps(info, default=str)))
+    """As it will stand in the JSONL.
+
+    Raises:
+        HookError: it can't stand there.
+    """
+    try:
+        return cast("dict[str, Any]", json.loads(json.dumps(info, default=str)))
+    except (TypeError, ValueError) as error:
+        raise HookError(f"verify_and_score_trajectory: what it returned can't be written as JSON: {error}") from error

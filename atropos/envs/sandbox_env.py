@@ -231,7 +231,7 @@ class SandboxEnv(BaseEnv):
 
     def hook_tools(self, trajectory_id: str, *, setup: bool = False) -> ExecTool:
         """`exec_tool` for a hook; see there."""
-        return ExecTool(self.executor, partial(self.execute_tool, trajectory_id), setup=setup)
+        return ExecTool(self.executor, trajectory_id, partial(self.execute_tool, trajectory_id), setup=setup)
 
     async def execute_tool(self, trajectory_id: str, call: ToolCall) -> ToolResult:
         """Run one call and measure it."""

@@ -3,34 +3,31 @@
 from __future__ import annotations
 
 import asyncio
-import io
+import contextlib
 import secrets
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
-from typing import BinaryIO, Self
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from typing import Self
 
 from atropos import tracing, wire
-from atropos.errors import LeaseExpired, NotSupported, SandboxError
+from atropos.errors import LeaseExpired, NotSupported, SandboxError, SlotLost
 from atropos.net.egress_policy import parse
 from atropos.slots import file_streams
 from atropos.slots.container_link import ContainerLink
 from atropos.slots.processes import Process, one_command, process_state, reading
 from atropos.slots.profile import PLAIN, Profile
 from atropos.slots.results import ExecResult, file_error
+from atropos.slots.slot_files import SlotFiles
 from atropos.slots.snapshots import Snapshot
-from atropos.slots.uploads import PIECE_BYTES, archive_of, pieces, pieces_of
+from atropos.slots.stats import Outcome
+from atropos.slots.uploads import PIECE_BYTES
 
 RELEASE_WAIT_S = 10.0
 """How long `Slot.release` waits for the server's confirmation; the release itself goes on behind it."""
-MAX_READ_BYTES = 256 * 1024 * 1024
-"""Longest file that `read_file` holds in memory, unless its caller allows more."""
-MAX_ARCHIVE_BYTES = 64 * 1024**3
-"""Longest archive that `download_to` writes, unless its caller allows more."""
-IN_CALL_BYTES = 256 * 1024
-"""A file up to this size goes in its call; a larger one as a stream of its own, which calls of others pass."""
+ALIVE_S = 1.0
+"""Longest a slot may take to give a sign of life, which costs a millisecond whatever runs in it."""
 
 
-class Slot:
+class Slot(SlotFiles):
     """A private machine-like workspace for one trajectory, until it is released.
 
     Not to be made by hand: `SlotPool.lease` or `SlotPool.acquire` gives one. Calls run in the order given.
@@ -39,7 +36,18 @@ class Slot:
     have run, `LeaseExpired` after the end of the lease; a command's own failure is a result.
     """
 
-    __slots__ = ("_lease", "_link", "_over", "_releasing", "limits", "mib", "network", "profile", "trajectory_id")
+    __slots__ = (
+        "_due",
+        "_lease",
+        "_link",
+        "_over",
+        "_releasing",
+        "limits",
+        "mib",
+        "network",
+        "profile",
+        "trajectory_id",
+    )
 
     def __init__(self, link: ContainerLink, lease: wire.Lease, request: wire.LeaseRequest, mib: int) -> None:
         self._link = link
@@ -52,6 +60,8 @@ class Slot:
         """Memory of its container that it takes."""
         self._over: SandboxError | None = None
         self._releasing: asyncio.Task[None] | None = None
+        self._due = 0
+        """Operations whose answers are due: under way, given up, or failed with the infrastructure."""
         self.trajectory_id = request.trajectory_id
         self.profile: Profile = PLAIN
         """What later operations start with where they don't say: folder, variables, user."""
@@ -125,17 +135,41 @@ class Slot:
             call_id: the idempotency key; None: a fresh one.
         """
         if self._over is not None:
+            self._due += 1
             raise type(self._over)(*self._over.args)
         if self.profile is not PLAIN:
             operation = self.profile.applied(operation)
         with (
-            self._link.state.counters.measure_operation(operation.op) as outcome,
+            self._measured(operation.op) as outcome,
             tracing.span(operation.op, "client", atropos__container=self.container, atropos__slot=self.name) as span,
         ):
             answer = await self._link.client.call(self._lease, operation, call_id=call_id)
             outcome.result = wire.outcome(answer)
             span.set(atropos__result=outcome.result)
         return answer
+
+    @contextlib.contextmanager
+    def _measured(self, op: str) -> Generator[Outcome]:
+        self._due += 1
+        with self._link.state.counters.measure_operation(op) as outcome:
+            yield outcome
+        self._due -= 1
+
+    async def check_alive(self) -> None:
+        """Where an operation was given up before its answer came, check that the slot answers at all.
+
+        The silence of one that is frozen or cut off says nothing about what ran in it.
+
+        Raises:
+            SlotLost: it gives no sign of life.
+        """
+        if not self._due:
+            return
+        try:
+            async with asyncio.timeout(ALIVE_S):
+                await self.run(wire.ProcList())  # which waits behind no other call
+        except TimeoutError:
+            raise SlotLost(f"slot {self.name} of container {self.container} gives no sign of life") from None
 
     async def exec(
         self,
@@ -261,54 +295,13 @@ class Slot:
             raise file_error(result, "/")
         return result.count if isinstance(result, wire.Done) else 0
 
-    # ------------------------------------------------------------------------------------------------------ files
-
-    async def read_file(self, path: str, *, max_bytes: int = MAX_READ_BYTES, user: str | None = None) -> bytes:
-        """A file's content.
-
-        Args:
-            path: absolute, or below /workspace.
-            max_bytes: longest file to read; its size is known before any more than a piece of it is.
-            user: whose permissions count, as for `exec`; None: root's.
-
-        Raises:
-            OSError: it can't be read, or is longer (`errno.EFBIG`); `FileNotFoundError`, `IsADirectoryError` … where
-                they apply.
-        """
-        most = PIECE_BYTES if user else IN_CALL_BYTES  # streams are root's
-        place = self.profile.path(path)
-        parts: list[bytes] = []
-        got = 0
-
-        def keep(chunk: bytes) -> None:
-            nonlocal got
-            parts.append(chunk)
-            got += len(chunk)
-
-        def rest() -> wire.ReadStream:
-            return wire.ReadStream(path=place, stream=file_streams.new_id(), offset=got, max_bytes=max_bytes - got)
-
-        while True:
-            wanted = min(most, max(1, max_bytes - got))
-            result = await self.run(wire.ReadFile(path=path, offset=got, max_bytes=wanted, user=user))
-            if isinstance(result, wire.OpError):
-                raise file_error(result, path)
-            assert isinstance(result, wire.FileResult)
-            if result.size > max_bytes:
-                message = f"the file has {result.size:,} bytes, more than max_bytes ({max_bytes:,})"
-                raise file_error(wire.OpError(error="too_large", message=message), path)
-            keep(result.data)
-            if len(result.data) < wanted or got >= max_bytes:
-                return b"".join(parts)
-            if not user:  # also where that was all: the kernel's own files don't say how long they are
-                await self._read_stream(path, keep, rest)
-                return b"".join(parts)
+    # ---------------------------------------------------------------------------------------------------- streams
 
     async def _read_stream(
         self, path: str, write: Callable[[bytes], object], wanted: Callable[[], wire.ReadStream]
     ) -> None:
         """Read a stream that `wanted` asks for, again after each break; `path` is what an error names."""
-        with self._link.state.counters.measure_operation("read_stream") as outcome:
+        with self._measured("read_stream") as outcome:
             result = await file_streams.receive_all(self._link.client, self._lease, wanted, write)
             outcome.result = wire.outcome(result)
         if isinstance(result, wire.OpError):
@@ -318,93 +311,10 @@ class Slot:
         self, path: str, pieces: Iterator[bytes], *, tar: bool = False, mode: int | None = None
     ) -> wire.OpError | None:
         operation = wire.WriteStream(path=self.profile.path(path), stream=file_streams.new_id(), tar=tar, mode=mode)
-        with self._link.state.counters.measure_operation(operation.op) as outcome:
+        with self._measured(operation.op) as outcome:
             result = await file_streams.send(self._link.client, self._lease, operation, pieces)
             outcome.result = wire.outcome(result)
         return result if isinstance(result, wire.OpError) else None
-
-    async def write_file(
-        self, path: str, data: bytes | str, mode: int | None = None, *, user: str | None = None
-    ) -> None:
-        """Write a file, making its parents; root's is replaced atomically.
-
-        Args:
-            path: absolute, or below /workspace.
-            data: its content.
-            mode: None: that of the file it replaces, else 0644.
-            user: who writes it, in place and with that user's permissions; None: root.
-
-        Raises:
-            OSError: it can't be written.
-        """
-        content = data.encode() if isinstance(data, str) else data
-        if (refused := await self._write(path, content, mode, user)) is not None:
-            raise file_error(refused, path)
-
-    async def _write(
-        self, path: str, data: bytes, mode: int | None = None, user: str | None = None
-    ) -> wire.OpError | None:
-        """Write a file: as a stream where it is large and root's; what the slot said against it."""
-        if len(data) > IN_CALL_BYTES and not user:
-            return await self._write_stream(path, pieces(data), mode=mode)
-        append = False
-        for piece in pieces(data):
-            operation = wire.WriteFile(path=path, data=piece, mode=None if append else mode, append=append, user=user)
-            result = await self.run(operation)
-            if isinstance(result, wire.OpError):
-                return result
-            append = True
-        return None
-
-    async def upload(self, source: str | Path, path: str) -> None:
-        """Copy a local file to `path`, or a local folder's contents into the folder `path`; links stay links.
-
-        Both go as they are read, so neither has to fit in memory.
-
-        Raises:
-            OSError: the source can't be read, or the slot can't take it.
-        """
-        source = Path(source)
-        if await asyncio.to_thread(source.is_dir):
-            refused = await self._write_stream(path, archive_of(source), tar=True)
-        else:
-            mode = (await asyncio.to_thread(source.stat)).st_mode & 0o7777
-            refused = await self._write_stream(path, pieces_of(source), mode=mode)
-        if refused is not None:
-            raise file_error(refused, path)
-
-    async def download(self, path: str, *, max_bytes: int = wire.MAX_FILE_BYTES) -> bytes:
-        """A file or folder as an uncompressed tar archive.
-
-        Args:
-            path: absolute, or below /workspace.
-            max_bytes: longest archive.
-
-        Raises:
-            OSError: it can't be read, or is longer (`errno.EFBIG`).
-        """
-        archive = io.BytesIO()
-        await self._download(path, archive, max_bytes)
-        return archive.getvalue()
-
-    async def download_to(self, path: str, target: str | Path, *, max_bytes: int = MAX_ARCHIVE_BYTES) -> None:
-        """As `download`, into a local file, as it comes: the archive doesn't have to fit in memory.
-
-        Raises:
-            OSError: as `download`; or the local file can't be written.
-        """
-        with await asyncio.to_thread(open, target, "wb") as archive:
-            await self._download(path, archive, max_bytes)
-
-    async def _download(self, path: str, archive: BinaryIO, max_bytes: int) -> None:
-        place = self.profile.path(path)
-
-        def wanted() -> wire.ReadStream:
-            archive.seek(0)
-            archive.truncate()
-            return wire.ReadStream(path=place, stream=file_streams.new_id(), tar=True, max_bytes=max_bytes)
-
-        await self._read_stream(path, archive.write, wanted)
 
     # -------------------------------------------------------------------------------------------------- snapshots
 
@@ -424,11 +334,14 @@ class Slot:
         if self._over is not None:
             raise type(self._over)(*self._over.args)
         task = self._link.state.tasks.spawn(self._freeze(beside=beside), f"snapshot {self.name}", awaited=True)
+        self._due += 1
         try:
-            return await asyncio.shield(task)
+            snapshot = await asyncio.shield(task)
         except asyncio.CancelledError:
             task.add_done_callback(_drop_unwanted)
             raise
+        self._due -= 1
+        return snapshot
 
     async def view(self, folders: Sequence[str] = ("/workspace",)) -> None:
         """Run later operations in a view of this slot: a sandbox with processes, mounts and a root of its own.

@@ -46,6 +46,10 @@ class ToolSlot(Protocol):
         """Give the slot back."""
         ...
 
+    async def check_alive(self) -> None:
+        """Where operations are without an answer, check that the slot answers at all."""
+        ...
+
 
 class ToolPool(Protocol):
     """What the executor needs of an `atropos.slots.SlotPool`."""

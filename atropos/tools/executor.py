@@ -13,6 +13,7 @@ from typing import Any, Self
 from atropos import tracing
 from atropos.aio import outlive
 from atropos.errors import (
+    AcquireTimeout,
     ConfigError,
     LeaseExpired,
     NotSupported,
@@ -228,7 +229,8 @@ class ToolExecutor:
             raise ConfigError(f"tool {tool.name!r} is external; set tool_server_url")
         trajectory.external = True
         # A fresh id on the wire: models repeat theirs, and to the server the same id is the same call.
-        return await self._server.execute(trajectory.id, new_call_id(), tool.name, given, timeout_s=tool.timeout_s)
+        with trajectory.asking("ToolServer"):
+            return await self._server.execute(trajectory.id, new_call_id(), tool.name, given, timeout_s=tool.timeout_s)
 
     # ------------------------------------------------------------------------------------------------ leases
 
@@ -260,6 +262,24 @@ class ToolExecutor:
         """Whether the trajectory has a slot."""
         trajectory = self._trajectories.get(trajectory_id)
         return trajectory is not None and trajectory.slot is not None
+
+    async def check_alive(self, trajectory_id: str) -> None:
+        """Where calls of a trajectory were given up before they were answered, check that their answers could come.
+
+        The silence of a container that is frozen or cut off says nothing about what a model did.
+
+        Raises:
+            SandboxError: the slot or the ToolServer gives no sign of life, or no slot had come free.
+        """
+        trajectory = self._trajectories.get(trajectory_id)
+        if trajectory is None:
+            return
+        if trajectory.slot is not None:
+            await trajectory.slot.check_alive()
+        elif "pool" in trajectory.silent:
+            raise AcquireTimeout(f"trajectory {trajectory_id!r}: a call was given up before a slot came free")
+        if "ToolServer" in trajectory.silent and self._server is not None:
+            await self._server.check_alive()
 
     async def view(self, trajectory_id: str, folders: Sequence[str]) -> None:
         """Run the trajectory's later calls in a view of its slot; see `Slot.view`.
@@ -309,7 +329,8 @@ class ToolExecutor:
             if limits is not None:
                 options["limits"] = limits
             asked = time.perf_counter()
-            slot = await self.pool.acquire(trajectory.id, **options)
+            with trajectory.asking("pool"):
+                slot = await self.pool.acquire(trajectory.id, **options)
             trajectory.acquire_s += time.perf_counter() - asked
             if trajectory.released:  # the acquire did not heed its interruption
                 await slot.release()

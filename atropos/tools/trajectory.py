@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections import OrderedDict
+from collections.abc import Generator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from atropos.errors import SandboxError
 from atropos.tools.base import ToolSlot, ToolState
@@ -29,6 +31,8 @@ class TrajectoryState:
     broken: SandboxError | None = None
     released: bool = False
     external: bool = False
+    silent: set[Literal["pool", "ToolServer"]] = field(default_factory=set[Literal["pool", "ToolServer"]])
+    """What has not answered a request of the trajectory, given up or under way."""
     calls: dict[asyncio.Task[Any], int] = field(default_factory=dict["asyncio.Task[Any]", int])
     interrupted: set[asyncio.Task[Any]] = field(default_factory=set["asyncio.Task[Any]"])
     idle: asyncio.Event = field(default_factory=asyncio.Event)
@@ -42,8 +46,20 @@ class TrajectoryState:
 
     @property
     def empty(self) -> bool:
-        """Whether there is nothing to release: no slot, nothing on a ToolServer, nothing remembered."""
-        return self.slot is None and not self.external and self.broken is None and not self.answered
+        """Whether there is nothing to release: no slot, nothing on a ToolServer, nothing remembered or given up."""
+        nothing = self.slot is None and not self.external and not self.silent
+        return nothing and self.broken is None and not self.answered
+
+    @contextlib.contextmanager
+    def asking(self, whom: Literal["pool", "ToolServer"]) -> Generator[None]:
+        """Around a request, which stays unanswered where it is given up."""
+        self.silent.add(whom)
+        try:
+            yield
+        except Exception:
+            self.silent.discard(whom)
+            raise
+        self.silent.discard(whom)
 
     def kept(self) -> list[ToolState]:
         """What tools keep here and want to have finished."""

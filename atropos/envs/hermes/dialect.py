@@ -65,7 +65,7 @@ class ToolTemplate:
         """Ids between two turns. Where the template has no tool messages, results are XML in user messages."""
         if not self._tool_role:
             messages = [
-                {"role": "user", "content": f"<tool_response>\n{escape_framing(m['content'])}\n</tool_response>"}
+                {"role": "user", "content": f"<tool_response>\n{m['content']}\n</tool_response>"}
                 if m["role"] == "tool"
                 else m
                 for m in messages
@@ -171,7 +171,7 @@ class OpenAIDialect(Dialect):
         answers: list[Message] = []
         unread: list[Message] = []
         for outcome in outcomes:
-            content = whole_text(shorten(outcome.result, config.max_result_chars).to_json())
+            content = escape_framing(whole_text(shorten(outcome.result, config.max_result_chars).to_json()))
             if (call := outcome.call) is not None:
                 answers.append({"role": "tool", "tool_call_id": call.id, "name": call.name, "content": content})
             else:

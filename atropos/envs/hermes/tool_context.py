@@ -23,11 +23,11 @@ from typing import Any, TypeVar, cast
 
 from atropos import wire
 from atropos.envs.hermes.bridge import in_bridge, wait
-from atropos.envs.running.hooks import TAIL_CHARS, failed_call
-from atropos.envs.running.rollout import HookError, TaskFault
+from atropos.envs.running.hooks import TAIL_CHARS, HookCalls, failed_call
+from atropos.envs.running.rollout import TaskFault
 from atropos.errors import SandboxError
 from atropos.slots import Slot
-from atropos.slots.slot import MAX_READ_BYTES
+from atropos.slots.slot_files import MAX_READ_BYTES
 from atropos.tools import ToolCall, ToolExecutor, ToolResult
 
 _log = logging.getLogger(__name__)
@@ -97,7 +97,7 @@ def _either(method: Callable[..., Coroutine[Any, Any, Any]]) -> Callable[..., An
 
     @functools.wraps(method)
     def call(self: ToolContext, *args: Any, **kwargs: Any) -> Any:
-        work = self._watched(functools.partial(method, self, *args, **kwargs))  # pyright: ignore[reportPrivateUsage]
+        work = self._limited(functools.partial(method, self, *args, **kwargs))  # pyright: ignore[reportPrivateUsage]
         try:
             running = asyncio.get_running_loop()
         except RuntimeError:
@@ -114,7 +114,7 @@ def _either(method: Callable[..., Coroutine[Any, Any, Any]]) -> Callable[..., An
     return call
 
 
-class ToolContext:
+class ToolContext(HookCalls):
     """One rollout's slot and tools. `HermesAgentBaseEnv` makes one for each reward function.
 
     Args:
@@ -132,21 +132,15 @@ class ToolContext:
         limit: asyncio.Semaphore | None = None,
         setup: bool = False,
     ) -> None:
-        self._executor = executor
+        super().__init__(executor, trajectory_id)
         self._loop = asyncio.get_running_loop()
         self._limit = limit or asyncio.Semaphore(1_000_000)
-        self.trajectory_id = trajectory_id
-        self.failure: SandboxError | HookError | None = None
-        """The first failure that a call met and that no hook may turn into a score."""
         self._setup = setup
 
-    async def _watched(self, work: Callable[[], Awaitable[Value]]) -> Value:
-        try:
+    async def _limited(self, work: Callable[[], Awaitable[Value]]) -> Value:
+        with self.watched():
             async with self._limit:
                 return await work()
-        except (SandboxError, HookError) as error:
-            self.failure = self.failure or error
-            raise
 
     def _checked(self, what: str, answer: AwaitableDict) -> AwaitableDict:
         """The answer; where a workspace is being prepared, one that is an error is a fault of the task."""
@@ -225,7 +219,7 @@ class ToolContext:
         operation = wire.Search(pattern=query, path=path, max_matches=SEARCH_MATCHES)
         result = await (await self._slot()).run(operation)
         if isinstance(result, wire.OpError):
-            return AwaitableDict(error=result.message)
+            return self._checked(f"search {query!r}", AwaitableDict(error=result.message))
         assert isinstance(result, wire.SearchResult)
         matches = [{"path": match.path, "line": match.line, "text": match.text} for match in result.matches]
         return AwaitableDict(matches=matches, truncated=result.truncated)
@@ -261,7 +255,7 @@ class ToolContext:
                 archive = await slot.download(path, max_bytes=max_bytes)
                 await asyncio.to_thread(_unpack_local, Path(target), archive)
         except (OSError, tarfile.TarError) as error:
-            return AwaitableDict(error=_said(error))
+            return self._checked(f"download {path}", AwaitableDict(error=_said(error)))
         return AwaitableDict(success=True)
 
     @_either
@@ -276,9 +270,9 @@ class ToolContext:
         Both go on above the same frozen files. A second slot must come free within the pool's acquire timeout.
         """
         name = f"{self.trajectory_id}-fork-{uuid.uuid4().hex[:8]}"
-        context = ToolContext(self._executor, name, limit=self._limit)
+        context = ToolContext(self._executor, name, limit=self._limit, setup=self._setup)
         try:
-            try:
+            with self.watched():
                 async with self._limit:
                     snapshot = await (await self._slot()).snapshot()
                     try:
@@ -286,10 +280,10 @@ class ToolContext:
                     finally:
                         with contextlib.suppress(SandboxError):
                             await snapshot.drop()
-            except SandboxError as error:
-                self.failure = self.failure or error
-                raise
-            yield context
+            try:
+                yield context
+            finally:
+                await context.settle()
         finally:
             self.failure = self.failure or context.failure
             await self._executor.release_trajectory(name)

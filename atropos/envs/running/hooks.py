@@ -9,7 +9,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Generator, Iterator
 from types import CodeType, FrameType
-from typing import Protocol, TypeVar, cast
+from typing import TypeVar, cast
 
 from atropos import tracing
 from atropos.agent import PromptTooLong
@@ -31,36 +31,67 @@ Value = TypeVar("Value")
 _log = logging.getLogger(__name__)
 
 
-class Calls(Protocol):
-    """What a hook reaches a slot with.
+class HookCalls:
+    """A hook's way to one trajectory's slot and tools.
+
+    Args:
+        executor: runs the calls.
+        trajectory_id: whose slot it is.
 
     Attributes:
         failure: the first failure that a call met and that no hook may turn into a score.
+        unanswered: calls that are under way, or were given up (by a timeout of the hook's own).
     """
 
-    @property
-    def failure(self) -> SandboxError | HookError | None:
-        """The first failure."""
-        ...
+    def __init__(self, executor: ToolExecutor, trajectory_id: str) -> None:
+        self._executor = executor
+        self.trajectory_id = trajectory_id
+        self.failure: SandboxError | HookError | None = None
+        self.unanswered = 0
+
+    @contextlib.contextmanager
+    def watched(self) -> Generator[None]:
+        """Around a call: its failure is remembered besides being raised."""
+        self.unanswered += 1
+        try:
+            yield
+        except Exception as error:
+            self.unanswered -= 1
+            if isinstance(error, SandboxError | HookError):
+                self.failure = self.failure or error
+            raise
+        self.unanswered -= 1
+
+    async def settle(self) -> None:
+        """The hook is over. What it gave up is no verdict where nothing could have answered."""
+        if self.failure is None:
+            try:
+                await self._executor.check_alive(self.trajectory_id)
+            except SandboxError as error:
+                self.failure = error
 
 
-class ExecTool:
+class ExecTool(HookCalls):
     """`exec_tool` as hooks get it: runs calls in one trajectory's slot and remembers the first failure.
 
     Args:
         executor: runs the calls.
+        trajectory_id: whose slot it is.
         run: runs one call for this trajectory.
         setup: whether a call that fails is a fault of the task.
     """
 
     def __init__(
-        self, executor: ToolExecutor, run: Callable[[ToolCall], Awaitable[ToolResult]], *, setup: bool = False
+        self,
+        executor: ToolExecutor,
+        trajectory_id: str,
+        run: Callable[[ToolCall], Awaitable[ToolResult]],
+        *,
+        setup: bool = False,
     ) -> None:
-        self._executor = executor
+        super().__init__(executor, trajectory_id)
         self._run = run
         self._setup = setup
-        self._given_up = False
-        self.failure: SandboxError | HookError | None = None
 
     async def __call__(self, call: ToolCall, *, check: bool | None = None) -> ToolResult:
         """Run one call in the slot.
@@ -74,30 +105,14 @@ class ExecTool:
             HookError: there is no such tool, or the arguments are wrong.
             TaskFault: the call failed, and is checked.
         """
-        try:
+        with self.watched():
             mistake = self._executor.mistake_in(call)
             if mistake is not None:
                 raise (TaskFault if self._setup else HookError)(f"exec_tool: {mistake}")
             result = await self._run(call)
             if not result.success and (self._setup if check is None else check):
                 raise TaskFault(failed_call(call, result))
-        except (SandboxError, HookError) as error:
-            self.failure = self.failure or error
-            raise
-        except asyncio.CancelledError:
-            self._given_up = True
-            raise
         return result
-
-    async def settle(self) -> None:
-        """Where the hook gave a call up (by a timeout of its own), ask whether the slot still answers.
-
-        The silence of a container that is frozen or cut off says nothing about the agent's work.
-        """
-        probe = ToolCall(name="terminal", arguments={"command": "true"})
-        if self._given_up and self._executor.mistake_in(probe) is None:
-            with contextlib.suppress(SandboxError):
-                await self(probe, check=False)
 
 
 def failed_call(call: ToolCall, result: ToolResult) -> str:
@@ -137,7 +152,7 @@ class Hooks:
         name: str,
         hook: Callable[[], Value | Awaitable[Value]],
         *,
-        calls: Calls | None = None,
+        calls: HookCalls | None = None,
         setup: bool = False,
     ) -> Value:
         """Call a hook, a plain function or a coroutine function.
@@ -164,7 +179,7 @@ class Hooks:
                 self._metrics.verify.observe(time.perf_counter() - started, result)
 
     async def _call(
-        self, name: str, hook: Callable[[], Value | Awaitable[Value]], calls: Calls | None, kind: type[HookError]
+        self, name: str, hook: Callable[[], Value | Awaitable[Value]], calls: HookCalls | None, kind: type[HookError]
     ) -> Value:
         try:
             with self.guard(name, kind):
@@ -173,7 +188,10 @@ class Hooks:
             if (failure := await _settled(calls)) is None:
                 raise
         else:
-            if (failure := await _settled(calls)) is None:
+            failure = await _settled(calls)
+            if failure is None and kind is TaskFault and calls is not None and calls.unanswered:
+                failure = TaskFault("a call was given up, or was not awaited; give the call itself a timeout")
+            if failure is None:
                 return value
         raise _named(name, failure)
 
@@ -205,11 +223,12 @@ class Hooks:
             raise kind(f"{name} raised {type(error).__name__}: {error}") from error
 
 
-async def _settled(calls: Calls | None) -> SandboxError | HookError | None:
+async def _settled(calls: HookCalls | None) -> SandboxError | HookError | None:
     """The first failure of a hook's calls, those that it gave up included."""
-    if isinstance(calls, ExecTool):
-        await calls.settle()
-    return calls.failure if calls is not None else None
+    if calls is None:
+        return None
+    await calls.settle()
+    return calls.failure
 
 
 def _named(hook: str, failure: SandboxError | HookError) -> SandboxError | HookError:

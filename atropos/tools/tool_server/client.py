@@ -44,6 +44,8 @@ MAX_ATTEMPTS = 8
 MAX_DELAY_S = 10.0
 """Longest pause between two attempts, also where the server asks for a longer one."""
 
+ALIVE_S = 5.0
+"""How long the server may take to give a sign of life."""
 QUEUE_S = 75.0
 """How much longer than its own time a call may take: its turn on the server, and the way."""
 
@@ -183,6 +185,19 @@ class ToolServerClient:
         if sent_before:
             raise OutcomeUnknown(f"the ToolServer at {self.url} {failure}; call {call_id} may have run")
         raise self._unavailable(failure)
+
+    async def check_alive(self) -> None:
+        """Check that the server answers at all.
+
+        Raises:
+            ToolServerUnavailable: it gives no sign of life.
+        """
+        try:
+            response = await self._open.send("GET", "/health", None, ALIVE_S)
+        except (RequestNotSent, ResponseLost) as error:
+            raise self._unavailable(f"gives no sign of life: {error}") from error
+        if response.status != 200:
+            raise self._refused(response)
 
     async def end_trajectory(self, trajectory_id: str) -> None:
         """Let the server forget what it keeps for a trajectory; a failure is logged, its TTL ends it anyway.

@@ -65,6 +65,9 @@ class StandInExecutor:
             self.fault(trajectory_id, tool_call)
         return ToolResult(success=True, output=f"ran {tool_call.arguments}", exit_code=0)
 
+    async def check_alive(self, trajectory_id: str) -> None:
+        pass
+
     def holds(self, trajectory_id: str) -> bool:
         return False  # no view can be opened of its slots
 

@@ -61,7 +61,7 @@ async def test_a_hook_that_catches_everything_can_not_turn_a_fault_into_a_score(
 
 
 async def test_a_hook_that_gives_a_call_up_scores_no_slot_that_answers_nothing(policy, tmp_path):
-    """A container that is frozen gives no answer, and its loss is known later than the hook's own timeout."""
+    """Its loss is known later than the hook's own timeout. With slots that are really frozen: e2e/test_frozen_slots."""
 
     class Frozen(StandInExecutor):
         frozen: str | None = None
@@ -70,9 +70,12 @@ async def test_a_hook_that_gives_a_call_up_scores_no_slot_that_answers_nothing(p
             if tool_call.arguments == {"command": "check"} and self.frozen is None:
                 self.frozen = trajectory_id
             if self.frozen == trajectory_id:
-                await asyncio.sleep(0.3)
-                raise SlotLost("its container gives no sign of life")
+                await asyncio.Event().wait()
             return await super().execute(trajectory_id, tool_call)
+
+        async def check_alive(self, trajectory_id):
+            if self.frozen == trajectory_id:
+                raise SlotLost("it gives no sign of life")
 
     class Env(ScriptEnv):
         async def start_tool_backend(self, tools=None):
@@ -236,8 +239,53 @@ async def test_a_hook_that_hangs_ends_by_its_limit(policy, tmp_path, hook, code,
     assert "did not end within hook_timeout_s (0.3 s)" in caplog.text
 
 
-@pytest.mark.parametrize("call", ["terminal", "read_file", "call_tool"])
-async def test_a_hermes_set_up_that_fails_is_a_fault_of_the_task(policy, tmp_path, call, caplog):
+@pytest.mark.parametrize("how", ["given up", "not awaited", "no dict"])
+async def test_a_set_up_that_was_not_finished_is_a_fault_of_the_task(policy, tmp_path, how, caplog):
+    class Slow(StandInExecutor):
+        async def execute(self, trajectory_id, tool_call):
+            if tool_call.arguments == {"command": "slow"}:
+                await asyncio.sleep(1)
+            return await super().execute(trajectory_id, tool_call)
+
+    class Env(ScriptEnv):
+        async def start_tool_backend(self, tools=None):
+            self.backend.executor = Slow(tools or self.build_tools())
+
+        async def setup_trajectory_workspace(self, item, *, trajectory_id, exec_tool):
+            if how == "given up":
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(exec_tool(terminal("slow")), 0.05)
+            elif how == "not awaited":
+                self.running = asyncio.ensure_future(exec_tool(terminal("slow")))
+                await asyncio.sleep(0.05)
+            else:
+                return ["prepared"]
+            return {}
+
+    env = make(Env, policy.url, tmp_path / "g.jsonl")
+    env.items = items(1)
+    with pytest.raises(GroupsDropped, match="1 x task_fault"):
+        await env.process_manager()
+    assert "setup_trajectory_workspace" in caplog.text
+
+
+@pytest.mark.parametrize("details", [{("a", 1): 2}, "a circle"])
+async def test_details_that_can_not_be_kept_drop_their_group_and_no_other(policy, tmp_path, details):
+    class Env(ScriptEnv):
+        async def verify_and_score_trajectory(self, item, final_response, *, trajectory_id, exec_tool, agent_result):
+            found = {}
+            found["itself"] = found
+            return 1.0, {} if item["name"] != "item-1" else found if details == "a circle" else details
+
+    env = make(Env, policy.url, tmp_path / "g.jsonl")
+    with pytest.raises(GroupsDropped, match=r"1 of 3 groups were dropped \(1 x hook_error\)"):
+        await env.process_manager()
+    assert len(groups_in(tmp_path / "g.jsonl")) == 2
+
+
+async def test_a_hermes_set_up_that_fails_is_a_fault_of_the_task(policy, tmp_path, caplog):
+    ways = ["terminal", "read_file", "call_tool", "search", "download", "given up"]
+
     class Env(HermesAgentBaseEnv):
         name = "h"
 
@@ -248,11 +296,20 @@ async def test_a_hermes_set_up_that_fails_is_a_fault_of_the_task(policy, tmp_pat
             return '```policy\n["done"]\n```'
 
         async def setup_rollout(self, item, ctx):
-            if call == "terminal":
+            way = item["name"]
+            if way == "terminal":
                 assert ctx.terminal("exit 1", check=False)["exit_code"] == 1
                 ctx.terminal("echo no; exit 4")
-            elif call == "read_file":
+            elif way == "read_file":
                 ctx.read_file("missing")
+            elif way == "search":
+                ctx.search("(")
+            elif way == "download":
+                ctx.download("missing", tmp_path / "downloaded")
+            elif way == "given up":
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(0.3):  # noqa: ASYNC100 - the bridge awaits it
+                        ctx.terminal("sleep 30")
             else:
                 ctx.call_tool("nosuch")
 
@@ -265,8 +322,8 @@ async def test_a_hermes_set_up_that_fails_is_a_fault_of_the_task(policy, tmp_pat
         allow_network=False,
     )  # fmt: skip
     env = Env(config, [APIServerConfig(base_url=policy.url, server_type="vllm", model_name=str(FOLDER), api_key="x")])
-    env.left = [{"name": "a"}]
-    with pytest.raises(GroupsDropped, match="1 x task_fault"):
+    env.left = [{"name": way} for way in ways]
+    with pytest.raises(GroupsDropped, match=f"{len(ways)} x task_fault"):
         await env.process_manager()
     assert "setup_rollout" in caplog.text
 

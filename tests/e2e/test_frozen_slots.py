@@ -1,0 +1,151 @@
+"""A hook that gives a call up by a timeout of its own, and scores that, makes no score of a slot that is frozen.
+
+The slots are real. A sandbox is stopped by its first process, a container by its server: neither ends, and neither
+answers, so that nothing but time would tell them from a program of the agent's that hangs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from atropos.envs import AgentEnv, AgentEnvConfig, HermesAgentBaseEnv, HermesAgentEnvConfig
+from atropos.tools import ToolCall, ToolRegistry, build_tool_registry
+from tests.e2e.hermes_support import call, groups, make, running_policy, script
+from tests.e2e.test_demo_endings import children, containers
+
+GIVES_UP_S, THAWS_S = 0.2, 4.0
+READ = ToolCall(name="read_file", arguments={"path": "answer"})
+
+
+def freeze(namespace: str) -> int:
+    """Stop the first process of a sandbox, by the PID namespace that its programs see."""
+    found = []
+    for pid in children(os.getpid()):
+        with contextlib.suppress(OSError):
+            status = Path(f"/proc/{pid}/status").read_text()
+            if os.readlink(f"/proc/{pid}/ns/pid") == namespace and "\nNSpid:\t" in status:
+                numbers = status.partition("\nNSpid:\t")[2].partition("\n")[0].split()
+                found += [pid] * (numbers[-1] == "1")
+    assert len(found) == 1, (namespace, found)
+    os.kill(found[0], signal.SIGSTOP)
+    return found[0]
+
+
+class Freezing:
+    """Freezes what it verifies in, once for each item; then it gives up and scores 0.
+
+    Attributes:
+        frozen: the processes that were stopped, by item.
+        whole: whether the container is stopped, instead of one sandbox in it.
+    """
+
+    whole = False
+
+    async def setup(self):
+        self.frozen = {}
+        await super().setup()
+
+    async def get_next_item(self):
+        return self.items.pop(0) if self.items else None
+
+    def freeze(self, way, namespace):
+        """Whether this attempt is the one that is frozen."""
+        if way in self.frozen:
+            return False
+        if self.whole:
+            (server,) = containers(os.getpid())
+            os.kill(server, signal.SIGSTOP)
+            asyncio.get_running_loop().call_later(THAWS_S, os.kill, server, signal.SIGCONT)  # for the next attempt
+        self.frozen[way] = server if self.whole else freeze(namespace.strip())
+        return True
+
+
+class FilesAloneEnv(Freezing, AgentEnv):
+    """Its tools are of files: there is no terminal in it that could be asked anything."""
+
+    name = "frozen_agent"
+
+    def build_tools(self):
+        every = build_tool_registry(["default"])
+        return ToolRegistry([tool for tool in every if tool.name in {"read_file", "write_file"}])
+
+    def build_task(self, item):
+        return script({"calls": [call("write_file", path="answer", content="42\n")]}, "done")
+
+    async def verify_and_score_trajectory(self, item, final_response, *, trajectory_id, exec_tool, agent_result):
+        slot = await self.executor.slot(trajectory_id)
+        self.freeze(item["way"], (await slot.exec("readlink /proc/self/ns/pid")).output)
+        try:
+            found = await getattr(self, item["way"])(slot, exec_tool)
+        except Exception:
+            return 0.0, {}
+        return float("42" in found), {}
+
+    async def cancelled(self, slot, exec_tool):
+        return (await asyncio.wait_for(exec_tool(READ), GIVES_UP_S)).output
+
+    async def left_running(self, slot, exec_tool):
+        reading = asyncio.ensure_future(exec_tool(READ))
+        await asyncio.wait([reading], timeout=GIVES_UP_S)
+        return reading.result().output if reading.done() else ""
+
+    async def beside_its_tools(self, slot, exec_tool):
+        async with asyncio.timeout(GIVES_UP_S):
+            return (await slot.read_file("answer")).decode()
+
+
+class HermesEnv(Freezing, HermesAgentBaseEnv):
+    """The same in reward functions."""
+
+    name = "frozen_hermes"
+
+    def format_prompt(self, item):
+        return script({"calls": [call("terminal", command="echo 42 > answer")]}, "done")
+
+    async def compute_reward(self, item, result, ctx):
+        async with contextlib.AsyncExitStack() as stack:
+            if item["way"] == "forked":
+                ctx = await stack.enter_async_context(ctx.fork())
+            self.freeze(item["way"], ctx.terminal("readlink /proc/self/ns/pid")["output"])
+            try:
+                found = await self.read(item["way"], ctx)
+            except Exception:
+                return 0.0
+            return float("42" in found)
+
+    async def read(self, way, ctx):
+        if way == "in_a_thread":
+            return (await asyncio.wait_for(asyncio.to_thread(ctx.read_file, "answer"), GIVES_UP_S))["content"]
+        async with asyncio.timeout(GIVES_UP_S):  # noqa: ASYNC100 - the bridge awaits it
+            return ctx.terminal("cat answer")["output"]
+
+
+KINDS = {
+    FilesAloneEnv: (AgentEnvConfig, ("cancelled", "left_running", "beside_its_tools")),
+    HermesEnv: (HermesAgentEnvConfig, ("plainly", "in_a_thread", "forked")),
+}
+
+
+@pytest.mark.parametrize("whole", [False, True], ids=["sandbox", "container"])
+@pytest.mark.parametrize("env_class", KINDS)
+async def test_a_call_that_a_hook_gave_up_in_a_frozen_slot_is_no_score(tmp_path, env_class, whole):
+    config_cls, ways = KINDS[env_class]
+    settings = {"terminal_backend": "local"} if env_class is HermesEnv else {"tool_pool_mode": "local"}
+    async with running_policy(tmp_path) as policy:
+        env = make(env_class, policy, tmp_path, [], config_cls=config_cls, group_size=1, **settings)
+        env.items = [{"way": way, "name": way} for way in (ways[:1] if whole else ways)]
+        env.n_groups_to_process = len(env.items)
+        env.whole = whole
+        await env.process_manager()
+    assert {group["atropos"]["item"]: group["scores"] for group in groups(tmp_path)} == {
+        way: [1.0] for way in env.frozen
+    }
+    assert len(env.frozen) == env.n_groups_to_process
+    assert env.metrics.retries == {"slot_lost": len(env.frozen)}, json.dumps(env.metrics.retries)
