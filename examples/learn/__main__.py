@@ -65,6 +65,7 @@ async def lesson(args: argparse.Namespace, school: School) -> None:
                 "agent_max_steps": 3,
                 "allow_network": "false",
                 "slot_memory_mib": 128,
+                "verifier_mode": "shared",  # the grammar has no cheat, and a view is a second sandbox for each trajectory
                 "sandbox_job_id": "atropos-learn",
                 "use_wandb": "false",
             }

@@ -30,7 +30,7 @@ def test_a_shift_moves_by_one_and_fills_the_gap():
     assert {abs(by) for pair in SHIFTS.values() for by in pair} == {0, 1}
 
 
-@pytest.mark.timeout(1200)  # about 40 s of CPU on a quiet machine
+@pytest.mark.timeout(1200)
 async def test_a_policy_learns_from_the_batches_and_from_nothing_that_is_shifted(tmp_path):
     argv = ["-m", "examples.learn", "--shifts", ",".join(ARMS), "--stop-when-learned", "--out", str(tmp_path)]
     async with program(*argv) as lesson:
@@ -146,6 +146,7 @@ async def lesson():
             agent_max_steps=3,
             allow_network=False,
             slot_memory_mib=128,
+            verifier_mode="shared",
             use_wandb=False,
         )
         env = LearnEnv(config, [APIServerConfig(base_url=url, server_type="vllm", model_name="m", api_key="x")])
