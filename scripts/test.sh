@@ -16,4 +16,4 @@ ATROPOS_SYSTEM_PACKAGES="skopeo docker-registry busybox-static prometheus openss
   || echo "not all of skopeo, docker-registry, busybox, prometheus and openssh-server: tests of images, of monitoring/ or of ssh are skipped" >&2
 bash scripts/peers.sh || echo "not all packages of adapters could be installed: their tests are skipped" >&2
 backends=${ATROPOS_BACKENDS:-local,docker,nomad}
-exec python scripts/engines.py "$backends" pytest -n "$(($(nproc) + 2))" --dist loadscope --durations=30 "$@"
+exec python scripts/engines.py "$backends" pytest -n "$(($(nproc) + 1))" --dist loadscope --durations=30 "$@"
