@@ -58,8 +58,19 @@ class TurnRenderer:
         self.end_text = str(tokenizer.decode([self.end_id]))
         eos: int | None = getattr(tokenizer, "eos_token_id", None)
         self.end_ids = {self.end_id} if eos is None else {self.end_id, eos}
-        self.stop_ids = frozenset(token for token in self.end_ids if str(tokenizer.decode([token])) in self._special)
-        """Those of them that stand for nothing else, so that a server can be asked to stop there."""
+        self.stop_ids = self._only_special({*self.end_ids, *self._after_a_call()})
+        """Special tokens after which nothing of the turn comes, so that a server can be asked to stop there."""
+        self.end_ids |= self.stop_ids
+
+    def _only_special(self, ids: set[int]) -> frozenset[int]:
+        return frozenset(token for token in ids if str(self._tokenizer.decode([token])) in self._special)
+
+    def _after_a_call(self) -> list[int]:
+        """The token after a turn with a call. GLM's template closes no turn, so its models sample the next one's opening."""
+        try:
+            return self.following([{"role": "tool", "tool_call_id": "a", "name": "t", "content": "x"}])[:1]
+        except Exception:  # a template may refuse in any way
+            return []
 
     def prompt(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         """Ids of the opening messages, up to where the assistant begins. A group's members share them."""

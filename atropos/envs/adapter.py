@@ -22,7 +22,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 from atroposlib.envs import base
 from atroposlib.envs.base import BaseEnv, BaseEnvConfig, EvalHandlingEnum, ScoredDataGroup, ScoredDataItem
-from atroposlib.envs.server_handling import sglang_server, trl_vllm_server, vllm_server
+from atroposlib.envs.server_handling import server_baseline, sglang_server, trl_vllm_server, vllm_server
 from atroposlib.envs.server_handling.server_baseline import APIServerConfig, ServerBaseline
 from atroposlib.envs.server_handling.server_manager import ServerManagerConfig
 from openai import APIConnectionError
@@ -50,6 +50,8 @@ __all__ = [
     "stop_servers",
     "tokenizers",
 ]
+
+server_baseline.np.percentile([0.0], 99)  # imports numpy.ma, which held the event loop of a run for 60 to 90 ms
 
 PROBE_TIMEOUT_S = 20.0
 """How long a server may take for one token before an env starts."""

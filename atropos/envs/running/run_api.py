@@ -101,7 +101,8 @@ class TrajectoryApi:
 
     run-api queues whatever it is sent, so a group whose answer was lost and that is sent again would be trained on twice.
     It can be asked for the newest group that it took: where that is the one in question, it arrived. Requests of this env
-    go one after the other, so that only another env's group could have come in between.
+    go one after the other, so that only another env's group could have come in between. Where the group before was the same
+    (one item, seeded), the answer says nothing, and it is sent again.
 
     Args:
         url: of run-api.
@@ -110,6 +111,8 @@ class TrajectoryApi:
     def __init__(self, url: str) -> None:
         self._url = url.rstrip("/")
         self._turn = asyncio.Lock()
+        self._newest: dict[str, Any] | None = None
+        """The last group that arrived."""
 
     async def send(self, groups: list[dict[str, Any]], *, listed: bool) -> bool:
         """Hand groups to the trajectory API; the JSON and its compression are made in a thread.
@@ -136,10 +139,12 @@ class TrajectoryApi:
                     if not isinstance(error, NOT_TAKEN):
                         unanswered += 1
                         if await self._took(session, groups[-1]):
+                            self._newest = groups[-1]
                             return unanswered > 1
                     if attempt == SEND_TRIES - 1:
                         raise
                 else:
+                    self._newest = groups[-1]
                     return unanswered > 0
                 await asyncio.sleep(backoff_s(attempt, first_s=0.5, longest_s=8.0))
         raise AssertionError("unreachable")
@@ -152,7 +157,9 @@ class TrajectoryApi:
             answer.raise_for_status()
 
     async def _took(self, session: aiohttp.ClientSession, group: dict[str, Any]) -> bool:
-        """Whether the newest group that the API took is this one; False where it can't be asked."""
+        """Whether the newest group that the API took is this one; False where it can't be asked, or can't know."""
+        if self._newest is not None and _same(self._newest, group):
+            return False
         try:
             async with session.get(
                 f"{self._url}/latest_example", timeout=aiohttp.ClientTimeout(total=ASK_TIMEOUT_S)
@@ -161,10 +168,12 @@ class TrajectoryApi:
                 latest = await asyncio.to_thread(json.loads, await answer.text())
         except (aiohttp.ClientError, TimeoutError, ValueError):
             return False
-        same = ("tokens", "scores", "inference_logprobs", "env_id")
-        return isinstance(latest, dict) and all(
-            cast("dict[str, Any]", latest).get(key) == group.get(key) for key in same
-        )
+        return isinstance(latest, dict) and _same(cast("dict[str, Any]", latest), group)
+
+
+def _same(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    """Whether two groups can't be told apart."""
+    return all(one.get(key) == other.get(key) for key in ("tokens", "scores", "inference_logprobs", "env_id"))
 
 
 async def leave_run_api(url: str, env_id: int | None) -> None:

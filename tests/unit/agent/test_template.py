@@ -25,6 +25,11 @@ DEEPSEEK = (
     "{%- else %}{{- '<|Assistant|>' + m['content'] + '<|eos|>' }}{%- endif %}{%- endfor %}"
     "{%- if add_generation_prompt %}{{- '<|Assistant|>' }}{%- endif %}"
 )
+GLM = (
+    "{%- for m in messages %}{{- '<|observation|>' if m['role'] == 'tool' else '<|' + m['role'] + '|>' }}"
+    "{{- '\\n' + m['content'] }}{%- endfor %}{%- if add_generation_prompt %}{{- '<|assistant|>' }}{%- endif %}"
+)
+"""It closes no turn: each begins with its role."""
 TEMPLATES = {
     "chatml": (None, []),
     "llama3": (LLAMA3, ["<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]),
@@ -89,6 +94,21 @@ def test_a_turn_that_was_cut_off_is_closed_and_one_that_ended_is_not_closed_twic
     answer = [{"role": "user", "content": "x"}]
     cut, ended = renderer.following(answer, [700]), renderer.following(answer, [700, renderer.end_id])
     assert cut == [renderer.end_id, *ended]
+
+
+def test_where_turns_are_not_closed_what_opens_the_next_one_ends_them():
+    tokenizer = AutoTokenizer.from_pretrained(FOLDER)
+    tokenizer.add_special_tokens(
+        {"additional_special_tokens": ["<|system|>", "<|user|>", "<|assistant|>", "<|observation|>"]}
+    )
+    tokenizer.chat_template = GLM
+    renderer = TurnRenderer(tokenizer)
+    user, observation = tokenizer.convert_tokens_to_ids(["<|user|>", "<|observation|>"])
+    assert {user, observation} <= renderer.stop_ids
+    call = tokenizer("<tool_call>x", add_special_tokens=False)["input_ids"]
+    assert renderer.text([*call, observation]) == renderer.text([*call, user]) == "<tool_call>x"
+    result = renderer.following([{"role": "tool", "content": "4"}], [*call, observation])
+    assert tokenizer.decode([*call, observation, *result]) == "<tool_call>x<|observation|>\n4<|assistant|>"
 
 
 def test_a_tokenizer_without_a_template_is_refused_by_name():

@@ -21,7 +21,8 @@ from tests.unit.envs.support import ScriptEnv, make
 async def trajectory_api(*statuses: int, batch_size: int = 8, delay_s: float = 0.0, latest: bool = True):
     """An API that answers what it is sent with these, one after the other, and then with 200.
 
-    0 stands for a group that is taken and whose answer is lost; `latest`: whether it can be asked for the newest group.
+    0 stands for a group that is taken and whose answer is lost, -1 for one that is lost; `latest`: whether it can be asked for
+    the newest group.
     """
     answers, taken = list(statuses), []
 
@@ -33,7 +34,7 @@ async def trajectory_api(*statuses: int, batch_size: int = 8, delay_s: float = 0
         status = answers.pop(0) if answers else 200
         if status in {0, 200}:
             taken.append(json.loads(body))
-        if status == 0:
+        if status <= 0:
             request.transport.close()
         return web.json_response({"status": "received"}, status=status)
 
@@ -99,6 +100,17 @@ async def test_a_group_whose_answer_is_lost_reaches_the_trainer_once(answers, ca
     assert env.metrics.maybe_sent_twice == 0
     assert not env.metrics.unsent
     assert not caplog.records
+
+
+async def test_a_group_that_is_lost_after_another_like_it_arrives_all_the_same():
+    """The newest group that run-api has is then this one, to all appearances."""
+    async with trajectory_api(200, -1) as (api, taken):
+        env = env_at(api)
+        env.items_sent_this_step = 0
+        for _ in range(2):
+            await env.handle_send_to_api(group(), {})
+    assert len(taken) == 2
+    assert env.metrics.maybe_sent_twice == 1
 
 
 async def test_a_group_that_may_be_there_twice_is_counted_and_said(caplog):
