@@ -14,7 +14,7 @@ from atropos.dashboard.render import write_page
 from atropos.envs.config import SandboxEnvConfig
 from atropos.envs.running.metrics import EnvMetrics
 from atropos.envs.running.rollout import drop_reason
-from atropos.envs.running.run_api import GroupRefused, TrajectoryApi, json_of
+from atropos.envs.running.run_api import GroupInDoubt, GroupRefused, TrajectoryApi, json_of
 
 _log = logging.getLogger(__name__)
 
@@ -73,12 +73,15 @@ class GroupSink:
         plain = [{k: v for k, v in group.items() if k != "atropos"} | {"env_id": env_id} for group in groups]
         try:
             doubtful = await self._api.send(plain, listed=listed)
-        except (GroupRefused, aiohttp.ClientError, TimeoutError) as error:
-            reason = "refused" if isinstance(error, GroupRefused) else "send_failed"
-            self._metrics.unsent[reason] += len(groups)
+        except (GroupRefused, GroupInDoubt, aiohttp.ClientError) as error:
+            self._metrics.unsent["refused" if isinstance(error, GroupRefused) else "send_failed"] += len(groups)
+            how = "did not take them"
+            if isinstance(error, GroupInDoubt):
+                self._metrics.maybe_sent_twice += len(groups) * (error.tries > 1)
+                how = f"answered none of {error.tries} tries and may have them"
             text = f"{type(error).__name__}: {error}"
             url = self._config.rollout_server_url
-            _log.error("%d group(s) lost: the trajectory API at %s did not take them (%s)", len(groups), url, text)
+            _log.error("%d group(s) lost: the trajectory API at %s %s (%s)", len(groups), url, how, text)
             return
         if doubtful:
             self._metrics.maybe_sent_twice += len(groups)

@@ -62,6 +62,18 @@ class GroupRefused(Exception):
     """The trajectory API would not have a group, however often it is sent."""
 
 
+class GroupInDoubt(Exception):
+    """The trajectory API did not answer when it was sent a group: it may have it.
+
+    Attributes:
+        tries: that may have arrived, each.
+    """
+
+    def __init__(self, message: str, tries: int) -> None:
+        super().__init__(message)
+        self.tries = tries
+
+
 def json_of(group: dict[str, Any]) -> str:
     """A group as JSON, made member by member: the encoder keeps the interpreter to itself while it is at one value.
 
@@ -126,7 +138,8 @@ class TrajectoryApi:
 
         Raises:
             GroupRefused: a 4xx.
-            aiohttp.ClientError, TimeoutError: `SEND_TRIES` times nothing came of it.
+            GroupInDoubt: it was not answered.
+            aiohttp.ClientError: `SEND_TRIES` times it could not be reached.
         """
         body = await asyncio.to_thread(_packed, groups, listed)
         path = "scored_data_list" if listed else "scored_data"
@@ -141,6 +154,8 @@ class TrajectoryApi:
                         if await self._took(session, groups[-1]):
                             self._newest = groups[-1]
                             return unanswered > 1
+                    if attempt == SEND_TRIES - 1 and unanswered:
+                        raise GroupInDoubt(f"{type(error).__name__}: {error}", unanswered) from error
                     if attempt == SEND_TRIES - 1:
                         raise
                 else:

@@ -102,6 +102,16 @@ async def test_a_group_whose_answer_is_lost_reaches_the_trainer_once(answers, ca
     assert not caplog.records
 
 
+async def test_a_group_that_is_given_up_without_an_answer_may_be_there_more_than_once_and_is_counted(caplog):
+    async with trajectory_api(0, 0, 0, latest=False) as (api, taken):
+        env = env_at(api)
+        env.items_sent_this_step = 0
+        await env.handle_send_to_api(group(), {})
+    assert len(taken) == 3
+    assert (env.metrics.maybe_sent_twice, dict(env.metrics.unsent)) == (1, {"send_failed": 1})
+    assert "answered none of 3 tries and may have them" in caplog.text
+
+
 async def test_a_group_that_is_lost_after_another_like_it_arrives_all_the_same():
     """The newest group that run-api has is then this one, to all appearances."""
     async with trajectory_api(200, -1) as (api, taken):
