@@ -8,7 +8,10 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class ContainerSlots:
-    """A container's slots by state; `others` are held by other clients or unknown."""
+    """A container's slots by state; `others` are held by other clients or unknown.
+
+    A lease of several slots' memory counts as that many.
+    """
 
     name: str
     leased: int

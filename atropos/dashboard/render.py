@@ -8,21 +8,24 @@ import hashlib
 import json
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import jinja2
 
+from atropos.dashboard.changes import Changes, FileChange
 from atropos.dashboard.conversation import Message
 from atropos.dashboard.replay import events
 from atropos.dashboard.store import Details, Entry, members, read_groups
 from atropos.dashboard.store import entry_of as parsed
-from atropos.dashboard.text import short, visible
+from atropos.dashboard.text import duration, number, short, visible
 
 PAGE_TRAJECTORIES = 1000
 """Shown on a static page; the JSONL has all of them."""
 MAX_CELL_CHARS = 2_000
 """Of a message that stands beside its siblings', and of a call's output in a page's replay."""
+LINE_CHARS = 100
 SPARK_POINTS = 120
 KINDS = frozenset({"user", "assistant", "tool", "system"})
 PHASES = ("acquire", "setup", "model", "tools", "verify", "reset")
@@ -39,8 +42,8 @@ def colour(score: float) -> str:
 
 def facts(entry: Entry) -> str:
     """What there is to say about a trajectory in a line."""
-    found = [f"{entry.steps} steps", f"{entry.calls} calls", f"{entry.seconds:.1f} s"]
-    found += [f"{entry.tool_errors} failed calls"] if entry.tool_errors else []
+    found = [number(entry.steps, "step"), number(entry.calls, "call"), duration(entry.seconds)]
+    found += [number(entry.tool_errors, "failed call")] if entry.tool_errors else []
     found += [entry.stop_reason] if entry.stop_reason != "final" else []
     found += [f"attempt {entry.attempts}"] if entry.attempts > 1 else []
     found += [", ".join(f"{name} {entry.phases[name]:.1f}" for name in PHASES if entry.phases.get(name, 0) >= 0.05)]
@@ -48,8 +51,11 @@ def facts(entry: Entry) -> str:
 
 
 def dumped(value: object) -> str:
-    """A verifier's value, as JSON where it is no text."""
-    return value if isinstance(value, str) else json.dumps(value, indent=1, ensure_ascii=False, default=str)
+    """A verifier's value, as JSON where it is no text: in one line where that is short."""
+    if isinstance(value, str):
+        return value
+    line = json.dumps(value, ensure_ascii=False, default=str)
+    return line if len(line) <= LINE_CHARS else json.dumps(value, indent=1, ensure_ascii=False, default=str)
 
 
 def digest(text: str) -> str:
@@ -86,14 +92,39 @@ def aligned(siblings: Sequence[tuple[Entry, Details]]) -> list[tuple[bool, list[
     """Siblings' messages row by row; whether a row is the same in all of them."""
     longest = max((len(details.messages) for _, details in siblings), default=0)
     rows = [[d.messages[at] if at < len(d.messages) else None for _, d in siblings] for at in range(longest)]
-    return [(len(row) > 1 and all(cell == row[0] for cell in row), row) for row in rows]
+    return [(len(row) > 1 and all(_without_ids(cell) == _without_ids(row[0]) for cell in row), row) for row in rows]
+
+
+def _without_ids(message: Message | None) -> Message | None:
+    """A message without the ids of its calls, which differ in all trajectories."""
+    return message and Message(message.role, tuple(replace(part, call_id="") for part in message.parts))
 
 
 def verdicts(siblings: Sequence[tuple[Entry, Details]]) -> list[tuple[str, bool, list[str]]]:
-    """Each key of the siblings' verifier output with their values, and whether these differ."""
+    """What the siblings' verifiers said, key by key, and the files that they changed; and whether these differ."""
     keys = dict.fromkeys(key for _, details in siblings for key in details.info)
-    rows = [(key, [dumped(d.info[key]) if key in d.info else "" for _, d in siblings]) for key in keys]
+    rows = [("files changed", [files_changed(d.changes) for _, d in siblings])]
+    rows += [(key, [dumped(d.info[key]) if key in d.info else "" for _, d in siblings]) for key in keys]
     return [(key, len(set(values)) > 1, values) for key, values in rows]
+
+
+def files_changed(changes: Changes) -> str:
+    """A line for each file that a trajectory changed."""
+    lines = [f"{each.path} ({lines_changed(each)})" for each in changes.files]
+    lines += [f"and {changes.more} more"] if changes.more else []
+    return "\n".join(lines) or changes.note or ("none" if changes.folder else "not recorded")
+
+
+def lines_changed(change: FileChange) -> str:
+    """How a file changed, in a few words."""
+    counts = [f"+{change.added}"] * bool(change.added) + [f"\u2212{change.removed}"] * bool(change.removed)
+    return ", ".join(part for part in (change.change, " ".join(counts), change.note) if part)
+
+
+def diff_lines(diff: str, most: int) -> list[tuple[str, str]]:
+    """The style class and text of each line of a diff."""
+    kinds = {"+": "add", "-": "del", "@": "at"}
+    return [(kinds.get(line[:1], ""), line) for line in short(diff, most).split("\n")]
 
 
 def _environment() -> jinja2.Environment:
@@ -107,7 +138,11 @@ def _environment() -> jinja2.Environment:
         "spark": spark,
         "bars": bars,
         "clock": clock,
+        "duration": duration,
+        "number": number,
         "digest": digest,
+        "lines_changed": lines_changed,
+        "diff_lines": diff_lines,
         "replay": functools.partial(events, most=MAX_CELL_CHARS),
     }
     found.filters.update(added)

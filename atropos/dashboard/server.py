@@ -29,12 +29,12 @@ SIBLINGS = 16
 FRESH_S = 1.5
 """How long a look at the env serves all who ask."""
 CHARTS = (
-    ("trajectories per minute", "trajectories_per_min", ""),
+    ("trajectories a minute", "trajectories_per_min", ""),
     ("calls per second", "calls_per_s", ""),
-    ("call p50", "call_p50_s", " s"),
-    ("call p99", "call_p99_s", " s"),
+    ("call latency, p50", "call_p50_s", " s"),
+    ("call latency, p99", "call_p99_s", " s"),
     ("slots leased", "leased", ""),
-    ("acquires in line", "waiting", ""),
+    ("waiting for a slot", "waiting", ""),
 )
 HEADERS = {
     "Content-Security-Policy": "default-src 'none'; style-src 'self'; script-src 'self'; connect-src 'self'; "
@@ -195,6 +195,7 @@ class DashboardServer:
             "list.html",
             entries=entries,
             total=total,
+            kept=len(self._store),
             page=page,
             pages=max(1, math.ceil(total / PAGE)),
             query=query,

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
+from atropos.dashboard.changes import Changes, changes_of
 from atropos.dashboard.conversation import Message, conversation, tools_of
 
 MAX_TRAJECTORIES = 20_000
@@ -55,6 +56,7 @@ class Details:
     messages: list[Message]
     info: dict[str, Any]
     turns: list[dict[str, Any]]
+    changes: Changes
 
 
 @dataclass(frozen=True)
@@ -216,6 +218,7 @@ def _read(trajectory: dict[str, Any]) -> tuple[dict[str, Any], bytes]:
     results = [part for message in messages for part in message.parts if part.kind == "result"]
     kept = {"messages": trajectory["messages"], "info": _dict(trajectory.get("info"))}
     kept["turns"] = [_dict(turn) for turn in _list(trajectory.get("turns"))]
+    kept["changes"] = _dict(trajectory.get("changes"))
     text = json.dumps(kept, ensure_ascii=False, default=str).encode(errors="surrogatepass")
     values = {
         "trajectory_id": str(trajectory["trajectory_id"]),
@@ -238,7 +241,7 @@ def _inflate(blob: bytes) -> bytes:
 
 def _details(blob: bytes) -> Details:
     kept = json.loads(_inflate(blob).decode(errors="surrogatepass"))
-    return Details(conversation(kept["messages"]), kept["info"], kept["turns"])
+    return Details(conversation(kept["messages"]), kept["info"], kept["turns"], changes_of(kept["changes"]))
 
 
 def _number(value: Any) -> float:

@@ -26,3 +26,18 @@ def short(text: str, most: int = MAX_MESSAGE_CHARS) -> str:
         return text
     half = most // 2
     return f"{text[:half]}\n[... {len(text) - 2 * half} characters left out ...]\n{text[-half:]}"
+
+
+def duration(seconds: float) -> str:
+    """Seconds as people say them: `2.5 s`, `45 s`, `12 min`, `3 h 5 min`."""
+    if seconds < 9.95:
+        return f"{seconds:.1f} s"
+    if seconds < 119.5:
+        return f"{seconds:.0f} s"
+    minutes = round(seconds / 60)
+    return f"{minutes} min" if minutes < 120 else f"{minutes // 60} h {minutes % 60} min"
+
+
+def number(count: int, noun: str, nouns: str = "") -> str:
+    """A count with its noun: `1 call`, `1,200 calls`."""
+    return f"{count:,} {noun if count == 1 else nouns or f'{noun}s'}"

@@ -6,22 +6,21 @@ import inspect
 import json
 import time
 import uuid
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable
 from functools import partial
 from typing import Any, TypeVar, cast
 
 from atropos.agent import AgentConfig, AgentResult, AtroposAgent
 from atropos.envs.config import AgentEnvConfig
+from atropos.envs.running.changes import Run, WorkspaceChanges
 from atropos.envs.running.rollout import HookError, Rollout, TaskFault, checked_score
 from atropos.envs.running.verification import Verification
 from atropos.envs.sandbox_env import ExecTool, GroupMember, SandboxEnv
 from atropos.slots import Snapshot
-from atropos.tools import ToolCall, ToolRegistry, ToolResult, build_tool_registry
+from atropos.tools import ToolRegistry, build_tool_registry
 from atropos.tools.parsers import get_parser
 
 Value = TypeVar("Value")
-Run = Callable[[ToolCall], Awaitable[ToolResult]]
-"""Runs one call that the model made."""
 
 
 class AgentEnv(SandboxEnv):
@@ -132,8 +131,10 @@ class AgentEnv(SandboxEnv):
         task = _text(await self.hooks.call("build_task", lambda: self.build_task(item)))
         config = await self.hooks.call("build_agent_config", lambda: self.build_agent_config(item))
         set_up = time.perf_counter()
-        agent = self._agent(config, partial(self.execute_tool, trajectory_id), member.seed)
+        changes = WorkspaceChanges(self.executor, trajectory_id, wanted=self.config.records_changes)
+        agent = self._agent(config, changes.watched(partial(self.execute_tool, trajectory_id)), member.seed)
         result = await self.act(agent, item, task, trajectory_id)
+        changed = await changes.since_start()
         self.metrics.tool_errors += result.tool_errors
         acted = time.perf_counter()
         if self.opens_view and type(self).verify_and_score_trajectory is not AgentEnv.verify_and_score_trajectory:
@@ -161,6 +162,7 @@ class AgentEnv(SandboxEnv):
             final_response=result.final_response,
             info=_plain({**(info or {}), **details}),
             turns=[step.timing() for step in result.steps],
+            changes=changed,
             phases={
                 "setup": set_up - started,
                 "model": sum(step.model_s for step in result.steps),

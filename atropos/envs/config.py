@@ -152,6 +152,11 @@ class SandboxEnvConfig(PoolSettings, BaseEnvConfig):
         """Trajectories admitted at once."""
         return self.slots_per_container * self.max_containers
 
+    @property
+    def records_changes(self) -> bool:
+        """Whether the files that a trajectory changed are kept: where its messages are, or pages show it."""
+        return self.include_messages or self.dashboard_port is not None
+
     def limits(self) -> SlotLimits:
         """What one slot may use."""
         return SlotLimits(**{name: getattr(self, f"slot_{name}") for name in SlotLimits.model_fields})

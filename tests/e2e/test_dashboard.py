@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import html
+import re
 
 import httpx
 import pytest
@@ -10,7 +12,9 @@ import pytest
 from atropos.envs import HermesAgentBaseEnv
 from tests.e2e.hermes_support import call, groups, make, running_policy, script
 
-WORKS = script({"calls": [call("terminal", command="touch made; sleep 3")]}, "finished")
+CHANGES = "touch made; echo new >> kept; rm gone; sleep 3"
+WORKS = script({"calls": [call("terminal", command=CHANGES)]}, "finished")
+LARGE = script({"calls": [call("terminal", command="head -c 2000000 /dev/zero > zeros")]}, "finished")
 LAST = script("nothing")
 
 
@@ -24,6 +28,9 @@ class Env(HermesAgentBaseEnv):
 
     async def get_next_item(self):
         return next(self.rows, None)
+
+    async def setup_rollout(self, item, ctx):
+        await ctx.terminal("echo old > kept; echo bye > gone")
 
     def client(self):
         server = self.dashboard.server
@@ -41,6 +48,7 @@ class Env(HermesAgentBaseEnv):
         return await running
 
     async def compute_reward(self, item, result, ctx):
+        await ctx.write_file("of-the-verifier", "unseen")
         if item["prompt"] == LAST:
             async with self.client() as client:
                 while "/trajectory/1" not in (await client.get("/trajectories")).text:  # noqa: ASYNC110
@@ -57,19 +65,31 @@ async def policy(tmp_path):
 
 async def test_a_real_run_is_seen_live_and_afterwards(policy, tmp_path, capfd):
     settings = {"dashboard_port": 0, "dashboard_host": "127.0.0.2", "dashboard_token": "s3cret"}
-    env = make(Env, policy, tmp_path, [{"prompt": WORKS}, {"prompt": LAST}], process_concurrency=1, **settings)
+    rows = [{"prompt": WORKS}, {"prompt": LAST}, {"prompt": LARGE}]
+    env = make(Env, policy, tmp_path, rows, process_concurrency=1, **settings)
     assert "s3cret" not in env.config.model_dump_json()
     await env.process_manager()
     assert env.pages["bare"] == "401"
-    assert "touch made; sleep 3" in env.pages["live"]
-    assert 'class="leased"' in env.pages["live"]
+    assert html.escape(CHANGES) in env.pages["live"]
+    cells = re.search(r'<span class="cells">(.*?)</span>', env.pages["live"])[1]
+    assert [cells.count(f'class="{state}"') for state in ("leased", "free", "retired", "others")] == [2, 2, 0, 0]
     assert "terminal" in env.pages["end"]
     assert "touch made" in env.pages["end"]
     assert "data-cast" in env.pages["end"]
-    [first, _] = groups(tmp_path)
+    [first, last, large] = groups(tmp_path)
     [worked, answered] = first["atropos"]["trajectories"][0]["turns"]
     assert 3 <= worked["calls_s"][0] <= worked["tools_s"]
     assert answered["calls_s"] == []
+    [changed, nothing, unknown] = (each["atropos"]["trajectories"][0]["changes"] for each in (first, last, large))
+    assert changed["folder"] == "/workspace"
+    assert [(one["path"], one["change"], one["diff"]) for one in changed["files"]] == [
+        ("gone", "removed", "@@ -1 +0,0 @@\n-bye"),
+        ("kept", "changed", "@@ -1 +1,2 @@\n old\n+new"),
+        ("made", "added", ""),
+    ]
+    assert '<span class="add">+new\n' in env.pages["end"]
+    assert nothing == {}
+    assert unknown["note"] == "it holds more than 1 MiB"
     assert f"dashboard: http://127.0.0.2:{env.dashboard.server.port}/?token=s3cret" in capfd.readouterr().out
     async with env.client() as client:
         with pytest.raises(httpx.ConnectError):

@@ -136,7 +136,7 @@ function player(box) {
     event.preventDefault();
     keys[event.key]();
   });
-  go(0);
+  go(end); // what there was to see; Play begins at the start
 }
 
 // A static page has up to a thousand of them: each is made when it comes to be seen.

@@ -5,6 +5,10 @@ const button = document.getElementById("pause");
 const stale = document.getElementById("stale");
 if (live && button && stale) {
   let paused = false;
+  // Announced once, not at every refresh.
+  const say = (text) => {
+    if (stale.textContent !== text) stale.textContent = text;
+  };
   button.addEventListener("click", () => {
     paused = !paused;
     button.setAttribute("aria-pressed", String(paused));
@@ -17,9 +21,9 @@ if (live && button && stale) {
         if (!answer.ok) throw new Error(String(answer.status));
         const parsed = new DOMParser().parseFromString(await answer.text(), "text/html");
         live.replaceChildren(...parsed.body.childNodes);
-        stale.textContent = "";
+        say(live.querySelector(".trouble") ? "There is trouble; see below." : "");
       } catch {
-        stale.textContent = "The env does not answer; these are the last numbers it gave.";
+        say("The env does not answer; these are the last numbers it gave.");
       }
     }
     setTimeout(refresh, 2000);

@@ -44,6 +44,7 @@ from atropos.envs.hermes.data import load_rows
 from atropos.envs.hermes.dialect import OpenAIDialect
 from atropos.envs.hermes.result import HermesResult
 from atropos.envs.hermes.tool_context import ToolContext
+from atropos.envs.running.changes import Run, WorkspaceChanges
 from atropos.envs.running.hooks import HOOK_CODE
 from atropos.envs.running.rollout import Rollout, checked_score
 from atropos.envs.running.verification import Verification
@@ -207,18 +208,20 @@ class HermesAgentBaseEnv(SandboxEnv):
             )
             await verification.settle()
         prompt = await self.hooks.call("format_prompt", lambda: self.format_prompt(item))
+        changes = WorkspaceChanges(self.executor, trajectory_id, wanted=self.config.records_changes)
         async with self._lifetime_of(trajectory_id) as execute:
             agent = AtroposAgent(
                 self.server,
                 self.tokenizer,
                 tools,
                 self._agent_config(member),
-                self._offered(tools, execute),
+                self._offered(tools, changes.watched(execute)),
                 dialect=self._dialect(tools),
             )
             set_up = time.perf_counter()
             with self.hooks.guard("the agent"):
                 result = HermesResult(await agent.run(prompt))
+            changed = await changes.since_start()
         acted = time.perf_counter()
         self._record_errors(result)
         await verification.open()
@@ -241,6 +244,7 @@ class HermesAgentBaseEnv(SandboxEnv):
                 "tool_errors": [asdict(error) for error in result.tool_errors],
             },
             turns=[turn.timing() for turn in result.turns],
+            changes=changed,
             phases={
                 "setup": set_up - started,
                 "model": sum(turn.model_s for turn in result.turns),
@@ -262,9 +266,7 @@ class HermesAgentBaseEnv(SandboxEnv):
             )
         return self._dialects[key]
 
-    def _offered(
-        self, tools: ToolRegistry, execute: Callable[[ToolCall], Coroutine[Any, Any, ToolResult]]
-    ) -> Callable[[ToolCall], Coroutine[Any, Any, ToolResult]]:
+    def _offered(self, tools: ToolRegistry, execute: Run) -> Run:
         """Refuse what this group isn't offered, though others may be."""
 
         async def run(call: ToolCall) -> ToolResult:
@@ -289,9 +291,7 @@ class HermesAgentBaseEnv(SandboxEnv):
         )
 
     @contextlib.asynccontextmanager
-    async def _lifetime_of(
-        self, trajectory_id: str
-    ) -> AsyncGenerator[Callable[[ToolCall], Coroutine[Any, Any, ToolResult]]]:
+    async def _lifetime_of(self, trajectory_id: str) -> AsyncGenerator[Run]:
         """Gives a way to run calls; a slot that is idle for longer than `terminal_lifetime` is given back."""
         idle_s = self.config.terminal_lifetime
         expired = False

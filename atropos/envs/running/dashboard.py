@@ -11,6 +11,7 @@ from collections import Counter, deque
 from atropos.dashboard.live import ContainerSlots, InFlight, LiveView, Sample
 from atropos.dashboard.server import DashboardServer
 from atropos.dashboard.store import TrajectoryStore
+from atropos.dashboard.text import duration
 from atropos.envs.config import SandboxEnvConfig
 from atropos.envs.running.activity import MODEL
 from atropos.envs.running.backend import ToolBackend
@@ -19,7 +20,8 @@ from atropos.envs.running.lifecycle import cancel_and_wait
 from atropos.envs.running.metrics import EnvMetrics, percentile
 from atropos.envs.running.rollout import Rollout, messages_of
 from atropos.slots import SlotPool
-from atropos.slots.stats import PoolStats
+from atropos.slots.fleet import Seat
+from atropos.slots.stats import Percentiles, PoolStats
 
 SAMPLE_S = 5.0
 SAMPLES = 720
@@ -144,7 +146,7 @@ class EnvDashboard:
         stats = PoolStats() if pool is None else pool.stats()
         uptime = time.monotonic() - self._started
         numbers = {
-            "up": f"{uptime:.0f} s",
+            "up": duration(uptime),
             "groups": str(found.groups),
             "trajectories": str(found.trajectories),
             "mean score": f"{sum(found.scores) / len(found.scores):.3f}" if found.scores else "-",
@@ -152,8 +154,8 @@ class EnvDashboard:
             "tool calls": str(found.calls),
             "tool errors": str(found.tool_errors),
             "slots leased": f"{stats.leased} of {stats.slots}",
-            "acquire p50 / p99": f"{stats.acquire.p50_s * 1e3:.0f} / {stats.acquire.p99_s * 1e3:.0f} ms",
-            "reset p50 / p99": f"{stats.reset.p50_s * 1e3:.0f} / {stats.reset.p99_s * 1e3:.0f} ms",
+            "acquire p50 / p99": _milliseconds(stats.acquire),
+            "reset p50 / p99": _milliseconds(stats.reset),
             "containers lost": str(stats.lost),
         }
         return LiveView(
@@ -193,16 +195,18 @@ class EnvDashboard:
         return [(kind, code, count) for kind, codes in counted.items() for code, count in codes.most_common(50)]
 
 
+def _milliseconds(found: Percentiles) -> str:
+    return f"{found.p50_s * 1e3:.0f} / {found.p99_s * 1e3:.0f} ms" if found.n else "-"
+
+
 def _containers(pool: SlotPool) -> list[ContainerSlots]:
     seats = sorted((link.seat for link in pool.links.values()), key=lambda seat: seat.index)
-    return [
-        ContainerSlots(
-            name=f"{seat.index} {seat.key}",
-            leased=seat.leased + seat.reserved,
-            free=max(0, seat.free),
-            retired=seat.retired,
-            others=max(0, seat.slots - seat.leased - seat.reserved - max(0, seat.free) - seat.retired),
-            ready=seat.open,
-        )
-        for seat in seats
-    ]
+    return [_container(seat) for seat in seats]
+
+
+def _container(seat: Seat) -> ContainerSlots:
+    slot_mib = seat.capacity // seat.slots if seat.slots else 1
+    leased = -(-(seat.leased_mib + seat.reserved_mib) // slot_mib)
+    free = max(0, seat.free) // slot_mib
+    others = max(0, seat.slots - leased - free - seat.retired)
+    return ContainerSlots(f"{seat.index} {seat.key}", leased, free, seat.retired, others, ready=seat.open)

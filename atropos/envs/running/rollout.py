@@ -62,6 +62,7 @@ class Rollout:
         phases: seconds by phase: setup, model, tools, verify, reset; `acquire` is the wait for the slot, within whichever
             of setup, tools and verify used it first, and `agent` is model, tools and what is between them.
         turns: seconds by turn, as `AgentStep.timing` gives them.
+        changes: files that the agent changed, as `WorkspaceChanges.since_start` gives them; empty: they were not recorded.
     """
 
     trajectory_id: str
@@ -76,6 +77,7 @@ class Rollout:
     info: dict[str, Any] = field(default_factory=dict[str, Any])
     phases: dict[str, float] = field(default_factory=dict[str, float])
     turns: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
+    changes: dict[str, Any] = field(default_factory=dict[str, Any])
 
     def summary(self) -> dict[str, Any]:
         """What the JSONL and the page tell besides tokens and messages."""
@@ -89,6 +91,7 @@ class Rollout:
             "stop_reason": self.stop_reason,
             "phases": {name: round(value, 4) for name, value in self.phases.items()},
             "turns": self.turns,
+            "changes": self.changes,
             "info": self.info,
         }
 

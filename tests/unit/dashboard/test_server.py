@@ -103,7 +103,7 @@ async def test_lists_are_filtered_and_paged():
 
         async def found(**query):
             page = (await reader.get("/trajectories", params=query)).text
-            return int(re.search(r'Trajectories <span class="n">(\d+)', page)[1]), page
+            return int(re.search(r'Trajectories <span class="n">([\d,]+)', page)[1]), page
 
         assert (await found())[0] == 60
         assert "page 1 of 2" in (await found())[1]
@@ -146,6 +146,19 @@ def test_a_file_is_followed_line_by_line(tmp_path):
     file.refresh()
     file.refresh()
     assert len(store) == 6
+
+
+async def test_siblings_that_did_the_same_are_folded_whatever_their_calls_ids_are():
+    def did(call_id: str, command: str):
+        call = {"id": call_id, "function": {"name": "terminal", "arguments": json.dumps({"command": command})}}
+        result = {"role": "tool", "tool_call_id": call_id, "content": '{"success": true, "output": "x"}'}
+        return [{"role": "assistant", "content": "", "tool_calls": [call]}, result], 1.0, {"trajectory_id": call_id}
+
+    one = group("i", did("a", "ls"), did("b", "ls"))
+    other = group("j", did("c", "ls"), did("d", "pwd"))
+    async with serving([one, other], token="t") as server, client(server, Authorization="Bearer t") as reader:
+        assert (await reader.get("/group/0")).text.count('<tr class="same">') == 2
+        assert (await reader.get("/group/1")).text.count('<tr class="same">') == 1
 
 
 @BROWSER
@@ -200,6 +213,8 @@ async def test_a_replay_plays_seeks_and_follows_the_keyboard_on_both_pages(tmp_p
                 await page.locator("summary").first.click()
                 await page.locator("details details > summary").first.click()
             screen, clock = page.locator(".screen"), page.locator(".bar output")
+            assert (await screen.text_content()).endswith("\n100% DONE\n\n")  # how it ended
+            await screen.press("Home")
             await screen.press(".")
             assert await screen.text_content() == "# I look.\n$ cat bars-0.txt\n\n"
             assert await clock.text_content() == "2.5 s, 2 of 4"

@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
+from atropos import wire
 from atropos.envs import AgentEnv, AgentEnvConfig, APIServerConfig
 from atropos.tools import ToolCall, ToolResult
 from examples.policy.tokenizer import FOLDER
@@ -29,8 +31,13 @@ class Snapshot:
 
 
 class Slot:
+    profile = SimpleNamespace(workdir="/workspace")
+
     def __init__(self, executor: StandInExecutor) -> None:
         self.executor = executor
+
+    async def run(self, _operation: wire.Operation) -> wire.OpError:
+        return wire.OpError(error="not_found")
 
     async def snapshot(self) -> Snapshot:
         self.executor.snapshots.append(Snapshot())
