@@ -37,7 +37,7 @@ class Slot:
         self.executor = executor
 
     async def run(self, _operation: wire.Operation) -> wire.OpError:
-        return wire.OpError(error="not_found")
+        return wire.OpError(error="not_found", message="a stand-in")
 
     async def snapshot(self) -> Snapshot:
         self.executor.snapshots.append(Snapshot())
