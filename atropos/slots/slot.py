@@ -23,8 +23,9 @@ from atropos.slots.uploads import PIECE_BYTES
 
 RELEASE_WAIT_S = 10.0
 """How long `Slot.release` waits for the server's confirmation; the release itself goes on behind it."""
-ALIVE_S = 1.0
-"""Longest a slot may take to give a sign of life, which costs a millisecond whatever runs in it."""
+ALIVE_S = 5.0
+"""Longest a slot may take to give a sign of life. Two milliseconds are usual; hundreds of busy programs in it, and a machine
+with ten times more to do than it has cores, made it 0.9 s."""
 
 
 class Slot(SlotFiles):

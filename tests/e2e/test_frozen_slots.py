@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from atropos.envs import AgentEnv, AgentEnvConfig, HermesAgentBaseEnv, HermesAgentEnvConfig
+from atropos.slots import slot
 from atropos.tools import ToolCall, ToolRegistry, build_tool_registry
 from tests.e2e.hermes_support import call, groups, make, running_policy, script
 from tests.e2e.test_demo_endings import children, containers
@@ -80,25 +81,25 @@ class FilesAloneEnv(Freezing, AgentEnv):
         return script({"calls": [call("write_file", path="answer", content="42\n")]}, "done")
 
     async def verify_and_score_trajectory(self, item, final_response, *, trajectory_id, exec_tool, agent_result):
-        slot = await self.executor.slot(trajectory_id)
-        self.freeze(item["way"], (await slot.exec("readlink /proc/self/ns/pid")).output)
+        leased = await self.executor.slot(trajectory_id)
+        self.freeze(item["way"], (await leased.exec("readlink /proc/self/ns/pid")).output)
         try:
-            found = await getattr(self, item["way"])(slot, exec_tool)
+            found = await getattr(self, item["way"])(leased, exec_tool)
         except Exception:
             return 0.0, {}
         return float("42" in found), {}
 
-    async def cancelled(self, slot, exec_tool):
+    async def cancelled(self, leased, exec_tool):
         return (await asyncio.wait_for(exec_tool(READ), GIVES_UP_S)).output
 
-    async def left_running(self, slot, exec_tool):
+    async def left_running(self, leased, exec_tool):
         reading = asyncio.ensure_future(exec_tool(READ))
         await asyncio.wait([reading], timeout=GIVES_UP_S)
         return reading.result().output if reading.done() else ""
 
-    async def beside_its_tools(self, slot, exec_tool):
+    async def beside_its_tools(self, leased, exec_tool):
         async with asyncio.timeout(GIVES_UP_S):
-            return (await slot.read_file("answer")).decode()
+            return (await leased.read_file("answer")).decode()
 
 
 class HermesEnv(Freezing, HermesAgentBaseEnv):
@@ -135,7 +136,8 @@ KINDS = {
 
 @pytest.mark.parametrize("whole", [False, True], ids=["sandbox", "container"])
 @pytest.mark.parametrize("env_class", KINDS)
-async def test_a_call_that_a_hook_gave_up_in_a_frozen_slot_is_no_score(tmp_path, env_class, whole):
+async def test_a_call_that_a_hook_gave_up_in_a_frozen_slot_is_no_score(tmp_path, monkeypatch, env_class, whole):
+    monkeypatch.setattr(slot, "ALIVE_S", 1.0)
     config_cls, ways = KINDS[env_class]
     settings = {"terminal_backend": "local"} if env_class is HermesEnv else {"tool_pool_mode": "local"}
     async with running_policy(tmp_path) as policy:
@@ -149,3 +151,31 @@ async def test_a_call_that_a_hook_gave_up_in_a_frozen_slot_is_no_score(tmp_path,
     }
     assert len(env.frozen) == env.n_groups_to_process
     assert env.metrics.retries == {"slot_lost": len(env.frozen)}, json.dumps(env.metrics.retries)
+
+
+class BusyEnv(HermesEnv):
+    """What the agent wrote keeps the slot as busy as it can while it is tested."""
+
+    name = "busy_hermes"
+
+    def format_prompt(self, item):
+        loops = "for i in $(seq 100); do (while :; do :; done) & done; wait"
+        return script({"calls": [call("write_file", path="solution.sh", content=loops)]}, "done")
+
+    async def compute_reward(self, item, result, ctx):
+        try:
+            async with asyncio.timeout(GIVES_UP_S):  # noqa: ASYNC100 - the bridge awaits it
+                ctx.terminal("bash solution.sh")
+        except TimeoutError:
+            return 0.0
+        return 1.0
+
+
+async def test_a_call_that_a_hook_gave_up_in_a_busy_slot_is_a_verdict(tmp_path):
+    """Else an agent could have its group dropped instead of scored."""
+    async with running_policy(tmp_path) as policy:
+        env = make(BusyEnv, policy, tmp_path, [], group_size=1, terminal_backend="local")
+        env.items, env.n_groups_to_process = [{"name": "busy"}], 1
+        await env.process_manager()
+    assert [group["scores"] for group in groups(tmp_path)] == [[0.0]]
+    assert not env.metrics.retries
