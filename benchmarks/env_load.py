@@ -29,13 +29,13 @@ SPREADS = {"answers take 2 to 6 s": 0.5, "all answers at the same moment": 0.0}
 TICK_S = 0.005
 TOKEN = "benchmark"
 LOOKING = """
-import sys, time, urllib.request
+import http.client, sys, time, urllib.request
 url, token = sys.argv[1:]
 while True:
     try:
         urllib.request.urlopen(urllib.request.Request(url + "/live", headers={"Authorization": "Bearer " + token})).read()
-    except OSError:
-        pass
+    except (OSError, http.client.HTTPException):
+        pass  # the env starts, or ends
     time.sleep(2)
 """
 """What an open live page asks for, every two seconds."""
