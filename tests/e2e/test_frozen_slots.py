@@ -21,7 +21,7 @@ from atropos.tools import ToolCall, ToolRegistry, build_tool_registry
 from tests.e2e.hermes_support import call, groups, make, running_policy, script
 from tests.e2e.test_demo_endings import children, containers
 
-GIVES_UP_S, THAWS_S = 0.2, 4.0
+GIVES_UP_S, THAWS_S = 2.0, 12.0
 READ = ToolCall(name="read_file", arguments={"path": "answer"})
 
 

@@ -44,7 +44,6 @@ async def schemathesis(server: Server, folder: Path) -> tuple[int, str]:
             **os.environ,
             "PYTHONPATH": os.getcwd(),
             "SCHEMATHESIS_HOOKS": "tests.e2e.schemathesis_hooks",
-            "PYTHONDONTWRITEBYTECODE": "1",
         },
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
