@@ -7,8 +7,6 @@ scores it (truth 4).
 
 from __future__ import annotations
 
-import asyncio
-
 
 class SandboxError(Exception):
     """The infrastructure failed; nothing may be concluded about the model.
@@ -151,6 +149,8 @@ def code_of(error: BaseException) -> str:
     """A failure's stable name, one of few: for metrics, what is no type of this module included."""
     if isinstance(error, SandboxError | InferenceError):
         return error.code
+    import asyncio  # which half of a sandbox server's start does without
+
     if isinstance(error, asyncio.CancelledError):
         return "cancelled"
     return "config_error" if isinstance(error, ConfigError) else "error"

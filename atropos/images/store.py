@@ -75,8 +75,8 @@ class ImageStore:
     def known(self, source: str) -> ImageInfo | None:
         """The image that a source last meant, if it is here."""
         try:
-            name = (self._root / "names" / _hash(source)).read_text(encoding="ascii").strip()
-            return self._info(check_digest(f"sha256:{name}"))
+            with open(f"{self._root}/names/{_hash(source)}", "rb") as file:
+                return self._info(check_digest(f"sha256:{file.read().decode()}"))
         except (OSError, ValueError):
             return None
 

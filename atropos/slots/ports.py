@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, Self
 
-from atropos.config import SLOT_PYTHON
 from atropos.errors import SandboxError
+from atropos.slot_python import SLOT_PYTHON
 from atropos.slots.processes import Process
 from atropos.slots.slot import Slot
 from atropos.slots.task_owner import Tasks

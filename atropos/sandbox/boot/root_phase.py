@@ -28,8 +28,10 @@ from atropos.sandbox.linux.trees import remove_tree
 if TYPE_CHECKING:
     from atropos.config import ServerConfig
 
+_TO_ENTER_SLOTS = ("SYS_CHROOT", "SYS_PTRACE")
+"""Capabilities that the kernel asks for where a mount namespace is entered by its PID 1, which is not dumpable."""
 SERVER_CAPABILITIES = frozenset(
-    ("SYS_ADMIN", "SETUID", "SETGID", "SETFCAP", "CHOWN", "DAC_OVERRIDE", "FOWNER", "FSETID", "KILL")
+    ("SYS_ADMIN", "SETUID", "SETGID", "SETFCAP", "CHOWN", "DAC_OVERRIDE", "FOWNER", "FSETID", "KILL", *_TO_ENTER_SLOTS)
 )
 _STAGE = "ATROPOS_STAGE2_FD"
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 
-from atropos.config import INSIDE
 from atropos.sandbox.host.skeleton import Base
 from atropos.sandbox.host.volumes import GATE, NEXT, Volume
 from atropos.sandbox.programs.spawner import SECCOMP_FD, STATUS_FD
+from atropos.slot_python import INSIDE
 
 HOSTNAME = "atropos"
 CAPABILITIES = (

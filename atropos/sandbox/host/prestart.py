@@ -41,11 +41,10 @@ class Shared:
 
 @dataclass(frozen=True)
 class Prestarted:
-    """The process that starts sandboxes, our ends of its sockets, and the one that prepares what all slots share."""
+    """The process that starts sandboxes, our end of its socket, and the one that prepares what all slots share."""
 
     spawner: subprocess.Popen[bytes]
     starts: socket.socket
-    roots: socket.socket
     _maker: int
     _answer: int
 
@@ -98,21 +97,17 @@ def prestart(scratch: str, base: str | None) -> None:
         _make(scratch, parent, answer_w, skeleton=default_base(base) is None)
     os.close(answer_w)
     starts, their_starts = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    roots, their_roots = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     script = str(Path(__file__).parent.parent / "programs" / "spawner.py")
     process = subprocess.Popen(
-        [sys.executable, "-I", "-S", script, str(their_roots.fileno())],
+        [sys.executable, "-I", "-S", script],
         stdin=their_starts.fileno(),
         stdout=subprocess.DEVNULL,
-        pass_fds=[their_roots.fileno()],
         cwd="/",
         env={},
     )
-    for theirs in (their_starts, their_roots):
-        theirs.close()
-    for ours in (starts, roots):
-        ours.setblocking(False)
-    _prestarted.append(Prestarted(process, starts, roots, maker, answer_r))
+    their_starts.close()
+    starts.setblocking(False)
+    _prestarted.append(Prestarted(process, starts, maker, answer_r))
 
 
 def adopt(scratch: str, base: str | None) -> Prestarted:

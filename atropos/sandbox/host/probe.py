@@ -12,11 +12,12 @@ import shlex
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from atropos.config import SLOT_PYTHON, SlotLimits
+from atropos.config import SlotLimits
 from atropos.errors import SandboxError
 from atropos.sandbox.boot.root_phase import Entered
 from atropos.sandbox.host import egress_supervisor
 from atropos.sandbox.linux.disks import PROBE_INODES
+from atropos.slot_python import SLOT_PYTHON
 from atropos.wire import (
     CommandResult,
     Exec,

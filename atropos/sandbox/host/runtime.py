@@ -19,9 +19,9 @@ from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import CodeType
 
-from atropos.config import INSIDE, SLOT_PYTHON
 from atropos.errors import IsolationUnavailable
 from atropos.sandbox.host import runner_code
+from atropos.slot_python import INSIDE, SLOT_PYTHON
 
 _MODULES = [
     "encodings.aliases",

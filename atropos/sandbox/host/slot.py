@@ -12,7 +12,7 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from atropos.config import INSIDE, SlotLimits
+from atropos.config import SlotLimits
 from atropos.errors import ConfigError, NotSupported, OutcomeUnknown, SandboxError, SlotLost
 from atropos.sandbox.contract import Layer, NoOtherRoot, Stopped
 from atropos.sandbox.host import egress_supervisor, skeleton, views, volumes
@@ -21,6 +21,7 @@ from atropos.sandbox.host.runner_link import RunnerLink
 from atropos.sandbox.host.slot_network import SlotNetwork
 from atropos.sandbox.host.spawner_client import Exit, child_pid, hold
 from atropos.sandbox.linux import host_limits, memory_files, slot_cgroup, stopped_children
+from atropos.slot_python import INSIDE
 from atropos.wire import CommandResult, Done, ImageInfo, Operation, OpError, OpResult, ProcListing, ProcState
 
 if TYPE_CHECKING:
@@ -68,7 +69,6 @@ class SlotSandbox:
         self._volume = volume
         self._cgroup = cgroup
         self._changing: asyncio.Task[None] | None = None
-        self._creator: int | None = None
         self._channel: RunnerLink | None = None
         self._started: asyncio.Future[int] | None = None
         self._ended: asyncio.Future[Exit] | None = None
@@ -272,7 +272,6 @@ class SlotSandbox:
             request = self._host.request(
                 self._volume, base, self._cgroup, limits, network=self.network.wanted, joins=self._joined
             )
-            self._creator = request["creator"]
             near, far = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             try:
                 fds = [theirs.fileno(), far_status.fileno(), errors, far.fileno(), *joins]
@@ -337,7 +336,7 @@ class SlotSandbox:
                 await asyncio.to_thread(view.mount, self._volume)
             waiting = f"{INSIDE}/{volumes.NEXT}/{volumes.NEXT}"
             async with asyncio.timeout(START_DEADLINE_S):
-                await self._host.spawner.change_root(self._init_fd, self._creator, waiting)
+                await self._host.roots.change(self._init_fd, waiting)
         except (OSError, TimeoutError) as error:
             raise NoOtherRoot(f"slot {self.name} got no root of its own: {error or type(error).__name__}") from error
         self.layers = tuple(layers)

@@ -18,6 +18,7 @@ from atropos.images.reference import POOL_BASE
 from atropos.sandbox.boot import root_phase
 from atropos.sandbox.contract import Layer, Sandbox
 from atropos.sandbox.host import bwrap, egress_supervisor, kernel_bounds, prestart, runtime, skeleton, views, volumes
+from atropos.sandbox.host.root_changer import RootChanger
 from atropos.sandbox.host.slot import SlotSandbox
 from atropos.sandbox.host.slot_network import SlotNetwork
 from atropos.sandbox.host.spawner_client import SpawnerClient
@@ -48,6 +49,7 @@ class SlotHost:
         self._bwrap = shutil.which("bwrap") or ""
         self.environment = environment(config)
         self.spawner: SpawnerClient
+        self.roots = RootChanger()
         self.disposer = volumes.Disposer(self._free_cell)
         # the last of the spare uids is the proxy's own, so that it can touch neither the server nor a slot
         self.egress = (
@@ -92,7 +94,7 @@ class SlotHost:
             host._prepare_bases(shared.skeleton)
         except OSError as error:
             raise IsolationUnavailable(f"the server's own files could not be set up: {error}") from error
-        host.spawner = SpawnerClient(prestarted.spawner, prestarted.starts, prestarted.roots)
+        host.spawner = SpawnerClient(prestarted.spawner, prestarted.starts)
         if host.egress is not None:
             host.egress.start()
         return host
@@ -427,6 +429,7 @@ class SlotHost:
             await asyncio.to_thread(volumes.remove_tree, self._entered.disk)
         if self.egress is not None:
             await self.egress.aclose()
+        self.roots.close()
         await self.spawner.aclose()
         with contextlib.suppress(OSError):
             syscalls.umount(self._scratch)

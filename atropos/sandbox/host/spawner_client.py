@@ -13,8 +13,6 @@ from typing import Any
 
 from atropos.errors import SandboxError, SlotLost
 
-_SAID_BYTES = 4096
-
 
 @dataclass(frozen=True)
 class Exit:
@@ -29,13 +27,11 @@ class SpawnerClient:
     Args:
         process: the spawner, which `prestart` started.
         sock: our end of its socket.
-        roots: our end of the one for changes of a slot's root.
     """
 
-    def __init__(self, process: subprocess.Popen[bytes], sock: socket.socket, roots: socket.socket) -> None:
+    def __init__(self, process: subprocess.Popen[bytes], sock: socket.socket) -> None:
         self._process = process
         self._sock = sock
-        self._roots = roots
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(sock, self._readable)
         self._numbers = itertools.count(1)
@@ -51,36 +47,14 @@ class SpawnerClient:
         started: asyncio.Future[int] = self._loop.create_future()
         ended: asyncio.Future[Exit] = self._loop.create_future()
         self._started[number], self._exits[number] = started, ended
-        await self._send(self._sock, {"id": number, **request}, fds)
+        await self._send({"id": number, **request}, fds)
         return started, ended
 
-    async def change_root(self, slot: int, creator: int | None, waiting: str) -> None:
-        """Make the folder `waiting`, as a slot sees it, the root of the slot.
-
-        Args:
-            slot: handle on its PID 1, which alone runs in it.
-            creator: the uid that made its user namespace.
-            waiting: where the new root is mounted.
-
-        Raises:
-            OSError: it could not be done; the slot must be stopped.
-        """
-        near, far = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        try:
-            near.setblocking(False)
-            with far:
-                await self._send(self._roots, {"root": waiting, "creator": creator}, [slot, far.fileno()])
-            said = await self._loop.sock_recv(near, _SAID_BYTES)
-        finally:
-            near.close()
-        if said != b"done":
-            raise OSError(said.decode(errors="replace") or self.broken or "its process ended")
-
-    async def _send(self, sock: socket.socket, request: dict[str, Any], fds: list[int]) -> None:
+    async def _send(self, request: dict[str, Any], fds: list[int]) -> None:
         data = json.dumps(request).encode()
         while True:
             try:
-                socket.send_fds(sock, [data], fds)
+                socket.send_fds(self._sock, [data], fds)
                 return
             except BlockingIOError:
                 await asyncio.sleep(0.001)
@@ -133,7 +107,6 @@ class SpawnerClient:
             self._loop.remove_reader(self._sock)
             self.broken = "closed"
         self._sock.close()
-        self._roots.close()
         try:
             await asyncio.to_thread(self._process.wait, 5)
         except subprocess.TimeoutExpired:

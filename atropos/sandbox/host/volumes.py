@@ -232,7 +232,7 @@ def _make_gate(volume: Volume) -> None:
 def restack(volume: Volume, base: Base, layers: Sequence[str], empty_file: str, empty_folder: str) -> None:
     """Mount another root in the gate of a volume on which a slot runs, but in which nothing has been written yet.
 
-    The slot's namespace gets a copy of each of these mounts; the spawner then makes it the root (`spawner.Spawner`).
+    The slot's namespace gets a copy of each of these mounts; `RootChanger` then makes it the root.
 
     Args:
         volume: the slot's.
@@ -246,9 +246,6 @@ def restack(volume: Volume, base: Base, layers: Sequence[str], empty_file: str, 
     """
     volume.restacked = True
     top, work = volume.next_root, f"{volume.data}/over-wk"
-    for path in (volume.upper, work):
-        os.mkdir(path, 0o755)
-        os.chown(path, 0, 0)
     volume.stack(f"{GATE}/{NEXT}", [*layers, *base.layers, base.lower], _NOSUID_NODEV, volume.upper, work)
     restore_mount_points(top, base.host_folders)
     cover = preload_cover(top, empty_file, empty_folder)
@@ -296,7 +293,7 @@ def _data(volume: Volume, limits: SlotLimits) -> None:
     options = f"size={size},nr_inodes={inodes},mode=755,uid=0,gid=0"
     syscalls.mount("atropos", volume.folder, "tmpfs", _NOSUID_NODEV, options)
     volume.mounts.append(volume.folder)
-    for name, mode in (("up", 0o755), ("wk", 0o755), ("shm", 0o1777)):
+    for name, mode in (("up", 0o755), ("wk", 0o755), ("over", 0o755), ("over-wk", 0o755), ("shm", 0o1777)):
         path = f"{volume.data}/{name}"
         os.mkdir(path)
         os.chmod(path, mode)

@@ -8,6 +8,7 @@ import os
 import platform
 from typing import Any
 
+CLONE_FS = 0x200
 CLONE_NEWNS = 0x0002_0000
 CLONE_NEWIPC = 0x0800_0000
 CLONE_NEWUSER = 0x1000_0000
@@ -37,6 +38,7 @@ CAPABILITIES = {
     "SETPCAP": 8,
     "NET_BIND_SERVICE": 10,
     "SYS_CHROOT": 18,
+    "SYS_PTRACE": 19,
     "SYS_ADMIN": 21,
     "SETFCAP": 31,
 }
@@ -88,7 +90,7 @@ def unshare(flags: int) -> None:
 
 
 def setns(fd: int, flags: int) -> None:
-    """Enter namespaces of another process, by its pidfd (Linux 5.8)."""
+    """Enter namespaces of another process, by its pidfd (Linux 5.8), or one by a descriptor of it."""
     _check(libc.setns(fd, flags), "setns")
 
 

@@ -25,13 +25,9 @@ if __name__ == "__main__":
     sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))))
 
 from atropos.sandbox.linux import memory_files, syscalls
-from atropos.sandbox.programs import root_changer
 
 STATUS_FD, SECCOMP_FD, RUNNER_FD = 4, 5, 3
 _MAX_REQUEST = 1 << 18
-_ROOT_CHANGERS = 2
-"""Kept waiting, so that a lease waits for no fork: two leases at the same moment are common, more are rare."""
-_RETRY_MS = 200
 _SIOCSIFFLAGS, _IFF_UP = 0x8914, 1  # <linux/sockios.h>, <linux/if.h>
 
 
@@ -44,7 +40,7 @@ def main() -> None:
     # that it has made but not yet prepared waits for it forever.
     syscalls.prctl(syscalls.PR_SET_CHILD_SUBREAPER, 1)
     syscalls.own_session_keyring()
-    spawner = Spawner(socket.socket(fileno=0), socket.socket(fileno=int(sys.argv[1])))
+    spawner = Spawner(socket.socket(fileno=0))
     try:
         spawner.run()
     finally:
@@ -60,13 +56,10 @@ class Spawner:
 
     Args:
         server: for requests to start a slot.
-        roots: for requests to change a root; only the processes that change them read it.
     """
 
-    def __init__(self, server: socket.socket, roots: socket.socket) -> None:
+    def __init__(self, server: socket.socket) -> None:
         self._server = server
-        self._roots = roots
-        self._root_changers: set[int] = set()
         self._running: dict[int, int] = {}
         self._wake, notify = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         signal.set_wakeup_fd(notify, warn_on_full_buffer=False)
@@ -78,8 +71,7 @@ class Spawner:
         poll.register(self._server, select.POLLIN)
         poll.register(self._wake, select.POLLIN)
         while True:
-            enough = self._fork_root_changers()
-            for fd, _ in poll.poll(None if enough else _RETRY_MS):
+            for fd, _ in poll.poll():
                 if fd == self._wake:
                     with contextlib.suppress(BlockingIOError):
                         os.read(self._wake, 4096)
@@ -119,7 +111,6 @@ class Spawner:
                 return
             if pid == 0:
                 return
-            self._root_changers.discard(pid)
             ident = self._running.pop(pid, None)
             if ident is not None:
                 self._end_orphans()
@@ -128,7 +119,7 @@ class Spawner:
     def _end_orphans(self) -> None:
         """Kill what a bubblewrap left behind, and wait for it (milliseconds), before its end is reported."""
         for pid in _children():
-            if pid not in self._running and pid not in self._root_changers:
+            if pid not in self._running:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
                 for _ in range(200):
@@ -138,20 +129,6 @@ class Spawner:
                     except ChildProcessError:
                         break
                     time.sleep(0.001)
-
-    def _fork_root_changers(self) -> bool:
-        """Fork what is missing; whether nothing is."""
-        parent = os.getpid()
-        while len(self._root_changers) < _ROOT_CHANGERS:
-            try:
-                pid = os.fork()
-            except OSError:  # no process to be had just now
-                return False
-            if pid == 0:
-                self._server.close()  # the server sees the spawner's end by it
-                root_changer.serve_one(self._roots, parent)
-            self._root_changers.add(pid)
-        return True
 
     def end_all(self) -> None:
         """The server is gone, however it went: nothing of its slots stays."""

@@ -209,7 +209,7 @@ class Core:
         """A sandbox of the lease's size, on its layers and base, and with what its network was narrowed to."""
         try:
             return await self._take_one(run, hosts)
-        except NoOtherRoot as error:  # the process that changes roots was killed, say: there is another one by now
+        except NoOtherRoot as error:  # its PID 1 was killed meanwhile, say
             log.warning("lease %s: %s; another sandbox is taken", run.held.lease_id, error)
             return await self._take_one(run, hosts)
 

@@ -136,3 +136,8 @@ def without(package: str, code: str) -> str:
     """What Python says about the code where the package isn't installed."""
     code = f"import sys; sys.modules[{package!r}] = None; {code}"
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=False).stderr
+
+
+def test_the_half_of_a_servers_start_that_others_wait_for_loads_neither_asyncio_nor_pydantic() -> None:
+    code = "import sys, atropos.sandbox.__main__, atropos.sandbox.host.prestart; print({'asyncio', 'pydantic'} & {*sys.modules})"
+    assert subprocess.run([sys.executable, "-c", code], check=True, capture_output=True).stdout == b"set()\n"
