@@ -14,7 +14,8 @@ from rich.console import Console
 
 from . import against, charts, machine, report
 from .backends import present
-from .cases import CASES, NEEDS_ENGINES, Context
+from .cases import CASES, NEEDS_ENGINES
+from .context import Context
 from .stats import Row
 
 

@@ -11,17 +11,15 @@ import os
 import secrets
 import time
 from collections.abc import AsyncIterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from atropos.config import SlotLimits
 from atropos.slots import SlotPool, SlotPoolConfig
 from atropos.tools import ToolExecutor, ToolExecutorConfig, build_tool_registry
 
 from . import ours
+from .context import Context
 from .stats import Row, row
-
-if TYPE_CHECKING:
-    from .cases import Context
 
 GROWN = 5
 """Containers at the end of the scale-up."""

@@ -5,33 +5,11 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
-from dataclasses import dataclass, field
 
 from . import against, env_load, harbor, images, ours, peers, swe_rex, transfers
 from .backends import backends
+from .context import Case, Context
 from .stats import Row, row
-
-Progress = Callable[[str], None]
-Case = Callable[["Context"], AsyncIterator[Row]]
-
-
-@dataclass
-class Context:
-    """What every case gets.
-
-    Attributes:
-        scale: factor on all sample counts; 1.0 for a full run.
-        say: tells what is being done now.
-        skip_peers: leave the peers out (profiling our side alone).
-    """
-
-    scale: float
-    say: Progress
-    skip_peers: bool = False
-    problems: list[str] = field(default_factory=list)
-
-    def n(self, full: int, least: int = 8) -> int:
-        return max(least, int(full * self.scale))
 
 
 async def sequential(ctx: Context) -> AsyncIterator[Row]:

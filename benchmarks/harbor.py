@@ -19,13 +19,11 @@ from collections import defaultdict
 from collections.abc import AsyncIterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from . import docker_peer, ours
+from .context import Context
 from .stats import Row, row
-
-if TYPE_CHECKING:
-    from .cases import Context
 
 ROOT = Path(__file__).resolve().parent.parent
 HARBOR = ROOT / ".peers" / "bin" / "harbor"

@@ -11,17 +11,14 @@ import tempfile
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from atropos.config import ImageStoreSettings
 from atropos.slots import SlotPool, SlotPoolConfig
 from atropos.tasks.folder import load_task
 from atropos.tasks.prepare import TaskImages
 
+from .context import Context
 from .stats import Row, row
-
-if TYPE_CHECKING:
-    from .cases import Context
 
 MANY = 100
 PAUSE_S = 0.05

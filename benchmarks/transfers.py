@@ -17,12 +17,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from . import docker_peer, ours, swe_rex
+from .context import Context
 from .stats import Row, row
 
 if TYPE_CHECKING:
     from atropos.slots import Slot
 
-    from .cases import Context
 
 LARGE_MB = 100
 FILES, FILE_BYTES = 10_000, 1000
