@@ -19,12 +19,14 @@ __all__ = ["memory_limit_is_named_and_the_slot_goes_on"]
 
 def tree(host, controller):
     """The hierarchy that limits with a controller."""
-    return next(tree for tree in host._entered.cgroups.trees if controller in tree.controllers)
+    return next(tree for tree in host.state.entered.cgroups.trees if controller in tree.controllers)
 
 
 def groups(host):
     """Every directory of ours for a slot, in any hierarchy."""
-    return [f"{at.path}/{name}" for at in host._entered.cgroups.trees for name in os.listdir(at.path) if "slot" in name]
+    return [
+        f"{at.path}/{name}" for at in host.state.entered.cgroups.trees for name in os.listdir(at.path) if "slot" in name
+    ]
 
 
 async def processes_are_counted_by_the_cgroup(host):
@@ -85,7 +87,9 @@ async def a_volume_leaves_room_in_memory_for_the_command_that_clears_it(host):
 async def a_background_process_that_is_killed_does_not_end_the_slot(host):
     async with slot(host) as s:
         path = next(
-            p for t, p in zip(host._entered.cgroups.trees, s._cgroup.paths, strict=True) if "memory" in t.controllers
+            p
+            for t, p in zip(host.state.entered.cgroups.trees, s._cgroup.paths, strict=True)
+            if "memory" in t.controllers
         )
         file = Path(path, "memory.events" if tree(host, "memory").version == 2 else "memory.oom_control")
         await sh(s, "setsid python3 -c 'x = bytearray(300 << 20)' >/dev/null 2>&1 & echo")
@@ -197,7 +201,7 @@ async def a_quota_is_a_ceiling(host):
         used, wall = cpu_s(pids) - used, time.monotonic() - began
         assert used < quota * wall + 0.05, f"{used} s of {wall} s under a quota of {quota}"
         path = next(
-            p for t, p in zip(host._entered.cgroups.trees, s._cgroup.paths, strict=True) if "cpu" in t.controllers
+            p for t, p in zip(host.state.entered.cgroups.trees, s._cgroup.paths, strict=True) if "cpu" in t.controllers
         )
         stat = Path(path, "cpu.stat").read_text()
         assert int(stat.partition("nr_throttled")[2].split()[0]) > 0, stat
@@ -228,7 +232,7 @@ async def memory_returns_and_the_directories_go(host):
         async with slot(host) as s:
             await out(s, "head -c 20000000 /dev/zero > /workspace/f; setsid python3 -c 'x=bytearray(30<<20); import time; time.sleep(99)' >/dev/null 2>&1 & sleep 0.3")  # fmt: skip
             await until(lambda: used() > before + (30 << 20), "the memory in use", 20)
-            assert len(groups(host)) == len(host._entered.cgroups.trees)
+            assert len(groups(host)) == len(host.state.entered.cgroups.trees)
         await freed(host)
         assert groups(host) == []
     await until(lambda: used() < before + (20 << 20), "the memory back", 20)
@@ -251,7 +255,7 @@ async def settings_are_the_kernel_s(host):
     limits = SlotLimits(memory_mib=100, pids=50, cpu_weight=300, cpu_quota=0.75)
     async with slot(host, limits=limits) as s:
         found = {}
-        for one, path in zip(host._entered.cgroups.trees, s._cgroup.paths, strict=True):
+        for one, path in zip(host.state.entered.cgroups.trees, s._cgroup.paths, strict=True):
             for name in os.listdir(path):
                 if name.startswith(("memory.", "pids.", "cpu.")):
                     try:

@@ -98,7 +98,7 @@ def test_a_file_for_others_words_takes_no_more_than_its_bound():
     try:
         os.write(fd, b"first ")
         os.write(fd, b"second")
-        assert memory_files.written(fd) == b"first second"
+        assert memory_files.line(fd) == "first second"
         with pytest.raises(PermissionError):
             os.pwrite(fd, b"x", 4096)
         assert fcntl.fcntl(fd, fcntl.F_GETFD) & fcntl.FD_CLOEXEC

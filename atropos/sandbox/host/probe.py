@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import shlex
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,7 @@ from atropos.config import SlotLimits
 from atropos.errors import SandboxError
 from atropos.sandbox.boot.root_phase import Entered
 from atropos.sandbox.host import egress_supervisor
+from atropos.sandbox.host.host_state import HostState
 from atropos.sandbox.linux.disks import PROBE_INODES
 from atropos.slot_python import SLOT_PYTHON
 from atropos.wire import (
@@ -33,8 +35,10 @@ from atropos.wire import (
 
 if TYPE_CHECKING:
     from atropos.sandbox.host.slot import SlotSandbox
-    from atropos.sandbox.host.slot_host import SlotHost
 
+
+Start = Callable[..., Awaitable["SlotSandbox"]]
+"""`SlotHost.start`."""
 _LIMITS = SlotLimits(memory_mib=48, pids=24, disk_mib=8, open_files=256, wall_s=60).model_copy(
     update={"inodes": PROBE_INODES}  # fewer than a slot for use may have: making them takes its time at each start
 )
@@ -227,15 +231,15 @@ _KNOWN = {
 }
 
 
-async def run(host: SlotHost, entered: Entered) -> list[Feature]:
+async def run(host: HostState, start: Start) -> list[Feature]:
     """Start a sandbox with small limits, try everything, stop it.
 
     Raises:
         SandboxError: not even the throw-away sandbox could be started.
     """
-    egress = asyncio.create_task(_egress(host)) if host.egress is not None else None
+    egress = asyncio.create_task(_egress(start)) if host.egress is not None else None
     try:
-        features = await _properties(host, entered)
+        features = await _properties(host, start)
         if egress is not None:
             passed, detail = await egress
             features.append(_feature("egress", passed, detail))
@@ -246,13 +250,13 @@ async def run(host: SlotHost, entered: Entered) -> list[Feature]:
     return features
 
 
-async def _properties(host: SlotHost, entered: Entered) -> list[Feature]:
-    sandbox = await host.start("probe", limits=_LIMITS)
+async def _properties(host: HostState, start: Start) -> list[Feature]:
+    sandbox = await start("probe", limits=_LIMITS)
     try:
         found = await _inside(sandbox, set(host.environment))
-        found["memory_limit"] = await _memory(sandbox, entered)
-        controllers = {name for tree in entered.cgroups.trees for name in tree.controllers}
-        found["cpu_weight"] = ("cpu" in controllers, entered.cgroups.missing.get("cpu", ""))
+        found["memory_limit"] = await _memory(sandbox, host.entered)
+        controllers = {name for tree in host.entered.cgroups.trees for name in tree.controllers}
+        found["cpu_weight"] = ("cpu" in controllers, host.entered.cgroups.missing.get("cpu", ""))
         if not host.counts_pids and found["pids_limit"][0]:
             found["pids_limit"] = (False, "processes are bounded, but a fork bomb's stay and fill the slot")
         found["files"] = await _files(sandbox)
@@ -262,10 +266,10 @@ async def _properties(host: SlotHost, entered: Entered) -> list[Feature]:
         stopped = await sandbox.stop()
     found["reset"] = (stopped.clean, stopped.detail)
     features = [_feature(name, passed, detail) for name, (passed, detail) in found.items()]
-    if host.config.volume == "memory" or entered.cells is not None:
+    if host.config.volume == "memory" or host.entered.cells is not None:
         return features
     # a folder on disk has no limits of its own: published, not promised
-    without = {"required": False, "detail": f"volume='disk' without a limit: {entered.no_cells}", "fix": _DISK_FIX}
+    without = {"required": False, "detail": f"volume='disk' without a limit: {host.entered.no_cells}", "fix": _DISK_FIX}
     return [f.model_copy(update=without) if f.name in ("disk_limit", "inode_limit") else f for f in features]
 
 
@@ -297,9 +301,9 @@ def _shown(result: OpResult) -> str:
     return text or f"it printed nothing (exit code {result.exit_code}{', timed out' if result.timed_out else ''})"
 
 
-async def _egress(host: SlotHost) -> tuple[bool, str]:
+async def _egress(start: Start) -> tuple[bool, str]:
     """A slot with a network has a loopback and nothing else, and on it a proxy that refuses what it must."""
-    sandbox = await host.start("probe-egress", limits=_LIMITS, network=True)
+    sandbox = await start("probe-egress", limits=_LIMITS, network=True)
     try:
         code = _EGRESS.replace("PORT", str(egress_supervisor.PORT))
         result = await sandbox.run(

@@ -16,6 +16,7 @@ from atropos.config import SlotLimits
 from atropos.errors import ConfigError, NotSupported, OutcomeUnknown, SandboxError, SlotLost
 from atropos.sandbox.contract import Layer, NoOtherRoot, Stopped
 from atropos.sandbox.host import egress_supervisor, skeleton, views, volumes
+from atropos.sandbox.host.host_state import HostState
 from atropos.sandbox.host.limit_watch import LimitWatch
 from atropos.sandbox.host.runner_link import RunnerLink
 from atropos.sandbox.host.slot_network import SlotNetwork
@@ -26,7 +27,6 @@ from atropos.wire import CommandResult, Done, ImageInfo, Operation, OpError, OpR
 
 if TYPE_CHECKING:
     from atropos.sandbox.contract import OnResult
-    from atropos.sandbox.host.slot_host import SlotHost
 
 START_DEADLINE_S = 20.0
 STOP_DEADLINE_S = 10.0
@@ -46,7 +46,7 @@ class SlotSandbox:
 
     def __init__(
         self,
-        host: SlotHost,
+        host: HostState,
         name: str,
         volume: volumes.Volume,
         cgroup: slot_cgroup.SlotCgroup,
@@ -291,13 +291,13 @@ class SlotSandbox:
                 async with asyncio.timeout(START_DEADLINE_S):
                     await self._hello(status)
             except TimeoutError:
-                why = _said(errors) or "no word from PID 1"
+                why = memory_files.line(errors) or "no word from PID 1"
                 raise SandboxError(
                     f"slot {self.name} could not be started within {START_DEADLINE_S} s: "
                     f"{why}{host_limits.named()}{host_limits.load()}"
                 ) from None
             except (SlotLost, OutcomeUnknown, OSError) as error:
-                why = _said(errors) or error
+                why = memory_files.line(errors) or error
                 raise SandboxError(f"slot {self.name} could not be started: {why}{host_limits.named()}") from None
         finally:
             status.close()
@@ -349,7 +349,7 @@ class SlotSandbox:
             await self.network.open(near, START_DEADLINE_S)
         except OSError as error:
             late = host_limits.load() if isinstance(error, TimeoutError) else ""
-            raise SandboxError(f"slot {self.name} got no network: {_said(errors) or error}{late}") from None
+            raise SandboxError(f"slot {self.name} got no network: {memory_files.line(errors) or error}{late}") from None
 
     @property
     def layer_paths(self) -> tuple[str, ...]:
@@ -430,7 +430,7 @@ class SlotSandbox:
         self._gone = True
         if self._watchdog is not None:
             self._watchdog.cancel()
-        self._host.forget(self)
+        self._host.live.discard(self)
         detail = "; ".join(problem for problem in problems if problem)
         return Stopped(clean=not detail, seconds=time.monotonic() - began, detail=detail)
 
@@ -493,12 +493,7 @@ class SlotSandbox:
             problems.append(await self._dispose())
         else:
             layer = Layer(layer_id, self._volume.upper, used)
-            self._host.keep(layer, self._volume)
+            self._host.layers[layer.id] = self._volume
             frozen.set_result(layer)
         problems.append(await self._remove_cgroup())
         return self._finished(began, problems)
-
-
-def _said(fd: int) -> str:
-    """What bubblewrap wrote before it ended, in one line."""
-    return " ".join(memory_files.written(fd).decode(errors="replace").split())

@@ -25,6 +25,7 @@ def bounded(name: str, size_bytes: int) -> int:
     return fd
 
 
-def written(fd: int) -> bytes:
-    """What was written into a `bounded` one."""
-    return os.pread(fd, os.fstat(fd).st_size, 0).rstrip(b"\0")
+def line(fd: int) -> str:
+    """What was written into a `bounded` one, as one line."""
+    text = os.pread(fd, os.fstat(fd).st_size, 0).rstrip(b"\0").decode(errors="replace")
+    return " ".join(text.split())

@@ -42,7 +42,7 @@ async def serve(config: ServerConfig) -> None:
             answer({"failed": traceback.format_exc()})
         else:
             answer({"failed": None})
-        for sandbox in list(host._live):
+        for sandbox in list(host.state.live):
             await sandbox.stop()
     await host.aclose()
 

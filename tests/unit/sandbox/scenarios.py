@@ -76,7 +76,7 @@ async def out(sandbox, command, **options):
 
 async def freed(host):
     """Until what was detached has been freed too."""
-    while host.disposer._waiting:  # noqa: ASYNC110
+    while host.state.disposer._waiting:  # noqa: ASYNC110
         await asyncio.sleep(0.01)
 
 
@@ -644,7 +644,7 @@ async def nothing_is_left_after_a_stop(host):
     after = Path("/proc/self/mounts").read_text()
     assert after == mounts, set(after.splitlines()) ^ set(mounts.splitlines())
     assert len(os.listdir("/proc/self/fd")) == descriptors
-    for tree in host._entered.cgroups.trees:
+    for tree in host.state.entered.cgroups.trees:
         assert [name for name in os.listdir(tree.path) if name.startswith("slot")] == []
 
 
@@ -667,7 +667,7 @@ async def a_call_on_an_ended_sandbox_is_slot_lost(host):
 
 async def a_slot_that_cannot_start_leaves_nothing(host):
     await freed(host)
-    before = os.listdir(f"{host._scratch}/slots"), len(os.listdir("/proc/self/fd"))
+    before = os.listdir(f"{host.state.scratch}/slots"), len(os.listdir("/proc/self/fd"))
     for options, kind in (({"network": True}, NotSupported), ({"base": "none"}, NotSupported)):
         try:
             await started(host, "bad", **options)
@@ -675,7 +675,7 @@ async def a_slot_that_cannot_start_leaves_nothing(host):
             assert error.code == "not_supported"
         else:
             raise AssertionError(options)
-    bwrap, host._bwrap = host._bwrap, "/bin/false"
+    bwrap, host.state.bwrap = host.state.bwrap, "/bin/false"
     try:
         await host.start("bad")
     except SandboxError as error:
@@ -683,14 +683,14 @@ async def a_slot_that_cannot_start_leaves_nothing(host):
     else:
         raise AssertionError("started")
     finally:
-        host._bwrap = bwrap
+        host.state.bwrap = bwrap
     await freed(host)
-    assert (os.listdir(f"{host._scratch}/slots"), len(os.listdir("/proc/self/fd"))) == before
+    assert (os.listdir(f"{host.state.scratch}/slots"), len(os.listdir("/proc/self/fd"))) == before
 
 
 async def a_start_that_is_cancelled_leaves_nothing(host):
     await freed(host)
-    before = os.listdir(f"{host._scratch}/slots"), len(os.listdir("/proc/self/fd"))
+    before = os.listdir(f"{host.state.scratch}/slots"), len(os.listdir("/proc/self/fd"))
     for number in range(12):
         start = asyncio.create_task(host.start(f"cancelled-{number}"))
         await asyncio.sleep(number * 0.003)
@@ -698,11 +698,11 @@ async def a_start_that_is_cancelled_leaves_nothing(host):
         found = (await asyncio.gather(start, return_exceptions=True))[0]
         if not isinstance(found, BaseException):
             await found.stop()
-    for sandbox in list(host._live):
+    for sandbox in list(host.state.live):
         await sandbox.stop()
     await freed(host)
-    assert (os.listdir(f"{host._scratch}/slots"), len(os.listdir("/proc/self/fd"))) == before
-    for tree in host._entered.cgroups.trees:
+    assert (os.listdir(f"{host.state.scratch}/slots"), len(os.listdir("/proc/self/fd"))) == before
+    for tree in host.state.entered.cgroups.trees:
         assert [name for name in os.listdir(tree.path) if name.startswith("slot")] == []
 
 
@@ -867,18 +867,18 @@ async def a_start_that_takes_too_long_names_a_high_load(host):
 async def the_probe_finds_every_property(host):
     features = {feature.name: feature for feature in await host.probe()}
     assert len(features) >= 18
-    assert features["pids_limit"].ok == host.counts_pids, "a fork bomb's processes stay where nothing counts them"
+    assert features["pids_limit"].ok == host.state.counts_pids, "a fork bomb's processes stay where nothing counts them"
     for feature in features.values():
         assert feature.ok or (not feature.required and feature.fix), feature
 
 
 async def places_on_disk_are_used_again_once_they_are_empty(host):
     """Only with volumes on disk: `test_scenarios.ON_DISK`."""
-    places = host._cells.qsize()
+    places = host.state.cells.free_count
     assert places
     for _ in range(2):
         sandboxes = [await host.start(f"cell-{number}") for number in range(places)]
-        assert host._cells.qsize() == 0
+        assert host.state.cells.free_count == 0
         for sandbox in sandboxes:
             assert await out(sandbox, "ls -A; mkdir -p a/b; head -c 100000 /dev/zero > a/b/c; chmod 000 a") == ""
         waiting = asyncio.create_task(host.start("one-more"))
@@ -888,7 +888,7 @@ async def places_on_disk_are_used_again_once_they_are_empty(host):
             assert (await sandbox.stop()).clean
         assert (await (await waiting).stop()).clean
         await freed(host)
-        assert host._cells.qsize() == places
+        assert host.state.cells.free_count == places
 
 
 ALL = [

@@ -1,0 +1,87 @@
+"""Places on disk for the volumes of slots: file systems of a size, made ahead, where the disk has limits at all."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+
+from atropos.config import ServerConfig
+from atropos.errors import SandboxError
+from atropos.sandbox.boot.root_phase import Entered
+from atropos.sandbox.linux import disks
+
+log = logging.getLogger(__name__)
+CELL_DEADLINE_S = 20.0
+"""Longest that a start waits for a place on disk that is just being emptied, in seconds."""
+
+
+class DiskCells:
+    """Which places are free.
+
+    Attributes:
+        max_layers: how many layers have a place; None: no bound.
+    """
+
+    def __init__(self, config: ServerConfig, entered: Entered) -> None:
+        self._disk_mib = config.limits.disk_mib
+        self._entered = entered
+        # the last one that came free first: fewer of them ever take room on the disk
+        self._free: asyncio.LifoQueue[str] = asyncio.LifoQueue()
+        self._reserved: set[str] = set()
+        self.max_layers: int | None = None
+        if entered.cells is not None:
+            plan = disks.CellPlan.of(config)
+            self.max_layers = plan.layers
+            for number in reversed(range(plan.cells)):
+                self._free.put_nowait(f"{entered.cells}/{number}")
+
+    @property
+    def free_count(self) -> int:
+        """How many are free."""
+        return self._free.qsize()
+
+    async def take(self, unique: str, *, probe: bool = False) -> str | None:
+        """Where on disk a volume's files go; waits for a cell that is just being emptied.
+
+        Raises:
+            SandboxError: no cell came free, or the disk has no room for one.
+        """
+        entered = self._entered
+        if entered.disk is None:
+            return None
+        if entered.cells is None:
+            return f"{entered.disk}/{unique}"
+        if probe:
+            return f"{entered.cells}/{disks.PROBE}/{unique}"
+        try:
+            async with asyncio.timeout(CELL_DEADLINE_S):
+                cell = await self._free.get()
+        except TimeoutError:
+            raise SandboxError(f"volume='disk': no place on disk came free within {CELL_DEADLINE_S:g} s") from None
+        if cell not in self._reserved:
+            try:
+                await asyncio.to_thread(disks.reserve, entered.images[int(os.path.basename(cell))])
+            except BaseException as error:
+                self._free.put_nowait(cell)
+                if isinstance(error, OSError):
+                    mib = self._disk_mib
+                    raise SandboxError(
+                        f"volume='disk': the disk has no room for {mib} MiB more ({error.strerror})"
+                    ) from error
+                raise
+            self._reserved.add(cell)
+        return f"{cell}/{unique}"
+
+    def give_back(self, disk: str | None) -> None:
+        """A volume's folder was removed, or never made: its cell may be used again, if nothing is left in it."""
+        if disk is None or self._entered.cells is None:
+            return
+        cell = os.path.dirname(disk)
+        if os.path.basename(cell) == disks.PROBE:
+            return
+        left = os.listdir(cell)
+        if left:
+            log.error("%s could not be emptied and is not used again: %s", cell, left[:3])
+        else:
+            self._free.put_nowait(cell)

@@ -1,0 +1,200 @@
+"""What all slots of this machine share: bases, the process that starts sandboxes, places on disk, the slots that live."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from atropos.config import ServerConfig, SlotLimits
+from atropos.errors import ConfigError, IsolationUnavailable, NotSupported
+from atropos.sandbox.boot.root_phase import Entered
+from atropos.sandbox.contract import Layer, Sandbox
+from atropos.sandbox.host import bwrap, egress_supervisor, kernel_bounds, prestart, skeleton, volumes
+from atropos.sandbox.host.disk_cells import DiskCells
+from atropos.sandbox.host.root_changer import RootChanger
+from atropos.sandbox.host.spawner_client import SpawnerClient
+from atropos.sandbox.linux import slot_cgroup, syscalls
+
+
+class HostState:
+    """Made before the server listens.
+
+    Attributes:
+        live: the slots that were started and are not confirmed gone.
+        layers: volumes that have become layers, by layer id.
+        bases: what slots stand on, by name; None: the default one.
+        environment: what every command starts with.
+        empty: an empty folder that nobody can write.
+        bwrap: path of bubblewrap.
+
+    Raises:
+        IsolationUnavailable: this machine can't make slots; the message says what to change.
+        ConfigError: a base is not there.
+    """
+
+    def __init__(self, config: ServerConfig, entered: Entered) -> None:
+        self.config = config
+        self.entered = entered
+        self.scratch = entered.scratch
+        self.live: set[Sandbox] = set()
+        self.layers: dict[str, volumes.Volume] = {}
+        self.bases: dict[str | None, skeleton.Base] = {}
+        self.environment = environment(config)
+        self.empty = f"{self.scratch}/empty"
+        self.bwrap = shutil.which("bwrap") or ""
+        self.cells = DiskCells(config, entered)
+        self.disposer = volumes.Disposer(self.cells.give_back)
+        self._creators = list(range(entered.creators[0], sum(entered.creators)))
+        # the last of the spare uids is the proxy's own, so that it can touch neither the server nor a slot
+        self.egress = (
+            egress_supervisor.EgressSupervisor(config, self._creators.pop() if self._creators else None)
+            if config.allow_network
+            else None
+        )
+        try:
+            prestarted = prestart.adopt(self.scratch, config.base)
+            shared = prestarted.shared()
+            self._seccomp, self.runtime = shared.seccomp, shared.runtime
+            os.mkdir(f"{self.scratch}/runtime/{volumes.NEXT}", 0o755)
+            for path in (self.runtime.empty, self.empty):
+                volumes.read_only(path)
+            self._prepare_bases(shared.skeleton)
+        except OSError as error:
+            raise IsolationUnavailable(f"the server's own files could not be set up: {error}") from error
+        self.roots = RootChanger()
+        self.spawner = SpawnerClient(prestarted.spawner, prestarted.starts)
+        if self.egress is not None:
+            self.egress.start()
+
+    def _prepare_bases(self, over_host: skeleton.Base | None) -> None:
+        default = prestart.default_base(self.config.base)
+        if over_host is not None:
+            self.bases[None] = over_host
+        named = {**({} if default is None else {None: default}), **self.config.bases}
+        for index, (name, path) in enumerate(named.items()):
+            if not os.path.isdir(path):
+                field = "base" if name is None else f"bases[{name!r}]"
+                raise ConfigError(f"{field}: {path} is not a folder that the server can read")
+            if not self._owned(path):
+                field = "base" if name is None else f"bases[{name!r}]"
+                raise ConfigError(
+                    f"{field}: {path} belongs to a user that slots don't have; give it to theirs (chown -R to uid "
+                    f"{self._outside_root()}), or keep it on a file system that can be mounted with other ids"
+                )
+            # bound to a short path of ours: overlay options have their own meaning for ':' and ','
+            target = f"{self.scratch}/bases/{index}"
+            os.mkdir(target)
+            syscalls.mount(path, target, None, syscalls.MS_BIND)
+            self.bases[name] = skeleton.Base(target)
+
+    @staticmethod
+    def _owned(path: str) -> bool:
+        """Whether a base's files belong to ids that slots have: an unmapped owner is shown as the overflow id."""
+        return os.stat(path).st_uid != kernel_bounds.sysctl("kernel/overflowuid", 65_534)
+
+    @staticmethod
+    def _outside_root() -> str:
+        with open("/proc/self/uid_map", encoding="ascii") as file:
+            return file.read().split()[1]
+
+    def base(self, name: str | None) -> skeleton.Base:
+        """A base by its name.
+
+        Raises:
+            NotSupported: there is none of that name.
+        """
+        found = self.bases.get(name)
+        if found is None:
+            known = ", ".join(repr(key) for key in self.bases if key is not None) or "none"
+            raise NotSupported(f"base={name!r} is not one of this server's (bases: {known})")
+        return found
+
+    @property
+    def counts_pids(self) -> bool:
+        """Whether cgroups bound the processes of a slot."""
+        return any("pids" in tree.controllers for tree in self.entered.cgroups.trees)
+
+    def threads(self, limits: SlotLimits) -> dict[str, str]:
+        """The part of the environment that says how many threads to use."""
+        return _threads(limits, self.config.slots)
+
+    def restack(self, volume: volumes.Volume, base: str | None, layers: Sequence[Layer]) -> None:
+        """Mount another root in a volume's gate; see `volumes.restack`."""
+        paths = [layer.path for layer in layers]
+        volumes.restack(volume, self.base(base), paths, self.runtime.empty, self.empty)
+
+    def request(
+        self,
+        volume: volumes.Volume,
+        base: skeleton.Base,
+        cgroup: slot_cgroup.SlotCgroup,
+        limits: SlotLimits,
+        *,
+        network: bool,
+        joins: bool,
+    ) -> dict[str, Any]:
+        """What the spawner needs to know to start one slot."""
+        # where cgroups count processes, this is the bound of the largest lease that the slot may be given to
+        processes = self.config.slots * limits.pids + 64 if self.counts_pids else limits.pids + 2
+        creator = self._creators.pop(0) if self._creators else None
+        if creator is not None:
+            self._creators.append(creator)  # round and round: reused long after its last slot is gone
+        ranged = creator is not None
+        preload = volumes.preload_cover(volume.root, self.runtime.empty, self.empty)
+        seen = f"{self.scratch}/own"
+        return {
+            "own": (volume.folder, seen, f"{self.scratch}/slots"),
+            "argv": bwrap.command(
+                self.bwrap,
+                replace(volume, folder=seen),
+                base,
+                self.runtime.empty,
+                preload,
+                self.runtime.argv,
+            ),
+            "proxy_port": egress_supervisor.PORT if network else None,
+            "joins": joins,
+            "ids": self.entered.slot_ids,
+            "creator": creator,
+            "cgroups": cgroup.paths,
+            "seccomp": self._seccomp,
+            # before the namespace is made: what it then allows in sum, to all its uids together
+            "rlimits_before": {
+                "SIGPENDING": 4096,
+                "MSGQUEUE": 262_144,
+                "MEMLOCK": 65_536,
+                **({"NPROC": processes} if ranged else {}),
+            },
+            # CORE 1: no file is that small, and a handler of the host's, which runs as its root, is not started either
+            "rlimits": {"NOFILE": limits.open_files, "CORE": 1, "NPROC": processes, "RTPRIO": 0, "NICE": 0},
+            "counters": kernel_bounds.counters(2 * self.config.slots + 2),
+            "ipc": kernel_bounds.ipc_bounds(limits),
+        }
+
+
+def environment(config: ServerConfig) -> dict[str, str]:
+    """The environment that every command starts with."""
+    return {
+        "PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
+        "HOME": "/root",
+        "USER": "root",
+        "LOGNAME": "root",
+        "SHELL": "/bin/bash",
+        "TERM": "xterm",
+        "LC_CTYPE": "C.UTF-8",
+        "PIP_ROOT_USER_ACTION": "ignore",
+        **_threads(config.limits, config.slots),
+    }
+
+
+def _threads(limits: SlotLimits, slots: int) -> dict[str, str]:
+    """What a program should use of the machine, not what it can see of it."""
+    cores = os.cpu_count() or 1
+    quota = limits.cpu_quota
+    threads = str(max(1, min(cores, round(quota) if quota is not None else cores // slots)))
+    libraries = ("OMP", "OPENBLAS", "MKL", "NUMEXPR", "VECLIB", "BLIS", "RAYON", "JULIA")
+    names = [f"{name}_NUM_THREADS" for name in libraries]
+    return dict.fromkeys([*names, "POLARS_MAX_THREADS", "GOMAXPROCS", "PYTHON_CPU_COUNT"], threads)
