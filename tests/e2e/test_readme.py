@@ -158,24 +158,11 @@ OF_DOCS = [
     for number, block in enumerate(re.findall(r"^```python\n(.*?)^```$", page.read_text(), re.DOTALL | re.MULTILINE))
     if ".cli()" not in block  # an env: run above, with its policy
 ]
-WITH_TOP_LEVEL_AWAIT = """
-import ast, asyncio, inspect, sys
-code = compile(sys.stdin.read(), "block", "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
-awaitable = eval(code, globals())
-if inspect.isawaitable(awaitable):
-    asyncio.run(awaitable)
-"""
 
 
 @pytest.mark.parametrize("block", OF_DOCS)
 def test_a_block_of_the_docs(block: str) -> None:
     done = subprocess.run(
-        [sys.executable, "-c", WITH_TOP_LEVEL_AWAIT],
-        input=block,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        cwd=ROOT,
-        check=False,
+        [sys.executable, "-c", block], capture_output=True, text=True, timeout=120, cwd=ROOT, check=False
     )
     assert done.returncode == 0, done.stderr

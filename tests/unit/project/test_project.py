@@ -24,6 +24,11 @@ def test_every_relative_link_leads_to_a_file(page: Path) -> None:
     assert not missing
 
 
+def test_no_page_installs_the_other_project_that_the_package_index_has_under_this_name() -> None:
+    named = re.compile(r"pip install (?:-\S+ )*['\"]?atropos\b")
+    assert [page.name for page in PAGES if page.name != "CHANGELOG.md" and named.search(page.read_text())] == []
+
+
 def test_every_make_target_that_the_docs_name_exists() -> None:
     rules = set(re.findall(r"^([a-z][a-z0-9-]*):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE))
     named: set[str] = set()
