@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import inspect
 import tarfile
 import tempfile
 import uuid
@@ -28,6 +29,8 @@ from atropos.tasks.prepare import TaskImages
 
 MAX_DOWNLOAD_BYTES = 2 << 30
 """Longest archive of a folder that is downloaded."""
+KNOWN = frozenset(inspect.signature(BaseEnvironment.__init__).parameters)
+"""Arguments that Harbor's environments take; it drops all others in silence."""
 
 
 class AtroposEnvironment(BaseEnvironment):
@@ -35,6 +38,10 @@ class AtroposEnvironment(BaseEnvironment):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         settings = {name: kwargs.pop(name) for name in [*kwargs] if name in SlotPoolConfig.model_fields}
+        if unknown := kwargs.keys() - KNOWN:
+            raise ConfigError(
+                f"--ek {min(unknown)}: no field of SlotPoolConfig, and no argument of Harbor's environments"
+            )
         self._config = SlotPoolConfig(**{"acquire_timeout_s": WAIT_FOR_SLOT_S, "allow_network": True, **settings})
         self._shared: SharedPool | None = None
         self._slot: Slot | None = None

@@ -20,8 +20,10 @@ def needs(program: str, where: Path = BIN) -> pytest.MarkDecorator:
     return pytest.mark.skipif(not (where / program).exists(), reason=f"no {program}: scripts/peers.sh installs it")
 
 
-def run(program: str, *arguments: str | Path, folder: Path, where: Path = BIN, **variables: str) -> str:
-    """What a peer's program prints; it ends with 0 and leaves no sandbox server behind."""
+def run(
+    program: str, *arguments: str | Path, folder: Path, where: Path = BIN, status: int = 0, **variables: str
+) -> str:
+    """What a peer's program prints; it ends with `status` and leaves no sandbox server behind."""
     environment = {
         "PYTHONPATH": f"{ROOT}:{HOSTS}",
         "LITELLM_LOCAL_MODEL_COST_MAP": "True",
@@ -42,7 +44,7 @@ def run(program: str, *arguments: str | Path, folder: Path, where: Path = BIN, *
         except BaseException:
             os.killpg(process.pid, signal.SIGKILL)
             raise
-    assert process.returncode == 0, output
+    assert process.returncode == status, output
     assert servers_of(process.pid) == [], output
     return output
 

@@ -61,6 +61,15 @@ def test_the_oracle_scores_one_in_every_task(tasks: Path) -> None:
     print(f"harbor run, oracle: {count} of {count} tasks scored 1")
 
 
+def test_a_misspelt_setting_is_refused_by_name(tasks: Path) -> None:
+    said = run(
+        "harbor", "run", "-p", tasks / "top-words", "-a", "oracle", "-q", "-o", tasks.parent / "jobs",
+        "--env", "atropos.adapters.harbor:AtroposEnvironment", "--ek", "slots_per_contaner=4",
+        folder=tasks.parent, status=1,
+    )  # fmt: skip
+    assert "ConfigError: --ek slots_per_contaner: no field" in said
+
+
 def test_a_killed_container_is_an_exception_and_no_reward(tasks: Path) -> None:
     given, failed = rewards(tasks, "harbor_accident:AccidentEnvironment")
     assert failed >= 1
