@@ -246,9 +246,18 @@ def _link(query: dict[str, str], page: int) -> str:
 
 
 def _bound(request: web.Request, name: str) -> float | None:
-    """A bound of the score; None where it is none."""
-    try:
-        value = float(request.query.get(name, ""))
-    except ValueError:
+    """A bound of the score; None: there is none.
+
+    Raises:
+        web.HTTPBadRequest: it is no number.
+    """
+    given = request.query.get(name, "").strip()
+    if not given:
         return None
-    return value if math.isfinite(value) else None
+    try:
+        value = float(given)
+    except ValueError:
+        value = math.nan
+    if not math.isfinite(value):
+        raise web.HTTPBadRequest(reason=f"{name} is a score: it must be a number.")
+    return value

@@ -52,6 +52,14 @@ OWN_NAMES = {
 """Settings of the pool that an env has under names of its own, by these."""
 
 
+def under_own_name(error: ConfigError) -> ConfigError:
+    """A pool's error, which begins with a field of the pool, as one that begins with the env's field."""
+    field, _, what = str(error).partition(": ")
+    own = {name: own for own, name in OWN_NAMES.items()} | {f"limits.{x}": f"slot_{x}" for x in SlotLimits.model_fields}
+    field = own.get(field, field)
+    return ConfigError(f"env.{field}: {what}") if field in SandboxEnvConfig.model_fields else error
+
+
 class SandboxEnvConfig(PoolSettings, BaseEnvConfig):
     """Slots, limits and faults: what every env on sandbox slots has."""
 

@@ -22,7 +22,12 @@ fixture called `harness`, and imports the tests:
 the fixtures of `atropos.testing.fixtures` beside it.
 """
 
-import pytest
+try:
+    import pytest
+except ModuleNotFoundError as error:
+    raise ImportError(
+        f"the conformance suite needs the extra `testing`: pip install 'atropos[testing]' ({error})"
+    ) from error
 
 pytest.register_assert_rewrite(
     "atropos.testing.fixtures", "atropos.testing.pool", "atropos.testing.slots", "atropos.testing.tools"

@@ -6,7 +6,7 @@ import asyncio
 import logging
 from importlib import import_module
 
-from atropos.envs.config import SandboxEnvConfig
+from atropos.envs.config import SandboxEnvConfig, under_own_name
 from atropos.envs.running.lifecycle import bounded
 from atropos.errors import ConfigError, NotSupported
 from atropos.slots import Slot, SlotPool, Snapshot
@@ -57,7 +57,10 @@ class ToolBackend:
         if config.tool_server_url == "inprocess":
             app = import_module("atropos.api.tool_server").create_app
         self.pool = SlotPool(self._config.pool_config())
-        await self.pool.start()
+        try:
+            await self.pool.start()
+        except ConfigError as error:
+            raise under_own_name(error) from error
         if config.allow_network:
             config = config.model_copy(update={"allow_network": await self._network(self.pool)})
         executor = ToolExecutor(pool=self.pool, tools=tools, config=config, tool_server_app=app)

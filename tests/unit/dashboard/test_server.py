@@ -131,7 +131,11 @@ async def test_lists_are_filtered_and_paged():
         assert (await found(tool="terminal"))[0] == 60
         assert (await found(tool="nosuch"))[0] == 0
         assert (await found(text="done: 361"))[0] == 1
-        assert (await found(least="nan", page="x" * 99))[0] == 60
+        assert (await found(least="", page="x" * 99))[0] == 60
+        for least in ("x", "nan", "1\r\nSet-Cookie: a=b"):
+            answer = await reader.get("/trajectories", params={"least": least})
+            assert answer.status_code == 400
+            assert "least is a score: it must be a number." in answer.text
 
 
 def test_the_store_is_bounded_and_holds_ten_thousand():

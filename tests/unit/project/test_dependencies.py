@@ -110,6 +110,12 @@ def test_the_environments_name_the_extra_that_they_need(wanted: str) -> None:
     )
 
 
+def test_the_conformance_suite_names_the_extra_that_it_needs() -> None:
+    assert "ImportError: the conformance suite needs the extra `testing`: pip install 'atropos[testing]'" in without(
+        "pytest", "import atropos.testing"
+    )
+
+
 @pytest.mark.parametrize(
     ("module", "host", "extra"),
     [
