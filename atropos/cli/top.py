@@ -16,6 +16,7 @@ from urllib.parse import parse_qs, urlsplit
 import httpx
 import typer
 from pydantic import TypeAdapter, ValidationError
+from rich.cells import cell_len, set_cell_size
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.live import Live
 from rich.table import Table
@@ -285,17 +286,23 @@ def _bar(container: ContainerSlots, width: int) -> Text:
 
 def _flight(view: LiveView, width: int, rows: int) -> Table:
     table = Table(box=None, pad_edge=False, expand=True, show_edge=False)
-    table.add_column("trajectory", no_wrap=True, ratio=2)
+    room = width // (5 if width >= WIDE else 3)
+    table.add_column("trajectory", no_wrap=True)
     if width >= WIDE:
-        table.add_column("item", no_wrap=True, ratio=2)
+        table.add_column("item", no_wrap=True, max_width=room)
     table.add_column("age", justify="right", no_wrap=True)
     if width >= NARROW:
         table.add_column("calls", justify="right", no_wrap=True)
-    table.add_column("doing", no_wrap=True, ratio=4)
+    table.add_column("doing", no_wrap=True, ratio=1)
     table.add_column("for", justify="right", no_wrap=True)
     oldest = sorted(view.in_flight, key=lambda each: -each.age_s)
     for each in oldest[:rows]:
-        cells = [visible(each.trajectory_id), f"{each.age_s:.0f}s", visible(each.doing), f"{each.doing_s:.0f}s"]
+        cells = [
+            _middle_cut(visible(each.trajectory_id), room),
+            f"{each.age_s:.0f}s",
+            visible(each.doing),
+            f"{each.doing_s:.0f}s",
+        ]
         if width >= NARROW:
             cells.insert(2, str(each.calls))
         if width >= WIDE:
@@ -304,6 +311,14 @@ def _flight(view: LiveView, width: int, rows: int) -> Table:
     if len(oldest) > rows:
         table.caption = f"and {len(oldest) - rows} more, younger ones"
     return table
+
+
+def _middle_cut(text: str, width: int) -> str:
+    """A name of at most `width` cells; what tells siblings apart is at its end."""
+    if cell_len(text) <= width:
+        return text
+    head = set_cell_size(text, width // 2 - 1)
+    return f"{head}…{set_cell_size(text[::-1], width - cell_len(head) - 1)[::-1]}"
 
 
 def visible(text: object) -> str:

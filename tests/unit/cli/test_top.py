@@ -69,6 +69,21 @@ async def test_an_env_fits_every_width_and_its_texts_can_do_nothing(dashboard, c
     assert ("item" in text) == (columns == 200)
 
 
+@pytest.mark.parametrize("columns", [60, 80, 200])
+async def test_siblings_with_a_long_name_are_told_apart(columns):
+    long = "django__django-11099-of-a-benchmark-with-long-names-17"
+    flight = [InFlight(f"{long}-{n}", long, 5, "terminal " + "x" * 300, 1.0, n) for n in range(4)]
+    server = DashboardServer("long", TrajectoryStore(), token="right", live=lambda: LiveView(in_flight=flight))
+    await server.start()
+    try:
+        _, text = await run(server.url, "--once", columns=columns)
+    finally:
+        await server.close()
+    shown = [line.split()[0] for line in text.splitlines() if "17-" in line]
+    assert sorted(name.rpartition("-")[2] for name in shown) == ["0", "1", "2", "3"], text
+    assert max(map(len, text.splitlines())) <= columns
+
+
 async def test_a_sandbox_server_shows_its_slots_and_leases():
     async with serving() as running:
         client = SandboxClient(running.url, TOKEN, client_id="top")

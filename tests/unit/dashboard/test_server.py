@@ -253,6 +253,20 @@ async def test_a_replay_plays_seeks_and_follows_the_keyboard_on_both_pages(tmp_p
 
 
 @BROWSER
+async def test_no_page_is_wider_than_a_phone():
+    view = LiveView(
+        containers=[ContainerSlots("0 a-name-of-a-container-that-is-long", 20, 1, 0, 0, ready=True)],
+        in_flight=[InFlight("trajectory-of-a-long-name" * 3, "item" * 20, 5, "terminal " + "x" * 99, 1.0, 3)],
+    )
+    async with serving(ordinary(), live=lambda: view) as server, chromium() as browser:
+        page = await browser.new_page(viewport={"width": 390, "height": 800})
+        await page.goto(server.url)
+        for path in ("/", "/trajectories", "/trajectory/0", "/group/0", "/trajectory/99999", "/trajectories?least=x"):
+            await page.goto(f"http://127.0.0.1:{server.port}{path}")
+            assert await page.evaluate("document.documentElement.scrollWidth") == 390, path
+
+
+@BROWSER
 async def test_the_live_page_follows_pauses_and_works_with_the_keyboard():
     numbers = {"n": 0}
 
