@@ -75,10 +75,15 @@ class ImageStore:
     def known(self, source: str) -> ImageInfo | None:
         """The image that a source last meant, if it is here."""
         try:
-            with open(f"{self._root}/names/{_hash(source)}", "rb") as file:
-                return self._info(check_digest(f"sha256:{file.read().decode()}"))
+            fd = os.open(f"{self._root}/names/{_hash(source)}", os.O_RDONLY | os.O_CLOEXEC)
+        except OSError:
+            return None
+        try:
+            return self._info(check_digest(f"sha256:{os.read(fd, 100).decode()}"))
         except (OSError, ValueError):
             return None
+        finally:
+            os.close(fd)
 
     def find(self, image_id: str) -> ImageInfo | None:
         """An image by its id, if it is here."""

@@ -334,21 +334,16 @@ def restore_mount_points(root: str, more: Iterable[str] = ()) -> None:
     """
     for name in dict.fromkeys((*MOUNT_POINTS, *more)):
         path = f"{root}/{name}"
-        if not _is(path, stat.S_ISDIR):
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(path)  # not a folder, so this is all of it
+        try:
             os.mkdir(path, 0o755)
-            os.chown(path, 0, 0)
-            if name == "tmp":
-                os.chmod(path, 0o1777)
-
-
-def _is(path: str, test: object) -> bool:
-    try:
-        mode = os.lstat(path).st_mode
-    except FileNotFoundError:
-        return False
-    return bool(callable(test) and test(mode))
+        except FileExistsError:
+            if stat.S_ISDIR(os.lstat(path).st_mode):
+                continue
+            os.unlink(path)  # not a folder, so this is all of it
+            os.mkdir(path, 0o755)
+        os.chown(path, 0, 0)
+        if name == "tmp":
+            os.chmod(path, 0o1777)
 
 
 def preload_cover(root: str, empty_file: str, empty_folder: str) -> str:
