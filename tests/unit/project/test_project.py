@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import typer
 import yaml
 
+from atropos.cli import app
 from atropos.errors import BY_CODE, InferenceError
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -36,6 +40,20 @@ def test_every_make_target_that_the_docs_name_exists() -> None:
         named |= set(re.findall(r"(?:^|`|\$ )make ([a-z][a-z0-9-]*)", page.read_text(), flags=re.MULTILINE))
     assert named - rules == set()
     assert {"demo", "test", "lint", "bench", "clean"} <= rules
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_option_of_atropos_that_a_page_names_exists(page: Path) -> None:
+    blocks = "".join(re.findall(r"^ *```console\n(.*?)```", page.read_text(), re.DOTALL | re.MULTILINE))
+    unknown: list[str] = []
+    for line in re.findall(r"^ *\$ (?:\.venv/bin/)?atropos (.*)$", blocks.replace("\\\n", " "), re.MULTILINE):
+        command: Any = typer.main.get_command(app)
+        words = shlex.split(line, comments=True)
+        while hasattr(command, "commands"):
+            command = command.commands[words.pop(0)]
+        known = {name for option in command.params for name in (*option.opts, *option.secondary_opts)}
+        unknown += [word for word in words if word.startswith("--") and word.partition("=")[0] not in known]
+    assert unknown == []
 
 
 def test_every_page_of_the_site_is_there() -> None:
