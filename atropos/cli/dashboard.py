@@ -8,7 +8,23 @@ from typing import Annotated
 
 import typer
 
-File = Annotated[Path, typer.Argument(exists=True, dir_okay=False, help="JSONL of groups, as data_path_to_save_groups")]
+
+def _of_groups(jsonl: Path) -> Path:
+    from atropos.dashboard.store import groups_of
+
+    with jsonl.open("rb") as lines:
+        first = lines.readline()
+    if first.endswith(b"\n") and not any(groups_of(first)):
+        raise typer.BadParameter(f"{jsonl} holds no groups: its first line is no JSON object or list of them")
+    return jsonl
+
+
+File = Annotated[
+    Path,
+    typer.Argument(
+        exists=True, dir_okay=False, callback=_of_groups, help="JSONL of groups, as data_path_to_save_groups"
+    ),
+]
 
 
 def dashboard(

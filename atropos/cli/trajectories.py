@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
+from atropos.cli.dashboard import File
 from atropos.dashboard.export import atif
 from atropos.dashboard.replay import asciicast
 from atropos.dashboard.store import Details, Entry, Query, entry_of, members, read_groups
@@ -19,7 +20,6 @@ from atropos.dashboard.text import visible
 
 trajectories_app = typer.Typer(no_args_is_help=True, help="Export, count or search the trajectories of a JSONL.")
 
-File = Annotated[Path, typer.Argument(exists=True, dir_okay=False, help="JSONL of groups, as data_path_to_save_groups")]
 Item = Annotated[str, typer.Option(help="part of the item's name")]
 Least = Annotated[float | None, typer.Option(help="lowest score")]
 Most = Annotated[float | None, typer.Option(help="highest score")]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+import pytest
 from typer.testing import CliRunner
 
 from atropos.cli import app
@@ -90,3 +91,12 @@ def test_grep_prints_lines_that_match_without_acting_on_the_terminal(tmp_path):
     assert shown
     assert not set(shown) & set("\x1b\x07\x9b\u202e")
     assert "\x1b" not in run(tmp_path, "stats", groups=[hostile()]).stdout
+
+
+@pytest.mark.parametrize("command", [["dashboard"], ["trajectories", "stats"]])
+def test_a_file_without_groups_is_refused(tmp_path, command):
+    file = tmp_path / "notes.md"
+    file.write_text("# No JSON\n")
+    done = CliRunner().invoke(app, [*command, str(file)])
+    assert done.exit_code == 2
+    assert "holds no groups" in " ".join(done.output.replace("│", " ").split())
