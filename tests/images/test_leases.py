@@ -18,6 +18,8 @@ from atropos.slots import SlotPool, SlotPoolConfig
 from tests.images.making import entry, folder, layer, layout, link
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="owners of files need root")
+STORM = int(os.environ.get("ATROPOS_STORM", "6"))
+"""Images of the storm, with four leases each."""
 BUSYBOX = shutil.which("busybox") or "/bin/busybox"
 CONFIG = {"Env": ["PATH=/tools:/bin", "GREETING=from the image"], "WorkingDir": "/srv/app"}
 
@@ -185,15 +187,15 @@ async def test_what_is_wrong_with_an_image_is_said_before_a_lease(tmp_path, imag
 
 async def test_a_storm_pulls_each_image_once_and_delays_nobody_who_uses_a_ready_one(tmp_path, images):
     names = []
-    for index in range(6):
+    for index in range(STORM):
         busybox_image(tmp_path / f"layout{index}", f"image {index}")
         images.push(tmp_path / f"layout{index}", f"storm:{index}")
         names.append(f"{images.host}/storm:{index}")
-    async with pool_for(tmp_path, images, acquire_timeout_s=60) as pool:
+    async with pool_for(tmp_path, images, acquire_timeout_s=10 * STORM) as pool:
         await pool.prepare(names[0])
 
         async def one(index: int) -> str:
-            async with pool.lease(f"t{index}", image=names[index % 6]) as slot:
+            async with pool.lease(f"t{index}", image=names[index % STORM]) as slot:
                 return (await slot.exec("cat text")).output
 
         async def ready() -> list[str]:
@@ -203,8 +205,8 @@ async def test_a_storm_pulls_each_image_once_and_delays_nobody_who_uses_a_ready_
                     found.append((await slot.exec("cat text")).output)
             return found
 
-        storm = asyncio.gather(*(one(index) for index in range(24)))
+        storm = asyncio.gather(*(one(index) for index in range(4 * STORM)))
         assert await ready() == ["image 0"] * 10
-        assert await storm == [f"image {index % 6}" for index in range(24)]
+        assert await storm == [f"image {index % STORM}" for index in range(4 * STORM)]
         status = await next(iter(pool.links.values())).client.status()
-        assert status.counters["images_prepared"] == 6
+        assert status.counters["images_prepared"] == STORM
