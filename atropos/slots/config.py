@@ -53,7 +53,7 @@ class PoolSettings(SlotSettings):
     container_memory_mib: int | None = Field(
         default=None,
         ge=64,
-        description="docker and nomad: memory of a container; None: the server's and all slots' limits. Less is over-commit",
+        description="docker, modal and nomad: memory of a container; None: the server's and all slots' limits. Less is over-commit",
     )
     docker_host: str | None = Field(default=None, description="None: DOCKER_HOST, else the local engine")
     nomad_address: str | None = Field(default=None, description="None: NOMAD_ADDR, else http://localhost:4646")
@@ -77,6 +77,7 @@ class PoolSettings(SlotSettings):
     ssh_config: str | None = Field(
         default=None, description="ssh: file with users, ports, keys and known hosts; None: ~/.ssh/config"
     )
+    modal_cpus: float = Field(default=4.0, gt=0, description="modal: cores of a container")
     privileged: bool = Field(default=False, description="kept for compatibility; True is refused")
     purge_job_on_start: bool = Field(default=False, description="remove the job of an earlier run first")
     purge_job_on_shutdown: bool = Field(default=True, description="remove the job at the end")
@@ -116,7 +117,7 @@ class SlotPoolConfig(PoolSettings, SandboxSettings):
 
     backend: BackendName = Field(default="local", description="what makes containers exist: a backend's name")
     image: str = Field(
-        default="atropos-sandbox:local", min_length=1, description="docker and nomad: the containers' image"
+        default="atropos-sandbox:local", min_length=1, description="docker, modal and nomad: the containers' image"
     )
     job_id: str = Field(
         default="atropos-sandbox-agent-env",
@@ -160,7 +161,7 @@ class SlotPoolConfig(PoolSettings, SandboxSettings):
 
     @model_validator(mode="after")
     def _check_tls(self) -> Self:
-        if self.tls_certificate is not None and self.backend in {"local", "docker", "ssh"}:
+        if self.tls_certificate is not None and self.backend in {"local", "docker", "modal", "ssh"}:
             raise ValueError(f"tls_certificate: backend {self.backend!r} has no TLS; take it out, or use 'nomad'")
         return self
 

@@ -13,6 +13,7 @@ BUILT_IN = {
         EntryPoint("local", f"{_HERE}.local.backend:LocalBackend", GROUP),
         EntryPoint("docker", f"{_HERE}.docker.backend:DockerBackend.from_pool", GROUP),
         EntryPoint("ssh", f"{_HERE}.ssh.backend:SshBackend", GROUP),
+        EntryPoint("modal", f"{_HERE}.modal.backend:ModalBackend", GROUP),
         EntryPoint("nomad", f"{_HERE}.nomad.backend:NomadBackend.from_pool", GROUP),
     )
 }

@@ -39,6 +39,7 @@ ELSEWHERE = {
     "ssh_hosts": "e2e/test_ssh_backend.py::test_each_host_is_one_container",
     "ssh_python": "e2e/test_ssh_backend.py::test_a_refused_login_a_missing_python_and_a_wrong_setting_are_named",
     "ssh_config": "e2e/test_ssh_backend.py::test_a_host_whose_key_is_not_known_is_refused_before_it_learns_anything",
+    "modal_cpus": "e2e/test_modal_backend.py::test_a_sandbox_is_asked_for_with_the_pools_settings_and_ends_with_it",
     "outage_s": "e2e/test_nomad_away.py::test_an_outage_is_waited_for_within_bounds_and_a_signal_ends_it_at_once",
     "start_timeout_s": "unit/pool/test_pool.py::test_start_that_finds_no_container_in_time_says_why",
     "hook_timeout_s": "unit/envs/test_hooks.py",

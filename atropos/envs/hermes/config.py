@@ -15,7 +15,7 @@ from atropos.tools.base import ToolLimits
 from atropos.tools.parsers import get_parser
 from atropos.tools.toolsets import get_distribution
 
-NOT_BUILT = ("modal", "singularity")
+NOT_BUILT = ("singularity",)
 """Terminal backends of other projects that the backend interface has room for."""
 
 
@@ -34,7 +34,9 @@ class HermesAgentEnvConfig(SandboxEnvConfig):
     max_agent_turns: int = Field(default=30, ge=1, description="most model turns of a trajectory")
     system_prompt: str | None = Field(default=None, description="first message; None: none")
     agent_temperature: float = Field(default=1.0, ge=0, description="sampling temperature")
-    terminal_backend: str = Field(default="local", description="what runs the containers: local, docker, ssh or nomad")
+    terminal_backend: str = Field(
+        default="local", description="what runs the containers: local, docker, modal, ssh or nomad"
+    )
     terminal_timeout: float = Field(default=120, gt=0, description="seconds of a terminal command that names none")
     terminal_lifetime: float = Field(
         default=3600, gt=0, description="longest idle time of a trajectory's slot, seconds"
@@ -54,7 +56,9 @@ class HermesAgentEnvConfig(SandboxEnvConfig):
     @classmethod
     def _known_backend(cls, value: str) -> str:
         if value in NOT_BUILT:
-            raise ValueError(f"{value} is not built: use local, docker, ssh or nomad (docs/backends.md says why)")
+            raise ValueError(
+                f"{value} is not built: use local, docker, modal, ssh or nomad (docs/backends.md says why)"
+            )
         return known(value)
 
     @field_validator("tool_call_parser")

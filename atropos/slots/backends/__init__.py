@@ -1,4 +1,4 @@
-"""Where containers come from: local processes, hosts by ssh, Docker, Nomad, and what other packages register."""
+"""Where containers come from: local processes, hosts by ssh, Docker, Modal, Nomad, and what other packages register."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from atropos.slots.backends.base import Backend
 from atropos.slots.config import SlotPoolConfig
 from atropos.slots.plugins import find
 
-EXTRAS = {"ssh"}
+EXTRAS = {"modal", "ssh"}
 """Built-in backends whose dependencies are an extra of the same name."""
 
 

@@ -16,6 +16,7 @@ ROOT = Path(__file__).resolve().parents[3]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 EXTRAS = {
     "atropos/envs": "env",
+    "atropos/slots/backends/modal": "modal",
     "atropos/slots/backends/ssh": "ssh",
     "atropos/testing": "testing",
     "atropos/tracing": "otel",

@@ -1,0 +1,1 @@
+"""Modal's sandboxes as containers, each behind its tunnel."""

@@ -1,0 +1,45 @@
+"""Modal's sandboxes as containers: a sandbox server in each, reached through its tunnel."""
+
+from __future__ import annotations
+
+from atropos.errors import ConfigError
+from atropos.slots.backends.modal.server import ModalServer, Wanted
+from atropos.slots.backends.server_http import ServerHttp
+from atropos.slots.backends.spec import ContainerSpec
+from atropos.slots.backends.supervised import DRAIN_S, Server, SupervisedBackend
+from atropos.slots.config import SlotPoolConfig
+
+
+class ModalBackend(SupervisedBackend):
+    """Supervised sandbox servers, one in each Modal sandbox, which ends with its server."""
+
+    name = "modal"
+    stop_more_s = 5.0
+
+    def __init__(self, config: SlotPoolConfig) -> None:
+        super().__init__(config)
+        self._http = ServerHttp()
+
+    async def start(self) -> None:
+        """Check the image's name; Modal is first asked when a container is."""
+        if self.config.image == SlotPoolConfig.model_fields["image"].default:
+            raise ConfigError(
+                f"image (an env's sandbox_image): Modal pulls it from a registry, where {self.config.image!r} is not: "
+                "push what `make image` builds, and give its name there"
+            )
+
+    async def launch(self, index: int, token: str) -> Server:
+        """A server in a new sandbox. Cut off from its pool, it ends when the leases have, and the sandbox with it."""
+        del index
+        memory_mib = ContainerSpec.from_pool(self.config).container_memory_mib
+        unattended_s = max(self.config.lease_ttl_s, self.config.start_timeout_s)
+        config = self.config.server_config(token, drain_s=DRAIN_S, unattended_s=unattended_s)
+        wanted = Wanted(self.config.job_id, self.config.image, self.config.modal_cpus, memory_mib)
+        return ModalServer(wanted, config, self._http)
+
+    async def aclose(self, *, purge: bool) -> None:
+        """End all sandboxes, whether `purge` or not."""
+        try:
+            await super().aclose(purge=purge)
+        finally:
+            await self._http.close()

@@ -1,0 +1,175 @@
+"""One sandbox server in a Modal sandbox: its start, its tunnel and its end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import secrets
+from collections.abc import Generator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import modal
+from modal import exception
+
+from atropos.errors import BackendUnavailable, ConfigError, IsolationUnavailable
+from atropos.slots.backends.local.server_process import BAD_CONFIG, NO_ISOLATION, SHOWN_CHARS
+from atropos.slots.config import server_json
+
+if TYPE_CHECKING:
+    from atropos.config import ServerConfig
+    from atropos.slots.backends.server_http import ServerHttp
+
+PORT = 8787
+"""Where the server listens in its sandbox; Modal's tunnel ends TLS in front of it."""
+COMMAND = ("python3", "-P", "-m", "atropos.sandbox", "--config", "-")
+LIFETIME_S = 86_400
+"""The longest that Modal lets a sandbox live; another one takes its place then."""
+GONE_S = 4.0
+"""How long Modal may take to end a sandbox."""
+_REFUSED = (
+    exception.AuthError,
+    exception.ImageBuildError,
+    exception.InvalidError,
+    exception.NotFoundError,
+    exception.PermissionDeniedError,
+    exception.VersionError,
+)
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What a sandbox is made of.
+
+    Attributes:
+        app: the name of the Modal app that it belongs to, made where there is none.
+        image: the sandbox image's name in a registry.
+        cpus: cores that it has for itself.
+        memory_mib: its memory.
+    """
+
+    app: str
+    image: str
+    cpus: float
+    memory_mib: int
+
+
+@contextlib.contextmanager
+def _failures() -> Generator[None]:
+    """What Modal answers, as our errors."""
+    try:
+        yield
+    except exception.AuthError as error:
+        raise ConfigError(
+            f"backend: 'modal' finds no valid token ({_line(error)}): `modal token new` makes one"
+        ) from error
+    except _REFUSED as error:
+        raise ConfigError(f"backend: Modal refused the sandbox: {_line(error)}") from error
+    except (exception.Error, OSError) as error:
+        raise BackendUnavailable(f"Modal: {_line(error)}") from error
+
+
+def _line(error: Exception) -> str:
+    return (" ".join(str(error).split()) or type(error).__name__)[-SHOWN_CHARS:]
+
+
+class ModalServer:
+    """One sandbox and the server in it.
+
+    Args:
+        wanted: what the sandbox is made of.
+        config: the server's settings, without those of its address.
+        http: asks the server whether it is healthy, and to drain.
+    """
+
+    def __init__(self, wanted: Wanted, config: ServerConfig, http: ServerHttp) -> None:
+        self.id = f"modal-{secrets.token_hex(6)}"
+        self.url = ""
+        self._wanted = wanted
+        self._config = config.model_copy(update={"host": "0.0.0.0", "port": PORT})
+        self._http = http
+        self._creating: asyncio.Task[modal.Sandbox] | None = None
+        self._last = ""
+
+    async def ready(self, timeout_s: float) -> None:
+        """Create the sandbox, start the server in it, and wait until it answers through its tunnel."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                with _failures():
+                    await self._start(timeout_s)
+        except TimeoutError:
+            raise BackendUnavailable(f"Modal: no sandbox server was ready within {timeout_s:g} s") from None
+
+    async def _start(self, timeout_s: float) -> None:
+        # cut short, it may have been created all the same: `stop` waits for it
+        self._creating = asyncio.ensure_future(self._create())
+        sandbox = await asyncio.shield(self._creating)
+        sandbox.stdin.write(server_json(self._config))
+        sandbox.stdin.write_eof()
+        await sandbox.stdin.drain.aio()
+        async for line in sandbox.stdout:
+            with contextlib.suppress(ValueError):
+                if "port" in json.loads(line):
+                    break
+        else:
+            await self.wait()
+            raise self.failure()
+        tunnels = await sandbox.tunnels.aio()
+        self.url = tunnels[PORT].url
+        if not await self._http.until_healthy(self.url, timeout_s):
+            raise BackendUnavailable(f"Modal: {self.url} leads to no sandbox server")
+
+    async def _create(self) -> modal.Sandbox:
+        wanted = self._wanted
+        return await modal.Sandbox.create.aio(
+            *COMMAND,
+            app=await modal.App.lookup.aio(wanted.app, create_if_missing=True),
+            image=modal.Image.from_registry(wanted.image).entrypoint([]),  # its own starts a server by other settings
+            tags={"atropos": self.id},
+            cpu=wanted.cpus,
+            memory=(wanted.memory_mib, wanted.memory_mib),  # what it gets, and its bound
+            timeout=LIFETIME_S,
+            encrypted_ports=[PORT],
+            runtime="vm",  # gVisor, Modal's usual one, has none of the namespaces and mounts that slots are made of
+        )
+
+    async def wait(self) -> None:
+        """Until the server has ended, and its sandbox with it."""
+        assert self._creating is not None
+        sandbox = await self._creating
+        with contextlib.suppress(exception.Error, OSError):
+            await sandbox.wait.aio(raise_on_termination=False)
+            words = (await sandbox.stderr.read.aio()).split("\n")
+            self._last = next((line.strip()[-SHOWN_CHARS:] for line in reversed(words) if line.strip()), "")
+
+    def failure(self) -> Exception:
+        """Why it ended, in its own words."""
+        assert self._creating is not None
+        code = self._creating.result().returncode
+        last = self._last or "it said nothing"
+        if code == BAD_CONFIG:
+            return ConfigError(f"in Modal's sandbox: {last}")
+        if code == NO_ISOLATION:
+            return IsolationUnavailable(f"in Modal's sandbox: {last}")
+        return BackendUnavailable(f"Modal's sandbox ended ({code}): {last}")
+
+    async def stop(self, grace_s: float) -> None:
+        """Ask the server to end, and after `grace_s` end the sandbox; returns when it is gone."""
+        if self._creating is None:
+            return
+        try:
+            if self.url and grace_s > 0:
+                async with asyncio.timeout(grace_s):
+                    if await self._http.drain(self.url, self._config.token.get_secret_value(), grace_s):
+                        await self.wait()
+        except TimeoutError:
+            pass
+        finally:
+            with contextlib.suppress(TimeoutError, exception.Error, OSError):
+                async with asyncio.timeout(GONE_S):
+                    sandbox = await asyncio.shield(self._creating)
+                    await sandbox.terminate.aio(wait=True)
+
+    async def tidy(self) -> None:
+        """Nothing: Modal does it."""

@@ -1,0 +1,115 @@
+"""What Modal adds to a pool: its refusals, what its sandboxes are asked for with, and that the stand-in is like it."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import os
+
+import modal as sdk
+import pytest
+from modal import exception
+
+from atropos.envs import HermesAgentEnvConfig
+from atropos.errors import BackendUnavailable, ConfigError
+from atropos.slots import SlotPool, SlotPoolConfig
+from atropos.slots.backends.modal.server import LIFETIME_S, PORT
+from tests.engines import SMALL
+from tests.modal_stand_in import modal
+from tests.processes import descendants, gone_within
+from tests.waiting import until
+
+IMAGE = "registry.example/atropos-sandbox:test"
+
+
+def settings(**changes) -> SlotPoolConfig:
+    values = {"backend": "modal", "image": IMAGE, "job_id": "a-job", "slots_per_container": 2, "limits": SMALL}
+    return SlotPoolConfig(**(values | changes))
+
+
+async def test_a_sandbox_is_asked_for_with_the_pools_settings_and_ends_with_it():
+    others = set(descendants())
+    with modal() as stand_in:
+        async with SlotPool(settings(modal_cpus=2.5, container_memory_mib=900)) as pool, pool.lease("t") as slot:
+            assert (await slot.exec("echo ok")).output == "ok\n"
+        (asked,), (name,) = stand_in.asked, stand_in.created
+    assert asked["image"].name == IMAGE
+    assert asked == {
+        "app": "app a-job",
+        "image": asked["image"],
+        "tags": {"atropos": name},
+        "cpu": 2.5,
+        "memory": (900, 900),
+        "timeout": LIFETIME_S,
+        "encrypted_ports": [PORT],
+        "runtime": "vm",
+    }
+    assert await gone_within(5, but=others) == []
+
+
+@pytest.mark.parametrize(
+    ("refusal", "error", "said"),
+    [
+        (exception.AuthError("Token missing.\nCould not authenticate"), ConfigError, "modal token new"),
+        (exception.NotFoundError("no such image"), ConfigError, "Modal refused the sandbox: no such image"),
+        (exception.ConnectionError("no route"), BackendUnavailable, "Modal: no route"),
+    ],
+)
+async def test_what_modal_refuses_is_said_in_one_line(refusal, error, said):
+    with modal() as stand_in:
+        stand_in.refusal = refusal
+        with pytest.raises(error) as caught:
+            await SlotPool(settings(start_timeout_s=5)).start()
+    assert said in str(caught.value) and "\n" not in str(caught.value)
+
+
+async def test_a_server_that_refuses_its_settings_and_an_image_in_no_registry_are_named():
+    with modal(), pytest.raises(ConfigError, match=r"in Modal's sandbox: .*base: "):
+        await SlotPool(settings(base="/nowhere")).start()
+    with pytest.raises(ConfigError, match=r"image \(an env's sandbox_image\): Modal pulls it from a registry"):
+        await SlotPool(SlotPoolConfig(backend="modal")).start()
+
+
+async def test_a_start_that_is_given_up_leaves_no_sandbox():
+    others = set(descendants())
+    with modal() as stand_in:
+        starting = asyncio.create_task(SlotPool(settings()).start())
+        await until(lambda: stand_in.asked, "a sandbox that is being made")
+        starting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await starting
+    assert await gone_within(5, but=others) == []
+
+
+async def test_the_terminal_backend_of_a_hermes_env():
+    config = HermesAgentEnvConfig(terminal_backend="modal", sandbox_image=IMAGE, slots_per_container=2)
+    with modal():
+        async with SlotPool(config.pool_config()) as pool, pool.lease("t") as slot:
+            assert (await slot.exec("echo ok")).output == "ok\n"
+
+
+def test_the_stand_in_is_called_as_modal_wants_to_be():
+    """Each call that the backend makes fits the real package's."""
+    asked = dict.fromkeys(["app", "image", "tags", "cpu", "memory", "timeout", "encrypted_ports", "runtime"])
+    inspect.signature(sdk.Sandbox.create).bind("python3", "-P", **asked)
+    inspect.signature(sdk.App.lookup).bind("a-job", create_if_missing=True)
+    inspect.signature(sdk.Image.from_registry).bind(IMAGE)
+    inspect.signature(sdk.Image.entrypoint).bind(None, [])
+    inspect.signature(sdk.Sandbox.wait).bind(None, raise_on_termination=False)
+    inspect.signature(sdk.Sandbox.terminate).bind(None, wait=True)
+    inspect.signature(sdk.Sandbox.tunnels).bind(None)
+    for name in ("create", "wait", "terminate", "tunnels"):
+        assert hasattr(getattr(sdk.Sandbox, name), "aio")
+    assert all(isinstance(vars(sdk.Sandbox)[name], property) for name in ("stdin", "stdout", "stderr", "returncode"))
+
+
+@pytest.mark.skipif(
+    not os.environ.get("MODAL_TOKEN_ID"), reason="Modal itself needs an account: MODAL_TOKEN_ID is not set"
+)
+async def test_a_slot_in_modal_itself():
+    """With ATROPOS_MODAL_IMAGE, the name in a registry of what `make image` builds."""
+    async with (
+        SlotPool(settings(image=os.environ["ATROPOS_MODAL_IMAGE"], start_timeout_s=600)) as pool,
+        pool.lease("t") as slot,
+    ):
+        assert (await slot.exec("echo ok")).output == "ok\n"
