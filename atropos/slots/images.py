@@ -14,7 +14,7 @@ import os
 import tempfile
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from atropos.errors import ImageUnavailable
 from atropos.images.locks import locked
@@ -42,7 +42,7 @@ class PoolImages:
         self._state = state
         self._links = links
         self._tasks: dict[tuple[ContainerLink, str], asyncio.Task[ImageInfo]] = {}
-        self._archives: dict[str, Archive] = {}
+        self._archives: dict[str, asyncio.Task[Archive]] = {}
 
     async def prepare(self, image: str, progress: Progress | None = None) -> tuple[str, ImageInfo | None]:
         """Have every container that can be leased from pull and unpack an image.
@@ -113,7 +113,7 @@ class PoolImages:
         self, link: ContainerLink, name: str, archive: Archive | None, progress: Progress | None
     ) -> asyncio.Task[ImageInfo]:
         task = self._tasks.get((link, name))
-        if task is None or (task.done() and (task.cancelled() or task.exception() is not None)):
+        if task is None or _failed(task):
             work = self._prepare(link, name, archive, progress)
             task = self._tasks[link, name] = self._state.tasks.spawn(work, f"prepare {name}", awaited=True)
         return task
@@ -150,7 +150,7 @@ class PoolImages:
                 continue
             below = image.parent_source or ""
             if not below.startswith("atropos-base:"):
-                archives = (each for each in self._archives.values() if each.source == below)
+                archives = (each for each in self._made() if each.source == below)
                 await asyncio.shield(self._task(link, below, next(archives, None), None))
             return await giver.client.images.copy(image, link.client.images)
         raise ImageUnavailable(f"image {name}: no container's host has it")
@@ -160,13 +160,25 @@ class PoolImages:
         self._tasks = {key: task for key, task in self._tasks.items() if key[1] != name or not task.done()}
 
     async def _archive(self, source: ImageSource) -> Archive:
+        """Made once however many ask, and to its end though they go away: then `aclose` removes it."""
         key = str(source)
-        if key not in self._archives:
-            self._archives[key] = await asyncio.to_thread(archive_of, source, self._state.config.docker_host)
-        return self._archives[key]
+        making = self._archives.get(key)
+        if making is None or _failed(making):
+            work = asyncio.to_thread(archive_of, source, self._state.config.docker_host)
+            making = self._archives[key] = asyncio.get_running_loop().create_task(work)
+        return await asyncio.shield(making)
 
-    def close(self) -> None:
+    def _made(self) -> list[Archive]:
+        return [each.result() for each in self._archives.values() if each.done() and not _failed(each)]
+
+    async def aclose(self) -> None:
         """Remove what was made for this pool."""
-        for archive in self._archives.values():
+        if self._archives:
+            await asyncio.wait(self._archives.values())
+        for archive in self._made():
             archive.close()
         self._archives.clear()
+
+
+def _failed(task: asyncio.Task[Any]) -> bool:
+    return task.done() and (task.cancelled() or task.exception() is not None)

@@ -191,11 +191,11 @@ class SlotPool:
             self._links.clear()
             await self._state.tasks.settle(STOP_RELEASE_S)
         finally:
-            self._images.close()
             try:
                 await self.backend.aclose(purge=purge)
             finally:
                 self._state.phase = "stopped"
+                await self._images.aclose()
 
     # ------------------------------------------------------------------------------------------------------ leases
 

@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -152,6 +153,24 @@ async def test_an_image_of_this_machine_needs_no_registry(tmp_path, kind):
     async with pool_for(tmp_path) as pool, pool.lease("one", image=f"{kind}:{where}") as slot:
         r = await slot.exec("/bin/busybox cat /srv/app/text")
         assert (r.exit_code, r.output) == (0, f"from {kind}")
+
+
+async def test_an_archive_is_made_once_however_many_ask_and_removed_though_they_went_away(tmp_path, monkeypatch):
+    busybox_image(tmp_path / "layout")
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    async with pool_for(tmp_path) as pool:
+        monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+        image = f"oci:{tmp_path}/layout:image"
+        asking = [asyncio.create_task(pool.prepare(image)) for _ in range(8)]
+        await asyncio.sleep(0)
+        asking[0].cancel()
+        await asyncio.gather(*asking[1:])
+        assert len(list(temporary.glob("atropos-image-*"))) == 1
+        gone = asyncio.create_task(pool.prepare(f"oci:{tmp_path}/layout"))
+        await asyncio.sleep(0)
+        gone.cancel()
+    assert list(temporary.glob("atropos-image-*")) == []
 
 
 async def test_an_image_takes_its_bytes_once_however_many_slots_read_it(tmp_path):
