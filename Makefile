@@ -7,7 +7,7 @@ BACKEND ?= local
 PYTEST_ARGS ?=
 ARGS ?=
 
-.PHONY: help setup system demo learn serve-demo image nomad test test-fast test-cgroup2 lint format docs bench clean
+.PHONY: help setup system demo learn serve-demo image sif nomad test test-fast test-cgroup2 lint format docs bench clean
 
 help:  ## what there is
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -29,6 +29,10 @@ serve-demo: setup  ## run-api, env processes in serve, and a trainer that checks
 
 image:  ## the sandbox image, into the Docker engine (DOCKER_HOST)
 	@bash docker/sandbox/build.sh
+
+sif:  ## atropos-sandbox.sif, of the sandbox image: needs apptainer or singularity
+	@p=$$(command -v apptainer || command -v singularity) || { echo "needs apptainer or singularity" >&2; exit 1; }; \
+		$$p build atropos-sandbox.sif docker-daemon:atropos-sandbox:local
 
 nomad:  ## a Nomad binary of the pinned version, built with Go where none is installed
 	@bash scripts/nomad.sh

@@ -161,7 +161,7 @@ class SlotPoolConfig(PoolSettings, SandboxSettings):
 
     @model_validator(mode="after")
     def _check_tls(self) -> Self:
-        if self.tls_certificate is not None and self.backend in {"local", "docker", "modal", "ssh"}:
+        if self.tls_certificate is not None and self.backend in {"local", "docker", "modal", "singularity", "ssh"}:
             raise ValueError(f"tls_certificate: backend {self.backend!r} has no TLS; take it out, or use 'nomad'")
         return self
 

@@ -14,6 +14,7 @@ BUILT_IN = {
         EntryPoint("docker", f"{_HERE}.docker.backend:DockerBackend.from_pool", GROUP),
         EntryPoint("ssh", f"{_HERE}.ssh.backend:SshBackend", GROUP),
         EntryPoint("modal", f"{_HERE}.modal.backend:ModalBackend", GROUP),
+        EntryPoint("singularity", f"{_HERE}.singularity.backend:SingularityBackend", GROUP),
         EntryPoint("nomad", f"{_HERE}.nomad.backend:NomadBackend.from_pool", GROUP),
     )
 }

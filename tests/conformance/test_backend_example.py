@@ -57,7 +57,8 @@ def harness(installed) -> BackendHarness:
 
 def test_a_backend_that_is_not_there_or_is_none_is_refused_by_name():
     with pytest.raises(
-        ConfigError, match=r"backend: .*'lost', 'odd', 'processes', 'local', 'docker', 'ssh', 'modal' or 'nomad'.*k8s"
+        ConfigError,
+        match=r"backend: .*'lost', 'odd', 'processes', 'local', 'docker', 'ssh', 'modal', 'singularity' or 'nomad'.*k8s",
     ):
         SlotPoolConfig(backend="k8s")
     with pytest.raises(ConfigError, match=r"'lost' \(nowhere:Backend\) can't be loaded: No module named 'nowhere'"):

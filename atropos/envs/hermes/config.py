@@ -15,9 +15,6 @@ from atropos.tools.base import ToolLimits
 from atropos.tools.parsers import get_parser
 from atropos.tools.toolsets import get_distribution
 
-NOT_BUILT = ("singularity",)
-"""Terminal backends of other projects that the backend interface has room for."""
-
 
 def _mapping(value: object) -> Any:
     return json.loads(value) if isinstance(value, str) else value
@@ -35,7 +32,7 @@ class HermesAgentEnvConfig(SandboxEnvConfig):
     system_prompt: str | None = Field(default=None, description="first message; None: none")
     agent_temperature: float = Field(default=1.0, ge=0, description="sampling temperature")
     terminal_backend: str = Field(
-        default="local", description="what runs the containers: local, docker, modal, ssh or nomad"
+        default="local", description="what runs the containers: a backend's name, as local, docker or nomad"
     )
     terminal_timeout: float = Field(default=120, gt=0, description="seconds of a terminal command that names none")
     terminal_lifetime: float = Field(
@@ -55,10 +52,6 @@ class HermesAgentEnvConfig(SandboxEnvConfig):
     @field_validator("terminal_backend")
     @classmethod
     def _known_backend(cls, value: str) -> str:
-        if value in NOT_BUILT:
-            raise ValueError(
-                f"{value} is not built: use local, docker, modal, ssh or nomad (docs/backends.md says why)"
-            )
         return known(value)
 
     @field_validator("tool_call_parser")

@@ -95,7 +95,10 @@ def test_a_bad_settings_file_names_the_field(
         (("--toolset", "nonsense"), "unknown toolset 'nonsense'"),
         (("--slots-per-container", "0"), "slots_per_container"),
         (("--toolset", "web"), "tool_server_url"),
-        (("--backend", "nonsense"), "pool: backend: input should be 'local', 'docker', 'ssh', 'modal' or 'nomad'"),
+        (
+            ("--backend", "nonsense"),
+            "pool: backend: input should be 'local', 'docker', 'ssh', 'modal', 'singularity' or 'nomad'",
+        ),
         (("--tool-server-url", "ftp://x"), "neither an http(s) URL nor 'inprocess'"),
     ],
 )
@@ -109,7 +112,10 @@ def test_a_bad_setting_of_the_executor_server_is_one_clear_line(
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("--backend", "nonsense"), "backend: input should be 'local', 'docker', 'ssh', 'modal' or 'nomad'"),
+        (
+            ("--backend", "nonsense"),
+            "backend: input should be 'local', 'docker', 'ssh', 'modal', 'singularity' or 'nomad'",
+        ),
         (("--toolset", "nonsense"), "unknown toolset 'nonsense'"),
         (("--toolset", "web"), "runs on a ToolServer"),
         (("surplus",), "surplus"),

@@ -73,7 +73,7 @@ def run(capsys, *argv: str) -> tuple[int, str]:
         (["process", "--env.min_containers", "5", "--env.max_containers", "2"], "max_containers (2) is less than"),
         (["process", "--env.privileged", "true"], "env.privileged: sandbox containers are never privileged"),
         (["process", "--env.allow_network", "maybe"], "'maybe' is not a valid boolean"),
-        (["process", "--env.tool_pool_mode", "singularity"], "'local', 'docker', 'ssh', 'modal' or 'nomad'"),
+        (["process", "--env.tool_pool_mode", "moon"], "'local', 'docker', 'ssh', 'modal', 'singularity' or 'nomad'"),
         (["process", "--config", "/no/such.yaml"], "--config /no/such.yaml: No such file"),
         (["process", "--openai.base_url", "foo"], "openai.base_url: 'foo' is no URL"),
         (["process", "--openai.base_url", "http://127.0.0.1:9/v1"], "start the server, or correct --openai.base_url"),

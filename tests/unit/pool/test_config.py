@@ -18,7 +18,7 @@ from atropos.slots.config import server_json
         ({"slots_per_container": 0}, r"slots_per_container.*greater than or equal to 1.*got 0"),
         ({"min_containers": 3, "max_containers": 2}, r"max_containers \(2\).*min_containers \(3\)"),
         ({"privileged": True}, r"privileged: .*set it to False"),
-        ({"backend": "k8s"}, r"backend.*'local', 'docker', 'ssh', 'modal' or 'nomad'.*k8s"),
+        ({"backend": "k8s"}, r"backend.*'local', 'docker', 'ssh', 'modal', 'singularity' or 'nomad'.*k8s"),
         ({"slots": 3}, r"slots: no such setting"),
         ({"limits": {"pids": 1}}, r"limits\.pids"),
         ({"acquire_timeout_s": 0}, "acquire_timeout_s"),

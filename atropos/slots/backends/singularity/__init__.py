@@ -1,0 +1,1 @@
+"""Containers as processes in a Singularity or Apptainer image, of this machine."""
