@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 
 import click
 import pytest
@@ -46,7 +47,14 @@ def run(capsys, *argv: str) -> tuple[int, str]:
         words[1:1] = [part for flag, value in GOOD.items() if flag not in given for part in (flag, value)]
     gc.collect()  # clients that other tests left open complain as they are collected
     capsys.readouterr()
-    code = app.run(ScriptEnv, words)
+    root, own = logging.getLogger(), logging.getLogger("atropos")
+    handlers, levels = root.handlers[:], (root.level, own.level)
+    try:
+        code = app.run(ScriptEnv, words)
+    finally:  # its handler writes to a stream that this test alone has
+        root.handlers[:] = handlers
+        root.setLevel(levels[0])
+        own.setLevel(levels[1])
     return code, capsys.readouterr().err.strip()
 
 
