@@ -1,7 +1,7 @@
 """Programs that ask much of a kernel, as they are installed, in a slot: the filter's answers are ones that they can live with.
 
 Each is skipped where this machine hasn't got it (in Debian: chromium firefox-esr nodejs default-jdk-headless gdb strace sudo
-apt dpkg postgresql mariadb-server nginx-light openssh-server tmux valgrind golang gcc).
+apt dpkg postgresql mariadb-server nginx-light openssh-server tmux valgrind rr golang gcc).
 """
 
 from __future__ import annotations
@@ -93,6 +93,7 @@ PROGRAMS = {
     "docker's client": Program(("docker",), "docker --host tcp://127.0.0.1:9 version 2>&1", "Client"),
     "tmux": Program(("tmux",), "tmux new-session -d 'echo 42 > out; sleep 9'; until test -s out; do sleep 0.1; done; cat out"),
     "valgrind": Program(("valgrind",), "valgrind --error-exitcode=3 /bin/true && echo 42"),
+    "rr, which refuses": Program(("rr",), "rr record /bin/true 2>&1 | head", "perf_event"),
     "go's race detector": Program(
         (f"{GO}/go", "gcc"),
         "cat > m.go <<'END'\npackage main\nimport \"fmt\"\nfunc main() {\n\tx, done := 41, make(chan bool)\n"
