@@ -207,7 +207,7 @@ async def test_honest_work_is_scored_whatever_else_was_left(pool, task, name):
 TRICKS = {**RIGS, **MACHINE_RIGS, **SEPARATE_ONLY}
 
 
-def test_there_are_tricks_enough():
+async def test_there_are_tricks_enough():
     assert len(TRICKS) >= 50
 
 
