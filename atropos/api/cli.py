@@ -5,16 +5,12 @@ from __future__ import annotations
 import json
 import os
 import tomllib
-from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, cast
+from typing import Annotated, cast
 
 import typer
 
 from atropos.errors import ConfigError
-
-if TYPE_CHECKING:
-    from atropos.api.executor_models import ExecutorServerSettings
 
 TOKEN_VARIABLE = "ATROPOS_TOOL_SERVER_TOKEN"
 
@@ -37,7 +33,7 @@ def read_token(path: Path | None, variable: str) -> str:
     return token
 
 
-def read_file(path: Path | None) -> dict[str, Any]:
+def read_file(path: Path | None) -> dict[str, object]:
     """A settings file, TOML or JSON by its name.
 
     Raises:
@@ -47,7 +43,7 @@ def read_file(path: Path | None) -> dict[str, Any]:
         return {}
     try:
         text = path.read_text()
-        value: Any = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
+        value: object = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
     except OSError as error:
         raise ConfigError(f"--config: {path}: {error.strerror}") from None
     except ValueError as error:
@@ -68,7 +64,7 @@ def tool_server(
 ) -> None:
     """Serve external tools (web, browser, MCP servers, one's own) to executors."""
     from atropos.api.serve import run
-    from atropos.api.settings import load_settings, search_from_environment
+    from atropos.api.settings import ToolServerSettings, parse_settings, search_from_environment
     from atropos.api.tool_server import create_app
 
     values = read_file(config)
@@ -82,7 +78,7 @@ def tool_server(
     values |= {name: value for name, value in given.items() if value is not None}
     if token_file is not None or "token" not in values:
         values["token"] = read_token(token_file, TOKEN_VARIABLE)
-    settings = load_settings(values)
+    settings = parse_settings(ToolServerSettings, values, "tool server")
     if settings.search is None:
         settings = settings.model_copy(update={"search": search_from_environment()})
     settings.check_listening()
@@ -100,20 +96,6 @@ def tool_server(
 EXECUTOR_TOKEN_VARIABLE = "ATROPOS_EXECUTOR_TOKEN"
 
 
-def _executor_settings(values: Mapping[str, object]) -> ExecutorServerSettings:
-    from pydantic import ValidationError
-
-    from atropos.api.executor_models import ExecutorServerSettings
-
-    try:
-        return ExecutorServerSettings.model_validate(values)
-    except ValidationError as error:
-        said = "; ".join(
-            f"{'.'.join(str(p) for p in e['loc'])}: {e['msg'].removeprefix('Value error, ')}" for e in error.errors()
-        )
-        raise ConfigError(f"executor server settings: {said}") from None
-
-
 def executor_server(
     config: Annotated[Path | None, typer.Option(help="Settings, TOML or JSON; `pool` as SlotPoolConfig.")] = None,
     host: Annotated[str | None, typer.Option(help="Address to listen on; loopback unless asked.")] = None,
@@ -127,8 +109,10 @@ def executor_server(
 ) -> None:
     """Serve trajectories to agents in other processes or languages."""
     from atropos.api.e2b.app import TOKEN_HEADERS
+    from atropos.api.executor.models import ExecutorServerSettings
     from atropos.api.executor_api import create_executor_app
     from atropos.api.serve import run
+    from atropos.api.settings import parse_settings
 
     values = read_file(config)
     given: dict[str, object] = {
@@ -143,10 +127,12 @@ def executor_server(
         "slots_per_container": slots_per_container,
         "max_containers": max_containers,
     }
-    values["pool"] = {**values.get("pool", {}), **{name: value for name, value in pool.items() if value is not None}}
+    pool = {name: value for name, value in pool.items() if value is not None}
+    if isinstance(in_file := values.get("pool", {}), dict):  # anything else is refused with the other settings
+        values["pool"] = {**cast("dict[str, object]", in_file), **pool}
     if token_file is not None or "token" not in values:
         values["token"] = read_token(token_file, EXECUTOR_TOKEN_VARIABLE)
-    settings = _executor_settings(values)
+    settings = parse_settings(ExecutorServerSettings, values, "executor server")
     app = create_executor_app(settings)
 
     async def drain() -> None:

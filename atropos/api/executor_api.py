@@ -14,7 +14,8 @@ from fastapi.responses import JSONResponse, StreamingResponse
 from atropos import tracing
 from atropos.api.e2b.app import create_e2b_app
 from atropos.api.e2b.sandboxes import Sandboxes
-from atropos.api.executor_models import (
+from atropos.api.executor.images import PreparedImages
+from atropos.api.executor.models import (
     MAX_REQUEST_BYTES,
     CallAnswer,
     CallBody,
@@ -27,9 +28,8 @@ from atropos.api.executor_models import (
     TrajectoryInfo,
     TrajectoryList,
 )
+from atropos.api.executor.trajectories import OpenCall, Trajectories
 from atropos.api.http import Gate, Refusal, add_error_handlers, describe_auth
-from atropos.api.images import PreparedImages
-from atropos.api.trajectories import OpenCall, Trajectories
 from atropos.metrics import CONTENT_TYPE, build_info, exposition
 from atropos.wire import ImageState, Problem
 

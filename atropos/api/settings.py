@@ -1,10 +1,10 @@
-"""SettingsModel of a ToolServer: each setting has one name, one default and one place."""
+"""Settings of a ToolServer, and how both services read theirs."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from typing import Literal
+from typing import Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, model_validator
 
@@ -117,19 +117,27 @@ class ToolServerSettings(SettingsModel):
             raise ConfigError("tool server: token is missing; set ATROPOS_TOOL_SERVER_TOKEN or pass --token-file")
 
 
-def load_settings(values: Mapping[str, object]) -> ToolServerSettings:
-    """SettingsModel from a parsed file or flags.
+Settings = TypeVar("Settings", bound=SettingsModel)
+
+
+def parse_settings(model: type[Settings], values: Mapping[str, object], what: str) -> Settings:
+    """Settings from a parsed file or flags.
+
+    Args:
+        model: of which service.
+        values: by name.
+        what: the service, for the message.
 
     Raises:
         ConfigError: a value is wrong; names each field.
     """
     try:
-        return ToolServerSettings.model_validate(values)
+        return model.model_validate(values)
     except ValidationError as error:
-        said = "; ".join(
-            f"{'.'.join(str(p) for p in e['loc'])}: {e['msg'].removeprefix('Value error, ')}" for e in error.errors()
+        wrong = "; ".join(
+            f"{'.'.join(map(str, each['loc']))}: {each['msg'].removeprefix('Value error, ')}" for each in error.errors()
         )
-        raise ConfigError(f"tool server settings: {said}") from None
+        raise ConfigError(f"{what} settings: {wrong}") from None
 
 
 def search_from_environment() -> SearchSettings | None:

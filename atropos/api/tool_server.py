@@ -12,10 +12,10 @@ from fastapi.responses import Response, StreamingResponse
 from pydantic import SecretStr
 from starlette.convertors import PathConvertor, register_url_convertor
 
-from atropos.api.core import ToolHost
 from atropos.api.external import external_services
 from atropos.api.http import Gate, Refusal, add_error_handlers, describe_auth
 from atropos.api.settings import ToolServerSettings, search_from_environment
+from atropos.api.tool_host.host import ToolHost
 from atropos.tools.base import Tool
 from atropos.tools.models import ToolResult
 from atropos.tools.tool_server.messages import (

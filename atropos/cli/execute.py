@@ -13,7 +13,7 @@ from typing import Annotated, Any
 
 import typer
 
-from atropos.cli.preparing import meant, shown
+from atropos.cli.image_progress import meant, shown
 from atropos.config import SlotLimits
 from atropos.errors import ConfigError
 

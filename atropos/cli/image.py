@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from atropos.cli.preparing import image_store, meant, shown
+from atropos.cli.image_progress import image_store, meant, shown
 from atropos.errors import ConfigError
 from atropos.slots.backends.assets import asset
 

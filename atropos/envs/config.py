@@ -11,7 +11,6 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SecretStr, V
 from atropos.config import SlotLimits
 from atropos.envs.adapter import BaseEnvConfig
 from atropos.envs.command_line.flags import one_line
-from atropos.envs.running.prometheus import split_address
 from atropos.errors import ConfigError
 from atropos.slots import SlotPoolConfig
 from atropos.slots.config import BackendName, PoolSettings
@@ -58,6 +57,19 @@ def under_own_name(error: ConfigError) -> ConfigError:
     own = {name: own for own, name in OWN_NAMES.items()} | {f"limits.{x}": f"slot_{x}" for x in SlotLimits.model_fields}
     field = own.get(field, field)
     return ConfigError(f"env.{field}: {what}") if field in SandboxEnvConfig.model_fields else error
+
+
+def split_address(address: str) -> tuple[str, int]:
+    """Host and port.
+
+    Raises:
+        ValueError: it is no address; says what one looks like.
+    """
+    host, colon, port = address.rpartition(":")
+    host = host.removeprefix("[").removesuffix("]")
+    if not colon or not host or not port.isascii() or not port.isdigit() or int(port) > 65_535:
+        raise ValueError(f"{address!r} is no host:port; write 127.0.0.1:9400")
+    return host, int(port)
 
 
 class SandboxEnvConfig(PoolSettings, BaseEnvConfig):

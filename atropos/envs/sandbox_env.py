@@ -35,18 +35,18 @@ from atropos.envs.adapter import (
 )
 from atropos.envs.command_line import app as command_line
 from atropos.envs.config import SandboxEnvConfig
+from atropos.envs.reporting.dashboard import EnvDashboard
+from atropos.envs.reporting.group_sink import GroupSink
+from atropos.envs.reporting.prometheus import MetricsEndpoint, metrics_text
+from atropos.envs.reporting.run_api import API_FAILURES, TrajectoryApiLost, check_run_api, leave_run_api
+from atropos.envs.reporting.wandb_run import WandbRun, pool_gauges, readable_group
+from atropos.envs.reporting.watch import TrainerWatch, report_evaluation, watch_inference
 from atropos.envs.running.backend import ToolBackend
-from atropos.envs.running.dashboard import EnvDashboard
 from atropos.envs.running.groups import Event, GroupCollector, GroupMember
 from atropos.envs.running.hooks import ExecTool, Hooks, first_of
 from atropos.envs.running.lifecycle import Lifetime, beside, bounded, cancel_and_wait
 from atropos.envs.running.metrics import EnvMetrics
-from atropos.envs.running.prometheus import MetricsEndpoint, metrics_text
-from atropos.envs.running.reporting import GroupSink
 from atropos.envs.running.rollout import GroupsDropped, Rollout, scored_group
-from atropos.envs.running.run_api import API_FAILURES, TrajectoryApiLost, check_run_api, leave_run_api
-from atropos.envs.running.wandb_run import WandbRun, pool_gauges, readable_group
-from atropos.envs.running.watch import TrainerWatch, report_evaluation, watch_inference
 from atropos.errors import ConfigError
 from atropos.slots import SlotPool, Snapshot
 from atropos.tools import ToolCall, ToolExecutor, ToolRegistry, ToolResult

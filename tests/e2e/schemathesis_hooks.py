@@ -8,7 +8,7 @@ from typing import Any
 import schemathesis
 from pydantic import BaseModel, ValidationError
 
-from atropos.api.executor_models import CallBody, OpenTrajectory, PrepareImage
+from atropos.api.executor.models import CallBody, OpenTrajectory, PrepareImage
 from atropos.tools.tool_server.messages import BatchRequest, ExternalCall
 
 _CALLS: tuple[tuple[str, dict[str, Any]], ...] = (

@@ -13,8 +13,8 @@ import pytest
 import pytest_asyncio
 from pydantic import SecretStr
 
+from atropos.api.executor.models import ExecutorServerSettings
 from atropos.api.executor_api import create_executor_app
-from atropos.api.executor_models import ExecutorServerSettings
 from atropos.api.settings import ToolServerSettings
 from atropos.api.tool_server import create_app
 from atropos.config import ImageStoreSettings

@@ -17,8 +17,8 @@ import pytest
 import yaml
 
 from atropos.agent import seed_for
+from atropos.envs.reporting.prometheus import MetricsEndpoint, metrics_text
 from atropos.envs.running.metrics import EnvMetrics
-from atropos.envs.running.prometheus import MetricsEndpoint, metrics_text
 from atropos.slots import SlotPool
 from atropos.tools import ToolCall, ToolExecutor, build_tool_registry
 from tests.backends import Engine

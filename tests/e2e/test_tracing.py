@@ -14,8 +14,8 @@ import pytest
 from pydantic import SecretStr
 
 from atropos import tracing
+from atropos.api.executor.models import ExecutorServerSettings
 from atropos.api.executor_api import create_executor_app
-from atropos.api.executor_models import ExecutorServerSettings
 from atropos.envs import HermesAgentBaseEnv
 from atropos.errors import ConfigError
 from atropos.slots import SlotPoolConfig

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from atropos.api.e2b.sandbox import Sandbox
-from atropos.api.executor_models import ExecutorServerSettings
+from atropos.api.executor.models import ExecutorServerSettings
 from atropos.config import SlotLimits
 from atropos.errors import ConfigError
 from atropos.slots.profile import Profile

@@ -77,8 +77,8 @@ def command_line(cls: Any) -> click.Group:
 
 
 def _drive(env: Any, command: str) -> int:
+    from atropos.envs.reporting.run_api import TrajectoryApiLost
     from atropos.envs.running.rollout import GroupsDropped, HookError
-    from atropos.envs.running.run_api import TrajectoryApiLost
 
     code, line = 0, ""
     try:

@@ -1,1 +1,1 @@
-"""What a running env has: groups, reporting, metrics, lifecycle."""
+"""What runs an env: groups of trajectories, calls of its hooks, the pool, signals and the end."""

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from atropos.api.answers import bounded, cut, weigh
+from atropos.api.tool_host.answers import bounded, cut, weigh
 from atropos.tools.base import ToolError
 from atropos.tools.models import ToolResult
 

@@ -12,8 +12,8 @@ import httpx
 import pytest
 from pydantic import SecretStr
 
+from atropos.api.executor.models import ExecutorServerSettings
 from atropos.api.executor_api import create_executor_app
-from atropos.api.executor_models import ExecutorServerSettings
 from atropos.errors import OutcomeUnknown, SlotLost
 from atropos.tools.models import ToolCall, ToolResult
 from atropos.tools.registry import build_tool_registry

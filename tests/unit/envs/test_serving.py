@@ -10,9 +10,9 @@ import json
 import pytest
 from aiohttp import web
 
+from atropos.envs.reporting.run_api import TrajectoryApiLost, check_run_api
 from atropos.envs.running import lifecycle, watch
 from atropos.envs.running.rollout import HookError
-from atropos.envs.running.run_api import TrajectoryApiLost, check_run_api
 from atropos.errors import ConfigError
 from tests.unit.envs.support import ScriptEnv, make
 

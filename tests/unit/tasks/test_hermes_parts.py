@@ -12,7 +12,7 @@ from atropos.envs.hermes.base_env import HermesAgentBaseEnv
 from atropos.envs.hermes.config import HermesAgentEnvConfig
 from atropos.envs.hermes.dialect import OpenAIDialect, ToolTemplate
 from atropos.envs.hermes.result import HermesResult
-from atropos.envs.running.wandb_run import readable
+from atropos.envs.reporting.wandb_run import readable
 from atropos.envs.sandbox_env import SandboxEnv
 from atropos.errors import ConfigError, InferenceError
 from atropos.tools import ToolResult

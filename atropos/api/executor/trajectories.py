@@ -10,9 +10,9 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from atropos.api.executor_models import CallBody, ExecutorServerSettings, OpenTrajectory, TrajectoryInfo
+from atropos.api.executor.images import checked_source
+from atropos.api.executor.models import CallBody, ExecutorServerSettings, OpenTrajectory, TrajectoryInfo
 from atropos.api.http import Refusal
-from atropos.api.images import checked_source
 from atropos.errors import (
     AcquireTimeout,
     ConfigError,

@@ -11,11 +11,11 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
-from atropos.api.answers import bounded
-from atropos.api.bounds import Turnstile, TurnstilePass
 from atropos.api.http import Refusal
-from atropos.api.journal import ToolCallJournal
 from atropos.api.settings import ToolServerSettings
+from atropos.api.tool_host.answers import bounded
+from atropos.api.tool_host.bounds import Turnstile, TurnstilePass
+from atropos.api.tool_host.journal import ToolCallJournal
 from atropos.errors import ConfigError, OutcomeUnknown, SandboxError
 from atropos.tools.arguments import BadArguments, check
 from atropos.tools.base import Tool, ToolError, ToolScope

@@ -12,9 +12,9 @@ import aiohttp
 
 from atropos.dashboard.render import write_page
 from atropos.envs.config import SandboxEnvConfig
+from atropos.envs.reporting.run_api import GroupInDoubt, GroupRefused, TrajectoryApi, json_of
 from atropos.envs.running.metrics import EnvMetrics
 from atropos.envs.running.rollout import drop_reason
-from atropos.envs.running.run_api import GroupInDoubt, GroupRefused, TrajectoryApi, json_of
 
 _log = logging.getLogger(__name__)
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Mapping
 
 from aiohttp import web
 
+from atropos.envs.config import split_address
 from atropos.envs.running.metrics import EnvMetrics
 from atropos.errors import ConfigError
 from atropos.metrics import CONTENT_TYPE, Family, build_info, counter, exposition, gauge
@@ -103,16 +104,3 @@ class MetricsEndpoint:
         runner, self._runner = self._runner, None
         if runner is not None:
             await runner.cleanup()
-
-
-def split_address(address: str) -> tuple[str, int]:
-    """Host and port.
-
-    Raises:
-        ValueError: it is no address; says what one looks like.
-    """
-    host, colon, port = address.rpartition(":")
-    host = host.removeprefix("[").removesuffix("]")
-    if not colon or not host or not port.isascii() or not port.isdigit() or int(port) > 65_535:
-        raise ValueError(f"{address!r} is no host:port; write 127.0.0.1:9400")
-    return host, int(port)

@@ -1,0 +1,1 @@
+"""Trajectories of clients in other processes: the executor API without its routes."""

@@ -1,0 +1,1 @@
+"""Runs external tools for many trajectories: the ToolServer without its routes."""
