@@ -8,7 +8,7 @@ import re
 from typing import Any
 
 from atropos.envs import AgentEnv
-from atropos.envs.running import watch
+from atropos.envs.reporting import watch
 from atropos.tools import ToolCall
 
 

@@ -10,8 +10,9 @@ import json
 import pytest
 from aiohttp import web
 
+from atropos.envs.reporting import watch
 from atropos.envs.reporting.run_api import TrajectoryApiLost, check_run_api
-from atropos.envs.running import lifecycle, watch
+from atropos.envs.running import lifecycle
 from atropos.envs.running.rollout import HookError
 from atropos.errors import ConfigError
 from tests.unit.envs.support import ScriptEnv, make

@@ -107,3 +107,16 @@ def test_no_file_of_another_owner_is_in_the_tree() -> None:
     if not tracked:
         pytest.skip("not a git checkout, so nothing says which files belong to the project")
     assert not [name for name in tracked if name.endswith((".jsonl", ".jsonl.gz", ".pyc", ".whl"))]
+
+
+FOLDERS = {path.name for place in (ROOT, ROOT / "atropos") for path in place.iterdir() if path.is_dir()}
+FILE = re.compile(r"`([\w.-]+/[\w./*-]*(?:/|\.(?:py|md|sh|hcl|json|toml|yml)))`")
+OF_A_TASK = {"tests/test.sh", "tests/docker-compose.yaml"}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_file_of_the_repository_that_a_page_names_exists(page: Path) -> None:
+    """Paths begin at the root or, as in the tables of the design, at `atropos/`."""
+    named = {name for name in FILE.findall(page.read_text()) if name.split("/")[0] in FOLDERS} - OF_A_TASK
+    missing = [name for name in named if not any([*ROOT.glob(name), *(ROOT / "atropos").glob(name)])]
+    assert missing == []
