@@ -1,4 +1,4 @@
-"""One pool for all environments of a process that ask for the same settings, and the slots that they hold."""
+"""One pool for all environments of a process with the same settings, and the slots that they hold."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import posixpath
 from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import Self
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -76,7 +76,7 @@ class SlotRequest(BaseModel):
         user: who commands run as and files belong to where the host names nobody; None: the image's user, else root.
         network: whether commands have (filtered) egress.
         pool: settings of `SlotPoolConfig`; an environment waits an hour for a slot and a command has 10 MiB of output
-            unless it says else.
+            unless these say otherwise.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -84,13 +84,13 @@ class SlotRequest(BaseModel):
     image: str | None = None
     user: str | None = None
     network: bool = False
-    pool: dict[str, Any] = Field(default_factory=dict)
+    pool: dict[str, object] = Field(default_factory=dict)
 
     def __hash__(self) -> int:
         return hash(self.model_dump_json())
 
     def refusal(self, memory_mib: float | None, disk_mib: float | None, *, gpu: bool = False) -> str | None:
-        """Why a slot can't have what a task wants, naming the setting; None: it can."""
+        """Why a slot can't meet a task's requests, naming the setting; None: it can."""
         limits = SlotLimits.model_validate(self.pool.get("limits", {}))
         if gpu:
             return "gpu: slots have none"
@@ -163,7 +163,7 @@ class HeldSlot:
 
 @contextmanager
 def infrastructure(failure: type[Exception]) -> Generator[None]:
-    """What fails here says nothing about the program in the slot, and becomes the host's error that it never scores."""
+    """Turn an infrastructure failure into the host's own error for one, which it never scores."""
     try:
         yield
     except SandboxError as error:

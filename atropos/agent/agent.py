@@ -8,22 +8,21 @@ import json
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
-from typing import Any
 
 from atropos import tracing
 from atropos.agent.config import AgentConfig, AgentResult, AgentStep, Outcome, PromptTooLong, StopReason
 from atropos.agent.dialect import Dialect, Turn, XmlDialect
 from atropos.agent.fairness import gate, gate_for
 from atropos.agent.model import Model
-from atropos.agent.prompt import schemas_of
-from atropos.agent.template import TurnRenderer
-from atropos.agent.transcript import Transcript
+from atropos.agent.prompt import Tools, schemas_of
+from atropos.agent.template import Tokenizer, TurnRenderer
+from atropos.agent.transcript import Message, Transcript
 from atropos.tools import ToolCall, ToolResult
 from atropos.tools.models import new_call_id
 from atropos.tools.parsers import parser_for
 
 MIN_TURN_TOKENS = 16
-"""Room that a turn needs to be worth beginning."""
+"""Least room in the context for another turn."""
 
 ExecuteTool = Callable[[ToolCall], Awaitable[ToolResult]]
 
@@ -53,9 +52,9 @@ class AtroposAgent:
 
     def __init__(
         self,
-        server: Any,
-        tokenizer: Any,
-        tools: Any = None,
+        server: object,
+        tokenizer: Tokenizer,
+        tools: Tools | None = None,
         config: AgentConfig | None = None,
         execute_tool: ExecuteTool | None = None,
         *,
@@ -77,8 +76,8 @@ class AtroposAgent:
 
         Args:
             task: the user's message.
-            after: what came before: the task is then the next message of that conversation, whose record goes on. Steps and
-                time are counted anew; where the context has no room for the message, nothing follows.
+            after: an earlier run, whose conversation and transcript continue with the task as the next message. The bounds
+                on steps and time start again. If the context has no room for the message, the run ends there.
 
         Raises:
             InferenceError: the server gave no usable answer.
@@ -117,7 +116,7 @@ class AtroposAgent:
     async def _continued(self, transcript: Transcript, task: str, steps: list[AgentStep]) -> bool:
         """Whether the next message was added: there was room for it."""
         sampled = transcript.tokens[len(transcript) - steps[-1].tokens :]
-        message = {"role": "user", "content": task}
+        message: Message = {"role": "user", "content": task}
         async with gate():
             context = self._dialect.following([message], sampled)
         if len(transcript) + len(context) + MIN_TURN_TOKENS > self.config.context_tokens:
@@ -153,7 +152,7 @@ class AtroposAgent:
             transcript.add_context(context)
 
     async def _turn(self, transcript: Transcript, number: int) -> tuple[AgentStep, list[int], StopReason | None]:
-        """One generation, appended; its ids; and the bound that cut it off, if one did."""
+        """Generate a turn and append it: the step, its ids, and the bound that cut it off, if one did."""
         room = self.config.context_tokens - len(transcript)
         limit = room if self.config.max_tokens is None else min(room, self.config.max_tokens)
         started = time.perf_counter()
@@ -177,7 +176,7 @@ class AtroposAgent:
         return step, turn.ids, None
 
     async def _sample(self, transcript: Transcript, limit: int) -> tuple[Turn, list[float], str]:
-        """A turn's exact ids. What a server sampled after the end of the turn is no part of it."""
+        """A turn from a server that reports token ids. Ids after the end of the turn are dropped."""
         stop = self._dialect.stop_ids
         sampling = {**self._sampling(), **({"stop_token_ids": sorted(stop)} if stop else {})}
         generation = await self._model.generate(transcript.tokens, max_tokens=limit, **sampling)
@@ -190,7 +189,7 @@ class AtroposAgent:
         return turn, generation.logprobs[: len(ids)], "length" if cut_off else "stop"
 
     async def _chat(self, transcript: Transcript, limit: int) -> tuple[Turn, list[float], str]:
-        """A turn as text, with placeholders for its ids; a longer one than the limit is cut off."""
+        """A turn from a server that reports text, with placeholder ids; it is cut off at the limit."""
         options = {**self._sampling(), **self._dialect.chat_options(self.config, limit)}
         answer = await self._model.chat(transcript.messages, **options)
         turn = self._dialect.read_answer(answer, cut_off=answer.finish_reason == "length")
@@ -199,12 +198,12 @@ class AtroposAgent:
             return turn, [0.0] * limit, "length"
         return turn, [0.0] * len(turn.ids), answer.finish_reason
 
-    def _sampling(self) -> dict[str, Any]:
-        seed = {} if self.config.seed is None else {"seed": self.config.seed}
+    def _sampling(self) -> dict[str, object]:
+        seed: dict[str, object] = {} if self.config.seed is None else {"seed": self.config.seed}
         return {"temperature": self.config.temperature, **seed}
 
     async def _run_calls(self, step: AgentStep) -> None:
-        """The turn's calls one after the other; what could not be read is answered in its place."""
+        """Run the turn's calls in order; a call that could not be parsed gets an error in its place."""
         started = time.perf_counter()
         for index in range(len(step.calls) + 1):
             step.outcomes += [
@@ -227,7 +226,7 @@ class AtroposAgent:
         return result
 
 
-def seed_for(seed: int, *parts: Any) -> int:
+def seed_for(seed: int, *parts: object) -> int:
     """A 31-bit seed that follows from a base seed and names, the same in every process."""
     digest = hashlib.sha256(json.dumps([seed, *map(str, parts)]).encode()).digest()
     return int.from_bytes(digest[:4], "big") >> 1

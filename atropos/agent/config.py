@@ -1,11 +1,11 @@
-"""The settings of an agent loop, and what it gives back."""
+"""The settings and the result of an agent loop."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple, TypedDict
 
-from atropos.agent.transcript import Transcript
+from atropos.agent.transcript import Message, Transcript
 from atropos.errors import ConfigError
 from atropos.tools import ToolCall, ToolResult
 
@@ -28,7 +28,7 @@ class AgentConfig:
         temperature: sampling temperature.
         max_tokens: most tokens of one turn; None: what the context has left.
         tool_delay_s: pause after each tool call, in seconds.
-        context_tokens: most tokens of the whole transcript; a turn that doesn't fit is not begun.
+        context_tokens: most tokens of the whole transcript; a turn that doesn't fit is not started.
         model_timeout_s: deadline of one turn's generation, retries included.
         model_retries: further tries after a failure that may pass (never after 4xx).
         system_prompt: text before the tools' description; None: a short default.
@@ -36,7 +36,7 @@ class AgentConfig:
         max_calls_per_turn: calls beyond it are answered with an error and not run.
         max_result_chars: of each tool result in the conversation; the middle of a longer one is left out.
         seed: sent with every request where set, so that a sampling server can repeat itself.
-        timeout_s: after so many seconds no further call is run and no turn begun; None: no bound.
+        timeout_s: time after which no further call is run and no further turn begun; None: no limit.
     """
 
     max_steps: int = 50
@@ -75,6 +75,14 @@ class Outcome(NamedTuple):
     result: ToolResult
 
 
+class Timing(TypedDict):
+    """Seconds of a turn: of its generation, of all its calls, and of each call."""
+
+    model_s: float
+    tools_s: float
+    calls_s: list[float]
+
+
 @dataclass
 class AgentStep:
     """One model turn and what its calls gave.
@@ -107,8 +115,8 @@ class AgentStep:
         """What the model reads of the turn's calls."""
         return [outcome.result for outcome in self.outcomes]
 
-    def timing(self) -> dict[str, Any]:
-        """Seconds of generation, of all calls, and of each call, for the record."""
+    def timing(self) -> Timing:
+        """The turn's seconds, rounded."""
         calls_s = [round(result.duration_s, 4) for result in self.results]
         return {"model_s": round(self.model_s, 4), "tools_s": round(self.tools_s, 4), "calls_s": calls_s}
 
@@ -134,7 +142,7 @@ class AgentResult:
     stop_reason: StopReason = "final"
 
     @property
-    def messages(self) -> list[dict[str, Any]]:
+    def messages(self) -> list[Message]:
         """The conversation, as it reaches the trainer."""
         return self.trajectory_data.messages
 

@@ -7,22 +7,18 @@ tool messages (`atropos.envs.hermes.dialect`).
 
 from __future__ import annotations
 
-import json
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from atropos.agent.config import AgentConfig, Outcome
 from atropos.agent.model import ChatAnswer
 from atropos.agent.prompt import results_text, system_text
 from atropos.agent.template import TurnRenderer
+from atropos.agent.transcript import Message
 from atropos.tools import ToolCall
 from atropos.tools.parsers import Parser
 from atropos.tools.parsers.base import ParseError
-
-Message = dict[str, Any]
-"""A chat message as OpenAI's API has it."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +67,7 @@ class Dialect(ABC):
         """A turn from a server that tells text; its ids are placeholders."""
 
     @abstractmethod
-    def chat_options(self, config: AgentConfig, limit: int) -> dict[str, Any]:
+    def chat_options(self, config: AgentConfig, limit: int) -> dict[str, object]:
         """Fields of a chat request beside messages and sampling; `limit`: most tokens that the turn may have."""
 
     @abstractmethod
@@ -86,7 +82,7 @@ class Dialect(ABC):
 class XmlDialect(Dialect):
     """Tools in the system message; a turn's results as XML in one user message."""
 
-    def __init__(self, renderer: TurnRenderer, parser: Parser, schemas: Sequence[Mapping[str, Any]]) -> None:
+    def __init__(self, renderer: TurnRenderer, parser: Parser, schemas: Sequence[Mapping[str, object]]) -> None:
         self._renderer = renderer
         self._parser = parser
         self._schemas = schemas
@@ -111,17 +107,17 @@ class XmlDialect(Dialect):
         """The text, with calls that the server took out of it put back."""
         text = answer.content.removesuffix(self._renderer.end_text)  # trl's server leaves it there
         if answer.tool_calls:
-            text = self._parser.render_turn(text, [_read_back(call) for call in answer.tool_calls])
+            text = self._parser.render_turn(text, [call.tool_call() for call in answer.tool_calls])
         return self._turn(text, self._renderer.placeholder(text), cut_off=cut_off)
 
     def _turn(self, text: str, ids: list[int], *, cut_off: bool) -> Turn:
         parsed = self._parser.parse(text)
-        message = {"role": "assistant", "content": text}
+        message: Message = {"role": "assistant", "content": text}
         if cut_off:
             return Turn(message, ids, text, parsed.content)
         return Turn(message, ids, text, parsed.content, calls=parsed.calls, unread=parsed.errors)
 
-    def chat_options(self, config: AgentConfig, limit: int) -> dict[str, Any]:
+    def chat_options(self, config: AgentConfig, limit: int) -> dict[str, object]:
         """A limit where one is set: None would go out as null."""
         return {} if config.max_tokens is None else {"max_tokens": limit}
 
@@ -132,11 +128,3 @@ class XmlDialect(Dialect):
     def following(self, messages: Sequence[Message], sampled: Sequence[int]) -> list[int]:
         """See `Dialect.following`."""
         return self._renderer.following(messages, sampled)
-
-
-def _read_back(call: Mapping[str, Any]) -> ToolCall:
-    try:
-        arguments = json.loads(call["arguments"])
-    except (TypeError, ValueError):
-        arguments = call["arguments"]
-    return ToolCall(name=call["name"], arguments=arguments)

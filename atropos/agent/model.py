@@ -1,6 +1,6 @@
-"""One deadline, one retry rule and one error type around whatever inference server atroposlib was given.
+"""Calls to an inference server: one deadline, one retry rule, one error type.
 
-The server is met by shape alone: a `ServerManager`, one of its servers, or a stand-in with
+The server is duck-typed: a `ServerManager`, one of its servers, or a stand-in with
 `tokens_and_logprobs_completion(**kwargs)` and `chat_completion(**kwargs)`.
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import contextvars
+import json
 import math
 from collections.abc import Callable, Coroutine, Generator, Sequence
 from dataclasses import dataclass
@@ -17,9 +18,10 @@ from typing import Any, TypeVar, cast
 from aiohttp import ContentTypeError
 
 from atropos.agent.fairness import started_in_turn
-from atropos.agent.transcript import numbers
+from atropos.agent.transcript import Message, numbers
 from atropos.aio import backoff_s
 from atropos.errors import InferenceError
+from atropos.tools import ToolCall
 from atropos.tools.parsers.base import whole_text
 
 EXACT = frozenset({"vllm", "sglang"})
@@ -30,7 +32,12 @@ ENDINGS = frozenset({"stop", "length"})
 CHAT_ENDINGS = ENDINGS | {"tool_calls", "function_call"}
 """The same for OpenAI's chat completions."""
 
+MAX_CALL_ID = 200
+"""Longest id of a server's call that is kept."""
+
 Answer = TypeVar("Answer")
+_Sampled = tuple[Sequence[int], Sequence[Sequence[object]], Sequence[Sequence[float]], Sequence[object]]
+"""The prompt's ids; then the sampled ids, their logprobs and the finish reason of each completion."""
 
 _capturing: contextvars.ContextVar[bool] = contextvars.ContextVar("capturing", default=False)
 
@@ -57,16 +64,37 @@ class Generation:
 
 
 @dataclass(frozen=True)
+class ServerCall:
+    """A tool call as an OpenAI-compatible server reports it. Its API says that `arguments` are text; some send objects."""
+
+    id: object
+    name: str
+    arguments: object
+
+    def tool_call(self) -> ToolCall:
+        """The call with its arguments parsed; what is no JSON object stays text."""
+        parsed = self.arguments
+        if isinstance(parsed, str):
+            with contextlib.suppress(ValueError):
+                parsed = json.loads(parsed)
+        arguments = cast("dict[str, object]", parsed) if isinstance(parsed, dict) else str(self.arguments)
+        identity = str(self.id or "")
+        if 0 < len(identity) <= MAX_CALL_ID:
+            return ToolCall(name=self.name, arguments=arguments, id=identity)
+        return ToolCall(name=self.name, arguments=arguments)
+
+
+@dataclass(frozen=True)
 class ChatAnswer:
     """What an OpenAI-compatible server answered."""
 
     content: str
     reasoning: str
-    tool_calls: list[dict[str, Any]]
+    tool_calls: list[ServerCall]
     finish_reason: str
 
 
-def server_type(server: Any) -> str:
+def server_type(server: object) -> str:
     """`vllm`, `sglang`, `openai`, `trl`; a stand-in without a config counts as exact if it gives tokens."""
     first = next(iter(getattr(server, "servers", None) or [server]))
     kind = getattr(getattr(first, "config", None), "server_type", None)
@@ -84,14 +112,14 @@ class Model:
         retries: further tries after a failure that may pass.
     """
 
-    def __init__(self, server: Any, *, timeout_s: float = 300.0, retries: int = 2) -> None:
+    def __init__(self, server: object, *, timeout_s: float = 300.0, retries: int = 2) -> None:
         self._server = server
         self._timeout_s = timeout_s
         self._retries = retries
         self.exact = server_type(server) in EXACT
         """Whether the server tells the tokens it samples."""
 
-    async def generate(self, ids: Sequence[int], **sampling: Any) -> Generation:
+    async def generate(self, ids: Sequence[int], **sampling: object) -> Generation:
         """Continue a prompt of token ids.
 
         Args:
@@ -104,12 +132,12 @@ class Model:
         prompt = numbers(ids)
 
         async def once() -> Generation:
-            answer = await self._server.tokens_and_logprobs_completion(input_ids=numbers(prompt), n=1, **sampling)
-            return _generation(prompt, _unwrap(answer))
+            answer = await self._ask("tokens_and_logprobs_completion", input_ids=numbers(prompt), n=1, **sampling)
+            return _generation(prompt, answer)
 
         return await self._bounded(once)
 
-    async def chat(self, messages: Sequence[dict[str, Any]], **options: Any) -> ChatAnswer:
+    async def chat(self, messages: Sequence[Message], **options: object) -> ChatAnswer:
         """Ask for the next message of a conversation.
 
         Raises:
@@ -117,10 +145,16 @@ class Model:
         """
 
         async def once() -> ChatAnswer:
-            answer = await self._server.chat_completion(messages=[dict(m) for m in messages], n=1, **options)
-            return _chat_answer(_unwrap(answer))
+            answer = await self._ask("chat_completion", messages=[dict(m) for m in messages], n=1, **options)
+            return _chat_answer(answer)
 
         return await self._bounded(once)
+
+    async def _ask(self, method: str, **request: object) -> object:
+        answer: object = await getattr(self._server, method)(**request)
+        if isinstance(answer, ModelFailure):
+            raise describe(answer.error) from answer.error
+        return answer
 
     async def _bounded(self, once: Callable[[], Coroutine[Any, Any, Answer]]) -> Answer:
         attempt = 0
@@ -155,12 +189,6 @@ def _capture() -> Generator[None]:
         _capturing.reset(token)
 
 
-def _unwrap(answer: object) -> Any:
-    if isinstance(answer, ModelFailure):
-        raise describe(answer.error) from answer.error
-    return answer
-
-
 def describe(error: BaseException) -> InferenceError:
     """Any client library's exception as an `InferenceError`, 4xx marked as not worth repeating (408, 429 are)."""
     inner = error
@@ -187,9 +215,9 @@ def describe(error: BaseException) -> InferenceError:
     return InferenceError(text, status=status, retryable=not refused)
 
 
-def _generation(prompt: list[int], answer: Any) -> Generation:
+def _generation(prompt: list[int], answer: object) -> Generation:
     try:
-        returned, outputs, logprobs, reasons = answer
+        returned, outputs, logprobs, reasons = cast("_Sampled", answer)
         ids = [_token(token) for token in outputs[0]]
         values = [float(value) for value in logprobs[0]]
         reason = reasons[0]
@@ -234,7 +262,7 @@ def _chat_answer(answer: Any) -> ChatAnswer:
         message = choice.message
         content = message.content
         calls = [
-            {"id": call.id, "name": _whole(call.function.name), "arguments": _whole(call.function.arguments)}
+            ServerCall(call.id, str(_whole(call.function.name)), _whole(call.function.arguments))
             for call in (getattr(message, "tool_calls", None) or [])
         ]
     except (AttributeError, IndexError, TypeError) as error:
@@ -247,5 +275,5 @@ def _chat_answer(answer: Any) -> ChatAnswer:
     return ChatAnswer(whole_text(content or ""), whole_text(str(reasoning)), calls, ending)
 
 
-def _whole(value: object) -> Any:
+def _whole(value: object) -> object:
     return whole_text(value) if isinstance(value, str) else value

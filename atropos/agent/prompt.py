@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
 
-from atropos.tools import ToolResult
+from atropos.tools import Tool, ToolRegistry, ToolResult
+from atropos.tools.models import ToolSchema
+
+Tools = ToolRegistry | Iterable[Tool | ToolSchema | Mapping[str, object]]
+"""The forms in which an agent takes its tools."""
 
 DEFAULT_SYSTEM = (
     "You are an agent at work in a Linux sandbox of your own. Use the tools to do the task, look at their results, "
@@ -26,23 +29,22 @@ For each call answer a JSON object with the function's name and arguments within
 </tool_call>"""
 
 
-def schemas_of(tools: Any) -> list[dict[str, Any]]:
+def schemas_of(tools: Tools | None) -> list[dict[str, object]]:
     """OpenAI schemas of a registry, of tools, or of schemas in either form."""
     if tools is None:
         return []
-    if callable(getattr(tools, "schemas", None)):
-        return list(tools.schemas())
-    found: list[dict[str, object]] = []
-    for tool in tools:
-        if isinstance(tool, Mapping):
-            found.append(dict(tool))
-            continue
-        schema = getattr(tool, "schema", tool)
-        found.append(schema.to_openai())
-    return found
+    if isinstance(tools, ToolRegistry):
+        return tools.schemas()
+    return [_schema(tool) for tool in tools]
 
 
-def system_text(prompt: str | None, schemas: Sequence[Mapping[str, Any]]) -> str:
+def _schema(tool: Tool | ToolSchema | Mapping[str, object]) -> dict[str, object]:
+    if isinstance(tool, Mapping):
+        return dict(tool)
+    return (tool.schema if isinstance(tool, Tool) else tool).to_openai()
+
+
+def system_text(prompt: str | None, schemas: Sequence[Mapping[str, object]]) -> str:
     """The system message: the prompt, then the tools."""
     text = DEFAULT_SYSTEM if prompt is None else prompt
     if not schemas:
@@ -56,7 +58,7 @@ def results_text(results: Iterable[ToolResult], max_chars: int) -> str:
 
 
 def shorten(result: ToolResult, max_chars: int) -> ToolResult:
-    """The result with the middle of an over-long output left out, and said so."""
+    """The result with the middle of a long output replaced by a note."""
     if len(result.output) <= max_chars:
         return result
     half = max_chars // 2

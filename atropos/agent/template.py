@@ -21,7 +21,11 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from atropos.agent.transcript import Message
 from atropos.errors import ConfigError
+
+Tokenizer = Any
+"""A Hugging Face tokenizer with a chat template; transformers declares no types for what is used of it."""
 
 PROMPTS_KEPT = 256
 """Opening prompts remembered by a renderer."""
@@ -38,7 +42,7 @@ class TurnRenderer:
         ConfigError: the tokenizer has no chat template, or one that can't be continued turn by turn.
     """
 
-    def __init__(self, tokenizer: Any, tools: Sequence[Mapping[str, Any]] | None = None) -> None:
+    def __init__(self, tokenizer: Tokenizer, tools: Sequence[Mapping[str, object]] | None = None) -> None:
         self._tokenizer = tokenizer
         self._prompts: OrderedDict[tuple[tuple[str, str], ...], list[int]] = OrderedDict()
         self._tools = [dict(tool) for tool in tools] if tools else None
@@ -72,7 +76,7 @@ class TurnRenderer:
         except Exception:  # a template may refuse in any way
             return []
 
-    def prompt(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+    def prompt(self, messages: Sequence[Mapping[str, object]]) -> list[int]:
         """Ids of the opening messages, up to where the assistant begins. A group's members share them."""
         key = tuple((str(message.get("role")), str(message.get("content"))) for message in messages)
         if any(set(message) - {"role", "content"} for message in messages):
@@ -85,7 +89,7 @@ class TurnRenderer:
                 self._prompts.popitem(last=False)
         return list(self._prompts[key])
 
-    def following(self, messages: Sequence[Mapping[str, Any]], sampled: Sequence[int] = ()) -> list[int]:
+    def following(self, messages: Sequence[Mapping[str, object]], sampled: Sequence[int] = ()) -> list[int]:
         """Ids between the assistant's last sampled token and its next turn, with `messages` between.
 
         Args:
@@ -112,7 +116,7 @@ class TurnRenderer:
         kept = list(ids[:-1]) if ids and ids[-1] in self.end_ids else list(ids)
         return str(self._tokenizer.decode(kept, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
-    def _encode(self, messages: Sequence[Mapping[str, Any]], after: str | None) -> list[int]:
+    def _encode(self, messages: Sequence[Mapping[str, object]], after: str | None) -> list[int]:
         key = _key()
         spellings: list[str] = []
 
@@ -135,7 +139,7 @@ class TurnRenderer:
                 ids.extend(self._tokenizer(part, add_special_tokens=False)["input_ids"])
         return ids
 
-    def _replaced(self, message: Mapping[str, Any], placeholder: Callable[[re.Match[str]], str]) -> dict[str, Any]:
+    def _replaced(self, message: Mapping[str, object], placeholder: Callable[[re.Match[str]], str]) -> Message:
         """The message with every special token's spelling in its texts replaced."""
         pattern = self._special_pattern
         if pattern is None:
@@ -145,7 +149,7 @@ class TurnRenderer:
             for name, value in message.items()
         }
 
-    def _apply(self, messages: list[dict[str, Any]]) -> str:
+    def _apply(self, messages: list[Message]) -> str:
         options: dict[str, object] = {"tools": self._tools} if self._tools else {}
         return str(self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **options))
 
@@ -155,9 +159,9 @@ def _key() -> str:
     return f"k{secrets.token_hex(12)}"
 
 
-def _special_tokens(tokenizer: Any) -> list[str]:
+def _special_tokens(tokenizer: Tokenizer) -> list[str]:
     """Spellings of every special token, longest first."""
     found: set[str] = set(getattr(tokenizer, "all_special_tokens", ()))
-    added: Mapping[int, Any] = getattr(tokenizer, "added_tokens_decoder", {})
+    added: Mapping[int, object] = getattr(tokenizer, "added_tokens_decoder", {})
     found.update(str(token) for token in added.values() if getattr(token, "special", False))
     return sorted((text for text in found if text), key=lambda text: -len(text))

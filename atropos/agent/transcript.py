@@ -6,8 +6,10 @@ import ctypes
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
-from typing import Any, TypeVar
+from typing import TypeVar
 
+Message = dict[str, object]
+"""A chat message as OpenAI's API has it."""
 MASKED = -100
 """Mask of a position that is context; elsewhere the mask repeats the token (atroposlib's convention)."""
 CONTEXT_LOGPROB = 1.0
@@ -40,7 +42,7 @@ class Transcript:
     tokens: list[int] = field(default_factory=lambda: numbers(list[int]()))
     masks: list[int] = field(default_factory=lambda: numbers(list[int]()))
     logprobs: list[float] = field(default_factory=lambda: numbers(list[float]()))
-    messages: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
+    messages: list[Message] = field(default_factory=list[Message])
     placeholder: bool = False
 
     def __len__(self) -> int:
@@ -67,7 +69,7 @@ class Transcript:
 
 
 def sampled_runs(masks: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Begin and end of each stretch of a sequence that the model sampled: its turns, as a trainer sees them."""
+    """Start and end of each run of sampled tokens: the turns, as a trainer sees them."""
     end = 0
     for masked, stretch in groupby(masks, lambda mask: mask == MASKED):
         begin, end = end, end + sum(1 for _ in stretch)

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import hashlib
 from collections.abc import AsyncGenerator, AsyncIterator
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 from fastapi import FastAPI, Header, Path, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
@@ -31,7 +31,12 @@ from atropos.api.executor.models import (
 from atropos.api.executor.trajectories import OpenCall, Trajectories
 from atropos.api.http import Gate, Refusal, add_error_handlers, describe_auth
 from atropos.metrics import CONTENT_TYPE, build_info, exposition
+from atropos.tools.models import ToolResult
 from atropos.wire import ImageState, Problem
+
+if TYPE_CHECKING:
+    from atropos.slots import SlotPool
+    from atropos.tools import ToolExecutor
 
 _ERRORS: dict[int | str, dict[str, Any]] = {
     status: {"model": Problem} for status in (401, 404, 409, 410, 413, 422, 429, 503)
@@ -44,14 +49,14 @@ _DESCRIPTION = (
     "within its ttl_s ends by itself."
 )
 _WAITING_S = 5.0
-"""Seconds between the `waiting` events of a long call: proxies cut connections that stay silent."""
+"""Interval of the `waiting` events of a long call: proxies cut silent connections."""
 _MAX_ID = 200
 
 Id = Annotated[str, Path(min_length=1, max_length=_MAX_ID)]
 Key = Annotated[str | None, Header(alias="Idempotency-Key", min_length=1, max_length=_MAX_ID)]
 
 
-def create_executor_app(settings: ExecutorServerSettings, *, executor: Any = None) -> FastAPI:
+def create_executor_app(settings: ExecutorServerSettings, *, executor: ToolExecutor | None = None) -> FastAPI:
     """The executor API as an ASGI app; pool and executor live as long as its lifespan.
 
     Args:
@@ -70,9 +75,10 @@ def create_executor_app(settings: ExecutorServerSettings, *, executor: Any = Non
                 traces = tracing.start(settings.otlp_endpoint, "atropos executor")
                 stack.push_async_callback(asyncio.to_thread, traces.close)
             ready = executor or await stack.enter_async_context(_made(settings))
-            trajectories, sandboxes = Trajectories(ready, settings), Sandboxes(ready, settings)
+            pool = cast("SlotPool", getattr(ready, "pool", None))
+            trajectories, sandboxes = Trajectories(ready, pool, settings), Sandboxes(pool, settings)
             app.state.trajectories, app.state.sandboxes, app.state.executor = trajectories, sandboxes, ready
-            app.state.images = images = PreparedImages(getattr(ready, "pool", None))
+            app.state.images = images = PreparedImages(pool)
             reapers = [asyncio.create_task(trajectories.reap()), asyncio.create_task(sandboxes.reap())]
             try:
                 yield
@@ -95,7 +101,7 @@ def create_executor_app(settings: ExecutorServerSettings, *, executor: Any = Non
 
 
 @contextlib.asynccontextmanager
-async def _made(settings: ExecutorServerSettings) -> AsyncGenerator[Any, None]:
+async def _made(settings: ExecutorServerSettings) -> AsyncGenerator[ToolExecutor, None]:
     from atropos.slots import SlotPool
     from atropos.tools import ToolExecutor, ToolExecutorConfig, build_tool_registry
 
@@ -132,9 +138,9 @@ def _add_service(app: FastAPI) -> None:
 
     @app.post("/prepare", responses=_ERRORS)
     async def prepared(request: Request, wanted: PrepareImage) -> ImageState:
-        """Have an image pulled and unpacked where slots run, and say how far that is: `ready`, `failed`, or under way.
+        """Pull and unpack an image where slots run; the answer is its progress: `ready`, `failed`, or a phase under way.
 
-        Trajectories that name it then open at once. Ask again to wait on, or, after a failure, to try again.
+        Trajectories that name a ready image open at once. Ask again to wait longer, or to try again after a failure.
         """
         images: PreparedImages = request.app.state.images
         return await images.prepare(wanted.image, wanted.wait_s)
@@ -150,9 +156,9 @@ def _add_trajectories(app: FastAPI) -> None:
     async def opened(
         request: Request, response: Response, wanted: OpenTrajectory, idempotency_key: Key = None
     ) -> TrajectoryInfo:
-        """Open a trajectory with a slot of its own. 200 instead of 201: it was open already under this id or key.
+        """Open a trajectory with a slot of its own. 200 instead of 201: it was already open under this id or key.
 
-        With `image` its slot stands on that image, which is prepared first, by the pool's own deadline, where it isn't.
+        With `image` the slot starts from that image, which is prepared first if it isn't, within the pool's own timeout.
         """
         if wanted.trajectory_id is None and idempotency_key is not None:
             named = f"k-{hashlib.sha256(idempotency_key.encode()).hexdigest()[:32]}"
@@ -169,7 +175,7 @@ def _add_trajectories(app: FastAPI) -> None:
 
     @app.delete("/trajectories/{trajectory_id}", responses=_ERRORS)
     async def ended(request: Request, trajectory_id: Id) -> EndTrajectoryReply:
-        """End a trajectory: its calls are interrupted, its slot goes back. Again: nothing happens."""
+        """End a trajectory: its calls are interrupted, its slot is released. Idempotent."""
         return EndTrajectoryReply(ended=await _of(request).end(trajectory_id))
 
 
@@ -186,7 +192,7 @@ def _add_calls(app: FastAPI) -> None:
         idempotency_key: Key = None,
         traceparent: Annotated[str | None, Header()] = None,
     ) -> CallAnswer | Response:
-        """Run one call and answer its result; after the trajectory's earlier calls."""
+        """Run one call, after the trajectory's earlier calls, and answer its result."""
         trajectories = _of(request)
         trajectory = trajectories.get(trajectory_id)
         with tracing.continued(traceparent):
@@ -205,14 +211,14 @@ def _add_calls(app: FastAPI) -> None:
         trajectories = _of(request)
         found = trajectories.get(trajectory_id).calls.get(call_id)
         if found is None:
-            raise Refusal(404, "not_found", f"there is no call {call_id!r}; only the latest are remembered")
+            raise Refusal(404, "not_found", f"there is no call {call_id!r}; only the latest are kept")
         if not found.task.done():
             response.status_code = 202
             return _answer(trajectory_id, call_id, None)
         return _answer(trajectory_id, call_id, await trajectories.result(found))
 
 
-def _answer(trajectory_id: str, call_id: str, result: Any) -> CallAnswer:
+def _answer(trajectory_id: str, call_id: str, result: ToolResult | None) -> CallAnswer:
     state = "running" if result is None else "done"
     return CallAnswer(call_id=call_id, trajectory_id=trajectory_id, state=state, result=result)
 

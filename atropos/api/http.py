@@ -1,9 +1,8 @@
-"""What both services put before their routes: the bearer token, the size of requests, and errors of one shape."""
+"""Middleware of both services: the bearer token, the size of requests, and the shape of errors."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -11,27 +10,23 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import Response
 from starlette.exceptions import HTTPException
 from starlette.routing import Match
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from atropos.net.admission import BearerToken
 from atropos.wire import Problem
 
-Scope = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
-Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
-Asgi = Callable[[Scope, Receive, Send], Awaitable[None]]
-
 OPEN_PATHS = frozenset({"/health"})
-"""What needs no token."""
+"""Paths that need no token."""
 
 
 class Refusal(Exception):
-    """An answer that isn't 2xx, raised where it is found out.
+    """An HTTP answer other than 2xx, as an exception.
 
     Attributes:
         status: the HTTP status.
-        code: the stable name of what went wrong.
-        message: what went wrong and what would be right.
-        retry_after_s: when asking again may help.
+        code: the stable name of the problem.
+        message: the problem and its remedy.
+        retry_after_s: time after which a retry may help.
     """
 
     def __init__(self, status: int, code: str, message: str, *, retry_after_s: float | None = None) -> None:
@@ -57,12 +52,12 @@ NO_TOKEN = Refusal(401, "unauthorized", "send 'Authorization: Bearer TOKEN' with
 
 
 class Gate:
-    """Plain ASGI middleware: 401 without the right token, 413 for a body that is too long; nothing is run before.
+    """ASGI middleware: 401 without the right token, 413 for a long body, before anything else runs.
 
-    What is below one of the paths of `own_gate` passes: an app is mounted there that asks for the token itself.
+    Paths below `own_gate` pass: the app that is mounted there checks the token itself.
     """
 
-    def __init__(self, app: Asgi, *, token: str | None, max_body_bytes: int, own_gate: tuple[str, ...] = ()) -> None:
+    def __init__(self, app: ASGIApp, *, token: str | None, max_body_bytes: int, own_gate: tuple[str, ...] = ()) -> None:
         self._app = app
         self._own_gate = own_gate
         self._token = None if token is None else BearerToken(token)
@@ -101,9 +96,9 @@ class Gate:
             if len(body) > self._max:
                 await too_long.response()(scope, receive, send)
                 return
-        whole: MutableMapping[str, Any] | None = {"type": "http.request", "body": bytes(body), "more_body": False}
+        whole: Message | None = {"type": "http.request", "body": bytes(body), "more_body": False}
 
-        async def replayed() -> MutableMapping[str, Any]:
+        async def replayed() -> Message:
             nonlocal whole
             if whole is None:
                 return await receive()
@@ -123,11 +118,11 @@ def _explain(error: RequestValidationError) -> str:
 
 
 def describe_auth(app: FastAPI) -> None:
-    """Say in the OpenAPI document that every operation but liveness needs the bearer token, which `Gate` asks for."""
+    """Declare in the OpenAPI document that every operation but /health needs the bearer token, which `Gate` checks."""
     generate = app.openapi
 
     def described() -> dict[str, Any]:
-        document = generate()  # made once, kept by the app, and changed in place here
+        document = generate()  # cached by the app; changed in place here
         schemes = document.setdefault("components", {}).setdefault("securitySchemes", {})
         schemes.setdefault("bearer", {"type": "http", "scheme": "bearer"})
         for path, operations in document["paths"].items():
@@ -140,7 +135,7 @@ def describe_auth(app: FastAPI) -> None:
 
 
 def _allowed(request: Request) -> str:
-    """The methods of every route at this path: the framework names only those of the first one that fits."""
+    """The methods of every route at this path; the framework names only those of the first match."""
     methods: set[str] = set()
     for route in request.app.routes:
         if route.matches(request.scope)[0] is not Match.NONE:
@@ -161,7 +156,7 @@ def add_error_handlers(app: FastAPI) -> None:
 
     async def http(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
-        if error.status_code == 400:  # the framework's word for a body that is no text; wrong JSON is 422 as well
+        if error.status_code == 400:  # the framework's status for a body that isn't UTF-8; wrong JSON is 422 as well
             return Refusal(422, "invalid", "body: it is not UTF-8; write one JSON object").response()
         codes = {404: "not_found", 405: "method_not_allowed"}
         answer = Refusal(error.status_code, codes.get(error.status_code, "http"), _safe(error.detail)).response()

@@ -78,11 +78,11 @@ def _answer(text: str, *, error: bool) -> types.CallToolResult:
 
 
 async def serve(backend: str, toolsets: list[str], *, network: bool) -> None:
-    """Serve until stdin ends or a signal comes; the slot is reset and everything started here is ended.
+    """Serve until stdin ends or a signal comes, then reset the slot and stop the pool.
 
     Raises:
         ConfigError: a setting is wrong.
-        SandboxError: no slot can be had.
+        SandboxError: no slot is available.
     """
     from mcp.server.stdio import stdio_server
 
@@ -112,11 +112,11 @@ async def serve(backend: str, toolsets: list[str], *, network: bool) -> None:
 
 
 async def _stdin_lines() -> AsyncIterator[str]:
-    """The lines of stdin, read by the loop: a thread that reads could not be ended by a signal."""
+    """The lines of stdin, read by the event loop: a blocked reader thread could not be ended by a signal."""
     reader = asyncio.StreamReader(limit=_MAX_LINE_BYTES)
     own = os.fdopen(os.dup(0), "rb", buffering=0)
     nothing = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(nothing, 0)  # what is started from here must not read the client's messages
+    os.dup2(nothing, 0)  # child processes must not read the client's messages
     os.close(nothing)
     kind = os.fstat(own.fileno()).st_mode
     if not (stat.S_ISFIFO(kind) or stat.S_ISSOCK(kind) or own.isatty()):
@@ -131,7 +131,7 @@ async def _stdin_lines() -> AsyncIterator[str]:
 
 
 async def _file_lines(source: FileIO) -> AsyncIterator[str]:
-    """The lines of a file or of /dev/null, which no loop can watch and which never block for long."""
+    """The lines of a file or of /dev/null, which an event loop can't watch and which don't block for long."""
     with io.BufferedReader(source) as lines:
         while line := await asyncio.to_thread(lines.readline):
             yield line.decode("utf-8", "replace")

@@ -1,4 +1,4 @@
-"""Runs an app with uvicorn, behind `Admission`: prints its address when it is ready, and drains at SIGTERM."""
+"""Runs an app with uvicorn behind `Admission`; prints the address when ready, drains at SIGTERM."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from atropos.net.admission import ACCEPTS, Admission, BearerToken
 from atropos.net.sockets import BACKLOG, listen
 
 _AFTER_DRAIN_S = 5
-"""How long answers may still be written once the drain is over."""
+"""Time for writing answers after the drain."""
 
 
 class _Server(uvicorn.Server):
-    """uvicorn's server, which drains at the first signal and ends at once at the second."""
+    """uvicorn's server; drains at the first signal, ends at once at the second."""
 
     def __init__(
         self,
@@ -40,15 +40,15 @@ class _Server(uvicorn.Server):
         self._draining: asyncio.Task[None] | None = None
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Start, and say so on stderr."""
+        """Start, and print the address to stderr."""
         await super().startup(sockets)
         for listening in sockets or ():
-            listening.listen(BACKLOG)  # uvicorn has set it to the number of connections that it accepts in one turn
+            listening.listen(BACKLOG)  # uvicorn set the backlog to the number of accepts in one turn
         if self.started and not self.should_exit:
             print(self._ready, file=sys.stderr, flush=True)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Close the connections without a token first: uvicorn waits for every other one."""
+        """Close connections without a token first: uvicorn waits for all others."""
         self._admission.close()
         await super().shutdown(sockets)
 
@@ -79,7 +79,7 @@ async def _serve(server: _Server, app: FastAPI, listening: socket.socket) -> Non
 
 
 def _config(app: FastAPI, admission: Admission) -> uvicorn.Config:
-    def connection(**settings: Any) -> asyncio.Protocol:
+    def connection(**settings: Any) -> asyncio.Protocol:  # uvicorn's own arguments
         return admission.connection(lambda: AutoHTTPProtocol(**settings))
 
     return uvicorn.Config(
@@ -111,10 +111,10 @@ def run(
 
     Args:
         app: what to serve.
-        host: address to listen on; anything beyond loopback was asked for.
+        host: address to listen on.
         port: 0: any free one.
         name: for the line that says where it listens.
-        token: what opens the port; None: no token is asked for.
+        token: the bearer token; None: none is required.
         token_headers: headers besides `Authorization` in which the app takes the token.
         drain: awaited at the first signal, while the server still answers.
 

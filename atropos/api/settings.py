@@ -14,22 +14,22 @@ LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
 class SettingsModel(BaseModel):
-    """Base of the settings here: frozen, an unknown one is refused."""
+    """Base of the settings: frozen, unknown ones are refused."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
 class Bounds(SettingsModel):
-    """How much of something may happen at once and over time."""
+    """Limits on concurrency and rate."""
 
     concurrency: int = Field(default=64, ge=1, description="calls running at once")
     queue: int = Field(default=256, ge=0, description="calls waiting for their turn; one more is answered 429")
     rate_per_s: float | None = Field(default=None, gt=0, description="calls a second on average; None: no bound")
-    burst: int = Field(default=20, ge=1, description="calls that may come at once before the rate counts")
+    burst: int = Field(default=20, ge=1, description="calls above the rate that may come at once")
 
 
 class SearchSettings(SettingsModel):
-    """Where `web_search` asks."""
+    """The provider of `web_search`."""
 
     provider: Literal["searxng", "brave", "tavily"] = "searxng"
     url: str | None = Field(default=None, description="the provider's address; None: its public one (SearXNG has none)")
@@ -67,7 +67,7 @@ class McpServerSettings(SettingsModel):
     timeout_s: float = Field(default=60, gt=0)
 
     @model_validator(mode="after")
-    def _one_way(self) -> McpServerSettings:
+    def _one_transport(self) -> McpServerSettings:
         if (self.command is None) == (self.url is None):
             raise ValueError(f"mcp server {self.name!r}: give either command or url")
         return self
@@ -100,9 +100,11 @@ class ToolServerSettings(SettingsModel):
     )
     data_bytes: int = Field(default=4_000_000, ge=1000, description="longest structured answer of a result")
     fetch_bytes: int = Field(default=10_000_000, ge=1000, description="most that web_extract downloads of one address")
-    trajectory_ttl_s: float = Field(default=900, gt=0, description="idle time after which a trajectory's state ends")
-    max_trajectories: int = Field(default=4096, ge=1, description="trajectories remembered at once")
-    journal_calls: int = Field(default=20_000, ge=1, description="finished calls remembered for resends")
+    trajectory_ttl_s: float = Field(
+        default=900, gt=0, description="idle time after which a trajectory's state is discarded"
+    )
+    max_trajectories: int = Field(default=4096, ge=1, description="trajectories kept at once")
+    journal_calls: int = Field(default=20_000, ge=1, description="finished calls kept for resends")
     journal_bytes: int = Field(default=64_000_000, ge=1000, description="memory of those answers")
     journal_ttl_s: float = Field(default=600, gt=0)
     drain_s: float = Field(default=30, ge=0, description="how long running calls may go on after SIGTERM")

@@ -38,7 +38,7 @@ _ERRORS: dict[int | str, dict[str, Any]] = {
 
 
 class _AnythingConvertor(PathConvertor):
-    """The rest of a path, line breaks included: a trajectory's id may hold any character."""
+    """The rest of a path, line breaks included: a trajectory's id may contain any character."""
 
     regex = "(?s:.*)"
 
@@ -57,8 +57,8 @@ def create_app(
     """The ToolServer as an ASGI app; it works between its lifespan's start and end.
 
     Args:
-        settings: None: the search provider that the environment names, all else by default (for use in one process).
-        token: takes the place of the settings' token; without either, no token is asked for.
+        settings: None: defaults, and the search provider that the environment names (for use in one process).
+        token: overrides the settings' token; without either, no token is required.
         tools: further external tools.
 
     Raises:
@@ -107,7 +107,7 @@ def _add_routes(app: FastAPI, host: ToolHost) -> None:
 
     @app.get("/stats", responses={401: {"model": Problem}})
     async def stats() -> dict[str, str | int | bool]:
-        """Counts of calls, trajectories and what is remembered."""
+        """Counts of calls, trajectories and journal entries."""
         return host.stats()
 
     @app.post("/execute", responses=_ERRORS, response_model=ExecuteAnswer)
@@ -122,7 +122,7 @@ def _add_routes(app: FastAPI, host: ToolHost) -> None:
         response_class=StreamingResponse,
     )
     async def batch(request: BatchRequest) -> StreamingResponse:
-        """Run many calls. Each answer is a line of JSON, sent as soon as that call has ended."""
+        """Run many calls. Each answer is a line of JSON, sent as soon as its call has ended."""
         submitted = [(call, _submit(host, call)) for call in request.calls]
         return StreamingResponse(_lines(host, submitted), media_type="application/x-ndjson")
 
@@ -133,7 +133,7 @@ def _add_routes(app: FastAPI, host: ToolHost) -> None:
     ) -> TrajectoryEnded:
         """End a trajectory: its running calls are cancelled, its browser context and other state closed.
 
-        With the `life` that its calls named, calls of it that are still on their way are refused with 410.
+        With the `life` that its calls named, calls of it that are still in transit are refused with 410.
         """
         return TrajectoryEnded(ended=await host.end(trajectory_id, life))
 

@@ -55,32 +55,33 @@ def root(
     """Sandbox slots for agentic reinforcement learning."""
 
 
-def describe(error: ValidationError) -> str:
-    """A pydantic error in one line: each field with what is wrong about it."""
-    return "; ".join(
-        f"{'.'.join(str(part) for part in item['loc']) or 'value'}: {item['msg']}" for item in error.errors()
-    )
+EXIT_CODES: tuple[tuple[type[Exception], int], ...] = (
+    (ValidationError, 2),
+    (ConfigError, 2),
+    (TaskBroken, 1),
+    (IsolationUnavailable, 3),
+    (SandboxError, 70),
+)
+"""What an expected failure ends with; the first that fits."""
+
+
+def describe(error: Exception) -> str:
+    """An expected failure in one line."""
+    if isinstance(error, ValidationError):
+        fields = ((".".join(str(part) for part in item["loc"]) or "value", item["msg"]) for item in error.errors())
+        return "; ".join(f"{field}: {what}" for field, what in fields)
+    if isinstance(error, SandboxError) and not isinstance(error, IsolationUnavailable):
+        return f"{error} ({error.code})"
+    return str(error)
 
 
 def main() -> None:
     """Run the command line; the exit codes are this package's."""
-    stderr = Console(stderr=True, highlight=False)
     try:
         app()
     except KeyboardInterrupt:
         sys.exit(130)
-    except ValidationError as error:
+    except tuple(kind for kind, _ in EXIT_CODES) as error:
+        stderr = Console(stderr=True, highlight=False)
         stderr.print(f"atropos: {describe(error)}", markup=False, soft_wrap=True)
-        sys.exit(2)
-    except ConfigError as error:
-        stderr.print(f"atropos: {error}", markup=False, soft_wrap=True)
-        sys.exit(2)
-    except TaskBroken as error:
-        stderr.print(f"atropos: {error}", markup=False, soft_wrap=True)
-        sys.exit(1)
-    except IsolationUnavailable as error:
-        stderr.print(f"atropos: {error}", markup=False, soft_wrap=True)
-        sys.exit(3)
-    except SandboxError as error:
-        stderr.print(f"atropos: {error} ({error.code})", markup=False, soft_wrap=True)
-        sys.exit(70)
+        sys.exit(next(code for kind, code in EXIT_CODES if isinstance(error, kind)))

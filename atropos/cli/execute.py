@@ -9,7 +9,7 @@ import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, BinaryIO
 
 import typer
 
@@ -47,7 +47,7 @@ def execute(
         raise typer.Exit(asyncio.run(_run(command, timeout_s, settings, image, upload, data, as_json=as_json)))
 
 
-def _is_empty(stream: Any) -> bool:
+def _is_empty(stream: BinaryIO) -> bool:
     """Whether stdin is /dev/null or closed, which need not be sent."""
     try:
         return os.path.samestat(os.fstat(stream.fileno()), os.stat("/dev/null"))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import subprocess
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -42,11 +42,11 @@ def prepare(
     """Pull or build images where slots will run, so that the first lease on them starts at once."""
     if backend == "docker" and store is None:
         raise ConfigError("--store: without a folder of the host each container keeps its own images, gone with it")
-    settings = {"backend": backend, "image_store": image_store(store, auth_file, insecure_registry)}
+    settings: dict[str, object] = {"backend": backend, "image_store": image_store(store, auth_file, insecure_registry)}
     asyncio.run(_prepare(images, settings))
 
 
-async def _prepare(images: list[str], settings: dict[str, Any]) -> None:
+async def _prepare(images: list[str], settings: dict[str, object]) -> None:
     from atropos.slots import SlotPool, SlotPoolConfig
 
     sizes = {"slots_per_container": 1, "min_containers": 1, "max_containers": 1}

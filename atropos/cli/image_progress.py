@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
-from typing import Any
 
 import typer
 from rich.console import Console
@@ -18,9 +17,9 @@ from atropos.tasks.task import Task
 from atropos.wire import ImageState
 
 
-def image_store(folder: str | None, auth_file: str | None, insecure: Sequence[str] | None) -> dict[str, Any]:
+def image_store(folder: str | None, auth_file: str | None, insecure: Sequence[str] | None) -> dict[str, object]:
     """`SlotPoolConfig.image_store` from the options of a command."""
-    given = {"folder": folder, "auth_file": auth_file, "insecure_registries": tuple(insecure or ())}
+    given: dict[str, object] = {"folder": folder, "auth_file": auth_file, "insecure_registries": tuple(insecure or ())}
     return {name: value for name, value in given.items() if value}
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Awaitable, Callable
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, TypeVar
 
 import typer
 from rich.console import Console
@@ -130,7 +130,7 @@ def purge(
     typer.echo(f"{job_id} is purged" if count else f"{job_id} had no container; what else there was of it is purged")
 
 
-def _plain(job_id: str, seen: list[SurveyedContainer], trouble: str) -> dict[str, Any]:
+def _plain(job_id: str, seen: list[SurveyedContainer], trouble: str) -> dict[str, object]:
     """For scripts; tokens stay out."""
     return {
         "job_id": job_id,

@@ -35,37 +35,55 @@ def root() -> None:
     """Task folders in the Harbor and terminal-bench layouts."""
 
 
+Paths = Annotated[list[Path], typer.Argument(help="Folders of tasks, or single tasks.")]
+Agents = Annotated[
+    list[str] | None, typer.Option(help="oracle, nop or script; again for more. Default: oracle and nop.")
+]
+Script = Annotated[Path | None, typer.Option(help="What the agent `script` runs, with bash.")]
+Names = Annotated[list[str] | None, typer.Option(help="Pattern of task names; again for more.")]
+Dataset = Annotated[str | None, typer.Option(help="NAME or NAME@VERSION of the data set in PATH.")]
+Backend = Annotated[Literal["local", "docker", "nomad"], typer.Option(help="What runs the containers.")]
+Base = Annotated[str | None, typer.Option(help="A root file system to start from (local backend).")]
+Slots = Annotated[int, typer.Option(min=1, help="Attempts at once.")]
+MemoryMib = Annotated[
+    int | None, typer.Option(help="Memory of a slot in MiB. Default: what the largest task asks for.")
+]
+Limits = Annotated[Policy, typer.Option(help="Sizes beyond a slot's: old, clamp or refuse.")]
+Images = Annotated[
+    list[str] | None, typer.Option(help="Pattern of images that the base stands in for; again for more.")
+]
+Pull = Annotated[
+    bool, typer.Option("--pull", help="Pull every image but those given by --image; the base stands in for none else.")
+]
+Variables = Annotated[list[str] | None, typer.Option(help="NAME=VALUE for ${NAME} in task files.")]
+Layers = Annotated[
+    list[str] | None,
+    typer.Option(help="Image or Dockerfile whose files the tests find, and no agent; again for more."),
+]
+Network = Annotated[bool, typer.Option("--network", help="Filtered egress for tasks that allow it.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print everything as JSON.")]
+Page = Annotated[Path | None, typer.Option("--html", help="Write a page of the results as well.")]
+
+
 @tasks_app.command("check")
 def check_command(
-    paths: Annotated[list[Path], typer.Argument(help="Folders of tasks, or single tasks.")],
-    agent: Annotated[
-        list[str] | None, typer.Option(help="oracle, nop or script; again for more. Default: oracle and nop.")
-    ] = None,
-    script: Annotated[Path | None, typer.Option(help="What the agent `script` runs, with bash.")] = None,
-    name: Annotated[list[str] | None, typer.Option(help="Pattern of task names; again for more.")] = None,
-    dataset: Annotated[str | None, typer.Option(help="NAME or NAME@VERSION of the data set in PATH.")] = None,
-    backend: Annotated[Literal["local", "docker", "nomad"], typer.Option(help="What runs the containers.")] = "local",
-    base: Annotated[str | None, typer.Option(help="A root file system to start from (local backend).")] = None,
-    slots: Annotated[int, typer.Option(min=1, help="Attempts at once.")] = 4,
-    memory_mib: Annotated[
-        int | None, typer.Option(help="Memory of a slot in MiB. Default: what the largest task asks for.")
-    ] = None,
-    limits: Annotated[Policy, typer.Option(help="Sizes beyond a slot's: old, clamp or refuse.")] = "old",
-    image: Annotated[
-        list[str] | None, typer.Option(help="Pattern of images that the base stands in for; again for more.")
-    ] = None,
-    pull: Annotated[
-        bool,
-        typer.Option("--pull", help="Pull every image but those given by --image; the base stands in for none else."),
-    ] = False,
-    variable: Annotated[list[str] | None, typer.Option(help="NAME=VALUE for ${NAME} in task files.")] = None,
-    verifier_layer: Annotated[
-        list[str] | None,
-        typer.Option(help="Image or Dockerfile whose files the tests find, and no agent; again for more."),
-    ] = None,
-    network: Annotated[bool, typer.Option("--network", help="Filtered egress for tasks that allow it.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
-    page: Annotated[Path | None, typer.Option("--html", help="Write a page of the results as well.")] = None,
+    paths: Paths,
+    agent: Agents = None,
+    script: Script = None,
+    name: Names = None,
+    dataset: Dataset = None,
+    backend: Backend = "local",
+    base: Base = None,
+    slots: Slots = 4,
+    memory_mib: MemoryMib = None,
+    limits: Limits = "old",
+    image: Images = None,
+    pull: Pull = False,
+    variable: Variables = None,
+    verifier_layer: Layers = None,
+    network: Network = False,
+    as_json: AsJson = False,
+    page: Page = None,
 ) -> None:
     """Prepare every task, run its solution and a do-nothing agent, and report which tasks are sound.
 

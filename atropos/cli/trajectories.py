@@ -8,14 +8,14 @@ from collections import Counter
 from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import typer
 
 from atropos.cli.dashboard import File
 from atropos.dashboard.export import atif
 from atropos.dashboard.replay import asciicast
-from atropos.dashboard.store import Details, Entry, Query, entry_of, members, read_groups
+from atropos.dashboard.store import Details, Entry, Query, entry_of, item_of, members, read_groups
 from atropos.dashboard.text import visible
 
 trajectories_app = typer.Typer(no_args_is_help=True, help="Export, count or search the trajectories of a JSONL.")
@@ -27,10 +27,10 @@ Error = Annotated[str, typer.Option(help="a stop reason, or `tools`: with failed
 Tool = Annotated[str, typer.Option(help="called this tool")]
 
 
-def _chosen(jsonl: Path, query: Query) -> Iterator[tuple[dict[str, Any], Entry, Details]]:
+def _chosen(jsonl: Path, query: Query) -> Iterator[tuple[dict[str, object], Entry, Details]]:
     """Each matching trajectory: as it stands in the file, and parsed."""
     for group in read_groups(jsonl):
-        item = str((group.get("atropos") or {}).get("item") or "group")
+        item = item_of(group)
         for member in members(group):
             entry, details = entry_of(member, item=item)
             if query.admits(entry):

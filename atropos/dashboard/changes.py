@@ -10,7 +10,7 @@ import re
 import tarfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import cast
 
 MAX_FILES = 50
 MAX_DIFF_CHARS = 10_000
@@ -73,7 +73,7 @@ class Changes:
 
 def changes_of(record: Mapping[str, object]) -> Changes:
     """`Changes` as a JSONL has it; what is malformed is left out."""
-    listed: Any = record.get("files")
+    listed = record.get("files")
     files = cast("list[object]", listed) if isinstance(listed, list) else []
     return Changes(
         _word(record, "folder"),

@@ -6,7 +6,7 @@ import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import cast
 
 CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
 RESULT = re.compile(r"<tool_response>(.*?)</tool_response>", re.DOTALL)
@@ -28,7 +28,7 @@ class Part:
     kind: str
     text: str
     name: str = ""
-    arguments: Any = None
+    arguments: object = None
     call_id: str = ""
     failed: bool = False
 
@@ -99,18 +99,19 @@ def _hermes_call(block: str) -> Part:
 def _openai_call(call: object) -> Part:
     """Arguments that are no object, and calls that are none, as they are."""
     value = cast("dict[str, object]", call) if isinstance(call, dict) else {}
-    function = cast("Any", value.get("function"))
-    raw = function.get("arguments") if isinstance(function, dict) else None  # pyright: ignore[reportUnknownVariableType,reportUnknownMemberType]
+    function = value.get("function")
+    function = cast("dict[str, object]", function) if isinstance(function, dict) else {}
+    raw = function.get("arguments")
     if not isinstance(raw, str):
         return Part("call", json.dumps(call, indent=1, ensure_ascii=False, default=str))
-    name, call_id = str(cast("dict[str, object]", function).get("name")), str(value.get("id") or "")
+    name, call_id = str(function.get("name")), str(value.get("id") or "")
     arguments = _object(raw)
     if arguments is None:
         return Part("call", raw, name, raw, call_id)
     return _call(name, arguments, call_id)
 
 
-def _call(name: str, arguments: dict[str, Any], call_id: str = "") -> Part:
+def _call(name: str, arguments: dict[str, object], call_id: str = "") -> Part:
     return Part("call", "\n".join(f"{key}: {plain(item)}" for key, item in arguments.items()), name, arguments, call_id)
 
 
@@ -126,7 +127,7 @@ def _result(block: str, call_id: str = "") -> Part:
     return Part("result", text, call_id=call_id, failed=value.get("success") is False or bool(value.get("exit_code")))
 
 
-def _object(block: str) -> dict[str, Any] | None:
+def _object(block: str) -> dict[str, object] | None:
     try:
         value = json.loads(block)
     except (ValueError, RecursionError):

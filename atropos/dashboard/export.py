@@ -6,7 +6,7 @@ ATIF is Harbor's Agent Trajectory Interchange Format; the fields used here are t
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import TypedDict
 
 from atropos.dashboard.conversation import Message, Part
 from atropos.dashboard.store import Details, Entry
@@ -14,7 +14,31 @@ from atropos.dashboard.store import Details, Entry
 ATIF_VERSION = "ATIF-v1.7"
 
 
-def atif(entry: Entry, details: Details, *, agent: str, version: str) -> dict[str, Any]:
+class _Call(TypedDict):
+    tool_call_id: str
+    function_name: str
+    arguments: object
+
+
+class _Result(TypedDict, total=False):
+    content: str
+    source_call_id: str
+
+
+class _Observation(TypedDict):
+    results: list[_Result]
+
+
+class _Step(TypedDict, total=False):
+    step_id: int
+    source: str
+    message: str
+    reasoning_content: str
+    tool_calls: list[_Call]
+    observation: _Observation
+
+
+def atif(entry: Entry, details: Details, *, agent: str, version: str) -> dict[str, object]:
     """A trajectory as an ATIF document. A message with results belongs to the step of the calls before it.
 
     Args:
@@ -23,16 +47,16 @@ def atif(entry: Entry, details: Details, *, agent: str, version: str) -> dict[st
         agent: name of the agent.
         version: its version.
     """
-    steps: list[dict[str, object]] = []
+    steps: list[_Step] = []
     for message in details.messages:
         results = [part for part in message.parts if part.kind == "result"]
-        if results and steps and steps[-1]["source"] == "agent":
+        if results and steps and steps[-1].get("source") == "agent":
             _observe(steps[-1], results)
             rest = tuple(part for part in message.parts if part.kind != "result")
         else:
             rest = message.parts
         if rest or not results:
-            steps.append({"step_id": len(steps) + 1, **_step(Message(message.role, rest), len(steps) + 1)})
+            steps.append(_step(Message(message.role, rest), len(steps) + 1))
     facts = {"attempts": entry.attempts, "stop_reason": entry.stop_reason, "seconds_by_phase": entry.phases}
     return {
         "schema_version": ATIF_VERSION,
@@ -44,15 +68,17 @@ def atif(entry: Entry, details: Details, *, agent: str, version: str) -> dict[st
     }
 
 
-def _step(message: Message, number: int) -> dict[str, Any]:
+def _step(message: Message, number: int) -> _Step:
     source = {"assistant": "agent", "system": "system"}.get(message.role, "user")
-    step: dict[str, object] = {"source": source, "message": _text(message, *_spoken(source))}
+    step: _Step = {"step_id": number, "source": source, "message": _text(message, *_spoken(source))}
     if source != "agent":
         return step
     if thought := _text(message, "thought"):
         step["reasoning_content"] = thought
     calls = [_call(part, f"call_{number}_{at}") for at, part in enumerate(_named(message), 1)]
-    return step | ({"tool_calls": calls} if calls else {})
+    if calls:
+        step["tool_calls"] = calls
+    return step
 
 
 def _spoken(source: str) -> tuple[str, ...]:
@@ -64,19 +90,19 @@ def _named(message: Message) -> Iterator[Part]:
     return (part for part in message.parts if part.kind == "call" and part.name)
 
 
-def _call(part: Part, call_id: str) -> dict[str, Any]:
-    arguments = part.arguments if isinstance(part.arguments, dict) else {"raw": part.arguments}
+def _call(part: Part, call_id: str) -> _Call:
+    arguments: object = part.arguments if isinstance(part.arguments, dict) else {"raw": part.arguments}
     return {"tool_call_id": part.call_id or call_id, "function_name": part.name, "arguments": arguments}
 
 
-def _observe(step: dict[str, Any], results: list[Part]) -> None:
+def _observe(step: _Step, results: list[Part]) -> None:
     """Add results to a step: each to the call that it names, else to the next one without a result."""
     found = step.setdefault("observation", {"results": []})["results"]
     calls = [call["tool_call_id"] for call in step.get("tool_calls", ())]
     for part in results:
         answered = {result.get("source_call_id") for result in found}
         call_id = part.call_id if part.call_id in calls else next((one for one in calls if one not in answered), None)
-        found.append({"content": part.text} | ({"source_call_id": call_id} if call_id else {}))
+        found.append({"content": part.text, "source_call_id": call_id} if call_id else {"content": part.text})
 
 
 def _text(message: Message, *kinds: str) -> str:

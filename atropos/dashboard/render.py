@@ -7,18 +7,17 @@ import functools
 import hashlib
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import cast
 
 import jinja2
 
 from atropos.dashboard.changes import Changes, FileChange
 from atropos.dashboard.conversation import Message
 from atropos.dashboard.replay import events
-from atropos.dashboard.store import Details, Entry, members, read_groups
-from atropos.dashboard.store import entry_of as parsed
+from atropos.dashboard.store import Details, Entry, entry_of, item_of, members, read_groups, scores_of
 from atropos.dashboard.text import duration, number, short, visible
 
 PAGE_TRAJECTORIES = 1000
@@ -129,7 +128,7 @@ def diff_lines(diff: str, most: int) -> list[tuple[str, str]]:
 
 def _environment() -> jinja2.Environment:
     found = jinja2.Environment(autoescape=True, loader=jinja2.FileSystemLoader(HERE / "templates"), trim_blocks=True)
-    added: dict[str, Any] = {
+    added: dict[str, Callable[..., object]] = {
         "visible": visible,
         "short": short,
         "colour": colour,
@@ -146,15 +145,15 @@ def _environment() -> jinja2.Environment:
         "replay": functools.partial(events, most=MAX_CELL_CHARS),
     }
     found.filters.update(added)
-    shared: dict[str, Any] = {"kinds": KINDS, "cell_chars": MAX_CELL_CHARS}
-    found.globals.update(shared)
+    globals_ = cast("dict[str, object]", found.globals)
+    globals_ |= {"kinds": KINDS, "cell_chars": MAX_CELL_CHARS}
     return found
 
 
 _templates = _environment()
 
 
-def render(template: str, **values: Any) -> str:
+def render(template: str, **values: object) -> str:
     """A page, or a fragment of one."""
     return _templates.get_template(template).render(**values)
 
@@ -165,7 +164,7 @@ def write_page(jsonl: Path, html: Path | None = None, *, title: str = "") -> Pat
     Args:
         jsonl: as `process` writes it.
         html: None: beside it, with the ending .html.
-        title: None: the file's name.
+        title: empty: the file's name.
 
     Returns:
         The page's path.
@@ -175,7 +174,7 @@ def write_page(jsonl: Path, html: Path | None = None, *, title: str = "") -> Pat
     total = 0.0
     for group in read_groups(jsonl):
         groups += 1
-        scores = [member["score"] for member in members(group)]
+        scores = scores_of(group)
         trajectories += len(scores)
         total += sum(scores)
     mean = total / trajectories if trajectories else 0.0
@@ -197,8 +196,8 @@ def write_page(jsonl: Path, html: Path | None = None, *, title: str = "") -> Pat
         for group in read_groups(jsonl):
             if shown >= PAGE_TRAJECTORIES:
                 break
-            item = str((group.get("atropos") or {}).get("item") or "group")
-            siblings = [parsed(one, item=item) for one in members(group)][: PAGE_TRAJECTORIES - shown]
+            item = item_of(group)
+            siblings = [entry_of(one, item=item) for one in members(group)][: PAGE_TRAJECTORIES - shown]
             shown += len(siblings)
             scores = [entry.score for entry, _ in siblings]
             out.write(render("static_group.html", name=item, siblings=siblings, mean=sum(scores) / max(1, len(scores))))

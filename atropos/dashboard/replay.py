@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import cast
 
 from atropos.dashboard.conversation import Message, Part
 from atropos.dashboard.store import Details, Entry
@@ -65,9 +65,10 @@ def _events(details: Details, most: int) -> Iterator[Event]:
             yield asked, _lines(f"{DIM}# ", said, MAX_TEXT_CHARS)
         calls = [part for part in message.parts if part.kind == "call"]
         took = turn.get("calls_s")
-        each_s = (
-            [_seconds(one) for one in took] if isinstance(took, list) else [tools_s / max(1, len(calls))] * len(calls)
-        )
+        if isinstance(took, list):
+            each_s = [_seconds(one) for one in cast("list[object]", took)]
+        else:
+            each_s = [tools_s / max(1, len(calls))] * len(calls)
         at = asked
         for number, call in enumerate(calls):
             yield at, _called(call)
@@ -93,8 +94,8 @@ def _turns(messages: Sequence[Message]) -> Iterator[tuple[Message, dict[str, Par
 
 
 def _called(call: Part) -> str:
-    arguments: Any = call.arguments
-    command = arguments.get("command") if isinstance(arguments, dict) else None  # pyright: ignore[reportUnknownVariableType,reportUnknownMemberType]
+    arguments = call.arguments
+    command = cast("dict[str, object]", arguments).get("command") if isinstance(arguments, dict) else None
     if call.name == "terminal" and isinstance(command, str):
         return _lines(f"{BOLD}$ ", command, MAX_MESSAGE_CHARS)
     return _lines(f"{BOLD}» ", f"{call.name} {call.text}".strip(), MAX_TEXT_CHARS)

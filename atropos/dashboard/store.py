@@ -9,9 +9,9 @@ import time
 import zlib
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 from atropos.dashboard.changes import Changes, changes_of
 from atropos.dashboard.conversation import Message, conversation, tools_of
@@ -54,8 +54,8 @@ class Details:
     """What a trajectory's own page shows besides its entry; `turns` are the seconds of each, empty in older files."""
 
     messages: list[Message]
-    info: dict[str, Any]
-    turns: list[dict[str, Any]]
+    info: dict[str, object]
+    turns: list[dict[str, object]]
     changes: Changes
 
 
@@ -107,13 +107,12 @@ class TrajectoryStore:
 
     def add(self, group: Mapping[str, object]) -> None:
         """Keep a group as `scored_group` gives it, its tokens not needed; what is malformed is kept as far as it goes."""
-        summary = _dict(group.get("atropos"))
-        item = str(summary.get("item") or "group")
-        read = [_read(trajectory) for trajectory in members(group)]
+        item = item_of(group)
+        read = [_read(trajectory, item) for trajectory in members(group)]
         with self._lock:
-            for values, blob in read:
-                entry = Entry(number=self._next, group=self._groups, item=item, seen_at=time.time(), **values)
-                self._rows.append((entry, blob))
+            for entry, blob in read:
+                numbered = replace(entry, number=self._next, group=self._groups, seen_at=time.time())
+                self._rows.append((numbered, blob))
                 self._next += 1
                 self._bytes += len(blob)
             self._groups += 1
@@ -178,14 +177,14 @@ class GroupFile:
                     self._store.add(group)
 
 
-def read_groups(jsonl: Path) -> Iterator[dict[str, Any]]:
+def read_groups(jsonl: Path) -> Iterator[dict[str, object]]:
     """The groups of a file; lists of groups are flattened, lines that aren't JSON left out."""
     with jsonl.open("rb") as lines:
         for line in lines:
             yield from groups_of(line)
 
 
-def groups_of(line: bytes) -> Iterator[dict[str, Any]]:
+def groups_of(line: bytes) -> Iterator[dict[str, object]]:
     """The groups of one line."""
     try:
         value = json.loads(line.decode(errors="replace"))
@@ -196,43 +195,57 @@ def groups_of(line: bytes) -> Iterator[dict[str, Any]]:
             yield cast("dict[str, object]", group)
 
 
-def members(group: Mapping[str, object]) -> Iterator[dict[str, Any]]:
+def item_of(group: Mapping[str, object]) -> str:
+    """The name of a group's item."""
+    return str(_dict(group.get("atropos")).get("item") or "group")
+
+
+def scores_of(group: Mapping[str, object]) -> list[float]:
+    """The scores of a group's trajectories."""
+    return [_number(score) for score in _list(group.get("scores"))]
+
+
+def members(group: Mapping[str, object]) -> Iterator[dict[str, object]]:
     """A group's trajectories: each one's summary, with its `score` and `messages`."""
     summaries = _list(_dict(group.get("atropos")).get("trajectories"))
     conversations = _list(group.get("messages"))
-    for index, score in enumerate(_list(group.get("scores"))):
+    for index, score in enumerate(scores_of(group)):
         summary = _dict(summaries[index]) if index < len(summaries) else {}
         messages = conversations[index] if index < len(conversations) else []
         named = {"trajectory_id": f"trajectory {index}", **summary}
-        yield {**named, "score": _number(score), "messages": _list(messages)}
+        yield {**named, "score": score, "messages": _list(messages)}
 
 
 def entry_of(trajectory: Mapping[str, object], *, item: str) -> tuple[Entry, Details]:
     """A trajectory of `members`, parsed."""
-    values, blob = _read(trajectory)
-    return Entry(number=0, group=0, item=item, **values), _details(blob)
+    entry, blob = _read(trajectory, item)
+    return entry, _details(blob)
 
 
-def _read(trajectory: Mapping[str, object]) -> tuple[dict[str, Any], bytes]:
+def _read(trajectory: Mapping[str, object], item: str) -> tuple[Entry, bytes]:
+    """Its entry, not numbered yet, and its details, compressed."""
     messages = conversation(trajectory["messages"])
     results = [part for message in messages for part in message.parts if part.kind == "result"]
     kept = {"messages": trajectory["messages"], "info": _dict(trajectory.get("info"))}
     kept["turns"] = [_dict(turn) for turn in _list(trajectory.get("turns"))]
     kept["changes"] = _dict(trajectory.get("changes"))
     text = json.dumps(kept, ensure_ascii=False, default=str).encode(errors="surrogatepass")
-    values = {
-        "trajectory_id": str(trajectory["trajectory_id"]),
-        "score": trajectory["score"],
-        "steps": int(_number(trajectory.get("steps"))),
-        "calls": int(_number(trajectory.get("calls"))),
-        "seconds": _number(trajectory.get("seconds")),
-        "attempts": int(_number(trajectory.get("attempts", 1))),
-        "stop_reason": str(trajectory.get("stop_reason") or "final"),
-        "tools": tuple(tools_of(messages)),
-        "tool_errors": sum(part.failed for part in results),
-        "phases": {str(name): _number(value) for name, value in _dict(trajectory.get("phases")).items()},
-    }
-    return values, zlib.compress(text, 1)
+    entry = Entry(
+        number=0,
+        group=0,
+        item=item,
+        trajectory_id=str(trajectory["trajectory_id"]),
+        score=_number(trajectory["score"]),
+        steps=int(_number(trajectory.get("steps"))),
+        calls=int(_number(trajectory.get("calls"))),
+        seconds=_number(trajectory.get("seconds")),
+        attempts=int(_number(trajectory.get("attempts", 1))),
+        stop_reason=str(trajectory.get("stop_reason") or "final"),
+        tools=tuple(tools_of(messages)),
+        tool_errors=sum(part.failed for part in results),
+        phases={str(name): _number(value) for name, value in _dict(trajectory.get("phases")).items()},
+    )
+    return entry, zlib.compress(text, 1)
 
 
 def _inflate(blob: bytes) -> bytes:
@@ -240,17 +253,18 @@ def _inflate(blob: bytes) -> bytes:
 
 
 def _details(blob: bytes) -> Details:
-    kept = json.loads(_inflate(blob).decode(errors="surrogatepass"))
-    return Details(conversation(kept["messages"]), kept["info"], kept["turns"], changes_of(kept["changes"]))
+    kept = _dict(json.loads(_inflate(blob).decode(errors="surrogatepass")))
+    turns = [_dict(turn) for turn in _list(kept["turns"])]
+    return Details(conversation(kept["messages"]), _dict(kept["info"]), turns, changes_of(_dict(kept["changes"])))
 
 
 def _number(value: object) -> float:
     return float(value) if isinstance(value, int | float) and math.isfinite(value) else 0.0
 
 
-def _dict(value: object) -> dict[str, Any]:
+def _dict(value: object) -> dict[str, object]:
     return cast("dict[str, object]", value) if isinstance(value, dict) else {}
 
 
-def _list(value: object) -> list[Any]:
+def _list(value: object) -> list[object]:
     return cast("list[object]", value) if isinstance(value, list) else []

@@ -1,6 +1,6 @@
-"""All contact with atroposlib (0.4.0): its classes, and what has to be done around them.
+"""All contact with atroposlib (0.4.0): its classes, and workarounds for them.
 
-Its traps, each met here once: root logging that turns on DEBUG output of whole items; retries of retries (27 requests
+Its traps, each worked around here: root logging that turns on DEBUG output of whole items; retries of retries (27 requests
 for one 503) and endless waits for an unhealthy server; health checks that nobody ends; an unknown tokenizer that costs
 49 s; servers that need a loadable model name.
 """
@@ -12,7 +12,7 @@ import contextlib
 import logging
 import os
 import warnings
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -26,12 +26,14 @@ except ModuleNotFoundError as error:
     raise ImportError(f"the environments need the extra `env`: pip install 'atropos[env]' ({error})") from error
 from atroposlib.envs.base import BaseEnv, BaseEnvConfig, EvalHandlingEnum, ScoredDataGroup, ScoredDataItem
 from atroposlib.envs.server_handling import server_baseline, sglang_server, trl_vllm_server, vllm_server
-from atroposlib.envs.server_handling.server_baseline import APIServerConfig, ServerBaseline
-from atroposlib.envs.server_handling.server_manager import ServerManagerConfig
+from atroposlib.envs.server_handling.server_baseline import APIServer, APIServerConfig, ServerBaseline
+from atroposlib.envs.server_handling.server_manager import ServerManager, ServerManagerConfig
+from atroposlib.type_definitions import Item
 from openai import APIConnectionError
 from transformers import AutoTokenizer
 
 from atropos.agent.model import EXACT, Model, ModelFailure, capturing, describe
+from atropos.agent.template import Tokenizer
 from atropos.errors import ConfigError, InferenceError
 
 __all__ = [
@@ -39,9 +41,11 @@ __all__ = [
     "BaseEnv",
     "BaseEnvConfig",
     "EvalHandlingEnum",
+    "Item",
     "ScoredDataGroup",
     "ScoredDataItem",
     "ServerBaseline",
+    "ServerManager",
     "ServerManagerConfig",
     "check_tokenizer",
     "load_tokenizer",
@@ -99,7 +103,7 @@ def check_tokenizer(name: str, *, field: str) -> None:
     raise ConfigError(f"{field}: {name!r} is not in the local cache and the model hub can't be reached; {cure}")
 
 
-def load_tokenizer(name: str, *, field: str) -> Any:
+def load_tokenizer(name: str, *, field: str) -> Tokenizer:
     """A tokenizer, or one line that says why not, quickly.
 
     Raises:
@@ -119,7 +123,7 @@ def tokenizers(loaded: Mapping[str, object]) -> Generator[None]:
 
     class Loaded:
         @staticmethod
-        def from_pretrained(name: str, *args: Any, **options: Any) -> Any:
+        def from_pretrained(name: str, *args: object, **options: object) -> object:
             return loaded[name] if name in loaded else AutoTokenizer.from_pretrained(name, *args, **options)
 
     modules = cast("list[Any]", [base, vllm_server, sglang_server, trl_vllm_server])
@@ -173,7 +177,7 @@ def _on_hub(name: str, field: str, cure: str) -> bool:
 def prepare_server_configs(
     configs: ServerBaseline | APIServerConfig | Sequence[APIServerConfig], tokenizer_name: str
 ) -> list[APIServerConfig]:
-    """A list of servers as atroposlib really uses it (a single config is printed and then ignored by it).
+    """The servers as the list that atroposlib needs: it prints a single config and then ignores it.
 
     Servers that load a tokenizer of their own get the env's where they name none.
 
@@ -201,17 +205,22 @@ def prepare_server_configs(
     return prepared
 
 
-def server_types(server: Any) -> set[str]:
+def server_types(server: ServerManager) -> set[str]:
     """The types of the configured servers."""
-    return {str(one.config.server_type) for one in server.servers if hasattr(one, "config")}
+    return {str(one.config.server_type) for one in servers_of(server) if hasattr(one, "config")}
 
 
-def prepare_servers(server: Any) -> None:
+def servers_of(server: ServerManager) -> list[APIServer]:
+    """The servers of a manager; with `testing`, atroposlib puts stand-ins there, which have no config."""
+    return cast("list[APIServer]", server.servers)
+
+
+def prepare_servers(server: ServerManager) -> None:
     """Let our own model calls see a failure at once, and decide about retries themselves.
 
     Only calls made through `atropos.agent.Model` are affected; an env's own use of the server behaves as ever.
     """
-    for one in server.servers:
+    for one in servers_of(server):
         client = getattr(one, "openai", None)
         if client is not None:
             client.max_retries = 0
@@ -221,8 +230,8 @@ def prepare_servers(server: Any) -> None:
                 setattr(one, name, _captured(original))
 
 
-def _captured(original: Callable[..., Any]) -> Callable[..., Any]:
-    async def call(**kwargs: Any) -> Any:
+def _captured(original: Callable[..., Awaitable[object]]) -> Callable[..., Awaitable[object]]:
+    async def call(**kwargs: object) -> object:
         try:
             return await original(**kwargs)
         except Exception as error:
@@ -233,13 +242,13 @@ def _captured(original: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-async def probe_servers(server: Any, tokenizer: Any, timeout_s: float = PROBE_TIMEOUT_S) -> None:
+async def probe_servers(server: ServerManager, tokenizer: Tokenizer, timeout_s: float = PROBE_TIMEOUT_S) -> None:
     """Ask every server for one token, before anything else is started.
 
     Raises:
         InferenceError: one line that names the server, what it did and the setting to look at.
     """
-    for one in server.servers:
+    for one in servers_of(server):
         config = getattr(one, "config", None)
         if config is None:
             continue
@@ -258,7 +267,7 @@ async def probe_servers(server: Any, tokenizer: Any, timeout_s: float = PROBE_TI
 
 
 def _cure(error: InferenceError, kind: str) -> str:
-    """What would probably help against a server that doesn't answer its first question."""
+    """The probable remedy for a server that fails its first request."""
     status = error.status
     if status in {401, 403}:
         return "set --openai.api_key"
@@ -276,21 +285,22 @@ def _cure(error: InferenceError, kind: str) -> str:
 
 
 class _Direct:
-    """A server's own request, without the health check in front that lets a call to a dead server wait."""
+    """A server without its health check, which makes calls to a dead server wait."""
 
-    def __init__(self, server: Any) -> None:
+    def __init__(self, server: APIServer) -> None:
         self.config = server.config
         self._server = server
 
-    async def tokens_and_logprobs_completion(self, **kwargs: Any) -> Any:
-        return await self._server._tokens_and_logprobs_completion_wrapper(model=self.config.model_name, **kwargs)  # noqa: SLF001
+    async def tokens_and_logprobs_completion(self, **kwargs: object) -> object:
+        ask = self._server._tokens_and_logprobs_completion_wrapper  # noqa: SLF001 # pyright: ignore[reportPrivateUsage]
+        return await ask(model=self.config.model_name, **kwargs)
 
 
-async def _probe_chat(one: Any, timeout_s: float) -> None:
-    """Any well-formed answer will do: one token of a reasoning model is no message yet."""
+async def _probe_chat(one: APIServer, timeout_s: float) -> None:
+    """Ask for one token. Any well-formed answer passes: a reasoning model has no message yet."""
     try:
         async with asyncio.timeout(timeout_s):
-            answer = await one._chat_completion_wrapper(  # noqa: SLF001 (no health check in front)
+            answer = await one._chat_completion_wrapper(  # noqa: SLF001 # pyright: ignore[reportPrivateUsage] - no health check in front
                 model=one.config.model_name, messages=[{"role": "user", "content": "hi"}], max_tokens=1
             )
         _ = answer.choices[0].message.content
@@ -300,7 +310,7 @@ async def _probe_chat(one: Any, timeout_s: float) -> None:
         raise describe(error) from error
 
 
-async def stop_servers(server: Any) -> None:
+async def stop_servers(server: ServerManager) -> None:
     """End the health checks that atroposlib starts and never ends, and close the clients."""
     for one in getattr(server, "servers", ()):
         task = getattr(one, "check_task", None)

@@ -6,11 +6,12 @@ import inspect
 import json
 import time
 import uuid
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Mapping
 from functools import partial
-from typing import Any, TypeVar, cast
+from typing import TypeVar, cast
 
 from atropos.agent import AgentConfig, AgentResult, AtroposAgent
+from atropos.envs.adapter import Item
 from atropos.envs.config import AgentEnvConfig
 from atropos.envs.running.changes import Run, WorkspaceChanges
 from atropos.envs.running.rollout import HookError, Rollout, TaskFault, checked_score
@@ -33,16 +34,16 @@ class AgentEnv(SandboxEnv):
     name = "agent_env"
     opens_view = True
     """Whether the frame opens the view; a subclass that does so itself says False."""
-    env_config_cls: Any = AgentEnvConfig
+    env_config_cls = AgentEnvConfig
     config: AgentEnvConfig  # pyright: ignore[reportIncompatibleVariableOverride]
 
     # ------------------------------------------------------------------------------------------------------- hooks
 
-    def build_task(self, item: Any) -> str:
+    def build_task(self, item: Item) -> str:
         """The user's message for an item."""
         raise NotImplementedError(f"{type(self).__name__} must define build_task(item) -> str")
 
-    async def score_trajectory(self, item: Any, final_response: str) -> float:
+    async def score_trajectory(self, item: Item, final_response: str) -> float:
         """The score of a final answer, where the workspace needn't be looked at."""
         raise NotImplementedError(f"{type(self).__name__} must define score_trajectory(item, final_response) -> float")
 
@@ -61,7 +62,7 @@ class AgentEnv(SandboxEnv):
         config = self.config
         return build_tool_registry(config.enabled_toolsets, config.disabled_toolsets, config.tool_server_url)
 
-    def build_agent_config(self, item: Any) -> AgentConfig:
+    def build_agent_config(self, item: Item) -> AgentConfig:
         """Bounds and sampling for an item; by default the env's own settings."""
         return AgentConfig(
             max_steps=self.config.agent_max_steps,
@@ -76,16 +77,18 @@ class AgentEnv(SandboxEnv):
             max_result_chars=self.config.agent_max_result_chars,
         )
 
-    async def setup_trajectory_workspace(self, item: Any, *, trajectory_id: str, exec_tool: ExecTool) -> dict[str, Any]:
+    async def setup_trajectory_workspace(
+        self, item: Item, *, trajectory_id: str, exec_tool: ExecTool
+    ) -> Mapping[str, object]:
         """Prepare the slot before the agent sees it. What it returns is kept with the trajectory."""
         return {}
 
-    async def setup_group_workspace(self, item: Any, *, exec_tool: ExecTool) -> None:
+    async def setup_group_workspace(self, item: Item, *, exec_tool: ExecTool) -> None:
         """Prepare a workspace once for a whole group, whose trajectories start as forks of it (where overridden)."""
 
     async def verify_and_score_trajectory(
-        self, item: Any, final_response: str, *, trajectory_id: str, exec_tool: ExecTool, agent_result: AgentResult
-    ) -> tuple[float, dict[str, Any]]:
+        self, item: Item, final_response: str, *, trajectory_id: str, exec_tool: ExecTool, agent_result: AgentResult
+    ) -> tuple[float, Mapping[str, object]]:
         """Score in the agent's workspace, before it is reset. By default `score_trajectory` alone."""
         return await _maybe(self.score_trajectory(item, final_response)), {}
 
@@ -96,7 +99,7 @@ class AgentEnv(SandboxEnv):
         get_parser(self.config.agent_tool_parser)
         await super().setup()
 
-    async def prepare_group(self, item: Any, group: str) -> Snapshot | None:
+    async def prepare_group(self, item: Item, group: str) -> Snapshot | None:
         """A snapshot of what `setup_group_workspace` made, where it is overridden."""
         if type(self).setup_group_workspace is AgentEnv.setup_group_workspace:
             return None
@@ -113,7 +116,7 @@ class AgentEnv(SandboxEnv):
             finally:
                 await self.executor.release_trajectory(group)
 
-    async def run_trajectory(self, item: Any, trajectory_id: str, member: GroupMember) -> Rollout:
+    async def run_trajectory(self, item: Item, trajectory_id: str, member: GroupMember) -> Rollout:
         """Set up, act, verify; see `SandboxEnv.run_trajectory`."""
         started = time.perf_counter()
         verification = Verification(self.executor, trajectory_id, self.config)
@@ -150,7 +153,7 @@ class AgentEnv(SandboxEnv):
 
     async def _call_workspace_setup(
         self, item: object, trajectory_id: str, verification: Verification
-    ) -> dict[str, Any]:
+    ) -> Mapping[str, object]:
         preparing = self.hook_tools(trajectory_id, setup=True)
         info = await self.hooks.call(
             "setup_trajectory_workspace",
@@ -166,7 +169,7 @@ class AgentEnv(SandboxEnv):
 
     async def _call_verification(
         self, item: object, trajectory_id: str, verification: Verification, result: AgentResult
-    ) -> tuple[float, dict[str, Any]]:
+    ) -> tuple[float, dict[str, object]]:
         if self.opens_view and type(self).verify_and_score_trajectory is not AgentEnv.verify_and_score_trajectory:
             await verification.open()
         verifying = self.hook_tools(trajectory_id)
@@ -183,7 +186,7 @@ class AgentEnv(SandboxEnv):
         )
         return _verdict(verdict)
 
-    async def act(self, agent: AtroposAgent, item: Any, task: str, trajectory_id: str) -> AgentResult:
+    async def act(self, agent: AtroposAgent, item: Item, task: str, trajectory_id: str) -> AgentResult:
         """The agent's part of a trajectory."""
         return await agent.run(task)
 
@@ -194,7 +197,7 @@ class AgentEnv(SandboxEnv):
             config = replace(config, seed=seed)
         return AtroposAgent(self.server, self.tokenizer, self.executor.tools, config, run, renderer=self.renderer)
 
-    async def run_agent(self, task: str, *, trajectory_id: str | None = None) -> tuple[str, dict[str, Any]]:
+    async def run_agent(self, task: str, *, trajectory_id: str | None = None) -> tuple[str, dict[str, object]]:
         """Run the agent on a task, without scoring: for evaluations and experiments.
 
         Args:
@@ -216,7 +219,11 @@ class AgentEnv(SandboxEnv):
             finally:
                 if own:
                     await self.executor.release_trajectory(identity)
-        facts = {"success": result.success, "error": result.error, "tool_calls": result.total_tool_calls}
+        facts: dict[str, object] = {
+            "success": result.success,
+            "error": result.error,
+            "tool_calls": result.total_tool_calls,
+        }
         return result.final_response, facts
 
 
@@ -231,17 +238,17 @@ def _text(task: object) -> str:
     return task
 
 
-def _verdict(value: object) -> tuple[float, dict[str, Any]]:
+def _verdict(value: object) -> tuple[float, dict[str, object]]:
     hook = "verify_and_score_trajectory"
-    if not isinstance(value, tuple) or len(cast("tuple[Any, ...]", value)) != 2:
+    if not isinstance(value, tuple) or len(cast("tuple[object, ...]", value)) != 2:
         raise HookError(f"{hook} must return (score, dict), not {value!r:.100}")
-    score, details = cast("tuple[Any, Any]", value)
+    score, details = cast("tuple[object, object]", value)
     if not isinstance(details, dict):
         raise HookError(f"{hook} must return (score, dict); its second part is {type(details).__name__}")
     return checked_score(score, hook), cast("dict[str, object]", details)
 
 
-def _plain(info: dict[str, Any]) -> dict[str, Any]:
+def _plain(info: dict[str, object]) -> dict[str, object]:
     """As it will stand in the JSONL.
 
     Raises:

@@ -17,7 +17,7 @@ from atropos.slots.config import BackendName, PoolSettings
 from atropos.tools import ToolExecutorConfig, ToolLimits
 
 
-def _names(value: object) -> Any:
+def _names(value: object) -> object:
     """A list from comma-separated text or JSON."""
     if not isinstance(value, str):
         return value

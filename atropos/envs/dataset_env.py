@@ -11,6 +11,7 @@ from typing import Any
 
 from pydantic import Field
 
+from atropos.envs.adapter import Item
 from atropos.envs.agent_env import AgentEnv
 from atropos.envs.config import AgentEnvConfig
 from atropos.envs.running.rollout import GroupDropped, GroupsDropped, Rollout
@@ -30,12 +31,12 @@ class DatasetEnvConfig(AgentEnvConfig):
 class DatasetEnv(AgentEnv):
     """Subclasses fill `items`; the rest follows."""
 
-    env_config_cls: Any = DatasetEnvConfig
+    env_config_cls = DatasetEnvConfig
     config: DatasetEnvConfig  # pyright: ignore[reportIncompatibleVariableOverride]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.items: list[Any] = []
+        self.items: list[Item] = []
         self._given = 0
         self._order: list[int] = []
         self._serving = False
@@ -45,7 +46,7 @@ class DatasetEnv(AgentEnv):
         self._serving = True
         await super().env_manager()
 
-    async def get_next_item(self) -> Any:
+    async def get_next_item(self) -> Item:
         """The next item, pass after pass; None when the passes are over."""
         if not self.items:
             return None
@@ -60,14 +61,14 @@ class DatasetEnv(AgentEnv):
         self._given += 1
         return self.items[self._order[place]]
 
-    async def evaluate(self, *_args: Any, **_kwargs: Any) -> None:
+    async def evaluate(self, *_args: object, **_kwargs: object) -> None:
         """Run every item once; the mean score goes to the log, to wandb, and to `data_dir_to_save_evals`.
 
         Raises:
             GroupsDropped: some items could not be completed; they are not in the mean.
         """
         room = asyncio.Semaphore(self.config.capacity)
-        outcomes: list[tuple[Any, Rollout | GroupDropped]] = []
+        outcomes: list[tuple[object, Rollout | GroupDropped]] = []
 
         async def one(item: object) -> None:
             async with room:
@@ -85,7 +86,7 @@ class DatasetEnv(AgentEnv):
                 tasks.create_task(one(item))
         await self._report(outcomes, began)
 
-    async def _report(self, outcomes: list[tuple[Any, Rollout | GroupDropped]], began: float) -> None:
+    async def _report(self, outcomes: list[tuple[object, Rollout | GroupDropped]], began: float) -> None:
         scored = [(self.item_name(item), end) for item, end in outcomes if isinstance(end, Rollout)]
         mean = statistics.fmean(rollout.score for _, rollout in scored) if scored else float("nan")
         solved = sum(rollout.score >= 1 for _, rollout in scored)

@@ -6,6 +6,8 @@ The tests run here, the solution in a child process as another user that is aske
 can neither end the tests early nor see what they expect. Prints one line of JSON, `{"passed": ..., "detail": ...}`.
 """
 
+from __future__ import annotations
+
 import ast
 import json
 import os
@@ -14,7 +16,8 @@ import select
 import subprocess
 import sys
 import time
-from typing import Any
+from collections.abc import Callable
+from typing import cast
 
 NOBODY = 65534
 CALL_S = 10.0
@@ -84,20 +87,20 @@ class Solution:
 
     def __init__(self) -> None:
         try:
-            process = started(user=NOBODY, group=NOBODY, extra_groups=[])
+            process = start(user=NOBODY, group=NOBODY, extra_groups=[])
         except (OSError, subprocess.SubprocessError):
             # A slot of an ordinary user maps one id only; there the solution runs as the tests' user.
-            process = started()
+            process = start()
         assert process.stdin is not None
         assert process.stdout is not None
         self.process, self.asks, self.answers = process, process.stdin, process.stdout
         self.buffer = b""
 
-    def __call__(self, *given: Any) -> Any:
+    def __call__(self, *given: object) -> object:
         """Call the solution."""
         return self.ask(given)
 
-    def ask(self, value: object) -> Any:
+    def ask(self, value: object) -> object:
         """Send one tuple of plain data and await one value of plain data.
 
         Raises:
@@ -135,8 +138,10 @@ class Solution:
         self.process.wait()
 
 
-def started(**identity: Any) -> Any:
-    """The child process."""
+def start(
+    *, user: int | None = None, group: int | None = None, extra_groups: list[int] | None = None
+) -> subprocess.Popen[bytes]:
+    """Start the child process."""
     return subprocess.Popen(
         [sys.executable, "-I", "-c", CHILD],
         stdin=subprocess.PIPE,
@@ -146,7 +151,9 @@ def started(**identity: Any) -> Any:
         env={"PATH": "/usr/bin:/bin"},
         start_new_session=True,
         preexec_fn=limits,  # noqa: PLW1509 (no threads here)
-        **identity,
+        user=user,
+        group=group,
+        extra_groups=extra_groups,
     )
 
 
@@ -157,17 +164,18 @@ def limits() -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 
-def judge(problem: dict[str, str], source: str) -> dict[str, Any]:
+def judge(problem: dict[str, str], source: str) -> dict[str, object]:
     """Run the problem's tests against a solution."""
     solution = Solution()
     try:
         # The prompt's own helpers (and imports) belong to the tests; its unfinished function gets an empty body.
-        space: dict[str, Any] = {"__name__": "tests"}
+        space: dict[str, object] = {"__name__": "tests"}
         exec(compile(problem["prompt"] + "\n    pass\n", "prompt.py", "exec"), space)  # noqa: S102
         exec(compile(problem["test"], "test.py", "exec"), space)  # noqa: S102
         solution.ask((problem["entry_point"], source))
         space[problem["entry_point"]] = solution  # some tests call it by name
-        space["check"](solution)
+        check = cast("Callable[[Solution], object]", space["check"])
+        check(solution)
     except Exception as error:
         return {"passed": False, "detail": f"{type(error).__name__}: {error}"[:500]}
     finally:

@@ -81,11 +81,11 @@ def _problem(line: str, where: str) -> HumanEvalProblem:
         raise ConfigError(f"{where} is not JSON: {error}") from None
     if not isinstance(row, dict):
         raise ConfigError(f"{where} is not an object with {', '.join(FIELDS)}")
-    fields = cast("dict[str, Any]", row)
+    fields = cast("dict[str, object]", row)
     for field in FIELDS:
         if not isinstance(fields.get(field), str):
             raise ConfigError(f"{where}: {field} is missing or no text")
-    return HumanEvalProblem(*(fields[field] for field in FIELDS))
+    return HumanEvalProblem(*(str(fields[field]) for field in FIELDS))
 
 
 def answer_in(text: str) -> str | None:
@@ -136,7 +136,7 @@ class HumanEvalEnv(DatasetEnv):
     """One trajectory solves one problem; 1.0 when its tests pass."""
 
     name = "humaneval_env"
-    env_config_cls: Any = HumanEvalEnvConfig
+    env_config_cls = HumanEvalEnvConfig
     config: HumanEvalEnvConfig  # pyright: ignore[reportIncompatibleVariableOverride]
 
     def __init__(self, config: HumanEvalEnvConfig, *args: Any, **kwargs: Any) -> None:
@@ -160,7 +160,7 @@ class HumanEvalEnv(DatasetEnv):
         trajectory_id: str,
         exec_tool: ExecTool,
         agent_result: AgentResult,
-    ) -> tuple[float, dict[str, Any]]:
+    ) -> tuple[float, dict[str, object]]:
         """Read the solution, then judge it in a fresh slot."""
         solution = await self._solution(trajectory_id, final_response)
         if solution is None:

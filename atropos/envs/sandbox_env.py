@@ -11,9 +11,9 @@ import logging
 import math
 import time
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, NoReturn, cast
+from typing import NoReturn, cast
 
 from atropos import tracing
 from atropos.agent import TurnRenderer
@@ -23,6 +23,8 @@ from atropos.aio import outlive
 from atropos.envs.adapter import (
     APIServerConfig,
     BaseEnv,
+    Item,
+    ScoredDataGroup,
     ServerBaseline,
     load_tokenizer,
     prepare_server_configs,
@@ -46,7 +48,7 @@ from atropos.envs.running.groups import Event, GroupCollector, GroupMember
 from atropos.envs.running.hooks import ExecTool, Hooks, first_of
 from atropos.envs.running.lifecycle import Lifetime, beside, bounded, cancel_and_wait
 from atropos.envs.running.metrics import EnvMetrics
-from atropos.envs.running.rollout import GroupsDropped, Rollout, scored_group
+from atropos.envs.running.rollout import GroupsDropped, Rollout, ScoredGroup, messages_of, scored_group
 from atropos.errors import ConfigError
 from atropos.slots import SlotPool, Snapshot
 from atropos.tools import ToolCall, ToolExecutor, ToolRegistry, ToolResult
@@ -69,7 +71,9 @@ class SandboxEnv(BaseEnv):
     """
 
     name: str | None = None
-    env_config_cls: Any = SandboxEnvConfig
+    env_config_cls: type[SandboxEnvConfig] = SandboxEnvConfig  # pyright: ignore[reportIncompatibleVariableOverride] (atroposlib: an instance)
+    n_groups_to_process: int
+    group_size_to_process: int
     config: SandboxEnvConfig  # pyright: ignore[reportIncompatibleVariableOverride] (atroposlib: BaseEnvConfig)
 
     def __init__(
@@ -92,7 +96,10 @@ class SandboxEnv(BaseEnv):
         with tokenizers(loaded):
             try:
                 super().__init__(
-                    config, cast("Any", server_configs if testing else servers), slurm=slurm, testing=testing
+                    config,
+                    cast("list[APIServerConfig]", server_configs if testing else servers),
+                    slurm=slurm,
+                    testing=testing,
                 )
             except OSError as error:  # the tokenizers are loaded: what is left is the file of the groups
                 raise ConfigError(
@@ -126,7 +133,7 @@ class SandboxEnv(BaseEnv):
         """
 
     @abstractmethod
-    async def run_trajectory(self, item: Any, trajectory_id: str, member: GroupMember) -> Rollout:
+    async def run_trajectory(self, item: Item, trajectory_id: str, member: GroupMember) -> Rollout:
         """Run, verify and score one trajectory; its slot is released afterwards by the collector.
 
         Raises:
@@ -134,7 +141,7 @@ class SandboxEnv(BaseEnv):
             HookError: an env's own code failed; the group is dropped.
         """
 
-    async def prepare_group(self, item: Any, group: str) -> Snapshot | None:
+    async def prepare_group(self, item: Item, group: str) -> Snapshot | None:
         """What a group's trajectories start from: a snapshot, or None for an empty workspace."""
         return None
 
@@ -145,14 +152,14 @@ class SandboxEnv(BaseEnv):
     async def setup_agent_env(self) -> None:
         """Load data and the like, once, before the first item. Inference and sandboxes are there already."""
 
-    async def evaluate(self, *args: Any, **kwargs: Any) -> None:
+    async def evaluate(self, *args: object, **kwargs: object) -> None:
         """Does nothing by default."""
 
-    async def get_next_item(self) -> Any:
+    async def get_next_item(self) -> Item:
         """The next item, or None when there is none left."""
         raise NotImplementedError(f"{type(self).__name__} must define get_next_item()")
 
-    def item_name(self, item: Any) -> str:
+    def item_name(self, item: Item) -> str:
         """A short name of an item for people, file names and seeds."""
         if isinstance(item, dict):
             for key in ("name", "id", "task_id", "task"):
@@ -170,7 +177,7 @@ class SandboxEnv(BaseEnv):
     @classmethod
     def cli(cls) -> NoReturn:
         """The command line: serve, process, evaluate."""
-        command_line.main(cls)
+        command_line.main(cast("command_line.EnvProgram", cls))
 
     # ------------------------------------------------------------------------------------------------ the backend
 
@@ -244,11 +251,11 @@ class SandboxEnv(BaseEnv):
 
     # ----------------------------------------------------------------------------------------------------- groups
 
-    async def collect_trajectories(self, item: Any) -> tuple[Any, list[Any]]:
+    async def collect_trajectories(self, item: Item) -> tuple[ScoredDataGroup | None, list[Item]]:
         """One whole group, or None when it can't be completed; see the module."""
-        return await self.collector.collect(item), []
+        return cast("ScoredDataGroup | None", await self.collector.collect(item)), []
 
-    async def collect_trajectory(self, item: Any) -> tuple[Any, list[Any]]:
+    async def collect_trajectory(self, item: Item) -> tuple[dict[str, object], list[Item]]:
         """One trajectory by itself, as atroposlib's `ScoredDataItem`.
 
         Raises:
@@ -256,13 +263,19 @@ class SandboxEnv(BaseEnv):
         """
         rollouts = await self.collector.rollouts(item, 1)
         group = scored_group(rollouts, name=self.item_name(item), include_messages=True)
-        single = {key: group[key][0] for key in ("tokens", "masks", "scores", "messages", "inference_logprobs")}
+        single: dict[str, object] = {
+            "tokens": group["tokens"][0],
+            "masks": group["masks"][0],
+            "scores": group["scores"][0],
+            "messages": messages_of(rollouts[0].transcript),
+            "inference_logprobs": group["inference_logprobs"][0],
+        }
         return {**single, "group_overrides": group["group_overrides"], "overrides": None}, []
 
     async def handle_send_to_api(
         self,
-        scored_data: Any,
-        item: Any = None,
+        scored_data: ScoredDataGroup | list[ScoredDataGroup],
+        item: Item = None,
         do_send_to_api: bool = True,
         abort_on_any_max_length_exceeded: bool = True,
     ) -> None:
@@ -272,14 +285,14 @@ class SandboxEnv(BaseEnv):
         """
         several = isinstance(scored_data, list)
         limit = self.max_token_len if abort_on_any_max_length_exceeded else 0
-        kept: list[dict[str, Any]] = []
-        for group in cast("list[dict[str, Any] | None]", scored_data if several else [scored_data]):
+        kept: list[ScoredGroup] = []
+        for group in cast("list[ScoredGroup | None]", scored_data if several else [scored_data]):
             if group is None or not self.sink.admits(group, self.item_name(item), max_token_len=limit):
                 continue
             if self.config.include_messages and group.get("messages") is None:
                 group["messages"] = [[{"role": "user", "content": self.tokenizer.decode(t)}] for t in group["tokens"]]
             self.completion_lengths.extend(len(mask) - mask.count(MASKED) for mask in group["masks"])
-            await self.add_rollouts_for_wandb(group, item)
+            await self.add_rollouts_for_wandb(cast("ScoredDataGroup", group), item)
             if not self.config.include_messages:
                 group["messages"] = None
             await outlive(self.sink.write(group))
@@ -291,7 +304,7 @@ class SandboxEnv(BaseEnv):
     async def _send_scored_data_to_api(self, scored_data: object) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
         """Send what the trainer takes, whole even when this worker is cancelled meanwhile."""
         several = isinstance(scored_data, list)
-        groups = cast("list[dict[str, object]]", scored_data if several else [scored_data])
+        groups = cast("list[ScoredGroup]", scored_data if several else [scored_data])
         await outlive(self.sink.send(groups, env_id=getattr(self, "env_id", None), listed=several))
 
     # ---------------------------------------------------------------------------------------------------- process
@@ -342,7 +355,7 @@ class SandboxEnv(BaseEnv):
         group, _ = await self.collect_trajectories(item)
         if group is None:
             return
-        processed = await self.postprocess_histories(group)
+        processed = cast("ScoredDataGroup", await self.postprocess_histories(group))
         await self.handle_send_to_api(processed, item, do_send_to_api=False, abort_on_any_max_length_exceeded=False)
         await self.wandb_log()
         self.curr_step += 1
@@ -443,17 +456,19 @@ class SandboxEnv(BaseEnv):
 
     # -------------------------------------------------------------------------------------------- wandb and the end
 
-    async def add_rollouts_for_wandb(self, scored_data: Any, item: Any = None) -> None:
+    async def add_rollouts_for_wandb(
+        self, scored_data: ScoredDataGroup | list[ScoredDataGroup], item: Item = None
+    ) -> None:
         """Readable conversations instead of decoded tokens: thinking, text, calls and results."""
         if not self.config.use_wandb:
             return
         keep = self.config.num_rollouts_per_group_for_logging
         self.rollouts_for_wandb.append(
-            readable_group(scored_data, self.tokenizer.decode)[: None if keep == -1 else keep]
+            readable_group(cast("ScoredGroup", scored_data), self.tokenizer.decode)[: None if keep == -1 else keep]
         )
         del self.rollouts_for_wandb[: -self.config.num_rollouts_to_keep]
 
-    async def wandb_log(self, wandb_metrics: dict[str, Any] | None = None) -> None:
+    async def wandb_log(self, wandb_metrics: Mapping[str, object] | None = None) -> None:
         """Add faults, phases and the pool's gauges."""
         found = {**self.metrics.as_dict(), **(wandb_metrics or {})}
         if self.pool is not None:

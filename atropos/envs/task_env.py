@@ -91,7 +91,7 @@ class TaskEnv(DatasetEnv):
 
     name = "task_env"
     opens_view = False
-    env_config_cls: Any = TaskEnvConfig
+    env_config_cls = TaskEnvConfig
     config: TaskEnvConfig  # pyright: ignore[reportIncompatibleVariableOverride]
 
     def __init__(self, config: TaskEnvConfig, *args: Any, **kwargs: Any) -> None:
@@ -101,7 +101,7 @@ class TaskEnv(DatasetEnv):
         self._from: dict[str, Snapshot | None] = {}
         self._kept: dict[str, Snapshot] = {}
         self._verdicts: dict[str, list[Verdict]] = {}
-        self._details: dict[str, dict[str, dict[str, Any]]] = {}
+        self._details: dict[str, dict[str, dict[str, object]]] = {}
         self._sound: dict[str, bool] = {}
         self._images: TaskImages | None = None
         self._layers = VerifierLayers(config.verifier_layers)
@@ -182,7 +182,7 @@ class TaskEnv(DatasetEnv):
         *,
         trajectory_id: str,
         exec_tool: ExecTool,
-    ) -> dict[str, Any]:
+    ) -> dict[str, object]:
         """Build the workspace, where it wasn't forked."""
         if self._from[trajectory_id] is None:
             slot = await self._built(item, trajectory_id)
@@ -200,7 +200,7 @@ class TaskEnv(DatasetEnv):
         trajectory_id: str,
         exec_tool: ExecTool,
         agent_result: AgentResult,
-    ) -> tuple[float, dict[str, Any]]:
+    ) -> tuple[float, dict[str, object]]:
         """Upload the tests, run them, and read the reward."""
         if not item.steps:
             verdict, details = await self._verdict(item, item, trajectory_id)
@@ -228,10 +228,10 @@ class TaskEnv(DatasetEnv):
             result = await agent.run(step.instruction + told, after=result)
             told = ""
 
-            async def judged(step: Task = step) -> tuple[Verdict, dict[str, Any]]:
+            async def judged(step: Task = step) -> tuple[Verdict, dict[str, object]]:
                 return await self._verdict(item, step, trajectory_id)
 
-            outcome: tuple[Verdict, dict[str, Any]] = await self.hooks.call("verify_and_score_trajectory", judged)
+            outcome: tuple[Verdict, dict[str, object]] = await self.hooks.call("verify_and_score_trajectory", judged)
             verdict, details[step.name] = outcome
             verdicts.append(verdict)
             if step.step is None or not passed(step.step, verdict) or "verifier_failed" in details[step.name]:
@@ -251,7 +251,7 @@ class TaskEnv(DatasetEnv):
             await workspace.clear(slot, step)
         await workspace.prepare_step(slot, step)
 
-    async def _verdict(self, item: Task, task: Task, trajectory_id: str) -> tuple[Verdict, dict[str, Any]]:
+    async def _verdict(self, item: Task, task: Task, trajectory_id: str) -> tuple[Verdict, dict[str, object]]:
         """What the verifier says of a task or of one of its steps, and what is kept of that.
 
         Raises:

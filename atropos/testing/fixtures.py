@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from typing import Any
 
 import pytest
 import pytest_asyncio
@@ -34,7 +33,7 @@ def fresh_pool_fixture(harness: BackendHarness) -> FreshPool:
     """`async with fresh_pool(max_containers=2) as pool:`, and nothing is left of it afterwards."""
 
     @asynccontextmanager
-    async def make(**settings: Any) -> AsyncGenerator[SlotPool]:
+    async def make(**settings: object) -> AsyncGenerator[SlotPool]:
         config = harness.config(**({"slots_per_container": 2} | settings))
         async with SlotPool(config) as pool:
             yield pool

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Any
 
 from atropos.slots import SlotPool, SlotPoolConfig
 
@@ -12,7 +11,7 @@ class BackendHarness(ABC):
     """One backend under test: how a pool on it is configured, how a container is lost, and what a pool left behind."""
 
     @abstractmethod
-    def config(self, **settings: Any) -> SlotPoolConfig:
+    def config(self, **settings: object) -> SlotPoolConfig:
         """A pool's configuration, under a `job_id` that no other pool has.
 
         Args:

@@ -7,7 +7,6 @@ import json
 import random
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import pytest_asyncio
@@ -34,7 +33,7 @@ async def executor_fixture(pool: SlotPool) -> AsyncIterator[ToolExecutor]:
 async def use_fixture(executor: ToolExecutor) -> AsyncIterator[Use]:
     """`await use("terminal", command="ls")`, in the trajectory `t` if no other is named."""
 
-    async def call(name: str, trajectory: str = "t", **arguments: Any) -> ToolResult:
+    async def call(name: str, trajectory: str = "t", **arguments: object) -> ToolResult:
         async with asyncio.timeout(60 * SLOWNESS):
             return await executor.execute(trajectory, ToolCall(name=name, arguments=arguments))
 
@@ -49,7 +48,7 @@ async def require(use: Use, *programs: str) -> None:
             pytest.skip(f"the slots of this backend have no {program}")
 
 
-async def until_shown(use: Use, wanted: str, **arguments: Any) -> ToolResult:
+async def until_shown(use: Use, wanted: str, **arguments: object) -> ToolResult:
     """Repeat a call until its output holds `wanted`."""
     async with asyncio.timeout(30 * SLOWNESS):
         while wanted not in (result := await use(**arguments)).output:  # noqa: ASYNC110
@@ -439,7 +438,7 @@ async def test_random_calls_cancellations_and_releases_leave_every_slot_free(poo
     await until(lambda: not pool.stats().leased, "the return of every slot")
 
 
-WILD: list[Any] = [None, 0, -1, 1e308, float("nan"), "", " ", "a" * 1000, "\x00", "\ud800", "../../../etc/passwd", "/proc/1/mem",
+WILD: list[object] = [None, 0, -1, 1e308, float("nan"), "", " ", "a" * 1000, "\x00", "\ud800", "../../../etc/passwd", "/proc/1/mem",
         "/dev/full", [], {}, [1], {"a": 1}, True, "*", "[", "(a+)+$", "-rf", "$(id)", "'; id; '", "\n", "😀", "/" * 5000,
         "proc-1", ["C-c", "Enter"], 10**20, "1e400", ".", "/proc", "--- a/x\n+++ b/x\n@@ -1 +1 @@\n-a\n+b\n"]  # fmt: skip
 

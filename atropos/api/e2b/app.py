@@ -7,18 +7,19 @@ import base64
 import binascii
 import urllib.parse
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from typing import cast
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from atropos.api.e2b import connect, files, messages, processes, watching
 from atropos.api.e2b.connect import Json, RpcError
 from atropos.api.e2b.sandbox import ENVD_VERSION, Sandbox
 from atropos.api.e2b.sandboxes import NoCapacity, Sandboxes
-from atropos.api.http import Asgi, Receive, Scope, Send
 from atropos.errors import ConfigError, ImageUnavailable, NotSupported, SandboxError
 from atropos.net.admission import BearerToken
 
@@ -28,21 +29,22 @@ MAX_API_BYTES = 1 << 20
 MAX_UPLOAD_BYTES = 8 << 30
 """Longest body of an upload, on its way into a sandbox in pieces."""
 PING_S = 30.0
-"""Pause between signs of life in a silent stream, where the client names none."""
+"""Interval of keep-alive messages in a silent stream, if the client names none."""
 PAGE = 100
+"""Most sandboxes in one answer of a list."""
 _NO_TOKEN = "send this server's token as the API key (E2B_API_KEY)"
 
 FindSandboxes = Callable[[], Sandboxes]
 
 
-def create_e2b_app(sandboxes: FindSandboxes, token: str) -> Asgi:
+def create_e2b_app(sandboxes: FindSandboxes, token: str) -> ASGIApp:
     """The E2B API as an ASGI app that answers nothing without the token.
 
     Args:
         sandboxes: gives the running server's.
         token: the server's.
     """
-    app = Starlette(routes=[*_api(sandboxes), *_daemon(sandboxes)])
+    app = Starlette(routes=[*_RestApi(sandboxes).routes(), *_daemon(sandboxes)])
     app.add_exception_handler(HTTPException, _unknown)
     return _Gate(app, token)
 
@@ -50,7 +52,7 @@ def create_e2b_app(sandboxes: FindSandboxes, token: str) -> Asgi:
 class _Gate:
     """401 without the token."""
 
-    def __init__(self, app: Asgi, token: str) -> None:
+    def __init__(self, app: ASGIApp, token: str) -> None:
         self._app = app
         self._token = BearerToken(token)
 
@@ -78,17 +80,37 @@ async def _unknown(request: Request, error: Exception) -> Response:
 # --------------------------------------------------------------------------------------------------------- REST API
 
 
-def _api(sandboxes: FindSandboxes) -> list[Route]:
-    def one(request: Request) -> Sandbox:
+class _RestApi:
+    """Handlers of the REST API."""
+
+    def __init__(self, sandboxes: FindSandboxes) -> None:
+        self._sandboxes = sandboxes
+
+    def routes(self) -> list[Route]:
+        """Every route, in each version of the API that has it."""
+        return [
+            Route(f"{version}{path}", _answered(handler), methods=[method])
+            for method, path, handler, versions in (
+                ("POST", "/sandboxes", self._create, ("", "/v2")),
+                ("GET", "/sandboxes", self._list, ("", "/v2")),
+                ("GET", "/sandboxes/{sandbox_id}", self._info, ("",)),
+                ("DELETE", "/sandboxes/{sandbox_id}", self._kill, ("",)),
+                ("POST", "/sandboxes/{sandbox_id}/timeout", self._timeout, ("",)),
+                ("POST", "/sandboxes/{sandbox_id}/connect", self._connect, ("", "/v2")),
+            )
+            for version in versions
+        ]
+
+    def _named(self, request: Request) -> Sandbox:
         sandbox_id = request.path_params["sandbox_id"]
-        sandbox = sandboxes().find(sandbox_id)
+        sandbox = self._sandboxes().find(sandbox_id)
         if sandbox is None:
             raise RpcError("not_found", f"sandbox {sandbox_id[:100]!r} was not found")
         return sandbox
 
-    async def create(request: Request) -> Response:
+    async def _create(self, request: Request) -> Response:
         wanted = messages.parse(messages.NewSandbox, await connect.body_of(request, MAX_API_BYTES))
-        sandbox = await sandboxes().create(
+        sandbox = await self._sandboxes().create(
             wanted.template_id,
             timeout_s=wanted.timeout,
             metadata=wanted.metadata,
@@ -97,40 +119,28 @@ def _api(sandboxes: FindSandboxes) -> list[Route]:
         )
         return JSONResponse(_opened(request, sandbox), 201)
 
-    async def resume(request: Request) -> Response:
-        sandbox = one(request)
+    async def _connect(self, request: Request) -> Response:
+        sandbox = self._named(request)
         wanted = messages.parse(messages.NewTimeout, await connect.body_of(request, MAX_API_BYTES))
         if wanted.timeout is not None:
-            sandboxes().set_timeout(sandbox, wanted.timeout, later=True)
+            self._sandboxes().set_timeout(sandbox, wanted.timeout, later=True)
         return JSONResponse(_opened(request, sandbox))
 
-    async def every(request: Request) -> Response:
-        return _page(request, [sandbox.info(sandboxes().limits) for sandbox in sandboxes().list()])
+    async def _list(self, request: Request) -> Response:
+        sandboxes = self._sandboxes()
+        return _page(request, [sandbox.info(sandboxes.limits) for sandbox in sandboxes.list()])
 
-    async def info(request: Request) -> Response:
-        return JSONResponse(one(request).info(sandboxes().limits))
+    async def _info(self, request: Request) -> Response:
+        return JSONResponse(self._named(request).info(self._sandboxes().limits))
 
-    async def kill(request: Request) -> Response:
-        one(request)
-        await sandboxes().kill(request.path_params["sandbox_id"])
+    async def _kill(self, request: Request) -> Response:
+        await self._sandboxes().kill(self._named(request).id)
         return Response(status_code=204)
 
-    async def timeout(request: Request) -> Response:
+    async def _timeout(self, request: Request) -> Response:
         wanted = messages.parse(messages.NewTimeout, await connect.body_of(request, MAX_API_BYTES))
-        sandboxes().set_timeout(one(request), wanted.timeout or 0)
+        self._sandboxes().set_timeout(self._named(request), wanted.timeout or 0)
         return Response(status_code=204)
-
-    return [
-        *(Route(path, _answered(create), methods=["POST"]) for path in ("/sandboxes", "/v2/sandboxes")),
-        *(Route(path, _answered(every), methods=["GET"]) for path in ("/sandboxes", "/v2/sandboxes")),
-        Route("/sandboxes/{sandbox_id}", _answered(info), methods=["GET"]),
-        Route("/sandboxes/{sandbox_id}", _answered(kill), methods=["DELETE"]),
-        Route("/sandboxes/{sandbox_id}/timeout", _answered(timeout), methods=["POST"]),
-        *(
-            Route(f"{version}/sandboxes/{{sandbox_id}}/connect", _answered(resume), methods=["POST"])
-            for version in ("", "/v2")
-        ),
-    ]
 
 
 def _answered(handler: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
@@ -169,7 +179,7 @@ def _page(request: Request, infos: list[Json]) -> Response:
     }
     if query.get("state") and "running" not in ",".join(query.getlist("state")).split(","):
         infos = []
-    infos = [info for info in infos if wanted.items() <= info["metadata"].items()]
+    infos = [info for info in infos if wanted.items() <= cast("dict[str, str]", info["metadata"]).items()]
     infos = [info for info in infos if query.get("template") in {None, info["templateID"]}]
     if query.get("order") != "asc":
         infos.reverse()
@@ -188,7 +198,7 @@ def _daemon(sandboxes: FindSandboxes) -> list[Route]:
         async def answered(request: Request) -> Response:
             sandbox_id = request.headers.get("e2b-sandbox-id", "")
             sandbox = sandboxes().find(sandbox_id)
-            if sandbox is None:  # in these words the SDK knows that the sandbox is gone
+            if sandbox is None:  # the SDK recognizes a sandbox that is gone by this text
                 return _problem(502, f"The sandbox {sandbox_id[:100]} was not found")
             return await handler(request, sandbox)
 

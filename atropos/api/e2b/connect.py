@@ -8,18 +8,18 @@ import errno
 import json
 import struct
 from collections.abc import AsyncGenerator, Awaitable, Callable
-from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from atropos.errors import AcquireTimeout, ConfigError, NotSupported, SandboxError
 
-Json = dict[str, Any]
+Json = dict[str, object]
+"""A JSON object, as the protocol's messages are."""
 MAX_MESSAGE_BYTES = 16 * 1024 * 1024
 """Longest message of a request."""
 UNARY_S = 60.0
-"""Longest that a call with one answer runs when the client sets no deadline."""
+"""Timeout of a call with one answer."""
 _HEAD = struct.Struct(">BI")
 _END = 2
 _STATUS = {
@@ -47,7 +47,7 @@ _OF_ERRNO = {
 
 
 class RpcError(Exception):
-    """An answer that is no result: a code of the protocol, and a message."""
+    """An error answer: a code of the protocol, and a message."""
 
     def __init__(self, code: str, message: str) -> None:
         super().__init__(message)
@@ -61,7 +61,7 @@ class RpcError(Exception):
 
 
 def rpc_error(error: Exception) -> RpcError:
-    """What a failure is called on the wire; the infrastructure's is `unavailable`, never a result.
+    """The protocol's error for a failure; one of the infrastructure is `unavailable`, never a result.
 
     Raises:
         Exception: the error itself, where it is a bug.
@@ -70,7 +70,7 @@ def rpc_error(error: Exception) -> RpcError:
         case RpcError():
             return error
         case TimeoutError() if not error.errno:
-            return RpcError("deadline_exceeded", "the call's time is over")
+            return RpcError("deadline_exceeded", "the call's deadline has passed")
         case OSError():
             return RpcError(_OF_ERRNO.get(error.errno or 0, "internal"), str(error))
         case AcquireTimeout():
@@ -84,7 +84,7 @@ def rpc_error(error: Exception) -> RpcError:
 
 
 def deadline_s(request: Request) -> float | None:
-    """Seconds that the client gives a call; None: it sets no deadline."""
+    """The client's deadline in seconds; None: it sets none."""
     given = request.headers.get("connect-timeout-ms", "")
     return int(given) / 1000 if given.isdecimal() and len(given) <= 10 else None
 
@@ -147,7 +147,7 @@ async def first_message(request: Request) -> bytes:
 
 def failed(error: Exception) -> Response:
     """Answer a call that would be answered with a stream."""
-    end = {"error": rpc_error(error).body}
+    end: Json = {"error": rpc_error(error).body}
     return Response(_enveloped(end, _END), media_type="application/connect+json")
 
 

@@ -6,7 +6,6 @@ import posixpath
 import zlib
 from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator
 from datetime import UTC, datetime
-from typing import Any
 
 from python_multipart import MultipartParser
 from python_multipart.multipart import parse_options_header
@@ -18,7 +17,7 @@ from atropos.api.e2b.sandbox import Sandbox
 from atropos.slots.results import file_error
 
 PIECE_BYTES = 1 << 20
-"""Files travel in pieces of this size, up and down."""
+"""Size of the pieces in which files are sent, both ways."""
 _FORMAT = r"%i\t%y\t%Y\t%m\t%s\t%u\t%g\t%T@\t%l\t%p\0"
 _TYPES = {"f": "FILE_TYPE_FILE", "d": "FILE_TYPE_DIRECTORY", "l": "FILE_TYPE_SYMLINK"}
 _EXISTS = 17
@@ -135,7 +134,7 @@ async def move(sandbox: Sandbox, message: messages.Move, user: str | None) -> Js
 
 
 async def remove(sandbox: Sandbox, message: messages.AtPath, user: str | None) -> Json:
-    """`Remove`; of what isn't there, too."""
+    """`Remove`; a missing path is no error."""
     result = await sandbox.slot.exec(["rm", "-rf", "--", path_of(sandbox, message.path)], user=user)
     _check(result.ok, result.output)
     return {}
@@ -237,7 +236,7 @@ class _Parts:
         self._body = body
         self._read: list[str | bytes | None] = []
         self._header, self._value, self._name = bytearray(), bytearray(), ""
-        callbacks: Any = {
+        callbacks = {
             "on_header_field": self._header_field,
             "on_header_value": self._header_value,
             "on_header_end": self._header_end,
@@ -245,7 +244,7 @@ class _Parts:
             "on_part_data": self._part_data,
             "on_part_end": lambda: self._read.append(None),
         }
-        self._parser = MultipartParser(boundary, callbacks)
+        self._parser = MultipartParser(boundary, callbacks)  # pyright: ignore[reportArgumentType] (a TypedDict)
 
     def _header_field(self, data: bytes, start: int, end: int) -> None:
         self._header += data[start:end]

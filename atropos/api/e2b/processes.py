@@ -17,10 +17,10 @@ from atropos.slots.processes import Process
 
 _log = logging.getLogger(__name__)
 BUFFER_BYTES = 1 << 20
-"""Output of each stream that is kept for a client that reads slowly."""
+"""Output of each stream that is buffered for a slow client."""
 PIECE_BYTES = 256 * 1024
 QUEUE = 4
-"""Pieces of output on their way to a client."""
+"""Most pieces of output queued for a client."""
 WAIT_S = 20.0
 """Longest wait of one read of output."""
 _END_GRACE_S = 5.0
@@ -50,12 +50,12 @@ async def _selected(sandbox: Sandbox, selector: messages.Selector) -> Command:
 async def start(
     sandbox: Sandbox, message: messages.Start, *, user: str | None, deadline_s: float | None, ping_s: float
 ) -> AsyncGenerator[Json]:
-    """`Start`: the process's events. It goes on when the client goes away, and is killed at its deadline."""
+    """`Start`: the process's events. It continues when the client disconnects, and is killed at its deadline."""
     command = await _started(sandbox, message, user)
     process = command.process
     sandbox.commands[process.pid] = command
     killing = None
-    if deadline_s is not None:  # also when the client is gone by then
+    if deadline_s is not None:  # even if the client has disconnected by then
         killing = asyncio.get_running_loop().create_task(_kill_after(process, deadline_s))
         sandbox.tasks.add(killing)
         killing.add_done_callback(sandbox.tasks.discard)
@@ -113,7 +113,7 @@ async def connect(
 async def _followed(
     sandbox: Sandbox, process: Process, command: Command, deadline_s: float | None, ping_s: float
 ) -> AsyncGenerator[Json]:
-    """`follow`, and whoever is the last to go leaves a task that discards what the process still prints."""
+    """`follow`; the last follower leaves a task that discards further output."""
     if command.draining is not None:
         command.draining.cancel()
         command.draining = None

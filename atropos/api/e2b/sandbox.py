@@ -15,7 +15,7 @@ from atropos.slots.processes import Process
 from atropos.slots.slot import Slot
 
 ENVD_VERSION = "0.6.0"
-"""The latest version of E2B's daemon whose calls are all answered: later ones keep metadata of files."""
+"""The latest version of E2B's daemon that is supported in full: later ones store metadata of files."""
 Listing = dict[str, tuple[int, str, int, int, float]]
 """By path: inode, kind, mode, size, time of the last change."""
 
@@ -26,7 +26,7 @@ class Command:
 
     Attributes:
         followers: streams that read its output.
-        draining: reads and discards it while there are none, so that the process goes on.
+        draining: reads and discards the output while there are none, so that the process doesn't block.
     """
 
     process: Process
@@ -47,7 +47,7 @@ class Command:
 
 @dataclass(eq=False)
 class Watcher:
-    """What a folder held when it was last looked at; None: it wasn't yet."""
+    """A watched folder with its last listing; None: not listed yet."""
 
     path: str
     depth: int

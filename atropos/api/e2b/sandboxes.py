@@ -1,4 +1,4 @@
-"""Sandboxes: leases with an end, which clients move."""
+"""Sandboxes: leases with an expiry, which clients may change."""
 
 from __future__ import annotations
 
@@ -8,13 +8,16 @@ import re
 import secrets
 import time
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING
 
 from atropos.api.e2b.sandbox import Sandbox
 from atropos.api.executor.models import ExecutorServerSettings
 from atropos.config import SlotLimits
 from atropos.errors import ConfigError
 from atropos.slots.profile import Profile
+
+if TYPE_CHECKING:
+    from atropos.slots import SlotPool
 
 _log = logging.getLogger(__name__)
 HOME = "/home/user"
@@ -25,14 +28,14 @@ _NO_IMAGE = re.compile(r"^(oci|oci-archive|docker-archive|docker-daemon|dir|atro
 
 
 class NoCapacity(Exception):
-    """The server ends, or has as many sandboxes as it may."""
+    """The server is shutting down, or has as many sandboxes as it may."""
 
 
 class Sandboxes:
     """All sandboxes of a server. Each ends by `kill`, at its end, or with its slot."""
 
-    def __init__(self, executor: Any, settings: ExecutorServerSettings) -> None:
-        self._executor = executor
+    def __init__(self, pool: SlotPool, settings: ExecutorServerSettings) -> None:
+        self._pool = pool
         self._settings = settings
         self._open: dict[str, Sandbox] = {}
         self._starting = 0
@@ -45,14 +48,14 @@ class Sandboxes:
     @property
     def limits(self) -> SlotLimits:
         """What each of them has."""
-        return self._executor.pool.config.limits
+        return self._pool.config.limits
 
     def list(self) -> list[Sandbox]:
         """All that run, oldest first."""
         return [one for one in list(self._open.values()) if self.find(one.id) is not None]
 
     def find(self, sandbox_id: str) -> Sandbox | None:
-        """One that runs; None: it ended, its slot is gone, or it never was."""
+        """A running sandbox; None: it ended, lost its slot, or never existed."""
         found = self._open.get(sandbox_id)
         if found is not None and (found.slot.lost is not None or found.end <= time.time()):
             self._moved.set()
@@ -73,24 +76,25 @@ class Sandboxes:
         Args:
             template: `base`, one of the pool's `bases`, or an image's reference.
             timeout_s: seconds until it ends; None: the server's `ttl_s`.
-            metadata: what clients find it by.
+            metadata: labels, by which clients filter.
             env: variables of all of its commands.
-            network: whether it has a way out; None: as the pool.
+            network: whether it has egress; None: as the pool's setting.
 
         Raises:
             NoCapacity: the server has no room for it.
-            ConfigError: the timeout or the template is none.
+            ConfigError: the timeout or the template is invalid.
             SandboxError: no slot came free, or the image can't be had.
         """
         timeout_s = self._allowed(self._settings.ttl_s if timeout_s is None else timeout_s)
         if self.draining or len(self._open) + self._starting >= self._settings.max_trajectories:
-            raise NoCapacity("the server is ending" if self.draining else f"{len(self._open)} sandboxes run")
+            raise NoCapacity("the server is shutting down" if self.draining else f"{len(self._open)} sandboxes run")
         sandbox_id = f"i{secrets.token_hex(10)}"
         self._starting += 1
         try:
-            pool = self._executor.pool
-            source = self._source(template, pool.config.bases)
-            slot = await pool.acquire(sandbox_id, network=network, timeout_s=self._settings.acquire_s, **source)
+            base, image = self._source(template, self._pool.config.bases)
+            slot = await self._pool.acquire(
+                sandbox_id, base=base, image=image, network=network, timeout_s=self._settings.acquire_s
+            )
             try:
                 await slot.exec(["mkdir", "-p", HOME])
             except BaseException:
@@ -100,7 +104,7 @@ class Sandboxes:
             self._starting -= 1
         if self.draining:
             await slot.release()
-            raise NoCapacity("the server is ending")
+            raise NoCapacity("the server is shutting down")
         slot.profile = Profile(
             workdir=HOME, env={"HOME": HOME, "E2B_SANDBOX": "true", "E2B_SANDBOX_ID": sandbox_id, **env}
         )
@@ -109,14 +113,15 @@ class Sandboxes:
         return made
 
     @staticmethod
-    def _source(template: str, bases: Mapping[str, Any]) -> dict[str, str]:
+    def _source(template: str, bases: Mapping[str, object]) -> tuple[str | None, str | None]:
+        """The base and the image that a template stands for."""
         if template == "base":
-            return {}
+            return None, None
         if template in bases:
-            return {"base": template}
+            return template, None
         if _NO_IMAGE.match(template):
             raise ConfigError(f"template {template!r}: name `base`, a base of the pool, or an image of a registry")
-        return {"image": template}
+        return None, template
 
     @staticmethod
     def _allowed(timeout_s: float) -> float:

@@ -1,4 +1,4 @@
-"""Watching a folder of a sandbox: two listings are compared, so that it works in every image and leaves no process."""
+"""Watching a folder of a sandbox by comparing listings: works in every image, and leaves no process behind."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ INTERVAL_S = 0.25
 
 
 def changes(before: Listing, after: Listing) -> list[tuple[str, str]]:
-    """What happened between two listings, as names of events and paths."""
+    """The events between two listings, each with its path."""
     gone = {before[path][:2]: path for path in before.keys() - after.keys()}
     events: list[tuple[str, str]] = []
     for path in sorted(after.keys() - before.keys()):
@@ -46,7 +46,7 @@ def _watcher(sandbox: Sandbox, message: messages.Watch, user: str | None) -> Wat
 
 
 async def _look(sandbox: Sandbox, watcher: Watcher) -> list[Json]:
-    """What happened since the last look; at the first one, nothing.
+    """The events since the last listing; none at the first.
 
     Raises:
         RpcError: the folder isn't there.

@@ -1,11 +1,12 @@
-"""Images over the executor API: prepared in the pool's containers, with how far that is."""
+"""Images over the executor API: prepared in the pool's containers, with progress."""
 
 from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Protocol
 
 from atropos.api.http import Refusal
 from atropos.errors import ConfigError, SandboxError
@@ -17,10 +18,10 @@ MAX_STATES = 1000
 
 
 def checked_source(image: str) -> str:
-    """An image that clients may name: of a registry, or one that was built.
+    """Check that clients may name an image: one of a registry, or one that was built.
 
     Raises:
-        Refusal: 422, it names none, or files of this machine.
+        Refusal: 422, it is no reference, or names files of this machine.
     """
     try:
         source = ImageSource.parse(image)
@@ -31,6 +32,16 @@ def checked_source(image: str) -> str:
     return image
 
 
+class ImagePool(Protocol):
+    """The part of `SlotPool` that prepares images."""
+
+    async def prepare(
+        self, image: str, *, progress: Callable[[str, ImageState], None] | None = None
+    ) -> ImageInfo | None:
+        """Have an image ready in every container; None: no container is up."""
+        ...
+
+
 @dataclass
 class _Preparation:
     at: ImageState
@@ -38,11 +49,11 @@ class _Preparation:
 
     @property
     def again(self) -> bool:
-        """Whether it came to nothing: it failed, or no container was up."""
+        """Whether it failed or no container was up, so that the next request tries again."""
         return self.task.done() and (self.task.exception() is not None or self.task.result() is None)
 
     def state(self) -> ImageState:
-        """How far it is."""
+        """The progress."""
         if not self.task.done():
             return self.at
         error = self.task.exception()
@@ -55,16 +66,16 @@ class _Preparation:
 
 
 class PreparedImages:
-    """What clients had prepared. `pool`: the executor's."""
+    """The images that clients asked for. `pool`: the executor's."""
 
-    def __init__(self, pool: Any) -> None:
+    def __init__(self, pool: ImagePool) -> None:
         self._pool = pool
         self._all: OrderedDict[str, _Preparation] = OrderedDict()
 
     async def prepare(self, image: str, wait_s: float) -> ImageState:
-        """Have an image prepared, unless that is done or under way, and say how far it is after at most `wait_s`.
+        """Prepare an image, unless that is done or under way, and return the progress after at most `wait_s`.
 
-        Asking again after a failure tries again.
+        A request after a failure tries again.
 
         Raises:
             Refusal: 422, no such image may be named; 429, too many are under way.
@@ -83,7 +94,7 @@ class PreparedImages:
             raise Refusal(429, "full", f"{MAX_STATES} images are being prepared", retry_after_s=5)
 
         def report(_: str, state: ImageState) -> None:
-            if state.phase not in {"ready", "failed"}:  # of one container of several
+            if state.phase not in {"ready", "failed"}:  # ready and failed are of one container, not of the pool
                 made.at = state.model_copy(update={"source": image})
 
         task = asyncio.create_task(self._pool.prepare(image, progress=report))
@@ -91,7 +102,7 @@ class PreparedImages:
         return made
 
     async def aclose(self) -> None:
-        """Stop waiting for what is under way."""
+        """Cancel what is under way."""
         tasks = [one.task for one in self._all.values()]
         for task in tasks:
             task.cancel()

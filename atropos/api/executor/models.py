@@ -1,10 +1,10 @@
-"""What travels between an agent in another process and the executor API."""
+"""Settings, requests and answers of the executor API."""
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
-from pydantic import Field, SecretStr
+from pydantic import Field, JsonValue, SecretStr
 
 from atropos.api.settings import SettingsModel
 from atropos.slots.config import SlotPoolConfig
@@ -77,7 +77,7 @@ class CallBody(Request):
     """`POST /trajectories/{id}/calls`. `id` is the idempotency key, as is the header `Idempotency-Key`."""
 
     name: str = Field(min_length=1, max_length=200)
-    arguments: dict[str, Any] | str = Field(default_factory=dict)
+    arguments: dict[str, JsonValue] | str = Field(default_factory=dict)
     id: str | None = Field(default=None, min_length=1, max_length=200, pattern=_ID)
 
 
@@ -93,7 +93,7 @@ class CallAnswer(ApiMessage):
 class ToolSchemas(ApiMessage):
     """`GET /tools`: what goes into a model's `tools`."""
 
-    tools: tuple[dict[str, Any], ...]
+    tools: tuple[dict[str, JsonValue], ...]
 
 
 class ExecutorHealth(ApiMessage):

@@ -1,4 +1,4 @@
-"""Trajectories of clients in other processes: opened, called, renewed, and ended when nobody comes back."""
+"""Trajectories of clients in other processes: open, call, renew, end; abandoned ones end after their TTL."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import time
 import uuid
 from collections import OrderedDict
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
-from atropos.api.executor.images import checked_source
+from atropos.api.executor.images import ImagePool, checked_source
 from atropos.api.executor.models import CallBody, ExecutorServerSettings, OpenTrajectory, TrajectoryInfo
 from atropos.api.http import Refusal
 from atropos.errors import (
@@ -44,18 +44,13 @@ def refusal_of(error: SandboxError) -> Refusal:
 
 
 class Executor(Protocol):
-    """What this needs of a `ToolExecutor`."""
+    """The part of `ToolExecutor` that is used here."""
 
     async def execute(self, trajectory_id: str, call: ToolCall) -> ToolResult:
         """Run a call."""
         ...
 
-    @property
-    def pool(self) -> Any:
-        """Where slots come from."""
-        ...
-
-    async def slot(self, trajectory_id: str, *, image: str | None = None) -> Any:
+    async def slot(self, trajectory_id: str, *, image: str | None = None) -> object:
         """Lease the slot."""
         ...
 
@@ -68,18 +63,18 @@ class Executor(Protocol):
 class OpenCall:
     """A call under its idempotency key."""
 
-    body: tuple[str, Any]
+    body: tuple[str, object]
     task: asyncio.Task[ToolResult]
 
 
 @dataclass(eq=False)
 class Trajectory:
-    """One open trajectory. `key` is what the executor knows it by: unique even when a client's id comes again."""
+    """One open trajectory. `key` is its id in the executor, unique even when a client reuses an id."""
 
     id: str
     key: str
     ttl_s: float
-    opening: asyncio.Task[Any]
+    opening: asyncio.Task[None]
     image: str | None = None
     touched: float = field(default_factory=time.monotonic)
     calls: OrderedDict[str, OpenCall] = field(default_factory=OrderedDict[str, OpenCall])
@@ -106,10 +101,11 @@ class Trajectory:
 
 
 class Trajectories:
-    """All of them. Every lease ends with its trajectory, and every trajectory with its TTL at the latest."""
+    """All open trajectories. A lease ends with its trajectory, and a trajectory at the latest with its TTL."""
 
-    def __init__(self, executor: Executor, settings: ExecutorServerSettings) -> None:
+    def __init__(self, executor: Executor, pool: ImagePool, settings: ExecutorServerSettings) -> None:
         self._executor = executor
+        self._pool = pool
         self._settings = settings
         self._open: dict[str, Trajectory] = {}
         self._releases: set[asyncio.Task[None]] = set()
@@ -133,7 +129,9 @@ class Trajectories:
         """
         found = self._open.get(trajectory_id)
         if found is None:
-            raise Refusal(404, "not_found", f"there is no trajectory {trajectory_id[:200]!r}; it ended or never was")
+            raise Refusal(
+                404, "not_found", f"there is no trajectory {trajectory_id[:200]!r}; it has ended, or never existed"
+            )
         found.touched = time.monotonic()
         return found
 
@@ -144,13 +142,13 @@ class Trajectories:
             The trajectory, and whether it is new.
 
         Raises:
-            Refusal: 429, no slot came free in time; 503, the server ends or its backend fails; 404, the image can't be had;
-                422, it may not be named; 409, the trajectory is open on another one.
+            Refusal: 429, no slot came free in time; 503, the server is shutting down or its backend failed; 404, the image
+                is unavailable; 422, it may not be named; 409, the trajectory is open on another image.
         """
         known = self._open.get(wanted.trajectory_id or "")
         if known is None:
             if self.draining:
-                raise Refusal(503, "draining", "the server is ending; ask another", retry_after_s=5)
+                raise Refusal(503, "draining", "the server is shutting down; ask another", retry_after_s=5)
             if len(self._open) >= self._settings.max_trajectories:
                 raise Refusal(429, "full", f"{len(self._open)} trajectories are open", retry_after_s=2)
         elif known.image != wanted.image:
@@ -183,7 +181,7 @@ class Trajectories:
         made = Trajectory(trajectory_id, key, wanted.ttl_s or self._settings.ttl_s, opening, image)
         self._open[trajectory_id] = made
 
-        def opened(task: asyncio.Task[Any]) -> None:
+        def opened(task: asyncio.Task[None]) -> None:
             if (task.cancelled() or task.exception() is not None) and self._open.get(trajectory_id) is made:
                 del self._open[trajectory_id]
                 self._release(made)
@@ -196,7 +194,7 @@ class Trajectories:
             async with asyncio.timeout(self._settings.acquire_s):
                 await self._executor.slot(key)
             return
-        await self._executor.pool.prepare(image)  # by its own deadline, before the wait for a slot
+        await self._pool.prepare(image)  # has its own timeout, before that of the slot
         async with asyncio.timeout(self._settings.acquire_s):
             await self._executor.slot(key, image=image)
 
@@ -220,7 +218,7 @@ class Trajectories:
         if trajectory.broken is not None:
             raise refusal_of(trajectory.broken)
         if self.draining:
-            raise Refusal(503, "draining", "the server is ending", retry_after_s=5)
+            raise Refusal(503, "draining", "the server is shutting down", retry_after_s=5)
         if trajectory.running >= self._settings.max_pending:
             raise Refusal(429, "busy", f"{trajectory.running} calls of this trajectory wait", retry_after_s=1)
         task = asyncio.create_task(self._run(trajectory, ToolCall(name=body.name, arguments=body.arguments)))
@@ -248,7 +246,7 @@ class Trajectories:
                 surplus -= 1
 
     async def result(self, call: OpenCall) -> ToolResult:
-        """Wait for a call. Cancelling this leaves the call alone.
+        """Wait for a call. Cancelling the wait does not cancel the call.
 
         Raises:
             Refusal: the infrastructure failed, or the trajectory was ended.
@@ -293,19 +291,19 @@ class Trajectories:
             call.task.cancel()
 
     async def reap(self) -> None:
-        """End what nobody called or renewed within its TTL. Runs until cancelled."""
+        """End trajectories that were neither called nor renewed within their TTL. Runs until cancelled."""
         while True:
             shortest = min((one.ttl_s for one in self._open.values()), default=self._settings.ttl_s)
             await asyncio.sleep(min(5.0, shortest / 4))
             now = time.monotonic()
             for trajectory in list(self._open.values()):
                 if not trajectory.running and trajectory.opening.done() and trajectory.touched + trajectory.ttl_s < now:
-                    _log.info("trajectory %s ends: nobody called it for %g s", trajectory.id, trajectory.ttl_s)
+                    _log.info("trajectory %s ends: no call for %g s", trajectory.id, trajectory.ttl_s)
                     self._open.pop(trajectory.id, None)
                     self._release(trajectory)
 
     async def drain(self, timeout_s: float) -> None:
-        """Take nothing new, and give what runs some time."""
+        """Refuse new trajectories and calls, and wait for running calls, up to the timeout."""
         self.draining = True
         running = [call.task for one in self._open.values() for call in one.calls.values() if not call.task.done()]
         if running:

@@ -1,4 +1,4 @@
-"""The external tools that a ToolServer offers, and what they share: put together from the settings."""
+"""The external tools of a ToolServer, built from its settings."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import importlib
 import importlib.util
 import logging
 from collections.abc import AsyncGenerator, Iterable
-from typing import Any, cast
+from typing import cast
 
 from atropos.api.external.browser import BrowserHost, browser_available
 from atropos.api.external.browser_tools import browser_tools
@@ -25,7 +25,7 @@ _log = logging.getLogger(__name__)
 
 @contextlib.asynccontextmanager
 async def external_services(settings: ToolServerSettings) -> AsyncGenerator[list[Tool], None]:
-    """The tools, alive until the context ends.
+    """The tools, open until the context ends.
 
     Raises:
         ConfigError: a setting is wrong, or a tool that was asked for by name can't be offered.
@@ -63,7 +63,7 @@ async def external_services(settings: ToolServerSettings) -> AsyncGenerator[list
 
 
 def _chosen(tools: list[Tool], settings: ToolServerSettings, missing: dict[str, str]) -> list[Tool]:
-    """Those that `only` names; what can't be offered is an error when it was named, else a line in the log."""
+    """The tools that `only` names. One that can't be offered is an error if it is named, else a line in the log."""
     only = settings.only
     if only is None:
         for name, reason in missing.items():
@@ -90,7 +90,7 @@ def own_tools(names: Iterable[str]) -> list[Tool]:
         if not colon:
             raise ConfigError(f"tools: {name!r}: write module:attribute")
         try:
-            value: Any = getattr(importlib.import_module(module), attribute)
+            value: object = getattr(importlib.import_module(module), attribute)
         except (ImportError, AttributeError) as error:
             raise ConfigError(f"tools: {name!r} can't be imported: {error}") from None
         if callable(value) and not isinstance(value, Tool):

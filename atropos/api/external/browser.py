@@ -9,7 +9,7 @@ import logging
 import os
 import shutil
 from collections import deque
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, cast
 
 from atropos.api.external.guard import Guard
 from atropos.api.external.proxy import GuardedProxy
@@ -25,12 +25,12 @@ _log = logging.getLogger(__name__)
 _LAUNCH_S = 60.0
 _CLOSE_S = 5.0
 _CONTEXT_S = 30.0
-"""Longest that a browser which works takes for a new context; one that takes longer hangs, and is started again."""
+"""Timeout of a new context; a browser that takes longer hangs, and is restarted."""
 _PROBE_S = 5.0
 _ANSWER_MS = 5000
-"""Longest that a page may take to be shown; a frame that Chromium refused to load never answers, and is left empty."""
+"""Timeout of Playwright's calls; a frame that Chromium refused to load never answers, and stays empty."""
 PAGE_CRASHED = "the page crashed; open an address again with browser_navigate"
-PAGE_HANGS = "the page does not answer any more and was closed; open an address again with browser_navigate"
+PAGE_HANGS = "the page stopped answering and was closed; open an address again with browser_navigate"
 CRASHED = "the browser crashed and was restarted; its page and logins are gone: open an address with browser_navigate"
 _ARGUMENTS = (
     "--disable-background-networking",
@@ -75,8 +75,8 @@ class Session:
     """One trajectory's browser.
 
     Attributes:
-        page: the page that the tools look at: the one opened last.
-        alive: false once the browser is gone.
+        page: the page that the tools act on: the one opened last.
+        alive: whether its browser runs.
     """
 
     def __init__(self, owner: BrowserHost, context: BrowserContext, page: Page) -> None:
@@ -92,11 +92,11 @@ class Session:
         self._watch(page)
 
     def note(self, text: str) -> None:
-        """Keep something that happened by itself, for the next answer."""
+        """Add a note on a page event to the next answer."""
         self._notes.append(text)
 
     def take_notes(self) -> list[str]:
-        """What happened by itself since the last answer."""
+        """The notes since the last answer."""
         notes = list(self._notes)
         self._notes.clear()
         return notes
@@ -149,7 +149,7 @@ class Session:
                 self.note("the page closed itself; the one before it is shown")
 
     async def responds(self) -> bool:
-        """Whether the page answers; one that does not, a script running without end, is replaced by the next call."""
+        """Whether the page answers. The next call replaces one that doesn't, as with a script that never ends."""
         page = self.page
         try:
             async with asyncio.timeout(_CLOSE_S):
@@ -160,7 +160,7 @@ class Session:
         return True
 
     async def open_page(self) -> Page:
-        """The page, a new one where it was closed or has crashed."""
+        """The page; a new one if it was closed or crashed."""
         before = self.page
         if before.is_closed() or before in self._crashed:
             self.page = await self._context.new_page()
@@ -179,7 +179,7 @@ class Session:
             async with asyncio.timeout(_CLOSE_S):
                 await self._context.close()
         except Exception as error:
-            if self._owner.connected:  # a context of a browser that is gone needs no closing
+            if self._owner.connected:  # otherwise it went with its browser
                 _log.warning("a browser context did not close: %s", _line(error))
 
 
@@ -210,22 +210,22 @@ class BrowserHost:
         return len(self._sessions)
 
     def forget(self, session: Session) -> None:
-        """A session was closed."""
+        """Remove a closed session."""
         self._sessions.discard(session)
 
-    async def session(self, state: dict[str, Any], *, opening: bool) -> Session:
+    async def session(self, state: dict[str, object], *, opening: bool) -> Session:
         """The trajectory's session.
 
         Args:
             state: what is kept for the trajectory.
-            opening: a page is about to be opened, so a new session does.
+            opening: whether a new session may be started, as the call opens a page.
 
         Raises:
             ToolError: there is no page yet, or it was lost.
             ToolServerUnavailable: Chromium does not start.
             Refusal: 429, too many trajectories have a browser open.
         """
-        found: Session | None = state.get("browser")
+        found = cast("Session | None", state.get("browser"))
         if found is not None and found.alive:
             return found
         if found is not None:
@@ -313,12 +313,12 @@ class BrowserHost:
             return self._browser
 
     async def restart(self) -> None:
-        """End Chromium; it is started again when it is needed next."""
+        """Stop Chromium; the next use starts it again."""
         async with self._starting:
             await self._stop()
 
     async def probe(self) -> None:
-        """Ask Chromium for a sign of life, and end it when it gives none: pages may hang, the browser must not."""
+        """Check that Chromium answers, and stop it if it doesn't: a page may hang, the browser must not."""
         browser = self._browser
         if browser is None:
             return

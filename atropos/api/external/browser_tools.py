@@ -6,7 +6,7 @@ import asyncio
 import base64
 import contextlib
 import re
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from atropos.api.external.browser import CRASHED, PAGE_CRASHED, PAGE_HANGS, BrowserHost, Session
 from atropos.net.egress_policy import EgressRefused
@@ -24,17 +24,19 @@ from atropos.tools.tool_server.external import (
 if TYPE_CHECKING:
     from playwright.async_api import Locator, Page, Response
 
+Arguments = TypeVar("Arguments")
+
 _REF = re.compile(r"\[?(?:ref=)?((?:f\d+)?e\d+)\]?\Z")
 _ACTION_MS = 8000
 _SETTLE_MS = 3000
 _ANSWER_S = 5.0
-"""Longest for the questions that Playwright itself asks without a limit: a page whose script never ends hangs them."""
+"""Timeout of calls for which Playwright has none: a page whose script never ends would hang them."""
 _AFTER_CLICK_MS = 150
-"""Long enough for a click's navigation to begin; what takes longer is seen by the next snapshot."""
+"""Wait for a navigation to begin after a click; a later one shows in the next snapshot."""
 
 
 async def settle(page: Page) -> None:
-    """Wait until the page has loaded, but not for ever: some never finish."""
+    """Wait until the page has loaded, within bounds: some pages never finish loading."""
     from playwright.async_api import Error
 
     with contextlib.suppress(Error):
@@ -42,8 +44,8 @@ async def settle(page: Page) -> None:
         await page.wait_for_load_state("load", timeout=_SETTLE_MS)
 
 
-class BrowserTool(Tool):
-    """What all of them share."""
+class BrowserTool(Tool, Generic[Arguments]):
+    """What all of them share. `Arguments`: those of the tool."""
 
     toolsets = ("browser",)
     sandboxed = False
@@ -71,12 +73,12 @@ class BrowserTool(Tool):
                 raise ToolError(PAGE_HANGS) from None
             raise ToolError(_explain(error)) from None
 
-    async def act(self, session: Session, arguments: Any) -> ToolResult:
-        """Do it."""
+    async def act(self, session: Session, arguments: Arguments) -> ToolResult:
+        """Do what the tool is for."""
         raise NotImplementedError
 
     async def show(self, session: Session, *, full: bool = False) -> ToolResult:
-        """The page as text, with what happened by itself."""
+        """The page as text, with notes on what happened since the last answer."""
         page = await session.open_page()
         tree = await page.aria_snapshot(mode="ai")
         async with asyncio.timeout(_ANSWER_S):
@@ -90,12 +92,19 @@ class BrowserTool(Tool):
         output = f"{notes}page: {title}\naddress: {url}\n\n{tree or '(the page is empty)'}"
         return ToolResult(success=True, output=output, truncated=truncated, data={"url": url, "title": title})
 
+    async def settled(self, session: Session) -> ToolResult:
+        """The page that is open after an action, once it has loaded."""
+        await settle(await session.open_page())
+        return await self.show(session)
+
     async def element(self, page: Page, ref: str) -> Locator:
         """The element that a reference of the last snapshot stands for.
 
         Raises:
             ToolError: it is no reference, or no longer there.
         """
+        from playwright.async_api import Error
+
         match = _REF.match(ref.strip())
         if match is None:
             raise ToolError(f"{ref[:60]!r} is not a reference; take one from the snapshot, such as e12")
@@ -103,16 +112,14 @@ class BrowserTool(Tool):
         try:
             async with asyncio.timeout(_ANSWER_S):
                 there = await found.count()
-        except TimeoutError:
-            raise
-        except Exception:
+        except Error:
             there = 0
         if there != 1:
             raise ToolError(f"there is no element {match[1]} on the page now; see browser_snapshot for what there is")
         return found
 
 
-class BrowserNavigate(BrowserTool):
+class BrowserNavigate(BrowserTool[NavigateArguments]):
     """Open an address."""
 
     name = "browser_navigate"
@@ -120,7 +127,7 @@ class BrowserNavigate(BrowserTool):
     arguments = NavigateArguments
     opens = True
 
-    async def act(self, session: Session, arguments: Any) -> ToolResult:
+    async def act(self, session: Session, arguments: NavigateArguments) -> ToolResult:
         """Go there."""
         from playwright.async_api import Error
 
@@ -158,7 +165,7 @@ def _raise_if_refused(answer: Response | None) -> None:
         raise ToolError(refused)
 
 
-class BrowserSnapshot(BrowserTool):
+class BrowserSnapshot(BrowserTool[SnapshotArguments]):
     """See the page."""
 
     name = "browser_snapshot"
@@ -166,36 +173,35 @@ class BrowserSnapshot(BrowserTool):
     arguments = SnapshotArguments
     read_only = True
 
-    async def act(self, session: Session, arguments: Any) -> ToolResult:
+    async def act(self, session: Session, arguments: SnapshotArguments) -> ToolResult:
         """Show it."""
         return await self.show(session, full=arguments.full)
 
 
-class BrowserClick(BrowserTool):
+class BrowserClick(BrowserTool[ClickArguments]):
     """Click an element."""
 
     name = "browser_click"
     description = "Click an element of the page and see what came of it."
     arguments = ClickArguments
 
-    async def act(self, session: Session, arguments: Any) -> ToolResult:
+    async def act(self, session: Session, arguments: ClickArguments) -> ToolResult:
         """Click it."""
         page = await session.open_page()
         element = await self.element(page, arguments.ref)
         await element.click(timeout=_ACTION_MS)
         await page.wait_for_timeout(_AFTER_CLICK_MS)
-        await settle(await session.open_page())
-        return await self.show(session)
+        return await self.settled(session)
 
 
-class BrowserType(BrowserTool):
+class BrowserType(BrowserTool[TypeArguments]):
     """Type into a field."""
 
     name = "browser_type"
     description = "Type into a field of the page (or choose from a list) and see what came of it."
     arguments = TypeArguments
 
-    async def act(self, session: Session, arguments: Any) -> ToolResult:
+    async def act(self, session: Session, arguments: TypeArguments) -> ToolResult:
         """Fill it."""
         page = await session.open_page()
         element = await self.element(page, arguments.ref)
@@ -206,18 +212,17 @@ class BrowserType(BrowserTool):
         if arguments.submit:
             await element.press("Enter", timeout=_ACTION_MS)
             await page.wait_for_timeout(_AFTER_CLICK_MS)
-        await settle(await session.open_page())
-        return await self.show(session)
+        return await self.settled(session)
 
 
-class BrowserBack(BrowserTool):
+class BrowserBack(BrowserTool[NoArguments]):
     """Go back."""
 
     name = "browser_back"
     description = "Go back to the page before."
     arguments = NoArguments
 
-    async def act(self, session: Session, arguments: Any) -> ToolResult:
+    async def act(self, session: Session, arguments: NoArguments) -> ToolResult:
         """Go back."""
         del arguments
         page = await session.open_page()
@@ -231,7 +236,7 @@ class BrowserBack(BrowserTool):
         return await self.show(session)
 
 
-class BrowserScreenshot(BrowserTool):
+class BrowserScreenshot(BrowserTool[NoArguments]):
     """Take a picture."""
 
     name = "browser_screenshot"
@@ -239,7 +244,7 @@ class BrowserScreenshot(BrowserTool):
     arguments = NoArguments
     read_only = True
 
-    async def act(self, session: Session, arguments: Any) -> ToolResult:
+    async def act(self, session: Session, arguments: NoArguments) -> ToolResult:
         """Take it."""
         del arguments
         page = await session.open_page()

@@ -1,4 +1,4 @@
-"""`web_extract`: pages and PDF files as text, parsed by worker processes that may be killed."""
+"""`web_extract`: pages and PDF files as text, parsed in worker processes that can be killed."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import json
 import os
 import sys
 from collections.abc import Mapping
-from typing import Any
 
 import httpx
 
@@ -19,12 +18,12 @@ from atropos.tools.models import ToolResult
 from atropos.tools.tool_server.external import WebExtractArguments
 
 _PARSE_S = 20.0
-"""Longest that one page may take to be parsed; its worker is killed then."""
+"""Timeout of parsing one page; its worker is then killed."""
 _PAGE_S = 45.0
-"""Longest that one page may take to be fetched and read; the other pages of the call are then answered without it."""
+"""Timeout of fetching and reading one page; the other pages of the call are answered without it."""
 _ANSWER_BYTES = 64 * 1024 * 1024
 _JOBS = 200
-"""Pages after which a worker is replaced, so that what parsers leak stays bounded."""
+"""Pages after which a worker is replaced, which bounds leaks of the parsers."""
 
 
 class Extractor:
@@ -116,16 +115,16 @@ class WebExtract(Tool):
         self._extractor = extractor
         self._max_bytes = max_bytes
 
-    async def _one(self, url: str) -> dict[str, Any]:
+    async def _one(self, url: str) -> dict[str, object]:
         try:
             async with asyncio.timeout(_PAGE_S):
                 return await self._read(url)
         except FetchError as error:
             return {"url": url, "error": str(error)}
         except TimeoutError:
-            return {"url": url, "error": f"it was not there and read within {_PAGE_S:g} s"}
+            return {"url": url, "error": f"it was not fetched and read within {_PAGE_S:g} s"}
 
-    async def _read(self, url: str) -> dict[str, Any]:
+    async def _read(self, url: str) -> dict[str, object]:
         page = await fetch(self._client, self._guard, url, max_bytes=self._max_bytes)
         if page.truncated and page.content[:5] == b"%PDF-":
             raise FetchError(f"the PDF is longer than {self._max_bytes:,} bytes")
@@ -137,7 +136,7 @@ class WebExtract(Tool):
             found["truncated"] = True
         return found
 
-    async def run(self, arguments: Any, scope: ToolScope) -> ToolResult:
+    async def run(self, arguments: WebExtractArguments, scope: ToolScope) -> ToolResult:
         """Fetch and read all pages at once."""
         del scope
         async with asyncio.TaskGroup() as group:
@@ -146,7 +145,7 @@ class WebExtract(Tool):
         failed = [page for page in pages if "error" in page]
         output = "\n\n".join(_shown(page) for page in pages)
         if len(failed) == len(pages):
-            error = "; ".join(f"{page['url'][:300]}: {page['error']}" for page in pages)
+            error = "; ".join(f"{str(page['url'])[:300]}: {page['error']}" for page in pages)
             return ToolResult.failure(error, data={"pages": pages})
         return ToolResult(success=True, output=output, data={"pages": pages})
 

@@ -12,10 +12,11 @@ import logging
 import os
 import resource
 import sys
-from typing import Any, BinaryIO
+from collections.abc import Mapping
+from typing import BinaryIO, cast
 
 MEMORY_BYTES = 1_500_000_000
-"""Address space of the worker: a page that explodes ends the worker, not the server."""
+"""Address space of the worker: a decompression bomb ends the worker, not the server."""
 MAX_TEXT = 2_000_000
 """Longest text handed back, in characters."""
 _MAX_PDF_PAGES = 300
@@ -46,7 +47,7 @@ def html(content: bytes, charset: str | None, url: str) -> dict[str, str]:
     import trafilatura
     from trafilatura.metadata import extract_metadata
 
-    page: Any = content
+    page: str | bytes = content
     if charset:
         try:
             page = content.decode(charset, "replace")
@@ -59,16 +60,16 @@ def html(content: bytes, charset: str | None, url: str) -> dict[str, str]:
         text = trafilatura.html2txt(page)
     title = ""
     try:
-        metadata = extract_metadata(page)
+        metadata = extract_metadata(cast("str", page))  # bytes are fine, which its annotation leaves out
         title = str(metadata.title or "") if metadata else ""
     except Exception:
         title = ""
     return {"title": title, "text": text or ""}
 
 
-def extract(order: dict[str, Any], content: bytes) -> dict[str, str]:
+def extract(order: Mapping[str, str | int | None], content: bytes) -> dict[str, str]:
     """One page."""
-    kind, charset = str(order["kind"]), order.get("charset")
+    kind, charset = str(order["kind"]), cast("str | None", order.get("charset"))
     if kind == "application/pdf" or content[:5] == b"%PDF-":
         return pdf(content)
     if "html" in kind or kind in {"", "application/xml", "text/xml"} or content[:200].lstrip()[:1] == b"<":

@@ -13,7 +13,7 @@ from atropos.net.egress_policy import EgressRefused
 
 _MAX_REDIRECTS = 8
 _GZIP_OR_ZLIB = 32 + zlib.MAX_WBITS
-"""zlib finds out itself which of the two it is."""
+"""zlib detects which of the two it is."""
 
 
 class FetchError(Exception):
@@ -60,20 +60,20 @@ async def fetch(client: httpx.AsyncClient, guard: Guard, url: str, *, max_bytes:
 
 
 class _Unpacker:
-    """An answer's body as it was before it was compressed, and never more of it than asked for.
+    """Decompresses an answer's body, up to a limit.
 
-    httpx unpacks what came at once, and with zstd or two layers of gzip 64 kB stand for gigabytes. So only one layer of
-    gzip is asked for, and nothing else is taken.
+    httpx decompresses without a limit: 64 kB of zstd, or of two layers of gzip, can expand to gigabytes. So one layer of
+    gzip is requested, and anything else is refused.
     """
 
     def __init__(self, encoding: str) -> None:
         self._packed = encoding not in {"", "identity"}
         if self._packed and encoding not in {"gzip", "x-gzip", "deflate"}:
-            raise FetchError(f"the page came packed with {encoding[:60]!r}, which was not asked for")
+            raise FetchError(f"the page came compressed with {encoding[:60]!r}, which was not requested")
         self._inflate = zlib.decompressobj(_GZIP_OR_ZLIB)
 
     def unpack(self, data: bytes, most: int) -> bytes:
-        """Up to `most` bytes of what the next piece holds; what is beyond them is lost."""
+        """Up to `most` bytes of the next piece's content; the rest is dropped."""
         if not self._packed:
             return data[:most]
         made = bytearray()
@@ -81,7 +81,7 @@ class _Unpacker:
             if self._inflate.eof:
                 if not data.startswith(b"\x1f\x8b"):
                     break  # padding
-                self._inflate = zlib.decompressobj(_GZIP_OR_ZLIB)  # gzip may be several, one after the other
+                self._inflate = zlib.decompressobj(_GZIP_OR_ZLIB)  # gzip may have several members
             try:
                 made += self._inflate.decompress(data, most - len(made))
             except zlib.error as error:

@@ -1,4 +1,4 @@
-"""HTTP for external tools that reaches public addresses and what the operator lists, by the policy that slots have too."""
+"""HTTP for external tools that reaches public addresses and what the operator allows, by the slots' egress policy."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from atropos.net.egress_policy import Address, EgressRefused, Policy, Rule, own_
 _RESOLVE_S = 10.0
 _MAX_ADDRESSES = 8
 PAGE_PORTS = frozenset({80, 443, 8000, 8080, 8443})
-"""Ports that web pages live on. Others (mail, databases, management) need an entry in the allow-list."""
+"""Ports of web pages. Others (mail, databases, management) need an entry in the allow-list."""
 
 
 class Guard:
@@ -28,7 +28,7 @@ class Guard:
         self._policy = Policy((Rule("public", PAGE_PORTS), *listed), own_by_name=True)
 
     def check_url(self, url: str) -> tuple[str, int]:
-        """Host and port of an address that is well-formed; where it leads is found out when it is dialled.
+        """Host and port of a well-formed URL; the host is resolved when it is dialled.
 
         Raises:
             EgressRefused: not http or https, no host, or a user name in it.
@@ -111,7 +111,7 @@ class _GuardedBackend(httpcore.AsyncNetworkBackend):
     async def connect_unix_socket(
         self, path: str, timeout: float | None = None, socket_options: Iterable[httpcore.SOCKET_OPTION] | None = None
     ) -> httpcore.AsyncNetworkStream:
-        """Refuse: pages don't live behind Unix sockets."""
+        """Refuse: there are no pages on Unix sockets."""
         del timeout, socket_options
         raise EgressRefused(f"{path} is a local socket")
 
@@ -125,7 +125,7 @@ class _GuardedTransport(httpx.AsyncHTTPTransport):
 
     def __init__(self, guard: Guard, *, connections: int) -> None:
         super().__init__(trust_env=False)
-        # httpx has no argument for the network backend: its pool is replaced by one that has
+        # httpx has no argument for the network backend, so its pool is replaced
         self._pool = httpcore.AsyncConnectionPool(
             ssl_context=httpx.create_ssl_context(trust_env=False),
             max_connections=connections,

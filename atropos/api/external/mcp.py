@@ -12,7 +12,7 @@ import subprocess
 import sys
 from collections.abc import AsyncGenerator
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO, cast
 
 from pydantic import BaseModel, ConfigDict
 
@@ -29,7 +29,7 @@ _log = logging.getLogger(__name__)
 _CONNECT_S = 30.0
 _MAX_TOOLS = 500
 _PING_S = 5.0
-"""Within this a server answers a ping, whatever its tools do; one that doesn't hangs, and is connected to again."""
+"""Timeout of the check whether a server hangs; one that does is reconnected."""
 
 
 class AnyArguments(BaseModel):
@@ -39,7 +39,7 @@ class AnyArguments(BaseModel):
 
 
 class McpConnection:
-    """A connection to one server; opened again when it was lost."""
+    """A connection to one server; reopened after a loss."""
 
     def __init__(self, server: McpServerSettings) -> None:
         self.server = server
@@ -82,7 +82,7 @@ class McpConnection:
         except BaseException as error:
             if not ready.done():
                 ready.set_exception(error if isinstance(error, Exception) else ConnectionError("cancelled"))
-                ready.exception()  # whoever waits still gets it; nobody waiting is no complaint
+                ready.exception()  # retrieved here, so that asyncio logs nothing if nobody waits
             elif isinstance(error, Exception):
                 _log.warning("MCP server %s: the connection ended: %s", self.server.name, _reason(error))
             else:
@@ -104,7 +104,7 @@ class McpConnection:
                 command=server.command, args=list(server.args), env={**inherited, **server.env}
             )
             # The SDK takes the stderr of the moment it is imported; the operator's is the process's own.
-            log: Any = sys.__stderr__ or subprocess.DEVNULL
+            log = cast("TextIO", sys.__stderr__ or subprocess.DEVNULL)
             async with Client(stdio_client(parameters, log), read_timeout_seconds=server.timeout_s) as client:
                 yield client
             return
@@ -121,14 +121,14 @@ class McpConnection:
                 await self._close()
 
     def suspect(self, client: Client) -> None:
-        """A call got no answer in time: find out whether only its tool hangs, or the server with all its tools."""
+        """After a call timed out: check whether the whole server hangs, or only the tool."""
         if self._check is None or self._check.done():
             self._check = asyncio.create_task(self._ping(client))
 
     async def _ping(self, client: Client) -> None:
         try:
             async with asyncio.timeout(_PING_S):
-                await client.list_tools(cache_mode="bypass")  # every server can say this; `ping` is no more
+                await client.list_tools(cache_mode="bypass")  # every server has it; `ping` is gone from the protocol
         except Exception as error:
             _log.warning(
                 "MCP server %s does not answer and is connected to again: %s", self.server.name, _reason(error)
@@ -154,11 +154,11 @@ class McpConnection:
             await self._close()
 
     async def tools(self) -> list[Described]:
-        """The tools that the server offers, of those that the settings want.
+        """The server's tools, or those that the settings select.
 
         Raises:
-            ToolServerUnavailable: it can't be asked.
-            ConfigError: a wanted tool isn't there.
+            ToolServerUnavailable: the server fails.
+            ConfigError: a selected tool isn't there.
         """
         client = await self.client()
         found: list[Described] = []

@@ -40,7 +40,7 @@ class SearchProvider(Protocol):
         ...
 
 
-async def _json(client: httpx.AsyncClient, provider: str, request: httpx.Request) -> dict[str, Any]:
+async def _json(client: httpx.AsyncClient, provider: str, request: httpx.Request) -> dict[str, object]:
     try:
         answer = await client.send(request)
     except httpx.HTTPError as error:

@@ -1,13 +1,13 @@
-"""A tool's answer within its bounds, worked out in small steps: one that answers 50 MB delays nobody else's calls.
+"""Bounds a tool's answer, in small steps: an answer of 50 MB delays no other call.
 
-What is too long is cut before it is copied, encoded or checked, and long texts are measured piece by piece.
+A long answer is cut before it is copied, encoded or validated, and a long text is measured piece by piece.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
-from typing import Any, cast
+from typing import cast
 
 from pydantic import BaseModel
 
@@ -15,19 +15,20 @@ from atropos.tools.base import ToolError, as_result
 from atropos.tools.models import ToolResult
 
 _PIECE = 262_144
-"""Characters that are measured before others get their turn."""
+"""Characters measured between two yields to the event loop."""
 _NODES_A_TURN = 5_000
+"""Values measured between two yields."""
 _MAX_NODES = 200_000
-"""Values in a structured answer; with more it is too long, whatever they hold."""
+"""Most values in a structured answer."""
 
 
 async def bounded(value: object, *, result_bytes: int, data_bytes: int) -> tuple[ToolResult, int]:
-    """What a tool returned, as a result within bounds.
+    """A tool's return value as a result within bounds.
 
     Args:
-        value: a `ToolResult`, text, or anything that JSON can say.
-        result_bytes: longest output; head and tail of a longer one are kept.
-        data_bytes: longest structured answer; a longer one is dropped, and of its text the beginning is kept.
+        value: a `ToolResult`, text, or anything that JSON can represent.
+        result_bytes: longest output; of a longer one, head and tail are kept.
+        data_bytes: longest structured answer; a longer one is dropped, and the beginning of its text is kept.
 
     Returns:
         The result, and about how much memory it takes, in bytes.
@@ -65,7 +66,7 @@ async def bounded(value: object, *, result_bytes: int, data_bytes: int) -> tuple
 
 
 async def cut(text: str, most: int) -> tuple[str, int]:
-    """Head and tail of a text in `most` bytes of UTF-8, and how many bytes were left out; half of a pair is replaced."""
+    """Head and tail of a text in `most` bytes of UTF-8, and how many bytes were left out; lone surrogates are replaced."""
     if len(text) <= most and text.isascii():
         return text, 0
     length = len(text)
@@ -84,7 +85,7 @@ async def cut(text: str, most: int) -> tuple[str, int]:
 
 
 async def weigh(value: object) -> tuple[int, bool]:
-    """About how long a value is as JSON, in characters, and whether all of it was looked at."""
+    """The approximate length of a value as JSON, in characters, and whether all of it was measured."""
     weight = nodes = 0
     stack = [value]
     while stack:
@@ -108,7 +109,7 @@ async def weigh(value: object) -> tuple[int, bool]:
 
 
 def _beginning(value: object, weight: int, most: int) -> ToolResult:
-    """The first part of an answer that is too long to be given whole."""
+    """The beginning of an answer that is too long."""
     try:
         text = json.dumps(_pruned(value, [most], 0), ensure_ascii=False, default=str)
     except (TypeError, ValueError, RecursionError) as error:
@@ -119,7 +120,7 @@ def _beginning(value: object, weight: int, most: int) -> ToolResult:
     return ToolResult(success=True, output=f"{head}\n{note}", truncated=True, dropped_bytes=dropped)
 
 
-def _pruned(value: object, left: list[int], depth: int) -> Any:
+def _pruned(value: object, left: list[int], depth: int) -> object:
     """As much of a value as `left` characters hold."""
     if depth > 100:
         return "..."

@@ -1,4 +1,4 @@
-"""How much may happen at once and over time: a FIFO semaphore with a bounded queue, and a token bucket."""
+"""Concurrency and rate limits: a FIFO semaphore with a bounded queue, and a token bucket."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Turnstile:
 
     @property
     def idle(self) -> bool:
-        """Whether nothing runs or waits, and the bucket would be full: then forgetting it changes nothing."""
+        """Whether nothing runs or waits and the bucket is full, so that the turnstile can be discarded."""
         self._refill()
         return not self._running and not self._waiting and self._level >= self._bounds.burst
 
@@ -74,7 +74,7 @@ class Turnstile:
         return TurnstilePass(self, place)
 
     def leave(self, place: asyncio.Future[None] | None) -> None:
-        """End a turn, or give a place in the queue up."""
+        """End a turn, or give up a place in the queue."""
         if place is not None and not place.done():
             self._waiting.remove(place)
             place.cancel()
@@ -102,7 +102,7 @@ class TurnstilePass:
             await asyncio.shield(self._place)
 
     def close(self) -> None:
-        """Let the next one in; a second time changes nothing."""
+        """Let the next one in. Idempotent."""
         if not self._closed:
             self._closed = True
             self._turnstile.leave(self._place)

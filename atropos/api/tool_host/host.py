@@ -1,15 +1,13 @@
-"""Runs external tools for many trajectories: once each, bounded, and none in another's way."""
+"""Runs external tools for many trajectories: each call once, bounded, and isolated from the others."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import time
 import uuid
 from collections import Counter
 from collections.abc import Iterable
-from typing import Any
 
 from atropos.api.http import Refusal
 from atropos.api.settings import ToolServerSettings
@@ -24,7 +22,7 @@ from atropos.tools.tool_server.messages import ExecuteAnswer, ExecuteRefusal, Ex
 
 _log = logging.getLogger(__name__)
 _CLOSE_S = 10.0
-"""Longest that one piece of a trajectory's state may take to close."""
+"""Timeout of closing one piece of a trajectory's state."""
 _QUEUE_S = 60.0
 """Longest that a call waits for its turn before it is refused with Retry-After."""
 _GONE = 429
@@ -32,7 +30,7 @@ _GONE = 429
 
 
 class HostedTrajectory:
-    """What is kept for one trajectory between its calls."""
+    """The state of one trajectory between its calls."""
 
     def __init__(self, owner: Owner, turnstile: Turnstile) -> None:
         self.owner = owner
@@ -47,8 +45,8 @@ class ToolHost:
     """The ToolServer without HTTP.
 
     Attributes:
-        boot_id: names this process; a call resent to another one is not run.
-        draining: takes no new calls.
+        boot_id: identifies this process; a call that was sent to another one before is not run.
+        draining: whether new calls are refused.
     """
 
     def __init__(self, settings: ToolServerSettings, tools: Iterable[Tool] = ()) -> None:
@@ -87,7 +85,7 @@ class ToolHost:
         bounds = self.settings.tool_overrides.get(tool.name, self.settings.tool_bounds)
         self._gates[tool.name] = Turnstile(f"tool {tool.name}", bounds)
 
-    def stats(self) -> dict[str, Any]:
+    def stats(self) -> dict[str, str | int | bool]:
         """Counts for people and tests."""
         return {
             "boot_id": self.boot_id,
@@ -102,30 +100,32 @@ class ToolHost:
     # ----------------------------------------------------------------------------------------------------- calls
 
     def submit(self, call: ExternalCall) -> asyncio.Task[ToolResult]:
-        """Start a call, or find the one that this is a resend of. Synchronous: order of arrival is order of turns.
+        """Start a call, or find it where it was sent before. Synchronous: the order of arrival is the order of turns.
 
         Returns:
-            The task of the call. Who waits for it should shield it: a client that goes away may come back for it.
+            The task of the call. Await it shielded: a client that goes away may come back for the answer.
 
         Raises:
-            Refusal: it is not run, and why.
+            Refusal: the call is not run.
         """
         known = self._journal.find(call)
         if known is not None:
             return known
         if self.draining:
-            raise Refusal(503, "draining", "the server is ending; ask another", retry_after_s=5)
+            raise Refusal(503, "draining", "the server is shutting down; ask another", retry_after_s=5)
         kept = self._trajectories.get(call.owner)
         if call.state_id is not None and (kept is None or kept.state_id != call.state_id):
-            message = (
-                "what was kept for this trajectory (such as its browser) is gone: the server restarted, or its TTL"
+            raise Refusal(
+                409,
+                "state_lost",
+                "the state of this trajectory (such as its browser) is gone: the server restarted, or no call came "
+                f"for {self.settings.trajectory_ttl_s:g} s",
             )
-            raise Refusal(409, "state_lost", f"{message} of {self.settings.trajectory_ttl_s:g} s without a call ended")
         tool = self.tools.get(call.name)
         resent = call.boot_id is not None
         if resent and not (tool is not None and tool.read_only):
             if call.boot_id != self.boot_id:
-                raise Refusal(409, "outcome_unknown", "the server was started anew; whether the call ran is not known")
+                raise Refusal(409, "outcome_unknown", "the server restarted; whether the call ran is not known")
             if self._journal.lossy():
                 raise Refusal(409, "outcome_unknown", "the server no longer knows whether this call ran")
         if tool is None:
@@ -186,7 +186,7 @@ class ToolHost:
         return found
 
     def _forget_one(self) -> bool:
-        """Forget a trajectory that nothing would be lost with."""
+        """Forget a trajectory without state. Whether there was one."""
         for trajectory in self._trajectories.values():
             if not trajectory.running and not trajectory.state and trajectory.turnstile.idle:
                 del self._trajectories[trajectory.owner]
@@ -230,7 +230,7 @@ class ToolHost:
         return result.model_copy(update={"duration_s": time.monotonic() - began})
 
     def _log_failure(self, name: str, error: Exception) -> None:
-        """The first failure of a kind with its traceback, then each hundredth in a line: a broken tool fills no log."""
+        """Log the first failure of a kind with its traceback, then every hundredth in a line."""
         kind = (name, type(error).__name__)
         self._failures[kind] += 1
         if self._failures[kind] == 1:
@@ -250,7 +250,7 @@ class ToolHost:
         )
 
     async def wait(self, call: ExternalCall, task: asyncio.Task[ToolResult]) -> ExecuteAnswer:
-        """The answer of a submitted call. Cancelling this leaves the call alone.
+        """The answer of a submitted call. Cancelling the wait does not cancel the call.
 
         Raises:
             Refusal: the call has no result.
@@ -272,10 +272,10 @@ class ToolHost:
     # ---------------------------------------------------------------------------------------------- trajectories
 
     async def end(self, trajectory_id: str, life: str | None = None) -> bool:
-        """End a trajectory because its client says so. Whether there was anything to end.
+        """End a trajectory at its client's request. Whether there was anything to end.
 
-        Calls of a `life` that arrive after its end, such as one that was given up on its way, are refused. Without one,
-        a call that comes later is the first of a new trajectory of that name.
+        Calls of a `life` that arrive after its end are refused. Without a `life`, a later call starts a new trajectory
+        of that name.
         """
         if life is not None:
             self._journal.close((trajectory_id, life))
@@ -288,7 +288,7 @@ class ToolHost:
         if trajectory is None:
             return False
         task = asyncio.create_task(self._close(trajectory, running))
-        self._endings.add(task)  # goes on when the client that asked is gone
+        self._endings.add(task)  # continues when the client has disconnected
         task.add_done_callback(self._endings.discard)
         await asyncio.shield(task)
         return True
@@ -309,7 +309,7 @@ class ToolHost:
         trajectory.state.clear()
 
     async def reap(self) -> None:
-        """End trajectories that nothing happened in for their TTL. Runs until cancelled."""
+        """End trajectories that were idle for their TTL. Runs until cancelled."""
         ttl = self.settings.trajectory_ttl_s
         while True:
             await asyncio.sleep(min(30.0, ttl / 4))
@@ -319,16 +319,15 @@ class ToolHost:
                     await self._end(trajectory.owner)
 
     async def drain(self, timeout_s: float) -> None:
-        """Take no new calls, and give the running ones some time."""
+        """Refuse new calls, and wait for running ones, up to the timeout."""
         self.draining = True
         if running := self._journal.running():
             await asyncio.wait(running, timeout=timeout_s)
 
     async def aclose(self) -> None:
-        """End every trajectory, calls that still run included."""
+        """End every trajectory with its running calls."""
         self.draining = True
         for task in self._journal.running():
             task.cancel()
         await asyncio.gather(*(self._end(one) for one in list(self._trajectories)), return_exceptions=True)
-        with contextlib.suppress(Exception):
-            await asyncio.gather(*self._endings)
+        await asyncio.gather(*self._endings, return_exceptions=True)

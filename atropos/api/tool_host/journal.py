@@ -1,4 +1,4 @@
-"""Which calls a ToolServer has seen: a call that is sent again is not run again."""
+"""The calls that a ToolServer has seen: a call that is sent again is not run again."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Key = tuple[Owner, str]
 
 @dataclass
 class ToolCallEntry:
-    """A call and its answer, or the task that is finding it."""
+    """A call with the task that gives its answer."""
 
     fingerprint: bytes
     task: asyncio.Task[ToolResult]
@@ -28,12 +28,12 @@ class ToolCallEntry:
 
 
 def fingerprint(call: ExternalCall) -> bytes:
-    """What makes two calls the same: tool and arguments."""
+    """Digest of what identifies a call: tool and arguments."""
     return hashlib.sha256(json.dumps([call.name, call.arguments], sort_keys=True).encode()).digest()
 
 
 class ToolCallJournal:
-    """Running calls, and finished ones and trajectories that ended, within bounds of count, memory and age."""
+    """Running calls; finished calls and ended trajectories, bounded in number, memory and age."""
 
     def __init__(self, *, calls: int, max_bytes: int, ttl_s: float) -> None:
         self._calls = calls
@@ -77,7 +77,7 @@ class ToolCallJournal:
         task.add_done_callback(lambda _: self._done(key, entry))
 
     def weigh(self, call: ExternalCall, size: int) -> None:
-        """Say how much memory the answer of a running call takes, in bytes."""
+        """Record the size of a running call's answer, in bytes."""
         entry = self._running.get((call.owner, call.call_id))
         if entry is not None:
             entry.bytes = size
@@ -115,10 +115,10 @@ class ToolCallJournal:
             self._of.pop(key[0], None)
 
     def forget(self, owner: Owner) -> list[asyncio.Task[ToolResult]]:
-        """Forget the calls of a trajectory that ended: one of that name that comes later is another.
+        """Forget the calls of a trajectory that ended: a later one of that name is a new trajectory.
 
         Returns:
-            Those that run still.
+            The calls that still run.
         """
         for key in list(self._of.get(owner, ())):
             self._drop(key)
@@ -126,13 +126,13 @@ class ToolCallJournal:
         return [self._running.pop(key).task for key in running]
 
     def close(self, owner: Owner) -> None:
-        """Take no more calls of a trajectory's life, also such as are still on their way."""
+        """Refuse further calls of a trajectory's life, those in transit included."""
         self._ended[owner] = time.monotonic()
         self._ended.move_to_end(owner)
         self._forget_old()
 
     def lossy(self) -> bool:
-        """Whether a call younger than the journal's age was forgotten: an unknown one may have run all the same."""
+        """Whether a call was forgotten before its time, so that an unknown call may have run."""
         return self._lost is not None and self._lost > time.monotonic() - self._ttl_s
 
     def running(self) -> list[asyncio.Task[ToolResult]]:

@@ -11,13 +11,13 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, NoReturn, Protocol
 
 import click
-from pydantic import BaseModel
 
 from atropos.envs.command_line.flags import (
     CommandLine,
+    EnvClass,
     SettingsCommand,
     build_config,
     build_servers,
@@ -25,6 +25,12 @@ from atropos.envs.command_line.flags import (
     first_server,
 )
 from atropos.errors import ConfigError, InferenceError, IsolationUnavailable, SandboxError
+
+if TYPE_CHECKING:
+    from atropos.envs.adapter import APIServerConfig
+    from atropos.envs.config import SandboxEnvConfig
+    from atropos.envs.running.lifecycle import Lifetime
+    from atropos.envs.running.metrics import EnvMetrics
 
 COMMANDS = {
     "serve": "run groups for a trainer, through the trajectory API (run-api)",
@@ -34,12 +40,52 @@ COMMANDS = {
 EXIT_FAILED, EXIT_USAGE, EXIT_ISOLATION = 1, 2, 3
 
 
-def main(cls: Any, argv: Sequence[str] | None = None) -> NoReturn:
+class CommandEnv(Protocol):
+    """An env as its commands run it."""
+
+    config: SandboxEnvConfig
+    lifetime: Lifetime
+    metrics: EnvMetrics
+    n_groups_to_process: int
+    group_size_to_process: int
+
+    async def process_manager(self) -> None:
+        """Run `process`."""
+        ...
+
+    async def env_manager(self) -> None:
+        """Run `serve`."""
+        ...
+
+    async def _run_evaluate(self) -> None:
+        """Run `evaluate`."""
+        ...
+
+    def close_files(self) -> None:
+        """Write what is left."""
+        ...
+
+
+class EnvProgram(EnvClass, Protocol):
+    """An env's class: default settings, and a constructor."""
+
+    def config_init(self) -> tuple[SandboxEnvConfig, list[APIServerConfig]]:
+        """Default settings of the env and of its servers."""
+        ...
+
+    def __call__(
+        self, *, config: SandboxEnvConfig, server_configs: list[APIServerConfig], slurm: bool, testing: bool
+    ) -> CommandEnv:
+        """Make an env."""
+        ...
+
+
+def main(cls: EnvProgram, argv: Sequence[str] | None = None) -> NoReturn:
     """Run a command and end the process with its exit code: 0, 1 failed, 2 usage, 3 no isolation, 128+N signal N."""
     sys.exit(run(cls, list(sys.argv[1:] if argv is None else argv)))
 
 
-def run(cls: Any, argv: list[str]) -> int:
+def run(cls: EnvProgram, argv: list[str]) -> int:
     """Run a command; every foreseeable failure is one line on stderr."""
     try:
         return command_line(cls).main(argv, standalone_mode=False)
@@ -54,7 +100,7 @@ def run(cls: Any, argv: list[str]) -> int:
         return _fail("interrupted", 130)
 
 
-def command_line(cls: Any) -> click.Group:
+def command_line(cls: EnvProgram) -> click.Group:
     """The commands of an env class, over what its `config_init` gives.
 
     Raises:
@@ -66,7 +112,7 @@ def command_line(cls: Any) -> click.Group:
     for name, text in COMMANDS.items():
         defaults = command_defaults(cls, name, default_env)
 
-        def start(given: CommandLine, defaults: BaseModel = defaults) -> int:
+        def start(given: CommandLine, defaults: SandboxEnvConfig = defaults) -> int:
             _logging()
             config, servers = build_config(defaults, given), build_servers(given, default_servers)
             env = cls(config=config, server_configs=servers, slurm=given.slurm, testing=given.testing)
@@ -76,7 +122,7 @@ def command_line(cls: Any) -> click.Group:
     return group
 
 
-def _drive(env: Any, command: str) -> int:
+def _drive(env: CommandEnv, command: str) -> int:
     from atropos.envs.reporting.run_api import TrajectoryApiLost
     from atropos.envs.running.rollout import GroupsDropped, HookError
 
@@ -110,7 +156,7 @@ def _drive(env: Any, command: str) -> int:
     return _fail(line, code) if code else 0
 
 
-async def _manager(env: Any, command: str) -> None:
+async def _manager(env: CommandEnv, command: str) -> None:
     if command == "process":
         env.n_groups_to_process = env.config.total_steps
         env.group_size_to_process = env.config.group_size
@@ -118,10 +164,10 @@ async def _manager(env: Any, command: str) -> None:
     elif command == "serve":
         await env.env_manager()
     else:
-        await env._run_evaluate()  # noqa: SLF001 (atroposlib's name)
+        await env._run_evaluate()  # noqa: SLF001 # pyright: ignore[reportPrivateUsage] (atroposlib's name)
 
 
-def _report(env: Any) -> None:
+def _report(env: CommandEnv) -> None:
     metrics = env.metrics
     scores = list(metrics.scores)
     mean = f", mean score {sum(scores) / len(scores):.3f}" if scores else ""
@@ -132,7 +178,7 @@ def _report(env: Any) -> None:
 
 
 def _innermost(error: BaseException) -> BaseException:
-    """Through tenacity's RetryError, which says nothing, to what happened."""
+    """The cause behind tenacity's RetryErrors."""
     for _ in range(5):
         attempt = getattr(error, "last_attempt", None)
         cause = attempt.exception() if attempt is not None else None
@@ -148,7 +194,7 @@ def _fail(line: str, code: int) -> int:
 
 
 def _logging() -> None:
-    """Warnings and our own progress to stderr; atroposlib's DEBUG output of whole items never."""
+    """Log warnings and atropos's own progress to stderr, and never atroposlib's DEBUG output of whole items."""
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s", "%H:%M:%S"))
     handler.setLevel(logging.INFO)

@@ -14,7 +14,7 @@ import typing
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Protocol, TypeVar, cast
 
 import click
 import yaml
@@ -23,6 +23,12 @@ from pydantic import BaseModel, SecretStr, ValidationError
 
 from atropos.errors import ConfigError
 
+if TYPE_CHECKING:
+    from atropos.envs.adapter import APIServerConfig, ServerBaseline
+
+    Servers = list[APIServerConfig] | APIServerConfig | ServerBaseline
+
+Model = TypeVar("Model", bound=BaseModel)
 HELP_WIDTH = 110
 _HINTS = {
     "tokenizer_name": "folder or model hub name of the tokenizer",
@@ -31,14 +37,25 @@ _HINTS = {
 """Of settings that atroposlib doesn't describe."""
 
 
+class EnvClass(Protocol):
+    """What the defaults of a command need of an env's class."""
+
+    __name__: str
+
+    @property
+    def name(self) -> str | None:
+        """The env's name."""
+        ...
+
+
 @dataclass
 class CommandLine:
-    """What a command line and a YAML file said, as given: parsed but not yet checked."""
+    """The settings of a command line and a YAML file, parsed and not yet validated."""
 
     command: str
-    env: dict[str, Any] = field(default_factory=dict[str, Any])
-    openai: dict[str, Any] = field(default_factory=dict[str, Any])
-    servers: list[dict[str, Any]] | None = None
+    env: dict[str, object] = field(default_factory=dict[str, object])
+    openai: dict[str, object] = field(default_factory=dict[str, object])
+    servers: list[dict[str, object]] | None = None
     slurm: bool = False
     testing: bool = False
 
@@ -59,7 +76,7 @@ class FieldType(click.ParamType):  # pyright: ignore[reportMissingTypeArgument] 
     def _is_mapping(self) -> bool:
         return self._kind is dict or (isinstance(self._kind, type) and issubclass(self._kind, BaseModel))
 
-    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> object:
         """The value that `value` spells.
 
         Raises:
@@ -72,7 +89,7 @@ class FieldType(click.ParamType):  # pyright: ignore[reportMissingTypeArgument] 
             return click.BOOL.convert(text, param, ctx)
         if self._is_mapping:
             return self._json(text, dict, '{"key": 1}', param, ctx)
-        if self._kind not in {list, tuple, set}:
+        if not any(self._kind is kind for kind in (list, tuple, set)):
             return text
         if text.lstrip().startswith("["):
             return self._json(text, list, '["a", "b"]', param, ctx)
@@ -80,7 +97,7 @@ class FieldType(click.ParamType):  # pyright: ignore[reportMissingTypeArgument] 
 
     def _json(
         self, text: str, kind: type, example: str, param: click.Parameter | None, ctx: click.Context | None
-    ) -> Any:
+    ) -> object:
         try:
             value = json.loads(text)
         except json.JSONDecodeError as error:
@@ -90,7 +107,7 @@ class FieldType(click.ParamType):  # pyright: ignore[reportMissingTypeArgument] 
         return value
 
 
-def _kinds(annotation: object) -> list[Any]:
+def _kinds(annotation: object) -> list[object]:
     """The plain types an annotation allows: `Annotated[list[str] | None, ...]` gives list and NoneType."""
     origin = typing.get_origin(annotation)
     if origin is typing.Annotated:
@@ -218,7 +235,7 @@ def _read_yaml(settings: CommandLine, path: str, env_class: type[BaseModel], ser
                 f"{path}: unknown key {key!r}; {nearest(str(key), ['env', 'openai', 'slurm', 'testing'])}"
             )
     settings.env.update(_section(path, "env", data.get("env"), env_class))
-    openai: Any = data.get("openai")
+    openai = data.get("openai")
     if isinstance(openai, list):
         sections = cast("list[object]", openai)
         settings.servers = [_section(path, f"openai[{i}]", one, server_class) for i, one in enumerate(sections)]
@@ -228,7 +245,7 @@ def _read_yaml(settings: CommandLine, path: str, env_class: type[BaseModel], ser
     settings.testing = bool(data.get("testing", False))
 
 
-def _section(path: str, name: str, value: object, model: type[BaseModel]) -> dict[str, Any]:
+def _section(path: str, name: str, value: object, model: type[BaseModel]) -> dict[str, object]:
     if value is None:
         return {}
     if not isinstance(value, dict):
@@ -249,7 +266,7 @@ def nearest(word: str, known: Iterable[str], prefix: str = "") -> str:
     return "known: " + ", ".join(prefix + name for name in names) if len(names) < 12 else "--help lists them all"
 
 
-def command_defaults(cls: Any, command: str, default: BaseModel) -> BaseModel:
+def command_defaults(cls: EnvClass, command: str, default: Model) -> Model:
     """What `config_init` gives, with what `process` and `evaluate` mean by default."""
     changed: dict[str, object] = {}
     if command == "process":
@@ -263,19 +280,19 @@ def command_defaults(cls: Any, command: str, default: BaseModel) -> BaseModel:
     return default.model_copy(update=changed)
 
 
-def build_config(defaults: BaseModel, settings: CommandLine) -> Any:
+def build_config(defaults: Model, settings: CommandLine) -> Model:
     """The env's config: flags and YAML over `command_defaults`."""
     values = {name: getattr(defaults, name) for name in defaults.model_fields_set}
     return _validated(type(defaults), {**values, **settings.env}, "env")
 
 
-def build_servers(settings: CommandLine, default: Any) -> list[Any]:
+def build_servers(settings: CommandLine, default: Servers) -> list[APIServerConfig]:
     """The inference servers: the YAML's list, or the one of `config_init` with flags and YAML over it."""
     model = type(first_server(default))
     if settings.servers is not None and len(settings.servers) != 1:
         return [_validated(model, one, f"openai[{index}]") for index, one in enumerate(settings.servers)]
     given = {**(settings.servers[0] if settings.servers else {}), **settings.openai}
-    defaults = default if isinstance(default, list) else [default]
+    defaults = default if isinstance(default, list) else [first_server(default)]
     if len(defaults) > 1:
         if given:
             first = next(iter(given))
@@ -285,7 +302,7 @@ def build_servers(settings: CommandLine, default: Any) -> list[Any]:
     return [_validated(model, {**values, **given}, "openai")]
 
 
-def first_server(default: Any) -> BaseModel:
+def first_server(default: Servers) -> APIServerConfig:
     """The first inference server of `config_init`, or one with defaults alone."""
     from atropos.envs.adapter import APIServerConfig
 
@@ -293,7 +310,7 @@ def first_server(default: Any) -> BaseModel:
     return first if isinstance(first, APIServerConfig) else APIServerConfig()
 
 
-def _validated(model: type[BaseModel], values: Mapping[str, object], space: str) -> Any:
+def _validated(model: type[Model], values: Mapping[str, object], space: str) -> Model:
     try:
         return model(**values)
     except ValidationError as error:

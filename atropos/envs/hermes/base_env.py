@@ -1,4 +1,4 @@
-"""`HermesAgentBaseEnv`: OpenAI-style tool use, and reward functions with the rollout's own slot in their hands.
+"""`HermesAgentBaseEnv`: OpenAI-style tool use, and reward functions that use the rollout's own slot.
 
     class MyEnv(HermesAgentBaseEnv):
         name = "my_env"
@@ -15,9 +15,9 @@
         async def compute_reward(self, item, result, ctx):
             return float(ctx.terminal("pytest -q")["exit_code"] == 0)
 
-It stands on the frame that `AgentEnv` stands on: groups, retries, admission, `process`, `serve`, `evaluate` and their
-ends are the same. What is stricter than in its forerunner: an unknown parser is refused, a reward function that raises
-drops the group instead of scoring 0, and no assistant message at all is an inference failure.
+Groups, retries, admission, `process`, `serve` and `evaluate` are those of `SandboxEnv`, as for `AgentEnv`. It is stricter
+than its forerunner: an unknown parser is refused, a reward function that raises drops the group instead of scoring 0,
+and an answer without any message is an inference failure.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ import logging
 import secrets
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterator, Mapping
 from dataclasses import asdict
 from typing import Any
 
 from atropos.agent import AgentConfig, AtroposAgent
 from atropos.agent.model import EXACT
-from atropos.envs.adapter import server_types
+from atropos.envs.adapter import Item, server_types
 from atropos.envs.hermes.bridge import body as bridge_body
 from atropos.envs.hermes.bridge import bridged
 from atropos.envs.hermes.config import HermesAgentEnvConfig
@@ -68,10 +68,10 @@ class HermesAgentBaseEnv(SandboxEnv):
     """Implement `setup`, `get_next_item`, `format_prompt` and `compute_reward`; see the module."""
 
     name = "hermes_agent_env"
-    env_config_cls: Any = HermesAgentEnvConfig
+    env_config_cls = HermesAgentEnvConfig
     config: HermesAgentEnvConfig  # pyright: ignore[reportIncompatibleVariableOverride]
 
-    def __init_subclass__(cls, **kwargs: Any) -> None:
+    def __init_subclass__(cls, **kwargs: object) -> None:
         """A subclass's own `setup` runs after the frame's, whether or not it calls `super().setup()`."""
         super().__init_subclass__(**kwargs)
         own = cls.__dict__.get("setup")
@@ -90,7 +90,7 @@ class HermesAgentBaseEnv(SandboxEnv):
         self._framed = False
         self._dialects: dict[tuple[str, ...], OpenAIDialect] = {}
         self._tool_errors_count = 0
-        self._tool_errors: deque[dict[str, Any]] = deque(maxlen=KEPT_ERRORS)
+        self._tool_errors: deque[dict[str, object]] = deque(maxlen=KEPT_ERRORS)
 
     # ------------------------------------------------------------------------------------------------------- hooks
 
@@ -98,7 +98,7 @@ class HermesAgentBaseEnv(SandboxEnv):
         """Load data and the like. Inference, slots and tools are there already."""
         await self._frame()
 
-    def format_prompt(self, item: Any) -> str:
+    def format_prompt(self, item: Item) -> str:
         """The user's message for an item; by default the row's `prompt_field`."""
         try:
             return str(item[self.config.prompt_field])
@@ -107,7 +107,7 @@ class HermesAgentBaseEnv(SandboxEnv):
                 f"prompt_field: the item has no {self.config.prompt_field!r}; name another, or define format_prompt"
             ) from None
 
-    async def compute_reward(self, item: Any, result: HermesResult, ctx: ToolContext) -> float:
+    async def compute_reward(self, item: Item, result: HermesResult, ctx: ToolContext) -> float:
         """The rollout's reward. `ctx.terminal(...)` and the like need no `await`, and take one.
 
         Raises:
@@ -115,10 +115,10 @@ class HermesAgentBaseEnv(SandboxEnv):
         """
         raise NotImplementedError(f"{type(self).__name__} must define compute_reward(item, result, ctx) -> float")
 
-    async def setup_group(self, item: Any, ctx: ToolContext) -> None:
+    async def setup_group(self, item: Item, ctx: ToolContext) -> None:
         """Prepare a workspace once for a group, whose rollouts start as forks of it (where overridden)."""
 
-    async def setup_rollout(self, item: Any, ctx: ToolContext) -> None:
+    async def setup_rollout(self, item: Item, ctx: ToolContext) -> None:
         """Prepare each rollout's workspace before the model sees it (where overridden)."""
 
     def missing_methods(self) -> list[str]:
@@ -128,7 +128,7 @@ class HermesAgentBaseEnv(SandboxEnv):
 
     # -------------------------------------------------------------------------------------------------- ready made
 
-    def item_name(self, item: Any) -> str:
+    def item_name(self, item: Item) -> str:
         """As the frame's; a row without a name goes by the beginning of its prompt."""
         if isinstance(item, dict) and not {"name", "id", "task_id", "task"} & {*item}:
             prompt = item.get(self.config.prompt_field)
@@ -136,7 +136,7 @@ class HermesAgentBaseEnv(SandboxEnv):
                 return " ".join(prompt.split())[:40]
         return super().item_name(item)
 
-    def load_rows(self) -> Iterator[dict[str, Any]]:
+    def load_rows(self) -> Iterator[dict[str, object]]:
         """The rows of `dataset_name`, once through.
 
         Raises:
@@ -179,7 +179,7 @@ class HermesAgentBaseEnv(SandboxEnv):
         offered = [tool for tool in every if drawn & {*tool.toolsets}]
         return ToolRegistry(offered or every)
 
-    async def prepare_group(self, item: Any, group: str) -> Snapshot | None:
+    async def prepare_group(self, item: Item, group: str) -> Snapshot | None:
         """A snapshot of what `setup_group` made, where it is overridden."""
         if type(self).setup_group is HermesAgentBaseEnv.setup_group:
             return None
@@ -193,7 +193,7 @@ class HermesAgentBaseEnv(SandboxEnv):
             finally:
                 await self.executor.release_trajectory(group)
 
-    async def run_trajectory(self, item: Any, trajectory_id: str, member: GroupMember) -> Rollout:
+    async def run_trajectory(self, item: Item, trajectory_id: str, member: GroupMember) -> Rollout:
         """Set up, act, reward; see `SandboxEnv.run_trajectory`."""
         started = time.perf_counter()
         tools = self.tools_of(member.group)
@@ -346,7 +346,7 @@ class HermesAgentBaseEnv(SandboxEnv):
         self._tool_errors_count += result.tool_errors_count
         self._tool_errors.extend(asdict(error) for error in result.tool_errors)
 
-    async def wandb_log(self, wandb_metrics: dict[str, Any] | None = None) -> None:
+    async def wandb_log(self, wandb_metrics: Mapping[str, object] | None = None) -> None:
         """As the frame's, with the tool errors since the last time."""
         found = dict(wandb_metrics or {})
         found["train/tool_errors_count"] = self._tool_errors_count
@@ -357,7 +357,9 @@ class HermesAgentBaseEnv(SandboxEnv):
         await super().wandb_log(found)
 
 
-def _after_the_frame(own: Callable[..., Any]) -> Callable[[HermesAgentBaseEnv], Coroutine[Any, Any, None]]:
+def _after_the_frame(
+    own: Callable[[HermesAgentBaseEnv], Awaitable[None] | None],
+) -> Callable[[HermesAgentBaseEnv], Coroutine[Any, Any, None]]:
     @functools.wraps(own)
     async def setup(self: HermesAgentBaseEnv) -> None:
         await self._frame()  # pyright: ignore[reportPrivateUsage]

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any, Self
+from typing import Annotated, Self
 
-from pydantic import BeforeValidator, Field, field_validator, model_validator
+from pydantic import BeforeValidator, Field, JsonValue, field_validator, model_validator
 
 from atropos.envs.config import OptionalNames, SandboxEnvConfig
 from atropos.slots import SlotPoolConfig
@@ -16,7 +16,7 @@ from atropos.tools.parsers import get_parser
 from atropos.tools.toolsets import get_distribution
 
 
-def _mapping(value: object) -> Any:
+def _mapping(value: object) -> object:
     return json.loads(value) if isinstance(value, str) else value
 
 
@@ -45,7 +45,7 @@ class HermesAgentEnvConfig(SandboxEnvConfig):
     prompt_field: str = Field(default="prompt", min_length=1, description="the row's field with the prompt")
     tool_pool_size: int = Field(default=128, ge=1, description="most tool calls, and most reward functions, in flight")
     tool_call_parser: str = Field(default="hermes", description="format of calls in the text of a vllm or sglang model")
-    extra_body: Annotated[dict[str, Any] | None, BeforeValidator(_mapping)] = Field(
+    extra_body: Annotated[dict[str, JsonValue] | None, BeforeValidator(_mapping)] = Field(
         default=None, description="further fields of requests, for OpenAI-compatible servers only"
     )
 

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 from atropos.errors import ConfigError
 
 HOW = "give a .jsonl or .parquet file, a JSON list of objects, or the name of a dataset on the hub"
 
 
-def load_rows(name: str, split: str = "train") -> list[dict[str, Any]]:
+def load_rows(name: str, split: str = "train") -> list[dict[str, object]]:
     """The rows of a dataset.
 
     Args:
@@ -33,7 +34,7 @@ def load_rows(name: str, split: str = "train") -> list[dict[str, Any]]:
     return _from_hub(text, split)
 
 
-def _from_file(path: Path) -> list[dict[str, Any]]:
+def _from_file(path: Path) -> list[dict[str, object]]:
     if not path.is_file():
         raise ConfigError(f"dataset_name: there is no file {path}; {HOW}")
     if path.suffix == ".parquet":
@@ -54,7 +55,7 @@ def _from_file(path: Path) -> list[dict[str, Any]]:
     return _checked([_parsed(line, f"{path}, line {number}") for number, line in lines if line.strip()], str(path))
 
 
-def _from_hub(name: str, split: str) -> list[dict[str, Any]]:
+def _from_hub(name: str, split: str) -> list[dict[str, object]]:
     from datasets import load_dataset
 
     try:
@@ -66,14 +67,14 @@ def _from_hub(name: str, split: str) -> list[dict[str, Any]]:
         ) from error
 
 
-def _parsed(text: str, where: str) -> Any:
+def _parsed(text: str, where: str) -> object:
     try:
         return json.loads(text)
     except ValueError as error:
         raise ConfigError(f"dataset_name: {where}: not JSON: {error}") from None
 
 
-def _checked(rows: list[Any], where: str) -> list[dict[str, Any]]:
+def _checked(rows: Sequence[object], where: str) -> list[dict[str, object]]:
     for number, row in enumerate(rows, 1):
         if not isinstance(row, dict):
             raise ConfigError(f"dataset_name: {where}, row {number}: not an object")

@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any, cast
+from typing import cast
 
 from atropos.agent import AgentConfig, Dialect, Message, Outcome, Turn, TurnRenderer
 from atropos.agent.model import ChatAnswer
 from atropos.agent.prompt import shorten, system_text
+from atropos.agent.template import Tokenizer
 from atropos.errors import ConfigError
 from atropos.tools import ToolCall
 from atropos.tools.models import escape_framing
@@ -21,9 +22,9 @@ _THINK = re.compile(r"<think>(.*?)(?:</think>|\Z)", re.DOTALL)
 
 
 class ToolTemplate:
-    """How a tokenizer's chat template renders tools and tool messages, found out once by trying."""
+    """How a tokenizer's chat template renders tools and tool messages, probed once."""
 
-    def __init__(self, tokenizer: Any, schemas: Sequence[dict[str, Any]], parser: str) -> None:
+    def __init__(self, tokenizer: Tokenizer, schemas: Sequence[Mapping[str, object]], parser: str) -> None:
         plain = TurnRenderer(tokenizer)
         self._own_tools = bool(schemas) and self._renders_tools(tokenizer, schemas)
         self.renderer = TurnRenderer(tokenizer, schemas) if self._own_tools else plain
@@ -36,9 +37,10 @@ class ToolTemplate:
             )
 
     @staticmethod
-    def _renders_tools(tokenizer: Any, schemas: Sequence[dict[str, Any]]) -> bool:
+    def _renders_tools(tokenizer: Tokenizer, schemas: Sequence[Mapping[str, object]]) -> bool:
         asked = [{"role": "user", "content": "x"}]
-        first = str(schemas[0].get("function", schemas[0]).get("name"))
+        function = cast("Mapping[str, object]", schemas[0].get("function", schemas[0]))
+        first = str(function.get("name"))
         try:
             text = tokenizer.apply_chat_template(asked, tokenize=False, tools=list(schemas), add_generation_prompt=True)
         except Exception:  # a template may refuse in any way
@@ -93,14 +95,14 @@ class OpenAIDialect(Dialect):
 
     def __init__(
         self,
-        tokenizer: Any,
-        schemas: Sequence[dict[str, Any]],
+        tokenizer: Tokenizer,
+        schemas: Sequence[Mapping[str, object]],
         parser: str,
         *,
-        extra_body: Mapping[str, Any] | None = None,
+        extra_body: Mapping[str, object] | None = None,
     ) -> None:
         self._template = ToolTemplate(tokenizer, schemas, parser)
-        self._parser = parser_for(parser, tokenizer, list(schemas))
+        self._parser = parser_for(parser, tokenizer, [dict(schema) for schema in schemas])
         self._schemas = list(schemas)
         self._extra_body = dict(extra_body or {})
         self.stop_ids = self._template.renderer.stop_ids
@@ -108,7 +110,7 @@ class OpenAIDialect(Dialect):
     def opening(self, task: str, config: AgentConfig, *, exact: bool) -> list[Message]:
         """System, where there is one, and user; an OpenAI-compatible server describes the tools itself."""
         system = self._template.system(config.system_prompt) if exact else config.system_prompt
-        opening = [] if system is None else [{"role": "system", "content": system}]
+        opening: list[Message] = [] if system is None else [{"role": "system", "content": system}]
         return [*opening, {"role": "user", "content": task}]
 
     def prompt(self, messages: Sequence[Message]) -> list[int]:
@@ -138,7 +140,7 @@ class OpenAIDialect(Dialect):
         parsed = self._parser.parse(_without_thinking(content))
         calls, unread = parsed.calls, parsed.errors
         if answer.tool_calls:
-            calls, unread = tuple(_call_of(call) for call in answer.tool_calls), ()
+            calls, unread = tuple(call.tool_call() for call in answer.tool_calls), ()
         elif calls:
             content = parsed.content
         if cut_off:
@@ -157,7 +159,7 @@ class OpenAIDialect(Dialect):
             unread=unread,
         )
 
-    def chat_options(self, config: AgentConfig, limit: int) -> dict[str, Any]:
+    def chat_options(self, config: AgentConfig, limit: int) -> dict[str, object]:
         """Tools for the server to describe, the env's limit of a generation, and `extra_body`."""
         options: dict[str, object] = {"max_tokens": config.context_tokens}
         if self._schemas:
@@ -205,16 +207,3 @@ def _thinking(text: str) -> str:
 
 def _without_thinking(text: str) -> str:
     return _THINK.sub("", text).strip() if "<think>" in text else text
-
-
-def _call_of(call: Mapping[str, Any]) -> ToolCall:
-    arguments = call["arguments"]
-    try:
-        parsed = json.loads(arguments) if isinstance(arguments, str) else arguments
-    except ValueError:
-        parsed = arguments
-    given = cast("dict[str, object]", parsed) if isinstance(parsed, dict) else str(arguments)
-    identity = str(call.get("id") or "")
-    if 0 < len(identity) <= 200:
-        return ToolCall(name=str(call["name"]), arguments=given, id=identity)
-    return ToolCall(name=str(call["name"]), arguments=given)

@@ -1,4 +1,4 @@
-"""What a reward function has in its hands: the rollout's own slot, the tools, and ways to look at what was done.
+"""The `ctx` of a reward function: the rollout's slot and the tools.
 
 Every method works three ways: called plainly in a reward function (`ctx.terminal("pytest")["exit_code"]`, see
 `bridge`), awaited, and from another thread. None of them blocks the event loop.
@@ -17,9 +17,9 @@ import json
 import logging
 import tarfile
 import uuid
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Generator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, NoReturn, TypeVar, cast
 
 from atropos import wire
 from atropos.envs.hermes.bridge import in_bridge, wait
@@ -39,9 +39,9 @@ SEARCH_MATCHES = 200
 
 
 class AwaitableDict(dict[str, Any]):
-    """A finished call's answer. It may be awaited as well, which gives it back at once."""
+    """A finished call's answer; awaiting it gives the answer itself."""
 
-    def __await__(self) -> Any:
+    def __await__(self) -> Generator[None, None, AwaitableDict]:
         """Give the answer itself."""
         return _ready(self).__await__()
 
@@ -51,7 +51,7 @@ class AwaitableStr(str):
 
     __slots__ = ()
 
-    def __await__(self) -> Any:
+    def __await__(self) -> Generator[None, None, str]:
         """Give the text itself."""
         return _ready(str(self)).__await__()
 
@@ -59,7 +59,7 @@ class AwaitableStr(str):
 class AwaitableNone:
     """A finished call without an answer, which may be awaited as well."""
 
-    def __await__(self) -> Any:
+    def __await__(self) -> Generator[None, None, None]:
         """Give None."""
         return _ready(None).__await__()
 
@@ -79,10 +79,10 @@ class Pending:
         """Make the call."""
         return (yield from self._work.__await__())  # a generator, so that it holds on to this object meanwhile
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> NoReturn:
         raise RuntimeError(self._hint())
 
-    def __getitem__(self, key: object) -> Any:
+    def __getitem__(self, key: object) -> NoReturn:
         raise RuntimeError(self._hint())
 
     def __del__(self) -> None:
@@ -311,11 +311,11 @@ class ToolContext(HookCalls):
         return await self._tool("browser_snapshot", {})
 
     @_either
-    async def call_tool(self, tool_name: str, arguments: dict[str, Any] | None = None) -> str:
+    async def call_tool(self, tool_name: str, arguments: Mapping[str, object] | None = None) -> str:
         """Call any tool of the env: its result as a JSON string, as the model would read it."""
         return (await self._call(tool_name, arguments or {})).to_json()
 
-    async def _tool(self, name: str, arguments: dict[str, Any]) -> AwaitableDict:
+    async def _tool(self, name: str, arguments: Mapping[str, object]) -> AwaitableDict:
         result = await self._call(name, arguments)
         answer = AwaitableDict(result.for_model())
         if result.data is not None:
@@ -325,8 +325,8 @@ class ToolContext(HookCalls):
                 answer["data"] = json.loads(result.output)
         return answer
 
-    async def _call(self, name: str, arguments: dict[str, Any]) -> ToolResult:
-        call = ToolCall(name=name, arguments=arguments)
+    async def _call(self, name: str, arguments: Mapping[str, object]) -> ToolResult:
+        call = ToolCall(name=name, arguments=dict(arguments))
         result = await self._executor.execute(self.trajectory_id, call)
         if self._setup and not result.success:
             raise TaskFault(failed_call(call, result))

@@ -1,4 +1,4 @@
-"""An env's live pages: samples its numbers, keeps its finished trajectories, and serves both where `dashboard_port` is set."""
+"""An env's live pages: samples its numbers, keeps finished trajectories, and serves both if `dashboard_port` is set."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from atropos.slots.stats import Percentiles, PoolStats
 SAMPLE_S = 5.0
 SAMPLES = 720
 RECENT = 50
-"""Latest faults that are listed with their text."""
+"""Faults that are listed with their text, the latest."""
 QUEUED = 64
-"""Groups that may wait to be kept for the pages; more at once are left out of them."""
+"""Groups that may wait to be stored for the pages; further ones are left out."""
 
 _log = logging.getLogger(__name__)
 
@@ -43,8 +43,7 @@ class EnvDashboard:
         backend: its containers.
 
     Attributes:
-        observe: to be called with each `Event` of the env.
-        server: None: `dashboard_port` is.
+        server: None where `dashboard_port` is None.
     """
 
     def __init__(self, config: SandboxEnvConfig, title: str, metrics: EnvMetrics, backend: ToolBackend) -> None:
@@ -99,7 +98,7 @@ class EnvDashboard:
             try:
                 self._finished.put_nowait((event.item, event.rollouts))
             except asyncio.QueueFull:
-                _log.warning("the dashboard leaves out group %s: too many wait to be kept", event.item)
+                _log.warning("the dashboard leaves out group %s: its queue is full", event.item)
 
     async def _keep(self) -> None:
         while True:
@@ -112,7 +111,7 @@ class EnvDashboard:
             try:
                 await asyncio.to_thread(self._store.add, group)
             except Exception:
-                _log.exception("the dashboard could not keep group %s", item)
+                _log.exception("the dashboard could not store group %s", item)
 
     async def _sample(self) -> None:
         found, calls, trajectories, at = (

@@ -1,4 +1,4 @@
-"""Where finished groups go: the JSONL and its page, the trajectory API. Nothing is lost without a line in the log."""
+"""Where finished groups go: the JSONL with its page, and the trajectory API. Every lost group is logged."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 from pathlib import Path
-from typing import Any
+from typing import Protocol
 
 import aiohttp
 
@@ -14,9 +14,17 @@ from atropos.dashboard.render import write_page
 from atropos.envs.config import SandboxEnvConfig
 from atropos.envs.reporting.run_api import GroupInDoubt, GroupRefused, TrajectoryApi, json_of
 from atropos.envs.running.metrics import EnvMetrics
-from atropos.envs.running.rollout import drop_reason
+from atropos.envs.running.rollout import ScoredGroup, drop_reason
 
 _log = logging.getLogger(__name__)
+
+
+class Writer(Protocol):
+    """atroposlib's JSONL writer."""
+
+    def close(self) -> None:
+        """Close the file."""
+        ...
 
 
 class GroupSink:
@@ -29,14 +37,14 @@ class GroupSink:
         writer: atroposlib's JSONL writer; None: no file.
     """
 
-    def __init__(self, config: SandboxEnvConfig, metrics: EnvMetrics, title: str, writer: Any) -> None:
+    def __init__(self, config: SandboxEnvConfig, metrics: EnvMetrics, title: str, writer: Writer | None) -> None:
         self._config = config
         self._metrics = metrics
         self._title = title
         self._writer = writer
         self._api = TrajectoryApi(config.rollout_server_url)
 
-    def admits(self, group: dict[str, Any], name: str, *, max_token_len: int) -> bool:
+    def admits(self, group: ScoredGroup, name: str, *, max_token_len: int) -> bool:
         """Complete a group as atroposlib does, and say whether it is handed on; one that isn't is counted and logged.
 
         Args:
@@ -44,8 +52,10 @@ class GroupSink:
             name: of its item.
             max_token_len: the trainer's limit; 0: none.
         """
-        for key in ("ref_logprobs", "overrides", "distill_token_ids", "distill_logprobs"):
-            group.setdefault(key, None)
+        group.setdefault("ref_logprobs", None)
+        group.setdefault("overrides", None)
+        group.setdefault("distill_token_ids", None)
+        group.setdefault("distill_logprobs", None)
         group["group_overrides"] = group.get("group_overrides") or {}
         reason = drop_reason(
             group,
@@ -58,7 +68,7 @@ class GroupSink:
             _log.warning("group %s is not sent: %s", name, reason)
         return reason is None
 
-    async def write(self, group: dict[str, Any]) -> None:
+    async def write(self, group: ScoredGroup) -> None:
         """Append a group to the JSONL; its JSON is made in a thread."""
         writer = getattr(self._writer, "_fp", None)
         if writer is None:
@@ -68,9 +78,11 @@ class GroupSink:
             writer.write(line + "\n")
             writer.flush()
 
-    async def send(self, groups: list[dict[str, Any]], *, env_id: int | None, listed: bool) -> None:
+    async def send(self, groups: list[ScoredGroup], *, env_id: int | None, listed: bool) -> None:
         """Hand groups to the trajectory API; what can't be sent, and what may have arrived twice, is counted."""
-        plain = [{k: v for k, v in group.items() if k != "atropos"} | {"env_id": env_id} for group in groups]
+        plain: list[dict[str, object]] = [
+            {**{k: v for k, v in group.items() if k != "atropos"}, "env_id": env_id} for group in groups
+        ]
         try:
             doubtful = await self._api.send(plain, listed=listed)
         except (GroupRefused, GroupInDoubt, aiohttp.ClientError) as error:

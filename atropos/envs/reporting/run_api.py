@@ -1,4 +1,4 @@
-"""The trajectory API (atroposlib's run-api), as an env meets it: is it there, take these groups, this env is leaving."""
+"""The client of the trajectory API (atroposlib's run-api): check that it is there, send groups, leave."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import asyncio
 import contextlib
 import gzip
 import json
-from typing import Any, cast
+from collections.abc import Mapping, Sequence
+from typing import cast
 
 import aiohttp
 from tenacity import RetryError
@@ -18,11 +19,11 @@ from atropos.tools.parsers.base import whole_text
 API_FAILURES = (RetryError, aiohttp.ClientError, KeyError)
 """What atroposlib raises when the trajectory API is gone, or is another one."""
 SEND_TRIES, SEND_TIMEOUT_S = 3, 30.0
-"""How often a group is handed to the trajectory API, and how long one try may take."""
+"""Tries of sending a group, and the timeout of one try."""
 ASK_TIMEOUT_S = 10.0
-"""How long the question for the newest group may take."""
+"""Timeout of asking for the newest group."""
 NOT_TAKEN = (aiohttp.ClientConnectorError,)
-"""Failures after which a group has certainly not arrived."""
+"""Failures after which the group has not arrived for certain."""
 
 
 async def check_run_api(url: str) -> None:
@@ -55,18 +56,18 @@ async def check_run_api(url: str) -> None:
 
 
 class TrajectoryApiLost(Exception):
-    """The trajectory API is gone, or another one stands in its place that doesn't know this env."""
+    """The trajectory API is gone, or was restarted and doesn't know this env."""
 
 
 class GroupRefused(Exception):
-    """The trajectory API would not have a group, however often it is sent."""
+    """The trajectory API refuses a group; sending it again would not help."""
 
 
 class GroupInDoubt(Exception):
-    """The trajectory API did not answer when it was sent a group: it may have it.
+    """The trajectory API did not answer when it was sent a group, so that it may have it.
 
     Attributes:
-        tries: that may have arrived, each.
+        tries: number of tries, each of which may have arrived.
     """
 
     def __init__(self, message: str, tries: int) -> None:
@@ -74,10 +75,10 @@ class GroupInDoubt(Exception):
         self.tries = tries
 
 
-def json_of(group: dict[str, Any]) -> str:
-    """A group as JSON, made member by member: the encoder keeps the interpreter to itself while it is at one value.
+def json_of(group: Mapping[str, object]) -> str:
+    """A group as JSON, encoded member by member: the encoder holds the GIL for the whole of one value.
 
-    Halves of characters are replaced: run-api takes them, and then can't say them to the trainer.
+    Lone surrogates are replaced: run-api accepts them, and then can't encode them for the trainer.
     """
     parts: list[str] = []
     for key, value in group.items():
@@ -93,7 +94,7 @@ def _text(value: object) -> str:
     return json.dumps(_whole(value)) if "\\ud" in text else text
 
 
-def _whole(value: object) -> Any:
+def _whole(value: object) -> object:
     if isinstance(value, str):
         return whole_text(value)
     if isinstance(value, list):
@@ -103,7 +104,7 @@ def _whole(value: object) -> Any:
     return value
 
 
-def _packed(groups: list[dict[str, Any]], listed: bool) -> bytes:
+def _packed(groups: Sequence[Mapping[str, object]], listed: bool) -> bytes:
     texts = [json_of(group) for group in groups]
     return gzip.compress((f"[{', '.join(texts)}]" if listed else texts[0]).encode(), 1)
 
@@ -123,10 +124,10 @@ class TrajectoryApi:
     def __init__(self, url: str) -> None:
         self._url = url.rstrip("/")
         self._turn = asyncio.Lock()
-        self._newest: dict[str, Any] | None = None
+        self._newest: Mapping[str, object] | None = None
         """The last group that arrived."""
 
-    async def send(self, groups: list[dict[str, Any]], *, listed: bool) -> bool:
+    async def send(self, groups: Sequence[Mapping[str, object]], *, listed: bool) -> bool:
         """Hand groups to the trajectory API; the JSON and its compression are made in a thread.
 
         Args:
@@ -171,7 +172,7 @@ class TrajectoryApi:
                 raise GroupRefused(f"{answer.status}: {(await answer.text())[:300]}")
             answer.raise_for_status()
 
-    async def _took(self, session: aiohttp.ClientSession, group: dict[str, Any]) -> bool:
+    async def _took(self, session: aiohttp.ClientSession, group: Mapping[str, object]) -> bool:
         """Whether the newest group that the API took is this one; False where it can't be asked, or can't know."""
         if self._newest is not None and _same(self._newest, group):
             return False
@@ -186,13 +187,13 @@ class TrajectoryApi:
         return isinstance(latest, dict) and _same(cast("dict[str, object]", latest), group)
 
 
-def _same(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    """Whether two groups can't be told apart."""
+def _same(one: Mapping[str, object], other: Mapping[str, object]) -> bool:
+    """Whether two groups are indistinguishable."""
     return all(one.get(key) == other.get(key) for key in ("tokens", "scores", "inference_logprobs", "env_id"))
 
 
 async def leave_run_api(url: str, env_id: int | None) -> None:
-    """Tell the trajectory API that this env sends no more, so that it is counted out of batches; best effort."""
+    """Tell the trajectory API that this env sends nothing more, so that batches are made without it. Best effort."""
     if env_id is None:
         return
     with contextlib.suppress(aiohttp.ClientError, TimeoutError, asyncio.CancelledError):

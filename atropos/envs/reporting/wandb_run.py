@@ -6,11 +6,13 @@ import asyncio
 import contextlib
 import json
 import time
-from collections.abc import Callable, Generator
-from typing import Any
+from collections.abc import Callable, Generator, Sequence
+from typing import cast
 
+from atropos.agent import Message
 from atropos.envs.config import SandboxEnvConfig
 from atropos.envs.running.lifecycle import bounded
+from atropos.envs.running.rollout import ScoredGroup
 from atropos.errors import ConfigError
 from atropos.slots.stats import PoolStats
 
@@ -65,20 +67,22 @@ class WandbRun:
             await bounded("wandb", asyncio.to_thread(wandb.finish), 30)
 
 
-def pool_gauges(stats: PoolStats) -> dict[str, Any]:
+def pool_gauges(stats: PoolStats) -> dict[str, object]:
     """The pool's state under wandb's names."""
-    found = {f"pool/{key}": getattr(stats, key) for key in ("containers", "free", "leased", "retired", "waiting")}
+    found: dict[str, object] = {
+        f"pool/{key}": getattr(stats, key) for key in ("containers", "free", "leased", "retired", "waiting")
+    }
     return {**found, "pool/acquire_p99_s": stats.acquire.p99_s, "pool/reset_p99_s": stats.reset.p99_s}
 
 
-def readable_group(group: dict[str, Any], decode: Callable[[list[int]], str]) -> list[tuple[str, float]]:
+def readable_group(group: ScoredGroup, decode: Callable[[list[int]], str]) -> list[tuple[str, float]]:
     """A scored group's conversations for people, each with its score; decoded tokens where it has no messages."""
     messages = group.get("messages")
     texts = [readable(each) for each in messages] if messages else map(decode, group["tokens"])
     return list(zip(texts, group["scores"], strict=True))
 
 
-def readable(messages: list[dict[str, Any]]) -> str:
+def readable(messages: Sequence[Message]) -> str:
     """A conversation for people."""
     parts: list[str] = []
     for message in messages:
@@ -86,7 +90,7 @@ def readable(messages: list[dict[str, Any]]) -> str:
             parts.append(f"[thinking]\n{message['reasoning_content']}")
         if message.get("content"):
             parts.append(f"[{message['role']}]\n{message['content']}")
-        for call in message.get("tool_calls") or []:
+        for call in cast("list[dict[str, dict[str, object]]]", message.get("tool_calls") or []):
             function = call["function"]
             parts.append(f"[call] {function['name']} {function['arguments']}")
     return "\n\n".join(parts)

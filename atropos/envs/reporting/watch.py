@@ -1,4 +1,4 @@
-"""What a run would otherwise wait for in silence: a trainer that fetches nothing, inference servers that are down."""
+"""Warnings about what a run waits for: a trainer that fetches nothing, inference servers that are down."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Generator
-from typing import Any
+from collections.abc import Generator, Mapping
 
+from atropos.envs.adapter import ServerManager
 from atropos.envs.config import SandboxEnvConfig
 from atropos.errors import ConfigError
 
 WAITED_S = 60.0
-"""How long a trainer may leave a full queue alone before the log says that the env waits for it."""
+"""Time without a fetch from a full queue after which the log says that the env waits for the trainer."""
 TRAINER_S = 5.0
-"""How long a trainer may take to register before the log says that the env waits for it."""
+"""Time without a registered trainer after which the log says that the env waits for one."""
 HEALTH_S = 1.0
-"""Interval between checks of the inference servers' state; atroposlib asks them about as often."""
+"""Interval between checks of the inference servers' state, about that of atroposlib's own health checks."""
 
 _log = logging.getLogger(__name__)
 
@@ -30,14 +30,14 @@ class TrainerWatch:
         self._full_since: float | None = None
         self._reported: set[str] = set()
 
-    def report(self, key: str, text: str, *values: Any) -> None:
+    def report(self, key: str, text: str, *values: object) -> None:
         """Log a warning the first time that it comes up under its key."""
         if key not in self._reported:
             self._reported.add(key)
             _log.warning(text, *values)
 
-    def queue(self, status: dict[str, Any], derived_batch_size: int) -> None:
-        """Look at the trajectory API's answer: is the queue full, are there groups that never fit, is there a share?"""
+    def queue(self, status: Mapping[str, int], derived_batch_size: int) -> None:
+        """Check the trajectory API's status for a full queue, groups that never fit, and a share of nothing."""
         config = self._config
         self._check_full(status)
         largest = int(status.get("max_group_size") or 1)
@@ -52,7 +52,7 @@ class TrainerWatch:
             self.report("no share", text)
 
     def check_batch(self, batch: int) -> None:
-        """Look at the size of the trainer's batch, once it is known.
+        """Check the size of the trainer's batch.
 
         Raises:
             ConfigError: it can't be made of whole groups.
@@ -67,7 +67,7 @@ class TrainerWatch:
             text = "env.min_batch_allocation: %s of a batch of %s is less than one trajectory"
             self.report("share", text, share, batch)
 
-    def _check_full(self, status: dict[str, Any]) -> None:
+    def _check_full(self, status: Mapping[str, int]) -> None:
         config = self._config
         waiting = int(status["queue_size"]) * config.group_size
         full = 0 < config.max_batches_offpolicy * config.batch_size <= waiting
@@ -87,7 +87,7 @@ class TrainerWatch:
 
     @contextlib.contextmanager
     def awaiting_trainer(self) -> Generator[None]:
-        """Around what waits for a trainer: after a few seconds the log says so."""
+        """Log a warning when the body has waited for a trainer for some seconds."""
         text = (
             "no trainer has registered at %s yet; this env waits for one (a trainer posts to /register and fetches "
             "/batch once; `process` needs none)"
@@ -100,8 +100,8 @@ class TrainerWatch:
             timer.cancel()
 
 
-async def watch_inference(server: Any, model_timeout_s: float) -> None:
-    """Say when an inference server stops answering, and when it is back; calls wait for it meanwhile."""
+async def watch_inference(server: ServerManager, model_timeout_s: float) -> None:
+    """Log when an inference server stops answering, and when it is back. Calls wait for it meanwhile."""
     down: set[str] = set()
     while True:
         for one in server.servers:
@@ -120,7 +120,7 @@ async def watch_inference(server: Any, model_timeout_s: float) -> None:
         await asyncio.sleep(HEALTH_S)
 
 
-def report_evaluation(task: asyncio.Task[Any]) -> None:
-    """Log the error of an evaluation beside training, which nobody awaits before the end."""
+def report_evaluation(task: asyncio.Task[object]) -> None:
+    """Log the error of an evaluation that runs beside training; nobody awaits it before the end."""
     if not task.cancelled() and task.exception() is not None:
         _log.error("evaluate failed; training goes on", exc_info=task.exception())

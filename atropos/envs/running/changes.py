@@ -1,4 +1,4 @@
-"""What an agent changed in its working folder: the folder before its first call beside the same folder at its end."""
+"""What an agent changed in its working folder: the folder before its first call compared with the folder at the end."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import tarfile
 import zlib
 from collections.abc import Awaitable, Callable
 from dataclasses import asdict
-from typing import Any
 
 from atropos import wire
 from atropos.dashboard.changes import Changes, compare
@@ -19,7 +18,7 @@ from atropos.tools import ToolCall, ToolExecutor, ToolResult
 MAX_FOLDER_BYTES = 1 << 20
 """Longest archive of the folder; a larger folder is not compared."""
 LOOK_S = 5.0
-"""Longest that one look at the folder may take."""
+"""Timeout of reading the folder once."""
 Run = Callable[[ToolCall], Awaitable[ToolResult]]
 
 _log = logging.getLogger(__name__)
@@ -33,7 +32,7 @@ class WorkspaceChanges:
     Args:
         executor: holds the trajectory's slot.
         trajectory_id: whose slot it is.
-        wanted: False: nothing is looked at.
+        wanted: False: nothing is recorded.
     """
 
     def __init__(self, executor: ToolExecutor, trajectory_id: str, *, wanted: bool) -> None:
@@ -43,7 +42,7 @@ class WorkspaceChanges:
         self._once = asyncio.Lock()
 
     def watched(self, run: Run) -> Run:
-        """`run`, with a look at the folder before the first call that goes to the slot."""
+        """`run`, which first archives the folder before the first call to the slot."""
         if not self._wanted:
             return run
 
@@ -58,7 +57,7 @@ class WorkspaceChanges:
 
         return watched
 
-    async def since_start(self) -> dict[str, Any]:
+    async def since_start(self) -> dict[str, object]:
         """`Changes` as the JSONL gets them; empty: no call went to the slot."""
         return {} if self._slot is None else asdict(await self._changes(self._slot))
 
@@ -79,7 +78,7 @@ class WorkspaceChanges:
             async with asyncio.timeout(LOOK_S):
                 answer = await slot.run(wire.Tar(path=".", max_bytes=MAX_FOLDER_BYTES))
         except TimeoutError:
-            return b"", f"looking at it took more than {LOOK_S:g} s"
+            return b"", f"reading it took more than {LOOK_S:g} s"
         except SandboxError as error:
             _log.debug("%s: the files that it changed are unknown: %s", self._trajectory, error)
             return b"", "the slot no longer answers"

@@ -10,11 +10,12 @@ import re
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 from atropos import tracing
 from atropos.agent import PromptTooLong, seed_for
 from atropos.aio import backoff_s
+from atropos.envs.adapter import Item
 from atropos.envs.config import SandboxEnvConfig
 from atropos.envs.running.backend import ToolBackend
 from atropos.envs.running.hooks import first_of, ungrouped
@@ -25,6 +26,7 @@ from atropos.envs.running.rollout import (
     GroupsDropped,
     HookError,
     Rollout,
+    ScoredGroup,
     VerifierError,
     WorkspaceLost,
     scored_group,
@@ -43,9 +45,9 @@ from atropos.slots import Snapshot
 NOT_RETRIED = (IsolationUnavailable, NotSupported)
 """Another slot would not help."""
 DROPPED_IN_A_ROW = 20
-"""Groups dropped one after the other, none completed between, that end a run; from half of it on it slows down."""
+"""Groups dropped in a row that end a run. From half of it on, the run slows down."""
 HOPELESS_IN_A_ROW = 3
-"""The same for what another slot can't cure."""
+"""The same for failures that another slot would not cure."""
 NOT_COUNTED = (VerifierError.code,)
 """Codes of drops that an agent may cause by itself: they never end a run."""
 
@@ -56,7 +58,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Event:
-    """Something that happened, for a progress display. `kind`: trajectory, group, dropped, retry."""
+    """Something that happened, for observers. `kind`: trajectory, group, dropped, retry."""
 
     kind: str
     item: str
@@ -85,15 +87,15 @@ class GroupMember:
 class TrajectoryRunner(Protocol):
     """What a collector asks of the env."""
 
-    def item_name(self, item: Any) -> str:
+    def item_name(self, item: Item) -> str:
         """A short name of an item."""
         ...
 
-    async def prepare_group(self, item: Any, group: str) -> Snapshot | None:
+    async def prepare_group(self, item: Item, group: str) -> Snapshot | None:
         """What a group's trajectories start from; None: an empty workspace."""
         ...
 
-    async def run_trajectory(self, item: Any, trajectory_id: str, member: GroupMember) -> Rollout:
+    async def run_trajectory(self, item: Item, trajectory_id: str, member: GroupMember) -> Rollout:
         """Run, verify and score one trajectory."""
         ...
 
@@ -126,11 +128,11 @@ class GroupCollector:
         self._metrics = metrics
         self._lifetime = lifetime
         self._numbers = itertools.count(1)
-        self._collecting: set[asyncio.Task[Any]] = set()
+        self._collecting: set[asyncio.Task[object]] = set()
         self._dropped_in_a_row = 0
         self.observers: list[Callable[[Event], None]] = []
 
-    async def collect(self, item: object) -> dict[str, Any] | None:
+    async def collect(self, item: object) -> ScoredGroup | None:
         """One whole scored group, or None when it can't be completed.
 
         Raises:
@@ -154,7 +156,7 @@ class GroupCollector:
         """End every collection that is under way, and wait for it."""
         await cancel_and_wait(self._collecting)
 
-    async def _collect(self, item: object) -> dict[str, Any] | None:
+    async def _collect(self, item: object) -> ScoredGroup | None:
         name = self._env.item_name(item)
         try:
             rollouts = await self.rollouts(item, self._config.group_size)
@@ -177,7 +179,7 @@ class GroupCollector:
         self._metrics.dropped[dropped.code] += 1
 
     async def _after_drop(self, dropped: GroupDropped) -> None:
-        """Slow down while nothing works, and end the run when it looks as if nothing ever will."""
+        """Slow down after several drops in a row, and end the run after many."""
         if dropped.code in NOT_COUNTED:
             return
         self._dropped_in_a_row += 1
@@ -255,7 +257,7 @@ class GroupCollector:
         return rollout
 
     async def _attempt(self, item: object, trajectory_id: str, member: GroupMember) -> Rollout:
-        """One attempt, admitted when the env's own slots allow it, released in every ending."""
+        """One attempt, admitted within the pool's capacity; its slot is always released."""
         name = self._env.item_name(item)
         async with self._backend.admission:
             with (
@@ -351,7 +353,7 @@ class GroupCollector:
             self._metrics.phases[phase] += seconds  # type: ignore[assignment]
 
     def _notify(self, event: Event) -> None:
-        """Call the observers; a display's own error is no reason to lose a trajectory."""
+        """Call the observers; an observer that raises loses no trajectory."""
         for observer in self.observers:
             try:
                 observer(event)

@@ -1,8 +1,8 @@
-"""One way in and one way out for `process`, `serve` and `evaluate`: signals cancel, cleanup outlives cancellation.
+"""Start and shutdown of `process`, `serve` and `evaluate`: signals cancel, cleanup outlives cancellation.
 
-atroposlib runs no `finally` on SIGTERM, and on Ctrl-C in `serve` runs env_manager's before its workers are cancelled.
-Here both signals cancel the main task once; workers are cancelled and awaited, then executor, pool and files are
-closed; a second signal changes nothing.
+atroposlib runs no `finally` on SIGTERM, and on Ctrl-C in `serve` runs that of env_manager before it cancels its workers.
+Here both signals cancel the main task once. Workers are cancelled and awaited, then executor, pool and files are closed.
+A second signal changes nothing.
 """
 
 from __future__ import annotations
@@ -22,7 +22,10 @@ from atropos.envs.running.hooks import in_hook
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 BLOCKED_S = 1.0
-"""After so long without a turn of the event loop, a signal interrupts the hook that keeps it."""
+"""A hook that has blocked the event loop for so long is interrupted by a signal."""
+
+_Handler = Callable[[int, FrameType | None], Any] | int | None
+"""What `signal.signal` takes and returns."""
 
 _log = logging.getLogger(__name__)
 
@@ -38,7 +41,7 @@ class Lifetime:
     def __init__(self) -> None:
         self.signal: signal.Signals | None = None
         self.fatal: BaseException | None = None
-        self._main: asyncio.Task[Any] | None = None
+        self._main: asyncio.Task[object] | None = None
         self._closing = False
 
     def abort(self, error: BaseException) -> None:
@@ -60,8 +63,8 @@ class Lifetime:
     async def running(self, close: Callable[[], Coroutine[Any, Any, None]]) -> AsyncGenerator[None]:
         """Run the body until it ends, fails or is cancelled by a signal; then `close()`, whatever happens.
 
-        The garbage collector leaves out what exists now, above all the modules of atroposlib and transformers: a full
-        collection took the event loop a third of a second with them.
+        Existing objects are frozen (`gc.freeze`): with the modules of atroposlib and transformers, a full collection
+        blocked the event loop for a third of a second.
 
         Raises:
             BaseException: the fatal error, where a task reported one.
@@ -88,15 +91,15 @@ class Lifetime:
 
 
 class _Signals:
-    """Hands signals to the event loop; where a hook keeps the loop from running, the hook is interrupted.
+    """Hands signals to the event loop, and interrupts a hook that blocks it.
 
-    asyncio's own handlers wait for the loop, so that Ctrl-C did nothing while a hook slept in `time.sleep`.
+    asyncio's own handlers wait for the loop, so that Ctrl-C does nothing while a hook is in `time.sleep`.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, handler: Callable[[signal.Signals], None]) -> None:
         self._loop = loop
         self._handler = handler
-        self._before: dict[signal.Signals, Any] = {}
+        self._before: dict[signal.Signals, _Handler] = {}
         self._alive_at = time.monotonic()
         self._timer: asyncio.TimerHandle | None = None
         for number in SIGNALS:
@@ -132,7 +135,7 @@ async def beside(work: Coroutine[Any, Any, None]) -> AsyncGenerator[None]:
         await cancel_and_wait([task])
 
 
-async def cancel_and_wait(tasks: Iterable[asyncio.Task[Any] | None]) -> None:
+async def cancel_and_wait(tasks: Iterable[asyncio.Task[object] | None]) -> None:
     """Cancel tasks and wait until each is over; their errors are theirs."""
     alive = [task for task in tasks if task is not None and task is not asyncio.current_task()]
     for task in alive:
@@ -140,8 +143,8 @@ async def cancel_and_wait(tasks: Iterable[asyncio.Task[Any] | None]) -> None:
     await asyncio.gather(*alive, return_exceptions=True)
 
 
-async def bounded(what: str, work: Awaitable[Any], seconds: float) -> None:
-    """Await a step of a shutdown; when it fails or takes too long, say so and go on with the next."""
+async def bounded(what: str, work: Awaitable[object], seconds: float) -> None:
+    """Await one step of a shutdown. Log a failure or a timeout, and return, so that the next step runs."""
     try:
         async with asyncio.timeout(seconds):
             await work

@@ -1,11 +1,10 @@
-"""What an env counts: groups and trajectories, faults by name, seconds by phase, and call latencies. Bounded."""
+"""What an env counts: groups, trajectories, faults by code, seconds by phase, call latencies. Bounded."""
 
 from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
 
 from atropos.envs.running.activity import Activity
 from atropos.metrics import Histogram
@@ -62,7 +61,7 @@ class EnvMetrics:
         default_factory=lambda: Histogram("atropos_env_trajectory_seconds", "Time of scored trajectories.")
     )
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, object]:
         """Flat names and numbers, as wandb wants them."""
         found: dict[str, object] = {
             "env/groups": self.groups,

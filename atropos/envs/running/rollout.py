@@ -1,13 +1,14 @@
-"""A finished trajectory, and what a group of them is for the trainer: plain data in, plain data out."""
+"""A finished trajectory, and the scored group that a trainer gets of them. Plain data in, plain data out."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Required, SupportsFloat, TypedDict
 
-from atropos.agent import Transcript
+from atropos.agent import Message, Transcript
+from atropos.agent.config import Timing
 
 
 class GroupDropped(Exception):
@@ -31,11 +32,11 @@ class WorkspaceLost(Exception):
 
 
 class GroupsDropped(Exception):
-    """A `process` run ended, its files are written, and some groups are not in them."""
+    """A run ended and wrote its files, which lack some groups."""
 
 
 class HookError(Exception):
-    """A hook of the env raised, or returned what it must not. The trajectory is dropped, never scored 0."""
+    """A hook of the env raised, or returned a wrong type. The trajectory is dropped, never scored 0."""
 
     code = "hook_error"
 
@@ -58,7 +59,7 @@ class Rollout:
 
     Attributes:
         trajectory_id: of the attempt that was scored.
-        info: what the verifying hook had to say; kept in the JSONL, never sent as tokens.
+        info: what the verifying hook returned beside the score; kept in the JSONL.
         phases: seconds by phase: setup, model, tools, verify, reset; `acquire` is the wait for the slot, within whichever
             of setup, tools and verify used it first, and `agent` is model, tools and what is between them.
         turns: seconds by turn, as `AgentStep.timing` gives them.
@@ -74,13 +75,13 @@ class Rollout:
     attempts: int = 1
     stop_reason: str = "final"
     final_response: str = ""
-    info: dict[str, Any] = field(default_factory=dict[str, Any])
+    info: dict[str, object] = field(default_factory=dict[str, object])
     phases: dict[str, float] = field(default_factory=dict[str, float])
-    turns: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
-    changes: dict[str, Any] = field(default_factory=dict[str, Any])
+    turns: list[Timing] = field(default_factory=list[Timing])
+    changes: dict[str, object] = field(default_factory=dict[str, object])
 
-    def summary(self) -> dict[str, Any]:
-        """What the JSONL and the page tell besides tokens and messages."""
+    def summary(self) -> dict[str, object]:
+        """What the JSONL and the pages have besides tokens and messages."""
         return {
             "trajectory_id": self.trajectory_id,
             "score": self.score,
@@ -96,28 +97,54 @@ class Rollout:
         }
 
 
-def checked_score(value: Any, hook: str) -> float:
+def checked_score(value: object, hook: str) -> float:
     """A score as a finite float.
 
     Raises:
         HookError: the hook returned something else.
     """
-    if isinstance(value, bool | int | float) or (hasattr(value, "__float__") and not isinstance(value, str)):
+    if isinstance(value, SupportsFloat) and not isinstance(value, str):
         score = float(value)
         if math.isfinite(score):
             return score
     raise HookError(f"{hook} must return a finite number, not {value!r:.100}")
 
 
-def scored_group(rollouts: Sequence[Rollout], *, name: str, include_messages: bool) -> dict[str, Any]:
-    """The `ScoredDataGroup` of complete rollouts. `group_overrides` is always a dict.
+class GroupRecord(TypedDict):
+    """What pages and files show of a group."""
+
+    item: str
+    trajectories: list[dict[str, object]]
+
+
+class ScoredGroup(TypedDict, total=False):
+    """atroposlib's `ScoredDataGroup`; `group_overrides` is always a dict.
 
     The key `atropos` is for people and files; the trajectory API ignores it.
     """
+
+    tokens: Required[list[list[int]]]
+    masks: Required[list[list[int]]]
+    scores: Required[list[float]]
+    inference_logprobs: Required[list[list[float]]]
+    messages: list[list[Message]] | None
+    group_overrides: Required[dict[str, object]]
+    advantages: object
+    ref_logprobs: object
+    generation_params: object
+    overrides: object
+    images: object
+    distill_token_ids: object
+    distill_logprobs: object
+    atropos: GroupRecord
+
+
+def scored_group(rollouts: Sequence[Rollout], *, name: str, include_messages: bool) -> ScoredGroup:
+    """The scored group of complete rollouts."""
     for rollout in rollouts:
         rollout.transcript.check()
     placeholder = any(rollout.transcript.placeholder for rollout in rollouts)
-    group: dict[str, Any] = {
+    group: ScoredGroup = {
         "tokens": [list(r.transcript.tokens) for r in rollouts],
         "masks": [list(r.transcript.masks) for r in rollouts],
         "scores": [r.score for r in rollouts],
@@ -131,18 +158,18 @@ def scored_group(rollouts: Sequence[Rollout], *, name: str, include_messages: bo
         "images": None,
         "atropos": {"item": name, "trajectories": [r.summary() for r in rollouts]},
     }
-    lengths = [len(group[key]) for key in ("tokens", "masks", "scores", "inference_logprobs")]
+    lengths = [len(group["tokens"]), len(group["masks"]), len(group["scores"]), len(group["inference_logprobs"])]
     assert len(set(lengths)) == 1, lengths
     return group
 
 
-def messages_of(transcript: Transcript) -> list[dict[str, Any]]:
+def messages_of(transcript: Transcript) -> list[Message]:
     """Messages with what the trajectory API insists on: a role and a text."""
     return [{**message, "content": message.get("content") or ""} for message in transcript.messages]
 
 
-def drop_reason(group: dict[str, Any], *, group_size: int, same_scores_dropped: bool, max_token_len: int) -> str | None:
-    """Why atroposlib would leave a group out, so that it can be counted by name; None when it goes through."""
+def drop_reason(group: ScoredGroup, *, group_size: int, same_scores_dropped: bool, max_token_len: int) -> str | None:
+    """The reason, for a counter, why atroposlib would leave a group out; None: it sends it."""
     size = (group.get("group_overrides") or {}).get("group_size", group_size)
     if len(group.get("tokens", [])) != size:
         return "wrong_size"
