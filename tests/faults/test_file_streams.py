@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from atropos.errors import SandboxError
-from atropos.sandbox.server import file_streams as server_streams
+from atropos.sandbox.server.calls import file_streams as server_streams
 from atropos.slots import file_streams
 from atropos.slots.client import SandboxClient
 from atropos.wire import Done, Exec, LeaseRequest, OpError, ReadStream, WriteStream

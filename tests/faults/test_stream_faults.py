@@ -48,7 +48,7 @@ async def test_a_cut_at_every_byte_of_a_call_and_of_its_result_neither_doubles_n
                     assert host.ran[command] == 1
             assert proxy.struck > 200
             assert not client.lost.is_set()
-            assert running.core.table.free == 3
+            assert running.core.state.table.free == 3
             assert (await client.release(lease)).clean
     assert set(host.ran.values()) == {1}
 
@@ -104,7 +104,7 @@ async def test_random_faults_under_load_neither_double_nor_lose_a_call():
             finally:
                 breaking.cancel()
             assert proxy.struck >= wanted
-            assert running.core.table.free == 16
+            assert running.core.state.table.free == 16
     assert len(outcomes) >= 16 * 40
     assert all(times == 1 for command, times in host.ran.items() if command.startswith("count"))
 
@@ -138,7 +138,7 @@ async def test_random_cancellations_under_faults_leave_no_call_running_and_no_jo
             finally:
                 breaking.cancel()
             proxy.strike(Fault())
-            journal = running.core.clients.of("tester").journal
+            journal = running.core.state.clients.of("tester").journal
             async with asyncio.timeout(10):
                 while journal.entries:  # noqa: ASYNC110
                     await asyncio.sleep(0.02)

@@ -18,7 +18,7 @@ from atropos.errors import IsolationUnavailable
 from atropos.net.sockets import listen
 from atropos.sandbox.contract import Host
 from atropos.sandbox.server.core import Core
-from atropos.sandbox.server.snapshot_transfer import has_zstd
+from atropos.sandbox.server.snapshots.layer_tar import has_zstd
 from atropos.sandbox.server.upkeep import pulse
 from atropos.wire import Capabilities, Feature
 
@@ -75,9 +75,9 @@ class Server:
         clean = False
         try:
             async with contextlib.AsyncExitStack() as site:
-                core.warm_pool.fill()
+                core.leasing.warm_pool.fill()
                 # Loading the HTTP library takes as long as starting a slot, so the one is done beside the other.
-                listening = await asyncio.to_thread(import_module, "atropos.sandbox.server.listening")
+                listening = await asyncio.to_thread(import_module, "atropos.sandbox.server.http.listening")
                 self._publish(await probing)
                 routes = (core, self._config.token.get_secret_value(), lambda: self._found, self.stop, self._tls())
                 await site.enter_async_context(listening.listening(listener, *routes))
@@ -97,7 +97,7 @@ class Server:
             )  # if it failed and something else did before it, that is what is raised
             clean = await self._close(core) and clean
             listener.close()
-        return 0 if clean and not core.broken else 1
+        return 0 if clean and not core.leasing.broken else 1
 
     def _tls(self) -> ssl.SSLContext | None:
         if self._config.tls is None:
@@ -117,7 +117,7 @@ class Server:
         assert self.core is not None
         wanted = self._config.drain_s if deadline_s is None else deadline_s
         self._deadline_s = min(self._deadline_s, wanted) if self._stop.is_set() else wanted
-        self.core.drain(self._deadline_s)
+        self.core.leasing.drain(self._deadline_s)
         self._stop.set()
 
     # --------------------------------------------------------------------------------------------------------- inside
@@ -142,10 +142,9 @@ class Server:
         config = self._config
         check_required(config, features)
         missing = [feature for feature in features if not feature.ok]
-        self.core.features = features
-        self.core.limit_note = "; ".join(f"{f.name}: {f.detail or 'missing'}" for f in missing) or None
+        self.core.state.limit_note = "; ".join(f"{f.name}: {f.detail or 'missing'}" for f in missing) or None
         self._found = Capabilities(
-            boot_id=self.core.boot_id,
+            boot_id=self.core.state.boot_id,
             kernel=os.uname().release,
             features=tuple(features),
             limits={
@@ -165,7 +164,7 @@ class Server:
         assert self.core is not None
         with contextlib.suppress(OSError):  # nobody listens: the server serves all the same
             print(
-                json.dumps({"ready": True, "port": self.port, "boot_id": self.core.boot_id}),
+                json.dumps({"ready": True, "port": self.port, "boot_id": self.core.state.boot_id}),
                 file=self._out,
                 flush=True,
             )
@@ -173,15 +172,15 @@ class Server:
     async def _until_stopped(self) -> None:
         """Until a signal, until a broken server has lost its last lease, or until it was unattended for too long."""
         assert self.core is not None
-        loop, limit_s = asyncio.get_running_loop(), self.core.config.unattended_s
+        loop, limit_s = asyncio.get_running_loop(), self.core.state.config.unattended_s
         attended_at = loop.time()
         stopped = loop.create_task(self._stop.wait())
         try:
             while not stopped.done():
                 await asyncio.wait([stopped], timeout=0.5)
-                if self.core.broken and not self.core.runs:
+                if self.core.leasing.broken and not self.core.state.runs:
                     return
-                if self.core.streams or self.core.runs:
+                if self.core.state.streams or self.core.state.runs:
                     attended_at = loop.time()
                 elif limit_s is not None and loop.time() > attended_at + limit_s:
                     log.warning("no client was connected for unattended_s (%g s): the server ends", limit_s)
@@ -192,14 +191,14 @@ class Server:
     async def _drained(self) -> None:
         """Until no lease is left, or their time is over."""
         assert self.core is not None
-        self.core.drain(self._deadline_s)
+        self.core.leasing.drain(self._deadline_s)
         loop = asyncio.get_running_loop()
         began = loop.time()
-        while self.core.runs and loop.time() < began + self._deadline_s:
+        while self.core.state.runs and loop.time() < began + self._deadline_s:
             left = min(0.25, max(0.0, began + self._deadline_s - loop.time()))
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(left):
-                    await self.core.idle.wait()
+                    await self.core.leasing.idle.wait()
 
 
 def check_required(config: ServerConfig, features: Sequence[Feature]) -> None:

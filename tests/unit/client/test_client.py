@@ -49,7 +49,7 @@ async def test_calls_of_one_lease_run_in_order_and_one_at_a_time():
         lease = await client.acquire(request())
         commands = [f"sleep {0.01 * (5 - n)}" for n in range(5)] + [f"echo {n}" for n in range(50)]
         await asyncio.gather(*(client.call(lease, Exec(command=command)) for command in commands))
-        sandbox = running.core.runs[lease.lease_id].sandbox
+        sandbox = running.core.state.runs[lease.lease_id].sandbox
         assert sandbox.order == commands
         assert host.most_at_once == 1
 
@@ -98,7 +98,7 @@ async def test_a_cancelled_call_is_cancelled_on_the_server():
             await call
         # The lane is free again only because the first call ended.
         await client.call(lease, Exec(command="echo next"))
-        await until(lambda: not running.core.clients.of("tester").journal.entries)
+        await until(lambda: not running.core.state.clients.of("tester").journal.entries)
 
 
 async def test_a_cancelled_acquire_leaks_no_slot():
@@ -112,7 +112,7 @@ async def test_a_cancelled_acquire_leaks_no_slot():
             await asyncio.wait([task])
             if not task.cancelled() and task.exception() is None:
                 await client.release(task.result())
-        await until(lambda: running.core.table.free == 1)
+        await until(lambda: running.core.state.table.free == 1)
 
 
 async def test_release_during_execution_ends_the_calls_as_lease_expired():
@@ -140,7 +140,7 @@ async def test_a_dying_sandbox_ends_its_lease_and_nothing_else():
         with pytest.raises(SlotLost):
             await client.call(lease, Exec(command="echo"))
         await client.call(other, Exec(command="echo"))
-        await until(lambda: running.core.table.free == 3)
+        await until(lambda: running.core.state.table.free == 3)
 
 
 async def test_an_unknown_failure_inside_the_server_is_never_a_result():
@@ -169,10 +169,10 @@ async def test_a_lease_of_a_dead_client_ends_within_twice_its_time():
         await client.acquire(request(ttl_s=0.5))
         loop = asyncio.get_running_loop()
         await asyncio.sleep(1.2)
-        assert running.core.table.held, "heartbeats renew it"
+        assert running.core.state.table.held, "heartbeats renew it"
         await client.close()
         began = loop.time()
-        await until(lambda: running.core.table.free == 4)
+        await until(lambda: running.core.state.table.free == 4)
         assert loop.time() - began < 3
 
 
@@ -241,8 +241,8 @@ async def test_snapshots_fork_and_the_original_goes_on():
         assert (info.layers, info.bytes, info.users) == (1, 1, 1)
         await client.call(lease, WriteFile(path="a", data=b"22"))
         fork = await client.acquire(request(snapshot=info.snapshot_id))
-        assert running.core.runs[fork.lease_id].sandbox.files == {"a": b"1"}
-        assert running.core.runs[lease.lease_id].sandbox.files == {"a": b"22"}
+        assert running.core.state.runs[fork.lease_id].sandbox.files == {"a": b"1"}
+        assert running.core.state.runs[lease.lease_id].sandbox.files == {"a": b"22"}
         deeper = await client.snapshot(fork)
         assert deeper.layers == 2
         await client.drop_snapshot(info.snapshot_id)
@@ -306,7 +306,7 @@ async def test_an_answer_that_is_long_in_coming_and_cut_off_is_asked_for_again(c
     async with serving() as running, client_of(running, reconnect_s=0.05) as client:
         lease = await client.acquire(request())
         assert (await client.call(lease, Exec(command="echo on"))).output == b"on"
-        assert running.core.table.free == 3
+        assert running.core.state.table.free == 3
 
 
 async def test_a_stream_comes_back_though_as_many_requests_wait_as_there_may_be(monkeypatch):
@@ -321,10 +321,10 @@ async def test_a_stream_comes_back_though_as_many_requests_wait_as_there_may_be(
             await answer.wait()
             raise PoolFull("none")
 
-        monkeypatch.setattr(running.core, "acquire", slowly)
+        monkeypatch.setattr(running.core.leasing, "acquire", slowly)
         waiting = [asyncio.create_task(client.acquire(request())) for _ in range(3)]
         await until(lambda: asked == 3)
-        for stream in list(running.core.streams):
+        for stream in list(running.core.state.streams):
             stream.abort("cut")
         result = await asyncio.wait_for(client.call(lease, Exec(command="echo on")), 4)
         assert result.output == b"on"
@@ -342,7 +342,7 @@ async def test_a_copy_that_breaks_is_begun_again_and_one_that_always_breaks_leav
         nonlocal tries
         tries += 1
         snapshot_id = path.split("/")[3]
-        there = target.core.snapshots
+        there = target.core.state.snapshots
         if snapshot_id not in there.by_id:
             there.reserve(())
             there.commit(snapshot_id, Layer("x", "/x", 1), (), query["client_id"], None, 0)
@@ -371,4 +371,4 @@ async def test_a_snapshot_waits_for_calls_that_take_longer_than_a_request_may(mo
         await until(lambda: running.host.ran["sleep 0.5"])
         info = await client.snapshot(lease)
         assert before.done()
-        assert list(running.core.snapshots.by_id) == [info.snapshot_id]
+        assert list(running.core.state.snapshots.by_id) == [info.snapshot_id]

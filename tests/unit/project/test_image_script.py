@@ -101,7 +101,7 @@ def test_the_image_has_every_module_that_its_server_imports(tmp_path: Path) -> N
             shutil.copytree(source, target, ignore=shutil.ignore_patterns("__pycache__"))
         else:
             shutil.copy(source, target)
-    server = "import atropos.sandbox.server.serve, atropos.sandbox.server.http, atropos.sandbox.host.slot_host"
+    server = "import atropos.sandbox.server.serve, atropos.sandbox.server.http.routes, atropos.sandbox.host.slot_host"
     done = subprocess.run(
         [sys.executable, "-c", server],
         cwd=tmp_path,

@@ -7,10 +7,10 @@ import asyncio
 import pytest
 
 from atropos.errors import BackendUnavailable, LeaseExpired, NotSupported, PoolFull, SandboxError, SlotLost
-from atropos.sandbox.server.journal import Journal
-from atropos.sandbox.server.lanes import Lanes
-from atropos.sandbox.server.leases import LeaseTable
+from atropos.sandbox.server.calls.journal import Journal
+from atropos.sandbox.server.calls.lanes import Lanes
 from atropos.sandbox.server.metrics import Meters
+from atropos.sandbox.server.state.lease_table import LeaseTable
 from atropos.sandbox.server.upkeep import forget
 from atropos.slots.client import SandboxClient
 from atropos.wire import Exec, OpError, ProcRead, WriteFile
@@ -23,7 +23,7 @@ async def test_too_many_retired_slots_break_the_server_which_ends_with_its_last_
     async with serving(host, slots=4, max_retired=2) as running, client_of(running) as client:
         leases = [await client.acquire(request()) for _ in range(3)]
         for lease in leases[:2]:
-            host.dirty.add(running.core.runs[lease.lease_id].sandbox.name)
+            host.dirty.add(running.core.state.runs[lease.lease_id].sandbox.name)
             assert not (await client.release(lease)).clean
         assert (await client.health()).status == "broken"
         with pytest.raises(BackendUnavailable, match="2 of 4 slots are retired"):
@@ -38,26 +38,28 @@ async def test_a_retired_slot_comes_back_once_it_is_confirmed_empty():
     host = FakeHost()
     async with serving(host, slots=4) as running, client_of(running) as client:
         lease = await client.acquire(request())
-        host.dirty.add(running.core.runs[lease.lease_id].sandbox.name)
+        host.dirty.add(running.core.state.runs[lease.lease_id].sandbox.name)
         assert not (await client.release(lease)).clean
         assert (await client.status()).retired == 1
         host.dirty.clear()
-        await until(lambda: running.core.table.free == 4)
+        await until(lambda: running.core.state.table.free == 4)
 
 
 async def test_sandboxes_that_do_not_start_fail_the_acquire_and_then_the_server(monkeypatch):
     monkeypatch.setattr("atropos.sandbox.server.warm_pool.BACKOFF_S", (0.01,) * 5)
     host = FakeHost()
     async with serving(host, slots=2, warm=0) as running, client_of(running) as client:
-        await until(lambda: running.core.warm_pool.ready == 2)
+        await until(lambda: running.core.leasing.warm_pool.ready == 2)
         for _ in range(2):
             await client.acquire(request())
         host.start_fails = True
-        running.core.table = LeaseTable(2, 1024)  # only the warm pool is of interest
+        running.core.leasing._table = running.core.state.table = LeaseTable(
+            2, 1024
+        )  # only the warm pool is of interest
         with pytest.raises(BackendUnavailable, match="no more namespaces"):
             await asyncio.wait_for(client.acquire(request()), 30)
-        assert "no more namespaces" in running.core.broken
-        running.core.runs.clear()
+        assert "no more namespaces" in running.core.leasing.broken
+        running.core.state.runs.clear()
         for sandbox in list(host.live):
             await sandbox.stop()
         assert await asyncio.wait_for(running.task, 20) == 1
@@ -67,7 +69,7 @@ async def test_the_shelf_is_full_again_though_nobody_asks(monkeypatch):
     monkeypatch.setattr("atropos.sandbox.server.warm_pool.BACKOFF_S", (0.01,) * 50)
     host = FakeHost()
     async with serving(host, slots=2, warm=1) as running, client_of(running) as client:
-        warm_pool = running.core.warm_pool
+        warm_pool = running.core.leasing.warm_pool
         await until(lambda: warm_pool.ready == 3)
         host.start_fails = True
         next(iter(host.live)).die("killed from outside")
@@ -89,12 +91,12 @@ async def test_the_shelf_is_full_again_though_nobody_asks(monkeypatch):
 async def test_a_warm_sandbox_that_died_is_never_leased():
     host = FakeHost()
     async with serving(host, slots=2) as running, client_of(running) as client:
-        await until(lambda: running.core.warm_pool.ready >= 2)
+        await until(lambda: running.core.leasing.warm_pool.ready >= 2)
         dead = list(host.live)
         for sandbox in dead:
             sandbox.die("killed from outside")
         lease = await client.acquire(request())
-        assert running.core.runs[lease.lease_id].sandbox not in dead
+        assert running.core.state.runs[lease.lease_id].sandbox not in dead
         assert (await client.call(lease, Exec(command="echo ok"))).output == b"ok"
         await until(lambda: not host.live & set(dead))
 
@@ -105,33 +107,35 @@ async def test_what_was_asked_for_of_late_is_started_ahead():
         for network in (True, False):
             for _ in range(20):
                 lease = await client.acquire(request(network=network))
-                assert running.core.runs[lease.lease_id].sandbox.network is network
+                assert running.core.state.runs[lease.lease_id].sandbox.network is network
                 await client.release(lease)
-            await until(lambda: running.core.warm_pool.ready >= 4 and not running.core.warm_pool.warming)
+            await until(
+                lambda: running.core.leasing.warm_pool.ready >= 4 and not running.core.leasing.warm_pool.warming
+            )
             kinds = [each.network for each in host.live]
             assert kinds.count(network) >= 4
             assert len(kinds) <= 8
             before = len(host.started)
             lease = await client.acquire(request(network=network))
-            assert running.core.runs[lease.lease_id].sandbox in host.started[:before], "it was there already"
+            assert running.core.state.runs[lease.lease_id].sandbox in host.started[:before], "it was there already"
             await client.release(lease)
 
 
 async def test_a_release_while_the_lease_still_starts_leaves_nothing():
     host = FakeHost()
     async with serving(host, slots=1, warm=0) as running, client_of(running) as client:
-        await until(lambda: running.core.warm_pool.ready == 1)
+        await until(lambda: running.core.leasing.warm_pool.ready == 1)
         first = await client.acquire(request())
         info = await client.snapshot(first)
         await client.release(first)
         host.start_s = 0.1
         wanted = request(snapshot=info.snapshot_id)
-        starting = asyncio.create_task(running.core.acquire(wanted))
+        starting = asyncio.create_task(running.core.leasing.acquire(wanted))
         await asyncio.sleep(0.03)
-        assert (await running.core.release(wanted.lease_id, None)).released
+        assert (await running.core.leasing.release(wanted.lease_id, None)).released
         with pytest.raises(LeaseExpired):
             await starting
-        assert running.core.table.free == 1
+        assert running.core.state.table.free == 1
         await client.drop_snapshot(info.snapshot_id)
         await until(lambda: not host.layers)
 
@@ -160,9 +164,9 @@ async def test_a_snapshot_that_fails_ends_its_lease_and_nothing_else():
         with pytest.raises((SlotLost, LeaseExpired)):
             await client.call(lease, Exec(command="echo"))
         assert (await client.call(other, Exec(command="echo on"))).output == b"on"
-        await until(lambda: running.core.table.free == 3)
-        assert not running.core.snapshots.by_id
-        assert running.core.snapshots.pending == 0
+        await until(lambda: running.core.state.table.free == 3)
+        assert not running.core.state.snapshots.by_id
+        assert running.core.state.snapshots.pending == 0
 
 
 async def test_a_release_during_a_snapshot_leaves_no_layer():
@@ -179,7 +183,7 @@ async def test_a_release_during_a_snapshot_leaves_no_layer():
                 await client.drop_snapshot(outcome.snapshot_id)
             else:
                 assert isinstance(outcome, SandboxError)
-        await until(lambda: not host.layers and running.core.table.free == 4)
+        await until(lambda: not host.layers and running.core.state.table.free == 4)
 
 
 async def test_asking_twice_for_one_snapshot_freezes_once():
@@ -202,8 +206,8 @@ async def test_a_snapshot_that_is_asked_for_again_after_a_release_is_the_one_tha
         first = asyncio.create_task(running.core.workspaces.snapshot(lease.lease_id, "snap-mine-1", None))
         await until(lambda: running.host.layers)
         releasing = asyncio.create_task(client.release(lease))
-        await until(lambda: running.core.runs[lease.lease_id].held.state == "ending")
-        running.core.snapshots.by_id.clear()  # as if it had not got so far
+        await until(lambda: running.core.state.runs[lease.lease_id].held.state == "ending")
+        running.core.state.snapshots.by_id.clear()  # as if it had not got so far
         assert await running.core.workspaces.snapshot(lease.lease_id, "snap-mine-1", None) == await first
         await releasing
 
@@ -220,10 +224,10 @@ async def test_snapshots_are_bounded_in_number_bytes_and_depth():
         await client.snapshot(other)
         with pytest.raises(PoolFull, match="max_snapshot_mib"):
             await client.snapshot(other)
-        for snapshot_id in list(running.core.snapshots.by_id):
+        for snapshot_id in list(running.core.state.snapshots.by_id):
             await client.drop_snapshot(snapshot_id)
         await client.release(other)
-        await until(lambda: running.core.snapshots.bytes < 1 << 20)
+        await until(lambda: running.core.state.snapshots.bytes < 1 << 20)
         third = await client.acquire(request())
         for _ in range(4):
             await client.snapshot(third)
@@ -239,14 +243,14 @@ async def test_too_many_snapshots_are_refused_and_the_lease_goes_on():
         assert (await client.call(lease, Exec(command="echo on"))).output == b"on"
         await client.drop_snapshot(info.snapshot_id)
         await client.snapshot(lease)
-        assert len(running.core.snapshots.by_id) == 1
+        assert len(running.core.state.snapshots.by_id) == 1
 
 
 async def test_an_unknown_snapshot_is_refused_and_no_slot_is_lost():
     async with serving() as running, client_of(running) as client:
         with pytest.raises(SandboxError, match="'never'"):
             await client.acquire(request(snapshot="never"))
-        await until(lambda: running.core.table.free == 4)
+        await until(lambda: running.core.state.table.free == 4)
 
 
 async def test_snapshots_of_a_client_long_gone_are_dropped():
@@ -257,13 +261,13 @@ async def test_snapshots_of_a_client_long_gone_are_dropped():
         await client.snapshot(lease)
         await client.release(lease)
         await client.close()
-        await until(lambda: not running.core.streams)
+        await until(lambda: not running.core.state.streams)
         core = running.core
-        core.now = lambda now=core.now: now() + 1000
+        core.state.forgive(-1000)  # the clock steps on
         forget(core)
-        assert not core.snapshots.by_id
+        assert not core.state.snapshots.by_id
         await until(lambda: not running.host.layers)
-        assert len(core.clients) == 0
+        assert len(core.state.clients) == 0
 
 
 async def test_what_a_dead_client_left_makes_room_for_the_living():
@@ -276,12 +280,12 @@ async def test_what_a_dead_client_left_makes_room_for_the_living():
             await client.snapshot(mine)
         await dead.release(lease)
         await dead.close()
-        await until(lambda: len(running.core.streams) == 1)
+        await until(lambda: len(running.core.state.streams) == 1)
         core = running.core
-        core.now = lambda now=core.now: now() + 100
-        core.table.seen("tester", core.now())
+        core.state.forgive(-100)  # the clock steps on
+        core.state.table.seen("tester", core.state.now())
         taken = await client.snapshot(mine)
-        assert set(core.snapshots.by_id) == {taken.snapshot_id, left[1]}
+        assert set(core.state.snapshots.by_id) == {taken.snapshot_id, left[1]}
 
 
 async def test_a_client_that_floods_is_refused_and_others_go_on():
@@ -306,7 +310,7 @@ async def test_a_new_client_of_the_same_name_ends_what_the_old_one_held():
         await old.acquire(request())
         await old.close()
         async with SandboxClient(running.url, TOKEN, client_id="tester"):
-            await until(lambda: running.core.table.free == 4)
+            await until(lambda: running.core.state.table.free == 4)
 
 
 async def test_a_barrier_that_has_not_begun_is_answered_when_the_lease_ends():

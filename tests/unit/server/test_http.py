@@ -87,8 +87,8 @@ async def test_without_the_token_nothing_is_done_and_nothing_told(server, curl, 
     for method, path in ROUTES:
         status, raw = await curl(method, path, {} if method == "POST" else None, headers=given)
         assert (status, Problem.model_validate_json(raw).code) == (401, "unauthorized")
-    assert server.core.table.free == 3
-    assert not server.core.table.draining
+    assert server.core.state.table.free == 3
+    assert not server.core.state.table.draining
     status, raw = await curl("GET", "/v1/health", headers={})
     assert (status, Health.model_validate_json(raw).status) == (200, "ok")
 
@@ -129,7 +129,7 @@ async def test_an_older_epoch_is_refused(server, curl):
     assert (status, Problem.model_validate_json(raw).code) == (410, "lease_expired")
     status, raw = await curl("DELETE", f"/v1/leases/{lease.lease_id}?epoch={lease.epoch - 1}")
     assert not ReleaseResult.model_validate_json(raw).released
-    assert server.core.table.free == 3
+    assert server.core.state.table.free == 3
 
 
 async def test_a_full_server_answers_409_with_its_free_count(server, curl):
@@ -246,7 +246,7 @@ async def test_a_snapshot_that_is_sent_here_can_be_leased(server, curl):
     assert (await curl("PUT", path + "?layers=1", data=b"ignored"))[0] == 200
     body = {"lease_id": "lease-fork", "client_id": "curl", "snapshot": "snap-sent"}
     assert (await curl("POST", "/v1/leases", body))[0] == 200
-    assert server.core.runs["lease-fork"].sandbox.files == {"a": b"abc", "b": b"abc"}
+    assert server.core.state.runs["lease-fork"].sandbox.files == {"a": b"abc", "b": b"abc"}
 
 
 @pytest.mark.parametrize(
@@ -266,7 +266,7 @@ async def test_an_archive_that_is_broken_or_does_not_fit_leaves_nothing(server, 
     got, raw = await curl("PUT", "/v1/snapshots/snap-sent/archive" + query, data=data)
     problem = Problem.model_validate_json(raw)
     assert (got, says in problem.message) == (status, True), problem
-    assert (server.core.snapshots.by_id, server.core.snapshots.pending) == ({}, 0)
+    assert (server.core.state.snapshots.by_id, server.core.state.snapshots.pending) == ({}, 0)
     async with asyncio.timeout(5):
         while server.host.layers:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
@@ -279,12 +279,12 @@ async def test_a_sender_that_goes_away_leaves_nothing(server, curl):
 
     sending = asyncio.create_task(curl("PUT", "/v1/snapshots/snap-sent/archive?layers=2", data=half()))
     async with asyncio.timeout(10):
-        while not server.core.arriving:  # noqa: ASYNC110
+        while not server.core.transfer:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
     sending.cancel()
     await asyncio.wait([sending])
     async with asyncio.timeout(10):
-        while server.core.arriving or server.core.snapshots.pending or server.host.layers:  # noqa: ASYNC110
+        while server.core.transfer or server.core.state.snapshots.pending or server.host.layers:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
 
 
@@ -302,7 +302,7 @@ async def test_archives_are_unpacked_two_at_a_time_whoever_sends_how_many(server
     ]
     try:
         async with asyncio.timeout(20):
-            while len(server.core.arriving) < 8 or unpacking() < 2:
+            while len(server.core.transfer) < 8 or unpacking() < 2:
                 most = max(most, unpacking())
                 await asyncio.sleep(0.01)
         for _ in range(20):
@@ -334,7 +334,7 @@ async def test_an_archive_that_is_sent_again_waits_for_what_became_of_the_first(
         go_on.clear()
         first = asyncio.create_task(curl("PUT", path, data=slowly()))
         async with asyncio.timeout(10):
-            while not server.core.arriving:  # noqa: ASYNC110
+            while not server.core.transfer:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
         again = asyncio.create_task(curl("PUT", path, data=whole))
         await asyncio.sleep(0.05)
@@ -344,8 +344,8 @@ async def test_an_archive_that_is_sent_again_waits_for_what_became_of_the_first(
         go_on.set()
         assert (await asyncio.wait_for(again, 10))[0] == 200
         assert breaks or (await first)[0] == 200
-        assert len(server.host.layers) == len(server.core.snapshots.by_id) == 1
-        server.core.workspaces.drop("snap-sent")
+        assert len(server.host.layers) == len(server.core.state.snapshots.by_id) == 1
+        server.core.layers.drop_snapshot("snap-sent")
         async with asyncio.timeout(5):
             while server.host.layers:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
@@ -379,7 +379,7 @@ async def test_a_stream_that_does_not_say_hello_is_closed_with_a_reason(server, 
         assert await frames(socket) == []
         assert socket.close_code == aiohttp.WSCloseCode.POLICY_VIOLATION
     async with asyncio.timeout(5):
-        while server.core.streams:  # noqa: ASYNC110
+        while server.core.state.streams:  # noqa: ASYNC110
             await asyncio.sleep(0.005)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from atropos.sandbox.server.journal import GATE_BYTES, MAX_EARLY, Journal, JournalEntry
+from atropos.sandbox.server.calls.journal import GATE_BYTES, MAX_EARLY, Journal, JournalEntry
 from atropos.wire import Call, CommandResult, Done, Exec, Fault, Reply
 
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from atropos.sandbox.server.leases import (
+from atropos.sandbox.server.state.lease_table import (
     LARGE_WANT_S,
     MAX_ENDED,
     WANT_S,
@@ -187,7 +187,7 @@ def test_a_client_that_waits_no_more_costs_the_others_one_moment_once(hears):
 
 
 def test_what_is_remembered_of_the_refused_is_bounded(monkeypatch):
-    monkeypatch.setattr("atropos.sandbox.server.leases.MAX_WANTING", 20)
+    monkeypatch.setattr("atropos.sandbox.server.state.lease_table.MAX_WANTING", 20)
     table = LeaseTable(2)
     for n in range(2):
         held(ask(table, f"g{n}", "greedy"))

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from atropos.errors import LeaseExpired, PoolFull, SandboxError
+from atropos.sandbox.server.calls.journal import JournalEntry
 from atropos.sandbox.server.core import Core
-from atropos.sandbox.server.journal import JournalEntry
 from atropos.sandbox.server.upkeep import beat
 from atropos.wire import Call, Exec, Fault, Hello, Lease, LeaseEnded, LeaseRequest, Reply, WireMessage
 from tests.unit.server.fakes import FakeHost, config
@@ -100,18 +100,18 @@ class Machine(RuleBasedStateMachine):
 
     async def start(self) -> None:
         self.core = Core(config(slots=SLOTS, warm=1, max_retired=SLOTS), self.host, clock=lambda: self.time)
-        self.core.warm_pool.fill()
+        self.core.leasing.warm_pool.fill()
         self.streams = {}
         for name in CLIENTS:
             self.connect(name)
 
     def connect(self, name: str, holds: tuple[str, ...] | None = None) -> None:
         stream = self.streams[name] = Stream(next(self.numbers))
-        assert self.core.clients.connect(Hello(client_id=name, holds=holds), stream) is not None
+        assert self.core.leasing.connect(Hello(client_id=name, holds=holds), stream) is not None
         self.seen(name)
 
     def seen(self, name: str) -> None:
-        self.core.table.seen(name, self.core.now())
+        self.core.state.table.seen(name, self.core.state.now())
         for owned in self.leases.values():
             if owned.client == name and not owned.over:
                 owned.renewed_at = self.time
@@ -139,11 +139,11 @@ class Machine(RuleBasedStateMachine):
 
     @rule(client=st.sampled_from(CLIENTS))
     def acquire(self, client: str) -> None:
-        free = self.core.table.free
-        others = [name for name in self.core.table.wanting() if name != client]
+        free = self.core.state.table.free
+        others = [name for name in self.core.state.table.wanting() if name != client]
         name = f"lease-{next(self.ids):05}"
         try:
-            lease = self.do(self.core.acquire(LeaseRequest(lease_id=name, client_id=client, ttl_s=TTL)))
+            lease = self.do(self.core.leasing.acquire(LeaseRequest(lease_id=name, client_id=client, ttl_s=TTL)))
         except PoolFull:
             assert free == 0 or others
             return
@@ -158,7 +158,7 @@ class Machine(RuleBasedStateMachine):
     def ask_again_for_the_same_lease(self, data) -> None:
         owned = self.pick(data, self.live())
         request = LeaseRequest(lease_id=owned.lease.lease_id, client_id=owned.client, ttl_s=TTL)
-        assert self.do(self.core.acquire(request)) == owned.lease
+        assert self.do(self.core.leasing.acquire(request)) == owned.lease
         owned.renewed_at = self.time
 
     @precondition(lambda self: [o for o in self.leases.values() if o.over])
@@ -166,7 +166,11 @@ class Machine(RuleBasedStateMachine):
     def an_ended_lease_is_not_granted_again(self, data) -> None:
         owned = self.pick(data, [o for o in self.leases.values() if o.over])
         try:
-            self.do(self.core.acquire(LeaseRequest(lease_id=owned.lease.lease_id, client_id=owned.client, ttl_s=TTL)))
+            self.do(
+                self.core.leasing.acquire(
+                    LeaseRequest(lease_id=owned.lease.lease_id, client_id=owned.client, ttl_s=TTL)
+                )
+            )
         except SandboxError:
             return
         raise AssertionError(owned)
@@ -176,7 +180,7 @@ class Machine(RuleBasedStateMachine):
     def release(self, data, right: bool) -> None:
         owned = self.pick(data, self.leases.values())
         epoch = owned.lease.epoch if right else owned.lease.epoch + 1
-        result = self.do(self.core.release(owned.lease.lease_id, epoch))
+        result = self.do(self.core.leasing.release(owned.lease.lease_id, epoch))
         if not right and not owned.over:
             assert not result.released
         elif not owned.over:
@@ -202,8 +206,8 @@ class Machine(RuleBasedStateMachine):
             assert not self.ran(asked)
 
     def submit(self, asked: Asked) -> JournalEntry | Fault:
-        client = self.core.clients.of(asked.client)
-        answer = self.do(lambda: self.core.clients.submit(client, asked.call))
+        client = self.core.state.clients.of(asked.client)
+        answer = self.do(lambda: self.core.calls.submit(client, asked.call))
         if isinstance(answer, Fault):
             asked.answers.append(answer)
         return answer
@@ -228,7 +232,7 @@ class Machine(RuleBasedStateMachine):
     @rule(data=st.data())
     def cancel(self, data) -> None:
         asked = self.pick(data, self.calls.values())
-        self.do(lambda: self.core.clients.cancel(self.core.clients.of(asked.client), asked.call.call_id))
+        self.do(lambda: self.core.calls.cancel(self.core.state.clients.of(asked.client), asked.call.call_id))
         asked.cancelled = True
         if asked.answers:
             asked.acked = True
@@ -240,7 +244,7 @@ class Machine(RuleBasedStateMachine):
             return
         owned = self.pick(data, mine)
         name = f"call-{next(self.ids)}"
-        self.do(lambda: self.core.clients.cancel(self.core.clients.of(client), name))
+        self.do(lambda: self.core.calls.cancel(self.core.state.clients.of(client), name))
         call = Call(
             call_id=name, lease_id=owned.lease.lease_id, epoch=owned.lease.epoch, operation=Exec(command=f"echo {name}")
         )
@@ -253,7 +257,7 @@ class Machine(RuleBasedStateMachine):
     def ack(self, data, again: bool) -> None:
         asked = self.pick(data, self.calls.values())
         if asked.answers:
-            self.do(lambda: self.core.clients.ack(self.core.clients.of(asked.client), (asked.call.call_id,)))
+            self.do(lambda: self.core.calls.ack(self.core.state.clients.of(asked.client), (asked.call.call_id,)))
             asked.acked = True
         before = self.ran(asked)
         if again and before:
@@ -266,10 +270,10 @@ class Machine(RuleBasedStateMachine):
         due = {o.lease.lease_id for o in self.live() if self.time >= o.renewed_at + TTL}
         self.do(lambda: beat(self.core))
         for name in due:
-            assert name not in self.core.runs, "it is over in time"
+            assert name not in self.core.state.runs, "it is over in time"
             self.leases[name].over = LeaseExpired.code
         for owned in self.live():
-            assert owned.lease.lease_id in self.core.runs, "it is not over before its time"
+            assert owned.lease.lease_id in self.core.state.runs, "it is not over before its time"
 
     @rule(client=st.sampled_from(CLIENTS))
     def heartbeat(self, client: str) -> None:
@@ -280,7 +284,7 @@ class Machine(RuleBasedStateMachine):
     def the_connection_breaks(self, client: str) -> None:
         stream = self.streams[client]
         if stream is not None:
-            self.do(lambda: self.core.clients.disconnect(self.core.clients.of(client), stream))
+            self.do(lambda: self.core.state.clients.disconnect(self.core.state.clients.of(client), stream))
             self.streams[client] = None
 
     @rule(client=st.sampled_from(CLIENTS), exact=st.booleans())
@@ -298,15 +302,15 @@ class Machine(RuleBasedStateMachine):
     @rule(data=st.data())
     def a_sandbox_dies(self, data) -> None:
         owned = self.pick(data, self.live())
-        self.do(lambda: self.core.runs[owned.lease.lease_id].sandbox.die("killed"))
+        self.do(lambda: self.core.state.runs[owned.lease.lease_id].sandbox.die("killed"))
         owned.over = owned.over or "slot_lost"
 
     @precondition(lambda self: self.live() and self.retired < SLOTS - 1)
     @rule(data=st.data())
     def a_reset_is_in_doubt(self, data) -> None:
         owned = self.pick(data, self.live())
-        self.host.dirty.add(self.core.runs[owned.lease.lease_id].sandbox.name)
-        result = self.do(self.core.release(owned.lease.lease_id, owned.lease.epoch))
+        self.host.dirty.add(self.core.state.runs[owned.lease.lease_id].sandbox.name)
+        result = self.do(self.core.leasing.release(owned.lease.lease_id, owned.lease.epoch))
         assert result.released
         assert not result.clean
         owned.over = "released"
@@ -316,12 +320,12 @@ class Machine(RuleBasedStateMachine):
     @rule(data=st.data())
     def snapshot_and_drop(self, data) -> None:
         owned = self.pick(data, self.live())
-        run = self.core.runs[owned.lease.lease_id]
+        run = self.core.state.runs[owned.lease.lease_id]
         if run.lanes.queued or len(run.layers) > 3:
             return
         info = self.do(self.core.workspaces.snapshot(owned.lease.lease_id, None, owned.lease.epoch))
         assert info.users == 1
-        self.do(lambda: self.core.workspaces.drop(info.snapshot_id))
+        self.do(lambda: self.core.layers.drop_snapshot(info.snapshot_id))
 
     @rule()
     def the_server_restarts(self) -> None:
@@ -345,7 +349,7 @@ class Machine(RuleBasedStateMachine):
     def no_slot_is_held_twice_or_lost(self) -> None:
         if not hasattr(self, "core"):
             return
-        table = self.core.table
+        table = self.core.state.table
         slots = [held.slot for held in table.held.values()]
         assert len(slots) == len(set(slots))
         assert not set(slots) & set(table.retired)
@@ -357,9 +361,9 @@ class Machine(RuleBasedStateMachine):
     def every_sandbox_is_on_the_shelf_or_in_one_lease(self) -> None:
         if not hasattr(self, "core"):
             return
-        leased = [run.sandbox for run in self.core.runs.values()]
+        leased = [run.sandbox for run in self.core.state.runs.values()]
         assert len(leased) == len(set(map(id, leased)))
-        assert {*leased, *self.core.warm_pool._ready[False]} == self.host.live
+        assert {*leased, *self.core.leasing.warm_pool._ready[False]} == self.host.live
         for sandbox in leased:
             if self.used.setdefault(id(sandbox), sandbox.name) != sandbox.name:
                 self.used[id(sandbox)] = sandbox.name
@@ -372,12 +376,12 @@ class Machine(RuleBasedStateMachine):
             assert all(result == results[0] for result in results)
             if results and not results[0].result.cancelled:
                 assert self.ran(asked) == 1
-            if self.streams.get(asked.client) is not None and asked.lease_id not in self.core.runs:
+            if self.streams.get(asked.client) is not None and asked.lease_id not in self.core.state.runs:
                 assert asked.answers or asked.cancelled or not self.was_connected(asked)
 
     def was_connected(self, asked: Asked) -> bool:
         """Whether the answer went to a connection: otherwise it waits in the journal for the call to come again."""
-        entry = self.core.clients.of(asked.client).journal.entries.get(asked.call.call_id)
+        entry = self.core.state.clients.of(asked.client).journal.entries.get(asked.call.call_id)
         return entry is None
 
     def teardown(self) -> None:

@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator
 import aiohttp
 import pytest
 
-from atropos.sandbox.server import snapshot_transfer
+from atropos.sandbox.server.snapshots import layer_tar
 from atropos.wire import Exec, Hello, Lease, LeaseRequest, Operation, Problem, WriteFile
 from tests.unit.client.test_client import until
 from tests.unit.server.fakes import TOKEN, Running, serving
@@ -63,12 +63,14 @@ async def peer(running: Running, holds: tuple[Lease, ...] | None = None) -> Asyn
 
 
 async def leased(running: Running, **fields) -> Lease:
-    return await running.core.acquire(LeaseRequest(lease_id=f"lease-{next(ids):05}", client_id="peer", **fields))
+    return await running.core.leasing.acquire(
+        LeaseRequest(lease_id=f"lease-{next(ids):05}", client_id="peer", **fields)
+    )
 
 
 @pytest.fixture
 async def running(monkeypatch):
-    monkeypatch.setattr("atropos.sandbox.server.journal.GATE_BYTES", 4000)
+    monkeypatch.setattr("atropos.sandbox.server.calls.journal.GATE_BYTES", 4000)
     async with serving() as running:
         yield running
 
@@ -80,7 +82,7 @@ async def test_an_answer_that_was_given_up_lets_the_next_call_start(running):
         await first.call(lease, "large", Exec(command=LARGE))
         await first.answer("large")
         await first.call(other, "waits", Exec(command="echo on"))
-        await until(lambda: running.core.runs[other.lease_id].lanes._congested)
+        await until(lambda: running.core.state.runs[other.lease_id].lanes._congested)
     async with peer(running) as second:
         await second.send({"kind": "cancel", "call_id": "large"})
         await second.call(other, "waits", Exec(command="echo on"), resent=True)
@@ -97,7 +99,7 @@ async def test_what_a_client_left_unacknowledged_does_not_stop_the_one_that_foll
         lease = await leased(running)
         await new.call(lease, "first", Exec(command="echo on"))
         assert (await new.answer("first"))["kind"] == "reply"
-        assert running.core.clients.of("peer").journal.bytes < 1000
+        assert running.core.state.clients.of("peer").journal.bytes < 1000
 
 
 async def test_a_call_of_a_lease_that_its_client_does_not_hold_any_more_has_an_answer_all_the_same(running):
@@ -123,7 +125,7 @@ class Curl:
 
 
 async def test_calls_by_hand_under_ids_of_ones_own_go_on_and_the_latest_answers_are_kept(running, monkeypatch):
-    monkeypatch.setattr("atropos.sandbox.server.journal.KEPT_BYTES", 3000)
+    monkeypatch.setattr("atropos.sandbox.server.calls.journal.KEPT_BYTES", 3000)
     lease = await leased(running)
     async with aiohttp.ClientSession(headers=HEADERS) as session:
         curl = Curl(running, session)
@@ -144,7 +146,7 @@ async def test_a_call_by_hand_is_answered_again_when_its_lease_is_over(running):
     async with aiohttp.ClientSession(headers=HEADERS) as session:
         curl = Curl(running, session)
         first = await curl(lease, "mine", "count a")
-        await running.core.release(lease.lease_id, None)
+        await running.core.leasing.release(lease.lease_id, None)
         assert await curl(lease, "mine", "count a") == first
         status, problem = await curl(lease, "other", "count a")
         assert (status, Problem.model_validate(problem).code) == (410, "lease_expired")
@@ -152,22 +154,22 @@ async def test_a_call_by_hand_is_answered_again_when_its_lease_is_over(running):
 
 
 async def test_a_dead_client_that_sent_more_than_is_read_loses_its_leases(monkeypatch):
-    monkeypatch.setattr("atropos.sandbox.server.stream.MAX_QUEUED_BYTES", 100_000)
+    monkeypatch.setattr("atropos.sandbox.server.http.stream.MAX_QUEUED_BYTES", 100_000)
     async with serving(heartbeat_s=0.1, slots=1) as running, peer(running) as client:
         lease = await leased(running, ttl_s=0.4)
         await client.call(lease, "hang", Exec(command="hang"))
         for number in range(3):
             await client.call(lease, f"write-{number}", WriteFile(path="x", data=bytes(80_000)))
-        stream = running.core.clients.of("peer").connection
+        stream = running.core.state.clients.of("peer").connection
         await until(lambda: stream.paused)
         client.die()
-        await until(lambda: running.core.table.free == 1 and not running.core.streams, 3)
+        await until(lambda: running.core.state.table.free == 1 and not running.core.state.streams, 3)
 
 
 async def test_a_client_that_reads_nothing_is_not_read_without_end(monkeypatch):
-    monkeypatch.setattr("atropos.sandbox.server.stream.MAX_WAITING", 1000)
+    monkeypatch.setattr("atropos.sandbox.server.http.stream.MAX_WAITING", 1000)
     async with serving(heartbeat_s=0.3) as running, peer(running) as client:
-        stream = running.core.clients.of("peer").connection
+        stream = running.core.state.clients.of("peer").connection
         beats = [{"kind": "heartbeat", "seq": 10**1000 + n} for n in range(500)]
 
         async def send_without_end() -> None:
@@ -178,36 +180,36 @@ async def test_a_client_that_reads_nothing_is_not_read_without_end(monkeypatch):
         sending = asyncio.create_task(send_without_end())
         await until(lambda: stream.paused, 10)
         assert len(stream._out) <= 1500
-        await until(lambda: not running.core.streams)
+        await until(lambda: not running.core.state.streams)
         await sending
 
 
 async def test_a_server_that_slept_does_not_give_the_dead_the_time_it_slept(running):
     core = running.core
     lease = await leased(running, ttl_s=10)
-    held = core.table.held[lease.lease_id]
-    core.now = lambda now=core.now: now() + 1000
+    held = core.state.table.held[lease.lease_id]
+    core.state.forgive(-1000)  # the clock steps on
     # it was stopped, and what waited in its sockets is read before it notices
-    core.table.seen("peer", core.now())
-    core.forgive(1000)
-    assert core.table.expires_at(held) - core.now() <= 10
+    core.state.table.seen("peer", core.state.now())
+    core.state.forgive(1000)
+    assert core.state.table.expires_at(held) - core.state.now() <= 10
 
 
 async def test_a_snapshot_that_is_dropped_while_its_export_begins_is_exported_whole(running, monkeypatch):
     lease = await leased(running)
     info = await running.core.workspaces.snapshot(lease.lease_id, None, None)
-    await running.core.release(lease.lease_id, None)
-    begin = snapshot_transfer._program
+    await running.core.leasing.release(lease.lease_id, None)
+    begin = layer_tar._program
 
     async def slowly(*arguments, **options):
-        running.core.workspaces.drop(info.snapshot_id)
+        running.core.layers.drop_snapshot(info.snapshot_id)
         await asyncio.sleep(0.02)
         assert running.host.layers, "it was dropped under its reader"
         return await begin(*arguments, **options)
 
-    monkeypatch.setattr(snapshot_transfer, "_program", slowly)
-    snapshot = running.core.snapshots.by_id[info.snapshot_id]
-    async with snapshot_transfer.exported(running.core, snapshot, compress=False):
+    monkeypatch.setattr(layer_tar, "_program", slowly)
+    snapshot = running.core.state.snapshots.by_id[info.snapshot_id]
+    async with running.core.transfer.exported(snapshot, compress=False):
         pass
     await until(lambda: not running.host.layers)
-    assert running.core.counters["layers_leaked"] == 0
+    assert running.core.state.counters["layers_leaked"] == 0

@@ -39,7 +39,7 @@ class One(Backend):
 
 async def test_a_pool_that_wants_little_is_not_starved_by_one_that_wants_all(monkeypatch):
     """It comes when all is taken, and is slow to ask: the other asks again in the moment in which it gives one back."""
-    monkeypatch.setattr("atropos.sandbox.server.leases.WANT_S", 0.05)
+    monkeypatch.setattr("atropos.sandbox.server.state.lease_table.WANT_S", 0.05)
     async with serving(slots=2) as running:
         config = SlotPoolConfig(slots_per_container=2, max_containers=1, acquire_timeout_s=30)
         pools = [SlotPool(config, backend=One(running.url)) for _ in range(2)]

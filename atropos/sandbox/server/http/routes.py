@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 import aiohttp
 from aiohttp import web
@@ -15,10 +15,12 @@ from atropos.aio import RECEIVE_BYTES, receive_small
 from atropos.errors import PoolFull, SandboxError
 from atropos.metrics import CONTENT_TYPE
 from atropos.net.admission import BearerToken
-from atropos.sandbox.server.file_streams import FileStreams
-from atropos.sandbox.server.snapshot_transfer import COPY_BYTES, IncomingSnapshot, exported, imported
-from atropos.sandbox.server.status import metrics_text, status_of
-from atropos.sandbox.server.stream import Stream
+from atropos.sandbox.server.calls.file_streams import FileStreams
+from atropos.sandbox.server.core import Core
+from atropos.sandbox.server.http.status import metrics_text, status_of
+from atropos.sandbox.server.http.stream import Stream
+from atropos.sandbox.server.snapshots.layer_tar import COPY_BYTES
+from atropos.sandbox.server.snapshots.snapshot_transfer import IncomingSnapshot
 from atropos.wire import (
     MAX_FRAME_BYTES,
     CallRequest,
@@ -36,9 +38,6 @@ from atropos.wire import (
     StreamState,
     ViewRequest,
 )
-
-if TYPE_CHECKING:
-    from atropos.sandbox.server.core import Core
 
 log = logging.getLogger(__name__)
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -65,7 +64,7 @@ class Routes:
     """All handlers of one server.
 
     Args:
-        core: the server's state.
+        core: the server.
         token: the bearer token.
         capabilities: what the probe found; None until it has ended.
         drain: begins the end of the server.
@@ -140,11 +139,12 @@ class Routes:
 
     async def health(self, _: web.Request) -> web.Response:
         """GET /v1/health."""
-        core = self._core
-        if core.broken:
-            return answer(Health(status="broken", boot_id=core.boot_id, detail=core.broken), status=503)
-        state = "draining" if core.table.draining else "ok" if self._capabilities() is not None else "starting"
-        return answer(Health(status=state, boot_id=core.boot_id, detail=core.table.draining))
+        state, broken = self._core.state, self._core.leasing.broken
+        if broken:
+            return answer(Health(status="broken", boot_id=state.boot_id, detail=broken), status=503)
+        draining = state.table.draining
+        status = "draining" if draining else "ok" if self._capabilities() is not None else "starting"
+        return answer(Health(status=status, boot_id=state.boot_id, detail=draining))
 
     async def capabilities(self, _: web.Request) -> web.Response:
         """GET /v1/capabilities."""
@@ -165,19 +165,19 @@ class Routes:
 
     async def acquire(self, request: web.Request) -> web.Response:
         """POST /v1/leases."""
-        return answer(await self._core.acquire(await _body(request, LeaseRequest)))
+        return answer(await self._core.leasing.acquire(await _body(request, LeaseRequest)))
 
     async def renew(self, request: web.Request) -> web.Response:
         """POST /v1/leases/{id}/renew."""
-        return answer(self._core.renew(request.match_info["id"], _number(request, "epoch")))
+        return answer(self._core.leasing.renew(request.match_info["id"], _number(request, "epoch")))
 
     async def release(self, request: web.Request) -> web.Response:
         """DELETE /v1/leases/{id}."""
-        return answer(await self._core.release(request.match_info["id"], _number(request, "epoch")))
+        return answer(await self._core.leasing.release(request.match_info["id"], _number(request, "epoch")))
 
     async def call(self, request: web.Request) -> web.Response:
         """POST /v1/leases/{id}/calls."""
-        result = await self._core.clients.call(request.match_info["id"], await _body(request, CallRequest, large=True))
+        result = await self._core.calls.call(request.match_info["id"], await _body(request, CallRequest, large=True))
         if isinstance(result, Fault):
             return problem(STATUS.get(result.code, 500), result.code, result.message)
         return answer(result)
@@ -209,7 +209,7 @@ class Routes:
         return response
 
     def _streams(self, request: web.Request) -> FileStreams:
-        return self._core.streams_of(request.match_info["id"], _number(request, "epoch"))
+        return self._core.calls.streams_of(request.match_info["id"], _number(request, "epoch"))
 
     async def snapshot(self, request: web.Request) -> web.Response:
         """POST /v1/leases/{id}/snapshot."""
@@ -227,14 +227,14 @@ class Routes:
 
     async def get_snapshot(self, request: web.Request) -> web.Response:
         """GET /v1/snapshots/{id}."""
-        snapshot = self._core.snapshots.by_id.get(request.match_info["id"])
+        snapshot = self._core.state.snapshots.by_id.get(request.match_info["id"])
         if snapshot is None:
             return problem(404, "not_found", f"snapshot {request.match_info['id']!r} is not on this server")
         return answer(snapshot.info)
 
     async def drop_snapshot(self, request: web.Request) -> web.Response:
         """DELETE /v1/snapshots/{id}; leases on it go on."""
-        if not self._core.workspaces.drop(request.match_info["id"]):
+        if not self._core.layers.drop_snapshot(request.match_info["id"]):
             return problem(404, "not_found", f"snapshot {request.match_info['id']!r} is not on this server")
         return web.Response(status=204)
 
@@ -245,13 +245,13 @@ class Routes:
 
     async def export(self, request: web.Request) -> web.StreamResponse:
         """GET /v1/snapshots/{id}/archive[?zstd=1]: its layers as a (zstd) tar."""
-        snapshot = self._core.snapshots.by_id.get(request.match_info["id"])
+        snapshot = self._core.state.snapshots.by_id.get(request.match_info["id"])
         if snapshot is None:
             return problem(404, "not_found", f"snapshot {request.match_info['id']!r} is not on this server")
         compress = request.query.get("zstd") == "1"
         kind = "application/zstd" if compress else "application/x-tar"
         response = web.StreamResponse(headers={"Content-Type": kind})
-        async with exported(self._core, snapshot, compress=compress) as chunks:
+        async with self._core.transfer.exported(snapshot, compress=compress) as chunks:
             return await _streamed(request, response, chunks)
 
     async def receive(self, request: web.Request) -> web.Response:
@@ -267,13 +267,12 @@ class Routes:
             owner=request.query.get("client_id", "import"),
             compressed=request.content_type == "application/zstd",
         )
-        return answer(await imported(self._core, wanted, aiter(request.content.iter_chunked(COPY_BYTES))))
+        return answer(await self._core.transfer.receive(wanted, aiter(request.content.iter_chunked(COPY_BYTES))))
 
     async def images(self, _: web.Request) -> web.Response:
         """GET /v1/images: what was asked for and what is here."""
-        core = self._core
-        here = await asyncio.to_thread(core.host.store.images)
-        return answer(ImageList(states=core.images.states(), images=tuple(here)))
+        here = await asyncio.to_thread(self._core.state.host.store.images)
+        return answer(ImageList(states=self._core.images.states(), images=tuple(here)))
 
     async def prepare(self, request: web.Request) -> web.Response:
         """POST /v1/images: prepare an image; again and again says how far it is."""

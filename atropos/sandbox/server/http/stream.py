@@ -12,14 +12,14 @@ import contextlib
 import json
 import logging
 from collections import deque
-from typing import TYPE_CHECKING
 
 import aiohttp
 from aiohttp import web
 from pydantic import ValidationError
 
-from atropos.sandbox.server.clients import ClientState
-from atropos.sandbox.server.journal import JournalEntry
+from atropos.sandbox.server.calls.journal import JournalEntry
+from atropos.sandbox.server.core import Core
+from atropos.sandbox.server.state.clients import ClientState
 from atropos.wire import (
     CLIENT_FRAME,
     MAX_FRAME_BYTES,
@@ -34,9 +34,6 @@ from atropos.wire import (
     ServerMessage,
     Welcome,
 )
-
-if TYPE_CHECKING:
-    from atropos.sandbox.server.core import Core
 
 log = logging.getLogger(__name__)
 HELLO_S = 10.0
@@ -60,13 +57,15 @@ class Stream:
     """One accepted WebSocket.
 
     Args:
-        core: the server's state.
+        core: the server.
         socket: the accepted WebSocket.
         transport: the connection under it, to cut it.
     """
 
     def __init__(self, core: Core, socket: web.WebSocketResponse, transport: asyncio.Transport) -> None:
-        self._core = core
+        self._state = core.state
+        self._leasing = core.leasing
+        self._calls = core.calls
         self._socket = socket
         self._transport = transport
         self._out: deque[JournalEntry | ServerMessage] = deque()
@@ -80,10 +79,10 @@ class Stream:
         self._closed = False
         self.client: ClientState | None = None
         self.number = 0
-        self.heard_at = core.now()
+        self.heard_at = core.state.now()
         self.paused = False
 
-    # ------------------------------------------------------------------------------------------- what `ClientTable` calls
+    # ------------------------------------------------------------------------------------------- what others call: see `Connection`
 
     def push(self, entry: JournalEntry) -> None:
         """Send the answer of a finished call."""
@@ -114,13 +113,13 @@ class Stream:
 
         A client that hears nothing for so long connects anew: one that doesn't is dead.
         """
-        return self._core.now() - self.heard_at
+        return self._state.now() - self.heard_at
 
     # -------------------------------------------------------------------------------------------------------- running
 
     async def run(self) -> None:
         """Serve the connection until it ends."""
-        self._core.streams.add(self)
+        self._state.streams.add(self)
         try:
             if not await self._hello():
                 return
@@ -129,9 +128,9 @@ class Stream:
             await self._read()
         finally:
             self._closed = True
-            self._core.streams.discard(self)
+            self._state.streams.discard(self)
             if self.client is not None:
-                self._core.clients.disconnect(self.client, self)
+                self._state.clients.disconnect(self.client, self)
             with contextlib.suppress(Exception):
                 async with asyncio.timeout(1):
                     await self._socket.close()
@@ -154,8 +153,8 @@ class Stream:
             return False
         self.number = hello.connection
         # The welcome comes first, then what connecting has to tell; nothing is written before.
-        self.tell(Welcome(boot_id=self._core.boot_id, heartbeat_s=self._core.config.heartbeat_s))
-        self.client = self._core.clients.connect(hello, self)
+        self.tell(Welcome(boot_id=self._state.boot_id, heartbeat_s=self._state.config.heartbeat_s))
+        self.client = self._leasing.connect(hello, self)
         if self.client is None:
             await self._refuse("a newer connection of this client is open")
             return False
@@ -170,9 +169,9 @@ class Stream:
             messages = await self._parse(frame)
             if messages is None or self._closed:
                 return
-            self.heard_at = self._core.now()
+            self.heard_at = self._state.now()
             assert self.client is not None
-            self._core.table.seen(self.client.client_id, self.heard_at)
+            self._state.table.seen(self.client.client_id, self.heard_at)
             self._handle(messages, len(frame))
             if self._full:
                 await self._wait_for_room()
@@ -187,7 +186,7 @@ class Stream:
             self._room.clear()
             await self._room.wait()
         self.paused = False
-        self.heard_at = self._core.now()
+        self.heard_at = self._state.now()
 
     async def _next_frame(self) -> list[ClientMessage] | None:
         frame = await self._receive()
@@ -209,7 +208,7 @@ class Stream:
 
     async def _refuse(self, reason: str) -> None:
         log.warning("stream refused: %s", reason)
-        self._core.counters["streams_refused"] += 1
+        self._state.counters["streams_refused"] += 1
         with contextlib.suppress(Exception):
             async with asyncio.timeout(1):
                 await self._socket.close(code=aiohttp.WSCloseCode.POLICY_VIOLATION, message=reason.encode()[:120])
@@ -217,10 +216,10 @@ class Stream:
     def _handle(self, messages: list[ClientMessage], size: int) -> None:
         client = self.client
         assert client is not None
-        clients = self._core.clients
+        calls = self._calls
         for message in messages:
             if isinstance(message, Call):
-                answer = clients.submit(client, message)
+                answer = calls.submit(client, message)
                 if isinstance(answer, Fault):
                     self.tell(answer)
                 elif answer.state != "done" and size > 65_536 and message.call_id not in self._held_bytes:
@@ -229,11 +228,11 @@ class Stream:
                     self._held_bytes[message.call_id] = share
                     self._queued_bytes += share
             elif isinstance(message, Ack):
-                clients.ack(client, message.call_ids)
+                calls.ack(client, message.call_ids)
             elif isinstance(message, Heartbeat):
                 self.tell(message)
             elif isinstance(message, Cancel):
-                clients.cancel(client, message.call_id)
+                calls.cancel(client, message.call_id)
 
     # -------------------------------------------------------------------------------------------------------- writing
 
@@ -277,7 +276,7 @@ class Stream:
                 # By hand, on the transport: a frame is a few bytes before the batch, and this is on every call's way.
                 transport.write(_framed(self._next_batch()))
                 if self.paused:
-                    self.heard_at = self._core.now()
+                    self.heard_at = self._state.now()
             self._room.set()
         except Exception:
             log.exception("a stream's writer failed")

@@ -12,18 +12,19 @@ _GAUGES = {"journal_bytes": "Bytes of answers kept for their clients.", "streams
 
 def counters_of(core: Core) -> dict[str, float]:
     """Everything that only grows, and the journals' size."""
+    state = core.state
     return {
-        **{name: float(count) for name, count in sorted(core.counters.items())},
-        "sandboxes_started": float(core.warm_pool.started),
-        "journal_bytes": float(core.clients.journal_bytes),
-        "streams": float(len(core.streams)),
+        **{name: float(count) for name, count in sorted(state.counters.items())},
+        "sandboxes_started": float(core.leasing.warm_pool.started),
+        "journal_bytes": float(state.clients.journal_bytes),
+        "streams": float(len(state.streams)),
     }
 
 
 def status_of(core: Core) -> Status:
     """One consistent count: taken between two awaits, so that its numbers fit together."""
-    table = core.table
-    now = core.now()
+    state, table = core.state, core.state.table
+    now = state.now()
     leases = tuple(
         {
             "client": client_name(held.client_id),
@@ -32,49 +33,49 @@ def status_of(core: Core) -> Status:
             "epoch": held.epoch,
             "state": held.state,
             "age_s": round(now - held.granted_at, 3),
-            "expires_in_s": round(core.table.expires_at(held) - now, 3),
-            "calls": run.lanes.queued if (run := core.runs[held.lease_id]).lanes is not None else 0,
+            "expires_in_s": round(table.expires_at(held) - now, 3),
+            "calls": run.lanes.queued if (run := state.runs[held.lease_id]).lanes is not None else 0,
         }
         for held in table.held.values()
     )
     return Status(
-        boot_id=core.boot_id,
+        boot_id=state.boot_id,
         slots=table.slots,
         free=table.free,
         free_mib=table.free_mib,
         leased=len(table.held),
-        warming=core.warm_pool.warming,
+        warming=core.leasing.warm_pool.warming,
         retired=len(table.retired),
         retired_mib=table.retired_mib,
         draining=bool(table.draining),
-        clients=len(core.clients),
-        live=tuple(map(client_name, core.clients.live(now))),
-        connected=tuple(map(client_name, core.clients.connected())),
+        clients=len(state.clients),
+        live=tuple(map(client_name, state.clients.live(now))),
+        connected=tuple(map(client_name, state.clients.connected())),
         leases=leases,
-        snapshots=tuple(snapshot.info for snapshot in core.snapshots.by_id.values()),
-        uptime_s=round(now - core.started_at, 3),
+        snapshots=tuple(snapshot.info for snapshot in state.snapshots.by_id.values()),
+        uptime_s=round(now - state.started_at, 3),
         counters=counters_of(core),
     )
 
 
 def metrics_text(core: Core) -> str:
     """The same, and what `Meters` has, in Prometheus' text format."""
-    status = status_of(core)
+    state, status = core.state, status_of(core)
     slots = {name: getattr(status, name) for name in ("free", "leased", "retired")}
     ended = {name.removeprefix(_ENDED): count for name, count in status.counters.items() if name.startswith(_ENDED)}
     families = [
         build_info(),
         gauge("atropos_slots", "Slots by state.", slots, "state"),
-        gauge("atropos_warm_sandboxes", "Sandboxes started ahead.", core.warm_pool.ready),
+        gauge("atropos_warm_sandboxes", "Sandboxes started ahead.", core.leasing.warm_pool.ready),
         gauge("atropos_warming_sandboxes", "Sandboxes being started.", status.warming),
         gauge("atropos_clients", "Clients whose stream is open.", len(status.connected)),
         gauge("atropos_snapshots", "Snapshots kept.", len(status.snapshots)),
-        gauge("atropos_snapshot_bytes", "Bytes that snapshots hold.", core.snapshots.bytes),
+        gauge("atropos_snapshot_bytes", "Bytes that snapshots hold.", state.snapshots.bytes),
         gauge("atropos_draining", "Whether new leases are refused.", int(status.draining)),
-        gauge("atropos_broken", "Whether the server ends because it can't go on.", int(bool(core.broken))),
+        gauge("atropos_broken", "Whether the server ends because it can't go on.", int(bool(core.leasing.broken))),
         gauge("atropos_uptime_seconds", "Since the server started.", status.uptime_s),
         counter("atropos_leases_ended_total", "Leases that ended, by reason.", ended, "reason"),
-        *core.meters.families(),
+        *state.meters.families(),
     ]
     for name, value in status.counters.items():
         if name in _GAUGES:

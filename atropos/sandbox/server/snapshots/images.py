@@ -8,16 +8,14 @@ import logging
 import os
 import time
 from collections.abc import AsyncGenerator, AsyncIterator
-from typing import TYPE_CHECKING
 
 from atropos.errors import ConfigError, ImageUnavailable, NotSupported, SandboxError
 from atropos.images.reference import POOL_BASE, ImageSource
-from atropos.sandbox.server.snapshot_transfer import packed_layer, unpack_layer
+from atropos.images.store import Phase
+from atropos.sandbox.server.snapshots.layer_tar import packed_layers, unpack_layers
+from atropos.sandbox.server.snapshots.layers import Layers
+from atropos.sandbox.server.state.state import ServerState
 from atropos.wire import ImageInfo, ImageSettings, ImageState, KeepRequest, LayerOffer, LeaseRequest
-
-if TYPE_CHECKING:
-    from atropos.images.store import Phase
-    from atropos.sandbox.server.core import Core
 
 log = logging.getLogger(__name__)
 PARALLEL = 3
@@ -31,11 +29,13 @@ class Images:
     """What this server knows of images.
 
     Args:
-        core: the server's state.
+        state: the server's state.
+        layers: keeps a snapshot's layer while it is copied.
     """
 
-    def __init__(self, core: Core) -> None:
-        self._core = core
+    def __init__(self, state: ServerState, layers: Layers) -> None:
+        self._state = state
+        self._layers = layers
         self._states: dict[str, ImageState] = {}
         self._changed: dict[str, asyncio.Event] = {}
         self._turns = asyncio.Semaphore(PARALLEL)
@@ -54,21 +54,21 @@ class Images:
         name = _name(source)
         parsed = ImageSource.parse(name)
         if parsed.transport == "atropos-base":
-            return ImageState(source=name, phase="ready", image=self._core.host.base_image(name))
+            return ImageState(source=name, phase="ready", image=self._state.host.base_image(name))
         if parsed.transport == "atropos-build" and archive is None:
-            built = self._core.host.store.known(name)
+            built = self._state.host.store.known(name)
             if built is None:
                 raise ImageUnavailable(f"image {source}: it is not on this server's host")
             return ImageState(source=name, phase="ready", image=built)
         state = self._states.get(name)
         if parsed.transport != "docker" and archive is None and state is None:
-            known = self._core.host.store.known(name)
+            known = self._state.host.store.known(name)
             if known is None:
                 raise NotSupported(f"image {source}: send it as an archive (PUT /v1/images/archive?source=…)")
         if state is None or state.phase == "failed" or (state.phase == "ready" and self._is_gone(state)):
             self._set(ImageState(source=name, phase="queued"))
             self._changed[name] = asyncio.Event()
-            self._core.spawn(self._prepare(parsed, archive))
+            self._state.spawn(self._prepare(parsed, archive))
         try:
             async with asyncio.timeout(wait_s):
                 await self._changed[name].wait()
@@ -85,7 +85,7 @@ class Images:
         """
         if not source.startswith(("oci-archive:", "docker-archive:")):
             raise NotSupported(f"source={source!r:.200}: oci-archive:NAME or docker-archive:NAME is needed")
-        store = self._core.host.store
+        store = self._state.host.store
         async with store.receiving(chunks) as archive:
             state = await self.prepare(source, 0, archive)
             while state.phase not in {"ready", "failed"}:
@@ -100,8 +100,7 @@ class Images:
             ImageUnavailable: there is no room.
             SandboxError: there is no such snapshot.
         """
-        core = self._core
-        snapshot = core.snapshots.get(snapshot_id)
+        snapshot = self._state.snapshots.get(snapshot_id)
         if len(snapshot.layers) != 1:
             raise NotSupported(f"snapshot {snapshot_id!r} has {len(snapshot.layers)} layers: only one can be an image")
         base = snapshot.base
@@ -109,12 +108,12 @@ class Images:
         parent = below.source if below is not None else POOL_BASE if base is None else f"atropos-base:{base}"
         layer = snapshot.layers[0]
         image = _built(wanted.key, layer.bytes, parent if below is None else below.id, parent, wanted)
-        store = core.host.store
-        core.snapshots.hold(snapshot.layers)
+        store = self._state.host.store
+        self._layers.hold(snapshot.layers)
         try:
             return await store.keep(image, lambda target: store.copy_layer(layer.path, target))
         finally:
-            core.workspaces.let_go(snapshot.layers)
+            self._layers.let_go(snapshot.layers)
 
     async def receive_layer(self, key: str, offer: LayerOffer, chunks: AsyncIterator[bytes]) -> ImageInfo:
         """Keep a built image whose layer another server sends.
@@ -123,13 +122,13 @@ class Images:
             ImageUnavailable: its parent is not here, or there is no room.
             InvalidSnapshot: it is no layer.
         """
-        store = self._core.host.store
+        store = self._state.host.store
         if not offer.parent.startswith("atropos-base:") and store.find(offer.parent) is None:
             raise ImageUnavailable(f"image atropos-build:{key}: what it was built on is not on this server's host")
 
         async def fill(target: str) -> None:
             os.mkdir(target, 0o755)
-            await unpack_layer(target, f"image atropos-build:{key}", chunks)
+            await unpack_layers([target], f"image atropos-build:{key}", chunks)
 
         return await store.keep(_built(key, offer.bytes, offer.parent, offer.parent_source, offer.settings), fill)
 
@@ -140,19 +139,19 @@ class Images:
         Raises:
             ImageUnavailable: it is not here.
         """
-        store = self._core.host.store
+        store = self._state.host.store
         image = store.known(f"atropos-build:{key}")
         if image is None:
             raise ImageUnavailable(f"image atropos-build:{key}: it is not on this server's host")
         store.hold(image)
         try:
-            async with packed_layer(store.layer(image), f"image {image.source}") as chunks:
+            async with packed_layers([store.layer(image)], f"image {image.source}") as chunks:
                 yield chunks
         finally:
             store.let_go(image.id)
 
     def _is_gone(self, state: ImageState) -> bool:
-        return state.image is None or self._core.host.store.known(state.source) is None
+        return state.image is None or self._state.host.store.known(state.source) is None
 
     async def _prepare(self, source: ImageSource, archive: str | None) -> None:
         name = str(source)
@@ -163,12 +162,12 @@ class Images:
 
         try:
             async with self._turns:
-                image = await self._core.host.store.prepare(source, progress, archive)
+                image = await self._state.host.store.prepare(source, progress, archive)
             state, result = ImageState(source=name, phase="ready", done=1.0, image=image), "ok"
-            self._core.counters["images_prepared"] += 1
+            self._state.counters["images_prepared"] += 1
         except SandboxError as error:
             state = ImageState(source=name, phase="failed", error=str(error))
-            self._core.counters["images_failed"] += 1
+            self._state.counters["images_failed"] += 1
         except OSError as error:
             log.exception("image %s could not be prepared", name)
             state = ImageState(source=name, phase="failed", error=f"image {name}: {error}")
@@ -176,7 +175,7 @@ class Images:
             self._states.pop(name, None)
             raise
         finally:
-            self._core.meters.prepare.observe(time.monotonic() - began, result)
+            self._state.meters.prepare.observe(time.monotonic() - began, result)
             self._changed[name].set()
         self._set(state)
 
@@ -204,7 +203,7 @@ class Images:
             name = _name(request.image)
             if name.startswith("atropos-base:"):
                 return self._named_base(name)
-            image = self._core.host.store.known(name)
+            image = self._state.host.store.known(name)
             if image is None:
                 raise ImageUnavailable(f"image {request.image}: it is not prepared on this server")
             base = f"{_PREFIX}{image.id}"
@@ -228,24 +227,24 @@ class Images:
             NotSupported: there is no such base.
             ImageUnavailable: the image is not prepared on this server (any more).
         """
-        if base is None or base in self._core.config.bases or base in self._bases:
+        if base is None or base in self._state.config.bases or base in self._bases:
             return
         if not base.startswith(_PREFIX):
-            known = ", ".join(sorted(self._core.config.bases)) or "none"
+            known = ", ".join(sorted(self._state.config.bases)) or "none"
             raise NotSupported(f"base {base!r} is not known to this server; known: {known}")
-        image = self._core.host.store.find(base.removeprefix(_PREFIX))
+        image = self._state.host.store.find(base.removeprefix(_PREFIX))
         if image is None:
             raise ImageUnavailable(f"image {base.removeprefix(_PREFIX)[:12]} is not prepared on this server")
-        self._core.host.add_base(base, image)
+        self._state.host.add_base(base, image)
         self._bases[base] = image
 
     def forget_unused(self) -> None:
         """Let the store remove images on which no lease and no snapshot stands."""
-        runs = self._core.runs.values()
-        used = {run.base for run in runs} | {snapshot.base for snapshot in self._core.snapshots.by_id.values()}
+        runs = self._state.runs.values()
+        used = {run.base for run in runs} | {snapshot.base for snapshot in self._state.snapshots.by_id.values()}
         for base in [each for each in self._bases if each not in used]:
             del self._bases[base]
-            self._core.host.drop_base(base)
+            self._state.host.drop_base(base)
 
 
 def _built(key: str, size: int, parent: str, parent_source: str, settings: ImageSettings) -> ImageInfo:

@@ -5,18 +5,26 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Protocol, TypeVar
 
 from atropos.config import SlotLimits
 from atropos.errors import LeaseExpired, SandboxError
 from atropos.sandbox.contract import Layer, Sandbox, Stopped
-from atropos.sandbox.server.lanes import Lanes
-from atropos.sandbox.server.leases import EndedLease, HeldLease
-from atropos.sandbox.server.snapshot_store import StoredSnapshot
+from atropos.sandbox.server.calls.lanes import Lanes
+from atropos.sandbox.server.state.lease_table import EndedLease, HeldLease
+from atropos.sandbox.server.state.snapshot_store import StoredSnapshot
 from atropos.sandbox.server.warm_pool import stop
 from atropos.wire import Lease, SnapshotInfo
 
 T = TypeVar("T")
+
+
+class Spawn(Protocol):
+    """Runs a coroutine as a task of the server's own."""
+
+    def __call__(self, work: Coroutine[object, None, T], /) -> asyncio.Task[T]:
+        """Start it."""
+        ...
 
 
 @dataclass(slots=True, eq=False)
@@ -40,15 +48,22 @@ class LeaseRun:
     viewing: asyncio.Task[None] | None = None
     freezing: dict[str, asyncio.Task[SnapshotInfo]] = field(default_factory=dict[str, "asyncio.Task[SnapshotInfo]"])
 
+    def check_active(self) -> None:
+        """Check that the lease takes calls.
+
+        Raises:
+            LeaseExpired: it doesn't.
+        """
+        if self.held.state != "active":
+            raise LeaseExpired(f"lease {self.held.lease_id!r} is over")
+
     async def stop(self) -> Stopped:
         """Stop its sandboxes; `clean` when all are confirmed gone."""
         held = [sandbox for sandbox in (self.sandbox, self.agent) if sandbox is not None]
         found = await asyncio.gather(*map(stop, held))
         return next((each for each in found if not each.clean), Stopped(clean=True, seconds=0))
 
-    async def between_calls(
-        self, spawn: Callable[[Coroutine[Any, Any, T]], asyncio.Task[T]], change: Callable[[], Coroutine[Any, Any, T]]
-    ) -> T:
+    async def between_calls(self, spawn: Spawn, change: Callable[[], Coroutine[object, None, T]]) -> T:
         """Change the sandbox after the calls before, alone.
 
         Raises:

@@ -1,7 +1,7 @@
 """Who holds which slot: decisions over plain data, without I/O and without a clock of its own.
 
 The table is the only authority on a server's leases. Every method takes `now` (seconds of a monotonic clock, so that a
-stepped wall clock changes nothing), decides at once and returns what is to be done; `core` does it.
+stepped wall clock changes nothing), decides at once and returns what is to be done; `Leasing` does it.
 
 Room is counted in MiB of the container's memory: every lease takes at least a slot's, a large one more, so that what fits by
 this number alone fits by the number of slots as well.
@@ -27,9 +27,9 @@ WANT_S = 1.0
 LARGE_WANT_S = 3.0
 """The same for a lease larger than a slot, in seconds: longer than a pool's pause before it asks again."""
 MAX_WANTING = 1024
-"""LeaseRefusal clients remembered; beyond that the first is forgotten. Of each, as many requests as there are slots."""
+"""Refused clients remembered; beyond that the first is forgotten. Of each, as many requests as there are slots."""
 MAX_ENDED = 4096
-"""EndedLease leases remembered, so that late calls and double releases get the right answer."""
+"""Ended leases remembered, so that late calls and double releases get the right answer."""
 
 
 @dataclass(slots=True)

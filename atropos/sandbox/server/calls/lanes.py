@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 from atropos.errors import SandboxError
 from atropos.sandbox.contract import Sandbox
-from atropos.sandbox.server.file_streams import IDLE_S, FileStream, FileStreams
-from atropos.sandbox.server.journal import Journal, JournalEntry, cancelled_reply
+from atropos.sandbox.server.calls.file_streams import IDLE_S, FileStream, FileStreams
+from atropos.sandbox.server.calls.journal import Journal, JournalEntry, cancelled_reply
 from atropos.sandbox.server.metrics import Meters
 from atropos.wire import (
     Fault,

@@ -13,7 +13,7 @@ from aiohttp import web
 from atropos.net.admission import ACCEPTS, Admission, BearerToken
 from atropos.net.sockets import BACKLOG
 from atropos.sandbox.server.core import Core
-from atropos.sandbox.server.http import NO_TOKEN, OPEN_PATHS, Routes
+from atropos.sandbox.server.http.routes import NO_TOKEN, OPEN_PATHS, Routes
 from atropos.wire import Capabilities, Problem
 
 if TYPE_CHECKING:

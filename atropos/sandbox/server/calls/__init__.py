@@ -1,0 +1,1 @@
+"""How the calls of one lease run, and how their answers are kept."""

@@ -1,0 +1,1 @@
+"""What clients of the server reach: HTTP routes, the WebSocket, status and metrics."""

@@ -1,0 +1,1 @@
+"""Leases at work: their grant and end, their calls, and changes of their workspaces."""

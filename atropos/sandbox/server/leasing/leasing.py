@@ -1,0 +1,353 @@
+"""Leases from their grant to their end: carries out what `LeaseTable` decides, on sandboxes of the warm pool.
+
+One `LeaseRun` a lease. Its end runs as a task of its own, so that nobody's cancellation interrupts a reset.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+
+from atropos.errors import (
+    BackendUnavailable,
+    LeaseExpired,
+    LimitTooLarge,
+    NotSupported,
+    PoolFull,
+    SandboxError,
+    SlotLost,
+    from_code,
+)
+from atropos.sandbox.contract import NoOtherRoot, Sandbox, Stopped
+from atropos.sandbox.server.calls.lanes import Lanes
+from atropos.sandbox.server.snapshots.images import Images
+from atropos.sandbox.server.snapshots.layers import Layers
+from atropos.sandbox.server.state.clients import ClientState, Connection
+from atropos.sandbox.server.state.lease_run import LeaseRun
+from atropos.sandbox.server.state.lease_table import EndedLease, HeldLease, LeaseGrant
+from atropos.sandbox.server.state.state import ServerState
+from atropos.sandbox.server.warm_pool import WarmPool
+from atropos.wire import Capacity, Draining, Hello, Lease, LeaseEnded, LeaseRequest, ReleaseResult
+
+log = logging.getLogger(__name__)
+START_S = 30.0
+"""Longest an acquire waits for a sandbox to start, in seconds."""
+PARALLEL_STARTS = 4
+"""Sandboxes started at once: measured on 2 cores, more only makes each slower."""
+
+
+class Leasing:
+    """Grants leases, watches them and ends them.
+
+    Args:
+        state: the server's state.
+        layers: what the workspaces of leases stand on.
+        images: the bases that a lease may ask for.
+
+    Attributes:
+        broken: why the server can't go on; empty while it can.
+        idle: set while there is no lease.
+    """
+
+    def __init__(self, state: ServerState, layers: Layers, images: Images) -> None:
+        self._state = state
+        self._table = state.table
+        self._runs = state.runs
+        self._layers = layers
+        self._images = images
+        self._config = config = state.config
+        self.broken = ""
+        self.idle = asyncio.Event()
+        self.idle.set()
+        self._deadline_s: float | None = None
+        self._confirming: set[asyncio.Task[None]] = set()
+        spare = config.warm if config.warm is not None else min(4, max(1, config.slots // 4))
+        self.warm_pool = WarmPool(
+            state.host,
+            target=lambda: self._wanted_warm(spare),
+            parallel=PARALLEL_STARTS,
+            broken=self.breaks,
+            network=config.allow_network,
+        )
+
+    def _wanted_warm(self, spare: int) -> int:
+        return 0 if self._table.draining else self._table.free + spare
+
+    # --------------------------------------------------------------------------------------------------------- leasing
+
+    async def acquire(self, request: LeaseRequest) -> Lease:
+        """Grant a lease, or tell why not.
+
+        Raises:
+            PoolFull: there is no room for this client now.
+            NotSupported: the server doesn't do what is asked for (base, network, limits).
+            BackendUnavailable: draining, or no sandbox could be started.
+            LeaseExpired: a lease of this id is over.
+        """
+        base = self._check(request)
+        decision = self._table.grant(request, self._state.now(), self._config.room_mib(request.limits))
+        if not isinstance(decision, LeaseGrant):
+            self._state.counters["leases_refused"] += 1
+            if decision.code == PoolFull.code:
+                raise PoolFull(decision.message, free_mib=decision.free_mib)
+            raise from_code(decision.code, decision.message)
+        if decision.new:
+            self.idle.clear()
+            limits = None if request.limits is None else self._config.limits_of(request.limits)
+            run = self._runs[request.lease_id] = LeaseRun(decision.held, base, limits)
+            run.starting = self._state.spawn(self._start(run))
+            self._state.clients.of(request.client_id)
+            if request.ttl_s < 4:
+                self._state.short_ttl.set()
+        starting = self._runs[request.lease_id].starting
+        assert starting is not None
+        return await asyncio.shield(starting)
+
+    def _check(self, request: LeaseRequest) -> str | None:
+        if request.network and not self._config.allow_network:
+            raise NotSupported("network: this server gives no slot a network (allow_network is false)")
+        if request.limits is not None:
+            try:
+                self._config.check_room(request.limits, self._config.slots)
+            except LimitTooLarge as error:
+                raise NotSupported(str(error)) from None
+        return self._images.base_of(request)
+
+    async def _start(self, run: LeaseRun) -> Lease:
+        held = run.held
+        began, warm = time.monotonic(), self.warm_pool.has(network=held.request.network)
+        try:
+            sandbox = await self._sandbox_for(run)
+        except BaseException as error:
+            code = error.code if isinstance(error, SandboxError) else BackendUnavailable.code
+            self._granted(held, began, code, warm=warm)
+            self._layers.leave(run)
+            if self._table.begin_end(held, code, str(error)):
+                self._finish(run, Stopped(clean=True, seconds=0))
+            if not isinstance(error, SandboxError | asyncio.CancelledError):
+                log.exception("lease %s could not be started", held.lease_id)
+                raise BackendUnavailable(f"the sandbox could not be started: {error!r}") from error
+            raise
+        run.sandbox = sandbox
+        if held.state == "ending":  # released while it started; its end waits for this task and stops the sandbox
+            raise LeaseExpired("the lease was released before it was granted")
+        client = self._state.clients.of(held.client_id)
+        run.lanes = Lanes(sandbox, client.journal, client.answered, client.room, self._state.meters)
+        held.state = "active"
+        held.renewed_at = self._state.now()
+        self.watch(run, sandbox)
+        self._granted(held, began, "ok", warm=warm)
+        self._state.counters["leases_granted"] += 1
+        self.warm_pool.fill()
+        return self.lease_of(held)
+
+    def _granted(self, held: HeldLease, began: float, result: str, *, warm: bool) -> None:
+        took = time.monotonic() - began
+        if held.request.snapshot is not None:
+            self._state.meters.fork.observe(took, result)
+        else:
+            self._state.meters.acquire.observe(took, "warm" if warm else "cold", result)
+
+    async def _sandbox_for(self, run: LeaseRun) -> Sandbox:
+        request = run.held.request
+        if request.snapshot is not None:
+            snapshot = self._state.snapshots.get(request.snapshot)
+            if run.base is not None and run.base != snapshot.base:
+                raise NotSupported(f"the snapshot stands on base {snapshot.base!r}, not {run.base!r}")
+            run.base = snapshot.base
+            self._layers.stand_on(run, snapshot)
+        return await self.take(run)
+
+    async def take(self, run: LeaseRun, hosts: tuple[str, ...] | None = None) -> Sandbox:
+        """A sandbox of the lease's size, on its layers and base, and with what its network was narrowed to."""
+        try:
+            return await self._take_one(run, hosts)
+        except NoOtherRoot as error:  # its PID 1 was killed meanwhile, say
+            log.warning("lease %s: %s; another sandbox is taken", run.held.lease_id, error)
+            return await self._take_one(run, hosts)
+
+    async def _take_one(self, run: LeaseRun, hosts: tuple[str, ...] | None) -> Sandbox:
+        sandbox = await self.warm_pool.take(START_S, network=run.held.request.network)
+        try:
+            if run.limits is not None:
+                sandbox.resize(run.limits)
+            if run.layers or run.base is not None:
+                await sandbox.stand_on(run.layers, run.base)
+            if hosts is not None:
+                await sandbox.set_network(hosts)
+        except BaseException:
+            self.warm_pool.drop(sandbox, "it did not become what was asked for")
+            raise
+        return sandbox
+
+    def lease_of(self, held: HeldLease) -> Lease:
+        """The lease as its client sees it."""
+        return Lease(
+            lease_id=held.lease_id,
+            slot=f"slot-{held.slot}",
+            epoch=held.epoch,
+            boot_id=self._state.boot_id,
+            ttl_s=held.request.ttl_s,
+            limit_note=self._state.limit_note,
+            image=self._images.image(self._runs[held.lease_id].base),
+        )
+
+    def watch(self, run: LeaseRun, sandbox: Sandbox) -> None:
+        """End the lease when this sandbox of it dies."""
+
+        def died(future: asyncio.Future[str]) -> None:
+            if not future.cancelled() and sandbox in (run.sandbox, run.agent):
+                self._state.counters["sandboxes_died"] += 1
+                self.end(run.held, SlotLost.code, f"the sandbox ended: {future.result()}")
+
+        sandbox.died.add_done_callback(died)
+
+    def renew(self, lease_id: str, epoch: int | None) -> Lease:
+        """Renew one lease.
+
+        Raises:
+            LeaseExpired: it is over.
+        """
+        run = self._state.active_run(lease_id, epoch)
+        run.held.renewed_at = self._state.now()
+        return self.lease_of(run.held)
+
+    # ---------------------------------------------------------------------------------------------------------- ending
+
+    async def release(self, lease_id: str, epoch: int | None) -> ReleaseResult:
+        """Give a slot back. Again and again with the same answer; a lease that is over answers `released=False`."""
+        found = self._table.find(lease_id, epoch)
+        if found is None:
+            self._table.refuse_later(lease_id, self._state.now())
+            return ReleaseResult(released=False)
+        if isinstance(found, HeldLease):
+            found = await asyncio.shield(self.end(found, "released", "the lease was released"))
+        return ReleaseResult(released=found.code == "released", clean=found.clean, reset_s=found.reset_s)
+
+    def end(self, held: HeldLease, code: str, message: str) -> asyncio.Task[EndedLease]:
+        """End a lease, whatever runs in it. Returns the task that resets its slot; the same one when asked again."""
+        run = self._runs[held.lease_id]
+        if run.ending is None:
+            self._table.begin_end(held, code, message)
+            self._state.counters[f"leases_ended_{code}"] += 1
+            if code != "released":
+                self._state.clients.tell(
+                    held.client_id, LeaseEnded(lease_id=held.lease_id, epoch=held.epoch, code=code, message=message)
+                )
+            if run.lanes is not None:
+                run.lanes.close(LeaseExpired.code if code == "released" else code, message)
+            run.ending = self._state.spawn(self._end(run))
+        return run.ending
+
+    async def _end(self, run: LeaseRun) -> EndedLease:
+        began = time.monotonic()
+        if run.starting is not None and not run.starting.done():
+            await asyncio.wait([run.starting])
+        changing = [*run.freezing.values(), *([run.viewing] if run.viewing is not None else [])]
+        if changing:
+            await asyncio.wait(changing)
+        if run.held.lease_id not in self._runs:  # its start failed and ended it
+            return self._table.ended[run.held.lease_id]
+        stopped = await run.stop()
+        if run.lanes is not None:
+            await run.lanes.join()
+        self._layers.leave(run)
+        return self._finish(run, Stopped(stopped.clean, time.monotonic() - began, stopped.detail))
+
+    def _finish(self, run: LeaseRun, stopped: Stopped) -> EndedLease:
+        held = run.held
+        ended = self._table.finish_end(held, self._state.now(), clean=stopped.clean, reset_s=stopped.seconds)
+        del self._runs[held.lease_id]
+        self._state.clients.of(held.client_id).journal.trim_lease(held.lease_id)
+        self._state.counters["resets"] += 1
+        self._state.meters.reset.observe(stopped.seconds, "ok" if stopped.clean else "retired")
+        if not stopped.clean:
+            self._retire(run, stopped.detail)
+        self.warm_pool.fill()
+        self._offer()
+        if not self._runs:
+            self.idle.set()
+        return ended
+
+    def _offer(self) -> None:
+        """Tell the clients that were refused that asking again is worth it."""
+        clients = self._state.clients
+        if self._table.free and not self._table.draining:
+            for client_id in self._table.offer(self._state.now(), clients.hears):
+                clients.tell(client_id, Capacity(free_mib=self._table.free_mib))
+
+    def _retire(self, run: LeaseRun, detail: str) -> None:
+        log.error("slot-%d is retired, its sandbox could not be confirmed gone: %s", run.held.slot, detail)
+        self._state.counters["slots_retired"] += 1
+        limit = self._config.max_retired or max(1, self._config.slots // 2)
+        if len(self._table.retired) >= limit:
+            self.breaks(f"{len(self._table.retired)} of {self._config.slots} slots are retired; the last: {detail}")
+        elif run.sandbox is not None:
+            self._confirming.add(self._state.spawn(self._confirm_later(run)))
+
+    async def _confirm_later(self, run: LeaseRun) -> None:
+        """A retired slot comes back only when its old sandbox is confirmed gone after all."""
+        for pause in (0.5, 2.0, 10.0, 60.0):
+            await asyncio.sleep(pause)
+            if (await run.stop()).clean:
+                log.info("slot-%d is confirmed empty and back in use", run.held.slot)
+                self._table.restore(run.held.slot)
+                self.warm_pool.fill()
+                self._offer()
+                return
+
+    def breaks(self, reason: str) -> None:
+        """The server can't go on: it takes no new leases, and ends when the last one has."""
+        if not self.broken:
+            log.error("the server is broken: %s", reason)
+            self.broken = reason
+            self.drain(None)
+
+    def drain(self, deadline_s: float | None) -> None:
+        """Take no new leases; tell the clients."""
+        if not self._table.draining:
+            self._table.draining = f"the server is broken: {self.broken}" if self.broken else "the server is draining"
+        self._deadline_s = deadline_s
+        self._state.clients.tell_all(Draining(deadline_s=deadline_s))
+        if not self._runs:
+            self.idle.set()
+
+    # ---------------------------------------------------------------------------------------------------- connections
+
+    def connect(self, hello: Hello, connection: Connection) -> ClientState | None:
+        """Register the stream of a client: see `ClientTable.connect`. Leases that the client does not know end."""
+        client = self._state.clients.connect(hello, connection)
+        if client is None:
+            return None
+        if hello.holds is not None:
+            self._end_unheld(client, frozenset(hello.holds))
+        if self._table.draining:
+            connection.tell(Draining(deadline_s=self._deadline_s))
+        return client
+
+    def _end_unheld(self, client: ClientState, holds: frozenset[str]) -> None:
+        """End the leases whose client doesn't know them: the answer to its acquire was lost, or it started anew.
+
+        Their answers go as well: nobody would ever acknowledge them, and enough of them stop all of the client's calls.
+        """
+        for held in list(self._table.held.values()):
+            if held.client_id == client.client_id and held.lease_id not in holds and held.state != "ending":
+                self.end(held, LeaseExpired.code, "its client does not hold it any more")
+        for lease_id in client.journal.lease_ids():
+            if lease_id not in holds:
+                for entry in client.journal.give_up(lease_id):
+                    client.answered(entry)
+        client.eased()
+
+    # ---------------------------------------------------------------------------------------------------------- close
+
+    async def aclose(self) -> list[Stopped]:
+        """End every lease and stop every sandbox. Returns what was found of those in the warm pool."""
+        self.drain(0)
+        for task in self._confirming:
+            task.cancel()
+        ends = [self.end(run.held, SlotLost.code, "the sandbox server ended") for run in list(self._runs.values())]
+        if ends:
+            await asyncio.wait(ends)
+        return await self.warm_pool.aclose()

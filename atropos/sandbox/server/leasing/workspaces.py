@@ -1,0 +1,164 @@
+"""The workspaces of leases while they are held: snapshots and views of them, and the layers that they stand on."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+import uuid
+from collections.abc import Sequence
+
+from atropos.errors import LeaseExpired, NotSupported, SandboxError, SlotLost
+from atropos.sandbox.contract import Sandbox
+from atropos.sandbox.server.leasing.leasing import Leasing
+from atropos.sandbox.server.snapshots.layers import Layers
+from atropos.sandbox.server.snapshots.snapshot_transfer import SnapshotTransfer
+from atropos.sandbox.server.state.lease_run import LeaseRun
+from atropos.sandbox.server.state.state import ServerState
+from atropos.sandbox.server.warm_pool import stop
+from atropos.wire import Lease, SnapshotInfo
+
+log = logging.getLogger(__name__)
+AGAIN_S = 0.2
+"""Pause before a view that failed to start is started once more."""
+
+
+class Workspaces:
+    """Takes snapshots of workspaces and opens views of them.
+
+    Args:
+        state: the server's state.
+        leasing: gives a lease another sandbox, and ends one whose workspace was lost.
+        layers: what the workspaces stand on.
+        transfer: copies what a running slot wrote.
+    """
+
+    def __init__(self, state: ServerState, leasing: Leasing, layers: Layers, transfer: SnapshotTransfer) -> None:
+        self._state = state
+        self._leasing = leasing
+        self._layers = layers
+        self._transfer = transfer
+
+    async def snapshot(
+        self, lease_id: str, snapshot_id: str | None, epoch: int | None, *, beside: bool = False
+    ) -> SnapshotInfo:
+        """Freeze a lease's workspace and let it go on above; after the calls before it, alone.
+
+        Args:
+            lease_id: whose workspace it is.
+            snapshot_id: the snapshot's name; None: a new one.
+            epoch: the lease's, where the caller knows it.
+            beside: copy what was written instead: the slot goes on as it was, and the lease's views stand on the copy.
+
+        Raises:
+            LeaseExpired, SlotLost: the lease is over, or was lost by the attempt.
+            NotSupported, PoolFull: a bound of `SnapshotStore`.
+        """
+        known = self._state.snapshots.by_id.get(snapshot_id or "")
+        if known is not None:
+            return known.info
+        run = self._state.run_of(lease_id, epoch)
+        name = snapshot_id or f"snap-{uuid.uuid4().hex}"
+        task = run.freezing.get(name)
+        if task is None:
+            run.check_active()
+            self._layers.reserve(run.layers)
+            task = run.freezing[name] = self._state.spawn(self._queue_freeze(run, name, beside=beside))
+            task.add_done_callback(lambda _: run.freezing.pop(name, None))
+        return await asyncio.shield(task)
+
+    async def _queue_freeze(self, run: LeaseRun, name: str, *, beside: bool) -> SnapshotInfo:
+        take = self._copy if beside else self._freeze
+        try:
+            return await run.between_calls(self._state.spawn, lambda: take(run, name))
+        except LeaseExpired:
+            self._state.snapshots.abandon()
+            raise
+
+    async def _freeze(self, run: LeaseRun, name: str) -> SnapshotInfo:
+        assert run.sandbox is not None
+        assert run.lanes is not None
+        if run.agent is not None:  # the view ends: what is frozen is the slot that it is a view of
+            view, run.sandbox, run.agent = run.sandbox, run.agent, None
+            if not (stopped := await stop(view)).clean:
+                self._state.snapshots.abandon()
+                self._leasing.end(run.held, SlotLost.code, f"the view could not be confirmed gone: {stopped.detail}")
+                raise SlotLost(f"the view could not be confirmed gone: {stopped.detail}")
+        request, old, below = run.held.request, run.sandbox, run.layers
+        run.sandbox = None  # from here on it is the freeze's to end, and its death is no news
+        began = time.monotonic()
+        try:
+            layer = await old.freeze(f"layer-{uuid.uuid4().hex[:12]}")
+        except BaseException as error:
+            self._state.meters.snapshot.observe(time.monotonic() - began, "error")
+            self._state.snapshots.abandon()
+            run.sandbox = old  # so that the end of the lease stops it, or retires the slot
+            self._leasing.end(run.held, SlotLost.code, f"the snapshot failed, and the workspace with it: {error}")
+            raise
+        snapshot = self._state.snapshots.commit(name, layer, below, request.client_id, run.base, self._state.now())
+        self._layers.leave(run)
+        self._layers.stand_on(run, snapshot)
+        try:
+            sandbox = await self._leasing.take(run, old.hosts)
+        except BaseException as error:
+            self._layers.drop_snapshot(name)
+            self._leasing.end(run.held, SlotLost.code, f"the workspace did not start again above its snapshot: {error}")
+            raise
+        self._state.meters.snapshot.observe(time.monotonic() - began, "ok")
+        run.sandbox = run.lanes.sandbox = sandbox
+        self._leasing.watch(run, sandbox)
+        self._leasing.warm_pool.fill()
+        self._state.counters["snapshots_taken"] += 1
+        return snapshot.info
+
+    async def _copy(self, run: LeaseRun, name: str) -> SnapshotInfo:
+        copied = run.agent or run.sandbox
+        assert copied is not None
+        try:
+            layer = await self._transfer.copy(copied)
+        except BaseException:
+            self._state.snapshots.abandon()
+            raise
+        snapshot = self._state.snapshots.commit(
+            name, layer, run.layers, run.held.request.client_id, run.base, self._state.now()
+        )
+        self._layers.hold(snapshot.layers)
+        self._layers.let_go(run.view_layers)
+        run.view_layers = snapshot.layers
+        return snapshot.info
+
+    async def view(self, lease_id: str, folders: Sequence[str], epoch: int | None) -> Lease:
+        """Run a lease's calls in a view of its slot from now on; one that has a view keeps it.
+
+        Raises:
+            LeaseExpired: the lease is over.
+            NotSupported: a folder can't be shown; the lease goes on as before.
+            SandboxError: no view could be started; the lease goes on as before.
+        """
+        run = self._state.active_run(lease_id, epoch)
+        if run.viewing is None or (run.viewing.done() and run.agent is None):
+            run.viewing = self._state.spawn(run.between_calls(self._state.spawn, lambda: self._open_view(run, folders)))
+        await asyncio.shield(run.viewing)
+        return self._leasing.lease_of(run.held)
+
+    async def _open_view(self, run: LeaseRun, folders: Sequence[str]) -> None:
+        assert run.sandbox is not None
+        assert run.lanes is not None
+        try:
+            view = await self._view_of(run, run.sandbox, folders)
+        except NotSupported:
+            raise
+        except SandboxError as error:  # one of its processes was killed, say, or couldn't be had for a moment
+            if run.sandbox.died.done():
+                raise
+            log.warning("lease %s: no view: %s; it is started once more", run.held.lease_id, error)
+            await asyncio.sleep(AGAIN_S)
+            view = await self._view_of(run, run.sandbox, folders)
+        run.agent, run.sandbox = run.sandbox, view
+        run.lanes.sandbox = view
+        self._leasing.watch(run, view)
+        self._state.counters["views_opened"] += 1
+
+    async def _view_of(self, run: LeaseRun, sandbox: Sandbox, folders: Sequence[str]) -> Sandbox:
+        layers = run.view_layers or run.layers
+        return await self._state.host.view(sandbox, f"view of {sandbox.name}", layers, run.base, folders)

@@ -1,0 +1,1 @@
+"""Layers of snapshots and images: held, dropped, copied, sent and received."""

@@ -1,0 +1,80 @@
+"""The layers that snapshots, leases and images stand on: held while something does, given back to the host after."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+from atropos.sandbox.contract import Layer
+from atropos.sandbox.server.state.lease_run import LeaseRun
+from atropos.sandbox.server.state.snapshot_store import StoredSnapshot
+from atropos.sandbox.server.state.state import ServerState
+
+log = logging.getLogger(__name__)
+
+
+class Layers:
+    """Carries out what the counting of `SnapshotStore` decides.
+
+    Args:
+        state: the server's state.
+    """
+
+    def __init__(self, state: ServerState) -> None:
+        self._state = state
+        self._store = state.snapshots
+
+    def reserve(self, below: Sequence[Layer]) -> None:
+        """As `SnapshotStore.reserve`; at its bounds, snapshots of dead clients are dropped first, the oldest before others.
+
+        Raises:
+            NotSupported, PoolFull: as there.
+        """
+        for snapshot in sorted(self._store.by_id.values(), key=lambda each: each.touched_at):
+            if not self._store.full:
+                break
+            if not snapshot.users and not self._state.clients.alive(snapshot.owner):
+                self.drop_snapshot(snapshot.id)
+        self._store.reserve(below)
+
+    def drop_snapshot(self, snapshot_id: str) -> bool:
+        """Forget a snapshot; leases that stand on it go on. False when there was none."""
+        known = snapshot_id in self._store.by_id
+        self.drop(self._store.drop(snapshot_id))
+        return known
+
+    def stand_on(self, run: LeaseRun, snapshot: StoredSnapshot) -> None:
+        """Start a lease's workspace from this snapshot."""
+        run.stands_on, run.layers = snapshot, snapshot.layers
+        snapshot.users += 1
+        snapshot.touched_at = self._state.now()
+        self._store.hold(snapshot.layers)
+
+    def leave(self, run: LeaseRun) -> None:
+        """Let go of every layer that a lease stands on."""
+        if run.stands_on is not None:
+            run.stands_on.users -= 1
+            run.stands_on.touched_at = self._state.now()
+            run.stands_on = None
+        layers, run.layers, run.view_layers = (*run.layers, *run.view_layers), (), ()
+        self.let_go(layers)
+
+    def hold(self, layers: Sequence[Layer]) -> None:
+        """Keep these layers until `let_go`."""
+        self._store.hold(layers)
+
+    def let_go(self, layers: Sequence[Layer]) -> None:
+        """Undo one `hold` of these layers."""
+        self.drop(self._store.let_go(layers))
+
+    def drop(self, layers: Sequence[Layer]) -> None:
+        """Give layers back to the host on which nothing stands."""
+        for layer in layers:
+            self._state.spawn(self._drop(layer))
+
+    async def _drop(self, layer: Layer) -> None:
+        try:
+            await self._state.host.drop_layer(layer)
+        except Exception:
+            log.exception("layer %s could not be dropped", layer.id)
+            self._state.counters["layers_leaked"] += 1

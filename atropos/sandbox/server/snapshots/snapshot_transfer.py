@@ -1,0 +1,142 @@
+"""Snapshots between servers: their layers leave as a tar stream and arrive as layers of another server."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import uuid
+from collections.abc import AsyncGenerator, AsyncIterator
+from dataclasses import dataclass
+
+from atropos.errors import NotSupported
+from atropos.sandbox.contract import Layer, Sandbox
+from atropos.sandbox.server.snapshots.images import Images
+from atropos.sandbox.server.snapshots.layer_tar import packed_layers, unpack_layers
+from atropos.sandbox.server.snapshots.layers import Layers
+from atropos.sandbox.server.state.snapshot_store import MAX_LAYERS, StoredSnapshot
+from atropos.sandbox.server.state.state import ServerState
+from atropos.wire import SnapshotInfo
+
+PARALLEL_IMPORTS = 2
+"""Snapshots unpacked at once; 26 at once delayed calls of neighbours by seconds."""
+
+
+@dataclass(frozen=True)
+class IncomingSnapshot:
+    """A snapshot that is being sent here."""
+
+    snapshot_id: str
+    layers: int
+    base: str | None
+    owner: str
+    compressed: bool
+
+
+class SnapshotTransfer:
+    """Sends, receives and copies the layers of snapshots.
+
+    Args:
+        state: the server's state.
+        layers: keeps what is sent while it is read.
+        images: knows the bases that an arriving snapshot may stand on.
+    """
+
+    def __init__(self, state: ServerState, layers: Layers, images: Images) -> None:
+        self._state = state
+        self._layers = layers
+        self._images = images
+        self._unpacking = asyncio.Semaphore(PARALLEL_IMPORTS)
+        self._arriving: dict[str, asyncio.Event] = {}
+        """Snapshots that are being imported, each with what is set when that is over."""
+
+    def __len__(self) -> int:
+        return len(self._arriving)
+
+    @contextlib.asynccontextmanager
+    async def exported(self, snapshot: StoredSnapshot, *, compress: bool) -> AsyncGenerator[AsyncIterator[bytes]]:
+        """The archive of a snapshot, which is kept while it is read.
+
+        Raises:
+            NotSupported: zstd is asked for and not installed.
+        """
+        # Before the program is started, which takes a while: a layer that is dropped meanwhile would be read as an empty one.
+        self._layers.hold(snapshot.layers)
+        snapshot.touched_at = self._state.now()
+        try:
+            paths = [layer.path for layer in snapshot.layers]
+            async with packed_layers(paths, f"snapshot {snapshot.id}", compress=compress) as chunks:
+                yield chunks
+        finally:
+            self._layers.let_go(snapshot.layers)
+
+    async def copy(self, sandbox: Sandbox) -> Layer:
+        """A layer of what a slot has written so far; its programs go on.
+
+        Raises:
+            SandboxError: it doesn't fit, or a file was cut while it was read.
+        """
+        what = f"what {sandbox.name} wrote"
+
+        async def fill(folder: str) -> None:
+            async with packed_layers([sandbox.written], what) as chunks:
+                await unpack_layers([folder], what, chunks)
+
+        async with self._unpacking:
+            return await self._state.host.import_layer(f"layer-{uuid.uuid4().hex[:12]}", fill)
+
+    async def receive(self, wanted: IncomingSnapshot, chunks: AsyncIterator[bytes]) -> SnapshotInfo:
+        """Make a snapshot of an archive, after those before it. Under an id that is here already, the one that is here.
+
+        Raises:
+            NotSupported: too many layers, an unknown base, or zstd is not installed.
+            PoolFull: a bound on snapshots is reached.
+            InvalidSnapshot: no server exported such an archive, or it broke off; nothing is left of it.
+            SandboxError: it doesn't fit, or could not be written; nothing is left of it.
+        """
+        while (arriving := self._arriving.get(wanted.snapshot_id)) is not None:
+            await arriving.wait()  # the connection broke, and whoever sent it sends it again
+        known = self._state.snapshots.by_id.get(wanted.snapshot_id)
+        if known is not None:
+            return known.info
+        if not 1 <= wanted.layers <= MAX_LAYERS:
+            raise NotSupported(f"layers: {wanted.layers} is not between 1 and {MAX_LAYERS}")
+        self._images.use(wanted.base)
+        self._layers.reserve(())
+        over = self._arriving[wanted.snapshot_id] = asyncio.Event()
+        # Its own task: a client that goes away ends the stream, and so the import, but doesn't interrupt the tidying.
+        try:
+            layers = await asyncio.shield(self._state.spawn(self._unpack(wanted, chunks)))
+            snapshot = self._state.snapshots.commit(
+                wanted.snapshot_id, layers[0], layers[1:], wanted.owner, wanted.base, self._state.now()
+            )
+        except BaseException:
+            self._state.snapshots.abandon()
+            raise
+        finally:
+            del self._arriving[wanted.snapshot_id]
+            over.set()
+        self._state.counters["snapshots_imported"] += 1
+        return snapshot.info
+
+    async def _unpack(self, wanted: IncomingSnapshot, chunks: AsyncIterator[bytes]) -> list[Layer]:
+        """Feed one program that fills all layers at once: each level of nesting holds one more folder open."""
+        layers: list[Layer] = []
+
+        async def level(folders: list[str]) -> None:
+            if len(folders) == wanted.layers:
+                await unpack_layers(folders, f"snapshot {wanted.snapshot_id}", chunks, compressed=wanted.compressed)
+                return
+
+            async def fill(folder: str) -> None:
+                await level([*folders, folder])
+
+            layers.append(await self._state.host.import_layer(f"layer-{uuid.uuid4().hex[:12]}", fill))
+
+        try:
+            async with self._unpacking:
+                await level([])
+        except BaseException:
+            self._layers.drop(layers)
+            raise
+        layers.reverse()  # the innermost, which is the last folder and the lowest layer, was done first
+        return layers

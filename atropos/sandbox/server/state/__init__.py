@@ -1,0 +1,1 @@
+"""What a server knows: leases, clients and snapshots. Decisions over plain data."""

@@ -1,0 +1,194 @@
+"""The clients of a server: their journals and their live connections."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from atropos.sandbox.server.calls.journal import Journal, JournalEntry
+from atropos.sandbox.server.state.lease_table import LeaseTable
+from atropos.wire import Hello, LeaseEnded, ServerMessage
+
+FORGET_S = 300.0
+"""A client without leases, connection and signs of life is forgotten after this many seconds, its snapshots too."""
+ALIVE_S = 60.0
+"""Until then, what a client left is not dropped to make room for others, in seconds."""
+
+
+class Connection(Protocol):
+    """A client's live stream, as far as the rest of the server needs it."""
+
+    number: int
+    client: ClientState | None
+    """None before its hello."""
+    heard_at: float
+    paused: bool
+    """Whether the server reads no further until the client has read its answers."""
+
+    @property
+    def silent_s(self) -> float:
+        """Seconds without a sign of life."""
+        ...
+
+    def push(self, entry: JournalEntry) -> None:
+        """Send the answer of a finished call."""
+        ...
+
+    def tell(self, message: ServerMessage) -> None:
+        """Send a message."""
+        ...
+
+    def abort(self, reason: str) -> None:
+        """Cut the connection now."""
+        ...
+
+
+@dataclass(slots=True, eq=False)
+class ClientState:
+    """One client: its journal, and where its answers go."""
+
+    client_id: str
+    since: float
+    journal: Journal = field(default_factory=Journal)
+    connection: Connection | None = None
+    number: int = -1
+    acked: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def answered(self, entry: JournalEntry) -> None:
+        """A call has its answer: send it, if there is a connection; else it waits in the journal."""
+        if self.connection is not None:
+            self.connection.push(entry)
+
+    def eased(self) -> None:
+        """Answers were acknowledged or forgotten: calls that waited for that may go on."""
+        if not self.journal.congested:
+            self.acked.set()
+
+    async def room(self) -> None:
+        """Wait until the client has acknowledged enough."""
+        while self.journal.congested:
+            self.acked.clear()
+            await self.acked.wait()
+
+
+class ClientTable:
+    """All clients that the server remembers.
+
+    Args:
+        leases: who holds leases, and when each client was last heard of.
+        now: the server's clock.
+        heartbeat_s: seconds between the heartbeats of a client.
+    """
+
+    def __init__(self, leases: LeaseTable, now: Callable[[], float], heartbeat_s: float) -> None:
+        self._leases = leases
+        self._now = now
+        self._heartbeat_s = heartbeat_s
+        self._all: dict[str, ClientState] = {}
+
+    def of(self, client_id: str) -> ClientState:
+        """A client by its id, made when new."""
+        client = self._all.get(client_id)
+        if client is None:
+            client = self._all[client_id] = ClientState(client_id, self._now())
+        return client
+
+    def __len__(self) -> int:
+        return len(self._all)
+
+    def connected(self) -> tuple[str, ...]:
+        """Ids of the clients whose stream is open."""
+        return tuple(client_id for client_id, client in self._all.items() if client.connection is not None)
+
+    def hears(self, client_id: str) -> bool:
+        """Whether a client's stream is open."""
+        client = self._all.get(client_id)
+        return client is not None and client.connection is not None
+
+    def live(self, now: float) -> tuple[str, ...]:
+        """Ids of the clients that are connected, or hold leases and were heard of within two heartbeats."""
+        leases, since = self._leases, now - 2 * self._heartbeat_s
+        holding = {held.client_id for held in leases.held.values()}
+        return tuple(
+            client_id
+            for client_id, client in self._all.items()
+            if client.connection is not None or (client_id in holding and (leases.last_seen(client_id) or 0.0) > since)
+        )
+
+    def alive(self, client_id: str) -> bool:
+        """Whether a client is connected, holds a lease, or gave a sign of life within `ALIVE_S`."""
+        client = self._all.get(client_id)
+        if client is None:
+            return False
+        if client.connection is not None or any(h.client_id == client_id for h in self._leases.held.values()):
+            return True
+        return self._now() - (self._leases.last_seen(client_id) or client.since) < ALIVE_S
+
+    @property
+    def journal_bytes(self) -> int:
+        """What all journals hold together."""
+        return sum(client.journal.bytes for client in self._all.values())
+
+    # ---------------------------------------------------------------------------------------------------- connections
+
+    def connect(self, hello: Hello, connection: Connection) -> ClientState | None:
+        """Register the stream of a client, and report the leases that it lost.
+
+        The stream replaces an older one of the same client; None: it is the older one itself. What a replaced connection
+        still delivers must be ignored: its calls were sent again on the newer one.
+        """
+        client = self.of(hello.client_id)
+        if connection.number < client.number:
+            return None
+        old, client.connection, client.number = client.connection, connection, connection.number
+        if old is not None:
+            old.abort("replaced by a newer connection of the same client")
+        self._leases.seen(client.client_id, self._now())
+        for each in self._leases.untold(client.client_id):
+            message = each.message
+            connection.tell(LeaseEnded(lease_id=each.lease_id, epoch=each.epoch, code=each.code, message=message))
+        return client
+
+    def disconnect(self, client: ClientState, connection: Connection) -> None:
+        """A stream is over; the client's leases live on for their time."""
+        if client.connection is connection:
+            client.connection = None
+
+    def tell(self, client_id: str, message: ServerMessage) -> None:
+        """Send a message to a client that is connected; else it is lost."""
+        client = self._all.get(client_id)
+        if client is not None and client.connection is not None:
+            client.connection.tell(message)
+
+    def tell_all(self, message: ServerMessage) -> None:
+        """Send a message to every client that is connected."""
+        for client in self._all.values():
+            if client.connection is not None:
+                client.connection.tell(message)
+
+    # -------------------------------------------------------------------------------------------------------- upkeep
+
+    def forget_stale(self, now: float) -> list[str]:
+        """Forget clients that were silent for `FORGET_S`; returns their ids. Trim the journals of the rest."""
+        leases = self._leases
+        holding = {held.client_id for held in leases.held.values()}
+        gone: list[str] = []
+        for client_id, client in list(self._all.items()):
+            for lease_id in client.journal.lease_ids():
+                if lease_id not in leases.held and lease_id not in leases.ended:
+                    client.journal.forget_lease(lease_id)
+            client.eased()
+            seen = leases.last_seen(client_id) or client.since
+            if client.connection is None and client_id not in holding and now - seen > FORGET_S:
+                del self._all[client_id]
+                leases.forget_client(client_id)
+                gone.append(client_id)
+        return gone
+
+    def close(self) -> None:
+        """Cut every connection."""
+        for client in self._all.values():
+            if client.connection is not None:
+                client.connection.abort("the server ended")

@@ -1,0 +1,108 @@
+"""The state that the parts of one sandbox server share, and its clock and tasks."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections import Counter
+from collections.abc import Callable, Coroutine
+from typing import TypeVar
+
+from atropos.config import ServerConfig
+from atropos.errors import LeaseExpired
+from atropos.sandbox.contract import Host
+from atropos.sandbox.server.metrics import Meters
+from atropos.sandbox.server.state.clients import ClientTable, Connection
+from atropos.sandbox.server.state.lease_run import LeaseRun
+from atropos.sandbox.server.state.lease_table import HeldLease, LeaseTable
+from atropos.sandbox.server.state.snapshot_store import MIB, SnapshotStore
+
+T = TypeVar("T")
+CLOSE_S = 2.0
+"""Longest the end of the server waits for its tasks, in seconds."""
+
+
+class ServerState:
+    """What one sandbox server knows.
+
+    Args:
+        config: the server's settings.
+        host: makes the sandboxes.
+        clock: monotonic seconds; tests step it.
+    """
+
+    def __init__(self, config: ServerConfig, host: Host, clock: Callable[[], float] = time.monotonic) -> None:
+        self.config = config
+        self.host = host
+        self.boot_id = uuid.uuid4().hex
+        self.limit_note: str | None = None
+        self.table = LeaseTable(config.slots, config.limits.memory_mib)
+        self.runs: dict[str, LeaseRun] = {}
+        self.clients = ClientTable(self.table, self.now, config.heartbeat_s)
+        self.snapshots = SnapshotStore(config.max_snapshots, config.max_snapshot_mib * MIB, host.max_layers)
+        self.streams: set[Connection] = set()
+        """Every open WebSocket, also of clients that have not said hello."""
+        self.counters: Counter[str] = Counter()
+        self.meters = Meters()
+        self.short_ttl = asyncio.Event()
+        """Set by a lease so short that the upkeep must look sooner."""
+        self._clock = clock
+        self._asleep_s = 0.0
+        self.started_at = clock()
+        self._tasks: set[asyncio.Task[object]] = set()
+
+    # ----------------------------------------------------------------------------------------------------------- time
+
+    def now(self) -> float:
+        """Seconds of a monotonic clock that stands still while this process was stopped: see `forgive`."""
+        return self._clock() - self._asleep_s
+
+    def forgive(self, gap_s: float) -> None:
+        """Take the time in which the whole process slept (SIGSTOP, a frozen machine) off every lease.
+
+        Signs of life since it woke up carry the clock from before this call. They are set back to `now`, or a client that
+        died then would live on for `gap_s`.
+        """
+        self._asleep_s += gap_s
+        self.table.awoke(self.now())
+        for stream in self.streams:
+            stream.heard_at = min(stream.heard_at, self.now())
+
+    # ---------------------------------------------------------------------------------------------------------- tasks
+
+    def spawn(self, work: Coroutine[object, None, T]) -> asyncio.Task[T]:
+        """Run something of the server's own; `join_tasks` waits for it."""
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def join_tasks(self) -> None:
+        """Wait for all tasks but the calling one; cancel those that take longer than `CLOSE_S`."""
+        pending = [task for task in self._tasks if task is not asyncio.current_task()]
+        if pending:
+            for task in (await asyncio.wait(pending, timeout=CLOSE_S))[1]:
+                task.cancel()
+
+    # ---------------------------------------------------------------------------------------------------------- leases
+
+    def run_of(self, lease_id: str, epoch: int | None) -> LeaseRun:
+        """What serves a lease.
+
+        Raises:
+            LeaseExpired: it is over.
+        """
+        if not isinstance(self.table.find(lease_id, epoch), HeldLease) or lease_id not in self.runs:
+            raise LeaseExpired(f"lease {lease_id!r} is over or was never granted")
+        return self.runs[lease_id]
+
+    def active_run(self, lease_id: str, epoch: int | None) -> LeaseRun:
+        """What serves a lease that takes calls.
+
+        Raises:
+            LeaseExpired: it is over, or ending.
+        """
+        run = self.run_of(lease_id, epoch)
+        run.check_active()
+        return run
