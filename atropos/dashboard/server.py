@@ -8,7 +8,6 @@ import functools
 import hmac
 import logging
 import math
-import os
 import secrets
 import time
 from collections.abc import Awaitable, Callable
@@ -20,7 +19,7 @@ from atropos.dashboard.live import LiveView
 from atropos.dashboard.render import PLAYER, SCRIPT, STYLE, aligned, render, verdicts
 from atropos.dashboard.replay import asciicast
 from atropos.dashboard.store import Details, Entry, Query, TrajectoryStore
-from atropos.errors import ConfigError
+from atropos.net.sockets import listen
 
 PAGE = 50
 """Trajectories in a page of the list."""
@@ -55,6 +54,7 @@ class DashboardServer:
         title: of every page.
         store: the trajectories.
         host, port: where to listen; port 0 takes a free one.
+        setting: what the error names where that can't be had.
         token: what a reader must show; None: a new one.
         live: one look at a running env; None: there is none, and no live page.
         refresh: called in a thread before trajectories are listed, as to read what a file has got meanwhile.
@@ -67,11 +67,12 @@ class DashboardServer:
         *,
         host: str = "127.0.0.1",
         port: int = 0,
+        setting: str = "host, port",
         token: str | None = None,
         live: Callable[[], LiveView] | None = None,
         refresh: Callable[[], None] | None = None,
     ) -> None:
-        self.host, self.port = host, port
+        self.host, self.port, self._setting = host, port, setting
         self._title, self._store = title, store
         self._token = token or secrets.token_urlsafe(24)
         self._live, self._refresh = live, refresh
@@ -92,6 +93,7 @@ class DashboardServer:
         """
         if self._runner is not None:
             return
+        listening = listen(self.host, self.port, setting=self._setting)
         app = web.Application(middlewares=[self._guarded])
         for path, handler in {
             "/": self._home,
@@ -108,12 +110,7 @@ class DashboardServer:
             app.router.add_get(path, handler)
         runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.5)
         await runner.setup()
-        try:
-            await web.TCPSite(runner, self.host, self.port).start()
-        except OSError as error:
-            await runner.cleanup()
-            why = os.strerror(error.errno) if error.errno else error
-            raise ConfigError(f"dashboard_port: {self.host}:{self.port}: {why}; choose another") from error
+        await web.SockSite(runner, listening).start()
         self._runner = runner
         self.port = int(runner.addresses[0][1])
 

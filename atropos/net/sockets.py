@@ -11,12 +11,13 @@ BACKLOG = 1024
 """Connections that wait in the kernel to be accepted."""
 
 
-def listen(host: str, port: int) -> socket.socket:
+def listen(host: str, port: int, *, setting: str = "host, port") -> socket.socket:
     """A listening socket.
 
     Args:
         host: a name or address of this machine.
         port: 0: any free one.
+        setting: what the error names.
 
     Raises:
         ConfigError: in one line, why not.
@@ -35,6 +36,6 @@ def listen(host: str, port: int) -> socket.socket:
         why = error.strerror or str(error)
         if error.errno == errno.EADDRINUSE:
             why = "it is in use; set another port, or 0 for any free one"
-        raise ConfigError(f"host, port: can't listen on {host}:{port}: {why}") from None
+        raise ConfigError(f"{setting}: can't listen on {host}:{port}: {why}") from None
     sock.setblocking(False)
     return sock

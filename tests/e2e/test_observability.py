@@ -153,11 +153,13 @@ async def test_wandb_offline_and_prometheus_tell_the_same_of_a_real_run(policy, 
     assert b"s3cret-token" not in written
 
 
-async def test_a_metrics_address_in_use_is_refused_before_anything_starts(policy, tmp_path):
+@pytest.mark.parametrize("setting", ["metrics_address", "dashboard_port"])
+async def test_an_address_in_use_is_refused_before_anything_starts(policy, tmp_path, setting):
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        address = f"127.0.0.1:{taken.getsockname()[1]}"
-        env = make(Env, policy, tmp_path, [{"prompt": WORKS}], metrics_address=address)
-        with pytest.raises(ConfigError, match=rf"env\.metrics_address: {address}: Address already in use"):
+        address = f"127.0.0.1:{(port := taken.getsockname()[1])}"
+        given = {setting: address if setting == "metrics_address" else port}
+        env = make(Env, policy, tmp_path, [{"prompt": WORKS}], **given)
+        with pytest.raises(ConfigError, match=rf"^env\.{setting}: can't listen on {address}: it is in use"):
             await env.process_manager()
         assert env.pool is None
 

@@ -63,6 +63,7 @@ class EnvDashboard:
                 self._store,
                 host=config.dashboard_host,
                 port=config.dashboard_port,
+                setting="env.dashboard_port",
                 token=token,
                 live=self.view,
             )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import time
 from collections.abc import Callable, Iterable, Mapping
 
@@ -11,8 +10,8 @@ from aiohttp import web
 
 from atropos.envs.config import split_address
 from atropos.envs.running.metrics import EnvMetrics
-from atropos.errors import ConfigError
 from atropos.metrics import CONTENT_TYPE, Family, build_info, counter, exposition, gauge
+from atropos.net.sockets import listen
 
 _log = logging.getLogger(__name__)
 
@@ -81,17 +80,12 @@ class MetricsEndpoint:
         """
         if self._address is None or self._runner is not None:
             return
+        listening = listen(self.host, self.port, setting="env.metrics_address")
         app = web.Application()
         app.router.add_get("/metrics", self._answer)
         runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.5)
         await runner.setup()
-        try:
-            await web.TCPSite(runner, self.host, self.port).start()
-        except OSError as error:
-            await runner.cleanup()
-            raise ConfigError(
-                f"env.metrics_address: {self.host}:{self.port}: {os.strerror(error.errno) if error.errno else error}; choose another"
-            ) from error
+        await web.SockSite(runner, listening).start()
         self._runner = runner
         self.port = int(runner.addresses[0][1])
         _log.info("metrics at http://%s:%d/metrics", self.host, self.port)

@@ -110,7 +110,9 @@ async def test_a_list_of_one_page_has_no_pages_to_choose():
 
 async def test_a_port_in_use_is_refused_by_name():
     async with serving([]) as server:
-        with pytest.raises(ConfigError, match=f"dashboard_port: 127.0.0.1:{server.port}: Address already in use"):
+        with pytest.raises(
+            ConfigError, match=rf"^host, port: can't listen on 127\.0\.0\.1:{server.port}: it is in use"
+        ):
             await DashboardServer("second", TrajectoryStore(), port=server.port).start()
 
 
