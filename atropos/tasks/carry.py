@@ -115,7 +115,7 @@ def safe_archive(archive: bytes, path: str, exclude: Sequence[str] = ()) -> byte
                     if not _stays(name, member.linkname, path, every):
                         continue
                     links.add(name)
-                member.name = name
+                member.name, member.pax_headers = name, {}  # which would be written instead of what was looked at here
                 member.uid = member.gid = 0
                 member.uname = member.gname = ""
                 target.addfile(member, source.extractfile(member) if plain else None)

@@ -74,6 +74,56 @@ async def test_a_link_leads_to_nothing_that_only_the_view_has(pool):
                 assert (await slot.exec("cat h/x")).output == "1\n"
 
 
+LINKS_FOR_EVER = """\
+ln -s /tests/expected hidden; mkdir /data; ln -s f h; echo 1 > f; echo 0 > beat
+loop() {
+    for ((i = 0; ; i++)); do
+        ln -s /tests/expected $1/la$i; ln -s ../tests/expected $1/lb$i; ln -P hidden $1/lc$i 2>/dev/null
+        mkdir $1/ld$i; rmdir $1/ld$i; ln -s /tests $1/ld$i; echo $i > beat; sleep 0.01
+    done
+}
+(loop /workspace >/dev/null 2>&1 &) ; (loop /data >/dev/null 2>&1 &)
+"""
+
+
+@pytest.mark.parametrize("volume", ["memory", "disk"])
+async def test_a_link_that_is_made_later_leads_to_nothing_that_only_the_view_has(volume):
+    """Beside links that must be followed. What is written into files that are there shows through meanwhile."""
+    config = Engine("local").config(slots_per_container=1, max_containers=1, volume=volume)
+    async with SlotPool(config) as pool, pool.lease("agent") as slot:
+        await slot.exec(LINKS_FOR_EVER)
+        await slot.view()
+        await slot.exec("mkdir /tests; echo 42 > /tests/expected; cp beat /tmp/beat")
+        later = (
+            "for i in $(seq 500); do [ $(cat beat) -gt $(($(cat /tmp/beat) + 20)) ] && exit 0; sleep 0.02; done; exit 1"
+        )
+        assert (await slot.exec(later)).exit_code == 0
+        found = await slot.exec("cat h; cat {/workspace,/data}/l* {/workspace,/data}/ld*/expected hidden 2>/dev/null")
+        assert found.output == "1\n"
+
+
+async def test_without_room_for_a_copy_no_link_is_followed_in_a_view(pool):
+    async with pool.lease("agent") as slot:
+        await slot.exec(
+            "echo 42 > answer; ln -s answer h; for i in $(seq 99999); do : > f$i || break; done 2>/dev/null"
+        )
+        await slot.view()
+        assert (await slot.exec("cat answer; cat h")).output.splitlines()[0] == "42"
+        assert (await slot.exec("cat h 2>/dev/null")).output == ""
+
+
+async def test_links_of_an_earlier_part_of_a_lease_lead_nowhere_either(pool):
+    async with pool.lease("agent") as slot:
+        await slot.exec(
+            "ln -s /tests/expected a; ln -s /tests/expected b; ln -s f h; echo 1 > f; mkdir s; ln -s /tests s/t"
+        )
+        async with await slot.snapshot() as snapshot, pool.lease("fork", snapshot=snapshot) as fork:
+            await fork.exec("rm b; echo 2 > b")
+            await fork.view()
+            await fork.exec("mkdir /tests; echo 42 > /tests/expected")
+            assert (await fork.exec("cat a b h s/t/expected 2>/dev/null")).output == "2\n1\n"
+
+
 async def test_a_view_of_a_slot_whose_volume_is_on_disk_shows_the_same():
     config = Engine("local").config(slots_per_container=1, max_containers=1, volume="disk")
     async with SlotPool(config) as pool, pool.lease("agent") as slot:

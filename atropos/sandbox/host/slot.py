@@ -351,11 +351,12 @@ class SlotSandbox:
             late = host_limits.load() if isinstance(error, TimeoutError) else ""
             raise SandboxError(f"slot {self.name} got no network: {memory_files.line(errors) or error}{late}") from None
 
-    @property
-    def layer_paths(self) -> tuple[str, ...]:
-        """Folders that its root is stacked of, topmost first."""
+    def shown(self, folders: Sequence[str]) -> views.View:
+        """What a view shows of it."""
         base = self._host.base(self._base)
-        return (self.written, *(layer.path for layer in self.layers), *base.layers, base.lower)
+        written = (self.written, *(layer.path for layer in self.layers))
+        layers = (*written, *base.layers, base.lower)
+        return views.View(layers, len(written), tuple(folders), self._host.empty, self._volume.data)
 
     @property
     def written(self) -> str:

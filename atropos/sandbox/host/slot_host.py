@@ -14,7 +14,7 @@ from atropos.errors import ImageUnavailable, IsolationUnavailable, NotSupported,
 from atropos.images.reference import POOL_BASE
 from atropos.sandbox.boot import root_phase
 from atropos.sandbox.contract import Layer, Sandbox
-from atropos.sandbox.host import skeleton, views, volumes
+from atropos.sandbox.host import skeleton, volumes
 from atropos.sandbox.host.host_state import HostState
 from atropos.sandbox.host.slot import SlotSandbox
 from atropos.sandbox.host.slot_network import SlotNetwork
@@ -111,7 +111,7 @@ class SlotHost:
         assert isinstance(of, SlotSandbox)
         sandbox = await self.start(name, network=of.network.wanted, limits=of.limits, joins=of.network)
         try:
-            await sandbox.stand_on(layers, base, view=views.View(of.layer_paths, tuple(folders), self.state.empty))
+            await sandbox.stand_on(layers, base, view=of.shown(folders))
         except BaseException:
             await asyncio.shield(sandbox.stop())
             raise

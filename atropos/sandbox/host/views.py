@@ -4,17 +4,21 @@ Each folder is an overlay of the same layers that the slot itself stands on, wit
 top: the slot's later changes show through, and nothing that the view writes is seen by the slot.
 
 A link in such a folder resolves in the view's root, where tests and expected answers lie. So where no link is needed, the
-mount follows none. Where there are some, those of the topmost layer (all that the slot's programs wrote) that lead, or
-could lead, to a place that only the view has are hidden.
+mount follows none. Where there are some, a link that the slot's programs made is hidden when it leads, or could lead, to a
+place that only the view has. They could make another one at any time: so the topmost layer is then not shown itself but
+as a copy, made of hard links. What is written into its files shows through; files made or renamed later don't.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import stat
+import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from atropos.errors import NotSupported
 from atropos.sandbox.host.volumes import Volume
@@ -24,6 +28,8 @@ MAX_FOLDERS = 64
 """Top-level folders shown besides those that were named."""
 MAX_DEPTH = 200
 """Folders nested deeper are hidden."""
+MAX_COPIED = 50_000
+"""Files and folders of the topmost layer, with more of which no link is followed: a copy takes kernel memory."""
 SYSTEM = frozenset(
     [
         "bin",
@@ -60,13 +66,17 @@ class View:
 
     Attributes:
         layers: the folders that the slot's root is stacked of, topmost first.
+        written: how many of them, from the top, leases wrote; the others are images'.
         folders: absolute paths that are shown besides the top-level folders that no system has.
         empty: an empty folder.
+        room: a folder on the topmost layer's file system, for copies of it.
     """
 
     layers: tuple[str, ...]
+    written: int
     folders: tuple[str, ...]
     empty: str
+    room: str
 
     def mount(self, volume: Volume) -> None:
         """Mount the folders in the root that waits in a view's gate.
@@ -99,25 +109,50 @@ class View:
         for path in (upper, work):
             os.mkdir(path, 0o755)
         with contextlib.ExitStack() as opened:
-            layers = _opened(self.layers, folder, opened)
-            followed, hidden = _links(layers, folder)
-            if layers:
-                _like(layers[0], upper)
-            for path in hidden:
-                _hide(layers[0], upper, path)
+            parts = _opened(self.layers, folder, opened)
+            if parts:
+                _like(parts[0].fd, upper)
+            layers, follows = self._vetted(parts, folder, upper, opened)
             _make_place(volume.next_root, folder)
-            flags = syscalls.MS_NOSUID | syscalls.MS_NODEV | (0 if followed else syscalls.MS_NOSYMFOLLOW)
+            flags = syscalls.MS_NOSUID | syscalls.MS_NODEV | (0 if follows else syscalls.MS_NOSYMFOLLOW)
             lower = [f"/proc/self/fd/{fd}" for fd in layers] or [self.empty]
             volume.stack(os.path.relpath(volume.next_root, volume.folder) + folder, lower, flags, upper, work)
 
+    def _vetted(
+        self, parts: Sequence[_Part], folder: str, upper: str, opened: contextlib.ExitStack
+    ) -> tuple[list[int], bool]:
+        """The layers of a folder as a view may see them, topmost first, and whether links in them may be followed."""
+        follows = False
+        for number, part in enumerate(parts):
+            for path, target in _walk(part.fd):
+                if part.layer >= self.written:
+                    follows = True
+                    break
+                if target is not None and not _leads_astray(f"{folder}/{path}", target):
+                    follows = True
+                elif not any(_is_there(above.fd, path) for above in parts[:number]):
+                    _hide(part.fd, upper, path)
+        layers = [part.fd for part in parts]
+        if follows and parts[0].layer == 0:
+            copy = _copied(layers[0], self.room, folder, opened)
+            return (layers, False) if copy is None else ([copy, *layers[1:]], True)
+        return layers, follows
 
-def _opened(layers: Sequence[str], folder: str, opened: contextlib.ExitStack) -> list[int]:
-    """Where a folder lies in each layer, topmost first, as descriptors; empty: the slot has no folder there.
+
+class _Part(NamedTuple):
+    """Where a folder lies in a layer: the layer's number from the top, and a descriptor."""
+
+    layer: int
+    fd: int
+
+
+def _opened(layers: Sequence[str], folder: str, opened: contextlib.ExitStack) -> list[_Part]:
+    """Where a folder lies in each layer, topmost first; empty: the slot has no folder there.
 
     No link is followed: the slot's programs may replace any part while this runs.
     """
-    found: list[int] = []
-    for layer in layers:
+    found: list[_Part] = []
+    for number, layer in enumerate(layers):
         at = os.open(layer, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
         opened.callback(os.close, at)
         covers = False
@@ -131,7 +166,7 @@ def _opened(layers: Sequence[str], folder: str, opened: contextlib.ExitStack) ->
             opened.callback(os.close, at)
             covers = covers or _opaque(at)
         else:
-            found.append(at)
+            found.append(_Part(number, at))
         if covers:
             break
     return found
@@ -142,20 +177,6 @@ def _opaque(fd: int) -> bool:
         return os.getxattr(f"/proc/self/fd/{fd}", "user.overlay.opaque") == b"y"
     except OSError:
         return False
-
-
-def _links(layers: Sequence[int], folder: str) -> tuple[bool, list[str]]:
-    """Whether links have to be followed in a folder, and what of the topmost layer must be hidden."""
-    followed, hidden = False, list[str]()
-    for number, layer in enumerate(layers):
-        for path, target in _walk(layer):
-            if number == 0 and (target is None or _leads_astray(f"{folder}/{path}", target)):
-                hidden.append(path)
-            elif target is not None:
-                followed = True
-                if number:
-                    break
-    return followed, hidden
 
 
 def _walk(top: int) -> Iterator[tuple[str, str | None]]:
@@ -209,11 +230,90 @@ def _leads_astray(path: str, target: str) -> bool:
     return end == "/" or any(end == each or end.startswith(f"{each}/") for each in HIDDEN)
 
 
-def _like(source: int, target: str) -> None:
-    """Give a folder the owner and mode of another one."""
+def _is_there(top: int, path: str) -> bool:
+    """Whether a layer has something at a path, or something else than a folder on the way."""
+    folder, name = os.path.split(path)
+    try:
+        fd = _open_below(top, folder)
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return True
+    try:
+        os.lstat(name, dir_fd=fd)
+    except FileNotFoundError:
+        return False
+    finally:
+        os.close(fd)
+    return True
+
+
+def _copied(source: int, room: str, folder: str, opened: contextlib.ExitStack) -> int | None:
+    """A folder of the topmost layer once more, its files the same ones, without links that lead astray; None: no room.
+
+    The slot's programs may replace any part while this runs, but nothing that is in the copy already: each link is looked
+    at there.
+    """
+    try:
+        copy = os.open(tempfile.mkdtemp(prefix="seen", dir=room), os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        opened.callback(os.close, copy)
+        count, waiting = 0, [""]
+        while waiting and count <= MAX_COPIED:
+            path = waiting.pop()
+            with contextlib.ExitStack() as both:
+                try:
+                    fd = _open_below(source, path)
+                except OSError:  # gone meanwhile, or no folder any more
+                    continue
+                both.callback(os.close, fd)
+                into = _open_below(copy, path)
+                both.callback(os.close, into)
+                count += _copy_entries(fd, into, f"{folder}/{path}".rstrip("/"), f"{path}/".lstrip("/"), waiting)
+    except OSError as error:
+        if error.errno in {errno.ENOSPC, errno.EDQUOT}:
+            return None
+        raise
+    return copy if count <= MAX_COPIED else None
+
+
+def _copy_entries(source: int, target: int, folder: str, below: str, folders: list[str]) -> int:
+    """Copy what is in one folder, and name the folders in it; how much it was."""
+    count = 0
+    with os.scandir(source) as entries:
+        for count, entry in enumerate(entries, 1):
+            if count > MAX_COPIED:
+                return count
+            if not entry.is_dir(follow_symlinks=False):
+                _copy_file(source, target, entry.name, f"{folder}/{entry.name}")
+            elif below.count("/") < MAX_DEPTH:
+                os.mkdir(entry.name, 0o700, dir_fd=target)
+                folders.append(f"{below}{entry.name}")
+    _like(source, target, whole=True)
+    return count
+
+
+def _copy_file(source: int, target: int, name: str, path: str) -> None:
+    try:
+        os.link(name, name, src_dir_fd=source, dst_dir_fd=target, follow_symlinks=False)
+    except OSError as error:
+        if error.errno == errno.ENOSPC:
+            raise
+        return  # gone meanwhile, or a folder by now
+    if stat.S_ISLNK(os.lstat(name, dir_fd=target).st_mode) and _leads_astray(path, os.readlink(name, dir_fd=target)):
+        os.unlink(name, dir_fd=target)
+        os.mknod(name, stat.S_IFCHR, 0, dir_fd=target)  # overlayfs's whiteout
+
+
+def _like(source: int, target: str | int, *, whole: bool = False) -> None:
+    """Give a folder the owner and mode of another one; `whole`: its attributes and times as well."""
     found = os.stat(source)
     os.chown(target, found.st_uid, found.st_gid)
     os.chmod(target, stat.S_IMODE(found.st_mode))
+    if whole:
+        with contextlib.suppress(OSError):
+            for name in os.listxattr(source):
+                os.setxattr(target, name, os.getxattr(source, name))
+        os.utime(target, ns=(found.st_atime_ns, found.st_mtime_ns))
 
 
 def _hide(top: int, upper: str, path: str) -> None:

@@ -53,6 +53,18 @@ def test_ways_out_are_left_out():
     assert names(safe_archive(data, "/workspace")) == ["way", "good"]
 
 
+def test_a_second_name_in_an_extended_header_is_not_passed_on():
+    """Readers differ in which of the two they take."""
+    out = io.BytesIO()
+    with tarfile.open(fileobj=out, mode="w") as tar:
+        info = tarfile.TarInfo("good")
+        info.pax_headers = {"path": "../up", "GNU.sparse.name": "good"}
+        tar.addfile(info)
+    data = safe_archive(out.getvalue(), "/workspace")
+    assert names(data) == ["good"]
+    assert b"../up" not in data
+
+
 def test_what_an_artifact_excludes_stays_behind():
     data = archive(("f", "a.log", ""), ("f", "deep/b.log", ""), ("f", "deep/node_modules/c", ""), ("f", "deep/d", ""))
     assert names(safe_archive(data, "/app", ("*.log", "node_modules/"))) == ["deep/d"]
