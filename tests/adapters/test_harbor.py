@@ -7,8 +7,11 @@ import shutil
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from atropos.cli import app
 from tests.adapters.peers import ROOT, needs, run
+from tests.unit.dashboard.support import hostile, ordinary
 
 pytestmark = needs("harbor")
 
@@ -74,3 +77,18 @@ def test_a_killed_container_is_an_exception_and_no_reward(tasks: Path) -> None:
     given, failed = rewards(tasks, "harbor_accident:AccidentEnvironment")
     assert failed >= 1
     assert given == [1.0] * (len([*tasks.iterdir()]) - failed)
+
+
+def test_exported_trajectories_are_valid_for_its_own_model(tmp_path: Path) -> None:
+    groups = [*ordinary(), hostile()]
+    (tmp_path / "groups.jsonl").write_text("".join(json.dumps(one) + "\n" for one in groups))
+    done = CliRunner().invoke(
+        app, ["trajectories", "export", str(tmp_path / "groups.jsonl"), "--to", str(tmp_path / "atif")]
+    )
+    assert done.exit_code == 0, done.output
+    validate = (
+        "import pathlib, harbor.models.trajectories as t\n"
+        "print(sum(bool(t.Trajectory.model_validate_json(f.read_text()).steps) for f in pathlib.Path('atif').iterdir()))"
+    )
+    count = sum(len(one["scores"]) for one in groups)
+    assert run("python", "-c", validate, folder=tmp_path) == f"{count}\n"

@@ -53,7 +53,7 @@ def script_env(policy, **settings):
     return command + [f"--env.{name}={value}" for name, value in {**common, **settings}.items()]
 
 
-def make(cls, policy, tmp_path, rows, *, server_type="vllm", config_cls=HermesAgentEnvConfig, **settings):
+def make(cls, policy, tmp_path, rows, *, server_type="vllm", api_key="x", config_cls=HermesAgentEnvConfig, **settings):
     config = config_cls(
         **{
             "tokenizer_name": str(FOLDER),
@@ -75,7 +75,7 @@ def make(cls, policy, tmp_path, rows, *, server_type="vllm", config_cls=HermesAg
     url, _ = policy
     server = APIServerConfig(
         base_url=url,
-        api_key="x",
+        api_key=api_key,
         model_name="scripted-policy",
         server_type=server_type,
         **({"tokenizer_name": str(FOLDER)} if server_type != "openai" else {}),

@@ -8,7 +8,9 @@ import re
 
 import httpx
 import pytest
+from typer.testing import CliRunner
 
+from atropos.cli import app
 from atropos.envs import HermesAgentBaseEnv
 from tests.e2e.hermes_support import call, groups, make, running_policy, script
 
@@ -16,11 +18,13 @@ CHANGES = "touch made; echo new >> kept; rm gone; sleep 3"
 WORKS = script({"calls": [call("terminal", command=CHANGES)]}, "finished")
 LARGE = script({"calls": [call("terminal", command="head -c 2000000 /dev/zero > zeros")]}, "finished")
 LAST = script("nothing")
+PAGES = ("/", "/live", "/live.json", "/trajectories", "/trajectory/0", "/trajectory/0.cast", "/group/0")
 
 
 class Env(HermesAgentBaseEnv):
     name = "shown"
     pages: dict[str, str]
+    tokens: set[str]
 
     async def setup(self):
         self.pages = {}
@@ -54,6 +58,9 @@ class Env(HermesAgentBaseEnv):
                 while "/trajectory/1" not in (await client.get("/trajectories")).text:  # noqa: ASYNC110
                     await asyncio.sleep(0.1)
                 self.pages["end"] = (await client.get("/trajectory/0")).text
+                self.pages |= {path: (await client.get(path)).raise_for_status().text for path in PAGES}
+            self.pages["metrics"] = self.metrics_text()
+            self.tokens = {container.token for container in self.pool.backend.containers()}
         return 1.0
 
 
@@ -64,9 +71,14 @@ async def policy(tmp_path):
 
 
 async def test_a_real_run_is_seen_live_and_afterwards(policy, tmp_path, capfd):
-    settings = {"dashboard_port": 0, "dashboard_host": "127.0.0.2", "dashboard_token": "s3cret"}
+    settings = {
+        "dashboard_port": 0,
+        "dashboard_host": "127.0.0.2",
+        "dashboard_token": "s3cret",
+        "tool_server_token": "of-the-tools",
+    }
     rows = [{"prompt": WORKS}, {"prompt": LAST}, {"prompt": LARGE}]
-    env = make(Env, policy, tmp_path, rows, process_concurrency=1, **settings)
+    env = make(Env, policy, tmp_path, rows, process_concurrency=1, api_key="of-the-model", **settings)
     assert "s3cret" not in env.config.model_dump_json()
     await env.process_manager()
     assert env.pages["bare"] == "401"
@@ -91,6 +103,13 @@ async def test_a_real_run_is_seen_live_and_afterwards(policy, tmp_path, capfd):
     assert nothing == {}
     assert unknown["note"] == "it holds more than 1 MiB"
     assert f"dashboard: http://127.0.0.2:{env.dashboard.server.port}/?token=s3cret" in capfd.readouterr().out
+    for kind in ("atif", "cast"):
+        to = ("--format", kind, "--to", str(tmp_path / kind))
+        done = CliRunner().invoke(app, ["trajectories", "export", str(tmp_path / "groups.jsonl"), *to])
+        assert done.exit_code == 0, done.output
+    files = [path.read_text() for path in tmp_path.rglob("*") if path.is_file()]
+    for secret in {"s3cret", "of-the-tools", "of-the-model", *env.tokens}:
+        assert not any(secret in text for text in (*env.pages.values(), *files))
     async with env.client() as client:
         with pytest.raises(httpx.ConnectError):
             await client.get("/")
