@@ -25,7 +25,7 @@ from atropos import wire
 from atropos.errors import BackendUnavailable, PoolFull
 from atropos.slots import SlotPool, SlotPoolConfig
 from atropos.slots.backends.base import Backend, Container
-from atropos.slots.fleet import Fleet, Seat
+from atropos.slots.containers.fleet import Fleet, Seat
 
 from . import machine
 from .live import measure, show

@@ -19,7 +19,7 @@ from atropos.slots import Slot, SlotPool, SlotPoolConfig
 from atropos.tasks import workspace
 from atropos.tasks.folder import load_task
 from atropos.tasks.prepare import TaskImages
-from atropos.tasks.verifier_mode import Mode
+from atropos.tasks.verifier.mode import Mode
 
 from . import machine
 

@@ -23,7 +23,7 @@ from harbor.environments.capabilities import EnvironmentCapabilities, Environmen
 from atropos.adapters.sharing import WAIT_FOR_SLOT_S, SharedPool, shared_pool
 from atropos.errors import ConfigError
 from atropos.slots import Slot, SlotPool, SlotPoolConfig
-from atropos.tasks.accounts import profile_of
+from atropos.tasks.builder.accounts import profile_of
 from atropos.tasks.folder import load_task
 from atropos.tasks.prepare import TaskImages
 

@@ -20,7 +20,7 @@ from swerex.exceptions import (
 from swerex.runtime.abstract import BashAction, BashInterruptAction, BashObservation, CreateBashSessionRequest
 
 from atropos.adapters.sharing import HeldSlot
-from atropos.slots.processes import Process
+from atropos.slots.slot.processes import Process
 
 SHELL_START_S = 30.0
 """How long a shell may take to its first prompt; `startup_timeout` is the time of `startup_source` alone."""

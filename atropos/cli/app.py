@@ -21,7 +21,7 @@ from atropos.cli.tasks import tasks_app
 from atropos.cli.top import top
 from atropos.cli.trajectories import trajectories_app
 from atropos.errors import ConfigError, IsolationUnavailable, SandboxError
-from atropos.tasks.carry import TaskBroken
+from atropos.tasks.errors import TaskBroken
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 app.command("doctor")(doctor)

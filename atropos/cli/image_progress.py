@@ -11,9 +11,9 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextColumn
 
-from atropos.slots.images import Progress as Report
+from atropos.slots.pool.images import Progress as Report
 from atropos.tasks.folder import load_task
-from atropos.tasks.task import Task
+from atropos.tasks.format.task import Task
 from atropos.wire import ImageState
 
 

@@ -17,11 +17,11 @@ from rich.progress import Progress, TaskID
 from rich.table import Table
 
 from atropos.errors import ConfigError
+from atropos.tasks.builder.limits import STAND_INS, Policy
 from atropos.tasks.check import Agent, Attempt, CheckConfig, TaskFinding, check
-from atropos.tasks.datasets import dataset_folders
 from atropos.tasks.folder import TaskSet, read_folders, task_folders
-from atropos.tasks.limits import STAND_INS, Policy
-from atropos.tasks.task import Task
+from atropos.tasks.format.datasets import dataset_folders
+from atropos.tasks.format.task import Task
 from atropos.wire import ImageState
 
 tasks_app = typer.Typer(help="Task folders in the Harbor and terminal-bench layouts.", no_args_is_help=True)

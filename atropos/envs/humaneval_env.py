@@ -25,7 +25,7 @@ from atropos.envs.dataset_env import DatasetEnv, DatasetEnvConfig
 from atropos.envs.sandbox_env import ExecTool
 from atropos.errors import ConfigError, SandboxError
 from atropos.slots import Slot
-from atropos.slots.results import file_error
+from atropos.slots.slot.results import file_error
 
 SOLUTION = "/workspace/solution.py"
 MAX_SOLUTION_BYTES = 256 * 1024

@@ -27,16 +27,16 @@ from atropos.envs.sandbox_env import ExecTool, GroupMember
 from atropos.errors import ConfigError, ImageUnavailable
 from atropos.slots import Slot, Snapshot
 from atropos.tasks import workspace
-from atropos.tasks.carry import TaskBroken, VerifierFailed
-from atropos.tasks.datasets import dataset_folders
+from atropos.tasks.builder.limits import STAND_INS, Policy, Room, fit
+from atropos.tasks.errors import TaskBroken, VerifierFailed
 from atropos.tasks.folder import TaskSet, read_folders, read_tasks
+from atropos.tasks.format.datasets import dataset_folders
+from atropos.tasks.format.task import Task
 from atropos.tasks.guide import guide
-from atropos.tasks.layers import VerifierLayers
-from atropos.tasks.limits import STAND_INS, Policy, Room, fit
 from atropos.tasks.prepare import TaskImages
-from atropos.tasks.reward import Verdict, combined, passed
-from atropos.tasks.task import Task
-from atropos.tasks.verifier_mode import Mode
+from atropos.tasks.verifier.layers import VerifierLayers
+from atropos.tasks.verifier.mode import Mode
+from atropos.tasks.verifier.reward import Verdict, combined, passed
 
 _log = logging.getLogger(__name__)
 

@@ -2,12 +2,12 @@
 
 from atropos.slots.config import SlotPoolConfig
 from atropos.slots.pool import SlotPool
-from atropos.slots.ports import PortForward
-from atropos.slots.processes import Process, Signal
-from atropos.slots.results import ExecResult, SlotFileError
+from atropos.slots.pool.stats import PoolStats
 from atropos.slots.slot import Slot
-from atropos.slots.snapshots import Snapshot
-from atropos.slots.stats import PoolStats
+from atropos.slots.slot.ports import PortForward
+from atropos.slots.slot.processes import Process, Signal
+from atropos.slots.slot.results import ExecResult, SlotFileError
+from atropos.slots.slot.snapshots import Snapshot
 from atropos.wire import LeaseLimits
 
 __all__ = [

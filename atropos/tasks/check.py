@@ -21,14 +21,14 @@ from atropos.config import SlotLimits
 from atropos.errors import ConfigError, ImageUnavailable, SandboxError
 from atropos.slots import Slot, SlotPool, SlotPoolConfig, Snapshot
 from atropos.tasks import workspace
-from atropos.tasks.carry import TaskBroken, VerifierFailed
+from atropos.tasks.builder.limits import STAND_INS, Policy, Room, TaskFit, fit
+from atropos.tasks.errors import TaskBroken, VerifierFailed
 from atropos.tasks.folder import TaskSet
-from atropos.tasks.layers import VerifierLayers
-from atropos.tasks.limits import STAND_INS, Policy, Room, TaskFit, fit
+from atropos.tasks.format.task import Task
 from atropos.tasks.prepare import Progress, TaskImages
-from atropos.tasks.reward import Verdict, combined, passed
-from atropos.tasks.task import Task
-from atropos.tasks.verifier_mode import Choice, Mode, choose
+from atropos.tasks.verifier.layers import VerifierLayers
+from atropos.tasks.verifier.mode import Choice, Mode, choose
+from atropos.tasks.verifier.reward import Verdict, combined, passed
 from atropos.wire import ImageState
 
 log = logging.getLogger(__name__)

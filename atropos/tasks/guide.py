@@ -10,8 +10,8 @@ from xml.sax.saxutils import escape
 import yaml
 
 from atropos.slots import Slot
-from atropos.tasks.recipe import PATH
-from atropos.tasks.task import Task
+from atropos.tasks.format.recipe import PATH
+from atropos.tasks.format.task import Task
 
 MAX_SKILLS = 200
 MAX_SKILL_BYTES = 256 * 1024

@@ -21,12 +21,14 @@ from dataclasses import dataclass, field, replace
 from atropos.errors import ConfigError, ImageUnavailable
 from atropos.images.reference import POOL_BASE
 from atropos.slots import Slot, SlotPool
-from atropos.tasks import steps
-from atropos.tasks.archive import Context, digest_of
-from atropos.tasks.carry import TaskBroken
-from atropos.tasks.limits import STAND_INS
-from atropos.tasks.recipe import Copy, Download, Folder, Recipe, Run, Stage, Step, StepSettings
-from atropos.tasks.task import Task
+from atropos.tasks.builder import steps
+from atropos.tasks.builder.archive import digest_of
+from atropos.tasks.builder.limits import STAND_INS
+from atropos.tasks.builder.transfer import PackedFiles, pack_files
+from atropos.tasks.errors import TaskBroken
+from atropos.tasks.format.context import Context
+from atropos.tasks.format.recipe import Copy, Download, Folder, Recipe, Run, Stage, Step, StepSettings
+from atropos.tasks.format.task import Task
 from atropos.wire import ImageInfo, ImageSettings, ImageState
 
 RULES = 2
@@ -307,7 +309,7 @@ class TaskImages:
                 f"{build.task.name}: step {number}/{build.steps} ({_text(step)}): {error}{alone}"
             ) from error
 
-    async def _carry_out(self, build: _Build, slot: Slot, step: Step, brought: steps.Taken | bytes | None) -> None:
+    async def _carry_out(self, build: _Build, slot: Slot, step: Step, brought: PackedFiles | bytes | None) -> None:
         if isinstance(step, Run):
             await steps.run(slot, step, build.left())
         elif isinstance(step, Folder):
@@ -315,20 +317,20 @@ class TaskImages:
         elif isinstance(step, Download):
             assert isinstance(brought, bytes)
             await steps.add(slot, step, brought)
-        elif isinstance(brought, steps.Taken):
+        elif isinstance(brought, PackedFiles):
             await steps.give(slot, step, brought)
         elif step.unpack:
             await steps.unpack(slot, step, Context.of(build.task.context))
         else:
             await steps.copy(slot, step, Context.of(build.task.context))
 
-    async def _taken(self, build: _Build, stage: int, step: Copy) -> steps.Taken:
+    async def _taken(self, build: _Build, stage: int, step: Copy) -> PackedFiles:
         planned = build.plan[stage]
         image = await self._stage(build, stage)
         source = image.source if planned.steps else planned.source
         async with self.pool.lease(f"build-{build.task.name}-from", image=source, limits=build.task.limits) as slot:
             try:
-                return await steps.take(slot, step.sources)
+                return await pack_files(slot, step.sources)
             except TaskBroken as error:
                 raise TaskBroken(f"{build.task.name}: COPY --from: {error}") from None
 
@@ -338,6 +340,11 @@ class TaskImages:
                 return await steps.fetch(slot, step, build.left())
             except TaskBroken as error:
                 raise TaskBroken(f"{build.task.name}: {error}") from None
+
+
+async def build_task(task: Task, pool: SlotPool, progress: Progress) -> ImageInfo:
+    """`TaskImages.build` with its defaults, for `SlotPool.prepare`."""
+    return await TaskImages(pool).build(task, progress)
 
 
 async def _with_verifiers(task: Task, ready: Callable[[Task], Awaitable[Task]]) -> Task:

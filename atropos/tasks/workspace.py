@@ -18,18 +18,19 @@ from typing import Literal
 from atropos import wire
 from atropos.errors import NotSupported
 from atropos.slots import Slot
-from atropos.slots.profile import PLAIN
-from atropos.slots.results import ExecResult
-from atropos.tasks.accounts import enter, owner_of, profile_of, reach
-from atropos.tasks.archive import packed_folder
-from atropos.tasks.carry import TaskBroken, VerifierFailed, carry_in, carry_out, untar
-from atropos.tasks.layers import VerifierLayers
-from atropos.tasks.recipe import PATH
-from atropos.tasks.reward import Verdict, read_verdict
-from atropos.tasks.services import end_processes
-from atropos.tasks.steps import missing
-from atropos.tasks.task import Task
-from atropos.tasks.verifier_mode import Mode, choose
+from atropos.slots.slot.profile import PLAIN
+from atropos.slots.slot.results import ExecResult
+from atropos.tasks.builder.accounts import enter, owner_of, profile_of, reach
+from atropos.tasks.builder.archive import packed_folder
+from atropos.tasks.builder.transfer import is_missing, untar
+from atropos.tasks.errors import TaskBroken, VerifierFailed
+from atropos.tasks.format.recipe import PATH
+from atropos.tasks.format.task import Task
+from atropos.tasks.verifier.carry import carry_in, carry_out
+from atropos.tasks.verifier.layers import VerifierLayers
+from atropos.tasks.verifier.mode import Mode, choose
+from atropos.tasks.verifier.reward import Verdict, read_verdict
+from atropos.tasks.verifier.services import end_processes
 
 __all__ = ["Verdict", "clear", "enter", "healthy", "prepare_step", "solve", "verify"]
 
@@ -214,7 +215,7 @@ async def _judge(slot: Slot, task: Task) -> Verdict:
     # links and files where folders belong would send the tests, or the reward, to a place of the agent's choice
     plain = "for d in /logs /tmp; do if [ -L $d ] || [ ! -d $d ]; then rm -f $d && mkdir -m 1777 $d; fi; done"
     script = f"/tests/{task.test_script}"
-    held = task.bundled and not await missing(slot, script)
+    held = task.bundled and not await is_missing(slot, script)
     tests = "true" if held else "rm -rf /tests && mkdir /tests && chmod 700 /tests"
     clean = await slot.exec(
         f"{plain} && chmod a+rx /logs && rm -rf /logs/verifier && mkdir /logs/verifier && {tests}",

@@ -15,7 +15,7 @@ import pytest_asyncio
 
 from atropos.errors import LeaseExpired, LimitTooLarge
 from atropos.slots import LeaseLimits, PortForward, Slot, SlotPool
-from atropos.slots.processes import Process
+from atropos.slots.slot.processes import Process
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from atropos.envs import AgentEnv, AgentEnvConfig, HermesAgentBaseEnv, HermesAgentEnvConfig
-from atropos.slots import slot
+from atropos.slots.slot import slot
 from atropos.tools import ToolCall, ToolRegistry, build_tool_registry
 from tests.e2e.hermes_support import call, groups, make, running_policy, script
 from tests.e2e.test_demo_endings import children, containers

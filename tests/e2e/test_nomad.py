@@ -202,7 +202,7 @@ async def test_a_job_is_purged_though_nomad_answers_errors_for_a_moment_at_the_e
 
 
 async def test_a_job_that_is_being_changed_grows_when_its_deployment_is_over_and_a_pool_says_so_meanwhile(monkeypatch):
-    monkeypatch.setattr("atropos.slots.keeper.ASK_AGAIN_S", 1.0)
+    monkeypatch.setattr("atropos.slots.containers.keeper.ASK_AGAIN_S", 1.0)
     async with SlotPool(pool_config("nomad", slots_per_container=1)) as pool:
         path = f"/v1/job/{pool.config.job_id}"
         job = nomad("GET", path)

@@ -13,7 +13,7 @@ from atropos.config import ImageStoreSettings
 from atropos.errors import ConfigError
 from atropos.slots import SlotPool, SlotPoolConfig
 from atropos.tasks import workspace
-from atropos.tasks.carry import TaskBroken, VerifierFailed
+from atropos.tasks.errors import TaskBroken, VerifierFailed
 from atropos.tasks.folder import load_task, load_tasks
 from atropos.tasks.guide import guide
 from atropos.tasks.prepare import TaskImages

@@ -11,8 +11,8 @@ import pytest
 from atropos.errors import ConfigError
 from atropos.tasks import workspace
 from atropos.tasks.check import CheckConfig, check
-from atropos.tasks.datasets import dataset_folders, task_digest
 from atropos.tasks.folder import read_tasks
+from atropos.tasks.format.datasets import dataset_folders, task_digest
 from tests.engines import params
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "tasks"

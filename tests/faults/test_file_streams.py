@@ -13,8 +13,7 @@ import pytest
 
 from atropos.errors import SandboxError
 from atropos.sandbox.server.calls import file_streams as server_streams
-from atropos.slots import file_streams
-from atropos.slots.client import SandboxClient
+from atropos.slots.client import SandboxClient, file_streams
 from atropos.wire import Done, Exec, LeaseRequest, OpError, ReadStream, WriteStream
 from tests.unit.server.fakes import TOKEN, FakeHost, serving
 

@@ -13,11 +13,12 @@ import pytest
 
 from atropos.errors import ImageUnavailable
 from atropos.metrics import exposition
-from atropos.tasks import steps, workspace
-from atropos.tasks.carry import TaskBroken
+from atropos.tasks import workspace
+from atropos.tasks.builder import steps
+from atropos.tasks.errors import TaskBroken
 from atropos.tasks.folder import load_task
+from atropos.tasks.format.recipe import Download
 from atropos.tasks.prepare import TaskImages
-from atropos.tasks.recipe import Download
 from tests.images.test_leases import busybox_image, pool_for
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="owners of files need root")

@@ -12,7 +12,7 @@ import pytest
 
 from atropos.envs import TaskEnv, TaskEnvConfig
 from atropos.tasks import workspace
-from atropos.tasks.carry import VerifierFailed
+from atropos.tasks.errors import VerifierFailed
 from atropos.tasks.folder import load_task
 from atropos.tasks.prepare import TaskImages
 from tests.e2e.hermes_support import call, groups, make, running_policy, script

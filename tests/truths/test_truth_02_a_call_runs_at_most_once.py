@@ -86,7 +86,7 @@ async def test_a_cancelled_call_is_not_run_later(local_pool):
 
 
 async def test_a_frozen_server_is_given_up_its_calls_unknown_and_it_is_replaced(local_pool, engine, monkeypatch):
-    monkeypatch.setattr("atropos.slots.keeper.RELINK_S", 0.5)
+    monkeypatch.setattr("atropos.slots.containers.keeper.RELINK_S", 0.5)
     async with local_pool(slots_per_container=2, max_containers=1, reconnect_s=1.0, lease_ttl_s=4) as pool:
         slot = await pool.acquire("t")
         call = asyncio.create_task(slot.exec("sleep 30"))

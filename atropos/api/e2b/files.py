@@ -14,7 +14,7 @@ from atropos import wire
 from atropos.api.e2b import messages
 from atropos.api.e2b.connect import Json, RpcError
 from atropos.api.e2b.sandbox import Sandbox
-from atropos.slots.results import file_error
+from atropos.slots.slot.results import file_error
 
 PIECE_BYTES = 1 << 20
 """Size of the pieces in which files are sent, both ways."""

@@ -13,7 +13,7 @@ from atropos.api.e2b import messages
 from atropos.api.e2b.connect import Json, RpcError
 from atropos.api.e2b.sandbox import Command, Sandbox
 from atropos.errors import SandboxError
-from atropos.slots.processes import Process
+from atropos.slots.slot.processes import Process
 
 _log = logging.getLogger(__name__)
 BUFFER_BYTES = 1 << 20

@@ -11,8 +11,8 @@ from datetime import UTC, datetime
 from atropos.api.e2b import messages
 from atropos.api.e2b.connect import Json
 from atropos.config import SlotLimits
-from atropos.slots.processes import Process
 from atropos.slots.slot import Slot
+from atropos.slots.slot.processes import Process
 
 ENVD_VERSION = "0.6.0"
 """The latest version of E2B's daemon that is supported in full: later ones store metadata of files."""

@@ -14,7 +14,7 @@ from atropos.api.e2b.sandbox import Sandbox
 from atropos.api.executor.models import ExecutorServerSettings
 from atropos.config import SlotLimits
 from atropos.errors import ConfigError
-from atropos.slots.profile import Profile
+from atropos.slots.slot.profile import Profile
 
 if TYPE_CHECKING:
     from atropos.slots import SlotPool

@@ -27,7 +27,7 @@ from atropos.envs.running.hooks import TAIL_CHARS, HookCalls, failed_call
 from atropos.envs.running.rollout import TaskFault
 from atropos.errors import SandboxError
 from atropos.slots import Slot
-from atropos.slots.slot_files import MAX_READ_BYTES
+from atropos.slots.slot.files import MAX_READ_BYTES
 from atropos.tools import ToolCall, ToolExecutor, ToolResult
 
 _log = logging.getLogger(__name__)

@@ -20,8 +20,8 @@ from atropos.envs.running.lifecycle import cancel_and_wait
 from atropos.envs.running.metrics import EnvMetrics, percentile
 from atropos.envs.running.rollout import Rollout, messages_of
 from atropos.slots import SlotPool
-from atropos.slots.fleet import Seat
-from atropos.slots.stats import Percentiles, PoolStats
+from atropos.slots.containers.fleet import Seat
+from atropos.slots.pool.stats import Percentiles, PoolStats
 
 SAMPLE_S = 5.0
 SAMPLES = 720

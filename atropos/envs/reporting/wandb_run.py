@@ -14,7 +14,7 @@ from atropos.envs.config import SandboxEnvConfig
 from atropos.envs.running.lifecycle import bounded
 from atropos.envs.running.rollout import ScoredGroup
 from atropos.errors import ConfigError
-from atropos.slots.stats import PoolStats
+from atropos.slots.pool.stats import PoolStats
 
 
 class WandbRun:

@@ -12,7 +12,7 @@ import pytest
 from atropos.errors import BackendUnavailable, LeaseExpired, NotSupported, OutcomeUnknown, PoolFull, SlotLost
 from atropos.sandbox.contract import Layer
 from atropos.slots.client import SandboxClient
-from atropos.slots.server_requests import ServerRequests
+from atropos.slots.client.server_requests import ServerRequests
 from atropos.wire import CommandResult, Exec, LeaseEnded, LeaseRequest, OpError, ProcRead, WriteFile
 from tests.unit.server.fakes import TOKEN, FakeHost, Running, serving
 
@@ -310,7 +310,7 @@ async def test_an_answer_that_is_long_in_coming_and_cut_off_is_asked_for_again(c
 
 
 async def test_a_stream_comes_back_though_as_many_requests_wait_as_there_may_be(monkeypatch):
-    monkeypatch.setattr("atropos.slots.server_requests.MAX_REQUESTS", 3)
+    monkeypatch.setattr("atropos.slots.client.server_requests.MAX_REQUESTS", 3)
     async with serving() as running, client_of(running) as client:
         lease = await client.acquire(request())
         asked, answer = 0, asyncio.Event()
@@ -364,7 +364,7 @@ async def test_a_copy_that_breaks_is_begun_again_and_one_that_always_breaks_leav
 
 
 async def test_a_snapshot_waits_for_calls_that_take_longer_than_a_request_may(monkeypatch):
-    monkeypatch.setattr("atropos.slots.server_requests.REQUEST_S", 0.1)
+    monkeypatch.setattr("atropos.slots.client.server_requests.REQUEST_S", 0.1)
     async with serving() as running, client_of(running) as client:
         lease = await client.acquire(request())
         before = asyncio.create_task(client.call(lease, Exec(command="sleep 0.5")))

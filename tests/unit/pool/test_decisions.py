@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from atropos.slots.fleet import Fleet, Seat
-from atropos.slots.scaling import Limits, PoolState, plan, worn_out
+from atropos.slots.containers.fleet import Fleet, Seat
+from atropos.slots.containers.scaling import Limits, PoolState, plan, worn_out
 
 counts = st.integers(0, 50)
 limits = st.tuples(st.integers(0, 20), st.integers(0, 20), st.integers(1, 16)).map(

@@ -79,7 +79,7 @@ async def test_streams_that_are_cut_and_queries_that_do_not_block_are_asked_for_
 
 
 async def test_nonsense_in_place_of_any_answer_costs_a_running_pool_nothing(monkeypatch):
-    monkeypatch.setattr("atropos.slots.keeper.REFUSED_S", (0.01, 0.05))
+    monkeypatch.setattr("atropos.slots.containers.keeper.REFUSED_S", (0.01, 0.05))
     async with FakeNomad() as nomad, nomad.pool(max_containers=2) as pool, pool.lease("t") as slot:
         for end in ("/atropos-sandbox-agent-env", "/allocations", "/evaluations"):
             nomad.answers[end] = [nonsense()]

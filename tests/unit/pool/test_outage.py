@@ -70,8 +70,8 @@ async def test_an_outage_is_outlasted_until_the_engine_or_a_container_is_back():
 
 
 async def test_a_container_out_of_reach_that_the_engine_could_not_replace_is_used_again_when_it_is_back(monkeypatch):
-    monkeypatch.setattr("atropos.slots.keeper.ASK_AGAIN_S", 0.02)
-    monkeypatch.setattr("atropos.slots.keeper.RELINK_S", 0.02)
+    monkeypatch.setattr("atropos.slots.containers.keeper.ASK_AGAIN_S", 0.02)
+    monkeypatch.setattr("atropos.slots.containers.keeper.RELINK_S", 0.02)
     pool, backend = model_pool(slots=1, containers=1)
     async with pool:
         (key,) = pool.links

@@ -252,7 +252,7 @@ async def test_waiters_go_elsewhere_when_their_container_dies():
 
 
 async def test_a_server_that_is_lost_and_does_not_come_back_is_replaced(monkeypatch):
-    monkeypatch.setattr("atropos.slots.keeper.RELINK_S", 0.1)
+    monkeypatch.setattr("atropos.slots.containers.keeper.RELINK_S", 0.1)
     pool, backend = model_pool(slots=1, containers=1)
     async with pool:
         slot = await pool.acquire("t")
@@ -263,7 +263,7 @@ async def test_a_server_that_is_lost_and_does_not_come_back_is_replaced(monkeypa
 
 
 async def test_a_server_that_answers_nothing_when_it_is_connected_to_again_is_replaced(monkeypatch):
-    monkeypatch.setattr("atropos.slots.keeper.RELINK_S", 0.05)
+    monkeypatch.setattr("atropos.slots.containers.keeper.RELINK_S", 0.05)
     pool, backend = model_pool(slots=1, containers=1)
     async with pool:
         slot = await pool.acquire("t")
@@ -387,7 +387,7 @@ async def test_waiters_hear_of_a_fatal_failure_at_once():
 
 
 async def test_a_backend_that_refuses_to_grow_is_asked_again(monkeypatch):
-    monkeypatch.setattr("atropos.slots.keeper.REFUSED_S", (0.01, 0.05))
+    monkeypatch.setattr("atropos.slots.containers.keeper.REFUSED_S", (0.01, 0.05))
     pool, backend = model_pool(slots=1, containers=2)
     async with pool, pool.lease("a"):
         backend.refuse = BackendUnavailable("quota")
@@ -399,7 +399,7 @@ async def test_a_backend_that_refuses_to_grow_is_asked_again(monkeypatch):
 
 
 async def test_containers_that_somebody_else_removed_are_asked_for_again(monkeypatch):
-    monkeypatch.setattr("atropos.slots.keeper.ASK_AGAIN_S", 0.05)
+    monkeypatch.setattr("atropos.slots.containers.keeper.ASK_AGAIN_S", 0.05)
     pool, backend = model_pool(slots=1, containers=1)
     async with pool:
         backend.vanish(next(iter(backend.listed)))

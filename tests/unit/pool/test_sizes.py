@@ -12,8 +12,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from atropos.config import SlotLimits
 from atropos.errors import ConfigError, LimitTooLarge
 from atropos.slots import LeaseLimits, SlotPoolConfig
-from atropos.slots.fleet import Fleet, Seat, Ticket
-from atropos.slots.scaling import Limits, PoolState, plan
+from atropos.slots.containers.fleet import Fleet, Seat, Ticket
+from atropos.slots.containers.scaling import Limits, PoolState, plan
 from tests.unit.pool.model import model_pool
 
 SLOT = 10

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from atropos.tasks.carry import VerifierFailed, safe_archive
+from atropos.tasks.errors import VerifierFailed
+from atropos.tasks.verifier.carry import safe_archive
 
 KINDS = {"f": tarfile.REGTYPE, "d": tarfile.DIRTYPE, "s": tarfile.SYMTYPE, "h": tarfile.LNKTYPE, "c": tarfile.CHRTYPE}
 

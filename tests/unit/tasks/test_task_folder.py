@@ -10,11 +10,12 @@ from pathlib import Path
 import pytest
 
 from atropos.errors import ConfigError
-from atropos.tasks.archive import Context, changed_mode, pack, unpack_steps
+from atropos.tasks.builder.archive import changed_mode, pack, unpack_steps
+from atropos.tasks.builder.limits import Room, TaskFit, fit
 from atropos.tasks.folder import load_task, load_tasks, read_folders, read_tasks
-from atropos.tasks.limits import Room, TaskFit, fit
-from atropos.tasks.recipe import PATH, Copy, Download, Folder, Run, StepSettings
-from atropos.tasks.verifier_mode import choose
+from atropos.tasks.format.context import Context
+from atropos.tasks.format.recipe import PATH, Copy, Download, Folder, Run, StepSettings
+from atropos.tasks.verifier.mode import choose
 from atropos.wire import LeaseLimits
 
 EXAMPLES = Path(__file__).resolve().parents[3] / "examples" / "tasks"

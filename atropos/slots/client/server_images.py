@@ -1,0 +1,90 @@
+"""The images of a sandbox server's host, over its HTTP interface."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+
+from atropos.errors import ImageUnavailable, NotSupported
+from atropos.slots.client.server_requests import ServerRequests
+from atropos.wire import ImageInfo, ImageRequest, ImageState, KeepRequest
+
+
+class ServerImages:
+    """See the module; a part of `SandboxClient`."""
+
+    def __init__(self, requests: ServerRequests) -> None:
+        self._requests = requests
+        self._archives: dict[str, Callable[[], AsyncIterator[bytes]]] = {}
+
+    async def find(self, source: str) -> ImageInfo | None:
+        """What a source means on the server's host, where that is known without preparing anything.
+
+        Args:
+            source: of the server's own: `atropos-base:NAME` or `atropos-build:KEY`.
+        """
+        try:
+            return (await self._requests.ask("POST", "/v1/images", ImageState, ImageRequest(source=source))).image
+        except (NotSupported, ImageUnavailable):
+            return None
+
+    async def keep(self, snapshot_id: str, wanted: KeepRequest) -> ImageInfo:
+        """Keep a snapshot as an image of the server's host, named `atropos-build:KEY`.
+
+        Raises:
+            ImageUnavailable: there is no room.
+            NotSupported: it has several layers.
+        """
+        path = f"/v1/snapshots/{snapshot_id}/image"
+        return await self._requests.ask("POST", path, ImageInfo, wanted, patient=True)
+
+    async def copy(self, image: ImageInfo, to: ServerImages) -> ImageInfo:
+        """Bring a built image, whose parent is there already, to another server.
+
+        Raises:
+            SandboxError: it is not here, doesn't fit there, or the transfer broke; nothing is left there then.
+        """
+        query = {
+            "parent": image.parent or "",
+            "parent_source": image.parent_source or "",
+            "bytes": str(image.bytes),
+            "settings": image.model_dump_json(include={"env", "workdir", "user"}),
+        }
+        raw = await self._requests.pipe(f"/v1/images/{image.id}/layer", to._requests, query, "application/x-tar")
+        return ImageInfo.model_validate_json(raw)
+
+    async def prepare(
+        self,
+        source: str,
+        *,
+        progress: Callable[[ImageState], None] | None = None,
+        archive: Callable[[], AsyncIterator[bytes]] | None = None,
+    ) -> ImageInfo:
+        """Have the server pull and unpack an image, unless its host has it.
+
+        Args:
+            source: where it comes from; see `atropos.images.reference`.
+            progress: called with each state that the server reports.
+            archive: makes the stream of an archive's bytes, for a source that only this process can read.
+
+        Raises:
+            ImageUnavailable: it can't be prepared; the message names the phase and the cause.
+        """
+        if archive is not None:
+            self._archives[source] = archive  # the server may remove the image, and a later lease ask for it again
+        try:
+            state = await self._requests.ask("POST", "/v1/images", ImageState, ImageRequest(source=source))
+        except NotSupported:
+            if source not in self._archives:
+                raise
+            raw = await self._requests.put("/v1/images/archive", {"source": source}, self._archives[source]())
+            state = ImageState.model_validate_json(raw)
+        while state.phase not in {"ready", "failed"}:
+            if progress is not None:
+                progress(state)
+            wanted = ImageRequest(source=source, wait_s=1 if progress else 20)
+            state = await self._requests.ask("POST", "/v1/images", ImageState, wanted, patient=True)
+        if progress is not None:
+            progress(state)
+        if state.image is None:
+            raise ImageUnavailable(state.error)
+        return state.image

@@ -1,0 +1,221 @@
+"""HTTP requests to one sandbox server: sessions, tries again, and what refusals stand for."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+import time
+from collections.abc import AsyncGenerator, AsyncIterator
+from typing import Any, TypeVar
+
+import aiohttp
+from pydantic import BaseModel, SecretStr, ValidationError
+
+from atropos.errors import BackendUnavailable, PoolFull, SandboxError, SlotLost, from_code
+from atropos.net.tls import client_context
+from atropos.slots.client.call_stream import ClientRefused
+from atropos.wire import Health, Lease, Problem
+
+T = TypeVar("T", bound=BaseModel)
+REQUEST_S = 60.0
+"""Longest one HTTP request may take: a lease may wait for its sandbox, a release for its reset."""
+MAX_REQUESTS = 100
+"""HTTP requests under way at once; more wait for these."""
+CONNECT_S = 5.0
+SLICE_BYTES = 1 << 18
+
+
+class NotFound(SandboxError):
+    """404: what was meant isn't there."""
+
+    code = "not_found"
+    retryable = False
+
+
+class ServerRequests:
+    """One server's HTTP API, with the token and the certificate that it wants.
+
+    Args:
+        url: `http://host:port`, or `https://host:port` with a `certificate`.
+        token: the server's bearer token.
+        certificate: in PEM, the only one that the server may show.
+        patience_s: how long a request is tried again while connections fail.
+
+    Attributes:
+        lost: set when the server is gone for good: nothing is asked any more.
+        closed: nothing is asked any more.
+    """
+
+    def __init__(self, url: str, token: str | SecretStr, *, certificate: str | None, patience_s: float) -> None:
+        self.url = url.rstrip("/")
+        self.lost = asyncio.Event()
+        self.lost_reason = ""
+        self.closed = False
+        self._token = token.get_secret_value() if isinstance(token, SecretStr) else token
+        self._tls = True if certificate is None else client_context(certificate)
+        self._patience_s = patience_s
+        self._short: aiohttp.ClientSession | None = None
+        self._long: aiohttp.ClientSession | None = None
+
+    def open(self) -> aiohttp.ClientSession:
+        """Make the sessions, unless they are there. Returns the one for streams, whose requests are not counted."""
+        if self._short is None or self._long is None:
+            self._short = self._new_session(MAX_REQUESTS)
+            # Connections of its own: requests that wait must not keep a stream that broke from coming back.
+            self._long = self._new_session(0)
+        return self._long
+
+    def lose(self, reason: str) -> None:
+        """The server is gone for good."""
+        self.lost_reason = reason
+        self.lost.set()
+
+    async def close_sessions(self) -> None:
+        """Close the connections; `open` makes new ones."""
+        sessions, self._short, self._long = (self._short, self._long), None, None
+        for session in sessions:
+            if session is not None:
+                await session.close()
+
+    def _connected(self) -> aiohttp.ClientSession:
+        if self._short is None:
+            raise BackendUnavailable("this client is closed" if self.closed else "this client is not connected")
+        return self._short
+
+    def _new_session(self, limit: int) -> aiohttp.ClientSession:
+        return aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=limit, keepalive_timeout=60, ssl=self._tls),
+            headers={"Authorization": f"Bearer {self._token}"},
+            timeout=aiohttp.ClientTimeout(total=REQUEST_S, sock_connect=CONNECT_S),
+            auto_decompress=False,
+        )
+
+    @contextlib.asynccontextmanager
+    async def stream(
+        self, method: str, lease: Lease, stream: str, **arguments: Any
+    ) -> AsyncGenerator[aiohttp.ClientResponse]:
+        """The answer to a request that carries a file's bytes.
+
+        Raises:
+            BackendUnavailable: it broke off, or was refused.
+        """
+        # not of the session for short requests, whose connections are counted: these may wait for one another
+        if self._long is None:
+            raise BackendUnavailable("this client is not connected")
+        url = f"{self.url}/v1/leases/{lease.lease_id}/streams/{stream}"
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S, sock_read=REQUEST_S)
+        try:
+            async with self._long.request(method, url, timeout=timeout, **arguments) as response:
+                if response.status != 200:
+                    raise BackendUnavailable(str(_problem(response.status, await response.read())))
+                yield response
+        except (aiohttp.ClientError, OSError) as error:
+            raise BackendUnavailable(f"stream {stream} of {self.url} broke off: {error!r}") from error
+
+    async def put(self, path: str, query: dict[str, str], chunks: AsyncIterator[bytes]) -> bytes:
+        """Send a body of any length, once. Returns the answer.
+
+        Raises:
+            SandboxError: it was refused, or broke off.
+        """
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S, sock_read=None)
+        try:
+            async with self._connected().put(self.url + path, params=query, data=chunks, timeout=timeout) as response:
+                raw = await response.read()
+                if response.status != 200:
+                    raise _problem(response.status, raw)
+                return raw
+        except (aiohttp.ClientError, OSError) as error:
+            raise BackendUnavailable(f"{query} could not be sent to {self.url}: {error!r}") from error
+
+    async def pipe(self, path: str, to: ServerRequests, query: dict[str, str], kind: str) -> bytes:
+        """What one server gives at a path is put at the same path of another one. Returns the answer.
+
+        Raises:
+            SandboxError: one of the two refused.
+            aiohttp.ClientError, OSError: it broke off.
+        """
+        source, target = self._connected(), to._connected()
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S, sock_read=REQUEST_S)
+        async with source.get(f"{self.url}{path}", timeout=timeout) as archive:
+            if archive.status != 200:
+                raise _problem(archive.status, await archive.read())
+            put = target.put(
+                to.url + path.partition("?")[0],
+                params=query,
+                data=archive.content.iter_chunked(1 << 18),
+                headers={"Content-Type": kind},
+                timeout=timeout,
+            )
+            async with put as response:
+                raw = await response.read()
+                if response.status != 200:
+                    raise _problem(response.status, raw)
+                return raw
+
+    async def ask(
+        self, method: str, path: str, kind: type[T] | None, body: BaseModel | None = None, *, patient: bool = False
+    ) -> T:
+        """One request, repeated while the connection fails: everything asked for here may be asked twice.
+
+        A `patient` one is asked again when its answer takes longer than a request may take.
+
+        Raises:
+            SandboxError: it was refused, or the server can't be reached or is lost.
+        """
+        pause = 0.02
+        patience_s = self._patience_s if method != "GET" else 1.0
+        until: float | None = None
+        while True:
+            if self.lost.is_set():
+                raise SlotLost(self.lost_reason)
+            self._connected()
+            try:
+                return await self._ask_once(method, path, kind, body)
+            except TimeoutError as error:
+                if not patient:
+                    raise BackendUnavailable(f"{self.url}{path} did not answer within {REQUEST_S:g} s") from error
+            except (aiohttp.ClientError, OSError) as error:
+                # From the first failure on: an answer that took long to come, and was cut off, is asked for again as well.
+                until = until or time.monotonic() + patience_s
+                if time.monotonic() + pause > until:
+                    raise BackendUnavailable(f"{self.url} can't be reached: {error}") from error
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(pause * random.uniform(0.5, 1)):
+                    await self.lost.wait()
+            pause = min(pause * 2, 1.0)
+
+    async def _ask_once(self, method: str, path: str, kind: type[T] | None, body: BaseModel | None) -> T:
+        data = None if body is None else body.__pydantic_serializer__.to_json(body)
+        headers = {"Content-Type": "application/json"} if data is not None else None
+        async with self._connected().request(method, self.url + path, data=data, headers=headers) as response:
+            raw = await response.read()
+            if response.status >= 300 and not (kind is Health and response.status == 503):
+                raise _problem(response.status, raw)
+        try:
+            return kind.model_validate_json(raw) if kind is not None else None  # pyright: ignore[reportReturnType]
+        except ValidationError as error:
+            raise BackendUnavailable(f"{self.url}{path} answered nonsense: {error.errors()[:1]}") from None
+
+
+def _problem(status: int, raw: bytes) -> SandboxError:
+    """The exception that an HTTP refusal stands for."""
+    try:
+        found = Problem.model_validate_json(raw)
+    except ValidationError:
+        return BackendUnavailable(f"the server answered {status}: {raw[:200]!r}")
+    if status == 401:
+        return ClientRefused("the server refuses the token")
+    if status == 404:
+        return NotFound(found.message)
+    if found.code == PoolFull.code:
+        return PoolFull(found.message, free_mib=found.free_mib or 0)
+    return from_code(found.code, found.message)
+
+
+async def slices(piece: bytes) -> AsyncGenerator[memoryview]:
+    """A body in parts, so that the loop does other things between them."""
+    view = memoryview(piece)
+    for start in range(0, len(piece), SLICE_BYTES):
+        yield view[start : start + SLICE_BYTES]

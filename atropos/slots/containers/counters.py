@@ -1,0 +1,91 @@
+"""What a pool counts as it goes: leases, operations, failures, and how long they took."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import time
+from collections import deque
+from collections.abc import Callable, Generator
+from dataclasses import dataclass
+
+from atropos.errors import AcquireTimeout, SandboxError, code_of
+from atropos.metrics import Family, Histogram, counter
+
+KEPT = 2048
+"""Samples that percentiles are made of: the latest."""
+
+
+@dataclass
+class Outcome:
+    """How something measured ended."""
+
+    result: str = "ok"
+
+
+class Counters:
+    """What a pool counts as it goes, whatever becomes of its containers; bounded.
+
+    Attributes:
+        acquire: by `start` (warm: room was there at once; cold: a container or a slot had to come) and result.
+        fork: the same for leases on a snapshot, by result.
+        prepare: an image in one container, by result.
+        build: a step of a Dockerfile or task, by result; `found`: another one had built it meanwhile.
+        operation: every operation in a slot, by its name and outcome.
+        reset: slots given back, as their servers measured it; retired where the sandbox could not be confirmed gone.
+        faults: infrastructure failures that callers met, by code.
+    """
+
+    def __init__(self) -> None:
+        self.leases = self.releases = self.lost = self.timeouts = self.containers_lost = 0
+        self.acquire_s = deque[float](maxlen=KEPT)
+        self.reset_s = deque[float](maxlen=KEPT)
+        self.acquire = Histogram("atropos_pool_acquire_seconds", "Time to lease an empty slot.", "start", "result")
+        self.fork = Histogram("atropos_pool_fork_seconds", "Time to lease a slot on a snapshot.", "result")
+        self.prepare = Histogram("atropos_pool_prepare_seconds", "Time to prepare an image in a container.", "result")
+        self.build = Histogram("atropos_pool_build_seconds", "Time to build a step of an image.", "result")
+        self.operation = Histogram(
+            "atropos_pool_operation_seconds", "Time of operations in slots, exec among them.", "operation", "result"
+        )
+        self.reset = Histogram("atropos_pool_reset_seconds", "Time to reset a slot after its lease.", "result")
+        self.faults = collections.Counter[str]()
+
+    @contextlib.contextmanager
+    def measure(self, observe: Callable[[float, str], None]) -> Generator[Outcome]:
+        """Around what is measured; then `observe` is called with its seconds and its result.
+
+        The result is the outcome's, which the block may set, or the code of the failure, which is counted.
+        """
+        started, outcome = time.perf_counter(), Outcome()
+        try:
+            yield outcome
+        except BaseException as error:
+            outcome.result = self.failed(error)
+            raise
+        finally:
+            observe(time.perf_counter() - started, outcome.result)
+
+    def measure_operation(self, name: str) -> contextlib.AbstractContextManager[Outcome]:
+        """Around an operation in a slot."""
+        return self.measure(lambda seconds, result: self.operation.observe(seconds, name, result))
+
+    def failed(self, error: BaseException) -> str:
+        """Count a failure; its code."""
+        code = AcquireTimeout.code if isinstance(error, TimeoutError) else code_of(error)
+        if isinstance(error, SandboxError | TimeoutError):
+            self.faults[code] += 1
+        return code
+
+    def families(self) -> list[Family]:
+        """Everything that only grows."""
+        return [
+            counter("atropos_pool_leases_total", "Leases granted.", self.leases),
+            counter("atropos_pool_releases_total", "Leases given back.", self.releases),
+            counter("atropos_pool_leases_lost_total", "Leases that ended with their slot or container.", self.lost),
+            counter("atropos_pool_containers_lost_total", "Containers lost while connected.", self.containers_lost),
+            counter("atropos_pool_faults_total", "Infrastructure failures by code.", dict(self.faults), "code"),
+            *(
+                each.family()
+                for each in (self.acquire, self.fork, self.prepare, self.build, self.operation, self.reset)
+            ),
+        ]

@@ -1,0 +1,286 @@
+"""Keeps a pool's containers in line with its backend and its demand: two loops, each over plain decisions."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+
+from atropos.errors import BackendUnavailable, IsolationUnavailable, SandboxError
+from atropos.slots.backends.base import Container
+from atropos.slots.containers.link import ClientFactory, ContainerLink
+from atropos.slots.containers.scaling import Limits, PoolState, plan, worn_out
+from atropos.slots.containers.state import SharedState
+
+log = logging.getLogger("atropos.slots")
+
+ASK_AGAIN_S = 5.0
+"""Containers that were asked for and did not come are asked for again after this: somebody else may have shrunk the job."""
+RELINK_S = 5.0
+"""How long a server that was lost may take to answer anew (it was restarted in place) before it is replaced."""
+REFUSED_S = (0.5, 10.0)
+"""First and longest pause after the backend refused to scale."""
+
+
+class Keeper:
+    """Watches the backend, connects what it has, and asks it for more or less.
+
+    Args:
+        state: the pool's.
+        links: the containers that it is connected to, by id; kept here.
+        make_client: how a container is connected to.
+    """
+
+    def __init__(self, state: SharedState, links: dict[str, ContainerLink], make_client: ClientFactory) -> None:
+        self._state = state
+        self._backend = state.backend
+        self._links = links
+        self._condemned: set[str] = set()
+        self._unreplaced: dict[str, float] = {}
+        """Condemned containers that the backend could not replace, and when to try them anew, by the pool's clock."""
+        self._left: dict[str, set[str]] = {}
+        """Snapshots that containers may still have from before they were lost, by the containers' ids."""
+        self._worn: set[str] = set()
+        """Containers that were closed because of their retired slots; replaced when their leases have ended."""
+        self.asked = 0
+        self.trouble = ""
+        config = state.config
+        self._limits = Limits(
+            min_containers=config.min_containers,
+            max_containers=config.max_containers,
+            slots_per_container=config.slots_per_container,
+            idle_s=config.idle_container_s,
+        )
+        self._make_client = make_client
+        self._seen = 0
+        self._asked_at = 0.0
+        self._wanted_at = 0.0
+        """When somebody last waited, or more containers were asked for, by the pool's clock."""
+
+    # -------------------------------------------------------------------------------------------------- reconcile
+
+    async def watch(self) -> None:
+        """Follow the backend's containers until cancelled."""
+        self._wanted_at = self._state.now()
+        while True:
+            await self._backend.changed()
+            self.reconcile()
+            self._state.moved()
+
+    def reconcile(self) -> None:
+        """Connect what is new and running; let go of what the backend says is gone.
+
+        Unknown is not empty: a failed poll leaves `containers()` as it was.
+        """
+        listed = {container.id: container for container in self._backend.containers()}
+        self._seen = sum(container.state in {"starting", "running"} for container in listed.values())
+        for key, link in list(self._links.items()):
+            now = listed.get(key)
+            if now is None or now.state == "dead":
+                self._drop(link, (now.detail if now else "") or "the backend has it no more")
+            else:
+                link.container = now
+                if now.state == "ending":
+                    link.close()
+        again = {key for key, due in self._unreplaced.items() if self._state.now() >= due}
+        self._condemned -= again
+        for key, container in listed.items():
+            if container.state == "running" and container.url and key not in self._links and key not in self._condemned:
+                self._connect(container, RELINK_S if key in again else None)
+        self._condemned &= listed.keys()
+        self._unreplaced = {key: due for key, due in self._unreplaced.items() if key in self._condemned}
+        self._left = {key: names for key, names in self._left.items() if key in listed}
+        self._state.replan()
+
+    def _connect(self, container: Container, patience_s: float | None = None) -> None:
+        link = self._links[container.id] = ContainerLink(self._state, container, self._make_client, self._condemn)
+        patience_s = self._state.config.start_timeout_s if patience_s is None else patience_s
+        link.task = self._state.tasks.spawn(self._live(link, patience_s), f"container {container.id}")
+
+    async def _live(self, link: ContainerLink, patience_s: float) -> None:
+        """Connect, join the fleet, and stay until the server is lost; runs as the link's own task."""
+        try:
+            async with asyncio.timeout(patience_s):
+                await link.connect()
+                await self._tidy(link)
+                status = await link.client.status()
+        except TimeoutError:
+            await self._condemn(link, f"its sandbox server did not answer within {patience_s:g} s")
+            return
+        except SandboxError as error:
+            if isinstance(error, IsolationUnavailable):
+                self._state.refuse(error)
+            await self._condemn(link, f"the sandbox server did not become usable: {error}")
+            return
+        link.join(status)
+        await link.client.lost.wait()
+        self._relink(link, "the sandbox server is gone or does not answer")
+
+    def _drop(self, link: ContainerLink, reason: str) -> None:
+        """Forget a container; its leases end as lost."""
+        if self._links.pop(link.container.id, None) is not None:
+            tried_in_vain = self._backend.outage() and link.seat.key not in self._state.fleet.seats
+            log.log(
+                logging.DEBUG if tried_in_vain else logging.INFO, "container %s is gone: %s", link.container.id, reason
+            )
+        if link.snapshots:
+            self._left.setdefault(link.container.id, set()).update(each.id for each in link.snapshots)
+        link.lose(reason)
+        self._state.serve()
+        self._state.replan()
+
+    async def _tidy(self, link: ContainerLink) -> None:
+        """A server that was lost and is back ends our old leases by itself; our old snapshots it would keep for good."""
+        left = self._left.get(link.container.id, set())
+        for snapshot_id in list(left):
+            await link.client.drop_snapshot(snapshot_id)
+            left.discard(snapshot_id)
+
+    def _relink(self, link: ContainerLink, reason: str) -> None:
+        """A server was lost while its container is still listed: it may have been restarted in place."""
+        if link.gone is not None:
+            return
+        self._drop(link, reason)
+        if any(one.id == link.container.id and one.state == "running" for one in self._backend.containers()):
+            self._connect(link.container, RELINK_S)
+
+    async def _condemn(self, link: ContainerLink, reason: str) -> None:
+        """A container that is listed but can't be used: let go of it, and have the backend replace it.
+
+        One that the backend can't replace now is tried anew in a while: where the way to the engine was cut, it may well
+        be whole.
+        """
+        if link.gone is not None:
+            return
+        self._condemned.add(link.container.id)
+        self._drop(link, reason)
+        try:
+            await self._backend.retire(link.container)
+        except (SandboxError, NotImplementedError) as error:
+            self.trouble = f"container {link.container.id} could not be replaced: {error}"
+            log.log(self._loudness, "%s", self.trouble)
+            if isinstance(error, SandboxError):
+                self._unreplaced[link.container.id] = self._state.now() + ASK_AGAIN_S
+
+    # ---------------------------------------------------------------------------------------------------- scaling
+
+    @property
+    def _loudness(self) -> int:
+        """Log level of a refusal; lower during an outage that was already logged."""
+        return logging.DEBUG if self._backend.outage() else logging.WARNING
+
+    @property
+    def containers(self) -> int:
+        """Asked for or seen, and not ending."""
+        return max(self._seen, self.asked)
+
+    def _situation(self) -> PoolState:
+        """What scaling decides on."""
+        fleet = self._state.fleet
+        return PoolState(
+            containers=self.containers,
+            ready=fleet.ready,
+            free=fleet.open_slots,
+            waiting=fleet.wanted_slots,
+            needed=self._needed(),
+            closing=self._closing(),
+            late=max(0, self.asked - self._seen) if self._state.now() > self._wanted_at + self._limits.idle_s else 0,
+        )
+
+    def _closing(self) -> int:
+        """How many run on but take no new leases."""
+        if len(self._state.fleet.seats) == self._state.fleet.ready:
+            return 0
+        return sum(
+            link.container.state == "running" and link.seat.key in self._state.fleet.seats and not link.seat.open
+            for link in self._links.values()
+        )
+
+    def _needed(self) -> int:
+        """How many containers reach to the highest one in use. Only asked about when nothing waits."""
+        fleet = self._state.fleet
+        if fleet.waiting:
+            return self.containers
+        limit = self._state.now() - self._limits.idle_s
+        busy = (seat.index + 1 for seat in fleet.seats.values() if seat.busy or seat.idle_since > limit)
+        return max(busy, default=0)
+
+    async def scale(self) -> None:
+        """Ask the backend for what `plan` says, until cancelled; a refusal is logged and retried with exponential back-off."""
+        pause, longest = REFUSED_S
+        while True:
+            self._state.demand.clear()
+            if self._unreplaced:
+                self.reconcile()
+            if self._state.fleet.waiting:
+                self._wanted_at = self._state.now()
+            situation = self._situation()
+            await self._replace_worn(situation)
+            decided = plan(situation, self._limits)
+            grow = decided.target > self.containers or self._missing(decided.target)
+            if grow or (decided.target < self.containers and await self._really_idle(decided.target)):
+                try:
+                    await self.ask(decided.target, decided.reason)
+                    pause = REFUSED_S[0]
+                except BackendUnavailable as error:
+                    log.log(self._loudness, "the backend refused %d containers: %s", decided.target, error)
+                    self.trouble = str(error)
+                    await asyncio.sleep(pause * random.uniform(0.7, 1.3))
+                    pause = min(pause * 2, longest)
+                    self._state.replan()
+            try:
+                async with asyncio.timeout(min(ASK_AGAIN_S, max(0.05, self._limits.idle_s / 4))):
+                    await self._state.demand.wait()
+                await asyncio.sleep(0)
+            except TimeoutError:
+                pass
+
+    async def _replace_worn(self, situation: PoolState) -> None:
+        """Close a container whose retired slots are missed, and replace the closed ones that are empty by now."""
+        if (seat := worn_out(situation, self._limits, self._state.fleet.seats.values())) is not None:
+            log.info(
+                "container %s: %d of %d slots are retired; closed to be replaced", seat.key, seat.retired, seat.slots
+            )
+            self._worn.add(seat.key)
+            self._links[seat.key].close()
+        self._worn &= self._links.keys()
+        for link in [self._links[key] for key in self._worn]:
+            if not link.seat.busy and await self._unused(link):
+                await self._condemn(link, f"{link.seat.retired} of its {link.seat.slots} slots were retired")
+
+    def _missing(self, target: int) -> bool:
+        """Whether containers that were asked for a while ago are not to be seen."""
+        return self._seen < target and self._state.now() > self._asked_at + ASK_AGAIN_S
+
+    async def ask(self, count: int, reason: str) -> None:
+        """Tell the backend how many there should be."""
+        if count != self.asked:
+            log.info("asking for %d containers (was %d): %s", count, self.containers, reason)
+        before = self.asked
+        self.asked = count
+        self._asked_at = self._state.now()
+        if count > before:
+            self._wanted_at = self._asked_at
+        try:
+            await self._backend.scale(count)
+        except BaseException:
+            self.asked = before
+            raise
+        self.trouble = ""
+        self._seen = sum(container.state in {"starting", "running"} for container in self._backend.containers())
+
+    async def _really_idle(self, target: int) -> bool:
+        """Whether no other client holds leases in the containers that shrinking to `target` would end."""
+        for link in [link for link in self._links.values() if link.seat.index >= target]:
+            if not await self._unused(link):
+                link.seat.idle_since = self._state.now()
+                return False
+        return True
+
+    async def _unused(self, link: ContainerLink) -> bool:
+        """Whether nobody holds a lease in a container; False where it doesn't say."""
+        try:
+            status = await link.client.status()
+        except SandboxError:
+            return False
+        return not status.leased and not link.seat.busy

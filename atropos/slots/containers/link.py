@@ -1,0 +1,351 @@
+"""One container, as the pool is connected to it: its client, its counts, and what this pool holds there."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import random
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, Protocol
+
+from atropos import wire
+from atropos.errors import IsolationUnavailable, LeaseExpired, SandboxError, SlotLost, from_code
+from atropos.slots.backends.base import Container
+from atropos.slots.client.file_streams import FileClient
+from atropos.slots.client.server_images import ServerImages
+from atropos.slots.containers.fleet import Seat
+from atropos.slots.containers.state import SharedState
+
+log = logging.getLogger("atropos.slots")
+
+CONNECT_PAUSE_S = (0.02, 1.0)
+"""First and longest pause between attempts to reach a server that is still starting."""
+RECHECK_S = (0.05, 2.0)
+"""First and longest pause between checks of a container whose free slots are in doubt."""
+CLOSE_S = 3.0
+"""Longest a client's orderly close may take."""
+RELEASE_TRIES = 6
+"""Attempts to give a slot back before its container is taken to be broken."""
+
+
+class ContainerClient(FileClient, Protocol):
+    """What the pool needs of `SandboxClient`; tests put a model of a server in its place."""
+
+    lost: asyncio.Event
+
+    @property
+    def images(self) -> ServerImages:
+        """The images of the container's host."""
+        ...
+
+    async def connect(self) -> None:
+        """Open the stream, once."""
+        ...
+
+    async def close(self) -> None:
+        """End the stream and everything that waits on it."""
+        ...
+
+    async def acquire(self, request: wire.LeaseRequest) -> wire.Lease:
+        """Lease a slot; one whose answer is lost, or awaited no more, it gives back by itself."""
+        ...
+
+    async def release(self, lease: wire.Lease) -> wire.ReleaseResult:
+        """Give a slot back; returns when it is reset."""
+        ...
+
+    async def view(self, lease: wire.Lease, folders: Sequence[str]) -> None:
+        """As `SandboxClient.view`."""
+        ...
+
+    async def snapshot(self, lease: wire.Lease, *, beside: bool = False) -> wire.SnapshotInfo:
+        """As `SandboxClient.snapshot`."""
+        ...
+
+    async def drop_snapshot(self, snapshot_id: str) -> None:
+        """Forget a frozen slot."""
+        ...
+
+    async def copy_snapshot(self, snapshot_id: str, to: Any) -> wire.SnapshotInfo:
+        """Bring a frozen slot to another server, by its client."""
+        ...
+
+    async def capabilities(self) -> wire.Capabilities:
+        """What the server can isolate."""
+        ...
+
+    async def status(self) -> wire.Status:
+        """The server's own count."""
+        ...
+
+
+ClientFactory = Callable[[Container, Callable[[wire.LeaseEnded], None], Callable[[int], None]], ContainerClient]
+"""Makes the client of a container, given what to call when a lease ended and when slots came free."""
+
+
+class HeldSlot(Protocol):
+    """A slot of this pool, as its container's link sees it."""
+
+    @property
+    def name(self) -> str:
+        """The slot's name on its server."""
+        ...
+
+    @property
+    def mib(self) -> int:
+        """Memory of its container that it takes."""
+        ...
+
+    def end(self, reason: SandboxError) -> None:
+        """The lease is over, and why."""
+        ...
+
+    def start_release(self) -> object:
+        """Give it back in the background."""
+        ...
+
+
+class HeldSnapshot(Protocol):
+    """A snapshot of this pool, as the link of a container that has it sees it."""
+
+    @property
+    def id(self) -> str:
+        """Its name on the servers."""
+        ...
+
+    def start_drop(self) -> object:
+        """Drop it in the background."""
+        ...
+
+
+class ContainerLink:
+    """The pool's end of one container: its client, its place in the fleet, and what this pool holds there.
+
+    Args:
+        state: the pool's.
+        container: as the backend listed it.
+        make_client: how it is connected to.
+        condemn: has a container replaced that can't be used any more.
+
+    Attributes:
+        slots: leased here, by lease id.
+        snapshots: kept here.
+        gone: why nothing can be done with it any more; None while something can.
+        task: what connects it and waits for its end.
+    """
+
+    def __init__(
+        self,
+        state: SharedState,
+        container: Container,
+        make_client: ClientFactory,
+        condemn: Callable[[ContainerLink, str], Awaitable[None]],
+    ) -> None:
+        self.state = state
+        self.container = container
+        self.client = make_client(container, self._lease_ended, self._capacity)
+        self.seat = Seat(container.id, container.index)
+        self.slots: dict[str, HeldSlot] = {}
+        self.snapshots: set[HeldSnapshot] = set()
+        self.gone: str | None = None
+        self.task: asyncio.Task[None] | None = None
+        self._condemn = condemn
+        self._look: asyncio.Task[None] | None = None
+        self._look_again = asyncio.Event()
+        state.fleet.expect(self.seat)
+
+    def __repr__(self) -> str:
+        seat = self.seat
+        return f"<ContainerLink {self.container.id}: {seat.free} of {seat.capacity} MiB free, {seat.leased} leased>"
+
+    # ------------------------------------------------------------------------------------------------------- life
+
+    async def connect(self) -> None:
+        """Until it succeeds or trying makes no sense, and the server isolates what the pool's configuration requires.
+
+        Raises:
+            SandboxError: trying again would change nothing.
+        """
+        pause, longest = CONNECT_PAUSE_S
+        while True:
+            try:
+                await self.client.connect()
+                break
+            except SandboxError as error:
+                if not error.retryable:
+                    raise
+                log.debug("container %s can't be reached yet: %s", self.container.id, error)
+            await asyncio.sleep(pause * random.uniform(0.7, 1.3))
+            pause = min(pause * 1.5, longest)
+        await self._check_isolation()
+
+    async def _check_isolation(self) -> None:
+        """A container that somebody else configured must give what this pool promises."""
+        config = self.state.config
+        if not (config.require_sandbox or config.require_stateful_sandbox):
+            return
+        has = await self.client.capabilities()
+        if config.require_sandbox and not has.isolated:
+            lacking = [
+                f"{feature.name} ({feature.fix or feature.detail})" for feature in has.features if not feature.ok
+            ]
+            raise IsolationUnavailable(f"require_sandbox: container {self.container.id} lacks {', '.join(lacking)}")
+        if config.require_stateful_sandbox and not has.stateful:
+            raise IsolationUnavailable(
+                f"require_stateful_sandbox: container {self.container.id} can't keep sessions between calls"
+            )
+
+    def join(self, status: wire.Status) -> None:
+        """The container is connected and can be leased from."""
+        state = self.state
+        state.fleet.join(self.seat, slots=status.slots, free=status.free_mib, now=state.now())
+        self.seat.retired, self.seat.retired_mib = status.retired, status.retired_mib
+        if self.seat.unaccounted:
+            state.doubtful.add(self.container.id)
+        if status.draining:
+            self.close()
+        state.moved()
+        state.serve()
+        state.replan()
+
+    def close(self) -> None:
+        """The container takes no new leases; it will be replaced or end."""
+        for ticket in self.state.fleet.close(self.seat):
+            self.state.fail(ticket, SlotLost(f"container {self.container.id}, which holds the snapshot, is ending"))
+        self.state.replan()
+
+    async def condemn(self, reason: str) -> None:
+        """Have the container replaced: it can't be used any more."""
+        await self._condemn(self, reason)
+
+    def lose(self, reason: str) -> None:
+        """The container is gone: its leases end now, and so does every acquire that waits for it alone."""
+        if self.gone is not None:
+            return
+        self.gone = reason
+        state = self.state
+        state.doubtful.discard(self.container.id)
+        for slot in self.slots.values():
+            slot.end(SlotLost(f"slot {slot.name} of container {self.container.id} is lost: {reason}"))
+        state.counters.lost += len(self.slots)
+        state.counters.containers_lost += self.seat.key in state.fleet.seats and state.phase == "running"
+        self.slots.clear()
+        self.snapshots.clear()
+        for ticket in state.fleet.leave(self.seat):
+            state.fail(ticket, SlotLost(f"the container that holds the snapshot is gone: {reason}"))
+        state.tasks.spawn(self._close_client(), f"close {self.container.id}")
+        for task in (self.task, self._look):
+            if task is not None and task is not asyncio.current_task():
+                task.cancel()
+
+    async def _close_client(self) -> None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(CLOSE_S):
+                await self.client.close()
+
+    # --------------------------------------------------------------------------------------------------- releases
+
+    async def release(self, lease: wire.Lease, mib: int) -> None:
+        """Give a slot back until the server confirms it; a server that never does is replaced.
+
+        Args:
+            lease: of the slot.
+            mib: memory of the container that it takes.
+        """
+        for attempt in range(RELEASE_TRIES):
+            if self.gone is not None:
+                return
+            try:
+                result = await self.client.release(lease)
+            except (LeaseExpired, SlotLost):
+                self._returned(lease, mib, clean=False)
+                return
+            except SandboxError as error:
+                log.info("slot %s could not be given back yet: %s", lease.slot, error)
+                await asyncio.sleep(0.1 * 2**attempt)
+                continue
+            self.state.counters.reset_s.append(result.reset_s)
+            if result.released:
+                self.state.counters.reset.observe(result.reset_s, "ok" if result.clean else "retired")
+            self._returned(lease, mib, clean=result.clean and result.released)
+            return
+        await self.condemn(f"slot {lease.slot} could not be given back")
+
+    def _returned(self, lease: wire.Lease, mib: int, *, clean: bool) -> None:
+        state = self.state
+        state.counters.releases += 1
+        if self.slots.pop(lease.lease_id, None) is None:
+            return
+        state.fleet.returned(self.seat, mib, clean=clean, now=state.now())
+        if not clean:
+            self.look()
+        if not self.seat.open:
+            state.replan()
+        state.serve()
+
+    # ----------------------------------------------------------------------------------------------------- counts
+
+    def _lease_ended(self, message: wire.LeaseEnded) -> None:
+        """The server ended a lease of ours."""
+        slot = self.slots.pop(message.lease_id, None)
+        if slot is None:
+            return
+        slot.end(from_code(message.code, message.message))
+        self.state.counters.lost += 1
+        self.state.fleet.returned(self.seat, slot.mib, clean=False, now=self.state.now())
+        self.look()
+
+    def _capacity(self, free_mib: int) -> None:
+        """A slot came free in a container that had refused."""
+        if self.gone is None and self.seat.key in self.state.fleet.seats:
+            self.state.fleet.counted(self.seat, free_mib)
+            self.state.serve()
+
+    def look(self, *, wait: bool = False) -> None:
+        """Ask the container for its own count soon, and again while somebody waits for a slot that it may have.
+
+        Args:
+            wait: not at once, since it was asked just now.
+        """
+        if self.gone is not None:
+            return
+        if self._look is None or self._look.done():
+            self._look = self.state.tasks.spawn(self._recount(wait=wait), f"count {self.container.id}")
+        elif not wait:
+            self._look_again.set()
+
+    def _counted(self, status: wire.Status) -> None:
+        """The container gave its own count."""
+        self.seat.retired, self.seat.retired_mib = status.retired, status.retired_mib
+        self.state.fleet.counted(self.seat, status.free_mib)
+        if status.draining:
+            self.close()
+        self.state.serve()
+
+    async def _recount(self, *, wait: bool) -> None:
+        fleet, seat = self.state.fleet, self.seat
+        pause, longest = RECHECK_S
+        while self.gone is None:
+            if wait:
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(pause * random.uniform(0.7, 1.3)):
+                        await self._look_again.wait()
+                pause = min(pause * 2, longest)
+            wait = True
+            self._look_again.clear()
+            try:
+                status = await self.client.status()
+            except SandboxError as error:
+                log.debug("container %s did not give its count: %s", self.container.id, error)
+                continue
+            self._counted(status)
+            if not seat.open or not seat.unaccounted:
+                return
+            if not fleet.waiting and not fleet.pinned_waiting:
+                self.state.doubtful.add(self.container.id)  # asked again when somebody waits
+                return
+            if missed := fleet.missed(seat):
+                # Asked all the same: a server reports a free slot to, and keeps it for, only clients that it has refused.
+                # Others in line would else take each slot in the moment in which they give it back.
+                self._capacity(missed)

@@ -1,0 +1,89 @@
+"""How many containers there should be: data in, data out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from atropos.slots.containers.fleet import Seat
+
+
+@dataclass(frozen=True)
+class Limits:
+    """The bounds of scaling. `idle_s`: a container unused for this long may be closed."""
+
+    min_containers: int
+    max_containers: int
+    slots_per_container: int
+    idle_s: float = 60.0
+
+
+@dataclass(frozen=True)
+class PoolState:
+    """What scaling decides on.
+
+    Attributes:
+        containers: asked for or seen, and not ending; those that are still coming included.
+        ready: of these, the ones whose slots can be leased.
+        closing: of these, the ones that take no new leases any more.
+        free: slots that can be leased now.
+        waiting: slots that acquires wait for which any container could serve, a large lease counting as several; those
+            bound to a snapshot's container are not among them.
+        needed: how many containers reach up to the highest-index one that is in use, or was within `idle_s`.
+        late: of these, the ones that are not even starting though nobody has waited for a slot for `idle_s`: the engine has
+            no place for them, and they are not waited for any more.
+    """
+
+    containers: int
+    ready: int
+    free: int
+    waiting: int
+    needed: int
+    closing: int = 0
+    late: int = 0
+
+    @property
+    def coming(self) -> int:
+        """How many are expected that can't be leased from yet."""
+        return max(0, self.containers - self.ready - self.closing)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The number of containers to ask for; unchanged from the state's `containers` means: do nothing."""
+
+    target: int
+    reason: str = ""
+
+
+def plan(state: PoolState, limits: Limits) -> Plan:
+    """How many containers there should be.
+
+    Grows by what waits beyond the slots that are free or coming; shrinks only while nothing waits, and only by the
+    highest-index containers that have long been idle, since those are the ones a backend ends first.
+    """
+    coming = state.coming * limits.slots_per_container
+    lacking = state.waiting - state.free - coming
+    if lacking > 0:
+        wanted = state.containers + -(-lacking // limits.slots_per_container)
+        target = min(wanted, limits.max_containers)
+        if target > state.containers:
+            return Plan(target, f"{state.waiting} waiting, {state.free} slots free, {coming} coming")
+    if state.containers < limits.min_containers:
+        return Plan(limits.min_containers, "below min_containers")
+    if state.waiting == 0 and state.ready + state.closing + state.late >= state.containers:
+        target = max(limits.min_containers, state.needed)
+        if target < state.containers:
+            return Plan(target, f"{state.containers - target} idle for {limits.idle_s:g} s")
+    return Plan(state.containers)
+
+
+def worn_out(state: PoolState, limits: Limits, seats: Iterable[Seat]) -> Seat | None:
+    """Which container to close and replace, since its retired slots are missed and no further container is allowed.
+
+    One at a time, the one with the most retired slots first; containers that keep snapshots stay.
+    """
+    if state.waiting <= state.free or state.containers < limits.max_containers or state.coming or state.closing:
+        return None
+    worn = (seat for seat in seats if seat.open and seat.retired and not seat.pins)
+    return max(worn, key=lambda seat: (seat.retired, -seat.leased, seat.index), default=None)

@@ -1,0 +1,118 @@
+"""What the parts of a pool share: its fleet, its counters, its tasks, its clock, and who waits."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Coroutine
+from typing import Any, Literal
+
+from atropos.errors import BackendUnavailable
+from atropos.slots.backends.base import Backend
+from atropos.slots.config import SlotPoolConfig
+from atropos.slots.containers.counters import Counters
+from atropos.slots.containers.fleet import Fleet, Ticket
+from atropos.slots.task_owner import Tasks
+
+log = logging.getLogger("atropos.slots")
+
+
+class SharedState:
+    """A pool's shared state. Parts change it through its methods and never call each other upwards.
+
+    Attributes:
+        client_id: what the pool calls itself towards servers.
+        phase: where the pool is in its life.
+        tasks: all background work but the pool's own loops.
+        returning: releases and drops under way; `SlotPool.stop` waits for them.
+        doubtful: ids of containers whose free slots are not known; asked again when somebody waits.
+        news: set when something that `start` or `outlast` may wait for has changed.
+        demand: set when the number of containers should be planned again.
+        waiters: the acquires in line.
+    """
+
+    def __init__(self, config: SlotPoolConfig, backend: Backend, client_id: str) -> None:
+        self.config = config
+        self.backend = backend
+        self.client_id = client_id
+        self.phase: Literal["new", "starting", "running", "stopping", "stopped"] = "new"
+        self.fleet = Fleet(config.limits.memory_mib)
+        self.counters = Counters()
+        self.tasks = Tasks("pool")
+        self.returning: set[asyncio.Task[None]] = set()
+        self.doubtful: set[str] = set()
+        self.news = asyncio.Event()
+        self.demand = asyncio.Event()
+        self.waiters: dict[Ticket, asyncio.Future[None]] = {}
+        self._refusal: Exception | None = None
+
+    def now(self) -> float:
+        """The pool's clock: monotonic seconds."""
+        return time.monotonic()
+
+    def give_back(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
+        """Start a release or drop, which goes on whatever becomes of its caller."""
+        task = self.tasks.spawn(work, name)
+        self.returning.add(task)
+        task.add_done_callback(self.returning.discard)
+        return task
+
+    def require_running(self) -> None:
+        """Raise `BackendUnavailable` unless the pool gives slots."""
+        if self.phase != "running":
+            how = "start it first, or use `async with`" if self.phase == "new" else "it gives no more slots"
+            raise BackendUnavailable(f"the pool is {self.phase}: {how}")
+
+    # ------------------------------------------------------------------------------------------------------ waiters
+
+    def serve(self) -> None:
+        """Hand free slots to those who wait."""
+        for ticket in self.fleet.match():
+            future = self.waiters[ticket]
+            if not future.done():
+                future.set_result(None)
+
+    def fail(self, ticket: Ticket, error: Exception) -> None:
+        """End a waiting acquire that can't be served any more."""
+        future = self.waiters.get(ticket)
+        if future is not None and not future.done():
+            future.set_exception(error)
+
+    def fail_all(self, error: Exception) -> None:
+        """End every waiting acquire."""
+        for ticket in list(self.waiters):
+            self.fleet.withdraw(ticket)
+            self.fail(ticket, error)
+
+    # --------------------------------------------------------------------------------------------------------- news
+
+    def replan(self) -> None:
+        """Demand or supply changed."""
+        self.demand.set()
+
+    def moved(self) -> None:
+        """Something that `start`, or an acquire in line, may wait for has changed."""
+        self.news.set()
+        if (failure := self.hopeless()) is not None:
+            self.fail_all(failure)
+
+    def refuse(self, error: Exception) -> None:
+        """Containers come, and are not what was asked for."""
+        self._refusal = error
+        self.moved()
+
+    def failure(self) -> Exception | None:
+        """Why no container will ever be leased from; None while there is hope."""
+        return self.backend.failure() or self._refusal
+
+    def hopeless(self) -> Exception | None:
+        """Why whoever waits for a slot waits in vain; None while there is hope, in a container or in the engine."""
+        failure = self.failure()
+        if failure is None or self.fleet.ready:
+            return None
+        return failure if self.outage() or not self.fleet.expected else None
+
+    def outage(self) -> str:
+        """Why the engine doesn't answer, while no container can be leased from; empty otherwise."""
+        return "" if self.fleet.ready else self.backend.outage()

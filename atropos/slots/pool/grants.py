@@ -1,0 +1,232 @@
+"""Turning waiting into leases: first come, first served, and nothing leaks when a caller goes away."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import secrets
+from collections.abc import AsyncGenerator, Mapping
+
+from atropos import tracing, wire
+from atropos.errors import ConfigError, PoolFull, SandboxError, SlotLost
+from atropos.slots.containers.fleet import Ticket
+from atropos.slots.containers.link import ContainerLink
+from atropos.slots.containers.state import SharedState
+from atropos.slots.slot import Slot
+from atropos.slots.slot.snapshots import Snapshot
+
+log = logging.getLogger("atropos.slots")
+
+CONTRARY_S = 0.01
+"""Pause before asking a container again that refuses though it says that it has room."""
+IN_TURN_S = 0.1
+"""Longest that an acquire whose answer came early waits for the one before it."""
+
+
+class Grants:
+    """The acquires of a pool that are under way.
+
+    Args:
+        state: the pool's.
+        links: the containers that it is connected to, by id.
+    """
+
+    def __init__(self, state: SharedState, links: Mapping[str, ContainerLink]) -> None:
+        self._state = state
+        self._links = links
+        self._limits_noted: str | None = None
+        """What the log has said last that slots are without."""
+        self._last: dict[ContainerLink, asyncio.Task[Slot | None]] = {}
+
+    async def acquire(
+        self,
+        trajectory_id: str,
+        snapshot: Snapshot | None,
+        base: str | None,
+        image: str | None,
+        *,
+        network: bool,
+        limits: wire.LeaseLimits | None,
+        timeout_s: float,
+    ) -> Slot:
+        """As `SlotPool.acquire`.
+
+        Raises:
+            TimeoutError: no slot came free in time.
+        """
+        state = self._state
+        if snapshot is not None and snapshot.state is not state:
+            raise ConfigError(f"snapshot {snapshot.id} is another pool's")
+        started = state.now()
+        mib = state.config.room_mib(limits)
+        ticket = state.fleet.ticket(snapshot.pin(mib) if snapshot else None, mib)
+        async with self._measured(ticket, snapshot, timeout_s):
+            while True:
+                state.require_running()
+                if (link := await self._seat(ticket)) is not None:
+                    request = wire.LeaseRequest(
+                        lease_id=secrets.token_hex(16),
+                        client_id=state.client_id,
+                        trajectory_id=trajectory_id[:500],
+                        ttl_s=state.config.lease_ttl_s,
+                        snapshot=snapshot.id if snapshot else None,
+                        base=base,
+                        image=image,
+                        network=network,
+                        limits=limits,
+                    )
+                    if (slot := await self._finish(link, ticket, request, snapshot)) is not None:
+                        state.counters.acquire_s.append(state.now() - started)
+                        return slot
+                if snapshot is not None:
+                    ticket.pin = snapshot.pin(mib)
+
+    @contextlib.asynccontextmanager
+    async def _measured(self, ticket: Ticket, snapshot: Snapshot | None, timeout_s: float) -> AsyncGenerator[None]:
+        """An acquire's time limit, and its place in the metrics."""
+        counters = self._state.counters
+
+        def observe(seconds: float, result: str) -> None:
+            if snapshot is not None:
+                counters.fork.observe(seconds, result)
+            else:
+                counters.acquire.observe(seconds, "cold" if ticket.waited else "warm", result)
+
+        with counters.measure(observe), tracing.span("acquire slot", atropos__fork=snapshot is not None):
+            async with asyncio.timeout(timeout_s):
+                yield
+
+    async def _seat(self, ticket: Ticket) -> ContainerLink | None:
+        """Wait for a container with a slot for this ticket; one slot is reserved there then. None: it is gone again."""
+        state = self._state
+        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        state.waiters[ticket] = future
+        state.fleet.ask(ticket)
+        try:
+            state.serve()
+            if ticket.seat is None and not future.done():
+                ticket.waited = True
+                self._look_for_room(ticket)
+            await future
+        except BaseException:
+            state.fleet.withdraw(ticket)
+            if ticket.seat is not None:
+                state.fleet.cancel_reservation(ticket)
+                state.serve()
+            raise
+        finally:
+            state.waiters.pop(ticket, None)
+        assert ticket.seat is not None
+        link = self._links.get(ticket.seat.key)
+        return link if link is not None and link.seat is ticket.seat else None
+
+    def _look_for_room(self, ticket: Ticket) -> None:
+        """Nothing is known to be free: ask for containers, and ask those whose count is in doubt."""
+        state = self._state
+        if (failure := state.hopeless()) is not None:
+            state.fleet.withdraw(ticket)
+            state.fail(ticket, failure)
+        state.replan()
+        while state.doubtful:
+            if (link := self._links.get(state.doubtful.pop())) is not None:
+                link.look(wait=True)
+
+    async def _grant(
+        self, link: ContainerLink, ticket: Ticket, request: wire.LeaseRequest, snapshot: Snapshot | None
+    ) -> Slot | None:
+        """Runs to its end whatever becomes of the caller."""
+        state = self._state
+        if snapshot is not None and not await self._brought(snapshot, link, ticket):
+            return None
+        try:
+            lease = await link.client.acquire(request)
+        except PoolFull as error:
+            state.fleet.refused(ticket, free=error.free_mib)
+            link.look(wait=True)
+            if error.free_mib >= ticket.mib:
+                await asyncio.sleep(CONTRARY_S)  # it refuses though it says that it has room: not at full speed
+            return None
+        except SandboxError as error:
+            if not error.retryable or (
+                isinstance(error, SlotLost) and snapshot is not None and snapshot.places in ([], [link])
+            ):
+                state.fleet.cancel_reservation(ticket)
+                state.serve()
+                raise
+            log.info("container %s gave no lease: %s", link.container.id, error)
+            state.fleet.refused(ticket, free=0)
+            link.look(wait=True)
+            return None
+        except BaseException:
+            state.fleet.abandon_reservation(ticket)
+            raise
+        if link.gone is not None:
+            return None
+        state.fleet.granted(ticket)
+        state.counters.leases += 1
+        if lease.limit_note not in (None, self._limits_noted):
+            self._limits_noted = lease.limit_note
+            log.warning("slots of container %s are without %s", link.container.id, lease.limit_note)
+        slot = link.slots[lease.lease_id] = Slot(link, lease, request, ticket.mib)
+        return slot
+
+    async def _brought(self, snapshot: Snapshot, link: ContainerLink, ticket: Ticket) -> bool:
+        """Whether the container has the snapshot now; if not, forks wait for a slot where it is.
+
+        Raises:
+            SandboxError: it can't be copied, and no slot is free where it is. Only a container without room for it is
+                waited for.
+        """
+        try:
+            await snapshot.bring(link)
+        except SandboxError as error:
+            log.warning("snapshot %s could not be brought to %s: %s", snapshot.id, link.container.id, error)
+            snapshot.stays_because = str(error)
+            self._state.fleet.cancel_reservation(ticket)
+            self._state.serve()
+            home = snapshot.pin(ticket.mib)
+            if isinstance(error, PoolFull) or home is None or home.free >= ticket.mib:
+                return False
+            raise SandboxError(
+                f"snapshot {snapshot.id} can't be copied to another container, and its own has no free slot: {error}"
+            ) from error
+        return True
+
+    async def _in_turn(
+        self,
+        link: ContainerLink,
+        ticket: Ticket,
+        request: wire.LeaseRequest,
+        snapshot: Snapshot | None,
+        before: asyncio.Task[Slot | None] | None,
+    ) -> Slot | None:
+        """As `_grant`, after the one before: a container's answers come over many connections and overtake each other."""
+        slot = await self._grant(link, ticket, request, snapshot)
+        if before is not None and not before.done():
+            await asyncio.wait([before], timeout=IN_TURN_S)
+        return slot
+
+    async def _finish(
+        self, link: ContainerLink, ticket: Ticket, request: wire.LeaseRequest, snapshot: Snapshot | None
+    ) -> Slot | None:
+        """Turn a reservation into a lease; None: look elsewhere. Cancelled meanwhile, it gives back what it gets."""
+        before = self._last.get(link) if snapshot is None else None
+        task = self._state.tasks.spawn(self._in_turn(link, ticket, request, snapshot, before), "grant", awaited=True)
+        if snapshot is None:  # one that has to travel first holds nobody up
+            self._last[link] = task
+            task.add_done_callback(lambda ended: self._forget(link, ended))
+        try:
+            return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            task.add_done_callback(self._unwanted)
+            raise
+
+    def _forget(self, link: ContainerLink, ended: asyncio.Task[Slot | None]) -> None:
+        if self._last.get(link) is ended:
+            del self._last[link]
+
+    def _unwanted(self, task: asyncio.Task[Slot | None]) -> None:
+        if not task.cancelled() and task.exception() is None and (slot := task.result()) is not None:
+            slot.start_release()
+        self._state.serve()

@@ -1,0 +1,184 @@
+"""Images in the pool's containers: prepared in all of them before a lease waits for a slot.
+
+A lease that finds its image missing in one container (it came later, or the image was removed there) prepares it then,
+in `SandboxClient.acquire`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import logging
+import os
+import tempfile
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+from atropos.errors import ImageUnavailable
+from atropos.images.locks import locked
+from atropos.images.reference import SERVERS_OWN, ImageSource
+from atropos.slots.containers.link import ContainerLink
+from atropos.slots.containers.state import SharedState
+from atropos.slots.pool.image_sources import Archive, archive_of
+from atropos.wire import ImageInfo, ImageState
+
+log = logging.getLogger("atropos.slots")
+T = TypeVar("T")
+Progress = Callable[[str, ImageState], None]
+"""Called with a container's id and how far the image is prepared there; of a build, with no id."""
+
+
+class PoolImages:
+    """Prepares images, each once a container however many leases ask.
+
+    Args:
+        state: the pool's.
+        links: its containers.
+    """
+
+    def __init__(self, state: SharedState, links: dict[str, ContainerLink]) -> None:
+        self._state = state
+        self._links = links
+        self._tasks: dict[tuple[ContainerLink, str], asyncio.Task[ImageInfo]] = {}
+        self._archives: dict[str, asyncio.Task[Archive]] = {}
+
+    async def prepare(self, image: str, progress: Progress | None = None) -> tuple[str, ImageInfo | None]:
+        """Have every container that can be leased from pull and unpack an image.
+
+        Returns:
+            The source's name in leases, and what the image is; None where no container is there yet.
+
+        Raises:
+            ConfigError: it names no image, or none that is here.
+            ImageUnavailable: no container could prepare it, or not within `prepare_timeout_s`; says which phase failed.
+            SlotLost: the containers ended meanwhile.
+        """
+        source = ImageSource.parse(image)
+        archive = None if source.transport in SERVERS_OWN else await self._archive(source)
+        name = str(source) if archive is None else archive.source
+        self._tasks = {key: task for key, task in self._tasks.items() if key[0].gone is None}
+        wanted = [link for link in self._links.values() if link.seat.open]
+        tasks = [self._task(link, name, archive, progress) for link in wanted]
+        if not tasks:
+            return name, None
+        if not all(task.done() for task in tasks):
+            await asyncio.wait(tasks)
+        errors = [error for task in tasks if (error := task.exception()) is not None]
+        if len(errors) == len(tasks):
+            raise errors[0]
+        for error in errors:
+            log.warning("not every container has the image: %s", error)
+        return name, next(task.result() for task in tasks if task.exception() is None)
+
+    async def leased(self, image: str, grant: Callable[[str], Awaitable[T]]) -> T:
+        """What `grant` makes of an image's name in leases; prepared first, and once more where a server has lost it.
+
+        Raises:
+            ConfigError, ImageUnavailable, SlotLost: as `prepare`.
+        """
+        source = (await self.prepare(image))[0]
+        try:
+            return await grant(source)
+        except ImageUnavailable:  # removed there for others, or in a container that came since
+            self.forget(source)
+            await self.prepare(image)
+            return await grant(source)
+
+    async def find(self, source: str) -> ImageInfo | None:
+        """What a source of the servers' own means, in the first container that has it."""
+        for link in [link for link in self._links.values() if link.seat.open]:
+            if (found := await link.client.images.find(source)) is not None:
+                return found
+        return None
+
+    @contextlib.asynccontextmanager
+    async def building(self, key: str, waiting: Callable[[], None]) -> AsyncGenerator[ImageInfo | None]:
+        """Around what makes the image of a key: one maker at a time, over all processes of this machine.
+
+        Gives the image where it is there already. `waiting` is called while another one makes it.
+        """
+        config = self._state.config
+        folder = Path(tempfile.gettempdir(), f"atropos-builds-{os.geteuid()}")
+        folder.mkdir(mode=0o700, exist_ok=True)
+        place = hashlib.sha256(f"{config.backend} {config.image_store.folder} {key}".encode()).hexdigest()
+        with self._state.counters.measure(self._state.counters.build.observe) as outcome:
+            async with locked(folder / place, waiting):
+                found = await self.find(f"atropos-build:{key}")
+                outcome.result = "ok" if found is None else "found"
+                yield found
+
+    def _task(
+        self, link: ContainerLink, name: str, archive: Archive | None, progress: Progress | None
+    ) -> asyncio.Task[ImageInfo]:
+        task = self._tasks.get((link, name))
+        if task is None or _failed(task):
+            work = self._prepare(link, name, archive, progress)
+            task = self._tasks[link, name] = self._state.tasks.spawn(work, f"prepare {name}", awaited=True)
+        return task
+
+    async def _prepare(
+        self, link: ContainerLink, name: str, archive: Archive | None, progress: Progress | None
+    ) -> ImageInfo:
+        seen: list[str] = ["asked for"]
+
+        def report(state: ImageState) -> None:
+            seen[0] = state.phase if state.done is None else f"{state.phase} {state.done:.0%}"
+            if progress is not None:
+                progress(link.container.id, state)
+
+        within_s = self._state.config.prepare_timeout_s
+        with self._state.counters.measure(self._state.counters.prepare.observe):
+            try:
+                async with asyncio.timeout(within_s):
+                    if name.startswith("atropos-build:"):
+                        return await self._built(link, name)
+                    chunks = None if archive is None else archive.chunks
+                    return await link.client.images.prepare(name, progress=report, archive=chunks)
+            except TimeoutError:
+                raise ImageUnavailable(f"image {name}: not prepared within {within_s:g} s: {seen[0]}") from None
+
+    async def _built(self, link: ContainerLink, name: str) -> ImageInfo:
+        """A built image, brought from another container's host if need be, after what it was built on."""
+        here = await link.client.images.find(name)
+        if here is not None:
+            return here
+        for giver in [each for each in self._links.values() if each is not link and each.gone is None]:
+            image = await giver.client.images.find(name)
+            if image is None:
+                continue
+            below = image.parent_source or ""
+            if not below.startswith("atropos-base:"):
+                archives = (each for each in self._made() if each.source == below)
+                await asyncio.shield(self._task(link, below, next(archives, None), None))
+            return await giver.client.images.copy(image, link.client.images)
+        raise ImageUnavailable(f"image {name}: no container's host has it")
+
+    def forget(self, name: str) -> None:
+        """A container that had the image doesn't have it any more."""
+        self._tasks = {key: task for key, task in self._tasks.items() if key[1] != name or not task.done()}
+
+    async def _archive(self, source: ImageSource) -> Archive:
+        """Made once however many ask, and to its end though they go away: then `aclose` removes it."""
+        key = str(source)
+        making = self._archives.get(key)
+        if making is None or _failed(making):
+            work = asyncio.to_thread(archive_of, source, self._state.config.docker_host)
+            making = self._archives[key] = asyncio.get_running_loop().create_task(work)
+        return await asyncio.shield(making)
+
+    def _made(self) -> list[Archive]:
+        return [each.result() for each in self._archives.values() if each.done() and not _failed(each)]
+
+    async def aclose(self) -> None:
+        """Remove what was made for this pool."""
+        if self._archives:
+            await asyncio.wait(self._archives.values())
+        for archive in self._made():
+            archive.close()
+        self._archives.clear()
+
+
+def _failed(task: asyncio.Task[Any]) -> bool:
+    return task.done() and (task.cancelled() or task.exception() is not None)

@@ -1,0 +1,429 @@
+"""The slot pool: trajectories in, leased slots out."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import secrets
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from types import MappingProxyType
+from typing import Any, Protocol, Self
+
+from atropos import wire
+from atropos.errors import AcquireTimeout, BackendUnavailable, ConfigError, SandboxError
+from atropos.metrics import Family
+from atropos.sandbox.linux import host_limits
+from atropos.slots.backends import make_backend
+from atropos.slots.backends.base import Backend, Container
+from atropos.slots.client import SandboxClient
+from atropos.slots.client.call_stream import FrameLimit
+from atropos.slots.config import SlotPoolConfig
+from atropos.slots.containers.keeper import Keeper
+from atropos.slots.containers.link import ClientFactory, ContainerClient, ContainerLink
+from atropos.slots.containers.state import SharedState
+from atropos.slots.pool.grants import Grants
+from atropos.slots.pool.images import PoolImages, Progress
+from atropos.slots.pool.stats import Percentiles, PoolStats, gauges
+from atropos.slots.slot import Slot
+from atropos.slots.slot.snapshots import Snapshot
+from atropos.slots.task_owner import Tasks
+from atropos.wire import ImageInfo, ImageState, LeaseLimits
+
+log = logging.getLogger("atropos.slots")
+
+STOP_RELEASE_S = 2.0
+"""How long `stop` waits for slots to be given back one by one; a container that ends ends its leases anyway."""
+
+
+class Buildable(Protocol):
+    """What becomes an image on a pool by being built: a task, a Dockerfile (`atropos.tasks.folder.load_task`)."""
+
+    async def build(self, pool: SlotPool, progress: Callable[[ImageState], None]) -> ImageInfo:
+        """Build it, unless that is done; the image of its last step."""
+        ...
+
+
+class SlotPool:
+    """Leases slots in containers that a backend provides, and keeps as many containers as the demand asks for.
+
+    Use it as `async with SlotPool(config) as pool`, or `start` and `stop` it. One event loop owns it.
+
+    Args:
+        config: what it is made of.
+        backend: where containers come from; None: what the configuration names.
+        make_client: how a container is connected to; None: `SandboxClient`.
+    """
+
+    def __init__(
+        self,
+        config: SlotPoolConfig | None = None,
+        *,
+        backend: Backend | None = None,
+        make_client: ClientFactory | None = None,
+    ) -> None:
+        self.config = config or SlotPoolConfig()
+        self.client_id = f"{os.uname().nodename[:60]}-{os.getpid()}-{secrets.token_hex(16)}"
+        self.backend = backend or make_backend(self.config)
+        self.backend.client_id = self.client_id
+        self._state = SharedState(self.config, self.backend, self.client_id)
+        self._links: dict[str, ContainerLink] = {}
+        self._keeper = Keeper(self._state, self._links, make_client or self._sandbox_client)
+        self._grants = Grants(self._state, self._links)
+        self._images = PoolImages(self._state, self._links)
+        self._loops = Tasks("pool")
+        self._frames = FrameLimit(self.config.max_batch_size)
+        self._stopping: asyncio.Task[None] | None = None
+
+    def __repr__(self) -> str:
+        s = self.stats()
+        text = (
+            f"<SlotPool {self.config.backend} {self._state.phase}: {s.ready} of {s.containers} containers ready, "
+            f"{s.slots} slots ({s.free} free, {s.leased} leased, {s.retired} retired), {s.waiting} waiting"
+        )
+        return f"{text}; {s.trouble}>" if s.trouble else f"{text}>"
+
+    # ------------------------------------------------------------------------------------------------------- life
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.stop()
+
+    async def start(self) -> None:
+        """Start the backend and wait until `min_containers` can be leased from; fewer do where the rest is in trouble.
+
+        Raises:
+            ConfigError: a setting is wrong.
+            IsolationUnavailable: the host or the containers can't isolate; says what is missing.
+            BackendUnavailable: no container came within `start_timeout_s`; says why. Nothing is left then.
+        """
+        if self._state.phase != "new":
+            raise RuntimeError(f"the pool is {self._state.phase}: a pool is started once")
+        self._state.phase = "starting"
+        try:
+            await self.backend.start()
+            self._loops.spawn(self._guard(self._keeper.watch()), "watch")
+            self._keeper.reconcile()
+            if self._keeper.containers < self.config.min_containers:
+                await self._keeper.ask(self.config.min_containers, "start")
+            self._keeper.reconcile()
+            await self._first_containers()
+            self._loops.spawn(self._guard(self._keeper.scale()), "scale")
+        except BaseException:
+            try:
+                await self.stop()
+            except Exception:
+                log.exception("after a failed start, not everything could be ended")
+            raise
+        self._state.phase = "running"
+        for image in self.config.images:
+            self._loops.spawn(self._prepare_ahead(image), f"prepare {image}")
+
+    async def _first_containers(self) -> None:
+        deadline = self._state.now() + self.config.start_timeout_s
+        while self._state.fleet.ready < self.config.min_containers:
+            self._state.news.clear()
+            if (failure := self._state.failure()) is not None:
+                raise failure
+            if self._state.fleet.ready and self.backend.trouble():
+                log.warning("starting with %d containers: %s", self._state.fleet.ready, self.backend.trouble())
+                return
+            try:
+                async with asyncio.timeout_at(deadline):
+                    await self._state.news.wait()
+            except TimeoutError:
+                if self._state.fleet.ready:
+                    log.warning(
+                        "starting with %d of %d containers", self._state.fleet.ready, self.config.min_containers
+                    )
+                    return
+                reason = self.backend.trouble() or self._keeper.trouble or self._unheard()
+                text = f"no container could be leased from within start_timeout_s ({self.config.start_timeout_s:g} s)"
+                raise BackendUnavailable(f"{text}: {reason}{host_limits.load()}") from None
+
+    async def _prepare_ahead(self, image: str) -> None:
+        try:
+            await self._images.prepare(image)
+        except SandboxError as error:
+            log.warning("%s; a lease on it tries again", error)
+
+    def _unheard(self) -> str:
+        """Which container was started and says nothing, where nobody else gives a reason."""
+        for container in self.backend.containers():
+            if container.url is not None:
+                return f"no server answers at {container.url}: can that address be reached from here?"
+        return "the backend gives no reason"
+
+    async def stop(self, *, purge_job: bool | None = None) -> None:
+        """End all leases, close all connections, and let go of the containers. Idempotent; goes on when cancelled.
+
+        Args:
+            purge_job: whether this pool's containers are ended; None: as `purge_job_on_shutdown` says.
+        """
+        if self._stopping is None:
+            if self._state.phase == "new":
+                self._state.phase = "stopped"
+                return
+            purge = self.config.purge_job_on_shutdown if purge_job is None else purge_job
+            self._stopping = asyncio.create_task(self._stop(purge=purge), name="pool: stop")
+        await asyncio.shield(self._stopping)
+
+    async def _stop(self, *, purge: bool) -> None:
+        self._state.phase = "stopping"
+        self._state.news.set()
+        self._state.fail_all(BackendUnavailable("the pool was stopped"))
+        await self._loops.cancel()
+        links = list(self._links.values())
+        try:
+            for link in links:
+                for held in [*link.slots.values()]:
+                    held.start_release()
+                for kept in [*link.snapshots]:
+                    kept.start_drop()
+            if self._state.returning:
+                await asyncio.wait(self._state.returning, timeout=STOP_RELEASE_S)
+            for link in links:
+                link.lose("the pool was stopped")
+            self._links.clear()
+            await self._state.tasks.settle(STOP_RELEASE_S)
+        finally:
+            try:
+                await self.backend.aclose(purge=purge)
+            finally:
+                self._state.phase = "stopped"
+                await self._images.aclose()
+
+    # ------------------------------------------------------------------------------------------------------ leases
+
+    @asynccontextmanager
+    async def lease(
+        self,
+        trajectory_id: str,
+        snapshot: Snapshot | None = None,
+        base: str | None = None,
+        network: bool | None = None,
+        *,
+        image: str | None = None,
+        limits: LeaseLimits | None = None,
+        timeout_s: float | None = None,
+    ) -> AsyncGenerator[Slot]:
+        """A slot for the length of an `async with` block. Arguments and errors as `acquire`."""
+        slot = await self.acquire(
+            trajectory_id, snapshot, base, network, image=image, limits=limits, timeout_s=timeout_s
+        )
+        try:
+            yield slot
+        finally:
+            await slot.release()
+
+    async def acquire(
+        self,
+        trajectory_id: str,
+        snapshot: Snapshot | None = None,
+        base: str | None = None,
+        network: bool | None = None,
+        *,
+        image: str | None = None,
+        limits: LeaseLimits | None = None,
+        timeout_s: float | None = None,
+    ) -> Slot:
+        """Lease a slot; first come, first served. Cancelling leaks nothing: a lease granted late is given back.
+
+        Args:
+            trajectory_id: for the server's status and logs; one trajectory may hold several slots.
+            snapshot: start from this frozen workspace, in a container that holds it or can be brought it.
+            base: another root file system, by its name in `bases`.
+            network: whether the slot gets filtered egress; None: as the pool's `allow_network`.
+            image: an image as the root file system: `python:3.13-slim`, `oci-archive:FILE` …; prepared first if need be,
+                for which `prepare_timeout_s` is the time.
+            limits: what the slot has instead of the pool's `limits`, up to a whole container; None: those, or the
+                snapshot's.
+            timeout_s: None: `acquire_timeout_s`.
+
+        Raises:
+            AcquireTimeout: no slot came free; says how many containers, slots and waiters there are, and why.
+            ImageUnavailable: the image can't be prepared; says which phase failed.
+            LimitTooLarge: no container has so much.
+            SlotLost: the snapshot is gone.
+            NotSupported, ConfigError: the container can't give what was asked for.
+            BackendUnavailable: the pool is not running, or was stopped.
+        """
+        self._state.require_running()
+        wanted = self.config.allow_network if network is None else network
+        self._check_request(base, network=wanted)
+        if image is not None and base is not None:
+            raise ConfigError("base and image: a slot stands on one of them")
+        if limits is None and snapshot is not None:
+            limits = snapshot.limits
+        if limits is not None:
+            self.config.check_room(limits, self.config.slots_per_container)
+        timeout_s = self.config.acquire_timeout_s if timeout_s is None else timeout_s
+
+        def grant(source: str | None) -> Awaitable[Slot]:
+            return self._grants.acquire(
+                trajectory_id, snapshot, base, source, network=wanted, limits=limits, timeout_s=timeout_s
+            )
+
+        try:
+            return await (grant(None) if image is None else self._images.leased(image, grant))
+        except TimeoutError:
+            self._state.counters.timeouts += 1
+            why = self._situation()
+            if snapshot is not None and snapshot.stays_because:
+                why = f"{why}; the snapshot can't be copied to another container: {snapshot.stays_because}"
+            raise AcquireTimeout(f"no slot came free within {timeout_s:g} s: {why}") from None
+
+    async def prepare(self, image: str | Buildable, *, progress: Progress | None = None) -> ImageInfo | None:
+        """Have all containers pull and unpack an image, or build one, so that leases on it begin at once.
+
+        Args:
+            image: as in `acquire`; or what is built: a task, a Dockerfile.
+            progress: called with a container's id and how far it is there; of a build, with no id.
+
+        Returns:
+            What the image is; its `source` is what leases name. None where no container is up yet: leases on it prepare
+            it then.
+
+        Raises:
+            ConfigError: it names no image, or none that is here.
+            ImageUnavailable: it can't be prepared; says which phase failed.
+            SlotLost: the containers ended meanwhile.
+        """
+        self._state.require_running()
+        if isinstance(image, str):
+            return (await self._images.prepare(image, progress))[1]
+        return await image.build(self, lambda state: None if progress is None else progress("", state))
+
+    def building(self, key: str, waiting: Callable[[], None]) -> AbstractAsyncContextManager[ImageInfo | None]:
+        """Around what makes and keeps (`Slot.keep`) the image of a key, for what builds images.
+
+        Gives the image where it is there already; else there is one maker at a time, over all processes of this machine.
+        `waiting` is called again and again while another one makes it, and ends the wait by raising.
+        """
+        self._state.require_running()
+        return self._images.building(key, waiting)
+
+    async def find_built(self, key: str) -> ImageInfo | None:
+        """What `Slot.keep` kept under a key, if a host of the pool's containers has it."""
+        self._state.require_running()
+        return await self._images.find(f"atropos-build:{key}")
+
+    def bound_frames(self, max_batch_size: int) -> None:
+        """Change the most calls in a frame, on every connection there is and will be.
+
+        Raises:
+            ConfigError: it is no positive number.
+        """
+        if max_batch_size < 1:
+            raise ConfigError(f"max_batch_size: {max_batch_size} is not positive")
+        self._frames.max_calls = max_batch_size
+
+    def _check_request(self, base: str | None, *, network: bool) -> None:
+        if base is not None and base not in self.config.bases:
+            known = ", ".join(sorted(self.config.bases)) or "none"
+            raise ConfigError(f"base: {base!r} is not among the pool's bases ({known}): add it to SlotPoolConfig.bases")
+        if network and not self.config.allow_network:
+            raise ConfigError("network: the pool allows none: set SlotPoolConfig.allow_network")
+
+    # --------------------------------------------------------------------------------------------------- situation
+
+    def stats(self) -> PoolStats:
+        """One consistent count of everything."""
+        fleet, counters = self._state.fleet, self._state.counters
+        return PoolStats(
+            containers=self._keeper.containers,
+            ready=fleet.ready,
+            slots=sum(seat.slots for seat in fleet.seats.values()),
+            free=fleet.free,
+            leased=fleet.leased + fleet.reserved,
+            retired=sum(seat.retired for seat in fleet.seats.values()),
+            waiting=fleet.waiting + fleet.pinned_waiting,
+            snapshots=sum(len(link.snapshots) for link in self._links.values()),
+            leases=counters.leases,
+            releases=counters.releases,
+            lost=counters.lost,
+            timeouts=counters.timeouts,
+            acquire=Percentiles.of(counters.acquire_s),
+            reset=Percentiles.of(counters.reset_s),
+            trouble=self.trouble(),
+        )
+
+    def metrics(self) -> list[Family]:
+        """The pool's metrics; `atropos.metrics.exposition` writes them for Prometheus."""
+        return [*gauges(self.stats(), self._containers()), *self._state.counters.families()]
+
+    def _containers(self) -> dict[str, int]:
+        """How many containers there are in each state, the same states each time."""
+        states: dict[str, int] = dict.fromkeys(("starting", "connecting", "ready", "draining", "ending", "dead"), 0)
+        for container in self.backend.containers():
+            state: str = container.state
+            if state == "running":
+                seat = self._state.fleet.seats.get(container.id)
+                state = "connecting" if seat is None else "ready" if seat.open else "draining"
+            states[state] += 1
+        return states
+
+    @property
+    def links(self) -> Mapping[str, ContainerLink]:
+        """The containers that the pool is connected to, or connecting to, by id; for diagnosis."""
+        return MappingProxyType(self._links)
+
+    def trouble(self) -> str:
+        """Why containers are not coming; empty when all is well."""
+        failure = self._state.failure()
+        return (str(failure) if failure else "") or self.backend.trouble() or self._keeper.trouble
+
+    def outage(self) -> str:
+        """Why the engine doesn't answer, while no container can be leased from; empty otherwise."""
+        return self._state.outage()
+
+    async def outlast(self) -> None:
+        """Wait until the engine answers, or a container can be leased from; at most as long as `outage_s` allows.
+
+        Raises:
+            BackendUnavailable: neither came about.
+        """
+        while self.outage():
+            self._state.require_running()
+            if (failure := self._state.hopeless()) is not None:
+                raise failure
+            self._state.news.clear()
+            await self._state.news.wait()
+
+    def _situation(self) -> str:
+        s = self.stats()
+        text = (
+            f"{s.ready} of {s.containers} containers ready (at most {self.config.max_containers}), "
+            f"{s.slots} slots ({s.free} free, {s.leased} leased, {s.retired} retired), {s.waiting} waiting"
+        )
+        return f"{text}; backend: {s.trouble}" if s.trouble else text
+
+    async def _guard(self, loop: Coroutine[Any, Any, None]) -> None:
+        """A loop that must not end: a programming error in it stops the pool from giving slots, and says so."""
+        try:
+            await loop
+        except Exception as error:
+            log.exception("the pool's own loop failed")
+            self._state.refuse(SandboxError(f"the pool's own loop failed: {error!r}"))
+
+    def _sandbox_client(
+        self,
+        container: Container,
+        on_lease_ended: Callable[[wire.LeaseEnded], None],
+        on_capacity: Callable[[int], None],
+    ) -> ContainerClient:
+        assert container.url is not None
+        return SandboxClient(
+            container.url,
+            container.token,
+            client_id=self.client_id,
+            frames=self._frames,
+            on_lease_ended=on_lease_ended,
+            on_capacity=on_capacity,
+            reconnect_s=self.config.reconnect_s,
+            certificate=container.certificate,
+        )

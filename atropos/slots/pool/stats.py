@@ -1,0 +1,77 @@
+"""What a pool is at a moment, for people, tests and metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from atropos.metrics import Family, gauge
+
+
+@dataclass(frozen=True)
+class Percentiles:
+    """Of the latest `n` durations, in seconds; zeros when there were none."""
+
+    n: int = 0
+    p50_s: float = 0.0
+    p95_s: float = 0.0
+    p99_s: float = 0.0
+    max_s: float = 0.0
+
+    @classmethod
+    def of(cls, samples: Iterable[float]) -> Percentiles:
+        """By the nearest-rank method."""
+        ordered = sorted(samples)
+        if not ordered:
+            return cls()
+        last = len(ordered) - 1
+        p50, p95, p99 = (ordered[min(last, int(len(ordered) * share))] for share in (0.5, 0.95, 0.99))
+        return cls(len(ordered), p50, p95, p99, ordered[-1])
+
+
+@dataclass(frozen=True)
+class PoolStats:
+    """One consistent count of a pool.
+
+    Attributes:
+        containers: asked for or seen; `ready` of them can be leased from.
+        slots: of the ready containers; free + leased + retired is less while other clients hold some.
+        leased: slots that this pool holds, those being granted included.
+        waiting: acquires in line.
+        leases / releases / lost / timeouts: counted since the pool started.
+        acquire / reset: how long acquires took, and resets of slots on the server.
+        trouble: why containers are not coming, in the backend's words; empty when all is well.
+    """
+
+    containers: int = 0
+    ready: int = 0
+    slots: int = 0
+    free: int = 0
+    leased: int = 0
+    retired: int = 0
+    waiting: int = 0
+    snapshots: int = 0
+    leases: int = 0
+    releases: int = 0
+    lost: int = 0
+    timeouts: int = 0
+    acquire: Percentiles = Percentiles()
+    reset: Percentiles = Percentiles()
+    trouble: str = ""
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        return asdict(self)
+
+
+def gauges(stats: PoolStats, containers: Mapping[str, int]) -> list[Family]:
+    """What a pool is now; `containers`: how many by state."""
+    slots = {"free": stats.free, "leased": stats.leased, "retired": stats.retired}
+    return [
+        gauge("atropos_pool_containers", "Containers by state.", containers, "state"),
+        gauge("atropos_pool_containers_wanted", "Containers asked for.", stats.containers),
+        gauge("atropos_pool_slots", "Slots by state, those that other clients hold not among them.", slots, "state"),
+        gauge("atropos_pool_waiting", "Acquires that wait.", stats.waiting),
+        gauge("atropos_pool_snapshots", "Snapshots kept, one for each container that has it.", stats.snapshots),
+    ]

@@ -1,0 +1,170 @@
+"""The files of a slot, as its holder reads and writes them."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+from atropos import wire
+from atropos.slots.client import file_streams
+from atropos.slots.slot.profile import Profile
+from atropos.slots.slot.results import file_error
+from atropos.slots.slot.uploads import PIECE_BYTES, archive_of, pieces, pieces_of
+
+MAX_READ_BYTES = 256 * 1024 * 1024
+"""Longest file that `read_file` holds in memory, unless its caller allows more."""
+MAX_ARCHIVE_BYTES = 64 * 1024**3
+"""Longest archive that `download_to` writes, unless its caller allows more."""
+IN_CALL_BYTES = 256 * 1024
+"""A file up to this size goes in its call; a larger one as a stream of its own, which calls of others pass."""
+
+
+class SlotFiles(ABC):
+    """The part of `Slot` that moves files."""
+
+    __slots__ = ()
+    profile: Profile
+
+    @abstractmethod
+    async def run(self, operation: wire.Operation, *, call_id: str | None = None) -> wire.OpResult:
+        """Run one operation."""
+
+    @abstractmethod
+    async def _read_stream(
+        self, path: str, write: Callable[[bytes], object], wanted: Callable[[], wire.ReadStream]
+    ) -> None:
+        """Read a stream that `wanted` asks for, again after each break; `path` is what an error names."""
+
+    @abstractmethod
+    async def _write_stream(
+        self, path: str, pieces: Iterator[bytes], *, tar: bool = False, mode: int | None = None
+    ) -> wire.OpError | None:
+        """Write a file, or unpack an archive; what the slot said against it."""
+
+    async def read_file(self, path: str, *, max_bytes: int = MAX_READ_BYTES, user: str | None = None) -> bytes:
+        """A file's content.
+
+        Args:
+            path: absolute, or below /workspace.
+            max_bytes: longest file to read; its size is known before any more than a piece of it is.
+            user: whose permissions count, as for `exec`; None: root's.
+
+        Raises:
+            OSError: it can't be read, or is longer (`errno.EFBIG`); `FileNotFoundError`, `IsADirectoryError` … where
+                they apply.
+        """
+        most = PIECE_BYTES if user else IN_CALL_BYTES  # streams are root's
+        place = self.profile.path(path)
+        parts: list[bytes] = []
+        got = 0
+
+        def keep(chunk: bytes) -> None:
+            nonlocal got
+            parts.append(chunk)
+            got += len(chunk)
+
+        def rest() -> wire.ReadStream:
+            return wire.ReadStream(path=place, stream=file_streams.new_id(), offset=got, max_bytes=max_bytes - got)
+
+        while True:
+            wanted = min(most, max(1, max_bytes - got))
+            result = await self.run(wire.ReadFile(path=path, offset=got, max_bytes=wanted, user=user))
+            if isinstance(result, wire.OpError):
+                raise file_error(result, path)
+            assert isinstance(result, wire.FileResult)
+            if result.size > max_bytes:
+                message = f"the file has {result.size:,} bytes, more than max_bytes ({max_bytes:,})"
+                raise file_error(wire.OpError(error="too_large", message=message), path)
+            keep(result.data)
+            if len(result.data) < wanted or got >= max_bytes:
+                return b"".join(parts)
+            if not user:  # also where that was all: the kernel's own files don't say how long they are
+                await self._read_stream(path, keep, rest)
+                return b"".join(parts)
+
+    async def write_file(
+        self, path: str, data: bytes | str, mode: int | None = None, *, user: str | None = None
+    ) -> None:
+        """Write a file, making its parents; root's is replaced atomically.
+
+        Args:
+            path: absolute, or below /workspace.
+            data: its content.
+            mode: None: that of the file it replaces, else 0644.
+            user: who writes it, in place and with that user's permissions; None: root.
+
+        Raises:
+            OSError: it can't be written.
+        """
+        content = data.encode() if isinstance(data, str) else data
+        if (refused := await self._write(path, content, mode, user)) is not None:
+            raise file_error(refused, path)
+
+    async def _write(
+        self, path: str, data: bytes, mode: int | None = None, user: str | None = None
+    ) -> wire.OpError | None:
+        """Write a file: as a stream where it is large and root's; what the slot said against it."""
+        if len(data) > IN_CALL_BYTES and not user:
+            return await self._write_stream(path, pieces(data), mode=mode)
+        append = False
+        for piece in pieces(data):
+            operation = wire.WriteFile(path=path, data=piece, mode=None if append else mode, append=append, user=user)
+            result = await self.run(operation)
+            if isinstance(result, wire.OpError):
+                return result
+            append = True
+        return None
+
+    async def upload(self, source: str | Path, path: str) -> None:
+        """Copy a local file to `path`, or a local folder's contents into the folder `path`; links stay links.
+
+        Both go as they are read, so neither has to fit in memory.
+
+        Raises:
+            OSError: the source can't be read, or the slot can't take it.
+        """
+        source = Path(source)
+        if await asyncio.to_thread(source.is_dir):
+            refused = await self._write_stream(path, archive_of(source), tar=True)
+        else:
+            mode = (await asyncio.to_thread(source.stat)).st_mode & 0o7777
+            refused = await self._write_stream(path, pieces_of(source), mode=mode)
+        if refused is not None:
+            raise file_error(refused, path)
+
+    async def download(self, path: str, *, max_bytes: int = wire.MAX_FILE_BYTES) -> bytes:
+        """A file or folder as an uncompressed tar archive.
+
+        Args:
+            path: absolute, or below /workspace.
+            max_bytes: longest archive.
+
+        Raises:
+            OSError: it can't be read, or is longer (`errno.EFBIG`).
+        """
+        archive = io.BytesIO()
+        await self._download(path, archive, max_bytes)
+        return archive.getvalue()
+
+    async def download_to(self, path: str, target: str | Path, *, max_bytes: int = MAX_ARCHIVE_BYTES) -> None:
+        """As `download`, into a local file, as it comes: the archive doesn't have to fit in memory.
+
+        Raises:
+            OSError: as `download`; or the local file can't be written.
+        """
+        with await asyncio.to_thread(open, target, "wb") as archive:
+            await self._download(path, archive, max_bytes)
+
+    async def _download(self, path: str, archive: BinaryIO, max_bytes: int) -> None:
+        place = self.profile.path(path)
+
+        def wanted() -> wire.ReadStream:
+            archive.seek(0)
+            archive.truncate()
+            return wire.ReadStream(path=place, stream=file_streams.new_id(), tar=True, max_bytes=max_bytes)
+
+        await self._read_stream(path, archive.write, wanted)

@@ -1,0 +1,171 @@
+"""Runs in a slot: TCP connections of its loopback as frames on stdin and stdout; `atropos.slots.slot.ports` is the other end.
+
+A frame is a kind, the connection's number, the payload's length and the payload. `O` opens, `D` has data, `E` ends one
+direction, `C` ends both; `L` says that the port listens. It runs in the runner's own Python, which has few modules.
+"""
+
+import _socket
+import os
+import select
+import sys
+
+HEAD_BYTES = 9
+READ_BYTES = 65_536
+MAX_WAITING_BYTES = 4 * 1024 * 1024
+LOOPBACK = "127.0.0.1"
+
+
+class Connection:
+    """One of the slot's, and what waits to be written to it."""
+
+    def __init__(self, number: int, peer: _socket.socket) -> None:
+        self.number, self.peer, self.waiting = number, peer, bytearray()
+        self.ended_here = self.ended_there = self.shut = False
+
+
+class Relay:
+    """All connections of one port."""
+
+    def __init__(self, port: int, listener: "_socket.socket | None") -> None:
+        self.port, self.listener, self.heard, self.last = port, listener, bytearray(), 0
+        self.by_number: dict[int, Connection] = {}
+        self.by_file: dict[int, Connection] = {}
+
+    def emit(self, kind: bytes, number: int, data: bytes = b"") -> None:
+        """Write a frame; waits while nobody reads."""
+        frame = memoryview(kind + number.to_bytes(4, "big") + len(data).to_bytes(4, "big") + bytes(data))
+        while frame:
+            frame = frame[os.write(1, frame) :]
+
+    def add(self, number: int, peer: _socket.socket) -> None:
+        """Take a connection."""
+        peer.setblocking(False)
+        self.by_number[number] = self.by_file[peer.fileno()] = Connection(number, peer)
+
+    def drop(self, connection: Connection, *, tell: bool = True) -> None:
+        """Close a connection, at the other end as well."""
+        del self.by_number[connection.number], self.by_file[connection.peer.fileno()]
+        connection.peer.close()
+        if tell:
+            self.emit(b"C", connection.number)
+
+    def accept(self) -> None:
+        """A program of the slot connects."""
+        assert self.listener is not None
+        file, _ = self.listener._accept()  # noqa: SLF001  # pyright: ignore[reportPrivateUsage, reportUnknownMemberType, reportAttributeAccessIssue]
+        self.last += 1
+        self.add(self.last, _socket.socket(fileno=file))
+        self.emit(b"O", self.last)
+
+    def read(self, connection: Connection) -> None:
+        """Pass what a connection has to the other end."""
+        try:
+            data = connection.peer.recv(READ_BYTES)
+        except BlockingIOError:
+            return
+        except OSError:
+            self.drop(connection)
+            return
+        if data:
+            self.emit(b"D", connection.number, data)
+        else:
+            connection.ended_here = True
+            self.emit(b"E", connection.number)
+            self.finish(connection)
+
+    def write(self, connection: Connection) -> None:
+        """Give a connection what waits for it."""
+        try:
+            del connection.waiting[: connection.peer.send(connection.waiting)]
+        except BlockingIOError:
+            return
+        except OSError:
+            self.drop(connection)
+            return
+        self.finish(connection)
+
+    def finish(self, connection: Connection) -> None:
+        """Pass the far end's end on, and forget what has ended in both directions."""
+        if connection.ended_there and not connection.waiting and not connection.shut:
+            connection.shut = True
+            try:
+                connection.peer.shutdown(_socket.SHUT_WR)
+            except OSError:
+                self.drop(connection)
+                return
+        if connection.ended_here and connection.shut:
+            self.drop(connection)
+
+    def hear(self) -> bool:
+        """Frames of the other end; False once it has gone."""
+        data = os.read(0, READ_BYTES)
+        self.heard += data
+        while len(self.heard) >= HEAD_BYTES:
+            end = HEAD_BYTES + int.from_bytes(self.heard[5:9], "big")
+            if len(self.heard) < end:
+                break
+            self.obey(bytes(self.heard[:1]), int.from_bytes(self.heard[1:5], "big"), self.heard[HEAD_BYTES:end])
+            del self.heard[:end]
+        return bool(data)
+
+    def obey(self, kind: bytes, number: int, data: bytearray) -> None:
+        """Do what a frame says."""
+        if kind == b"O":
+            peer = _socket.socket(_socket.AF_INET, _socket.SOCK_STREAM)
+            try:
+                peer.connect((LOOPBACK, self.port))
+            except OSError:
+                self.emit(b"C", number)
+                return
+            self.add(number, peer)
+            return
+        connection = self.by_number.get(number)
+        if connection is None:
+            return  # it has ended meanwhile
+        if kind == b"D":
+            connection.waiting += data
+        elif kind == b"E":
+            connection.ended_there = True
+            self.finish(connection)
+        else:
+            self.drop(connection, tell=False)
+
+    def run(self) -> None:
+        """Until the other end has gone."""
+        while True:
+            poll = select.poll()
+            if sum(len(connection.waiting) for connection in self.by_number.values()) < MAX_WAITING_BYTES:
+                poll.register(0, select.POLLIN)
+            if self.listener is not None:
+                poll.register(self.listener.fileno(), select.POLLIN)
+            for file, connection in self.by_file.items():
+                events = (0 if connection.ended_here else select.POLLIN) | (select.POLLOUT if connection.waiting else 0)
+                if events:
+                    poll.register(file, events)
+            for file, events in poll.poll():
+                if file == 0:
+                    if not self.hear():
+                        return
+                elif self.listener is not None and file == self.listener.fileno():
+                    self.accept()
+                else:
+                    if events & ~select.POLLOUT and file in self.by_file and not self.by_file[file].ended_here:
+                        self.read(self.by_file[file])
+                    if events & select.POLLOUT and file in self.by_file:
+                        self.write(self.by_file[file])
+
+
+def main() -> None:
+    """`listen PORT` takes connections to the slot's port, `connect PORT` makes them."""
+    port, listener = int(sys.argv[2]), None
+    if sys.argv[1] == "listen":
+        listener = _socket.socket(_socket.AF_INET, _socket.SOCK_STREAM)
+        listener.setsockopt(_socket.SOL_SOCKET, _socket.SO_REUSEADDR, 1)
+        listener.bind((LOOPBACK, port))
+        listener.listen(128)
+    relay = Relay(port, listener)
+    relay.emit(b"L", 0)
+    relay.run()
+
+
+main()

@@ -1,0 +1,223 @@
+"""TCP ports of a slot's loopback: its services reached from this machine, this machine's from the slot.
+
+Both go through the lease like any background process, so they work on every backend and need no network in the slot.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal, Self
+
+from atropos.errors import SandboxError
+from atropos.slot_python import SLOT_PYTHON
+from atropos.slots.slot import Slot
+from atropos.slots.slot.processes import Process
+from atropos.slots.task_owner import Tasks
+
+LOOPBACK = "127.0.0.1"
+HEAD_BYTES = 9
+READ_BYTES = 64 * 1024
+BUFFER_BYTES = 1024 * 1024
+"""Output of the relay that waits in the slot; beyond half of it, the slot's connections wait."""
+_PROGRAM = Path(__file__).with_name("port_relay.py").read_text()
+
+
+@dataclass
+class _Connection:
+    writer: asyncio.StreamWriter | None = None
+    ended: bool = False
+    incoming: asyncio.Queue[bytes | None] = field(default_factory=lambda: asyncio.Queue(64))
+    """Data from the slot; an empty piece ends that direction, None both."""
+
+
+class PortForward:
+    """Connections to one port go through to another until `aclose`, or until the slot is gone.
+
+    Attributes:
+        port: the listening one, on a loopback.
+    """
+
+    def __init__(self, process: Process, target: int) -> None:
+        self.port = 0
+        self._process = process
+        self._target = target
+        self._connections: dict[int, _Connection] = {}
+        self._last = 0
+        self._server: asyncio.Server | None = None
+        self._listens = asyncio.Event()
+        self._lost: SandboxError | None = None
+        self._tasks = Tasks("port forward")
+        self._frames = self._tasks.spawn(self._hear(), "frames")
+
+    @classmethod
+    async def to_slot(cls, slot: Slot, port: int, *, listen: int = 0) -> Self:
+        """Forward a port of this machine's loopback to the slot's `port`, whether or not a service listens there yet.
+
+        Args:
+            slot: whose service it is.
+            port: the slot's.
+            listen: this machine's; 0: any free one.
+
+        Raises:
+            SandboxError: the slot is gone.
+            OSError: the port can't be listened on.
+        """
+        self = await cls._start(slot, "connect", port, port)
+        try:
+            self._server = await asyncio.start_server(self._accept, LOOPBACK, listen)
+        except BaseException:
+            await self.aclose()
+            raise
+        self.port = self._server.sockets[0].getsockname()[1]
+        return self
+
+    @classmethod
+    async def from_slot(cls, slot: Slot, port: int, target: int) -> Self:
+        """Forward a port of the slot's loopback to this machine's `target`, with the lease's network or without.
+
+        Args:
+            slot: whose programs connect.
+            port: the slot's.
+            target: this machine's.
+
+        Raises:
+            SandboxError: the slot is gone.
+            OSError: the port is taken.
+        """
+        self = await cls._start(slot, "listen", port, target)
+        self.port = port
+        return self
+
+    @classmethod
+    async def _start(cls, slot: Slot, mode: Literal["listen", "connect"], port: int, target: int) -> Self:
+        command = (*SLOT_PYTHON, "-c", _PROGRAM, mode, str(port))
+        process = await slot.start(command, user="0:0", split=True, hold=True, buffer_bytes=BUFFER_BYTES)
+        self = cls(process, target)
+        try:
+            await self._ready(port)
+        except BaseException:
+            await self.aclose()
+            raise
+        return self
+
+    async def _ready(self, port: int) -> None:
+        listens = self._tasks.spawn(self._listens.wait(), "start", awaited=True)
+        await asyncio.wait((listens, self._frames), return_when=asyncio.FIRST_COMPLETED)
+        if not self._listens.is_set():
+            if self._lost is not None:
+                raise self._lost
+            errors = self._process.errors
+            reason = b"" if errors is None else await errors.read()
+            raise OSError(f"port {port} of the slot: {reason.decode(errors='replace').strip().rpartition(chr(10))[2]}")
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.aclose()
+
+    async def aclose(self) -> None:
+        """Close the port and its connections. Idempotent."""
+        if self._server is not None:
+            self._server.close()
+        await self._tasks.cancel()
+        self._drop(*self._connections)
+        with contextlib.suppress(SandboxError, OSError):
+            await self._process.kill()
+
+    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._last += 1
+        number = self._last
+        connection = self._connections[number] = _Connection(writer)
+        await self._emit(b"O", number)
+        self._carry(number, connection, reader, writer)
+
+    async def _connect(self, number: int, connection: _Connection) -> None:
+        try:
+            reader, connection.writer = await asyncio.open_connection(LOOPBACK, self._target)
+        except OSError:
+            await self._emit(b"C", number)
+            self._drop(number)
+        else:
+            self._carry(number, connection, reader, connection.writer)
+
+    def _carry(
+        self, number: int, connection: _Connection, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        self._tasks.spawn(self._to_slot(number, connection, reader), f"connection {number} to the slot")
+        self._tasks.spawn(self._from_slot(number, connection, writer), f"connection {number} from the slot")
+
+    async def _to_slot(self, number: int, connection: _Connection, reader: asyncio.StreamReader) -> None:
+        try:
+            while data := await reader.read(READ_BYTES):
+                await self._emit(b"D", number, data)
+        except ConnectionError:
+            await self._emit(b"C", number)
+            self._drop(number)
+            return
+        await self._emit(b"E", number)
+        self._ended(number, connection)
+
+    async def _from_slot(self, number: int, connection: _Connection, writer: asyncio.StreamWriter) -> None:
+        try:
+            while data := await connection.incoming.get():
+                writer.write(data)
+                await writer.drain()
+            if data is not None:
+                writer.write_eof()
+        except OSError:
+            data = None
+        if data is None:
+            self._drop(number)
+            return
+        self._ended(number, connection)
+
+    def _ended(self, number: int, connection: _Connection) -> None:
+        """One direction has; after the second there is no connection."""
+        if connection.ended:
+            self._drop(number)
+        connection.ended = True
+
+    def _drop(self, *numbers: int) -> None:
+        for number in numbers:
+            connection = self._connections.pop(number, None)
+            if connection is not None and connection.writer is not None:
+                connection.writer.close()
+
+    async def _emit(self, kind: bytes, number: int, data: bytes = b"") -> None:
+        with contextlib.suppress(SandboxError, OSError):  # `_hear` sees it too, and ends all connections
+            await self._process.write(kind + number.to_bytes(4) + len(data).to_bytes(4) + data)
+
+    async def _hear(self) -> None:
+        """Frames of the slot's end, until that is gone."""
+        try:
+            async for kind, number, data in _frames(self._process.output()):
+                if kind == b"L":
+                    self._listens.set()
+                elif kind == b"O":
+                    connection = self._connections[number] = _Connection()
+                    self._tasks.spawn(self._connect(number, connection), f"connection {number}")
+                elif (connection := self._connections.get(number)) is not None:
+                    await connection.incoming.put({b"D": data, b"E": b""}.get(kind))
+        except SandboxError as error:
+            self._lost = error
+        finally:
+            if self._server is not None:
+                self._server.close()
+            self._drop(*self._connections)
+
+
+async def _frames(pieces: AsyncIterator[bytes]) -> AsyncIterator[tuple[bytes, int, bytes]]:
+    waiting = bytearray()
+    async for piece in pieces:
+        waiting += piece
+        while len(waiting) >= HEAD_BYTES:
+            end = HEAD_BYTES + int.from_bytes(waiting[5:9])
+            if len(waiting) < end:
+                break
+            yield bytes(waiting[:1]), int.from_bytes(waiting[1:5]), bytes(waiting[HEAD_BYTES:end])
+            del waiting[:end]

@@ -1,0 +1,145 @@
+"""Background processes and terminals of a slot, as their starter sees them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from typing import Literal
+
+from atropos import wire
+from atropos.slots.slot.results import file_error
+
+WRITE_BYTES = 256 * 1024
+"""Input travels in pieces of this size: the slot queues 1 MiB for a process that doesn't read."""
+FULL_WAIT_S = 0.05
+"""Pause before more input is offered to a process whose queue is full."""
+READ_WAIT_S = 30.0
+"""Longest wait of one request while output is followed."""
+
+Run = Callable[[wire.Operation], Awaitable[wire.OpResult]]
+Signal = Literal["TERM", "KILL", "INT", "HUP", "QUIT", "USR1", "USR2"]
+
+
+class Process:
+    """A background process of a slot, perhaps on a terminal; `Slot.start` and `Slot.processes` give one.
+
+    Methods raise what the slot's do, and `OSError` when the slot refuses: the process is forgotten, its input is closed.
+
+    Attributes:
+        id: its name in the slot.
+        pid: its process id in the slot.
+        exit_code: as last seen: None while it runs, -N when signal N ended it.
+        dropped_bytes: output that fell out of the buffer before it was read.
+        errors: what it prints as errors, where that is kept apart: read like another process's output.
+    """
+
+    def __init__(self, run: Run, state: wire.ProcState) -> None:
+        self._run = run
+        self._read = 0
+        self.id, self.pid = state.id, state.pid
+        self.exit_code = state.exit_code
+        self.dropped_bytes = 0
+        self.errors = (
+            None
+            if state.errors is None
+            else Process(run, state.model_copy(update={"id": state.errors, "errors": None}))
+        )
+
+    def __repr__(self) -> str:
+        state = "running" if self.exit_code is None else f"exit code {self.exit_code}"
+        return f"<Process {self.id} pid {self.pid}: {state}>"
+
+    async def poll(self) -> int | None:
+        """Its exit code; None while it runs."""
+        await self._ask(wire.ProcRead(id=self.id, offset=self._read, max_bytes=1))
+        return self.exit_code
+
+    async def wait(self, timeout_s: float | None = None) -> int | None:
+        """Wait for its end.
+
+        Returns:
+            Its exit code; None when it still runs after `timeout_s`.
+        """
+        deadline = None if timeout_s is None else asyncio.get_running_loop().time() + timeout_s
+        while self.exit_code is None:
+            left = READ_WAIT_S if deadline is None else deadline - asyncio.get_running_loop().time()
+            wait_s = min(READ_WAIT_S, max(0.0, left))
+            await self._ask(wire.ProcRead(id=self.id, offset=self._read, max_bytes=1, wait_s=wait_s))
+            if left <= READ_WAIT_S and deadline is not None:
+                break
+        return self.exit_code
+
+    async def read(self, *, max_bytes: int = 200_000, wait_s: float = 0.0) -> bytes:
+        """What it wrote since the last `read`; empty when nothing came within `wait_s`, or it has ended."""
+        operation = wire.ProcRead(id=self.id, offset=self._read, max_bytes=max_bytes, wait_s=wait_s, until="output")
+        state = await self._ask(operation)
+        self.dropped_bytes += state.dropped_bytes
+        self._read = state.offset + len(state.output)
+        return state.output
+
+    async def output(self) -> AsyncIterator[bytes]:
+        """Its output as it comes, until it has ended and all is read."""
+        while True:
+            ended = self.exit_code is not None
+            data = await self.read(wait_s=READ_WAIT_S)
+            if data:
+                yield data
+            elif ended:
+                return
+
+    async def write(self, data: bytes | str) -> None:
+        """Give it input, or type on its terminal; waits while it doesn't read."""
+        content = data.encode() if isinstance(data, str) else data
+        for start in range(0, len(content), WRITE_BYTES):
+            piece = content[start : start + WRITE_BYTES]
+            while not await self._write(wire.ProcWrite(id=self.id, data=piece)):  # noqa: ASYNC110
+                await asyncio.sleep(FULL_WAIT_S)
+
+    async def close_stdin(self) -> None:
+        """End its input, once what was written is read; on a terminal as ^D does."""
+        await self._write(wire.ProcWrite(id=self.id, eof=True))
+
+    async def resize(self, rows: int, cols: int) -> None:
+        """Give its terminal another size."""
+        await self._write(wire.ProcWrite(id=self.id, rows=rows, cols=cols))
+
+    async def kill(self, signal: Signal = "KILL") -> None:
+        """Signal its whole session; `TERM` is followed by `KILL` five seconds later."""
+        await self._ask(wire.ProcKill(id=self.id, signal=signal))
+
+    async def _write(self, operation: wire.ProcWrite) -> bool:
+        """Whether its queue had room."""
+        result = await self._run(operation)
+        if isinstance(result, wire.OpError):
+            if result.error == "limit":
+                return False
+            raise file_error(result, self.id)
+        return True
+
+    async def _ask(self, operation: wire.ProcRead | wire.ProcKill) -> wire.ProcState:
+        state = process_state(await self._run(operation))
+        self.exit_code = state.exit_code
+        return state
+
+
+def process_state(result: wire.OpResult) -> wire.ProcState:
+    """What the wire brought, or the reason that it brought nothing.
+
+    Raises:
+        OSError: the slot refused.
+    """
+    if isinstance(result, wire.OpError):
+        raise file_error(result, result.error)
+    assert isinstance(result, wire.ProcState)
+    return result
+
+
+def one_command(command: str | Sequence[str]) -> wire.CommandOrArgv:
+    """As it travels."""
+    return command if isinstance(command, str) else tuple(command)
+
+
+def reading(path: str, command: str | Sequence[str]) -> tuple[str, ...]:
+    """A program that runs a command with a file for its stdin."""
+    argv = ("/bin/bash", "-c", command) if isinstance(command, str) else tuple(command)
+    return ("/bin/sh", "-c", f'exec <{path} "$@"', "sh", *argv)

@@ -1,0 +1,412 @@
+"""One leased slot, as its holder sees it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from typing import Self
+
+from atropos import tracing, wire
+from atropos.errors import LeaseExpired, NotSupported, SandboxError, SlotLost
+from atropos.net.egress_policy import parse
+from atropos.slots.client import file_streams
+from atropos.slots.containers.counters import Outcome
+from atropos.slots.containers.link import ContainerLink
+from atropos.slots.slot.files import SlotFiles
+from atropos.slots.slot.processes import Process, one_command, process_state, reading
+from atropos.slots.slot.profile import PLAIN, Profile
+from atropos.slots.slot.results import ExecResult, file_error
+from atropos.slots.slot.snapshots import Snapshot
+from atropos.slots.slot.uploads import PIECE_BYTES
+
+RELEASE_WAIT_S = 10.0
+"""How long `Slot.release` waits for the server's confirmation; the release itself goes on behind it."""
+ALIVE_S = 5.0
+"""Longest a slot may take to give a sign of life. Two milliseconds are usual; hundreds of busy programs in it, and a machine
+with ten times more to do than it has cores, made it 0.9 s."""
+
+
+class Slot(SlotFiles):
+    """A private machine-like workspace for one trajectory, until it is released.
+
+    Not to be made by hand: `SlotPool.lease` or `SlotPool.acquire` gives one. Calls run in the order given.
+
+    Every method raises `SlotLost` when the slot or its container is gone, `OutcomeUnknown` when a call may or may not
+    have run, `LeaseExpired` after the end of the lease; a command's own failure is a result.
+    """
+
+    __slots__ = (
+        "_due",
+        "_lease",
+        "_link",
+        "_over",
+        "_releasing",
+        "limits",
+        "mib",
+        "network",
+        "profile",
+        "trajectory_id",
+    )
+
+    def __init__(self, link: ContainerLink, lease: wire.Lease, request: wire.LeaseRequest, mib: int) -> None:
+        self._link = link
+        self._lease = lease
+        self.network = request.network
+        """Whether it has a way out at all; see `set_network`."""
+        self.limits = request.limits
+        """What it has instead of the pool's limits."""
+        self.mib = mib
+        """Memory of its container that it takes."""
+        self._over: SandboxError | None = None
+        self._releasing: asyncio.Task[None] | None = None
+        self._due = 0
+        """Operations whose answers are due: under way, given up, or failed with the infrastructure."""
+        self.trajectory_id = request.trajectory_id
+        self.profile: Profile = PLAIN
+        """What later operations start with where they don't say: folder, variables, user."""
+
+    @property
+    def lease(self) -> wire.Lease:
+        """The lease: its id, slot, epoch and the server's boot id."""
+        return self._lease
+
+    @property
+    def link(self) -> ContainerLink:
+        """The container that it is in; for the pool alone."""
+        return self._link
+
+    @property
+    def name(self) -> str:
+        """The slot's name on its server."""
+        return self._lease.slot
+
+    @property
+    def image(self) -> wire.ImageInfo | None:
+        """The image that it stands on; None: the pool's base, or a snapshot's."""
+        return self._lease.image
+
+    @property
+    def container(self) -> str:
+        """The backend's id of the container that the slot is in."""
+        return self._link.container.id
+
+    @property
+    def lost(self) -> SandboxError | None:
+        """Why the slot can't be used any more; None while it can."""
+        return self._over
+
+    def __repr__(self) -> str:
+        state = "held" if self._over is None else type(self._over).__name__
+        return f"<Slot {self.name} epoch {self._lease.epoch} of {self.container} for {self.trajectory_id!r}: {state}>"
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.release()
+
+    async def release(self) -> None:
+        """Give the slot back: everything in it is ended and forgotten. Idempotent; goes on when cancelled."""
+        task = self.start_release()
+        if task is not None and not task.done():
+            await asyncio.wait([task], timeout=RELEASE_WAIT_S)  # which cancels nothing when it is cancelled
+
+    def start_release(self) -> asyncio.Task[None] | None:
+        """Give the slot back in the background; for the pool alone. None: there is nothing to give back."""
+        if self._releasing is None and self._over is None:
+            self.end(LeaseExpired(f"slot {self.name} was released"))
+            self._releasing = self._link.state.give_back(
+                self._link.release(self._lease, self.mib), f"release {self.name}"
+            )
+        return self._releasing
+
+    async def capabilities(self) -> wire.Capabilities:
+        """What the slot's container can isolate, as its start-up probe found it."""
+        return await self._link.client.capabilities()
+
+    # ------------------------------------------------------------------------------------------------- operations
+
+    async def run(self, operation: wire.Operation, *, call_id: str | None = None) -> wire.OpResult:
+        """Run one operation. Cancelling the awaiting task kills what it started.
+
+        Args:
+            operation: any of `atropos.wire`'s.
+            call_id: the idempotency key; None: a fresh one.
+        """
+        if self._over is not None:
+            self._due += 1
+            raise type(self._over)(*self._over.args)
+        if self.profile is not PLAIN:
+            operation = self.profile.applied(operation)
+        with (
+            self._measured(operation.op) as outcome,
+            tracing.span(operation.op, "client", atropos__container=self.container, atropos__slot=self.name) as span,
+        ):
+            answer = await self._link.client.call(self._lease, operation, call_id=call_id)
+            outcome.result = wire.outcome(answer)
+            span.set(atropos__result=outcome.result)
+        return answer
+
+    @contextlib.contextmanager
+    def _measured(self, op: str) -> Generator[Outcome]:
+        self._due += 1
+        with self._link.state.counters.measure_operation(op) as outcome:
+            yield outcome
+        self._due -= 1
+
+    async def check_alive(self) -> None:
+        """Where an operation was given up before its answer came, check that the slot answers at all.
+
+        The silence of one that is frozen or cut off says nothing about what ran in it.
+
+        Raises:
+            SlotLost: it gives no sign of life.
+        """
+        if not self._due:
+            return
+        try:
+            async with asyncio.timeout(ALIVE_S):
+                await self.run(wire.ProcList())  # which waits behind no other call
+        except TimeoutError:
+            raise SlotLost(f"slot {self.name} of container {self.container} gives no sign of life") from None
+
+    async def exec(
+        self,
+        command: str | Sequence[str],
+        *,
+        timeout_s: float | None = None,
+        workdir: str | None = None,
+        env: Mapping[str, str] | None = None,
+        user: str | None = None,
+        stdin: bytes | str | None = None,
+        split: bool = False,
+        clean_env: bool = False,
+        max_output_bytes: int | None = None,
+    ) -> ExecResult:
+        """Run a command in its own session and wait for its main process.
+
+        Args:
+            command: a line for bash, or a program and its arguments, which run without a shell; for a program that isn't
+                there or may not be executed the result's `error` starts with `not_found` or `permission`.
+            timeout_s: then the whole session is killed; None: the slot's wall-time limit.
+            workdir: None: the profile's, else /workspace.
+            env: added to the slot's environment.
+            user: one of the slot's own users, as `name`, `uid`, `name:group` or `uid:gid`, with its groups, HOME, USER
+                and LOGNAME; None: root. For one that the slot doesn't have, the result's `error` says so.
+            stdin: what it reads, of any length: beyond 8 MiB it is a file of the slot's /tmp until the command has
+                ended. None: nothing.
+            split: give stdout and stderr apart as well.
+            clean_env: start from the slot's first environment and PATH alone.
+            max_output_bytes: keep less output than the slot's limit.
+        """
+        data = stdin.encode() if isinstance(stdin, str) else stdin
+        kept = None
+        if data is not None and len(data) > PIECE_BYTES:
+            kept = f"/tmp/.stdin-{secrets.token_hex(8)}"
+            if (refused := await self._write(kept, data, user=user)) is not None:
+                return ExecResult.of(refused)
+            command, data = reading(kept, command), None
+        operation = wire.Exec(
+            command=one_command(command),
+            timeout_s=timeout_s,
+            workdir=workdir,
+            env=dict(env or {}),
+            user=user,
+            stdin=data,
+            split=split,
+            clean_env=clean_env,
+            max_output_bytes=max_output_bytes,
+        )
+        result = await self.run(operation)
+        if kept is not None:
+            await self.run(wire.Exec(command=("rm", "-f", kept), user="0:0"))
+        return ExecResult.of(result)
+
+    async def start(
+        self,
+        command: str | Sequence[str],
+        *,
+        workdir: str | None = None,
+        env: Mapping[str, str] | None = None,
+        user: str | None = None,
+        pty: tuple[int, int] | None = None,
+        split: bool = False,
+        hold: bool = False,
+        buffer_bytes: int = 200_000,
+    ) -> Process:
+        """Start a background process, which goes on until it ends, is killed or the lease is over.
+
+        Args:
+            command: as for `exec`.
+            workdir: as for `exec`.
+            env: as for `exec`.
+            user: as for `exec`.
+            pty: (rows, columns) of a terminal of its own; None: pipes, its output and errors in one.
+            split: on pipes, its errors are read apart, from `Process.errors`.
+            hold: on pipes, it waits while half of `buffer_bytes` waits to be read: then nothing falls out.
+            buffer_bytes: output kept until it is read; older output falls out and is counted.
+
+        Raises:
+            OSError: it can't be started; `FileNotFoundError`, `PermissionError` … where they apply.
+        """
+        rows, cols = pty or (24, 80)
+        operation = wire.ProcStart(
+            command=one_command(command),
+            workdir=workdir,
+            env=dict(env or {}),
+            user=user,
+            pty=pty is not None,
+            split=split,
+            hold=hold,
+            rows=rows,
+            cols=cols,
+            buffer_bytes=buffer_bytes,
+        )
+        return Process(self.run, process_state(await self.run(operation)))
+
+    async def processes(self) -> list[Process]:
+        """All background processes of the lease, oldest first, ended ones included; each is read from its start."""
+        listing = await self.run(wire.ProcList())
+        assert isinstance(listing, wire.ProcListing)
+        return [Process(self.run, state) for state in listing.processes]
+
+    async def set_network(self, hosts: Sequence[str] | None) -> None:
+        """Change what the slot's programs reach, at once and until the lease ends; open connections are cut.
+
+        Args:
+            hosts: of what the pool allows (`egress_allow`), only these: names, `*.suffixes`, addresses and networks, each
+                with `:PORT` or not. Empty: nothing. None: all that the pool allows.
+
+        Raises:
+            ConfigError: an entry is none of these.
+            NotSupported: hosts are named, and the lease has no network.
+        """
+        for entry in hosts or ():
+            parse(entry, field="network")
+        result = await self.run(wire.SetNetwork(hosts=None if hosts is None else tuple(hosts)))
+        if isinstance(result, wire.OpError):
+            raise NotSupported(result.message)
+
+    async def quiesce(self) -> int:
+        """Kill every process in the slot; files stay. Returns how many there were."""
+        result = await self.run(wire.Quiesce())
+        if isinstance(result, wire.OpError):
+            raise file_error(result, "/")
+        return result.count if isinstance(result, wire.Done) else 0
+
+    # ---------------------------------------------------------------------------------------------------- streams
+
+    async def _read_stream(
+        self, path: str, write: Callable[[bytes], object], wanted: Callable[[], wire.ReadStream]
+    ) -> None:
+        """Read a stream that `wanted` asks for, again after each break; `path` is what an error names."""
+        with self._measured("read_stream") as outcome:
+            result = await file_streams.receive_all(self._link.client, self._lease, wanted, write)
+            outcome.result = wire.outcome(result)
+        if isinstance(result, wire.OpError):
+            raise file_error(result, path)
+
+    async def _write_stream(
+        self, path: str, pieces: Iterator[bytes], *, tar: bool = False, mode: int | None = None
+    ) -> wire.OpError | None:
+        operation = wire.WriteStream(path=self.profile.path(path), stream=file_streams.new_id(), tar=tar, mode=mode)
+        with self._measured(operation.op) as outcome:
+            result = await file_streams.send(self._link.client, self._lease, operation, pieces)
+            outcome.result = wire.outcome(result)
+        return result if isinstance(result, wire.OpError) else None
+
+    # -------------------------------------------------------------------------------------------------- snapshots
+
+    async def snapshot(self) -> Snapshot:
+        """Freeze the workspace as it is; this slot and any number of others go on above it.
+
+        Its running processes end. The snapshot lives in this slot's container until it is dropped, and is copied to
+        another one when a fork lands there.
+
+        Raises:
+            SandboxError: a writer was left, so that it can't be trusted; the slot is then lost.
+            NotSupported: the server makes none.
+        """
+        return await self._snapshot()
+
+    async def _snapshot(self, *, beside: bool = False) -> Snapshot:
+        if self._over is not None:
+            raise type(self._over)(*self._over.args)
+        task = self._link.state.tasks.spawn(self._freeze(beside=beside), f"snapshot {self.name}", awaited=True)
+        self._due += 1
+        try:
+            snapshot = await asyncio.shield(task)
+        except asyncio.CancelledError:
+            task.add_done_callback(_drop_unwanted)
+            raise
+        self._due -= 1
+        return snapshot
+
+    async def view(self, folders: Sequence[str] = ("/workspace",)) -> None:
+        """Run later operations in a view of this slot: a sandbox with processes, mounts and a root of its own.
+
+        Its root is what the lease started from, or its last `snapshot`: nothing that was written since is in it but
+        `folders` and the top-level folders that no usual system has (`/app`, `/data` …), as they are and as they change.
+        What is written in the view, the slot's own programs never see. They go on, with the CPU time that others leave,
+        and their servers answer on the loopback that both share. A `snapshot` ends the view and freezes the slot itself.
+
+        Raises:
+            NotSupported: a folder can't be shown, as `/` or `/proc`; nothing has changed.
+            SlotLost: the slot is gone.
+        """
+        if self._over is not None:
+            raise type(self._over)(*self._over.args)
+        await self._link.client.view(self._lease, folders)
+
+    async def settle(self) -> None:
+        """Make what is in the slot part of what its views stand on; before anything untrusted runs in it.
+
+        Where programs run, they stop for as long as what was written is copied, and go on; else it is frozen.
+
+        Raises:
+            SandboxError: as `snapshot`.
+        """
+        running = (await self.exec("kill -STOP -1", timeout_s=10)).exit_code == 0
+        try:
+            settled = await self._snapshot(beside=running)
+        finally:
+            if running:
+                await self.exec("kill -CONT -1", timeout_s=10)
+        await settled.drop()
+
+    async def _freeze(self, *, beside: bool) -> Snapshot:
+        info = await self._link.client.snapshot(self._lease, beside=beside)
+        return Snapshot(self._link, info, self.limits)
+
+    async def keep(self, key: str, settings: wire.ImageSettings | None = None) -> wire.ImageInfo:
+        """Keep the workspace as an image of the host, on what the lease stands on; then give the slot back.
+
+        Leases get it by its source, `atropos-build:KEY`, also after the pool has ended. Its running processes end.
+
+        Args:
+            key: SHA-256, in hexadecimal, of what it was made of and how; what is kept under a key already stays.
+            settings: what commands on the image start with; None: nothing of its own.
+
+        Raises:
+            SandboxError: a writer was left, so that it can't be trusted.
+            ImageUnavailable: the store has no room.
+            NotSupported: the lease stands on a snapshot.
+        """
+        async with await self.snapshot() as snapshot:
+            wanted = wire.KeepRequest(key=key, **(settings or wire.ImageSettings()).model_dump())
+            image = await self._link.client.images.keep(snapshot.id, wanted)
+        await self.release()
+        return image
+
+    def end(self, reason: SandboxError) -> None:
+        """The lease is over, and why; for the pool alone."""
+        if self._over is None or isinstance(self._over, LeaseExpired):
+            self._over = reason
+
+
+def _drop_unwanted(task: asyncio.Task[Snapshot]) -> None:
+    """Nobody waits for the snapshot any more."""
+    if not task.cancelled() and task.exception() is None:
+        task.result().start_drop()

@@ -1,0 +1,129 @@
+"""Frozen workspaces that slots start from, in the containers that have them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from typing import Self
+
+from atropos import wire
+from atropos.errors import SandboxError, SlotLost
+from atropos.slots.containers.fleet import Seat
+from atropos.slots.containers.link import ContainerLink
+
+
+class Snapshot:
+    """A frozen workspace. `pool.lease(id, snapshot=it)` starts slots that stand on it, copy-on-write.
+
+    It is in one container at first; a fork that lands in another one brings it there, once.
+    """
+
+    __slots__ = ("_bringing", "_dropped", "_places", "info", "limits", "state", "stays_because")
+
+    def __init__(self, link: ContainerLink, info: wire.SnapshotInfo, limits: wire.LeaseLimits | None = None) -> None:
+        self.state = link.state
+        self.info = info
+        self.limits = limits
+        """Of the slot that it was taken of; forks have them, too, unless their lease says otherwise."""
+        self._places: list[ContainerLink] = []
+        self._bringing: dict[ContainerLink, asyncio.Task[None]] = {}
+        self._dropped = False
+        self.stays_because = ""
+        """Why it can't be copied to another container; empty: nothing is known against it."""
+        self.add(link)
+
+    @property
+    def id(self) -> str:
+        """Its name on the servers."""
+        return self.info.snapshot_id
+
+    @property
+    def places(self) -> list[ContainerLink]:
+        """The living containers that have it; for the pool alone."""
+        self._places = [link for link in self._places if link.gone is None]
+        return self._places
+
+    @property
+    def dropped(self) -> bool:
+        """Whether it was given up."""
+        return self._dropped
+
+    def __repr__(self) -> str:
+        state = "dropped" if self._dropped else f"{self.info.layers} layers, {self.info.bytes:,} bytes"
+        where = ", ".join(link.container.id for link in self.places) or "no container any more"
+        return f"<Snapshot {self.id} in {where}: {state}>"
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.drop()
+
+    async def drop(self) -> None:
+        """Give it up; slots that stand on it keep what they need. Idempotent."""
+        self.start_drop()
+        await asyncio.sleep(0)
+
+    def start_drop(self) -> None:
+        """Give it up in the background; for the pool alone."""
+        if not self._dropped:
+            self._dropped = True
+            self.state.give_back(self._drop(), f"drop {self.id}")
+
+    async def _drop(self) -> None:
+        if self._bringing:
+            await asyncio.wait(list(self._bringing.values()))
+        for link in self.places:
+            if self in link.snapshots:
+                link.snapshots.discard(self)
+                link.seat.pins -= 1
+                link.seat.idle_since = self.state.now()
+                with contextlib.suppress(SandboxError):  # an unknown or lost one is as good as dropped
+                    await link.client.drop_snapshot(self.id)
+
+    def add(self, link: ContainerLink) -> None:
+        """A container has it."""
+        if link.gone is None:
+            self._places.append(link)
+            link.snapshots.add(self)
+            link.seat.pins += 1
+
+    def pin(self, mib: int) -> Seat | None:
+        """The one container where a fork of this size can go; None: any, since the snapshot will be brought there.
+
+        Raises:
+            SlotLost: it was dropped, or no container has it any more.
+        """
+        places = self.places
+        if self._dropped or not places:
+            how = "was dropped" if self._dropped else "is lost: its container is gone"
+            raise SlotLost(f"snapshot {self.id} {how}")
+        here = [link.seat for link in places if link.seat.open]
+        if ready := next((seat for seat in here if seat.free >= mib and seat.kept_for is None), None):
+            return ready
+        config = self.state.config
+        if self.info.bytes <= config.travel_mib * 1024 * 1024 and config.max_containers > 1 and not self.stays_because:
+            return None
+        if not here:
+            raise SlotLost(f"the container that holds snapshot {self.id} is ending")
+        return here[0]
+
+    async def bring(self, link: ContainerLink) -> None:
+        """Copy it to a container unless that has it, once however many ask.
+
+        Raises:
+            SandboxError: it could not be copied.
+        """
+        if link in self.places:
+            return
+        task = self._bringing.get(link)
+        if task is None:
+            task = self._bringing[link] = self.state.tasks.spawn(self._copy(link), f"copy {self.id}", awaited=True)
+            task.add_done_callback(lambda _: self._bringing.pop(link, None))
+        await asyncio.shield(task)
+
+    async def _copy(self, link: ContainerLink) -> None:
+        if self._dropped or not self.places:
+            raise SlotLost(f"snapshot {self.id} is gone")
+        await self.places[0].client.copy_snapshot(self.id, link.client)
+        self.add(link)

@@ -1,0 +1,1 @@
+"""How the image of a task's workspace is built in slots, step by step."""

@@ -1,0 +1,106 @@
+"""Who works in a slot: its users and groups, as its own /etc/passwd and /etc/group name them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from atropos.slots import Slot
+from atropos.slots.slot.profile import Profile, UserAccount
+from atropos.tasks.errors import TaskBroken
+from atropos.tasks.format.recipe import StepSettings
+from atropos.tasks.format.task import Hosts, Task
+
+
+async def enter(slot: Slot, task: Task) -> None:
+    """Begin the agent's part in the prepared workspace: its network, and the folder, variables and user of its commands.
+
+    Raises:
+        TaskBroken: there is no such user, or no such folder.
+    """
+    slot.profile = await profile_of(slot, task, task.agent_settings)
+    await reach(slot, task.agent_hosts)
+    if (await slot.exec("true", timeout_s=60)).exit_code != 0:
+        raise TaskBroken(
+            f"{task.name}: commands can't start in {task.recipe.workdir} as {task.agent_settings.user or 'root'}"
+        )
+
+
+async def reach(slot: Slot, hosts: Hosts) -> None:
+    """Change what a slot's programs reach, where it has a network at all."""
+    if slot.network:
+        await slot.set_network(hosts)
+
+
+async def profile_of(slot: Slot, task: Task, settings: StepSettings) -> Profile:
+    """StepSettings with the user looked up in the slot.
+
+    Raises:
+        TaskBroken: there is no such user.
+    """
+    try:
+        user = None if settings.user is None else await account_of(slot, settings.user)
+    except TaskBroken as error:
+        raise TaskBroken(f"{task.name}: {error}") from None
+    return Profile(settings.workdir, settings.env, user)
+
+
+def owner_of(account: UserAccount) -> str:
+    """An account as chown takes it."""
+    return f"{account.uid}:{account.gid}"
+
+
+async def account_of(slot: Slot, user: str) -> UserAccount | None:
+    """Who `name`, `uid`, `name:group` or `uid:gid` is in the slot; None for root.
+
+    Raises:
+        TaskBroken: there is no such user or group.
+    """
+    name, _, group = user.partition(":")
+    people, groups = [await _entries(slot, path) for path in ("/etc/passwd", "/etc/group")]
+    found = next((entry for entry in people if _is_account(entry) and name in {entry[0], entry[2]}), None)
+    if found is None and not name.isdecimal():
+        raise TaskBroken(f"there is no user {name!r} in the slot; add it with RUN useradd")
+    account = (
+        UserAccount("", int(name), 0, "/")
+        if found is None
+        else UserAccount(found[0], int(found[2]), int(found[3]), found[5])
+    )
+    if group:
+        account = replace(account, gid=_group(groups, group))
+    return None if account.uid == 0 else account
+
+
+async def owner_ids(slot: Slot, owner: str | None) -> tuple[int, int]:
+    """The numbers of --chown: a name alone means its login group too, a number alone that number.
+
+    Raises:
+        TaskBroken: there is no such user or group.
+    """
+    if owner is None or owner in {"root", "root:root", "0", "0:0"}:  # also where there is no /etc/passwd
+        return 0, 0
+    name, _, group = owner.partition(":")
+    name = name or "0"
+    if name.isdecimal():
+        groups = await _entries(slot, "/etc/group") if group and not group.isdecimal() else []
+        return int(name), _group(groups, group) if group else int(name)
+    account = await account_of(slot, owner)
+    return (0, 0) if account is None else (account.uid, account.gid)
+
+
+def _is_account(entry: list[str]) -> bool:
+    return len(entry) > 5 and entry[2].isdecimal() and entry[3].isdecimal()
+
+
+def _group(groups: list[list[str]], group: str) -> int:
+    number = next((entry[2] for entry in groups if len(entry) > 2 and group in {entry[0], entry[2]}), group)
+    if not number.isdecimal():
+        raise TaskBroken(f"there is no group {group!r} in the slot; add it with RUN groupadd")
+    return int(number)
+
+
+async def _entries(slot: Slot, path: str) -> list[list[str]]:
+    try:
+        text = (await slot.read_file(path)).decode(errors="replace")
+    except FileNotFoundError:
+        return []
+    return [line.split(":") for line in text.splitlines()]

@@ -1,0 +1,157 @@
+"""A task's files as tar archives for a slot, cut to what the wire takes."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import io
+import os
+import re
+import stat
+import tarfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from atropos import wire
+from atropos.errors import ConfigError
+from atropos.tasks.format.context import Context, walk
+from atropos.tasks.format.recipe import Copy
+
+
+def unpack_steps(
+    context: Context, copy: Copy, *, into_folder: bool = False, owner: tuple[int, int] = (0, 0)
+) -> Iterator[tuple[str, list[str], bytes]]:
+    """A COPY from the context as (folder in the slot, names, tar archive), each small enough for the wire.
+
+    As Docker has it: a folder's content is copied, not the folder; a file goes into a target that is a folder, else it
+    gets that name.
+
+    Args:
+        context: where the sources are.
+        copy: what goes where.
+        into_folder: the target is a folder already.
+        owner: of what is copied.
+
+    Raises:
+        ConfigError: a file is too large, or is neither file, folder nor link.
+    """
+    where, members = _members(context, copy, into_folder=into_folder)
+    for names, archive in pack(members, mode=copy.mode, owner=owner):
+        yield where or "/", names, archive
+
+
+def _members(context: Context, copy: Copy, *, into_folder: bool) -> tuple[str, list[tuple[str, Path | bytes]]]:
+    where, name = copy.target, None
+    found = [path for source in copy.sources for path in context.sources(source, copy.exclude)]
+    top = [(path.name, path if copy.whole else context.followed(path)) for path in found]
+    single = len(top) + len(copy.files) == 1 and not (top and top[0][1].is_dir())
+    if single and not into_folder and not copy.target.endswith("/"):
+        where, _, name = copy.target.rpartition("/")
+    members: list[tuple[str, Path | bytes]] = [(name or given, text.encode()) for given, text in copy.files]
+    for given, path in top:
+        if path.is_symlink() or not path.is_dir():
+            members.append((name or given, path))
+        elif copy.whole:
+            inner = [(f"{given}/{below}", p) for below, p in context.below(path, copy.exclude)]
+            members += [(given, path), *inner]
+        else:
+            members += context.below(path, copy.exclude)
+    return where, members
+
+
+def digest_of(context: Context, copy: Copy) -> str:
+    """SHA-256 of all that a COPY takes from the context: names, kinds, modes and contents, and no times.
+
+    Raises:
+        ConfigError: as `unpack_steps`.
+    """
+    found = hashlib.sha256()
+    for name, source in _members(context, copy, into_folder=False)[1]:
+        entry, data = _entry(name, source, copy.mode, wire.MAX_FILE_BYTES)
+        described = f"{name}\0{entry.type!r}\0{entry.mode:o}\0{entry.linkname}\0{len(data)}\0"
+        found.update(described.encode("utf-8", "surrogateescape") + data)
+    return found.hexdigest()
+
+
+def pack(
+    members: Sequence[tuple[str, Path | bytes]],
+    *,
+    mode: int | str | None = None,
+    limit: int = 0,
+    owner: tuple[int, int] = (0, 0),
+) -> Iterator[tuple[list[str], bytes]]:
+    """(names, uncompressed tar archive) of the members, each at most `limit` bytes (default: what the wire takes).
+
+    Modes lose group and other write permission, so that a checkout under another umask makes the same workspace.
+    """
+    limit = limit or wire.MAX_FILE_BYTES
+    buffer, archive, names = io.BytesIO(), None, list[str]()
+    for name, source in members:
+        entry, data = _entry(name, source, mode, limit)
+        entry.uid, entry.gid = owner
+        if archive is not None and buffer.tell() + entry.size + 20_480 > limit:
+            archive.close()
+            yield names, buffer.getvalue()
+            buffer, archive, names = io.BytesIO(), None, []
+        archive = archive or tarfile.open(fileobj=buffer, mode="w", format=tarfile.PAX_FORMAT)  # noqa: SIM115
+        names.append(name)
+        archive.addfile(entry, io.BytesIO(data))
+    if archive is not None:
+        archive.close()
+        yield names, buffer.getvalue()
+
+
+def changed_mode(mode: int, wanted: int | str | None, *, folder: bool) -> int:
+    """A mode after `chmod`, whose symbolic form has `[ugoa]*[-+=][rwxXst]*` as its parts."""
+    if wanted is None or isinstance(wanted, int):
+        return mode if wanted is None else wanted
+    for part in wanted.split(","):
+        who = re.match("[ugoa]*", part)
+        assert who is not None
+        places = [place for place in "ugo" if not who[0] or "a" in who[0] or place in who[0]]
+        for operator, letters in re.findall("([-+=])([rwxXst]*)", part):
+            bits = 0
+            for place in places:
+                shift = {"u": 6, "g": 3, "o": 0}[place]
+                runs = "x" in letters or ("X" in letters and (folder or mode & 0o111))
+                plain = 4 * ("r" in letters) + 2 * ("w" in letters) + bool(runs)
+                bits |= plain << shift
+                bits |= {"u": 0o4000, "g": 0o2000, "o": 0}[place] if "s" in letters else 0
+                if operator == "=":
+                    mode &= ~(7 << shift)
+            bits |= 0o1000 if "t" in letters else 0
+            mode = mode & ~bits if operator == "-" else mode | bits
+    return mode
+
+
+def _entry(name: str, source: Path | bytes, mode: int | str | None, limit: int) -> tuple[tarfile.TarInfo, bytes]:
+    entry, data = tarfile.TarInfo(name), b""
+    if isinstance(source, bytes):
+        entry.mode, entry.size = changed_mode(0o644, mode, folder=False), len(source)
+        return entry, source
+    seen = source.lstat()
+    entry.mtime = int(seen.st_mtime)
+    entry.mode = changed_mode(stat.S_IMODE(seen.st_mode) & 0o755, mode, folder=stat.S_ISDIR(seen.st_mode))
+    if stat.S_ISLNK(seen.st_mode):
+        entry.type, entry.linkname = tarfile.SYMTYPE, os.readlink(source)
+    elif stat.S_ISDIR(seen.st_mode):
+        entry.type = tarfile.DIRTYPE
+    elif stat.S_ISREG(seen.st_mode):
+        if seen.st_size + 20_480 > limit:
+            raise ConfigError(f"{source}: {seen.st_size} bytes are too much for one file; make it in setup.sh")
+        data = source.read_bytes()
+        entry.size = len(data)
+    else:
+        raise ConfigError(f"{source}: is neither a file, a folder nor a link; a slot can't be given it")
+    return entry, data
+
+
+def packed_folder(folder: Path) -> tuple[bytes, ...]:
+    """A folder's content as tar archives; packed again only when one of its files has changed."""
+    stamps = [(name, path.lstat()) for name, path in walk(folder)]
+    return _packed(folder, tuple((name, seen.st_mtime_ns, seen.st_size, seen.st_mode) for name, seen in stamps))
+
+
+@functools.lru_cache(maxsize=256)
+def _packed(folder: Path, _stamps: tuple[tuple[str, int, int, int], ...]) -> tuple[bytes, ...]:
+    return tuple(archive for _, archive in pack(list(walk(folder))))

@@ -1,0 +1,198 @@
+"""Whether a slot has what a task asks for: sizes, the base image, the network. A pure decision, made before anything runs."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from atropos.errors import ConfigError
+from atropos.net import egress_policy
+from atropos.net.egress_policy import WEB_PORTS, EgressRefused, Rule, parse
+from atropos.tasks.format.config import OLD_MEMORY_MB, OLD_STORAGE_MB
+from atropos.tasks.format.task import Task
+from atropos.wire import LeaseLimits
+
+STAND_INS = ("debian*", "ubuntu*", "python:3*", "buildpack-deps*", "ghcr.io/laude-institute/*", "*t-bench/*")
+"""Images whose place a slot's own base takes, a Debian-like system with bash, Python 3, git and a C compiler. All others
+are pulled."""
+Policy = Literal["old", "clamp", "refuse"]
+"""What becomes of a wish beyond a slot's size: sizes that an old schema wrote out as its defaults are lowered to what
+there is (`old`), every size is, or none."""
+
+
+@dataclass(frozen=True)
+class Room:
+    """What a slot has, and what a lease may ask for beyond that.
+
+    Attributes:
+        memory_mib, disk_mib: of a plain slot.
+        cpus: of a plain slot; None: a share of the machine.
+        most_mib: memory of the largest lease, a whole container's; None: a slot's.
+        volume: where its files live; in memory they count against `memory_mib`.
+        network: whether programs have egress at all.
+        egress: hosts that they may reach.
+    """
+
+    memory_mib: int
+    disk_mib: int
+    cpus: float | None = None
+    volume: Literal["memory", "disk"] = "memory"
+    network: bool = True
+    egress: tuple[str, ...] = ("public",)
+    most_mib: int | None = None
+
+    @property
+    def most(self) -> int:
+        """Memory of the largest lease, in MiB."""
+        return self.most_mib or self.memory_mib
+
+
+@dataclass(frozen=True)
+class TaskFit:
+    """How a task fits into a slot.
+
+    Attributes:
+        refused: what the slot doesn't give, each as `field: reason; cure`.
+        clamped: wishes that were lowered to what there is.
+        notes: what is different here and may matter.
+        limits: what its leases ask for; None: a plain slot will do.
+        verifier: likewise, of machines of separate verifiers.
+    """
+
+    refused: tuple[str, ...] = ()
+    clamped: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    limits: LeaseLimits | None = None
+    verifier: LeaseLimits | None = None
+
+    def sized(self, task: Task) -> Task:
+        """The task with these sizes."""
+        verifier = None if task.verifier is None else replace(task.verifier, limits=self.verifier)
+        return replace(
+            task, limits=self.limits, verifier=verifier, steps=tuple(self.sized(step) for step in task.steps)
+        )
+
+
+def fit(task: Task, room: Room, *, images: Sequence[str] = STAND_INS, policy: Policy = "old") -> TaskFit:
+    """Compare what a task asks for with what a lease can have.
+
+    Args:
+        task: a checked task.
+        room: of the pool.
+        images: patterns of images that the slots' base stands in for.
+        policy: what becomes of sizes that don't fit.
+    """
+    sizes = _Sizes(room, policy)
+    limits = sizes.limits(task, "environment")
+    refused, clamped, notes = sizes.refused, sizes.clamped, list[str]()
+    verifier = _largest([sizes.limits(machine, "verifier.environment") for machine in task.verifiers])
+    for one in (task, *task.verifiers):
+        image = one.image
+        if image is not None and any(fnmatch.fnmatch(image, pattern) for pattern in images):
+            table = "" if one is task else "verifier."
+            field = f"{table}environment.docker_image" if one.config.environment.docker_image else f"{table}FROM"
+            notes.append(f"{field}: the slots' base stands in for {image}")
+    if servers := task.config.environment.mcp_servers:
+        names = ", ".join(server.name for server in servers)
+        notes.append(f"environment.mcp_servers: the prompt names {names}; nothing starts or connects to them")
+    for one in task.steps or (task,):
+        _network(one, room, refused, notes)
+    return TaskFit(
+        tuple(dict.fromkeys(refused)), tuple(dict.fromkeys(clamped)), tuple(dict.fromkeys(notes)), limits, verifier
+    )
+
+
+def _largest(wishes: Sequence[LeaseLimits | None]) -> LeaseLimits | None:
+    """What has room for each of them."""
+    found = [one for one in wishes if one is not None]
+    if not found:
+        return None
+    return LeaseLimits(
+        memory_mib=max(one.memory_mib or 0 for one in found) or None,
+        disk_mib=max(one.disk_mib or 0 for one in found) or None,
+        cpu_quota=max(one.cpu_quota or 0 for one in found) or None,
+    )
+
+
+@dataclass
+class _Sizes:
+    """Memory, files and cores of one task, and what became of its wishes."""
+
+    room: Room
+    policy: Policy
+    refused: list[str] = field(default_factory=list[str])
+    clamped: list[str] = field(default_factory=list[str])
+
+    def limits(self, task: Task, table: str) -> LeaseLimits | None:
+        """What a lease for the task asks for; None: a plain slot. `table`: where task.toml says so."""
+        wants, old, room = task.config.environment, task.config.old, self.room
+        memory, storage = wants.memory_mb or 0, wants.storage_mb or 0
+        written_out = old and memory == OLD_MEMORY_MB  # by the schema, and no wish of the author's
+        if memory > room.most:
+            text = f"{table}.memory_mb: {memory} wanted, slots have at most {room.most}"
+            self._lower(text, f"raise slot_memory_mib or slots_per_container for {memory}", old=written_out)
+            memory = room.memory_mib if written_out else room.most
+        own = 0 if written_out else memory
+        files = self._files(storage, own, table, old=old and storage == OLD_STORAGE_MB)
+        memory = max(memory, own + files if room.volume == "memory" else 0)
+        found = LeaseLimits(
+            memory_mib=memory if memory > room.memory_mib else None,
+            disk_mib=files if files > room.disk_mib else None,
+            cpu_quota=wants.cpus if wants.cpus is not None and wants.cpus > (room.cpus or 1) else None,
+        )
+        return None if found == LeaseLimits() else found
+
+    def _files(self, storage: int, own: int, table: str, *, old: bool) -> int:
+        """Room for files beside what programs have of their own; files on disk need no memory."""
+        room = self.room
+        if storage > room.disk_mib and (room.volume == "disk" or old):  # a default is no reason for a larger lease
+            text = f"{table}.storage_mb: {storage} wanted, slots have {room.disk_mib}"
+            self._lower(text, f"raise slot_disk_mib to {storage}", old=old)
+            return 0
+        if room.volume == "memory" and own + storage > room.most:
+            text = (
+                f"{table}.storage_mb: {storage} of files in memory beside {own} for programs wanted, slots have at "
+                f"most {room.most} for both"
+            )
+            cure = f"raise slot_memory_mib or slots_per_container for {own + storage}, or keep slots' files on disk"
+            self._lower(text, cure, old=old)
+            return 0
+        return storage
+
+    def _lower(self, text: str, cure: str, *, old: bool) -> None:
+        if self.policy == "clamp" or (self.policy == "old" and old):
+            self.clamped.append(text)
+        else:
+            self.refused.append(f"{text}; {cure}")
+
+
+def _network(task: Task, room: Room, refused: list[str], notes: list[str]) -> None:
+    """What the phases ask for; the pool's own list bounds them all."""
+    pool = egress_policy.Policy.of_slots(room.egress)
+    for table, hosts in (("agent", task.agent_hosts), ("verifier", task.verifier_hosts)):
+        if not room.network:
+            if hosts != ():
+                notes.append(f"{table}.network_mode: slots have no network")
+            continue
+        for host in hosts or ():
+            try:
+                rule = parse(host, field=f"{table}.allowed_hosts")
+            except ConfigError as error:
+                refused.append(str(error))
+                continue
+            if not _reached(rule, pool):
+                notes.append(f"{table}.allowed_hosts: {host} is not reached; the pool's egress_allow leaves it out")
+
+
+def _reached(rule: Rule, pool: egress_policy.Policy) -> bool:
+    """Whether the pool's list has some of what a rule is about."""
+    host = str(rule.network.network_address) if rule.network is not None else rule.host.replace("*", "any")
+    for port in rule.ports or WEB_PORTS:
+        try:
+            pool.judge_name(host, port)
+        except EgressRefused:
+            continue
+        return True
+    return False

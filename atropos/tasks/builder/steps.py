@@ -1,0 +1,188 @@
+"""Carrying out one step of a recipe in a slot. No program of the slot is needed but by RUN itself."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import io
+import posixpath
+import tarfile
+import zlib
+from collections.abc import Iterator
+from dataclasses import replace
+from urllib.parse import urlsplit
+
+from atropos import wire
+from atropos.slots import Slot
+from atropos.slots.slot.results import ExecResult
+from atropos.tasks.builder.accounts import account_of, owner_ids
+from atropos.tasks.builder.archive import unpack_steps
+from atropos.tasks.builder.transfer import (
+    PackedFiles,
+    TarPiece,
+    command_failure,
+    is_folder,
+    is_missing,
+    make_folder,
+    unpack_archive,
+    untar,
+)
+from atropos.tasks.errors import TaskBroken
+from atropos.tasks.format.context import Context
+from atropos.tasks.format.recipe import Copy, Download, Folder, Run
+
+_FETCHED = "/tmp/fetched"
+_FETCH = f"""import os, shutil, urllib.request
+with urllib.request.urlopen(os.environ["ADDRESS"]) as answer, open({_FETCHED!r}, "wb") as file:
+    shutil.copyfileobj(answer, file)
+"""
+
+
+async def run(slot: Slot, step: Run, timeout_s: float) -> None:
+    """A command line.
+
+    Raises:
+        TaskBroken: it failed; with the last lines that it printed.
+    """
+    for folder in step.emptied:
+        if not await is_folder(slot, folder) and await is_missing(slot, folder):
+            await make_folder(slot, folder)
+    settings = step.settings
+    user = settings.user
+    if user is None:
+        user = "0" if slot.image is not None and slot.image.user else None
+    await make_folder(slot, settings.workdir)
+    operation = wire.Exec(
+        command=step.command, workdir=settings.workdir, env=dict(settings.env), user=user, timeout_s=timeout_s
+    )
+    done = await slot.run(operation)
+    if isinstance(done, wire.OpError):
+        raise TaskBroken(f"`{step.command:.200}`: {done.message}")
+    result = ExecResult.of(done)
+    if result.exit_code != 0:
+        raise command_failure(f"`{step.command:.200}`", result, late="took longer than environment.build_timeout_sec")
+    for folder in step.emptied:
+        await _empty(slot, folder)
+
+
+async def _empty(slot: Slot, path: str) -> None:
+    script = 'if [ -d "$P" ]; then rm -rf "$P"/* "$P"/.[!.]* "$P"/..?*; else rm -f "$P"; fi'
+    result = await slot.exec(script, workdir="/", env={"P": path}, user="0", timeout_s=60)
+    if result.exit_code != 0:
+        raise command_failure(f"emptying {path}", result)
+
+
+async def copy(slot: Slot, step: Copy, context: Context) -> None:
+    """COPY from the build context.
+
+    Raises:
+        ConfigError: a file can't be packed.
+        OSError: the slot can't take it.
+        TaskBroken: there is no such owner.
+    """
+    into = not step.target.endswith("/") and await is_folder(slot, step.target)
+    owner = await owner_ids(slot, step.owner)
+
+    def packed() -> Iterator[tuple[str, list[str], bytes]]:
+        return unpack_steps(context, step, into_folder=into, owner=owner)
+
+    if step.target.endswith("/"):
+        await make_folder(slot, step.target.rstrip("/") or "/", owner)
+    archives, empty = packed(), True
+    while (piece := await asyncio.to_thread(next, archives, None)) is not None:
+        where, _, archive = piece
+        await make_folder(slot, where, owner)
+        await untar(slot, where, archive, owners=True)
+        empty = False
+    if empty:  # an empty folder's content: the folder is made
+        await make_folder(slot, step.target.rstrip("/") or "/", owner)
+
+
+async def unpack(slot: Slot, step: Copy, context: Context) -> None:
+    """ADD of archives in the build context, which are read here: no program of the slot is needed.
+
+    Raises:
+        ConfigError: there is no such file.
+        OSError: the slot can't take it.
+        TaskBroken: there is no such owner, or it can't be read.
+    """
+    owner = None if step.owner is None else await owner_ids(slot, step.owner)
+    where = step.target.rstrip("/") or "/"
+    await make_folder(slot, where, owner or (0, 0))
+    for source in step.sources:
+        for path in context.sources(source):
+            try:
+                with path.open("rb") as archive:
+                    await unpack_archive(slot, where, archive, mode=step.mode, owner=owner)
+            except (tarfile.TarError, EOFError, zlib.error) as error:
+                raise TaskBroken(f"ADD {source}: {error}") from None
+
+
+async def give(slot: Slot, step: Copy, taken: PackedFiles) -> None:
+    """Put what was taken where a COPY wants it.
+
+    Raises:
+        OSError: the slot can't take it.
+        TaskBroken: there is no such owner.
+    """
+    owner = None if step.owner is None else await owner_ids(slot, step.owner)
+    for name, archive in taken.sources:
+        with tarfile.open(fileobj=archive) as tar:
+            first = tar.next()
+            folder = first is not None and first.isdir()
+        archive.seek(0)
+        where, rename = step.target, name
+        if not folder and not step.target.endswith("/") and not await is_folder(slot, step.target):
+            where, rename = posixpath.dirname(step.target), posixpath.basename(step.target)
+        where = where.rstrip("/") or "/"
+        await make_folder(slot, where, owner or (0, 0))
+        await unpack_archive(slot, where, archive, name=rename if not folder else None, mode=step.mode, owner=owner)
+
+
+async def fetch(slot: Slot, step: Download, timeout_s: float) -> bytes:
+    """What is at an address, fetched in a slot of the pool's base by what egress allows.
+
+    Raises:
+        TaskBroken: it can't be fetched, or is another content than the checksum says.
+    """
+    result = await slot.exec(
+        'exec python3 -I -c "$SCRIPT"',
+        env={"SCRIPT": _FETCH, "ADDRESS": step.address},
+        workdir="/",
+        timeout_s=timeout_s,
+    )
+    if result.exit_code != 0:
+        lines = result.output.strip().splitlines()
+        raise command_failure(f"ADD {step.address}", replace(result, output=lines[-1] if lines else ""))
+    data = await slot.read_file(_FETCHED)
+    found = f"sha256:{hashlib.sha256(data).hexdigest()}"
+    if step.checksum is not None and found != step.checksum:
+        raise TaskBroken(f"ADD {step.address}: its checksum is {found}, not {step.checksum}")
+    return data
+
+
+async def add(slot: Slot, step: Download, data: bytes) -> None:
+    """Put what was fetched where ADD wants it.
+
+    Raises:
+        OSError: the slot can't take it.
+        TaskBroken: there is no such owner.
+    """
+    where, name = posixpath.dirname(step.target), posixpath.basename(step.target)
+    if await is_folder(slot, step.target):
+        where, name = step.target, posixpath.basename(urlsplit(step.address).path)
+    owner = await owner_ids(slot, step.owner)
+    info = tarfile.TarInfo(name)
+    info.size, info.mode = len(data), step.mode
+    info.uid, info.gid = owner
+    await make_folder(slot, where, owner)
+    piece = TarPiece()
+    piece.add(info, io.BytesIO(data))
+    await untar(slot, where, piece.close(), owners=True)
+
+
+async def make(slot: Slot, step: Folder) -> None:
+    """WORKDIR: a folder, made where it is missing."""
+    account = None if step.owner is None else await account_of(slot, step.owner)
+    owner = (0, 0) if account is None else (account.uid, account.gid)
+    await make_folder(slot, step.path, owner)

@@ -1,0 +1,1 @@
+"""What a task asks for, read from the files of its folder and checked."""

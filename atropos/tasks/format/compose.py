@@ -1,0 +1,205 @@
+"""A compose file with one service, as the few facts that a slot needs. Several services are refused by name."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, cast
+
+import yaml
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from atropos.errors import ConfigError
+from atropos.tasks.format.config import explained
+from atropos.tasks.format.recipe import Folder, Recipe, StepSettings
+
+COMPOSE_FILES = ("docker-compose.yaml", "docker-compose.yml", "compose.yaml", "compose.yml")
+_WITHOUT_EFFECT = {
+    *("build", "image", "environment", "working_dir", "user", "command", "entrypoint", "network_mode", "volumes"),
+    *(
+        "container_name",
+        "hostname",
+        "init",
+        "tty",
+        "stdin_open",
+        "restart",
+        "stop_grace_period",
+        "stop_signal",
+        "labels",
+    ),
+    *("expose", "ports", "platform", "pull_policy", "mem_limit", "memswap_limit", "cpus", "deploy", "logging"),
+}
+"""Keys that are read, and keys about a container's start or its name."""
+_OF_THE_BUILDER = {"cache_from", "cache_to", "labels", "no_cache", "platforms", "pull", "shm_size", "tags"}
+_VARIABLE = re.compile(r"\$\$|\$\{([A-Za-z_]\w*)(?::?-([^}]*))?[^}]*\}|\$([A-Za-z_]\w*)")
+_LOGS = re.compile(r"LOGS|_PATH\}|/logs\b")
+
+
+class _Build(BaseModel):
+    """`build`, where it says more than a folder."""
+
+    model_config = ConfigDict(frozen=True, extra="allow")
+
+    context: str = "."
+    dockerfile: str = "Dockerfile"
+
+
+class _ServiceTable(BaseModel):
+    """A service as it stands in the file: the keys that are read."""
+
+    model_config = ConfigDict(frozen=True, extra="allow")
+
+    build: _Build | str | None = None
+    image: str | None = None
+    environment: dict[str, str | int | float | bool | None] | list[str] | None = None
+    working_dir: str | None = None
+    user: str | int | None = None
+    network_mode: str | None = None
+    volumes: list[str | dict[str, Any]] | None = None
+    mem_limit: str | int | None = None
+    cpus: str | float | None = None
+    deploy: dict[str, Any] | None = None
+
+
+@dataclass(frozen=True)
+class Service:
+    """The one service.
+
+    Attributes:
+        dockerfile: None: it names an image.
+        offline: its network is none.
+        memory_mib: what its programs may take; None: it doesn't say.
+    """
+
+    context: Path
+    dockerfile: Path | None
+    image: str | None
+    env: Mapping[str, str] = field(default_factory=dict[str, str])
+    workdir: str | None = None
+    user: str | None = None
+    offline: bool = False
+    memory_mib: int | None = None
+    cpus: float | None = None
+
+    def applied(self, recipe: Recipe) -> Recipe:
+        """The recipe with what the service says over it."""
+        before = recipe.settings
+        settings = StepSettings(self.workdir or before.workdir, {**before.env, **self.env}, self.user or before.user)
+        steps = (*recipe.steps, Folder(settings.workdir, settings.user)) if self.workdir else recipe.steps
+        return replace(recipe, settings=settings, steps=steps)
+
+
+def read_compose(path: Path, *, context: Path) -> Service:
+    """Read a compose file.
+
+    Raises:
+        ConfigError: it can't be read, has several services, or asks for what no slot has.
+    """
+    try:
+        raw: Any = yaml.safe_load(path.read_text(encoding="utf-8-sig"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(f"{path}: can't be read: {error}".replace("\n", " ")) from None
+    services: Any = raw.get("services") if isinstance(raw, dict) else None
+    if not isinstance(services, dict) or not services:
+        raise ConfigError(f"{path}: has no services; name one, `main`")
+    if len(services) > 1:
+        names = ", ".join(sorted(map(str, services)))
+        raise ConfigError(
+            f"{path}: several services ({names}) can't be honoured: a task is one slot, and slots have no network in common "
+            "on which services would find each other by name; start them all in one image, or leave the task out"
+        )
+    [(name, given)] = services.items()
+    where = f"{path}: services.{name}"
+    service = _service(given, where)
+    for volume in service.volumes or ():
+        if not _LOGS.search(str(volume)):
+            raise ConfigError(
+                f"{where}.volumes: {volume}: a slot has no volumes but its logs; use COPY in the Dockerfile"
+            )
+    mode = service.network_mode or "bridge"
+    if mode not in {"bridge", "none", "default"}:
+        raise ConfigError(f"{where}.network_mode: {mode!r} can't be honoured in a slot; use none or leave it out")
+    build, folder, file = service.build, context, None
+    if build is not None:
+        build = _Build(context=build) if isinstance(build, str) else build
+        folder = context if build.context.startswith("$") else (path.parent / build.context).resolve()
+        file = folder / build.dockerfile
+        if folder != context.resolve() and folder != context:
+            raise ConfigError(f"{where}.build.context: {build.context} is not the Dockerfile's own folder; use .")
+    image = None if build is not None else service.image
+    limits = _limits(service.deploy)
+    memory = _number(service.mem_limit or limits.get("memory"), f"{where}.mem_limit")
+    return Service(
+        context=folder,
+        dockerfile=file,
+        image=None if image is None or image.startswith("$") else image,
+        env=_environment(service.environment, where),
+        workdir=service.working_dir,
+        user=None if service.user is None else str(service.user),
+        offline=mode == "none",
+        memory_mib=None if memory is None else max(1, int(memory) >> 20),
+        cpus=_number(service.cpus or limits.get("cpus"), f"{where}.cpus"),
+    )
+
+
+def _service(given: object, where: str) -> _ServiceTable:
+    try:
+        service = _ServiceTable.model_validate(given or {})
+    except ValidationError as error:
+        raise ConfigError(explained(where, error, loc=1)) from None
+    build = service.build.model_extra if isinstance(service.build, _Build) else None
+    unknown = [key for key in service.model_extra or {} if key not in _WITHOUT_EFFECT]
+    unknown += [f"build.{key}" for key, value in (build or {}).items() if value and key not in _OF_THE_BUILDER]
+    if unknown:
+        raise ConfigError(f"{where}.{unknown[0]}: can't be honoured in a slot; remove it")
+    return service
+
+
+def _limits(deploy: Any) -> dict[str, Any]:
+    """`deploy.resources.limits`; empty where there are none."""
+    found = deploy
+    for key in ("resources", "limits"):
+        found = cast("dict[str, Any]", found).get(key) if isinstance(found, dict) else None
+    return cast("dict[str, Any]", found) if isinstance(found, dict) else {}
+
+
+def _number(value: object, where: str) -> float | None:
+    """A number, or a size in bytes; None where the harness is to fill it in."""
+    if value is None or str(value).startswith("$"):
+        return None
+    match = re.fullmatch(r"(\d*\.?\d+)\s*([bkmgt]?)i?b?", str(value).strip(), re.IGNORECASE)
+    if match is None or float(match[1]) <= 0:
+        raise ConfigError(f"{where}: {value!r:.50} is no size; write one like 2 or 512m")
+    return float(match[1]) * (1 << 10 * "bkmgt".find(match[2].lower()) if match[2] else 1)
+
+
+def _environment(value: Mapping[str, object] | Sequence[str] | None, where: str) -> dict[str, str]:
+    """Variables of the service; those that the harness itself fills in are left to it."""
+    pairs: list[tuple[str, object]]
+    if isinstance(value, Mapping):
+        pairs = list(value.items())
+    else:
+        pairs = [(name, text if equals else None) for name, equals, text in (one.partition("=") for one in value or ())]
+    found: dict[str, str] = {}
+    for name, content in pairs:
+        if content is None:
+            raise ConfigError(f"{where}.environment.{name}: takes the value of this machine; write the value")
+        text = str(content).lower() if isinstance(content, bool) else str(content)
+        if not text.startswith("${T_BENCH_"):
+            found[name] = _filled(text, f"{where}.environment.{name}")
+    return found
+
+
+def _filled(text: str, where: str) -> str:
+    """A value with `${NAME:-default}` replaced by the default: nothing of this machine comes into a task."""
+
+    def one(match: re.Match[str]) -> str:
+        if match[0] == "$$":
+            return "$"
+        if match[2] is None:
+            raise ConfigError(f"{where}: {match[0]} is not given to tasks; write the value, or a default")
+        return match[2]
+
+    return _VARIABLE.sub(one, text)

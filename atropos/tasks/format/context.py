@@ -1,0 +1,92 @@
+"""A build context: the files of a folder that a Dockerfile may copy."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from e2b_dockerfile_utils import PatternMatcher
+
+from atropos.errors import ConfigError
+
+_NEVER = ("__pycache__", ".DS_Store")
+"""Names that tools of the author's machine leave behind."""
+
+
+@dataclass(frozen=True)
+class Context:
+    """A build context: a folder, and the patterns of what in it can't be copied."""
+
+    folder: Path
+    ignored: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, folder: Path) -> Context:
+        """The context with its ignore file.
+
+        Raises:
+            ConfigError: a pattern that can't be read.
+        """
+        for name in ("Dockerfile.dockerignore", ".dockerignore"):
+            if (folder / name).is_file():
+                lines = (folder / name).read_text(encoding="utf-8", errors="replace").splitlines()
+                patterns = tuple(line.strip() for line in lines if line.strip() and not line.startswith("#"))
+                try:
+                    PatternMatcher(list(patterns))
+                except ValueError as error:
+                    raise ConfigError(f"{folder / name}: {error}") from None
+                return cls(folder, patterns)
+        return cls(folder)
+
+    def sources(self, pattern: str, exclude: Sequence[str] = ()) -> list[Path]:
+        """The files or folders that a COPY source names.
+
+        Raises:
+            ConfigError: there is none.
+        """
+        pattern = pattern.removeprefix("./").rstrip("/")
+        if pattern in {"", "."}:
+            return [self.folder]
+        plain = self.folder / pattern
+        found = [plain] if os.path.lexists(plain) else sorted(self.folder.glob(pattern))
+        kept = self._kept(exclude)
+        found = [path for path in found if path.is_dir() or kept(path.relative_to(self.folder).as_posix())]
+        if not found:
+            why = "is left out by .dockerignore" if os.path.lexists(plain) else "is missing"
+            raise ConfigError(f"{plain}: {why}, and a COPY needs it")
+        return found
+
+    def followed(self, path: Path) -> Path:
+        """Where a COPY source leads that is a link: as Docker has it, what the link names is copied.
+
+        Raises:
+            ConfigError: it leads to nothing, or out of the context.
+        """
+        if not path.is_symlink():
+            return path
+        found, top = path.resolve(), self.folder.resolve()
+        if not found.exists() or not found.is_relative_to(top):
+            raise ConfigError(f"{path}: a link to {os.readlink(path)}, which is not in the build context")
+        return self.folder / found.relative_to(top)
+
+    def below(self, folder: Path, exclude: Sequence[str] = ()) -> Iterator[tuple[str, Path]]:
+        """(name from there, path) of all in a folder that isn't ignored."""
+        kept = self._kept(exclude)
+        for name, path in walk(folder):
+            if kept(path.relative_to(self.folder).as_posix()):
+                yield name, path
+
+    def _kept(self, exclude: Sequence[str]) -> Callable[[str], bool]:
+        matcher = PatternMatcher([*self.ignored, *exclude])
+        return lambda name: not matcher.matches(name)
+
+
+def walk(folder: Path) -> Iterator[tuple[str, Path]]:
+    """(name from there, path) of all below a folder, folders before what is in them."""
+    for root, folders, files in os.walk(folder):
+        folders[:] = sorted(name for name in folders if name not in _NEVER)
+        for name in sorted([*folders, *(file for file in files if file not in _NEVER)]):
+            path = Path(root, name)
+            yield path.relative_to(folder).as_posix(), path

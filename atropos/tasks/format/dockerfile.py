@@ -1,0 +1,418 @@
+"""A Dockerfile as a recipe for a slot. What can't be honoured is refused with file, line and cure.
+
+Words, flags and here-documents are read by e2b-dockerfile-utils, a port of BuildKit's parser; the meaning is given
+here, as in the Dockerfile reference.
+"""
+
+from __future__ import annotations
+
+import posixpath
+import re
+import shlex
+import tarfile
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from e2b_dockerfile_utils import (
+    DockerfileAst,
+    DockerfileHeredoc,
+    DockerfileInstruction,
+    DockerfileSyntaxError,
+    ShellLex,
+    chomp_heredoc_content,
+    parse_dockerfile_ast,
+    parse_heredoc,
+)
+
+from atropos.errors import ConfigError
+from atropos.tasks.format.recipe import PATH, Copy, Download, Facts, Folder, Recipe, Run, Stage, Step, StepSettings
+
+_PLATFORM = {
+    f"{side}{key}": value
+    for side in ("TARGET", "BUILD")
+    for key, value in {"PLATFORM": "linux/amd64", "OS": "linux", "ARCH": "amd64", "VARIANT": ""}.items()
+}
+_SHELL = ("/bin/sh", "-c")
+_SYMBOLIC = re.compile(r"[ugoa]*([-+=][rwxXst]*)+(,[ugoa]*([-+=][rwxXst]*)+)*")
+
+
+def parse(path: Path, images: Mapping[str, StepSettings] | None = None) -> Recipe:
+    """Read a Dockerfile.
+
+    Args:
+        path: the file.
+        images: what the images of its FROMs set, by name, where that is known.
+
+    Raises:
+        ConfigError: an instruction that a slot can't honour, or one that can't be read; names file and line.
+    """
+    try:
+        ast = parse_dockerfile_ast(path.read_text(encoding="utf-8-sig"))
+    except DockerfileSyntaxError as error:
+        message = str(error).partition(": ")[2]
+        raise ConfigError(f"{path}:{error.line or 1}: {message}; see the Dockerfile reference") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: can't be read: {error}") from None
+    return _Reader(path, ast, images or {}).read()
+
+
+@dataclass
+class _Building:
+    """A stage while its instructions are read."""
+
+    index: int
+    image: str
+    settings: StepSettings
+    name: str = ""
+    steps: list[Step] = field(default_factory=list[Step])
+    arguments: dict[str, str] = field(default_factory=dict[str, str])
+    shell: tuple[str, ...] = _SHELL
+    facts: Facts = field(default_factory=Facts)
+
+    def done(self) -> Stage:
+        return Stage(self.index, self.image, tuple(self.steps), self.settings, self.facts)
+
+
+class _Reader:
+    """Reads one Dockerfile, instruction by instruction."""
+
+    def __init__(self, path: Path, ast: DockerfileAst, images: Mapping[str, StepSettings]) -> None:
+        self.path, self.ast, self.images = path, ast, images
+        self.copied: dict[int, str] = {}
+        """Images that files are copied from, by the negative number that stands for a stage's."""
+        self.globals: dict[str, str] = dict(_PLATFORM)
+        self.stages: list[_Building] = []
+        self.where = str(path)
+
+    def read(self) -> Recipe:
+        for instruction in self.ast.instructions:
+            self.where = f"{self.path}:{instruction.start_line}: {instruction.name}"
+            if instruction.name == "FROM":
+                self._from(instruction)
+            elif not self.stages:
+                if instruction.name != "ARG":
+                    raise self._refusal("stands before the first FROM; move it below")
+                self._arg(instruction, None)
+            else:
+                getattr(self, f"_{instruction.name.lower()}")(instruction, self.stages[-1])
+        if not self.stages:
+            raise ConfigError(f"{self.path}: no FROM; begin with one, or replace the Dockerfile by setup.sh")
+        last = self.stages[-1].done()
+        return Recipe(last.image, last.settings, last.steps, self._needed(last), last.facts)
+
+    def _needed(self, last: Stage) -> tuple[Stage, ...]:
+        """The stages that `last` copies from, and those that they copy from."""
+        found: dict[int, Stage] = {}
+        waiting = [last]
+        while waiting:
+            for step in waiting.pop().steps:
+                if isinstance(step, Copy) and step.stage is not None and step.stage not in found:
+                    image = self.copied.get(step.stage)
+                    whole = (
+                        self.stages[step.stage].done()
+                        if image is None
+                        else Stage(step.stage, image, (), StepSettings())
+                    )
+                    found[step.stage] = whole
+                    waiting.append(whole)
+        return tuple(found[index] for index in sorted(found))
+
+    # ------------------------------------------------------------------------------------------------------ words
+
+    def _refusal(self, what: str) -> ConfigError:
+        return ConfigError(f"{self.where} {what}".replace("\n", " "))
+
+    def _word(self, word: str, stage: _Building | None = None) -> str:
+        """A word with its variables replaced and its quotes removed."""
+        known = self.globals if stage is None else {"PATH": PATH, **stage.arguments, **stage.settings.env}
+        try:
+            return ShellLex(self.ast.escape_token, env=known, skip_unset_env=False).process_word(word)
+        except ValueError as error:
+            raise self._refusal(f"{word}: {error}") from None
+
+    def _flags(self, instruction: DockerfileInstruction, known: dict[str, str]) -> dict[str, list[str]]:
+        """Flags by name. `known`: the cure for each flag that can't be honoured; the empty text: it can."""
+        found: dict[str, list[str]] = {}
+        for flag in instruction.flags:
+            name, _, value = flag.removeprefix("--").partition("=")
+            if name not in known:
+                raise self._refusal(f"--{name} is not a flag of this instruction that a slot knows; remove it")
+            if known[name]:
+                raise self._refusal(f"--{name} can't be honoured in a slot: {known[name]}")
+            found.setdefault(name, []).append(value)
+        return found
+
+    # ----------------------------------------------------------------------------------------------- instructions
+
+    def _from(self, instruction: DockerfileInstruction) -> None:
+        flags = self._flags(instruction, {"platform": ""})
+        platform = self._word(flags["platform"][-1]) if "platform" in flags else "linux/amd64"
+        if platform not in {"linux/amd64", ""}:
+            raise self._refusal(f"--platform={platform}: slots are linux/amd64; remove the flag")
+        words = [self._word(word) for word in instruction.args]
+        if len(words) not in {1, 3} or (len(words) == 3 and words[1].upper() != "AS") or not words[0]:
+            raise self._refusal(f"{' '.join(words)}: write FROM IMAGE or FROM IMAGE AS NAME")
+        name = words[2].lower() if len(words) == 3 else ""
+        index = len(self.stages)
+        parent = self._stage(words[0])
+        if parent is None:
+            self.stages.append(_Building(index, words[0], self.images.get(words[0], StepSettings()), name))
+        else:
+            self.stages.append(
+                replace(parent, index=index, name=name, steps=list(parent.steps), arguments=dict(parent.arguments))
+            )
+
+    def _stage(self, name: str) -> _Building | None:
+        return next((stage for stage in reversed(self.stages) if stage.name and stage.name == name.lower()), None)
+
+    def _arg(self, instruction: DockerfileInstruction, stage: _Building | None) -> None:
+        into = self.globals if stage is None else stage.arguments
+        for word in instruction.args:
+            name, equals, value = word.partition("=")
+            if equals:
+                into[name] = self._word(value, stage)
+            elif name in self.globals:
+                into[name] = self.globals[name]
+
+    def _env(self, instruction: DockerfileInstruction, stage: _Building) -> None:
+        pairs = zip(instruction.args[::3], instruction.args[1::3], strict=True)
+        added = {self._word(name, stage): self._word(value, stage) for name, value in pairs}
+        stage.settings = replace(stage.settings, env={**stage.settings.env, **added})
+
+    def _workdir(self, instruction: DockerfileInstruction, stage: _Building) -> None:
+        wanted = self._word(self._one(instruction), stage)
+        path = posixpath.normpath(posixpath.join(stage.settings.workdir, wanted))
+        stage.settings = replace(stage.settings, workdir=path)
+        stage.steps.append(Folder(path, stage.settings.user))
+
+    def _user(self, instruction: DockerfileInstruction, stage: _Building) -> None:
+        user = self._word(self._one(instruction), stage)
+        stage.settings = replace(stage.settings, user=None if user in {"root", "0", "root:root", "0:0"} else user)
+
+    def _one(self, instruction: DockerfileInstruction) -> str:
+        if len(instruction.args) != 1:
+            raise self._refusal("needs exactly one value")
+        return instruction.args[0]
+
+    def _shell(self, instruction: DockerfileInstruction, stage: _Building) -> None:
+        if not instruction.json or not instruction.args:
+            raise self._refusal('needs the JSON form: SHELL ["/bin/bash", "-c"]')
+        stage.shell = tuple(instruction.args)
+
+    def _run(self, instruction: DockerfileInstruction, stage: _Building) -> None:
+        flags = self._flags(instruction, {"mount": "", "network": "", "security": "slots have no privileged mode"})
+        if set(flags.get("network", ())) - {"default"}:
+            raise self._refusal("--network can't be honoured in a slot: remove it")
+        settings = replace(stage.settings, env={**stage.arguments, **stage.settings.env})
+        emptied: list[str] = []
+        for text in flags.get("mount", ()):
+            emptied += self._mount(text, stage)
+        if instruction.json:
+            command = f"exec {shlex.join(instruction.args)}"
+        else:
+            command = shlex.join((*stage.shell, self._script(instruction)))
+        stage.steps.append(Run(command, settings, tuple(emptied)))
+
+    def _script(self, instruction: DockerfileInstruction) -> str:
+        """The shell form's text, its here-documents included."""
+        text = instruction.args[0] if instruction.args else ""
+        if not text:
+            raise self._refusal("needs a command")
+        documents = instruction.heredocs
+        if len(documents) == 1 and parse_heredoc(text) is not None:
+            return _content(documents[0])
+        return "\n".join([text, *(f"{one.content}{one.name}" for one in documents)])
+
+    def _mount(self, text: str, stage: _Building) -> list[str]:
+        """Folders that are empty again after the command; what a bind mount shows is copied in for its time."""
+        options: dict[str, str] = {}
+        for part in text.split(","):
+            key, _, value = part.partition("=")
+            options[key.strip()] = self._word(value, stage)
+        kind = options.get("type", "bind")
+        target = options.get("target") or options.get("dst") or options.get("destination")
+        if kind in {"secret", "ssh"} or target is None:
+            raise self._refusal(f"--mount={text} can't be honoured in a slot: use COPY, or type=cache, tmpfs or bind")
+        target = posixpath.normpath(posixpath.join(stage.settings.workdir, target))
+        if kind == "bind":
+            source = (options.get("source") or options.get("src") or ".").lstrip("/") or "."
+            single = (self.path.parent / source).is_file() and "from" not in options
+            stage.steps.append(
+                Copy((source,), target if single else f"{target}/", stage=self._from_stage(options.get("from")))
+            )
+        return [target]
+
+    def _copy(self, instruction: DockerfileInstruction, stage: _Building) -> None:
+        flags = self._flags(
+            instruction,
+            {
+                **dict.fromkeys(("from", "chown", "chmod", "link", "exclude"), ""),
+                "parents": "name each folder in its own COPY",
+            },
+        )
+        source = self._word(flags["from"][-1], stage) if "from" in flags else None
+        stage.steps.append(self._copied(instruction, stage, flags, self._from_stage(source)))
+
+    def _from_stage(self, name: str | None) -> int | None:
+        if name is None:
+            return None
+        found = self._stage(name)
+        index = found.index if found is not None else int(name) if name.isdecimal() else None
+        if index is None:
+            numbers = {image: number for number, image in self.copied.items()}
+            index = numbers.get(name, -1 - len(numbers))
+            self.copied[index] = name
+        elif index >= len(self.stages) - 1:
+            raise self._refusal(f"--from={name}: is no earlier stage; copy from one above")
+        return index
+
+    def _copied(
+        self, instruction: DockerfileInstruction, stage: _Building, flags: dict[str, list[str]], source: int | None
+    ) -> Copy:
+        words = [self._word(word, stage) for word in instruction.args]
+        if len(words) < 2:
+            raise self._refusal(f"{' '.join(words)}: a source and a target are needed")
+        mode = self._mode(flags, stage)
+        owner = self._word(flags["chown"][-1], stage) if "chown" in flags else None
+        documents = {f"<<{one.name}": one for one in instruction.heredocs}
+        files: list[tuple[str, str]] = []
+        sources: list[str] = []
+        for raw, word in zip(instruction.args[:-1], words[:-1], strict=True):
+            document = documents.get("<<" + raw.lstrip("<-").strip("'\"")) if raw.startswith("<<") else None
+            if document is not None:
+                files.append((document.name, self._filled(document, stage)))
+                continue
+            sources.append(word.lstrip("/") or ".")
+            if ".." in word.split("/"):
+                raise self._refusal(f"{word} leads out of environment/; keep the build context's files there")
+        wanted = words[-1]
+        target = posixpath.normpath(posixpath.join(stage.settings.workdir, wanted))
+        if wanted.endswith(("/", "/.")) or wanted == "." or len(words) > 2:
+            target = target.rstrip("/") + "/"
+        return Copy(
+            tuple(sources),
+            target,
+            mode,
+            owner=owner,
+            stage=source,
+            files=tuple(files),
+            exclude=tuple(flags.get("exclude", ())),
+        )
+
+    def _mode(self, flags: dict[str, list[str]], stage: _Building) -> int | str | None:
+        """--chmod: a number, or words that chmod knows."""
+        if "chmod" not in flags:
+            return None
+        mode = self._word(flags["chmod"][-1], stage)
+        if re.fullmatch(r"[0-7]{3,5}", mode):
+            return int(mode, 8)
+        if not _SYMBOLIC.fullmatch(mode):
+            raise self._refusal(f"--chmod={mode}: is no mode; write one like 755 or u=rwX,go=rX")
+        return mode
+
+    def _filled(self, document: DockerfileHeredoc, stage: _Building) -> str:
+        if not document.expand:
+            return _content(document)
+        known = {"PATH": PATH, **stage.arguments, **stage.settings.env}
+        lex = ShellLex(
+            self.ast.escape_token,
+            raw_quotes=True,
+            raw_escapes=True,
+            skip_process_quotes=True,
+            env=known,
+            skip_unset_env=False,
+        )
+        return lex.process_word(_content(document))
+
+    def _add(self, instruction: DockerfileInstruction, stage: _Building) -> None:
+        known = dict.fromkeys(("chown", "chmod", "link", "exclude", "checksum"), "")
+        flags = self._flags(instruction, {**known, "keep-git-dir": "clone with RUN"})
+        sources = [self._word(word, stage) for word in instruction.args[:-1]]
+        if any(re.match(r"https?://", word) and not word.endswith(".git") for word in sources):
+            self._download(instruction, stage, flags, sources)
+            return
+        if any(re.match(r"[a-z][a-z0-9+.-]*://|git@", word) for word in sources):
+            raise self._refusal("of a repository can't be honoured in a slot: clone it with RUN")
+        if "checksum" in flags:
+            raise self._refusal("--checksum: only what is downloaded has one; remove it")
+        copy = self._copied(instruction, stage, flags, None)
+        archives = [name for name in copy.sources if _is_archive(self.path.parent / name)]
+        rest = tuple(name for name in copy.sources if name not in archives)
+        if archives:
+            stage.steps.append(replace(copy, sources=tuple(archives), files=(), unpack=True))
+        if rest or copy.files:
+            stage.steps.append(replace(copy, sources=rest))
+
+    def _download(
+        self, instruction: DockerfileInstruction, stage: _Building, flags: dict[str, list[str]], sources: list[str]
+    ) -> None:
+        if len(sources) != 1:
+            raise self._refusal("of several sources with an address among them: give each its own ADD")
+        address, target = sources[0], self._word(instruction.args[-1], stage)
+        name = posixpath.basename(urlsplit(address).path)
+        if target.endswith("/"):
+            if not name:
+                raise self._refusal(f"{address} ends in no name for the file; name it in the target")
+            target += name
+        checksum = self._word(flags["checksum"][-1], stage) if "checksum" in flags else None
+        if checksum is not None and not re.fullmatch(r"sha256:[0-9a-f]{64}", checksum):
+            raise self._refusal(f"--checksum={checksum}: write sha256: and 64 digits")
+        mode = self._mode(flags, stage)
+        if isinstance(mode, str):
+            raise self._refusal(f"--chmod={mode}: a download has no mode to change; write digits")
+        owner = self._word(flags["chown"][-1], stage) if "chown" in flags else None
+        path = posixpath.normpath(posixpath.join(stage.settings.workdir, target))
+        stage.steps.append(Download(address, path, checksum, 0o600 if mode is None else mode, owner))
+
+    # -------------------------------------------------------------------------------- facts of a container's start
+
+    def _cmd(self, instruction: DockerfileInstruction, stage: _Building) -> None:
+        stage.facts = replace(stage.facts, cmd=_command(instruction))
+
+    def _entrypoint(self, instruction: DockerfileInstruction, stage: _Building) -> None:
+        stage.facts = replace(stage.facts, entrypoint=_command(instruction))
+
+    def _healthcheck(self, instruction: DockerfileInstruction, stage: _Building) -> None:
+        command = instruction.args[1:] if instruction.args[:1] == ["CMD"] else []
+        stage.facts = replace(
+            stage.facts, healthcheck=(shlex.join(command) if instruction.json else " ".join(command)) or None
+        )
+
+    def _stopsignal(self, instruction: DockerfileInstruction, stage: _Building) -> None:
+        stage.facts = replace(stage.facts, stop_signal=self._word(self._one(instruction), stage))
+
+    def _expose(self, instruction: DockerfileInstruction, stage: _Building) -> None:
+        ports = tuple(self._word(word, stage) for word in instruction.args)
+        stage.facts = replace(stage.facts, exposed=stage.facts.exposed + ports)
+
+    def _volume(self, instruction: DockerfileInstruction, stage: _Building) -> None:
+        paths = tuple(self._word(word, stage) for word in instruction.args)
+        stage.facts = replace(stage.facts, volumes=stage.facts.volumes + paths)
+        stage.steps += [Folder(path) for path in paths]
+
+    def _label(self, instruction: DockerfileInstruction, stage: _Building) -> None:
+        pairs = zip(instruction.args[::3], instruction.args[1::3], strict=True)
+        labels = {self._word(name, stage): self._word(value, stage) for name, value in pairs}
+        stage.facts = replace(stage.facts, labels={**stage.facts.labels, **labels})
+
+    def _maintainer(self, instruction: DockerfileInstruction, stage: _Building) -> None:
+        labels = {**stage.facts.labels, "maintainer": self._one(instruction)}
+        stage.facts = replace(stage.facts, labels=labels)
+
+    def _onbuild(self, instruction: DockerfileInstruction, stage: _Building) -> None:
+        del instruction, stage
+        raise self._refusal("has no meaning without an image built from this one; write the instruction itself")
+
+
+def _content(document: DockerfileHeredoc) -> str:
+    return chomp_heredoc_content(document.content) if document.chomp else document.content
+
+
+def _command(instruction: DockerfileInstruction) -> str:
+    return shlex.join(instruction.args) if instruction.json else " ".join(instruction.args)
+
+
+def _is_archive(path: Path) -> bool:
+    return path.is_file() and tarfile.is_tarfile(path)

@@ -1,0 +1,86 @@
+"""The files of a task folder that people write: task.toml, the instruction and the tests' script."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from atropos.errors import ConfigError
+from atropos.tasks.format.config import TaskConfig, explained
+
+_CANARY = re.compile(r"(\s*(<!--[^\n]*canary[^\n]*-->|#[^\n]*canary[^\n]*)\s*(\n|$))+", re.IGNORECASE)
+"""Marks at the head of published instructions, which no model is shown."""
+
+
+def read_text(path: Path, cure: str) -> str:
+    """A text file.
+
+    Raises:
+        ConfigError: it is missing or can't be read.
+    """
+    try:
+        if path.exists() and not path.is_file():  # a fifo would be waited for
+            raise ConfigError(f"{path}: is not a file; {cure}")
+        return path.read_text(encoding="utf-8-sig")
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: is missing; {cure}") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: can't be read: {error}") from None
+
+
+def read_instruction(path: Path) -> str:
+    """The prompt.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    text = _CANARY.sub("", read_text(path, "say there what the agent is to do"), count=1).strip()
+    if not text:
+        raise ConfigError(f"{path}: is empty; say there what the agent is to do")
+    return text
+
+
+def check_script(path: Path) -> None:
+    """Refuse a verifier without a script.
+
+    Raises:
+        ConfigError: it is missing, empty, or can't be run.
+    """
+    if not read_text(path, "the verifier writes /logs/verifier/reward.txt").strip():
+        raise ConfigError(f"{path}: is empty; the verifier writes /logs/verifier/reward.txt")
+    check_line_ends(path)
+
+
+def check_line_ends(path: Path) -> None:
+    """Refuse a script whose first line names a program that ends in a carriage return.
+
+    Raises:
+        ConfigError: it does.
+    """
+    with path.open("rb") as file:
+        first = file.readline(256)
+    if first.startswith(b"#!") and first.endswith(b"\r\n"):
+        raise ConfigError(f"{path}: has CRLF line ends, so that its interpreter isn't found; convert them (dos2unix)")
+
+
+def read_config(path: Path) -> TaskConfig:
+    """task.toml.
+
+    Raises:
+        ConfigError: it can't be read, or holds what no slot can honour.
+    """
+    try:
+        raw = tomllib.loads(read_text(path, 'the smallest one is the line version = "1.0"'))
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{path}: is not TOML: {error}") from None
+    try:
+        config = TaskConfig.model_validate(raw)
+    except ValidationError as error:
+        raise ConfigError(explained(path, error)) from None
+    refused = next(config.refusals(), None)
+    if refused is not None:
+        raise ConfigError(f"{path}: {refused}")
+    return config

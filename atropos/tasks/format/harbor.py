@@ -1,0 +1,145 @@
+"""Task folders in Harbor's layout: task.toml, instruction.md, environment/, tests/ and, optionally, solution/."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+from atropos.errors import ConfigError
+from atropos.tasks.format import machines
+from atropos.tasks.format.config import AgentSection, EnvironmentSection, StepSection
+from atropos.tasks.format.files import check_script, read_config, read_instruction
+from atropos.tasks.format.task import VARIABLE, Build, Make, Task
+
+
+def load_harbor_task(root: Path, variables: Mapping[str, str], builder: Build | None = None) -> Task:
+    """One folder, checked.
+
+    Args:
+        root: the folder.
+        variables: what `${NAME}` in its files may stand for.
+        builder: the task's.
+
+    Raises:
+        ConfigError: names the file, the field and the cure.
+    """
+    config = read_config(root / "task.toml")
+    environment = root / "environment"
+    if not environment.is_dir() and config.environment.docker_image is None:
+        raise ConfigError(f"{environment}: is missing; put the workspace's files there (it may be empty)")
+    tests = root / "tests"
+    if not config.steps:
+        instruction = read_instruction(root / "instruction.md")
+    else:
+        instruction = "\n\n".join(read_instruction(root / "steps" / s.name / "instruction.md") for s in config.steps)
+    config = config.model_copy(update={"environment": machines.with_compose(environment, config.environment)})
+    make = partial(machines.workspace, environment, config.environment)
+    solution = root / "solution"
+    task = Task(
+        name=root.name,
+        path=root,
+        instruction=instruction,
+        config=config,
+        context=environment,
+        recipe=make({}, prebuilt=False),
+        tests=(tests,),
+        solution=solution if (solution / "solve.sh").is_file() else None,
+        warnings=tuple(f"{name} is not a field of the format; it is ignored" for name in config.unknown()),
+        variables=variables,
+        make=make,
+        builder=builder,
+    )
+    task = replace(task, verifier=_verifier(task, ((config.verifier.environment, tests),)))
+    if not config.steps and not _holds_tests(task):
+        check_script(tests / "test.sh")
+    _check_variables(task)
+    return replace(task, steps=tuple(_step(task, section) for section in config.steps))
+
+
+def _step(task: Task, section: StepSection) -> Task:
+    folder = task.path / "steps" / section.name
+    tests = tuple(path for path in (task.path / "tests", folder / "tests") if path.is_dir())
+    agent = task.config.agent.model_copy(update=section.agent.model_dump(exclude_unset=True))
+    solution = folder / "solution"
+    step = replace(
+        task,
+        name=f"{task.name}/{section.name}",
+        instruction=read_instruction(folder / "instruction.md"),
+        config=task.config.model_copy(update={"agent": agent, "verifier": task.config.verifier.of_step(section)}),
+        tests=tests,
+        solution=solution if (solution / "solve.sh").is_file() else None if solution.is_dir() else task.solution,
+        files=folder / "workdir" if (folder / "workdir").is_dir() else None,
+        step=section,
+    )
+    own = None if section.verifier is None else section.verifier.environment
+    shared = (task.config.verifier.environment, task.path / "tests")
+    step = replace(step, verifier=_verifier(step, ((own, folder / "tests"), shared)))
+    if not _holds_tests(step):
+        scripts = [path / "test.sh" for path in tests if (path / "test.sh").is_file()]
+        check_script(scripts[-1] if scripts else folder / "tests" / "test.sh")
+    return step
+
+
+def _holds_tests(task: Task) -> bool:
+    """Whether a separate verifier's own image has the tests in it."""
+    return task.verifier is not None and task.verifier.bundled
+
+
+def _verifier(task: Task, places: Sequence[tuple[EnvironmentSection | None, Path]]) -> Task | None:
+    """The machine of a separate verifier, as Harbor finds it: an image or a Dockerfile of its own, else the task's.
+
+    Args:
+        task: the task, or a step.
+        places: `[verifier.environment]` and the tests folder, a step's before the task's.
+    """
+    verifier = task.config.verifier
+    if verifier.environment_mode != "separate" and (verifier.environment_mode or verifier.environment is None):
+        return None
+    wants = verifier.environment
+    for table, folder in places:
+        if (table is not None and table.docker_image) or machines.is_machine(folder):
+            image = None if table is None else table.docker_image
+            config = (wants or task.config.environment).model_copy(update={"docker_image": image, "workdir": None})
+            config = machines.with_compose(folder, config)
+            return _machine_of(task, folder, config, partial(machines.machine, folder, config), bundled=True)
+    if wants is None:
+        return None
+    base = task.config.environment
+    update = {"docker_image": base.docker_image, "workdir": wants.workdir or base.workdir}
+    config = wants.model_copy(update=update)
+    return _machine_of(task, task.context, config, partial(machines.workspace, task.context, config), bundled=False)
+
+
+def _machine_of(task: Task, context: Path, wants: EnvironmentSection, make: Make, *, bundled: bool) -> Task:
+    refused = next(wants.refusals("verifier.environment"), None)
+    if refused is not None:
+        raise ConfigError(f"{task.path / 'task.toml'}: {refused}")
+    return replace(
+        task,
+        name=f"{task.name}/verifier",
+        config=task.config.model_copy(update={"environment": wants, "agent": AgentSection()}),
+        context=context,
+        recipe=make({}, prebuilt=False),
+        verifier=None,
+        bundled=bundled,
+        make=make,
+    )
+
+
+def _check_variables(task: Task) -> None:
+    tables = {
+        "environment.env": task.config.environment.env,
+        "verifier.env": task.config.verifier.env,
+        "solution.env": task.config.solution.env,
+        "verifier.environment.env": {} if task.verifier is None else task.verifier.config.environment.env,
+    }
+    for table, env in tables.items():
+        for name, value in env.items():
+            for match in VARIABLE.finditer(value):
+                if match[2] is None and match[1] not in task.variables:
+                    raise ConfigError(
+                        f"{task.path / 'task.toml'}: {table}.{name}: ${{{match[1]}}} is not given to tasks; "
+                        "list it in task_variables, or write a default"
+                    )

@@ -1,0 +1,103 @@
+"""What the folders of a Harbor task are made into: the workspace, and the machine of a separate verifier."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from atropos.tasks.format import dockerfile
+from atropos.tasks.format.compose import COMPOSE_FILES, read_compose
+from atropos.tasks.format.config import EnvironmentSection
+from atropos.tasks.format.recipe import DEFAULT_WORKDIR, Copy, Folder, Recipe, Run, Step, StepSettings
+
+SETUP = "setup.sh"
+Images = Mapping[str, StepSettings]
+"""What images set, by the name that a task gives them."""
+
+
+def is_machine(folder: Path) -> bool:
+    """Whether a folder says how to build an image."""
+    return any((folder / name).is_file() for name in ("Dockerfile", *COMPOSE_FILES))
+
+
+def with_compose(folder: Path, wants: EnvironmentSection) -> EnvironmentSection:
+    """`[environment]` with what a compose file in the folder adds to it: image, network, and sizes that it doesn't name.
+
+    Raises:
+        ConfigError: the file says what can't be honoured.
+    """
+    compose = _compose(folder)
+    if compose is None:
+        return wants
+    service = read_compose(compose, context=folder)
+    sizes = {"memory_mb": service.memory_mib, "cpus": service.cpus}
+    changes: dict[str, object] = {name: size for name, size in sizes.items() if getattr(wants, name) is None}
+    if service.offline:
+        changes["network_mode"] = "no-network"
+    if service.image is not None and wants.docker_image is None:
+        changes["docker_image"] = service.image
+    return wants.model_copy(update=changes)
+
+
+def machine(folder: Path, wants: EnvironmentSection, images: Images, *, prebuilt: bool) -> Recipe:
+    """What `docker_image`, a Dockerfile or a compose file says, and nothing of the folder's own files.
+
+    Args:
+        folder: the build context.
+        wants: `[environment]`, or `[verifier.environment]`.
+        images: what the images it names set, where that is known.
+        prebuilt: `docker_image` is used, and not the Dockerfile beside it.
+
+    Raises:
+        ConfigError: names the file, the line and the cure.
+    """
+    own, compose = folder / "Dockerfile", _compose(folder)
+    adjust: Callable[[Recipe], Recipe] = lambda recipe: recipe  # noqa: E731
+    if compose is not None:
+        service = read_compose(compose, context=folder)
+        own, adjust = service.dockerfile or own, service.applied
+    image = wants.docker_image if prebuilt else None
+    if own.is_file() and image is None:
+        recipe = adjust(dockerfile.parse(own, images))
+        if not wants.workdir:
+            return recipe
+        recipe = replace(recipe, settings=replace(recipe.settings, workdir=wants.workdir))
+    else:
+        start = StepSettings(DEFAULT_WORKDIR) if image is None else images.get(image, StepSettings())
+        recipe = adjust(Recipe(image, replace(start, workdir=wants.workdir or start.workdir), ()))
+    return replace(recipe, steps=(*recipe.steps, Folder(recipe.workdir, recipe.settings.user)))
+
+
+def workspace(environment: Path, wants: EnvironmentSection, images: Images, *, prebuilt: bool) -> Recipe:
+    """As `machine`, with the loose files of `environment/` where nothing is built, and its setup.sh.
+
+    Raises:
+        ConfigError: as `machine`.
+    """
+    recipe = machine(environment, wants, images, prebuilt=prebuilt)
+    script, own, compose = environment / SETUP, environment / "Dockerfile", _compose(environment)
+    if compose is not None:
+        own = read_compose(compose, context=environment).dockerfile or own
+    steps: list[Step] = list(recipe.steps)
+    image = wants.docker_image if prebuilt else None
+    if own.is_file() and image is None:
+        handled = SETUP in own.read_text(encoding="utf-8")
+    else:
+        handled = image is not None and (
+            own.is_file() or compose is not None
+        )  # the image was made with all that is here
+        left_out = {SETUP, *COMPOSE_FILES}
+        there = environment.iterdir() if environment.is_dir() else ()
+        files = sorted(path.name for path in there if path.name not in left_out)
+        if files and not handled:
+            steps.append(Copy(tuple(files), recipe.workdir.rstrip("/") + "/", whole=True))
+    if script.is_file() and not handled:
+        # The script itself is no part of the workspace.
+        run = Run("bash /tmp/.task-setup/setup.sh && rm -rf /tmp/.task-setup", replace(recipe.settings, user=None))
+        steps += [Copy((SETUP,), "/tmp/.task-setup/"), run]
+    return replace(recipe, steps=tuple(steps))
+
+
+def _compose(folder: Path) -> Path | None:
+    return next((folder / name for name in COMPOSE_FILES if (folder / name).exists()), None)

@@ -1,0 +1,171 @@
+"""A task: what a folder asks for, checked, whatever its layout."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, Protocol
+
+from atropos.errors import ConfigError
+from atropos.tasks.format import machines
+from atropos.tasks.format.config import AgentSection, Artifact, StepSection, TaskConfig, VerifierSection
+from atropos.tasks.format.recipe import Recipe, StepSettings
+from atropos.wire import ImageInfo, ImageState, LeaseLimits
+
+if TYPE_CHECKING:
+    from atropos.slots import SlotPool
+
+VARIABLE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)(?::-([^}]*))?\}")
+"""`${NAME}` or `${NAME:-default}` in a task's variables."""
+Hosts = tuple[str, ...] | None
+"""What a phase may reach of what the pool allows; None: all of it."""
+
+
+class Make(Protocol):
+    """Makes a task's recipe once it is known what its images set."""
+
+    def __call__(self, images: machines.Images, *, prebuilt: bool) -> Recipe:
+        """The recipe; `prebuilt`: `docker_image` is used, and not the Dockerfile beside it."""
+        ...
+
+
+Build = Callable[["Task", "SlotPool", Callable[[ImageState], None]], Awaitable[ImageInfo]]
+"""Builds a task's image on a pool."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """One checked task folder, or one step of a task of several.
+
+    Attributes:
+        name: the folder's name; the item's id everywhere.
+        context: the folder that the recipe copies from.
+        recipe: how the workspace is made.
+        tests: folders whose content goes to /tests, later ones over earlier ones; single files as they are.
+        solution: the folder that goes to /solution, None without one.
+        warnings: keys of task.toml that the format doesn't have.
+        steps: of a task of several: each a task with the same workspace, in order.
+        files: of a step: what is copied into the workspace before it.
+        scoring: what the reward is read from.
+        limits: what its leases ask for instead of the pool's limits.
+        verifier: the machine of a separate verifier that differs from the workspace: a task that only that is built of.
+        bundled: of such a machine: its image holds the tests.
+        make: makes the recipe anew, of whatever kind the folder is.
+        builder: builds its image for `SlotPool.prepare`; `load_task` gives it.
+    """
+
+    name: str
+    path: Path
+    instruction: str
+    config: TaskConfig
+    context: Path
+    recipe: Recipe
+    tests: tuple[Path, ...]
+    solution: Path | None
+    warnings: tuple[str, ...] = ()
+    steps: tuple[Task, ...] = ()
+    files: Path | None = None
+    step: StepSection | None = None
+    scoring: Literal["reward", "pytest"] = "reward"
+    test_script: str = "test.sh"
+    solution_script: str = "solve.sh"
+    variables: Mapping[str, str] = field(default_factory=dict[str, str], repr=False)
+    limits: LeaseLimits | None = None
+    verifier: Task | None = None
+    bundled: bool = False
+    make: Make | None = field(default=None, repr=False, compare=False)
+    builder: Build | None = field(default=None, repr=False, compare=False)
+
+    @property
+    def image(self) -> str | None:
+        """What the task is written for."""
+        return self.config.environment.docker_image or self.recipe.image
+
+    @property
+    def verifiers(self) -> tuple[Task, ...]:
+        """Machines of separate verifiers that differ from the workspace, of the task or its steps."""
+        return tuple(one.verifier for one in self.steps or (self,) if one.verifier is not None)
+
+    @property
+    def artifacts(self) -> tuple[Artifact, ...]:
+        """What a separate verifier gets: the paths that task.toml names; else, on a machine like the agent's, WORKDIR."""
+        named = (*self.config.artifacts, *(self.step.artifacts if self.step else ()))
+        if not named and self.recipe.workdir != "/" and (self.verifier is None or not self.verifier.bundled):
+            named = (Artifact(source=self.recipe.workdir),)
+        return (*named, Artifact(source="/logs/artifacts"))
+
+    @property
+    def agent_hosts(self) -> Hosts:
+        """What the agent may reach."""
+        return self._hosts(self.config.agent)
+
+    @property
+    def verifier_hosts(self) -> Hosts:
+        """What the tests may reach."""
+        return self._hosts(self.config.verifier)
+
+    def _hosts(self, phase: AgentSection | VerifierSection) -> Hosts:
+        chosen = phase if phase.network_mode is not None else self.config.environment
+        if chosen.network_mode == "public":
+            return None
+        return chosen.allowed_hosts if chosen.network_mode == "allowlist" else ()
+
+    @property
+    def offline(self) -> bool:
+        """Whether no phase has a network; the build has one all the same."""
+        return all(one.agent_hosts == one.verifier_hosts == () for one in self.steps or (self,))
+
+    @property
+    def agent_settings(self) -> StepSettings:
+        """What the agent's commands start with."""
+        return self._settings(self.config.agent.user, {})
+
+    @property
+    def verifier_settings(self) -> StepSettings:
+        """What the tests start with."""
+        return self._settings(self.config.verifier.user, self.config.verifier.env)
+
+    def _settings(self, user: str | int | None, env: Mapping[str, str]) -> StepSettings:
+        base = self.recipe.settings
+        added = self.filled({**self.config.environment.env, **env})
+        return StepSettings(base.workdir, {**base.env, **added}, base.user if user is None else _plain_user(str(user)))
+
+    async def build(self, pool: SlotPool, progress: Callable[[ImageState], None]) -> ImageInfo:
+        """Build its image on a pool; `SlotPool.prepare` calls this.
+
+        Raises:
+            TaskBroken: an image can't be had, or a step failed; says which, with the last lines of its output.
+            ConfigError: it was not loaded by `load_task`.
+        """
+        if self.builder is None:
+            raise ConfigError(f"{self.name}: load it with load_task, or build it with TaskImages")
+        return await self.builder(self, pool, progress)
+
+    def on(self, images: machines.Images, *, prebuilt: bool = False) -> Task:
+        """The task once it is known what its images set.
+
+        Args:
+            images: what they set, by name.
+            prebuilt: `docker_image` is used, and not the Dockerfile beside it.
+
+        Raises:
+            ConfigError: names the file, the line and the cure.
+        """
+        if self.make is None:
+            return self
+        recipe = self.make(images, prebuilt=prebuilt)
+        return replace(self, recipe=recipe, steps=tuple(replace(step, recipe=recipe) for step in self.steps))
+
+    def filled(self, env: Mapping[str, str]) -> dict[str, str]:
+        """Variables with `${NAME}` and `${NAME:-default}` replaced by what the operator gives."""
+
+        def one(match: re.Match[str]) -> str:
+            return self.variables.get(match[1], match[2] or "")
+
+        return {name: VARIABLE.sub(one, value) for name, value in env.items()}
+
+
+def _plain_user(user: str) -> str | None:
+    return None if user in {"", "0", "root"} else user

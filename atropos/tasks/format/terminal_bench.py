@@ -1,0 +1,105 @@
+"""Task folders of terminal-bench 1: task.yaml, a Dockerfile or compose file, run-tests.sh and a pytest summary."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from atropos.errors import ConfigError
+from atropos.tasks.format import dockerfile
+from atropos.tasks.format.compose import COMPOSE_FILES, Service, read_compose
+from atropos.tasks.format.config import AgentSection, EnvironmentSection, TaskConfig, VerifierSection, explained
+from atropos.tasks.format.files import check_script, read_text
+from atropos.tasks.format.recipe import Recipe, StepSettings
+from atropos.tasks.format.task import Build, Task
+
+_VARIABLES = {"TEST_DIR": "/tests"}
+
+
+class _TaskYaml(BaseModel):
+    """task.yaml. What says nothing about how a task runs is kept as metadata."""
+
+    model_config = ConfigDict(frozen=True, extra="allow")
+
+    instruction: str = Field(min_length=1)
+    parser_name: str = "pytest"
+    max_agent_timeout_sec: float = Field(default=360, gt=0)
+    max_test_timeout_sec: float = Field(default=60, gt=0)
+    run_tests_in_same_shell: bool = False
+
+
+def load_terminal_bench(root: Path, builder: Build | None = None) -> Task:
+    """One folder, checked.
+
+    Raises:
+        ConfigError: names the file, the field and the cure.
+    """
+    path = root / "task.yaml"
+    try:
+        raw: Any = yaml.safe_load(read_text(path, "say there what the agent is to do"))
+        facts = _TaskYaml.model_validate(raw)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path}: is not YAML: {error}".replace("\n", " ")) from None
+    except ValidationError as error:
+        raise ConfigError(explained(path, error)) from None
+    if facts.parser_name != "pytest":
+        raise ConfigError(f"{path}: parser_name: {facts.parser_name!r} can't be honoured; only pytest can")
+    if (root / "solution.yaml").is_file() and not (root / "solution.sh").is_file():
+        raise ConfigError(f"{root / 'solution.yaml'}: keystrokes can't be honoured; write solution.sh")
+    check_script(root / "run-tests.sh")
+    service = _service(root)
+    make = partial(_recipe, root)
+    config = TaskConfig(
+        metadata=dict(facts.__pydantic_extra__ or {}),
+        agent=AgentSection(timeout_sec=facts.max_agent_timeout_sec),
+        verifier=VerifierSection(timeout_sec=facts.max_test_timeout_sec),
+        environment=EnvironmentSection(
+            network_mode="no-network" if service is not None and service.offline else "public",
+            memory_mb=None if service is None else service.memory_mib,
+            cpus=None if service is None else service.cpus,
+        ),
+    )
+    tests = (*((root / "tests",) if (root / "tests").is_dir() else ()), root / "run-tests.sh")
+    same_shell = "run_tests_in_same_shell: tests get a shell of their own"
+    return Task(
+        name=root.name,
+        path=root,
+        instruction=facts.instruction.strip(),
+        config=config,
+        context=root,
+        recipe=make({}, prebuilt=False),
+        tests=tests,
+        solution=root / "solution.sh" if (root / "solution.sh").is_file() else None,
+        warnings=(same_shell,) if facts.run_tests_in_same_shell else (),
+        scoring="pytest",
+        test_script="run-tests.sh",
+        solution_script="solution.sh",
+        make=make,
+        builder=builder,
+    )
+
+
+def _recipe(root: Path, images: Mapping[str, StepSettings], *, prebuilt: bool) -> Recipe:
+    del prebuilt  # this layout has no `docker_image`
+    service = _service(root)
+    file = root / "Dockerfile" if service is None or service.dockerfile is None else service.dockerfile
+    if file.is_file():
+        recipe = dockerfile.parse(file, images)
+    elif service is not None and service.image is not None:
+        recipe = Recipe(service.image, images.get(service.image, StepSettings("/app")), ())
+    else:
+        raise ConfigError(f"{file}: is missing; the workspace is made from it")
+    recipe = recipe if service is None else service.applied(recipe)
+    settings = replace(recipe.settings, env={**recipe.settings.env, **_VARIABLES})
+    return replace(recipe, settings=settings)
+
+
+def _service(root: Path) -> Service | None:
+    file = next((root / name for name in COMPOSE_FILES if (root / name).is_file()), None)
+    return None if file is None else read_compose(file, context=root)

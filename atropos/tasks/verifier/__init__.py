@@ -1,0 +1,1 @@
+"""How the work in a slot is judged: the tests, where they run, and their reward."""

@@ -1,0 +1,182 @@
+"""Carrying files into slots, and from the agent's slot to a separate verifier's."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import fnmatch
+import io
+import posixpath
+import secrets
+import shlex
+import tarfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from atropos import wire
+from atropos.slots import Slot
+from atropos.tasks.builder.transfer import untar
+from atropos.tasks.errors import TaskBroken, VerifierFailed
+from atropos.tasks.format.recipe import PATH
+
+_PROGRAMS = ("/usr/", "/bin/", "/sbin/", "/lib/", "/lib64/", "/opt/", "/etc/")
+MAX_ARTIFACT_BYTES = 256 * 1024 * 1024
+"""Most that is carried from the agent's slot to a separate verifier's."""
+
+
+@dataclass(frozen=True)
+class CarriedArtifact:
+    """An artifact on its way: a file's content and mode, or a folder's archive (mode None)."""
+
+    data: bytes
+    mode: int | None
+
+
+async def carry_out(slot: Slot, path: str, exclude: Sequence[str] = ()) -> CarriedArtifact | None:
+    """A file or folder, without what `exclude` names in it; None when it isn't there."""
+    seen = await slot.run(wire.ReadFile(path=path, max_bytes=1))
+    if isinstance(seen, wire.FileResult):
+        if seen.size > MAX_ARTIFACT_BYTES:
+            raise VerifierFailed(f"the artifact {path} can't be carried over: {seen.size} bytes")
+        return CarriedArtifact(await slot.read_file(path), seen.mode & 0o777)
+    if isinstance(seen, wire.OpError) and seen.error in {"not_found", "not_directory"}:
+        return None
+    return CarriedArtifact(await _pack_folder(slot, path, exclude), None)
+
+
+async def _pack_folder(slot: Slot, path: str, exclude: Sequence[str]) -> bytes:
+    try:
+        return await asyncio.to_thread(safe_archive, await slot.download(path), path, exclude)
+    except OSError as error:
+        if error.errno != errno.EFBIG:
+            raise VerifierFailed(f"the artifact {path} can't be carried over: {error}") from None
+    # Too large for one message: the slot's own tar makes a file, which is read in pieces.
+    name = f"/tmp/.artifact-{secrets.token_hex(8)}"
+    command = f"tar -cf {name} -C {shlex.quote(path)} . && stat -c %s {name}"
+    made = await slot.exec(command, workdir="/", timeout_s=300)
+    size = made.output.strip()
+    if made.exit_code != 0 or not size.isdigit() or int(size) > MAX_ARTIFACT_BYTES:
+        limit = f"more than {MAX_ARTIFACT_BYTES} bytes, or it can't be packed"
+        raise VerifierFailed(f"the artifact {path} can't be carried over: {limit}: {made.output[-200:].strip()}")
+    return await asyncio.to_thread(safe_archive, await slot.read_file(name), path, exclude)
+
+
+def safe_archive(archive: bytes, path: str, exclude: Sequence[str] = ()) -> bytes:
+    """The same archive without what leads out of the folder it is unpacked in: absolute names, `..`, ways through links.
+
+    The archive comes from a slot that the agent owned: it may hold anything, a link to the expected answers among it.
+    Links that stay are those within the folder, and to programs and libraries of the verifier's own machine.
+
+    Args:
+        archive: the folder.
+        path: of the folder in the slot.
+        exclude: patterns of what is left out, as tar's --exclude takes them.
+
+    Raises:
+        VerifierFailed: it is no tar archive.
+    """
+    out = io.BytesIO()
+    links: set[str] = set()
+    try:
+        with tarfile.open(fileobj=io.BytesIO(archive)) as source, tarfile.open(fileobj=out, mode="w") as target:
+            every = {_plain(member.name) for member in source if member.issym()}
+            for member in source:
+                name = _inside(member.name, links)
+                if name is not None and _excluded(name, exclude):
+                    continue
+                # a sparse file of some bytes may claim to be a terabyte, and would be written out in full here
+                plain = member.isreg() and not member.issparse()
+                if name is None or not (plain or member.isdir() or member.issym() or member.islnk()):
+                    continue
+                if member.islnk():
+                    link = _inside(member.linkname, links)
+                    if link is None:
+                        continue
+                    member.linkname = link
+                if member.issym():
+                    if not _stays(name, member.linkname, path, every):
+                        continue
+                    links.add(name)
+                member.name, member.pax_headers = name, {}  # which would be written instead of what was looked at here
+                member.uid = member.gid = 0
+                member.uname = member.gname = ""
+                target.addfile(member, source.extractfile(member) if plain else None)
+    except (tarfile.TarError, EOFError, ValueError, KeyError, RecursionError) as error:
+        raise VerifierFailed(f"the artifact {path} came as no tar archive: {error}") from None
+    return out.getvalue()
+
+
+def _excluded(name: str, patterns: Sequence[str]) -> bool:
+    """Whether a pattern matches the name or a folder above it, from any of its parts on."""
+    parts = name.split("/")
+    ways = ["/".join(parts[start:end]) for start in range(len(parts)) for end in range(start + 1, len(parts) + 1)]
+    return any(fnmatch.fnmatchcase(way, pattern.removeprefix("./").rstrip("/")) for pattern in patterns for way in ways)
+
+
+def _plain(name: str) -> str:
+    return "/".join(part for part in name.split("/") if part not in {"", "."})
+
+
+def _stays(name: str, target: str, folder: str, links: set[str]) -> bool:
+    """Whether a link ends inside its folder or in a place of programs, by a way that passes no other link."""
+    at = name.split("/")[:-1]
+    if target.startswith("/"):
+        below = posixpath.normpath(target)
+        if f"{below}/".startswith(_PROGRAMS) and ".." not in target.split("/"):
+            return True
+        if not target.startswith(f"{folder.rstrip('/')}/"):
+            return False
+        at, target = [], target.removeprefix(f"{folder.rstrip('/')}/")
+    steps = [part for part in target.split("/") if part not in {"", "."}]
+    for number, part in enumerate(steps):
+        if part == "..":
+            if not at:
+                return False
+            at.pop()
+        else:
+            at.append(part)
+        if number < len(steps) - 1 and "/".join(at) in links:
+            return False
+    return True
+
+
+def _inside(name: str, links: set[str]) -> str | None:
+    """A member's plain name; None for the folder itself and for what leads out of it."""
+    parts = [part for part in name.split("/") if part not in {"", "."}]
+    if not parts or ".." in parts or name.startswith("/"):
+        return None
+    if any("/".join(parts[:count]) in links for count in range(1, len(parts) + 1)):
+        return None
+    return "/".join(parts)
+
+
+async def carry_in(slot: Slot, path: str, carried: CarriedArtifact | None) -> None:
+    """Put an artifact in the place of what is there."""
+    quoted = shlex.quote(path)
+    # A folder is emptied rather than removed: it may be the one that commands start in. Few images have a `find -delete`.
+    every = "* .[!.]* ..?*"
+    each = f'for f in {every}; do rm -rf -- "$f" || exit; done'  # where these are too many for one command
+    empty = f"cd -- {quoted} && {{ rm -rf -- {every} 2>/dev/null || {each}; }}"
+    if carried is not None and carried.mode is None:
+        script = f"[ -L {quoted} ] || {{ mkdir -p -- {quoted} && {empty}; }}"
+    else:
+        script = f"if [ ! -d {quoted} ]; then rm -f -- {quoted}; elif [ ! -L {quoted} ]; then {empty}; fi"
+    cleared = await slot.exec(script, workdir="/", clean_env=True, env={"PATH": PATH}, timeout_s=60)
+    if cleared.exit_code != 0:
+        raise TaskBroken(f"the verifier's slot can't take {path}: {cleared.output[-300:].strip()}")
+    if carried is None:
+        return
+    try:
+        if carried.mode is not None:
+            await slot.write_file(path, carried.data, carried.mode)
+            return
+        if len(carried.data) <= wire.MAX_FILE_BYTES:
+            await untar(slot, path, carried.data)
+            return
+    except OSError as error:
+        raise VerifierFailed(f"the artifact {path} can't be put into the verifier's slot: {error}") from None
+    name = f"/tmp/.artifact-{secrets.token_hex(8)}"
+    await slot.write_file(name, carried.data)
+    unpacked = await slot.exec(f"tar -xpf {name} -C {quoted} && rm {name}", workdir="/", timeout_s=300)
+    if unpacked.exit_code != 0:
+        raise VerifierFailed(f"the artifact {path} can't be unpacked: {unpacked.output[-300:].strip()}")

@@ -1,0 +1,84 @@
+"""What an operator puts on the machine that verifies, and no agent sees: programs and caches that tests would download."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import tarfile
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import IO
+
+from atropos.errors import ImageUnavailable
+from atropos.slots import Slot
+from atropos.tasks.builder.transfer import pack_files, unpack_archive
+from atropos.tasks.folder import load_task
+from atropos.tasks.prepare import TaskImages
+
+
+class VerifierLayers:
+    """Files of images, laid over the machine in which a task's tests run, in order.
+
+    Args:
+        sources: images (`python:3.13-slim`, `oci-archive:FILE`, `dir:FOLDER`), or Dockerfiles, which are built.
+    """
+
+    def __init__(self, sources: Sequence[str] = ()) -> None:
+        self._sources = tuple(sources)
+        self._stack = contextlib.ExitStack()
+        self._archives: tuple[Path, ...] = ()
+
+    async def prepare(self, images: TaskImages) -> None:
+        """Pull or build them, once.
+
+        Raises:
+            TaskBroken: a step of a Dockerfile failed.
+            ImageUnavailable, ConfigError: an image can't be had.
+        """
+        if self._sources and not self._archives:
+            folder = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="atropos-layers-")))
+            made = [self._taken(images, source, folder / str(number)) for number, source in enumerate(self._sources)]
+            self._archives = tuple(await asyncio.gather(*made))
+
+    async def _taken(self, images: TaskImages, source: str, to: Path) -> Path:
+        if Path(source).is_file():
+            source = (await images.build(load_task(source))).source
+        elif await images.once_up(source) is None:
+            raise ImageUnavailable(f"no container is up that could prepare {source}")
+        async with images.pool.lease("verifier-layer", image=source) as slot:
+            taken = await pack_files(slot, ("/",))
+        [(_, archive)] = taken.sources
+        with archive:
+            await asyncio.to_thread(_kept, archive, to)
+        return to
+
+    async def put(self, slot: Slot) -> None:
+        """Lay them over a machine.
+
+        Raises:
+            OSError: the slot can't take it.
+        """
+        for path in self._archives:
+            with path.open("rb") as archive:
+                await unpack_archive(slot, "/", archive)
+
+    def close(self) -> None:
+        """Remove what was made for them."""
+        self._stack.close()
+        self._archives = ()
+
+
+def _kept(archive: IO[bytes], to: Path) -> None:
+    """The files and links of an archive; a folder only where something of these is in it, so that none changes for nothing."""
+    with tarfile.open(fileobj=archive) as source:
+        full = {parent for member in source if not member.isdir() for parent in _parents(member.name)}
+        with tarfile.open(to, "w", format=tarfile.PAX_FORMAT) as target:
+            for member in source.getmembers():
+                if not member.isdir() or member.name in full:
+                    target.addfile(member, source.extractfile(member) if member.isreg() else None)
+
+
+def _parents(name: str) -> list[str]:
+    parts = name.split("/")
+    return ["/".join(parts[:count]) for count in range(2, len(parts))]

@@ -1,0 +1,70 @@
+"""Where a task's tests run, and why.
+
+A task that says nothing is verified in a view: its folders and servers on a clean machine. Where its solution changes the
+machine itself (packages, users, files of the system), a view would not show that, so the tests run in the agent's slot.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from atropos.tasks.format.task import Task
+
+Mode = Literal["view", "shared", "separate"]
+MAX_BYTES = 1 << 20
+"""Most that is read of one file of a solution."""
+_MACHINE = re.compile(
+    r"\b(?:apt-get|apt|apk|dnf|yum|pip[\d.]*|npm|gem|conda|uv pip|cargo)\s+(?:-\S+\s+)*(?:install|add|i)\b"
+    r"|\b(?:useradd|adduser|groupadd|usermod|chpasswd|systemctl|update-alternatives|ldconfig|crontab|locale-gen)\b"
+    r"|(?<![\w.$}/-])(?:/(?:etc|usr|var|opt|root|home|tmp|run|bin|sbin|lib\w*|media)/[\w.-]+[\w./-]*|~/|\$HOME\b)"
+)
+_PROGRAM = re.compile(r"/(?:usr/)?(?:local/)?s?bin/[\w.-]+$")
+"""A program of the system, which is only run."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Where tests run, and why there."""
+
+    mode: Mode
+    reason: str
+
+
+def choose(task: Task) -> Choice:
+    """Where a task's tests run unless the operator says otherwise."""
+    verifier = task.config.verifier
+    if verifier.environment_mode is not None:
+        return Choice(verifier.environment_mode, "environment_mode says so")
+    if verifier.environment is not None:
+        return Choice("separate", "[verifier.environment] is set")
+    if task.steps or task.step is not None:
+        return Choice("shared", "the task has several steps")
+    if task.recipe.workdir == "/":
+        return Choice("shared", "its working folder is /")
+    shown = (task.recipe.workdir, *(artifact.source for artifact in task.artifacts))
+    for name, text in _texts(task):
+        for match in _MACHINE.finditer(text):
+            found = match[0]
+            inside = any(found == folder or found.startswith(f"{folder.rstrip('/')}/") for folder in shown)
+            if not inside and not _PROGRAM.match(found):
+                return Choice("shared", f"{name} has `{found[:60]}`, which a view may not show")
+    return Choice("view", "nothing in its solution changes the machine itself")
+
+
+def _texts(task: Task) -> list[tuple[str, str]]:
+    """The files of the solution; the instruction where there is none."""
+    if task.solution is None:
+        return [("the instruction", task.instruction)]
+    return [(_name(path, task.solution), _text(path)) for path in sorted(task.solution.rglob("*")) if path.is_file()]
+
+
+def _name(path: Path, solution: Path) -> str:
+    return f"solution/{path.relative_to(solution)}"
+
+
+def _text(path: Path) -> str:
+    with path.open("rb") as file:
+        return file.read(MAX_BYTES).decode("utf-8", "replace")
