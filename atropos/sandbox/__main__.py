@@ -106,7 +106,7 @@ def _second_stage(text: str) -> int:
     root_phase.enter(settings)
 
     from atropos.sandbox.boot.init import fork_from_init
-    from atropos.sandbox.host import prestart
+    from atropos.sandbox.host.process import prestart
 
     fork_from_init()
     prestart.prestart(root_phase.entered().scratch, settings.base)

@@ -12,10 +12,12 @@ from atropos.config import ServerConfig, SlotLimits
 from atropos.errors import ConfigError, IsolationUnavailable, NotSupported
 from atropos.sandbox.boot.root_phase import Entered
 from atropos.sandbox.contract import Layer, Sandbox
-from atropos.sandbox.host import bwrap, egress_supervisor, kernel_bounds, prestart, skeleton, volumes
-from atropos.sandbox.host.disk_cells import DiskCells
-from atropos.sandbox.host.root_changer import RootChanger
-from atropos.sandbox.host.spawner_client import SpawnerClient
+from atropos.sandbox.host import egress_supervisor, kernel_bounds
+from atropos.sandbox.host.files import skeleton, volumes
+from atropos.sandbox.host.files.disk_cells import DiskCells
+from atropos.sandbox.host.files.root_changer import RootChanger
+from atropos.sandbox.host.process import bwrap, prestart
+from atropos.sandbox.host.process.spawner_client import SpawnerClient
 from atropos.sandbox.linux import slot_cgroup, syscalls
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from atropos.config import SlotLimits
 from atropos.errors import SlotLost
-from atropos.sandbox.host import volumes
+from atropos.sandbox.host.files import volumes
 from atropos.sandbox.linux import sockets
 from atropos.sandbox.linux.slot_cgroup import Counts, SlotCgroup
 from atropos.wire import CommandResult, Limit, ProcListing, ProcState

@@ -15,12 +15,13 @@ from typing import TYPE_CHECKING, Any
 from atropos.config import SlotLimits
 from atropos.errors import ConfigError, NotSupported, OutcomeUnknown, SandboxError, SlotLost
 from atropos.sandbox.contract import Layer, NoOtherRoot, Stopped
-from atropos.sandbox.host import egress_supervisor, skeleton, views, volumes
+from atropos.sandbox.host import egress_supervisor
+from atropos.sandbox.host.files import skeleton, views, volumes
 from atropos.sandbox.host.host_state import HostState
 from atropos.sandbox.host.limit_watch import LimitWatch
+from atropos.sandbox.host.process.spawner_client import Exit, child_pid, hold
 from atropos.sandbox.host.runner_link import RunnerLink
 from atropos.sandbox.host.slot_network import SlotNetwork
-from atropos.sandbox.host.spawner_client import Exit, child_pid, hold
 from atropos.sandbox.linux import host_limits, memory_files, slot_cgroup, stopped_children
 from atropos.slot_python import INSIDE
 from atropos.wire import CommandResult, Done, ImageInfo, Operation, OpError, OpResult, ProcListing, ProcState

@@ -14,7 +14,7 @@ from atropos.errors import ImageUnavailable, IsolationUnavailable, NotSupported,
 from atropos.images.reference import POOL_BASE
 from atropos.sandbox.boot import root_phase
 from atropos.sandbox.contract import Layer, Sandbox
-from atropos.sandbox.host import skeleton, volumes
+from atropos.sandbox.host.files import skeleton, volumes
 from atropos.sandbox.host.host_state import HostState
 from atropos.sandbox.host.slot import SlotSandbox
 from atropos.sandbox.host.slot_network import SlotNetwork

@@ -27,8 +27,13 @@ import subprocess
 import sys
 import tarfile
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from typing import IO, Any, cast
+from dataclasses import replace
+from typing import IO, cast
+
+if __name__ == "__main__":
+    sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))))
+
+from atropos.sandbox.programs.layer_folders import NOFOLLOW, Folders, LayerFolder
 
 _XATTR = "SCHILY.xattr."
 _XATTR_HEX = "ATROPOS.xattr."
@@ -53,85 +58,10 @@ _TRAILING = 64 << 20
 """Most that may follow an archive's end: writers fill up their last block, and compressed nothing is endless."""
 _CPU_S = 600
 """CPU time of an unpacking program: an archive may jump between its deepest folders without end."""
-_NOFOLLOW = os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 class NotASnapshot(Exception):
     """The archive holds what a snapshot doesn't hold."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class LayerFolder:
-    """A folder of a layer. Linked upwards: whole paths of deep trees take memory that grows with the square of depth.
-
-    Attributes:
-        depth: levels below the layer's own folder.
-        number: of the archive's folders, counted from 0; for packing.
-    """
-
-    layer: int
-    name: str = ""
-    above: LayerFolder | None = None
-    depth: int = 0
-    number: int = 0
-
-    def below(self, name: str) -> LayerFolder:
-        """A folder in this one."""
-        return LayerFolder(self.layer, name, self, self.depth + 1)
-
-    def path_from(self, depth: int) -> list[str]:
-        """The names that lead here from the folder above that has this depth."""
-        names: list[str] = []
-        at: LayerFolder | None = self
-        while at is not None and at.depth > depth:
-            names.append(at.name)
-            at = at.above
-        return names[::-1]
-
-
-class Folders:
-    """Opens folders of layers, step by step from the one opened before: however deep, and through no link."""
-
-    def __init__(self, layers: list[str]) -> None:
-        self._tops = [os.open(layer, os.O_RDONLY | os.O_DIRECTORY | _NOFOLLOW) for layer in layers]
-        self._last: LayerFolder | None = None
-        self._fd = -1
-
-    def __len__(self) -> int:
-        return len(self._tops)
-
-    def open(self, wanted: LayerFolder) -> int:
-        """A descriptor that stays valid until the next call."""
-        if self._last is wanted:
-            return self._fd
-        shared = 0
-        if self._last is not None and self._last.layer == wanted.layer:
-            shared = _shared_depth(self._last, wanted)
-        if self._last is not None and self._last.depth - shared < shared:
-            # Nearer from where we are; `..` is safe, since nothing here ever moves.
-            fd, steps = os.dup(self._fd), [*[".."] * (self._last.depth - shared), *wanted.path_from(shared)]
-        else:
-            fd, steps = os.dup(self._tops[wanted.layer]), wanted.path_from(0)
-        try:
-            for step in steps:
-                below = os.open(step, os.O_RDONLY | os.O_DIRECTORY | _NOFOLLOW, dir_fd=fd)
-                os.close(fd)
-                fd = below
-        except OSError:
-            os.close(fd)
-            raise
-        if self._last is not None:
-            os.close(self._fd)
-        self._last, self._fd = wanted, fd
-        return fd
-
-
-def _shared_depth(a: LayerFolder, b: LayerFolder) -> int:
-    """Depth of the deepest folder that both are in; 0: the layer's own, or none."""
-    while a is not b and a.above is not None and b.above is not None:
-        deeper = max(a.depth, b.depth)
-        a, b = (a.above if a.depth == deeper else a), (b.above if b.depth == deeper else b)
-    return min(a.depth, b.depth)
 
 
 # ------------------------------------------------------------------------------------------------------------- packing
@@ -182,7 +112,7 @@ class Packer:
 
     def _pack_file(self, folder: LayerFolder, name: str, found: os.stat_result, folder_fd: int) -> None:
         if stat.S_ISREG(found.st_mode):
-            fd = os.open(name, os.O_RDONLY | _NOFOLLOW, dir_fd=folder_fd)
+            fd = os.open(name, os.O_RDONLY | NOFOLLOW, dir_fd=folder_fd)
             with open(fd, "rb") as file:
                 info = self._describe(folder, name, found, fd)
                 if found.st_nlink > 1 and found.st_ino in self._first:
@@ -367,7 +297,7 @@ class Unpacker:
             raise NotASnapshot("a layer that is not a folder")
         folder_fd = self._folders.open(folder)
         if info.isreg():
-            fd = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _NOFOLLOW, 0o600, dir_fd=folder_fd)
+            fd = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | NOFOLLOW, 0o600, dir_fd=folder_fd)
             try:
                 _fill(fd, tar, info)
                 _finish(fd, info)
@@ -411,7 +341,7 @@ class Unpacker:
 
 def _fill(fd: int, tar: tarfile.TarFile, info: tarfile.TarInfo) -> None:
     """Write a file's content; of a sparse one the parts that are no holes."""
-    opened: Any = tar.extractfile(info)
+    opened = cast("io.BufferedReader", tar.extractfile(info))
     source = opened.raw  # the buffer around it asks a stream whether it can seek, which streams can't answer
     sparse: list[tuple[int, int]] | None = getattr(info, "sparse", None)
     end = 0
@@ -421,7 +351,7 @@ def _fill(fd: int, tar: tarfile.TarFile, info: tarfile.TarInfo) -> None:
         if start < end or size < 0 or start + size > info.size:
             raise NotASnapshot(f"a sparse file whose parts don't fit: {info.name[:200]!r}")
         end = start + size
-        source.seek(start)
+        source.seek(start, os.SEEK_SET)
         os.lseek(fd, start, os.SEEK_SET)
         left = size
         while left and (data := source.read(min(_COPY, left))):

@@ -146,5 +146,5 @@ def without(package: str, code: str) -> str:
 
 
 def test_the_half_of_a_servers_start_that_others_wait_for_loads_neither_asyncio_nor_pydantic() -> None:
-    code = "import sys, atropos.sandbox.__main__, atropos.sandbox.host.prestart; print({'asyncio', 'pydantic'} & {*sys.modules})"
+    code = "import sys, atropos.sandbox.__main__, atropos.sandbox.host.process.prestart; print({'asyncio', 'pydantic'} & {*sys.modules})"
     assert subprocess.run([sys.executable, "-c", code], check=True, capture_output=True).stdout == b"set()\n"

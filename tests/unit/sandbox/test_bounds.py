@@ -6,11 +6,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from atropos.config import SlotLimits
-from atropos.sandbox.host.volumes import bounds
+from atropos.sandbox.host.files.volumes import bounds
 from atropos.sandbox.linux.disks import OWN_INODES
 
 INODE_BYTES = 1880
-"""As measured: see `atropos.sandbox.host.volumes`."""
+"""As measured: see `atropos.sandbox.host.files.volumes`."""
 
 
 @given(st.integers(32, 100_000), st.integers(8, 100_000), st.integers(1000, 10_000_000))

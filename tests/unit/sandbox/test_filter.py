@@ -11,7 +11,7 @@ import struct
 
 import pytest
 
-from atropos.sandbox.host import seccomp as slot_filter
+from atropos.sandbox.host.process import seccomp as slot_filter
 
 pytestmark = pytest.mark.skipif(platform.machine() != "x86_64", reason="the numbers are those of x86_64")
 ALLOWED = 0x7FFF0000

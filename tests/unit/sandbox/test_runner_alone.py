@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[3]
 CHANGED = """
 import resource, sys
 from atropos.sandbox.programs.runner.failures import OpFailed
-from atropos.sandbox.programs.runner.files import write_file
+from atropos.sandbox.programs.runner.files.files import write_file
 now = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
 resource.setrlimit(resource.RLIMIT_AS, (now + (16 << 20),) * 2)
 try:
@@ -25,7 +25,7 @@ except OpFailed as failed:
 TERMINALS = """
 import os
 from atropos.sandbox.programs.runner.failures import OpFailed
-from atropos.sandbox.programs.runner.terminals import open_terminal
+from atropos.sandbox.programs.runner.processes.terminals import open_terminal
 kept = os.open("/dev/ptmx", os.O_RDWR | os.O_NOCTTY)
 try:
     open_terminal(24, 80)

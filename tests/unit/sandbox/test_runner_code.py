@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import importlib.util
 import marshal
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from atropos.sandbox.host import runner_code
+from atropos.sandbox.host.process import runner_code
 
 STARTED_ALONE = ("-I", "-S", "-B", "-X", "utf8")
 
@@ -29,7 +30,7 @@ def test_a_traceback_names_module_and_line(runner):
     started = subprocess.run(
         [sys.executable, *STARTED_ALONE, runner], capture_output=True, text=True, timeout=30, check=False
     )
-    lines = (Path(runner_code.__file__).parents[1] / "programs/runner/frames.py").read_text().splitlines()
+    lines = (runner_code.FOLDER / "frames.py").read_text().splitlines()
     number = 1 + next(number for number, line in enumerate(lines) if "socket(fileno=SOCKET)" in line)
     assert f'File "runner/frames.py", line {number}, in open' in started.stderr
 
@@ -47,9 +48,7 @@ def test_it_loads_neither_os_nor_any_module_that_has_no_need(runner):
 
 
 def test_two_modules_must_not_define_one_name(tmp_path):
-    package = Path(runner_code.__file__).parents[1] / "programs/runner"
-    for file in package.glob("*.py"):
-        (tmp_path / file.name).write_text(file.read_text())
+    shutil.copytree(runner_code.FOLDER, tmp_path, dirs_exist_ok=True)
     with (tmp_path / "paths.py").open("a") as file:
         file.write("\n\nclass Command:\n    pass\n")
     with pytest.raises(SyntaxError, match="Command is defined by two modules"):

@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from atropos.sandbox.programs.runner.spawn import raise_report, read_report
+from atropos.sandbox.programs.runner.processes.spawn import raise_report, read_report
 
 
 def test_a_report_that_comes_in_pieces_is_read_whole() -> None:

@@ -5,26 +5,26 @@ from __future__ import annotations
 import gc
 import posix as os
 
-from atropos.sandbox.programs.runner.archives import op_tar
-from atropos.sandbox.programs.runner.background import (
+from atropos.sandbox.programs.runner.children import children, op_end_all, op_end_leftovers, op_quiesce
+from atropos.sandbox.programs.runner.files.archives import op_tar
+from atropos.sandbox.programs.runner.files.files import op_read_file, op_write_file
+from atropos.sandbox.programs.runner.files.search import op_search
+from atropos.sandbox.programs.runner.files.streams import op_read_stream, op_write_stream
+from atropos.sandbox.programs.runner.files.unpacking import op_untar
+from atropos.sandbox.programs.runner.frames import OPS, SOCKET, link
+from atropos.sandbox.programs.runner.loop import loop
+from atropos.sandbox.programs.runner.paths import make_folders
+from atropos.sandbox.programs.runner.processes.background import (
     op_proc_kill,
     op_proc_list,
     op_proc_read,
     op_proc_start,
     op_proc_write,
 )
-from atropos.sandbox.programs.runner.children import children, op_end_all, op_end_leftovers, op_quiesce
-from atropos.sandbox.programs.runner.commands import op_exec
-from atropos.sandbox.programs.runner.files import op_read_file, op_write_file
-from atropos.sandbox.programs.runner.frames import OPS, SOCKET, link
-from atropos.sandbox.programs.runner.loop import loop
-from atropos.sandbox.programs.runner.paths import make_folders
-from atropos.sandbox.programs.runner.search import op_search
+from atropos.sandbox.programs.runner.processes.commands import op_exec
 from atropos.sandbox.programs.runner.signals import signals
 from atropos.sandbox.programs.runner.state import WORKSPACE, block_of, state
-from atropos.sandbox.programs.runner.streams import op_read_stream, op_write_stream
 from atropos.sandbox.programs.runner.syscalls import deny_tracing, drop_capabilities, end_process
-from atropos.sandbox.programs.runner.unpacking import op_untar
 
 NO_HANDLER = (
     *(signals.SIGINT, signals.SIGPIPE, signals.SIGXFSZ),

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from atropos.errors import NotSupported
-from atropos.sandbox.host.volumes import Volume
+from atropos.sandbox.host.files.volumes import Volume
 from atropos.sandbox.linux import syscalls
 
 MAX_FOLDERS = 64

@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 from atropos.config import SlotLimits
-from atropos.sandbox.host.skeleton import Base
+from atropos.sandbox.host.files.skeleton import Base
 from atropos.sandbox.linux import sockets, syscalls
 from atropos.sandbox.linux.disks import OWN_INODES
 from atropos.sandbox.linux.trees import remove_tree

@@ -5,14 +5,14 @@ from __future__ import annotations
 import posix as os
 from typing import TYPE_CHECKING
 
-from atropos.sandbox.programs.runner.archives import BoundedBuffer, write_archive
 from atropos.sandbox.programs.runner.failures import OpFailed
-from atropos.sandbox.programs.runner.files import open_apart, replace_file, target_of
+from atropos.sandbox.programs.runner.files.archives import BoundedBuffer, write_archive
+from atropos.sandbox.programs.runner.files.files import open_apart, replace_file, target_of
+from atropos.sandbox.programs.runner.files.unpacking import unpack_from
 from atropos.sandbox.programs.runner.frames import link
 from atropos.sandbox.programs.runner.loop import loop, now
 from atropos.sandbox.programs.runner.paths import path_of
 from atropos.sandbox.programs.runner.state import is_special
-from atropos.sandbox.programs.runner.unpacking import unpack_from
 from atropos.sandbox.programs.runner.work import STREAM, Work
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ import posix as os
 from typing import TYPE_CHECKING
 
 from atropos.sandbox.programs.runner.failures import OpFailed, text
-from atropos.sandbox.programs.runner.files import write_all
+from atropos.sandbox.programs.runner.files.files import write_all
 from atropos.sandbox.programs.runner.paths import make_folders, path_of
 from atropos.sandbox.programs.runner.state import is_special
 from atropos.sandbox.programs.runner.work import Work

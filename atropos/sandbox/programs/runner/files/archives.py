@@ -7,10 +7,10 @@ import posix as os
 from typing import TYPE_CHECKING
 
 from atropos.sandbox.programs.runner.failures import OpFailed
+from atropos.sandbox.programs.runner.files.tar_headers import CONTENT_END, TAR_END, tar_header
 from atropos.sandbox.programs.runner.opening import open_at_once
 from atropos.sandbox.programs.runner.paths import is_folder, path_of
 from atropos.sandbox.programs.runner.state import is_special
-from atropos.sandbox.programs.runner.tar_headers import CONTENT_END, TAR_END, tar_header
 from atropos.sandbox.programs.runner.work import Work
 
 if TYPE_CHECKING:

@@ -10,11 +10,11 @@ from atropos.sandbox.programs.runner.failures import OpFailed
 from atropos.sandbox.programs.runner.frames import link
 from atropos.sandbox.programs.runner.loop import CHUNK, IN, OUT, loop, now
 from atropos.sandbox.programs.runner.paths import path_of
+from atropos.sandbox.programs.runner.processes.spawn import give, program_of, spawn, start_command
+from atropos.sandbox.programs.runner.processes.terminals import open_terminal, resize
 from atropos.sandbox.programs.runner.signals import signals
-from atropos.sandbox.programs.runner.spawn import give, program_of, spawn, start_command
 from atropos.sandbox.programs.runner.start_failures import start_failure
 from atropos.sandbox.programs.runner.state import WORKSPACE, block_of, state
-from atropos.sandbox.programs.runner.terminals import open_terminal, resize
 from atropos.sandbox.programs.runner.users import Identity, identity_of
 
 MAX_PROCS = 64

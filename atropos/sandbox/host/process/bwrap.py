@@ -5,8 +5,8 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 
-from atropos.sandbox.host.skeleton import Base
-from atropos.sandbox.host.volumes import GATE, NEXT, Volume
+from atropos.sandbox.host.files.skeleton import Base
+from atropos.sandbox.host.files.volumes import GATE, NEXT, Volume
 from atropos.sandbox.programs.spawner import SECCOMP_FD, STATUS_FD
 from atropos.slot_python import INSIDE
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from types import CodeType
 
 from atropos.errors import IsolationUnavailable
-from atropos.sandbox.host import runner_code
+from atropos.sandbox.host.process import runner_code
 from atropos.slot_python import INSIDE, SLOT_PYTHON
 
 _MODULES = [

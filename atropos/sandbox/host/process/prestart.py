@@ -16,8 +16,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from atropos.errors import IsolationUnavailable
-from atropos.sandbox.host.runtime import Runtime
-from atropos.sandbox.host.skeleton import Base
+from atropos.sandbox.host.files.skeleton import Base
+from atropos.sandbox.host.process.runtime import Runtime
 from atropos.sandbox.linux import syscalls
 
 _SCRATCH_OPTIONS = "mode=755,size=512m"
@@ -97,7 +97,7 @@ def prestart(scratch: str, base: str | None) -> None:
         _make(scratch, parent, answer_w, skeleton=default_base(base) is None)
     os.close(answer_w)
     starts, their_starts = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    script = str(Path(__file__).parent.parent / "programs" / "spawner.py")
+    script = str(Path(__file__).parents[2] / "programs" / "spawner.py")
     process = subprocess.Popen(
         [sys.executable, "-I", "-S", script],
         stdin=their_starts.fileno(),
@@ -124,8 +124,8 @@ def _make(scratch: str, parent: int, answer: int, *, skeleton: bool) -> None:
         if os.getppid() != parent:
             os._exit(1)
         try:
-            from atropos.sandbox.host import runtime, seccomp
-            from atropos.sandbox.host.skeleton import build
+            from atropos.sandbox.host.files.skeleton import build
+            from atropos.sandbox.host.process import runtime, seccomp
 
             found = Shared(
                 runtime.build(f"{scratch}/runtime"),

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import CodeType
 
 _PACKAGE = "atropos.sandbox.programs.runner"
-FOLDER = Path(__file__).parent.parent / "programs" / "runner"
+FOLDER = Path(__file__).parents[2] / "programs" / "runner"
 
 
 def join(folder: Path = FOLDER) -> CodeType:
@@ -37,7 +37,8 @@ def join(folder: Path = FOLDER) -> CodeType:
 def _add(folder: Path, name: str, modules: dict[str, CodeType], owners: dict[str, str], seen: set[str]) -> None:
     """Add a module after those that it imports."""
     seen.add(name)
-    tree = ast.parse((folder / f"{name}.py").read_bytes())
+    file = f"{name.replace('.', '/')}.py"
+    tree = ast.parse((folder / file).read_bytes())
     stripped = _Strip()
     tree = ast.fix_missing_locations(stripped.visit(tree))
     for below in stripped.imported:
@@ -49,7 +50,7 @@ def _add(folder: Path, name: str, modules: dict[str, CodeType], owners: dict[str
     for node in ast.walk(tree):
         if isinstance(node, ast.expr | ast.stmt):
             node.col_offset = node.end_col_offset = -1  # lines are enough for a traceback
-    modules[name] = compile(tree, f"runner/{name}.py", "exec", dont_inherit=True, optimize=2)
+    modules[name] = compile(tree, f"runner/{file}", "exec", dont_inherit=True, optimize=2)
 
 
 def _defined(tree: ast.Module) -> list[str]:

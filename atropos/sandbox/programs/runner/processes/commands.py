@@ -6,12 +6,12 @@ import posix as os
 
 from atropos.sandbox.programs.runner.children import KILL_PATIENCE_S, children, session_members, signal_session
 from atropos.sandbox.programs.runner.frames import link
-from atropos.sandbox.programs.runner.head_tail import HeadTail
 from atropos.sandbox.programs.runner.loop import CHUNK, loop, now
-from atropos.sandbox.programs.runner.orphan_pipes import adopt
 from atropos.sandbox.programs.runner.paths import is_folder, path_of
+from atropos.sandbox.programs.runner.processes.head_tail import HeadTail
+from atropos.sandbox.programs.runner.processes.orphan_pipes import adopt
+from atropos.sandbox.programs.runner.processes.spawn import give, memory_file, program_of, spawn, start_command
 from atropos.sandbox.programs.runner.signals import signals
-from atropos.sandbox.programs.runner.spawn import give, memory_file, program_of, spawn, start_command
 from atropos.sandbox.programs.runner.start_failures import start_failure
 from atropos.sandbox.programs.runner.state import WORKSPACE, block_of, state
 from atropos.sandbox.programs.runner.users import identity_of

@@ -1,0 +1,1 @@
+"""Operations on files: read, write, search, archives, and streams of their bytes."""

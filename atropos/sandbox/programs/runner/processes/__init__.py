@@ -1,0 +1,1 @@
+"""Commands and background processes: how they start, what they print, how they end."""
