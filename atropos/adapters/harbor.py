@@ -73,7 +73,7 @@ class AtroposEnvironment(BaseEnvironment):
 
     @override
     async def start(self, force_build: bool) -> None:
-        """Build the task's workspace, each step once a host, and lease a slot that stands on it.
+        """Build the task's workspace, each step once a host, and lease a slot on it.
 
         Raises:
             SandboxError: the infrastructure failed; the trial has an exception and no reward.

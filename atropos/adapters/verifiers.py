@@ -30,7 +30,7 @@ NOT_FOUND = 127
 """Exit code of a shell for a program that isn't there."""
 CANNOT_EXECUTE = 126
 BASE = "base"
-"""`image` in a trace where the slot stands on the pool's base."""
+"""`image` in a trace of a slot on the pool's base."""
 
 
 class SlotProcess(RuntimeProcess):

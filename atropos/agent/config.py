@@ -92,9 +92,9 @@ class AgentStep:
         text: the model's text, calls included.
         content: the text without its calls.
         calls: of the turn, in order.
-        unread: calls that could not be read: how many calls stand before it, and what is wrong.
-        outcomes: of calls and unread ones, in the order written; empty where the turn's calls were not run.
-        reasoning: the model's thinking, where the dialect tells it apart from the answer.
+        unread: calls that could not be parsed: the number of calls before each, and the error.
+        outcomes: of calls and unread ones, in order; empty if the turn's calls were not run.
+        reasoning: the model's thinking, if the dialect separates it from the answer.
         model_s, tools_s: seconds spent in generation and in tools.
     """
 
@@ -126,8 +126,8 @@ class AgentResult:
     """How a trajectory went.
 
     Attributes:
-        success: the model ended by itself with an answer.
-        error: what bound ended it otherwise, in words; None on success.
+        success: whether the model ended with an answer.
+        error: the bound that ended it otherwise, in words; None on success.
         final_response: the text of the last turn, without calls.
         trajectory_data: tokens, masks, logprobs, messages.
         stop_reason: which bound, or `final`.

@@ -1,8 +1,8 @@
-"""How a conversation with tools is written: the one part in which agent loops differ.
+"""The format of a conversation with tools, the only part in which agent loops differ.
 
-The loop (`AtroposAgent`) asks, samples, runs calls and keeps the transcript. A dialect says what its messages are, what
-token ids they become, and how a model's turn is read. `XmlDialect` is AgentEnv's; HermesAgentBaseEnv's writes OpenAI's
-tool messages (`atropos.envs.hermes.dialect`).
+The loop (`AtroposAgent`) samples turns, runs calls and keeps the transcript. A dialect defines the messages, their token
+ids, and how a model's turn is parsed. `AgentEnv` uses `XmlDialect`; `HermesAgentBaseEnv` uses OpenAI's tool messages
+(`atropos.envs.hermes.dialect`).
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ class Turn:
     """A model's turn as a dialect reads it.
 
     Attributes:
-        message: what stands in the conversation.
+        message: the turn in the conversation.
         ids: the turn's token ids, the end of the turn included.
         text: all that the model wrote.
         answer: its text without calls.
-        reasoning: its thinking, where the dialect tells it apart.
+        reasoning: its thinking, if the dialect separates it.
         calls: in order.
         unread: calls that could not be read.
     """
@@ -60,11 +60,11 @@ class Dialect(ABC):
 
     @abstractmethod
     def read(self, ids: Sequence[int], *, cut_off: bool) -> Turn:
-        """A turn from the ids that a server sampled; `cut_off`: a limit ended it, so its calls are not meant."""
+        """A turn from the ids that a server sampled; `cut_off`: a limit ended it, so that its calls are ignored."""
 
     @abstractmethod
     def read_answer(self, answer: ChatAnswer, *, cut_off: bool) -> Turn:
-        """A turn from a server that tells text; its ids are placeholders."""
+        """A turn from a server that reports text; its ids are placeholders."""
 
     @abstractmethod
     def chat_options(self, config: AgentConfig, limit: int) -> dict[str, object]:
@@ -88,7 +88,7 @@ class XmlDialect(Dialect):
         self._schemas = schemas
         self.stop_ids = renderer.stop_ids
 
-    def opening(self, task: str, config: AgentConfig, *, exact: bool) -> list[Message]:  # noqa: ARG002 - the same for both
+    def opening(self, task: str, config: AgentConfig, *, exact: bool) -> list[Message]:  # noqa: ARG002 - the same with exact tokens
         """System and user."""
         return [
             {"role": "system", "content": system_text(config.system_prompt, self._schemas)},
@@ -104,8 +104,8 @@ class XmlDialect(Dialect):
         return self._turn(self._renderer.text(ids), list(ids), cut_off=cut_off)
 
     def read_answer(self, answer: ChatAnswer, *, cut_off: bool) -> Turn:
-        """The text, with calls that the server took out of it put back."""
-        text = answer.content.removesuffix(self._renderer.end_text)  # trl's server leaves it there
+        """The text, with the calls that the server parsed out of it restored."""
+        text = answer.content.removesuffix(self._renderer.end_text)  # left in by trl's server
         if answer.tool_calls:
             text = self._parser.render_turn(text, [call.tool_call() for call in answer.tool_calls])
         return self._turn(text, self._renderer.placeholder(text), cut_off=cut_off)

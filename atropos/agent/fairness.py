@@ -1,8 +1,8 @@
-"""Short turns of the event loop, though hundreds of trajectories go on at once.
+"""Keeps the iterations of the event loop short while hundreds of trajectories run.
 
-A pass of the loop runs everything that is ready. When 256 answers come together and each costs a millisecond or two
-(tokenizing, parsing, building the next request), that is one pass of half a second in which no I/O is seen. So such
-pieces go through one gate, and the loop gets round between them.
+An iteration runs everything that is ready. When 256 answers arrive together and each costs a millisecond or two (tokenizing,
+parsing, building the next request), one iteration takes half a second, in which no I/O is done. So such pieces of work share
+one lock, and the loop does I/O between them.
 """
 
 from __future__ import annotations
@@ -16,14 +16,13 @@ from typing import Any, TypeVar
 Value = TypeVar("Value")
 
 SHORT_TOKENS = 256
-"""A turn of so many tokens is read in a few hundredths of a millisecond: hundreds at once are no long pass of the loop,
-and waiting in line behind longer pieces would cost more than it saves."""
+"""A shorter turn is parsed in a few hundredths of a millisecond, which costs less than waiting for the lock."""
 
 _gates: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Lock] = weakref.WeakKeyDictionary()
 
 
 def gate() -> asyncio.Lock:
-    """Held around a piece of work without an await: one such piece a pass of the loop."""
+    """The lock around a piece of work without an await: one such piece in each iteration of the loop."""
     loop = asyncio.get_running_loop()
     if loop not in _gates:
         _gates[loop] = asyncio.Lock()
@@ -31,12 +30,12 @@ def gate() -> asyncio.Lock:
 
 
 def gate_for(tokens: int) -> contextlib.AbstractAsyncContextManager[None]:
-    """The gate around reading a turn of so many tokens; none where that is short work."""
+    """The lock for parsing a turn of so many tokens; a null context for a short one."""
     return gate() if tokens > SHORT_TOKENS else contextlib.nullcontext()
 
 
 async def started_in_turn(work: Callable[[], Coroutine[Any, Any, Value]]) -> Value:
-    """Await `work()`, whose first step (a request being built and sent) is one such piece as well."""
+    """Await `work()`; its first step, which builds and sends a request, holds the lock too."""
     async with gate():
         task = asyncio.get_running_loop().create_task(work())
         try:

@@ -25,10 +25,10 @@ from atropos.tools import ToolCall
 from atropos.tools.parsers.base import whole_text
 
 EXACT = frozenset({"vllm", "sglang"})
-"""Server types that tell the tokens they sampled."""
+"""Server types that report the tokens they sampled."""
 
 ENDINGS = frozenset({"stop", "length"})
-"""Finish reasons with which a server says that the model's turn is whole, or was cut off at `max_tokens`."""
+"""Finish reasons of a complete turn, and of one cut off at `max_tokens`."""
 CHAT_ENDINGS = ENDINGS | {"tool_calls", "function_call"}
 """The same for OpenAI's chat completions."""
 
@@ -109,7 +109,7 @@ class Model:
     Args:
         server: see the module.
         timeout_s: deadline of one request, its retries included.
-        retries: further tries after a failure that may pass.
+        retries: further tries after a transient failure.
     """
 
     def __init__(self, server: object, *, timeout_s: float = 300.0, retries: int = 2) -> None:
@@ -117,7 +117,7 @@ class Model:
         self._timeout_s = timeout_s
         self._retries = retries
         self.exact = server_type(server) in EXACT
-        """Whether the server tells the tokens it samples."""
+        """Whether the server reports the tokens it samples."""
 
     async def generate(self, ids: Sequence[int], **sampling: object) -> Generation:
         """Continue a prompt of token ids.

@@ -1,16 +1,15 @@
-"""Turns as token ids, rendered with a tokenizer's own chat template but never over again.
+"""Turns as token ids: each is rendered once with the tokenizer's chat template, and never again.
 
-A template renders a whole conversation. Rendering it anew at each turn would re-tokenize what the model sampled, so
-the *suffix* that follows an assistant's turn is rendered once, alone: a small conversation with a marker as the
-assistant's text is rendered, and what comes after the marker is the suffix. This works for every template that puts
-turns one after the other (ChatML, Llama 3, Mistral, DeepSeek and their kin).
+A template renders a whole conversation. Rendering it again at each turn would re-tokenize what the model sampled. So only
+the *suffix* that follows an assistant's turn is rendered: the text after a marker that takes the place of the assistant's
+text in a small conversation. This works for every template that concatenates turns (ChatML, Llama 3, Mistral, DeepSeek …).
 
-Tokens can differ from those of the whole text tokenized at once only at the border where an answer begins: white space
-that ends the prompt is not merged with what the model says. A server sees the prompt in just this form.
+Tokens can differ from those of the whole text tokenized at once only where an answer starts: white space at the end of
+the prompt is not merged with the model's text. A server gets the prompt in exactly this form.
 
-Text from a sandbox may contain the spelling of a special token. Each such spelling is rendered as a placeholder and then
-encoded as plain text, so that no program's output can end a turn or open another. Placeholders and the marker carry a
-random key, new for each rendering: text that imitates one stays text.
+Text from a sandbox may contain the spelling of a special token. Each is rendered as a placeholder and then encoded as
+plain text, so that no output can end a turn or start another. Placeholders and the marker have a random key, new for each
+rendering, so that text can't imitate them.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ Tokenizer = Any
 """A Hugging Face tokenizer with a chat template; transformers declares no types for what is used of it."""
 
 PROMPTS_KEPT = 256
-"""Opening prompts remembered by a renderer."""
+"""Opening prompts cached by a renderer."""
 
 
 class TurnRenderer:
@@ -73,7 +72,7 @@ class TurnRenderer:
         """The token after a turn with a call. GLM's template closes no turn, so its models sample the next one's opening."""
         try:
             return self.following([{"role": "tool", "tool_call_id": "a", "name": "t", "content": "x"}])[:1]
-        except Exception:  # a template may refuse in any way
+        except Exception:  # templates raise errors of any kind
             return []
 
     def prompt(self, messages: Sequence[Mapping[str, object]]) -> list[int]:
@@ -93,8 +92,8 @@ class TurnRenderer:
         """Ids between the assistant's last sampled token and its next turn, with `messages` between.
 
         Args:
-            messages: what is said to the model now.
-            sampled: the turn's ids. If they already close the turn, it isn't closed again.
+            messages: the messages between the two turns.
+            sampled: the turn's ids. A turn that they already close isn't closed again.
         """
         mark = _key()
         opening = [{"role": "user", "content": "x"}, {"role": "assistant", "content": mark}]
@@ -108,11 +107,11 @@ class TurnRenderer:
         return list(self._tokenizer(text, add_special_tokens=False, **options)["input_ids"])
 
     def placeholder(self, text: str) -> list[int]:
-        """Ids of a turn whose real ones the server doesn't give."""
+        """Ids of a turn for a server that doesn't report them."""
         return [*self.encode_text(text), self.end_id]
 
     def text(self, ids: Sequence[int]) -> str:
-        """What the model said, without the token that ended its turn."""
+        """The model's text, without the token that ended its turn."""
         kept = list(ids[:-1]) if ids and ids[-1] in self.end_ids else list(ids)
         return str(self._tokenizer.decode(kept, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
@@ -155,7 +154,7 @@ class TurnRenderer:
 
 
 def _key() -> str:
-    """Text that nobody can guess, of characters that no template changes."""
+    """Unguessable text of characters that no template changes."""
     return f"k{secrets.token_hex(12)}"
 
 

@@ -21,10 +21,10 @@ _untrack.argtypes, _untrack.restype = [ctypes.py_object], None
 
 
 def numbers(values: Iterable[Number]) -> list[Number]:
-    """A list for numbers alone, which can be part of no cycle: the garbage collector doesn't walk it.
+    """A list of numbers that the garbage collector doesn't traverse; numbers can form no cycle.
 
-    A full collection visits each element of every list: with 256 trajectories of 5,000 tokens that stopped the event loop
-    for a sixth of a second.
+    A full collection visits each element of every list: with 256 trajectories of 5,000 tokens it blocked the event loop for
+    a sixth of a second.
     """
     made = list(values)
     _untrack(made)
@@ -33,10 +33,10 @@ def numbers(values: Iterable[Number]) -> list[Number]:
 
 @dataclass
 class Transcript:
-    """Tokens, masks and logprobs of equal length, and the messages they stand for. History is never rewritten.
+    """Tokens, masks and logprobs of equal length, and their messages. History is never rewritten.
 
     Attributes:
-        placeholder: the ids are our own tokenization of text, because the server doesn't tell them: not to train on.
+        placeholder: whether the ids are tokenized here because the server doesn't report them; not to train on.
     """
 
     tokens: list[int] = field(default_factory=lambda: numbers(list[int]()))
@@ -49,13 +49,13 @@ class Transcript:
         return len(self.tokens)
 
     def add_context(self, ids: Sequence[int]) -> None:
-        """Append what the model is given."""
+        """Append ids that the model is given."""
         self.tokens.extend(ids)
         self.masks.extend([MASKED] * len(ids))
         self.logprobs.extend([CONTEXT_LOGPROB] * len(ids))
 
     def add_sampled(self, ids: Sequence[int], logprobs: Sequence[float]) -> None:
-        """Append what the model said, exactly as the server reported it."""
+        """Append ids that the model sampled, exactly as the server reported them."""
         assert len(ids) == len(logprobs), (len(ids), len(logprobs))
         self.tokens.extend(ids)
         self.masks.extend(ids)

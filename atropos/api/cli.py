@@ -59,10 +59,10 @@ def tool_server(
     port: Annotated[int | None, typer.Option(min=0, max=65_535, help="0: any free one.")] = None,
     token_file: Annotated[Path | None, typer.Option(help=f"The bearer token; else {TOKEN_VARIABLE}.")] = None,
     only: Annotated[list[str] | None, typer.Option(help="Offer only this tool or toolset; may be given again.")] = None,
-    tool: Annotated[list[str] | None, typer.Option(help="One's own external tools, module:attribute.")] = None,
+    tool: Annotated[list[str] | None, typer.Option(help="External tools of your own, module:attribute.")] = None,
     allow_host: Annotated[list[str] | None, typer.Option(help="A private destination tools may reach.")] = None,
 ) -> None:
-    """Serve external tools (web, browser, MCP servers, one's own) to executors."""
+    """Serve external tools (web, browser, MCP servers, your own) to executors."""
     from atropos.api.serve import run
     from atropos.api.settings import ToolServerSettings, parse_settings, search_from_environment
     from atropos.api.tool_server import create_app

@@ -45,8 +45,8 @@ _DESCRIPTION = (
     "Runs tool calls of agents in isolated slots. Open a trajectory, send its calls, end it. Send "
     "`Authorization: Bearer TOKEN` with every request but /health. 429 and 503 say in Retry-After when to ask again. "
     "A call sent again under its id (or `Idempotency-Key`) is not run again. With `Accept: text/event-stream` a call "
-    "answers events: `waiting` every few seconds, then `result` or `error`. A trajectory that nobody calls or renews "
-    "within its ttl_s ends by itself."
+    "answers events: `waiting` every few seconds, then `result` or `error`. A trajectory without a call or renewal for "
+    "its ttl_s ends."
 )
 _WAITING_S = 5.0
 """Interval of the `waiting` events of a long call: proxies cut silent connections."""

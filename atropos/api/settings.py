@@ -80,7 +80,7 @@ class ToolServerSettings(SettingsModel):
     port: int = Field(default=8460, ge=0, le=65_535)
     token: SecretStr | None = Field(default=None, description="bearer token; needed to listen, None only in-process")
     tools: tuple[str, ...] = Field(
-        default=(), description="one's own external tools: module:attribute, a Tool or a list of them"
+        default=(), description="external tools of your own: module:attribute, a Tool or a list of them"
     )
     only: tuple[str, ...] | None = Field(default=None, description="offer only these tools or toolsets; None: all")
     search: SearchSettings | None = None
@@ -107,7 +107,7 @@ class ToolServerSettings(SettingsModel):
     journal_calls: int = Field(default=20_000, ge=1, description="finished calls kept for resends")
     journal_bytes: int = Field(default=64_000_000, ge=1000, description="memory of those answers")
     journal_ttl_s: float = Field(default=600, gt=0)
-    drain_s: float = Field(default=30, ge=0, description="how long running calls may go on after SIGTERM")
+    drain_s: float = Field(default=30, ge=0, description="time for running calls to finish after SIGTERM")
 
     def check_listening(self) -> None:
         """Refuse to listen without a token.

@@ -45,7 +45,7 @@ class _AnythingConvertor(PathConvertor):
 
 register_url_convertor("anything", _AnythingConvertor())
 _DESCRIPTION = (
-    "Runs external tools (web, browser, MCP servers, one's own) for agents. Send `Authorization: Bearer TOKEN` with "
+    "Runs external tools (web, browser, MCP servers, your own) for agents. Send `Authorization: Bearer TOKEN` with "
     "every request but /health. 429 and 503 say in Retry-After when to ask again. A call is run once: send it again "
     "under the same call_id to get its answer."
 )

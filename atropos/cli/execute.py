@@ -13,7 +13,7 @@ from typing import Annotated, BinaryIO
 
 import typer
 
-from atropos.cli.image_progress import meant, shown
+from atropos.cli.image_progress import image_or_task, progress_display
 from atropos.config import SlotLimits
 from atropos.errors import ConfigError
 
@@ -69,8 +69,8 @@ async def _run(
 
     async with SlotPool(SlotPoolConfig.model_validate(settings)) as pool, contextlib.AsyncExitStack() as stack:
         if image is not None:
-            with shown() as progress_of:
-                prepared = await pool.prepare(meant(image), progress=progress_of(image))
+            with progress_display() as progress_of:
+                prepared = await pool.prepare(image_or_task(image), progress=progress_of(image))
             image = prepared.source if prepared is not None and prepared.source.startswith("atropos-build:") else image
         slot = await stack.enter_async_context(pool.lease("atropos-exec", image=image))
         if upload is not None:

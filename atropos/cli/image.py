@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from atropos.cli.image_progress import image_store, meant, shown
+from atropos.cli.image_progress import image_or_task, image_store, progress_display
 from atropos.errors import ConfigError
 from atropos.slots.backends.assets import asset
 
@@ -51,8 +51,8 @@ async def _prepare(images: list[str], settings: dict[str, object]) -> None:
 
     sizes = {"slots_per_container": 1, "min_containers": 1, "max_containers": 1}
     async with SlotPool(SlotPoolConfig.model_validate(settings | sizes)) as pool:
-        with shown() as progress_of:
-            work = [pool.prepare(meant(name), progress=progress_of(name)) for name in images]
+        with progress_display() as progress_of:
+            work = [pool.prepare(image_or_task(name), progress=progress_of(name)) for name in images]
             found = await asyncio.gather(*work)
     for name, info in zip(images, found, strict=True):
         if info is not None:

@@ -1,4 +1,4 @@
-"""How far images are prepared, on stderr: bars on a terminal, a line for each phase elsewhere."""
+"""Progress of preparing images, on stderr: bars on a terminal, a line for each phase elsewhere."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ def image_store(folder: str | None, auth_file: str | None, insecure: Sequence[st
     return {name: value for name, value in given.items() if value}
 
 
-def meant(name: str) -> str | Task:
-    """What an image's name on the command line means: a task's folder or a Dockerfile is built."""
+def image_or_task(name: str) -> str | Task:
+    """An image's name on the command line; a task's folder or a Dockerfile is read, to be built."""
     path = Path(name)
     return load_task(path) if path.is_file() or (path / "task.toml").is_file() else name
 
 
 @contextlib.contextmanager
-def shown() -> Generator[Callable[[str], Report]]:
-    """Gives, for an image's name, the callback for `SlotPool.prepare`."""
+def progress_display() -> Generator[Callable[[str], Report]]:
+    """A function that makes the callback of `SlotPool.prepare` for an image's name."""
     console = Console(stderr=True)
     columns = (TextColumn("{task.fields[image]}"), TextColumn("{task.description}"), BarColumn(), TaskProgressColumn())
     with Progress(*columns, console=console, disable=not console.is_terminal) as bars:

@@ -49,11 +49,9 @@ MemoryMib = Annotated[
     int | None, typer.Option(help="Memory of a slot in MiB. Default: what the largest task asks for.")
 ]
 Limits = Annotated[Policy, typer.Option(help="Sizes beyond a slot's: old, clamp or refuse.")]
-Images = Annotated[
-    list[str] | None, typer.Option(help="Pattern of images that the base stands in for; again for more.")
-]
+Images = Annotated[list[str] | None, typer.Option(help="Pattern of images that the base replaces; again for more.")]
 Pull = Annotated[
-    bool, typer.Option("--pull", help="Pull every image but those given by --image; the base stands in for none else.")
+    bool, typer.Option("--pull", help="Pull every image but those given by --image; the base replaces no other.")
 ]
 Variables = Annotated[list[str] | None, typer.Option(help="NAME=VALUE for ${NAME} in task files.")]
 Layers = Annotated[
@@ -222,7 +220,7 @@ def _print(found: Sequence[TaskFinding], agents: Sequence[str]) -> None:
     rows = [_cells(finding, agents)[:-1] for finding in found]
     columns = list(zip(_headings(agents)[:-1], *rows, strict=True))
     widths = [max(map(len, texts)) for texts in columns]
-    # one line for each task, also on 80 columns: names are cut, and stand in full in --json
+    # one line for each task, also on 80 columns: names are cut; --json has them in full
     names, image = 0, columns.index(next(texts for texts in columns if texts[0] == "image"))
     room = console.width - sum(widths) - len(widths) + widths[names] + widths[image]
     widths[image] = min(widths[image], max(room // 2, room - widths[names], len("image")))

@@ -223,7 +223,7 @@ def _leases(status: Status) -> list[InFlight]:
 
 
 class Screen:
-    """A look, drawn for the width that there is and at most `rows` lines."""
+    """A look, drawn for the available width in at most `rows` lines."""
 
     def __init__(self, look: Look, rows: int) -> None:
         self._look, self._rows = look, rows
@@ -314,7 +314,7 @@ def _flight(view: LiveView, width: int, rows: int) -> Table:
 
 
 def _middle_cut(text: str, width: int) -> str:
-    """A name of at most `width` cells; what tells siblings apart is at its end."""
+    """A name of at most `width` cells, cut in its middle: siblings differ at the end."""
     if cell_len(text) <= width:
         return text
     head = set_cell_size(text, width // 2 - 1)

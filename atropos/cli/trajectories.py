@@ -28,7 +28,7 @@ Tool = Annotated[str, typer.Option(help="called this tool")]
 
 
 def _chosen(jsonl: Path, query: Query) -> Iterator[tuple[dict[str, object], Entry, Details]]:
-    """Each matching trajectory: as it stands in the file, and parsed."""
+    """Each matching trajectory, as in the file and parsed."""
     for group in read_groups(jsonl):
         item = item_of(group)
         for member in members(group):

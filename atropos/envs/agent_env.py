@@ -25,15 +25,15 @@ Value = TypeVar("Value")
 
 
 class AgentEnv(SandboxEnv):
-    """Implement `build_task`, `score_trajectory` and `get_next_item`; the rest is ready made.
+    """Implement `build_task`, `get_next_item` and `score_trajectory` or `verify_and_score_trajectory`.
 
-    One trajectory: `setup_trajectory_workspace`, the agent's work, `verify_and_score_trajectory` in the same workspace,
+    A trajectory is `setup_trajectory_workspace`, the agent's work, and `verify_and_score_trajectory` in the same workspace;
     then the slot is reset.
     """
 
     name = "agent_env"
     opens_view = True
-    """Whether the frame opens the view; a subclass that does so itself says False."""
+    """Whether the view is opened here; False in a subclass that opens it itself."""
     env_config_cls = AgentEnvConfig
     config: AgentEnvConfig  # pyright: ignore[reportIncompatibleVariableOverride]
 
@@ -44,11 +44,11 @@ class AgentEnv(SandboxEnv):
         raise NotImplementedError(f"{type(self).__name__} must define build_task(item) -> str")
 
     async def score_trajectory(self, item: Item, final_response: str) -> float:
-        """The score of a final answer, where the workspace needn't be looked at."""
+        """The score of a final answer, for envs that don't check the workspace."""
         raise NotImplementedError(f"{type(self).__name__} must define score_trajectory(item, final_response) -> float")
 
     def missing_methods(self) -> list[str]:
-        """As the frame's, and what makes a task and a score."""
+        """As `SandboxEnv`'s, with the methods for the task and the score."""
         cls, missing = type(self), super().missing_methods()
         if cls.build_task is AgentEnv.build_task:
             missing.append("build_task(item)")
@@ -80,27 +80,27 @@ class AgentEnv(SandboxEnv):
     async def setup_trajectory_workspace(
         self, item: Item, *, trajectory_id: str, exec_tool: ExecTool
     ) -> Mapping[str, object]:
-        """Prepare the slot before the agent sees it. What it returns is kept with the trajectory."""
+        """Prepare the slot before the agent gets it. The return value is kept with the trajectory."""
         return {}
 
     async def setup_group_workspace(self, item: Item, *, exec_tool: ExecTool) -> None:
-        """Prepare a workspace once for a whole group, whose trajectories start as forks of it (where overridden)."""
+        """Override to prepare a workspace once for a group, whose trajectories start as forks of it."""
 
     async def verify_and_score_trajectory(
         self, item: Item, final_response: str, *, trajectory_id: str, exec_tool: ExecTool, agent_result: AgentResult
     ) -> tuple[float, Mapping[str, object]]:
-        """Score in the agent's workspace, before it is reset. By default `score_trajectory` alone."""
+        """Score in the agent's workspace, before it is reset. The default calls `score_trajectory`."""
         return await _maybe(self.score_trajectory(item, final_response)), {}
 
-    # -------------------------------------------------------------------------------------------------- ready made
+    # -------------------------------------------------------------------------------------------------- the loop
 
     async def setup(self) -> None:
-        """As the frame's, with the parser's name checked first."""
+        """As `SandboxEnv`'s, after a check of the parser's name."""
         get_parser(self.config.agent_tool_parser)
         await super().setup()
 
     async def prepare_group(self, item: Item, group: str) -> Snapshot | None:
-        """A snapshot of what `setup_group_workspace` made, where it is overridden."""
+        """A snapshot of the workspace that `setup_group_workspace` prepared, if it is overridden."""
         if type(self).setup_group_workspace is AgentEnv.setup_group_workspace:
             return None
         async with self.backend.admission:
@@ -202,13 +202,13 @@ class AgentEnv(SandboxEnv):
 
         Args:
             task: the user's message.
-            trajectory_id: a workspace to work in, which the caller then releases; None: a fresh one, released here.
+            trajectory_id: a workspace to use, which the caller releases; None: a new one, released here.
 
         Returns:
             The final answer, and `success`, `error` (the bound that ended it), `tool_calls`.
 
         Raises:
-            SandboxError, InferenceError: the infrastructure failed; nothing may be concluded about the model.
+            SandboxError, InferenceError: the infrastructure failed; this says nothing about the model.
         """
         own = trajectory_id is None
         identity = trajectory_id or f"run-{uuid.uuid4().hex[:12]}"
@@ -228,7 +228,7 @@ class AgentEnv(SandboxEnv):
 
 
 async def _maybe(value: Value | Awaitable[Value]) -> Value:
-    """Hooks may be plain functions or coroutines."""
+    """Await a hook's return value, if it is awaitable."""
     return cast("Value", await value if inspect.isawaitable(value) else value)
 
 
@@ -249,10 +249,10 @@ def _verdict(value: object) -> tuple[float, dict[str, object]]:
 
 
 def _plain(info: dict[str, object]) -> dict[str, object]:
-    """As it will stand in the JSONL.
+    """The JSON form of `info`, as the JSONL has it.
 
     Raises:
-        HookError: it can't stand there.
+        HookError: it can't be encoded.
     """
     try:
         return cast("dict[str, object]", json.loads(json.dumps(info, default=str)))

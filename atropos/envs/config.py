@@ -52,7 +52,7 @@ OWN_NAMES = {
 
 
 def under_own_name(error: ConfigError) -> ConfigError:
-    """A pool's error, which begins with a field of the pool, as one that begins with the env's field."""
+    """A pool's error with the env's name of the field instead of the pool's."""
     field, _, what = str(error).partition(": ")
     own = {name: own for own, name in OWN_NAMES.items()} | {f"limits.{x}": f"slot_{x}" for x in SlotLimits.model_fields}
     field = own.get(field, field)
@@ -63,7 +63,7 @@ def split_address(address: str) -> tuple[str, int]:
     """Host and port.
 
     Raises:
-        ValueError: it is no address; says what one looks like.
+        ValueError: it is no address.
     """
     host, colon, port = address.rpartition(":")
     host = host.removeprefix("[").removesuffix("]")

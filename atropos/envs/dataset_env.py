@@ -20,7 +20,7 @@ _log = logging.getLogger(__name__)
 
 
 class DatasetEnvConfig(AgentEnvConfig):
-    """In which order the items come, and how often."""
+    """The order of the items and the number of passes."""
 
     epochs: int | None = Field(
         default=None, ge=1, description="passes over the items; None: one in process, without end in serve"
@@ -29,7 +29,7 @@ class DatasetEnvConfig(AgentEnvConfig):
 
 
 class DatasetEnv(AgentEnv):
-    """Subclasses fill `items`; the rest follows."""
+    """Subclasses fill `items`."""
 
     env_config_cls = DatasetEnvConfig
     config: DatasetEnvConfig  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -42,7 +42,7 @@ class DatasetEnv(AgentEnv):
         self._serving = False
 
     async def env_manager(self) -> None:
-        """Serve, by default without end; see `SandboxEnv.env_manager`."""
+        """Serve, by default with endless passes; see `SandboxEnv.env_manager`."""
         self._serving = True
         await super().env_manager()
 

@@ -2,8 +2,8 @@
 
     python3 -I check.py PROBLEM.json SOLUTION.py
 
-The tests run here, the solution in a child process as another user that is asked for one result after the other: so it
-can neither end the tests early nor see what they expect. Prints one line of JSON, `{"passed": ..., "detail": ...}`.
+The tests run here; the solution runs in a child process, as another user, which answers one call at a time. So it can
+neither end the tests early nor see what they expect. Prints one line of JSON, `{"passed": ..., "detail": ...}`.
 """
 
 from __future__ import annotations

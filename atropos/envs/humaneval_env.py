@@ -2,8 +2,8 @@
 
     python -m atropos.envs.humaneval_env evaluate --env.humaneval_path HumanEval.jsonl.gz --env.tool_pool_mode local ...
 
-The solution alone is carried into a fresh slot and judged there (`humaneval_check.py`), so nothing else that the model
-left behind counts.
+Only the solution is copied into a fresh slot and judged there (`humaneval_check.py`), so that nothing else that the model
+left has an effect.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def answer_in(text: str) -> str | None:
 
 
 async def judge(slot: Slot, problem: HumanEvalProblem, solution: str, *, timeout_s: float) -> tuple[bool, str]:
-    """Whether a solution passes, judged in a slot that the model has never been in; and why not.
+    """Whether a solution passes in a slot that the model has not used, and the reason if it doesn't.
 
     Raises:
         SandboxError: the infrastructure failed.
@@ -141,7 +141,7 @@ class HumanEvalEnv(DatasetEnv):
 
     def __init__(self, config: HumanEvalEnvConfig, *args: Any, **kwargs: Any) -> None:
         problems = load_problems(config.humaneval_path)
-        config.allow_network = False  # no problem needs it
+        config.allow_network = False  # no problem needs a network
         super().__init__(config, *args, **kwargs)
         self.items: list[HumanEvalProblem] = problems
 
@@ -165,7 +165,7 @@ class HumanEvalEnv(DatasetEnv):
         solution = await self._solution(trajectory_id, final_response)
         if solution is None:
             return 0.0, {"problem": item.name, "detail": f"no {SOLUTION}, and no code in the answer"}
-        # Given back before the next is taken, so that verifying can't deadlock on a full pool.
+        # Released before the next is leased, so that verification can't deadlock on a full pool.
         await self.executor.release_trajectory(trajectory_id)
         slot: Slot = await self.executor.slot(trajectory_id)
         passed, detail = await judge(slot, item, solution, timeout_s=self.config.verify_timeout_s)

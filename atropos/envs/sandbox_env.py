@@ -1,7 +1,7 @@
-"""The frame of every env on sandbox slots: `process`, `serve`, `evaluate`, and the parts that they work with.
+"""The base of every env on sandbox slots: `process`, `serve`, `evaluate`, and the parts that they use.
 
-A subclass says what one trajectory is (`run_trajectory`). Groups of them are collected (`running.groups`), tried again
-after an infrastructure failure, and dropped whole when one member can't be completed (truth 4).
+A subclass defines one trajectory (`run_trajectory`). Groups of them are collected (`running.groups`), retried after an
+infrastructure failure, and dropped as a whole when one member can't be completed (truth 4).
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ _log = logging.getLogger(__name__)
 
 
 class SandboxEnv(BaseEnv):
-    """See the module. Not used by itself: `AgentEnv` and `HermesAgentBaseEnv` extend it.
+    """See the module. `AgentEnv` and `HermesAgentBaseEnv` extend it.
 
     Attributes:
         backend: pool and executor.
@@ -67,7 +67,7 @@ class SandboxEnv(BaseEnv):
         hooks: calls the env's own code.
         sink: takes finished groups.
         lifetime: of the command that runs.
-        metrics: what happened.
+        metrics: counters of the run.
     """
 
     name: str | None = None
@@ -101,7 +101,7 @@ class SandboxEnv(BaseEnv):
                     slurm=slurm,
                     testing=testing,
                 )
-            except OSError as error:  # the tokenizers are loaded: what is left is the file of the groups
+            except OSError as error:  # the tokenizers are loaded, so it is the file of the groups
                 raise ConfigError(
                     f"env.data_path_to_save_groups: {error}; choose a place that can be written"
                 ) from error
@@ -134,10 +134,10 @@ class SandboxEnv(BaseEnv):
 
     @abstractmethod
     async def run_trajectory(self, item: Item, trajectory_id: str, member: GroupMember) -> Rollout:
-        """Run, verify and score one trajectory; its slot is released afterwards by the collector.
+        """Run, verify and score one trajectory; the collector then releases its slot.
 
         Raises:
-            SandboxError, InferenceError: the infrastructure failed; it is tried again.
+            SandboxError, InferenceError: the infrastructure failed; the trajectory is retried.
             HookError: an env's own code failed; the group is dropped.
         """
 
@@ -146,11 +146,11 @@ class SandboxEnv(BaseEnv):
         return None
 
     def missing_methods(self) -> list[str]:
-        """The methods that a subclass must define and doesn't, as they are written."""
+        """The signatures of methods that a subclass must define and doesn't."""
         return ["get_next_item()"] if type(self).get_next_item is SandboxEnv.get_next_item else []
 
     async def setup_agent_env(self) -> None:
-        """Load data and the like, once, before the first item. Inference and sandboxes are there already."""
+        """Load data and the like, once, before the first item. Inference and sandboxes are ready."""
 
     async def evaluate(self, *args: object, **kwargs: object) -> None:
         """Does nothing by default."""
@@ -205,7 +205,7 @@ class SandboxEnv(BaseEnv):
 
     @property
     def context_tokens(self) -> int:
-        """Most tokens of a trajectory: the env's bound, and less than what the trainer throws away."""
+        """Most tokens of a trajectory, by the env's limit and the trainer's."""
         if self.max_token_len > 0:
             return min(self.config.max_token_length, self.max_token_len - 1)
         return self.config.max_token_length
@@ -228,7 +228,7 @@ class SandboxEnv(BaseEnv):
         await self.hooks.call("setup_agent_env", self.setup_agent_env)
 
     async def start_tool_backend(self, tools: ToolRegistry | None = None) -> None:
-        """Start pool and executor; does nothing when they run."""
+        """Start pool and executor, unless they run."""
         if not self.backend.running:
             await self.backend.start(tools if tools is not None else self.build_tools())
 
@@ -237,7 +237,7 @@ class SandboxEnv(BaseEnv):
         await self.backend.stop()
 
     def hook_tools(self, trajectory_id: str, *, setup: bool = False) -> ExecTool:
-        """`exec_tool` for a hook; see there."""
+        """`exec_tool` for a hook; see `ExecTool`."""
         return ExecTool(self.executor, trajectory_id, partial(self.execute_tool, trajectory_id), setup=setup)
 
     async def execute_tool(self, trajectory_id: str, call: ToolCall) -> ToolResult:
@@ -256,7 +256,7 @@ class SandboxEnv(BaseEnv):
         return cast("ScoredDataGroup | None", await self.collector.collect(item)), []
 
     async def collect_trajectory(self, item: Item) -> tuple[dict[str, object], list[Item]]:
-        """One trajectory by itself, as atroposlib's `ScoredDataItem`.
+        """A single trajectory, as atroposlib's `ScoredDataItem`.
 
         Raises:
             GroupDropped: it could not be completed.
@@ -279,9 +279,9 @@ class SandboxEnv(BaseEnv):
         do_send_to_api: bool = True,
         abort_on_any_max_length_exceeded: bool = True,
     ) -> None:
-        """As atroposlib's, with a line for what is left out, the file whole after each group, and the loop left free.
+        """As atroposlib's, but groups that are left out are logged, and the file is complete after each group.
 
-        atroposlib writes and sends a group's JSON on the event loop: a third of a second for eight long trajectories.
+        The JSON is encoded in a thread: atroposlib does so on the event loop, a third of a second for eight long trajectories.
         """
         several = isinstance(scored_data, list)
         limit = self.max_token_len if abort_on_any_max_length_exceeded else 0
@@ -302,7 +302,7 @@ class SandboxEnv(BaseEnv):
             await self._send_scored_data_to_api(kept if several else kept[0])
 
     async def _send_scored_data_to_api(self, scored_data: object) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """Send what the trainer takes, whole even when this worker is cancelled meanwhile."""
+        """Send groups to the trainer; a cancellation of this worker waits until they are sent."""
         several = isinstance(scored_data, list)
         groups = cast("list[ScoredGroup]", scored_data if several else [scored_data])
         await outlive(self.sink.send(groups, env_id=getattr(self, "env_id", None), listed=several))
@@ -318,8 +318,8 @@ class SandboxEnv(BaseEnv):
         """Run `total_steps` groups, or as many as there are items, and write the JSONL and the page.
 
         Raises:
-            GroupsDropped: at the end, when groups could not be completed; the files hold the others.
-            ConfigError, InferenceError, SandboxError: it could not start.
+            GroupsDropped: at the end, if some groups could not be completed; the files hold the others.
+            ConfigError, InferenceError, SandboxError: the run could not start.
         """
         self._check_complete()
         async with self.lifetime.running(self._close):
@@ -367,7 +367,7 @@ class SandboxEnv(BaseEnv):
 
         Raises:
             ConfigError: the tokens would be placeholders, no group would ever be sent, or there is no trajectory API.
-            TrajectoryApiLost: it went away.
+            TrajectoryApiLost: the trajectory API is gone.
         """
         self._check_complete()
         self._check_servable()
@@ -383,7 +383,7 @@ class SandboxEnv(BaseEnv):
         if not self.exact_tokens and not self.config.allow_placeholder_tokens:
             kinds = ", ".join(sorted(server_types(self.server)))
             raise ConfigError(
-                f"openai.server_type: {kinds} doesn't tell the tokens it samples, so a trainer would get placeholders; "
+                f"openai.server_type: {kinds} doesn't report the tokens it samples, so a trainer would get placeholders; "
                 "use vllm or sglang, or set --env.allow_placeholder_tokens true"
             )
         if self.config.group_size == 1 and self.config.ensure_scores_are_not_same:
@@ -398,7 +398,7 @@ class SandboxEnv(BaseEnv):
             await super().register_env()
 
     async def get_server_info(self) -> None:
-        """As atroposlib's; sizes of which run-api would never make a batch are refused by name.
+        """As atroposlib's; a group size of which run-api never makes a batch is refused.
 
         Raises:
             ConfigError: the trainer's batch can't be made of whole groups of this size.
@@ -411,7 +411,7 @@ class SandboxEnv(BaseEnv):
         self._trainer.check_batch(self.config.batch_size)
 
     async def get_status(self) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """As atroposlib's; a trajectory API that is gone ends the run with one line, and a long wait is reported.
+        """As atroposlib's; a lost trajectory API ends the run with one line, and a long wait is reported.
 
         Raises:
             TrajectoryApiLost: it doesn't answer, or doesn't know this env.
@@ -424,21 +424,21 @@ class SandboxEnv(BaseEnv):
             if config.inference_weight <= 0:
                 cure = "or its envs have no weight above 0 between them: set env.inference_weight"
             raise TrajectoryApiLost(
-                f"env.rollout_server_url: the trajectory API at {config.rollout_server_url} is gone, or was started anew "
+                f"env.rollout_server_url: the trajectory API at {config.rollout_server_url} is gone, or was restarted "
                 f"and doesn't know this env; {cure}"
             ) from error
         self._trainer.queue(self.status_dict, self.derived_batch_size)
 
     async def add_train_workers(self) -> None:
-        """As atroposlib's; an error of `get_next_item` ends the run by its name, and the end of the items is reported."""
+        """As atroposlib's; an error of `get_next_item` ends the run with its message, and the end of the items is reported."""
         idle = not self.workers and not self.backlog and (self.eval_runner is None or self.eval_runner.done())
-        with self.hooks.guard("get_next_item"):  # the only code of the env's own in there
+        with self.hooks.guard("get_next_item"):  # the only code of the env in it
             await super().add_train_workers()
         if idle and not self.workers and self.max_num_workers > 0 and not int(self.status_dict["queue_size"]):
             self._trainer.report("no item", "get_next_item() gave None: the env waits for a further item")
 
     async def env_step_checks(self) -> None:
-        """As atroposlib's; an evaluation that fails is reported, which nobody would await before the end."""
+        """As atroposlib's; a failed evaluation is reported at once, although it is awaited at the end only."""
         before = self.eval_runner
         await super().env_step_checks()
         if self.eval_runner is not None and self.eval_runner is not before:
@@ -476,8 +476,8 @@ class SandboxEnv(BaseEnv):
         await super().wandb_log(found)
 
     async def setup_wandb(self) -> None:
-        """As atroposlib's; a wandb that can't start is one clear line."""
-        with self._wandb.starting(), self._trainer.awaiting_trainer():  # it asks the trainer for the project's name
+        """As atroposlib's; if wandb can't start, the error is one line."""
+        with self._wandb.starting(), self._trainer.awaiting_trainer():  # asks the trainer for the project's name
             await super().setup_wandb()
 
     def metrics_text(self) -> str:

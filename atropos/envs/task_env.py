@@ -2,10 +2,9 @@
 
     python -m atropos.envs.task_env process --env.tasks_path examples/tasks --env.tool_pool_mode local ...
 
-The workspace is built, the agent works, its processes end, and only then are the tests uploaded and run. A verifier
-that gives no reward (it timed out, was killed, or wrote none) is tried once
-on the task's untouched workspace: where it gives a reward there, the agent is the cause, and the score is 0; else the task is
-at fault, and the group is dropped. `--env.verifier_failure` says `drop` or `zero` for every case.
+The tests are uploaded and run after the agent has ended. A verifier that gives no reward (it timed out, was killed, or wrote
+none) is run once on the task's untouched workspace. If it gives a reward there, the agent is the cause, and the score is 0;
+otherwise the task is at fault, and the group is dropped. `--env.verifier_failure drop` or `zero` decides all cases alike.
 """
 
 from __future__ import annotations
@@ -59,7 +58,7 @@ class TaskEnvConfig(DatasetEnvConfig):
         description="patterns of images that the slots' base stands in for; all others are pulled",
     )
     skip_bad_tasks: bool = Field(
-        default=False, description="leave out tasks that can't be used, naming each, and go on"
+        default=False, description="leave out unusable tasks with a warning each, instead of ending"
     )
     task_limits: Policy = Field(
         default="old",
@@ -107,10 +106,10 @@ class TaskEnv(DatasetEnv):
         self._layers = VerifierLayers(config.verifier_layers)
 
     async def setup_agent_env(self) -> None:
-        """Pull what the tasks name, before any of them runs.
+        """Pull the tasks' images before any task runs.
 
         Raises:
-            ConfigError: an image can't be had and `skip_bad_tasks` is off, or no task is left; or a verifier layer can't.
+            ConfigError: an image is unavailable and `skip_bad_tasks` is off, or no task is left; or a verifier layer is.
         """
         await self._prepare_layers()
         outcomes = await asyncio.gather(*(self._task_images.pull(item) for item in self.items), return_exceptions=True)
@@ -129,7 +128,7 @@ class TaskEnv(DatasetEnv):
         for name, reason in refused.items():
             _log.warning("task %s is left out: %s", name, reason)
         if not usable:
-            raise ConfigError("tasks_path: the image of no task can be had; see the log for each")
+            raise ConfigError("tasks_path: no task's image is available; the log has the reasons")
         self.items = usable
 
     async def _prepare_layers(self) -> None:
@@ -139,21 +138,21 @@ class TaskEnv(DatasetEnv):
             raise ConfigError(f"verifier_layers: {error}") from error
 
     def close_files(self) -> None:
-        """As the frame's; and the verifier's layers are removed."""
+        """As `SandboxEnv`'s; also removes the verifier's layers."""
         super().close_files()
         self._layers.close()
 
     def build_task(self, item: Task) -> str:
-        """The task's instruction, as it is."""
+        """The task's instruction, unchanged."""
         return item.instruction
 
     def build_agent_config(self, item: Task | None) -> AgentConfig:
-        """The env's settings, and the task's own time (`agent.timeout_sec`)."""
+        """The env's settings with the task's timeout (`agent.timeout_sec`)."""
         config = super().build_agent_config(item)
         return config if item is None else replace(config, timeout_s=item.config.agent.timeout_sec)
 
     async def prepare_group(self, item: Task, group: str) -> Snapshot | None:
-        """With `fork_setup`, the built workspace, frozen; else nothing."""
+        """With `fork_setup`, a snapshot of the built workspace."""
         if not self.config.fork_setup:
             return None
         async with self.backend.admission:
@@ -183,7 +182,7 @@ class TaskEnv(DatasetEnv):
         trajectory_id: str,
         exec_tool: ExecTool,
     ) -> dict[str, object]:
-        """Build the workspace, where it wasn't forked."""
+        """Build the workspace, unless it is a fork."""
         if self._from[trajectory_id] is None:
             slot = await self._built(item, trajectory_id)
         else:
@@ -209,7 +208,7 @@ class TaskEnv(DatasetEnv):
         return combined(item, verdicts), {"steps": details}
 
     async def act(self, agent: AtroposAgent, item: Task, task: str, trajectory_id: str) -> AgentResult:
-        """The agent's work. Steps follow each other in one workspace and one conversation, each verified in its turn.
+        """The agent's work. The steps of a task share one workspace and one conversation; each is verified after its turns.
 
         Raises:
             HookError: a step could not be prepared, or its verifier gave no reward.
@@ -240,7 +239,7 @@ class TaskEnv(DatasetEnv):
         return result
 
     async def _prepare_step(self, step: Task, trajectory_id: str) -> None:
-        """Go on in the agent's slot, without what the step before needed for its verification."""
+        """Prepare the agent's slot for the next step: remove the files of the last verification."""
         kept = self._kept.pop(trajectory_id, None)
         if kept is not None:
             async with kept:
@@ -252,7 +251,7 @@ class TaskEnv(DatasetEnv):
         await workspace.prepare_step(slot, step)
 
     async def _verdict(self, item: Task, task: Task, trajectory_id: str) -> tuple[Verdict, dict[str, object]]:
-        """What the verifier says of a task or of one of its steps, and what is kept of that.
+        """The verdict on a task or on one of its steps, and the details to keep.
 
         Raises:
             VerifierError: it gave no reward, and the agent is not known to be the cause.
@@ -282,7 +281,7 @@ class TaskEnv(DatasetEnv):
         }
 
     async def _scores_zero(self, item: Task, task: Task, trajectory_id: str) -> bool:
-        """Whether a trajectory whose verifier gave no reward scores 0, by the setting and by who is the cause."""
+        """Whether a trajectory whose verifier gave no reward scores 0, by `verifier_failure` and by the cause."""
         if self.config.verifier_failure != "blame":
             return self.config.verifier_failure == "zero"
         if task.name not in self._sound:
@@ -308,7 +307,7 @@ class TaskEnv(DatasetEnv):
         await workspace.verify(slot, task, mode=mode, fresh=fresh, layers=self._layers)
 
     async def _fresh_slot(self, item: Task, trajectory_id: str, verifier: Task | None = None) -> Slot:
-        """The trajectory's slot is given back and another one built: never two at once, so verifying can't deadlock."""
+        """Release the trajectory's slot, then build another: never two at once, so that verification can't deadlock."""
         await self.executor.release_trajectory(trajectory_id)
         snapshot = self._from[trajectory_id]
         if snapshot is not None and verifier is None:
@@ -316,7 +315,7 @@ class TaskEnv(DatasetEnv):
         return await self._built(verifier or item, trajectory_id)
 
     async def _built(self, item: Task, trajectory_id: str) -> Slot:
-        """The trajectory's slot with the task's workspace, of the task's size and with what it may reach."""
+        """The trajectory's slot with the task's workspace, size and network."""
         prepared = await self._task_images.prepare(item)
         network = False if item.offline else None
         slot: Slot = await self.executor.slot(
@@ -348,10 +347,10 @@ def _room(config: TaskEnvConfig) -> Room:
 
 
 def _usable(config: TaskEnvConfig) -> list[Task]:
-    """The tasks that the slots can hold. Each that they can't is named, all in one go.
+    """The tasks that fit the slots; all others are reported together.
 
     Raises:
-        ConfigError: some task can't be used and `skip_bad_tasks` is off, or none is left.
+        ConfigError: some task is unusable and `skip_bad_tasks` is off, or none is left.
     """
     variables = {name: os.environ[name] for name in config.task_variables if name in os.environ}
     if config.dataset is not None:
@@ -386,7 +385,7 @@ def _usable(config: TaskEnvConfig) -> list[Task]:
 
 
 def _allow_waiting(tasks: list[Task], config: TaskEnvConfig) -> None:
-    """Leases of several slots' room wait for the env's own trajectories, and others behind them: that is no failure."""
+    """Raise `acquire_timeout_s` for tasks of several sizes, whose leases wait for the env's own trajectories."""
     if not any(one.limits for task in tasks for one in (task, *task.verifiers)):
         return
     longest = max(sum(map(_seconds, task.steps or (task,))) for task in tasks)

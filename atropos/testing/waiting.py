@@ -1,4 +1,4 @@
-"""Waiting in tests: for something that is sure to come, with a deadline that only a failure meets."""
+"""Waiting in tests: for a condition that will hold, with a deadline that only a failure reaches."""
 
 from __future__ import annotations
 

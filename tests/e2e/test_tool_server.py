@@ -248,11 +248,11 @@ async def test_a_restart_in_the_middle_is_told_as_what_it_is(monkeypatch: pytest
         await server.process.wait()
         late = asyncio.create_task(tools.execute("v", "c", "echo", {"text": "never left"}))
         async with running("tool-server", *OWN, port=server.port):
-            with pytest.raises(OutcomeUnknown, match="started anew"):
+            with pytest.raises(OutcomeUnknown, match="restarted"):
                 await asyncio.wait_for(changing, 90)
             assert (await asyncio.wait_for(looking, 90)).output == "seen"
             assert (await asyncio.wait_for(late, 90)).output == "never left"
-            with pytest.raises(ToolServerUnavailable, match=r"kept for this trajectory .* is gone"):
+            with pytest.raises(ToolServerUnavailable, match=r"the state of this trajectory .* is gone"):
                 await tools.execute("s", "k2", "keep", {"item": "b"})
             assert (await tools.execute("s", "k3", "keep", {"item": "c"})).output == "c"
 

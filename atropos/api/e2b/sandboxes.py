@@ -114,7 +114,7 @@ class Sandboxes:
 
     @staticmethod
     def _source(template: str, bases: Mapping[str, object]) -> tuple[str | None, str | None]:
-        """The base and the image that a template stands for."""
+        """The base or the image that a template names."""
         if template == "base":
             return None, None
         if template in bases:

@@ -31,7 +31,9 @@ class ExecutorServerSettings(SettingsModel):
     tool_server_token: SecretStr | None = None
     max_trajectories: int = Field(default=10_000, ge=1, description="open at once; one more is answered 429")
     max_pending: int = Field(default=64, ge=1, description="calls of one trajectory that may run or wait")
-    ttl_s: float = Field(default=300, gt=0, le=86_400, description="a trajectory nobody calls or renews ends then")
+    ttl_s: float = Field(
+        default=300, gt=0, le=86_400, description="time without a call or renewal after which a trajectory ends"
+    )
     acquire_s: float = Field(default=10, gt=0, description="longest that opening a trajectory waits for a slot")
     remembered: int = Field(default=64, ge=1, description="finished calls a trajectory remembers for resends")
     drain_s: float = Field(default=30, ge=0)

@@ -98,7 +98,7 @@ class BrowserTool(Tool, Generic[Arguments]):
         return await self.show(session)
 
     async def element(self, page: Page, ref: str) -> Locator:
-        """The element that a reference of the last snapshot stands for.
+        """The element of a reference of the last snapshot.
 
         Raises:
             ToolError: it is no reference, or no longer there.

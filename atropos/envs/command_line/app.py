@@ -62,7 +62,7 @@ class CommandEnv(Protocol):
         ...
 
     def close_files(self) -> None:
-        """Write what is left."""
+        """Close the JSONL and write its page."""
         ...
 
 

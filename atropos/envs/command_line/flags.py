@@ -1,7 +1,7 @@
 """From a command line and a YAML file to an env's config and servers.
 
-atroposlib's own parsing lets raw strings override parsed values, ignores unknown YAML keys and turns `--env.n -1` into
-1; so every setting is an option of click here, and whatever is wrong is one line that says what would be right.
+atroposlib's own parsing lets raw strings override parsed values, ignores unknown YAML keys and turns `--env.n -1` into 1.
+Here every setting is an option of click, and an error is one line with the remedy.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Model = TypeVar("Model", bound=BaseModel)
 HELP_WIDTH = 110
 _HINTS = {
     "tokenizer_name": "folder or model hub name of the tokenizer",
-    "data_path_to_save_groups": "JSONL of the groups; the page stands beside it",
+    "data_path_to_save_groups": "JSONL of the groups; the page is written beside it",
 }
 """Of settings that atroposlib doesn't describe."""
 

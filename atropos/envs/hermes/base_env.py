@@ -57,7 +57,7 @@ from atropos.tools.toolsets import EXTERNAL, get_distribution
 KEPT_ERRORS = 200
 """Tool errors kept for wandb, the latest."""
 DIALECTS_KEPT = 64
-"""Sets of tools whose rendering is remembered."""
+"""Most sets of tools whose dialect is cached."""
 
 HOOK_CODE.add(bridge_body.__code__)
 
@@ -72,11 +72,11 @@ class HermesAgentBaseEnv(SandboxEnv):
     config: HermesAgentEnvConfig  # pyright: ignore[reportIncompatibleVariableOverride]
 
     def __init_subclass__(cls, **kwargs: object) -> None:
-        """A subclass's own `setup` runs after the frame's, whether or not it calls `super().setup()`."""
+        """Run a subclass's `setup` after the base's, whether or not it calls `super().setup()`."""
         super().__init_subclass__(**kwargs)
         own = cls.__dict__.get("setup")
         if own is not None:
-            cls.setup = _after_the_frame(own)  # pyright: ignore[reportAttributeAccessIssue]
+            cls.setup = _after_base_setup(own)  # pyright: ignore[reportAttributeAccessIssue]
 
     def __init__(self, config: HermesAgentEnvConfig, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)
@@ -87,7 +87,7 @@ class HermesAgentBaseEnv(SandboxEnv):
         self._draw = secrets.token_hex(8) if config.seed is None else str(config.seed)
         self._calls = asyncio.Semaphore(config.tool_pool_size)
         self._rewards = asyncio.Semaphore(config.tool_pool_size)
-        self._framed = False
+        self._base_is_set_up = False
         self._dialects: dict[tuple[str, ...], OpenAIDialect] = {}
         self._tool_errors_count = 0
         self._tool_errors: deque[dict[str, object]] = deque(maxlen=KEPT_ERRORS)
@@ -95,8 +95,8 @@ class HermesAgentBaseEnv(SandboxEnv):
     # ------------------------------------------------------------------------------------------------------- hooks
 
     async def setup(self) -> None:
-        """Load data and the like. Inference, slots and tools are there already."""
-        await self._frame()
+        """Load data and the like. Inference, slots and tools are ready."""
+        await self._set_up_base()
 
     def format_prompt(self, item: Item) -> str:
         """The user's message for an item; by default the row's `prompt_field`."""
@@ -108,28 +108,28 @@ class HermesAgentBaseEnv(SandboxEnv):
             ) from None
 
     async def compute_reward(self, item: Item, result: HermesResult, ctx: ToolContext) -> float:
-        """The rollout's reward. `ctx.terminal(...)` and the like need no `await`, and take one.
+        """The rollout's reward. `ctx.terminal(...)` and the other methods work with and without `await`.
 
         Raises:
-            Exception: whatever it raises drops the group; it is no score.
+            Exception: any exception drops the group; it is never a score.
         """
         raise NotImplementedError(f"{type(self).__name__} must define compute_reward(item, result, ctx) -> float")
 
     async def setup_group(self, item: Item, ctx: ToolContext) -> None:
-        """Prepare a workspace once for a group, whose rollouts start as forks of it (where overridden)."""
+        """Override to prepare a workspace once for a group, whose rollouts start as forks of it."""
 
     async def setup_rollout(self, item: Item, ctx: ToolContext) -> None:
-        """Prepare each rollout's workspace before the model sees it (where overridden)."""
+        """Override to prepare each rollout's workspace before the model gets it."""
 
     def missing_methods(self) -> list[str]:
-        """As the frame's, and the reward."""
+        """As `SandboxEnv`'s, with the reward."""
         undefined = type(self).compute_reward is HermesAgentBaseEnv.compute_reward
         return super().missing_methods() + ["compute_reward(item, result, ctx)"] * undefined
 
-    # -------------------------------------------------------------------------------------------------- ready made
+    # -------------------------------------------------------------------------------------------------- the loop
 
     def item_name(self, item: Item) -> str:
-        """As the frame's; a row without a name goes by the beginning of its prompt."""
+        """As `SandboxEnv`'s; a row without a name is named after the beginning of its prompt."""
         if isinstance(item, dict) and not {"name", "id", "task_id", "task"} & {*item}:
             prompt = item.get(self.config.prompt_field)
             if isinstance(prompt, str):
@@ -147,7 +147,7 @@ class HermesAgentBaseEnv(SandboxEnv):
         return iter(load_rows(self.config.dataset_name, self.config.dataset_split))
 
     def build_tools(self) -> ToolRegistry:
-        """Every tool that some group may be offered."""
+        """Every tool that a group may get."""
         config = self.config
         enabled = config.enabled_toolsets
         if config.distribution is not None:
@@ -171,7 +171,7 @@ class HermesAgentBaseEnv(SandboxEnv):
         return left
 
     def tools_of(self, group: str) -> ToolRegistry:
-        """The tools that a group's rollouts are offered: the same for all of them, drawn anew for each group."""
+        """The tools of a group's rollouts: the same for all of them, drawn once for each group."""
         every = self.executor.tools
         if self.config.distribution is None:
             return every
@@ -180,7 +180,7 @@ class HermesAgentBaseEnv(SandboxEnv):
         return ToolRegistry(offered or every)
 
     async def prepare_group(self, item: Item, group: str) -> Snapshot | None:
-        """A snapshot of what `setup_group` made, where it is overridden."""
+        """A snapshot of the workspace that `setup_group` prepared, if it is overridden."""
         if type(self).setup_group is HermesAgentBaseEnv.setup_group:
             return None
         async with self.backend.admission:
@@ -259,7 +259,7 @@ class HermesAgentBaseEnv(SandboxEnv):
         return checked_score(reward, "compute_reward")
 
     def _dialect(self, tools: ToolRegistry) -> OpenAIDialect:
-        """How the tokenizer's template renders these tools: found out once for each set that is drawn."""
+        """The dialect for these tools, made once for each set of tools."""
         key = tuple(tools.names)
         if key not in self._dialects:
             if len(self._dialects) >= DIALECTS_KEPT:
@@ -271,7 +271,7 @@ class HermesAgentBaseEnv(SandboxEnv):
         return self._dialects[key]
 
     def _offered(self, tools: ToolRegistry, execute: Run) -> Run:
-        """Refuse what this group isn't offered, though others may be."""
+        """`execute`, which refuses tools that this group doesn't have."""
 
         async def run(call: ToolCall) -> ToolResult:
             if call.name in tools:
@@ -296,7 +296,7 @@ class HermesAgentBaseEnv(SandboxEnv):
 
     @contextlib.asynccontextmanager
     async def _lifetime_of(self, trajectory_id: str) -> AsyncGenerator[Run]:
-        """Gives a way to run calls; a slot that is idle for longer than `terminal_lifetime` is given back."""
+        """A function that runs calls; a slot that is idle for longer than `terminal_lifetime` is released."""
         idle_s = self.config.terminal_lifetime
         expired = False
         timer: asyncio.TimerHandle | None = None
@@ -333,10 +333,10 @@ class HermesAgentBaseEnv(SandboxEnv):
             if releases:
                 await asyncio.gather(*releases, return_exceptions=True)
 
-    async def _frame(self) -> None:
-        """Inference and the tool backend, once."""
-        if not self._framed:
-            self._framed = True
+    async def _set_up_base(self) -> None:
+        """Set up inference and the tool backend, once."""
+        if not self._base_is_set_up:
+            self._base_is_set_up = True
             await super().setup()
 
     # -------------------------------------------------------------------------------------------------------- wandb
@@ -347,7 +347,7 @@ class HermesAgentBaseEnv(SandboxEnv):
         self._tool_errors.extend(asdict(error) for error in result.tool_errors)
 
     async def wandb_log(self, wandb_metrics: Mapping[str, object] | None = None) -> None:
-        """As the frame's, with the tool errors since the last time."""
+        """As `SandboxEnv`'s, with the tool errors since the last call."""
         found = dict(wandb_metrics or {})
         found["train/tool_errors_count"] = self._tool_errors_count
         if self._tool_errors:
@@ -357,12 +357,12 @@ class HermesAgentBaseEnv(SandboxEnv):
         await super().wandb_log(found)
 
 
-def _after_the_frame(
+def _after_base_setup(
     own: Callable[[HermesAgentBaseEnv], Awaitable[None] | None],
 ) -> Callable[[HermesAgentBaseEnv], Coroutine[Any, Any, None]]:
     @functools.wraps(own)
     async def setup(self: HermesAgentBaseEnv) -> None:
-        await self._frame()  # pyright: ignore[reportPrivateUsage]
+        await self._set_up_base()  # pyright: ignore[reportPrivateUsage]
         await self.hooks.call("setup", lambda: own(self))
 
     return setup

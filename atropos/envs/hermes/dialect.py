@@ -32,7 +32,7 @@ class ToolTemplate:
         self._tool_role = self._renders_tool_messages()
         if self._schemas and parser not in {"hermes", "qwen"}:
             raise ConfigError(
-                f"tool_call_parser: the tokenizer's chat template doesn't tell the model of its tools, and only the "
+                f"tool_call_parser: the tokenizer's chat template doesn't describe tools, and only the "
                 f"hermes format can be described without it, not {parser!r}; use its own tokenizer, or hermes"
             )
 
@@ -43,7 +43,7 @@ class ToolTemplate:
         first = str(function.get("name"))
         try:
             text = tokenizer.apply_chat_template(asked, tokenize=False, tools=list(schemas), add_generation_prompt=True)
-        except Exception:  # a template may refuse in any way
+        except Exception:  # templates raise errors of any kind
             return False
         return first in str(text)
 
@@ -51,7 +51,7 @@ class ToolTemplate:
         probe = {"role": "tool", "tool_call_id": "a", "name": "t", "content": _PROBE}
         try:
             ids = self.renderer.following([probe])
-        except Exception:  # a template may refuse in any way
+        except Exception:  # templates raise errors of any kind
             return False
         return _PROBE in self.renderer.text(ids)
 
@@ -75,16 +75,16 @@ class ToolTemplate:
         return self.renderer.following(messages, sampled)
 
     def text(self, ids: Sequence[int]) -> str:
-        """What the model said, without the token that ended its turn."""
+        """The model's text, without the token that ended its turn."""
         return self.renderer.text(ids)
 
     def placeholder(self, text: str) -> list[int]:
-        """Ids of a turn whose real ones the server doesn't give."""
+        """Ids of a turn for a server that doesn't report them."""
         return self.renderer.placeholder(text)
 
 
 class OpenAIDialect(Dialect):
-    """Calls stand in `tool_calls`, each result in a tool message. Calls within `<think>` are not meant.
+    """Calls are in `tool_calls`, each result is a tool message. Calls within `<think>` are ignored.
 
     Args:
         tokenizer: the model's, with a chat template.

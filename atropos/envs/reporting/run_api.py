@@ -113,9 +113,9 @@ class TrajectoryApi:
     """Sends groups to the trajectory API, one request at a time.
 
     run-api queues whatever it is sent, so a group whose answer was lost and that is sent again would be trained on twice.
-    It can be asked for the newest group that it took: where that is the one in question, it arrived. Requests of this env
-    go one after the other, so that only another env's group could have come in between. Where the group before was the same
-    (one item, seeded), the answer says nothing, and it is sent again.
+    It has an endpoint for the newest group that it took: if that is the group in question, it arrived. This env sends one
+    request at a time, so that only another env's group can have come in between. If the group before was the same (one item,
+    seeded), the answer tells nothing, and the group is sent again.
 
     Args:
         url: of run-api.

@@ -81,7 +81,7 @@ class TrainerWatch:
         elif time.monotonic() - self._full_since > WAITED_S:
             text = (
                 "%d trajectories wait at %s and no trainer has fetched a batch for %.0f s; this env starts no more "
-                "(max_batches_offpolicy %d), keeps no slot busy, and goes on when one does"
+                "(max_batches_offpolicy %d), holds no slot, and continues when one does"
             )
             self.report("full", text, waiting, config.rollout_server_url, WAITED_S, config.max_batches_offpolicy)
 
@@ -123,4 +123,4 @@ async def watch_inference(server: ServerManager, model_timeout_s: float) -> None
 def report_evaluation(task: asyncio.Task[object]) -> None:
     """Log the error of an evaluation that runs beside training; nobody awaits it before the end."""
     if not task.cancelled() and task.exception() is not None:
-        _log.error("evaluate failed; training goes on", exc_info=task.exception())
+        _log.error("evaluate failed; training continues", exc_info=task.exception())

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from atropos.tools import ToolCall
 
 MODEL = "model"
-"""What a trajectory does between its tool calls, the env's own hooks included."""
+"""Shown between tool calls, hooks included."""
 
 
 @dataclass
@@ -41,7 +41,7 @@ class Activity:
 
     @contextlib.contextmanager
     def call(self, trajectory_id: str, call: ToolCall) -> Generator[None]:
-        """Around a tool call; one of another than a running attempt, as a group's set-up, isn't shown."""
+        """Around a tool call; calls outside of attempts, as in a group's set-up, aren't shown."""
         running = self.running.get(trajectory_id)
         if running is None:
             yield

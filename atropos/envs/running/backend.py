@@ -16,11 +16,11 @@ _log = logging.getLogger(__name__)
 
 
 class ToolBackend:
-    """Pool, executor, and the room there is for trajectories.
+    """Pool, executor, and the admission of trajectories.
 
     Attributes:
-        pool: there while it runs.
-        admission: as many trajectories at once as there may be slots.
+        pool: None unless it runs.
+        admission: admits as many trajectories as there may be slots.
     """
 
     def __init__(self, config: SandboxEnvConfig) -> None:
@@ -68,7 +68,7 @@ class ToolBackend:
         self._executor = executor
 
     async def _network(self, pool: SlotPool) -> bool:
-        """Whether slots get egress. Where the backend has none, only an explicit wish for it is refused.
+        """Whether slots get egress. A backend without it is refused only if `allow_network` was set.
 
         Raises:
             ConfigError: `allow_network` was set and can't be had.
@@ -97,7 +97,7 @@ class ToolBackend:
             await self._executor.release_trajectory(trajectory_id, reset_workspace=True)
 
     async def freeze(self, trajectory_id: str) -> Snapshot:
-        """A snapshot of a trajectory's workspace, whose slot is given back. Cancelled on the way, it leaves neither."""
+        """Snapshot a trajectory's workspace and release its slot. A cancellation leaves neither."""
         slot: Slot = await self.executor.slot(trajectory_id)
         snapshot = await slot.snapshot()
         try:
@@ -108,7 +108,7 @@ class ToolBackend:
         return snapshot
 
     def outage(self) -> str:
-        """What Nomad or Docker answers while it is away and no container is left; empty where it isn't."""
+        """Why Nomad or Docker is away with no container left; empty if it isn't."""
         return "" if self.pool is None else self.pool.outage()
 
     async def outlast(self) -> None:

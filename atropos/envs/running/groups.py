@@ -1,4 +1,4 @@
-"""Groups of trajectories: all members at once, a member tried again after an infrastructure failure, whole or not at all."""
+"""Groups of trajectories: members run at once, are retried after infrastructure failures, and are complete or dropped."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ DROPPED_IN_A_ROW = 20
 HOPELESS_IN_A_ROW = 3
 """The same for failures that another slot would not cure."""
 NOT_COUNTED = (VerifierError.code,)
-"""Codes of drops that an agent may cause by itself: they never end a run."""
+"""Codes of drops that an agent can cause; they never end a run."""
 
 Value = TypeVar("Value")
 
@@ -136,7 +136,7 @@ class GroupCollector:
         """One whole scored group, or None when it can't be completed.
 
         Raises:
-            ConfigError: the run can't go on; it is ended.
+            ConfigError: the run can't continue, and is ended.
         """
         task = asyncio.current_task()
         assert task is not None
@@ -192,10 +192,10 @@ class GroupCollector:
             await asyncio.sleep(min(30.0, 0.25 * 2**over))
 
     async def rollouts(self, item: object, size: int) -> list[Rollout]:
-        """All trajectories of a group at once; the first that can't be completed ends the others.
+        """All trajectories of a group at once; the first that can't be completed cancels the others.
 
-        A group whose prepared workspace went with its container starts again as a whole, so that all its members start
-        from the same one.
+        A group whose prepared workspace is lost with its container starts again as a whole, so that all its members start
+        from the same workspace.
 
         Raises:
             GroupDropped: it can't be completed.
@@ -210,7 +210,7 @@ class GroupCollector:
                 if restart == self._config.trajectory_retries:
                     raise GroupDropped(f"{group}: {lost}", code=lost.code) from lost
                 self._metrics.retries[lost.code] += 1
-                _log.warning("group %s starts again, its workspace prepared anew: %s", group, lost)
+                _log.warning("group %s starts again, with a newly prepared workspace: %s", group, lost)
                 self._notify(Event("retry", name, detail=str(lost)))
         raise AssertionError("unreachable")
 
@@ -301,9 +301,9 @@ class GroupCollector:
             raise WorkspaceLost(f"the group's prepared workspace is lost: {error}") from error
 
     async def _persist(self, what: str, once: Callable[[str], Awaitable[Value]]) -> Value:
-        """Try again after infrastructure failures, in a fresh slot each time, then give the group up.
+        """Call `once`, and retry it in a fresh slot after infrastructure failures; then drop the group.
 
-        What fails while Nomad or Docker is away with all containers is not counted: it is waited for (`outage_s`).
+        Failures while Nomad or Docker is away with all containers are not counted: the engine is awaited (`outage_s`).
 
         Raises:
             GroupDropped: it can't be completed.
@@ -333,7 +333,7 @@ class GroupCollector:
         raise AssertionError("unreachable")
 
     async def _outlast(self, what: str) -> None:
-        """Wait while the engine is away with all containers; one that stays away ends the run."""
+        """Wait while the engine is away with all containers; if it stays away, end the run."""
         outage = self._backend.outage()
         if not outage:
             return

@@ -1,4 +1,4 @@
-"""An env's own code: bounded in time, and whatever goes wrong in it has a name and never becomes a score."""
+"""Calls of an env's hooks: bounded in time; every failure gets a code and never becomes a score."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from atropos.errors import ConfigError, InferenceError, SandboxError, code_of
 from atropos.tools import ToolCall, ToolExecutor, ToolResult
 
 KNOWN = (SandboxError, InferenceError, ConfigError, HookError, PromptTooLong)
-"""What already says which of the three channels it belongs to."""
+"""Errors that already belong to one of the three failure channels."""
 TAIL_CHARS = 600
-"""Of a failed set-up call's output, kept in its fault."""
+"""Length of a failed set-up call's output in the error."""
 
 HOOK_CODE: set[CodeType] = set()
-"""The code that calls hooks: while it is on the stack, a hook runs and keeps the event loop."""
+"""Code objects that call hooks: while one is on the stack, a hook blocks the event loop."""
 
 Value = TypeVar("Value")
 
@@ -32,15 +32,15 @@ _log = logging.getLogger(__name__)
 
 
 class HookCalls:
-    """A hook's way to one trajectory's slot and tools.
+    """A hook's access to one trajectory's slot and tools.
 
     Args:
         executor: runs the calls.
         trajectory_id: whose slot it is.
 
     Attributes:
-        failure: the first failure that a call met and that no hook may turn into a score.
-        unanswered: calls that are under way, or were given up (by a timeout of the hook's own).
+        failure: the first failure of a call, which no hook may turn into a score.
+        unanswered: calls that run or were cancelled, as by a timeout of the hook's own.
     """
 
     def __init__(self, executor: ToolExecutor, trajectory_id: str) -> None:
@@ -51,7 +51,7 @@ class HookCalls:
 
     @contextlib.contextmanager
     def watched(self) -> Generator[None]:
-        """Around a call: its failure is remembered besides being raised."""
+        """Around a call: records its failure and re-raises it."""
         self.unanswered += 1
         try:
             yield
@@ -63,7 +63,7 @@ class HookCalls:
         self.unanswered -= 1
 
     async def settle(self) -> None:
-        """The hook is over. What it gave up is no verdict where nothing could have answered."""
+        """After the hook: check that the slot still answers, or else record that as a failure."""
         if self.failure is None:
             try:
                 await self._executor.check_alive(self.trajectory_id)
@@ -160,11 +160,11 @@ class Hooks:
         Args:
             name: the hook's, for messages and metrics.
             hook: takes no arguments.
-            calls: what it reaches its slot with; a failure met there is raised whatever the hook made of it.
+            calls: the hook's access to its slot; a failure recorded there is raised even if the hook caught it.
             setup: whether the hook prepares a workspace, so that its errors are faults of the task.
 
         Raises:
-            SandboxError, InferenceError, ConfigError: as the hook met them.
+            SandboxError, InferenceError, ConfigError: as raised in the hook.
             HookError: the hook raised something else, or took too long. `TaskFault` where it prepares a workspace.
         """
         started, result = time.perf_counter(), "ok"
@@ -217,14 +217,14 @@ class Hooks:
             if (inner := only_known(error)) is not None:
                 raise inner from error
             self._metrics.hook_errors[name] += 1
-            if (name, type(error)) not in self._logged:  # the traceback once, the rest in a line each
+            if (name, type(error)) not in self._logged:  # the traceback only once
                 self._logged.add((name, type(error)))
                 _log.exception("%s of %s failed", name, self._owner)
             raise kind(f"{name} raised {type(error).__name__}: {error}") from error
 
 
 async def _settled(calls: HookCalls | None) -> SandboxError | HookError | None:
-    """The first failure of a hook's calls, those that it gave up included."""
+    """The first failure of a hook's calls, cancelled ones included."""
     if calls is None:
         return None
     await calls.settle()
@@ -232,7 +232,7 @@ async def _settled(calls: HookCalls | None) -> SandboxError | HookError | None:
 
 
 def _named(hook: str, failure: SandboxError | HookError) -> SandboxError | HookError:
-    """A failure with the hook in its message, where it doesn't stand there yet."""
+    """A failure with the hook's name in its message."""
     if isinstance(failure, HookError) and not str(failure).startswith(hook):
         return type(failure)(f"{hook}: {failure}")
     return failure
@@ -257,7 +257,7 @@ def in_hook(frame: FrameType | None) -> bool:
 
 @contextlib.contextmanager
 def ungrouped() -> Generator[None]:
-    """Raise a known failure by itself where an env's code ran its calls in a task group."""
+    """Unwrap a known failure from the exception group of an env's task group."""
     try:
         yield
     except ExceptionGroup as errors:
@@ -267,7 +267,7 @@ def ungrouped() -> Generator[None]:
 
 
 def only_known(error: Exception) -> Exception | None:
-    """The known failure within a group of errors, where nothing else is in it."""
+    """The known failure in a group of errors that holds nothing else."""
     if not isinstance(error, ExceptionGroup):
         return None
     flat = list(_flatten(error))

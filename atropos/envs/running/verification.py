@@ -1,6 +1,7 @@
 """Where hooks verify: in a view of the trajectory's slot, or in the slot itself.
 
-What set-up hooks made must be part of a view's root, so it is settled before the agent works; programs that they left go on.
+Files that set-up hooks made must be part of a view's root, so they are settled before the agent starts. Programs that the
+hooks left running continue.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ class Verification:
         self._view = config.verifier_mode == "view"
 
     async def settle(self) -> None:
-        """Set-up is over: make what it left part of a view's root.
+        """Make the files of set-up part of a view's root.
 
         Raises:
             SandboxError: the slot was lost, or its container keeps no more snapshots (`max_snapshots`, `max_snapshot_mib`).
@@ -39,7 +40,7 @@ class Verification:
             await slot.settle()
 
     async def open(self) -> None:
-        """The agent has ended: from now on calls run where its work is verified.
+        """Switch later calls to where the agent's work is verified.
 
         Raises:
             SandboxError: the slot was lost.

@@ -231,7 +231,7 @@ async def test_a_group_whose_workspace_went_with_its_container_is_prepared_anew_
     await env.process_manager()
     assert prepared == ["item-0", "item-0", "item-1"]
     assert env.metrics.retries == {"workspace_lost": 1}
-    assert "prepared anew" in caplog.text
+    assert "newly prepared" in caplog.text
     for group in groups_in(tmp_path / "g.jsonl"):
         names = {t["trajectory_id"] for t in group["atropos"]["trajectories"]}
         assert len({id(snapshot) for name, snapshot in env.stand_in.forks if name in names}) == 1

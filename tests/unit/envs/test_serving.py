@@ -274,7 +274,7 @@ async def test_an_evaluation_that_fails_when_serving_is_reported(caplog):
     await env.env_step_checks()
     await asyncio.gather(env.eval_runner, return_exceptions=True)
     await asyncio.sleep(0)
-    assert "evaluate failed; training goes on" in caplog.text
+    assert "evaluate failed; training continues" in caplog.text
     assert "in evaluate" in caplog.text
 
 

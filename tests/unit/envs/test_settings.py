@@ -198,7 +198,7 @@ async def test_serve_refuses_placeholder_tokens_unless_they_are_allowed(policy):
             ScriptEnv, policy.url, None, server_type="openai", rollout_server_url="http://127.0.0.1:9", **settings
         )
 
-    with pytest.raises(ConfigError, match=r"openai\.server_type: openai doesn't tell"):
+    with pytest.raises(ConfigError, match=r"openai\.server_type: openai doesn't report"):
         await env().env_manager()
     with pytest.raises(ConfigError, match=r"env\.rollout_server_url"):  # the next thing that is wrong
         await env(allow_placeholder_tokens=True).env_manager()
