@@ -1,1 +1,1 @@
-"""The main job at a glance: every example task, attempted by a group of agents in sandbox slots, scored, shown."""
+"""A demonstration: groups of agents attempt every example task in slots, and their scores are shown."""

@@ -48,7 +48,7 @@ def main() -> int:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Import what is slow to import, then go."""
+    """Import the slow modules, then run."""
     from rich.console import Console
 
     console = Console(stderr=args.json)
@@ -76,13 +76,13 @@ def run(args: argparse.Namespace) -> int:
 
 
 def fail(line: str, code: int) -> int:
-    """One line, and the exit code."""
+    """Print one line and return the exit code."""
     print(f"error: {line}", file=sys.stderr)
     return code
 
 
 async def demo(args: argparse.Namespace, console: Any, lifetimes: list[Any]) -> int:
-    """The policy server, the env, the display."""
+    """Run the policy server, the env and the display."""
     from examples.demo.display import Display, show, summary
 
     try:
@@ -111,7 +111,7 @@ async def demo(args: argparse.Namespace, console: Any, lifetimes: list[Any]) -> 
 
 
 def build(args: argparse.Namespace, server: dict[str, Any], jsonl: Path) -> Any:
-    """The task env, as `python -m atropos.envs.task_env process` would have it from flags."""
+    """The task env, with the settings that flags of `python -m atropos.envs.task_env process` would give."""
     from atropos.envs.adapter import APIServerConfig
     from atropos.envs.task_env import TaskEnv, TaskEnvConfig
 
@@ -144,7 +144,7 @@ def build(args: argparse.Namespace, server: dict[str, Any], jsonl: Path) -> Any:
 
 @contextlib.asynccontextmanager
 async def policy(tasks: Path, mistakes: float) -> AsyncIterator[dict[str, Any]]:
-    """The scripted policy server as a process of its own; ended in every ending."""
+    """The scripted policy server as a child process, which is always ended."""
     from atropos.errors import ConfigError
 
     process = await asyncio.create_subprocess_exec(

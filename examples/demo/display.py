@@ -1,4 +1,4 @@
-"""What the demo shows: a live view while it runs, a table at the end."""
+"""The demo's output: a live view while it runs, a table at the end."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def colour(score: float) -> str:
 
 
 class Display:
-    """Gathers an env's events; live on a terminal, one line a group elsewhere."""
+    """Collects an env's events; shows them live on a terminal, else one line a group."""
 
     def __init__(self, console: Console, total: int, group_size: int) -> None:
         self.console = console
@@ -33,7 +33,7 @@ class Display:
         self.retries = 0
         self.env: Any = None
         self.pool: Any = None
-        """The pool's last numbers: there is no pool any more when the table is made."""
+        """The pool's last numbers, for the table, which is made when the pool has ended."""
         self.started = time.perf_counter()
         self.first: float | None = None
         self.last = self.started

@@ -1,1 +1,1 @@
-"""Environments of one's own, each in one short file."""
+"""Example environments, each in one short file."""

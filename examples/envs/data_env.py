@@ -33,7 +33,7 @@ http.server.ThreadingHTTPServer(("127.0.0.1", 8000), Feed).serve_forever()
 
 
 def measurements(seed: int) -> list[dict[str, Any]]:
-    """The same for a seed, everywhere."""
+    """The measurements of a seed, always the same."""
     rng = random.Random(seed)
     return [{"sensor": rng.choice(SENSORS), "celsius": round(rng.gauss(20, 5), 2)} for _ in range(500)]
 

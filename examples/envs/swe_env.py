@@ -74,7 +74,7 @@ class SweEnv(HermesAgentBaseEnv):
         return f"The repository in /workspace has a bug. Find and mend it; keep the tests passing.\n\n{item['issue']}"
 
     async def setup_group(self, item: Any, ctx: ToolContext) -> None:
-        """Once a group: what is slow here (a clone, a build) costs the members nothing."""
+        """Once a group, so that slow steps (a clone, a build) are shared by its members."""
         for name, text in item["files"].items():
             ctx.write_file(name, text)
         ctx.terminal(
@@ -93,7 +93,7 @@ class SweEnv(HermesAgentBaseEnv):
             await self.executor.release_trajectory(fresh.trajectory_id)
 
     def checks_hold(self, item: Any, diff: str, fresh: ToolContext) -> bool:
-        """Whether the original files with this diff give what the checks say."""
+        """Whether the original files with this diff pass the checks."""
         for name, text in item["files"].items():
             fresh.write_file(name, text)
         try:

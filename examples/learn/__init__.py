@@ -1,1 +1,1 @@
-"""A tiny policy that learns from nothing, from what the environment sends to its trainer and from that alone."""
+"""A tiny policy that learns from nothing, only from what the environment sends to its trainer."""

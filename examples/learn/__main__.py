@@ -113,7 +113,7 @@ def report(args: argparse.Namespace, school: School, seconds: float) -> int:
 
 
 async def teach(args: argparse.Namespace) -> int:
-    """The lesson and its report."""
+    """Run the lesson and write its report."""
     school, started = School(args), time.monotonic()
     try:
         await lesson(args, school)
@@ -123,7 +123,7 @@ async def teach(args: argparse.Namespace) -> int:
 
 
 def main() -> int:
-    """Exit code 1 when something else came out than was claimed."""
+    """Exit with 1 if the proof fails."""
     args = arguments()
     return run(lambda: teach(args))
 

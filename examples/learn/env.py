@@ -16,13 +16,13 @@ from examples.learn.task import CHECK, WORDS, Door, door
 
 
 class LearnConfig(AgentEnvConfig):
-    """Who is to learn."""
+    """The pupils."""
 
     pupils: Names = Field(default_factory=lambda: ["amy"], description="pupils, who take turns with the items")
 
 
 class LearnEnv(AgentEnv):
-    """Scores what stands in the slot when the agent is done."""
+    """Scores the files in the slot after the agent has ended."""
 
     name = "learn"
     env_config_cls: Any = LearnConfig
@@ -41,7 +41,7 @@ class LearnEnv(AgentEnv):
         return next(self.doors)
 
     def build_task(self, item: Door) -> str:
-        """What the pupil is told."""
+        """The user's message."""
         return item.task()
 
     async def setup_trajectory_workspace(
@@ -55,7 +55,7 @@ class LearnEnv(AgentEnv):
     async def verify_and_score_trajectory(
         self, item: Door, final_response: str, *, trajectory_id: str, exec_tool: ExecTool, agent_result: AgentResult
     ) -> tuple[float, dict[str, Any]]:
-        """From the slot alone."""
+        """Score by the slot's files only."""
         result = await exec_tool(ToolCall(name="terminal", arguments={"command": CHECK}))
         return item.score(result.output), {}
 

@@ -28,14 +28,14 @@ _WORD = re.compile(r"[a-z]+")
 
 @dataclass
 class Node:
-    """A place in the grammar: what may come next. `number` is unique in its grammar."""
+    """A state of the grammar with the tokens that may follow. `number` is unique in its grammar."""
 
     number: int
     following: dict[int, Node] = field(default_factory=dict[int, "Node"])
 
 
 class Grammar:
-    """What each turn may say, as tries of token ids.
+    """The texts that each turn may have, as tries of token ids.
 
     Args:
         turns: for the first turn, the second, and so on, every text that is allowed; the last holds for all later ones.
@@ -64,7 +64,7 @@ class Grammar:
         return frozenset[int]().union(*(tokens for word, tokens in self.words.items() if word in heard))
 
     def root(self, turn: int) -> Node:
-        """Where a turn begins, counted from 0."""
+        """The first state of a turn, counted from 0."""
         return self.roots[min(turn, len(self.roots) - 1)]
 
     def _trie(self, texts: Sequence[str]) -> Node:
@@ -82,7 +82,7 @@ class Grammar:
 
 @dataclass(frozen=True)
 class Place:
-    """Where a token is chosen: in which turn and where in it, what may be said, and what was mentioned so far.
+    """The context of a choice: the turn, the state in it, the possible tokens, and the words mentioned so far.
 
     Attributes:
         mentioned: by the task and by the last message: tokens that begin a word there.
@@ -108,7 +108,7 @@ class Reader:
         self.turn = -1
 
     def read(self, token: int) -> None:
-        """Go on by one token."""
+        """Advance by one token."""
         grammar = self._grammar
         if token == grammar.start_id:
             self._message, self._speaking, self._node = [], False, None
@@ -146,14 +146,14 @@ class Reader:
 
 
 class Policy:
-    """The weights, and what follows from them."""
+    """The weights, and the probabilities that they give."""
 
     def __init__(self, grammar: Grammar) -> None:
         self.grammar = grammar
         self.weights = np.zeros(WEIGHTS)
 
     def probabilities(self, place: Place) -> Any:
-        """Of each of the place's choices."""
+        """The probability of each of the place's choices."""
         logits = self.weights[rows(place)].sum(axis=1)
         raised = np.exp(logits - logits.max())
         return raised / raised.sum()
@@ -161,7 +161,7 @@ class Policy:
     def sample(
         self, prompt: Sequence[int], rng: random.Random, limit: int | None
     ) -> tuple[list[int], list[float], str]:
-        """One turn: its tokens, the logprob of each as it was drawn, and why it ended."""
+        """Sample one turn: its tokens, their logprobs, and the finish reason."""
         reader = Reader(self.grammar)
         for token in prompt:
             reader.read(token)
@@ -181,7 +181,7 @@ class Policy:
         return ids, logprobs, "length"
 
     def places(self, tokens: Sequence[int]) -> Iterator[Place | None]:
-        """For each token of a sequence, and for one after it, where it is chosen, given only what stands before it."""
+        """The place of each token of a sequence and of the next one, by the tokens before it."""
         reader = Reader(self.grammar)
         for token in tokens:
             yield reader.place()

@@ -1,4 +1,4 @@
-"""Who learns from which groups, and what must come out: the proof, and how it fails.
+"""The pupils, the groups that each learns from, and the checks of the proof.
 
 Two things must hold of what is trained on as it was sent. The trainer can use it: every token that the policy chose is a
 label, nothing else is, nearly every label has the probability that the server drew it with, and the scores follow from
@@ -16,7 +16,7 @@ from examples.learn.task import PLACES, PUPILS, WORDS, solved, turns
 from examples.learn.trainer import Step, learn
 
 WINDOW = 10
-"""Groups that a mean is taken over."""
+"""Number of groups in a mean."""
 START = 3
 """Groups at the beginning, when next to nothing is learned yet."""
 CLIMBED, FAILED = 0.9, 0.3
@@ -27,7 +27,7 @@ AS_SENT = "as sent"
 
 
 class School:
-    """Who learns, what is done to each one's groups, and what each update did."""
+    """The pupils, the shift of each one's groups, and the record of updates."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.grammar = Grammar(turns(WORDS), [*PLACES, *WORDS])
@@ -37,12 +37,12 @@ class School:
         self.restart(args.updates)
 
     def restart(self, updates: int) -> None:
-        """Every pupil knows nothing again, and gets so many updates."""
+        """Reset every pupil, and give each so many updates."""
         self.policies.update({pupil: Policy(self.grammar) for pupil in self.shift})
         self.server.sampled = dict.fromkeys(self.shift, 0)
         self.steps: dict[str, list[Step]] = {pupil: [] for pupil in self.shift}
         self.misjudged = dict.fromkeys(self.shift, 0)
-        """Scores that don't follow from what the conversation shows."""
+        """Scores that differ from those that the conversation's text gives."""
         self.updates = updates
 
     def take(self, group: dict[str, Any]) -> None:
@@ -71,7 +71,7 @@ class School:
         return all(len(steps) >= self.updates for steps in self.steps.values())
 
     def line(self) -> str:
-        """Where everyone stands."""
+        """Every pupil's current mean."""
         return "   ".join(f"{self.shift[p]} {self.last(p):.2f} ({len(s)})" for p, s in self.steps.items() if s)
 
     def totals(self, pupil: str) -> Step:
@@ -82,7 +82,7 @@ class School:
         )
 
     def groups_wrong(self, pupil: str) -> list[str]:
-        """What is wrong with the masks, logprobs and scores of what this pupil was trained on as it was sent."""
+        """Errors in the masks, logprobs and scores of this pupil's groups, as they were sent."""
         found: list[str] = []
         seen = self.totals(pupil)
         if seen.labels != seen.spoken:
@@ -96,7 +96,7 @@ class School:
         return found
 
     def wrong(self) -> list[str]:
-        """Everything that is not as it must be; empty when the proof holds."""
+        """All failed checks; empty if the proof holds."""
         found: list[str] = []
         for pupil, name in self.shift.items():
             if name == AS_SENT:

@@ -35,7 +35,7 @@ class Server:
         return self._grammar.tokenizer.decode(tokens)
 
     def pupil(self, tokens: list[int]) -> str | None:
-        """Whom a conversation addresses; None where it addresses nobody."""
+        """The pupil that a conversation addresses; None: none."""
         found = _PUPIL.search(self.text(tokens))
         return found[1] if found and found[1] in self._policies else None
 

@@ -22,12 +22,12 @@ WRONG_WORD = 0.2
 OPEN = 'echo "$1" >> opened; cat "notes/$1"'
 """The program by which notes are opened."""
 CHECK = "cat opened; echo --; [ door -nt opened ] && cat door"
-"""What is asked of the slot when the agent is done."""
+"""The command that reports the result after the agent has ended."""
 
 
 @dataclass(frozen=True)
 class Door:
-    """One item: which note to open, what stands in each, and who is asked."""
+    """One item: the note to open, the text of each note, and the pupil."""
 
     number: int
     pupil: str
@@ -49,7 +49,7 @@ class Door:
         return f"mkdir notes; {notes}; echo '{OPEN}' > open; chmod +x open"
 
     def score(self, found: str) -> float:
-        """From what `CHECK` printed."""
+        """The score of `CHECK`'s output."""
         opened, _, door = found.partition("--\n")
         if self.place not in opened.split() or not door:
             return 0.0
@@ -80,7 +80,7 @@ def call(tool: str, **arguments: Any) -> str:
 
 
 def turns(words: Sequence[str]) -> list[list[str]]:
-    """What the policy may say: any of these calls in each of two turns, then that it is done."""
+    """The policy's possible texts: any of these calls in each of two turns, then the final answer."""
     calls = [call("terminal", command=f"./open {place}") for place in PLACES]
     calls += [call("terminal", command=f"echo {word} > door") for word in words]
     calls += [call("write_file", path="door", content=word) for word in words]

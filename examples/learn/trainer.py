@@ -24,12 +24,12 @@ ENTROPY = 0.05
 MATCH = (0.5, 5.0)
 """Bounds of the ratio between the probability now and then; IcePop's (Ling team, 2025)."""
 SHIFTS = {"as sent": (0, 0), "masks +1": (1, 0), "masks -1": (-1, 0), "logprobs +1": (0, 1), "logprobs -1": (0, -1)}
-"""What may be done to a group before it is learned from: by how many positions its masks and its logprobs are moved."""
+"""Shifts of a group before an update, in positions: of its masks and of its logprobs."""
 
 
 @dataclass
 class Step:
-    """What an update did.
+    """The record of an update.
 
     Attributes:
         score: mean of the group.

@@ -1,1 +1,1 @@
-"""A scripted policy server: it stands where an inference server would, and plays known solutions as tool calls."""
+"""A scripted policy server: takes the place of an inference server and plays known solutions as tool calls."""

@@ -24,7 +24,7 @@ def main() -> int:
     """Parse, bind, serve."""
     parser = argparse.ArgumentParser(prog="python -m examples.policy", description=__doc__)
     parser.add_argument("--host", default="127.0.0.1")
-    parser.add_argument("--port", type=int, default=0, help="0: any free one, told in the ready line")
+    parser.add_argument("--port", type=int, default=0, help="0: any free one; the ready line has it")
     parser.add_argument("--tasks", type=Path, default=TASKS, help="folder of tasks whose solutions are played")
     parser.add_argument("--mistakes", type=float, default=0.4, help="part of the trajectories that err")
     parser.add_argument("--fault", choices=FAULTS, default="none", help="what goes wrong, for tests")

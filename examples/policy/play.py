@@ -1,4 +1,4 @@
-"""What the scripted policy answers: a pure function of the conversation and the request's seed.
+"""The scripted policy's answers: a pure function of the conversation and the request's seed.
 
 Three kinds of prompt are known:
 
@@ -108,7 +108,7 @@ def _text(message: dict[str, Any]) -> str:
 
 
 def _first_result(messages: list[dict[str, Any]]) -> str:
-    """What came back for the first call: everything between the first two answers."""
+    """The result of the first call: everything between the first two answers."""
     seen = 0
     for message in messages:
         seen += message["role"] == "assistant"

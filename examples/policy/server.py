@@ -256,7 +256,7 @@ class PolicyServer:
         return ids, logprobs, reason
 
     def _cut(self, text: str, rng: random.Random) -> list[int]:
-        """The text as tokens, some of them split in two: a sampling model isn't bound to the shortest spelling."""
+        """The text as tokens, some of them split in two: a model doesn't always sample the shortest tokenization."""
         ids: list[int] = []
         for token in self._plain.encode(text, add_special_tokens=False).ids:
             piece = self.tokenizer.id_to_token(token)
@@ -270,7 +270,7 @@ class PolicyServer:
         return ids
 
     def messages(self, prompt: list[int]) -> list[dict[str, Any]]:
-        """The conversation that ChatML token ids stand for, read by special token ids and never by text."""
+        """The conversation of ChatML token ids, parsed by special token ids and never by text."""
         messages: list[dict[str, Any]] = []
         block: list[int] | None = None
         for token in prompt:

@@ -1,4 +1,4 @@
-"""What the policy server sampled (its `--log`), and what a training sequence claims that it sampled."""
+"""Compares training sequences with the tokens that the policy server logged (`--log`)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from atropos.agent import sampled_runs
 
 Entry = tuple[tuple[int, ...], tuple[int, ...], tuple[float, ...]]
-"""A prompt, and the ids and logprobs that were sampled for just this prompt."""
+"""A prompt with the ids and logprobs that were sampled for it."""
 
 
 class Truth:
@@ -37,7 +37,7 @@ class Truth:
 
 
 def claims(tokens: Sequence[int], masks: Sequence[int], logprobs: Sequence[float]) -> Iterator[Entry]:
-    """What a sequence says was sampled, turn by turn, as entries of the log.
+    """The sampled tokens of a sequence, turn by turn, as entries of the log.
 
     Raises:
         ValueError: the lengths differ, or a label is not the token that stands there.

@@ -1,1 +1,1 @@
-"""What a trainer needs around an env in `serve`: atroposlib's run-api, the env as a process, and batches that are checked."""
+"""A training run without training: run-api, envs in `serve` as processes, and a trainer that checks its batches."""

@@ -93,7 +93,7 @@ async def demo(args: argparse.Namespace) -> int:
 
 
 async def _watch(trainer: asyncio.subprocess.Process, others: dict[str, asyncio.subprocess.Process]) -> int:
-    """Print what the trainer says until it is done, or another program ends before it."""
+    """Print the trainer's output until it ends, or another program ends first."""
     told = asyncio.create_task(_tell(trainer))
     ends = {asyncio.create_task(process.wait()): name for name, process in others.items()}
     try:
@@ -117,7 +117,7 @@ async def _tell(trainer: asyncio.subprocess.Process) -> int:
 
 
 def main() -> int:
-    """0 when every batch was what the server sampled."""
+    """0 if every batch had exactly the sampled tokens."""
     args = arguments()
     return run(lambda: demo(args))
 

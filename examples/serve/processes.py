@@ -1,4 +1,4 @@
-"""Programs of a training run: started together, ended together, whatever ends first."""
+"""Programs of a training run, started and ended together."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ class Trainer:
         }
 
     async def __aenter__(self) -> Self:
-        """Register; the first request for a batch is what lets envs begin."""
+        """Register; the first request for a batch lets envs start."""
         await self._answer("POST", "/register", json=self._facts)
         await self.batch()
         return self
@@ -141,7 +141,7 @@ class Trainer:
         return found or None
 
     async def batches(self, *watched: asyncio.subprocess.Process) -> AsyncIterator[list[dict[str, Any]]]:
-        """Batch after batch, as they come.
+        """The batches, as they come.
 
         Raises:
             RuntimeError: one of the watched programs is over, so that none will come; or the API is.

@@ -20,7 +20,7 @@ from examples.serve.processes import Trainer, run
 
 @dataclass
 class Found:
-    """What the batches held, and what was wrong with them."""
+    """Counts of the batches, and the errors in them."""
 
     batches: int = 0
     groups: int = 0
@@ -32,7 +32,7 @@ class Found:
     wrong: list[str] = field(default_factory=list[str])
 
     def check(self, batch: list[dict[str, Any]], truth: Truth, group_size: int) -> None:
-        """Count one batch, and note what is wrong in it."""
+        """Count one batch, and record its errors."""
         self.batches += 1
         for group in batch:
             self.groups += 1
@@ -93,7 +93,7 @@ def main() -> int:
     parser.add_argument("--batches", type=int, default=6)
     parser.add_argument("--batch-size", type=int, default=8)
     parser.add_argument("--group-size", type=int, default=4)
-    parser.add_argument("--envs", type=int, default=1, help="go on until so many envs have sent something")
+    parser.add_argument("--envs", type=int, default=1, help="continue until so many envs have sent something")
     args = parser.parse_args()
     return run(lambda: train(args))
 

@@ -217,7 +217,7 @@ async def test_a_subclass_sets_up_after_the_frame_with_or_without_super():
     order = []
 
     class Frame(HermesAgentBaseEnv):
-        async def _frame(self):
+        async def _set_up_base(self):
             order.append("frame")
 
     class Below(Frame):
