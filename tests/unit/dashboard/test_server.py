@@ -269,6 +269,20 @@ async def test_no_page_is_wider_than_a_phone():
 
 
 @BROWSER
+async def test_a_name_of_any_length_breaks_no_tool_and_no_label_in_two():
+    row = trajectory("square", 1.0, info={"verifier_seconds": 1.5, "verifier_exit_code": 0})
+    lines = "c => { const r = document.createRange(); r.selectNodeContents(c); return r.getClientRects().length }"
+    async with serving([group("square", row, row), hostile()]) as server, chromium() as browser:
+        page = await browser.new_page(viewport={"width": 1280, "height": 800})
+        await page.goto(server.url)
+        for path, cells, count in (("trajectories", "td:last-child", 3), ("group/0", ".side th[scope=row]", 8)):
+            await page.goto(f"http://127.0.0.1:{server.port}/{path}")
+            found = await page.locator(cells).all()
+            assert len(found) >= count
+            assert {await cell.text_content() for cell in found if await cell.evaluate(lines) != 1} == set()
+
+
+@BROWSER
 async def test_the_live_page_follows_pauses_and_works_with_the_keyboard():
     numbers = {"n": 0}
 
