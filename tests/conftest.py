@@ -14,7 +14,8 @@ import pytest
 MEASURES = "compares times, which other tests would change"
 USES_UP = "uses up what the kernel counts for the slots of all servers together"
 ALONE = {
-    "tests/security/test_attack_programs.py": USES_UP,
+    "tests/security/test_attack_programs.py::test_a_slot_released_in_the_middle": USES_UP,
+    "tests/security/test_attack_programs.py::test_no_bomb": USES_UP,
     "tests/security/test_heaps.py::test_counters_that_no_namespace": USES_UP,
     "tests/security/test_neighbours_stay_quick.py": MEASURES,
     "tests/truths/test_truth_07_everything_acquired_is_given_back.py::test_a_trainer_that_is_ended": MEASURES,

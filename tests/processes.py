@@ -19,21 +19,45 @@ def adopt_orphans() -> None:
 
 def descendants(root: int | None = None, but: Collection[int] = ()) -> dict[int, str]:
     """The living processes below one, with their command lines; zombies and what is below `but` are not among them."""
-    parents: dict[int, int] = {}
+    children: dict[int, list[int]] = {}
     for entry in os.listdir("/proc"):
-        if entry.isdigit():
-            with contextlib.suppress(OSError, ValueError):
-                state, parent = Path(f"/proc/{entry}/stat").read_text().rpartition(")")[2].split()[:2]
-                if state != "Z":
-                    parents[int(entry)] = int(parent)
-    found: dict[int, str] = {}
-    front = {root or os.getpid()}
-    while front:
-        front = {pid for pid, parent in parents.items() if parent in front and pid not in found and pid not in but}
-        for pid in front:
+        if entry.isdigit() and (found := _state_and_parent(int(entry))) is not None and found[0] not in "ZX":
+            children.setdefault(found[1], []).append(int(entry))
+    lines: dict[int, str] = {}
+    todo = [root or os.getpid()]
+    while todo:
+        below = [pid for pid in children.get(todo.pop(), ()) if pid not in but]
+        todo += below
+        for pid in below:
             with contextlib.suppress(OSError):
-                found[pid] = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-    return found
+                lines[pid] = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+    return lines
+
+
+def parent_of(pid: int) -> int | None:
+    """The process above a living one; None once it is gone."""
+    found = _state_and_parent(pid)
+    return None if found is None else found[1]
+
+
+def alive(pids: Collection[int]) -> set[int]:
+    """Those that are neither gone nor zombies that only wait for a reaper."""
+    return {pid for pid in pids if (found := _state_and_parent(pid)) is not None and found[0] not in "ZX"}
+
+
+def _state_and_parent(pid: int) -> tuple[str, int] | None:
+    # asked of every process of the machine many times a second
+    try:
+        fd = os.open(f"/proc/{pid}/stat", os.O_RDONLY)
+    except OSError:
+        return None
+    try:
+        state, parent = os.read(fd, 4096).rpartition(b")")[2].split(None, 2)[:2]
+    except (OSError, ValueError):
+        return None
+    finally:
+        os.close(fd)
+    return state.decode(), int(parent)
 
 
 async def gone_within(seconds: float, root: int | None = None, but: Collection[int] = ()) -> list[str]:

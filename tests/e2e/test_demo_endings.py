@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.processes import alive, descendants, parent_of
+
 ROOT = Path(__file__).resolve().parents[2]
 TASKS = "top-words,sqlite-report,merge-config"
 GONE_S = 5.0
@@ -21,40 +23,10 @@ GONE_S = 5.0
 SLACK_S = 10.0
 
 
-def children(pid: int) -> set[int]:
-    """Every process under `pid` now, sandboxes included."""
-    parents: dict[int, int] = {}
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            with contextlib.suppress(OSError, ValueError):
-                parents[int(entry.name)] = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
-    found, fresh = set(), {pid}
-    while fresh:
-        fresh = {child for child, parent in parents.items() if parent in fresh} - found
-        found |= fresh
-    return found
-
-
 def containers(pid: int) -> list[int]:
     """The sandbox servers below a process."""
-    found = []
-    for child in children(pid):
-        with contextlib.suppress(OSError):
-            command = Path(f"/proc/{child}/cmdline").read_bytes().split(b"\0")
-            parent = int(Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split()[1])
-            if parent == pid and b"atropos.sandbox" in b" ".join(command):
-                found.append(child)
-    return sorted(found)
-
-
-def alive(pids: set[int]) -> set[int]:
-    """Those that are neither gone nor zombies that only wait for a reaper."""
-    left = set()
-    for pid in pids:
-        with contextlib.suppress(OSError):
-            if (Path("/proc") / str(pid) / "stat").read_text().rpartition(")")[2].split()[0] != "Z":
-                left.add(pid)
-    return left
+    below = descendants(pid).items()
+    return sorted(child for child, line in below if "atropos.sandbox" in line and parent_of(child) == pid)
 
 
 def left_by(pid: int, *, killed: bool = False) -> list[str]:
@@ -76,7 +48,7 @@ class Demo:
         self.ever: set[int] = set()
 
     def look(self) -> set[int]:
-        self.ever |= children(self.pid)
+        self.ever |= set(descendants(self.pid))
         return self.ever
 
     async def until(self, wanted) -> None:

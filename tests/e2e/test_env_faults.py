@@ -27,7 +27,8 @@ from examples.policy.tokenizer import FOLDER
 from examples.policy.truth import Truth
 from tests.e2e.hermes_support import running_policy, sampled
 from tests.e2e.script_env import ScriptEnv
-from tests.e2e.test_demo_endings import alive, children, containers, left_by, name
+from tests.e2e.test_demo_endings import containers, left_by, name
+from tests.processes import descendants, parent_of
 
 GROUPS = 12 * int(os.environ.get("ATROPOS_FAULTS", "1"))
 MEMBERS, TURNS = 4, 5
@@ -106,18 +107,14 @@ class NumberingEnv(ScriptEnv):
 def kill_namespace(namespace: str, draw: random.Random) -> None:
     """Kill a sandbox by the PID namespace that its programs see: its first process, or bwrap above it."""
     found = []
-    for pid in sorted(children(os.getpid())):
+    for pid in sorted(descendants()):
         with contextlib.suppress(OSError):
             if os.readlink(f"/proc/{pid}/ns/pid") == namespace:
                 found.append(pid)
     assert found, f"no process is in {namespace}"
-    first = next(pid for pid in found if _parent(pid) not in found)
+    first = next(pid for pid in found if parent_of(pid) not in found)
     with contextlib.suppress(ProcessLookupError):
-        os.kill(draw.choice([first, _parent(first)]), signal.SIGKILL)
-
-
-def _parent(pid: int) -> int:
-    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+        os.kill(draw.choice([first, parent_of(first) or first]), signal.SIGKILL)
 
 
 async def run(
@@ -203,7 +200,7 @@ def scored(groups: dict[str, Any]) -> set[str]:
 async def nothing_left(tasks: set[asyncio.Task[Any]]) -> None:
     """No sandbox, server, mount, folder or task of this process is left; what was just killed may need a moment."""
     async with asyncio.timeout(15):
-        while any(name(pid).startswith(("bwrap", "python")) for pid in alive(children(os.getpid()))):  # noqa: ASYNC110
+        while any(name(pid).startswith(("bwrap", "python")) for pid in descendants()):  # noqa: ASYNC110
             await asyncio.sleep(0.05)
     assert left_by(os.getpid()) == []
     assert not asyncio.all_tasks() - tasks

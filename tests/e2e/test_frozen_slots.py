@@ -19,7 +19,8 @@ from atropos.envs import AgentEnv, AgentEnvConfig, HermesAgentBaseEnv, HermesAge
 from atropos.slots.slot import slot
 from atropos.tools import ToolCall, ToolRegistry, build_tool_registry
 from tests.e2e.hermes_support import call, groups, make, running_policy, script
-from tests.e2e.test_demo_endings import children, containers
+from tests.e2e.test_demo_endings import containers
+from tests.processes import descendants
 
 GIVES_UP_S, THAWS_S = 2.0, 12.0
 READ = ToolCall(name="read_file", arguments={"path": "answer"})
@@ -28,7 +29,7 @@ READ = ToolCall(name="read_file", arguments={"path": "answer"})
 def freeze(namespace: str) -> int:
     """Stop the first process of a sandbox, by the PID namespace that its programs see."""
     found = []
-    for pid in children(os.getpid()):
+    for pid in descendants():
         with contextlib.suppress(OSError):
             status = Path(f"/proc/{pid}/status").read_text()
             if os.readlink(f"/proc/{pid}/ns/pid") == namespace and "\nNSpid:\t" in status:

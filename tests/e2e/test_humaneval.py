@@ -28,25 +28,34 @@ async def executor():
         assert pool.stats().leased == 0
 
 
-async def solve(executor, problem, room, body):
+async def solved(executor, problem):
     """As an agent would: write the solution with a tool; then it alone is judged in a fresh slot."""
-    async with room:
-        name = f"{problem.name}-{hash(body)}"
-        call = ToolCall(name="write_file", arguments={"path": SOLUTION, "content": problem.prompt + body})
-        result = await executor.execute(name, call)
-        assert result.success, result.error
-        text = (await (await executor.slot(name)).read_file(SOLUTION)).decode()
+    name = f"{problem.name}-written"
+    text = problem.prompt + problem.canonical_solution
+    result = await executor.execute(name, ToolCall(name="write_file", arguments={"path": SOLUTION, "content": text}))
+    assert result.success, result.error
+    written = (await (await executor.slot(name)).read_file(SOLUTION)).decode()
+    await executor.release_trajectory(name)
+    return await judged(executor, problem, written)
+
+
+async def judged(executor, problem, text, timeout_s=120):
+    name = f"{problem.name}-{hash(text)}"
+    try:
+        return await judge(await executor.slot(name), problem, text, timeout_s=timeout_s)
+    finally:
         await executor.release_trajectory(name)
-        try:
-            return await judge(await executor.slot(name), problem, text, timeout_s=120)
-        finally:
-            await executor.release_trajectory(name)
 
 
-async def outcomes(executor, problems, body_of):
+async def outcomes(judgements):
+    """What each comes to, as many at once as there are slots."""
     room = asyncio.Semaphore(SLOTS)
-    verdicts = await asyncio.gather(*(solve(executor, problem, room, body_of(problem)) for problem in problems))
-    return {problem.name: verdict for problem, verdict in zip(problems, verdicts, strict=True)}
+
+    async def one(judgement):
+        async with room:
+            return await judgement
+
+    return dict(zip(judgements, await asyncio.gather(*map(one, judgements.values())), strict=True))
 
 
 @pytest.fixture(scope="module")
@@ -60,13 +69,15 @@ def problems():
 
 @pytest.mark.asyncio(loop_scope="module")
 async def test_all_canonical_solutions_pass(executor, problems):
-    ends = await outcomes(executor, problems, lambda problem: problem.canonical_solution)
+    ends = await outcomes({problem.name: solved(executor, problem) for problem in problems})
     assert {name: why for name, (passed, why) in ends.items() if not passed} == {}
 
 
 @pytest.mark.asyncio(loop_scope="module")
 async def test_no_empty_body_passes(executor, problems):
-    ends = await outcomes(executor, problems, lambda _: "    pass\n")
+    ends = await outcomes(
+        {problem.name: judged(executor, problem, problem.prompt + "    pass\n") for problem in problems}
+    )
     assert [name for name, (passed, _) in ends.items() if passed] == []
 
 
@@ -105,19 +116,9 @@ async def test_solutions_that_cheat_fail(executor, made):
         "forks": "import os\ndef double(x):\n    for _ in range(20):\n        if os.fork() == 0:\n            os.pause() if hasattr(os, 'pause') else __import__('time').sleep(100)\n    return []\n",
         "floods": "def double(x):\n    while True:\n        print('x' * 100000)\n",
     }
-    room = asyncio.Semaphore(SLOTS)
-
-    async def one(source):
-        async with room:
-            name = f"cheat-{hash(source)}"
-            try:
-                return await judge(await executor.slot(name), made, source, timeout_s=60)
-            finally:
-                await executor.release_trajectory(name)
-
-    ends = dict(zip(cheats, await asyncio.gather(*map(one, cheats.values())), strict=True))
+    ends = await outcomes({name: judged(executor, made, text, timeout_s=60) for name, text in cheats.items()})
     assert [name for name, (passed, _) in ends.items() if passed] == []
-    assert (await one(PROBLEM["prompt"] + PROBLEM["canonical_solution"])) == (True, "")
+    assert await judged(executor, made, PROBLEM["prompt"] + PROBLEM["canonical_solution"], timeout_s=60) == (True, "")
 
 
 def test_files_that_are_no_humaneval_are_refused_by_line(tmp_path):

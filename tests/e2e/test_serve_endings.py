@@ -12,8 +12,9 @@ import time
 
 from examples.policy.tokenizer import FOLDER
 from examples.serve.processes import Trainer, flags, run_api
-from tests.e2e.test_demo_endings import GONE_S, ROOT, SLACK_S, alive, children, left_by
+from tests.e2e.test_demo_endings import GONE_S, ROOT, SLACK_S, left_by
 from tests.engines import BACKENDS, containers
+from tests.processes import alive, descendants
 
 SCRIPT = ROOT / "tests" / "e2e" / "script_env.py"
 
@@ -36,7 +37,7 @@ class Running:
             self._said += chunk
 
     def look(self) -> None:
-        self.ever |= children(self.process.pid)
+        self.ever |= set(descendants(self.process.pid))
 
     async def says(self, *words: str, within_s: float = 120) -> str:
         """Wait until all of these have been said; all that was."""

@@ -33,9 +33,10 @@ from examples.policy.truth import Truth
 from examples.serve.processes import Trainer, ended, flags, run_api
 from tests.e2e.hermes_support import sampled
 from tests.e2e.servers import OWN, TOKEN, running
-from tests.e2e.test_demo_endings import alive, children, containers, left_by
+from tests.e2e.test_demo_endings import containers, left_by
 from tests.e2e.test_env_faults import MEMBERS, TURNS
 from tests.faults.http_faults import HttpFaults
+from tests.processes import alive, descendants
 
 ROOT = Path(__file__).resolve().parents[2]
 SECONDS = float(os.environ.get("ATROPOS_SERVE_S", "25"))
@@ -163,7 +164,7 @@ async def test_every_item_is_accounted_for_and_none_is_scored_by_a_fault(tmp_pat
             if not await take():
                 await asyncio.sleep(0.2)
         killing.cancel()
-        descendants = children(env.pid)
+        below = set(descendants(env.pid))
         env.terminate()
         async with asyncio.timeout(60):
             assert await env.wait() == 128 + signal.SIGTERM
@@ -191,5 +192,5 @@ async def test_every_item_is_accounted_for_and_none_is_scored_by_a_fault(tmp_pat
     assert doubled <= counted["env/groups_maybe_sent_twice"]
     rest = set(given) - set(received) - dropped  # was under way when the env was ended
     assert len(rest) <= queued + lost + counted["env/groups_cancelled"]
-    assert not alive(descendants)
+    assert not alive(below)
     assert left_by(env.pid) == []

@@ -39,11 +39,24 @@ def test_tests_that_must_be_alone_run_last_and_on_one_worker(tmp_path: Path, cra
     for name in ("a", "alone1", "alone2", "b", "c"):
         (tmp_path / f"test_{name}.py").write_text(MODULE.format(name=name, crash=name == crashing))
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-n", "2", "--dist", "loadscope", "."],
+        [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-p",
+            "xdist",
+            "-p",
+            "no:cacheprovider",
+            "-n",
+            "2",
+            "--dist",
+            "loadscope",
+            ".",
+        ],
         capture_output=True,
         text=True,
         cwd=tmp_path,
-        env={"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin"},
+        env={"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
         check=False,
     )
     assert re.search(r"= 1 failed, 15 passed" if crashing else r"= 15 passed", done.stdout), done.stdout

@@ -16,6 +16,7 @@ import pytest
 
 from atropos.slots.client import SandboxClient
 from atropos.wire import CommandResult, Exec, LeaseRequest, ProcStart, ProcState, ReadFile, WriteFile
+from tests.processes import alive, descendants
 from tests.unit.server.fakes import TOKEN
 
 ROOT = Path(__file__).parents[3]
@@ -87,32 +88,6 @@ async def running(before: Sequence[str] = (), **settings) -> AsyncIterator[Proce
 
 def request(name: str = "lease-0001", **fields) -> LeaseRequest:
     return LeaseRequest(lease_id=name, client_id="tester", **fields)
-
-
-def descendants(pid: int) -> set[int]:
-    """All living processes below one."""
-    children: dict[int, list[int]] = {}
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            with contextlib.suppress(OSError):
-                parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
-                children.setdefault(parent, []).append(int(entry.name))
-    found: set[int] = set()
-    todo = [pid]
-    while todo:
-        for child in children.get(todo.pop(), []):
-            found.add(child)
-            todo.append(child)
-    return found
-
-
-def alive(pids: set[int]) -> set[int]:
-    found: set[int] = set()
-    for pid in pids:
-        with contextlib.suppress(OSError):
-            if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX":
-                found.add(pid)
-    return found
 
 
 async def gone(pids: set[int]) -> None:
@@ -237,7 +212,7 @@ async def test_sigterm_ends_everything_with_exit_0_and_a_second_one_is_harmless(
         lease = await client.acquire(request())
         call = asyncio.create_task(client.call(lease, Exec(command="sleep 0.5; echo done")))
         await client.status()
-        pids = descendants(server.process.pid)
+        pids = set(descendants(server.process.pid))
         assert pids
         server.process.terminate()
         server.process.send_signal(signal.SIGINT)
@@ -268,7 +243,7 @@ async def test_sigterm_during_the_start_leaves_nothing():
     for pause in (0.05, 0.3, 0.6):
         server = await spawn(json.dumps({"token": TOKEN, "slots": 4, "die_with_parent": True}))
         await asyncio.sleep(pause)
-        pids = descendants(server.process.pid)
+        pids = set(descendants(server.process.pid))
         with contextlib.suppress(ProcessLookupError):
             server.process.terminate()
         await server.ended()
@@ -282,7 +257,7 @@ async def test_kill_9_of_the_server_ends_every_sandbox_and_the_client_knows():
         leases = [await client.acquire(request(f"lease-000{n}")) for n in range(3)]
         calls = [asyncio.create_task(client.call(lease, Exec(command="sleep 1000 & sleep 1000"))) for lease in leases]
         await asyncio.sleep(0.3)
-        pids = descendants(server.process.pid)
+        pids = set(descendants(server.process.pid))
         server.process.kill()
         await asyncio.wait_for(client.lost.wait(), 20)
         for outcome in await asyncio.gather(*calls, return_exceptions=True):
