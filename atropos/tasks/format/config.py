@@ -146,7 +146,7 @@ class EnvironmentSection(_Table):
         """What no slot can honour, each as `field: reason; cure`; `table`: the name of this one."""
         if self.os != "linux":
             yield f"{table}.os: {self.os!r}: slots run Linux; leave the task out"
-        if self.gpus or self.gpu_types:
+        if self.gpus or (self.gpus is None and self.gpu_types):
             yield f"{table}.gpus: a slot has no GPU; leave the task out"
         if self.tpu is not None:
             yield f"{table}.tpu: a slot has no TPU; leave the task out"
@@ -286,9 +286,11 @@ class TaskConfig(_Table):
     def refusals(self) -> Iterator[str]:
         """What no slot can honour, each as `field: reason; cure`."""
         yield from self.environment.refusals("environment")
-        for index, hook in enumerate(self.verifier.collect):
-            if hook.service != "main":
-                yield f"verifier.collect.{index}.service: {hook.service!r}: a task has the one service main; remove it"
-        for index, artifact in enumerate(self.artifacts):
-            if artifact.service != "main":
-                yield f"artifacts.{index}.service: {artifact.service!r}: a task has the one service main; remove it"
+        tables = [("", self.verifier, self.artifacts)]
+        tables += [(f"steps.{index}.", step.verifier, step.artifacts) for index, step in enumerate(self.steps)]
+        for table, verifier, artifacts in tables:
+            for where, ones in (("verifier.collect", verifier.collect if verifier else ()), ("artifacts", artifacts)):
+                for index, one in enumerate(ones):
+                    if one.service != "main":
+                        wrong = f"{table}{where}.{index}.service: {one.service!r}"
+                        yield f"{wrong}: a task has the one service main; remove it"
