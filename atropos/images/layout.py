@@ -60,7 +60,7 @@ def _check_settings(settings: object) -> None:
     """Refuse what no command could start with."""
     if not isinstance(settings, dict):
         raise ValueError("config: not an object")  # noqa: TRY004 (what was read is wrong, not a type here)
-    for name in ("Env", "Entrypoint", "Cmd", "WorkingDir", "User"):
+    for name in ("Env", "Entrypoint", "Cmd", "OnBuild", "WorkingDir", "User"):
         value: Any = cast("dict[str, object]", settings).get(name)
         texts: Any = [value] if name in {"WorkingDir", "User"} else value
         if value is not None and not (isinstance(texts, list) and all(map(_is_text, cast("list[object]", texts)))):
@@ -99,4 +99,5 @@ def image_info(pulled: PulledImage, source: str, size: int) -> ImageInfo:
         user=settings.get("User") or None,
         entrypoint=tuple(settings.get("Entrypoint") or ()),
         cmd=tuple(settings.get("Cmd") or ()),
+        onbuild=tuple(settings.get("OnBuild") or ()),
     )

@@ -18,7 +18,7 @@ from atropos.tasks.format import dockerfile, machines
 from atropos.tasks.format.config import TaskConfig
 from atropos.tasks.format.context import Context
 from atropos.tasks.format.harbor import load_harbor_task
-from atropos.tasks.format.recipe import Copy, Recipe
+from atropos.tasks.format.recipe import Recipe, copies
 from atropos.tasks.format.task import Task
 from atropos.tasks.format.terminal_bench import load_terminal_bench
 from atropos.tasks.prepare import build_task
@@ -183,7 +183,7 @@ def _check_sources(task: Task) -> None:
         if other is not None:
             _check_sources(other)
     context = Context.of(task.context)
-    for step in task.recipe.steps:
-        if isinstance(step, Copy) and step.stage is None:
-            for source in step.sources:
-                context.sources(source, step.exclude)
+    for copy in (copy for step in task.recipe.steps for copy in copies(step)):
+        if copy.stage is None:
+            for source in copy.sources:
+                context.sources(source, copy.exclude)

@@ -15,7 +15,7 @@ import json
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from atropos.errors import ConfigError, ImageUnavailable
@@ -27,7 +27,7 @@ from atropos.tasks.builder.limits import STAND_INS
 from atropos.tasks.builder.transfer import PackedFiles, pack_files
 from atropos.tasks.errors import TaskBroken
 from atropos.tasks.format.context import Context
-from atropos.tasks.format.recipe import Copy, Download, Folder, Recipe, Run, Stage, Step, StepSettings
+from atropos.tasks.format.recipe import Copy, Download, Folder, Mount, Recipe, Run, Stage, Step, StepSettings, copies
 from atropos.tasks.format.task import Task
 from atropos.wire import ImageInfo, ImageSettings, ImageState
 
@@ -260,7 +260,11 @@ class TaskImages:
             return ["copy", origin, step.sources, step.target, step.mode, step.whole, step.owner, step.unpack]
         if isinstance(step, Run):
             settings = step.settings
-            return ["run", step.command, settings.workdir, dict(settings.env), settings.user, step.emptied]
+            mounts = [
+                (m.target, m.mode, m.owner, m.content and self._described(m.content, context, plan))
+                for m in step.mounts
+            ]
+            return ["run", step.command, settings.workdir, dict(settings.env), settings.user, mounts]
         if isinstance(step, Folder):
             return ["folder", step.path, step.owner]
         return ["download", step.address, step.checksum, step.target, step.mode, step.owner]
@@ -286,18 +290,15 @@ class TaskImages:
         return current
 
     async def _step(self, build: _Build, key: str, step: Step, source: str) -> ImageInfo:
-        brought = None
-        if isinstance(step, Copy) and step.stage is not None:
-            brought = await self._taken(build, step.stage, step)
-        elif isinstance(step, Download):
-            brought = await self._fetched(build, step)
+        taken = {copy: await self._taken(build, copy.stage, copy) for copy in copies(step) if copy.stage is not None}
+        fetched = await self._fetched(build, step) if isinstance(step, Download) else b""
         name = f"build-{build.task.name}"
         number = len(build.done) + 1
         build.progress(ImageState(source=_text(step), phase="building", step=number, steps=build.steps))
         self.counters["steps"] += 1
         try:
             async with self.pool.lease(name, image=source, limits=build.task.limits) as slot:
-                await self._carry_out(build, slot, step, brought)
+                await self._carry_out(build, slot, step, taken, fetched)
                 return await slot.keep(key)
         except TaskBroken as error:
             raise TaskBroken(f"{build.task.name}: step {number}/{build.steps}: {error}") from None
@@ -309,16 +310,24 @@ class TaskImages:
                 f"{build.task.name}: step {number}/{build.steps} ({_text(step)}): {error}{alone}"
             ) from error
 
-    async def _carry_out(self, build: _Build, slot: Slot, step: Step, brought: PackedFiles | bytes | None) -> None:
+    async def _carry_out(
+        self, build: _Build, slot: Slot, step: Step, taken: Mapping[Copy, PackedFiles], fetched: bytes
+    ) -> None:
         if isinstance(step, Run):
+            covered: list[tuple[Mount, bool]] = []
+            for mount in step.mounts:
+                covered.append((mount, await steps.make_room(slot, mount)))
+                if mount.content is not None:
+                    await self._carry_out(build, slot, mount.content, taken, b"")
             await steps.run(slot, step, build.left())
+            for mount, there in reversed(covered):
+                await steps.end_mount(slot, mount, there=there)
         elif isinstance(step, Folder):
             await steps.make(slot, step)
         elif isinstance(step, Download):
-            assert isinstance(brought, bytes)
-            await steps.add(slot, step, brought)
-        elif isinstance(brought, PackedFiles):
-            await steps.give(slot, step, brought)
+            await steps.add(slot, step, fetched)
+        elif step in taken:
+            await steps.give(slot, step, taken[step])
         elif step.unpack:
             await steps.unpack(slot, step, Context.of(build.task.context))
         else:
@@ -361,7 +370,7 @@ def _named(recipe: Recipe) -> set[str | None]:
 def _settings(image: ImageInfo) -> StepSettings:
     """What an image's configuration gives the instructions after FROM."""
     user = image.user if image.user not in {"", "0", "root", "0:0", "root:root"} else None
-    return StepSettings(image.workdir or "/", image.env, user)
+    return StepSettings(image.workdir or "/", image.env, user, image.onbuild)
 
 
 def _hash(*parts: object) -> str:

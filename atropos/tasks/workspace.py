@@ -21,7 +21,7 @@ from atropos.slots import Slot
 from atropos.slots.slot.profile import PLAIN
 from atropos.slots.slot.results import ExecResult
 from atropos.tasks.builder.accounts import enter, owner_of, profile_of, reach
-from atropos.tasks.builder.archive import packed_folder
+from atropos.tasks.builder.archive import LargeFile, packed_folder
 from atropos.tasks.builder.transfer import is_missing, untar
 from atropos.tasks.errors import TaskBroken, VerifierFailed
 from atropos.tasks.format.recipe import PATH
@@ -70,8 +70,7 @@ async def prepare_step(slot: Slot, task: Task) -> None:
     slot.profile = PLAIN
     workdir = task.recipe.workdir
     if task.files is not None:
-        for archive in await asyncio.to_thread(packed_folder, task.files):
-            await untar(slot, workdir, archive)
+        await _upload(slot, task.files, workdir)
     await enter(slot, task)
     if task.files is not None and (task.files / "setup.sh").is_file():
         result = await slot.exec("bash ./setup.sh", timeout_s=task.config.environment.build_timeout_sec)
@@ -106,7 +105,10 @@ async def solve(slot: Slot, task: Task, *, timeout_s: float | None = None) -> Ex
 async def _upload(slot: Slot, source: Path, where: str) -> None:
     if source.is_dir():
         for archive in await asyncio.to_thread(packed_folder, source):
-            await untar(slot, where, archive)
+            if isinstance(archive, LargeFile):
+                await slot.upload(archive.path, f"{where}/{archive.name}", mode=archive.mode)
+            else:
+                await untar(slot, where, archive)
     else:
         await slot.write_file(f"{where}/{source.name}", await asyncio.to_thread(source.read_bytes), 0o755)
 

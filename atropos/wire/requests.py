@@ -61,6 +61,7 @@ class ImageInfo(ImageSettings):
     parent_source: str | None = Field(default=None, description="source of that image")
     entrypoint: tuple[str, ...] = ()
     cmd: tuple[str, ...] = ()
+    onbuild: tuple[str, ...] = ()
 
 
 class Lease(WireMessage):

@@ -125,6 +125,8 @@ DOCKERFILES = {
     "copy-as-user": "FROM @BASE@\nUSER app\nWORKDIR /srv/app\nCOPY a.txt .\nCOPY dir d/",
     "copy-modes": "FROM @BASE@\nCOPY run.sh locked.txt /m/\nCOPY dir/sub /s",
     "copy-variables": "FROM @BASE@\nARG F=a\nENV T=/target\nCOPY ${F}.txt $T/${F:-b}\nCOPY \"${F}.txt\" /'$T'",
+    "copy-over-links": "FROM @BASE@ AS b\nRUN echo b > /f\nFROM @BASE@\nRUN ln -s /etc/motd /l && ln -s made /dangling && ln -s l /two\n"
+    "COPY a.txt /l\nCOPY a.txt /dangling\nCOPY --from=b /f /two",
     # ---- stages
     "stages": "FROM @BASE@ AS build\nWORKDIR /src\nCOPY --chown=app dir .\nRUN echo made > made; chmod 4711 made; mkdir -m 700 private\n"
     "FROM @BASE@\nCOPY --from=build /src /out\nCOPY --from=0 /src/made /one\nCOPY --from=build --chown=app src/m* /glob/\nCOPY --from=BUILD /src/link /l",
@@ -135,17 +137,38 @@ DOCKERFILES = {
     "scratch": "FROM @BASE@ AS b\nRUN echo hi > /hi\nFROM scratch\nCOPY --from=b /hi /only\nCOPY a.txt /deep/er/\nENV A=1\nWORKDIR /w",
     # ---- ADD
     "add-archives": "FROM @BASE@\nADD tree.tar.gz /t/\nADD plain.tar /p\nADD alone.gz /alone/\nADD a.txt tree.tar.gz /mixed/\nADD dir /d",
+    "add-globs": "FROM @BASE@\nADD *.tar.gz /t/\nADD p*.tar *one.gz /v/\nADD --chown=app glob/*.c /w/",
     "add-over": "FROM @BASE@\nRUN mkdir -p -m 700 /t/top && echo old > /t/top/file\nADD tree.tar.gz /t",
     "add-scratch": "FROM scratch\nADD tree.tar.gz /\n",
     # ---- what is data, and what has no effect on the tree
     "facts": 'FROM @BASE@\nCMD ["a", "b c"]\nENTRYPOINT exec me\nEXPOSE 80 53/udp\nLABEL one=1 "two words"="x y"\nSTOPSIGNAL SIGINT\n'
     "HEALTHCHECK --interval=5s CMD test -f /ok\nMAINTAINER me\nUSER app",
     "volume": 'FROM @BASE@\nRUN mkdir /v && echo before > /v/f\nVOLUME /v\nVOLUME ["/made", "/srv/app"]\nWORKDIR /after',
+    "onbuild": "FROM @BASE@ AS one\nONBUILD COPY a.txt /a\nONBUILD RUN cat /a > /b\nFROM one\nRUN cat /b > /c\nONBUILD RUN exit 1",
     "case-and-space": "from @BASE@\n   run   echo 1 > /one\n\tEnv  A=1\ncopy  a.txt   /a\n",
 }
 
+WITH_BUILDKIT = {
+    "mounts": "FROM @BASE@ AS b\nRUN mkdir /s && echo made > /s/f\n"
+    "FROM @BASE@\nWORKDIR /w\nRUN mkdir -p /m/deep && echo old > /m/x.txt && chmod 700 /m && chown -R 1000:50 /m && echo old > old && echo t > /tmp/t\n"
+    "RUN --mount=type=bind,source=dir,target=/m,rw cat /m/x.txt > /1 && rm /m/x.txt && echo n > /m/n\n"
+    "RUN --mount=source=a.txt,target=in.txt --mount=source=a.txt,target=/etc/motd cat in.txt /etc/motd > /2\n"
+    "RUN --mount=target=. cat a.txt old > /3; true\n"
+    "RUN --mount=from=b,target=/all --mount=from=b,source=/s/f,target=/tmp/f cat /all/s/f /tmp/f > /4\n"
+    "RUN --mount=type=tmpfs,target=/tmp --mount=type=cache,target=/m,id=m ls -A /tmp /m > /5; echo x > /tmp/x; echo x > /m/x\n"
+    "USER app\nRUN --mount=type=cache,target=/c,uid=1000,gid=50,mode=0750,id=c stat -c '%u %g %a' /c > /tmp/6 && touch /c/f\n"
+    "RUN cat old /m/x.txt > /tmp/7",
+    "chmod": "FROM @BASE@\nCOPY --chmod=700 a.txt /a\nCOPY --chmod=0640 dir /d\nADD --chmod=600 b.txt /b\nADD --chmod=700 tree.tar.gz /t/\nADD --chown=app tree.tar.gz /u/\n"
+    "RUN mkdir -m 711 /e && echo old > /e/x.txt\nCOPY --chmod=600 dir/x.txt /e/\nCOPY --chmod=755 dir/x.txt /e/sub/deep/n",
+    "ignored-parents": "FROM @BASE@\nCOPY . /all\nCOPY dir /d",
+    "numbers": "FROM @BASE@\nUSER 4242\nWORKDIR /made\nUSER 4242:7\nWORKDIR too\nUSER app:staff\nWORKDIR /by/app",
+}
+"""Dockerfiles that BuildKit alone builds, or builds otherwise than the classic builder."""
+IGNORED_BY = {"ignored-parents": "dir\n!dir/sub/y.txt\n"}
+"""The .dockerignore of some of them."""
+
 REFUSED = {
-    "onbuild": ("FROM @BASE@\nONBUILD RUN true", "ONBUILD"),
+    "onbuild": ("FROM @BASE@\nONBUILD FROM other", "ONBUILD"),
     "outside": ("FROM @BASE@\nCOPY ../x /", "leads out of"),
     "missing": ("FROM @BASE@\nCOPY absent /", "is missing"),
     "ignored": ("FROM @BASE@\nCOPY secret.env /", "left out by .dockerignore"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import json
 import os
@@ -16,7 +17,7 @@ from atropos.errors import ConfigError
 from atropos.tasks.folder import load_task
 from atropos.tasks.prepare import TaskImages
 from tests import engines
-from tests.images.dockerfiles import DOCKERFILES, REFUSED, make_context
+from tests.images.dockerfiles import DOCKERFILES, IGNORED_BY, REFUSED, WITH_BUILDKIT, make_context
 from tests.images.making import entry, folder, layer, layout, link
 from tests.images.test_leases import BUSYBOX, pool_for
 
@@ -28,6 +29,7 @@ pytestmark = [
 AT_ONCE = 4
 KNOWN = {
     "copy-all: /all/Dockerfile": "names the base",
+    "ignored-parents: /all/Dockerfile": "names the base",
     "copy-to-root: /Dockerfile": "names the base",
     "scratch: /etc": "the engine makes it for its own files",
     "add-scratch: /etc": "the engine makes it for its own files",
@@ -97,14 +99,21 @@ class Docker:
         self.images.append(name)
         return name
 
-    async def build(self, name: str, dockerfile: Path) -> str:
+    async def build(self, name: str, dockerfile: Path, *, cli: str = "docker", buildkit: bool = False) -> str:
         tag = f"atropos-compared-{name}"
-        # the classic builder is what Debian's docker.io has; it needs no plug-in
-        await ran(
-            "docker", "build", "-q", "-t", tag, "-f", str(dockerfile), str(dockerfile.parent), DOCKER_BUILDKIT="0"
-        )
+        where = ["--network", "none", "-t", tag, "-f", str(dockerfile), str(dockerfile.parent)]
+        await ran(cli, "build", "-q", *where, DOCKER_BUILDKIT="1" if buildkit else "0")
         self.images.append(tag)
         return tag
+
+    async def with_buildkit(self, nothing: Path) -> str:
+        """A command line that builds with BuildKit; skips where there is none."""
+        (nothing / "Dockerfile").write_text("FROM scratch\nENV A=1")
+        for cli in ("docker", "/usr/bin/docker"):  # Debian's has it within, others need a plug-in
+            with contextlib.suppress(RuntimeError, FileNotFoundError):
+                await self.build("nothing", nothing / "Dockerfile", cli=cli, buildkit=True)
+                return cli
+        pytest.skip("no docker command line that builds with BuildKit")
 
     async def tree(self, tag: str) -> dict[str, str]:
         container = await ran("docker", "create", tag, "none")
@@ -122,7 +131,8 @@ class Docker:
         return json.loads(await ran("docker", "image", "inspect", tag))[0]["Config"]
 
     async def aclose(self) -> None:
-        await ran("docker", "image", "rm", "-f", *self.images)
+        if self.images:
+            await ran("docker", "image", "rm", "-f", *self.images)
 
 
 def listed(archive: Path) -> dict[str, str]:
@@ -176,53 +186,69 @@ class Ours:
         return await self.tree(prepared.image), prepared.task.recipe
 
 
-async def test_trees_and_settings_are_those_of_docker_build(tmp_path):
+async def differences(tmp_path: Path, dockerfiles: dict[str, str], *, buildkit: bool = False) -> list[str]:
+    """What our builds of Dockerfiles make otherwise than the engine's."""
     base_image(tmp_path / "base")
     engine = Docker(tmp_path)
-    source = await engine.load(tmp_path / "base", "atropos-compared-base:1")
     turn = asyncio.Semaphore(AT_ONCE)
     wrong: list[str] = []
-    async with pool_for(tmp_path) as pool:
-        ours = Ours(pool)
-        here, nothing = f"oci:{tmp_path}/base:image", f"dir:{tmp_path}/nothing"
-        (tmp_path / "nothing").mkdir()
-        base, before, empty = await engine.tree(source), await ours.tree(here), await ours.tree(nothing)
+    here, nothing = f"oci:{tmp_path}/base:image", f"dir:{tmp_path}/nothing"
+    (tmp_path / "nothing").mkdir()
+    (tmp_path / "empty").mkdir()
+    try:
+        cli = await engine.with_buildkit(tmp_path / "empty") if buildkit else "docker"
+        source = await engine.load(tmp_path / "base", "atropos-compared-base:1")
+        async with pool_for(tmp_path) as pool:
+            ours = Ours(pool)
+            base, before, empty = await engine.tree(source), await ours.tree(here), await ours.tree(nothing)
 
-        async def compared(name: str, text: str) -> None:
-            sides = []
-            for where, image in (("docker", source), ("here", here)):
-                at = tmp_path / where / name
-                await asyncio.to_thread(make_context, at)
-                (at / "Dockerfile").write_text(text.replace("@BASE@", image).replace("@BUSYBOX@", image))
-                sides.append(at / "Dockerfile")
-            async with turn:
-                try:
-                    tag, (found, recipe) = await asyncio.gather(engine.build(name, sides[0]), ours.made(name, sides[1]))
-                    wanted, settings = await engine.tree(tag), await engine.settings(tag)
-                except Exception as error:
-                    wrong.append(f"{name}: {type(error).__name__}: {error}")
-                    return
-            scratch = text.rpartition("FROM")[2].split()[0] == "scratch"
-            theirs = changes(wanted, {} if scratch else base)
-            mine = changes(found, empty if scratch else before)
-            paths = [path for path in sorted(theirs.keys() | mine.keys()) if theirs.get(path) != mine.get(path)]
-            paths = [path for path in paths if f"{name}: {path}" not in KNOWN]
-            wrong.extend(f"{name}: {path}: docker {theirs.get(path)}, here {mine.get(path)}" for path in paths)
-            env = dict(one.split("=", 1) for one in settings["Env"] or ())
-            if scratch:
-                env.pop("PATH", None)
-            for what, theirs, mine in (
-                ("env", env, dict(recipe.settings.env)),
-                ("workdir", posixpath.normpath(settings["WorkingDir"] or "/"), recipe.settings.workdir),
-                ("user", None if settings["User"] in {"", "root"} else settings["User"], recipe.settings.user),
-            ):
-                if theirs != mine:
-                    wrong.append(f"{name}: {what}: docker {theirs}, here {mine}")
+            async def compared(name: str, text: str) -> None:
+                sides = []
+                for where, image in (("docker", source), ("here", here)):
+                    at = tmp_path / where / name
+                    await asyncio.to_thread(make_context, at)
+                    if name in IGNORED_BY:
+                        (at / ".dockerignore").write_text(IGNORED_BY[name])
+                    (at / "Dockerfile").write_text(text.replace("@BASE@", image).replace("@BUSYBOX@", image))
+                    sides.append(at / "Dockerfile")
+                async with turn:
+                    try:
+                        theirs_built = engine.build(name, sides[0], cli=cli, buildkit=buildkit)
+                        tag, (found, recipe) = await asyncio.gather(theirs_built, ours.made(name, sides[1]))
+                        wanted, settings = await engine.tree(tag), await engine.settings(tag)
+                    except Exception as error:
+                        wrong.append(f"{name}: {type(error).__name__}: {error}")
+                        return
+                scratch = text.rpartition("FROM")[2].split()[0] == "scratch"
+                theirs = changes(wanted, {} if scratch else base)
+                mine = changes(found, empty if scratch else before)
+                paths = [path for path in sorted(theirs.keys() | mine.keys()) if theirs.get(path) != mine.get(path)]
+                paths = [path for path in paths if f"{name}: {path}" not in KNOWN]
+                wrong.extend(f"{name}: {path}: docker {theirs.get(path)}, here {mine.get(path)}" for path in paths)
+                env = dict(one.split("=", 1) for one in settings["Env"] or ())
+                if scratch:
+                    env.pop("PATH", None)
+                for what, theirs, mine in (
+                    ("env", env, dict(recipe.settings.env)),
+                    ("workdir", posixpath.normpath(settings["WorkingDir"] or "/"), recipe.settings.workdir),
+                    ("user", None if settings["User"] in {"", "root"} else settings["User"], recipe.settings.user),
+                ):
+                    if theirs != mine:
+                        wrong.append(f"{name}: {what}: docker {theirs}, here {mine}")
 
-        try:
-            await asyncio.gather(*(compared(name, text) for name, text in DOCKERFILES.items()))
-        finally:
-            await engine.aclose()
+            await asyncio.gather(*(compared(name, text) for name, text in dockerfiles.items()))
+    finally:
+        await engine.aclose()
+    return wrong
+
+
+async def test_trees_and_settings_are_those_of_docker_build(tmp_path):
+    wrong = await differences(tmp_path, DOCKERFILES)
+    assert not wrong, "\n".join(wrong)
+
+
+async def test_mounts_and_modes_are_those_of_buildkit(tmp_path):
+    wrong = await differences(tmp_path, WITH_BUILDKIT, buildkit=True)
     assert not wrong, "\n".join(wrong)
 
 

@@ -25,7 +25,15 @@ BUSYBOX = shutil.which("busybox") or "/bin/busybox"
 CONFIG = {"Env": ["PATH=/tools:/bin", "GREETING=from the image"], "WorkingDir": "/srv/app"}
 
 
-def busybox_image(at: Path, text: str = "hello", *, user: str | None = None, python: str = "", **more) -> str:
+def busybox_image(
+    at: Path,
+    text: str = "hello",
+    *,
+    user: str | None = None,
+    python: str = "",
+    onbuild: list[str] | None = None,
+    **more,
+) -> str:
     """An image without Python, glibc or bash; its id."""
     if not Path(BUSYBOX).exists():
         pytest.skip("not installed: busybox-static")
@@ -42,7 +50,7 @@ def busybox_image(at: Path, text: str = "hello", *, user: str | None = None, pyt
             entry("srv/app/text", text, owner=(1000, 1000)),
             *([entry("bin/python3", python, mode=0o755)] if python else []),
         ),
-        config=CONFIG | ({"User": user} if user else {}),
+        config=CONFIG | ({"User": user} if user else {}) | ({"OnBuild": onbuild} if onbuild else {}),
         **more,
     )
 

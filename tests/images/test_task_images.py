@@ -19,6 +19,7 @@ from atropos.tasks.errors import TaskBroken
 from atropos.tasks.folder import load_task
 from atropos.tasks.format.recipe import Download
 from atropos.tasks.prepare import TaskImages
+from atropos.wire import MAX_FILE_BYTES
 from tests.images.test_leases import busybox_image, pool_for
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="owners of files need root")
@@ -211,6 +212,50 @@ async def test_owners_are_those_of_the_archive_or_stage_and_an_empty_folder_is_m
             r = await slot.exec(f"PATH=/bin stat -c '%u:%g %a' {where}", workdir="/")
             owners = ["1000:1000 644", "0:0 644", "1000:50 4750", "0:50 600", "1000:50 4750", "0:0 755", "0:7 644"]
             assert r.output.splitlines() == owners
+
+
+async def test_a_mount_covers_for_one_command_what_is_there(tmp_path):
+    task = make(
+        tmp_path / "task",
+        "FROM debian AS one\nRUN echo made > /made\nFROM debian\nWORKDIR /w\n"
+        "RUN echo old > given.txt && mkdir -m 711 /c && echo kept > /c/kept && chown 33:44 /c\n"
+        "RUN --mount=target=. --mount=from=one,source=/made,target=/in --mount=type=cache,target=/c,uid=7,mode=750 "
+        "cat given.txt /in > /seen; stat -c '%u %a' /c >> /seen; ls -A /c >> /seen; echo x > /c/x; echo x > x\n"
+        "USER daemon\nRUN <<EOF\n#!/usr/bin/python3\nprint('by', 'python', file=open('/tmp/by', 'w'))\nEOF\n",
+    )
+    async with pool_for(tmp_path) as pool, working_on(pool, TaskImages(pool), task) as slot:
+        script = (
+            "cat /seen /w/given.txt /c/* /tmp/by; ls -A /w; stat -c '%u:%g %a' /c; ls -d /.heredocs/* /in* /c.* /w.*"
+        )
+        seen = (await slot.exec(script, user="root")).output.splitlines()
+        assert seen[:9] == ["givenmade", "7 750", "old", "kept", "by python", "given.txt", "33:44 711", *seen[7:9]]
+        assert all("No such file" in line for line in seen[7:]), "nothing of a mount is left"
+
+
+async def test_a_file_that_no_message_holds_is_copied_like_any_other(tmp_path):
+    make(tmp_path / "task")
+    (tmp_path / "task/environment/Dockerfile").write_text(
+        "FROM debian\nCOPY . /all\nCOPY --chown=daemon --chmod=640 large /own\n"
+    )
+    for where in ("environment", "tests"):
+        with (tmp_path / "task" / where / "large").open("wb") as file:
+            file.truncate(MAX_FILE_BYTES + 1)
+            file.write(b"begin")
+    task = load_task(tmp_path / "task")
+    async with pool_for(tmp_path) as pool, working_on(pool, TaskImages(pool), task) as slot:
+        seen = await slot.exec("cd /all; stat -c '%s %U %a' large given.txt /own; head -c 5 large; cmp large /own")
+        size = MAX_FILE_BYTES + 1
+        assert seen.output == f"{size} root 644\n5 root 644\n{size} daemon 640\nbegin"
+        await workspace.verify(slot, task)
+        assert (await slot.exec("stat -c %s /tests/large")).output == f"{size}\n"
+
+
+async def test_onbuild_of_an_image_is_carried_out_by_from(tmp_path, images):
+    busybox_image(tmp_path / "layout", onbuild=["COPY given.txt /opt/given", "RUN cat /opt/given > /opt/seen"])
+    images.push(tmp_path / "layout", "triggers:1")
+    task = make(tmp_path / "task", f"FROM {images.host}/triggers:1\nRUN cat /opt/seen > /last\n")
+    async with pool_for(tmp_path, images) as pool, working_on(pool, TaskImages(pool), task) as slot:
+        assert (await slot.exec("cat /last")).output == "given"
 
 
 async def test_a_whole_stage_is_copied_without_what_the_slot_itself_needs(tmp_path):

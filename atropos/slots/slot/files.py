@@ -119,10 +119,15 @@ class SlotFiles(ABC):
             append = True
         return None
 
-    async def upload(self, source: str | Path, path: str) -> None:
+    async def upload(self, source: str | Path, path: str, *, mode: int | None = None) -> None:
         """Copy a local file to `path`, or a local folder's contents into the folder `path`; links stay links.
 
         Both go as they are read, so neither has to fit in memory.
+
+        Args:
+            source: the file or folder.
+            path: absolute, or below /workspace.
+            mode: of a file; None: its own.
 
         Raises:
             OSError: the source can't be read, or the slot can't take it.
@@ -131,7 +136,8 @@ class SlotFiles(ABC):
         if await asyncio.to_thread(source.is_dir):
             refused = await self._write_stream(path, archive_of(source), tar=True)
         else:
-            mode = (await asyncio.to_thread(source.stat)).st_mode & 0o7777
+            if mode is None:
+                mode = (await asyncio.to_thread(source.stat)).st_mode & 0o7777
             refused = await self._write_stream(path, pieces_of(source), mode=mode)
         if refused is not None:
             raise file_error(refused, path)

@@ -10,6 +10,7 @@ import re
 import stat
 import tarfile
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from atropos import wire
@@ -18,10 +19,19 @@ from atropos.tasks.format.context import Context, walk
 from atropos.tasks.format.recipe import Copy
 
 
+@dataclass(frozen=True)
+class LargeFile:
+    """A file that is sent by itself: no message of the wire holds it."""
+
+    name: str
+    path: Path
+    mode: int
+
+
 def unpack_steps(
     context: Context, copy: Copy, *, into_folder: bool = False, owner: tuple[int, int] = (0, 0)
-) -> Iterator[tuple[str, list[str], bytes]]:
-    """A COPY from the context as (folder in the slot, names, tar archive), each small enough for the wire.
+) -> Iterator[tuple[str, list[str], bytes | LargeFile]]:
+    """A COPY from the context as (folder in the slot, names, tar archive or large file).
 
     As Docker has it: a folder's content is copied, not the folder; a file goes into a target that is a folder, else it
     gets that name.
@@ -33,7 +43,7 @@ def unpack_steps(
         owner: of what is copied.
 
     Raises:
-        ConfigError: a file is too large, or is neither file, folder nor link.
+        ConfigError: a file is neither file, folder nor link.
     """
     where, members = _members(context, copy, into_folder=into_folder)
     for names, archive in pack(members, mode=copy.mode, owner=owner):
@@ -67,9 +77,14 @@ def digest_of(context: Context, copy: Copy) -> str:
     """
     found = hashlib.sha256()
     for name, source in _members(context, copy, into_folder=False)[1]:
-        entry, data = _entry(name, source, copy.mode, wire.MAX_FILE_BYTES)
-        described = f"{name}\0{entry.type!r}\0{entry.mode:o}\0{entry.linkname}\0{len(data)}\0"
-        found.update(described.encode("utf-8", "surrogateescape") + data)
+        entry = _entry(name, source, copy.mode)
+        described = f"{name}\0{entry.type!r}\0{entry.mode:o}\0{entry.linkname}\0{entry.size}\0"
+        found.update(described.encode("utf-8", "surrogateescape"))
+        if isinstance(source, bytes):
+            found.update(source)
+        elif entry.isreg():
+            with source.open("rb") as file:
+                hashlib.file_digest(file, lambda: found)
     return found.hexdigest()
 
 
@@ -79,22 +94,30 @@ def pack(
     mode: int | str | None = None,
     limit: int = 0,
     owner: tuple[int, int] = (0, 0),
-) -> Iterator[tuple[list[str], bytes]]:
+) -> Iterator[tuple[list[str], bytes | LargeFile]]:
     """(names, uncompressed tar archive) of the members, each at most `limit` bytes (default: what the wire takes).
 
-    Modes lose group and other write permission, so that a checkout under another umask makes the same workspace.
+    What is too large for one comes by itself. Modes lose group and other write permission, so that a checkout under
+    another umask makes the same workspace.
+
+    Raises:
+        ConfigError: a member is neither file, folder nor link.
     """
     limit = limit or wire.MAX_FILE_BYTES
     buffer, archive, names = io.BytesIO(), None, list[str]()
     for name, source in members:
-        entry, data = _entry(name, source, mode, limit)
+        entry = _entry(name, source, mode)
         entry.uid, entry.gid = owner
+        if isinstance(source, Path) and entry.size + 20_480 > limit:
+            yield [name], LargeFile(name, source, entry.mode)
+            continue
         if archive is not None and buffer.tell() + entry.size + 20_480 > limit:
             archive.close()
             yield names, buffer.getvalue()
             buffer, archive, names = io.BytesIO(), None, []
         archive = archive or tarfile.open(fileobj=buffer, mode="w", format=tarfile.PAX_FORMAT)  # noqa: SIM115
         names.append(name)
+        data = source if isinstance(source, bytes) else source.read_bytes() if entry.isreg() else b""
         archive.addfile(entry, io.BytesIO(data))
     if archive is not None:
         archive.close()
@@ -124,11 +147,11 @@ def changed_mode(mode: int, wanted: int | str | None, *, folder: bool) -> int:
     return mode
 
 
-def _entry(name: str, source: Path | bytes, mode: int | str | None, limit: int) -> tuple[tarfile.TarInfo, bytes]:
-    entry, data = tarfile.TarInfo(name), b""
+def _entry(name: str, source: Path | bytes, mode: int | str | None) -> tarfile.TarInfo:
+    entry = tarfile.TarInfo(name)
     if isinstance(source, bytes):
         entry.mode, entry.size = changed_mode(0o644, mode, folder=False), len(source)
-        return entry, source
+        return entry
     seen = source.lstat()
     entry.mtime = int(seen.st_mtime)
     entry.mode = changed_mode(stat.S_IMODE(seen.st_mode) & 0o755, mode, folder=stat.S_ISDIR(seen.st_mode))
@@ -137,21 +160,18 @@ def _entry(name: str, source: Path | bytes, mode: int | str | None, limit: int) 
     elif stat.S_ISDIR(seen.st_mode):
         entry.type = tarfile.DIRTYPE
     elif stat.S_ISREG(seen.st_mode):
-        if seen.st_size + 20_480 > limit:
-            raise ConfigError(f"{source}: {seen.st_size} bytes are too much for one file; make it in setup.sh")
-        data = source.read_bytes()
-        entry.size = len(data)
+        entry.size = seen.st_size
     else:
         raise ConfigError(f"{source}: is neither a file, a folder nor a link; a slot can't be given it")
-    return entry, data
+    return entry
 
 
-def packed_folder(folder: Path) -> tuple[bytes, ...]:
-    """A folder's content as tar archives; packed again only when one of its files has changed."""
+def packed_folder(folder: Path) -> tuple[bytes | LargeFile, ...]:
+    """A folder's content as `pack` has it; packed again only when one of its files has changed."""
     stamps = [(name, path.lstat()) for name, path in walk(folder)]
     return _packed(folder, tuple((name, seen.st_mtime_ns, seen.st_size, seen.st_mode) for name, seen in stamps))
 
 
 @functools.lru_cache(maxsize=256)
-def _packed(folder: Path, _stamps: tuple[tuple[str, int, int, int], ...]) -> tuple[bytes, ...]:
+def _packed(folder: Path, _stamps: tuple[tuple[str, int, int, int], ...]) -> tuple[bytes | LargeFile, ...]:
     return tuple(archive for _, archive in pack(list(walk(folder))))

@@ -15,11 +15,13 @@ from urllib.parse import urlsplit
 from atropos import wire
 from atropos.slots import Slot
 from atropos.slots.slot.results import ExecResult
-from atropos.tasks.builder.accounts import account_of, owner_ids
-from atropos.tasks.builder.archive import unpack_steps
+from atropos.tasks.builder.accounts import owner_ids
+from atropos.tasks.builder.archive import LargeFile, unpack_steps
 from atropos.tasks.builder.transfer import (
+    MAX_LINKS,
     PackedFiles,
     TarPiece,
+    change_owner,
     command_failure,
     is_folder,
     is_missing,
@@ -29,9 +31,13 @@ from atropos.tasks.builder.transfer import (
 )
 from atropos.tasks.errors import TaskBroken
 from atropos.tasks.format.context import Context
-from atropos.tasks.format.recipe import Copy, Download, Folder, Run
+from atropos.tasks.format.recipe import Copy, Download, Folder, Mount, Run
 
+_HEADER_BYTES = 16_384
+"""Enough of an archive for its first member, with the longest link."""
 _FETCHED = "/tmp/fetched"
+_KEPT = ".atropos-kept"
+"""Ends the name of what a mount covers, for its time."""
 _FETCH = f"""import os, shutil, urllib.request
 with urllib.request.urlopen(os.environ["ADDRESS"]) as answer, open({_FETCHED!r}, "wb") as file:
     shutil.copyfileobj(answer, file)
@@ -44,9 +50,6 @@ async def run(slot: Slot, step: Run, timeout_s: float) -> None:
     Raises:
         TaskBroken: it failed; with the last lines that it printed.
     """
-    for folder in step.emptied:
-        if not await is_folder(slot, folder) and await is_missing(slot, folder):
-            await make_folder(slot, folder)
     settings = step.settings
     user = settings.user
     if user is None:
@@ -61,15 +64,42 @@ async def run(slot: Slot, step: Run, timeout_s: float) -> None:
     result = ExecResult.of(done)
     if result.exit_code != 0:
         raise command_failure(f"`{step.command:.200}`", result, late="took longer than environment.build_timeout_sec")
-    for folder in step.emptied:
-        await _empty(slot, folder)
 
 
-async def _empty(slot: Slot, path: str) -> None:
-    script = 'if [ -d "$P" ]; then rm -rf "$P"/* "$P"/.[!.]* "$P"/..?*; else rm -f "$P"; fi'
-    result = await slot.exec(script, workdir="/", env={"P": path}, user="0", timeout_s=60)
+async def make_room(slot: Slot, mount: Mount) -> bool:
+    """Begin a mount: what is at its target is set aside. Returns whether there was something.
+
+    Raises:
+        OSError, TaskBroken: the slot can't.
+    """
+    there = not await is_missing(slot, mount.target)
+    if there:
+        await _as_root(slot, 'mv "$P" "$P$KEPT"', mount.target)
+    if mount.content is None:
+        await make_folder(slot, posixpath.dirname(mount.target))
+        folder = tarfile.TarInfo(posixpath.basename(mount.target))
+        folder.type, folder.mode = tarfile.DIRTYPE, mount.mode
+        folder.uid, folder.gid = mount.owner
+        piece = TarPiece()
+        piece.add(folder, None)
+        await untar(slot, posixpath.dirname(mount.target), piece.close(), owners=True)
+    return there
+
+
+async def end_mount(slot: Slot, mount: Mount, *, there: bool) -> None:
+    """Remove what a mount showed, and put back what was set aside. A folder that was not there stays, empty.
+
+    Raises:
+        TaskBroken: the slot can't.
+    """
+    back = 'mv "$P$KEPT" "$P"' if there else 'if [ "$F" ]; then mkdir "$P"; fi'
+    await _as_root(slot, f'F=; if [ -d "$P" ]; then F=1; fi; rm -rf "$P" && {back}', mount.target)
+
+
+async def _as_root(slot: Slot, script: str, path: str) -> None:
+    result = await slot.exec(script, workdir="/", env={"P": path, "KEPT": _KEPT}, user="0", timeout_s=600)
     if result.exit_code != 0:
-        raise command_failure(f"emptying {path}", result)
+        raise command_failure(f"a mount at {path}", result)
 
 
 async def copy(slot: Slot, step: Copy, context: Context) -> None:
@@ -81,9 +111,11 @@ async def copy(slot: Slot, step: Copy, context: Context) -> None:
         TaskBroken: there is no such owner.
     """
     into = not step.target.endswith("/") and await is_folder(slot, step.target)
+    if not into:
+        step = replace(step, target=await _followed(slot, step.target))
     owner = await owner_ids(slot, step.owner)
 
-    def packed() -> Iterator[tuple[str, list[str], bytes]]:
+    def packed() -> Iterator[tuple[str, list[str], bytes | LargeFile]]:
         return unpack_steps(context, step, into_folder=into, owner=owner)
 
     if step.target.endswith("/"):
@@ -92,28 +124,47 @@ async def copy(slot: Slot, step: Copy, context: Context) -> None:
     while (piece := await asyncio.to_thread(next, archives, None)) is not None:
         where, _, archive = piece
         await make_folder(slot, where, owner)
-        await untar(slot, where, archive, owners=True)
+        if isinstance(archive, LargeFile):
+            await slot.upload(archive.path, f"{where}/{archive.name}", mode=archive.mode)
+            await change_owner(slot, f"{where}/{archive.name}", owner)
+        else:
+            await untar(slot, where, archive, owners=True)
         empty = False
     if empty:  # an empty folder's content: the folder is made
         await make_folder(slot, step.target.rstrip("/") or "/", owner)
 
 
+async def _followed(slot: Slot, path: str) -> str:
+    """Where a target leads that is a link: as Docker has it, what the link names is written."""
+    for _ in range(MAX_LINKS):
+        seen = None if path.endswith("/") else await slot.run(wire.Tar(path=path, offset=0, max_bytes=_HEADER_BYTES))
+        if not isinstance(seen, wire.FileResult):
+            return path
+        with tarfile.open(fileobj=io.BytesIO(seen.data)) as tar:
+            first = tar.next()
+        if first is None or not first.issym():
+            return path
+        path = posixpath.normpath(posixpath.join(posixpath.dirname(path), first.linkname))
+    raise TaskBroken(f"{path}: too many links")
+
+
 async def unpack(slot: Slot, step: Copy, context: Context) -> None:
     """ADD of archives in the build context, which are read here: no program of the slot is needed.
+
+    As Docker has it, --chown is for folders that are made: members keep their owners and modes.
 
     Raises:
         ConfigError: there is no such file.
         OSError: the slot can't take it.
         TaskBroken: there is no such owner, or it can't be read.
     """
-    owner = None if step.owner is None else await owner_ids(slot, step.owner)
     where = step.target.rstrip("/") or "/"
-    await make_folder(slot, where, owner or (0, 0))
+    await make_folder(slot, where, await owner_ids(slot, step.owner))
     for source in step.sources:
         for path in context.sources(source):
             try:
                 with path.open("rb") as archive:
-                    await unpack_archive(slot, where, archive, mode=step.mode, owner=owner)
+                    await unpack_archive(slot, where, archive)
             except (tarfile.TarError, EOFError, zlib.error) as error:
                 raise TaskBroken(f"ADD {source}: {error}") from None
 
@@ -133,7 +184,7 @@ async def give(slot: Slot, step: Copy, taken: PackedFiles) -> None:
         archive.seek(0)
         where, rename = step.target, name
         if not folder and not step.target.endswith("/") and not await is_folder(slot, step.target):
-            where, rename = posixpath.dirname(step.target), posixpath.basename(step.target)
+            where, rename = posixpath.split(await _followed(slot, step.target))
         where = where.rstrip("/") or "/"
         await make_folder(slot, where, owner or (0, 0))
         await unpack_archive(slot, where, archive, name=rename if not folder else None, mode=step.mode, owner=owner)
@@ -183,6 +234,4 @@ async def add(slot: Slot, step: Download, data: bytes) -> None:
 
 async def make(slot: Slot, step: Folder) -> None:
     """WORKDIR: a folder, made where it is missing."""
-    account = None if step.owner is None else await account_of(slot, step.owner)
-    owner = (0, 0) if account is None else (account.uid, account.gid)
-    await make_folder(slot, step.path, owner)
+    await make_folder(slot, step.path, await owner_ids(slot, step.owner))

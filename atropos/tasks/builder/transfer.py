@@ -166,8 +166,7 @@ async def unpack_archive(
                     assert content is not None
                     path = f"{where}/{info.name}"
                     await slot.write_file(path, await asyncio.to_thread(content.read), info.mode)
-                    if (info.uid, info.gid) != (0, 0):
-                        await slot.exec(f'chown {info.uid}:{info.gid} "$P"', env={"P": path}, workdir="/", user="0")
+                    await change_owner(slot, path, (info.uid, info.gid))
                     continue
                 data = source.extractfile(member) if member.isreg() else None
                 if piece.size + info.size + 20_480 > wire.MAX_FILE_BYTES:
@@ -175,6 +174,18 @@ async def unpack_archive(
                     piece = TarPiece()
                 piece.add(info, data)
         await untar(slot, where, piece.close(), owners=True)
+
+
+async def change_owner(slot: Slot, path: str, owner: tuple[int, int]) -> None:
+    """Give a file that was sent by itself its owner.
+
+    Raises:
+        TaskBroken: the slot can't.
+    """
+    if owner != (0, 0):
+        done = await slot.exec(f'chown {owner[0]}:{owner[1]} "$P"', env={"P": path}, workdir="/", user="0")
+        if done.exit_code != 0:
+            raise command_failure(f"chown of {path}", done)
 
 
 class TarPiece:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -58,6 +59,12 @@ class Context:
             raise ConfigError(f"{plain}: {why}, and a COPY needs it")
         return found
 
+    def matching(self, pattern: str) -> list[str]:
+        """The names that a source with `*`, `?` or `[` stands for; itself where it has none, or where none matches."""
+        if not re.search(r"[*?\[]", pattern) or not any(self.folder.glob(pattern)):
+            return [pattern]
+        return [path.relative_to(self.folder).as_posix() for path in self.sources(pattern)]
+
     def followed(self, path: Path) -> Path:
         """Where a COPY source leads that is a link: as Docker has it, what the link names is copied.
 
@@ -72,11 +79,16 @@ class Context:
         return self.folder / found.relative_to(top)
 
     def below(self, folder: Path, exclude: Sequence[str] = ()) -> Iterator[tuple[str, Path]]:
-        """(name from there, path) of all in a folder that isn't ignored."""
+        """(name from there, path) of all in a folder that isn't ignored, and of the folders above it."""
         kept = self._kept(exclude)
+        ignored: dict[str, Path] = {}
         for name, path in walk(folder):
             if kept(path.relative_to(self.folder).as_posix()):
+                for above in [each for each in ignored if name.startswith(f"{each}/")]:
+                    yield above, ignored.pop(above)
                 yield name, path
+            elif path.is_dir() and not path.is_symlink():
+                ignored[name] = path
 
     def _kept(self, exclude: Sequence[str]) -> Callable[[str], bool]:
         matcher = PatternMatcher([*self.ignored, *exclude])

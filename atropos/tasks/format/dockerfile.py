@@ -27,7 +27,21 @@ from e2b_dockerfile_utils import (
 )
 
 from atropos.errors import ConfigError
-from atropos.tasks.format.recipe import PATH, Copy, Download, Facts, Folder, Recipe, Run, Stage, Step, StepSettings
+from atropos.tasks.format.context import Context
+from atropos.tasks.format.recipe import (
+    PATH,
+    Copy,
+    Download,
+    Facts,
+    Folder,
+    Mount,
+    Recipe,
+    Run,
+    Stage,
+    Step,
+    StepSettings,
+    copies,
+)
 
 _PLATFORM = {
     f"{side}{key}": value
@@ -35,6 +49,8 @@ _PLATFORM = {
     for key, value in {"PLATFORM": "linux/amd64", "OS": "linux", "ARCH": "amd64", "VARIANT": ""}.items()
 }
 _SHELL = ("/bin/sh", "-c")
+_PROGRAMS = "/.heredocs"
+"""Where a here-document lies that is a program; /dev/pipes with BuildKit."""
 _SYMBOLIC = re.compile(r"[ugoa]*([-+=][rwxXst]*)+(,[ugoa]*([-+=][rwxXst]*)+)*")
 
 
@@ -96,26 +112,29 @@ class _Reader:
                     raise self._refusal("stands before the first FROM; move it below")
                 self._arg(instruction, None)
             else:
-                getattr(self, f"_{instruction.name.lower()}")(instruction, self.stages[-1])
+                self._instruction(instruction)
         if not self.stages:
             raise ConfigError(f"{self.path}: no FROM; begin with one, or replace the Dockerfile by setup.sh")
         last = self.stages[-1].done()
         return Recipe(last.image, last.settings, last.steps, self._needed(last), last.facts)
+
+    def _instruction(self, instruction: DockerfileInstruction) -> None:
+        getattr(self, f"_{instruction.name.lower()}")(instruction, self.stages[-1])
 
     def _needed(self, last: Stage) -> tuple[Stage, ...]:
         """The stages that `last` copies from, and those that they copy from."""
         found: dict[int, Stage] = {}
         waiting = [last]
         while waiting:
-            for step in waiting.pop().steps:
-                if isinstance(step, Copy) and step.stage is not None and step.stage not in found:
-                    image = self.copied.get(step.stage)
+            for copy in (copy for step in waiting.pop().steps for copy in copies(step)):
+                if copy.stage is not None and copy.stage not in found:
+                    image = self.copied.get(copy.stage)
                     whole = (
-                        self.stages[step.stage].done()
+                        self.stages[copy.stage].done()
                         if image is None
-                        else Stage(step.stage, image, (), StepSettings())
+                        else Stage(copy.stage, image, (), StepSettings())
                     )
-                    found[step.stage] = whole
+                    found[copy.stage] = whole
                     waiting.append(whole)
         return tuple(found[index] for index in sorted(found))
 
@@ -158,11 +177,24 @@ class _Reader:
         index = len(self.stages)
         parent = self._stage(words[0])
         if parent is None:
-            self.stages.append(_Building(index, words[0], self.images.get(words[0], StepSettings()), name))
+            settings = self.images.get(words[0], StepSettings())
+            triggers = settings.onbuild
+            self.stages.append(_Building(index, words[0], replace(settings, onbuild=()), name))
         else:
+            triggers = parent.facts.onbuild
             self.stages.append(
-                replace(parent, index=index, name=name, steps=list(parent.steps), arguments=dict(parent.arguments))
+                replace(
+                    parent,
+                    index=index,
+                    name=name,
+                    steps=list(parent.steps),
+                    arguments=dict(parent.arguments),
+                    facts=replace(parent.facts, onbuild=()),
+                )
             )
+        for text in triggers:
+            for triggered in self._triggered(text):
+                self._instruction(triggered)
 
     def _stage(self, name: str) -> _Building | None:
         return next((stage for stage in reversed(self.stages) if stage.name and stage.name == name.lower()), None)
@@ -206,14 +238,19 @@ class _Reader:
         if set(flags.get("network", ())) - {"default"}:
             raise self._refusal("--network can't be honoured in a slot: remove it")
         settings = replace(stage.settings, env={**stage.arguments, **stage.settings.env})
-        emptied: list[str] = []
-        for text in flags.get("mount", ()):
-            emptied += self._mount(text, stage)
+        mounts = [self._mount(text, stage) for text in flags.get("mount", ())]
         if instruction.json:
             command = f"exec {shlex.join(instruction.args)}"
         else:
-            command = shlex.join((*stage.shell, self._script(instruction)))
-        stage.steps.append(Run(command, settings, tuple(emptied)))
+            script = self._script(instruction)
+            if script.startswith("#!") and instruction.heredocs:  # a program of its own: its first line says whose
+                name = instruction.heredocs[0].name
+                content = Copy((), f"{_PROGRAMS}/", 0o755, files=((name, script),))
+                mounts.append(Mount(_PROGRAMS, content))
+                command = f"exec {_PROGRAMS}/{name}"
+            else:
+                command = shlex.join((*stage.shell, script))
+        stage.steps.append(Run(command, settings, tuple(mounts)))
 
     def _script(self, instruction: DockerfileInstruction) -> str:
         """The shell form's text, its here-documents included."""
@@ -225,8 +262,7 @@ class _Reader:
             return _content(documents[0])
         return "\n".join([text, *(f"{one.content}{one.name}" for one in documents)])
 
-    def _mount(self, text: str, stage: _Building) -> list[str]:
-        """Folders that are empty again after the command; what a bind mount shows is copied in for its time."""
+    def _mount(self, text: str, stage: _Building) -> Mount:
         options: dict[str, str] = {}
         for part in text.split(","):
             key, _, value = part.partition("=")
@@ -236,13 +272,17 @@ class _Reader:
         if kind in {"secret", "ssh"} or target is None:
             raise self._refusal(f"--mount={text} can't be honoured in a slot: use COPY, or type=cache, tmpfs or bind")
         target = posixpath.normpath(posixpath.join(stage.settings.workdir, target))
-        if kind == "bind":
+        if target.startswith("//") or target == "/":
+            raise self._refusal(f"--mount={text} can't be honoured in a slot: name a folder below /")
+        if kind == "bind" or "from" in options:
             source = (options.get("source") or options.get("src") or ".").lstrip("/") or "."
-            single = (self.path.parent / source).is_file() and "from" not in options
-            stage.steps.append(
-                Copy((source,), target if single else f"{target}/", stage=self._from_stage(options.get("from")))
-            )
-        return [target]
+            return Mount(target, Copy((source,), target, stage=self._from_stage(options.get("from"))))
+        try:
+            mode = int(options.get("mode") or ("1777" if kind == "tmpfs" else "755"), 8)
+            owner = int(options.get("uid") or 0), int(options.get("gid") or 0)
+        except ValueError:
+            raise self._refusal(f"--mount={text}: mode, uid and gid are numbers") from None
+        return Mount(target, mode=mode, owner=owner)
 
     def _copy(self, instruction: DockerfileInstruction, stage: _Building) -> None:
         flags = self._flags(
@@ -338,8 +378,10 @@ class _Reader:
         if "checksum" in flags:
             raise self._refusal("--checksum: only what is downloaded has one; remove it")
         copy = self._copied(instruction, stage, flags, None)
-        archives = [name for name in copy.sources if _is_archive(self.path.parent / name)]
-        rest = tuple(name for name in copy.sources if name not in archives)
+        context = Context.of(self.path.parent)
+        named = [name for source in copy.sources for name in context.matching(source)]
+        archives = [name for name in named if _is_archive(self.path.parent / name)]
+        rest = tuple(name for name in named if name not in archives)
         if archives:
             stage.steps.append(replace(copy, sources=tuple(archives), files=(), unpack=True))
         if rest or copy.files:
@@ -402,8 +444,19 @@ class _Reader:
         stage.facts = replace(stage.facts, labels=labels)
 
     def _onbuild(self, instruction: DockerfileInstruction, stage: _Building) -> None:
-        del instruction, stage
-        raise self._refusal("has no meaning without an image built from this one; write the instruction itself")
+        text = instruction.original.split(maxsplit=1)[-1]
+        self._triggered(text)
+        stage.facts = replace(stage.facts, onbuild=(*stage.facts.onbuild, text))
+
+    def _triggered(self, text: str) -> list[DockerfileInstruction]:
+        """What an ONBUILD holds for the stages that start from its own."""
+        try:
+            found = parse_dockerfile_ast(text).instructions
+        except DockerfileSyntaxError as error:
+            raise self._refusal(f"ONBUILD {text}: {error}") from None
+        if {one.name for one in found} & {"ONBUILD", "FROM", "MAINTAINER"}:
+            raise self._refusal(f"ONBUILD {text}: is no instruction for a later build; remove it")
+        return found
 
 
 def _content(document: DockerfileHeredoc) -> str:

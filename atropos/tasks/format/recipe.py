@@ -17,11 +17,13 @@ class StepSettings:
 
     Attributes:
         user: `name`, `uid`, `name:group` or `uid:gid`; None: root.
+        onbuild: of an image: instructions that its FROM carries out.
     """
 
     workdir: str = "/"
     env: Mapping[str, str] = field(default_factory=dict[str, str])
     user: str | None = None
+    onbuild: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -60,16 +62,29 @@ class Copy:
 
 
 @dataclass(frozen=True)
-class Run:
-    """A command line of the build.
+class Mount:
+    """What a RUN finds at a path while it runs. Afterwards is there what was there before.
 
     Attributes:
-        emptied: folders that are there while it runs and are empty afterwards (cache and tmpfs mounts).
+        target: absolute.
+        content: the files of a bind mount, copied to `target`; None: an empty folder.
+        mode: of the empty folder.
+        owner: of the empty folder, in numbers.
     """
+
+    target: str
+    content: Copy | None = None
+    mode: int = 0o755
+    owner: tuple[int, int] = (0, 0)
+
+
+@dataclass(frozen=True)
+class Run:
+    """A command line of the build."""
 
     command: str
     settings: StepSettings = StepSettings()
-    emptied: tuple[str, ...] = ()
+    mounts: tuple[Mount, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -91,6 +106,15 @@ class Download:
 Step = Folder | Copy | Run | Download
 
 
+def copies(step: Step) -> tuple[Copy, ...]:
+    """What a step copies, its bind mounts included."""
+    if isinstance(step, Copy):
+        return (step,)
+    if isinstance(step, Run):
+        return tuple(mount.content for mount in step.mounts if mount.content is not None)
+    return ()
+
+
 @dataclass(frozen=True)
 class Facts:
     """What a Dockerfile says of a container's start. A slot is entered by commands alone, so these are kept as data."""
@@ -102,6 +126,8 @@ class Facts:
     volumes: tuple[str, ...] = ()
     stop_signal: str | None = None
     healthcheck: str | None = None
+    onbuild: tuple[str, ...] = ()
+    """Instructions for a stage that starts from this one."""
 
 
 @dataclass(frozen=True)

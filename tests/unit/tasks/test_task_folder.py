@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from atropos.errors import ConfigError
-from atropos.tasks.builder.archive import changed_mode, pack, unpack_steps
+from atropos.tasks.builder.archive import LargeFile, changed_mode, pack, unpack_steps
 from atropos.tasks.builder.limits import Room, TaskFit, fit
 from atropos.tasks.folder import load_task, load_tasks, read_folders, read_tasks
 from atropos.tasks.format.context import Context
-from atropos.tasks.format.recipe import PATH, Copy, Download, Folder, Run, StepSettings
+from atropos.tasks.format.recipe import PATH, Copy, Download, Folder, Mount, Run, StepSettings
 from atropos.tasks.verifier.mode import choose
 from atropos.wire import LeaseLimits
 
@@ -241,8 +241,7 @@ def test_mounts_are_there_for_one_command(folder):
         "FROM debian\nWORKDIR /app\n"
         "RUN --mount=type=cache,target=/root/.cache --mount=type=bind,source=a.txt,target=in.txt cat in.txt\n",
     ).steps
-    assert steps[1] == Copy(("a.txt",), "/app/in.txt")
-    assert steps[2].emptied == ("/root/.cache", "/app/in.txt")
+    assert steps[1].mounts == (Mount("/root/.cache"), Mount("/app/in.txt", Copy(("a.txt",), "/app/in.txt")))
 
 
 @pytest.mark.parametrize(
@@ -255,7 +254,11 @@ def test_mounts_are_there_for_one_command(folder):
         ("FROM a\nENV A", "ENV must have two arguments"),
         ("FROM a\nUSER", "USER needs exactly one value"),
         ("FROM a\nSHELL bash -c", "SHELL needs the JSON form"),
-        ("FROM a\nONBUILD RUN x", "ONBUILD"),
+        ("FROM a\nONBUILD FROM x", "ONBUILD FROM x: is no instruction"),
+        ("FROM a\nONBUILD FETCH x", "ONBUILD FETCH x"),
+        ("FROM a\nONBUILD", "ONBUILD"),
+        ("FROM a\nRUN --mount=type=tmpfs,target=/ x", "name a folder below /"),
+        ("FROM a\nRUN --mount=type=cache,target=/c,uid=me x", "mode, uid and gid are numbers"),
         ("ENV A=1\nFROM a", "before the first FROM"),
         ("FROM a\nCOPY --from=1 x y", "--from=1"),
         ("FROM a\nCOPY --parents x y", "--parents"),
@@ -295,9 +298,15 @@ def test_what_a_dockerfile_asks_in_vain_is_refused_by_name(folder, line, named):
         ("[verifier.environment.env]\nA = '${A_SECRET}'", "verifier.environment.env.A: ${A_SECRET}"),
         ("[verifier.env]\nA = '${A_SECRET}'", "verifier.env.A: ${A_SECRET}"),
         ("[[verifier.collect]]\ncommand = 'x'\nservice = 'db'", "verifier.collect.0.service"),
+        (
+            "[[steps]]\nname = 'one'\n[[steps.verifier.collect]]\ncommand = 'x'\nservice = 'db'",
+            "steps.0.verifier.collect.0.service: 'db'",
+        ),
+        ("[[steps]]\nname = 'one'\n[[steps.artifacts]]\nsource = '/x'\nservice = 'db'", "steps.0.artifacts.0.service"),
         ("[environment]\nos = 'windows'", "environment.os"),
         ("[environment]\nnetwork_mode = 'some'", "environment.network_mode"),
         ("[environment]\ngpus = 1", "environment.gpus"),
+        ("[environment]\ngpu_types = ['H100']", "environment.gpus"),
         ("[environment]\nmemory_mb = 'much'", "environment.memory_mb"),
         ("[environment]\nworkdir = 'app'", "environment.workdir"),
         ("[environment.tpu]\ntype = 'v5'", "environment.tpu"),
@@ -490,8 +499,10 @@ def test_large_folders_are_cut_into_archives_that_fit(tmp_path):
         with tarfile.open(fileobj=io.BytesIO(piece)) as archive:
             names += archive.getnames()
     assert sorted(names) == [f"f{n}" for n in range(8)]
-    with pytest.raises(ConfigError, match="too much for one file"):
-        list(pack([("f0", tmp_path / "f0")], limit=60_000))
+    (tmp_path / "f0").chmod(0o777)
+    pieces = list(pack([("f0", tmp_path / "f0"), ("text", b"x")], limit=60_000))
+    assert pieces[0] == (["f0"], LargeFile("f0", tmp_path / "f0", 0o755))
+    assert [names for names, _ in pieces] == [["f0"], ["text"]]
 
 
 def test_a_fifo_is_refused(folder):
