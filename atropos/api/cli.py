@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import tomllib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, cast
 
@@ -53,6 +54,11 @@ def read_file(path: Path | None) -> dict[str, object]:
     return cast("dict[str, object]", value)
 
 
+def with_flags(values: Mapping[str, object], given: Mapping[str, object]) -> dict[str, object]:
+    """Settings with the flags that were given in their place."""
+    return {**values, **{name: value for name, value in given.items() if value is not None}}
+
+
 def tool_server(
     config: Annotated[Path | None, typer.Option(help="Settings, TOML or JSON.")] = None,
     host: Annotated[str | None, typer.Option(help="Address to listen on; loopback unless asked.")] = None,
@@ -67,15 +73,8 @@ def tool_server(
     from atropos.api.settings import ToolServerSettings, parse_settings, search_from_environment
     from atropos.api.tool_server import create_app
 
-    values = read_file(config)
-    given: dict[str, object] = {
-        "host": host,
-        "port": port,
-        "only": only or None,
-        "tools": tool or None,
-        "allow_hosts": allow_host or None,
-    }
-    values |= {name: value for name, value in given.items() if value is not None}
+    given = {"host": host, "port": port, "only": only or None, "tools": tool or None, "allow_hosts": allow_host or None}
+    values = with_flags(read_file(config), given)
     if token_file is not None or "token" not in values:
         values["token"] = read_token(token_file, TOKEN_VARIABLE)
     settings = parse_settings(ToolServerSettings, values, "tool server")
@@ -114,22 +113,11 @@ def executor_server(
     from atropos.api.serve import run
     from atropos.api.settings import parse_settings
 
-    values = read_file(config)
-    given: dict[str, object] = {
-        "host": host,
-        "port": port,
-        "enabled_toolsets": toolset or None,
-        "tool_server_url": tool_server_url,
-    }
-    values |= {name: value for name, value in given.items() if value is not None}
-    pool: dict[str, object] = {
-        "backend": backend,
-        "slots_per_container": slots_per_container,
-        "max_containers": max_containers,
-    }
-    pool = {name: value for name, value in pool.items() if value is not None}
+    given = {"host": host, "port": port, "enabled_toolsets": toolset or None, "tool_server_url": tool_server_url}
+    values = with_flags(read_file(config), given)
+    pool = {"backend": backend, "slots_per_container": slots_per_container, "max_containers": max_containers}
     if isinstance(in_file := values.get("pool", {}), dict):  # anything else is refused with the other settings
-        values["pool"] = {**cast("dict[str, object]", in_file), **pool}
+        values["pool"] = with_flags(cast("dict[str, object]", in_file), pool)
     if token_file is not None or "token" not in values:
         values["token"] = read_token(token_file, EXECUTOR_TOKEN_VARIABLE)
     settings = parse_settings(ExecutorServerSettings, values, "executor server")

@@ -48,7 +48,7 @@ from atropos.envs.running.groups import Event, GroupCollector, GroupMember
 from atropos.envs.running.hooks import ExecTool, Hooks, first_of
 from atropos.envs.running.lifecycle import Lifetime, beside, bounded, cancel_and_wait
 from atropos.envs.running.metrics import EnvMetrics
-from atropos.envs.running.rollout import GroupsDropped, Rollout, ScoredGroup, messages_of, scored_group
+from atropos.envs.running.rollout import GroupsDropped, Rollout, ScoredGroup, scored_item
 from atropos.errors import ConfigError
 from atropos.slots import SlotPool, Snapshot
 from atropos.tools import ToolCall, ToolExecutor, ToolRegistry, ToolResult
@@ -261,16 +261,8 @@ class SandboxEnv(BaseEnv):
         Raises:
             GroupDropped: it could not be completed.
         """
-        rollouts = await self.collector.rollouts(item, 1)
-        group = scored_group(rollouts, name=self.item_name(item), include_messages=True)
-        single: dict[str, object] = {
-            "tokens": group["tokens"][0],
-            "masks": group["masks"][0],
-            "scores": group["scores"][0],
-            "messages": messages_of(rollouts[0].transcript),
-            "inference_logprobs": group["inference_logprobs"][0],
-        }
-        return {**single, "group_overrides": group["group_overrides"], "overrides": None}, []
+        [rollout] = await self.collector.rollouts(item, 1)
+        return scored_item(rollout), []
 
     async def handle_send_to_api(
         self,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from importlib import import_module
 
 from atropos.envs.config import SandboxEnvConfig, under_own_name
 from atropos.envs.running.lifecycle import bounded
@@ -54,8 +53,8 @@ class ToolBackend:
         """
         config = self._config.executor_config()
         app = None
-        if config.tool_server_url == "inprocess":
-            app = import_module("atropos.api.tool_server").create_app
+        if config.tool_server_url == "inprocess":  # imports FastAPI
+            from atropos.api.tool_server import create_app as app
         self.pool = SlotPool(self._config.pool_config())
         try:
             await self.pool.start()

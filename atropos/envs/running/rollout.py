@@ -163,6 +163,20 @@ def scored_group(rollouts: Sequence[Rollout], *, name: str, include_messages: bo
     return group
 
 
+def scored_item(rollout: Rollout) -> dict[str, object]:
+    """A single rollout as atroposlib's `ScoredDataItem`."""
+    group = scored_group([rollout], name="", include_messages=True)
+    return {
+        "tokens": group["tokens"][0],
+        "masks": group["masks"][0],
+        "scores": group["scores"][0],
+        "messages": messages_of(rollout.transcript),
+        "inference_logprobs": group["inference_logprobs"][0],
+        "group_overrides": group["group_overrides"],
+        "overrides": None,
+    }
+
+
 def messages_of(transcript: Transcript) -> list[Message]:
     """Messages with what the trajectory API insists on: a role and a text."""
     return [{**message, "content": message.get("content") or ""} for message in transcript.messages]
