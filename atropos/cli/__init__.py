@@ -4,6 +4,6 @@ Exit codes: 0 done; 1 the thing asked for failed; 2 wrong usage or configuration
 70 an infrastructure fault (a `SandboxError`); `exec` passes the command's own code on (124 when it timed out).
 """
 
-from atropos.cli.app import app, main
+from atropos.cli.app import command_line, main
 
-__all__ = ["app", "main"]
+__all__ = ["command_line", "main"]

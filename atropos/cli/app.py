@@ -3,39 +3,33 @@
 from __future__ import annotations
 
 import sys
+from importlib import import_module
 from typing import Annotated
 
 import typer
 from pydantic import ValidationError
 from rich.console import Console
 
-from atropos.api.cli import executor_server, tool_server
-from atropos.api.mcp_server import mcp
-from atropos.cli.bench import bench
-from atropos.cli.dashboard import dashboard
-from atropos.cli.doctor import doctor
-from atropos.cli.execute import execute
-from atropos.cli.image import image_app
-from atropos.cli.pool import pool_app
-from atropos.cli.tasks import tasks_app
-from atropos.cli.top import top
-from atropos.cli.trajectories import trajectories_app
 from atropos.errors import ConfigError, IsolationUnavailable, SandboxError
 from atropos.tasks.errors import TaskBroken
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
-app.command("doctor")(doctor)
-app.command("exec")(execute)
-app.command("bench", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(bench)
-app.command("dashboard")(dashboard)
-app.command("top")(top)
-app.command("tool-server")(tool_server)
-app.command("executor-server")(executor_server)
-app.command("mcp")(mcp)
-app.add_typer(pool_app, name="pool")
-app.add_typer(image_app, name="image")
-app.add_typer(tasks_app, name="tasks")
-app.add_typer(trajectories_app, name="trajectories")
+HOMES = {
+    "doctor": "atropos.cli.doctor:doctor",
+    "exec": "atropos.cli.execute:execute",
+    "bench": "atropos.cli.bench:bench",
+    "dashboard": "atropos.cli.dashboard:dashboard",
+    "top": "atropos.cli.top:top",
+    "tool-server": "atropos.api.cli:tool_server",
+    "executor-server": "atropos.api.cli:executor_server",
+    "mcp": "atropos.api.mcp_server:mcp",
+    "pool": "atropos.cli.pool:pool_app",
+    "image": "atropos.cli.image:image_app",
+    "tasks": "atropos.cli.tasks:tasks_app",
+    "trajectories": "atropos.cli.trajectories:trajectories_app",
+}
+"""Where each sub-command is, in the order of the help."""
+SETTINGS = {"bench": {"allow_extra_args": True, "ignore_unknown_options": True}}
+"""Settings of sub-commands, as `typer.Typer.command` takes them."""
 
 
 def _version(wanted: bool) -> None:
@@ -46,13 +40,26 @@ def _version(wanted: bool) -> None:
         raise typer.Exit
 
 
-@app.callback()
 def root(
     _version_wanted: Annotated[
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and end.")
     ] = False,
 ) -> None:
     """Sandbox slots for agentic reinforcement learning."""
+
+
+def command_line(*names: str) -> typer.Typer:
+    """The command with these of its sub-commands, or with all; only their modules are imported."""
+    app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+    app.callback()(root)
+    for name in names or HOMES:
+        module, _, attribute = HOMES[name].partition(":")
+        found = getattr(import_module(module), attribute)
+        if isinstance(found, typer.Typer):
+            app.add_typer(found, name=name)
+        else:
+            app.command(name, context_settings=SETTINGS.get(name))(found)
+    return app
 
 
 EXIT_CODES: tuple[tuple[type[Exception], int], ...] = (
@@ -78,7 +85,7 @@ def describe(error: Exception) -> str:
 def main() -> None:
     """Run the command line; the exit codes are this package's."""
     try:
-        app()
+        command_line(*(name for name in sys.argv[1:2] if name in HOMES))()
     except KeyboardInterrupt:
         sys.exit(130)
     except tuple(kind for kind, _ in EXIT_CODES) as error:

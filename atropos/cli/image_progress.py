@@ -5,16 +5,17 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextColumn
 
-from atropos.slots.pool.images import Progress as Report
-from atropos.tasks.folder import load_task
-from atropos.tasks.format.task import Task
-from atropos.wire import ImageState
+if TYPE_CHECKING:
+    from atropos.slots.pool.images import Progress as Report
+    from atropos.tasks.format.task import Task
+    from atropos.wire import ImageState
 
 
 def image_store(folder: str | None, auth_file: str | None, insecure: Sequence[str] | None) -> dict[str, object]:
@@ -26,7 +27,11 @@ def image_store(folder: str | None, auth_file: str | None, insecure: Sequence[st
 def image_or_task(name: str) -> str | Task:
     """An image's name on the command line; a task's folder or a Dockerfile is read, to be built."""
     path = Path(name)
-    return load_task(path) if path.is_file() or (path / "task.toml").is_file() else name
+    if not path.is_file() and not (path / "task.toml").is_file():
+        return name
+    from atropos.tasks.folder import load_task
+
+    return load_task(path)
 
 
 @contextlib.contextmanager

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from atropos.cli import app
+from atropos.cli import command_line
 from tests.adapters.peers import ROOT, needs, run
 from tests.unit.dashboard.support import hostile, ordinary
 
@@ -83,7 +83,7 @@ def test_exported_trajectories_are_valid_for_its_own_model(tmp_path: Path) -> No
     groups = [*ordinary(), hostile()]
     (tmp_path / "groups.jsonl").write_text("".join(json.dumps(one) + "\n" for one in groups))
     done = CliRunner().invoke(
-        app, ["trajectories", "export", str(tmp_path / "groups.jsonl"), "--to", str(tmp_path / "atif")]
+        command_line(), ["trajectories", "export", str(tmp_path / "groups.jsonl"), "--to", str(tmp_path / "atif")]
     )
     assert done.exit_code == 0, done.output
     validate = (

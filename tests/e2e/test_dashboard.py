@@ -10,7 +10,7 @@ import httpx
 import pytest
 from typer.testing import CliRunner
 
-from atropos.cli import app
+from atropos.cli import command_line
 from atropos.envs import HermesAgentBaseEnv
 from tests.e2e.hermes_support import call, groups, make, running_policy, script
 
@@ -105,7 +105,7 @@ async def test_a_real_run_is_seen_live_and_afterwards(policy, tmp_path, capfd):
     assert f"dashboard: http://127.0.0.2:{env.dashboard.server.port}/?token=s3cret" in capfd.readouterr().out
     for kind in ("atif", "cast"):
         to = ("--format", kind, "--to", str(tmp_path / kind))
-        done = CliRunner().invoke(app, ["trajectories", "export", str(tmp_path / "groups.jsonl"), *to])
+        done = CliRunner().invoke(command_line(), ["trajectories", "export", str(tmp_path / "groups.jsonl"), *to])
         assert done.exit_code == 0, done.output
     files = [path.read_text() for path in tmp_path.rglob("*") if path.is_file()]
     for secret in {"s3cret", "of-the-tools", "of-the-model", *env.tokens}:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from atropos.cli import app, doctor
+from atropos.cli import command_line, doctor
 from atropos.cli.doctor import room_for
 from atropos.errors import BackendUnavailable
 from atropos.sandbox.linux import host_limits
@@ -118,7 +118,7 @@ async def test_a_pool_that_does_not_start_in_time_names_a_high_load(monkeypatch,
 def test_doctor_names_a_high_load_where_slots_do_not_start(monkeypatch, load, named):
     monkeypatch.setattr(os, "getloadavg", lambda: (load, 0.0, 0.0))
     monkeypatch.setattr(doctor, "START_LIMIT_S", 0.01)
-    result = CliRunner().invoke(app, ["doctor"], env={"COLUMNS": "200"})
+    result = CliRunner().invoke(command_line(), ["doctor"], env={"COLUMNS": "200"})
     assert result.exit_code == 3, result.output
     assert "Slots can't start here" in result.output
     assert (f"the load is {load:.0f} on {os.cpu_count()} cores" in result.output) == named

@@ -7,14 +7,14 @@ import json
 import pytest
 from typer.testing import CliRunner
 
-from atropos.cli import app
+from atropos.cli import command_line
 from tests.unit.dashboard.support import group, hostile, ordinary, trajectory
 
 
 def run(tmp_path, command, *arguments, groups=None):
     path = tmp_path / "g.jsonl"
     path.write_text("".join(json.dumps(one) + "\n" for one in (groups or ordinary())))
-    return CliRunner().invoke(app, ["trajectories", command, str(path), *arguments])
+    return CliRunner().invoke(command_line(), ["trajectories", command, str(path), *arguments])
 
 
 def test_atif_has_calls_with_their_results_in_numbered_steps(tmp_path):
@@ -97,6 +97,6 @@ def test_grep_prints_lines_that_match_without_acting_on_the_terminal(tmp_path):
 def test_a_file_without_groups_is_refused(tmp_path, command):
     file = tmp_path / "notes.md"
     file.write_text("# No JSON\n")
-    done = CliRunner().invoke(app, [*command, str(file)])
+    done = CliRunner().invoke(command_line(), [*command, str(file)])
     assert done.exit_code == 2
     assert "holds no groups" in " ".join(done.output.replace("│", " ").split())

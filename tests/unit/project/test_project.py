@@ -13,7 +13,7 @@ import pytest
 import typer
 import yaml
 
-from atropos.cli import app
+from atropos.cli import command_line
 from atropos.errors import BY_CODE, InferenceError
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -47,7 +47,7 @@ def test_every_option_of_atropos_that_a_page_names_exists(page: Path) -> None:
     blocks = "".join(re.findall(r"^ *```console\n(.*?)```", page.read_text(), re.DOTALL | re.MULTILINE))
     unknown: list[str] = []
     for line in re.findall(r"^ *\$ (?:\.venv/bin/)?atropos (.*)$", blocks.replace("\\\n", " "), re.MULTILINE):
-        command: Any = typer.main.get_command(app)
+        command: Any = typer.main.get_command(command_line())
         words = shlex.split(line, comments=True)
         while hasattr(command, "commands"):
             command = command.commands[words.pop(0)]
