@@ -7,7 +7,9 @@ ruff format --check .
 ruff check .
 lint-imports --no-cache >/tmp/lint-imports.$$ 2>&1 || { cat /tmp/lint-imports.$$; rm -f /tmp/lint-imports.$$; exit 1; }
 rm -f /tmp/lint-imports.$$
-pyright --pythonpath .venv/bin/python
+pyright --pythonpath .venv/bin/python &  # beside those of the adapters, which take as long together
+own=$!
+trap 'kill "$own" 2>/dev/null || true' EXIT
 bash scripts/peers.sh
 if .peers/bin/python -c "import harbor" 2>/dev/null; then
   pyright -p scripts/pyright-peers.json
@@ -15,3 +17,4 @@ if .peers/bin/python -c "import harbor" 2>/dev/null; then
 else
   echo "no Python 3.12, which harbor needs: the types of atropos/adapters are not checked" >&2
 fi
+wait "$own"

@@ -142,13 +142,12 @@ async def test_a_new_window_is_shown(ada: Person, site: Site):
             answer = await ada("snapshot")
 
 
-@pytest.mark.parametrize(
-    "bad", ["e99999", "f9e9", "nonsense", "[ref=e99999]", "e1; drop", "'", "aria-ref=e1", "css=body"]
-)
-async def test_a_bad_reference_says_what_would_be_right(ada: Person, site: Site, bad: str):
+async def test_a_bad_reference_says_what_would_be_right(ada: Person, site: Site):
     await ada("navigate", url=site.url("/"))
-    with pytest.raises(ToolError, match=r"snapshot"):
-        await ada("click", ref=bad)
+    for bad in ("e99999", "f9e9", "nonsense", "[ref=e99999]", "e1; drop", "'", "aria-ref=e1", "css=body"):
+        with pytest.raises(ToolError, match=r"snapshot"):
+            await ada("click", ref=bad)
+            pytest.fail(f"{bad!r} was taken")
 
 
 async def test_without_a_page_the_tools_say_what_to_do(ada: Person):

@@ -3,7 +3,7 @@
 A fifth of the sandboxes is killed, whole containers are, a fifth of the ToolServer's and of run-api's answers are refused
 or lost, and one generation in twenty (a fifth of all trajectories, by their turns) is broken off, refused, reset or never
 answered. The env process, run-api and the ToolServer are real.
-`ATROPOS_SERVE_S=N` goes on for N seconds (25 by default; 3600 is the hour that is run by hand), and until each kind of
+`ATROPOS_SERVE_S=N` goes on for N seconds (12 by default; 3600 is the hour that is run by hand), and until each kind of
 fault has struck.
 """
 
@@ -39,7 +39,7 @@ from tests.faults.http_faults import HttpFaults
 from tests.processes import alive, descendants
 
 ROOT = Path(__file__).resolve().parents[2]
-SECONDS = float(os.environ.get("ATROPOS_SERVE_S", "25"))
+SECONDS = float(os.environ.get("ATROPOS_SERVE_S", "12"))
 STRUCK_S = 120.0
 """How much longer a loaded machine gets until each kind of fault has struck."""
 CONTAINER_EVERY_S = 8.0 if SECONDS < 300 else 30.0
