@@ -11,14 +11,18 @@ import math
 import secrets
 import time
 from collections.abc import Awaitable, Callable
-from urllib.parse import urlencode
+from http.cookies import CookieError, SimpleCookie
+from urllib.parse import parse_qs, urlencode
 
+import h11
 from aiohttp import web
 
 from atropos.dashboard.live import LiveView
 from atropos.dashboard.render import PLAYER, SCRIPT, STYLE, aligned, render, verdicts
 from atropos.dashboard.replay import asciicast
 from atropos.dashboard.store import Details, Entry, Query, TrajectoryStore
+from atropos.net.admission import Admission, BearerToken
+from atropos.net.site import Site
 from atropos.net.sockets import listen
 
 PAGE = 50
@@ -45,6 +49,38 @@ HEADERS = {
     "Cache-Control": "no-store",
 }
 _log = logging.getLogger(__name__)
+
+
+class Readers(Admission):
+    """Lets browsers in, which show the token in the address or in a cookie; who shows none reads a 401 and sends no body.
+
+    Args:
+        token: what a reader must show.
+        cookie: the name of the cookie.
+    """
+
+    def __init__(self, token: str, cookie: str) -> None:
+        super().__init__(BearerToken(token), None, b'{"code":"unauthorized","message":"open the URL with the token"}')
+        self._value = BearerToken(token)
+        self._cookie = cookie
+
+    def authorizes(self, request: h11.Request) -> bool:
+        """Whether a head carries the token in any of the ways that pages take it."""
+        shown = parse_qs(request.target.partition(b"?")[2]).get(b"token", [])
+        for name, value in request.headers:
+            if name == b"cookie":
+                shown += _cookies(value, self._cookie)
+            elif name == b"authorization":
+                shown.append(value)
+        return super().authorizes(request) or any(map(self._value.is_token, shown))
+
+
+def _cookies(header: bytes, name: str) -> list[bytes]:
+    try:
+        found = SimpleCookie(header.decode("latin-1")).get(name)
+    except CookieError:
+        return []
+    return [] if found is None else [found.value.encode("latin-1", "replace")]
 
 
 class DashboardServer:
@@ -77,7 +113,7 @@ class DashboardServer:
         self._token = token or secrets.token_urlsafe(24)
         self._live, self._refresh = live, refresh
         self._fragment, self._fragment_at = "", -math.inf
-        self._runner: web.AppRunner | None = None
+        self._site: Site | None = None
 
     @property
     def url(self) -> str:
@@ -91,7 +127,7 @@ class DashboardServer:
         Raises:
             ConfigError: the address can't be had.
         """
-        if self._runner is not None:
+        if self._site is not None:
             return
         listening = listen(self.host, self.port, setting=self._setting)
         app = web.Application(middlewares=[self._guarded])
@@ -108,17 +144,19 @@ class DashboardServer:
             "/replay.js": self._player,
         }.items():
             app.router.add_get(path, handler)
-        runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.5)
-        await runner.setup()
-        await web.SockSite(runner, listening).start()
-        self._runner = runner
-        self.port = int(runner.addresses[0][1])
+        self.port = int(listening.getsockname()[1])
+        self._site = Site(app, Readers(self._token, self._cookie), close_s=0.5)
+        await self._site.start(listening)
 
     async def close(self) -> None:
         """Stop listening. Idempotent."""
-        runner, self._runner = self._runner, None
-        if runner is not None:
-            await runner.cleanup()
+        site, self._site = self._site, None
+        if site is not None:
+            await site.close()
+
+    @property
+    def _cookie(self) -> str:
+        return f"atropos_dashboard_{self.port}"
 
     # ------------------------------------------------------------------------------------------------------ requests
 
@@ -127,13 +165,12 @@ class DashboardServer:
         self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
     ) -> web.StreamResponse:
         """The token before anything else; then the same headers on every answer."""
-        cookie = f"atropos_dashboard_{self.port}"
         given = request.query.get("token", "")
         answer: web.StreamResponse
         if self._right(given):
             answer = web.HTTPSeeOther("/")
-            answer.set_cookie(cookie, self._token, httponly=True, samesite="Lax", path="/")
-        elif not self._right(request.cookies.get(cookie, "")) and not self._right(
+            answer.set_cookie(self._cookie, self._token, httponly=True, samesite="Lax", path="/")
+        elif not self._right(request.cookies.get(self._cookie, "")) and not self._right(
             request.headers.get("Authorization", "").removeprefix("Bearer ")
         ):
             text = "401: open the URL that was printed at the start; it carries the token\n"

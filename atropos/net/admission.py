@@ -60,7 +60,7 @@ class Admission:
 
     Args:
         token: what opens it; None: every complete head does.
-        open_paths: paths that GET and HEAD may ask for without a token.
+        open_paths: paths that GET and HEAD may ask for without a token; None: every path.
         refusal: body of the 401, as JSON.
         token_headers: other headers that may carry the token itself.
         tls: what every connection starts with; None: plain HTTP.
@@ -71,7 +71,7 @@ class Admission:
     def __init__(
         self,
         token: BearerToken | None,
-        open_paths: Iterable[str],
+        open_paths: Iterable[str] | None,
         refusal: bytes,
         *,
         token_headers: Iterable[bytes] = (),
@@ -84,7 +84,7 @@ class Admission:
         self.tls = tls
         self._token = token
         self._token_headers = frozenset(token_headers)
-        self._open_paths = frozenset(path.encode() for path in open_paths)
+        self._open_paths = None if open_paths is None else frozenset(path.encode() for path in open_paths)
         self._most = most
         self._waiting: dict[_Unauthenticated, None] = {}
 
@@ -121,7 +121,8 @@ class Admission:
 
     def is_open(self, request: h11.Request) -> bool:
         """Whether a head asks for something that needs no token."""
-        return request.method in {b"GET", b"HEAD"} and request.target.partition(b"?")[0] in self._open_paths
+        path = request.target.partition(b"?")[0]
+        return request.method in {b"GET", b"HEAD"} and (self._open_paths is None or path in self._open_paths)
 
     def close(self) -> None:
         """Close every unauthenticated connection."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import secrets
 import time
 from collections.abc import Callable, Iterable, Mapping
 
@@ -11,6 +12,8 @@ from aiohttp import web
 from atropos.envs.config import split_address
 from atropos.envs.running.metrics import EnvMetrics
 from atropos.metrics import CONTENT_TYPE, Family, build_info, counter, exposition, gauge
+from atropos.net.admission import Admission, BearerToken
+from atropos.net.site import Site
 from atropos.net.sockets import listen
 
 _log = logging.getLogger(__name__)
@@ -70,7 +73,7 @@ class MetricsEndpoint:
         self._address = address
         self.host, self.port = ("", 0) if address is None else split_address(address)
         self._text = text
-        self._runner: web.AppRunner | None = None
+        self._site: Site | None = None
 
     async def start(self) -> None:
         """Listen; does nothing when it does, or where there is no address.
@@ -78,16 +81,15 @@ class MetricsEndpoint:
         Raises:
             ConfigError: the address can't be had.
         """
-        if self._address is None or self._runner is not None:
+        if self._address is None or self._site is not None:
             return
         listening = listen(self.host, self.port, setting="env.metrics_address")
         app = web.Application()
         app.router.add_get("/metrics", self._answer)
-        runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.5)
-        await runner.setup()
-        await web.SockSite(runner, listening).start()
-        self._runner = runner
-        self.port = int(runner.addresses[0][1])
+        refused = Admission(BearerToken(secrets.token_hex()), None, b'{"code":"bad_request","message":"only GET"}')
+        self._site = Site(app, refused, close_s=0.5)
+        await self._site.start(listening)
+        self.port = int(listening.getsockname()[1])
         _log.info("metrics at http://%s:%d/metrics", self.host, self.port)
 
     async def _answer(self, _request: web.Request) -> web.Response:
@@ -95,6 +97,6 @@ class MetricsEndpoint:
 
     async def close(self) -> None:
         """Stop listening. Idempotent."""
-        runner, self._runner = self._runner, None
-        if runner is not None:
-            await runner.cleanup()
+        site, self._site = self._site, None
+        if site is not None:
+            await site.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import re
@@ -16,7 +17,9 @@ from atropos.dashboard.live import ContainerSlots, InFlight, LiveView, Sample
 from atropos.dashboard.render import write_page
 from atropos.dashboard.server import DashboardServer
 from atropos.dashboard.store import GroupFile, Query, TrajectoryStore
+from atropos.envs.reporting.prometheus import MetricsEndpoint
 from atropos.errors import ConfigError
+from atropos.net.admission import MAX_UNAUTHENTICATED
 from tests.unit.dashboard.support import EVIL, chromium, group, hostile, ordinary, trajectory
 
 BROWSER = pytest.mark.skipif(bool(browser_available(BrowserSettings())), reason=browser_available(BrowserSettings()))
@@ -106,6 +109,63 @@ async def test_a_list_of_one_page_has_no_pages_to_choose():
         answer = await known.get("/trajectories")
         assert "No trajectory has been finished yet." in answer.text
         assert "Pages of the list" not in answer.text
+
+
+async def half_open(port: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(b"GET /style.css HTTP/1.1\r\n")
+    return reader, writer
+
+
+async def keeps_few_half_open_connections(port: int) -> None:
+    opened = [await half_open(port) for _ in range(MAX_UNAUTHENTICATED + 10)]
+    try:
+        async with asyncio.timeout(30):
+            for reader, _ in opened[:10]:  # the oldest gave way
+                with contextlib.suppress(ConnectionResetError):
+                    assert await reader.read() == b""
+    finally:
+        for _, writer in opened:
+            writer.close()
+
+
+async def test_half_open_connections_are_bounded_and_keep_no_reader_out():
+    async with serving(ordinary(), token="right") as server, client(server, Authorization="Bearer right") as known:
+        await keeps_few_half_open_connections(server.port)
+        assert (await known.get("/trajectories")).status_code == 200
+
+
+async def test_so_are_those_of_the_metrics():
+    endpoint = MetricsEndpoint("127.0.0.1:0", lambda: "atropos_x 1\n")
+    await endpoint.start()
+    try:
+        await keeps_few_half_open_connections(endpoint.port)
+        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{endpoint.port}") as reader:
+            assert (await reader.get("/metrics")).text == "atropos_x 1\n"
+            assert (await reader.get("/")).status_code == 404
+            assert (await reader.post("/metrics", content=b"x" * 9999)).status_code == 401
+    finally:
+        await endpoint.close()
+
+
+async def test_a_body_is_no_part_of_a_request_without_the_token():
+    """An HTTP server would read it, or unpack it: 0.2 MB are 200."""
+    async with serving(ordinary(), token="right") as server:
+        for method in ("GET", "POST"):
+            reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+            writer.write(f"{method} / HTTP/1.1\r\nHost: x\r\nContent-Length: 99999\r\n\r\n".encode())
+            async with asyncio.timeout(30):  # the answer ends the connection: no body is waited for
+                assert (await reader.read()).startswith(b"HTTP/1.1 401 ")
+            writer.close()
+
+
+async def test_a_cookie_opens_it_on_a_connection_of_its_own():
+    async with serving(ordinary()) as server, httpx.AsyncClient() as first, httpx.AsyncClient() as other:
+        cookie = (await first.get(server.url)).headers["set-cookie"].partition(";")[0]
+        url = f"http://127.0.0.1:{server.port}/trajectories"
+        assert (await other.get(url, headers={"Cookie": cookie})).headers.get("connection") != "close"
+        assert (await other.get(url, headers={"Cookie": "x=1; " + cookie})).status_code == 200
+        assert (await other.get(url, headers={"Cookie": cookie + "x"})).status_code == 401
 
 
 async def test_a_port_in_use_is_refused_by_name():
