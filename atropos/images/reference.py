@@ -18,8 +18,10 @@ POOL_BASE = "atropos-base:default"
 """The root file system that slots start from where nothing else is named."""
 _DIGEST = re.compile(r"^sha256:[0-9a-f]{64}$")
 _PART = r"[a-z0-9]+(?:(?:\.|_|__|-+)[a-z0-9]+)*"
+_PATH = rf"{_PART}(?:/{_PART})*"
+_HOST = r"[A-Za-z0-9](?:[A-Za-z0-9.-]*[A-Za-z0-9])?"
 _NAME = re.compile(
-    rf"^(?:(?P<host>[A-Za-z0-9.-]+(?::[0-9]+)?|\[[0-9a-fA-F:]+\](?::[0-9]+)?)/)?(?P<path>{_PART}(?:/{_PART})*)"
+    rf"^(?:(?P<host>{_HOST}(?::[0-9]+)?|\[[0-9a-fA-F:]+\](?::[0-9]+)?)/)?(?P<path>{_PATH})"
     r"(?::(?P<tag>[A-Za-z0-9_][A-Za-z0-9._-]{0,127}))?(?:@(?P<digest>sha256:[0-9a-f]{64}))?$"
 )
 DEFAULT_HOST = "docker.io"
@@ -66,14 +68,14 @@ class ImageSource:
 def _full_name(name: str) -> str:
     """As Docker reads it: the first part is a host if it looks like one, else the name is Docker Hub's."""
     match = _NAME.match(name)
-    if match is None:
+    host, path = (match["host"], match["path"]) if match else (None, "")
+    if host is not None and not ("." in host or ":" in host or host == "localhost"):
+        host, path = None, f"{host}/{path}"
+    if match is None or not re.fullmatch(_PATH, path):
         raise ConfigError(
             f"image: {name!r:.200} is not a name of an image; NAME[:TAG][@sha256:DIGEST], HOST/NAME:TAG, or one of "
             f"{', '.join(f'{each}:' for each in TRANSPORTS if each not in SERVERS_OWN)} and a path"
         )
-    host, path = match["host"], match["path"]
-    if host is not None and not ("." in host or ":" in host or host == "localhost"):
-        host, path = None, f"{host}/{path}"
     if host is None and "/" not in path:
         path = f"library/{path}"
     tag, digest = match["tag"], match["digest"]

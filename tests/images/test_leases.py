@@ -202,8 +202,12 @@ async def test_an_image_takes_its_bytes_once_however_many_slots_read_it(tmp_path
 
 async def test_what_is_wrong_with_an_image_is_said_before_a_lease(tmp_path, images):
     async with pool_for(tmp_path, images) as pool:
-        with pytest.raises(ConfigError, match="image: 'No Such Name' is not a name"):
-            await pool.acquire("one", image="No Such Name")
+        for name in ("No Such Name", "UPPER/case:1", "../up", "-o/x"):
+            with pytest.raises(ConfigError, match=f"image: '{name}' is not a name"):
+                await pool.acquire("one", image=name)
+        layout(tmp_path / "bad", layer(entry("../out", "x")))
+        with pytest.raises(ImageUnavailable, match=f"image oci:{tmp_path}/bad: unpacking: '../out'"):
+            await pool.acquire("one", image=f"oci:{tmp_path}/bad")
         with pytest.raises(ConfigError, match=r"image: oci-archive:/nowhere.tar can't be read: No such file"):
             await pool.acquire("one", image="oci-archive:/nowhere.tar")
         with pytest.raises(ImageUnavailable, match=r"pulling: .*manifest unknown"):

@@ -67,6 +67,8 @@ class PoolImages:
             await asyncio.wait(tasks)
         errors = [error for task in tasks if (error := task.exception()) is not None]
         if len(errors) == len(tasks):
+            if archive is not None and isinstance(errors[0], ImageUnavailable):  # servers know it by its digest alone
+                raise ImageUnavailable(str(errors[0]).replace(name, str(source))) from errors[0]
             raise errors[0]
         for error in errors:
             log.warning("not every container has the image: %s", error)
