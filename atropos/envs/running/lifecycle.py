@@ -12,6 +12,7 @@ import contextlib
 import gc
 import logging
 import signal
+import threading
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterable
 from types import FrameType
@@ -22,7 +23,7 @@ from atropos.envs.running.hooks import in_hook
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 BLOCKED_S = 1.0
-"""A hook that has blocked the event loop for so long is interrupted by a signal."""
+"""A hook that has blocked the event loop for so long is interrupted by a signal, as is each that blocks it after."""
 
 _Handler = Callable[[int, FrameType | None], Any] | int | None
 """What `signal.signal` takes and returns."""
@@ -102,6 +103,8 @@ class _Signals:
         self._before: dict[signal.Signals, _Handler] = {}
         self._alive_at = time.monotonic()
         self._timer: asyncio.TimerHandle | None = None
+        self._closed = threading.Event()
+        self._repeating: threading.Thread | None = None
         for number in SIGNALS:
             with contextlib.suppress(ValueError):  # not in the main thread: its owner handles signals
                 self._before[number] = signal.signal(number, self._arrived)
@@ -114,11 +117,25 @@ class _Signals:
 
     def _arrived(self, number: int, frame: FrameType | None) -> None:
         self._loop.call_soon_threadsafe(self._handler, signal.Signals(number))
+        if self._repeating is None:
+            self._repeating = threading.Thread(target=self._repeat, args=(number,), daemon=True)
+            self._repeating.start()
         if time.monotonic() - self._alive_at > BLOCKED_S and in_hook(frame):
             raise asyncio.CancelledError(f"interrupted by {signal.Signals(number).name}")
 
+    def _repeat(self, number: int) -> None:
+        """Send the signal again whenever the loop is blocked: other tasks' hooks run before the loop cancels them."""
+        main = threading.main_thread().ident
+        assert main is not None
+        while not self._closed.wait(BLOCKED_S):
+            if time.monotonic() - self._alive_at > BLOCKED_S:
+                signal.pthread_kill(main, number)
+
     def close(self) -> None:
         """Put the former handlers back."""
+        self._closed.set()
+        if self._repeating is not None:
+            self._repeating.join()
         if self._timer is not None:
             self._timer.cancel()
         for number, before in self._before.items():

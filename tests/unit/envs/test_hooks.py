@@ -329,7 +329,7 @@ async def test_a_hermes_set_up_that_fails_is_a_fault_of_the_task(policy, tmp_pat
 
 
 @pytest.mark.parametrize("hook", ["build_task", "verify"])
-async def test_ctrl_c_interrupts_a_hook_that_blocks_the_loop(policy, tmp_path, hook):
+async def test_ctrl_c_interrupts_every_hook_that_blocks_the_loop(policy, tmp_path, hook):
     class Env(ScriptEnv):
         def build_task(self, item):
             if hook == "build_task":
@@ -344,7 +344,7 @@ async def test_ctrl_c_interrupts_a_hook_that_blocks_the_loop(policy, tmp_path, h
             self.blocked.set()
             time.sleep(60)
 
-    env = make(Env, policy.url, tmp_path / "g.jsonl", group_size=1)
+    env = make(Env, policy.url, tmp_path / "g.jsonl", group_size=4)
     env.items, env.blocked = items(1), threading.Event()
 
     def press():
