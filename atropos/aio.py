@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Coroutine
-from typing import Any
 
 RECEIVE_BYTES = 65_536
 """Most bytes of one read. glibc maps a buffer of 128 KiB or more anew for each read and gives it back: on Linux 6.18 in a
@@ -18,7 +17,7 @@ def receive_small(transport: asyncio.BaseTransport | None) -> None:
         transport.max_size = RECEIVE_BYTES  # pyright: ignore[reportAttributeAccessIssue, reportOptionalMemberAccess]
 
 
-async def outlive(work: Coroutine[Any, Any, None]) -> None:
+async def outlive(work: Coroutine[object, None, None]) -> None:
     """Finish `work` even when the caller is cancelled meanwhile; the cancellation follows it.
 
     Where the work fails as well, the cancellation is raised and its cause is that failure: neither is lost.

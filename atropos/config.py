@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SecretStr
 
@@ -50,7 +50,7 @@ class ImageStoreSettings(BaseModel):
     unpack_timeout_s: float = Field(default=600, gt=0, description="longest one image may take to be unpacked")
 
 
-def _names(value: object) -> Any:
+def _names(value: object) -> object:
     """Comma-separated text as a list."""
     if isinstance(value, str) and not value.lstrip().startswith("["):
         return [part.strip() for part in value.split(",") if part.strip()]

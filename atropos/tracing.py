@@ -8,24 +8,31 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections.abc import Generator
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import TYPE_CHECKING, Literal, Self
 
 from atropos.errors import ConfigError, code_of
 from atropos.metrics import installed_version
 
+if TYPE_CHECKING:
+    from opentelemetry.context import Context
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.trace import Span as OtelSpan
+    from opentelemetry.trace import Tracer
+
 EXPORT_S = 5.0
 """Longest that one export, and the last one at the end, may take."""
 
-_tracer: Any = None
+_tracer: Tracer | None = None
 """OpenTelemetry's; None while traces are off."""
 
 
 class Tracing:
     """What `start` began; `close` sends what is left and turns traces off."""
 
-    def __init__(self, provider: Any) -> None:
-        self._provider = provider
+    def __init__(self, provider: TracerProvider) -> None:
+        self._provider: TracerProvider | None = provider
 
     def close(self) -> None:
         """Send what is left, for `EXPORT_S` at most. Blocks; idempotent."""
@@ -69,9 +76,9 @@ class Span:
 
     __slots__ = ("_scope", "_span")
 
-    def __init__(self, scope: Any = None) -> None:
+    def __init__(self, scope: contextlib.AbstractContextManager[OtelSpan] | None = None) -> None:
         self._scope = scope
-        self._span: Any = None
+        self._span: OtelSpan | None = None
 
     def set(self, **attributes: str | float | bool) -> None:
         """Add attributes; a double underscore stands for a dot."""
@@ -167,7 +174,7 @@ def continued(parent: str | None) -> contextlib.AbstractContextManager[object]:
 
 
 @contextlib.contextmanager
-def _attached(parent: str) -> Any:
+def _attached(parent: str) -> Generator[None]:
     from opentelemetry import context
 
     token = context.attach(_context(parent))
@@ -177,7 +184,7 @@ def _attached(parent: str) -> Any:
         context.detach(token)
 
 
-def _context(parent: str) -> Any:
+def _context(parent: str) -> Context:
     from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
     return TraceContextTextMapPropagator().extract({"traceparent": parent})

@@ -208,12 +208,12 @@ def _container(name: str, status: Status) -> ContainerSlots:
 def _leases(status: Status) -> list[InFlight]:
     return [
         InFlight(
-            str(each["trajectory_id"]),
-            str(each["slot"]),
-            float(each["age_s"]),
-            str(each["state"]),
+            each.trajectory_id,
+            each.slot,
+            each.age_s,
+            each.state,
             0.0,
-            int(each["calls"]),
+            each.calls,
         )
         for each in status.leases
     ]

@@ -37,7 +37,7 @@ class Skopeo:
         Args:
             arguments: of skopeo.
             name: the image's, for errors.
-            report: called again and again while it runs.
+            report: called every `POLL_S` while it runs.
             largest: bytes of the largest file that it may write.
 
         Raises:
@@ -79,25 +79,16 @@ async def run(
 
     Args:
         program: with its arguments.
-        what: it does, for errors.
+        what: what it does, for errors.
         folder: what it writes to.
         deadline_s: longest it may take, in seconds.
-        report: called again and again while it runs.
+        report: called every `POLL_S` while it runs.
         largest: bytes of the largest file that it may write.
 
     Raises:
         ImageUnavailable: it failed or took too long; with its last words.
     """
-    bound = [] if largest is None else ["prlimit", f"--fsize={largest}"]
-    process = await asyncio.create_subprocess_exec(
-        *("setpriv", "--pdeathsig", "KILL"),  # nothing writes on after a server that was killed
-        *bound,
-        *program,
-        stdin=asyncio.subprocess.DEVNULL,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
-        start_new_session=True,
-    )
+    process = await _start(program, largest)
     assert process.stdout is not None
     assert process.stderr is not None
     outputs = asyncio.gather(process.stdout.read(MAX_JSON_BYTES), _tail(process.stderr))
@@ -120,6 +111,19 @@ async def run(
     if code != 0:
         raise ImageUnavailable(f"{what}: {_last_words(errors) or f'exit code {code}'}")
     return said.decode(errors="replace")
+
+
+async def _start(program: list[str], largest: int | None) -> asyncio.subprocess.Process:
+    bound = [] if largest is None else ["prlimit", f"--fsize={largest}"]
+    return await asyncio.create_subprocess_exec(
+        *("setpriv", "--pdeathsig", "KILL"),  # nothing writes on after a server that was killed
+        *bound,
+        *program,
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+        start_new_session=True,
+    )
 
 
 def write_whole(path: Path, data: bytes) -> None:

@@ -80,20 +80,25 @@ async def relay(
         else:
             forwarding = _Forwarding(spend, connection, (reader, writer), (remote, upstream))
             await forwarding.run(request, target, _authority(name, port))
-    except (EgressRefused, OutOfBytes) as error:
-        await _answer(connection, writer, 403, f"egress refused: {error}\n")
-    except (h11.ProtocolError, ValueError) as error:
-        await _answer(connection, writer, 400, f"egress: not a proxy request: {error}\n")
-    except TimeoutError:
-        await _answer(connection, writer, 504, "egress: timed out\n")
-    except OSError as error:
-        await _answer(connection, writer, 502, f"egress: {error.strerror or error}\n")
+    except (EgressRefused, OutOfBytes, h11.ProtocolError, ValueError, OSError) as error:
+        await _answer(connection, writer, *_refusal(error))
     except asyncio.CancelledError:
         for stream in filter(None, (writer, upstream)):
             stream.transport.abort()  # nobody reads what is left
         raise
     finally:
         await _hang_up(*filter(None, (writer, upstream)))
+
+
+def _refusal(error: Exception) -> tuple[int, str]:
+    """Status and text of the answer to a request that failed."""
+    if isinstance(error, EgressRefused | OutOfBytes):
+        return 403, f"egress refused: {error}\n"
+    if isinstance(error, TimeoutError):
+        return 504, "egress: timed out\n"
+    if isinstance(error, OSError):
+        return 502, f"egress: {error.strerror or error}\n"
+    return 400, f"egress: not a proxy request: {error}\n"
 
 
 async def _head(connection: h11.Connection, reader: asyncio.StreamReader) -> h11.Request:

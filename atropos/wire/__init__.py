@@ -34,7 +34,6 @@ from atropos.wire.frames import (
     Welcome,
 )
 from atropos.wire.operations import (
-    STREAM_ID,
     CommandOrArgv,
     Exec,
     Operation,
@@ -69,6 +68,7 @@ from atropos.wire.requests import (
     Lease,
     LeaseLimits,
     LeaseRequest,
+    LeaseStatus,
     Problem,
     ReleaseResult,
     SnapshotInfo,
@@ -99,7 +99,6 @@ __all__ = [
     "MAX_FRAME_BYTES",
     "OP_RESULT",
     "SERVER_FRAME",
-    "STREAM_ID",
     "VERSION",
     "Ack",
     "Call",
@@ -131,6 +130,7 @@ __all__ = [
     "LeaseEnded",
     "LeaseLimits",
     "LeaseRequest",
+    "LeaseStatus",
     "Limit",
     "Match",
     "OpError",

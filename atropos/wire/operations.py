@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
 from atropos.wire.base import MAX_FILE_BYTES, WireMessage
 
-STREAM_ID: Any = Field(min_length=8, max_length=100, pattern=r"^[A-Za-z0-9_-]+$", description="unique in the lease")
+StreamId = Annotated[
+    str, Field(min_length=8, max_length=100, pattern=r"^[A-Za-z0-9_-]+$", description="unique in the lease")
+]
 
 
 CommandOrArgv = str | Annotated[tuple[str, ...], Field(min_length=1)]
@@ -96,7 +98,7 @@ class WriteStream(WireMessage):
 
     op: Literal["write_stream"] = "write_stream"
     path: str
-    stream: str = STREAM_ID
+    stream: StreamId
     tar: bool = False
     mode: int | None = Field(default=None, ge=0, le=0o7777)
 
@@ -109,7 +111,7 @@ class ReadStream(WireMessage):
 
     op: Literal["read_stream"] = "read_stream"
     path: str
-    stream: str = STREAM_ID
+    stream: StreamId
     tar: bool = False
     offset: int = Field(default=0, ge=0)
     max_bytes: int = Field(gt=0)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import Field, Json
 
@@ -207,6 +207,19 @@ def client_name(client_id: str) -> str:
     return hashlib.sha256(client_id.encode()).hexdigest()[:16]
 
 
+class LeaseStatus(WireMessage):
+    """A lease in `Status`."""
+
+    client: str = Field(description="its client's name there")
+    trajectory_id: str
+    slot: str
+    epoch: int
+    state: str
+    age_s: float
+    expires_in_s: float
+    calls: int = Field(description="calls that wait or run")
+
+
 class Status(WireMessage):
     """GET /v1/status: one consistent count of everything, without what opens a lease."""
 
@@ -225,7 +238,7 @@ class Status(WireMessage):
         default=(), description="names of clients that are connected, or hold leases and were heard of lately"
     )
     connected: tuple[str, ...] = Field(default=(), description="those of the live clients whose stream is open")
-    leases: tuple[dict[str, Any], ...] = ()
+    leases: tuple[LeaseStatus, ...] = ()
     snapshots: tuple[SnapshotInfo, ...] = ()
     uptime_s: float
     counters: dict[str, float] = Field(default_factory=dict)

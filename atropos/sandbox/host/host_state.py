@@ -6,7 +6,6 @@ import os
 import shutil
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 from atropos.config import ServerConfig, SlotLimits
 from atropos.errors import ConfigError, IsolationUnavailable, NotSupported
@@ -19,6 +18,7 @@ from atropos.sandbox.host.files.root_changer import RootChanger
 from atropos.sandbox.host.process import bwrap, prestart
 from atropos.sandbox.host.process.spawner_client import SpawnerClient
 from atropos.sandbox.linux import slot_cgroup, syscalls
+from atropos.sandbox.programs.spawner import StartRequest
 
 
 class HostState:
@@ -137,7 +137,7 @@ class HostState:
         *,
         network: bool,
         joins: bool,
-    ) -> dict[str, Any]:
+    ) -> StartRequest:
         """What the spawner needs to know to start one slot."""
         # where cgroups count processes, this is the bound of the largest lease that the slot may be given to
         processes = self.config.slots * limits.pids + 64 if self.counts_pids else limits.pids + 2

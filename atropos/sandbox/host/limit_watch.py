@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import signal
 import sys
-from typing import Any
 
 from atropos.config import SlotLimits
 from atropos.errors import SlotLost
@@ -81,7 +80,7 @@ class LimitWatch:
             SlotLost: no limit of the slot's did: see `_exceeded`.
         """
         after = self._cgroup.counts()
-        limit: Any = self._exceeded(before, after)
+        limit = self._exceeded(before, after)
         if alone:
             self._idle = after
         refused = limit == "pids" and not alone

@@ -11,7 +11,7 @@ import json
 import shlex
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from atropos.config import SlotLimits
 from atropos.errors import SandboxError
@@ -288,7 +288,7 @@ async def _inside(sandbox: SlotSandbox, names: set[str]) -> dict[str, tuple[bool
     )
     try:
         output = result.output if isinstance(result, CommandResult) else b""
-        answers: dict[str, Any] = json.loads(output.splitlines()[-1])
+        answers: dict[str, tuple[object, object]] = json.loads(output.splitlines()[-1])
     except (ValueError, IndexError):
         raise SandboxError(f"the start-up probe failed inside its sandbox: {_shown(result)}") from None
     return {name: (bool(passed), str(detail)) for name, (passed, detail) in answers.items()}

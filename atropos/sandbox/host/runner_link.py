@@ -13,7 +13,7 @@ import marshal
 import os
 import socket
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from pydantic import ValidationError
 from pydantic_core import from_json
@@ -53,7 +53,7 @@ class ProtocolViolation(Exception):
     """The runner sent what a runner doesn't send."""
 
 
-def _frame(number: int, op: str, arguments: dict[str, Any]) -> bytes:
+def _frame(number: int, op: str, arguments: dict[str, object]) -> bytes:
     body = marshal.dumps((number, op, arguments))
     return len(body).to_bytes(4, "little") + body
 
@@ -99,7 +99,7 @@ class RunnerLink:
         frame = _frame(0, "init", {"environment": environment, "output_bytes": output_bytes, "wall_s": wall_s})
         socket.send_fds(self._sock, [frame], [oom_fd])
 
-    def call(self, op: str, arguments: dict[str, Any], done: OnResult, descriptor: int = -1) -> int:
+    def call(self, op: str, arguments: dict[str, object], done: OnResult, descriptor: int = -1) -> int:
         """Hand an operation over; `done` gets its result, or an exception when the channel breaks.
 
         A `descriptor` goes with it: the runner gets a copy.
@@ -147,7 +147,7 @@ class RunnerLink:
 
     # -------------------------------------------------------------------------------------------------------- sending
 
-    def _send(self, number: int, op: str, arguments: dict[str, Any], descriptor: int = -1) -> None:
+    def _send(self, number: int, op: str, arguments: dict[str, object], descriptor: int = -1) -> None:
         if self.closed:
             return
         frame = _frame(number, op, arguments)

@@ -10,7 +10,7 @@ import signal
 import socket
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from atropos.config import SlotLimits
 from atropos.errors import ConfigError, NotSupported, OutcomeUnknown, SandboxError, SlotLost
@@ -105,7 +105,7 @@ class SlotSandbox:
             return
         op = operation.op
         arguments = self._arguments_of(operation)
-        before = self._watch.before(op, arguments.get("id"))
+        before = self._watch.before(op, getattr(operation, "id", None))
         self._programs = self._programs or op in _STARTS
 
         def ended(result: OpResult | Exception) -> None:
@@ -132,7 +132,7 @@ class SlotSandbox:
         if self._watchdog is None:
             self._watchdog = self._loop.call_later(LOOK_S, self._look)
 
-    def _arguments_of(self, operation: Operation) -> dict[str, Any]:
+    def _arguments_of(self, operation: Operation) -> dict[str, object]:
         """What the runner is given: the operation's fields, with the image's settings where it starts a program."""
         left_out = {"op", "clean_env"} if operation.op == "exec" else {"op", "stream"}
         arguments = {name: value for name, value in operation.__dict__.items() if name not in left_out}
@@ -320,8 +320,7 @@ class SlotSandbox:
             raise SandboxError(f"slot {self.name} could not be given its size: {error}") from error
         self.limits = limits
         self._watch = LimitWatch(self.name, self._cgroup, self._volume, limits)
-        arguments = {"environment": host.threads(limits), "wall_s": limits.wall_s}
-        self._channel.call("limits", arguments, lambda _: None)
+        self._channel.call("limits", {"environment": host.threads(limits), "wall_s": limits.wall_s}, lambda _: None)
 
     async def stand_on(
         self, layers: Sequence[Layer], base: str | None = None, *, view: views.View | None = None

@@ -6,7 +6,6 @@ import ctypes
 import errno
 import os
 import platform
-from typing import Any
 
 CLONE_FS = 0x200
 CLONE_NEWNS = 0x0002_0000
@@ -43,7 +42,7 @@ CAPABILITIES = {
     "SETFCAP": 31,
 }
 
-libc: Any = ctypes.CDLL(None, use_errno=True)
+libc = ctypes.CDLL(None, use_errno=True)
 
 
 def _check(result: int, what: str) -> int:

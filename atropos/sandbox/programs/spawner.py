@@ -19,7 +19,7 @@ import struct
 import sys
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import NotRequired, TypedDict
 
 if __name__ == "__main__":
     sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))))
@@ -29,6 +29,38 @@ from atropos.sandbox.linux import memory_files, syscalls
 STATUS_FD, SECCOMP_FD, RUNNER_FD = 4, 5, 3
 _MAX_REQUEST = 1 << 18
 _SIOCSIFFLAGS, _IFF_UP = 0x8914, 1  # <linux/sockios.h>, <linux/if.h>
+
+
+class StartRequest(TypedDict):
+    """What starting one slot's bubblewrap takes."""
+
+    own: tuple[str, str, str]
+    argv: list[str]
+    proxy_port: int | None
+    joins: bool
+    ids: int
+    creator: int | None
+    cgroups: list[str]
+    seccomp: str
+    rlimits_before: dict[str, int]
+    rlimits: dict[str, int]
+    counters: dict[str, int]
+    ipc: dict[str, int | str]
+
+
+class NumberedRequest(StartRequest):
+    """One with the number that its reports carry."""
+
+    id: int
+
+
+class Report(TypedDict):
+    """What became of a request: a pid or an error first, its exit code at its end."""
+
+    id: int
+    pid: NotRequired[int]
+    error: NotRequired[str]
+    exit: NotRequired[int]
 
 
 def main() -> None:
@@ -86,7 +118,7 @@ class Spawner:
             return False
         if not data:
             return False
-        request: dict[str, Any] = json.loads(data)
+        request: NumberedRequest = json.loads(data)
         try:
             pid = self._start(request, fds)
         except OSError as error:
@@ -99,7 +131,7 @@ class Spawner:
                 os.close(fd)
         return True
 
-    def _report(self, report: dict[str, Any]) -> None:
+    def _report(self, report: Report) -> None:
         with contextlib.suppress(BrokenPipeError, ConnectionError):
             self._server.send(json.dumps(report).encode())
 
@@ -143,7 +175,7 @@ class Spawner:
                 return
             time.sleep(0.002)
 
-    def _start(self, request: dict[str, Any], fds: list[int]) -> int:
+    def _start(self, request: StartRequest, fds: list[int]) -> int:
         """Fork; the child enters a user namespace of its own, gets its maps from here, and becomes bubblewrap."""
         ready_r, ready_w = os.pipe2(os.O_CLOEXEC)
         go_r, go_w = os.pipe2(os.O_CLOEXEC)
@@ -194,7 +226,7 @@ def _children() -> list[int]:
         return found
 
 
-def _child(request: dict[str, Any], fds: list[int], mapped: Callable[[], bytes]) -> None:
+def _child(request: StartRequest, fds: list[int], mapped: Callable[[], bytes]) -> None:
     """In the fork: descriptors, cgroups, limits, namespace, uid 0 in it, then bubblewrap."""
     parent = os.getppid()
     signal.set_wakeup_fd(-1)
@@ -270,7 +302,7 @@ def _own_network(port: int | None, answer: int) -> None:
         os.close(handed[0])
 
 
-def _own_objects(bounds: dict[str, Any]) -> None:
+def _own_objects(bounds: dict[str, int | str]) -> None:
     """A namespace for System V memory, queues and semaphores with bounds of its own, where Linux lets us (6.9)."""
     syscalls.unshare(syscalls.CLONE_NEWIPC)
     for name, value in bounds.items():

@@ -171,7 +171,7 @@ async def test_counts_fit_together(server, curl):
     lease = await curl.lease()
     status = Status.model_validate_json((await curl("GET", "/v1/status"))[1])
     assert (status.slots, status.free, status.leased, status.retired) == (4, 3, 1, 0)
-    assert (status.leases[0]["slot"], status.leases[0]["client"]) == (lease.slot, client_name("curl"))
+    assert (status.leases[0].slot, status.leases[0].client) == (lease.slot, client_name("curl"))
     assert status.counters["leases_granted"] == 1
     text = (await curl("GET", "/metrics"))[1].decode()
     assert 'atropos_slots{state="free"} 3' in text

@@ -15,6 +15,7 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from typing import Literal
 
 from atropos.config import SlotLimits
 from atropos.sandbox.host.files.skeleton import Base
@@ -411,7 +412,7 @@ def _blocks(path: str) -> int:
         return 0
 
 
-def exhausted(volume: Volume) -> str | None:
+def exhausted(volume: Volume) -> Literal["disk", "inodes"] | None:
     """'disk' or 'inodes' when the volume has none left."""
     try:
         found = os.statvfs(volume.data)

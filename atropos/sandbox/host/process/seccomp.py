@@ -7,7 +7,6 @@ for, and for the x32 numbers, the kernel's answer is ENOSYS, so that programs fa
 from __future__ import annotations
 
 import errno
-import functools
 import platform
 import struct
 import tempfile
@@ -76,134 +75,151 @@ def _binding() -> Any:
     return pyseccomp
 
 
+class _Filter:
+    """A filter in the making. What libseccomp's bindings give has no types."""
+
+    def __init__(self) -> None:
+        self._lib = lib = _binding()
+        self._rules = lib.SyscallFilter(lib.ALLOW)
+        self._rules.set_attr(lib.Attr.ACT_BADARCH, getattr(lib, "KILL_PROCESS", lib.KILL))
+
+    def resolve(self, call: str | int) -> str | int | None:
+        """A call's number by its name, or its name by its number: both bindings know it. None: there is none."""
+        try:
+            return self._lib.resolve_syscall(self._lib.Arch.NATIVE, call)
+        except (ValueError, OSError, RuntimeError):
+            return None
+
+    def error(self, number: int) -> object:
+        """The action of answering a call with an error."""
+        return self._lib.ERRNO(number)
+
+    def add(self, action: object, name: str, *arguments: object) -> None:
+        """Add a rule for a call with these arguments, where this machine has the call."""
+        number = self.resolve(name)
+        if isinstance(number, int) and number >= 0:
+            self._rules.add_rule(action, number, *arguments)
+
+    def masked(self, index: int, mask: int, value: int) -> object:
+        """An argument that has this value in the bits of the mask."""
+        return self._lib.Arg(index, self._lib.MASKED_EQ, mask, value)
+
+    def same(self, index: int, value: int) -> object:
+        """An argument that is this value."""
+        return self.masked(index, _LOW, value)
+
+    def has(self, index: int, bit: int) -> object:
+        """An argument that has this bit."""
+        return self.masked(index, bit, bit)
+
+    def nonzero(self, index: int) -> object:
+        """An argument that is not zero."""
+        return self._lib.Arg(index, self._lib.NE, 0)
+
+    def export(self) -> bytes:
+        """The BPF program of all rules."""
+        with tempfile.TemporaryFile() as file:
+            self._rules.export_bpf(file)
+            file.seek(0)
+            return file.read()
+
+
 def program() -> bytes:
     """The BPF program.
 
     Raises:
         IsolationUnavailable: libseccomp isn't there.
     """
-    lib = _binding()
-    rules = lib.SyscallFilter(lib.ALLOW)
-    kill = getattr(lib, "KILL_PROCESS", lib.KILL)
-    rules.set_attr(lib.Attr.ACT_BADARCH, kill)
-    refuse = lib.ERRNO(errno.EPERM)
+    made = _Filter()
     for name in PRIVILEGED:
-        _rule(lib, rules, refuse, name)
+        made.add(made.error(errno.EPERM), name)
     for name in ABSENT:
-        _rule(lib, rules, lib.ERRNO(errno.ENOSYS), name)
-    _doors(lib, rules, refuse)
-    _shares(lib, rules, refuse)
-    with tempfile.TemporaryFile() as file:
-        rules.export_bpf(file)
-        file.seek(0)
-        return _preamble(lib) + file.read()
+        made.add(made.error(errno.ENOSYS), name)
+    _deny_exits(made)
+    _guard_shared(made)
+    return _preamble(made) + made.export()
 
 
-def _rule(lib: Any, rules: Any, action: Any, name: str, *arguments: Any) -> None:
-    try:
-        number = lib.resolve_syscall(lib.Arch.NATIVE, name)  # both bindings know it; its own number is too big for one
-    except (ValueError, OSError, RuntimeError):
-        return
-    if number < 0:
-        return  # not a call of this machine
-    rules.add_rule(action, number, *arguments)
-
-
-def _same(lib: Any, index: int, value: int) -> Any:
-    return lib.Arg(index, lib.MASKED_EQ, _LOW, value)
-
-
-def _has(lib: Any, index: int, bit: int) -> Any:
-    return lib.Arg(index, lib.MASKED_EQ, bit, bit)
-
-
-def _doors(lib: Any, rules: Any, refuse: Any) -> None:
-    """Ways out of the slot: namespaces, sockets, terminals."""
-    same, has = functools.partial(_same, lib), functools.partial(_has, lib)
+def _deny_exits(made: _Filter) -> None:
+    """Deny ways out of the slot: namespaces, sockets, terminals."""
+    same, has, refuse = made.same, made.has, made.error(errno.EPERM)
     for flag in _NEW_NAMESPACES:
         for name in ("clone", "unshare"):
-            _rule(lib, rules, refuse, name, has(0, flag))
+            made.add(refuse, name, has(0, flag))
     # the errors of a kernel built without these: programs such as useradd go on without
-    no_family, no_protocol = lib.ERRNO(errno.EAFNOSUPPORT), lib.ERRNO(errno.EPROTONOSUPPORT)
+    no_family, no_protocol = made.error(errno.EAFNOSUPPORT), made.error(errno.EPROTONOSUPPORT)
     for family in range(64):
         if family not in SOCKET_FAMILIES:
             for name in ("socket", "socketpair"):
-                _rule(lib, rules, no_family, name, same(0, family))
+                made.add(no_family, name, same(0, family))
     for bit in range(6, 32):
         for name in ("socket", "socketpair"):
-            _rule(lib, rules, no_family, name, has(0, 1 << bit))
+            made.add(no_family, name, has(0, 1 << bit))
     for bit in range(32):  # a protocol other than 0, NETLINK_ROUTE
-        _rule(lib, rules, no_protocol, "socket", same(0, 16), has(2, 1 << bit))
+        made.add(no_protocol, "socket", same(0, 16), has(2, 1 << bit))
     for protocol in _PROTOCOLS:
         for family in (2, 10):
-            _rule(lib, rules, no_protocol, "socket", same(0, family), same(2, protocol))
+            made.add(no_protocol, "socket", same(0, family), same(2, protocol))
     # as kernels with dev.tty.legacy_tiocsti=0; for terminals that are no console; with no line discipline but the first
     for request, error in ((_TIOCSTI, errno.EIO), (_TIOCLINUX, errno.ENOTTY), (_TIOCSETD, errno.EINVAL)):
-        _rule(lib, rules, lib.ERRNO(error), "ioctl", same(1, request))
-    _rule(lib, rules, lib.ERRNO(errno.ENOTTY), "ioctl", lib.Arg(1, lib.MASKED_EQ, 0xFF00, _NSFS_TYPE))
+        made.add(made.error(error), "ioctl", same(1, request))
+    made.add(made.error(errno.ENOTTY), "ioctl", made.masked(1, 0xFF00, _NSFS_TYPE))
 
 
-def _shares(lib: Any, rules: Any, refuse: Any) -> None:
-    """What belongs to all slots: PID 1's limits, the kernel's memory, the cores."""
-    same, has = functools.partial(_same, lib), functools.partial(_has, lib)
+def _guard_shared(made: _Filter) -> None:
+    """Guard what all slots share: PID 1's limits, the kernel's memory, the cores."""
+    same, has, refuse = made.same, made.has, made.error(errno.EPERM)
     for bit in range(32):  # limits of another process, PID 1 first of all; reading them is harmless
-        _rule(lib, rules, refuse, "prlimit64", has(0, 1 << bit), lib.Arg(2, lib.NE, 0))
+        made.add(refuse, "prlimit64", has(0, 1 << bit), made.nonzero(2))
     # the limit of core dumps is 1 for good (0 would start the host's handler, see slot_host.py); setting it
     # seems to succeed, since programs that turn dumps off end when they can't
-    done = lib.ERRNO(0)
-    _rule(lib, rules, done, "setrlimit", same(0, _RLIMIT_CORE))
-    _rule(lib, rules, done, "prlimit64", same(0, 0), same(1, _RLIMIT_CORE), lib.Arg(2, lib.NE, 0))
+    done = made.error(0)
+    made.add(done, "setrlimit", same(0, _RLIMIT_CORE))
+    made.add(done, "prlimit64", same(0, 0), same(1, _RLIMIT_CORE), made.nonzero(2))
     # what waits in a socket's receive buffer is memory that no cgroup counts, see sockets.py: it keeps its default size
-    _rule(lib, rules, done, "setsockopt", same(1, _SOL_SOCKET), same(2, _SO_RCVBUF))
+    made.add(done, "setsockopt", same(1, _SOL_SOCKET), same(2, _SO_RCVBUF))
     # advice to forget files is no order to: their pages may be those of all slots' programs
-    _rule(lib, rules, done, "fadvise64", same(3, _FADV_DONTNEED))
+    made.add(done, "fadvise64", same(3, _FADV_DONTNEED))
     for advice in (_MADV_COLD, _MADV_PAGEOUT):
-        _rule(lib, rules, lib.ERRNO(errno.EINVAL), "madvise", same(2, advice))
+        made.add(made.error(errno.EINVAL), "madvise", same(2, advice))
     # a host's huge pages are set aside for somebody, and in no limit of a slot's
-    _rule(lib, rules, lib.ERRNO(errno.ENOMEM), "mmap", has(3, _MAP_HUGETLB))
-    _rule(lib, rules, lib.ERRNO(errno.EINVAL), "memfd_create", has(1, _MFD_HUGETLB))
-    _rule(lib, rules, refuse, "shmget", has(2, _SHM_HUGETLB))
+    made.add(made.error(errno.ENOMEM), "mmap", has(3, _MAP_HUGETLB))
+    made.add(made.error(errno.EINVAL), "memfd_create", has(1, _MFD_HUGETLB))
+    made.add(refuse, "shmget", has(2, _SHM_HUGETLB))
     # Filters of programs' own are compiled into memory of which the whole machine has one bounded piece, and each is taken
     # out of it under one lock: when a few slots were released with all that they may have, no sandbox and no container
     # could start on the host any more (Linux 6.18, a deadlock). The errors are those of a kernel built without them.
     for option in (_SO_ATTACH_FILTER, _SO_ATTACH_REUSEPORT_CBPF):
-        _rule(lib, rules, lib.ERRNO(errno.ENOPROTOOPT), "setsockopt", same(1, _SOL_SOCKET), same(2, option))
-    no_filter = lib.ERRNO(errno.EINVAL)
-    _rule(lib, rules, no_filter, "prctl", same(0, _PR_SET_SECCOMP), same(1, _SECCOMP_MODE_FILTER))
-    _rule(lib, rules, no_filter, "seccomp", same(0, _SECCOMP_SET_MODE_FILTER))
+        made.add(made.error(errno.ENOPROTOOPT), "setsockopt", same(1, _SOL_SOCKET), same(2, option))
+    no_filter = made.error(errno.EINVAL)
+    made.add(no_filter, "prctl", same(0, _PR_SET_SECCOMP), same(1, _SECCOMP_MODE_FILTER))
+    made.add(no_filter, "seccomp", same(0, _SECCOMP_SET_MODE_FILTER))
     # with a cookie of its own, each thread of a slot would keep all others from its core's second half
-    _rule(lib, rules, lib.ERRNO(errno.EINVAL), "prctl", same(0, _PR_SCHED_CORE))
+    made.add(made.error(errno.EINVAL), "prctl", same(0, _PR_SCHED_CORE))
     for name in ("sched_setaffinity", "sched_setscheduler", "sched_setparam", "sched_setattr"):
-        _rule(lib, rules, refuse, name, same(0, 1))
+        made.add(refuse, name, same(0, 1))
     # Which core a program runs on stays the kernel's to choose: each move is made by a thread of the kernel's that comes
     # before everything else, and a few programs that moved to and fro took nearly all of the CPU from their neighbours.
     for pid in (same(0, 0), *(has(0, 1 << bit) for bit in range(1, 32))):  # all but 1
-        _rule(lib, rules, done, "sched_setaffinity", pid)
+        made.add(done, "sched_setaffinity", pid)
     for name in ("setpriority", "ioprio_set"):
-        _rule(lib, rules, refuse, name, same(1, 1))
-    _rule(lib, rules, refuse, "setpriority", same(0, 2))  # PRIO_USER: all of a user's, PID 1 among them
-    _rule(lib, rules, refuse, "ioprio_set", same(0, 3))
+        made.add(refuse, name, same(1, 1))
+    made.add(refuse, "setpriority", same(0, 2))  # PRIO_USER: all of a user's, PID 1 among them
+    made.add(refuse, "ioprio_set", same(0, 3))
     # personality: every flag that isn't one of those allowed; the query 0xffffffff has all bits, so it is recognised by
     # one that no other has
     allowed = 0x8 | 0x20000 | 0x40000
     for bit in range(31):
         if not allowed >> bit & 1:
-            _rule(lib, rules, refuse, "personality", lib.Arg(0, lib.MASKED_EQ, (1 << 31) | (1 << bit), 1 << bit))
+            made.add(refuse, "personality", made.masked(0, (1 << 31) | (1 << bit), 1 << bit))
 
 
-def _preamble(lib: Any) -> bytes:
+def _preamble(made: _Filter) -> bytes:
     """Instructions before libseccomp's: unknown numbers of this machine's own architecture answer ENOSYS."""
     arch = _AUDIT_ARCH.get(platform.machine())
     if arch is None:
         return b""
-    highest = 0
-    for number in range(1024):
-        try:
-            name = lib.resolve_syscall(lib.Arch.NATIVE, number)
-        except (ValueError, OSError, RuntimeError):
-            continue
-        if name:
-            highest = number
+    highest = max(number for number in range(1024) if made.resolve(number))
 
     def instruction(code: int, jt: int, jf: int, k: int) -> bytes:
         return struct.pack("<HBBI", code, jt, jf, k)

@@ -9,9 +9,9 @@ import os
 import socket
 import subprocess
 from dataclasses import dataclass
-from typing import Any
 
 from atropos.errors import SandboxError, SlotLost
+from atropos.sandbox.programs.spawner import NumberedRequest, Report, StartRequest
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class SpawnerClient:
         self._exits: dict[int, asyncio.Future[Exit]] = {}
         self.broken: str | None = None
 
-    async def start(self, request: dict[str, Any], fds: list[int]) -> tuple[asyncio.Future[int], asyncio.Future[Exit]]:
+    async def start(self, request: StartRequest, fds: list[int]) -> tuple[asyncio.Future[int], asyncio.Future[Exit]]:
         """Ask for a bubblewrap; futures of its pid and of its end. Call from the event loop's thread."""
         if self.broken is not None:
             raise SandboxError(self.broken)
@@ -50,7 +50,7 @@ class SpawnerClient:
         await self._send({"id": number, **request}, fds)
         return started, ended
 
-    async def _send(self, request: dict[str, Any], fds: list[int]) -> None:
+    async def _send(self, request: NumberedRequest, fds: list[int]) -> None:
         data = json.dumps(request).encode()
         while True:
             try:
@@ -76,14 +76,14 @@ class SpawnerClient:
                 return
             self._report(json.loads(data))
 
-    def _report(self, report: dict[str, Any]) -> None:
+    def _report(self, report: Report) -> None:
         number = report["id"]
         if "pid" in report:
             self._started.pop(number).set_result(report["pid"])
         elif "error" in report:
             self._exits.pop(number).cancel()
             self._started.pop(number).set_exception(SandboxError(f"a sandbox could not be started: {report['error']}"))
-        else:
+        elif "exit" in report:
             ended = self._exits.pop(number)
             if not ended.done():
                 ended.set_result(Exit(report["exit"]))

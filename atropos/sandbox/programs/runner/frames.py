@@ -18,7 +18,7 @@ from atropos.sandbox.programs.runner.syscalls import end_process
 if TYPE_CHECKING:
     from _socket import socket as Socket  # noqa: N812 (a method's own import has its name)
     from collections.abc import Callable, Mapping
-    from typing import Any, Protocol
+    from typing import Protocol
 
     class Task(Protocol):
         """A call that goes on."""
@@ -78,7 +78,7 @@ class ServerLink:
             del buffer[: 4 + size]
             self.dispatch(message)
 
-    def dispatch(self, message: tuple[int, str, dict[str, Any]]) -> None:
+    def dispatch(self, message: tuple[int, str, dict[str, object]]) -> None:
         """Run one operation, or cancel the one that runs under this number."""
         call, op, arguments = message
         if op == "cancel":
@@ -89,7 +89,8 @@ class ServerLink:
         try:
             OPS[op](call, **arguments)
         except Exception as error:
-            self.fail(call, failure(error, arguments.get("path", "")))
+            path = arguments.get("path")
+            self.fail(call, failure(error, path if isinstance(path, str) else ""))
 
     def send(self, call: int, header: str, *blobs: bytes) -> None:
         """Send a frame, at once where the socket has room."""

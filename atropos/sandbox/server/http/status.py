@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from atropos.metrics import build_info, counter, exposition, gauge
 from atropos.sandbox.server.core import Core
-from atropos.wire import Status, client_name
+from atropos.wire import LeaseStatus, Status, client_name
 
 _ENDED = "leases_ended_"
 _GAUGES = {"journal_bytes": "Bytes of answers kept for their clients.", "streams": "Open streams."}
@@ -26,16 +26,16 @@ def status_of(core: Core) -> Status:
     state, table = core.state, core.state.table
     now = state.now()
     leases = tuple(
-        {
-            "client": client_name(held.client_id),
-            "trajectory_id": held.request.trajectory_id,
-            "slot": f"slot-{held.slot}",
-            "epoch": held.epoch,
-            "state": held.state,
-            "age_s": round(now - held.granted_at, 3),
-            "expires_in_s": round(table.expires_at(held) - now, 3),
-            "calls": run.lanes.queued if (run := state.runs[held.lease_id]).lanes is not None else 0,
-        }
+        LeaseStatus(
+            client=client_name(held.client_id),
+            trajectory_id=held.request.trajectory_id,
+            slot=f"slot-{held.slot}",
+            epoch=held.epoch,
+            state=held.state,
+            age_s=round(now - held.granted_at, 3),
+            expires_in_s=round(table.expires_at(held) - now, 3),
+            calls=run.lanes.queued if (run := state.runs[held.lease_id]).lanes is not None else 0,
+        )
         for held in table.held.values()
     )
     return Status(

@@ -102,6 +102,12 @@ class Command:
         else:
             self.err_fd = -1
 
+    def drop_pipes(self) -> None:
+        """Close what would have been read: the command was not started."""
+        for fd in (self.fd, self.err_fd):
+            if fd >= 0:
+                os.close(fd)
+
     def drain(self, fd: int, part: HeadTail | None) -> None:
         """Read what the ended program left in the pipe, and not what a background child goes on writing."""
         left = 1 << 20
@@ -230,9 +236,7 @@ def op_exec(
         stdio = (source, write, write_err)
         task.pid = start_command(command, where, lambda argv, keep: spawn(argv, block, where, stdio, keep, identity))
     except BaseException as error:
-        for fd in (task.fd, task.err_fd):
-            if fd >= 0:
-                os.close(fd)
+        task.drop_pipes()
         if not isinstance(error, OSError):
             raise
         not_started(task, error, where, program_of(command))
