@@ -18,6 +18,7 @@ from atropos.slots.client import SandboxClient
 from atropos.wire import CommandResult, Exec, LeaseRequest, ProcStart, ProcState, ReadFile, WriteFile
 from tests.processes import alive, descendants
 from tests.unit.server.fakes import TOKEN
+from tests.waiting import until
 
 ROOT = Path(__file__).parents[3]
 
@@ -256,7 +257,8 @@ async def test_kill_9_of_the_server_ends_every_sandbox_and_the_client_knows():
         await client.connect()
         leases = [await client.acquire(request(f"lease-000{n}")) for n in range(3)]
         calls = [asyncio.create_task(client.call(lease, Exec(command="sleep 1000 & sleep 1000"))) for lease in leases]
-        await asyncio.sleep(0.3)
+        commands = lambda: sum("sleep 1000" in line for line in descendants(server.process.pid).values())  # noqa: E731
+        await until(lambda: commands() >= 6, "two programs in each slot")
         pids = set(descendants(server.process.pid))
         server.process.kill()
         await asyncio.wait_for(client.lost.wait(), 20)

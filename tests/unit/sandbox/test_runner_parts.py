@@ -1,0 +1,56 @@
+"""Parts of the runner by themselves: what is kept of an output, and who a program runs as."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from atropos.sandbox.programs.runner import users
+from atropos.sandbox.programs.runner.failures import OpFailed
+from atropos.sandbox.programs.runner.processes.head_tail import HeadTail
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.integers(2, 64), st.lists(st.binary(max_size=200), max_size=30))
+def test_an_output_is_whole_or_its_head_and_tail_with_what_is_missing(limit: int, pieces: list[bytes]) -> None:
+    kept = HeadTail(limit)
+    for piece in pieces:
+        kept.add(piece)
+    whole = b"".join(pieces)
+    assert kept.total == len(whole)
+    if not kept.dropped():
+        assert kept.value() == whole
+        return
+    half = limit // 2
+    note = b"\n[... %d bytes dropped ...]\n" % (len(whole) - 2 * half)
+    assert kept.value() == whole[:half] + note + whole[-half:]
+
+
+TABLES = {
+    "/etc/passwd": ["root:x:0:0::/root:/bin/sh", "ada:x:1000:1000::/home/ada:/bin/sh", "cut:x:1", "odd:x:a:b:c:/:x"],
+    "/etc/group": ["root:x:0:", "ada:x:1000:", "video:x:44:ada,bob", "docker:x:998:bob"],
+}
+
+
+@pytest.mark.parametrize(
+    ("user", "expected"),
+    [
+        ("ada", ("ada", 1000, 1000, [1000, 44], "/home/ada")),
+        ("1000", ("ada", 1000, 1000, [1000, 44], "/home/ada")),
+        ("ada:docker", ("ada", 1000, 998, [998, 44], "/home/ada")),
+        ("4242", ("4242", 4242, 0, [0], "/")),
+        ("4242:7", ("4242", 4242, 7, [7], "/")),
+    ],
+)
+def test_a_user_is_read_from_the_slots_own_tables(monkeypatch, user, expected) -> None:
+    monkeypatch.setattr(users, "table", lambda path: [line.split(":") for line in TABLES[path]])
+    found = users.identity_of(user)
+    assert (found.name, found.uid, found.gid, found.groups, found.home) == expected
+
+
+@pytest.mark.parametrize("user", ["nobody", "cut", "odd", "ada:nogroup", "4294967295", "ada:4294967295"])
+def test_a_user_that_the_slot_has_not_got_is_refused(monkeypatch, user) -> None:
+    monkeypatch.setattr(users, "table", lambda path: [line.split(":") for line in TABLES[path]])
+    with pytest.raises(OpFailed):
+        users.identity_of(user)
