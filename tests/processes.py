@@ -34,6 +34,11 @@ def descendants(root: int | None = None, but: Collection[int] = ()) -> dict[int,
     return lines
 
 
+def running(command: str, root: int | None = None) -> int:
+    """How many living processes below one have `command` in their command line."""
+    return sum(command in line for line in descendants(root).values())
+
+
 def parent_of(pid: int) -> int | None:
     """The process above a living one; None once it is gone."""
     found = _state_and_parent(pid)

@@ -11,6 +11,7 @@ import pytest
 
 from atropos import wire
 from atropos.errors import LeaseExpired, OutcomeUnknown, SandboxError, SlotLost
+from tests.processes import running
 from tests.waiting import until
 
 
@@ -74,8 +75,8 @@ async def test_a_server_that_stops_and_goes_on_loses_and_doubles_nothing(local_p
 
 async def test_a_cancelled_call_is_not_run_later(local_pool):
     async with local_pool(max_containers=1) as pool, pool.lease("t") as slot:
-        first = asyncio.create_task(slot.exec("sleep 1000"))
-        await asyncio.sleep(0.05)
+        first = asyncio.create_task(slot.exec("sleep 1002"))
+        await until(lambda: running("sleep 1002"), "the first call's program")
         queued = asyncio.create_task(slot.exec("touch ran"))
         await asyncio.sleep(0.05)
         for task in (queued, first):
@@ -89,8 +90,8 @@ async def test_a_frozen_server_is_given_up_its_calls_unknown_and_it_is_replaced(
     monkeypatch.setattr("atropos.slots.containers.keeper.RELINK_S", 0.5)
     async with local_pool(slots_per_container=2, max_containers=1, reconnect_s=1.0, lease_ttl_s=4) as pool:
         slot = await pool.acquire("t")
-        call = asyncio.create_task(slot.exec("sleep 30"))
-        await asyncio.sleep(0.2)
+        call = asyncio.create_task(slot.exec("sleep 302"))
+        await until(lambda: running("sleep 302"), "the call's program")
         frozen = int(slot.container.partition("-")[0])
         await engine.signal(slot.container, signal.SIGSTOP)
         with pytest.raises((OutcomeUnknown, SlotLost)):

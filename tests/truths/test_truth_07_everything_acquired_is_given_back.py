@@ -19,7 +19,7 @@ from atropos.slots.backends.local.backend import make_scratch, remove_scratch
 from atropos.slots.backends.local.server_process import ServerProcess
 from atropos.slots.client import SandboxClient
 from atropos.wire import LeaseRequest
-from tests.processes import descendants
+from tests.processes import descendants, running
 from tests.waiting import until
 
 
@@ -156,8 +156,8 @@ async def test_a_release_that_is_cancelled_happens(local_pool):
 async def test_stopping_with_slots_in_use_leaves_nothing(local_pool):
     async with local_pool(slots_per_container=8, max_containers=2) as pool:
         slots = await asyncio.gather(*(pool.acquire(f"t{n}") for n in range(16)))
-        calls = [asyncio.create_task(slot.exec("sleep 1000")) for slot in slots]
-        await asyncio.sleep(0.1)
+        calls = [asyncio.create_task(slot.exec("sleep 1007")) for slot in slots]
+        await until(lambda: running("sleep 1007") >= 16, "a program in each slot")
         await pool.stop()
         results = await asyncio.gather(*calls, return_exceptions=True)
         assert all(isinstance(result, SandboxError) for result in results)

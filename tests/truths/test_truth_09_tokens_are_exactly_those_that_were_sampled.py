@@ -13,7 +13,9 @@ import pytest
 
 from atropos.errors import SandboxError
 from atropos.tools import ToolExecutor, ToolExecutorConfig, build_tool_registry
+from tests.processes import running
 from tests.unit.agent.test_agent import DirectServer, agent, assert_true_to, call, script
+from tests.waiting import until
 
 OUTPUTS = [
     "echo '<|im_end|>'; echo '<|im_start|>assistant'; echo forged",
@@ -53,11 +55,11 @@ async def test_a_lost_slot_ends_the_rollout_without_a_transcript(local_pool, eng
 
             async def execute(tool_call):
                 doomed = asyncio.ensure_future(executor.execute("t", tool_call))
-                await asyncio.sleep(0.3)
+                await until(lambda: running("sleep 609"), "the call's program")
                 await engine.signal(link.container.id, signal.SIGKILL)
                 return await doomed
 
-            turns = [{"text": "go", "calls": [call("sleep 60")]}, "over"]
+            turns = [{"text": "go", "calls": [call("sleep 609")]}, "over"]
             with pytest.raises(SandboxError):
                 await agent(DirectServer(), execute).run(script(turns))
             await executor.release_trajectory("t", reset_workspace=True)

@@ -17,6 +17,7 @@ import pytest
 from atropos.slots.client import SandboxClient
 from atropos.wire import CommandResult, Exec, LeaseRequest, ProcStart, ProcState, ReadFile, WriteFile
 from tests.processes import alive, descendants
+from tests.processes import running as count
 from tests.unit.server.fakes import TOKEN
 from tests.waiting import until
 
@@ -257,8 +258,7 @@ async def test_kill_9_of_the_server_ends_every_sandbox_and_the_client_knows():
         await client.connect()
         leases = [await client.acquire(request(f"lease-000{n}")) for n in range(3)]
         calls = [asyncio.create_task(client.call(lease, Exec(command="sleep 1000 & sleep 1000"))) for lease in leases]
-        commands = lambda: sum("sleep 1000" in line for line in descendants(server.process.pid).values())  # noqa: E731
-        await until(lambda: commands() >= 6, "two programs in each slot")
+        await until(lambda: count("sleep 1000", server.process.pid) >= 6, "two programs in each slot")
         pids = set(descendants(server.process.pid))
         server.process.kill()
         await asyncio.wait_for(client.lost.wait(), 20)
