@@ -121,7 +121,7 @@ class LimitTooLarge(ConfigError):
     """
 
     def __init__(self, field: str, asked: float, largest: float, why: str) -> None:
-        super().__init__(f"limits.{field}: {asked:g} asked for, the largest container has {largest:g} ({why})")
+        super().__init__(f"limits.{field}: {asked:.15g} asked for, the largest container has {largest:.15g} ({why})")
         self.field = field
         self.asked = asked
         self.largest = largest

@@ -186,6 +186,11 @@ async def test_more_than_a_whole_container_is_refused_at_once_by_name(asked, fie
     assert (caught.value.field, caught.value.asked, caught.value.largest) == (field, largest + 1, largest)
 
 
+def test_a_refused_size_is_named_digit_by_digit():
+    refused = str(LimitTooLarge("memory_mib", 1_048_577, 4_194_304.0, "4 slots"))
+    assert refused == "limits.memory_mib: 1048577 asked for, the largest container has 4194304 (4 slots)"
+
+
 def test_a_lease_takes_its_largest_share_and_no_less_than_a_slot():
     config = SlotPoolConfig(limits=SlotLimits(memory_mib=100, pids=20))
     assert config.room_mib(None) == config.room_mib(LeaseLimits()) == 100
