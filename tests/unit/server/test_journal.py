@@ -103,7 +103,8 @@ def test_a_cancel_that_comes_first_wins():
     assert entry.answer.result.cancelled
     for n in range(MAX_EARLY + 10):
         journal.cancel_early(f"x{n}")
-    assert len(journal._early) == MAX_EARLY
+    states = {n: journal.open(call(f"x{n}")).state for n in (0, 9, 10, MAX_EARLY + 9)}
+    assert [n for n, state in states.items() if state == "done"] == [10, MAX_EARLY + 9], "the latest are remembered"
 
 
 def test_an_ended_lease_keeps_its_answers_until_they_are_fetched():
