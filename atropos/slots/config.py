@@ -13,7 +13,7 @@ from atropos.errors import ConfigError
 from atropos.slots.plugins import known
 
 
-def _expressions(value: object) -> Any:
+def _expressions(value: object) -> object:
     """Values that are no text as HCL, of which JSON is nearly a part: only `${` and `%{` mean more there."""
     if not isinstance(value, Mapping):
         return value
@@ -84,7 +84,7 @@ class PoolSettings(SlotSettings):
 
     @model_validator(mode="before")
     @classmethod
-    def _one_container_a_host(cls, data: object) -> Any:
+    def _one_container_a_host(cls, data: object) -> object:
         """Where ssh's hosts are named, there are no more containers than these unless said otherwise."""
         if isinstance(data, dict) and data.get("ssh_hosts"):
             hosts = TypeAdapter(HostNames).validate_python(data["ssh_hosts"])
@@ -149,7 +149,7 @@ class SlotPoolConfig(PoolSettings, SandboxSettings):
 
     @model_validator(mode="before")
     @classmethod
-    def _accept_acquire_timeout(cls, data: object) -> Any:
+    def _accept_acquire_timeout(cls, data: object) -> object:
         """`acquire_timeout` is another spelling of `acquire_timeout_s`."""
         if isinstance(data, dict) and "acquire_timeout" in data:
             values: dict[str, object] = dict(data)
@@ -171,15 +171,15 @@ class SlotPoolConfig(PoolSettings, SandboxSettings):
             raise ValueError(f"base: {self.base!r} is also a name in bases; give a path, or rename the entry")
         return self
 
-    def server_config(self, token: str, **changes: Any) -> ServerConfig:
+    def server_config(self, token: str, **changes: object) -> ServerConfig:
         """The configuration of each of this pool's sandbox servers; `changes` are fields of `ServerConfig`."""
-        values: dict[str, Any] = {name: getattr(self, name) for name in SandboxSettings.model_fields}
+        values: dict[str, object] = {name: getattr(self, name) for name in SandboxSettings.model_fields}
         values |= {
             "token": SecretStr(token),
             "slots": self.slots_per_container,
             "heartbeat_s": min(5.0, self.lease_ttl_s / 4),
         }
-        return ServerConfig(**{**values, **changes})
+        return ServerConfig.model_validate({**values, **changes})
 
 
 def server_json(config: ServerConfig) -> bytes:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Coroutine
-from typing import Any, TypeVar
+from typing import TypeVar
 
 log = logging.getLogger("atropos.slots")
 T = TypeVar("T")
@@ -16,22 +16,22 @@ class Tasks:
 
     def __init__(self, owner: str) -> None:
         self._owner = owner
-        self._tasks: set[asyncio.Task[Any]] = set()
+        self._tasks: set[asyncio.Task[object]] = set()
 
     def __len__(self) -> int:
         return len(self._tasks)
 
-    def spawn(self, work: Coroutine[Any, Any, T], name: str, *, awaited: bool = False) -> asyncio.Task[T]:
+    def spawn(self, work: Coroutine[object, object, T], name: str, *, awaited: bool = False) -> asyncio.Task[T]:
         """Start a task. Unless its caller awaits it (`awaited`), a failure is logged with its traceback."""
         task = asyncio.create_task(work, name=f"{self._owner}: {name}")
         self._tasks.add(task)
         task.add_done_callback(self._ended if awaited else self._watch)
         return task
 
-    def _ended(self, task: asyncio.Task[Any]) -> None:
+    def _ended(self, task: asyncio.Task[object]) -> None:
         self._tasks.discard(task)
 
-    def _watch(self, task: asyncio.Task[Any]) -> None:
+    def _watch(self, task: asyncio.Task[object]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             log.error("%s failed", task.get_name(), exc_info=error)

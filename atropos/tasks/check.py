@@ -15,7 +15,7 @@ from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from atropos.config import SlotLimits
 from atropos.errors import ConfigError, ImageUnavailable, SandboxError
@@ -100,7 +100,7 @@ class TaskFinding:
     problems: tuple[str, ...] = ()
     verifier: Choice | None = None
 
-    def json(self) -> dict[str, Any]:
+    def json(self) -> dict[str, object]:
         """As plain data."""
         return asdict(self)
 

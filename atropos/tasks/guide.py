@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import posixpath
 import re
-from typing import Any
 from xml.sax.saxutils import escape
 
 import yaml
@@ -64,7 +63,7 @@ def _front_matter(text: str) -> tuple[str, str] | None:
     """A skill's name and description; None where it doesn't say them."""
     head = _HEAD.match(text)
     try:
-        fields: Any = yaml.safe_load(head[1]) if head else None
+        fields: object = yaml.safe_load(head[1]) if head else None
     except yaml.YAMLError:
         return None
     if not isinstance(fields, dict) or not {"name", "description"} <= fields.keys():

@@ -59,7 +59,9 @@ async def until_shown(use: Use, wanted: str, **arguments: object) -> ToolResult:
 def session_id(result: ToolResult) -> str:
     """The id of the background process or terminal session that a call started."""
     assert result.data is not None, result
-    return result.data["session_id"]
+    found = result.data["session_id"]
+    assert isinstance(found, str), found
+    return found
 
 
 def error(result: ToolResult) -> str:

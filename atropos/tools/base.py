@@ -6,18 +6,22 @@ import inspect
 import json
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from pydantic import BaseModel, ConfigDict, Field, create_model
 
 from atropos import wire
 from atropos.errors import ConfigError
-from atropos.metrics import Family
 from atropos.tools.arguments import Arguments, parameters
 from atropos.tools.models import ToolResult, ToolSchema
+
+if TYPE_CHECKING:
+    from atropos.slots import Slot
+
+_T = TypeVar("_T")
 
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}\Z")
 """OpenAI's rule for a function's name."""
@@ -29,50 +33,6 @@ class ToolError(Exception):
     def __init__(self, message: str, *, limit: wire.Limit | None = None) -> None:
         super().__init__(message)
         self.limit: wire.Limit | None = limit
-
-
-class ToolSlot(Protocol):
-    """What tools need of a slot; `atropos.slots.Slot` has it and more."""
-
-    async def run(self, operation: Any, *, call_id: str | None = None) -> Any:
-        """Run one `atropos.wire` operation and return its result."""
-        ...
-
-    async def view(self, folders: Sequence[str] = ...) -> None:
-        """Run later operations in a view of this slot."""
-        ...
-
-    async def release(self) -> Any:
-        """Give the slot back."""
-        ...
-
-    async def check_alive(self) -> None:
-        """Where operations are without an answer, check that the slot answers at all."""
-        ...
-
-
-class ToolPool(Protocol):
-    """What the executor needs of an `atropos.slots.SlotPool`."""
-
-    async def acquire(
-        self,
-        trajectory_id: str,
-        *,
-        snapshot: Any = None,
-        network: bool | None = None,
-        image: str | None = None,
-        limits: Any = None,
-    ) -> Any:
-        """A slot, exclusively."""
-        ...
-
-    def bound_frames(self, max_batch_size: int) -> None:
-        """Change the most calls in a frame."""
-        ...
-
-    def metrics(self) -> list[Family]:
-        """As `SlotPool.metrics`."""
-        ...
 
 
 class ToolLimits(BaseModel):
@@ -123,17 +83,23 @@ class ToolScope:
     trajectory_id: str
     call_id: str
     limits: ToolLimits = field(default_factory=ToolLimits)
-    state: dict[str, Any] = field(default_factory=dict[str, Any])
-    _slot: ToolSlot | None = None
+    state: dict[str, object] = field(default_factory=dict[str, object])
+    _slot: Slot | None = None
 
     @property
-    def slot(self) -> Any:
-        """The trajectory's slot (an `atropos.slots.Slot`); only sandboxed tools have one."""
+    def slot(self) -> Slot:
+        """The trajectory's slot; only sandboxed tools have one."""
         if self._slot is None:
             raise ConfigError("an external tool has no slot; declare it with sandboxed=True")
         return self._slot
 
-    async def run(self, operation: Any) -> Any:
+    def kept(self, key: str, kind: type[_T]) -> _T:
+        """What a tool keeps in `state` under a key; made at its first use."""
+        found = self.state.setdefault(key, kind())
+        assert isinstance(found, kind)
+        return found
+
+    async def run(self, operation: wire.Operation) -> Any:
         """Run a wire operation in the slot.
 
         Raises:
@@ -170,7 +136,7 @@ class Tool(ABC):
     replaces_built_in: bool = False
 
     @abstractmethod
-    async def run(self, arguments: Any, scope: ToolScope) -> Any:
+    async def run(self, arguments: Any, scope: ToolScope) -> object:
         """Do it.
 
         Returns:
@@ -193,7 +159,9 @@ class Tool(ABC):
 class FunctionTool(Tool):
     """A decorated function as a tool; calling it calls the function."""
 
-    def __init__(self, function: Callable[..., Awaitable[Any]], **fields: Any) -> None:
+    def __init__(
+        self, function: Callable[..., Awaitable[object]], arguments: type[BaseModel] | None = None, **fields: object
+    ) -> None:
         self.function = function
         self._by_model: str | None = None
         self._injected: tuple[str, ...] = ()
@@ -203,11 +171,11 @@ class FunctionTool(Tool):
             raise ConfigError(f"tool {self.name!r}: the function must be `async def`")
         if not self.description:
             raise ConfigError(f"tool {self.name!r}: give the function a docstring, or description=...")
-        self._read_signature(fields.get("arguments"))
+        self._read_signature(arguments)
         self.__doc__ = self.description
 
     def _read_signature(self, model: type[BaseModel] | None) -> None:
-        wanted: dict[str, Any] = {}
+        wanted: dict[str, Any] = {}  # as `create_model` takes them
         injected: list[str] = []
         for name, parameter in inspect.signature(self.function).parameters.items():
             if parameter.kind in {parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD, parameter.POSITIONAL_ONLY}:
@@ -226,7 +194,7 @@ class FunctionTool(Tool):
             self.arguments = create_model(f"{self.name}_arguments", __base__=Arguments, **wanted)
         self._injected = tuple(injected)
 
-    def _annotation(self, parameter: inspect.Parameter) -> Any:
+    def _annotation(self, parameter: inspect.Parameter) -> object:
         if parameter.annotation is parameter.empty:
             raise ConfigError(f"tool {self.name!r}: parameter {parameter.name!r} needs a type")
         if not isinstance(parameter.annotation, str):
@@ -239,7 +207,7 @@ class FunctionTool(Tool):
                 "define it at module level, or pass arguments=Model to @tool"
             ) from None
 
-    async def run(self, arguments: Any, scope: ToolScope) -> Any:
+    async def run(self, arguments: BaseModel, scope: ToolScope) -> object:
         """Call the function with its arguments, and with the slot or scope where it names them."""
         injected = {name: scope if name == "scope" else scope.slot for name in self._injected}
         if self._by_model is not None:
@@ -247,7 +215,7 @@ class FunctionTool(Tool):
         given = {name: getattr(arguments, name) for name in type(arguments).model_fields}
         return await self.function(**given, **injected)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Awaitable[Any]:
+    def __call__(self, *args: object, **kwargs: object) -> Awaitable[object]:
         """Call the plain function."""
         return self.function(*args, **kwargs)
 
@@ -262,7 +230,7 @@ def tool(
     read_only: bool = False,
     timeout_s: float | None = None,
     replaces_built_in: bool = False,
-) -> Callable[[Callable[..., Awaitable[Any]]], FunctionTool]:
+) -> Callable[[Callable[..., Awaitable[object]]], FunctionTool]:
     """Make a tool of an async function.
 
     Its parameters are the arguments (or one parameter is a pydantic model of them); a parameter named `slot` gets the
@@ -277,11 +245,11 @@ def tool(
         ConfigError: the function can't be a tool; the message says what to change.
     """
 
-    def wrap(function: Callable[..., Awaitable[Any]]) -> FunctionTool:
+    def wrap(function: Callable[..., Awaitable[object]]) -> FunctionTool:
         text = description or (inspect.getdoc(function) or "").split("\n\n")[0].replace("\n", " ")
-        fields: dict[str, object] = {"arguments": arguments} if arguments is not None else {}
         made = FunctionTool(
             function,
+            arguments,
             name=name or getattr(function, "__name__", ""),
             description=text,
             toolsets=tuple(toolsets),
@@ -289,7 +257,6 @@ def tool(
             read_only=read_only,
             timeout_s=timeout_s,
             replaces_built_in=replaces_built_in,
-            **fields,
         )
         check_tool(made)
         return made
@@ -339,9 +306,7 @@ __all__ = [
     "Tool",
     "ToolError",
     "ToolLimits",
-    "ToolPool",
     "ToolScope",
-    "ToolSlot",
     "ToolState",
     "as_result",
     "check_tool",

@@ -8,7 +8,9 @@ import logging
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Self, TypedDict
+
+from pydantic import BaseModel
 
 from atropos import tracing
 from atropos.aio import outlive
@@ -23,7 +25,7 @@ from atropos.errors import (
 )
 from atropos.metrics import Family, gauge
 from atropos.tools.arguments import BadArguments, check, check_encodable, coerce, parse_object
-from atropos.tools.base import Tool, ToolError, ToolPool, ToolScope, ToolSlot
+from atropos.tools.base import Tool, ToolError, ToolScope
 from atropos.tools.isolation import IsolationCheck
 from atropos.tools.models import ToolCall, ToolResult, new_call_id
 from atropos.tools.registry import ToolRegistry
@@ -36,6 +38,11 @@ from atropos.tools.tool_server.offered import adopt_offered, own_external
 from atropos.tools.trajectory import TrajectoryState, fingerprint
 from atropos.wire import LeaseLimits
 
+if TYPE_CHECKING:
+    from starlette.applications import Starlette
+
+    from atropos.slots import Slot, SlotPool, Snapshot
+
 MAX_WAITING = 256
 """Calls of one trajectory that may wait for their turn."""
 INTERRUPT_S = 5.0
@@ -44,6 +51,18 @@ FINISH_S = 5.0
 """How long a release lets tools put away what they kept (recordings)."""
 
 _log = logging.getLogger(__name__)
+
+CheckedCall = tuple[Tool, BaseModel | None, dict[str, object]]
+"""A call's tool, its arguments as that tool's model (None: they are checked where the tool runs), and as they came."""
+
+
+class _LeaseOptions(TypedDict, total=False):
+    """What `SlotPool.acquire` is asked for where it is not the pool's default."""
+
+    snapshot: Snapshot
+    network: bool
+    image: str
+    limits: LeaseLimits
 
 
 class ToolExecutor:
@@ -55,11 +74,11 @@ class ToolExecutor:
 
     def __init__(
         self,
-        pool: ToolPool,
+        pool: SlotPool,
         tools: ToolRegistry,
         config: ToolExecutorConfig | None = None,
         *,
-        tool_server_app: Callable[[], Any] | None = None,
+        tool_server_app: Callable[[], Starlette] | None = None,
     ) -> None:
         self.pool = pool
         self.tools = tools
@@ -162,7 +181,7 @@ class ToolExecutor:
             gen_ai__conversation__id=trajectory_id,
         )
 
-    def _check(self, call: ToolCall) -> tuple[Tool, Any, dict[str, Any]] | ToolResult:
+    def _check(self, call: ToolCall) -> CheckedCall | ToolResult:
         tool = self.tools.get(call.name)
         if tool is None:
             return ToolResult.failure(self.tools.unknown(call.name))
@@ -180,9 +199,7 @@ class ToolExecutor:
         checked = self._check(call)
         return checked.error if isinstance(checked, ToolResult) else None
 
-    async def _run(
-        self, trajectory: TrajectoryState, call: ToolCall, checked: tuple[Tool, Any, dict[str, Any]] | ToolResult
-    ) -> ToolResult:
+    async def _run(self, trajectory: TrajectoryState, call: ToolCall, checked: CheckedCall | ToolResult) -> ToolResult:
         if isinstance(checked, ToolResult):
             return checked
         known = trajectory.answered.get(call.id)
@@ -211,7 +228,7 @@ class ToolExecutor:
         return result
 
     async def _in_slot(
-        self, trajectory: TrajectoryState, call: ToolCall, tool: Tool, arguments: object, slot: ToolSlot
+        self, trajectory: TrajectoryState, call: ToolCall, tool: Tool, arguments: object, slot: Slot
     ) -> ToolResult:
         scope = ToolScope(trajectory.id, call.id, self.config.limits, trajectory.state, slot)
         try:
@@ -224,7 +241,7 @@ class ToolExecutor:
             raise
         return result
 
-    async def _on_server(self, trajectory: TrajectoryState, tool: Tool, given: dict[str, Any]) -> ToolResult:
+    async def _on_server(self, trajectory: TrajectoryState, tool: Tool, given: dict[str, object]) -> ToolResult:
         if self._server is None:
             raise ConfigError(f"tool {tool.name!r} is external; set tool_server_url")
         trajectory.external = True
@@ -241,7 +258,7 @@ class ToolExecutor:
         network: bool | None = None,
         image: str | None = None,
         limits: LeaseLimits | None = None,
-    ) -> Any:
+    ) -> Slot:
         """The trajectory's slot, acquired where it has none: for set-up and verification around the model's calls.
 
         Args:
@@ -298,7 +315,7 @@ class ToolExecutor:
             trajectory.state.clear()
             await slot.view(folders)
 
-    async def start_from(self, trajectory_id: str, snapshot: Any) -> Any:
+    async def start_from(self, trajectory_id: str, snapshot: Snapshot) -> Slot:
         """Lease the trajectory's slot as a fork of a snapshot.
 
         Raises:
@@ -314,14 +331,14 @@ class ToolExecutor:
     async def _leased(
         self,
         trajectory: TrajectoryState,
-        snapshot: Any = None,
+        snapshot: Snapshot | None = None,
         *,
         network: bool | None = None,
         image: str | None = None,
         limits: LeaseLimits | None = None,
-    ) -> ToolSlot:
+    ) -> Slot:
         if trajectory.slot is None:
-            options: dict[str, Any] = {} if snapshot is None else {"snapshot": snapshot}
+            options: _LeaseOptions = {} if snapshot is None else {"snapshot": snapshot}
             if image is not None:
                 options["image"] = image
             if self.config.allow_network is False or network is False:
@@ -387,7 +404,7 @@ class ToolExecutor:
                 async with asyncio.timeout(INTERRUPT_S):
                     await trajectory.idle.wait()
         # Each on its own: a recording that can't be written or a slot that is gone keeps nothing else from being given back.
-        steps: list[Awaitable[Any]] = [self._put_away(trajectory)]
+        steps: list[Awaitable[object]] = [self._put_away(trajectory)]
         if trajectory.slot is not None:
             steps.append(trajectory.slot.release())
         if trajectory.external and self._server is not None:

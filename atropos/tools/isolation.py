@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
-from atropos import wire
 from atropos.errors import IsolationUnavailable
+
+if TYPE_CHECKING:
+    from atropos.slots import Slot
 
 
 class IsolationCheck:
@@ -22,7 +24,7 @@ class IsolationCheck:
         self._stateful = stateful
         self._good: set[str] = set()
 
-    async def check(self, slot: Any) -> None:
+    async def check(self, slot: Slot) -> None:
         """Refuse a slot whose container lacks what is required.
 
         Raises:
@@ -30,7 +32,7 @@ class IsolationCheck:
         """
         if slot.container in self._good:
             return
-        has: wire.Capabilities = await slot.capabilities()
+        has = await slot.capabilities()
         if self._sandbox and not has.isolated:
             lacking = ", ".join(f"{one.name} ({one.fix or one.detail})" for one in has.features if not one.ok)
             raise IsolationUnavailable(f"require_sandbox: container {slot.container} lacks {lacking}")

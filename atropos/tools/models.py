@@ -38,7 +38,7 @@ class ToolCall(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     name: str
-    arguments: dict[str, Any] | str = Field(default_factory=dict)
+    arguments: dict[str, object] | str = Field(default_factory=dict)
     id: str = Field(default_factory=new_call_id, min_length=1, max_length=200)
 
 
@@ -68,14 +68,14 @@ class ToolResult(BaseModel):
     dropped_bytes: int = Field(default=0, ge=0)
     limit: Limit | None = None
     duration_s: float = Field(default=0, ge=0)
-    data: dict[str, Any] | None = None
+    data: dict[str, object] | None = None
 
     @classmethod
     def failure(cls, error: str, **fields: Any) -> ToolResult:
         """A result that says what went wrong."""
         return cls(success=False, error=error, **fields)
 
-    def for_model(self) -> dict[str, Any]:
+    def for_model(self) -> dict[str, object]:
         """What the model reads: empty fields are left out."""
         shown: dict[str, object] = {"success": self.success}
         if self.output or self.error is None:
@@ -117,7 +117,7 @@ class ToolSchema(BaseModel):
     description: str
     parameters: dict[str, Any]
 
-    def to_openai(self) -> dict[str, Any]:
+    def to_openai(self) -> dict[str, object]:
         """The entry of a request's `tools` list."""
         return {
             "type": "function",

@@ -6,7 +6,7 @@ import difflib
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from importlib.metadata import entry_points
-from typing import Any, cast
+from typing import cast
 
 from atropos.errors import ConfigError
 from atropos.tools.base import Tool, check_tool
@@ -61,7 +61,7 @@ class ToolRegistry:
         names = {toolset, "mcp"} if toolset.startswith("mcp-") else {toolset}
         return bool(names & {*self.enabled} or "all" in self.enabled) and not names & {*self.disabled}
 
-    def schemas(self) -> list[dict[str, Any]]:
+    def schemas(self) -> list[dict[str, object]]:
         """Every tool in OpenAI's function-calling form, as a request's `tools`."""
         return [tool.schema.to_openai() for tool in self]
 
@@ -179,7 +179,7 @@ def tools_of(value: object, where: str) -> list[Tool]:
     if isinstance(value, Tool):
         return [value]
     if callable(value):
-        return tools_of(cast("Callable[[], Any]", value)(), where)
+        return tools_of(cast("Callable[[], object]", value)(), where)
     if isinstance(value, list | tuple):
         return [tool for one in cast("Sequence[object]", value) for tool in tools_of(one, where)]
     raise ConfigError(f"{where}: expected a Tool, a list of them or a function that returns them, not {value!r:.80}")

@@ -7,11 +7,14 @@ import contextlib
 from collections import OrderedDict
 from collections.abc import Generator
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from atropos.errors import SandboxError
-from atropos.tools.base import ToolSlot, ToolState
+from atropos.tools.base import ToolState
 from atropos.tools.models import ToolCall, ToolResult
+
+if TYPE_CHECKING:
+    from atropos.slots import Slot
 
 REMEMBERED = 8
 """Results a trajectory remembers, so that a call sent again under its id is not run again."""
@@ -25,16 +28,16 @@ class TrajectoryState:
 
     id: str
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)
-    slot: ToolSlot | None = None
+    slot: Slot | None = None
     acquire_s: float = 0.0
-    state: dict[str, Any] = field(default_factory=dict[str, Any])
+    state: dict[str, object] = field(default_factory=dict[str, object])
     broken: SandboxError | None = None
     released: bool = False
     external: bool = False
     silent: set[Literal["pool", "ToolServer"]] = field(default_factory=set[Literal["pool", "ToolServer"]])
     """What has not answered a request of the trajectory, given up or under way."""
-    calls: dict[asyncio.Task[Any], int] = field(default_factory=dict["asyncio.Task[Any]", int])
-    interrupted: set[asyncio.Task[Any]] = field(default_factory=set["asyncio.Task[Any]"])
+    calls: dict[asyncio.Task[object], int] = field(default_factory=dict["asyncio.Task[object]", int])
+    interrupted: set[asyncio.Task[object]] = field(default_factory=set["asyncio.Task[object]"])
     idle: asyncio.Event = field(default_factory=asyncio.Event)
     answered: OrderedDict[str, tuple[int, ToolResult | None]] = field(
         default_factory=OrderedDict[str, "tuple[int, ToolResult | None]"]

@@ -221,7 +221,8 @@ class Trajectories:
             raise Refusal(503, "draining", "the server is shutting down", retry_after_s=5)
         if trajectory.running >= self._settings.max_pending:
             raise Refusal(429, "busy", f"{trajectory.running} calls of this trajectory wait", retry_after_s=1)
-        task = asyncio.create_task(self._run(trajectory, ToolCall(name=body.name, arguments=body.arguments)))
+        arguments: dict[str, object] | str = body.arguments if isinstance(body.arguments, str) else {**body.arguments}
+        task = asyncio.create_task(self._run(trajectory, ToolCall(name=body.name, arguments=arguments)))
         made = trajectory.calls[call_id] = OpenCall(content, task)
         task.add_done_callback(lambda _: self._ended(trajectory))
         return call_id, made

@@ -7,7 +7,7 @@ import json
 import os
 import socket
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from atropos.config import ServerConfig
 from atropos.errors import BackendUnavailable, ConfigError, IsolationUnavailable
@@ -55,13 +55,13 @@ class ContainerSpec:
         """What a pool's configuration asks for."""
         return cls(config.image, config.server_config(token="-"), memory_mib=config.container_memory_mib)
 
-    def config(self) -> dict[str, Any]:
+    def config(self) -> dict[str, object]:
         """The server's settings as ATROPOS_CONFIG carries them: only those that differ from the defaults."""
         config = self.server.model_dump(mode="json", exclude_defaults=True, exclude=_PLACED_BY_ENGINE)
         config.get("image_store", {}).pop("folder", None)  # mounted at the server's own default
         if self.server.base is not None:
             config["base"] = self.server.base
-        return config | {"slots": self.server.slots}
+        return {**config, "slots": self.server.slots}
 
     @property
     def container_memory_mib(self) -> int:

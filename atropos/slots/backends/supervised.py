@@ -10,7 +10,7 @@ import secrets
 from abc import abstractmethod
 from collections.abc import Coroutine, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from atropos.errors import BackendUnavailable, ConfigError, IsolationUnavailable
 from atropos.slots.backends.base import Backend, Container
@@ -249,7 +249,7 @@ class _Place:
                 self._backend.news()
             await server.tidy()
 
-    async def _unless_over(self, work: Coroutine[Any, Any, None]) -> bool:
+    async def _unless_over(self, work: Coroutine[object, object, None]) -> bool:
         """Await `work`; False when the end was asked for first."""
         task = asyncio.ensure_future(work)
         over = asyncio.ensure_future(self._over.wait())

@@ -17,7 +17,6 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 import aiohttp
 from pydantic import ValidationError
@@ -487,7 +486,7 @@ def _frame(parts: list[bytes]) -> bytes:
     return b"[" + b",".join(parts) + b"]"
 
 
-def _parse(message: aiohttp.WSMessage | Any) -> list[ServerMessage] | None:
+def _parse(message: aiohttp.WSMessage) -> list[ServerMessage] | None:
     """The messages of a frame; None: the connection is over."""
     if message.type not in {aiohttp.WSMsgType.TEXT, aiohttp.WSMsgType.BINARY}:
         return None

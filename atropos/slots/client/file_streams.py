@@ -12,7 +12,7 @@ import contextlib
 import random
 import secrets
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator
-from typing import Any, Protocol
+from typing import Protocol
 
 from atropos.errors import BackendUnavailable, OutcomeUnknown
 from atropos.wire import Done, Lease, Operation, OpResult, ReadStream, WriteStream
@@ -133,7 +133,7 @@ async def receive(
 
 @contextlib.asynccontextmanager
 async def _both(
-    call: Coroutine[Any, Any, OpResult], copy: Coroutine[Any, Any, None]
+    call: Coroutine[object, object, OpResult], copy: Coroutine[object, object, None]
 ) -> AsyncGenerator[tuple[asyncio.Task[OpResult], asyncio.Task[None]]]:
     """Two tasks that end with the block."""
     loop = asyncio.get_running_loop()

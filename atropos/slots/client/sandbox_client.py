@@ -9,7 +9,7 @@ import logging
 import uuid
 from collections import OrderedDict
 from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
-from typing import Any, Self, TypeVar
+from typing import Self, TypeVar
 
 import aiohttp
 from pydantic import BaseModel, SecretStr
@@ -98,7 +98,7 @@ class SandboxClient:
         self._held: dict[str, Lease] = {}
         self._asking: set[str] = set()
         self._ended: OrderedDict[str, SandboxError] = OrderedDict()
-        self._tasks: set[asyncio.Task[Any]] = set()
+        self._tasks: set[asyncio.Task[object]] = set()
         self._prefix = uuid.uuid4().hex[:12]
         self._count = itertools.count(1)
         self.boot_id: str | None = None
@@ -386,7 +386,7 @@ class SandboxClient:
 
     # ---------------------------------------------------------------------------------------------------------- inside
 
-    def _spawn(self, work: Coroutine[Any, Any, Any]) -> None:
+    def _spawn(self, work: Coroutine[object, object, object]) -> None:
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)

@@ -7,7 +7,7 @@ import contextlib
 import logging
 import random
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, Protocol
+from typing import Protocol, Self
 
 from atropos import wire
 from atropos.errors import IsolationUnavailable, LeaseExpired, SandboxError, SlotLost, from_code
@@ -67,7 +67,7 @@ class ContainerClient(FileClient, Protocol):
         """Forget a frozen slot."""
         ...
 
-    async def copy_snapshot(self, snapshot_id: str, to: Any) -> wire.SnapshotInfo:
+    async def copy_snapshot(self, snapshot_id: str, to: Self) -> wire.SnapshotInfo:
         """Bring a frozen slot to another server, by its client."""
         ...
 

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Coroutine
-from typing import Any, Literal
+from typing import Literal
 
 from atropos.errors import BackendUnavailable
 from atropos.slots.backends.base import Backend
@@ -51,7 +51,7 @@ class SharedState:
         """The pool's clock: monotonic seconds."""
         return time.monotonic()
 
-    def give_back(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
+    def give_back(self, work: Coroutine[object, object, None], name: str) -> asyncio.Task[None]:
         """Start a release or drop, which goes on whatever becomes of its caller."""
         task = self.tasks.spawn(work, name)
         self.returning.add(task)

@@ -14,7 +14,7 @@ import os
 import tempfile
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from atropos.errors import ImageUnavailable
 from atropos.images.locks import locked
@@ -182,5 +182,5 @@ class PoolImages:
         self._archives.clear()
 
 
-def _failed(task: asyncio.Task[Any]) -> bool:
+def _failed(task: asyncio.Task[object]) -> bool:
     return task.done() and (task.cancelled() or task.exception() is not None)

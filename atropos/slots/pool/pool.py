@@ -9,7 +9,7 @@ import secrets
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from types import MappingProxyType
-from typing import Any, Protocol, Self
+from typing import Protocol, Self
 
 from atropos import wire
 from atropos.errors import AcquireTimeout, BackendUnavailable, ConfigError, SandboxError
@@ -402,7 +402,7 @@ class SlotPool:
         )
         return f"{text}; backend: {s.trouble}" if s.trouble else text
 
-    async def _guard(self, loop: Coroutine[Any, Any, None]) -> None:
+    async def _guard(self, loop: Coroutine[object, object, None]) -> None:
         """A loop that must not end: a programming error in it stops the pool from giving slots, and says so."""
         try:
             await loop

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
 
 from atropos.metrics import Family, gauge
 
@@ -60,7 +59,7 @@ class PoolStats:
     reset: Percentiles = Percentiles()
     trouble: str = ""
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, object]:
         """Plain values, for JSON."""
         return asdict(self)
 

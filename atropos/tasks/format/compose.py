@@ -57,10 +57,10 @@ class _ServiceTable(BaseModel):
     working_dir: str | None = None
     user: str | int | None = None
     network_mode: str | None = None
-    volumes: list[str | dict[str, Any]] | None = None
+    volumes: list[str | dict[str, object]] | None = None
     mem_limit: str | int | None = None
     cpus: str | float | None = None
-    deploy: dict[str, Any] | None = None
+    deploy: dict[str, object] | None = None
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ def read_compose(path: Path, *, context: Path) -> Service:
         ConfigError: it can't be read, has several services, or asks for what no slot has.
     """
     try:
-        raw: Any = yaml.safe_load(path.read_text(encoding="utf-8-sig"))
+        raw: object = yaml.safe_load(path.read_text(encoding="utf-8-sig"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ConfigError(f"{path}: can't be read: {error}".replace("\n", " ")) from None
     services: Any = raw.get("services") if isinstance(raw, dict) else None
@@ -157,12 +157,12 @@ def _service(given: object, where: str) -> _ServiceTable:
     return service
 
 
-def _limits(deploy: Any) -> dict[str, Any]:
+def _limits(deploy: object) -> dict[str, object]:
     """`deploy.resources.limits`; empty where there are none."""
     found = deploy
     for key in ("resources", "limits"):
-        found = cast("dict[str, Any]", found).get(key) if isinstance(found, dict) else None
-    return cast("dict[str, Any]", found) if isinstance(found, dict) else {}
+        found = cast("dict[str, object]", found).get(key) if isinstance(found, dict) else None
+    return cast("dict[str, object]", found) if isinstance(found, dict) else {}
 
 
 def _number(value: object, where: str) -> float | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import unicodedata
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
@@ -128,7 +128,7 @@ class EnvironmentSection(_Table):
 
     @model_validator(mode="before")
     @classmethod
-    def _older(cls, value: object) -> Any:
+    def _older(cls, value: object) -> object:
         """The older spellings: `memory = "2G"`, `allow_internet = false`."""
         if not isinstance(value, dict):
             return value
@@ -182,7 +182,7 @@ class VerifierSection(_Phase):
 
     @model_validator(mode="before")
     @classmethod
-    def _empty(cls, value: object) -> Any:
+    def _empty(cls, value: object) -> object:
         if isinstance(value, dict) and value.get("environment") == {}:
             return {key: one for key, one in value.items() if key != "environment"}
         return value
@@ -229,7 +229,7 @@ class TaskSection(_Table):
     keywords: tuple[str, ...] = ()
 
 
-def _artifacts(value: object) -> Any:
+def _artifacts(value: object) -> object:
     return [{"source": one} if isinstance(one, str) else one for one in value] if isinstance(value, list) else value
 
 
@@ -255,7 +255,7 @@ class TaskConfig(_Table):
     artifacts: tuple[Artifact, ...] = ()
     steps: tuple[StepSection, ...] = ()
     task: TaskSection = TaskSection()
-    metadata: dict[str, Any] = Field(default_factory=dict)
+    metadata: dict[str, object] = Field(default_factory=dict)
     agent: AgentSection = AgentSection()
     verifier: VerifierSection = VerifierSection()
     environment: EnvironmentSection = EnvironmentSection()

@@ -8,7 +8,6 @@ import logging
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
@@ -98,7 +97,7 @@ def _of_registry(path: Path, wanted: str) -> list[Path]:
 
 def _of_manifest(path: Path, wanted: str) -> list[Path]:
     try:
-        raw: Any = tomllib.loads(path.read_text(encoding="utf-8"))
+        raw = tomllib.loads(path.read_text(encoding="utf-8"))
         found = _Dataset.model_validate(raw)
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{path}: is not TOML: {error}") from None

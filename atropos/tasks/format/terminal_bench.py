@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -42,7 +41,7 @@ def load_terminal_bench(root: Path, builder: Build | None = None) -> Task:
     """
     path = root / "task.yaml"
     try:
-        raw: Any = yaml.safe_load(read_text(path, "say there what the agent is to do"))
+        raw: object = yaml.safe_load(read_text(path, "say there what the agent is to do"))
         facts = _TaskYaml.model_validate(raw)
     except yaml.YAMLError as error:
         raise ConfigError(f"{path}: is not YAML: {error}".replace("\n", " ")) from None

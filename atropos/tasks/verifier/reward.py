@@ -8,7 +8,7 @@ import re
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import cast
 
 from atropos import wire
 from atropos.slots import Slot
@@ -116,5 +116,5 @@ def _number(value: object) -> float:
 def _numbers(value: object) -> dict[str, float]:
     if not isinstance(value, dict) or not value:
         raise ValueError("it is not an object of numbers")
-    named: dict[Any, Any] = value
+    named = cast("dict[object, object]", value)
     return {str(key): _number(number) for key, number in named.items()}

@@ -6,7 +6,7 @@ import json
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import cast
 
 from atropos.errors import ConfigError
 from atropos.tools.arguments import MAX_DEPTH, deeper_than
@@ -131,7 +131,7 @@ def whole_text(text: str) -> str:
     return text.encode("utf-8", "replace").decode() if not text.isascii() else text
 
 
-def first_json(text: str, start: int) -> tuple[Any, int]:
+def first_json(text: str, start: int) -> tuple[object, int]:
     """The JSON value that begins at or after `start`, and where it ends.
 
     Raises:

@@ -5,7 +5,7 @@ Source: the Hermes function-calling format as NousResearch publishes it; Qwen 2.
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import cast
 
 from atropos.tools.models import ToolCall
 from atropos.tools.parsers.base import Collector, Parsed, Parser, dump_json, first_json
@@ -36,7 +36,7 @@ class HermesParser(Parser):
 
     def render(self, call: ToolCall) -> str:
         """The call between its tags."""
-        arguments: Any = call.arguments
+        arguments: object = call.arguments
         return f"{OPEN}\n{dump_json({'name': call.name, 'arguments': arguments})}\n{CLOSE}"
 
 

@@ -39,7 +39,7 @@ _PLACES = (
 _log = logging.getLogger(__name__)
 
 
-def parser_for(name: str, tokenizer: Any, schemas: Sequence[dict[str, Any]] = ()) -> Parser:
+def parser_for(name: str, tokenizer: Any, schemas: Sequence[dict[str, object]] = ()) -> Parser:
     """The parser of a format for a model with this tokenizer that is offered these tools.
 
     Raises:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import ast
 import re
-from typing import Any
 
 from atropos.tools.arguments import MAX_DEPTH
 
@@ -19,7 +18,7 @@ _STRING = re.compile(
 )
 _ESCAPE = re.compile(r"\\(.)", re.DOTALL)
 _ESCAPES = frozenset("\\'\"\n\rabfnrtvxuUN01234567")
-_WORDS: dict[str, Any] = {
+_WORDS: dict[str, object] = {
     "True": True,
     "False": False,
     "None": None,
@@ -35,7 +34,7 @@ class LiteralReader:
     def __init__(self, text: str, at: int = 0) -> None:
         self.text, self.at = text, at
 
-    def call(self) -> tuple[str, dict[str, Any]]:
+    def call(self) -> tuple[str, dict[str, object]]:
         """`name(key=value, …)`.
 
         Raises:
@@ -57,7 +56,7 @@ class LiteralReader:
         self._expect(")")
         return name, arguments
 
-    def value(self, depth: int) -> Any:
+    def value(self, depth: int) -> object:
         """A string, number, list, dict, tuple (as a list), True, False or None."""
         if depth > MAX_DEPTH:
             raise ValueError("nested too deeply")
@@ -90,7 +89,7 @@ class LiteralReader:
             match = _STRING.match(self.text, self.at)
         return "".join(parts)
 
-    def _items(self, end: str, depth: int) -> list[Any]:
+    def _items(self, end: str, depth: int) -> list[object]:
         self.at += 1
         items: list[object] = []
         while not self.peek(end):
@@ -100,7 +99,7 @@ class LiteralReader:
         self._expect(end)
         return items
 
-    def _pairs(self, depth: int) -> dict[str, Any]:
+    def _pairs(self, depth: int) -> dict[str, object]:
         self.at += 1
         pairs: dict[str, object] = {}
         while not self.peek("}"):

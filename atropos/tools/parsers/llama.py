@@ -85,7 +85,7 @@ def _first_object(text: str) -> int | None:
 def _take(value: object, written: str, found: Collector) -> None:
     for one in cast("list[object]", value) if isinstance(value, list) else [value]:
         fields: dict[str, object] = cast("dict[str, object]", one) if isinstance(one, dict) else {}
-        inner: Any = fields.get("function")
+        inner: object = fields.get("function")
         if isinstance(inner, dict):
             fields = cast("dict[str, object]", inner)
         elif isinstance(inner, str) and "name" not in fields:

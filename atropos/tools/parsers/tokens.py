@@ -83,7 +83,7 @@ class TokenParser(Parser):
             return end + len(self.tokens.end)
         return following if following >= 0 else len(text)
 
-    def _read(self, text: str, head: str, at: int) -> tuple[str, Any, int]:
+    def _read(self, text: str, head: str, at: int) -> tuple[str, object, int]:
         """The name, the arguments and where they end. `head` stands before the middle token, `at` is after it."""
         value, end = first_json(text, at)
         return head.strip(), value, end
@@ -116,7 +116,7 @@ class DeepSeekV3Parser(TokenParser):
     name = "deepseek_v3"
     tokens = _DEEPSEEK
 
-    def _read(self, text: str, head: str, at: int) -> tuple[str, Any, int]:
+    def _read(self, text: str, head: str, at: int) -> tuple[str, object, int]:
         """The name stands after the separator, on its line."""
         del head
         ends = [end for end in (text.find("\n", at), text.find("```", at), text.find("{", at)) if end >= 0]
@@ -145,7 +145,7 @@ class KimiK2Parser(TokenParser):
     name = "kimi_k2"
     tokens = _KIMI
 
-    def _read(self, text: str, head: str, at: int) -> tuple[str, Any, int]:
+    def _read(self, text: str, head: str, at: int) -> tuple[str, object, int]:
         """The name within the id."""
         value, end = first_json(text, at)
         match = _KIMI_ID.match(head.strip())

@@ -5,7 +5,6 @@ from __future__ import annotations
 import difflib
 import posixpath
 import struct
-from typing import Any
 
 from pydantic import Field, field_validator
 
@@ -121,7 +120,7 @@ def _numbered(
     )
 
 
-def _content(path: str, content: str, first_line: int, size: int) -> dict[str, Any]:
+def _content(path: str, content: str, first_line: int, size: int) -> dict[str, object]:
     return {"path": path, "content": content, "first_line": first_line, "size": size}
 
 
@@ -208,7 +207,7 @@ async def fetch(scope: ToolScope, path: str, offset: int, max_bytes: int) -> wir
     Raises:
         ToolError: it can't be read; a missing file's message names the ones that are alike.
     """
-    result: Any = await scope.slot.run(wire.ReadFile(path=path, offset=offset, max_bytes=max_bytes))
+    result = await scope.slot.run(wire.ReadFile(path=path, offset=offset, max_bytes=max_bytes))
     if isinstance(result, wire.FileResult):
         return result
     if not isinstance(result, wire.OpError):
@@ -222,7 +221,7 @@ async def fetch(scope: ToolScope, path: str, offset: int, max_bytes: int) -> wir
 
 async def _alike(scope: ToolScope, path: str) -> str:
     folder, name = posixpath.split(path)
-    result: Any = await scope.slot.run(
+    result = await scope.slot.run(
         wire.Search(pattern="", path=folder or ".", glob=f"*{posixpath.splitext(name)[1]}", max_matches=300)
     )
     if not isinstance(result, wire.SearchResult):

@@ -8,7 +8,7 @@ import posixpath
 import shlex
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from pydantic import Field, field_validator
 
@@ -142,7 +142,7 @@ def _applied(before: bytes, change: diffs.FileChange) -> bytes:
     return diffs.apply(before.decode("utf-8", "surrogateescape"), change).encode("utf-8", "surrogateescape")
 
 
-async def _off_loop(measure: bytes | str, work: Callable[..., _T], *arguments: Any) -> _T:
+async def _off_loop(measure: bytes | str, work: Callable[..., _T], *arguments: object) -> _T:
     """Do the work at once when there is little of it, else in a thread: other trajectories' calls go on meanwhile."""
     if len(measure) <= ON_LOOP_BYTES:
         return work(*arguments)
@@ -234,7 +234,7 @@ async def _whole(scope: ToolScope, path: str) -> wire.FileResult:
 
 
 async def _exists(scope: ToolScope, path: str) -> bool:
-    result: Any = await scope.slot.run(wire.ReadFile(path=path, max_bytes=1))
+    result = await scope.slot.run(wire.ReadFile(path=path, max_bytes=1))
     return not (isinstance(result, wire.OpError) and result.error in {"not_found", "not_directory"})
 
 

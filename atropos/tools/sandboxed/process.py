@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import Field
 
@@ -41,7 +41,7 @@ class Watches(ToolState):
 
 def watches(scope: ToolScope) -> Watches:
     """The trajectory's background processes, as far as they must be remembered here."""
-    return scope.state.setdefault("process", Watches())
+    return scope.kept("process", Watches)
 
 
 Action = Literal["list", "poll", "log", "wait", "kill", "write", "submit", "close"]
@@ -102,7 +102,7 @@ class ProcessTool(Tool):
             f"{clip(one.command, 200)[0]}"
             for one in listing.processes
         ]
-        data = {"processes": [_data(one) for one in listing.processes]}
+        data: dict[str, object] = {"processes": [_data(one) for one in listing.processes]}
         return ToolResult(success=True, output="\n".join(rows) or "no background processes", data=data)
 
     async def _poll(self, arguments: ProcessArguments, session_id: str, scope: ToolScope) -> ToolResult:
@@ -211,12 +211,13 @@ async def read(
     operation = wire.ProcRead(
         id=session_id, offset=offset, max_bytes=max_bytes, wait_s=wait_s, until=until, quiet_s=quiet_s
     )
-    result: Any = await scope.slot.run(operation)
+    result = await scope.slot.run(operation)
     if isinstance(result, wire.OpError):
         if result.error != "unknown_process":
             raise ToolError(result.message, limit=result.limit)
         listing: wire.ProcListing = await scope.run(wire.ProcList())
         raise ToolError(f"process: there is no session {session_id[:100]!r}; {_sessions(listing)}")
+    assert isinstance(result, wire.ProcState)
     return result
 
 
@@ -227,15 +228,15 @@ async def due_notes(scope: ToolScope, now: float) -> str:
         scope: of the call whose result the note is added to.
         now: the loop's time, in seconds.
     """
-    kept: Watches | None = scope.state.get("process")
-    if kept is None or not kept.intervals:
+    kept = scope.state.get("process")
+    if not isinstance(kept, Watches) or not kept.intervals:
         return ""
     notes: list[str] = []
     for session_id, interval_s in list(kept.intervals.items()):
         if now < kept.due.setdefault(session_id, now + interval_s):
             continue
         kept.due[session_id] = now + interval_s
-        result: Any = await scope.slot.run(wire.ProcRead(id=session_id, offset=0, max_bytes=1))
+        result = await scope.slot.run(wire.ProcRead(id=session_id, offset=0, max_bytes=1))
         if isinstance(result, wire.ProcState):
             new = result.total_bytes - kept.seen.get(session_id, 0)
             notes.append(f"[session {session_id}: {_state(result)}, {plural(new, 'new byte')} of output]")
@@ -262,7 +263,7 @@ def _head(state: wire.ProcState) -> str:
     return f"[session {state.id}: {_state(state)}{limit}, {state.uptime_s:.1f} s]"
 
 
-def _data(state: wire.ProcState) -> dict[str, Any]:
+def _data(state: wire.ProcState) -> dict[str, object]:
     return {
         "session_id": state.id,
         "pid": state.pid,

@@ -6,7 +6,6 @@ import asyncio
 import posixpath
 import shlex
 from dataclasses import dataclass
-from typing import Any
 
 from pydantic import Field, field_validator
 
@@ -101,7 +100,7 @@ def _answer(arguments: SearchArguments, found: _Found, most: int) -> ToolResult:
     )
 
 
-def _data(matches: list[wire.Match], found: _Found) -> dict[str, Any]:
+def _data(matches: list[wire.Match], found: _Found) -> dict[str, object]:
     rows = [{"path": one.path, "line": one.line, "text": one.text[:MAX_LINE]} for one in matches]
     return {"matches": rows, "truncated": found.truncated}
 
@@ -129,7 +128,7 @@ async def _ripgrep(arguments: SearchArguments, scope: ToolScope) -> _Found | Non
     command = (
         f"command -v rg >/dev/null 2>&1 || exit {NO_RIPGREP}; rg {search} 2>/dev/null | {rows}; exit ${{PIPESTATUS[0]}}"
     )
-    result: Any = await scope.slot.run(wire.Exec(command=command, timeout_s=SEARCH_S, max_output_bytes=4_000_000))
+    result = await scope.slot.run(wire.Exec(command=command, timeout_s=SEARCH_S, max_output_bytes=4_000_000))
     if not isinstance(result, wire.CommandResult) or result.exit_code == NO_RIPGREP:
         scope.state["search.no_ripgrep"] = True
         return None
@@ -182,7 +181,7 @@ async def _search(arguments: SearchArguments, scope: ToolScope) -> _Found:
     """The search by the slot's runner, and what git ignores taken out of it."""
     asked = min(arguments.limit * 4, 10_000)
     while True:
-        result: Any = await scope.slot.run(
+        result = await scope.slot.run(
             wire.Search(
                 pattern=arguments.pattern,
                 path=arguments.path,
@@ -228,7 +227,7 @@ async def _ignored(root: str, paths: list[str], scope: ToolScope) -> set[str]:
         'git -C "$d" rev-parse --is-inside-work-tree >/dev/null 2>&1 && echo . && exit; '
         f'cd -- "$d" && for g in */.git; do [ -e "$g" ] && dirname -- "$g"; done | head -n {NESTED}'
     )
-    result: Any = await scope.slot.run(wire.Exec(command=script, timeout_s=10, max_output_bytes=20_000))
+    result = await scope.slot.run(wire.Exec(command=script, timeout_s=10, max_output_bytes=20_000))
     if not isinstance(result, wire.CommandResult) or not result.output:
         return set()
     ignored: set[str] = set()
@@ -237,7 +236,7 @@ async def _ignored(root: str, paths: list[str], scope: ToolScope) -> set[str]:
         seen = {_below(path, folder): path for path in paths if path and _below(path, folder)}
         if not seen:
             continue
-        answer: Any = await scope.slot.run(
+        answer = await scope.slot.run(
             wire.Exec(
                 command=f"git -C {shlex.quote(folder)} check-ignore -z --stdin",
                 stdin="\0".join(seen).encode("utf-8", "surrogateescape"),

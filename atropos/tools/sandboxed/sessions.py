@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import time
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 import regex
 from pydantic import Field, field_validator
@@ -113,7 +113,7 @@ class SessionTool(Tool):
 
     async def run(self, arguments: SessionArguments, scope: ToolScope) -> ToolResult:
         """Do the action."""
-        kept: Sessions = scope.state.setdefault("session", Sessions())
+        kept = scope.kept("session", Sessions)
         if arguments.action == "start":
             return await _start(arguments, scope, kept)
         if arguments.action == "list":
@@ -195,7 +195,7 @@ async def _send(arguments: SessionArguments, scope: ToolScope, session: _Session
         raise ToolError(f"session: more than {wire.MAX_COMMAND_BYTES:,} bytes at once; write a file instead")
     session.note("i", data.decode("utf-8", "replace"))
     before = session.seen
-    result: Any = await scope.slot.run(wire.ProcWrite(id=session.id, data=data))
+    result = await scope.slot.run(wire.ProcWrite(id=session.id, data=data))
     if isinstance(result, wire.OpError):
         await _update(scope, session)
         if not session.finished:

@@ -10,7 +10,7 @@ import uuid
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING
 from urllib.parse import quote
 
 from pydantic import SecretStr, ValidationError
@@ -36,6 +36,9 @@ from atropos.tools.tool_server.transport import (
     TransportResponse,
 )
 from atropos.wire import Problem
+
+if TYPE_CHECKING:
+    from starlette.applications import Starlette
 
 INPROCESS = "inprocess"
 """The `tool_server_url` that means: run the ToolServer's application in this process."""
@@ -73,7 +76,7 @@ class ToolServerClient:
         token: SecretStr | None = None,
         *,
         timeout_s: float = 180.0,
-        app_factory: Callable[[], Any] | None = None,
+        app_factory: Callable[[], Starlette] | None = None,
         tools: Sequence[Tool] = (),
     ) -> None:
         self.url = url
@@ -136,7 +139,13 @@ class ToolServerClient:
         raise self._unavailable("stayed too busy to list its tools")
 
     async def execute(
-        self, trajectory_id: str, call_id: str, name: str, arguments: dict[str, Any], *, timeout_s: float | None = None
+        self,
+        trajectory_id: str,
+        call_id: str,
+        name: str,
+        arguments: dict[str, object],
+        *,
+        timeout_s: float | None = None,
     ) -> ToolResult:
         """Run one external call.
 
@@ -267,14 +276,14 @@ def external_result(result: ExternalResult) -> ToolResult:
     )
 
 
-def _default_app(token: SecretStr | None, tools: Sequence[Tool]) -> Any:
+def _default_app(token: SecretStr | None, tools: Sequence[Tool]) -> Starlette:
     # By name: the API stands above the tools, and this is the one place where they meet.
     create_app = importlib.import_module("atropos.api.tool_server").create_app
     return create_app(token=token, tools=tools)
 
 
 @asynccontextmanager
-async def _living(app: Any) -> AsyncGenerator[None]:
+async def _living(app: Starlette) -> AsyncGenerator[None]:
     """An application between its lifespan's start and end, both in a task of its own.
 
     Whoever closes need not be the task that started, and what an application opens may have to be closed where it was

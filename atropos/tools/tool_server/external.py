@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated
 
 from pydantic import BaseModel, Field
 
@@ -69,7 +69,7 @@ class ExternalTool(Tool):
         toolset: str,
         *,
         arguments: type[BaseModel] | None = None,
-        parameters: dict[str, Any] | None = None,
+        parameters: dict[str, object] | None = None,
         read_only: bool = False,
         timeout_s: float | None = None,
     ) -> None:
@@ -80,7 +80,7 @@ class ExternalTool(Tool):
         if parameters is not None:
             self.schema = ToolSchema(name=name, description=description, parameters=parameters)
 
-    async def run(self, arguments: Any, scope: ToolScope) -> Any:
+    async def run(self, arguments: object, scope: ToolScope) -> object:
         """Refuse: an external tool has no home in this process."""
         del arguments, scope
         raise ConfigError(f"tool {self.name!r} runs on a ToolServer: set tool_server_url to its URL or 'inprocess'")

@@ -35,7 +35,7 @@ class Request(ApiMessage):
 
     @model_validator(mode="before")
     @classmethod
-    def _few_fields(cls, value: object) -> Any:
+    def _few_fields(cls, value: object) -> object:
         if isinstance(value, dict) and len(cast("dict[str, object]", value)) > MAX_FIELDS:
             raise ValueError(f"more than {MAX_FIELDS} fields; the fields are: {', '.join(cls.model_fields)}")
         return value
@@ -57,7 +57,7 @@ class ExternalCall(Request):
     trajectory_id: str = Field(min_length=1, max_length=500)
     call_id: str = Field(min_length=1, max_length=200)
     name: str = Field(min_length=1, max_length=200)
-    arguments: dict[str, Any] = Field(default_factory=dict)
+    arguments: dict[str, object] = Field(default_factory=dict)
     timeout_s: float | None = Field(default=None, gt=0, le=3600, strict=True, description="None: the tool's own")
     boot_id: str | None = Field(default=None, max_length=100)
     state_id: str | None = Field(default=None, max_length=100)

@@ -6,10 +6,13 @@ import asyncio
 import contextlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 from urllib.parse import unquote
 
 import aiohttp
+
+if TYPE_CHECKING:
+    from starlette.types import ASGIApp, Message
 
 CONNECT_S = 10.0
 MAX_CONNECTIONS = 1000
@@ -89,7 +92,7 @@ class Connections:
 class InProcess:
     """Straight into an ASGI application."""
 
-    def __init__(self, app: Any, headers: Mapping[str, str]) -> None:
+    def __init__(self, app: ASGIApp, headers: Mapping[str, str]) -> None:
         self._app = app
         self._headers = _encoded({"host": "inprocess", **headers}.items())
 
@@ -137,14 +140,14 @@ class _Exchange:
         self.headers: dict[str, str] = {}
         self.parts: list[bytes] = []
 
-    async def receive(self) -> dict[str, Any]:
+    async def receive(self) -> Message:
         if self._content is None:
             await self._complete.wait()
             return {"type": "http.disconnect"}
         content, self._content = self._content, None
         return {"type": "http.request", "body": content, "more_body": False}
 
-    async def send(self, message: dict[str, Any]) -> None:
+    async def send(self, message: Message) -> None:
         if message["type"] == "http.response.start":
             self.status = message["status"]
             for name, value in message.get("headers", ()):

@@ -9,7 +9,7 @@ import re
 import secrets
 import shlex
 from collections.abc import Generator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import asyncssh
 from asyncssh.constants import OPEN_ADMINISTRATIVELY_PROHIBITED
@@ -32,7 +32,7 @@ NO_PYTHON = (126, 127)
 _PLACE = re.compile(r"(?:(?P<user>[^@\s]+)@)?(?P<host>\[[^\]\s]+\]|[^:\[\]@\s]+)(?::(?P<port>[0-9]{1,5}))?")
 
 
-def place(text: str) -> dict[str, Any]:
+def place(text: str) -> dict[str, object]:
     """`[user@]host[:port]` as arguments of asyncssh; what it doesn't say comes from ssh's configuration.
 
     Raises:
