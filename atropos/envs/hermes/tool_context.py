@@ -19,7 +19,7 @@ import tarfile
 import uuid
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Generator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar, cast
+from typing import Any, NoReturn, TypeVar
 
 from atropos import wire
 from atropos.envs.hermes.bridge import in_bridge, wait
@@ -149,7 +149,7 @@ class ToolContext(HookCalls):
         return answer
 
     async def _slot(self) -> Slot:
-        return cast("Slot", await self._executor.slot(self.trajectory_id))
+        return await self._executor.slot(self.trajectory_id)
 
     # ------------------------------------------------------------------------------------------------------- the slot
 

@@ -254,9 +254,7 @@ class SlotPool:
         """
         self._state.require_running()
         wanted = self.config.allow_network if network is None else network
-        self._check_request(base, network=wanted)
-        if image is not None and base is not None:
-            raise ConfigError("base and image: a slot stands on one of them")
+        self._check_request(base, image, network=wanted)
         if limits is None and snapshot is not None:
             limits = snapshot.limits
         if limits is not None:
@@ -271,11 +269,14 @@ class SlotPool:
         try:
             return await (grant(None) if image is None else self._images.leased(image, grant))
         except TimeoutError:
-            self._state.counters.timeouts += 1
-            why = self._situation()
-            if snapshot is not None and snapshot.stays_because:
-                why = f"{why}; the snapshot can't be copied to another container: {snapshot.stays_because}"
-            raise AcquireTimeout(f"no slot came free within {timeout_s:g} s: {why}") from None
+            raise self._timed_out(snapshot, timeout_s) from None
+
+    def _timed_out(self, snapshot: Snapshot | None, timeout_s: float) -> AcquireTimeout:
+        self._state.counters.timeouts += 1
+        why = self._situation()
+        if snapshot is not None and snapshot.stays_because:
+            why = f"{why}; the snapshot can't be copied to another container: {snapshot.stays_because}"
+        return AcquireTimeout(f"no slot came free within {timeout_s:g} s: {why}")
 
     async def prepare(self, image: str | Buildable, *, progress: Progress | None = None) -> ImageInfo | None:
         """Have all containers pull and unpack an image, or build one, so that leases on it begin at once.
@@ -322,12 +323,14 @@ class SlotPool:
             raise ConfigError(f"max_batch_size: {max_batch_size} is not positive")
         self._frames.max_calls = max_batch_size
 
-    def _check_request(self, base: str | None, *, network: bool) -> None:
+    def _check_request(self, base: str | None, image: str | None, *, network: bool) -> None:
         if base is not None and base not in self.config.bases:
             known = ", ".join(sorted(self.config.bases)) or "none"
             raise ConfigError(f"base: {base!r} is not among the pool's bases ({known}): add it to SlotPoolConfig.bases")
         if network and not self.config.allow_network:
             raise ConfigError("network: the pool allows none: set SlotPoolConfig.allow_network")
+        if image is not None and base is not None:
+            raise ConfigError("base and image: a slot stands on one of them")
 
     # --------------------------------------------------------------------------------------------------- situation
 

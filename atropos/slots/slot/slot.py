@@ -202,12 +202,6 @@ class Slot(SlotFiles):
             max_output_bytes: keep less output than the slot's limit.
         """
         data = stdin.encode() if isinstance(stdin, str) else stdin
-        kept = None
-        if data is not None and len(data) > PIECE_BYTES:
-            kept = f"/tmp/.stdin-{secrets.token_hex(8)}"
-            if (refused := await self._write(kept, data, user=user)) is not None:
-                return ExecResult.of(refused)
-            command, data = reading(kept, command), None
         operation = wire.Exec(
             command=one_command(command),
             timeout_s=timeout_s,
@@ -219,10 +213,19 @@ class Slot(SlotFiles):
             clean_env=clean_env,
             max_output_bytes=max_output_bytes,
         )
-        result = await self.run(operation)
-        if kept is not None:
-            await self.run(wire.Exec(command=("rm", "-f", kept), user="0:0"))
-        return ExecResult.of(result)
+        large = data is not None and len(data) > PIECE_BYTES
+        return ExecResult.of(await (self._run_on_file(operation) if large else self.run(operation)))
+
+    async def _run_on_file(self, operation: wire.Exec) -> wire.OpResult:
+        """Run a command whose stdin is too large for a call: it reads a file, which is removed when it has ended."""
+        path = f"/tmp/.stdin-{secrets.token_hex(8)}"
+        assert operation.stdin is not None
+        if (refused := await self._write(path, operation.stdin, user=operation.user)) is not None:
+            return refused
+        changes = {"command": reading(path, operation.command), "stdin": None}
+        result = await self.run(operation.model_copy(update=changes))
+        await self.run(wire.Exec(command=("rm", "-f", path), user="0:0"))
+        return result
 
     async def start(
         self,

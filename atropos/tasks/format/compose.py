@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -73,7 +73,6 @@ class Service:
         memory_mib: what its programs may take; None: it doesn't say.
     """
 
-    context: Path
     dockerfile: Path | None
     image: str | None
     env: Mapping[str, str] = field(default_factory=dict[str, str])
@@ -101,8 +100,8 @@ def read_compose(path: Path, *, context: Path) -> Service:
         raw: object = yaml.safe_load(path.read_text(encoding="utf-8-sig"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ConfigError(f"{path}: can't be read: {error}".replace("\n", " ")) from None
-    services: Any = raw.get("services") if isinstance(raw, dict) else None
-    if not isinstance(services, dict) or not services:
+    services = _table(_table(raw).get("services"))
+    if not services:
         raise ConfigError(f"{path}: has no services; name one, `main`")
     if len(services) > 1:
         names = ", ".join(sorted(map(str, services)))
@@ -121,18 +120,11 @@ def read_compose(path: Path, *, context: Path) -> Service:
     mode = service.network_mode or "bridge"
     if mode not in {"bridge", "none", "default"}:
         raise ConfigError(f"{where}.network_mode: {mode!r} can't be honoured in a slot; use none or leave it out")
-    build, folder, file = service.build, context, None
-    if build is not None:
-        build = _Build(context=build) if isinstance(build, str) else build
-        folder = context if build.context.startswith("$") else (path.parent / build.context).resolve()
-        file = folder / build.dockerfile
-        if folder != context.resolve() and folder != context:
-            raise ConfigError(f"{where}.build.context: {build.context} is not the Dockerfile's own folder; use .")
-    image = None if build is not None else service.image
+    file = None if service.build is None else _dockerfile(service.build, path.parent, context, where)
+    image = None if file is not None else service.image
     limits = _limits(service.deploy)
     memory = _number(service.mem_limit or limits.get("memory"), f"{where}.mem_limit")
     return Service(
-        context=folder,
         dockerfile=file,
         image=None if image is None or image.startswith("$") else image,
         env=_environment(service.environment, where),
@@ -157,12 +149,23 @@ def _service(given: object, where: str) -> _ServiceTable:
     return service
 
 
+def _dockerfile(build: _Build | str, folder: Path, context: Path, where: str) -> Path:
+    """The Dockerfile that `build` names, as seen from the compose file's folder."""
+    build = _Build(context=build) if isinstance(build, str) else build
+    found = context if build.context.startswith("$") else (folder / build.context).resolve()
+    if found not in {context, context.resolve()}:
+        raise ConfigError(f"{where}.build.context: {build.context} is not the Dockerfile's own folder; use .")
+    return found / build.dockerfile
+
+
+def _table(value: object) -> dict[str, object]:
+    """A table; empty where there is none."""
+    return cast("dict[str, object]", value) if isinstance(value, dict) else {}
+
+
 def _limits(deploy: object) -> dict[str, object]:
     """`deploy.resources.limits`; empty where there are none."""
-    found = deploy
-    for key in ("resources", "limits"):
-        found = cast("dict[str, object]", found).get(key) if isinstance(found, dict) else None
-    return cast("dict[str, object]", found) if isinstance(found, dict) else {}
+    return _table(_table(_table(deploy).get("resources")).get("limits"))
 
 
 def _number(value: object, where: str) -> float | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -124,6 +124,25 @@ class Collector:
     def done(self) -> Parsed:
         """Everything gathered."""
         return Parsed("".join(self._content).strip(), tuple(self._calls), tuple(self._errors))
+
+
+def read_calls(text: str, opening: str, read: Callable[[str, int, Collector], int]) -> Parsed:
+    """Take the calls out of a turn in which each begins with the same text.
+
+    Args:
+        text: the turn.
+        opening: what each call begins with.
+        read: reads the call whose opening ends at an index into the collector; returns where to go on.
+    """
+    found = Collector()
+    at = 0
+    while (begin := text.find(opening, at)) >= 0:
+        found.text(text[at:begin])
+        if found.full(text[begin : begin + 500]):
+            return found.done()
+        at = read(text, begin + len(opening), found)
+    found.text(text[at:])
+    return found.done()
 
 
 def whole_text(text: str) -> str:

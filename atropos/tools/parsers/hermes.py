@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import cast
 
 from atropos.tools.models import ToolCall
-from atropos.tools.parsers.base import Collector, Parsed, Parser, dump_json, first_json
+from atropos.tools.parsers.base import Collector, Parsed, Parser, dump_json, first_json, read_calls
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 _RIGHT = 'write <tool_call>{"name": "tool", "arguments": {"name": "value"}}</tool_call>'
@@ -22,17 +22,7 @@ class HermesParser(Parser):
 
     def parse(self, text: str) -> Parsed:
         """Take the calls out of a turn."""
-        found = Collector()
-        at = 0
-        while True:
-            begin = text.find(OPEN, at)
-            if begin < 0:
-                found.text(text[at:])
-                return found.done()
-            found.text(text[at:begin])
-            if found.full(text[begin : begin + 500]):
-                return found.done()
-            at = _one(text, begin + len(OPEN), found)
+        return read_calls(text, OPEN, _one)
 
     def render(self, call: ToolCall) -> str:
         """The call between its tags."""

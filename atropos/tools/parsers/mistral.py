@@ -9,7 +9,7 @@ import re
 from typing import cast
 
 from atropos.tools.models import ToolCall
-from atropos.tools.parsers.base import Collector, Parsed, Parser, dump_json, first_json
+from atropos.tools.parsers.base import Collector, Parsed, Parser, dump_json, first_json, read_calls
 
 OPEN = "[TOOL_CALLS]"
 _NAMED = re.compile(r"\s*([\w.-]{1,200})\s*(?:\[CALL_ID\]\s*[\w-]*\s*)?(?:\[ARGS\])?\s*(?=\{)")
@@ -23,17 +23,7 @@ class MistralParser(Parser):
 
     def parse(self, text: str) -> Parsed:
         """Take the calls out of a turn."""
-        found = Collector()
-        at = 0
-        while True:
-            begin = text.find(OPEN, at)
-            if begin < 0:
-                found.text(text[at:])
-                return found.done()
-            found.text(text[at:begin])
-            if found.full(text[begin : begin + 500]):
-                return found.done()
-            at = _one(text, begin + len(OPEN), found)
+        return read_calls(text, OPEN, _one)
 
     def render(self, call: ToolCall) -> str:
         """The call as a list of one."""

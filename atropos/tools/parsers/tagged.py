@@ -11,8 +11,9 @@ from __future__ import annotations
 import re
 
 from atropos.tools.models import ToolCall
-from atropos.tools.parsers.base import Collector, Parsed, Parser, dump_json
+from atropos.tools.parsers.base import Collector, Parsed, Parser, dump_json, read_calls
 
+_CALL = "<tool_call>"
 _FUNCTION = re.compile(r"<function=([^>\n]{0,200})>")
 _PARAMETER = re.compile(r"\s*<parameter=([^>\n]{1,200})>")
 _PARAMETER_END = re.compile(r"</parameter>(?=\s*(?:<parameter=|</function>|</tool_call>|\Z))")
@@ -82,20 +83,10 @@ class Glm45Parser(Parser):
 
     def parse(self, text: str) -> Parsed:
         """Take the calls out of a turn."""
-        found = Collector()
-        at = 0
-        while True:
-            begin = text.find("<tool_call>", at)
-            if begin < 0:
-                found.text(text[at:])
-                return found.done()
-            found.text(text[at:begin])
-            if found.full(text[begin : begin + 500]):
-                return found.done()
-            at = self._one(text, begin, found)
+        return read_calls(text, _CALL, self._one)
 
-    def _one(self, text: str, begin: int, found: Collector) -> int:
-        at = begin + len("<tool_call>")
+    def _one(self, text: str, at: int, found: Collector) -> int:
+        begin = at - len(_CALL)
         ends = [end for end in (text.find("<", at), text.find("\n", at + 1)) if end >= 0]
         stop = min(ends, default=len(text))
         name = text[at:stop].strip()
