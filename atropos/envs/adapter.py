@@ -45,6 +45,7 @@ __all__ = [
     "ScoredDataGroup",
     "ScoredDataItem",
     "ServerBaseline",
+    "ServerConfigs",
     "ServerManager",
     "ServerManagerConfig",
     "check_tokenizer",
@@ -60,6 +61,8 @@ __all__ = [
 
 server_baseline.np.percentile([0.0], 99)  # imports numpy.ma, which held the event loop of a run for 60 to 90 ms
 
+ServerConfigs = ServerBaseline | APIServerConfig | Sequence[APIServerConfig]
+"""The inference servers as an env takes them."""
 PROBE_TIMEOUT_S = 20.0
 """How long a server may take for one token before an env starts."""
 HUB_TIMEOUT_S = 4.0
@@ -174,9 +177,7 @@ def _on_hub(name: str, field: str, cure: str) -> bool:
 # --------------------------------------------------------------------------------------------------------------- servers
 
 
-def prepare_server_configs(
-    configs: ServerBaseline | APIServerConfig | Sequence[APIServerConfig], tokenizer_name: str
-) -> list[APIServerConfig]:
+def prepare_server_configs(configs: ServerConfigs, tokenizer_name: str) -> list[APIServerConfig]:
     """The servers as the list that atroposlib needs: it prints a single config and then ignores it.
 
     Servers that load a tokenizer of their own get the env's where they name none.

@@ -7,11 +7,10 @@ import logging
 import random
 import statistics
 import time
-from typing import Any
 
 from pydantic import Field
 
-from atropos.envs.adapter import Item
+from atropos.envs.adapter import Item, ServerConfigs
 from atropos.envs.agent_env import AgentEnv
 from atropos.envs.config import AgentEnvConfig
 from atropos.envs.running.rollout import GroupDropped, GroupsDropped, Rollout
@@ -34,8 +33,10 @@ class DatasetEnv(AgentEnv):
     env_config_cls = DatasetEnvConfig
     config: DatasetEnvConfig  # pyright: ignore[reportIncompatibleVariableOverride]
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+    def __init__(
+        self, config: DatasetEnvConfig, server_configs: ServerConfigs, slurm: bool = False, testing: bool = False
+    ) -> None:
+        super().__init__(config, server_configs, slurm, testing)
         self.items: list[Item] = []
         self._given = 0
         self._order: list[int] = []

@@ -15,12 +15,13 @@ import re
 import zlib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 from pydantic import Field
 
 from atropos import wire
 from atropos.agent import AgentResult
+from atropos.envs.adapter import ServerConfigs
 from atropos.envs.dataset_env import DatasetEnv, DatasetEnvConfig
 from atropos.envs.sandbox_env import ExecTool
 from atropos.errors import ConfigError, SandboxError
@@ -139,10 +140,12 @@ class HumanEvalEnv(DatasetEnv):
     env_config_cls = HumanEvalEnvConfig
     config: HumanEvalEnvConfig  # pyright: ignore[reportIncompatibleVariableOverride]
 
-    def __init__(self, config: HumanEvalEnvConfig, *args: Any, **kwargs: Any) -> None:
+    def __init__(
+        self, config: HumanEvalEnvConfig, server_configs: ServerConfigs, slurm: bool = False, testing: bool = False
+    ) -> None:
         problems = load_problems(config.humaneval_path)
         config.allow_network = False  # no problem needs a network
-        super().__init__(config, *args, **kwargs)
+        super().__init__(config, server_configs, slurm, testing)
         self.items: list[HumanEvalProblem] = problems
 
     def build_task(self, item: HumanEvalProblem) -> str:

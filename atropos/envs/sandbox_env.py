@@ -11,7 +11,7 @@ import logging
 import math
 import time
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import NoReturn, cast
 
@@ -25,7 +25,7 @@ from atropos.envs.adapter import (
     BaseEnv,
     Item,
     ScoredDataGroup,
-    ServerBaseline,
+    ServerConfigs,
     load_tokenizer,
     prepare_server_configs,
     prepare_servers,
@@ -79,7 +79,7 @@ class SandboxEnv(BaseEnv):
     def __init__(
         self,
         config: SandboxEnvConfig,
-        server_configs: ServerBaseline | APIServerConfig | Sequence[APIServerConfig],
+        server_configs: ServerConfigs,
         slurm: bool = False,
         testing: bool = False,
     ) -> None:

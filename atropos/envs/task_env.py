@@ -14,11 +14,12 @@ import logging
 import os
 from dataclasses import replace
 from functools import partial
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import Field
 
 from atropos.agent import AgentConfig, AgentResult, AtroposAgent
+from atropos.envs.adapter import ServerConfigs
 from atropos.envs.config import Names
 from atropos.envs.dataset_env import DatasetEnv, DatasetEnvConfig
 from atropos.envs.running.rollout import Rollout, VerifierError
@@ -93,9 +94,11 @@ class TaskEnv(DatasetEnv):
     env_config_cls = TaskEnvConfig
     config: TaskEnvConfig  # pyright: ignore[reportIncompatibleVariableOverride]
 
-    def __init__(self, config: TaskEnvConfig, *args: Any, **kwargs: Any) -> None:
+    def __init__(
+        self, config: TaskEnvConfig, server_configs: ServerConfigs, slurm: bool = False, testing: bool = False
+    ) -> None:
         tasks = _usable(config)
-        super().__init__(config, *args, **kwargs)
+        super().__init__(config, server_configs, slurm, testing)
         self.items: list[Task] = tasks
         self._from: dict[str, Snapshot | None] = {}
         self._kept: dict[str, Snapshot] = {}

@@ -36,7 +36,7 @@ from typing import Any
 
 from atropos.agent import AgentConfig, AtroposAgent
 from atropos.agent.model import EXACT
-from atropos.envs.adapter import Item, server_types
+from atropos.envs.adapter import Item, ServerConfigs, server_types
 from atropos.envs.hermes.bridge import body as bridge_body
 from atropos.envs.hermes.bridge import bridged
 from atropos.envs.hermes.config import HermesAgentEnvConfig
@@ -78,8 +78,10 @@ class HermesAgentBaseEnv(SandboxEnv):
         if own is not None:
             cls.setup = _after_base_setup(own)  # pyright: ignore[reportAttributeAccessIssue]
 
-    def __init__(self, config: HermesAgentEnvConfig, *args: Any, **kwargs: Any) -> None:
-        super().__init__(config, *args, **kwargs)
+    def __init__(
+        self, config: HermesAgentEnvConfig, server_configs: ServerConfigs, slurm: bool = False, testing: bool = False
+    ) -> None:
+        super().__init__(config, server_configs, slurm, testing)
         if config.extra_body and server_types(self.server) & EXACT:
             raise ConfigError("env.extra_body: only OpenAI-compatible servers take it; remove it for vllm and sglang")
         if config.enabled_toolsets is None and config.distribution is None:
