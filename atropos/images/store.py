@@ -113,7 +113,7 @@ class ImageStore:
         return str(tree / "rootfs")
 
     def let_go(self, image_id: str) -> None:
-        """The opposite of one `hold`."""
+        """Undo one `hold`."""
         fd, uses = self._held.pop(image_id, (-1, 0))
         if uses > 1:
             self._held[image_id] = fd, uses - 1

@@ -191,12 +191,12 @@ class _Unauthenticated(asyncio.Protocol):
         self._admission.discard(self)
 
     def pause_writing(self) -> None:
-        """The answer waits for the peer."""
+        """Note that the peer does not read: asyncio's flow control."""
         if self._http is not None:
             self._http.pause_writing()
 
     def resume_writing(self) -> None:
-        """The peer reads again."""
+        """Note that the peer reads again."""
         if self._http is not None:
             self._http.resume_writing()
 
@@ -251,7 +251,7 @@ class _Unauthenticated(asyncio.Protocol):
 
 
 def _without_body(request: h11.Request) -> bytes:
-    """A request's head anew: no body follows it, and the connection ends with its answer."""
+    """Rewrite a request's head: no body follows, and the connection closes after the answer."""
     lines = [b"%s %s HTTP/1.1" % (request.method, request.target)]
     lines += [b"%s: %s" % (name, value) for name, value in request.headers if name == b"host"]
     return b"\r\n".join([*lines, b"Connection: close", b"", b""])

@@ -130,7 +130,7 @@ def literal(host: str) -> Address | None:
 
 
 def plain(address: Address) -> Address:
-    """The one spelling of an address: IPv4 where it is IPv4 in an IPv6 coat, which the kernel takes for the same."""
+    """The canonical form of an address: IPv4 for IPv4-mapped IPv6, which the kernel treats as the same."""
     if isinstance(address, ipaddress.IPv6Address):
         if address.scope_id is not None:
             address = ipaddress.IPv6Address(int(address))

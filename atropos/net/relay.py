@@ -1,4 +1,4 @@
-"""A forward proxy's work on one connection: read the request, have it judged and dialled, and relay until it ends.
+"""One connection of a forward proxy: read the request, check and dial its destination, relay until it ends.
 
 h11 reads and writes every message, both ways, so that nothing reaches an origin but one well-formed request, and no
 answer but its own reaches the client. Each connection serves one request. Every refusal is a readable HTTP answer.
@@ -35,7 +35,7 @@ _HOP_BY_HOP = {b"connection", b"keep-alive", b"proxy-authenticate", b"proxy-auth
 
 
 class OutOfBytes(Exception):
-    """No more bytes may be moved."""
+    """The byte budget is used up."""
 
 
 def basic_credentials(username: str, password: str) -> bytes:

@@ -136,7 +136,7 @@ class RunnerLink:
         waiting, self._open = self._open, {}
         for _, done in waiting.values():
             if done is not None:
-                self._loop.call_soon(done, error)  # not before whoever closes has put down why
+                self._loop.call_soon(done, error)  # only after the caller of `close` has recorded the reason
         if not self.ready.done():
             self.ready.set_exception(error)
             self.ready.exception()  # nobody may be waiting for it

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 START_DEADLINE_S = 20.0
 STOP_DEADLINE_S = 10.0
 ERRORS_BYTES = 4096
-"""Of what a start writes about its failure, how much is kept."""
+"""Most bytes kept of the error output of a start."""
 ANSWER_GRACE_S = 15.0
 """How much longer than an operation's own limit an answer may take before the slot counts as broken."""
 FILE_DEADLINE_S = 30.0
@@ -244,7 +244,7 @@ class SlotSandbox:
             self._channel.cancel(number)
 
     def forget(self, call_id: str) -> None:
-        """Kill what the call started, and hear nothing of it any more."""
+        """Kill what the call started, and ignore its answer."""
         call = self._calls.pop(call_id, None)
         self._watch.forget(call_id)
         if call is not None and self._channel is not None:
@@ -257,7 +257,7 @@ class SlotSandbox:
     # ------------------------------------------------------------------------------------------------------------ start
 
     async def start(self, base: skeleton.Base) -> None:
-        """Start bubblewrap and wait for the runner's first word.
+        """Start bubblewrap and wait for the runner's first message.
 
         Raises:
             SandboxError: it could not be started; `stop` cleans up.
@@ -364,7 +364,7 @@ class SlotSandbox:
         return self._volume.upper
 
     def give_way(self) -> None:
-        """From now on its programs get CPU time that others leave."""
+        """Give its programs only the CPU time that others leave."""
         self._cgroup.give_way()
 
     async def _hello(self, status: socket.socket) -> None:
@@ -385,7 +385,7 @@ class SlotSandbox:
         return self.died.result() if self.died.done() else "it was stopped"
 
     def _broke(self, reason: str) -> None:
-        """The sandbox ended by itself, or can't be trusted: it is killed, and `died` says why."""
+        """Kill a sandbox that ended by itself or can't be trusted; `died` gets the reason."""
         if self._channel is not None and not self._channel.closed:
             self._channel.close(OutcomeUnknown(f"slot {self.name} ended while the call ran: {reason}"))
         if self._stopping is None and not self._gone:

@@ -162,7 +162,7 @@ class SlotHost:
         self.state.bases[name] = replace(base, image=image, layers=(*folders, *base.layers))
 
     def drop_base(self, name: str) -> None:
-        """Nothing stands on the image any more; it may be removed for others."""
+        """Let the store remove an image on which nothing stands."""
         base = self.state.bases.pop(name)
         assert base.image is not None
         for image in self.store.chain(base.image):  # none of them could be removed meanwhile

@@ -1,4 +1,4 @@
-"""The server's pulse: expired leases end, dead streams are cut, what nobody needs is forgotten."""
+"""Periodic upkeep: ends expired leases, cuts dead streams, forgets clients, snapshots and images that nobody needs."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ class WarmPool:
         host: makes them.
         target: how many there should be right now.
         parallel: starts at once.
-        broken: called when starts keep failing, with the reason.
+        broken: called with the reason when starts keep failing.
         network: the kind to start ahead until somebody asks.
     """
 
@@ -198,7 +198,7 @@ class WarmPool:
         await asyncio.sleep(BACKOFF_S[failures - 1])
 
     def _over(self, start: asyncio.Task[None]) -> None:
-        """A start has ended, whether well or after its pause: until now it counted as one that is on its way."""
+        """Remove an ended start from the count, and refill."""
         del self._starts[start]
         self.fill()
 

@@ -21,16 +21,16 @@ if TYPE_CHECKING:
         """What a process was started for."""
 
         def ended(self, code: int) -> None:
-            """It was reaped, with this exit code (-N: by signal N)."""
+            """Called when it was reaped, with its exit code (-N: by signal N)."""
 
 
 MAX_REAPED = 256
-"""Ended processes taken in one go, before those that wait for an answer get it."""
+"""Most ended processes that are reaped before waiting calls are answered."""
 KILL_PATIENCE_S = 5.0
 
 
 class Children:
-    """The children that were asked for, by pid."""
+    """The children that calls started, by pid."""
 
     def __init__(self) -> None:
         self.running: dict[int, Child] = {}
@@ -41,7 +41,7 @@ class Children:
         """A pipe that a signal writes to."""
 
     def reap(self) -> None:
-        """Reap what has ended, asked for or inherited."""
+        """Reap every ended child: those that calls started, and orphans."""
         try:
             os.read(self.wake, 4096)
         except BlockingIOError:
@@ -76,11 +76,11 @@ children = Children()
 
 
 def pids(wanted: Callable[[int, int, int], bool]) -> list[int]:
-    """Pids of all processes but zombies of which `wanted(pid, session, group)` says so, by /proc."""
+    """Pids of the live processes in /proc for which `wanted(pid, session, group)` is true; no zombies."""
     found: list[int] = []
     try:
         names = os.listdir("/proc")
-    except OSError:  # no descriptor is left for it
+    except OSError:  # out of descriptors
         return found
     for name in names:
         if name.isdigit() and name != "1":
@@ -128,7 +128,7 @@ def signal_session(session: int, number: int) -> None:
 
 
 def with_room(start: Callable[[], Started]) -> Started:
-    """What `start` returns. Where the limit of processes refuses it, what ended commands left running makes room for it."""
+    """Return what `start` returns. At the limit of processes, first kill what ended commands left running."""
     try:
         return start()
     except BlockingIOError:
@@ -151,12 +151,12 @@ def leftovers() -> list[int]:
 
 
 def end_leftovers() -> None:
-    """End what commands left running, a bomb that forks faster than it is killed too; children that were asked for stay."""
+    """Kill what ended commands left running, even a fork bomb; keep the children of calls."""
     if not children.running:
         kill_all()
         return
     stopped: set[int] = set()
-    # what is stopped forks no more but still counts: after a round or two there is no place left to fork into
+    # stopped processes cannot fork but still count: after a round or two the limit stops the bomb
     for _ in range(50):
         found = [pid for pid in leftovers() if pid not in stopped]
         signal_each(found, signals.SIGSTOP)
@@ -167,7 +167,7 @@ def end_leftovers() -> None:
 
 
 def kill_all() -> None:
-    """Kill everything but this process. One call to the kernel: nothing can fork away from it."""
+    """Kill every other process, in one system call, so that none can escape by forking."""
     try:
         os.kill(-1, signals.SIGKILL)
     except ProcessLookupError:
@@ -181,7 +181,7 @@ def op_end_leftovers(call: int) -> None:
 
 
 def wait_for_leftovers(call: int, until: float) -> None:
-    """Answer when none is left."""
+    """Answer once none is left."""
     children.reap()
     if now() > until or not leftovers():
         link.answer(call, "done", {})
@@ -190,13 +190,13 @@ def wait_for_leftovers(call: int, until: float) -> None:
 
 
 def op_end_all(call: int) -> None:
-    """Kill everything but this process; what was running is answered for as it ends."""
+    """Kill every other process; running calls are answered as their processes are reaped."""
     kill_all()
     link.answer(call, "done", {})
 
 
 def op_quiesce(call: int) -> None:
-    """Kill everything but this process; answered when it is alone."""
+    """Kill every other process, and answer when this one is alone."""
     count = sum(name.isdigit() for name in os.listdir("/proc")) - 1
     kill_all()
     children.quiescing.append((call, count))

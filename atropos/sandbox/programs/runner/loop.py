@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 IN, OUT = select.POLLIN, select.POLLOUT
 WRITABLE = select.POLLOUT | select.POLLERR
-"""A full pipe that nobody reads any more is an error and no room: its writer has to learn of it, too."""
+"""A full pipe whose reader has closed it reports an error, not room. Its writer must be called, too."""
 CHUNK = 65536
 now = time.monotonic
 
@@ -43,7 +43,7 @@ class Loop:
         return self.serial
 
     def run(self) -> None:
-        """Serve for good."""
+        """Run until the process ends."""
         poll, readers, writers, timers = self.poll.poll, self.readers, self.writers, self.timers
         while True:
             timeout = None

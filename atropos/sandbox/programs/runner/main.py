@@ -34,7 +34,7 @@ NO_HANDLER = (
 
 
 def op_init(call: int, environment: dict[str, str], output_bytes: int, wall_s: float) -> None:
-    """Set this slot up as the server says: its first message.
+    """Set this slot up by the server's first message.
 
     With it comes this process's own oom_score_adj: from inside nobody, this process included, opens it.
     """
@@ -51,13 +51,13 @@ def op_init(call: int, environment: dict[str, str], output_bytes: int, wall_s: f
         make_folders(WORKSPACE)
     except OSError:
         pass
-    for fd in (0, 1, 2):  # up to here, the server hears what goes wrong
+    for fd in (0, 1, 2):  # until now errors reached the server
         os.dup2(state.null, fd, inheritable=True)
     link.answer(call, "ready", {"pid": os.getpid()})
 
 
 def op_limits(call: int, environment: dict[str, str], wall_s: float) -> None:
-    """The lease has limits of its own: change these parts of what `op_init` set."""
+    """Replace these settings of `op_init` with the limits of a lease."""
     state.environment |= environment
     state.block = block_of(state.environment)
     state.wall_s = wall_s
@@ -65,11 +65,11 @@ def op_limits(call: int, environment: dict[str, str], wall_s: float) -> None:
 
 
 def ignore_signal(number: int, frame: object) -> None:
-    """The handler of SIGCHLD: what it is for is the byte that Python writes to the pipe."""
+    """Do nothing on SIGCHLD: having a handler makes Python write a byte to the wakeup pipe."""
 
 
 def main() -> None:
-    """Serve the slot for good."""
+    """Serve the slot until the server goes."""
     if not deny_tracing():  # before anything else runs in this slot
         end_process(3)
     drop_capabilities()
@@ -112,5 +112,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    gc.disable()  # nothing of what is made until the loop runs is garbage
+    gc.disable()  # nothing allocated before the loop runs is garbage
     main()

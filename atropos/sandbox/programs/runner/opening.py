@@ -8,7 +8,7 @@ from atropos.sandbox.programs.runner.failures import OpFailed, text
 
 
 def open_at_once(path: str, flags: int, mode: int = 0o644, folder: int | None = None) -> int:
-    """Without waiting for a program that holds a lease (F_SETLEASE) on the file."""
+    """Open a file without waiting for a program that holds a lease (F_SETLEASE) on it."""
     try:
         return os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY, mode, dir_fd=folder)
     except BlockingIOError:
@@ -16,7 +16,7 @@ def open_at_once(path: str, flags: int, mode: int = 0o644, folder: int | None = 
 
 
 def open_regular(path: str, flags: int = os.O_RDONLY, folder: int | None = None) -> tuple[int, os.stat_result]:
-    """A regular file opened without ever waiting: not on a FIFO, not on a device, not on a lease."""
+    """Open a regular file without blocking on a FIFO, a device or a lease."""
     fd = open_at_once(path, flags, folder=folder)
     try:
         found = os.fstat(fd)
@@ -32,7 +32,7 @@ def open_regular(path: str, flags: int = os.O_RDONLY, folder: int | None = None)
 
 
 def read_all(fd: int, offset: int, limit: int) -> bytes:
-    """At most `limit` bytes from `offset` on."""
+    """Read at most `limit` bytes from `offset`."""
     parts: list[bytes] = []
     while limit > 0:
         data = os.pread(fd, min(limit, 1 << 20), offset)

@@ -18,7 +18,7 @@ def path_of(path: str) -> str:
 
 
 def exists(path: str) -> bool:
-    """Whether there is anything, links followed."""
+    """Whether the path exists, after following links."""
     try:
         os.stat(path)
     except (OSError, ValueError):
@@ -27,7 +27,7 @@ def exists(path: str) -> bool:
 
 
 def is_folder(path: str) -> bool:
-    """Whether it is a folder, links followed."""
+    """Whether the path is a folder, after following links."""
     try:
         return os.stat(path).st_mode & 0o170000 == 0o040000
     except (OSError, ValueError):
@@ -35,7 +35,7 @@ def is_folder(path: str) -> bool:
 
 
 def make_folders(path: str) -> None:
-    """A folder and those above it; one that is there already is right."""
+    """Make a folder and its parents, unless they exist."""
     try:
         os.mkdir(path, 0o755)
     except FileNotFoundError:

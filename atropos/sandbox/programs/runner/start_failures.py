@@ -1,4 +1,4 @@
-"""Why a command could not be started, in words that say what happened in the slot."""
+"""Why a command could not be started, explained for the model."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class UserRefused(OSError):
 
 
 def start_failure(error: OSError, where: str, program: str | None) -> OpFailed:
-    """What to answer for a command that never ran in the folder `where`; without a `program`, a shell's."""
+    """The answer for a command that could not start in the folder `where`; `program` None: it was a shell."""
     if isinstance(error, ShellHeld):
         return OpFailed("io", "a program that runs in this slot holds a lease (F_SETLEASE) on the shell; end it first")
     if isinstance(error, UserRefused):

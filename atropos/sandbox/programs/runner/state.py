@@ -1,4 +1,4 @@
-"""What the server said at the start about this slot, and descriptors that are open for good."""
+"""Settings of this slot from the server's first message, and descriptors that stay open."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ class RunnerState:
         """An empty file in memory that a child writes to when its program can't be started."""
 
     def expose_children(self) -> None:
-        """Have children inherit that in a slot out of memory they go before this process does."""
+        """Let children inherit a score by which the kernel kills them before this process when memory runs out."""
         if self.oom >= 0:
             os.pwrite(self.oom, b"1000", 0)
 
     def protect_self(self) -> None:
-        """The end of `expose_children`."""
+        """Undo `expose_children`."""
         if self.oom >= 0:
             os.pwrite(self.oom, b"0", 0)
 

@@ -24,7 +24,7 @@ def end_process(code: int) -> NoReturn:
 
 
 def deny_tracing() -> bool:
-    """Have no process of this slot trace or read this one."""
+    """Forbid every process of this slot to trace or read this one."""
     return _ctypes.call_function(c_function("prctl"), (PR_SET_DUMPABLE, 0, 0, 0, 0)) == 0
 
 

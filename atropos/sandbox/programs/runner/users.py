@@ -30,11 +30,11 @@ class Identity:
         self.name, self.uid, self.gid, self.groups, self.home = name, uid, gid, groups, home
 
     def environment(self) -> dict[str, str]:
-        """What a login would set."""
+        """The variables that a login sets."""
         return {"HOME": self.home, "USER": self.name, "LOGNAME": self.name}
 
     def perform(self, job: Callable[[], Outcome]) -> Outcome:
-        """In a child: become this user for good, and do the job."""
+        """Switch to this user irreversibly, in a child, and run the job."""
         try:
             os.setgroups(self.groups)
             os.setresgid(self.gid, self.gid, self.gid)
@@ -81,7 +81,7 @@ def group_id(group: str, rows: list[list[str]]) -> int:
 
 
 def table(path: str) -> list[list[str]]:
-    """The rows of a file whose fields stand between colons; none of one that can't be read."""
+    """Rows of a file with colon-separated fields; none if it can't be read."""
     try:
         fd, _ = open_regular(path)
     except (OSError, OpFailed):

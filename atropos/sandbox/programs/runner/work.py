@@ -67,12 +67,12 @@ class Work:
         self.finish()
 
     def timeout(self) -> None:
-        """Its time is over."""
+        """Kill it at its deadline."""
         self.why = OpFailed("timeout", f"the operation took longer than {WORK_DEADLINE_S:.0f} s", "time")
         self.stop()
 
     def cancel(self) -> None:
-        """Nobody waits for it any more."""
+        """Kill it for a cancelled call."""
         self.why = OpFailed("timeout", "the operation was cancelled")
         self.stop()
 
@@ -85,7 +85,7 @@ class Work:
         self.finish()
 
     def ended(self, code: int) -> None:
-        """It was reaped; the end of its pipe says more."""
+        """Do nothing when it is reaped: the end of its pipe triggers the answer."""
 
     def finish(self) -> None:
         """Answer with its outcome."""

@@ -19,7 +19,7 @@ from atropos.errors import SandboxError
 OPEN_S = 20.0
 """Longest a request waits for its stream's operation to start, in seconds; the client asks again."""
 IDLE_S = 60.0
-"""A stream in which no byte moved for this long is broken off, in seconds."""
+"""Longest pause between bytes of a stream before it is aborted, in seconds."""
 COPY_BYTES = 1 << 18
 MAX_OPEN = 16
 """Streams of one lease that are open at once: one runs, the others have not been read to their end."""
@@ -57,7 +57,7 @@ class FileStream:
         return f"<FileStream {self.received} bytes received{', closed' if self.closed else ''}>"
 
     def _look(self) -> None:
-        """One timer a stream, which finds out how long nothing moved."""
+        """Abort the stream when it was idle for `IDLE_S`; else check again."""
         left = self._moved_at + IDLE_S - self._loop.time()
         if left > 0:
             self._timer = self._loop.call_later(left, self._look)
@@ -66,7 +66,7 @@ class FileStream:
             self._broke_off()
 
     def close(self) -> None:
-        """End it; a file that has not come whole is not put in its place."""
+        """Close both ends; an incomplete file is discarded."""
         if not self.closed:
             self._unwatch()
             self.closed = True

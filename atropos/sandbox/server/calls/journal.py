@@ -110,7 +110,7 @@ class Journal:
         return None
 
     def open(self, call: Call) -> JournalEntry:
-        """Take the id of a new call. A cancel that came before it is answered at once, without running."""
+        """Register a new call. One that was cancelled before it came is answered at once, and does not run."""
         self._next += 1
         entry = JournalEntry(call.call_id, call.lease_id, f"c{self._next}", traceparent=call.traceparent)
         self.entries[call.call_id] = entry
@@ -150,7 +150,7 @@ class Journal:
             self._forget(entry)
 
     def keep(self, entry: JournalEntry) -> None:
-        """The answer was given, and nobody will acknowledge it: it stays for a while, in case that it is asked for again."""
+        """Keep an answer given by HTTP, which nobody acknowledges, for a repeated request."""
         if entry.kept:
             return
         entry.kept = True
@@ -163,7 +163,7 @@ class Journal:
                 self._drop(oldest)
 
     def give_up(self, lease_id: str) -> list[JournalEntry]:
-        """Nobody will acknowledge what there is of this lease: it is dropped. Returns its entries, for who may wait even so."""
+        """Drop all answers of a lease that nobody will acknowledge. Returns its entries, which may still have waiters."""
         log = self._logs.get(lease_id)
         entries = list(log.done.values()) if log is not None else []
         for entry in entries:
@@ -171,7 +171,7 @@ class Journal:
         return entries
 
     def forget_lease(self, lease_id: str) -> None:
-        """Nothing of this lease can be asked for any more."""
+        """Forget everything about a lease."""
         log = self._logs.pop(lease_id, None)
         if log is not None:
             self.bytes -= log.bytes

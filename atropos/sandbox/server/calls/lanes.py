@@ -123,7 +123,7 @@ class Lanes:
         return barrier.done
 
     def cancel(self, entry: JournalEntry) -> None:
-        """Give a call up: one that waits is answered at once, one that runs is killed and answers by itself."""
+        """Cancel a call: a queued one is answered at once; a running one is killed, and its result says so."""
         entry.cancelled = True
         if entry.state == "running":
             if entry.call_id in self._streaming:
@@ -133,7 +133,7 @@ class Lanes:
             self._answer(entry, cancelled_reply(entry.call_id))
 
     def close(self, code: str, message: str) -> None:
-        """Run nothing more: each call that has no answer gets this fault now. `join` waits for what ran."""
+        """Stop: answer each pending call with this fault. `join` waits for what ran."""
         if self._closed is not None:
             return
         self._closed = (code, message)
@@ -233,7 +233,7 @@ class Lanes:
         return True
 
     def _begin_stream(self, entry: JournalEntry, operation: ReadStream | WriteStream, ended: OnResult) -> None:
-        """Hand an operation with a stream over."""
+        """Start an operation that has a stream."""
 
         def broke_off() -> None:
             self.streams.end(operation.stream)
@@ -292,7 +292,7 @@ class Lanes:
             self._kick()
 
     def _failed(self, entry: JournalEntry, operation: Operation, code: str, message: str) -> None:
-        """What a raised error means: in a barrier the process a call watched was ended on purpose."""
+        """Answer for a raised error. During a barrier, calls on processes fail because it ended them on purpose."""
         if self._closed is not None:
             code, message = self._closed
         elif self._barrier and isinstance(operation, SIDE):

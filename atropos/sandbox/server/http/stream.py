@@ -44,7 +44,7 @@ that fast: then a call takes several times as long as its answer waits."""
 MAX_BATCH = 200
 """Most messages in one frame to a client."""
 FULL_S = 0.005
-"""After a full buffer, how long until it is looked at again, in seconds."""
+"""Pause before a full write buffer is checked again, in seconds."""
 MAX_BATCH_BYTES = 1024 * 1024
 """A frame is closed when it is this large, so that a large answer delays the others no longer than it must."""
 MAX_QUEUED_BYTES = 256 * 1024 * 1024
@@ -273,7 +273,7 @@ class Stream:
                     self._flushing = True
                     self._loop.call_later(FULL_S, self._flush)
                     return
-                # By hand, on the transport: a frame is a few bytes before the batch, and this is on every call's way.
+                # Framed by hand: a few bytes before the batch, on the path of every call.
                 transport.write(_framed(self._next_batch()))
                 if self.paused:
                     self.heard_at = self._state.now()

@@ -29,7 +29,7 @@ class CallIntake:
         self._state = state
 
     def submit(self, client: ClientState, call: Call) -> JournalEntry | Fault:
-        """Take a call: run it if it is new, find it if it is not. A `Fault` means that it was not run (again)."""
+        """Accept a call: run a new one, find a known one. A `Fault` means that it was not run (again)."""
         known = client.journal.look_up(call)
         if known is not None:
             if isinstance(known, JournalEntry) and known.state == "done":
@@ -63,7 +63,7 @@ class CallIntake:
         return _fault(call, LeaseExpired.code if ended.code == "released" else ended.code, ended.message)
 
     def cancel(self, client: ClientState, call_id: str) -> None:
-        """Give a call up; if it has not come yet, it will not run when it does."""
+        """Cancel a call, even before it arrives."""
         entry = client.journal.entries.get(call_id)
         if entry is None:
             client.journal.cancel_early(call_id)

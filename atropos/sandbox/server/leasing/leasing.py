@@ -77,7 +77,7 @@ class Leasing:
     # --------------------------------------------------------------------------------------------------------- leasing
 
     async def acquire(self, request: LeaseRequest) -> Lease:
-        """Grant a lease, or tell why not.
+        """Grant a lease.
 
         Raises:
             PoolFull: there is no room for this client now.
@@ -216,7 +216,7 @@ class Leasing:
     # ---------------------------------------------------------------------------------------------------------- ending
 
     async def release(self, lease_id: str, epoch: int | None) -> ReleaseResult:
-        """Give a slot back. Again and again with the same answer; a lease that is over answers `released=False`."""
+        """End a lease at its holder's request. Idempotent; `released=False` for a lease that ended otherwise."""
         found = self._table.find(lease_id, epoch)
         if found is None:
             self._table.refuse_later(lease_id, self._state.now())
@@ -271,7 +271,7 @@ class Leasing:
         return ended
 
     def _offer(self) -> None:
-        """Tell the clients that were refused that asking again is worth it."""
+        """Notify refused clients that a slot is free."""
         clients = self._state.clients
         if self._table.free and not self._table.draining:
             for client_id in self._table.offer(self._state.now(), clients.hears):
@@ -298,14 +298,14 @@ class Leasing:
                 return
 
     def breaks(self, reason: str) -> None:
-        """The server can't go on: it takes no new leases, and ends when the last one has."""
+        """Stop granting leases for good; the server ends after the last lease."""
         if not self.broken:
             log.error("the server is broken: %s", reason)
             self.broken = reason
             self.drain(None)
 
     def drain(self, deadline_s: float | None) -> None:
-        """Take no new leases; tell the clients."""
+        """Stop granting leases, and notify the clients."""
         if not self._table.draining:
             self._table.draining = f"the server is broken: {self.broken}" if self.broken else "the server is draining"
         self._deadline_s = deadline_s

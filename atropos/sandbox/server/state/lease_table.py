@@ -247,11 +247,15 @@ class LeaseTable:
         return f"no free slot: {counts}{kept}"
 
     def wanting(self) -> list[str]:
-        """The clients that were refused and should hear of a free slot, in the order in which they come."""
+        """The refused clients to notify of a free slot, in the order in which they are served."""
         return sorted(self._wants, key=lambda name: (self._counts[name], self._wants[name].first))
 
     def offer(self, now: float, hears: Callable[[str], bool]) -> list[str]:
-        """A slot came free. Returns `wanting`; for those who can hear of it, however long ago they asked, it is kept a while."""
+        """Offer a free slot to the wanting clients. Those who can be notified keep it for a while, however long ago they asked.
+
+        Returns:
+            As `wanting`.
+        """
         for name, want in self._wants.items():
             for request in want.requests.values():
                 if not request.offered and hears(name):
@@ -262,7 +266,7 @@ class LeaseTable:
     # --------------------------------------------------------------------------------------------------- keeping alive
 
     def seen(self, client_id: str, now: float) -> None:
-        """The client gave a sign of life, which renews all its leases."""
+        """Record a sign of life of a client, which renews all its leases."""
         self._seen[client_id] = now
 
     def awoke(self, now: float) -> None:
@@ -314,7 +318,7 @@ class LeaseTable:
         return held
 
     def begin_end(self, held: HeldLease, code: str, message: str) -> bool:
-        """From now on nothing runs in it. False when that had begun before."""
+        """Mark a lease as ending: nothing runs in it any more. False when it was."""
         if held.state == "ending":
             return False
         held.state, held.code, held.message = "ending", code, message

@@ -97,7 +97,7 @@ class SnapshotStore:
     def commit(
         self, snapshot_id: str, top: Layer, below: Sequence[Layer], owner: str, base: str | None, now: float
     ) -> StoredSnapshot:
-        """The frozen layer became a snapshot."""
+        """Make a snapshot of a frozen layer, and end the reservation."""
         self.pending -= 1
         snapshot = StoredSnapshot(snapshot_id, (top, *below), owner, base, touched_at=now)
         self.by_id[snapshot_id] = snapshot
@@ -105,7 +105,7 @@ class SnapshotStore:
         return snapshot
 
     def abandon(self) -> None:
-        """The reserved snapshot was not taken."""
+        """Give up a reservation."""
         self.pending -= 1
 
     def get(self, snapshot_id: str) -> StoredSnapshot:
@@ -120,13 +120,13 @@ class SnapshotStore:
         return snapshot
 
     def hold(self, layers: Sequence[Layer]) -> None:
-        """Somebody stands on these layers."""
+        """Count one more user of these layers."""
         for layer in layers:
             self._layers[layer.id] = layer
             self._references[layer.id] += 1
 
     def let_go(self, layers: Sequence[Layer]) -> list[Layer]:
-        """Somebody left these layers. Returns the ones on which nothing stands any more, topmost first."""
+        """Count one user less of these layers. Returns the unused ones, topmost first."""
         unused: list[Layer] = []
         for layer in layers:
             self._references[layer.id] -= 1

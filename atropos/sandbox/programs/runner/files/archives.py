@@ -29,7 +29,7 @@ def op_tar(call: int, path: str, max_bytes: int, offset: int | None) -> None:
 
 
 class Enough(Exception):
-    """The part that was asked for is complete."""
+    """Raised when the requested part is complete."""
 
 
 class BoundedBuffer:

@@ -1,4 +1,4 @@
-"""Reading and writing files, without ever waiting for one."""
+"""Reads and writes files without blocking PID 1."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ else:
 
 
 SMALL_FILE = 1 << 20
-"""Files up to this size are served here; a larger one would keep other calls waiting, so a child does it."""
+"""Largest file that PID 1 itself reads or writes; a child takes larger ones, so that other calls need not wait."""
 
 
 def op_read_file(call: int, path: str, offset: int, max_bytes: int, user: str | None) -> None:
@@ -177,7 +177,7 @@ def write_all(fd: int, data: bytes, mode: int | None) -> None:
 
 
 def replace_file(folder: int, name: str, pieces: Iterable[bytes], mode: int | None, old: os.stat_result | None) -> None:
-    """Write beside, then rename: a reader sees the old file or the new one, and a full disk keeps the old one."""
+    """Write a temporary file and rename it: readers see the old file or the new, and a full disk keeps the old."""
     beside = f".{os.urandom(9).hex()}.tmp"  # a name that no program can have taken already, and never too long
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     fd = os.open(beside, flags, 0o644, dir_fd=folder)

@@ -38,7 +38,7 @@ class StreamWork(Work):
             os.close(stream)
 
     def cancel(self) -> None:
-        """Nobody waits for it any more: the server has closed the stream, so the child undoes its work and ends."""
+        """Let the child of a cancelled call undo its work: the server has closed the stream."""
         if self.timer < 0:
             self.why = OpFailed("timeout", "the operation was cancelled")
             self.timer = loop.later(now() + ABORT_S, self.stop)
@@ -64,7 +64,7 @@ class Incoming:
         self.over = False
 
     def fill(self) -> bool:
-        """Have something in the empty buffer; False at the end."""
+        """Fill the empty buffer; False at the end."""
         if not self.left and not self.over:
             length = self.receive(4)
             while len(length) < 4:
@@ -78,7 +78,11 @@ class Incoming:
         return True
 
     def receive(self, size: int) -> bytes:
-        """Some of so many bytes."""
+        """Wait for at least one byte, and at most `size`.
+
+        Raises:
+            OpFailed: the stream broke off.
+        """
         data = os.read(STREAM, size)
         if not data:
             raise OpFailed("io", "the stream broke off before its end")
@@ -99,7 +103,7 @@ class Incoming:
         return b"".join(parts)
 
     def pieces(self) -> Iterator[bytes]:
-        """All that is left."""
+        """The remaining pieces."""
         if self.at < len(self.buffer):
             yield self.buffer[self.at :]
         while self.fill():

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 NEW_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 MAX_EXTENDED = 1 << 20
-"""Longest extended header, in bytes; the kernel takes no path of a hundredth of it."""
+"""Longest extended header, in bytes: a hundred times the kernel's longest path."""
 
 
 def op_untar(call: int, path: str, data: bytes, owners: bool) -> None:
@@ -236,7 +236,7 @@ def extract(source: Readable, member: TarMember, places: Places) -> None:
 
 
 def replacing(folder: int, name: str, make: Callable[[], Made]) -> Made:
-    """What `make` makes, in the place of what has the name."""
+    """Replace what has the name by what `make` makes."""
     try:
         return make()
     except FileExistsError:

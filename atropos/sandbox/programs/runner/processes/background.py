@@ -65,14 +65,14 @@ class Proc:
         return True
 
     def was_read(self, offset: int) -> None:
-        """Whoever reads it has all before `offset`: what it holds back may come."""
+        """Note that the caller has everything before `offset`; read on if that makes room."""
         self.seen = max(self.seen, min(offset, self.total))
         if self.held and self.total - self.seen < self.size // 2:
             self.held = False
             loop.watch(self.fd, self.readable)
 
     def close_output(self) -> None:
-        """Nobody writes to it any more, or its process is dropped."""
+        """Close the output: its last writer is gone, or its process is dropped."""
         if self.fd >= 0:
             if not self.held:
                 loop.unwatch(self.fd)
@@ -92,7 +92,7 @@ class Proc:
             self.stdin = -1
 
     def ended(self, code: int) -> None:
-        """Its first process was reaped."""
+        """Read the rest of its output and wake waiting calls: its first process was reaped."""
         self.hold = False
         budget = 64
         while budget and self.fd >= 0 and self.readable():
@@ -128,7 +128,7 @@ class Proc:
         return fields, data
 
     def wake(self) -> None:
-        """Something has changed: those who wait look."""
+        """Let waiting calls check the new state."""
         for waiter in list(self.waiters):
             waiter.check()
 
@@ -143,7 +143,7 @@ class Proc:
         self.feed()
 
     def feed(self) -> None:
-        """Write what it reads."""
+        """Write queued input as far as the pipe has room."""
         try:
             while self.queue:
                 sent = os.write(self.stdin, self.queue[:CHUNK])
@@ -160,7 +160,7 @@ class Proc:
             self.close_stdin()
 
     def want_write(self, *, wanted: bool) -> None:
-        """Watch for room in its input, or stop to."""
+        """Start or stop watching its input for room."""
         if self.stdin < 0 or wanted == (self.stdin in loop.writers):
             return
         if wanted:
@@ -175,7 +175,7 @@ class Proc:
             loop.poll.unregister(self.stdin)
 
     def kill(self) -> None:
-        """Kill it where it still runs."""
+        """Kill it if it still runs."""
         if self.running:
             signal_session(self.pid, signals.SIGKILL)
 
@@ -203,7 +203,7 @@ class Waiter:
         self.check()
 
     def check(self) -> None:
-        """Answer where what it waits for is there."""
+        """Answer if its condition holds."""
         if self.finished:
             return
         moment, proc = now(), self.proc
@@ -221,7 +221,7 @@ class Waiter:
         self.timer = loop.later(wake, self.check)
 
     def cancel(self) -> None:
-        """Answer with what is there."""
+        """Answer with the present state and output."""
         if not self.finished:
             self.finished = True
             loop.timers.pop(self.timer, None)
@@ -231,7 +231,7 @@ class Waiter:
 
 procs: dict[str, Proc] = {}
 errors: dict[str, Proc] = {}
-"""What processes print as errors, where it is kept apart: as if it were the output of one more."""
+"""Separate error outputs of processes: each kept like the output of a further process."""
 
 
 def answer_state(call: int, proc: Proc, offset: int = 0, limit: int = 0) -> None:

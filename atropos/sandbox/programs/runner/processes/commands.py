@@ -70,11 +70,11 @@ class Command:
             loop.watch(self.err_fd, self.readable_err)
 
     def readable(self) -> None:
-        """Its output can be read."""
+        """Read its output."""
         self.read(self.fd, self.out)
 
     def readable_err(self) -> None:
-        """Its error output can be read."""
+        """Read its error output."""
         self.read(self.err_fd, self.err)
 
     def read(self, fd: int, part: HeadTail | None) -> int:
@@ -92,7 +92,7 @@ class Command:
         return len(data)
 
     def close(self, fd: int) -> None:
-        """Nobody writes to this pipe any more."""
+        """Close a pipe: its last writer is gone."""
         if fd < 0:
             return
         loop.unwatch(fd)
@@ -129,7 +129,7 @@ class Command:
             self.finish(code)
 
     def settle(self, code: int, until: float) -> None:
-        """Answer a killed command when all that was killed with it is gone, not only its first process."""
+        """Answer a killed command once its whole session is gone, not only its first process."""
         if not session_members(self.pid) or now() > until:
             self.finish(code)
             return
@@ -153,7 +153,7 @@ class Command:
         output = self.all.value()
         lost = self.all.dropped()
         if not (lost or self.timed_out or self.cancelled or self.limit or self.out) and code is not None:
-            # as a rule: what is left out has its default
+            # the common case: omitted fields have their defaults
             alone = ',"alone":true' if children.alone else ""
             took = f"{now() - self.started:.6f}"
             header = f'{{"id":{self.call},"r":{{"kind":"exec_result","exit_code":{code},"duration_s":{took}}},'
@@ -182,17 +182,17 @@ class Command:
         self.timer = loop.later(now() + KILL_PATIENCE_S, self.give_up)
 
     def give_up(self) -> None:
-        """Answer though it is still there."""
+        """Answer although SIGKILL has not ended it."""
         if children.running.pop(self.pid, None) is not None:
             self.ended(-9)
 
     def timeout(self) -> None:
-        """Its time is over."""
+        """Kill it at its deadline."""
         self.timed_out = True
         self.kill()
 
     def cancel(self) -> None:
-        """Nobody waits for it any more."""
+        """Kill it for a cancelled call."""
         if self.pid in children.running and not self.cancelled:
             self.cancelled = True
             loop.timers.pop(self.timer, None)

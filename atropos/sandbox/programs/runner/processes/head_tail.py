@@ -18,9 +18,9 @@ class HeadTail:
         self.total = 0
 
     def add(self, data: bytes) -> None:
-        """The stream goes on with `data`."""
+        """Append `data`."""
         if not self.total and len(data) <= self.half:
-            self.head = data  # as a rule it is all there is
+            self.head = data  # usually the whole output
             self.total = len(data)
             return
         if isinstance(self.head, bytes):
@@ -42,7 +42,7 @@ class HeadTail:
         self.tail_size = len(joined)
 
     def dropped(self) -> int:
-        """How many bytes of the middle are lost."""
+        """Bytes of the middle that were dropped."""
         return max(0, self.total - len(self.head) - min(self.half, self.tail_size))
 
     def value(self) -> bytes:

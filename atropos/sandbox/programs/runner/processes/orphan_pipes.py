@@ -12,7 +12,7 @@ orphan_pipes: dict[int, bool] = {}
 
 
 def adopt(fd: int) -> None:
-    """Read a pipe into nothing until its last writer is gone; beyond a number, the oldest is closed."""
+    """Discard what a pipe brings until its last writer is gone; at the bound, close the oldest pipe."""
     loop.unwatch(fd)
     while len(orphan_pipes) >= MAX_ORPHAN_PIPES:
         close_orphan(next(iter(orphan_pipes)))
@@ -30,7 +30,7 @@ def adopt(fd: int) -> None:
 
 
 def close_orphan(fd: int) -> None:
-    """Read it no more."""
+    """Stop reading it."""
     orphan_pipes.pop(fd, None)
     loop.unwatch(fd)
     os.close(fd)

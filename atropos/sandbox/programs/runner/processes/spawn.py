@@ -86,7 +86,7 @@ def candidates(program: str, block: list[bytes]) -> tuple[bytes, ...]:
 
 
 def control_terminal(path: str) -> None:
-    """In the child: the first terminal that the leader of a session opens controls it."""
+    """Open the terminal in the child: the first one that a session's leader opens controls it."""
     fd = os.open(path, os.O_RDWR)
     for number in range(3):
         os.dup2(fd, number)
@@ -179,7 +179,7 @@ def start_shell(command: str, where: str, start: Start) -> int:
 
 
 def give(pipes: list[int], identity: Identity) -> None:
-    """Have a user own the pipes and files of its program, which may open them again by /dev/stdout."""
+    """Give a user the pipes and files of its program, which may reopen them through /dev/stdout."""
     for fd in pipes:
         try:
             os.fchown(fd, identity.uid, identity.gid)
