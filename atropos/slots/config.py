@@ -85,7 +85,7 @@ class PoolSettings(SlotSettings):
     @model_validator(mode="before")
     @classmethod
     def _one_container_a_host(cls, data: object) -> object:
-        """Where ssh's hosts are named, there are no more containers than these unless said otherwise."""
+        """With ssh hosts, `max_containers` defaults to their number."""
         if isinstance(data, dict) and data.get("ssh_hosts"):
             hosts = TypeAdapter(HostNames).validate_python(data["ssh_hosts"])
             return {"max_containers": len(hosts), **data}

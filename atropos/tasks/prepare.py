@@ -1,4 +1,4 @@
-"""Preparing tasks: their images are pulled, their Dockerfiles built step by step, and each step is kept as an image.
+"""Prepares tasks: pulls their images, builds their Dockerfiles step by step, and keeps each step as an image.
 
 A step's key is the SHA-256 of what it starts from, its instruction and what it copies. The image store of the host keeps
 its result under that key, so that a step runs once a host, also for other tasks and other runs; a build that is there
@@ -34,7 +34,7 @@ from atropos.wire import ImageInfo, ImageSettings, ImageState
 RULES = 2
 """Part of every key: another number when a step's result changes though its instruction doesn't."""
 PAUSE_S = 0.2
-"""Between looks for a container that is up, where none was."""
+"""Interval between polls for a container that is up."""
 _LAST = 1 << 30
 """Number of the last stage."""
 
@@ -92,7 +92,7 @@ class _Build:
         return left
 
     def waiting(self) -> None:
-        """Another one builds the step."""
+        """Report that another builder works on the step, within the time limit."""
         self.left()
         self.progress(ImageState(source=self.task.name, phase="waiting"))
 

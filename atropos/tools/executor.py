@@ -1,4 +1,4 @@
-"""From a trajectory's tool call to its result: lease, order, routing, and which failures are whose."""
+"""Runs a trajectory's tool calls: lease, order, routing, and whose failure an error is."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ MAX_WAITING = 256
 INTERRUPT_S = 5.0
 """How long a release waits for interrupted calls before it takes their slot away."""
 FINISH_S = 5.0
-"""How long a release lets tools put away what they kept (recordings)."""
+"""How long a release waits for tools to store their recordings."""
 
 _log = logging.getLogger(__name__)
 

@@ -42,7 +42,7 @@ class ToolRegistry:
         self._tools[tool.name] = tool
 
     def remove(self, name: str) -> None:
-        """Offer a tool no more; an unknown name changes nothing."""
+        """Remove a tool; an unknown name changes nothing."""
         self._tools.pop(name, None)
 
     def get(self, name: str) -> Tool | None:

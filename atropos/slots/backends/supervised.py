@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("atropos.slots.servers")
 
 BACKOFF_S = (0.1, 10.0)
-"""First and longest pause before a server that ended is started anew."""
+"""First and longest pause before a server that ended is restarted."""
 PROVEN_S = 10.0
 """A server that ran this long was sound: the next start is without a pause."""
 HOPELESS = 5

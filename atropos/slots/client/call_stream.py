@@ -145,7 +145,7 @@ class CallStream:
         self.boot_id: str | None = None
         self.draining = False
         self.up = asyncio.Event()
-        """Set while connected, and for good once lost: whoever waits for it goes on and finds out."""
+        """Set while connected, and permanently once lost, so that its waiters wake and see why."""
         self.gone: str | None = None
 
     # ---------------------------------------------------------------------------------------------------------- calls

@@ -61,7 +61,7 @@ async def send(client: FileClient, lease: Lease, operation: WriteStream, pieces:
 
 
 async def _send(client: FileClient, lease: Lease, stream: str, pieces: Iterator[bytes]) -> None:
-    """All pieces. Who waits for the call ends this when it is in vain."""
+    """Send all pieces. The caller cancels this when the call has ended."""
 
     async def following() -> bytes:
         return await asyncio.to_thread(next, pieces, b"")

@@ -1,4 +1,4 @@
-"""What a pool counts as it goes: leases, operations, failures, and how long they took."""
+"""Counters of a pool: leases, operations, failures, and how long they took."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Outcome:
 
 
 class Counters:
-    """What a pool counts as it goes, whatever becomes of its containers; bounded.
+    """What a pool counts over its whole life, containers that ended included; bounded.
 
     Attributes:
         acquire: by `start` (warm: room was there at once; cold: a container or a slot had to come) and result.

@@ -198,7 +198,7 @@ class Fleet:
         return self.free - sum(seat.free // self.slot_mib for seat in self._kept)
 
     def withdraw(self, ticket: Ticket) -> None:
-        """Wait no more; idempotent."""
+        """Take a ticket out of the line; idempotent."""
         if not ticket.waiting:
             return
         self._served(ticket)

@@ -15,9 +15,9 @@ from atropos.slots.containers.state import SharedState
 log = logging.getLogger("atropos.slots")
 
 ASK_AGAIN_S = 5.0
-"""Containers that were asked for and did not come are asked for again after this: somebody else may have shrunk the job."""
+"""Pause before containers that did not appear are requested again: somebody else may have shrunk the job."""
 RELINK_S = 5.0
-"""How long a server that was lost may take to answer anew (it was restarted in place) before it is replaced."""
+"""How long a lost server may take to answer again (it may have been restarted in place) before it is replaced."""
 REFUSED_S = (0.5, 10.0)
 """First and longest pause after the backend refused to scale."""
 
@@ -37,7 +37,7 @@ class Keeper:
         self._links = links
         self._condemned: set[str] = set()
         self._unreplaced: dict[str, float] = {}
-        """Condemned containers that the backend could not replace, and when to try them anew, by the pool's clock."""
+        """Condemned containers that the backend could not replace, and when to connect to them again, by the pool's clock."""
         self._left: dict[str, set[str]] = {}
         """Snapshots that containers may still have from before they were lost, by the containers' ids."""
         self._worn: set[str] = set()
@@ -68,7 +68,7 @@ class Keeper:
             self._state.moved()
 
     def reconcile(self) -> None:
-        """Connect what is new and running; let go of what the backend says is gone.
+        """Connect to what is new and running; drop what the backend says is gone.
 
         Unknown is not empty: a failed poll leaves `containers()` as it was.
         """
@@ -130,14 +130,14 @@ class Keeper:
         self._state.replan()
 
     async def _tidy(self, link: ContainerLink) -> None:
-        """A server that was lost and is back ends our old leases by itself; our old snapshots it would keep for good."""
+        """Drop our old snapshots on a server that came back: it ends our old leases by itself, but keeps snapshots."""
         left = self._left.get(link.container.id, set())
         for snapshot_id in list(left):
             await link.client.drop_snapshot(snapshot_id)
             left.discard(snapshot_id)
 
     def _relink(self, link: ContainerLink, reason: str) -> None:
-        """A server was lost while its container is still listed: it may have been restarted in place."""
+        """Reconnect to a server that was lost while its container is still listed: it may have been restarted in place."""
         if link.gone is not None:
             return
         self._drop(link, reason)
@@ -145,10 +145,10 @@ class Keeper:
             self._connect(link.container, RELINK_S)
 
     async def _condemn(self, link: ContainerLink, reason: str) -> None:
-        """A container that is listed but can't be used: let go of it, and have the backend replace it.
+        """Drop a container that is listed but can't be used, and have the backend replace it.
 
-        One that the backend can't replace now is tried anew in a while: where the way to the engine was cut, it may well
-        be whole.
+        One that the backend can't replace now is connected to again later: it may be sound, and only the engine was
+        unreachable.
         """
         if link.gone is not None:
             return
@@ -188,7 +188,7 @@ class Keeper:
         )
 
     def _closing(self) -> int:
-        """How many run on but take no new leases."""
+        """How many containers run but take no new leases."""
         if len(self._state.fleet.seats) == self._state.fleet.ready:
             return 0
         return sum(
@@ -197,7 +197,7 @@ class Keeper:
         )
 
     def _needed(self) -> int:
-        """How many containers reach to the highest one in use. Only asked about when nothing waits."""
+        """How many containers there are up to the highest index in use; all of them while somebody waits."""
         fleet = self._state.fleet
         if fleet.waiting:
             return self.containers
@@ -236,7 +236,7 @@ class Keeper:
                 pass
 
     async def _replace_worn(self, situation: PoolState) -> None:
-        """Close a container whose retired slots are missed, and replace the closed ones that are empty by now."""
+        """Close a container whose retired slots are needed, and replace closed ones that have become empty."""
         if (seat := worn_out(situation, self._limits, self._state.fleet.seats.values())) is not None:
             log.info(
                 "container %s: %d of %d slots are retired; closed to be replaced", seat.key, seat.retired, seat.slots
@@ -249,7 +249,7 @@ class Keeper:
                 await self._condemn(link, f"{link.seat.retired} of its {link.seat.slots} slots were retired")
 
     def _missing(self, target: int) -> bool:
-        """Whether containers that were asked for a while ago are not to be seen."""
+        """Whether containers that were requested a while ago have not appeared."""
         return self._seen < target and self._state.now() > self._asked_at + ASK_AGAIN_S
 
     async def ask(self, count: int, reason: str) -> None:

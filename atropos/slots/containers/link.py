@@ -48,7 +48,7 @@ class ContainerClient(FileClient, Protocol):
         ...
 
     async def acquire(self, request: wire.LeaseRequest) -> wire.Lease:
-        """Lease a slot; one whose answer is lost, or awaited no more, it gives back by itself."""
+        """Lease a slot. A lease whose answer is lost, or whose caller was cancelled, is released."""
         ...
 
     async def release(self, lease: wire.Lease) -> wire.ReleaseResult:
@@ -162,7 +162,7 @@ class ContainerLink:
     # ------------------------------------------------------------------------------------------------------- life
 
     async def connect(self) -> None:
-        """Until it succeeds or trying makes no sense, and the server isolates what the pool's configuration requires.
+        """Connect, retrying what is retryable, and check that the server isolates what the pool's configuration requires.
 
         Raises:
             SandboxError: trying again would change nothing.
@@ -181,7 +181,7 @@ class ContainerLink:
         await self._check_isolation()
 
     async def _check_isolation(self) -> None:
-        """A container that somebody else configured must give what this pool promises."""
+        """Refuse a container, configured by somebody else, that gives less than this pool promises."""
         config = self.state.config
         if not (config.require_sandbox or config.require_stateful_sandbox):
             return
@@ -247,7 +247,7 @@ class ContainerLink:
     # --------------------------------------------------------------------------------------------------- releases
 
     async def release(self, lease: wire.Lease, mib: int) -> None:
-        """Give a slot back until the server confirms it; a server that never does is replaced.
+        """Release a slot, retrying until the server confirms it; a server that never does is replaced.
 
         Args:
             lease: of the slot.
@@ -303,10 +303,10 @@ class ContainerLink:
             self.state.serve()
 
     def look(self, *, wait: bool = False) -> None:
-        """Ask the container for its own count soon, and again while somebody waits for a slot that it may have.
+        """Poll the container's own count of free memory soon, and again while somebody waits for a slot that it may have.
 
         Args:
-            wait: not at once, since it was asked just now.
+            wait: not at once, since it was polled just now.
         """
         if self.gone is not None:
             return

@@ -1,4 +1,4 @@
-"""What the parts of a pool share: its fleet, its counters, its tasks, its clock, and who waits."""
+"""What the parts of a pool share: fleet, counters, tasks, clock and waiting acquires."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class SharedState:
     # ------------------------------------------------------------------------------------------------------ waiters
 
     def serve(self) -> None:
-        """Hand free slots to those who wait."""
+        """Give free slots to waiting acquires."""
         for ticket in self.fleet.match():
             future = self.waiters[ticket]
             if not future.done():
@@ -88,26 +88,26 @@ class SharedState:
     # --------------------------------------------------------------------------------------------------------- news
 
     def replan(self) -> None:
-        """Demand or supply changed."""
+        """Have the number of containers planned again."""
         self.demand.set()
 
     def moved(self) -> None:
-        """Something that `start`, or an acquire in line, may wait for has changed."""
+        """Wake `start` and `outlast`; fail the waiting acquires where none can be served any more."""
         self.news.set()
         if (failure := self.hopeless()) is not None:
             self.fail_all(failure)
 
     def refuse(self, error: Exception) -> None:
-        """Containers come, and are not what was asked for."""
+        """Record that containers start but lack what the configuration requires."""
         self._refusal = error
         self.moved()
 
     def failure(self) -> Exception | None:
-        """Why no container will ever be leased from; None while there is hope."""
+        """Why no container will ever be usable; None while one may be."""
         return self.backend.failure() or self._refusal
 
     def hopeless(self) -> Exception | None:
-        """Why whoever waits for a slot waits in vain; None while there is hope, in a container or in the engine."""
+        """Why no waiting acquire can be served; None while a container or the engine may still serve one."""
         failure = self.failure()
         if failure is None or self.fleet.ready:
             return None

@@ -1,4 +1,4 @@
-"""Turning waiting into leases: first come, first served, and nothing leaks when a caller goes away."""
+"""Grants leases to waiting acquires, first come, first served; a cancelled acquire leaks nothing."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from atropos.slots.slot.snapshots import Snapshot
 log = logging.getLogger("atropos.slots")
 
 CONTRARY_S = 0.01
-"""Pause before asking a container again that refuses though it says that it has room."""
+"""Pause before retrying a container that refuses although it reports room."""
 IN_TURN_S = 0.1
-"""Longest that an acquire whose answer came early waits for the one before it."""
+"""Longest that an acquire waits for the answer of the one before it."""
 
 
 class Grants:
@@ -36,7 +36,7 @@ class Grants:
         self._state = state
         self._links = links
         self._limits_noted: str | None = None
-        """What the log has said last that slots are without."""
+        """The last logged limit that slots lack."""
         self._last: dict[ContainerLink, asyncio.Task[Slot | None]] = {}
 
     async def acquire(
@@ -122,7 +122,7 @@ class Grants:
         return link if link is not None and link.seat is ticket.seat else None
 
     def _look_for_room(self, ticket: Ticket) -> None:
-        """Nothing is known to be free: ask for containers, and ask those whose count is in doubt."""
+        """Nothing is known to be free: request containers, and poll those whose count is in doubt."""
         state = self._state
         if (failure := state.hopeless()) is not None:
             state.fleet.withdraw(ticket)
@@ -135,7 +135,7 @@ class Grants:
     async def _grant(
         self, link: ContainerLink, ticket: Ticket, request: wire.LeaseRequest, snapshot: Snapshot | None
     ) -> Slot | None:
-        """Runs to its end whatever becomes of the caller."""
+        """Lease a slot of a container; runs to its end even when the caller is cancelled."""
         state = self._state
         if snapshot is not None and not await self._brought(snapshot, link, ticket):
             return None
@@ -145,7 +145,7 @@ class Grants:
             state.fleet.refused(ticket, free=error.free_mib)
             link.look(wait=True)
             if error.free_mib >= ticket.mib:
-                await asyncio.sleep(CONTRARY_S)  # it refuses though it says that it has room: not at full speed
+                await asyncio.sleep(CONTRARY_S)
             return None
         except SandboxError as error:
             if not error.retryable or (
@@ -210,10 +210,10 @@ class Grants:
     async def _finish(
         self, link: ContainerLink, ticket: Ticket, request: wire.LeaseRequest, snapshot: Snapshot | None
     ) -> Slot | None:
-        """Turn a reservation into a lease; None: look elsewhere. Cancelled meanwhile, it gives back what it gets."""
+        """Turn a reservation into a lease; None: try elsewhere. When cancelled, a slot that is still granted is released."""
         before = self._last.get(link) if snapshot is None else None
         task = self._state.tasks.spawn(self._in_turn(link, ticket, request, snapshot, before), "grant", awaited=True)
-        if snapshot is None:  # one that has to travel first holds nobody up
+        if snapshot is None:  # a fork may wait for a copy; others don't wait for it
             self._last[link] = task
             task.add_done_callback(lambda ended: self._forget(link, ended))
         try:

@@ -97,9 +97,9 @@ class PoolImages:
 
     @contextlib.asynccontextmanager
     async def building(self, key: str, waiting: Callable[[], None]) -> AsyncGenerator[ImageInfo | None]:
-        """Around what makes the image of a key: one maker at a time, over all processes of this machine.
+        """Context in which the image of a key is made: one builder at a time, over all processes of this machine.
 
-        Gives the image where it is there already. `waiting` is called while another one makes it.
+        Yields the image if it exists. `waiting` is called while another one builds it.
         """
         config = self._state.config
         folder = Path(tempfile.gettempdir(), f"atropos-builds-{os.geteuid()}")
@@ -142,7 +142,7 @@ class PoolImages:
                 raise ImageUnavailable(f"image {name}: not prepared within {within_s:g} s: {seen[0]}") from None
 
     async def _built(self, link: ContainerLink, name: str) -> ImageInfo:
-        """A built image, brought from another container's host if need be, after what it was built on."""
+        """A built image; copied from another container's host where it is missing, after its parent."""
         here = await link.client.images.find(name)
         if here is not None:
             return here
@@ -158,11 +158,11 @@ class PoolImages:
         raise ImageUnavailable(f"image {name}: no container's host has it")
 
     def forget(self, name: str) -> None:
-        """A container that had the image doesn't have it any more."""
+        """Forget that containers have the image."""
         self._tasks = {key: task for key, task in self._tasks.items() if key[1] != name or not task.done()}
 
     async def _archive(self, source: ImageSource) -> Archive:
-        """Made once however many ask, and to its end though they go away: then `aclose` removes it."""
+        """The archive of a local source: concurrent calls share one, which is finished even when they are cancelled."""
         key = str(source)
         making = self._archives.get(key)
         if making is None or _failed(making):

@@ -38,7 +38,7 @@ STOP_RELEASE_S = 2.0
 
 
 class Buildable(Protocol):
-    """What becomes an image on a pool by being built: a task, a Dockerfile (`atropos.tasks.folder.load_task`)."""
+    """What a pool can build an image of: a task, a Dockerfile (`atropos.tasks.folder.load_task`)."""
 
     async def build(self, pool: SlotPool, progress: Callable[[ImageState], None]) -> ImageInfo:
         """Build it, unless that is done; the image of its last step."""
@@ -152,14 +152,14 @@ class SlotPool:
             log.warning("%s; a lease on it tries again", error)
 
     def _unheard(self) -> str:
-        """Which container was started and says nothing, where nobody else gives a reason."""
+        """The container that was started and doesn't answer, where nothing else gives a reason."""
         for container in self.backend.containers():
             if container.url is not None:
                 return f"no server answers at {container.url}: can that address be reached from here?"
         return "the backend gives no reason"
 
     async def stop(self, *, purge_job: bool | None = None) -> None:
-        """End all leases, close all connections, and let go of the containers. Idempotent; goes on when cancelled.
+        """End all leases, close all connections, and end or leave the containers. Idempotent; continues when cancelled.
 
         Args:
             purge_job: whether this pool's containers are ended; None: as `purge_job_on_shutdown` says.
@@ -300,10 +300,10 @@ class SlotPool:
         return await image.build(self, lambda state: None if progress is None else progress("", state))
 
     def building(self, key: str, waiting: Callable[[], None]) -> AbstractAsyncContextManager[ImageInfo | None]:
-        """Around what makes and keeps (`Slot.keep`) the image of a key, for what builds images.
+        """Context in which a builder makes and keeps (`Slot.keep`) the image of a key.
 
-        Gives the image where it is there already; else there is one maker at a time, over all processes of this machine.
-        `waiting` is called again and again while another one makes it, and ends the wait by raising.
+        Yields the image if it exists; else None to one builder at a time, over all processes of this machine. `waiting` is
+        called repeatedly while another one builds it; it may raise to end the wait.
         """
         self._state.require_running()
         return self._images.building(key, waiting)
@@ -406,7 +406,7 @@ class SlotPool:
         return f"{text}; backend: {s.trouble}" if s.trouble else text
 
     async def _guard(self, loop: Coroutine[object, object, None]) -> None:
-        """A loop that must not end: a programming error in it stops the pool from giving slots, and says so."""
+        """Run a loop that must not end: a bug in it stops the pool from granting slots, with that error."""
         try:
             await loop
         except Exception as error:

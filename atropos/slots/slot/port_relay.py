@@ -85,7 +85,7 @@ class Relay:
         self.finish(connection)
 
     def finish(self, connection: Connection) -> None:
-        """Pass the far end's end on, and forget what has ended in both directions."""
+        """Shut down the direction that the far end has ended, and drop a connection once both have."""
         if connection.ended_there and not connection.waiting and not connection.shut:
             connection.shut = True
             try:

@@ -123,7 +123,7 @@ class Process:
 
 
 def process_state(result: wire.OpResult) -> wire.ProcState:
-    """What the wire brought, or the reason that it brought nothing.
+    """The process's state, or why there is none.
 
     Raises:
         OSError: the slot refused.
@@ -135,11 +135,11 @@ def process_state(result: wire.OpResult) -> wire.ProcState:
 
 
 def one_command(command: str | Sequence[str]) -> wire.CommandOrArgv:
-    """As it travels."""
+    """A command as the wire takes it."""
     return command if isinstance(command, str) else tuple(command)
 
 
 def reading(path: str, command: str | Sequence[str]) -> tuple[str, ...]:
-    """A program that runs a command with a file for its stdin."""
+    """The arguments that run a command with a file as its stdin."""
     argv = ("/bin/bash", "-c", command) if isinstance(command, str) else tuple(command)
     return ("/bin/sh", "-c", f'exec <{path} "$@"', "sh", *argv)

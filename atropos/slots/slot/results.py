@@ -44,7 +44,7 @@ class ExecResult:
 
     @classmethod
     def of(cls, result: wire.OpResult) -> ExecResult:
-        """From what the wire brought."""
+        """From the wire's result."""
         if isinstance(result, wire.OpError):
             text = result.message
             return cls(None, text, text.encode(), limit=result.limit, error=f"{result.error}: {text}")

@@ -24,8 +24,8 @@ from atropos.slots.slot.uploads import PIECE_BYTES
 RELEASE_WAIT_S = 10.0
 """How long `Slot.release` waits for the server's confirmation; the release itself goes on behind it."""
 ALIVE_S = 5.0
-"""Longest a slot may take to give a sign of life. Two milliseconds are usual; hundreds of busy programs in it, and a machine
-with ten times more to do than it has cores, made it 0.9 s."""
+"""Longest a slot may take to answer a liveness check. 2 ms are usual; hundreds of busy programs in it on a machine with a
+load of ten times its cores made it 0.9 s."""
 
 
 class Slot(SlotFiles):
@@ -62,7 +62,7 @@ class Slot(SlotFiles):
         self._over: SandboxError | None = None
         self._releasing: asyncio.Task[None] | None = None
         self._due = 0
-        """Operations whose answers are due: under way, given up, or failed with the infrastructure."""
+        """Operations without an answer: running, cancelled, or failed with the infrastructure."""
         self.trajectory_id = request.trajectory_id
         self.profile: Profile = PLAIN
         """What later operations start with where they don't say: folder, variables, user."""
@@ -157,7 +157,7 @@ class Slot(SlotFiles):
         self._due -= 1
 
     async def check_alive(self) -> None:
-        """Where an operation was given up before its answer came, check that the slot answers at all.
+        """After an operation was cancelled before its answer came, check that the slot answers at all.
 
         The silence of one that is frozen or cut off says nothing about what ran in it.
 

@@ -45,7 +45,7 @@ class Snapshot:
 
     @property
     def dropped(self) -> bool:
-        """Whether it was given up."""
+        """Whether `drop` was called."""
         return self._dropped
 
     def __repr__(self) -> str:
@@ -60,12 +60,12 @@ class Snapshot:
         await self.drop()
 
     async def drop(self) -> None:
-        """Give it up; slots that stand on it keep what they need. Idempotent."""
+        """Delete it; slots that stand on it keep what they need. Idempotent."""
         self.start_drop()
         await asyncio.sleep(0)
 
     def start_drop(self) -> None:
-        """Give it up in the background; for the pool alone."""
+        """Delete it in the background; for the pool alone."""
         if not self._dropped:
             self._dropped = True
             self.state.give_back(self._drop(), f"drop {self.id}")
@@ -82,14 +82,14 @@ class Snapshot:
                     await link.client.drop_snapshot(self.id)
 
     def add(self, link: ContainerLink) -> None:
-        """A container has it."""
+        """Note that a container has it."""
         if link.gone is None:
             self._places.append(link)
             link.snapshots.add(self)
             link.seat.pins += 1
 
     def pin(self, mib: int) -> Seat | None:
-        """The one container where a fork of this size can go; None: any, since the snapshot will be brought there.
+        """The one container that a fork of this size must go to; None: any, since the snapshot will be copied there.
 
         Raises:
             SlotLost: it was dropped, or no container has it any more.
@@ -109,7 +109,7 @@ class Snapshot:
         return here[0]
 
     async def bring(self, link: ContainerLink) -> None:
-        """Copy it to a container unless that has it, once however many ask.
+        """Copy it to a container that lacks it; concurrent calls share one copy.
 
         Raises:
             SandboxError: it could not be copied.

@@ -1,4 +1,4 @@
-"""Who works in a slot: its users and groups, as its own /etc/passwd and /etc/group name them."""
+"""Users and groups of a slot, as its own /etc/passwd and /etc/group name them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from atropos.tasks.format.task import Hosts, Task
 
 
 async def enter(slot: Slot, task: Task) -> None:
-    """Begin the agent's part in the prepared workspace: its network, and the folder, variables and user of its commands.
+    """Set up a prepared workspace for the agent: the network, and the folder, variables and user of its commands.
 
     Raises:
         TaskBroken: there is no such user, or no such folder.

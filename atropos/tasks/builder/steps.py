@@ -1,4 +1,4 @@
-"""Carrying out one step of a recipe in a slot. No program of the slot is needed but by RUN itself."""
+"""Runs one step of a recipe in a slot. Only RUN needs a program of the slot."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files on their way into and out of slots, as archives. No program of the slot is needed but by a pattern of names."""
+"""Moves files into and out of slots as archives. Only a pattern of names needs a program of the slot."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LAST_LINES = 50
 
 @dataclass(frozen=True)
 class PackedFiles:
-    """Files of a stage or image on their way: each source as an archive."""
+    """Files of a stage or image, each source as an archive."""
 
     sources: tuple[tuple[str, IO[bytes]], ...]
     """(name of the source, tar archive). A folder's members are named `./…`."""
@@ -189,7 +189,7 @@ async def change_owner(slot: Slot, path: str, owner: tuple[int, int]) -> None:
 
 
 class TarPiece:
-    """An archive that is being put together."""
+    """A tar archive in memory, added to member by member."""
 
     def __init__(self) -> None:
         self._out = io.BytesIO()

@@ -1,4 +1,4 @@
-"""Carrying files into slots, and from the agent's slot to a separate verifier's."""
+"""Copies artifacts from the agent's slot to a separate verifier's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an operator puts on the machine that verifies, and no agent sees: programs and caches that tests would download."""
+"""Verifier layers: programs and caches that tests would download, laid over the machine where they run; no agent sees them."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class VerifierLayers:
             taken = await pack_files(slot, ("/",))
         [(_, archive)] = taken.sources
         with archive:
-            await asyncio.to_thread(_kept, archive, to)
+            await asyncio.to_thread(_write_layer, archive, to)
         return to
 
     async def put(self, slot: Slot) -> None:
@@ -69,8 +69,8 @@ class VerifierLayers:
         self._archives = ()
 
 
-def _kept(archive: IO[bytes], to: Path) -> None:
-    """The files and links of an archive; a folder only where something of these is in it, so that none changes for nothing."""
+def _write_layer(archive: IO[bytes], to: Path) -> None:
+    """Write the files and links of an archive, and only folders that hold some: an empty one would change an existing folder."""
     with tarfile.open(fileobj=archive) as source:
         full = {parent for member in source if not member.isdir() for parent in _parents(member.name)}
         with tarfile.open(to, "w", format=tarfile.PAX_FORMAT) as target:

@@ -1,4 +1,4 @@
-"""What a verifier says: reward.json, reward.txt, or the summary of a pytest run."""
+"""Reads a verifier's reward: reward.json, reward.txt, or the summary of a pytest run."""
 
 from __future__ import annotations
 

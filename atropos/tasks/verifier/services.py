@@ -1,4 +1,4 @@
-"""Ending what an agent left running before its work is judged, except what answers others.
+"""Ends the processes that an agent left running before its work is judged, except servers.
 
 A task may ask for a server, and its tests then talk to it. So by default processes that listen on a socket stay, with
 their children; everything else ends. A hostile agent can listen as well: `environment_mode = "separate"` is for that.

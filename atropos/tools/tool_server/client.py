@@ -1,4 +1,4 @@
-"""The way to a ToolServer: what may be sent again, what may not, and whose failure it was."""
+"""The client of a ToolServer: which requests are retried, and whose failure an error is."""
 
 from __future__ import annotations
 
@@ -209,7 +209,7 @@ class ToolServerClient:
             raise self._refused(response)
 
     async def end_trajectory(self, trajectory_id: str) -> None:
-        """Let the server forget what it keeps for a trajectory; a failure is logged, its TTL ends it anyway.
+        """Release what the server keeps for a trajectory; a failure is logged, and its TTL ends it anyway.
 
         A call that was given up may reach the server after this: it is of a life that has ended, and is not run.
         """

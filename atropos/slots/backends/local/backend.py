@@ -31,7 +31,7 @@ class LocalBackend(SupervisedBackend):
         self.scratch: Path | None = None
 
     async def start(self) -> None:
-        """Make a scratch folder of our own, and remove those of processes that are no more."""
+        """Make a scratch folder, and remove those of processes that have ended."""
         remove_stale_scratch()
         self.scratch = make_scratch()
 

@@ -32,7 +32,7 @@ log = logging.getLogger("atropos.slots.nomad")
 T = TypeVar("T")
 Json = dict[str, Any]
 ANSWER_S = 15
-"""How long Nomad may take to answer, in seconds. Without a leader it holds a request for 5 s before it says so."""
+"""How long Nomad may take to answer, in seconds. Without a leader it holds a request for 5 s before it answers."""
 SILENCE_S = 15.0
 """The event stream sends a heartbeat every 10 s; after this long without a byte it is dead, in seconds."""
 BLOCK_S = 60

@@ -455,6 +455,6 @@ class NomadBackend(Backend):
             await self._api.drop_secret(self._job_id)
 
     async def _stopped(self) -> bool:
-        """Whether the job is stopped or gone: nobody has registered it anew."""
+        """Whether the job is stopped or gone, and was not registered again."""
         job = await self._api.job(self._job_id)
         return job is None or bool(job.get("Stop"))

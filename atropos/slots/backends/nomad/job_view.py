@@ -112,7 +112,7 @@ class JobView:
         return {item.run: item for item in (*newest(rows), *kept)}
 
     def needs_token(self, now: dict[str, Allocation]) -> bool:
-        """Whether the token is to be read anew: as long as servers start.
+        """Whether to read the token again: as long as servers start.
 
         Who purged the job just before may have taken the secret of its successor.
         """
