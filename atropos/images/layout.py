@@ -61,8 +61,8 @@ def _check_settings(settings: object) -> None:
     if not isinstance(settings, dict):
         raise ValueError("config: not an object")  # noqa: TRY004 (what was read is wrong, not a type here)
     for name in ("Env", "Entrypoint", "Cmd", "OnBuild", "WorkingDir", "User"):
-        value: Any = cast("dict[str, object]", settings).get(name)
-        texts: Any = [value] if name in {"WorkingDir", "User"} else value
+        value = cast("dict[str, object]", settings).get(name)
+        texts: object = [value] if name in {"WorkingDir", "User"} else value
         if value is not None and not (isinstance(texts, list) and all(map(_is_text, cast("list[object]", texts)))):
             raise ValueError(f"config: {name}: not what commands can start with")
 

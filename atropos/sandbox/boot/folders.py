@@ -16,7 +16,7 @@ from atropos.sandbox.linux.trees import remove_tree
 
 
 def needed_paths(bases: Sequence[str]) -> list[str]:
-    """What the second stage reads by path: Python, this package, and the bases."""
+    """Paths that the second stage reads: Python, this package, and the bases."""
     package = Path(__file__).resolve().parents[3]
     wanted = [sys.prefix, sys.base_prefix, sys.exec_prefix, sys.base_exec_prefix, str(package), *sys.path]
     wanted += [os.path.dirname(path) for path in (sys.executable, os.path.realpath(sys.executable))]

@@ -1,4 +1,4 @@
-"""The container's init: where the server would be PID 1, a fork of it reaps what is orphaned and passes signals on.
+"""The container's init: where the server would be PID 1, a child of it serves; PID 1 reaps orphans and forwards signals.
 
 It is made after the root phase, so it is as unprivileged as the server, and may therefore signal it.
 """

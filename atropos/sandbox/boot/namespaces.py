@@ -68,7 +68,7 @@ def unshare(flags: int) -> None:
 
 
 def enter_namespaces(write_maps: Callable[[int], None], before: Callable[[], None] | None = None) -> None:
-    """Enter a user and mount namespace; a short-lived child that stayed outside writes the maps, then is gone."""
+    """Enter a user and mount namespace; a short-lived child that stays outside writes the maps."""
     main = os.getpid()
     go_r, go_w = os.pipe()
     answer_r, answer_w = os.pipe()

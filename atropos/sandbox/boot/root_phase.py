@@ -1,4 +1,4 @@
-"""Leaving privilege behind, before the server listens, starts a thread or reads a request.
+"""Drops privileges before the server listens, starts a thread or reads a request.
 
 As root: what only root can do is done (a /proc without masks, cgroup directories, a way to files under closed folders),
 then this process enters a user namespace that maps a range of ids that nobody else uses, and executes itself again.
@@ -38,7 +38,7 @@ _STAGE = "ATROPOS_STAGE2_FD"
 
 @dataclass(frozen=True)
 class Entered:
-    """What the second stage knows of the first.
+    """What the first stage passes to the second.
 
     Attributes:
         scratch: a mount point for the server's own files.
@@ -90,7 +90,7 @@ class RootPhaseSettings:
 
     @classmethod
     def of(cls, config: ServerConfig) -> RootPhaseSettings:
-        """Those of a configuration that has been checked."""
+        """Settings of a checked configuration."""
         values = config.model_dump(mode="json")
         values["token"] = config.token.get_secret_value()
         bases = dict(config.bases)
@@ -108,7 +108,7 @@ class RootPhaseSettings:
 
     @classmethod
     def parse_unchecked(cls, text: bytes) -> RootPhaseSettings | None:
-        """Those in a text that the second stage will check; None when it has to be checked at once."""
+        """Settings from a text that the second stage will check; None when it must be checked now."""
         try:
             data: Any = json.loads(text)
             volume, bases = data.get("volume", "memory"), data.get("bases", {})
@@ -172,7 +172,7 @@ def enter(config: ServerConfig | RootPhaseSettings) -> None:
 
 
 def undo() -> None:
-    """Take back what the first stage made, where the server didn't come so far as to do it itself."""
+    """Undo what the first stage made, if the server failed before it could."""
     if _entered is not None:
         release(_entered.cgroups)
         if _entered.disk is not None:
@@ -208,7 +208,7 @@ def _load() -> None:
 
 
 def _arm(parent: int) -> None:
-    """End with the process that started us. A change of ids or of a namespace disarms it, so each stage does it."""
+    """Die with the parent process. A change of ids or namespace disarms this, so each stage calls it."""
     syscalls.prctl(syscalls.PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)

@@ -27,7 +27,7 @@ CONFIRM_S = 10.0
 
 
 def environment() -> dict[str, str]:
-    """What tells programs in a slot of the proxy. Both spellings: curl reads only the lower one of HTTP_PROXY."""
+    """Variables that point programs of a slot to the proxy. In both cases: curl reads only the lower-case http_proxy."""
     proxy = f"http://127.0.0.1:{PORT}"
     nowhere = "localhost,127.0.0.1,::1"
     names = ("HTTP_PROXY", "HTTPS_PROXY", "http_proxy", "https_proxy")
@@ -101,7 +101,7 @@ class EgressSupervisor:
                 future.set_result(None)
 
     def _confirmed(self, sock: socket.socket) -> None:
-        """The proxy answers."""
+        """Read confirmations of the proxy."""
         try:
             data = sock.recv(4096)
         except OSError:
@@ -176,7 +176,7 @@ class EgressSupervisor:
             self._sock = None
 
     def drop(self, number: int) -> None:
-        """A slot has ended: its connections are cut."""
+        """Stop serving a slot and cut its connections."""
         listener = self._listeners.pop(number, None)
         if listener is None:
             return

@@ -61,7 +61,7 @@ _CPU_S = 600
 
 
 class NotASnapshot(Exception):
-    """The archive holds what a snapshot doesn't hold."""
+    """The archive is not one that `pack` writes."""
 
 
 # ------------------------------------------------------------------------------------------------------------- packing
@@ -152,7 +152,7 @@ class Packer:
 
 
 def _forget_members(tar: tarfile.TarFile) -> None:
-    """What the tar module remembers grows with the archive, and nobody here asks for it."""
+    """Clear the tar module's list of members, which would grow with the archive."""
     members: list[tarfile.TarInfo] = getattr(tar, "members")  # noqa: B009 (typeshed doesn't know it)
     members.clear()
 
@@ -235,7 +235,7 @@ class _Parts(io.RawIOBase):
 
 
 class Unpacker:
-    """Makes what an archive holds, below folders that it never leaves.
+    """Unpacks an archive into folders, and never writes outside them.
 
     Args:
         layers: empty folders.
@@ -426,7 +426,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _through_zstd(mode: str, layers: list[str]) -> int:
-    """The same with a zstd process between us and the stream."""
+    """Run one direction through a zstd process."""
     if mode == "pack":
         with subprocess.Popen(["zstd", "-q", "-1", "-c"], stdin=subprocess.PIPE) as zstd:
             assert zstd.stdin is not None

@@ -80,7 +80,7 @@ def main() -> None:
 
 
 def _wake(_number: int, _frame: object) -> None:
-    """A handler for a signal that only has to wake the loop."""
+    """Do nothing: having a handler makes the signal wake the loop."""
 
 
 class Spawner:
@@ -98,7 +98,7 @@ class Spawner:
         signal.signal(signal.SIGCHLD, _wake)
 
     def run(self) -> None:
-        """Until the server goes."""
+        """Serve until the server goes."""
         poll = select.poll()
         poll.register(self._server, select.POLLIN)
         poll.register(self._wake, select.POLLIN)
@@ -163,7 +163,7 @@ class Spawner:
                     time.sleep(0.001)
 
     def end_all(self) -> None:
-        """The server is gone, however it went: nothing of its slots stays."""
+        """Kill every child: the server is gone."""
         for _ in range(5000):
             for pid in _children():
                 with contextlib.suppress(ProcessLookupError):
@@ -227,7 +227,7 @@ def _children() -> list[int]:
 
 
 def _child(request: StartRequest, fds: list[int], mapped: Callable[[], bytes]) -> None:
-    """In the fork: descriptors, cgroups, limits, namespace, uid 0 in it, then bubblewrap."""
+    """Run in the fork: set up descriptors, cgroups, limits, and a namespace as uid 0, then execute bubblewrap."""
     parent = os.getppid()
     signal.set_wakeup_fd(-1)
     runner, status, errors = fds[:3]
@@ -311,7 +311,7 @@ def _own_objects(bounds: dict[str, int | str]) -> None:
 
 
 def _place_descriptors(runner: int, status: int, seccomp: bytes) -> None:
-    """Exactly what bubblewrap and the runner expect, and nothing else."""
+    """Leave exactly the descriptors that bubblewrap and the runner expect."""
     rules = memory_files.holding("seccomp", seccomp)
     high = [os.dup2(fd, 20 + index, inheritable=False) for index, fd in enumerate((runner, status, rules))]
     null = os.open("/dev/null", os.O_RDWR)
@@ -323,7 +323,7 @@ def _place_descriptors(runner: int, status: int, seccomp: bytes) -> None:
 
 
 def _set(name: str, value: int | str) -> None:
-    """One of the kernel's bounds, in this namespace; of what this kernel lacks there is nothing to bound."""
+    """Set one of the kernel's bounds in this namespace, if the kernel has it."""
     try:
         fd = os.open(f"/proc/sys/{name}", os.O_WRONLY | os.O_CLOEXEC)
     except FileNotFoundError:

@@ -13,11 +13,11 @@ from atropos.sandbox.linux import disks
 
 log = logging.getLogger(__name__)
 CELL_DEADLINE_S = 20.0
-"""Longest that a start waits for a place on disk that is just being emptied, in seconds."""
+"""Longest that a start waits for a cell that is being emptied, in seconds."""
 
 
 class DiskCells:
-    """Which places are free.
+    """The free cells.
 
     Attributes:
         max_layers: how many layers have a place; None: no bound.
@@ -74,7 +74,7 @@ class DiskCells:
         return f"{cell}/{unique}"
 
     def give_back(self, disk: str | None) -> None:
-        """A volume's folder was removed, or never made: its cell may be used again, if nothing is left in it."""
+        """Free the cell of a removed volume for reuse, if nothing is left in it."""
         if disk is None or self._entered.cells is None:
             return
         cell = os.path.dirname(disk)

@@ -1,4 +1,4 @@
-"""Gives a running slot another root, from a thread of the server that enters the slot's mount namespace and comes back."""
+"""Changes the root of a running slot, from a server thread that enters the slot's mount namespace and returns."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The base that slots stand on where no root file system is given: the host's programs over an own, small /etc.
+"""The default base, used when no root file system is given: the host's programs over a small /etc of its own.
 
 /usr is seen read-only (each slot through an overlay of its own, so that neither locks nor inotify watches reach the host
 or a neighbour); /etc holds copies of what programs look up, and nothing that tells of the host's users or secrets.
@@ -175,7 +175,7 @@ def identity(base: Base) -> str:
     seen: list[str] = []
     for path in _PROGRAMS:
         top, _, rest = path.partition("/")
-        # the rest of a skeleton is made anew with each server
+        # each server builds the rest of a skeleton itself
         folder = base.host_folders.get(top) if base.host_folders else f"{base.lower}/{top}"
         with contextlib.suppress(OSError):
             found = os.stat(f"{folder}/{rest}")

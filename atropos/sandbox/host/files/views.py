@@ -277,7 +277,7 @@ def _copied(source: int, room: str, folder: str, opened: contextlib.ExitStack) -
 
 
 def _copy_entries(source: int, target: int, folder: str, below: str, folders: list[str]) -> int:
-    """Copy what is in one folder, and name the folders in it; how much it was."""
+    """Copy one folder without its subfolders, whose names go into `folders`; returns how much was copied."""
     count = 0
     with os.scandir(source) as entries:
         for count, entry in enumerate(entries, 1):

@@ -32,7 +32,7 @@ NEXT = "next"
 FREEZE_PAUSE_S = 1.0
 """Longest pause, in seconds, before the last try to freeze a volume; each one is twice the one before."""
 _MEMORY_KEPT_MIB = 16
-"""What a volume leaves of its slot's memory at least: a shell and what clears up fit in."""
+"""Memory of a slot that its volume may not fill: enough for a shell and programs that remove files."""
 _INODE_BYTES = 1880
 """Kernel memory of an empty file in a tmpfs below an overlay: 200,000 were seen to take 359 MiB."""
 _NOSUID_NODEV = syscalls.MS_NOSUID | syscalls.MS_NODEV
@@ -102,7 +102,7 @@ class Volume:
         self.mounts.append(target)
 
     def detach(self) -> list[int]:
-        """Detach everything at once: no name leads there any more, in constant time.
+        """Detach all mounts at once, in constant time.
 
         Returns:
             Descriptors that keep the files themselves. Closing the last one frees them, which takes the longer the more
@@ -136,7 +136,7 @@ class Volume:
 
 
 class Disposer:
-    """Frees what was detached, beside everything else: a million files take a second of kernel time.
+    """Frees detached volumes in the background: a million files take a second of kernel time.
 
     One thread of low priority; what waits for it is bounded.
     """
@@ -150,7 +150,7 @@ class Disposer:
         self._waiting: set[asyncio.Future[None]] = set()
 
     async def give(self, descriptors: list[int], folder: str | None = None) -> None:
-        """Free later; waits only when too much waits already."""
+        """Queue a volume to be freed; waits only when the queue is full."""
         if not descriptors and folder is None:
             return
         while len(self._waiting) >= self.BOUND:

@@ -1,4 +1,4 @@
-"""What a server's start doesn't have to wait for: started in processes of their own while its libraries load.
+"""Work that starts early, in processes of its own, while the server's libraries load.
 
 That is the process which starts sandboxes, and the making of what all slots share: the private Python, the seccomp
 filter, the skeleton. Standard library only, and little of it: it stands before everything that takes time to load.
@@ -111,14 +111,14 @@ def prestart(scratch: str, base: str | None) -> None:
 
 
 def adopt(scratch: str, base: str | None) -> Prestarted:
-    """What was prestarted, or is now."""
+    """Return what `prestart` started; start it now if nothing was."""
     if not _prestarted:
         prestart(scratch, base)
     return _prestarted.pop()
 
 
 def _make(scratch: str, parent: int, answer: int, *, skeleton: bool) -> None:
-    """In the fork."""
+    """Prepare what slots share, in the fork, and write the result to `answer`."""
     try:
         syscalls.prctl(syscalls.PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:

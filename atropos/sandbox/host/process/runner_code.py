@@ -54,7 +54,7 @@ def _add(folder: Path, name: str, modules: dict[str, CodeType], owners: dict[str
 
 
 def _defined(tree: ast.Module) -> list[str]:
-    """Names that a module itself gives a meaning."""
+    """Names that a module defines."""
     names: list[str] = []
     for node in tree.body:
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
@@ -66,7 +66,7 @@ def _defined(tree: ast.Module) -> list[str]:
 
 
 class _Strip(ast.NodeTransformer):
-    """Leaves out what a running slot doesn't need."""
+    """Removes what a running slot doesn't need."""
 
     def __init__(self) -> None:
         self.imported: list[str] = []

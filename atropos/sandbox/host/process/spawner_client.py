@@ -102,7 +102,7 @@ class SpawnerClient:
         self._exits.clear()
 
     async def aclose(self) -> None:
-        """End it, and with it any bubblewrap that is left."""
+        """End the spawner, and with it every remaining bubblewrap."""
         if self.broken is None:
             self._loop.remove_reader(self._sock)
             self.broken = "closed"
@@ -141,7 +141,7 @@ async def child_pid(status: socket.socket) -> int:
 
 
 def hold(pid: int) -> int:
-    """A handle on a process that can't come to mean another one; -1 when it has gone."""
+    """A pidfd, which never refers to another process; -1 when the process has gone."""
     try:
         return os.pidfd_open(pid)
     except ProcessLookupError:
