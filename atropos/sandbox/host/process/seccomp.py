@@ -171,7 +171,7 @@ def _guard_shared(made: _Filter) -> None:
     same, has, refuse = made.same, made.has, made.error(errno.EPERM)
     for bit in range(32):  # limits of another process, PID 1 first of all; reading them is harmless
         made.add(refuse, "prlimit64", has(0, 1 << bit), made.nonzero(2))
-    # the limit of core dumps is 1 for good (0 would start the host's handler, see slot_host.py); setting it
+    # the limit of core dumps is 1 for good (0 would start the host's handler, see host_state.py); setting it
     # seems to succeed, since programs that turn dumps off end when they can't
     done = made.error(0)
     made.add(done, "setrlimit", same(0, _RLIMIT_CORE))

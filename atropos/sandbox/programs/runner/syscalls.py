@@ -9,7 +9,7 @@ from typing import NoReturn
 from atropos.sandbox.programs.runner.signals import signals
 
 CAPABILITIES = (0, 1, 3, 4, 5, 6, 7, 8, 10, 18, 31)
-"""As `host.bwrap.CAPABILITIES`, by number."""
+"""As `host.process.bwrap.CAPABILITIES`, by number."""
 PR_SET_DUMPABLE, PR_CAPBSET_DROP, PTRACE_DETACH = 4, 24, 17
 
 
