@@ -12,6 +12,7 @@ from atropos.config import SlotLimits
 from atropos.envs.adapter import BaseEnvConfig
 from atropos.envs.command_line.flags import one_line
 from atropos.errors import ConfigError
+from atropos.net.sockets import is_loopback
 from atropos.slots import SlotPoolConfig
 from atropos.slots.config import BackendName, PoolSettings
 from atropos.tools import ToolExecutorConfig, ToolLimits
@@ -133,6 +134,9 @@ class SandboxEnvConfig(PoolSettings, BaseEnvConfig):
     metrics_address: str | None = Field(
         default=None, description="host:port that serves the env's metrics at /metrics for Prometheus; None: nowhere"
     )
+    metrics_token: SecretStr | None = Field(
+        default=None, description="bearer token that /metrics asks for; None: none, and a loopback address alone"
+    )
     otlp_endpoint: str | None = Field(
         default=None, description="URL of an OTLP/HTTP collector that gets the run's traces; None: there are none"
     )
@@ -154,9 +158,11 @@ class SandboxEnvConfig(PoolSettings, BaseEnvConfig):
     def _check_together(self) -> Self:
         if self.metrics_address is not None:
             try:
-                split_address(self.metrics_address)
+                host, _ = split_address(self.metrics_address)
             except ValueError as error:
                 raise ValueError(f"metrics_address: {error}") from None
+            if self.metrics_token is None and not is_loopback(host):
+                raise ValueError(f"metrics_address: {host} is not of this machine alone; set metrics_token as well")
         if self.group_size < 1:
             raise ValueError(f"group_size: must be at least 1, not {self.group_size}")
         if self.min_batch_allocation is not None and not 0 <= self.min_batch_allocation <= 1:

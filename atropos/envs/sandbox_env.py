@@ -114,7 +114,7 @@ class SandboxEnv(BaseEnv):
         self.sink = GroupSink(
             config, self.metrics, self.name or type(self).__name__, getattr(self, "jsonl_writer", None)
         )
-        self.endpoint = MetricsEndpoint(config.metrics_address, self.metrics_text)
+        self.endpoint = MetricsEndpoint(config.metrics_address, self.metrics_text, config.metrics_token)
         self.dashboard = EnvDashboard(config, self.name or type(self).__name__, self.metrics, self.backend)
         self.observers.append(self.dashboard.observe)
         self._wandb = WandbRun(config)

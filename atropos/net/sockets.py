@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import ipaddress
 import socket
 
 from atropos.errors import ConfigError
 
 BACKLOG = 1024
 """Connections that wait in the kernel to be accepted."""
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a host, by name or address, is reached from this machine alone."""
+    with contextlib.suppress(ValueError):
+        return ipaddress.ip_address(host).is_loopback
+    return host == "localhost"
 
 
 def listen(host: str, port: int, *, setting: str = "host, port") -> socket.socket:

@@ -168,3 +168,10 @@ async def test_an_address_in_use_is_refused_before_anything_starts(policy, tmp_p
 def test_a_wrong_metrics_address_is_refused_by_name(policy, tmp_path, address):
     with pytest.raises(ConfigError, match=r"metrics_address: .*write 127\.0\.0\.1:9400"):
         make(Env, policy, tmp_path, [], metrics_address=address)
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "[::]", "192.0.2.7", "example.org"])
+def test_metrics_beyond_loopback_need_a_token(policy, tmp_path, host):
+    with pytest.raises(ConfigError, match=r"metrics_address: .* set metrics_token as well"):
+        make(Env, policy, tmp_path, [], metrics_address=f"{host}:9400")
+    make(Env, policy, tmp_path, [], metrics_address=f"{host}:9400", metrics_token="t0ken")

@@ -68,6 +68,7 @@ ELSEWHERE = {
     "dashboard_host": "e2e/test_dashboard.py::test_a_real_run_is_seen_live_and_afterwards",
     "dashboard_token": "e2e/test_dashboard.py::test_a_real_run_is_seen_live_and_afterwards",
     "metrics_address": "e2e/test_observability.py::test_wandb_offline_and_prometheus_tell_the_same_of_a_real_run",
+    "metrics_token": "unit/dashboard/test_server.py::test_metrics_with_a_token_answer_nobody_else",
     "otlp_endpoint": "e2e/test_tracing.py"
     "::test_a_run_is_one_trace_a_trajectory_down_to_its_sandbox_and_holds_no_secret",
     "terminal_lifetime": "e2e/test_hermes.py::test_turns_and_context_and_idle_time_are_bounded",

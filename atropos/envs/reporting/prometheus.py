@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 
 from aiohttp import web
+from pydantic import SecretStr
 
 from atropos.envs.config import split_address
 from atropos.envs.running.metrics import EnvMetrics
@@ -67,12 +68,14 @@ class MetricsEndpoint:
     Args:
         address: host and port, as 127.0.0.1:9400 or [::1]:9400; port 0 takes a free one; None: nowhere.
         text: gives what to serve.
+        token: the bearer token that opens it; None: every GET does.
     """
 
-    def __init__(self, address: str | None, text: Callable[[], str]) -> None:
+    def __init__(self, address: str | None, text: Callable[[], str], token: SecretStr | None = None) -> None:
         self._address = address
         self.host, self.port = ("", 0) if address is None else split_address(address)
         self._text = text
+        self._token = token
         self._site: Site | None = None
 
     async def start(self) -> None:
@@ -86,7 +89,11 @@ class MetricsEndpoint:
         listening = listen(self.host, self.port, setting="env.metrics_address")
         app = web.Application()
         app.router.add_get("/metrics", self._answer)
-        refused = Admission(BearerToken(secrets.token_hex()), None, b'{"code":"bad_request","message":"only GET"}')
+        if self._token is None:  # no token opens it: each GET is a request of its own, without a body
+            refused = Admission(BearerToken(secrets.token_hex()), None, b'{"code":"bad_request","message":"only GET"}')
+        else:
+            refusal = b'{"code":"unauthorized","message":"the bearer token of env.metrics_token is missing or wrong"}'
+            refused = Admission(BearerToken(self._token.get_secret_value()), (), refusal)
         self._site = Site(app, refused, close_s=0.5)
         await self._site.start(listening)
         self.port = int(listening.getsockname()[1])

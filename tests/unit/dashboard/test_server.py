@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator
 
 import httpx
 import pytest
+from pydantic import SecretStr
 
 from atropos.api.external.browser import browser_available
 from atropos.api.settings import BrowserSettings
@@ -144,6 +145,19 @@ async def test_so_are_those_of_the_metrics():
             assert (await reader.get("/metrics")).text == "atropos_x 1\n"
             assert (await reader.get("/")).status_code == 404
             assert (await reader.post("/metrics", content=b"x" * 9999)).status_code == 401
+    finally:
+        await endpoint.close()
+
+
+async def test_metrics_with_a_token_answer_nobody_else():
+    endpoint = MetricsEndpoint("127.0.0.1:0", lambda: "atropos_x 1\n", SecretStr("right"))
+    await endpoint.start()
+    try:
+        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{endpoint.port}") as reader:
+            for given in ({}, {"Authorization": "Bearer wrong"}):
+                refused = await reader.get("/metrics", headers=given)
+                assert (refused.status_code, "atropos_x" in refused.text) == (401, False)
+            assert (await reader.get("/metrics", headers={"Authorization": "Bearer right"})).text == "atropos_x 1\n"
     finally:
         await endpoint.close()
 
