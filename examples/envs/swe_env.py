@@ -86,11 +86,9 @@ class SweEnv(HermesAgentBaseEnv):
         diff = ctx.terminal(DIFF, timeout=60)
         if diff["exit_code"] != 0 or "truncated" in diff:
             return 0.0
-        fresh = ToolContext(self.executor, f"{ctx.trajectory_id}-check")
-        try:
-            return float(self.checks_hold(item, diff["output"], fresh))
-        finally:
-            await self.executor.release_trajectory(fresh.trajectory_id)
+        # Given back before the next is taken, so that verifying can't wait for itself on a full pool.
+        await self.executor.release_trajectory(ctx.trajectory_id)
+        return float(self.checks_hold(item, diff["output"], ctx))
 
     def checks_hold(self, item: Any, diff: str, fresh: ToolContext) -> bool:
         """Whether the original files with this diff pass the checks."""

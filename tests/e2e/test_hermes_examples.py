@@ -63,8 +63,8 @@ async def test_swe_env_scores_answers_and_no_cheat(tmp_path, backend):
             tmp_path,
             rows,
             terminal_backend=backend,
-            slots_per_container=12,
-            process_concurrency=3,
+            slots_per_container=2,  # each is taken by a trajectory: verifying finds no other one
+            process_concurrency=1,
             slot_memory_mib=192,
             slot_disk_mib=64,
             sandbox_job_id=settings.job_id,
@@ -73,6 +73,7 @@ async def test_swe_env_scores_answers_and_no_cheat(tmp_path, backend):
         await env.process_manager()
     scores = {group["atropos"]["item"]: group["scores"] for group in groups(tmp_path)}
     assert scores == {name: [1.0, 1.0] if name in {"mended", "committed"} else [0.0, 0.0] for name in work}
+    assert not env.metrics.retries
     assert leftovers(backend, settings.job_id) == []
 
 
