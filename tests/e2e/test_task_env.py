@@ -146,7 +146,7 @@ async def test_an_image_that_can_not_be_had_is_named_before_anything_runs(policy
     (tmp_path / "tasks/t/environment/Dockerfile").write_text(f"FROM {nowhere}\nWORKDIR /workspace\n")
     with pytest.raises(ConfigError, match=nowhere):
         await run(policy, tmp_path)
-    with pytest.raises(ConfigError, match="no task.s image is available"):
+    with pytest.raises(ConfigError, match="no task's image is available"):
         await run(policy, tmp_path, skip_bad_tasks=True)
     found, _ = await run(policy, tmp_path, task_images=f"debian*,{nowhere}")
     assert found["t"]["scores"] == [1.0, 1.0]
