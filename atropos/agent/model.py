@@ -22,7 +22,7 @@ from atropos.agent.transcript import Message, numbers
 from atropos.aio import backoff_s
 from atropos.errors import InferenceError
 from atropos.tools import ToolCall
-from atropos.tools.parsers.base import whole_text
+from atropos.tools.parsers.base import replace_surrogates
 
 EXACT = frozenset({"vllm", "sglang"})
 """Server types that report the tokens they sampled."""
@@ -272,8 +272,8 @@ def _chat_answer(answer: Any) -> ChatAnswer:
     reasoning = getattr(message, "reasoning_content", None) or getattr(message, "reasoning", None) or ""
     if not content and not calls and not reasoning:
         raise InferenceError("the inference server answered without a message")
-    return ChatAnswer(whole_text(content or ""), whole_text(str(reasoning)), calls, ending)
+    return ChatAnswer(replace_surrogates(content or ""), replace_surrogates(str(reasoning)), calls, ending)
 
 
 def _whole(value: object) -> object:
-    return whole_text(value) if isinstance(value, str) else value
+    return replace_surrogates(value) if isinstance(value, str) else value

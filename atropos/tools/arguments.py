@@ -11,12 +11,11 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 MAX_ARGUMENT_BYTES = 8 * 1024 * 1024
 """Longest JSON text of a call's arguments that is parsed at all, in bytes."""
 MAX_ARGUMENTS = 1000
-"""Arguments of one call, by name: each wrong one is a complaint."""
+"""Most arguments of one call: each wrong one adds to the message."""
 MAX_DEPTH = 64
 """Levels that a model's arguments may be nested."""
 _SHOWN = 120
 _Model = TypeVar("_Model", bound=BaseModel)
-
 
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 """A length of time that a model may ask for."""
@@ -63,7 +62,7 @@ def parse_object(tool: str, arguments: dict[str, Any] | str) -> dict[str, Any]:
             value = json.loads(value, strict=False)
         except (ValueError, RecursionError) as error:
             raise BadArguments(
-                f"{tool}: the arguments are not valid JSON ({_json_trouble(error)}); "
+                f"{tool}: the arguments are not valid JSON ({_json_error(error)}); "
                 'write one JSON object, such as {"name": "value"}'
             ) from None
     if not isinstance(value, dict):
@@ -72,9 +71,9 @@ def parse_object(tool: str, arguments: dict[str, Any] | str) -> dict[str, Any]:
 
 
 def coerce(arguments: dict[str, Any], schema: dict[str, Any]) -> dict[str, Any]:
-    """Text where the schema asks for something else, read as JSON: formats without types, and models that quote.
+    """Parse text as JSON where the schema wants another type: some formats have no types, some models quote everything.
 
-    What can't be read stays as it is, for the check to refuse.
+    What can't be parsed stays as it is; `check` refuses it.
     """
     properties: dict[str, object] = schema.get("properties", {})
     changed: dict[str, object] = {}
@@ -128,8 +127,8 @@ def check(tool: str, model: type[_Model], arguments: dict[str, Any]) -> _Model:
         raise BadArguments(f"{tool}: the arguments are nested too deeply. {usage(tool, model)}") from None
 
 
-def _half_pair(value: object) -> bool:
-    """Whether a lone surrogate is in it: JSON can say one, UTF-8 and the kernel can't."""
+def _has_lone_surrogate(value: object) -> bool:
+    """Whether a string in it has half of a surrogate pair, which JSON can express and UTF-8 can't."""
     if isinstance(value, str):
         if value.isascii():
             return False
@@ -138,22 +137,24 @@ def _half_pair(value: object) -> bool:
         except UnicodeEncodeError:
             return True
     elif isinstance(value, dict):
-        return any(_half_pair(key) or _half_pair(one) for key, one in cast("dict[object, object]", value).items())
+        return any(
+            map(_has_lone_surrogate, (item for pair in cast("dict[object, object]", value).items() for item in pair))
+        )
     elif isinstance(value, list):
-        return any(_half_pair(one) for one in cast("list[object]", value))
+        return any(map(_has_lone_surrogate, cast("list[object]", value)))
     return False
 
 
 def check_encodable(tool: str, arguments: dict[str, Any]) -> None:
-    """Refuse what no wire and no kernel can say.
+    """Refuse what can't be sent: lone surrogates, and deep nesting.
 
     Raises:
-        BadArguments: half of a surrogate pair is in them, or they are nested too deeply.
+        BadArguments: names the argument.
     """
     if deeper_than(arguments, MAX_DEPTH):
         raise BadArguments(f"{tool}: the arguments are nested more than {MAX_DEPTH} levels deep")
     for name, value in arguments.items():
-        if _half_pair(value) or _half_pair(name):
+        if _has_lone_surrogate(value) or _has_lone_surrogate(name):
             raise BadArguments(
                 f"{tool}: {shorten(ascii(name))} is wrong: it holds half of a surrogate pair (\\ud800 to \\udfff), "
                 "which is no character"
@@ -238,12 +239,11 @@ def _problem(model: type[BaseModel], detail: Any) -> str:
 
 
 def describe(value: object) -> str:
-    """A value as the model would recognise it, without surrogates."""
+    """A value as ASCII JSON; where that fails, the name of its type."""
     try:
-        text = json.dumps(value)
+        return json.dumps(value)
     except (TypeError, ValueError, RecursionError):
-        text = type(value).__name__
-    return text
+        return type(value).__name__
 
 
 def shorten(text: str, most: int = _SHOWN) -> str:
@@ -253,12 +253,12 @@ def shorten(text: str, most: int = _SHOWN) -> str:
 
 
 def json_kind(value: Any) -> str:
-    """What JSON calls a value."""
+    """The JSON type of a value, with its article."""
     kinds = {bool: "a boolean", str: "a string", int: "a number", float: "a number", list: "a list"}
     return "null" if value is None else kinds.get(type(value), "an object")
 
 
-def _json_trouble(error: Exception) -> str:
+def _json_error(error: Exception) -> str:
     if isinstance(error, json.JSONDecodeError):
         return f"{error.msg} at character {error.pos}"
     return "nested too deeply" if isinstance(error, RecursionError) else str(error)[:_SHOWN]

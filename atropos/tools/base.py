@@ -28,7 +28,7 @@ _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}\Z")
 
 
 class ToolError(Exception):
-    """Raised by a tool to tell the model what went wrong: it becomes a `ToolResult`, never an exception."""
+    """Raised by a tool for an error that the model should read: the executor makes a `ToolResult` of it."""
 
     def __init__(self, message: str, *, limit: wire.Limit | None = None) -> None:
         super().__init__(message)
@@ -50,10 +50,10 @@ class ToolLimits(BaseModel):
 
 
 class ToolState:
-    """What a tool keeps of one trajectory in `ToolScope.state`, with hooks that an executor calls."""
+    """A tool's state of one trajectory, kept in `ToolScope.state`, with hooks that the executor calls."""
 
     async def after_call(self, result: ToolResult, scope: ToolScope) -> ToolResult:  # noqa: ARG002 - for subclasses
-        """The result of any sandboxed call of the trajectory, perhaps with a note added.
+        """Called after each sandboxed call of the trajectory; returns its result, perhaps with a note added.
 
         Raises:
             SandboxError: the infrastructure failed.
@@ -61,7 +61,7 @@ class ToolState:
         return result
 
     async def finish(self, scope: ToolScope) -> None:
-        """Look at the slot for the last time, before the trajectory gives it back."""
+        """Called before the trajectory's slot is released."""
 
     def recordings(self) -> dict[str, str]:
         """Recorded terminals by session id, as asciinema v2 text."""
@@ -70,14 +70,14 @@ class ToolState:
 
 @dataclass
 class ToolScope:
-    """What surrounds one call: whose it is, its slot, and what tools keep between calls of one lease.
+    """The context of one call: its trajectory, its slot, and the state of tools between calls of one lease.
 
     Attributes:
         trajectory_id: whose call this is.
         call_id: the call's id.
         limits: the executor's bounds.
-        state: kept from call to call, dropped with the lease; keyed by the tool's own name. Values that are `ToolState`
-            have their hooks called.
+        state: kept from call to call, dropped with the lease; keyed by the tool's own name. The executor calls the hooks
+            of values that are `ToolState`.
     """
 
     trajectory_id: str
@@ -93,8 +93,8 @@ class ToolScope:
             raise ConfigError("an external tool has no slot; declare it with sandboxed=True")
         return self._slot
 
-    def kept(self, key: str, kind: type[_T]) -> _T:
-        """What a tool keeps in `state` under a key; made at its first use."""
+    def get_state(self, key: str, kind: type[_T]) -> _T:
+        """The value of a key in `state`, made at its first use."""
         found = self.state.setdefault(key, kind())
         assert isinstance(found, kind)
         return found
@@ -103,7 +103,7 @@ class ToolScope:
         """Run a wire operation in the slot.
 
         Raises:
-            ToolError: the operation was refused in the slot: the model's business.
+            ToolError: the operation failed inside the slot.
             SandboxError: the infrastructure failed.
         """
         result = await self.slot.run(operation)
@@ -121,9 +121,9 @@ class Tool(ABC):
         arguments: the pydantic model of its arguments.
         toolsets: the groups it belongs to; `default` puts it among the default tools.
         sandboxed: whether it works in the trajectory's slot; else it runs on the ToolServer.
-        read_only: changes nothing, so that running it twice is harmless.
-        timeout_s: longest a call may take before its result says so; None: no bound of the tool's own.
-        replaces_built_in: whether it is meant to stand in for the built-in tool of its name.
+        read_only: changes nothing, so that it may run twice.
+        timeout_s: how long a call may take; its result then says that it timed out. None: no bound of the tool's own.
+        replaces_built_in: whether it replaces the built-in tool of its name.
     """
 
     name: str
@@ -137,10 +137,10 @@ class Tool(ABC):
 
     @abstractmethod
     async def run(self, arguments: Any, scope: ToolScope) -> object:
-        """Do it.
+        """Run the tool.
 
         Returns:
-            A `ToolResult`, or text, or anything that JSON can say.
+            A `ToolResult`, text, or any value that JSON can hold.
 
         Raises:
             ToolError: the model should read what went wrong.
@@ -208,7 +208,7 @@ class FunctionTool(Tool):
             ) from None
 
     async def run(self, arguments: BaseModel, scope: ToolScope) -> object:
-        """Call the function with its arguments, and with the slot or scope where it names them."""
+        """Call the function with its arguments, and with the slot or scope where it has such a parameter."""
         injected = {name: scope if name == "scope" else scope.slot for name in self._injected}
         if self._by_model is not None:
             return await self.function(**{self._by_model: arguments}, **injected)
@@ -231,7 +231,7 @@ def tool(
     timeout_s: float | None = None,
     replaces_built_in: bool = False,
 ) -> Callable[[Callable[..., Awaitable[object]]], FunctionTool]:
-    """Make a tool of an async function.
+    """Turn an async function into a tool.
 
     Its parameters are the arguments (or one parameter is a pydantic model of them); a parameter named `slot` gets the
     trajectory's slot, one named `scope` the `ToolScope`. The docstring's first paragraph is the description.
@@ -265,10 +265,10 @@ def tool(
 
 
 def check_tool(candidate: Tool) -> None:
-    """Refuse a tool that could not be offered.
+    """Check a tool's declaration.
 
     Raises:
-        ConfigError: its name, description or arguments are no good.
+        ConfigError: its name, description, arguments or timeout are invalid.
     """
     name = getattr(candidate, "name", None)
     if not isinstance(name, str) or not _NAME.match(name):
@@ -283,7 +283,11 @@ def check_tool(candidate: Tool) -> None:
 
 
 def as_result(value: object) -> ToolResult:
-    """What a tool returned, as a result."""
+    """Convert what a tool returned.
+
+    Raises:
+        ToolError: JSON can't hold it.
+    """
     if isinstance(value, ToolResult):
         return value
     if value is None:

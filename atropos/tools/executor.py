@@ -1,4 +1,4 @@
-"""Runs a trajectory's tool calls: lease, order, routing, and whose failure an error is."""
+"""Runs a trajectory's tool calls: leases, order, routing, and whose failure an error is."""
 
 from __future__ import annotations
 
@@ -8,9 +8,7 @@ import logging
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Self, TypedDict
-
-from pydantic import BaseModel
+from typing import TYPE_CHECKING, Self
 
 from atropos import tracing
 from atropos.aio import outlive
@@ -24,11 +22,11 @@ from atropos.errors import (
     SlotLost,
 )
 from atropos.metrics import Family, gauge
-from atropos.tools.arguments import BadArguments, check, check_encodable, coerce, parse_object
-from atropos.tools.base import Tool, ToolError, ToolScope
+from atropos.tools.arguments import BadArguments
+from atropos.tools.base import ToolError, ToolScope
 from atropos.tools.isolation import IsolationCheck
 from atropos.tools.models import ToolCall, ToolResult, new_call_id
-from atropos.tools.registry import ToolRegistry
+from atropos.tools.registry import CheckedCall, ToolRegistry
 from atropos.tools.running import run_tool
 from atropos.tools.sandboxed.recording import write_recordings
 from atropos.tools.settings import ToolExecutorConfig
@@ -46,30 +44,18 @@ if TYPE_CHECKING:
 MAX_WAITING = 256
 """Calls of one trajectory that may wait for their turn."""
 INTERRUPT_S = 5.0
-"""How long a release waits for interrupted calls before it takes their slot away."""
+"""How long a release waits for interrupted calls before it releases their slot."""
 FINISH_S = 5.0
-"""How long a release waits for tools to store their recordings."""
+"""How long a release waits for one tool's `ToolState.finish`."""
 
 _log = logging.getLogger(__name__)
 
-CheckedCall = tuple[Tool, BaseModel | None, dict[str, object]]
-"""A call's tool, its arguments as that tool's model (None: they are checked where the tool runs), and as they came."""
-
-
-class _LeaseOptions(TypedDict, total=False):
-    """What `SlotPool.acquire` is asked for where it is not the pool's default."""
-
-    snapshot: Snapshot
-    network: bool
-    image: str
-    limits: LeaseLimits
-
 
 class ToolExecutor:
-    """Runs tool calls: each trajectory's in the order given, different trajectories' at once.
+    """Runs tool calls: those of one trajectory in the order given, those of different trajectories concurrently.
 
-    A result is what the model reads. An exception is the infrastructure's failure (`SandboxError`): the trajectory is
-    then broken, every further call of it fails alike, and it must be released.
+    A result is for the model. An exception is a failure of the infrastructure (`SandboxError`): the trajectory is then
+    broken, every later call of it fails with the same error, and it must be released.
     """
 
     def __init__(
@@ -103,10 +89,10 @@ class ToolExecutor:
             names = ", ".join(tool.name for tool in tools.external)
             raise ConfigError(f"tool_server_url: {names} run on a ToolServer; set it to a URL or 'inprocess'")
 
-    # ------------------------------------------------------------------------------------------------ life
+    # ------------------------------------------------------------------------------------------------ start and end
 
     async def start(self) -> None:
-        """Get ready; with a ToolServer, learn its tools.
+        """Open the executor. With a ToolServer, connect to it and adopt its tools.
 
         Raises:
             ToolServerUnavailable: the ToolServer can't be reached.
@@ -121,7 +107,7 @@ class ToolExecutor:
         self._state = "open"
 
     async def close(self) -> None:
-        """Release every trajectory and close the way to the ToolServer. Outlives cancellation; idempotent."""
+        """Release every trajectory and disconnect from the ToolServer. Outlives cancellation; idempotent."""
         if self._state == "closed":
             return
         self._state = "closed"
@@ -148,10 +134,10 @@ class ToolExecutor:
     async def execute(self, trajectory_id: str, call: ToolCall) -> ToolResult:
         """Run one call, after the trajectory's earlier ones.
 
-        A call with the id, name and arguments of a recent one is not run again: it gets that one's result.
+        A call with the id, name and arguments of a recent one is not run again: it gets the recent one's result.
 
         Raises:
-            SandboxError: the infrastructure failed; nothing may be concluded about the model.
+            SandboxError: the infrastructure failed, which says nothing about the model.
             LeaseExpired: the trajectory was released while the call ran or waited.
             RuntimeError: the executor is not open.
         """
@@ -162,7 +148,10 @@ class ToolExecutor:
         try:
             with self._span(trajectory_id, name, call) as span:
                 async with self._call(trajectory):
-                    result = await self._run(trajectory, call, checked)
+                    if isinstance(checked, CheckedCall):
+                        result = await self._run(trajectory, call, checked)
+                    else:
+                        result = ToolResult.failure(checked)
                 if not result.success:
                     span.fail("tool_error")
         except SandboxError as error:
@@ -181,73 +170,65 @@ class ToolExecutor:
             gen_ai__conversation__id=trajectory_id,
         )
 
-    def _check(self, call: ToolCall) -> CheckedCall | ToolResult:
-        tool = self.tools.get(call.name)
-        if tool is None:
-            return ToolResult.failure(self.tools.unknown(call.name))
+    def _check(self, call: ToolCall) -> CheckedCall | str:
         try:
-            given = coerce(parse_object(tool.name, call.arguments), tool.schema.parameters)
-            if tool.sandboxed:
-                return tool, check(tool.name, tool.arguments, given), given
-            check_encodable(tool.name, given)  # the rest is checked where the tool runs
+            return self.tools.check(call)
         except BadArguments as error:
-            return ToolResult.failure(str(error))
-        return tool, None, given
+            return str(error)
 
     def mistake_in(self, call: ToolCall) -> str | None:
-        """What is wrong with a call before it runs: an unknown tool, its arguments; None: it can run."""
+        """What is wrong with a call before it runs: an unknown tool, wrong arguments; None: it can run."""
         checked = self._check(call)
-        return checked.error if isinstance(checked, ToolResult) else None
+        return checked if isinstance(checked, str) else None
 
-    async def _run(self, trajectory: TrajectoryState, call: ToolCall, checked: CheckedCall | ToolResult) -> ToolResult:
-        if isinstance(checked, ToolResult):
-            return checked
+    async def _run(self, trajectory: TrajectoryState, call: ToolCall, checked: CheckedCall) -> ToolResult:
         known = trajectory.answered.get(call.id)
         if known is not None and known[0] == fingerprint(call):
             if known[1] is None:
                 raise OutcomeUnknown(
-                    f"call {call.id} of {trajectory.id} was given up while it ran; it is not run again"
+                    f"call {call.id} of {trajectory.id} was cancelled while it ran; it is not run again"
                 )
             return known[1]
-        tool, arguments, given = checked
-        slot = await self._leased(trajectory) if tool.sandboxed else None
-        answer: ToolResult | None = None
+        slot = await self._leased(trajectory) if checked.tool.sandboxed else None
+        result: ToolResult | None = None
         remember = True
         try:
             if slot is not None:
-                result = await self._in_slot(trajectory, call, tool, arguments, slot)
+                result = await self._in_slot(trajectory, call, checked, slot)
             else:
-                result = await self._on_server(trajectory, tool, given)
-            answer = result
+                result = await self._on_server(trajectory, checked)
+            return result
         except SandboxError as error:
             remember = isinstance(error, OutcomeUnknown)
             raise
         finally:
             if remember:
-                trajectory.remember(call, answer)
-        return result
+                trajectory.remember(call, result)
 
     async def _in_slot(
-        self, trajectory: TrajectoryState, call: ToolCall, tool: Tool, arguments: object, slot: Slot
+        self, trajectory: TrajectoryState, call: ToolCall, checked: CheckedCall, slot: Slot
     ) -> ToolResult:
         scope = ToolScope(trajectory.id, call.id, self.config.limits, trajectory.state, slot)
         try:
-            result = await run_tool(tool, arguments, scope)
-            for kept in trajectory.kept():
-                result = await kept.after_call(result, scope)
+            result = await run_tool(checked.tool, checked.arguments, scope)
+            for state in trajectory.tool_states():
+                result = await state.after_call(result, scope)
         except SandboxError as error:
             if not isinstance(error, NotSupported):
                 trajectory.broken = error
             raise
         return result
 
-    async def _on_server(self, trajectory: TrajectoryState, tool: Tool, given: dict[str, object]) -> ToolResult:
+    async def _on_server(self, trajectory: TrajectoryState, checked: CheckedCall) -> ToolResult:
+        tool = checked.tool
         if self._server is None:
             raise ConfigError(f"tool {tool.name!r} is external; set tool_server_url")
         trajectory.external = True
-        # A fresh id on the wire: models repeat theirs, and to the server the same id is the same call.
-        with trajectory.asking("ToolServer"):
-            return await self._server.execute(trajectory.id, new_call_id(), tool.name, given, timeout_s=tool.timeout_s)
+        # A fresh id on the wire: models repeat theirs, and the server takes a repeated id for the same call.
+        with trajectory.requesting("ToolServer"):
+            return await self._server.execute(
+                trajectory.id, new_call_id(), tool.name, checked.given, timeout_s=tool.timeout_s
+            )
 
     # ------------------------------------------------------------------------------------------------ leases
 
@@ -259,17 +240,13 @@ class ToolExecutor:
         image: str | None = None,
         limits: LeaseLimits | None = None,
     ) -> Slot:
-        """The trajectory's slot, acquired where it has none: for set-up and verification around the model's calls.
+        """The trajectory's slot, acquired if it has none: for set-up and verification around the model's calls.
 
-        Args:
-            trajectory_id: whose it is.
-            network: False gives a slot that is acquired now no egress, whatever is configured.
-            image: what a slot that is acquired now stands on; None: the pool's base.
-            limits: what a slot that is acquired now has instead of the pool's.
+        `network`, `image` and `limits` are for a slot that is acquired now, and as in `SlotPool.acquire`.
 
         Raises:
             AcquireTimeout: no slot came free in time.
-            SandboxError: the trajectory is broken, or no slot could be had.
+            SandboxError: the trajectory is broken, or no slot could be leased.
         """
         trajectory = self._trajectory(trajectory_id)
         async with self._call(trajectory):
@@ -281,27 +258,25 @@ class ToolExecutor:
         return trajectory is not None and trajectory.slot is not None
 
     async def check_alive(self, trajectory_id: str) -> None:
-        """Where calls of a trajectory were given up before they were answered, check that their answers could come.
-
-        The silence of a container that is frozen or cut off says nothing about what a model did.
+        """Check who has left calls of a trajectory unanswered: a frozen or unreachable container is no fault of a model.
 
         Raises:
-            SandboxError: the slot or the ToolServer gives no sign of life, or no slot had come free.
+            SandboxError: the slot or the ToolServer does not answer, or no slot had come free.
         """
         trajectory = self._trajectories.get(trajectory_id)
         if trajectory is None:
             return
         if trajectory.slot is not None:
             await trajectory.slot.check_alive()
-        elif "pool" in trajectory.silent:
-            raise AcquireTimeout(f"trajectory {trajectory_id!r}: a call was given up before a slot came free")
-        if "ToolServer" in trajectory.silent and self._server is not None:
+        elif "pool" in trajectory.unanswered:
+            raise AcquireTimeout(f"trajectory {trajectory_id!r}: a call was cancelled before a slot came free")
+        if "ToolServer" in trajectory.unanswered and self._server is not None:
             await self._server.check_alive()
 
     async def view(self, trajectory_id: str, folders: Sequence[str]) -> None:
         """Run the trajectory's later calls in a view of its slot; see `Slot.view`.
 
-        Background processes and sessions of the slot go on, but tools know of them no more.
+        Background processes and sessions of the slot keep running, but tools forget them.
 
         Raises:
             NotSupported: a folder can't be shown.
@@ -310,7 +285,7 @@ class ToolExecutor:
         trajectory = self._trajectory(trajectory_id)
         async with self._call(trajectory):
             slot = await self._leased(trajectory)
-            await self._finish_kept(trajectory)
+            await self._finish_states(trajectory)
             trajectory.recorded = trajectory.recordings()
             trajectory.state.clear()
             await slot.view(folders)
@@ -320,7 +295,7 @@ class ToolExecutor:
 
         Raises:
             RuntimeError: the trajectory has a slot already.
-            SandboxError: no slot could be had.
+            SandboxError: no slot could be leased.
         """
         trajectory = self._trajectory(trajectory_id)
         async with self._call(trajectory):
@@ -337,46 +312,43 @@ class ToolExecutor:
         image: str | None = None,
         limits: LeaseLimits | None = None,
     ) -> Slot:
-        if trajectory.slot is None:
-            options: _LeaseOptions = {} if snapshot is None else {"snapshot": snapshot}
-            if image is not None:
-                options["image"] = image
-            if self.config.allow_network is False or network is False:
-                options["network"] = False
-            if limits is not None:
-                options["limits"] = limits
-            asked = time.perf_counter()
-            with trajectory.asking("pool"):
-                slot = await self.pool.acquire(trajectory.id, **options)
-            trajectory.acquire_s += time.perf_counter() - asked
-            if trajectory.released:  # the acquire did not heed its interruption
-                await slot.release()
-                raise LeaseExpired(f"trajectory {trajectory.id!r} was released while it waited for a slot")
-            trajectory.slot = slot
-            if self._isolation.required:
-                try:
-                    await self._isolation.check(slot)
-                except SandboxError as error:
-                    trajectory.broken = error
-                    raise
-            return slot
-        return trajectory.slot
+        if trajectory.slot is not None:
+            return trajectory.slot
+        if self.config.allow_network is False:
+            network = False
+        asked = time.perf_counter()
+        with trajectory.requesting("pool"):
+            slot = await self.pool.acquire(
+                trajectory.id, snapshot=snapshot, network=network, image=image, limits=limits
+            )
+        trajectory.acquire_s += time.perf_counter() - asked
+        if trajectory.released:  # the acquire ignored its cancellation
+            await slot.release()
+            raise LeaseExpired(f"trajectory {trajectory.id!r} was released while it waited for a slot")
+        trajectory.slot = slot
+        if self._isolation.required:
+            try:
+                await self._isolation.check(slot)
+            except SandboxError as error:
+                trajectory.broken = error
+                raise
+        return slot
 
     def acquire_s(self, trajectory_id: str) -> float:
-        """Seconds that the trajectory has waited for its slot; 0 where it has none."""
+        """Seconds that the trajectory waited for its slot; 0 if it has none."""
         trajectory = self._trajectories.get(trajectory_id)
         return 0.0 if trajectory is None else trajectory.acquire_s
 
     async def release_trajectory(self, trajectory_id: str, reset_workspace: bool = True) -> None:
-        """End a trajectory: its calls are interrupted, its slot goes back and is reset.
+        """End a trajectory: cancel its calls, release its slot, which is reset.
 
-        Calls that run or wait end with `LeaseExpired`. A call made after this is the first of a new trajectory of that
-        name, in another slot. Releasing an unknown or released trajectory does nothing but wait for a release that is
-        under way. Outlives cancellation.
+        Calls that run or wait end with `LeaseExpired`. A later call is the first of a new trajectory of that name, in
+        another slot. Releasing an unknown or released trajectory only waits for a release that is under way. Outlives
+        cancellation.
 
         Args:
-            trajectory_id: whose it was.
-            reset_workspace: whether to wait until the slot is back. The slot never keeps anything either way.
+            trajectory_id: the trajectory.
+            reset_workspace: whether to wait until the slot is back; it is reset in either case.
         """
         trajectory = self._trajectories.get(trajectory_id)
         if trajectory is not None:
@@ -403,8 +375,8 @@ class ToolExecutor:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(INTERRUPT_S):
                     await trajectory.idle.wait()
-        # Each on its own: a recording that can't be written or a slot that is gone keeps nothing else from being given back.
-        steps: list[Awaitable[object]] = [self._put_away(trajectory)]
+        # Each by itself: a failed recording or a lost slot must not keep the rest from being released.
+        steps: list[Awaitable[object]] = [self._store_recordings(trajectory)]
         if trajectory.slot is not None:
             steps.append(trajectory.slot.release())
         if trajectory.external and self._server is not None:
@@ -413,28 +385,28 @@ class ToolExecutor:
             try:
                 await step
             except SandboxError as error:
-                # The slot went with its container: the pool knows, and there is nothing left to give back.
+                # The slot was lost with its container: the pool knows, and there is nothing left to release.
                 _log.info("release of %s: %s", trajectory.id, error)
             except Exception:
                 _log.exception("release of trajectory %s failed", trajectory.id)
 
-    async def _put_away(self, trajectory: TrajectoryState) -> None:
-        """Let tools finish what they kept, while the slot is still there, and write the recordings."""
-        await self._finish_kept(trajectory)
+    async def _store_recordings(self, trajectory: TrajectoryState) -> None:
+        """Finish the tools' states while the slot is still there, and write the recordings."""
+        await self._finish_states(trajectory)
         recordings = trajectory.recordings()
         if recordings and self.config.recordings_dir is not None:
             await asyncio.to_thread(write_recordings, self.config.recordings_dir, trajectory.id, recordings)
 
-    async def _finish_kept(self, trajectory: TrajectoryState) -> None:
+    async def _finish_states(self, trajectory: TrajectoryState) -> None:
         scope = ToolScope(trajectory.id, "release", self.config.limits, trajectory.state, trajectory.slot)
-        for kept in trajectory.kept() if trajectory.broken is None else ():
+        for state in trajectory.tool_states() if trajectory.broken is None else ():
             try:
                 async with asyncio.timeout(FINISH_S):
-                    await kept.finish(scope)
+                    await state.finish(scope)
             except (SandboxError, ToolError, TimeoutError) as error:
                 _log.info("release of %s: a tool could not finish: %s", trajectory.id, error)
             except Exception:
-                _log.exception("release of %s: what a tool kept could not be finished", trajectory.id)
+                _log.exception("release of trajectory %s: %s.finish failed", trajectory.id, type(state).__name__)
 
     # ------------------------------------------------------------------------------------------------ turns
 
@@ -460,7 +432,7 @@ class ToolExecutor:
         try:
             async with trajectory.turn:
                 if trajectory.broken is not None:
-                    # This call never started, whatever became of the one that found out.
+                    # This call never started, whatever became of the one that broke the trajectory.
                     unknown = isinstance(trajectory.broken, OutcomeUnknown)
                     raise (SlotLost if unknown else type(trajectory.broken))(
                         f"trajectory {trajectory.id!r} is broken and must be released: {trajectory.broken}"
@@ -480,15 +452,15 @@ class ToolExecutor:
                 if trajectory.empty and self._trajectories.get(trajectory.id) is trajectory:
                     del self._trajectories[trajectory.id]  # it holds nothing that a release would give back
 
-    # ------------------------------------------------------------------------------------------------ sight
+    # ------------------------------------------------------------------------------------------------ observation
 
     def recordings(self, trajectory_id: str) -> dict[str, str]:
-        """The trajectory's terminal sessions that were recorded, by name, as asciinema v2 text."""
+        """The trajectory's recorded terminal sessions by name, as asciinema v2 text."""
         trajectory = self._trajectories.get(trajectory_id)
         return {} if trajectory is None else trajectory.recordings()
 
     def stats(self) -> ExecutorStats:
-        """Counts and times since the start, and what is going on now."""
+        """Counts and times since the start, and the present state."""
         return self._meter.stats(
             trajectories=len(self._trajectories),
             leased=sum(one.slot is not None for one in self._trajectories.values()),

@@ -1,4 +1,4 @@
-"""Whether a slot's container isolates as an executor requires, asked once a container."""
+"""Whether a slot's container has the isolation that an executor requires; checked once a container."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 class IsolationCheck:
-    """Remembers the containers that were found good.
+    """Checks containers and remembers those that passed.
 
     Args:
         sandbox: every isolation feature must be there.
@@ -22,15 +22,15 @@ class IsolationCheck:
         self.required = sandbox or stateful
         self._sandbox = sandbox
         self._stateful = stateful
-        self._good: set[str] = set()
+        self._passed: set[str] = set()
 
     async def check(self, slot: Slot) -> None:
         """Refuse a slot whose container lacks what is required.
 
         Raises:
-            IsolationUnavailable: it does; the message names the feature and the cure.
+            IsolationUnavailable: names the feature and the cure.
         """
-        if slot.container in self._good:
+        if slot.container in self._passed:
             return
         has = await slot.capabilities()
         if self._sandbox and not has.isolated:
@@ -40,4 +40,4 @@ class IsolationCheck:
             raise IsolationUnavailable(
                 f"require_stateful_sandbox: container {slot.container} can't keep sessions between calls"
             )
-        self._good.add(slot.container)
+        self._passed.add(slot.container)

@@ -1,4 +1,4 @@
-"""A tool call, its result, and the schema that tells a model of a tool."""
+"""A tool call, its result, and a tool's schema as a model is given it."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from pydantic import BaseModel, ConfigDict, Field
 from atropos.wire import Limit
 
 _FRAMING = re.compile(r"<(?=\||/?tool_(?:call|response))")
-"""What would end the frame around a result, or pass for a special token of a chat template."""
+"""The start of a tag that frames calls or results, or of a chat template's special token."""
 
 
 def escape_framing(text: str) -> str:
-    r"""JSON text that can stand in a frame: `<` as `\u003c`, JSON's own escape, before `|`, `tool_call`, `tool_response`."""
+    r"""Escape JSON text for a frame: `<` becomes `\u003c` before `|`, `tool_call` and `tool_response`."""
     return _FRAMING.sub(lambda _: "\\u003c", text)
 
 
@@ -30,8 +30,8 @@ class ToolCall(BaseModel):
 
     Attributes:
         name: the tool's name as the model wrote it; it need not exist.
-        arguments: an object, or the text the model wrote where an object should stand. The executor parses text and
-            answers an error that the model can read when it isn't a JSON object.
+        arguments: an object, or the text that the model wrote in its place. The executor parses text; where it isn't a
+            JSON object, the result is an error that the model can read.
         id: the idempotency key. Unique within a trajectory.
     """
 
@@ -46,12 +46,12 @@ class ToolResult(BaseModel):
     """How a call ended, as a value: what the program did, or what was wrong with the call.
 
     Attributes:
-        success: whether the tool did what it was asked; for a command, whether it exited with 0.
-        output: what the model reads. Text in any case: undecodable bytes are replaced.
+        success: whether the tool succeeded; for a command, whether it exited with 0.
+        output: the text for the model; undecodable bytes are replaced.
         error: what went wrong, and what would be right; None on success.
-        exit_code: of a command; -N when signal N ended it; None where there is none.
-        timed_out: the time ran out, and `output` is what had come by then.
-        truncated: the output is its head and tail; `dropped_bytes` were left out between them.
+        exit_code: of a command; -N when signal N ended it; None for other tools.
+        timed_out: the time ran out; `output` is what came before.
+        truncated: `output` is head and tail; `dropped_bytes` were left out between them.
         limit: the slot's limit that stopped or truncated the program.
         duration_s: seconds spent in the tool, as measured where it ran.
         data: the same answer for programs, where the tool has one; never shown to the model.
@@ -72,7 +72,7 @@ class ToolResult(BaseModel):
 
     @classmethod
     def failure(cls, error: str, **fields: Any) -> ToolResult:
-        """A result that says what went wrong."""
+        """A result without success."""
         return cls(success=False, error=error, **fields)
 
     def for_model(self) -> dict[str, object]:

@@ -1,21 +1,35 @@
-"""Which tools there are, and which of them a model is offered."""
+"""Which tools there are, which of them a model is offered, and whether a call fits one of them."""
 
 from __future__ import annotations
 
 import difflib
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from importlib.metadata import entry_points
 from typing import cast
 
+from pydantic import BaseModel
+
 from atropos.errors import ConfigError
+from atropos.tools.arguments import BadArguments, check, check_encodable, coerce, parse_object
 from atropos.tools.base import Tool, check_tool
+from atropos.tools.models import ToolCall
 from atropos.tools.toolsets import EXTERNAL, TOOLSETS
 
 ENTRY_POINTS = "atropos.tools"
 """The entry point group: a `Tool`, a list of them, or a function without arguments that returns either."""
 
 _log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class CheckedCall:
+    """A call's tool, its arguments as that tool's model (None for an external tool), and as an object."""
+
+    tool: Tool
+    arguments: BaseModel | None
+    given: dict[str, object]
 
 
 class ToolRegistry:
@@ -49,15 +63,30 @@ class ToolRegistry:
         """The tool of that name, if it is offered."""
         return self._tools.get(name)
 
+    def check(self, call: ToolCall) -> CheckedCall:
+        """Find a call's tool and check the arguments.
+
+        Raises:
+            BadArguments: no such tool is offered, or the arguments are wrong; the message says what would be right.
+        """
+        tool = self._tools.get(call.name)
+        if tool is None:
+            raise BadArguments(self.unknown(call.name))
+        given = coerce(parse_object(tool.name, call.arguments), tool.schema.parameters)
+        if tool.sandboxed:
+            return CheckedCall(tool, check(tool.name, tool.arguments, given), given)
+        check_encodable(tool.name, given)  # the ToolServer checks the rest
+        return CheckedCall(tool, None, given)
+
     def unknown(self, name: str) -> str:
-        """What to tell a model that asked for a tool that isn't there."""
+        """The error text for a tool that isn't offered."""
         shown = name[:100].encode("utf-8", "backslashreplace").decode()
         close = difflib.get_close_matches(shown, self._tools, n=1, cutoff=0.6)
         hint = f" Did you mean {close[0]!r}?" if close else ""
         return f"there is no tool {shown!r}.{hint} The tools are: {', '.join(self._tools) or 'none'}"
 
     def wants(self, toolset: str) -> bool:
-        """Whether a toolset that is found out later (an MCP server's) was asked for."""
+        """Whether a toolset that only the ToolServer knows (an MCP server's) is enabled."""
         names = {toolset, "mcp"} if toolset.startswith("mcp-") else {toolset}
         return bool(names & {*self.enabled} or "all" in self.enabled) and not names & {*self.disabled}
 
@@ -95,13 +124,13 @@ def build_tool_registry(
     *,
     tools: Iterable[Tool] = (),
 ) -> ToolRegistry:
-    """The tools of some toolsets.
+    """The tools of the enabled toolsets.
 
     Args:
-        enabled_toolsets: names of toolsets; None or empty means `default`, `all` everything there is.
-        disabled_toolsets: taken away from those; a tool that is in one of them is not offered.
-        tool_server_url: where external tools run: a URL, or `inprocess`. None: there are none.
-        tools: one's own, offered in any case unless a disabled toolset has them.
+        enabled_toolsets: names of toolsets; None or empty means `default`; `all` means every tool.
+        disabled_toolsets: tools of these are not offered, whatever else enables them.
+        tool_server_url: where external tools run: a URL, or `inprocess`. None: no external tools.
+        tools: the caller's own, offered unless a disabled toolset has them.
 
     Raises:
         ConfigError: an unknown toolset, one that needs a ToolServer where there is none, or no tool is left.
@@ -133,7 +162,7 @@ def build_tool_registry(
         else:
             left_out.append(tool.name)
     if left_out:
-        _log.warning("left out, for there is no tool_server_url and they are external: %s", ", ".join(left_out))
+        _log.warning("external tools are not offered because tool_server_url is not set: %s", ", ".join(left_out))
     if not chosen and not any(name.startswith("mcp") for name in enabled):
         raise ConfigError(f"disabled_toolsets: {', '.join(disabled)} leaves no tool of {', '.join(enabled)}")
     return chosen

@@ -1,4 +1,4 @@
-"""One tool, run once: whatever goes wrong in the tool itself becomes a result."""
+"""Runs one tool once: every failure of the tool itself becomes a result."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _log = logging.getLogger(__name__)
 
 
 async def run_tool(tool: Tool, arguments: object, scope: ToolScope) -> ToolResult:
-    """Run a tool on checked arguments: whatever goes wrong in the tool itself becomes a result.
+    """Run a tool on checked arguments; every failure of the tool itself becomes a result.
 
     Raises:
         SandboxError: the infrastructure failed.

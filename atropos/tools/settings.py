@@ -15,10 +15,12 @@ class ToolExecutorConfig(BaseModel):
     batch_window_ms: float = Field(
         default=20,
         ge=0,
-        description="longest a call may wait to be batched; none waits on purpose, so that every value holds",
+        description="longest a call may wait to be batched; no call is delayed on purpose, so that any value holds",
     )
-    max_batch_size: int | None = Field(default=None, ge=1, description="most calls in a frame; None: as the pool says")
-    allow_network: bool | None = Field(default=None, description="false: no slot is ever leased with a network")
+    max_batch_size: int | None = Field(
+        default=None, ge=1, description="most calls in a frame; None: the pool's setting"
+    )
+    allow_network: bool | None = Field(default=None, description="false: no slot is leased with a network")
     require_sandbox: bool = Field(default=False, description="refuse slots that lack any isolation feature")
     require_stateful_sandbox: bool = Field(default=False, description="refuse slots without background processes")
     tool_server_url: str | None = Field(default=None, description="http(s) URL, or 'inprocess'")

@@ -10,7 +10,7 @@ from atropos.metrics import Histogram
 from atropos.tools.models import ToolResult
 
 SAMPLES = 2048
-"""Latest calls that the percentiles are taken over."""
+"""Latest calls that the percentiles are computed from."""
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class ToolStats:
 
 @dataclass(frozen=True)
 class ExecutorStats:
-    """What an executor did and does. Times in seconds, over the latest calls, waiting for their turn included."""
+    """Counts since the start, the present state, and percentiles of the latest calls in seconds, waiting included."""
 
     calls: int
     errors: int

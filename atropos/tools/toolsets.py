@@ -37,7 +37,7 @@ class Distribution:
     description: str = field(default="", compare=False)
 
     def __post_init__(self) -> None:
-        """Refuse what is no probability.
+        """Check the probabilities.
 
         Raises:
             ConfigError: names the toolset.
@@ -48,7 +48,7 @@ class Distribution:
             if not 0 <= probability <= 1:
                 raise ConfigError(f"distribution {self.name!r}: {toolset!r} has {probability}; write 0 to 1")
         if not any(self.probabilities.values()):
-            raise ConfigError(f"distribution {self.name!r}: every probability is 0, so that no toolset is ever drawn")
+            raise ConfigError(f"distribution {self.name!r}: every probability is 0; give one toolset more")
 
     def sample(self, seed: int | str | random.Random) -> list[str]:
         """A choice of toolsets, in the order of the definition and never empty.
@@ -60,7 +60,7 @@ class Distribution:
         return drawn or [max(self.probabilities, key=lambda name: self.probabilities[name])]
 
 
-_DISTRIBUTIONS: dict[str, Distribution] = {
+DISTRIBUTIONS: dict[str, Distribution] = {
     one.name: one
     for one in (
         Distribution("default", {"terminal": 1.0, "file": 1.0}, "what every slot can do, always"),
@@ -80,12 +80,12 @@ _DISTRIBUTIONS: dict[str, Distribution] = {
 
 
 def register_distribution(distribution: Distribution) -> None:
-    """Make a distribution known by its name.
+    """Add a distribution to those known by name.
 
     Raises:
         ConfigError: another one has that name.
     """
-    known = _DISTRIBUTIONS.setdefault(distribution.name, distribution)
+    known = DISTRIBUTIONS.setdefault(distribution.name, distribution)
     if known != distribution:
         raise ConfigError(f"distribution {distribution.name!r} exists with other probabilities")
 
@@ -97,11 +97,6 @@ def get_distribution(name: str) -> Distribution:
         ConfigError: there is none; the message names those there are.
     """
     try:
-        return _DISTRIBUTIONS[name]
+        return DISTRIBUTIONS[name]
     except KeyError:
-        raise ConfigError(f"distribution: unknown {name!r}; known: {', '.join(sorted(_DISTRIBUTIONS))}") from None
-
-
-def distributions() -> tuple[Distribution, ...]:
-    """Every known distribution, by name."""
-    return tuple(_DISTRIBUTIONS[name] for name in sorted(_DISTRIBUTIONS))
+        raise ConfigError(f"distribution: unknown {name!r}; known: {', '.join(sorted(DISTRIBUTIONS))}") from None

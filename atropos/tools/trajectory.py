@@ -1,4 +1,4 @@
-"""What an executor keeps of one trajectory between its calls."""
+"""The executor's state of one trajectory between its calls."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ if TYPE_CHECKING:
 REMEMBERED = 8
 """Results a trajectory remembers, so that a call sent again under its id is not run again."""
 REMEMBERED_CHARS = 200_000
-"""Characters of output after which a trajectory remembers fewer of them, the latest in any case."""
+"""Most characters of output in them; the latest result is kept whatever its length."""
+
+
+Peer = Literal["pool", "ToolServer"]
 
 
 @dataclass(eq=False)
@@ -34,46 +37,45 @@ class TrajectoryState:
     broken: SandboxError | None = None
     released: bool = False
     external: bool = False
-    silent: set[Literal["pool", "ToolServer"]] = field(default_factory=set[Literal["pool", "ToolServer"]])
-    """What has not answered a request of the trajectory, given up or under way."""
+    unanswered: set[Peer] = field(default_factory=set[Peer])
+    """Who has not answered a request of the trajectory, which was cancelled or is pending."""
     calls: dict[asyncio.Task[object], int] = field(default_factory=dict["asyncio.Task[object]", int])
     interrupted: set[asyncio.Task[object]] = field(default_factory=set["asyncio.Task[object]"])
     idle: asyncio.Event = field(default_factory=asyncio.Event)
     answered: OrderedDict[str, tuple[int, ToolResult | None]] = field(
         default_factory=OrderedDict[str, "tuple[int, ToolResult | None]"]
     )
-
     answered_chars: int = 0
     recorded: dict[str, str] = field(default_factory=dict[str, str])
     """Recordings of sessions that were there before a view was opened."""
 
     @property
     def empty(self) -> bool:
-        """Whether there is nothing to release: no slot, nothing on a ToolServer, nothing remembered or given up."""
-        nothing = self.slot is None and not self.external and not self.silent
+        """Whether there is nothing to release: no slot, nothing on a ToolServer, no remembered or unanswered call."""
+        nothing = self.slot is None and not self.external and not self.unanswered
         return nothing and self.broken is None and not self.answered
 
     @contextlib.contextmanager
-    def asking(self, whom: Literal["pool", "ToolServer"]) -> Generator[None]:
-        """Around a request, which stays unanswered where it is given up."""
-        self.silent.add(whom)
+    def requesting(self, peer: Peer) -> Generator[None]:
+        """Surrounds a request; a cancelled one stays in `unanswered`."""
+        self.unanswered.add(peer)
         try:
             yield
         except Exception:
-            self.silent.discard(whom)
+            self.unanswered.discard(peer)
             raise
-        self.silent.discard(whom)
+        self.unanswered.discard(peer)
 
-    def kept(self) -> list[ToolState]:
-        """What tools keep here and want to have finished."""
+    def tool_states(self) -> list[ToolState]:
+        """The states of tools that have hooks."""
         return [value for value in self.state.values() if isinstance(value, ToolState)]
 
     def recordings(self) -> dict[str, str]:
         """Recorded terminals by session id, as asciinema v2 text."""
-        return self.recorded | {name: text for kept in self.kept() for name, text in kept.recordings().items()}
+        return self.recorded | {name: text for one in self.tool_states() for name, text in one.recordings().items()}
 
     def remember(self, call: ToolCall, result: ToolResult | None) -> None:
-        """Keep a call's result (None: it was given up) for the case that it is sent again."""
+        """Keep a call's result (None: it was cancelled) in case the call is sent again."""
         self._forget(self.answered.pop(call.id, None))
         self.answered[call.id] = (fingerprint(call), result)
         self.answered_chars += 0 if result is None else len(result.output)
@@ -86,5 +88,5 @@ class TrajectoryState:
 
 
 def fingerprint(call: ToolCall) -> int:
-    """A fingerprint of what a call asks for, so that its arguments need not be kept."""
+    """A hash of a call's name and arguments."""
     return hash((call.name, repr(call.arguments)))

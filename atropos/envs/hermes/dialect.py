@@ -15,7 +15,7 @@ from atropos.errors import ConfigError
 from atropos.tools import ToolCall
 from atropos.tools.models import escape_framing
 from atropos.tools.parsers import parser_for
-from atropos.tools.parsers.base import whole_text
+from atropos.tools.parsers.base import replace_surrogates
 
 _PROBE = "\ue002probe\ue002"
 _THINK = re.compile(r"<think>(.*?)(?:</think>|\Z)", re.DOTALL)
@@ -173,7 +173,7 @@ class OpenAIDialect(Dialect):
         answers: list[Message] = []
         unread: list[Message] = []
         for outcome in outcomes:
-            content = escape_framing(whole_text(shorten(outcome.result, config.max_result_chars).to_json()))
+            content = escape_framing(replace_surrogates(shorten(outcome.result, config.max_result_chars).to_json()))
             if (call := outcome.call) is not None:
                 answers.append({"role": "tool", "tool_call_id": call.id, "name": call.name, "content": content})
             else:
@@ -188,7 +188,7 @@ class OpenAIDialect(Dialect):
 def written_arguments(call: ToolCall) -> str:
     """A call's arguments as text, without the halves of characters that JSON can say and messages can't."""
     arguments = call.arguments if isinstance(call.arguments, str) else json.dumps(call.arguments, ensure_ascii=False)
-    return whole_text(arguments)
+    return replace_surrogates(arguments)
 
 
 def _assistant(content: str, calls: Sequence[ToolCall]) -> Message:

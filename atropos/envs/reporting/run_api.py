@@ -14,7 +14,7 @@ from tenacity import RetryError
 
 from atropos.aio import backoff_s
 from atropos.errors import ConfigError
-from atropos.tools.parsers.base import whole_text
+from atropos.tools.parsers.base import replace_surrogates
 
 API_FAILURES = (RetryError, aiohttp.ClientError, KeyError)
 """What atroposlib raises when the trajectory API is gone, or is another one."""
@@ -96,7 +96,7 @@ def _text(value: object) -> str:
 
 def _whole(value: object) -> object:
     if isinstance(value, str):
-        return whole_text(value)
+        return replace_surrogates(value)
     if isinstance(value, list):
         return [_whole(one) for one in cast("list[object]", value)]
     if isinstance(value, dict):

@@ -52,9 +52,6 @@ class ToolBackend:
             ConfigError: a setting can't be had.
         """
         config = self._config.executor_config()
-        app = None
-        if config.tool_server_url == "inprocess":  # imports FastAPI
-            from atropos.api.tool_server import create_app as app
         self.pool = SlotPool(self._config.pool_config())
         try:
             await self.pool.start()
@@ -62,7 +59,7 @@ class ToolBackend:
             raise under_own_name(error) from error
         if config.allow_network:
             config = config.model_copy(update={"allow_network": await self._network(self.pool)})
-        executor = ToolExecutor(pool=self.pool, tools=tools, config=config, tool_server_app=app)
+        executor = ToolExecutor(pool=self.pool, tools=tools, config=config)
         await executor.start()
         self._executor = executor
 

@@ -1,4 +1,4 @@
-"""From a model's text to tool calls: one parser a format, by name."""
+"""Parsers from a model's text to tool calls: one for each format, by name."""
 
 from atropos.tools.parsers.base import (
     Parsed,

@@ -1,4 +1,4 @@
-"""What every parser of a model's text gives, and the registry of them by name."""
+"""The interface of parsers, what they share, and their registry."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from atropos.tools.arguments import MAX_DEPTH, deeper_than
 from atropos.tools.models import ToolCall
 
 MAX_CALLS = 128
-"""Calls, right or wrong, taken from one turn; more are reported as an error."""
+"""Most calls, valid or not, of one turn; more are reported as an error."""
 
 
 @dataclass(frozen=True)
 class ParseError:
-    """A call that the model began and did not write rightly.
+    """A malformed call.
 
     Attributes:
-        message: what is wrong and how it would be right, for the model.
-        text: what it wrote, shortened.
-        position: how many calls stand before it.
+        message: what is wrong and what would be right, for the model.
+        text: the start of what the model wrote.
+        position: how many calls precede it.
     """
 
     message: str
@@ -33,12 +33,12 @@ class ParseError:
 
 @dataclass(frozen=True)
 class Parsed:
-    """A model's turn, taken apart.
+    """A model's turn.
 
     Attributes:
         content: the text without the calls.
         calls: the calls in the order written.
-        errors: what was meant to be a call and isn't one.
+        errors: the malformed calls.
     """
 
     content: str
@@ -47,20 +47,17 @@ class Parsed:
 
 
 class Parser(ABC):
-    """A format in which a model writes calls.
-
-    A parser never raises on a model's text, whatever it is, and takes time linear in its length.
-    """
+    """A format of calls in a model's text. Parsing never raises, and takes time linear in the text's length."""
 
     name: str
 
     @abstractmethod
     def parse(self, text: str) -> Parsed:
-        """The content and calls in a finished turn, or in one cut off by a length limit."""
+        """The content and calls of a complete turn, or of one that a length limit cut off."""
 
     @abstractmethod
     def render(self, call: ToolCall) -> str:
-        """The call as the model would write it: `parse` gives it back."""
+        """The call as the model would write it; the inverse of `parse`."""
 
     def render_turn(self, content: str, calls: Sequence[ToolCall]) -> str:
         """A whole assistant turn with its calls."""
@@ -68,7 +65,7 @@ class Parser(ABC):
 
 
 class Collector:
-    """Gathers a turn's pieces while a parser walks over it."""
+    """Collects the parts of a turn."""
 
     def __init__(self) -> None:
         self._content: list[str] = []
@@ -82,29 +79,43 @@ class Collector:
             self._content.append(piece)
 
     def call(self, name: object, arguments: object, written: str, call_id: str | None = None) -> None:
-        """A call, if it is one."""
+        """Add a call, or an error where it isn't one."""
         if self.full(written):
             return
         if not isinstance(name, str) or not name.strip():
             self.error("the call has no name; name the tool to call", written)
             return
         if isinstance(arguments, str):
-            arguments = whole_text(arguments)
+            arguments = replace_surrogates(arguments)
         elif arguments is None:
             arguments = {}
         elif not isinstance(arguments, dict):
             self.error(f"the arguments of {name[:64]!r} must be an object with the arguments by name", written)
             return
-        clean = whole_text(name.strip())
+        clean = replace_surrogates(name.strip())
         given = cast("dict[str, object] | str", arguments)
         self._calls.append(
             ToolCall(name=clean, arguments=given, id=call_id) if call_id else ToolCall(name=clean, arguments=given)
         )
 
-    def full(self, rest: str) -> bool:
-        """Whether enough calls were found, right or wrong; then an error says that the rest is left out.
+    def json_calls(self, value: object, written: str, cure: str) -> None:
+        """Add the calls of a JSON value: one object or a list, plain or in OpenAI's nesting. `cure` ends an error."""
+        for one in cast("list[object]", value) if isinstance(value, list) else [value]:
+            fields: dict[str, object] = cast("dict[str, object]", one) if isinstance(one, dict) else {}
+            inner = fields.get("function")
+            if isinstance(inner, dict):
+                fields = cast("dict[str, object]", inner)
+            elif isinstance(inner, str):
+                fields = {"name": inner, **fields}
+            if "name" in fields:
+                self.call(fields["name"], fields.get("arguments", fields.get("parameters")), written)
+            else:
+                self.error(f"the tool call has no name; {cure}", written)
 
-        The bound is also what keeps a parser's time linear: an attempt may look at the whole text.
+    def full(self, rest: str) -> bool:
+        """Whether `MAX_CALLS` were found; the first time, an error then says that the rest is left out.
+
+        The bound also keeps a parser's time linear, as each attempt may read the whole text.
         """
         if len(self._calls) + len(self._errors) < MAX_CALLS:
             return False
@@ -114,25 +125,25 @@ class Collector:
         return True
 
     def error(self, message: str, written: str) -> None:
-        """Something that was meant to be a call."""
+        """Add a malformed call."""
         if not self.full(written):
             self._note(message, written)
 
     def _note(self, message: str, written: str) -> None:
-        self._errors.append(ParseError(message, whole_text(written[:500]), len(self._calls)))
+        self._errors.append(ParseError(message, replace_surrogates(written[:500]), len(self._calls)))
 
     def done(self) -> Parsed:
-        """Everything gathered."""
+        """The turn."""
         return Parsed("".join(self._content).strip(), tuple(self._calls), tuple(self._errors))
 
 
 def read_calls(text: str, opening: str, read: Callable[[str, int, Collector], int]) -> Parsed:
-    """Take the calls out of a turn in which each begins with the same text.
+    """Parse a turn whose calls all begin with the same text.
 
     Args:
         text: the turn.
-        opening: what each call begins with.
-        read: reads the call whose opening ends at an index into the collector; returns where to go on.
+        opening: the text that each call begins with.
+        read: called with the text, the index after an opening, and the collector; returns the index after the call.
     """
     found = Collector()
     at = 0
@@ -145,8 +156,16 @@ def read_calls(text: str, opening: str, read: Callable[[str, int, Collector], in
     return found.done()
 
 
-def whole_text(text: str) -> str:
-    """A text without lone surrogates, which JSON escapes can smuggle in and UTF-8 can't say."""
+def index_after(text: str, at: int, opening: str, end: str) -> int:
+    """Where to go on after a malformed call: after its end, or at the next opening, or at the end of the text."""
+    stop, following = text.find(end, at), text.find(opening, at)
+    if stop >= 0 and (following < 0 or stop < following):
+        return stop + len(end)
+    return following if following >= 0 else len(text)
+
+
+def replace_surrogates(text: str) -> str:
+    """Replace lone surrogates, which JSON escapes can contain and UTF-8 can't encode."""
     return text.encode("utf-8", "replace").decode() if not text.isascii() else text
 
 
@@ -166,7 +185,7 @@ def first_json(text: str, start: int) -> tuple[object, int]:
 
 
 def dump_json(value: object) -> str:
-    """JSON as it is shown to models: UTF-8 as it is."""
+    """JSON without escapes of characters beyond ASCII."""
     return json.dumps(value, ensure_ascii=False)
 
 
@@ -183,7 +202,7 @@ _PARSERS: dict[str, Parser] = {}
 
 
 def register_parser(parser: Parser, *names: str) -> None:
-    """Make a parser known by its name, and by others."""
+    """Register a parser by its name, and by others."""
     for name in (parser.name, *names):
         _PARSERS[name] = parser
 

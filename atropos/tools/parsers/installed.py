@@ -1,8 +1,7 @@
-"""vLLM's own parsers, where vLLM is installed: a turn's calls are then read as its server would read them.
+"""vLLM's own parsers, where vLLM is installed: calls are then parsed as vLLM's server would parse them.
 
-They are loaded by name from vLLM's registry, which has moved between its releases (both places are tried). What stays
-ours: rendering, the bound on calls, errors that the model can read (vLLM takes a malformed call for plain text), and
-whatever a user has registered under a name.
+They are loaded by name from vLLM's registry, which has moved between its releases (both places are tried). Rendering, the
+bound on calls, error messages (vLLM takes a malformed call for plain text) and parsers that a user registers stay ours.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from typing import Any
 from atropos.tools.models import ToolCall
 from atropos.tools.parsers.base import Collector, Parsed, Parser, get_parser
 
-THEIRS = {
+VLLM_NAMES = {
     "hermes": "hermes",
     "qwen": "hermes",
     "mistral": "mistral",
@@ -30,7 +29,7 @@ THEIRS = {
     "glm45": "glm45",
     "kimi_k2": "kimi_k2",
 }
-"""Our names of formats, and vLLM's."""
+"""vLLM's names of our formats."""
 
 _PLACES = (
     ("vllm.tool_parsers", ("vllm.entrypoints.openai.chat_completion.protocol", "vllm.entrypoints.openai.protocol")),
@@ -40,32 +39,34 @@ _log = logging.getLogger(__name__)
 
 
 def parser_for(name: str, tokenizer: Any, schemas: Sequence[dict[str, object]] = ()) -> Parser:
-    """The parser of a format for a model with this tokenizer that is offered these tools.
+    """The parser of a format, for a model's tokenizer and the tools that it is offered.
 
     Raises:
         ConfigError: there is none of that name.
     """
     ours = get_parser(name)
-    registry = _registry() if type(ours).__module__.startswith("atropos.tools.parsers.") and name in THEIRS else None
+    registry = (
+        _registry() if type(ours).__module__.startswith("atropos.tools.parsers.") and name in VLLM_NAMES else None
+    )
     if registry is None:
         return ours
     manager, request_type = registry
     try:
-        made = manager.get_tool_parser(THEIRS[name])
+        parser_type = manager.get_tool_parser(VLLM_NAMES[name])
         request = request_type(
             model="model", messages=[{"role": "user", "content": ""}], tools=list(schemas) or None, tool_choice="auto"
         )
-        parser = VllmParser(ours, made, tokenizer, request)
-        parser.begin()
-    except Exception as error:  # of somebody else's code: a tokenizer without the format's tokens, above all
-        _log.info("vLLM's parser %s is not used: %s: %s", THEIRS[name], type(error).__name__, error)
+        parser = VllmParser(ours, parser_type, tokenizer, request)
+        parser.new_parser()
+    except Exception as error:  # foreign code: most often, the tokenizer lacks the format's tokens
+        _log.info("vLLM's parser %s is not used: %s: %s", VLLM_NAMES[name], type(error).__name__, error)
         return ours
     return parser
 
 
 @functools.cache
 def _registry() -> tuple[Any, Any] | None:
-    """The registry of parsers, and the type of a chat request, or None where there is no vLLM."""
+    """The registry of vLLM's parsers and its type of a chat request; None without vLLM."""
     if importlib.util.find_spec("vllm") is None:
         return None
     for place, protocols in _PLACES:
@@ -75,7 +76,7 @@ def _registry() -> tuple[Any, Any] | None:
                 return manager, importlib.import_module(protocol).ChatCompletionRequest
             except (ImportError, AttributeError):
                 continue
-    _log.warning("vLLM is installed, but its tool parsers are not where they are looked for: atropos' own are used")
+    _log.warning("vLLM is installed, but its tool parsers were not found: atropos' own are used")
     return None
 
 
@@ -83,30 +84,30 @@ class VllmParser(Parser):
     """One of vLLM's parsers behind our interface.
 
     Args:
-        ours: the parser of the same format here.
-        made: vLLM's class.
+        ours: our parser of the same format.
+        parser_type: vLLM's class.
         tokenizer: the model's.
-        request: a chat request with the tools, which types of arguments follow.
+        request: a chat request with the tools, which give arguments their types.
     """
 
-    def __init__(self, ours: Parser, made: Any, tokenizer: Any, request: Any) -> None:
+    def __init__(self, ours: Parser, parser_type: Any, tokenizer: Any, request: Any) -> None:
         self.name = ours.name
-        self._ours, self._made, self._tokenizer, self._request = ours, made, tokenizer, request
+        self._ours, self._type, self._tokenizer, self._request = ours, parser_type, tokenizer, request
 
-    def begin(self) -> Any:
-        """A new one of theirs: they keep a state."""
+    def new_parser(self) -> Any:
+        """A new instance of vLLM's class: instances keep state."""
         try:
-            return self._made(self._tokenizer, self._request.tools)
+            return self._type(self._tokenizer, self._request.tools)
         except TypeError:  # releases before tools were an argument
-            return self._made(self._tokenizer)
+            return self._type(self._tokenizer)
 
     def parse(self, text: str) -> Parsed:
-        """As vLLM reads it; what it can't read as our parser does."""
+        """As vLLM parses it; where vLLM fails, as our parser does."""
         own = self._ours.parse(text)
         try:
-            found = self.begin().extract_tool_calls(text, request=self._request)
+            found = self.new_parser().extract_tool_calls(text, request=self._request)
         except Exception:
-            _log.warning("vLLM's parser %s failed on a turn; read by atropos' own", self.name, exc_info=True)
+            _log.warning("vLLM's parser %s failed on a turn; atropos' own is used", self.name, exc_info=True)
             return own
         if not found.tools_called:
             return own if own.errors else Parsed(text.strip())
@@ -120,11 +121,11 @@ class VllmParser(Parser):
         return Parsed((found.content or "").strip(), taken.calls, (*taken.errors, *errors))
 
     def render(self, call: ToolCall) -> str:
-        """As ours."""
+        """See `Parser`."""
         return self._ours.render(call)
 
     def render_turn(self, content: str, calls: Sequence[ToolCall]) -> str:
-        """As ours."""
+        """See `Parser`."""
         return self._ours.render_turn(content, calls)
 
 

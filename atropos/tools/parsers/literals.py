@@ -1,6 +1,6 @@
-"""Python calls with literal arguments, read without running or compiling anything.
+"""A reader of Python calls with literal arguments that compiles nothing.
 
-`ast.parse` is not used: on text that a model made up it may take exponential time or exhaust the stack.
+`ast.parse` may take exponential time or exhaust the stack on what a model writes.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _WORDS: dict[str, object] = {
 
 
 class LiteralReader:
-    """Reads calls and literals from a text, from a position on."""
+    """Reads calls and literals from a text at a position."""
 
     def __init__(self, text: str, at: int = 0) -> None:
         self.text, self.at = text, at
@@ -38,7 +38,7 @@ class LiteralReader:
         """`name(key=value, …)`.
 
         Raises:
-            ValueError: something else stands there.
+            ValueError: there is no such call.
         """
         name = self._match(_NAME, "a tool's name")
         self._expect("(")
@@ -79,12 +79,12 @@ class LiteralReader:
         raise ValueError(f"expected a value at {self._here()}")
 
     def _strings(self, found: re.Match[str]) -> str:
-        """A string, and those that follow it directly, as Python joins them."""
+        """A string and those directly after it, joined as Python does."""
         parts: list[str] = []
         match: re.Match[str] | None = found
         while match:
             self.at = match.end()
-            parts.append(_said(match[0]))
+            parts.append(_string_value(match[0]))
             self.space()
             match = _STRING.match(self.text, self.at)
         return "".join(parts)
@@ -119,7 +119,7 @@ class LiteralReader:
         self.at = match.end() if match else self.at
 
     def peek(self, sign: str) -> bool:
-        """Whether a sign stands next, white space aside."""
+        """Whether a sign comes next, after white space."""
         self.space()
         return self.text.startswith(sign, self.at)
 
@@ -141,8 +141,8 @@ class LiteralReader:
         return repr(rest) if rest else "the end of the text"
 
 
-def _said(literal: str) -> str:
-    """What a string literal stands for.
+def _string_value(literal: str) -> str:
+    """The value of a string literal.
 
     Raises:
         ValueError: it can't be read.
@@ -150,10 +150,10 @@ def _said(literal: str) -> str:
     triple = literal.endswith(("'''", '"""'))
     if literal[0] in "rR":
         return literal[4:-3] if triple else literal[2:-1]
-    # Python keeps the backslash of an escape that is none (`\d`), and complains of it on stderr.
+    # Python keeps the backslash of an unknown escape (`\d`), and warns of it on stderr.
     literal = _ESCAPE.sub(lambda one: one[0] if one[1] in _ESCAPES else f"\\{one[0]}", literal)
     if not triple:
-        # Models write raw line breaks where Python wants them escaped.
+        # Models write raw line breaks, which Python refuses.
         literal = literal.replace("\r", "\\r")
         literal = re.sub(r"(\\.)|\n", lambda one: one[1] or "\\n", literal, flags=re.DOTALL)
     try:

@@ -16,16 +16,16 @@ from atropos.tools.parsers.literals import LiteralReader
 TAG = "<|python_tag|>"
 _START = re.compile(r'^[ \t]*(?=\{\s*"(?:name|type|function|parameters|arguments)")', re.MULTILINE)
 _ENDS = re.compile(r"\s*(?:(?:<\|eom_id\|>|<\|eot_id\|>)\s*)?\Z")
-_RIGHT = 'write {"name": "tool", "parameters": {"name": "value"}}'
+_CURE = 'write {"name": "tool", "parameters": {"name": "value"}}'
 
 
 class Llama3JsonParser(Parser):
-    """JSON objects, several separated by `;`, after `<|python_tag|>` or at the start of a line."""
+    """JSON objects, separated by `;`, after `<|python_tag|>` or at the start of a line."""
 
     name = "llama3_json"
 
     def parse(self, text: str) -> Parsed:
-        """Take the calls out of a turn."""
+        """See `Parser`."""
         found = Collector()
         tag, begin = text.find(TAG), _first_object(text)
         if tag >= 0 and (begin is None or tag < begin):
@@ -44,11 +44,11 @@ class Llama3JsonParser(Parser):
                 value, end = first_json(text, at)
             except ValueError as error:
                 if at == begin or text[at:].lstrip().startswith("{"):
-                    found.error(f"the tool call is not valid JSON ({str(error)[:120]}); {_RIGHT}", text[at:])
+                    found.error(f"the tool call is not valid JSON ({str(error)[:120]}); {_CURE}", text[at:])
                 else:
                     found.text(f"\n{text[at:]}")
                 break
-            _take(value, text[at:end], found)
+            found.json_calls(value, text[at:end], _CURE)
             at = end
             while at < len(text) and text[at] in "; \t\r\n,":
                 at += 1
@@ -57,17 +57,17 @@ class Llama3JsonParser(Parser):
         return found.done()
 
     def render(self, call: ToolCall) -> str:
-        """The call as one object."""
+        """See `Parser`."""
         return dump_json({"name": call.name, "parameters": call.arguments})
 
     def render_turn(self, content: str, calls: Sequence[ToolCall]) -> str:
-        """Several calls are separated by `;`."""
+        """See `Parser`."""
         rendered = "; ".join(self.render(call) for call in calls)
         return "\n".join(part for part in (content, rendered) if part)
 
 
 def _first_object(text: str) -> int | None:
-    """Where the first line begins that holds a call's JSON; text in front of it is content."""
+    """The index of the first line that begins with a call's JSON; text before it is content."""
     for count, match in enumerate(_START.finditer(text)):
         if count == MAX_CALLS:
             return None
@@ -75,25 +75,11 @@ def _first_object(text: str) -> int | None:
             value, _ = first_json(text, match.start())
         except ValueError:
             if not text[: match.start()].strip():
-                return match.start()  # a turn that begins like a call was meant as one
+                return match.start()  # a turn that begins like a call is a malformed call
             continue
         if isinstance(value, dict) and "name" in value and ("parameters" in value or "arguments" in value):
             return match.start()
     return None
-
-
-def _take(value: object, written: str, found: Collector) -> None:
-    for one in cast("list[object]", value) if isinstance(value, list) else [value]:
-        fields: dict[str, object] = cast("dict[str, object]", one) if isinstance(one, dict) else {}
-        inner: object = fields.get("function")
-        if isinstance(inner, dict):
-            fields = cast("dict[str, object]", inner)
-        elif isinstance(inner, str) and "name" not in fields:
-            fields = {**fields, "name": inner}
-        if "name" not in fields:
-            found.error(f"the tool call has no name; {_RIGHT}", written)
-        else:
-            found.call(fields["name"], fields.get("parameters", fields.get("arguments")), written)
 
 
 class Llama4PythonicParser(Parser):
@@ -102,7 +88,7 @@ class Llama4PythonicParser(Parser):
     name = "llama4_pythonic"
 
     def parse(self, text: str) -> Parsed:
-        """Take the calls out of a turn."""
+        """See `Parser`."""
         found = Collector()
         tag = text.find("<|python_start|>")
         if tag >= 0:
@@ -114,7 +100,7 @@ class Llama4PythonicParser(Parser):
                 return found.done()
             tag = begin = match.start()
         found.text(text[:tag])
-        end = _calls(text, begin, found, tagged=tag != begin)
+        end = _calls(text, begin, found)
         rest = text[end:].lstrip()
         for token in ("<|python_end|>", "<|eom_id|>", "<|eot|>", "<|eot_id|>"):
             rest = rest.removeprefix(token).lstrip()
@@ -122,16 +108,16 @@ class Llama4PythonicParser(Parser):
         return found.done()
 
     def render(self, call: ToolCall) -> str:
-        """The call as a list of one."""
+        """See `Parser`."""
         return f"[{_python_call(call)}]"
 
     def render_turn(self, content: str, calls: Sequence[ToolCall]) -> str:
-        """One list of all calls."""
+        """See `Parser`."""
         rendered = f"[{', '.join(_python_call(call) for call in calls)}]" if calls else ""
         return "\n".join(part for part in (content, rendered) if part)
 
 
-def _calls(text: str, begin: int, found: Collector, *, tagged: bool) -> int:
+def _calls(text: str, begin: int, found: Collector) -> int:
     reader = LiteralReader(text, begin)
     listed = reader.peek("[")
     if listed:
@@ -150,7 +136,6 @@ def _calls(text: str, begin: int, found: Collector, *, tagged: bool) -> int:
             elif not reader.peek("]"):
                 raise ValueError(f"expected ',' or ']' at {text[reader.at : reader.at + 20]!r}")
     except ValueError as error:
-        del tagged
         found.error(f'the tool call is no Python call ({error}); write [tool(name="value")]', text[begin:])
         return len(text)
     reader.at += 1

@@ -6,14 +6,13 @@ Source: the tokenizer formats that Mistral describes for mistral-common, version
 from __future__ import annotations
 
 import re
-from typing import cast
 
 from atropos.tools.models import ToolCall
 from atropos.tools.parsers.base import Collector, Parsed, Parser, dump_json, first_json, read_calls
 
 OPEN = "[TOOL_CALLS]"
 _NAMED = re.compile(r"\s*([\w.-]{1,200})\s*(?:\[CALL_ID\]\s*[\w-]*\s*)?(?:\[ARGS\])?\s*(?=\{)")
-_RIGHT = 'write [TOOL_CALLS] [{"name": "tool", "arguments": {"name": "value"}}]'
+_CURE = 'write [TOOL_CALLS] [{"name": "tool", "arguments": {"name": "value"}}]'
 
 
 class MistralParser(Parser):
@@ -22,11 +21,11 @@ class MistralParser(Parser):
     name = "mistral"
 
     def parse(self, text: str) -> Parsed:
-        """Take the calls out of a turn."""
+        """See `Parser`."""
         return read_calls(text, OPEN, _one)
 
     def render(self, call: ToolCall) -> str:
-        """The call as a list of one."""
+        """See `Parser`."""
         return f"{OPEN} [{dump_json({'name': call.name, 'arguments': call.arguments})}]"
 
 
@@ -37,15 +36,10 @@ def _one(text: str, begin: int, found: Collector) -> int:
     except ValueError as error:
         following = text.find(OPEN, begin)
         stop = following if following >= 0 else len(text)
-        found.error(f"the tool call is not valid JSON ({str(error)[:120]}); {_RIGHT}", text[begin:stop])
+        found.error(f"the tool call is not valid JSON ({str(error)[:120]}); {_CURE}", text[begin:stop])
         return stop
     if named:
         found.call(named[1], value, text[begin:end])
-        return end
-    for one in cast("list[object]", value) if isinstance(value, list) else [value]:
-        fields: dict[str, object] = cast("dict[str, object]", one) if isinstance(one, dict) else {}
-        if "name" not in fields:
-            found.error(f"the tool call has no name; {_RIGHT}", text[begin:end])
-        else:
-            found.call(fields["name"], fields.get("arguments", fields.get("parameters")), text[begin:end])
+    else:
+        found.json_calls(value, text[begin:end], _CURE)
     return end

@@ -1,7 +1,6 @@
 """Qwen3-Coder and GLM-4.5: each argument between tags of its own, as plain text.
 
-Text has no types: every value is a string here. The executor reads numbers, lists and objects out of it where the
-tool's schema asks for one.
+Plain text has no types, so every value is a string here. The executor parses it where the tool's schema has another type.
 
 Source: the chat templates that Qwen and Zhipu publish with Qwen3-Coder and GLM-4.5.
 """
@@ -11,9 +10,9 @@ from __future__ import annotations
 import re
 
 from atropos.tools.models import ToolCall
-from atropos.tools.parsers.base import Collector, Parsed, Parser, dump_json, read_calls
+from atropos.tools.parsers.base import Collector, Parsed, Parser, dump_json, index_after, read_calls
 
-_CALL = "<tool_call>"
+_CALL, _CLOSE = "<tool_call>", "</tool_call>"
 _FUNCTION = re.compile(r"<function=([^>\n]{0,200})>")
 _PARAMETER = re.compile(r"\s*<parameter=([^>\n]{1,200})>")
 _PARAMETER_END = re.compile(r"</parameter>(?=\s*(?:<parameter=|</function>|</tool_call>|\Z))")
@@ -29,7 +28,7 @@ class Qwen3CoderParser(Parser):
     name = "qwen3_coder"
 
     def parse(self, text: str) -> Parsed:
-        """Take the calls out of a turn."""
+        """See `Parser`."""
         found = Collector()
         at = 0
         while True:
@@ -56,33 +55,34 @@ class Qwen3CoderParser(Parser):
                     f"parameter {parameter[1]!r} is not closed; end it with </parameter>", text[match.start() :]
                 )
                 return len(text)
-            arguments[parameter[1].strip()] = _inside(text[parameter.end() : end.start()])
+            value = text[parameter.end() : end.start()]
+            arguments[parameter[1].strip()] = value.removeprefix("\n").removesuffix("\n")
             at = end.end()
         close = _FUNCTION_END.match(text, at)
         if close is None:
-            # Nothing is forgiven here: without its end, a call may lack arguments that were still to come.
+            # An error even where the call looks complete: more arguments may have been meant.
             found.error(
                 "the tool call is not closed; write <parameter=name>value</parameter> and end with </function>",
                 text[match.start() :],
             )
-            return _resume(text, at, "<function=")
+            return index_after(text, at, "<function=", _CLOSE)
         found.call(match[1], arguments, text[match.start() : at])
         return close.end()
 
     def render(self, call: ToolCall) -> str:
-        """The call between its tags."""
+        """See `Parser`."""
         given = call.arguments if isinstance(call.arguments, dict) else {}
         rows = "".join(f"<parameter={key}>\n{_plain(value)}\n</parameter>\n" for key, value in given.items())
         return f"<tool_call>\n<function={call.name}>\n{rows}</function>\n</tool_call>"
 
 
 class Glm45Parser(Parser):
-    """`<tool_call>name` and then pairs of `<arg_key>` and `<arg_value>`."""
+    """`<tool_call>name`, then pairs of `<arg_key>` and `<arg_value>`."""
 
     name = "glm45"
 
     def parse(self, text: str) -> Parsed:
-        """Take the calls out of a turn."""
+        """See `Parser`."""
         return read_calls(text, _CALL, self._one)
 
     def _one(self, text: str, at: int, found: Collector) -> int:
@@ -109,30 +109,17 @@ class Glm45Parser(Parser):
                 "<arg_value>value</arg_value> pairs, and end with </tool_call>",
                 text[begin:],
             )
-            return _resume(text, at, "<tool_call>")
+            return index_after(text, at, _CALL, _CLOSE)
         found.call(name, arguments, text[begin : close.end()])
         return close.end()
 
     def render(self, call: ToolCall) -> str:
-        """The call between its tags."""
+        """See `Parser`."""
         given = call.arguments if isinstance(call.arguments, dict) else {}
         rows = "".join(
             f"<arg_key>{key}</arg_key>\n<arg_value>{_plain(value)}</arg_value>\n" for key, value in given.items()
         )
         return f"<tool_call>{call.name}\n{rows}</tool_call>"
-
-
-def _resume(text: str, at: int, opening: str) -> int:
-    """Where to go on after a wrong call: at its end, or where the next begins."""
-    end, following = text.find("</tool_call>", at), text.find(opening, at)
-    if end >= 0 and (following < 0 or end < following):
-        return end + len("</tool_call>")
-    return following if following >= 0 else len(text)
-
-
-def _inside(value: str) -> str:
-    """A value without the line breaks that set it apart from its tags."""
-    return value.removeprefix("\n").removesuffix("\n")
 
 
 def _plain(value: object) -> str:

@@ -6,11 +6,11 @@ Source: the chat templates that DeepSeek and Moonshot publish with their models.
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from atropos.tools.models import ToolCall
-from atropos.tools.parsers.base import Collector, Parsed, Parser, dump_json, first_json
+from atropos.tools.parsers.base import Collector, Parsed, Parser, dump_json, first_json, index_after
 
 
 @dataclass(frozen=True)
@@ -44,12 +44,12 @@ _KIMI_ID = re.compile(r"(?:functions\.)?(.*?)(?::\d+)?\Z", re.DOTALL)
 
 
 class TokenParser(Parser):
-    """What the formats have in common; the subclasses say where the name stands."""
+    """The shared part of the formats; subclasses know where the name is."""
 
     tokens: _Tokens
 
     def parse(self, text: str) -> Parsed:
-        """Take the calls out of a turn."""
+        """See `Parser`."""
         found = Collector()
         tokens = self.tokens
         at = 0
@@ -66,36 +66,29 @@ class TokenParser(Parser):
         middle = text.find(tokens.middle, begin, begin + 1000)
         if middle < 0:
             found.error(f"the tool call has no {tokens.middle} after its name", text[begin:])
-            return self._resume(text, begin)
+            return index_after(text, begin, tokens.begin, tokens.end)
         try:
             name, value, end = self._read(text, text[begin:middle], middle + len(tokens.middle))
         except ValueError as error:
             found.error(f"the tool call's arguments are not valid JSON ({str(error)[:120]})", text[begin:])
-            return self._resume(text, begin)
+            return index_after(text, begin, tokens.begin, tokens.end)
         found.call(name, value, text[begin:end])
         close = re.compile(r"\s*" + re.escape(tokens.end)).match(text, end)
         return close.end() if close else end
 
-    def _resume(self, text: str, begin: int) -> int:
-        """Where to go on after a wrong call: at its end, or where the next begins."""
-        end, following = text.find(self.tokens.end, begin), text.find(self.tokens.begin, begin)
-        if end >= 0 and (following < 0 or end < following):
-            return end + len(self.tokens.end)
-        return following if following >= 0 else len(text)
-
     def _read(self, text: str, head: str, at: int) -> tuple[str, object, int]:
-        """The name, the arguments and where they end. `head` stands before the middle token, `at` is after it."""
+        """The name, the arguments and their end. `head` is the text before the middle token, `at` the index after it."""
         value, end = first_json(text, at)
         return head.strip(), value, end
 
-    def render_turn(self, content: str, calls: Any) -> str:
-        """All calls between the tokens of the whole."""
+    def render_turn(self, content: str, calls: Sequence[ToolCall]) -> str:
+        """See `Parser`."""
         inner = "".join(self._render_one(call, index) for index, call in enumerate(calls))
         section = f"{self.tokens.begin_all}{inner}{self.tokens.end_all}" if inner else ""
         return content + section
 
     def render(self, call: ToolCall) -> str:
-        """The call, as the only one."""
+        """See `Parser`."""
         return self.render_turn("", [call])
 
     def _render_one(self, call: ToolCall, index: int) -> str:
@@ -117,7 +110,7 @@ class DeepSeekV3Parser(TokenParser):
     tokens = _DEEPSEEK
 
     def _read(self, text: str, head: str, at: int) -> tuple[str, object, int]:
-        """The name stands after the separator, on its line."""
+        """The name comes after the separator, on the same line."""
         del head
         ends = [end for end in (text.find("\n", at), text.find("```", at), text.find("{", at)) if end >= 0]
         stop = min(ends, default=-1)
@@ -137,9 +130,9 @@ class DeepSeekV3Parser(TokenParser):
 
 
 class KimiK2Parser(TokenParser):
-    """Kimi K2: the id `functions.name:index` stands where the name would.
+    """Kimi K2: the id `functions.name:index` takes the name's place.
 
-    The id is not taken over: models repeat it from turn to turn, and an id must tell calls apart.
+    The id is not used: models repeat it from turn to turn, and the id of a `ToolCall` is unique.
     """
 
     name = "kimi_k2"

@@ -1,4 +1,4 @@
-"""Unified diffs as models write them: parsed leniently, applied exactly or not at all. No I/O here."""
+"""Unified diffs as models write them: parsed leniently, applied exactly or not at all. Without I/O."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from dataclasses import dataclass, field
 
 _HUNK = re.compile(r"@@+ ?(?:-(\d{1,18})(?:,\d+)? \+\d+(?:,\d+)?)?")
 _NEAR = 0.6
-"""Similarity from which a piece of a file is reported as a near miss."""
+"""Least similarity of a near miss."""
 MAX_COMPARED = 4000
-"""Lines of a file that a near miss is looked for in."""
+"""Lines of a file that are searched for a near miss."""
 _CANDIDATES = 20
 _COMPARED_CHARS = 200
-"""Of those lines, the ones that are compared in full, and how much of each: that takes the cube of its length."""
+"""How many of those lines are compared in full, and characters of each: the time is the cube of their number."""
 MAX_HUNKS = 2000
-"""Hunks of one diff: each may look at the whole of its file."""
+"""Most hunks of one diff: each may search its whole file."""
 
 
 class PatchError(Exception):
-    """The change can't be applied; the message says why and what would be right."""
+    """The change can't be applied; the message says why, and the cure."""
 
 
 @dataclass
 class Hunk:
-    """One place's change: lines with their sign (' ', '-', '+', or '' for one that lost its blank), without line ends."""
+    """One hunk: lines with their sign (' ', '-', '+', or '' for one without its blank), without line ends."""
 
     start: int | None
     lines: list[tuple[str, str]] = field(default_factory=list[tuple[str, str]])
@@ -35,20 +35,20 @@ class Hunk:
 
     @property
     def old(self) -> list[str]:
-        """What must stand in the file."""
+        """The lines before the change."""
         return [text for sign, text in self.lines if sign != "+"]
 
     @property
     def new(self) -> list[str]:
-        """What stands there afterwards."""
+        """The lines after it."""
         return [text for sign, text in self.lines if sign != "-"]
 
 
 @dataclass
 class FileChange:
-    """The change of one file. `old_path` None: it is made; `new_path` None: it is deleted.
+    """The change of one file. `old_path` None: it is created; `new_path` None: it is deleted.
 
-    Where the names differ and it is no `rename`, the diff was made of two files, and either name may be the one meant.
+    Where the names differ without a `rename`, the diff compares two files, and either may be the one to change.
     """
 
     old_path: str | None
@@ -59,14 +59,14 @@ class FileChange:
 
     @property
     def path(self) -> str:
-        """The file's name, the new one where it is renamed."""
+        """The file's name after the change, or before its deletion."""
         return self.new_path or self.old_path or ""
 
 
 def parse(text: str) -> list[FileChange]:
-    """The changes in a unified diff of one or several files, as git or diff writes it.
+    """Parse a unified diff of one or several files, as git or diff writes it.
 
-    Line counts in the `@@` headers are not relied on: models get them wrong, and the lines say it all.
+    Line counts in the `@@` headers are ignored: models get them wrong, and the lines are enough.
 
     Raises:
         PatchError: it is no unified diff.
@@ -96,7 +96,7 @@ def parse(text: str) -> list[FileChange]:
             )
             git[key] = line[len(key) + 1 :].strip()
         elif line.startswith(("GIT binary patch", "Binary files ")):
-            raise PatchError("the diff changes a binary file, which patch can't do; write the file another way")
+            raise PatchError("the diff changes a binary file, which patch can't do; use the terminal")
         elif line.startswith("@@"):
             raise PatchError(f"line {index + 1} of the diff: a hunk without '--- a/FILE' and '+++ b/FILE' before it")
         index += 1
@@ -154,7 +154,7 @@ def _unquoted(name: str) -> str:
 
 
 def _hunks(lines: list[str], index: int, change: FileChange) -> int:
-    """Read the hunks that follow a file's header; where they end."""
+    """Parse the hunks after a file's header; returns the index after them."""
     while index < len(lines) and lines[index].startswith("@@"):
         match = _HUNK.match(lines[index])
         start = int(match[1]) if match and match[1] else None
@@ -169,7 +169,7 @@ def _hunks(lines: list[str], index: int, change: FileChange) -> int:
             elif line[:1] in {" ", "+", "-"}:
                 hunk.lines.append((line[0], line[1:]))
             elif not line:
-                hunk.lines.append(("", ""))  # editors and models strip the blank of an empty line
+                hunk.lines.append(("", ""))  # editors and models drop the blank of an empty line
             else:
                 break
             index += 1
@@ -208,11 +208,10 @@ def _mark_end(hunk: Hunk) -> None:
 def apply(text: str, change: FileChange) -> str:
     """A file's text after a change.
 
-    Each hunk is looked for from where its header says outwards, exactly; the header's line number may be wrong, the
-    lines may not.
+    A hunk's lines must be in the file exactly; of several places, the one nearest to its header's line number is used.
 
     Raises:
-        PatchError: a hunk's lines are not in the file; the message shows what is there instead.
+        PatchError: a hunk's lines are not in the file; the message shows the most similar ones.
     """
     ends = "\r\n" if "\r\n" in text and "\n" not in text.replace("\r\n", "") else "\n"
     body = text.replace("\r\n", "\n") if ends == "\r\n" else text
@@ -249,14 +248,14 @@ def _find(lines: list[str], old: list[str], guess: int, floor: int) -> int | Non
         if best is None or abs(at - guess) < abs(best - guess):
             best = at
         elif at > guess:
-            break  # from here on they only lie farther away
+            break  # the rest is farther away
     return best
 
 
 def _places(lines: list[str], wanted: list[str], floor: int = 0) -> Iterator[int]:
-    """Where the wanted lines stand, from `floor` on, in time linear in both (Knuth, Morris and Pratt).
+    """The indexes of the wanted lines from `floor` on, in linear time (Knuth, Morris and Pratt).
 
-    A file of ten thousand equal lines is nothing unusual, and comparing anew at each of them takes minutes.
+    Comparing at each of ten thousand equal lines, which are not unusual, takes minutes.
     """
     fallback, matched = [0] * len(wanted), 0
     for index in range(1, len(wanted)):
@@ -286,21 +285,21 @@ def _missed(path: str, number: int, total: int, lines: list[str], old: list[str]
 
 
 def near_miss(lines: list[str], wanted: list[str]) -> str:
-    """What to tell of lines that are not in a file: how they differ from the most similar ones there."""
+    """How lines that are not in a file differ from the most similar ones that are."""
     if not lines:
         return "the file is empty"
     squeezed = [" ".join(one.split()) for one in lines]
     target = [" ".join(one.split()) for one in wanted]
     for at in _places(squeezed, target):
-        return f"lines {at + 1} to {at + len(wanted)} differ in white space only; there stands:\n{_show(lines, at, len(wanted))}"
+        return f"lines {at + 1} to {at + len(wanted)} differ in white space only; the file has:\n{_show(lines, at, len(wanted))}"
     at, ratio = _closest(squeezed[:MAX_COMPARED], target)
     if ratio < _NEAR:
-        return "nothing like it is in the file; read it again, it may have changed"
-    return f"the most similar place is line {at + 1}, where stands:\n{_show(lines, at, len(wanted))}"
+        return "the file has nothing similar; read it again, it may have changed"
+    return f"the most similar lines begin at line {at + 1}:\n{_show(lines, at, len(wanted))}"
 
 
 def _closest(lines: list[str], wanted: list[str]) -> tuple[int, float]:
-    """The index at which the lines are most like the wanted ones, and how much, judged line by line."""
+    """The index of the lines that are most similar to the wanted ones, and their similarity."""
     wanted = wanted[:40]
     anchor = max(range(len(wanted)), key=lambda index: len(wanted[index]))
     matcher = difflib.SequenceMatcher(autojunk=False)

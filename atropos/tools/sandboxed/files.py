@@ -15,16 +15,16 @@ from atropos.tools.models import ToolResult
 from atropos.tools.sandboxed.text import decode, is_binary, plural
 
 CHUNK_BYTES = 1 << 20
-"""Bytes fetched at a time while looking for the lines asked for."""
+"""Bytes read at a time in search of the requested lines."""
 SCAN_BYTES = 64 << 20
-"""How far into a file lines are looked for."""
+"""Most bytes of a file that are searched for them."""
 MAX_LINE = 2000
 """Characters of one line that are shown."""
 DEFAULT_LINES = 500
 WORKSPACE = "/workspace"
-"""Where relative paths begin in every slot."""
+"""The folder of relative paths in every slot."""
 _COMPARED = 60
-"""Characters by which names are compared: that takes the cube of their length, and this is on the event loop."""
+"""Characters of names that are compared: it takes the cube of their number, on the event loop."""
 MAX_PATH = 4096
 """Linux's PATH_MAX."""
 
@@ -75,13 +75,13 @@ class ReadFileTool(Tool):
     read_only = True
 
     async def run(self, arguments: ReadFileArguments, scope: ToolScope) -> ToolResult:
-        """Read the lines asked for."""
+        """Read the requested lines."""
         first = await fetch(scope, arguments.path, 0, CHUNK_BYTES)
-        named = file_kind(first.data, first.size)
-        if named is not None:
+        kind = file_kind(first.data)
+        if kind is not None:
             return ToolResult.failure(
-                f"{arguments.path} is not text but {named} of {plural(first.size, 'byte')}; "
-                "use the terminal (file, xxd, …) to look into it",
+                f"{arguments.path} is not text but {kind} of {plural(first.size, 'byte')}; "
+                "use the terminal (file, xxd, …) to examine it",
                 data={"path": arguments.path, "size": first.size, "binary": True},
             )
         if first.size == 0 and not first.data:
@@ -110,7 +110,7 @@ def _numbered(
     last = start + len(rows) - 1
     if cut or more:
         after = more or "more follow"
-        rows.append(f"[lines {start} to {last}; {after}; go on with offset={last + 1}]")
+        rows.append(f"[lines {start} to {last}; {after}; continue with offset={last + 1}]")
     content = "\n".join(lines[: last - start + 1])
     return ToolResult(
         success=True,
@@ -136,15 +136,15 @@ async def _lines(scope: ToolScope, arguments: ReadFileArguments, first: wire.Fil
         start += len(_split(first.data)) + 1
     start = max(start, 1)
     skip, kept, kept_bytes = start - 1, list[bytes](), 0
-    data, position, line = first.data, len(first.data), b""  # `line`: the start of one that goes on in the next chunk
+    data, position, line = first.data, len(first.data), b""  # `line`: the start of one that the next chunk continues
     while True:
         at_end = position >= first.size or not data
         newlines = data.count(b"\n")
         if skip > newlines and not at_end:
-            skip -= newlines  # a whole chunk before the lines asked for
+            skip -= newlines  # the whole chunk is before the requested lines
         else:
             pieces = _split(line + data) if at_end else (line + data).split(b"\n")
-            line = b"" if at_end else pieces.pop()[:CHUNK_BYTES]  # of an endless line only the start is shown
+            line = b"" if at_end else pieces.pop()[:CHUNK_BYTES]  # only the start of a very long line is shown
             skip, pieces = max(skip - len(pieces), 0), pieces[skip:]
             for piece in pieces:
                 if len(kept) == arguments.limit or kept_bytes > 2 * scope.limits.max_output_bytes:
@@ -183,7 +183,7 @@ class WriteFileTool(Tool):
     """Write a file."""
 
     name = "write_file"
-    description = "Write a file: its folders are made, and what it held before is replaced."
+    description = "Write a file: missing folders are created, and earlier content is replaced."
     arguments = WriteFileArguments
     toolsets = ("default", "file")
 
@@ -205,40 +205,40 @@ async def fetch(scope: ToolScope, path: str, offset: int, max_bytes: int) -> wir
     """Part of a file.
 
     Raises:
-        ToolError: it can't be read; a missing file's message names the ones that are alike.
+        ToolError: it can't be read; the message for a missing file suggests similar names.
     """
     result = await scope.slot.run(wire.ReadFile(path=path, offset=offset, max_bytes=max_bytes))
     if isinstance(result, wire.FileResult):
         return result
     if not isinstance(result, wire.OpError):
-        raise ToolError(f"{path}: the slot gave no file")
+        raise ToolError(f"{path}: the slot returned no file")
     if result.error == "not_found":
-        raise ToolError(f"{path}: no such file{await _alike(scope, path)}")
+        raise ToolError(f"{path}: no such file{await _suggestion(scope, path)}")
     if result.error == "is_directory":
         raise ToolError(f"{path} is a directory; list it with search_files (empty pattern) or ls in the terminal")
     raise ToolError(result.message, limit=result.limit)
 
 
-async def _alike(scope: ToolScope, path: str) -> str:
+async def _suggestion(scope: ToolScope, path: str) -> str:
     folder, name = posixpath.split(path)
     result = await scope.slot.run(
         wire.Search(pattern="", path=folder or ".", glob=f"*{posixpath.splitext(name)[1]}", max_matches=300)
     )
     if not isinstance(result, wire.SearchResult):
         return "; its folder does not exist" if folder else ""
-    paths = [as_asked(match.path, path) for match in result.matches]
+    paths = [like_requested(match.path, path) for match in result.matches]
     by_name = {posixpath.basename(one)[:_COMPARED]: one for one in reversed(paths)}
     close = difflib.get_close_matches(name[:_COMPARED], by_name, n=3, cutoff=0.6)
     return f"; did you mean {' or '.join(by_name[one] for one in close)}?" if close else ""
 
 
-def as_asked(path: str, asked: str) -> str:
-    """A path from the slot (absolute) in the manner of the one asked for: from the workspace when that was."""
-    return path.removeprefix(f"{WORKSPACE}/") if not asked.startswith("/") else path
+def like_requested(path: str, requested: str) -> str:
+    """An absolute path of the slot, made relative to the workspace where the requested path was relative."""
+    return path.removeprefix(f"{WORKSPACE}/") if not requested.startswith("/") else path
 
 
-def file_kind(data: bytes, size: int) -> str | None:
-    """What a file is that is no text (`a PNG image, 640x480`), None for text."""
+def file_kind(data: bytes) -> str | None:
+    """The kind of a file that isn't text (`a PNG image, 640x480`); None for text."""
     for magic, kind in _IMAGES:
         if data.startswith(magic) and (len(magic) > 2 or is_binary(data)):
             extent = _extent(data, kind)
@@ -250,7 +250,6 @@ def file_kind(data: bytes, size: int) -> str | None:
             return f"{'an' if kind[0] in 'Ex' and kind != 'xz file' else 'a'} {kind}"
     if is_binary(data) and not _utf16(data):
         return "a binary file"
-    del size
     return "UTF-16 text (convert it: iconv -f utf-16 -t utf-8)" if _utf16(data) else None
 
 
@@ -259,7 +258,7 @@ def _utf16(data: bytes) -> bool:
 
 
 def _extent(data: bytes, kind: str) -> str:
-    """The width and height that an image's own header gives."""
+    """The width and height in an image's header."""
     try:
         if kind.startswith("PNG"):
             return ", {}x{}".format(*struct.unpack(">II", data[16:24]))

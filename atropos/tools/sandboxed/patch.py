@@ -21,10 +21,10 @@ from atropos.tools.sandboxed.files import MAX_PATH, fetch
 from atropos.tools.sandboxed.text import plural
 
 ON_LOOP_BYTES = 32_768
-"""Texts up to this are worked on right on the event loop."""
+"""Texts of up to this size are processed on the event loop, longer ones in a thread."""
 _T = TypeVar("_T")
 MAX_FILES = 200
-"""Files that one diff may change."""
+"""Most files that one diff may change."""
 
 
 class PatchArguments(Arguments):
@@ -43,7 +43,7 @@ class PatchArguments(Arguments):
 
 @dataclass
 class _Edit:
-    """One file's way from its old bytes to its new ones; None where there is no file."""
+    """The change of one file's bytes; None where there is no file."""
 
     path: str
     before: bytes | None
@@ -58,14 +58,14 @@ class PatchTool(Tool):
     name = "patch"
     description = (
         "Change files. Either replace one exact piece of text (path, old, new; old must be there exactly once unless "
-        "replace_all is true), or apply a unified diff of one or several files (diff): all of it or, if any part does "
-        "not fit, nothing."
+        "replace_all is true), or apply a unified diff of one or several files (diff): all of it or, if any part "
+        "does not apply, nothing."
     )
     arguments = PatchArguments
     toolsets = ("default", "file")
 
     async def run(self, arguments: PatchArguments, scope: ToolScope) -> ToolResult:
-        """Work out every change first, then write them."""
+        """Compute every change, then write them."""
         edits = await self._edits(arguments, scope)
         await _write(edits, scope)
         return ToolResult(
@@ -100,7 +100,7 @@ def _replaced(before: bytes, arguments: PatchArguments) -> bytes:
     old_bytes, new_bytes = old.encode("utf-8", "replace"), (arguments.new or "").encode("utf-8", "replace")
     count = before.count(old_bytes)
     if count == 0 and b"\r\n" in before and b"\r" not in old_bytes:
-        # The model sees lines, not their ends: in a file of CRLF lines it writes LF.
+        # The model doesn't see line ends: for a file of CRLF lines it writes LF.
         old_bytes, new_bytes = old_bytes.replace(b"\n", b"\r\n"), new_bytes.replace(b"\n", b"\r\n")
         count = before.count(old_bytes)
     if count == 0:
@@ -132,39 +132,30 @@ async def _from_diff(text: str, scope: ToolScope) -> list[_Edit]:
         raise ToolError(f"patch: the diff changes {len(changes)} files; at most {MAX_FILES} at once")
     edits: dict[str, _Edit] = {}
     for change in changes:
-        no_nul_path(change)
+        if "\x00" in f"{change.old_path}{change.new_path}":
+            raise diffs.PatchError("a file name in the diff has a NUL character")
         await _plan(change, edits, scope)
     return list(edits.values())
 
 
 def _applied(before: bytes, change: diffs.FileChange) -> bytes:
-    """A file's bytes after a change; bytes that are no UTF-8 pass through."""
+    """A file's bytes after a change; bytes that aren't UTF-8 are kept."""
     return diffs.apply(before.decode("utf-8", "surrogateescape"), change).encode("utf-8", "surrogateescape")
 
 
 async def _off_loop(measure: bytes | str, work: Callable[..., _T], *arguments: object) -> _T:
-    """Do the work at once when there is little of it, else in a thread: other trajectories' calls go on meanwhile."""
+    """Do the work here if `measure` is short, else in a thread, so that it delays no other trajectory's calls."""
     if len(measure) <= ON_LOOP_BYTES:
         return work(*arguments)
     return await asyncio.to_thread(work, *arguments)
 
 
-def no_nul_path(change: diffs.FileChange) -> None:
-    """Refuse a NUL in a diff's file names.
-
-    Raises:
-        PatchError: there is one.
-    """
-    if "\x00" in f"{change.old_path}{change.new_path}":
-        raise diffs.PatchError("a file name in the diff holds a NUL character")
-
-
 async def _plan(change: diffs.FileChange, edits: dict[str, _Edit], scope: ToolScope) -> None:
-    """Add a file's change to those planned; a file named twice is changed twice."""
+    """Add a file's change to the edits; a file that is named twice is changed twice."""
     if change.old_path is None:
         target = change.new_path or ""
         if target not in edits and await _exists(scope, target):
-            raise diffs.PatchError(f"{target} is to be made and exists already. Nothing was changed")
+            raise diffs.PatchError(f"{target} is to be created and exists already. Nothing was changed")
         edits[target] = _Edit(target, None, diffs.apply("", change).encode(), change.mode)
         return
     if change.new_path is not None and change.new_path != change.old_path and not change.rename:
@@ -182,7 +173,7 @@ async def _plan(change: diffs.FileChange, edits: dict[str, _Edit], scope: ToolSc
     if change.new_path is None:
         if after:
             raise diffs.PatchError(
-                f"{change.old_path} is to be deleted and holds more than the diff says. Nothing was changed"
+                f"{change.old_path} is to be deleted and has lines that the diff lacks. Nothing was changed"
             )
         edits[change.old_path] = gone
     elif change.new_path == change.old_path:
@@ -197,11 +188,11 @@ async def _plan(change: diffs.FileChange, edits: dict[str, _Edit], scope: ToolSc
 
 
 async def _write(edits: list[_Edit], scope: ToolScope) -> None:
-    """Write the edits; where one fails, put back those before it."""
+    """Write the edits; if one fails, undo those before it."""
     done: list[_Edit] = []
     try:
         for edit in edits:
-            await _put(edit.path, edit.before, edit.after, edit.mode, scope)  # one write is itself all or nothing
+            await _put(edit.path, edit.before, edit.after, edit.mode, scope)  # each write is atomic
             done.append(edit)
     except ToolError as error:
         failed: list[str] = []
@@ -210,7 +201,7 @@ async def _write(edits: list[_Edit], scope: ToolScope) -> None:
                 await _put(edit.path, edit.after, edit.before, edit.old_mode, scope)
             except ToolError:
                 failed.append(edit.path)
-        rest = f"; {', '.join(failed)} could not be put back" if failed else "; nothing was changed"
+        rest = f"; {', '.join(failed)} could not be restored" if failed else "; nothing was changed"
         raise ToolError(f"patch: {error}{rest}", limit=error.limit) from None
 
 
@@ -245,7 +236,7 @@ def _summary(edits: list[_Edit]) -> str:
         if edit.after is None:
             rows.append(f"deleted {name}")
         elif edit.before is None:
-            rows.append(f"made {name} ({plural(len(edit.after.splitlines()), 'line')})")
+            rows.append(f"created {name} ({plural(len(edit.after.splitlines()), 'line')})")
         else:
             old, new = edit.before.splitlines(), edit.after.splitlines()
             rows.append(f"changed {name} ({_changed(old, new)})")
@@ -253,7 +244,7 @@ def _summary(edits: list[_Edit]) -> str:
 
 
 def _changed(old: list[bytes], new: list[bytes]) -> str:
-    """Where the change lies: the lines between the common start and the common end."""
+    """The changed lines: those between the common start and the common end."""
     start = 0
     while start < min(len(old), len(new)) and old[start] == new[start]:
         start += 1

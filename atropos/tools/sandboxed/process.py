@@ -1,4 +1,4 @@
-"""Background processes in the trajectory's slot: watched, answered and ended."""
+"""Background processes in the trajectory's slot: their output, input and end."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from atropos.tools.models import ToolResult
 from atropos.tools.sandboxed.text import clip, decode, plural, shown, without_escapes
 
 BUFFER_BYTES = 200_000
-"""Output kept of a background process; older output falls out and is counted."""
+"""Latest output of a background process that is kept; the dropped bytes are counted."""
 
 
-class Watches(ToolState):
-    """What is remembered of background processes: what the model has seen, and which to tell of again."""
+class ProcessReports(ToolState):
+    """What the model has seen of the background processes, and which of them are reported with other calls' results."""
 
     def __init__(self) -> None:
         self.seen: dict[str, int] = {}
@@ -26,22 +26,34 @@ class Watches(ToolState):
         self.due: dict[str, float] = {}
 
     async def after_call(self, result: ToolResult, scope: ToolScope) -> ToolResult:
-        """Add a note on the processes whose check is due."""
-        note = await due_notes(scope, asyncio.get_running_loop().time())
-        if not note:
+        """Add a report of the processes whose check is due."""
+        now = asyncio.get_running_loop().time()
+        reports: list[str] = []
+        for session_id, interval_s in list(self.intervals.items()):
+            if now < self.due.setdefault(session_id, now + interval_s):
+                continue
+            self.due[session_id] = now + interval_s
+            state = await scope.slot.run(wire.ProcRead(id=session_id, offset=0, max_bytes=1))
+            if isinstance(state, wire.ProcState):
+                new = state.total_bytes - self.seen.get(session_id, 0)
+                reports.append(f"[session {session_id}: {_state(state)}, {plural(new, 'new byte')} of output]")
+                if state.running:
+                    continue
+            del self.intervals[session_id]
+        if not reports:
             return result
-        return result.model_copy(update={"output": f"{result.output}\n{note}".lstrip("\n")})
+        return result.model_copy(update={"output": "\n".join([result.output, *reports]).lstrip("\n")})
 
     def start(self, session_id: str, interval_s: float | None) -> None:
-        """Remember a new process, reported every `interval_s` seconds when that is given."""
+        """Add a new process, to be reported every `interval_s` seconds where that is given."""
         self.seen[session_id] = 0
         if interval_s is not None:
             self.intervals[session_id] = interval_s
 
 
-def watches(scope: ToolScope) -> Watches:
-    """The trajectory's background processes, as far as they must be remembered here."""
-    return scope.kept("process", Watches)
+def process_reports(scope: ToolScope) -> ProcessReports:
+    """The trajectory's `ProcessReports`."""
+    return scope.get_state("process", ProcessReports)
 
 
 Action = Literal["list", "poll", "log", "wait", "kill", "write", "submit", "close"]
@@ -52,7 +64,7 @@ class ProcessArguments(Arguments):
 
     action: Action = Field(
         description="list: all sessions; poll: state and new output; log: last lines of output; "
-        "wait: until it ends (later calls come after it; poll to go on meanwhile); "
+        "wait: until it ends (later calls wait too; use poll to work meanwhile); "
         "kill: end it; write: send data as it is; submit: send data and Enter; close: end its input"
     )
     session_id: str | None = Field(default=None, description="from terminal(background=true); not for list")
@@ -62,7 +74,7 @@ class ProcessArguments(Arguments):
 
 
 class ProcessTool(Tool):
-    """Watch, answer and end background processes."""
+    """Manage background processes."""
 
     name = "process"
     description = (
@@ -107,9 +119,9 @@ class ProcessTool(Tool):
 
     async def _poll(self, arguments: ProcessArguments, session_id: str, scope: ToolScope) -> ToolResult:
         del arguments
-        seen = watches(scope).seen
+        seen = process_reports(scope).seen
         state = await read(scope, session_id, offset=seen.get(session_id, 0), max_bytes=scope.limits.max_output_bytes)
-        return self._tell(state, scope, "no new output")
+        return self._report(state, scope, "no new output")
 
     async def _log(self, arguments: ProcessArguments, session_id: str, scope: ToolScope) -> ToolResult:
         state = await read(scope, session_id, offset=0, max_bytes=BUFFER_BYTES)
@@ -131,7 +143,7 @@ class ProcessTool(Tool):
         most = scope.limits.max_wait_s
         asked = arguments.timeout if arguments.timeout is not None else most
         wait_s = min(asked, most)
-        seen = watches(scope).seen
+        seen = process_reports(scope).seen
         state = await read(
             scope,
             session_id,
@@ -140,19 +152,19 @@ class ProcessTool(Tool):
             wait_s=wait_s,
             until="exit",
         )
-        note = f"[the wait of {asked:g} s was cut to {wait_s:g} s, the longest allowed]" if asked > wait_s else ""
+        note = f"[the wait of {asked:g} s was shortened to {wait_s:g} s, the longest allowed]" if asked > wait_s else ""
         if state.running:
             note = f"[still running after {wait_s:g} s]" + (f"\n{note}" if note else "")
-        return self._tell(state, scope, "no new output", note)
+        return self._report(state, scope, "no new output", note)
 
     async def _kill(self, arguments: ProcessArguments, session_id: str, scope: ToolScope) -> ToolResult:
         del arguments
         await self._known(scope, session_id)
         await scope.run(wire.ProcKill(id=session_id, signal="TERM"))
-        offset = watches(scope).seen.get(session_id, 0)
-        # TERM is followed by KILL in the slot, so that this ends long before the bound.
+        offset = process_reports(scope).seen.get(session_id, 0)
+        # KILL follows TERM in the slot, long before this bound.
         state = await read(scope, session_id, offset=offset, wait_s=min(30, scope.limits.max_wait_s), until="exit")
-        return self._tell(state, scope, "", "" if not state.running else "[it did not end yet; poll it]")
+        return self._report(state, scope, "", "" if not state.running else "[it has not ended yet; poll it]")
 
     async def _write(self, arguments: ProcessArguments, session_id: str, scope: ToolScope) -> ToolResult:
         state = await self._known(scope, session_id)
@@ -174,8 +186,8 @@ class ProcessTool(Tool):
     async def _known(self, scope: ToolScope, session_id: str) -> wire.ProcState:
         return await read(scope, session_id, offset=0, max_bytes=1)
 
-    def _tell(self, state: wire.ProcState, scope: ToolScope, nothing: str, note: str = "") -> ToolResult:
-        seen = watches(scope).seen
+    def _report(self, state: wire.ProcState, scope: ToolScope, nothing: str, note: str = "") -> ToolResult:
+        seen = process_reports(scope).seen
         seen[state.id] = state.offset + len(state.output)
         left = state.total_bytes - seen[state.id]
         lost = f"[{plural(state.dropped_bytes, 'byte')} before this were dropped]\n" if state.dropped_bytes else ""
@@ -206,7 +218,7 @@ async def read(
     """A background process's state and output.
 
     Raises:
-        ToolError: there is no such session; the message names those there are.
+        ToolError: there is no such session; the message lists the sessions.
     """
     operation = wire.ProcRead(
         id=session_id, offset=offset, max_bytes=max_bytes, wait_s=wait_s, until=until, quiet_s=quiet_s
@@ -219,31 +231,6 @@ async def read(
         raise ToolError(f"process: there is no session {session_id[:100]!r}; {_sessions(listing)}")
     assert isinstance(result, wire.ProcState)
     return result
-
-
-async def due_notes(scope: ToolScope, now: float) -> str:
-    """What to tell of the background processes whose check is due; empty when none is.
-
-    Args:
-        scope: of the call whose result the note is added to.
-        now: the loop's time, in seconds.
-    """
-    kept = scope.state.get("process")
-    if not isinstance(kept, Watches) or not kept.intervals:
-        return ""
-    notes: list[str] = []
-    for session_id, interval_s in list(kept.intervals.items()):
-        if now < kept.due.setdefault(session_id, now + interval_s):
-            continue
-        kept.due[session_id] = now + interval_s
-        result = await scope.slot.run(wire.ProcRead(id=session_id, offset=0, max_bytes=1))
-        if isinstance(result, wire.ProcState):
-            new = result.total_bytes - kept.seen.get(session_id, 0)
-            notes.append(f"[session {session_id}: {_state(result)}, {plural(new, 'new byte')} of output]")
-            if result.running:
-                continue
-        del kept.intervals[session_id]
-    return "\n".join(notes)
 
 
 def _text(state: wire.ProcState) -> str:

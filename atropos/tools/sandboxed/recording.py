@@ -12,7 +12,7 @@ from pathlib import Path
 
 
 class Recording:
-    """Events with the seconds since the start, as they were seen by the one who watched."""
+    """Events of a terminal with the seconds since the start at which they were read."""
 
     def __init__(self, *, rows: int, cols: int, started: float, most_bytes: int, command: str, term: str) -> None:
         header = {
@@ -45,7 +45,7 @@ class Recording:
 
 
 def write_recordings(folder: str, trajectory_id: str, recordings: Mapping[str, str]) -> list[Path]:
-    """Write each session's recording as `TRAJECTORY-SESSION.cast`; the paths. Blocks: not for the event loop."""
+    """Write each session's recording as `TRAJECTORY-SESSION.cast`; returns the paths. Blocks."""
     written: list[Path] = []
     for session_id, text in recordings.items():
         name = re.sub(r"[^A-Za-z0-9._-]", "_", f"{trajectory_id[:150]}-{session_id[:50]}")

@@ -1,7 +1,7 @@
-"""A terminal's screen, rebuilt from the bytes that programs wrote to it. No I/O here.
+"""A terminal's screen, computed from the bytes that programs wrote to it. Without I/O.
 
-pyte does the emulation. What programs write is untrusted, so its loose ends are tied: no sequence raises, characters of
-no width don't swallow the text after them, and nothing grows without bound.
+pyte emulates the terminal. What programs write is untrusted: here no sequence raises, characters without width don't hide
+the text after them, and nothing grows without bound.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from wcwidth import wcwidth
 TERM = "xterm-256color"
 """The value of TERM for programs."""
 _ALTERNATE = frozenset({47, 1047, 1049})
-"""Private modes that change to the alternate screen and back."""
+"""Private modes that switch to the alternate screen and back."""
 _STRING = re.compile(r"\x1b[PX^_][^\x1b\x07]*(?:\x1b\\|\x07|(?=\x1b[^\\]))", re.DOTALL)
-"""Device control strings and the like: questions that this terminal leaves unanswered, and not text."""
+"""Device control strings and the like, which are queries and not text; this terminal ignores them."""
 _STRING_BEGUN = re.compile(r"\x1b(?:[PX^_][^\x1b\x07]*\x1b?)?\Z", re.DOTALL)
 MAX_CELL = 8
-"""Characters that may combine in one cell."""
+"""Most characters that combine in one cell."""
 MAX_SEQUENCE = 65_536
-"""Characters after which an escape sequence without an end is given up."""
+"""Longest escape sequence; after it the parser is reset."""
 MAX_DRAWN = 32_768
-"""Characters drawn at once; what came before them has scrolled by."""
+"""Characters drawn at once; those before them have scrolled off."""
 _MODES = re.compile(r"\x1b\[\?[\d;]{1,40}[hl]")
 APPLICATION_KEYS = 1 << 5
-"""DECCKM as pyte keeps private modes: cursor keys send ESC O instead of ESC [."""
+"""DECCKM as pyte stores private modes: cursor keys send ESC O instead of ESC [."""
 
 _SPECIAL: dict[str, bytes] = {
     "enter": b"\r", "escape": b"\x1b", "esc": b"\x1b", "tab": b"\t", "space": b" ", "bspace": b"\x7f",
@@ -41,7 +41,7 @@ _SPECIAL: dict[str, bytes] = {
     "f7": b"\x1b[18~", "f8": b"\x1b[19~", "f9": b"\x1b[20~", "f10": b"\x1b[21~", "f11": b"\x1b[23~",
     "f12": b"\x1b[24~",
 }  # fmt: skip
-"""Keys by the names that tmux gives them, and what xterm sends for them (terminfo)."""
+"""What xterm sends for a key (terminfo), by tmux's name of the key."""
 _CURSOR = {"up": b"A", "down": b"B", "right": b"C", "left": b"D", "home": b"H", "end": b"F"}
 
 
@@ -51,23 +51,23 @@ class _Stream(pyte.Stream):
     def _send_to_parser(self, data: str) -> Any:
         try:
             return super()._send_to_parser(data)
-        except Exception:  # pyte has begun anew; the sequence is dropped
+        except Exception:  # pyte has reset its parser; the sequence is dropped
             return True
 
     @property
-    def resting(self) -> bool:
-        """Whether no sequence is under way."""
+    def idle(self) -> bool:
+        """Whether the parser is between sequences."""
         return bool(self._taking_plain_text)
 
-    def begin_anew(self) -> None:
-        """Give up the sequence that is under way."""
+    def reset_parser(self) -> None:
+        """Drop an unfinished sequence."""
         self._initialize_parser()
 
 
 class _Emulator(pyte.Screen):
-    """pyte's screen with a scrollback, an alternate screen, and its answers to programs kept.
+    """pyte's screen with a scrollback, an alternate screen, and a list of its answers to programs.
 
-    pyte's own scrollback costs five times the drawing.
+    pyte's own scrollback takes five times as long as drawing.
     """
 
     def __init__(self, cols: int, rows: int, history: int) -> None:
@@ -77,19 +77,19 @@ class _Emulator(pyte.Screen):
         super().__init__(cols, rows)
 
     def write_process_input(self, data: str) -> None:
-        """Keep an answer to a program's question (where is the cursor, what are you)."""
+        """Store an answer to a program's query (the cursor's position, the terminal's type)."""
         if len(self.answers) < 64:
             self.answers.append(data)
 
     def set_mode(self, *modes: int, **options: Any) -> None:
-        """A mode begins; the alternate screen covers the main one."""
+        """Set a mode; the alternate screen replaces the main one."""
         if options.get("private") and _ALTERNATE & {*modes} and self._main is None:
             self._main = dict(self.buffer), self.cursor.y, self.cursor.x
-            self.buffer.clear()  # the rows themselves live on in what was kept
+            self.buffer.clear()  # `_main` still has the rows
         super().set_mode(*(mode for mode in modes if mode not in _ALTERNATE), **options)
 
     def reset_mode(self, *modes: int, **options: Any) -> None:
-        """A mode ends; the main screen comes back as it was."""
+        """Reset a mode; the main screen is restored."""
         if options.get("private") and _ALTERNATE & {*modes} and self._main is not None:
             rows, row, column = self._main
             self._main = None
@@ -99,7 +99,7 @@ class _Emulator(pyte.Screen):
         super().reset_mode(*(mode for mode in modes if mode not in _ALTERNATE), **options)
 
     def index(self) -> None:
-        """A line feed; what leaves the main screen at its top goes to the scrollback."""
+        """A line feed; the row that leaves the top of the main screen is added to the scrollback."""
         top, bottom = self.margins or (0, self.lines - 1)
         if self.cursor.y == bottom and top == 0 and self._main is None:
             self.scrolled.append(self.buffer[0])
@@ -112,7 +112,7 @@ class _Emulator(pyte.Screen):
             self.scrolled.clear()
 
     def draw(self, data: str) -> None:
-        """Draw text; a character without width would end pyte's drawing."""
+        """Draw text; a character without width would stop pyte."""
         super().draw(data if data.isascii() else self._drawable(data))
 
     def _drawable(self, data: str) -> str:
@@ -129,52 +129,52 @@ class _Emulator(pyte.Screen):
         return "".join(kept)
 
     def select_graphic_rendition(self, *attrs: int, **_: Any) -> None:
-        """Colours; the private forms that vim sends mean key reporting, not colours."""
+        """Set colours; the private forms that vim sends are for key reporting."""
         if not _:
             super().select_graphic_rendition(*attrs)
 
 
 class Screen:
-    """What a terminal shows: rows of text, the cursor, and the lines that have scrolled off its top."""
+    """The rows of a terminal, its cursor and its scrollback."""
 
     def __init__(self, rows: int, cols: int, history: int = 2000) -> None:
         self.rows, self.cols = rows, cols
         self._screen = _Emulator(cols, rows, history)
         self._stream = _Stream(self._screen)
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        self._since_rest = 0
-        self._held = ""
+        self._sequence_chars = 0
+        self._unfinished = ""
 
     def feed(self, data: bytes) -> str:
-        """Take what programs wrote; the same as text."""
+        """Process what programs wrote; returns it as text."""
         text = self._decoder.decode(data)
-        plain = _STRING.sub("", self._held + text)
+        plain = _STRING.sub("", self._unfinished + text)
         begun = _STRING_BEGUN.search(plain)
-        self._held = plain[begun.start() :][:MAX_SEQUENCE] if begun else ""
+        self._unfinished = plain[begun.start() :][:MAX_SEQUENCE] if begun else ""
         plain = plain[: begun.start()] if begun else plain
         if len(plain) > MAX_DRAWN:
             plain = _shortened(plain)
         for start in range(0, len(plain), 4096):
             piece = plain[start : start + 4096]
             self._stream.feed(piece)
-            self._since_rest = 0 if self._stream.resting else self._since_rest + len(piece)
-            if self._since_rest > MAX_SEQUENCE:
-                self._stream.begin_anew()
-                self._since_rest = 0
+            self._sequence_chars = 0 if self._stream.idle else self._sequence_chars + len(piece)
+            if self._sequence_chars > MAX_SEQUENCE:
+                self._stream.reset_parser()
+                self._sequence_chars = 0
         return text
 
     def answers(self) -> bytes:
-        """What the terminal answers to the programs' questions; given once."""
+        """Remove and return the terminal's answers to programs' queries."""
         kept, self._screen.answers = self._screen.answers, []
         return "".join(kept).encode()
 
     def resize(self, rows: int, cols: int) -> None:
-        """Change the size; the kernel notifies programs."""
+        """Change the size; the kernel notifies the programs."""
         self.rows, self.cols = rows, cols
         self._screen.resize(rows, cols)
 
     def text(self) -> str:
-        """The rows as they are seen, without the blank ones at the end."""
+        """The rows on the screen, without the blank ones at the end."""
         return "\n".join(self._row(self._screen.buffer[y]) for y in range(self._screen.lines)).rstrip("\n")
 
     def scrollback(self, lines: int) -> str:
@@ -192,7 +192,7 @@ class Screen:
         return at.y + 1, min(at.x, self._screen.columns - 1) + 1
 
     def key(self, name: str) -> bytes | None:
-        """What a key sends (`Enter`, `C-c`, `M-x`, `Up`, `F5`); None when it is no key's name."""
+        """What a key sends (`Enter`, `C-c`, `M-x`, `Up`, `F5`); None for other text."""
         lower = name.lower()
         if lower in _SPECIAL:
             return _SPECIAL[lower]
@@ -208,7 +208,7 @@ class Screen:
 
 
 def _shortened(text: str) -> str:
-    """Of a flood, the end, and the modes that were set before it: what went by can't be seen any more."""
+    """The end of long output, after the modes that were set before it: the rest has scrolled off."""
     begin = text.find("\n", len(text) - MAX_DRAWN) + 1 or len(text) - MAX_DRAWN
     modes = _MODES.findall(text, 0, begin)
     return "".join(modes[-100:]) + text[begin:]

@@ -1,4 +1,4 @@
-"""Searching the files of the trajectory's slot by content or by name, leaving out what git ignores."""
+"""Searching the files of the trajectory's slot by content or by name, except those that git ignores."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from atropos import wire
 from atropos.tools.arguments import Arguments, no_nul
 from atropos.tools.base import Tool, ToolError, ToolScope
 from atropos.tools.models import ToolResult
-from atropos.tools.sandboxed.files import MAX_PATH, WORKSPACE, as_asked
+from atropos.tools.sandboxed.files import MAX_PATH, WORKSPACE, like_requested
 from atropos.tools.sandboxed.text import clip, decode, plural
 
 MAX_LINE = 500
 """Characters of a matching line that are shown."""
 SEARCH_S = 20.0
-"""Longest a search may take, in seconds."""
+"""Longest search in seconds."""
 NO_RIPGREP = 97
-"""The exit code by which our script says that the slot has no ripgrep."""
+"""Our script's exit code where the slot has no ripgrep."""
 ON_LOOP_BYTES = 262_144
-"""Output up to this is read right on the event loop, more of it in a thread."""
+"""Output of up to this size is parsed on the event loop, more in a thread."""
 NESTED = 8
-"""Repositories below the searched folder whose ignore rules are asked for."""
+"""Most repositories below the searched folder whose ignore rules are applied."""
 
 
 class SearchArguments(Arguments):
@@ -43,7 +43,7 @@ class SearchArguments(Arguments):
 
 @dataclass(frozen=True)
 class _Found:
-    """What a search found: rows to show, the matches among them, and whether there is more."""
+    """The rows of a search, context included, and whether there are more."""
 
     rows: list[wire.Match]
     truncated: bool
@@ -55,14 +55,14 @@ class SearchTool(Tool):
     name = "search_files"
     description = (
         "Search file contents by regular expression, or list files by a glob when the pattern is empty. "
-        "What git ignores is left out. Answers lines of the form path:line:text."
+        "Files that git ignores are left out. Answers lines of the form path:line:text."
     )
     arguments = SearchArguments
     toolsets = ("default", "file")
     read_only = True
 
     async def run(self, arguments: SearchArguments, scope: ToolScope) -> ToolResult:
-        """Search with ripgrep where the slot has it, else with the slot's own search."""
+        """Search with ripgrep where the slot has it, else with the runner's own search."""
         found = await _ripgrep(arguments, scope)
         if found is None:
             found = await _search(arguments, scope)
@@ -135,7 +135,7 @@ async def _ripgrep(arguments: SearchArguments, scope: ToolScope) -> _Found | Non
     if result.timed_out:
         raise ToolError(f"search_files: not done after {SEARCH_S:g} s; search a smaller folder")
     if result.exit_code == 2 and not result.output:
-        return None  # a pattern or path that ripgrep refuses: the slot's own search says why
+        return None  # ripgrep refuses the pattern or path: the runner's search says why
     if len(result.output) > ON_LOOP_BYTES:
         return await asyncio.to_thread(_parsed, arguments, decode(result.output), truncated=result.truncated)
     return _parsed(arguments, decode(result.output), truncated=result.truncated)
@@ -148,7 +148,7 @@ def _parsed(arguments: SearchArguments, text: str, *, truncated: bool) -> _Found
         path, nul, rest = line.partition("\0")
         if not arguments.pattern:
             if line:
-                rows.append(wire.Match(path=_tidy(line), line=0, text=""))
+                rows.append(wire.Match(path=line.removeprefix("./"), line=0, text=""))
                 matches += 1
         elif nul:
             number = rest[: len(rest) - len(rest.lstrip("0123456789"))]
@@ -158,11 +158,8 @@ def _parsed(arguments: SearchArguments, text: str, *, truncated: bool) -> _Found
             matches += mark == ":"
             if matches > arguments.limit:
                 break
-            rows.append(
-                wire.Match(
-                    path=_tidy(path), line=int(number), text=rest[len(number) + 1 :].rstrip("\r"), context=mark == "-"
-                )
-            )
+            text = rest[len(number) + 1 :].rstrip("\r")
+            rows.append(wire.Match(path=path.removeprefix("./"), line=int(number), text=text, context=mark == "-"))
         if matches > arguments.limit:
             break
     if not arguments.pattern:
@@ -170,23 +167,19 @@ def _parsed(arguments: SearchArguments, text: str, *, truncated: bool) -> _Found
     return _Found(rows, truncated or matches > arguments.limit)
 
 
-def _tidy(path: str) -> str:
-    return path.removeprefix("./")
-
-
-# -------------------------------------------------------------------------------------------------- the slot's own search
+# ------------------------------------------------------------------------------------------------- the runner's search
 
 
 async def _search(arguments: SearchArguments, scope: ToolScope) -> _Found:
-    """The search by the slot's runner, and what git ignores taken out of it."""
-    asked = min(arguments.limit * 4, 10_000)
+    """The runner's search, without what git ignores."""
+    most = min(arguments.limit * 4, 10_000)
     while True:
         result = await scope.slot.run(
             wire.Search(
                 pattern=arguments.pattern,
                 path=arguments.path,
                 glob=arguments.glob,
-                max_matches=asked,
+                max_matches=most,
                 context=arguments.context,
                 ignore_case=arguments.ignore_case,
             )
@@ -194,13 +187,16 @@ async def _search(arguments: SearchArguments, scope: ToolScope) -> _Found:
         if isinstance(result, wire.OpError):
             raise ToolError(f"search_files: {result.message}", limit=result.limit)
         if not isinstance(result, wire.SearchResult):
-            raise ToolError("search_files: the slot gave no matches")
-        found = [one.model_copy(update={"path": _tidy(as_asked(one.path, arguments.path))}) for one in result.matches]
+            raise ToolError("search_files: the slot returned no matches")
+        found = [
+            one.model_copy(update={"path": like_requested(one.path, arguments.path).removeprefix("./")})
+            for one in result.matches
+        ]
         kept = await _without_ignored(arguments.path, found, scope)
         matches = sum(not one.context for one in kept)
-        if matches >= arguments.limit or not result.truncated or asked == 10_000:
+        if matches >= arguments.limit or not result.truncated or most == 10_000:
             break
-        asked = 10_000  # most of what was found is ignored: look further once
+        most = 10_000  # most matches are ignored: search once more for others
     rows: list[wire.Match] = []
     count = 0
     for one in kept:
@@ -220,8 +216,8 @@ async def _without_ignored(root: str, matches: list[wire.Match], scope: ToolScop
 
 
 async def _ignored(root: str, paths: list[str], scope: ToolScope) -> set[str]:
-    """Those of the paths that git ignores, by the rules of the repository of `root`, or of those right below it."""
-    # The folder that git is asked in, and the paths as seen from there. A path that was searched by itself is no folder.
+    """The paths that git ignores, by the rules of the repository of `root`, or of those directly below it."""
+    # `root` may be a file: git then runs in its folder.
     script = (
         f'd={shlex.quote(root)}; [ -d "$d" ] || d=$(dirname -- "$d"); '
         'git -C "$d" rev-parse --is-inside-work-tree >/dev/null 2>&1 && echo . && exit; '
@@ -250,6 +246,6 @@ async def _ignored(root: str, paths: list[str], scope: ToolScope) -> set[str]:
 
 
 def _below(path: str, folder: str) -> str:
-    """A path as seen from a folder; empty when it is not below it."""
+    """A path relative to a folder; empty when it is not below it."""
     path, folder = (posixpath.normpath(posixpath.join(WORKSPACE, one)) for one in (path, folder))
     return path[len(folder) :].lstrip("/") if path.startswith(f"{folder.rstrip('/')}/") else ""

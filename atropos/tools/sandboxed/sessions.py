@@ -1,6 +1,6 @@
 """Terminal sessions in the trajectory's slot: keys in, screen out, as with tmux's send-keys and capture-pane.
 
-The program runs on a terminal inside the slot; the screen is rebuilt here from what it wrote.
+The program runs on a terminal inside the slot; the screen is computed here from its output.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from atropos.tools.sandboxed.screen import TERM, Screen
 from atropos.tools.sandboxed.text import clip, plural
 
 QUIET_S = 0.15
-"""Without output for so long, a program is taken to have finished drawing."""
+"""A program without output for so long has finished drawing."""
 SETTLE_S = 2.0
-"""Longest wait for quiet after keys; a program that never rests is shown as it is then."""
+"""Longest wait for that after keys; then the screen is shown as it is."""
 IN_THREAD_BYTES = 4096
-"""From this much on, output is drawn in a thread, so that other trajectories' calls go on."""
+"""Longer output is drawn in a thread, so that it delays no other trajectory's calls."""
 MAX_KEYS = 1000
 MATCH_S = 0.5
-"""Longest one search for a pattern on the screen may take."""
+"""Longest search for a pattern on the screen."""
 
 Action = Literal["start", "send", "screen", "wait", "history", "resize", "list", "close"]
 
@@ -40,7 +40,7 @@ class SessionArguments(Arguments):
 
     action: Action = Field(
         description="start: run a command on a new terminal; send: press keys and see the screen; screen: see it; "
-        "wait: until a pattern shows or output rests; history: lines that scrolled off; resize; list; close"
+        "wait: until a pattern shows or output stops; history: lines that scrolled off; resize; list; close"
     )
     session_id: str | None = Field(default=None, description="from start; may be left out while there is only one")
     command: str | None = Field(default=None, description="for start; default: bash")
@@ -65,7 +65,7 @@ class SessionArguments(Arguments):
 
 @dataclass
 class _Session:
-    """One terminal and what was seen of it."""
+    """One terminal, its screen, and how much of its output was read."""
 
     id: str
     command: str
@@ -90,7 +90,7 @@ class Sessions(ToolState):
         self.by_id: dict[str, _Session] = {}
 
     async def finish(self, scope: ToolScope) -> None:
-        """Take in what was written last, for the recordings."""
+        """Read the last output, for the recordings."""
         for session in self.by_id.values():
             if session.recording is not None and not session.finished:
                 await _update(scope, session)
@@ -113,7 +113,7 @@ class SessionTool(Tool):
 
     async def run(self, arguments: SessionArguments, scope: ToolScope) -> ToolResult:
         """Do the action."""
-        kept = scope.kept("session", Sessions)
+        kept = scope.get_state("session", Sessions)
         if arguments.action == "start":
             return await _start(arguments, scope, kept)
         if arguments.action == "list":
@@ -121,7 +121,7 @@ class SessionTool(Tool):
         session = _find(arguments, kept)
         actions = {
             "send": _send,
-            "screen": _see,
+            "screen": _screen,
             "wait": _wait,
             "history": _history,
             "resize": _resize,
@@ -134,7 +134,7 @@ def _find(arguments: SessionArguments, kept: Sessions) -> _Session:
     known = ", ".join(kept.by_id) or "none; start one"
     if arguments.session_id is None:
         every = list(kept.by_id.values())
-        # where all have ended, the end of the last one is still to be seen
+        # where all have ended, the model may still want the last one's screen
         meant = [one for one in every if not one.finished] or every[-1:]
         if len(meant) != 1:
             raise ToolError(f"session: session_id is missing; the sessions are: {known}")
@@ -142,7 +142,9 @@ def _find(arguments: SessionArguments, kept: Sessions) -> _Session:
     try:
         return kept.by_id[arguments.session_id]
     except KeyError:
-        raise ToolError(f"session: there is no session {arguments.session_id[:100]!r}; there are: {known}") from None
+        raise ToolError(
+            f"session: there is no session {arguments.session_id[:100]!r}; the sessions are: {known}"
+        ) from None
 
 
 async def _start(arguments: SessionArguments, scope: ToolScope, kept: Sessions) -> ToolResult:
@@ -175,7 +177,7 @@ async def _start(arguments: SessionArguments, scope: ToolScope, kept: Sessions) 
 
 
 def _forget_old(kept: Sessions, most: int) -> None:
-    """Of ended sessions, only the latest are kept: the slot keeps no end of them either."""
+    """Forget all but the latest ended sessions, as the slot does."""
     ended = [one.id for one in kept.by_id.values() if one.finished]
     for session_id in ended[: max(len(kept.by_id) - 2 * most, 0)]:
         del kept.by_id[session_id]
@@ -184,7 +186,7 @@ def _forget_old(kept: Sessions, most: int) -> None:
 async def _send(arguments: SessionArguments, scope: ToolScope, session: _Session) -> ToolResult:
     if not arguments.keys and not arguments.text:
         raise ToolError('session: send needs keys, such as ["ls -l", "Enter"], or text')
-    await _update(scope, session)  # the cursor keys' meaning depends on what the program asked for
+    await _update(scope, session)  # what cursor keys send depends on the program's mode
     if session.finished:
         raise ToolError(f"session: {session.id} has ended; start another. It showed:\n{session.screen.text()}")
     data = (arguments.text or "").encode("utf-8", "replace")
@@ -192,7 +194,7 @@ async def _send(arguments: SessionArguments, scope: ToolScope, session: _Session
         pressed = session.screen.key(key)
         data += key.encode("utf-8", "replace") if pressed is None else pressed
     if len(data) > wire.MAX_COMMAND_BYTES:
-        raise ToolError(f"session: more than {wire.MAX_COMMAND_BYTES:,} bytes at once; write a file instead")
+        raise ToolError(f"session: more than {wire.MAX_COMMAND_BYTES:,} bytes in one call; write a file instead")
     session.note("i", data.decode("utf-8", "replace"))
     before = session.seen
     result = await scope.slot.run(wire.ProcWrite(id=session.id, data=data))
@@ -200,14 +202,14 @@ async def _send(arguments: SessionArguments, scope: ToolScope, session: _Session
         await _update(scope, session)
         if not session.finished:
             raise ToolError(f"session: {result.message}", limit=result.limit)
-    # Quiet begins only when the program has begun to answer, which it need not.
+    # Wait for the program to start to answer before waiting for quiet; some never answer.
     await _read(scope, session, wait_s=min(0.5, arguments.timeout or 0.5), until="output", beyond=before)
     settle = SETTLE_S if arguments.timeout is None else min(arguments.timeout, scope.limits.max_wait_s)
     await _settle(scope, session, settle)
     return _show(session)
 
 
-async def _see(arguments: SessionArguments, scope: ToolScope, session: _Session) -> ToolResult:
+async def _screen(arguments: SessionArguments, scope: ToolScope, session: _Session) -> ToolResult:
     del arguments
     await _update(scope, session)
     return _show(session)
@@ -216,10 +218,10 @@ async def _see(arguments: SessionArguments, scope: ToolScope, session: _Session)
 async def _wait(arguments: SessionArguments, scope: ToolScope, session: _Session) -> ToolResult:
     asked = arguments.timeout if arguments.timeout is not None else min(30.0, scope.limits.max_wait_s)
     wait_s = min(asked, scope.limits.max_wait_s)
-    cut = f"the wait of {asked:g} s was cut to {wait_s:g} s, the longest allowed" if asked > wait_s else ""
+    cut = f"the wait of {asked:g} s was shortened to {wait_s:g} s, the longest allowed" if asked > wait_s else ""
     if arguments.pattern is None:
         quiet = await _settle(scope, session, wait_s, quiet_s=1.0)
-        return _show(session, cut if quiet else f"output has not come to rest after {wait_s:g} s")
+        return _show(session, cut if quiet else f"output has not stopped after {wait_s:g} s")
     try:
         wanted = regex.compile(arguments.pattern, regex.MULTILINE)
     except (regex.error, OverflowError, RecursionError) as error:
@@ -236,11 +238,11 @@ async def _wait(arguments: SessionArguments, scope: ToolScope, session: _Session
 
 
 async def _matches(wanted: regex.Pattern[str], text: str) -> bool:
-    """Whether the pattern is on the screen. The model wrote it, so that it may backtrack without end: it is timed."""
+    """Whether the pattern is on the screen. It is a model's and may backtrack for ever, so the search has a deadline."""
     try:
         return await asyncio.to_thread(wanted.search, text, timeout=MATCH_S, concurrent=True) is not None
     except TimeoutError:
-        raise ToolError("session: pattern takes too long to search for; write it simpler") from None
+        raise ToolError("session: the search for pattern takes too long; simplify it") from None
 
 
 async def _history(arguments: SessionArguments, scope: ToolScope, session: _Session) -> ToolResult:
@@ -284,7 +286,7 @@ async def _list(scope: ToolScope, kept: Sessions) -> ToolResult:
 
 
 async def _update(scope: ToolScope, session: _Session) -> None:
-    """Take in everything written so far."""
+    """Read and draw all output so far."""
     await _read(scope, session, wait_s=0, until="exit")
 
 
@@ -297,7 +299,7 @@ async def _read(
     quiet_s: float = QUIET_S,
     beyond: int | None = None,
 ) -> None:
-    """Read what the program wrote, draw it, and let the terminal answer the program's questions."""
+    """Read and draw the program's output, and send the terminal's answers to its queries."""
     if session.finished or (beyond is not None and session.seen > beyond):
         return
     state = await read(scope, session.id, offset=session.seen, wait_s=wait_s, until=until, quiet_s=quiet_s)
@@ -318,7 +320,7 @@ async def _read(
 
 
 async def _settle(scope: ToolScope, session: _Session, wait_s: float, *, quiet_s: float = QUIET_S) -> bool:
-    """Wait until no output came for `quiet_s`, `wait_s` at most; whether it did come to rest."""
+    """Wait up to `wait_s` until no output came for `quiet_s`; returns whether that happened."""
     deadline = time.monotonic() + wait_s
     while True:
         left = deadline - time.monotonic()
@@ -348,8 +350,8 @@ def _head(session: _Session) -> str:
 
 def _show(session: _Session, note: str = "", *, found: bool | None = None) -> ToolResult:
     lost = f"{plural(session.lost, 'byte')} of output came too fast and were dropped" if session.lost else ""
-    said = "" if found is False else note
-    head = "\n".join([_head(session), *(f"[{part}]" for part in (said, lost) if part)])
+    notes = (lost,) if found is False else (note, lost)
+    head = "\n".join([_head(session), *(f"[{part}]" for part in notes if part)])
     state = session.state
     data: dict[str, object] = {
         "session_id": session.id,

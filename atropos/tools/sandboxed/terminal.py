@@ -12,7 +12,7 @@ from atropos.errors import SandboxError
 from atropos.tools.arguments import Arguments, Seconds, no_nul
 from atropos.tools.base import Tool, ToolScope
 from atropos.tools.models import ToolResult
-from atropos.tools.sandboxed.process import BUFFER_BYTES, read, watches
+from atropos.tools.sandboxed.process import BUFFER_BYTES, process_reports, read
 from atropos.tools.sandboxed.text import command_result, decode, without_escapes
 
 
@@ -25,9 +25,9 @@ class TerminalArguments(Arguments):
     background: bool = Field(
         default=False, description="start it, answer at once with a session id for the process tool"
     )
-    pty: bool = Field(default=False, description="run it on a terminal of its own, for programs that want one")
+    pty: bool = Field(default=False, description="run it on a terminal of its own, for programs that need one")
     check_interval: Seconds | None = Field(
-        default=None, description="with background: tell of it with later results, at most every so many seconds"
+        default=None, description="with background: seconds between reports of it, which come with later results"
     )
 
     _no_nul = field_validator("command", "workdir")(no_nul)
@@ -51,7 +51,7 @@ class TerminalTool(Tool):
     description = (
         "Run a shell command in your workspace and see its output (stdout and stderr together) and exit code. "
         "Each command starts in a new shell; files stay. Use background=true for servers and long-running programs, "
-        "and the process tool to watch and answer them; with pty=true they run on a terminal of their own."
+        "and the process tool to manage them; with pty=true they run on a terminal of their own."
     )
     arguments = TerminalArguments
     toolsets = ("default", "terminal")
@@ -63,7 +63,7 @@ class TerminalTool(Tool):
         limits = scope.limits
         asked = arguments.timeout if arguments.timeout is not None else limits.command_timeout_s
         timeout_s = min(asked, limits.max_timeout_s)
-        note = f"timeout {asked:g} s was cut to {timeout_s:g} s, the longest allowed" if asked > timeout_s else ""
+        note = f"timeout {asked:g} s was shortened to {timeout_s:g} s, the longest allowed" if asked > timeout_s else ""
         if arguments.pty:
             result = await self._on_terminal(arguments, scope, timeout_s)
             return command_result(result, timeout_s=timeout_s, note=note, most=limits.max_output_bytes)
@@ -80,7 +80,7 @@ class TerminalTool(Tool):
     async def _on_terminal(
         self, arguments: TerminalArguments, scope: ToolScope, timeout_s: float
     ) -> wire.CommandResult:
-        """Run it in the foreground on a terminal; what it printed as plain text."""
+        """Run it in the foreground on a terminal; its output is plain text."""
         started: wire.ProcState = await scope.run(
             wire.ProcStart(command=arguments.command, workdir=arguments.workdir, pty=True, buffer_bytes=BUFFER_BYTES)
         )
@@ -111,7 +111,7 @@ class TerminalTool(Tool):
                 command=arguments.command, workdir=arguments.workdir, pty=arguments.pty, buffer_bytes=BUFFER_BYTES
             )
         )
-        watches(scope).start(state.id, arguments.check_interval)
+        process_reports(scope).start(state.id, arguments.check_interval)
         terminal = " on a terminal of its own" if arguments.pty else ""
         ignored = "; timeout does not apply to background processes" if arguments.timeout is not None else ""
         return ToolResult(

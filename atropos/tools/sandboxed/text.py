@@ -1,4 +1,4 @@
-"""Bytes as text that a model can read, within a bound."""
+"""Bytes as bounded text for a model."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ _CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1a\x1c-\x1f\x7f]")
 
 
 def is_binary(data: bytes) -> bool:
-    """Whether bytes are no text: a NUL near the start, as git and grep judge it."""
+    """Whether bytes are binary: a NUL near the start, the rule of git and grep."""
     return b"\x00" in data[:_BINARY_SAMPLE]
 
 
 def decode(data: bytes) -> str:
-    """Bytes as text: UTF-8, what can't be decoded replaced."""
+    """Decode UTF-8; invalid bytes are replaced."""
     return data.decode("utf-8", "replace")
 
 
 def without_escapes(text: str) -> str:
-    """What was written to a terminal as plain text: colours and cursor movements taken out, line ends as everywhere."""
+    """A terminal's output as plain text: without colours and cursor movements, lines end with LF."""
     return _ESCAPES.sub("", text).replace("\r\n", "\n")
 
 
 def shown(data: bytes) -> str:
-    """Output as a model reads it: text as it is; of long binary data the start, and that it is binary."""
+    """Output as text; of long binary data only the start, with a note."""
     if is_binary(data) and len(data) > _BINARY_SHOWN:
         start = _CONTROL.sub(".", decode(data[:_BINARY_SHOWN]))
         return f"[binary output, {len(data):,} bytes; it starts with:]\n{start}\n[… pipe it through xxd or file to see more]"
@@ -37,7 +37,7 @@ def shown(data: bytes) -> str:
 
 
 def clip(text: str, most: int) -> tuple[str, int]:
-    """A text's head and tail in at most about `most` characters, and how many characters were left out."""
+    """A text's head and tail in about `most` characters, and how many characters were left out."""
     if len(text) <= most:
         return text, 0
     head, tail = most * 2 // 5, most - most * 2 // 5
@@ -48,17 +48,17 @@ def clip(text: str, most: int) -> tuple[str, int]:
 def command_result(
     result: wire.CommandResult, *, timeout_s: float | None, note: str = "", most: int = 50_000
 ) -> ToolResult:
-    """What a command did, as a model reads it.
+    """A command's result for a model.
 
     Args:
         result: from the slot.
-        timeout_s: the time it had, for the message.
-        note: something about the arguments that the model should know.
-        most: characters of output that the model is shown.
+        timeout_s: the command's time limit, for the message.
+        note: a remark on the arguments.
+        most: most characters of output.
     """
-    # A little more than asked for: the slot has cut to the same number of bytes and may have put a mark at the cut.
+    # A little more than `most`: the slot has truncated to as many bytes and may have marked the place.
     text, dropped = clip(shown(result.output), most + 2000)
-    error = _trouble(result, timeout_s)
+    error = _describe_failure(result, timeout_s)
     if note:
         error = f"{error}; {note}" if error else None
         text = text if error else f"{text}{'' if text.endswith(chr(10)) or not text else chr(10)}[{note}]"
@@ -78,20 +78,20 @@ def command_result(
 _LIMITS: dict[str, str] = {
     "memory": "it used more memory than the slot has",
     "pids": "the slot's limit of processes was reached",
-    "disk": "the slot's disk space is used up",
-    "inodes": "the slot's limit of files is used up",
-    "time": "the longest time that a command may run is over",
-    "files": "too many open files",
-    "cpu": "its CPU time is used up",
+    "disk": "the slot's disk is full",
+    "inodes": "the slot's limit of files was reached",
+    "time": "the longest time of a command was reached",
+    "files": "the slot's limit of open files was reached",
+    "cpu": "its limit of CPU time was reached",
 }
 
 
-def _trouble(result: wire.CommandResult, timeout_s: float | None) -> str | None:
+def _describe_failure(result: wire.CommandResult, timeout_s: float | None) -> str | None:
     if result.cancelled:
         return "the command was cancelled"
     if result.timed_out:
         after = f" after {timeout_s:g} s" if timeout_s is not None else ""
-        return f"timed out{after} and was killed; the output is what it printed until then"
+        return f"timed out{after} and was killed; the output is what it printed before"
     if result.limit is not None and result.limit != "output" and result.exit_code != 0:
         return f"stopped by the {result.limit} limit: {_LIMITS.get(result.limit, result.limit)}"
     if result.exit_code is None:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import importlib
 import logging
 import time
 import uuid
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
+from importlib.metadata import entry_points
 from typing import TYPE_CHECKING
 from urllib.parse import quote
 
@@ -23,7 +23,6 @@ from atropos.tools.tool_server.messages import (
     VERSION,
     ExecuteAnswer,
     ExternalCall,
-    ExternalResult,
     ToolInfo,
     ToolList,
 )
@@ -42,22 +41,23 @@ if TYPE_CHECKING:
 
 INPROCESS = "inprocess"
 """The `tool_server_url` that means: run the ToolServer's application in this process."""
+ENTRY_POINTS = "atropos.tool_server"
+"""The entry point group in which the package names that application: a function of `token` and `tools`."""
 MAX_ATTEMPTS = 8
-"""Sends of one call at most, while that is safe."""
+"""Most attempts to send one call, while that is safe."""
 MAX_DELAY_S = 10.0
-"""Longest pause between two attempts, also where the server asks for a longer one."""
-
+"""Longest pause between two attempts, even where the server asks for a longer one."""
 ALIVE_S = 5.0
-"""How long the server may take to give a sign of life."""
+"""How long the server may take to answer `GET /health`."""
 QUEUE_S = 75.0
-"""How much longer than its own time a call may take: its turn on the server, and the way."""
+"""How much longer than its own time a call may take, for its wait on the server and the network."""
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass
 class _Life:
-    """A trajectory from its first call to its end: its name for the server, and what the server keeps for it."""
+    """A trajectory from its first call to its end: its id for the server, and the id of the server's state for it."""
 
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
     state_id: str | None = None
@@ -66,8 +66,8 @@ class _Life:
 class ToolServerClient:
     """One ToolServer, over HTTP or in this process.
 
-    A call is sent again only where that can't run it twice: it never left, or the server refused it (429, 503), or the
-    connection broke and the server is asked for the same id, which it runs once at most.
+    A call is sent again only where that can't run it twice: it was not sent, or the server refused it (429, 503), or the
+    connection broke and the server is asked for the same id, which it runs at most once.
     """
 
     def __init__(
@@ -92,17 +92,18 @@ class ToolServerClient:
             raise ConfigError(f"tool_server_url: {url!r} is neither an http(s) URL nor 'inprocess'")
 
     async def start(self) -> list[ToolInfo]:
-        """Connect and learn which tools there are.
+        """Connect and fetch the list of tools.
 
         Raises:
-            ToolServerUnavailable: it can't be reached, refuses the token, or answers nonsense.
+            ToolServerUnavailable: it can't be reached, refuses the token, or sends an invalid answer.
+            ConfigError: `inprocess`, and the package's entry points are not installed.
         """
         headers: dict[str, str] = {}
         if self._token is not None:
             headers["Authorization"] = f"Bearer {self._token.get_secret_value()}"
         if self.url == INPROCESS:
-            app = self._factory() if self._factory is not None else _default_app(self._token, self._tools)
-            await self._stack.enter_async_context(_living(app))
+            app = self._factory() if self._factory is not None else _own_app(self._token, self._tools)
+            await self._stack.enter_async_context(_lifespan(app))
             self._transport = InProcess(app, headers)
         else:
             self._transport = Connections(self.url, headers)
@@ -132,7 +133,7 @@ class ToolServerClient:
             try:
                 tools = ToolList.model_validate_json(response.body)
             except ValidationError as error:
-                raise self._unavailable(f"answered nonsense to GET /tools: {error.error_count()} problems") from error
+                raise self._unavailable(f"sent an invalid answer to GET /tools: {error}"[:500]) from error
             if tools.version != VERSION:
                 raise self._unavailable(f"speaks version {tools.version} of the protocol, this client {VERSION}")
             return tools
@@ -150,9 +151,8 @@ class ToolServerClient:
         """Run one external call.
 
         Raises:
-            ToolServerUnavailable: the server could not be reached or did not keep to its protocol; the call did not
-                run, or, where the server's memory of it is gone with a restart, see next.
-            OutcomeUnknown: the call may have run and nobody can tell.
+            ToolServerUnavailable: the server could not be reached or broke its protocol; the call did not run.
+            OutcomeUnknown: the call may have run.
         """
         life = self._lives.setdefault(trajectory_id, _Life())
         call = ExternalCall(
@@ -164,8 +164,10 @@ class ToolServerClient:
             state_id=life.state_id,
             life=life.id,
         )
-        first_boot_id = self._boot_id  # not a later one: other calls may have met the server that came after it
-        deadline = time.monotonic() + max(self.timeout_s, timeout_s or 0) + QUEUE_S
+        return await self._send(call, life, time.monotonic() + max(self.timeout_s, timeout_s or 0) + QUEUE_S)
+
+    async def _send(self, call: ExternalCall, life: _Life, deadline: float) -> ToolResult:
+        first_boot_id = self._boot_id  # not a later one: other calls may have reached a server that was started since
         sent_before = False  # whether an earlier attempt may have reached the server
         failure = "stayed too busy"
         for attempt in range(MAX_ATTEMPTS):
@@ -185,33 +187,33 @@ class ToolServerClient:
                 if response.status == 200:
                     return self._answer(response, call, life)
                 if response.status == 413 and not sent_before:
-                    return ToolResult.failure(f"{name}: the arguments are too long: {_problem(response)}")
+                    return ToolResult.failure(f"{call.name}: the arguments are too long: {_problem(response)}")
                 if response.status not in {429, 502, 503, 504}:
                     self._raise_for(response, call, life, sent_before=sent_before)
-                sent_before |= response.status in {502, 504}  # a proxy's: the server behind it may be at work
+                sent_before |= response.status in {502, 504}  # from a proxy: the server behind it may run the call
                 failure = f"answered {response.status}: {_problem(response)}"
             await _pause(attempt, response)
         if sent_before:
-            raise OutcomeUnknown(f"the ToolServer at {self.url} {failure}; call {call_id} may have run")
+            raise OutcomeUnknown(f"the ToolServer at {self.url} {failure}; call {call.call_id} may have run")
         raise self._unavailable(failure)
 
     async def check_alive(self) -> None:
-        """Check that the server answers at all.
+        """Check that the server answers.
 
         Raises:
-            ToolServerUnavailable: it gives no sign of life.
+            ToolServerUnavailable: it doesn't.
         """
         try:
             response = await self._open.send("GET", "/health", None, ALIVE_S)
         except (RequestNotSent, ResponseLost) as error:
-            raise self._unavailable(f"gives no sign of life: {error}") from error
+            raise self._unavailable(f"does not answer: {error}") from error
         if response.status != 200:
             raise self._refused(response)
 
     async def end_trajectory(self, trajectory_id: str) -> None:
-        """Release what the server keeps for a trajectory; a failure is logged, and its TTL ends it anyway.
+        """Release the server's state of a trajectory; a failure is logged, and the server's TTL releases it then.
 
-        A call that was given up may reach the server after this: it is of a life that has ended, and is not run.
+        A cancelled call may reach the server after this: its `life` has ended, and it is not run.
         """
         life = self._lives.pop(trajectory_id, None)
         if life is None:
@@ -220,7 +222,7 @@ class ToolServerClient:
         try:
             await self._open.send("DELETE", path, None, 10.0)
         except (RequestNotSent, ResponseLost) as error:
-            _log.warning("the end of trajectory %s could not be sent to the ToolServer: %s", trajectory_id, error)
+            _log.warning("ToolServer: the end of trajectory %s could not be sent: %s", trajectory_id, error)
 
     async def close(self) -> None:
         """Close the connections, and the application where it runs in this process."""
@@ -237,18 +239,16 @@ class ToolServerClient:
         try:
             answer = ExecuteAnswer.model_validate_json(response.body)
         except ValidationError as error:
-            raise self._unavailable(
-                f"answered nonsense to call {call.call_id}: {error.error_count()} problems"
-            ) from error
+            raise self._unavailable(f"sent an invalid answer to call {call.call_id}: {error}"[:500]) from error
         self._boot_id = answer.boot_id
         life.state_id = answer.state_id
-        return external_result(answer.result)
+        return answer.result
 
     def _raise_for(self, response: TransportResponse, call: ExternalCall, life: _Life, *, sent_before: bool) -> None:
         problem = _problem(response)
         if response.status == 409:
             if _code(response) == "state_lost" and not sent_before:
-                life.state_id = None  # reported once: what comes after it begins anew
+                life.state_id = None  # reported once: later calls start without state
                 raise self._unavailable(f"did not run call {call.call_id}: {problem}")
             raise OutcomeUnknown(f"the ToolServer at {self.url}: {problem}")
         if response.status >= 500 or sent_before:
@@ -263,31 +263,25 @@ class ToolServerClient:
         return ToolServerUnavailable(f"the ToolServer at {self.url} {why}")
 
 
-def external_result(result: ExternalResult) -> ToolResult:
-    """An external tool's answer as any other tool's."""
-    return ToolResult(
-        success=result.success,
-        output=result.output,
-        error=result.error,
-        timed_out=result.timed_out,
-        truncated=result.truncated,
-        data=result.data,
-        duration_s=result.duration_s,
+def _own_app(token: SecretStr | None, tools: Sequence[Tool]) -> Starlette:
+    """The application that the package registers for `inprocess`.
+
+    Raises:
+        ConfigError: none is registered.
+    """
+    for point in entry_points(group=ENTRY_POINTS, name=INPROCESS):
+        return point.load()(token=token, tools=tools)
+    raise ConfigError(
+        f"tool_server_url: 'inprocess' needs the entry points of {ENTRY_POINTS}; install atropos (pip install -e .)"
     )
 
 
-def _default_app(token: SecretStr | None, tools: Sequence[Tool]) -> Starlette:
-    # By name: the API stands above the tools, and this is the one place where they meet.
-    create_app = importlib.import_module("atropos.api.tool_server").create_app
-    return create_app(token=token, tools=tools)
-
-
 @asynccontextmanager
-async def _living(app: Starlette) -> AsyncGenerator[None]:
-    """An application between its lifespan's start and end, both in a task of its own.
+async def _lifespan(app: Starlette) -> AsyncGenerator[None]:
+    """Run an application's lifespan in a task of its own.
 
-    Whoever closes need not be the task that started, and what an application opens may have to be closed where it was
-    opened.
+    The caller may close in another task than it started in, and what an application opens may have to be closed by the
+    task that opened it.
     """
     ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
     over = asyncio.Event()
@@ -312,7 +306,7 @@ async def _living(app: Starlette) -> AsyncGenerator[None]:
             task.cancel()
         await asyncio.wait([task])
         if not task.cancelled() and (failure := task.exception()) is not None:
-            _log.warning("the ToolServer in this process did not end well: %r", failure)
+            _log.warning("the ToolServer in this process failed at its end: %r", failure)
 
 
 def _problem(response: TransportResponse) -> str:

@@ -1,4 +1,4 @@
-"""The external tools that a ToolServer is expected to offer, described to a model before a ToolServer is asked."""
+"""The external tools that a ToolServer usually offers, as they are before it was asked for its list."""
 
 from __future__ import annotations
 
@@ -75,13 +75,12 @@ class ExternalTool(Tool):
     ) -> None:
         self.name, self.description, self.toolsets = name, description, (toolset,)
         self.arguments = arguments or NoArguments
-        self.checked_here = arguments is not None
         self.read_only, self.timeout_s = read_only, timeout_s
         if parameters is not None:
             self.schema = ToolSchema(name=name, description=description, parameters=parameters)
 
     async def run(self, arguments: object, scope: ToolScope) -> object:
-        """Refuse: an external tool has no home in this process."""
+        """Raise `ConfigError`: only a ToolServer can run it."""
         del arguments, scope
         raise ConfigError(f"tool {self.name!r} runs on a ToolServer: set tool_server_url to its URL or 'inprocess'")
 
@@ -106,15 +105,13 @@ def external_tools() -> list[Tool]:
         ExternalTool("browser_navigate", "Open an address in the browser.", "browser", arguments=NavigateArguments),
         ExternalTool(
             "browser_snapshot",
-            "See the page as a tree of elements; the references in it are what the other browser tools take.",
+            "See the page as a tree of elements, with the references that the other browser tools take.",
             "browser",
             arguments=SnapshotArguments,
             read_only=True,
         ),
         ExternalTool("browser_click", "Click an element of the page.", "browser", arguments=ClickArguments),
         ExternalTool("browser_type", "Type into a field of the page.", "browser", arguments=TypeArguments),
-        ExternalTool("browser_back", "Go back to the page before.", "browser", arguments=NoArguments),
-        ExternalTool(
-            "browser_screenshot", "Take a picture of the page.", "browser", arguments=NoArguments, read_only=True
-        ),
+        ExternalTool("browser_back", "Go back to the page before.", "browser"),
+        ExternalTool("browser_screenshot", "Take a picture of the page.", "browser", read_only=True),
     ]

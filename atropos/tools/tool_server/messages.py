@@ -19,19 +19,19 @@ MAX_BATCH = 1000
 MAX_REQUEST_BYTES = 8 * 1024 * 1024
 """Largest request body the server reads; a longer one is refused with 413."""
 MAX_FIELDS = 50
-"""Fields of a request, wrong ones included."""
+"""Most fields of a request, unknown ones included."""
 Owner = tuple[str, str | None]
-"""A trajectory and which life of it: what a call's state and answers belong to."""
+"""A trajectory and its `life`, to which a call's state and answers belong."""
 
 
 class ApiMessage(BaseModel):
-    """Base of what travels here: frozen, unknown fields refused."""
+    """Base of these messages: frozen, unknown fields refused."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
 class Request(ApiMessage):
-    """Base of what clients send: refused at its first excess, where millions of complaints would take gigabytes."""
+    """Base of requests. Too many fields are refused as one error: millions of errors would take gigabytes."""
 
     @model_validator(mode="before")
     @classmethod
@@ -46,12 +46,12 @@ class ExternalCall(Request):
 
     `call_id` is the idempotency key: while the server remembers it, the same id attaches to the running call or gets
     the finished call's answer, and nothing is run again. `boot_id` is set when a call is *sent again*: a server that
-    was started anew since can't know whether the call ran, and answers 409 `outcome_unknown` instead of running it.
-    `state_id` names what the server was last known to keep for the trajectory (a browser): where that is gone, by a
-    restart or its TTL, the call is not run and the answer is 409 `state_lost`.
-    `life` tells trajectories of one name apart, and calls on their way from calls that come later: the client makes it up,
-    sends it with every call and with the end, and a call that arrives after the end of its life is answered 410
-    `trajectory_ended` instead of beginning the trajectory anew. Without it, a call after the end begins anew.
+    was restarted since can't know whether the call ran, and answers 409 `outcome_unknown` instead of running it.
+    `state_id` names the server's last known state of the trajectory (a browser): where that is gone, by a restart or its
+    TTL, the call is not run and the answer is 409 `state_lost`.
+    `life` distinguishes successive trajectories of one name: the client chooses it and sends it with every call and with
+    the end. A call that arrives after the end of its life is answered 410 `trajectory_ended`. Without it, such a call
+    starts a new trajectory.
     """
 
     trajectory_id: str = Field(min_length=1, max_length=500)
@@ -69,25 +69,21 @@ class ExternalCall(Request):
         return self.trajectory_id, self.life
 
 
-ExternalResult = ToolResult
-"""How an external tool ended: a value that the model reads, a tool's own failure included."""
-
-
 class ExecuteAnswer(ApiMessage):
     """The 200 answer of `POST /execute`, and a finished call's line of `POST /batch`.
 
-    `state_id` is given where the server now keeps something for the trajectory; send it with the next calls.
+    `state_id` is set where the server now has state for the trajectory; send it with the next calls.
     """
 
     kind: Literal["result"] = "result"
     call_id: str
     boot_id: str
     state_id: str | None = None
-    result: ExternalResult
+    result: ToolResult
 
 
 class ExecuteRefusal(ApiMessage):
-    """A batch line for a call that was not run, or whose outcome is not known: what `/execute` says by its status."""
+    """A line of `POST /batch` for a call that was not run, or whose outcome is unknown: an error answer of `/execute`."""
 
     kind: Literal["refusal"] = "refusal"
     call_id: str

@@ -1,4 +1,4 @@
-"""What a ToolServer offers, and what of it a registry takes up."""
+"""What a ToolServer offers, and what a registry adopts of it."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ _log = logging.getLogger(__name__)
 
 
 def adopt_offered(tools: ToolRegistry, offered: Sequence[ToolInfo]) -> None:
-    """The ToolServer is the authority on which external tools there are and what they take.
+    """Make a registry's external tools those that a ToolServer offers, with its schemas.
 
     Raises:
-        ConfigError: it offers no tool of a toolset that was asked for.
+        ConfigError: it offers no tool of a toolset that is enabled by name.
     """
     by_name = {info.name: info for info in offered}
     missing = [tool for tool in tools.external if tool.name not in by_name]
     for info in offered:
         mine = tools.get(info.name)
         if mine is not None and mine.sandboxed:
-            _log.warning("the ToolServer's tool %r is hidden by the sandboxed tool of that name", info.name)
+            _log.warning("the ToolServer's tool %r is not offered: a sandboxed tool has that name", info.name)
         elif mine is not None or tools.wants(info.toolset):
             function = info.schema_.get("function", info.schema_)
             made = ExternalTool(
@@ -38,7 +38,7 @@ def adopt_offered(tools: ToolRegistry, offered: Sequence[ToolInfo]) -> None:
             )
             tools.register(made, replace=True)
     for tool in missing:
-        _log.warning("the ToolServer does not offer %r: the model is not offered it", tool.name)
+        _log.warning("tool %r is not offered to the model because the ToolServer does not have it", tool.name)
         tools.remove(tool.name)
     left = {toolset for tool in tools.external for toolset in tool.toolsets}
     for toolset in {toolset for tool in missing for toolset in tool.toolsets} & {*tools.enabled}:
@@ -47,6 +47,6 @@ def adopt_offered(tools: ToolRegistry, offered: Sequence[ToolInfo]) -> None:
 
 
 def own_external(tools: ToolRegistry) -> list[Tool]:
-    """External tools of the caller's own, which a ToolServer in this process must be given."""
+    """The caller's own external tools, which a ToolServer in this process is given."""
     installed = {tool.name for tool in user_tools(sandboxed=False)}
     return [tool for tool in tools.external if not isinstance(tool, ExternalTool) and tool.name not in installed]

@@ -1,4 +1,4 @@
-"""One request to a ToolServer and its answer: over kept connections, or straight into an application in this process."""
+"""Requests to a ToolServer: over persistent connections, or to an application in this process."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 CONNECT_S = 10.0
 MAX_CONNECTIONS = 1000
 KEEP_S = 4.0
-"""How long an unused connection is kept: less than the 5 s after which uvicorn closes it."""
+"""How long an idle connection is kept: less than the 5 s after which uvicorn closes it."""
 
 
 class RequestNotSent(Exception):
-    """The request never reached the server."""
+    """The request did not reach the server."""
 
 
 class ResponseLost(Exception):
@@ -30,7 +30,7 @@ class ResponseLost(Exception):
 
 @dataclass(frozen=True, slots=True)
 class TransportResponse:
-    """A response, read to its end. Names of headers are in lower case."""
+    """A complete response. Names of headers are in lower case."""
 
     status: int
     headers: Mapping[str, str]
@@ -38,7 +38,7 @@ class TransportResponse:
 
 
 class Transport(Protocol):
-    """How requests get to the server."""
+    """Sends requests to the server."""
 
     async def send(self, method: str, path: str, body: bytes | None, timeout_s: float) -> TransportResponse:
         """One request: `path` is quoted and may have a query, `body` is JSON.
@@ -55,7 +55,7 @@ class Transport(Protocol):
 
 
 class Connections:
-    """Over HTTP: aiohttp, of which a request costs a fifth of what it costs with httpx."""
+    """HTTP over aiohttp, whose requests cost a fifth of httpx's CPU time."""
 
     def __init__(self, url: str, headers: Mapping[str, str]) -> None:
         self._url = url.rstrip("/")
@@ -90,7 +90,7 @@ class Connections:
 
 
 class InProcess:
-    """Straight into an ASGI application."""
+    """Calls an ASGI application."""
 
     def __init__(self, app: ASGIApp, headers: Mapping[str, str]) -> None:
         self._app = app
@@ -131,7 +131,7 @@ class InProcess:
 
 
 class _Exchange:
-    """One request as its application sees it, and what it answered."""
+    """One request as its application receives it, and the response."""
 
     def __init__(self, content: bytes) -> None:
         self._content: bytes | None = content

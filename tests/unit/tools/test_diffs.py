@@ -116,7 +116,7 @@ def test_near_misses_say_how_they_differ():
     lines = ["def f(x):", "    return x + 1", "", "def g(y):", "    return y"]
     assert "white space only" in diffs.near_miss(lines, ["def f(x):", "  return x + 1"])
     assert "line 2" in diffs.near_miss(lines, ["    return x + 2"])
-    assert "nothing like it" in diffs.near_miss(lines, ["completely different text here"])
+    assert "nothing similar" in diffs.near_miss(lines, ["completely different text here"])
     assert diffs.near_miss([], ["x"]) == "the file is empty"
 
 

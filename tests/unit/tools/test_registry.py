@@ -279,7 +279,7 @@ def test_distributions_by_name():
 
 
 def test_every_named_distribution_names_toolsets_that_exist():
-    from atropos.tools.toolsets import TOOLSETS, distributions
+    from atropos.tools.toolsets import DISTRIBUTIONS, TOOLSETS
 
-    for one in distributions():
+    for one in DISTRIBUTIONS.values():
         assert set(one.probabilities) <= set(TOOLSETS)

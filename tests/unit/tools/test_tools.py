@@ -31,7 +31,7 @@ class TestTerminal:
     async def test_a_timeout_beyond_the_bound_is_cut_and_told(self, use):
         result = await use("terminal", command="echo hi", timeout=1e9)
         assert result.success
-        assert result.output.startswith("hi\n[timeout 1e+09 s was cut to 600 s")
+        assert result.output.startswith("hi\n[timeout 1e+09 s was shortened to 600 s")
 
     async def test_a_flood_is_head_and_tail(self, use):
         result = await use("terminal", command="seq 200000")
@@ -120,7 +120,8 @@ class TestFiles:
         (root / "f").write_text("".join(f"line {i}\n" for i in range(1, 1001)))
         part = await use("read_file", path="f", offset=10, limit=2)
         assert (
-            part.output == "    10|line 10\n    11|line 11\n[lines 10 to 11; more lines follow; go on with offset=12]"
+            part.output
+            == "    10|line 10\n    11|line 11\n[lines 10 to 11; more lines follow; continue with offset=12]"
         )
         assert part.data["content"] == "line 10\nline 11"
         end = await use("read_file", path="f", offset=-2)
@@ -136,7 +137,7 @@ class TestFiles:
         much = await use("read_file", path="f", limit=1_000_000)
         assert len(much.output) < 60_000
         assert much.truncated
-        assert "go on with offset=" in much.output
+        assert "continue with offset=" in much.output
         assert "too large" in (await use("read_file", path="f", offset=-1)).error
         (root / "long").write_bytes(b"x" * 5_000_000)
         long = await use("read_file", path="long")
@@ -201,7 +202,7 @@ class TestPatch:
         near = await use("patch", path="f", old="x  =  3\n", new="q")
         assert "white space only" in near.error
         close = await use("patch", path="f", old="x = 3  # three, of course", new="q")
-        assert "nothing like it" in close.error or "most similar place" in close.error
+        assert "nothing similar" in close.error or "most similar lines" in close.error
         assert (root / "f").read_text() == "x = 3\n  z\nx = 3\n"
 
     async def test_lf_text_matches_a_file_of_crlf_lines(self, use, root):
