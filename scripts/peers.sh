@@ -12,10 +12,10 @@ done
 uv=$(command -v uv) || { echo "uv is missing: scripts/venv.sh installs it" >&2; exit 1; }
 UV_PROJECT_ENVIRONMENT=.peers "$uv" sync --frozen --quiet --no-default-groups --python "$python" \
   --extra testing --extra harbor --extra inspect --extra mini-swe-agent --extra swerex
-# NeMo Gym's pins exclude the others', but its sandbox API needs none of its dependencies.
-"$uv" export --frozen --quiet --no-default-groups --no-hashes --no-annotate --extra nemo-gym | grep '^nemo-gym==' >.peers/nemo-gym.txt
-"$uv" pip install --quiet --no-deps --python .peers/bin/python -r .peers/nemo-gym.txt
-# The newer one in the lock, which has terminals and endpoints, says that it needs a newer Python; its sandbox API doesn't.
+# NeMo Gym's pins exclude the others'; Ray and MLflow, which its command line needs, are a gigabyte.
+UV_PROJECT_ENVIRONMENT=.peers/nemo-gym "$uv" sync --frozen --quiet --no-default-groups --python "$python" --extra testing --extra nemo-gym
+# The newer one in the lock, which has terminals and endpoints, says that it needs a newer Python; its sandbox API doesn't, and needs
+# few of its dependencies.
 "$uv" export --frozen --quiet --no-default-groups --no-hashes --no-annotate --extra nemo-gym |
   grep -oE '^(nemo-gym|omegaconf|antlr4-python3-runtime)==[0-9.]+' | sort -V | awk -F== '{ newest[$1] = $0 } END { for (name in newest) print newest[name] }' \
     >.peers/nemo-gym.txt

@@ -13,7 +13,9 @@ import pytest
 
 MEASURES = "compares times, which other tests would change"
 USES_UP = "uses up what the kernel counts for the slots of all servers together"
+STARTS_RAY = "Ray gives itself 30 s to start, which other tests would use up"
 ALONE = {
+    "tests/adapters/test_nemo_gym.py::test_tasks_by": STARTS_RAY,
     "tests/security/test_attack_programs.py::test_a_slot_released_in_the_middle": USES_UP,
     "tests/security/test_attack_programs.py::test_no_bomb": USES_UP,
     "tests/security/test_heaps.py::test_counters_that_no_namespace": USES_UP,

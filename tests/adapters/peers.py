@@ -13,6 +13,7 @@ ROOT = Path(__file__).resolve().parents[2]
 HOSTS = Path(__file__).parent / "hosts"
 BIN = ROOT / ".peers" / "bin"
 VERIFIERS = ROOT / ".peers" / "verifiers" / "bin"
+NEMO_GYM = ROOT / ".peers" / "nemo-gym" / "bin"
 
 
 def needs(program: str, where: Path = BIN) -> pytest.MarkDecorator:

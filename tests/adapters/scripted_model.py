@@ -1,11 +1,11 @@
-"""A chat model over HTTP that follows a script: each task's text is its first command, and then it submits what that wrote."""
+"""A chat model over HTTP that follows a script: each task's text is its first command, then it submits what that wrote and ends."""
 
 from __future__ import annotations
 
 import json
 import re
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -14,6 +14,9 @@ SUBMIT = "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT && cat answer"
 
 
 class Model(BaseHTTPRequestHandler):
+    asked: Callable[[str], None] = staticmethod(lambda _: None)
+    """Called with a task's text before its first answer."""
+
     def do_POST(self) -> None:
         length = int(self.headers["Content-Length"])
         messages: list[dict[str, Any]] = json.loads(self.rfile.read(length))["messages"]
@@ -22,18 +25,23 @@ class Model(BaseHTTPRequestHandler):
             found = re.search(r"RUN<(.*?)>RUN", messages[-1]["content"])
             assert found, messages
             command = found[1]
+            self.asked(messages[-1]["content"])
         call = {"name": "bash", "arguments": json.dumps({"command": command})}
         message = {
             "role": "assistant",
             "content": "",
             "tool_calls": [{"id": f"call_{len(messages)}", "type": "function", "function": call}],
         }
+        if SUBMIT in str(messages[-2:-1]):
+            message = {"role": "assistant", "content": "done"}
         reply = {
             "id": "x",
             "object": "chat.completion",
             "created": 0,
             "model": "scripted",
-            "choices": [{"index": 0, "finish_reason": "tool_calls", "message": message}],
+            "choices": [
+                {"index": 0, "finish_reason": "tool_calls" if "tool_calls" in message else "stop", "message": message}
+            ],
             "usage": {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2},
         }
         data = json.dumps(reply).encode()
@@ -48,9 +56,10 @@ class Model(BaseHTTPRequestHandler):
 
 
 @contextmanager
-def scripted_model() -> Iterator[str]:
+def scripted_model(asked: Callable[[str], None] = Model.asked) -> Iterator[str]:
     """Its base URL."""
-    with ThreadingHTTPServer(("127.0.0.1", 0), Model) as server:
+    handler = type("Asked", (Model,), {"asked": staticmethod(asked)})
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
         try:
