@@ -214,7 +214,9 @@ async def test_a_job_that_is_being_changed_grows_when_its_deployment_is_over_and
         await until(lambda: old not in pool.links and pool.stats().ready == 1, "the new container", 60)
         async with pool.lease("t") as one:
             waiting = asyncio.create_task(pool.acquire("needs another container", timeout_s=90))
-            await until(lambda: "can't grow to 2 yet: its deployment goes on" in pool.trouble(), "why it waits", 60)
+            await until(
+                lambda: "can't grow to 2 yet: its deployment is in progress" in pool.trouble(), "why it waits", 60
+            )
             (deployment,) = nomad("GET", f"{path}/deployments")
             nomad("POST", f"/v1/deployment/fail/{deployment['ID']}", b"{}")
             async with await waiting as two:

@@ -115,7 +115,7 @@ async def gone_for_good_ends_the_run(tmp_path) -> None:
         proxy.fail("gone")
         await lose_all(job_id)
         assert await env.ends() == 1
-        assert "longer than outage_s (2 s): start it again, or raise outage_s" in env.said.splitlines()[-1]
+        assert "longer than outage_s (2 s): restart the engine, or raise outage_s" in env.said.splitlines()[-1]
         names_what_may_be_left(env, proxy, job_id)
 
 

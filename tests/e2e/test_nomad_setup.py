@@ -115,7 +115,7 @@ async def test_a_job_of_the_same_name_that_is_something_else_is_left_alone_by_po
     job = {"ID": config.job_id, "Name": config.job_id, "Datacenters": ["*"], "TaskGroups": [group]}
     await asyncio.to_thread(nomad, "POST", "/v1/jobs", json.dumps({"Job": job}).encode())
     try:
-        with pytest.raises(ConfigError, match=r"sandbox_job_id: job 'test-.*' in Nomad is no sandbox job.*left alone"):
+        with pytest.raises(ConfigError, match=r"sandbox_job_id: job 'test-.*' in Nomad is no sandbox job.*not changed"):
             await SlotPool(config).start()
         async with await open_survey("nomad", config.job_id, address=NOMAD) as survey:
             with pytest.raises(ConfigError, match="no sandbox job"):
@@ -139,9 +139,9 @@ async def test_a_job_that_is_there_is_taken_as_it_is_and_what_differs_is_told(ca
 async def test_wrong_settings_are_refused_by_name():
     with pytest.raises(ConfigError, match=r"nomad_variables.*no variable colour"):
         await SlotPool(pool_config("nomad", nomad_variables={"colour": "red"})).start()
-    with pytest.raises(ConfigError, match=r"nomad_variables: slots is said by slots_per_container"):
+    with pytest.raises(ConfigError, match=r"nomad_variables: slots is set by slots_per_container"):
         await SlotPool(pool_config("nomad", nomad_variables={"slots": 3})).start()
-    for config, says in (('{"slots": 3}', r"config\.slots is said by the pool"), ("5", "config must be an object")):
+    for config, says in (('{"slots": 3}', r"config\.slots is set by the pool"), ("5", "config must be an object")):
         with pytest.raises(ConfigError, match=rf"nomad_variables: {says}"):
             await SlotPool(pool_config("nomad", nomad_variables={"config": config})).start()
     with pytest.raises(ConfigError, match=r"nomad_variables.*a number is required"):

@@ -1,4 +1,4 @@
-"""Where containers come from: local processes, hosts by ssh, Docker, Modal, Nomad, and what other packages register."""
+"""Backends, which make containers: local processes, ssh, Docker, Modal, Singularity, Nomad, and those of other packages."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def make_backend(config: SlotPoolConfig) -> Backend:
     """The backend that a pool's configuration names; only its own dependencies are imported.
 
     Raises:
-        ConfigError: it can't be imported, or what its entry point names makes no backend.
+        ConfigError: it can't be imported, or its entry point does not return a backend.
     """
     entry = find(config.backend)
     try:

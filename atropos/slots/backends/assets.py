@@ -1,6 +1,6 @@
-"""Files that are not Python but belong to the package: the job definition, the seccomp profile, the image's recipe.
+"""Data files of the package: the job definition, the seccomp profile, the sandbox image's Dockerfile.
 
-In a checkout they lie where a person looks for them (`nomad/`, `docker/`); a wheel carries copies beside this module.
+In a checkout they are in `nomad/` and `docker/`; a wheel has copies beside this module.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ def asset(name: str) -> Path:
     """The path of a file by its name in the repository, for example `nomad/sandbox.nomad.hcl`.
 
     Raises:
-        ConfigError: this installation doesn't carry it.
+        ConfigError: this installation doesn't have it.
     """
     for root in _ROOTS:
         if (path := root / name).is_file():

@@ -1,4 +1,4 @@
-"""What makes containers exist. A backend knows nothing of slots or leases."""
+"""The interface of backends, which make containers and know nothing of slots or leases."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class Container:
-    """One running (or coming) sandbox server.
+    """One sandbox server, running or starting.
 
     Attributes:
         id: the backend's own name: a pid and start time, a container id, an allocation id.
@@ -18,8 +18,8 @@ class Container:
         url: `http://host:port` of the server, or `https://` with a `certificate`; None until known.
         token: the bearer token.
         state: `starting` until its process runs, then `running`; `ending` while it stops; `dead` when gone.
-        detail: why it is not running, in the backend's own words.
-        certificate: in PEM, the only one that the server may show.
+        detail: the backend's reason why it is not running.
+        certificate: the only certificate that is accepted from the server, in PEM.
     """
 
     id: str
@@ -32,52 +32,52 @@ class Container:
 
 
 class Backend(ABC):
-    """The contract that `tests/conformance` holds every backend to."""
+    """A backend; the tests of `atropos.testing` check each."""
 
     name: str
     client_id: str = ""
-    """What the pool calls itself towards servers: a server's clients of other names are somebody else's."""
+    """The pool's id as a client of its servers: clients with other ids belong to other pools."""
 
     @abstractmethod
     async def start(self) -> None:
-        """Connect, check what can be checked, adopt or remove what an earlier run left.
+        """Connect, check the settings, adopt or remove containers of an earlier run.
 
         Raises:
             ConfigError: a setting is wrong; the message names it.
             BackendUnavailable: the engine can't be reached.
-            IsolationUnavailable: the host can't do it.
+            IsolationUnavailable: the host can't isolate slots.
         """
 
     @abstractmethod
     async def scale(self, count: int) -> None:
-        """Ask for `count` containers. Returns when asked, not when they run; shrinking ends the highest index first.
+        """Request `count` containers. Returns before they run; shrinking ends the highest index first.
 
         Raises:
-            BackendUnavailable: the engine refused; the message carries its own reason.
+            BackendUnavailable: the engine refused; the message has its reason.
         """
 
     @abstractmethod
     def containers(self) -> Sequence[Container]:
-        """The last known containers, dead ones not among them. Never blocks; a failed poll changes nothing."""
+        """The last known containers, without dead ones. Never blocks; a failed poll changes nothing."""
 
     @abstractmethod
     async def changed(self) -> None:
-        """Wait until `containers()` may answer differently."""
+        """Wait until `containers()` may have changed."""
 
     @abstractmethod
     def trouble(self) -> str:
-        """Why containers are not coming, in the engine's own words; empty when nothing is wrong."""
+        """The engine's reason why containers don't start; empty when all is well."""
 
     def outage(self) -> str:
-        """Why the engine itself gives no answer, in its own words; empty while it answers, or where there is none."""
+        """Why the engine doesn't answer; empty while it answers, or without an engine."""
         return ""
 
     def failure(self) -> Exception | None:
-        """Why no container will ever come (a `SandboxError` or `ConfigError`); None while trying again makes sense."""
+        """Why no container will ever start (a `SandboxError` or `ConfigError`); None while a retry may help."""
         return None
 
     async def retire(self, container: Container) -> None:
-        """Replace a container that is alive but not to be used again (too many retired slots, no answer).
+        """Replace a live container that must not be used again (too many retired slots, no answer).
 
         Raises:
             BackendUnavailable: the engine refused.
@@ -86,4 +86,4 @@ class Backend(ABC):
 
     @abstractmethod
     async def aclose(self, *, purge: bool) -> None:
-        """Let go. With `purge`, nothing of this backend's own containers, jobs or secrets is left."""
+        """Disconnect. With `purge`, remove this backend's containers, jobs and secrets."""

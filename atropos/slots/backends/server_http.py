@@ -1,7 +1,4 @@
-"""The few questions a backend asks a sandbox server: does it answer, who uses it, let it drain.
-
-Calls and leases are not its business: those travel by `atropos.slots.client`.
-"""
+"""A backend's requests to a sandbox server: its health, its status, draining. For leases see `atropos.slots.client`."""
 
 from __future__ import annotations
 
@@ -17,15 +14,15 @@ from atropos.net.tls import client_context
 from atropos.wire import DrainRequest, Health, Status, client_name
 
 ANSWER_S = 3.0
-"""How long a server may take to answer one of these questions, in seconds."""
+"""How long a server may take to answer, in seconds."""
 DOUBT_S = 12.0
 """More than two of the longest heartbeats that a pool sets, in seconds."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S, LONGEST_HEALTH_PAUSE_S = 0.02, 0.5, 0.1
-"""Pauses between two questions; a start waits for the first answer, so that one is asked for more often, in seconds."""
+"""Pauses between two requests, in seconds; shorter ones for health, which starts wait for."""
 
 
 class ServerHttp:
-    """Asks sandbox servers over HTTP. One a backend; close it when done."""
+    """HTTP requests of one backend to its servers; close it when done."""
 
     def __init__(self) -> None:
         self._session: aiohttp.ClientSession | None = None
@@ -33,7 +30,7 @@ class ServerHttp:
         self._certificate: str | None = None
 
     def trust(self, certificate: str | None) -> None:
-        """The only certificate, in PEM, that servers at https:// addresses may show from now on."""
+        """Set the only certificate, in PEM, that is accepted from servers at https:// addresses."""
         if certificate != self._certificate:
             self._certificate = certificate
             self._tls = True if certificate is None else client_context(certificate)
@@ -50,7 +47,7 @@ class ServerHttp:
             await self._session.close()
 
     async def healthy(self, url: str) -> bool:
-        """Whether the server answers and takes work, or drains; False when it is not there (yet), starts or is broken."""
+        """Whether the server answers and is ok or draining; False when it can't be reached, starts or is broken."""
         try:
             async with self._open().get(f"{url}/v1/health", ssl=self._tls) as answer:
                 health = Health.model_validate_json(await answer.read())
@@ -59,7 +56,7 @@ class ServerHttp:
         return health.status in {"ok", "draining"}
 
     async def until_healthy(self, url: str, within_s: float) -> bool:
-        """Wait for the first good answer; False when `within_s` seconds went by without one."""
+        """Wait until it is healthy; False when `within_s` seconds went by first."""
         pause = FIRST_PAUSE_S
         try:
             async with asyncio.timeout(within_s):
@@ -71,7 +68,7 @@ class ServerHttp:
         return True
 
     async def status(self, url: str, token: str) -> Status | None:
-        """Slots, leases and clients of a server; None when it doesn't say."""
+        """A server's status; None when it doesn't answer."""
         with contextlib.suppress(TimeoutError):
             return await self._status(url, token)
         return None
@@ -90,8 +87,8 @@ class ServerHttp:
         except (aiohttp.ClientError, OSError, ValidationError):
             return None
 
-    async def _status_in_the_end(self, url: str, token: str) -> Status | None:
-        """As `status`; one that is too busy to answer is asked again for `DOUBT_S`: what it holds must not be ended."""
+    async def _retry_status(self, url: str, token: str) -> Status | None:
+        """As `status`, with retries for `DOUBT_S` where the server is too busy to answer: it may hold leases."""
         deadline = time.monotonic() + DOUBT_S
         while time.monotonic() < deadline:
             with contextlib.suppress(TimeoutError):
@@ -99,18 +96,17 @@ class ServerHttp:
         return None
 
     async def until_idle(self, url: str, token: str) -> None:
-        """Wait until no lease is left on a draining server, or it doesn't answer any more."""
-        while (status := await self._status_in_the_end(url, token)) is not None and status.leased:  # noqa: ASYNC110 (another process)
+        """Wait until a draining server has no lease, or doesn't answer."""
+        while (status := await self._retry_status(url, token)) is not None and status.leased:  # noqa: ASYNC110 (another process)
             await asyncio.sleep(LONGEST_PAUSE_S)
 
     async def used_by_others(self, url: str, token: str, client_id: str) -> bool:
-        """Whether a live client beside the asking one works on the server. The dead are waited out for a while.
+        """Whether a live client other than `client_id` uses the server.
 
-        A client that holds leases but has no connection may be about to connect again, or be dead: which of the two is
-        known after two heartbeats.
+        A client with leases and without a connection may be reconnecting, or dead, which is clear after two heartbeats.
         """
         mine, deadline = client_name(client_id), time.monotonic() + DOUBT_S
-        while (status := await self._status_in_the_end(url, token)) is not None:
+        while (status := await self._retry_status(url, token)) is not None:
             if any(each != mine for each in status.connected):
                 return True
             if all(each == mine for each in status.live):
@@ -123,7 +119,7 @@ class ServerHttp:
     async def drain(self, url: str, token: str, deadline_s: float) -> bool:
         """Ask a server to take no new leases; its leases may go on for `deadline_s` seconds. False: it didn't answer.
 
-        As long as there may be leases that go on, one that is too busy to answer is asked again for `DOUBT_S`.
+        Unless `deadline_s` is 0, the request is retried for `DOUBT_S` where the server is too busy to answer.
         """
         body = DrainRequest(deadline_s=deadline_s).model_dump_json()
         headers = _bearer(token) | {"Content-Type": "application/json"}

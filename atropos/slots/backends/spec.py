@@ -1,4 +1,4 @@
-"""What one container is made of, the same for every engine: image, server settings, and the sizes that follow."""
+"""The spec of one container, the same for every engine: image, server settings, and the sizes that follow."""
 
 from __future__ import annotations
 
@@ -16,47 +16,45 @@ if TYPE_CHECKING:
     from atropos.slots.config import SlotPoolConfig
 
 SERVER_MEMORY_MIB = 256
-"""Memory of a container beside its slots': the server and its warm sandboxes' processes, in MiB."""
+"""Memory of a container in addition to its slots', for the server and warm sandboxes, in MiB."""
 SERVER_PIDS = 512
-"""Processes and threads of a container beside its slots': the server, bubblewrap and the runners."""
+"""Processes and threads of a container in addition to its slots': the server, bubblewrap and the runners."""
 CONTAINER_PORT = 8787
-"""Where the server listens inside a container that has a network of its own."""
+"""Port of the server inside a container that has a network of its own."""
 HOSTNAME = "atropos"
-"""Of a container, and so of its slots: the seccomp profile lets nobody inside set one."""
+"""Of a container and its slots, which the seccomp profile keeps from setting one."""
 CAP_ADD = ("SYS_ADMIN", "SETUID", "SETGID", "SETPCAP", "CHOWN", "DAC_OVERRIDE")
-"""For the container's root phase alone; the server gives them up before it listens."""
+"""Capabilities for the container's root phase; the server drops them before it listens."""
 STOP_MARGIN_S = 5
 """How much longer than the server's own drain an engine waits before it kills, in seconds."""
 BAD_CONFIG, NO_ISOLATION = 2, 3
-"""Exit codes of the server that trying again can't change."""
+"""Exit codes of the server after which a retry can't help."""
 HOPELESS = 3
-"""Failed starts in a row, with no server ever ready, after which the fault is taken to be in the set-up."""
+"""Failed starts in a row, with no server ever ready, after which no more are tried."""
 IMAGE_FOLDER = "/var/cache/atropos/images"
-"""Where a server in a container keeps images; a shared folder or volume of the host is mounted there."""
+"""The image store of a server in a container, where a shared folder or volume of the host is mounted."""
 _PLACED_BY_ENGINE = {"host", "port", "token", "tls", "die_with_parent", "state_dir", "base"}
 
 
 @dataclass(frozen=True)
 class ContainerSpec:
-    """A container to make: `image`, and the `server` inside (whose host, port and token the engine chooses).
+    """A container: its `image`, and the `server` inside (whose host, port and token the engine chooses).
 
     Attributes:
         memory_mib: memory of the whole container; None: the server's and every slot's limit. Less is over-commit.
-        snapshots_mib: room for retained snapshots, which outlive the slots they came from.
     """
 
     image: str
     server: ServerConfig
     memory_mib: int | None = None
-    snapshots_mib: int = 0
 
     @classmethod
     def from_pool(cls, config: SlotPoolConfig) -> ContainerSpec:
-        """What a pool's configuration asks for."""
+        """The spec of a pool's containers."""
         return cls(config.image, config.server_config(token="-"), memory_mib=config.container_memory_mib)
 
     def config(self) -> dict[str, object]:
-        """The server's settings as ATROPOS_CONFIG carries them: only those that differ from the defaults."""
+        """The server's settings for ATROPOS_CONFIG: those that differ from the defaults."""
         config = self.server.model_dump(mode="json", exclude_defaults=True, exclude=_PLACED_BY_ENGINE)
         config.get("image_store", {}).pop("folder", None)  # mounted at the server's own default
         if self.server.base is not None:
@@ -65,40 +63,40 @@ class ContainerSpec:
 
     @property
     def container_memory_mib(self) -> int:
-        """Memory that the engine reserves: enough that a full slot is killed and never its container."""
+        """Memory limit of the container: enough that a full slot reaches its own limit first."""
         if self.memory_mib is not None:
             return self.memory_mib
-        return SERVER_MEMORY_MIB + self.server.slots * self.server.limits.memory_mib + self.snapshots_mib
+        return SERVER_MEMORY_MIB + self.server.slots * self.server.limits.memory_mib
 
     @property
     def container_pids(self) -> int:
-        """Processes and threads that the engine allows."""
+        """Most processes and threads in the container."""
         return SERVER_PIDS + self.server.slots * self.server.limits.pids
 
     @property
     def stop_s(self) -> float:
-        """How long a container may take to end once it is stopped, in seconds."""
+        """How long a container may take to end after it is asked to, in seconds."""
         return self.server.drain_s + STOP_MARGIN_S
 
     def fingerprint(self, image_id: str = "") -> str:
-        """The same for containers that are interchangeable: same image, same settings, same sizes."""
+        """A hash of image, settings and sizes: containers with the same are interchangeable."""
         text = json.dumps(
             [image_id or self.image, self.config(), self.container_memory_mib, self.container_pids], sort_keys=True
         )
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def hopeless(code: int | None, words: str, failures: int) -> Exception | None:
-    """Why no container will ever come, judged by how the first ones ended; None: trying again makes sense."""
+def hopeless(code: int | None, reason: str, failures: int) -> Exception | None:
+    """Why no container will ever start, by how the first ones ended; None: a retry may help."""
     if code == BAD_CONFIG:
-        return ConfigError(words)
+        return ConfigError(reason)
     if code == NO_ISOLATION:
-        return IsolationUnavailable(words)
-    return BackendUnavailable(words) if failures >= HOPELESS else None
+        return IsolationUnavailable(reason)
+    return BackendUnavailable(reason) if failures >= HOPELESS else None
 
 
 def owner() -> str:
-    """Who asks, for labels that people read: host, pid and start time of this process."""
+    """This process for labels: host, pid and start time."""
     with open("/proc/self/stat", encoding="ascii") as file:
         started = file.read().rpartition(")")[2].split()[19]
     return f"{socket.gethostname()}:{os.getpid()}:{started}"

@@ -1,4 +1,4 @@
-"""Small pieces that backends share: a flag for `changed()`, patience with what fails or is away, a pace, blocking calls."""
+"""What backends share: a flag for `changed()`, back-off, a rate limit, outages of an engine, blocking calls."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 class ChangeFlag:
-    """Remembers that something changed until somebody has waited for it."""
+    """An event that each wait clears."""
 
     def __init__(self) -> None:
         self._event = asyncio.Event()
@@ -29,7 +29,7 @@ class ChangeFlag:
         self._event.set()
 
     async def wait(self, timeout_s: float | None = None) -> None:
-        """Wait for the next change, or one that nobody has waited for yet; or until `timeout_s` seconds are over."""
+        """Wait for a change since the last wait, at most `timeout_s` seconds."""
         try:
             async with asyncio.timeout(timeout_s):
                 await self._event.wait()
@@ -40,7 +40,7 @@ class ChangeFlag:
 
 @dataclass
 class Patience:
-    """Growing pauses between attempts that keep failing, with jitter so that many callers don't come in step.
+    """Exponential back-off with jitter.
 
     Attributes:
         first_s: the first pause, in seconds; each failure doubles it up to `longest_s`.
@@ -52,7 +52,7 @@ class Patience:
     _until: float = 0.0
 
     def failed(self) -> float:
-        """Note a failure; answers how long to wait, in seconds."""
+        """Count a failure; returns how long to wait, in seconds."""
         pause = min(self.longest_s, self.first_s * 2 ** min(self.failures, 20))
         self.failures += 1
         pause *= random.uniform(0.8, 1.2)
@@ -60,18 +60,18 @@ class Patience:
         return pause
 
     def worked(self) -> None:
-        """Note a success: the next failure starts small again."""
+        """Reset after a success."""
         self.failures = 0
         self._until = 0.0
 
     @property
     def left_s(self) -> float:
-        """How long until the next attempt is due, in seconds; 0 when it is."""
+        """Time until the next attempt, in seconds."""
         return max(0.0, self._until - time.monotonic())
 
 
 class Pace:
-    """Bounds how often something is done: `burst` times at once, and after that once every `every_s` seconds.
+    """A rate limit: `burst` turns at once, then one every `every_s` seconds.
 
     Attributes:
         every_s: may be changed between turns.
@@ -83,14 +83,14 @@ class Pace:
         self._due = 0.0
 
     async def turn(self) -> None:
-        """Wait until it may be done once more."""
+        """Wait for the next turn."""
         now = time.monotonic()
         self._due = max(self._due, now - self._burst * self.every_s) + self.every_s
         await asyncio.sleep(max(0.0, self._due - now))
 
 
 class Outage:
-    """Whether an engine answers, since when it doesn't, and when it is taken to be gone for good.
+    """Whether an engine answers, and for how long it hasn't.
 
     Args:
         patience_s: the pool's `outage_s`, in seconds.
@@ -100,11 +100,11 @@ class Outage:
         self._patience_s = patience_s
         self._since: float | None = None
         self.reason = ""
-        """In the words of the last request; empty while the engine answers."""
+        """The last request's error; empty while the engine answers."""
 
     @property
     def away_s(self) -> float:
-        """How long it has not answered, in seconds; 0 while it does."""
+        """How long it has not answered, in seconds; 0 while it answers."""
         return 0.0 if self._since is None else time.monotonic() - self._since
 
     def noted(self, error: BackendUnavailable) -> None:
@@ -112,7 +112,7 @@ class Outage:
         self.reason = str(error)
         if self._since is None:
             self._since = time.monotonic()
-            log.warning("%s; containers that run are used on, and none can be added until it answers", self.reason)
+            log.warning("%s; running containers stay in use, and none can be added until it answers", self.reason)
 
     def over(self) -> bool:
         """A request was answered; whether that ends an outage."""
@@ -123,42 +123,41 @@ class Outage:
         return True
 
     def failure(self) -> BackendUnavailable | None:
-        """That it won't come back, once it has been away for longer than `outage_s`."""
+        """An error once it has been away for longer than `outage_s`."""
         if self._since is None or self.away_s < self._patience_s:
             return None
         text = f"that has been so for longer than outage_s ({self._patience_s:g} s)"
-        return BackendUnavailable(f"{self.reason}; {text}: start it again, or raise outage_s where that takes longer")
+        return BackendUnavailable(f"{self.reason}; {text}: restart the engine, or raise outage_s")
 
 
 class BlockingCalls:
-    """Runs an SDK's blocking calls off the event loop, in daemon threads.
+    """Runs an SDK's blocking calls in daemon threads.
 
-    An executor's threads are awaited when the process ends: one whose engine accepts connections and says nothing would
-    hold that up for as long as requests may take.
+    The end of a process waits for an executor's threads, which an engine that doesn't answer would delay.
     """
 
     def __init__(self, name: str, *, at_once: int) -> None:
         self._name = name
         self._turns = asyncio.Semaphore(at_once)
-        self._under_way: set[Future[object]] = set()
+        self._pending: set[Future[object]] = set()
 
     async def run(self, call: Callable[[], T], *, changes: bool = False) -> T:
-        """Run a call. Who is cancelled leaves it behind; with `changes`, `settled` then waits for its end."""
+        """Run a call. It goes on if the caller is cancelled; with `changes`, `settled` then waits for its end."""
         async with self._turns:
             future: Future[T] = Future()
             if changes:
-                self._under_way.add(future)  # type: ignore[arg-type]
-                future.add_done_callback(self._under_way.discard)  # type: ignore[arg-type]
+                self._pending.add(future)  # type: ignore[arg-type]
+                future.add_done_callback(self._pending.discard)  # type: ignore[arg-type]
             threading.Thread(target=_fulfil, args=(future, call), name=self._name, daemon=True).start()
             return await asyncio.wrap_future(future)
 
     async def settled(self, within_s: float) -> None:
-        """Until calls that change something are over though their callers were cancelled: it can be seen, and undone."""
-        if waits := [asyncio.wrap_future(future) for future in self._under_way]:
+        """Wait for calls with `changes` whose callers were cancelled, so that their effects can be undone."""
+        if waits := [asyncio.wrap_future(future) for future in self._pending]:
             await asyncio.wait(waits, timeout=within_s)
             for each in waits:
                 if not each.cancel() and not each.cancelled():
-                    each.exception()  # its caller is gone: nobody else asks
+                    each.exception()  # retrieved, since its caller is gone
 
 
 def _fulfil(future: Future[T], call: Callable[[], T]) -> None:
@@ -171,10 +170,10 @@ def _fulfil(future: Future[T], call: Callable[[], T]) -> None:
 
 
 async def persist(action: Callable[[], Awaitable[None]], within_s: Callable[[BackendUnavailable], float]) -> None:
-    """Do what an engine may refuse for a moment: again and again, for as many seconds as `within_s` gives the refusal.
+    """Retry an action that an engine refuses, for as many seconds as `within_s` returns for the error.
 
     Raises:
-        BackendUnavailable: it still refuses, or trying again can't change it.
+        BackendUnavailable: the engine still refuses, or the error is not retryable.
     """
     patience = Patience(first_s=0.2, longest_s=2)
     started = time.monotonic()

@@ -1,4 +1,4 @@
-"""Backends that start sandbox servers themselves: one for each index, and another when it ends by itself."""
+"""Backends that start sandbox servers themselves: one for each index, restarted when it ends by itself."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ log = logging.getLogger("atropos.slots.servers")
 BACKOFF_S = (0.1, 10.0)
 """First and longest pause before a server that ended is restarted."""
 PROVEN_S = 10.0
-"""A server that ran this long was sound: the next start is without a pause."""
+"""The end of a server that ran this long resets the back-off."""
 HOPELESS = 5
-"""Failed starts in a row, with no server ever ready, after which the fault is taken to be in the set-up."""
+"""Failed starts in a row, with no server ever ready, after which no more are tried."""
 DRAIN_S = 30.0
 """How long leases may go on in a server that is being replaced."""
 STOP_S, STOP_SLOT_S = 1.5, 0.05
-"""How long a server may take to end in order when the pool stops: in any case, and for each of its slots."""
+"""How long a server may take to end in order when the pool stops: a constant, and the time for each slot."""
 
 
 class Server(Protocol):
@@ -38,37 +38,37 @@ class Server(Protocol):
 
     @property
     def id(self) -> str:
-        """A name that no other run has."""
+        """A unique name of this run."""
         ...
 
     @property
     def url(self) -> str:
-        """Where it can be reached from here, once it is ready."""
+        """Its address as seen from here, once it is ready."""
         ...
 
     async def ready(self, timeout_s: float) -> None:
         """Wait until it listens.
 
         Raises:
-            ConfigError, IsolationUnavailable: it refused; its own words.
+            ConfigError, IsolationUnavailable: it refused, with its reason.
             BackendUnavailable: it ended, can't be reached, or isn't ready in time.
         """
         ...
 
     async def wait(self) -> None:
-        """Until it has ended."""
+        """Wait until it has ended."""
         ...
 
     def failure(self) -> Exception:
-        """Why it ended, as an exception that `ready` may raise."""
+        """Why it ended: one of the errors of `ready`."""
         ...
 
     async def stop(self, grace_s: float) -> None:
-        """Ask it to end, and after `grace_s` make it; returns when it is gone."""
+        """Ask it to end, and kill it after `grace_s`; returns when it is gone."""
         ...
 
     async def tidy(self) -> None:
-        """Remove what it couldn't remove itself."""
+        """After its end, remove what it left."""
         ...
 
 
@@ -76,7 +76,7 @@ class SupervisedBackend(Backend):
     """Keeps a server running for each index. Servers end with this process, however it ends."""
 
     stop_more_s = 0.0
-    """What the way to a server may add to the time that its end takes, in seconds."""
+    """Extra time for the end of a server that isn't on this machine, in seconds."""
 
     def __init__(self, config: SlotPoolConfig) -> None:
         self.config = config
@@ -117,27 +117,27 @@ class SupervisedBackend(Backend):
         place.end(grace_s)
 
     def containers(self) -> Sequence[Container]:
-        """What runs, comes or ends."""
+        """The servers that run, start or end."""
         places = [*self._places.values(), *self._ending]
         return [place.container for place in places if place.container is not None]
 
     async def changed(self) -> None:
-        """For one waiter at a time."""
+        """See `Backend`; one waiter at a time."""
         await self._news.wait()
         self._news.clear()
 
     def trouble(self) -> str:
-        """The last words of the servers that do not come up."""
+        """The reasons of the servers that don't start."""
         if self._failure is not None:
             return str(self._failure)
         return "; ".join(place.trouble for place in self._places.values() if place.trouble)
 
     def failure(self) -> Exception | None:
-        """A server refused its configuration or this host, or none ever came up."""
+        """A server refused its configuration or this host, or none ever started."""
         return self._failure
 
     async def retire(self, container: Container) -> None:
-        """End it and start another in its place."""
+        """End it and start another with its index."""
         place = self._places.get(container.index)
         if place is not None and place.container is not None and place.container.id == container.id:
             self._end(place, self._stop_s)
@@ -145,36 +145,36 @@ class SupervisedBackend(Backend):
             self.news()
 
     async def aclose(self, *, purge: bool) -> None:
-        """End all servers, whether `purge` or not: they live no longer than their pool."""
+        """End all servers, whatever `purge` is."""
         del purge
         for place in self._places.values():
             self._end(place, self._stop_s)
         self._places.clear()
         try:
-            await self._tasks.settle(self._stop_s + 0.2)  # then those that still drain are killed
+            await self._tasks.settle(self._stop_s + 0.2)  # then servers that still drain are killed
         finally:
             self.news()
 
     # ------------------------------------------------------------------------------------------- for the places
 
     def news(self) -> None:
-        """`containers()` may answer differently."""
+        """`containers()` may have changed."""
         self._news.set()
 
     def give_up(self, failure: Exception) -> None:
-        """No server will ever come."""
+        """No server will ever start."""
         if self._failure is None:
             self._failure = failure
         self.news()
 
     def ended(self, place: _Place) -> None:
-        """Nothing of it is left."""
+        """Its server is gone."""
         self._ending.discard(place)
         self.news()
 
 
 class _Place:
-    """One index of the scaling order: a server runs there, and if it ends by itself another takes over."""
+    """One index of the scaling order: its server is restarted when it ends by itself."""
 
     def __init__(self, backend: SupervisedBackend, index: int) -> None:
         self.container: Container | None = None
@@ -192,7 +192,7 @@ class _Place:
             self.container = replace(self.container, state="ending")
 
     async def keep(self) -> None:
-        """Keep a server running until it is to end; a hopeless start is reported and not tried again."""
+        """Keep a server running until `end` is called; a hopeless start is not retried."""
         failures, (pause, longest) = 0, BACKOFF_S
         loop = asyncio.get_running_loop()
         try:
@@ -206,7 +206,7 @@ class _Place:
                         self.trouble = str(error)
                         self._backend.give_up(error)
                         return
-                    # a host that has carried servers can carry them again: whatever this one says passes
+                    # after a server was ready once, every error may be temporary
                     if loop.time() - began > PROVEN_S:
                         failures, pause = 0, BACKOFF_S[0]
                     failures += 1
@@ -226,7 +226,7 @@ class _Place:
             self._backend.ended(self)
 
     async def _run(self) -> None:
-        """One server from start to end. Returns when it was stopped; raises when it ended by itself."""
+        """Run one server. Returns after `end`; raises `Server.failure` when it ended by itself."""
         token = secrets.token_urlsafe(32)
         server = await self._backend.launch(self._index, token)
         try:
@@ -250,7 +250,7 @@ class _Place:
             await server.tidy()
 
     async def _unless_over(self, work: Coroutine[object, object, None]) -> bool:
-        """Await `work`; False when the end was asked for first."""
+        """Await `work`; False when `end` was called first."""
         task = asyncio.ensure_future(work)
         over = asyncio.ensure_future(self._over.wait())
         try:

@@ -1,7 +1,4 @@
-"""What an operator asks of a pool's containers from outside: how they are, drain them, remove them.
-
-Unlike a backend, nothing here creates, adopts or replaces a container; it only looks, and carries out what is asked.
-"""
+"""An operator's view of a pool's containers: their status, draining, removal. Nothing here creates or adopts one."""
 
 from __future__ import annotations
 
@@ -22,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class SurveyedContainer:
-    """A container, and what its server says of itself; None when it doesn't answer."""
+    """A container and its server's status; None when it doesn't answer."""
 
     container: Container
     status: Status | None
@@ -67,9 +64,9 @@ class Survey:
         return [SurveyedContainer(each, status) for each, status in zip(containers, answers, strict=True)], trouble
 
     async def drain(self, seen: SurveyedContainer, *, deadline_s: float) -> None:
-        """Let a container take no new leases, wait until it has none (or for `deadline_s` seconds), and end it.
+        """Drain a container, wait until it has no leases (or for `deadline_s` seconds), and end it.
 
-        A live pool, or Nomad, then puts a fresh one in its place.
+        A live pool, or Nomad, then replaces it.
         """
         url, token = seen.container.url, seen.container.token
         if url is not None and await self._http.drain(url, token, deadline_s):
@@ -81,10 +78,10 @@ class Survey:
         await self._end(seen.container)
 
     async def until_answering(self, count: int, *, within_s: float) -> bool:
-        """Wait until so many containers answer and take leases, or nobody is connected who would miss them.
+        """Wait until so many containers answer and take leases, or no client is connected.
 
         Returns:
-            False when that did not come about within `within_s` seconds.
+            False when `within_s` seconds went by first.
         """
         try:
             async with asyncio.timeout(within_s):
@@ -98,7 +95,7 @@ class Survey:
             return False
 
     async def in_use(self, seen: Sequence[SurveyedContainer]) -> list[SurveyedContainer]:
-        """Those containers of a `look` that a live client works in."""
+        """Those of the containers that a live client uses."""
         return [
             each
             for each in seen
@@ -106,7 +103,7 @@ class Survey:
         ]
 
     async def purge(self) -> None:
-        """Remove the containers, the job and its secret, used or not."""
+        """Remove the containers, the job and its secret, even where they are in use."""
         await self._purge()
 
 
@@ -145,8 +142,8 @@ async def _docker(pool: str, address: str | None) -> Survey:
         ended: list[str] = []
         for item in sorted(await asyncio.to_thread(engine.found), key=lambda item: item.index):
             if item.state != "running":
-                words = (await asyncio.to_thread(engine.last_words, item.id)).words
-                ended.append(f"container {item.name} is {item.state}: {words}")
+                reason = (await asyncio.to_thread(engine.ending, item.id)).reason
+                ended.append(f"container {item.name} is {item.state}: {reason}")
                 continue
             token = await asyncio.to_thread(engine.token, item.id)
             found.append(Container(item.name, item.index, item.url, token or "", "running", item.owner))
@@ -173,7 +170,7 @@ async def _nomad(job_id: str, address: str | None) -> Survey:
 
     api = NomadApi(NomadSettings.from_environment(address))
     try:
-        await api.find_namespace()  # where there is none, no job would be listed, and a purge reported as done
+        await api.find_namespace()  # in a missing namespace no job is listed, and a purge would seem to succeed
     except BaseException:
         await api.close()
         raise
@@ -182,7 +179,7 @@ async def _nomad(job_id: str, address: str | None) -> Survey:
         if (job := await api.job(job_id)) is None:
             return [], ""
         group_of(job)
-        secret = await api.secret(job_id, make=False)  # who only looks writes nothing
+        secret = await api.secret(job_id, make=False)
         tls = secret.certificate is not None
         rows = newest(Allocation.read(row, tls=tls) for row in await api.allocations(job_id))
         trouble = placement_failures(await api.evaluations(job_id))

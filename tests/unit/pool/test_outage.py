@@ -26,7 +26,7 @@ async def test_an_outage_is_told_once_and_final_after_outage_s(caplog):
     assert (outage.reason, outage.failure()) == (GONE, None)
     await asyncio.sleep(0.06)
     failure = outage.failure()
-    assert str(failure).startswith(f"{GONE}; that has been so for longer than outage_s (0.05 s): start it again")
+    assert str(failure).startswith(f"{GONE}; that has been so for longer than outage_s (0.05 s): restart the engine")
     assert outage.over()
     assert (outage.reason, outage.failure()) == ("", None)
     assert [GONE in record.message for record in caplog.records] == [True, False], caplog.messages

@@ -1,8 +1,8 @@
 """Containers in a Docker engine, the local one or the one that DOCKER_HOST names.
 
-Rules for what an earlier run left (labels `atropos.pool` and `atropos.spec` tell): running and made of the same parts
-is adopted; stopped is removed; running but made of other parts is removed when no live client works on it, and left
-alone otherwise. Several processes may share a pool: a container that another one is connected to is never taken away.
+Containers of an earlier run are known by the labels `atropos.pool` and `atropos.spec`. A running one of the same spec is
+adopted, a stopped one is removed, a running one of another spec is removed unless a live client uses it. Several
+processes may share a pool: a container that another process is connected to is never removed.
 """
 
 from __future__ import annotations
@@ -28,35 +28,35 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 READY_S = 60.0
-"""How long a started container may take until its server answers, in seconds."""
-LOOK_AGAIN_S = 15.0
-"""How often the list is read even when no event came, in seconds."""
+"""How long a server may take to answer after its container started, in seconds."""
+POLL_S = 15.0
+"""How often containers are listed without an event, in seconds."""
 LIST_LAG_S = 0.1
-"""Docker tells of a container's end shortly before its list does: look again this much later, in seconds."""
-BEING_MADE_S = 120.0
-"""A container that was created and not started within this time was left behind by a killed process, in seconds."""
+"""Docker's event of a container's end precedes the change of its list: list once more after this time, in seconds."""
+CREATION_S = 120.0
+"""A container that was created and not started within this time was abandoned by a killed process, in seconds."""
 LONGEST_DRAIN_S = 3600.0
-PURGE_AGAIN_S, PURGE_AWAY_S = 20.0, 2.0
-"""How long a purge is tried again at the end when the engine doesn't answer, in seconds, and where it hadn't for a while
-before; then containers are left, with a warning."""
+PURGE_RETRY_S, PURGE_AWAY_S = 20.0, 2.0
+"""How long a purge is retried when the engine doesn't answer, in seconds, and how long where it hadn't answered for a while
+before; then the containers are left, and logged."""
 PURGE_S = 45.0
-"""The longest that a purge may take in all, in seconds: an engine that hangs must not hold up the end for longer."""
+"""Longest purge in all, in seconds: an engine that hangs must not delay the end for longer."""
 SETTLE_S = 10.0
-"""How long containers that are being made may take to be there, so that the purge sees them, in seconds."""
+"""How long to wait for the creation of containers that is under way, so that the purge finds them, in seconds."""
 NAME = re.compile(r"^[a-zA-Z0-9][a-zA-Z0-9_.-]{0,99}$")
 
 
 @dataclass
 class _Member:
-    """A container of the pool that is wanted or on its way out."""
+    """A container of the pool."""
 
     container: Container
     busy: bool = False
-    """Whether a task of this backend is bringing it up or ending it."""
+    """Whether a task of this backend is starting or ending it."""
 
 
 def missing(indexes: Iterable[int], target: int) -> list[int]:
-    """The lowest free places for as many containers as are missing."""
+    """The lowest free indexes for the missing containers."""
     taken = set(indexes)
     free = (index for index in range(target + len(taken)) if index not in taken)
     return [next(free) for _ in range(target - len(taken))]
@@ -93,8 +93,8 @@ class DockerBackend(Backend):
         self._failure: Exception | None = None
         self._trouble = ""
         self._outage = Outage(outage_s)
-        self._left: dict[str, str] = {}
-        """Names of containers whose removal the engine refused or did not answer, and its words."""
+        self._unremoved: dict[str, str] = {}
+        """Containers whose removal failed, by name, and why."""
         self._crashes = Patience()
         self._changed = ChangeFlag()
         self._wake = ChangeFlag()
@@ -121,19 +121,19 @@ class DockerBackend(Backend):
         )
 
     async def start(self) -> None:
-        """Connect, find the image, and sort out what an earlier run left."""
+        """Connect, find the image, adopt or remove containers of an earlier run."""
         await self._blocking(self._engine.connect)
         self._image_id = await self._blocking(lambda: self._engine.image_id(self._spec.image))
         if self._purge_on_start:
             await self._purge()
-        await self._sort_out()
+        await self._adopt_or_remove()
         self._target = len(self._members)
         up = asyncio.Event()
         self._main = asyncio.create_task(self._run(up), name=f"docker backend {self._pool}")
         await up.wait()
 
     async def scale(self, count: int) -> None:
-        """Set the number of containers; they come and go in the background."""
+        """Set the number of containers; they start and end in the background."""
         if self._main is None or self._main.done():
             raise BackendUnavailable("the Docker backend is not running")
         self._target = count
@@ -144,11 +144,11 @@ class DockerBackend(Backend):
         return sorted((member.container for member in self._members.values()), key=lambda c: (c.index, c.id))
 
     async def changed(self) -> None:
-        """Wait until `containers()` may answer differently."""
+        """Wait until `containers()` may have changed."""
         await self._changed.wait()
 
     def trouble(self) -> str:
-        """Why containers are not coming."""
+        """Why containers don't start."""
         return "; ".join(text for text in (self._outage.reason, self._trouble) if text)
 
     def outage(self) -> str:
@@ -156,11 +156,11 @@ class DockerBackend(Backend):
         return self._outage.reason
 
     def failure(self) -> Exception | None:
-        """The engine is gone for good; or the servers refuse their configuration or isolation, or none ever came up."""
+        """The engine stayed away; or the servers refuse their configuration or isolation, or none ever started."""
         return self._outage.failure() or self._failure
 
     async def retire(self, container: Container) -> None:
-        """End a container whatever its state; another takes its place at once."""
+        """End a container and replace it at once."""
         member = self._members.get(container.id)
         if member is None or member.container.state == "ending" or self._group is None:
             return
@@ -169,15 +169,15 @@ class DockerBackend(Backend):
         self._wake.set()
 
     async def aclose(self, *, purge: bool) -> None:
-        """Stop looking after the containers; with `purge`, remove those that no other live client uses.
+        """Stop managing the containers; with `purge`, remove those that no other live client uses.
 
-        What can't be removed, because the engine doesn't answer, is named in the log.
+        Containers that can't be removed because the engine doesn't answer are logged.
         """
         if self._main is not None:
             self._main.cancel()
             await asyncio.gather(self._main, return_exceptions=True)
-        again_s = PURGE_AWAY_S if self._outage.away_s > PURGE_AGAIN_S else PURGE_AGAIN_S
-        # Who waited for these was cancelled, and they are made all the same: the purge must see them.
+        again_s = PURGE_AWAY_S if self._outage.away_s > PURGE_RETRY_S else PURGE_RETRY_S
+        # Creations go on though their callers were cancelled: the purge must find these containers.
         await self._calls.settled(min(SETTLE_S, again_s))
         try:
             if purge and self._image_id:
@@ -185,7 +185,7 @@ class DockerBackend(Backend):
                     await persist(self._purge, lambda _: again_s)
         except (BackendUnavailable, TimeoutError) as error:
             why = str(error) or f"the engine did not answer within {PURGE_S:g} s"
-            log.error(  # noqa: TRY400 (its words are enough)
+            log.error(  # noqa: TRY400 (the message is enough)
                 "containers of %s may be left: %s; `atropos pool purge --backend docker --job-id %s` removes them",
                 self._pool, why, self._pool,
             )  # fmt: skip
@@ -194,7 +194,7 @@ class DockerBackend(Backend):
             self._members.clear()
             await self._calls.run(self._engine.close)
 
-    # ---------------------------------------------------------------------------------------------------- the machinery
+    # --------------------------------------------------------------------------------------------------- reconciliation
 
     async def _blocking(self, call: Callable[[], T]) -> T:
         return await self._calls.run(call)
@@ -218,14 +218,14 @@ class DockerBackend(Backend):
                 self._group = group
                 up.set()
                 group.create_task(self._watch(loop))
-                group.create_task(self._look_after())
+                group.create_task(self._reconcile())
         except* Exception:
             log.exception("the Docker backend of %s stopped", self._pool)
         finally:
             self._group = None
 
     async def _watch(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Turn Docker's events into looks at the list; the list is the truth, an event only says when to read it."""
+        """List the containers after each event; an event only says when to list them."""
 
         def on_event() -> None:
             loop.call_soon_threadsafe(self._wake.set)
@@ -241,7 +241,7 @@ class DockerBackend(Backend):
                     await self._blocking(lambda: self._engine.watch(on_event, on_open))
                     patience.worked()
                 except BackendUnavailable as error:
-                    # the list that follows says whether the engine answers
+                    # the next list shows whether the engine answers
                     log.debug("no event stream: %s", error)
                 self._wake.set()
                 await asyncio.sleep(patience.failed())
@@ -249,7 +249,7 @@ class DockerBackend(Backend):
             if self._stream is not None:
                 self._stream.close()
 
-    async def _look_after(self) -> None:
+    async def _reconcile(self) -> None:
         unreachable = Patience(first_s=0.2, longest_s=5)
         while True:
             try:
@@ -264,10 +264,10 @@ class DockerBackend(Backend):
                 await asyncio.sleep(unreachable.failed())
                 continue
             self._correct()
-            await self._wake.wait(min(LOOK_AGAIN_S, self._crashes.left_s or LOOK_AGAIN_S))
+            await self._wake.wait(min(POLL_S, self._crashes.left_s or POLL_S))
 
     async def _compare(self, found: list[ListedContainer]) -> None:
-        """Notice what came or ended without this backend's doing."""
+        """Find containers that started or ended without this backend."""
         by_name = {item.name: item for item in found}
         for member in list(self._members.values()):
             item = by_name.get(member.container.id)
@@ -277,38 +277,39 @@ class DockerBackend(Backend):
         for item in found:
             if item.state == "running" and item.name not in self._members:
                 await self._adopt(item)
-                self._target = max(
-                    self._target, len(self._live())
-                )  # another process asked for it; `scale` may lower it
-        self._left = {name: why for name, why in self._left.items() if name in by_name}
-        for name in self._left:
+                # another process made it; `scale` may lower the target again
+                self._target = max(self._target, len(self._live()))
+        self._unremoved = {name: why for name, why in self._unremoved.items() if name in by_name}
+        for name in self._unremoved:
             if self._group is not None:
                 self._group.create_task(self._remove(name))
 
     def _lost(self, member: _Member, item: ListedContainer | None) -> None:
-        """A container ended by itself: its leases are gone now; why, and its removal, may take a while."""
+        """A container ended by itself: its leases end now; its diagnosis and removal may take a while."""
         self._crashes.failed()
         self._forget(member)
         if self._group is not None:
-            self._group.create_task(self._bury(member, item))
+            self._group.create_task(self._diagnose_and_remove(member, item))
 
-    async def _bury(self, member: _Member, item: ListedContainer | None, ending: Ending = REMOVED) -> None:
-        """Tell why a container ended, and remove what is left of it."""
+    async def _diagnose_and_remove(
+        self, member: _Member, item: ListedContainer | None, ending: Ending = REMOVED
+    ) -> None:
+        """Log why a container ended, and remove it."""
         name = member.container.id
         if item is not None:
             try:
-                ending = await self._blocking(lambda: self._engine.last_words(item.id))
+                ending = await self._blocking(lambda: self._engine.ending(item.id))
             except BackendUnavailable as error:
                 ending = Ending(None, str(error))
-        log.warning("container %s ended: %s", name, ending.words)
-        self._trouble = f"container {name} ended: {ending.words}"
+        log.warning("container %s ended: %s", name, ending.reason)
+        self._trouble = f"container {name} ended: {ending.reason}"
         if not self._ever_ready:
             self._failure = hopeless(ending.code, self._trouble, self._crashes.failures)
         self._changed.set()
         await self._remove(name)
 
     def _correct(self) -> None:
-        """Start what is missing, end what is too much."""
+        """Start missing containers, end surplus ones."""
         if self._group is None:
             return
         live = self._live()
@@ -328,7 +329,7 @@ class DockerBackend(Backend):
         return Container(id=name, index=index, url=None, token=secrets.token_hex(32), state="starting")
 
     async def _bring_up(self, member: _Member) -> None:
-        """Make a container and wait until its server answers."""
+        """Create a container and wait until its server answers."""
         container = member.container
 
         def make() -> None:
@@ -358,14 +359,14 @@ class DockerBackend(Backend):
         member.busy = False
 
     async def _until_ready(self, member: _Member) -> bool:
-        """Whether the server answered in time; a container that ended instead is buried here."""
+        """Whether the server answered in time; a container that ended instead is removed."""
         name = member.container.id
         deadline = asyncio.get_running_loop().time() + READY_S
         while asyncio.get_running_loop().time() < deadline:
             try:
                 item = await self._find(name)
-            except BackendUnavailable as error:  # the container may well have started
-                log.debug("container %s can't be looked for: %s", name, error)
+            except BackendUnavailable as error:  # the container may have started
+                log.debug("container %s: its state can't be read: %s", name, error)
                 await asyncio.sleep(LIST_LAG_S)
                 continue
             if item is None or item.state not in {"running", "created"}:
@@ -377,7 +378,7 @@ class DockerBackend(Backend):
                     return True
         self._crashes.failed()
         self._forget(member)
-        await self._bury(member, None, Ending(None, f"its server did not answer within {READY_S:.0f} s"))
+        await self._diagnose_and_remove(member, None, Ending(None, f"its server did not answer within {READY_S:.0f} s"))
         return False
 
     async def _find(self, name: str) -> ListedContainer | None:
@@ -385,9 +386,9 @@ class DockerBackend(Backend):
         return next((item for item in found if item.name == name), None)
 
     async def _drain(self, member: _Member) -> None:
-        """End a container that is no longer needed, once its last lease has ended.
+        """End a surplus container once its last lease has ended.
 
-        One that another process is connected to stays, and stays open: that process, or this one, may be about to use it.
+        One that another process is connected to is kept, and not drained: that process, or this one, may soon use it.
         """
         container = member.container
         used = container.url and await self._http.used_by_others(container.url, container.token, self.client_id)
@@ -408,22 +409,22 @@ class DockerBackend(Backend):
     async def _remove(self, name: str, *, within_s: float = 0) -> None:
         try:
             await self._blocking(lambda: self._engine.end(name, within_s=within_s))
-            self._left.pop(name, None)
+            self._unremoved.pop(name, None)
         except BackendUnavailable as error:
-            self._left[name] = str(error)
+            self._unremoved[name] = str(error)
 
-    # ------------------------------------------------------------------------------------------- what others left or use
+    # ------------------------------------------------------------------------------------- containers of other processes
 
-    async def _sort_out(self) -> None:
-        """Apply the rules of the module's docstring to what is there at the start."""
+    async def _adopt_or_remove(self) -> None:
+        """Apply the rules of the module's docstring to the containers that exist at the start."""
         for item in await self._blocking(self._engine.found):
             if item.state == "running":
                 await self._adopt(item)
-            elif item.state != "created" or item.age_s > BEING_MADE_S:
+            elif item.state != "created" or item.age_s > CREATION_S:
                 await self._remove(item.name)
 
     async def _adopt(self, item: ListedContainer) -> None:
-        """Take a running container in, or remove it; one that may be on its way up, or is in use, is left alone."""
+        """Adopt a running container, or remove it; one that may still be starting, or is in use, is kept."""
         token = await self._blocking(lambda: self._engine.token(item.id))
         same = item.spec == self._spec.fingerprint(self._image_id)
         if token and item.url and same and await self._http.healthy(item.url):
@@ -432,31 +433,31 @@ class DockerBackend(Backend):
             self._changed.set()
         elif token and item.url and await self._http.used_by_others(item.url, token, self.client_id):
             if item.name not in self._strangers:
-                log.warning("container %s is made of other parts and in use: left alone", item.name)
+                log.warning("container %s has another spec and is in use: it is kept", item.name)
             self._strangers.add(item.name)
         elif item.age_s > READY_S:
             await self._remove(item.name, within_s=1)
 
     async def _purge(self) -> None:
-        """Remove every container of the pool that no live client works on."""
+        """Remove every container of the pool that no live client uses."""
 
         async def one(item: ListedContainer) -> None:
             token = await self._blocking(lambda: self._engine.token(item.id)) if item.url else None
             if token and item.url and await self._http.used_by_others(item.url, token, self.client_id):
                 log.warning("container %s is in use by another client: not purged", item.name)
                 return
-            # Leases that are left are this pool's own, or dead clients'; a server that doesn't answer holds none.
+            # The leases are this pool's own, or dead clients'; a server that doesn't answer has none.
             drained = bool(token and item.url) and await self._http.drain(item.url or "", token or "", 0)
             await self._remove(item.name, within_s=self._spec.stop_s if drained else 0)
 
         found = await self._blocking(self._engine.found)
         names = {item.name for item in found}
-        self._left = {name: why for name, why in self._left.items() if name in names}
+        self._unremoved = {name: why for name, why in self._unremoved.items() if name in names}
         mine = (
-            each for each in found if each.state != "created" or each.age_s > BEING_MADE_S or each.owner == self._owner
+            each for each in found if each.state != "created" or each.age_s > CREATION_S or each.owner == self._owner
         )
         for result in await asyncio.gather(*(one(item) for item in mine), return_exceptions=True):
             if isinstance(result, BaseException):
                 raise result
-        if self._left:
-            raise BackendUnavailable("; ".join(f"{name}: {why}" for name, why in self._left.items()))
+        if self._unremoved:
+            raise BackendUnavailable("; ".join(f"{name}: {why}" for name, why in self._unremoved.items()))

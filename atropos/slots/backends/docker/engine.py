@@ -1,4 +1,4 @@
-"""The one place that talks to Docker. Blocking; `DockerBackend` calls it from threads."""
+"""Requests to a Docker engine. Blocking; `DockerBackend` calls it from threads."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from atropos.slots.backends.assets import asset
 from atropos.slots.backends.spec import CAP_ADD, CONTAINER_PORT, HOSTNAME, IMAGE_FOLDER, ContainerSpec
 
 POOL, OWNER, INDEX, SPEC = "atropos.pool", "atropos.owner", "atropos.index", "atropos.spec"
-"""Labels: which pool a container belongs to, who made it, its place in the scaling order, and what it is made of."""
+"""Labels of a container: its pool, the process that made it, its place in the scaling order, its spec's fingerprint."""
 TOKEN_DIR, TOKEN_FILE = "/run", "atropos-secret/token"
 REMOVAL_S = 20
-"""How long a removal that somebody else began may take, in seconds."""
+"""How long a removal by another process may take, in seconds."""
 ANSWER_S = 60
-"""How long Docker may take to answer, in seconds; starting a container on a busy disk is the slowest."""
+"""How long Docker may take to answer, in seconds; starting a container on a busy disk is the slowest request."""
 LIST_S = 15
-"""How long it may take to list containers, in seconds. Nothing is replaced until the list is read, so that one question
-without an answer, to a daemon that is just starting say, must not hold it up for long."""
+"""How long it may take to list containers, in seconds. Nothing is replaced before they are listed, so that a lost request,
+for example to a daemon that is starting, must not take long."""
 
 
 @dataclass(frozen=True)
@@ -50,13 +50,13 @@ class ListedContainer:
 
 @dataclass(frozen=True)
 class Ending:
-    """How a container ended: its exit code, where it had one, and the last line it printed."""
+    """How a container ended: its exit code, where it had one, and the reason, if only the last line that it printed."""
 
     code: int | None
-    words: str
+    reason: str
 
 
-REMOVED = Ending(None, "removed by somebody else")
+REMOVED = Ending(None, "removed by another process")
 
 
 class DockerEngine:
@@ -70,12 +70,12 @@ class DockerEngine:
         self._address = ""
 
     def connect(self) -> None:
-        """Connect and ask for the version.
+        """Connect and read the version.
 
         Raises:
             BackendUnavailable: no engine answers; the message names DOCKER_HOST.
         """
-        with self._told():
+        with self._failures():
             self._client, self._lists = self._open(ANSWER_S), self._open(LIST_S)
             self._client.version()
         parts = urlsplit(self._host or os.environ.get("DOCKER_HOST") or "unix://")
@@ -87,8 +87,8 @@ class DockerEngine:
         return docker.from_env(timeout=timeout_s)
 
     @contextmanager
-    def _told(self) -> Generator[None]:
-        """Turn what the SDK raises into one typed error that says what Docker said."""
+    def _failures(self) -> Generator[None]:
+        """Raise the SDK's errors as `BackendUnavailable` with Docker's message."""
         try:
             yield
         except APIError as error:
@@ -100,12 +100,12 @@ class DockerEngine:
             ) from error
 
     def image_id(self, image: str) -> str:
-        """The id of an image, pulled when it isn't there and its name points to a registry.
+        """The id of an image, which is pulled if needed, unless its tag is `local`.
 
         Raises:
             ConfigError: there is no such image.
         """
-        with self._told():
+        with self._failures():
             try:
                 return str(self._client.images.get(image).id)
             except ImageNotFound:
@@ -120,7 +120,7 @@ class DockerEngine:
 
     def found(self) -> list[ListedContainer]:
         """All containers of the pool, in any state."""
-        with self._told():
+        with self._failures():
             rows = self._lists.api.containers(all=True, filters={"label": f"{POOL}={self._pool}"})
         return [self._read(row) for row in rows]
 
@@ -139,7 +139,7 @@ class DockerEngine:
         )
 
     def _url(self, row: dict[str, Any]) -> str | None:
-        """A local engine's containers are met on Docker's bridge, a remote one's on a published port."""
+        """A local engine's containers are reached over Docker's bridge, a remote one's by a published port."""
         if self._address:
             ports = [port["PublicPort"] for port in row.get("Ports") or [] if port.get("PublicPort")]
             return f"http://{self._address}:{ports[0]}" if ports else None
@@ -149,11 +149,11 @@ class DockerEngine:
         return None
 
     def create(self, spec: ContainerSpec, *, name: str, index: int, image_id: str, owner: str, token: str) -> None:
-        """Make and start a container with exactly the privileges that its root phase needs.
+        """Create and start a container with exactly the privileges that its root phase needs.
 
-        The token is copied into it before it starts: an environment variable would be shown by `docker inspect`.
+        The token is copied into it before it starts, as `docker inspect` would show an environment variable.
         """
-        with self._told():
+        with self._failures():
             profile = json.dumps(json.loads(asset("docker/sandbox/seccomp.json").read_text()))
             memory = f"{spec.container_memory_mib}m"
             container = self._client.containers.create(
@@ -179,8 +179,8 @@ class DockerEngine:
             container.start()
 
     def token(self, container_id: str) -> str | None:
-        """The bearer token that a container was made with; None when it has none."""
-        with self._told():
+        """The bearer token in a container; None when it has none."""
+        with self._failures():
             try:
                 chunks, _ = self._client.api.get_archive(container_id, f"{TOKEN_DIR}/{TOKEN_FILE}")
             except NotFound:
@@ -189,9 +189,9 @@ class DockerEngine:
                 member = archive.extractfile(archive.getmembers()[0])
                 return member.read().decode().strip() if member else None
 
-    def last_words(self, container_id: str) -> Ending:
-        """How an ended container ended."""
-        with self._told():
+    def ending(self, container_id: str) -> Ending:
+        """How a container ended."""
+        with self._failures():
             try:
                 state = self._client.api.inspect_container(container_id)["State"]
                 log = self._log(container_id, stdout=False) or self._log(container_id, stdout=True)
@@ -206,8 +206,8 @@ class DockerEngine:
         return text.decode(errors="replace").strip()
 
     def end(self, container_id: str, *, within_s: float) -> None:
-        """Stop a container (SIGTERM, then SIGKILL after `within_s` seconds) and remove it; gone already is fine."""
-        with self._told():
+        """Stop a container (SIGTERM, then SIGKILL after `within_s` seconds) and remove it, if it is still there."""
+        with self._failures():
             try:
                 if within_s > 0:
                     self._client.api.stop(container_id, timeout=int(within_s))
@@ -215,7 +215,7 @@ class DockerEngine:
             except NotFound:
                 pass
             except APIError as error:
-                if error.status_code != requests.codes.conflict:  # 409: its removal is already in progress
+                if error.status_code != requests.codes.conflict:  # 409: a removal is in progress
                     raise
                 self._await_removal(container_id)
 
@@ -231,7 +231,7 @@ class DockerEngine:
     def watch(self, on_event: Callable[[], None], on_open: Callable[[Any], None]) -> None:
         """Call `on_event` whenever one of the pool's containers changes; returns when the stream ends or is closed."""
         filters = {"type": "container", "label": f"{POOL}={self._pool}"}
-        with self._told():
+        with self._failures():
             stream = self._client.api.events(decode=True, filters=filters)
             on_open(stream)
             on_event()

@@ -1,4 +1,4 @@
-"""Containers as subprocesses of this one: the same server, the host's /usr as base; no engine is needed."""
+"""Containers as subprocesses of this one: sandbox servers with the host's /usr as base, without an engine."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class LocalBackend(SupervisedBackend):
         self.scratch: Path | None = None
 
     async def start(self) -> None:
-        """Make a scratch folder, and remove those of processes that have ended."""
+        """Create a scratch folder, and remove those of ended processes."""
         remove_stale_scratch()
         self.scratch = make_scratch()
 
@@ -42,7 +42,7 @@ class LocalBackend(SupervisedBackend):
         await super().scale(count)
 
     async def launch(self, index: int, token: str) -> Server:
-        """A subprocess with a scratch folder within ours."""
+        """A subprocess with a scratch folder below ours."""
         del index
         assert self.scratch is not None
         config = self.config.server_config(token, drain_s=DRAIN_S)
@@ -82,7 +82,7 @@ class LocalServer(ServerProcess):
         return f"http://127.0.0.1:{self.port}"
 
     async def stop(self, grace_s: float) -> None:
-        """Ask it to end, and after `grace_s` make it; returns when it and its folder are gone."""
+        """Ask it to end, and kill it after `grace_s`; returns when it and its folder are gone."""
         try:
             await super().stop(grace_s)
         finally:
@@ -96,7 +96,7 @@ _locks: dict[Path, int] = {}
 
 
 def make_scratch() -> Path:
-    """An empty folder, named after this process and locked by it, in which servers mount what only they can see."""
+    """Create an empty folder, named after this process and locked by it, for the servers' private mounts."""
     pid = os.getpid()
     while True:
         path = Path(tempfile.mkdtemp(prefix=f"atropos-{pid}-{start_time(pid)}-"))
@@ -106,25 +106,25 @@ def make_scratch() -> Path:
 
 
 def lock(path: Path) -> bool:
-    """Lock a folder until it is removed or this process ends. False when another holds it, or it is gone."""
+    """Lock a folder until it is removed or this process ends. False: another process has locked it, or it is gone."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError:
         return False
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        kept = os.path.samestat(os.fstat(fd), os.stat(path))
+        locked = os.path.samestat(os.fstat(fd), os.stat(path))
     except OSError:
-        kept = False
-    if kept:
+        locked = False
+    if locked:
         _locks[path] = fd
     else:
         os.close(fd)
-    return kept
+    return locked
 
 
 def remove_scratch(path: Path) -> None:
-    """Remove empty folders only: should a mount ever show here, what is in it stays."""
+    """Remove a scratch folder, empty folders only: files in a mount that shows here are kept."""
     for folder, _, _ in os.walk(path, topdown=False):
         with contextlib.suppress(OSError):
             os.rmdir(folder)
@@ -133,10 +133,10 @@ def remove_scratch(path: Path) -> None:
 
 
 def remove_stale_scratch() -> None:
-    """Remove what was left by processes that were killed.
+    """Remove scratch folders of killed processes.
 
-    The name says whose it was, but a process of another container may seem gone from here: its lock tells. Removing a
-    folder detaches what is mounted on it elsewhere.
+    A folder's name has its process, but one in another PID namespace is not visible here, so its lock decides. Removing
+    a folder detaches what is mounted on it elsewhere.
     """
     for path in Path(tempfile.gettempdir()).glob("atropos-*"):
         if (match := _SCRATCH.match(path.name)) and start_time(int(match[1])) != int(match[2]) and lock(path):

@@ -1,4 +1,4 @@
-"""One sandbox server as a subprocess: its start, its ready line, its last words and its confirmed end."""
+"""One sandbox server as a subprocess: its start, its ready line, its log and its confirmed end."""
 
 from __future__ import annotations
 
@@ -25,23 +25,23 @@ if TYPE_CHECKING:
 log = logging.getLogger("atropos.slots.server")
 
 BAD_CONFIG, NO_ISOLATION = 2, 3
-"""Exit codes of the server after which trying again makes no sense."""
-KEPT_LINES, KEPT_LINE_CHARS = 200, 2000
-"""The end of a server's log that is kept."""
+"""Exit codes of the server after which a retry can't help."""
+LOG_LINES, LOG_LINE_CHARS = 200, 2000
+"""How much of the end of a server's log is kept."""
 SHOWN_CHARS = 600
-"""At most so much of its last line goes into an error."""
+"""How much of its last line an error has."""
 KILL_WAIT_S = 5.0
-"""How long a killed process may take to be reaped before it is reported."""
-GROUPS_WAIT_S, GROUPS_LOOK_S = 1.0, 0.02
-"""How long the slots of a server that was killed may take to end, before its cgroups are left to the next server."""
+"""How long a killed process may take to be reaped before that is logged."""
+CGROUPS_WAIT_S, CGROUPS_POLL_S = 1.0, 0.02
+"""How long the slots of a killed server may take to end, before its cgroups are left to the next server."""
 
 COMMAND = (sys.executable, "-m", "atropos.sandbox", "--config", "-")
 PASSED_ON = ("PATH", "HOME", "USER", "LOGNAME", "TMPDIR", "LD_LIBRARY_PATH", "XDG_RUNTIME_DIR", "LANG", "LC_ALL", "TZ")
-"""What a server gets of this process's environment: no secret of the trainer's belongs there."""
+"""The variables of this process that a server gets; others may hold secrets of the trainer."""
 
 
 def server_environment() -> dict[str, str]:
-    """The environment of a sandbox server, in which this very package can be imported."""
+    """The environment of a sandbox server, in which this package can be imported."""
     env = {name: os.environ[name] for name in PASSED_ON if name in os.environ}
     here = str(Path(atropos.__file__).resolve().parent.parent)
     env["PYTHONPATH"] = os.pathsep.join([here, *filter(None, [os.environ.get("PYTHONPATH")])])
@@ -50,7 +50,7 @@ def server_environment() -> dict[str, str]:
 
 
 def start_time(pid: int) -> int | None:
-    """When a process started, in clock ticks since boot: with its id, its name for ever. None when there is none."""
+    """When a process started, in clock ticks since boot; unique together with its pid. None: there is no such process."""
     try:
         return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
     except (OSError, IndexError, ValueError):
@@ -66,13 +66,13 @@ class ServerProcess:
         self.pid = process.pid
         self.id = f"{process.pid}-{start_time(process.pid)}"
         self.port = 0
-        self._lines: deque[str] = deque(maxlen=KEPT_LINES)
+        self._lines: deque[str] = deque(maxlen=LOG_LINES)
         self._log = asyncio.create_task(self._follow(), name=f"log of server {self.pid}")
         self._stdout: asyncio.Task[None] | None = None
 
     @classmethod
     async def start(cls, config: ServerConfig, command: Sequence[str] = COMMAND) -> Self:
-        """Start it and hand it its configuration, token included, on stdin.
+        """Start it with its configuration, token included, on stdin.
 
         Raises:
             BackendUnavailable: the process could not be started.
@@ -85,13 +85,13 @@ class ServerProcess:
                 stderr=asyncio.subprocess.PIPE,
                 env=server_environment(),
                 cwd="/",
-                start_new_session=True,  # Ctrl-C in a terminal is the trainer's, who ends its slots in order
+                start_new_session=True,  # Ctrl-C in a terminal is for the trainer, which ends its servers in order
             )
         except OSError as error:
             raise BackendUnavailable(f"a sandbox server could not be started: {error}") from error
         self = cls(process)
         assert process.stdin is not None
-        with contextlib.suppress(OSError):  # it ended already: its exit says why
+        with contextlib.suppress(OSError):  # it has ended: its exit code says why
             process.stdin.write(server_json(config))
             await process.stdin.drain()
         process.stdin.close()
@@ -101,8 +101,8 @@ class ServerProcess:
         """Wait for its ready line.
 
         Raises:
-            ConfigError, IsolationUnavailable: it refused; its own words.
-            BackendUnavailable: it ended, said something else, or nothing in time.
+            ConfigError, IsolationUnavailable: it refused, with its reason.
+            BackendUnavailable: it ended, printed something else, or nothing in time.
         """
         assert self._process.stdout is not None
         try:
@@ -115,11 +115,11 @@ class ServerProcess:
         try:
             self.port = int(json.loads(line)["port"])
         except (ValueError, KeyError, TypeError):
-            raise BackendUnavailable(f"a sandbox server said {line[:200]!r} in place of its ready line") from None
+            raise BackendUnavailable(f"a sandbox server printed {line[:200]!r} in place of its ready line") from None
         self._stdout = asyncio.create_task(self._drain(), name=f"stdout of server {self.pid}")
 
     async def _first_line(self) -> bytes:
-        """What it says on stdout; nothing when it has ended, with its log read."""
+        """The first line on stdout; empty when the server has ended, and its log has been read."""
         assert self._process.stdout is not None
         try:
             line = await self._process.stdout.readline()
@@ -141,10 +141,10 @@ class ServerProcess:
 
     @property
     def last(self) -> str:
-        """Its last words."""
+        """The last line of its log."""
         return next(
             (line.strip().removeprefix("error: ")[-SHOWN_CHARS:] for line in reversed(self._lines) if line.strip()),
-            "it said nothing",
+            "it printed nothing",
         )
 
     @property
@@ -153,14 +153,14 @@ class ServerProcess:
         return self._process.returncode
 
     async def wait(self) -> None:
-        """Until it has ended and its log is read."""
+        """Wait until it has ended and its log is read."""
         await self._process.wait()
-        with contextlib.suppress(TimeoutError):  # a stray child of it may hold the pipe
+        with contextlib.suppress(TimeoutError):  # a child of it may still hold the pipe
             async with asyncio.timeout(1):
                 await asyncio.wait([self._log])
 
     async def stop(self, grace_s: float) -> None:
-        """Ask it to end, and after `grace_s` make it; returns when it is gone."""
+        """Ask it to end, and kill it after `grace_s`; returns when it is gone."""
         try:
             self._signal(signal.SIGTERM)
             with contextlib.suppress(TimeoutError):
@@ -177,36 +177,36 @@ class ServerProcess:
             async with asyncio.timeout(KILL_WAIT_S):
                 await self._process.wait()
         except TimeoutError:
-            log.critical("sandbox server %d was killed and is still there", self.pid)
-        finally:  # also where the wait is cancelled, at the end of a shutdown's own deadline
+            log.critical("sandbox server %d was killed and has not ended", self.pid)
+        finally:  # also where a shutdown's deadline cancels the wait
             for task in (self._log, self._stdout):
                 if task is not None:
                     task.cancel()
-            # a stray child may hold the pipes open: let go of our ends, or they outlive the event loop
+            # a child may hold the pipes open: close our ends, or they outlive the event loop
             self._process._transport.close()  # type: ignore[attr-defined]  # noqa: SLF001
 
     async def tidy(self) -> None:
-        """After its end: remove its cgroups, as far as it couldn't and this process may, within `GROUPS_WAIT_S`."""
-        deadline = asyncio.get_running_loop().time() + GROUPS_WAIT_S
+        """After its end, remove those of its cgroups that it left, as far as this process may."""
+        deadline = asyncio.get_running_loop().time() + CGROUPS_WAIT_S
         while not await asyncio.to_thread(cgroup_paths.remove_server, self._groups, self.id):
             if asyncio.get_running_loop().time() > deadline:
                 return
-            await asyncio.sleep(GROUPS_LOOK_S)
+            await asyncio.sleep(CGROUPS_POLL_S)
 
     def _signal(self, number: signal.Signals) -> None:
         with contextlib.suppress(ProcessLookupError):
             self._process.send_signal(number)
 
     async def _follow(self) -> None:
-        """Keep the end of its stderr; whatever it writes, it never blocks on us nor fills our memory."""
+        """Keep the end of its stderr: however much it writes, it neither blocks nor fills this process's memory."""
         assert self._process.stderr is not None
         rest = ""
         while chunk := await self._process.stderr.read(65_536):
             *lines, rest = (rest + chunk.decode(errors="replace")).split("\n")
-            rest = rest[-KEPT_LINE_CHARS:]
+            rest = rest[-LOG_LINE_CHARS:]
             for line in lines:
-                self._lines.append(line[-KEPT_LINE_CHARS:])
-                log.debug("server %d: %s", self.pid, line[-KEPT_LINE_CHARS:])
+                self._lines.append(line[-LOG_LINE_CHARS:])
+                log.debug("server %d: %s", self.pid, line[-LOG_LINE_CHARS:])
         if rest:
             self._lines.append(rest)
 

@@ -21,7 +21,7 @@ class ModalBackend(SupervisedBackend):
         self._http = ServerHttp()
 
     async def start(self) -> None:
-        """Check the image's name; Modal is first asked when a container is."""
+        """Check the image's name; the first request to Modal starts a container."""
         if self.config.image == SlotPoolConfig.model_fields["image"].default:
             raise ConfigError(
                 f"image (an env's sandbox_image): Modal pulls it from a registry, where {self.config.image!r} is not: "
@@ -29,7 +29,7 @@ class ModalBackend(SupervisedBackend):
             )
 
     async def launch(self, index: int, token: str) -> Server:
-        """A server in a new sandbox. Cut off from its pool, it ends when the leases have, and the sandbox with it."""
+        """A server in a new sandbox. Without its pool, it and the sandbox end when the leases have."""
         del index
         memory_mib = ContainerSpec.from_pool(self.config).container_memory_mib
         unattended_s = max(self.config.lease_ttl_s, self.config.start_timeout_s)

@@ -22,10 +22,10 @@ if TYPE_CHECKING:
     from atropos.slots.backends.server_http import ServerHttp
 
 PORT = 8787
-"""Where the server listens in its sandbox; Modal's tunnel ends TLS in front of it."""
+"""Port of the server in its sandbox; Modal's tunnel terminates TLS."""
 COMMAND = ("python3", "-P", "-m", "atropos.sandbox", "--config", "-")
 LIFETIME_S = 86_400
-"""The longest that Modal lets a sandbox live; another one takes its place then."""
+"""Longest life of a sandbox at Modal, after which it is replaced."""
 GONE_S = 4.0
 """How long Modal may take to end a sandbox."""
 _REFUSED = (
@@ -43,9 +43,9 @@ class Wanted:
     """What a sandbox is made of.
 
     Attributes:
-        app: the name of the Modal app that it belongs to, made where there is none.
+        app: the name of its Modal app, which is created if needed.
         image: the sandbox image's name in a registry.
-        cpus: cores that it has for itself.
+        cpus: its reserved cores.
         memory_mib: its memory.
     """
 
@@ -57,12 +57,12 @@ class Wanted:
 
 @contextlib.contextmanager
 def _failures() -> Generator[None]:
-    """What Modal answers, as our errors."""
+    """Raise Modal's errors as ours."""
     try:
         yield
     except exception.AuthError as error:
         raise ConfigError(
-            f"backend: 'modal' finds no valid token ({_line(error)}): `modal token new` makes one"
+            f"backend: 'modal' finds no valid token ({_line(error)}): make one with `modal token new`"
         ) from error
     except _REFUSED as error:
         raise ConfigError(f"backend: Modal refused the sandbox: {_line(error)}") from error
@@ -80,7 +80,7 @@ class ModalServer:
     Args:
         wanted: what the sandbox is made of.
         config: the server's settings, without those of its address.
-        http: asks the server whether it is healthy, and to drain.
+        http: requests to the server.
     """
 
     def __init__(self, wanted: Wanted, config: ServerConfig, http: ServerHttp) -> None:
@@ -102,7 +102,7 @@ class ModalServer:
             raise BackendUnavailable(f"Modal: no sandbox server was ready within {timeout_s:g} s") from None
 
     async def _start(self, timeout_s: float) -> None:
-        # cut short, it may have been created all the same: `stop` waits for it
+        # a sandbox may be created though this is cancelled: `stop` waits for it
         self._creating = asyncio.ensure_future(self._create())
         sandbox = await asyncio.shield(self._creating)
         sandbox.stdin.write(server_json(self._config))
@@ -125,29 +125,31 @@ class ModalServer:
         return await modal.Sandbox.create.aio(
             *COMMAND,
             app=await modal.App.lookup.aio(wanted.app, create_if_missing=True),
-            image=modal.Image.from_registry(wanted.image).entrypoint([]),  # its own starts a server by other settings
+            image=modal.Image.from_registry(wanted.image).entrypoint(
+                []
+            ),  # the image's starts a server with other settings
             tags={"atropos": self.id},
             cpu=wanted.cpus,
-            memory=(wanted.memory_mib, wanted.memory_mib),  # what it gets, and its bound
+            memory=(wanted.memory_mib, wanted.memory_mib),  # request and limit
             timeout=LIFETIME_S,
             encrypted_ports=[PORT],
-            runtime="vm",  # gVisor, Modal's usual one, has none of the namespaces and mounts that slots are made of
+            runtime="vm",  # gVisor, Modal's default, lacks namespaces and mounts that slots need
         )
 
     async def wait(self) -> None:
-        """Until the server has ended, and its sandbox with it."""
+        """Wait until the server and its sandbox have ended."""
         assert self._creating is not None
         sandbox = await self._creating
         with contextlib.suppress(exception.Error, OSError):
             await sandbox.wait.aio(raise_on_termination=False)
-            words = (await sandbox.stderr.read.aio()).split("\n")
-            self._last = next((line.strip()[-SHOWN_CHARS:] for line in reversed(words) if line.strip()), "")
+            lines = (await sandbox.stderr.read.aio()).split("\n")
+            self._last = next((line.strip()[-SHOWN_CHARS:] for line in reversed(lines) if line.strip()), "")
 
     def failure(self) -> Exception:
-        """Why it ended, in its own words."""
+        """Why it ended."""
         assert self._creating is not None
         code = self._creating.result().returncode
-        last = self._last or "it said nothing"
+        last = self._last or "it printed nothing"
         if code == BAD_CONFIG:
             return ConfigError(f"in Modal's sandbox: {last}")
         if code == NO_ISOLATION:
@@ -172,4 +174,4 @@ class ModalServer:
                     await sandbox.terminate.aio(wait=True)
 
     async def tidy(self) -> None:
-        """Nothing: Modal does it."""
+        """Nothing is left to remove."""

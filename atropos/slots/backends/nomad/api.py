@@ -1,4 +1,4 @@
-"""The one place that talks to Nomad: requests by python-nomad in threads, waiting for changes by aiohttp."""
+"""Requests to Nomad: by python-nomad in threads, and by aiohttp where they wait for changes."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ log = logging.getLogger("atropos.slots.nomad")
 T = TypeVar("T")
 Json = dict[str, Any]
 ANSWER_S = 15
-"""How long Nomad may take to answer, in seconds. Without a leader it holds a request for 5 s before it answers."""
+"""How long Nomad may take to answer, in seconds; without a leader it takes 5 s."""
 SILENCE_S = 15.0
-"""The event stream sends a heartbeat every 10 s; after this long without a byte it is dead, in seconds."""
+"""Time without a byte after which an event stream is dead, in seconds; it has a heartbeat every 10 s."""
 BLOCK_S = 60
 """How long a blocking query waits for a change, in seconds."""
 DENIED, NOT_FOUND, HTTP_ERROR = frozenset({401, 403}), 404, 500
 
 
 class _TlsAdapter(HTTPAdapter):
-    """Lets requests use our TLS settings, the expected server name among them."""
+    """Makes requests use our TLS settings, the expected server name included."""
 
     def __init__(self, settings: NomadSettings) -> None:
         self._settings = settings
@@ -50,22 +50,22 @@ class _TlsAdapter(HTTPAdapter):
     def init_poolmanager(self, *args: Any, **kwargs: Any) -> Any:
         kwargs["ssl_context"] = self._settings.tls()
         if self._settings.tls_server_name:
-            kwargs["server_hostname"] = self._settings.tls_server_name  # which OpenSSL itself then checks
+            kwargs["server_hostname"] = self._settings.tls_server_name  # OpenSSL checks it
         return super().init_poolmanager(*args, **kwargs)
 
 
 class NomadApi:
-    """What the backend asks of Nomad, each method one or two requests."""
+    """The backend's requests, one or two in each method."""
 
     def __init__(self, settings: NomadSettings) -> None:
         self.settings = settings
         session = requests.Session()
-        session.trust_env = False  # a proxy for the outside world is not the way to the cluster
+        session.trust_env = False  # proxy variables are for the internet, not for the cluster
         if settings.tls() is not None:
             session.mount("https://", _TlsAdapter(settings))
             if settings.skip_verify:
-                log.warning("NOMAD_SKIP_VERIFY: nobody checks that %s is the cluster", settings.address)
-                urllib3.disable_warnings(urllib3.exceptions.InsecureRequestWarning)  # once is enough, not each request
+                log.warning("NOMAD_SKIP_VERIFY: the certificate of %s is not checked", settings.address)
+                urllib3.disable_warnings(urllib3.exceptions.InsecureRequestWarning)  # or each request warns
         verify: Any = False if settings.skip_verify else (settings.cacert or settings.capath or True)
         cert: Any = (settings.client_cert, settings.client_key) if settings.client_cert else ()
         self._nomad: Any = cast("Any", nomad).Nomad(
@@ -88,10 +88,10 @@ class NomadApi:
             await self._session.close()
 
     async def settled(self, answer_s: float) -> None:
-        """Until requests whose callers were cancelled are over: what they changed can be seen, and undone.
+        """Wait for requests whose callers were cancelled, so that their effects can be undone.
 
-        The end has begun then: a Nomad that hangs must not hold it up, and no request is waited for longer than `answer_s`
-        any more. Without a leader it takes more than 5 s to say so.
+        Called at the end, which a Nomad that hangs must not delay: from now on a request may take `answer_s`. Nomad needs
+        more than 5 s to answer without a leader.
         """
         self._answer_s = answer_s
         await self._calls.settled(answer_s)
@@ -100,13 +100,13 @@ class NomadApi:
         """Run one blocking request off the loop.
 
         Args:
-            what: in a refusal's words.
+            what: the request in words, for an error.
             call: the request.
-            kind: what its answer must be; anything else is nonsense, as proxies give it for a Nomad that is away.
-            changes: it leaves something behind even when nobody waits for its answer any more; see `settled`.
+            kind: the type of a valid answer; a proxy in front of an unreachable Nomad gives others.
+            changes: it has effects, also when the caller is cancelled; see `settled`.
 
         Raises:
-            NomadRefused: Nomad said no; the message carries its words.
+            NomadRefused: Nomad answered with an error; the message has its reason.
             BackendUnavailable: Nomad can't be reached.
         """
         try:
@@ -121,19 +121,21 @@ class NomadApi:
             if response.status_code in DENIED:
                 known = await self._whoami()
                 raise denied(self.settings, what, response.status_code, known) from error
-            words = response.text.strip()[:1000] or response.reason
-            raise refused(self.settings, what, response.status_code, words) from error
+            reason = response.text.strip()[:1000] or response.reason
+            raise refused(self.settings, what, response.status_code, reason) from error
         except (requests.RequestException, ValueError) as error:
-            raise self._nonsense(error) from error
+            raise self._invalid(what, error) from error
         if kind is not None and not isinstance(answer, kind):
-            raise self._nonsense(f"{str(answer)[:200]} where it was asked to {what}")
+            raise self._invalid(what, str(answer)[:200])
         return answer
 
-    def _nonsense(self, what: object) -> BackendUnavailable:
-        return BackendUnavailable(f"Nomad at {self.settings.address} answered nonsense: {what}")
+    def _invalid(self, what: str, answer: object) -> BackendUnavailable:
+        return BackendUnavailable(
+            f"Nomad at {self.settings.address} sent an invalid answer to a request to {what}: {answer}"
+        )
 
     async def _whoami(self) -> str | None:
-        """The token's name and policies, as far as Nomad tells them; None: Nomad knows no such token."""
+        """The token's name and policies, as far as Nomad shows them; None: Nomad knows no such token."""
         try:
             async with self._get("/v1/acl/token/self", [], timeout=aiohttp.ClientTimeout(total=5)) as answer:
                 if answer.status in DENIED or (answer.status == HTTP_ERROR and "token" in await answer.text()):
@@ -147,10 +149,10 @@ class NomadApi:
     # ------------------------------------------------------------------------------------------------------------ jobs
 
     async def find_namespace(self) -> None:
-        """Check that the namespace is there: Nomad itself says so only when a job is registered.
+        """Check that the namespace exists, which Nomad itself checks only when a job is registered.
 
         Raises:
-            NomadMisconfigured: it isn't, or the token may do nothing in it.
+            NomadMisconfigured: it doesn't, or the token has no rights in it.
         """
         name = self.settings.namespace
         try:
@@ -161,7 +163,7 @@ class NomadApi:
             raise
 
     async def keys(self) -> frozenset[str]:
-        """The ids of the cluster's own signing keys, by which two clusters differ; empty where they are not published."""
+        """The ids of the cluster's signing keys, which identify it; empty where they are not published."""
         try:
             async with self._get("/.well-known/jwks.json", [], timeout=aiohttp.ClientTimeout(total=5)) as answer:
                 body: Json = await answer.json() if answer.ok else {}
@@ -170,10 +172,10 @@ class NomadApi:
         return frozenset(str(key.get("kid")) for key in body.get("keys") or [])
 
     async def parse(self, hcl: str, variables: dict[str, str]) -> Json:
-        """The job that a definition gives with these variables, through the agent's own parser.
+        """Parse a job definition with these variables by the agent's parser.
 
         Raises:
-            ConfigError: the definition or a variable is wrong, in the parser's words.
+            ConfigError: the definition or a variable is wrong; the message is the parser's.
         """
         lines = "\n".join(f"{name} = {value}" for name, value in variables.items())
         body = {"JobHCL": hcl, "Variables": lines, "Canonicalize": True}
@@ -187,7 +189,7 @@ class NomadApi:
             raise
 
     async def job(self, job_id: str) -> Json | None:
-        """A job as it is registered, also one that is stopped (`Stop`); None when Nomad knows none."""
+        """A registered job, or a stopped one (`Stop`); None when Nomad has none."""
         try:
             return await self._ask("read the job", lambda: self._nomad.job.get_job(job_id), kind=dict)
         except NomadRefused as error:
@@ -196,7 +198,7 @@ class NomadApi:
             raise
 
     async def register(self, job: Json, *, modify_index: int) -> bool:
-        """Register a job if nobody changed it since `modify_index` (0: if it isn't there); False: somebody did."""
+        """Register a job if it is unchanged since `modify_index` (0: if there is none); False: it has changed."""
         body = {"Job": job, "EnforceIndex": True, "JobModifyIndex": modify_index}
         try:
             await self._ask(
@@ -216,7 +218,7 @@ class NomadApi:
         )
 
     async def deregister(self, job_id: str, *, purge: bool) -> None:
-        """Stop a job; with `purge`, forget it. One that is gone already is fine."""
+        """Stop a job, if there is one; with `purge`, remove it."""
         try:
             await self._ask("stop the job", lambda: self._nomad.job.deregister_job(job_id, purge=purge), changes=True)
         except NomadRefused as error:
@@ -226,14 +228,14 @@ class NomadApi:
     # ----------------------------------------------------------------------------------------------------- allocations
 
     async def allocations(self, job_id: str) -> list[Json]:
-        """All allocations of a job that Nomad remembers, with addresses and task states."""
+        """All allocations of a job that Nomad lists, with addresses and task states."""
         params = {"resources": "true", "task_states": "true", "filter": f'JobID == "{job_id}"'}
         return await self._ask(
             "list allocations", lambda: self._nomad.allocations.request(method="get", params=params).json(), kind=list
         )
 
     async def stop_allocation(self, allocation_id: str) -> None:
-        """Stop one allocation; Nomad makes another in its place. One that is gone already is fine."""
+        """Stop one allocation, if it is still there; Nomad replaces it."""
         try:
             await self._ask(
                 "stop an allocation", lambda: self._nomad.allocation.stop_allocation(allocation_id), changes=True
@@ -243,11 +245,11 @@ class NomadApi:
                 raise
 
     async def evaluations(self, job_id: str) -> list[Json]:
-        """The scheduler's decisions about a job, those that failed with their reasons."""
+        """The scheduler's decisions about a job, failed ones with their reasons."""
         return await self._ask("read evaluations", lambda: self._nomad.job.get_evaluations(job_id), kind=list)
 
-    async def last_words(self, allocation_id: str, task: str) -> str:
-        """The last line that a task printed on its stderr; empty where that can't be read."""
+    async def last_line(self, allocation_id: str, task: str) -> str:
+        """The last line of a task's stderr; empty where that can't be read."""
         params = [("task", task), ("type", "stderr"), ("plain", "true"), ("origin", "end"), ("offset", "2000")]
         timeout = aiohttp.ClientTimeout(total=5)
         try:
@@ -261,12 +263,12 @@ class NomadApi:
     # ---------------------------------------------------------------------------------------------------------- secret
 
     async def secret(self, job_id: str, *, make: bool = True, pair: tuple[str, str] | None = None) -> JobSecret:
-        """What opens a job's servers, made when there is none; several clients agree on one (check-and-set).
+        """A job's secret, which all its clients share (check-and-set); it is created if needed.
 
-        With `make` False nothing is written; empty then, when there is none. `pair`: the certificate and key of a new one.
+        With `make` False nothing is written, and a missing secret is empty. `pair`: certificate and key of a new one.
 
         Raises:
-            ConfigError: the job has a token already, and another certificate than the one of `pair`, or none.
+            ConfigError: the job has a token, and no certificate or another one than `pair`.
         """
         path, namespace = f"nomad/jobs/{job_id}", self.settings.namespace
         for _ in range(3):
@@ -307,7 +309,7 @@ class NomadApi:
         raise BackendUnavailable(f"the Nomad variable {path} keeps changing")
 
     async def drop_secret(self, job_id: str) -> None:
-        """Forget what opens a job's servers."""
+        """Delete a job's secret."""
         path, namespace = f"nomad/jobs/{job_id}", self.settings.namespace
         await self._ask(
             "delete the variable", lambda: self._nomad.variable.delete_variable(path, namespace), changes=True
@@ -339,7 +341,7 @@ class NomadApi:
         """Yield once when the stream is open, then whenever something about the job changed; never ends by itself.
 
         Raises:
-            NomadRefused: there is no event stream here, not for this token, or it says nothing, as with enable_event_broker off.
+            NomadRefused: Nomad has no event stream, or refuses the token, or the stream stays empty (enable_event_broker).
             BackendUnavailable: the stream broke.
         """
         params = [("topic", f"{topic}:{job_id}") for topic in ("Job", "Allocation", "Evaluation")]
@@ -357,7 +359,7 @@ class NomadApi:
                     if any(b'"Events"' in line or b"Error" in line for line in lines):
                         yield
         except TimeoutError as error:
-            text = f"Nomad's event stream at {self.settings.address} said nothing for {SILENCE_S:g} s"
+            text = f"Nomad's event stream at {self.settings.address} sent nothing for {SILENCE_S:g} s"
             if silent:
                 text = f"{text} since it was opened (enable_event_broker?)"
                 raise NomadRefused(text, NOT_FOUND) from error
@@ -367,11 +369,11 @@ class NomadApi:
         raise BackendUnavailable(f"Nomad's event stream at {self.settings.address} ended")
 
     async def next_change(self, job_id: str, index: int) -> int:
-        """Wait until the job's allocations differ from those at `index` (0: answer at once); the new index.
+        """Wait until the job's allocations differ from those at `index` (0: don't wait); returns the new index.
 
         Raises:
-            NomadRefused: Nomad said no.
-            BackendUnavailable: it could not be reached.
+            NomadRefused: Nomad answered with an error.
+            BackendUnavailable: it can't be reached.
         """
         params = [("index", str(index)), ("wait", f"{BLOCK_S}s")]
         timeout = aiohttp.ClientTimeout(total=BLOCK_S * 1.2 + ANSWER_S)

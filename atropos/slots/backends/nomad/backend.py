@@ -1,8 +1,8 @@
-"""Containers as allocations of one Nomad job, which any number of processes share.
+"""Containers as allocations of one Nomad job, which any number of processes may share.
 
-The job's `count` is the only shared state: growing is `scale`, shrinking takes the highest index away once it is
-drained, with a check that nobody changed the job meanwhile. Nomad replaces what dies. It is asked when something
-changed (its event stream says so, or a blocking query), never for a call or a lease.
+The job's `count` is the only shared state: growing is `scale`; shrinking drains the highest index, then lowers the count
+if the job is unchanged. Nomad replaces allocations that end. Requests follow changes (by its event stream, or a blocking
+query), never calls or leases.
 """
 
 from __future__ import annotations
@@ -34,27 +34,27 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("atropos.slots.nomad")
 
-LOOK_AGAIN_S = 60.0
+POLL_S = 60.0
 """How often allocations are listed when no change is reported, in seconds."""
-LOOK_S, LOOK_BURST, LOOK_SHARE, LONGEST_LOOK_S = 1.0, 10, 4.0, 10.0
-"""Between lists under constant change, in seconds, after a burst; how many times as long as a list takes, where that is more;
-and the most: a job of 10,000 containers changes all the time, and Nomad's servers have others to answer."""
+LIST_S, LIST_BURST, LIST_SHARE, LONGEST_LIST_S = 1.0, 10, 4.0, 10.0
+"""Under constant change, the least time between lists after a burst, in seconds; that time in durations of a list, where it is
+longer; and its bound. A job of 10,000 containers changes all the time, and Nomad's servers have other clients."""
 STOP_S, STOP_BURST = 0.2, 20
-"""Between stops of containers that don't answer, in seconds, after a burst. Where nodes vanish, thousands stop answering at once,
-seconds before Nomad knows; what it has given up by the time of its turn needs no stop."""
+"""Time between stops of unreachable containers after a burst, in seconds. When nodes vanish, thousands are unreachable seconds
+before Nomad gives them up; those need no stop."""
 FIRST_ANSWERS = 100
-"""Servers that are asked at once whether they answer: asked all together, thousands answer each other's questions too late."""
+"""Most servers whose first answer is awaited at once: with thousands, requests time out."""
 LASTED_S = 5.0
-"""An event stream or a blocking query that lasted for this long was sound, in seconds."""
-PURGE_AGAIN_S, PURGE_UNANSWERED_S, PURGE_AWAY_S = 20.0, 8.0, 2.0
-"""How long a purge is tried again at the end, in seconds; then the job is left, and logged: while Nomad answers with errors,
-while it doesn't answer, and where it hadn't answered for a while before."""
+"""The end of an event stream or blocking query that lasted this long resets the back-off, in seconds."""
+PURGE_RETRY_S, PURGE_UNANSWERED_S, PURGE_AWAY_S = 20.0, 8.0, 2.0
+"""How long a purge is retried, in seconds, before the job is left and logged: while Nomad answers with errors, while it
+doesn't answer, and where it hadn't answered for a while before."""
 DEPLOYMENT = "active deployment"
-"""In Nomad's words when it doesn't scale a job because a changed version of it is being rolled out."""
+"""In Nomad's message when it doesn't scale a job because of a deployment."""
 
 
 class NomadBackend(Backend):
-    """Keeps one job at the size that is asked for, and shows its allocations."""
+    """Keeps one job at the requested size, and lists its allocations."""
 
     name = "nomad"
 
@@ -82,20 +82,20 @@ class NomadBackend(Backend):
         self._http = ServerHttp()
         self._secret = JobSecret()
         self._changing = False
-        """Whether this process has changed something in Nomad, or was about to."""
+        """Whether this process has changed something in Nomad, or has tried to."""
         self._view = JobView(placement_s)
         self._waiting: set[str] = set()
         """Runs whose first answer is awaited."""
         self._first_answers = asyncio.Semaphore(FIRST_ANSWERS)
         self._outage = Outage(outage_s)
         self._cluster: frozenset[str] = frozenset()
-        """By which the cluster is known that the job is registered in; empty where it doesn't tell."""
+        """Signing keys of the cluster that the job is registered in; empty where they are not published."""
         self._left_behind = False
-        """Whether the job was registered in another cluster before, which is out of reach."""
+        """Whether the job was registered in another cluster before, which can't be reached any more."""
         self._changed = ChangeFlag()
         self._wake = ChangeFlag()
         self._shrinker = Shrinker(job_id, self._api, self._http, self._view, lambda: self._secret.token, self._changed)
-        self._looks, self._stops = Pace(LOOK_S, burst=LOOK_BURST), Pace(STOP_S, burst=STOP_BURST)
+        self._lists, self._stops = Pace(LIST_S, burst=LIST_BURST), Pace(STOP_S, burst=STOP_BURST)
         self._streams = True
         """Whether Nomad reports changes by its event stream."""
         self._main: asyncio.Task[None] | None = None
@@ -110,8 +110,8 @@ class NomadBackend(Backend):
     def from_pool(cls, config: SlotPoolConfig) -> Self:
         """The backend that a pool's configuration describes."""
         settings = NomadSettings.from_environment(config.nomad_address)
-        spec = ContainerSpec.from_pool(config.model_copy(update={"unattended_s": None}))  # Nomad would start it again
-        if config.allow_network and not settings.local:  # Nomad's API may well have a public address
+        spec = ContainerSpec.from_pool(config.model_copy(update={"unattended_s": None}))  # Nomad would restart it
+        if config.allow_network and not settings.local:  # Nomad's API may have a public address
             deny = (*spec.server.egress_deny, settings.host)
             spec = replace(spec, server=spec.server.model_copy(update={"egress_deny": deny}))
         return cls(
@@ -148,10 +148,10 @@ class NomadBackend(Backend):
         if job is not None and not job.get("Stop"):
             self._view.adopt(nomad_job.count(job))
             if differences := nomad_job.differences(job, self._spec):
-                log.warning("job %s is there already and taken as it is: %s", self._job_id, differences)
+                log.warning("job %s exists and is taken as it is: %s", self._job_id, differences)
             await self._read_secret(self._pair)
             self._cluster = await self._api.keys()
-            await self._look()
+            await self._refresh()
 
     async def scale(self, count: int) -> None:
         """Raise the job's count now, or lower it as the highest containers become idle."""
@@ -160,19 +160,19 @@ class NomadBackend(Backend):
         self._view.ask(count)
         await self._grow()
         self._shrinker.wanted.set()
-        if not self._streams:  # no allocation changes where none finds a place
+        if not self._streams:  # a job whose allocations can't be placed reports no change
             self._wake.set()
 
     def containers(self) -> Sequence[Container]:
-        """The job's allocations that are not over, by index."""
+        """The job's live allocations, by index."""
         return self._view.containers(self._secret)
 
     async def changed(self) -> None:
-        """Wait until `containers()` may answer differently."""
+        """Wait until `containers()` may have changed."""
         await self._changed.wait()
 
     def trouble(self) -> str:
-        """Nomad's own reasons: it is away, it can't place, what it places doesn't run."""
+        """Nomad doesn't answer, can't place allocations, or they don't start."""
         return "; ".join(text for text in (self._outage.reason, self._view.trouble()) if text)
 
     def outage(self) -> str:
@@ -180,13 +180,13 @@ class NomadBackend(Backend):
         return self._outage.reason
 
     def failure(self) -> Exception | None:
-        """Nomad is gone for good; or no server ever came up, as none can run as it is set up, or none has a place."""
+        """Nomad stayed away; or no server ever started, because of the set-up or for want of room."""
         return self._outage.failure() or (None if self._view.ever_ready else self._view.failure)
 
     async def retire(self, container: Container) -> None:
-        """Stop an allocation; Nomad makes another in its place. One that was restarted meanwhile is a new one.
+        """Stop an allocation, which Nomad replaces, unless it was restarted meanwhile.
 
-        While Nomad doesn't answer it is tried again; a server that works by then is left alone, since others may use it.
+        The pool retries while Nomad doesn't answer, and keeps a server that works by then, since others may use it.
         """
         item = self._view.known.get(container.id)
         if item is not None and item.run not in self._view.ending:
@@ -204,9 +204,9 @@ class NomadBackend(Backend):
                 raise
 
     async def aclose(self, *, purge: bool) -> None:
-        """Stop watching; with `purge`, remove job and secret unless another live client works there.
+        """Stop watching; with `purge`, remove job and secret unless another live client uses it.
 
-        What can't be removed, because Nomad doesn't answer, is named in the log. That takes seconds, not a run's patience.
+        What can't be removed because Nomad doesn't answer is logged, after seconds.
         """
         if self._main is not None:
             self._main.cancel()
@@ -216,14 +216,14 @@ class NomadBackend(Backend):
         try:
             if purge and (self._secret.token or self._changing):
                 await persist(
-                    self._purge, lambda error: PURGE_AGAIN_S if isinstance(error, NomadRefused) else unanswered_s
+                    self._purge, lambda error: PURGE_RETRY_S if isinstance(error, NomadRefused) else unanswered_s
                 )
             if purge and self._left_behind:
                 log.error(
                     "job %s may be left in the cluster that was at %s before", self._job_id, self._settings.address
                 )
         except BackendUnavailable as error:
-            log.error(  # noqa: TRY400 (its words are enough)
+            log.error(  # noqa: TRY400 (the message is enough)
                 "job %s and its variable nomad/jobs/%s may be left: %s; "
                 "`atropos pool purge --job-id %s --address %s` removes them",
                 self._job_id, self._job_id, error, self._job_id, self._settings.address,
@@ -236,13 +236,13 @@ class NomadBackend(Backend):
     # -------------------------------------------------------------------------------------------------------------- growing
 
     async def _grow(self) -> None:
-        """Register the job, or raise its count, until it is what this process asks for at least."""
+        """Register the job, or raise its count to at least this process's target."""
         refused: NomadRefused | None = None
         for _ in range(CHANGES):
             job = await self._api.job(self._job_id)
             if job is None or job.get("Stop"):
                 if job is None:
-                    await self._recognise()
+                    await self._check_cluster()
                 self._changing = True
                 await self._read_secret(self._pair)
                 hcl, wanted = nomad_job.definition(), self._view.target
@@ -253,12 +253,12 @@ class NomadBackend(Backend):
                     return
             elif nomad_job.count(job) < self._view.target:
                 try:
-                    await self._api.scale(self._job_id, GROUP, self._view.target, "asked for by a slot pool")
+                    await self._api.scale(self._job_id, GROUP, self._view.target, "requested by a slot pool")
                     self._view.deployment = ""
                 except NomadRefused as error:
-                    if DEPLOYMENT in str(error):  # somebody changes the job; the pool asks again in a while
+                    if DEPLOYMENT in str(error):  # the pool retries later
                         self._view.deployment = (
-                            f"job {self._job_id} can't grow to {self._view.target} yet: its deployment goes on"
+                            f"job {self._job_id} can't grow to {self._view.target} yet: its deployment is in progress"
                         )
                         self._changed.set()
                         return
@@ -272,19 +272,21 @@ class NomadBackend(Backend):
                 self._view.deployment = ""
                 self._view.surplus = nomad_job.count(job) > self._view.target
                 return
-        raise refused or BackendUnavailable(f"job {self._job_id} could not be changed: others change it all the time")
+        raise refused or BackendUnavailable(
+            f"job {self._job_id} could not be changed: other processes keep changing it"
+        )
 
-    async def _recognise(self) -> None:
-        """Say so when the job is gone because another cluster answers now, or one that lost its state.
+    async def _check_cluster(self) -> None:
+        """Log where the job is gone because another cluster answers now, or one that lost its state.
 
-        The job is registered there all the same: a run of days goes on, and where there are ACLs a cluster that is
-        somebody else's refuses the token.
+        The job is registered there all the same, so that a long run goes on; with ACLs, a foreign cluster refuses the
+        token.
         """
         keys = await self._api.keys()
         if self._cluster and keys and self._cluster.isdisjoint(keys):
             self._left_behind = True
             log.warning(
-                "another cluster answers at %s than before, or it has lost its state: job %s is registered there anew",
+                "another cluster than before answers at %s, or it has lost its state: job %s is registered again",
                 self._settings.address,
                 self._job_id,
             )
@@ -309,7 +311,7 @@ class NomadBackend(Backend):
             self._group = None
 
     async def _watch(self) -> None:
-        """Wake whenever Nomad says that something changed: by its event stream, or where there is none by blocking."""
+        """Wake `_follow` at each change that Nomad reports, by its event stream or else by blocking queries."""
         patience, index = Patience(first_s=0.2, longest_s=5), 0
         while True:
             began = time.monotonic()
@@ -330,7 +332,7 @@ class NomadBackend(Backend):
                     continue
                 index = 0
             except BackendUnavailable as error:
-                log.debug("no changes are reported: %s", error)  # the next list says whether Nomad answers
+                log.debug("no changes are reported: %s", error)  # the next list shows whether Nomad answers
                 index = 0
             if time.monotonic() > began + LASTED_S:  # else the back-off grows
                 patience.worked()
@@ -340,17 +342,17 @@ class NomadBackend(Backend):
     async def _follow(self) -> None:
         """List the allocations when something may have changed, until cancelled."""
         view, patience = self._view, Patience(first_s=0.2, longest_s=5)
-        pause = LOOK_AGAIN_S
+        pause = POLL_S
         while True:
             await self._wake.wait(pause)
-            await self._looks.turn()
+            await self._lists.turn()
             began = time.monotonic()
             try:
-                sure = await self._look() and (self._streams or len(view.known) >= view.target)
-                pause = LOOK_AGAIN_S if sure else DOUBT_S
+                sure = await self._refresh() and (self._streams or len(view.known) >= view.target)
+                pause = POLL_S if sure else DOUBT_S
                 if view.unplaced_since is not None and not view.ever_ready and view.failure is None:
                     pause = min(pause, max(0.1, view.unplaced_since + view.placement_s - time.monotonic()))
-                self._looks.every_s = min(LONGEST_LOOK_S, max(LOOK_S, LOOK_SHARE * (time.monotonic() - began)))
+                self._lists.every_s = min(LONGEST_LIST_S, max(LIST_S, LIST_SHARE * (time.monotonic() - began)))
                 patience.worked()
                 if self._outage.over():
                     self._changed.set()
@@ -362,8 +364,8 @@ class NomadBackend(Backend):
                 await asyncio.sleep(patience.failed())
                 self._wake.set()
 
-    async def _look(self) -> bool:
-        """List the allocations; False when the answer contradicts servers that still answer, and isn't believed."""
+    async def _refresh(self) -> bool:
+        """List the allocations; False when the list contradicts servers that answer, which are then kept."""
         view = self._view
         rows = await self._rows()
         answering = await self._answering(view.doubtful(rows))
@@ -380,7 +382,7 @@ class NomadBackend(Backend):
         view.judge_placement(placement, time.monotonic())
         if (item := actions.diagnose) is not None:
             new = item.run not in view.diagnosed and item.exit_code is not None
-            view.judge_crash(item, await self._api.last_words(item.id, TASK) if new else "", alone=actions.alone)
+            view.judge_crash(item, await self._api.last_line(item.id, TASK) if new else "", alone=actions.alone)
         if self.trouble() not in {trouble, ""}:
             log.warning("job %s: %s", self._job_id, self.trouble())
         if self.trouble() != trouble or view.failure is not failure:
@@ -396,13 +398,13 @@ class NomadBackend(Backend):
         self._http.trust(self._secret.certificate)
 
     async def _answering(self, doubtful: Iterable[Allocation]) -> list[Allocation]:
-        """Those whose servers answer."""
+        """Those of the allocations whose servers answer."""
         asked = [item for item in doubtful if item.url is not None]
         answers = await asyncio.gather(*(self._http.healthy(item.url or "") for item in asked))
         return [item for item, healthy in zip(asked, answers, strict=True) if healthy]
 
     def _expect(self, item: Allocation) -> None:
-        """Await the first answer of a server that runs."""
+        """Await the first answer of a running server."""
         if self._group is not None and item.url is not None and item.run not in self._waiting:
             self._waiting.add(item.run)
             self._group.create_task(self._await_answer(item.run, item.url))
@@ -427,7 +429,7 @@ class NomadBackend(Backend):
     # ------------------------------------------------------------------------------------------------------------ purge
 
     async def _purge(self) -> None:
-        """Remove the job and its secret, unless a live client works in one of its containers."""
+        """Remove the job and its secret, unless a live client uses one of its containers."""
         if not self._secret.token:
             await self._read_secret(None)
         token = self._secret.token
@@ -436,9 +438,9 @@ class NomadBackend(Backend):
         if any(await asyncio.gather(*(self._http.used_by_others(url, token, self.client_id) for url in servers))):
             log.warning("job %s is in use by another client: not purged", self._job_id)
             return
-        # Stopped first and forgotten after: once purged, Nomad lists none of its containers, though some still end.
+        # Stopped before it is purged: then Nomad would no longer list the containers that are still ending.
         await self._api.deregister(self._job_id, purge=False)
-        # Leases that are left are this pool's own, or dead clients'.
+        # The leases are this pool's own, or dead clients'.
         await asyncio.gather(*(self._http.drain(url, token, 0) for url in servers))
         try:
             async with asyncio.timeout(self._spec.stop_s):
@@ -446,9 +448,9 @@ class NomadBackend(Backend):
                 while await self._stopped() and newest(await self._rows()):
                     index = await self._api.next_change(self._job_id, index)
         except TimeoutError:
-            log.warning("job %s is purged while some of its containers still end", self._job_id)
+            log.warning("job %s is purged while some of its containers are still ending", self._job_id)
         if not await self._stopped():
-            log.info("job %s was registered anew by another client: not purged", self._job_id)
+            log.info("job %s was registered again by another client: not purged", self._job_id)
             return
         await self._api.deregister(self._job_id, purge=True)
         if await self._api.job(self._job_id) is None:

@@ -1,4 +1,4 @@
-"""The job that a pool wants: which variables of nomad/sandbox.nomad.hcl say what its configuration says."""
+"""A pool's job: its configuration as variables of nomad/sandbox.nomad.hcl."""
 
 from __future__ import annotations
 
@@ -15,8 +15,6 @@ from atropos.slots.backends.spec import ContainerSpec
 
 DEFINITION = "nomad/sandbox.nomad.hcl"
 PROFILE = "docker/sandbox/seccomp.json"
-
-
 OWN = {
     "job_id": "sandbox_job_id",
     "count": "min_containers",
@@ -28,7 +26,7 @@ OWN = {
     "slot_pids": "limits (slot_pids)",
     "memory_mib": "container_memory_mib",
 }
-"""Variables that the pool's configuration says already, each by its own name: two answers would contradict."""
+"""Variables that a setting of the pool sets, and its name: they can't be set twice."""
 
 
 def definition() -> str:
@@ -39,14 +37,13 @@ def definition() -> str:
 def variables(
     spec: ContainerSpec, settings: NomadSettings, job_id: str, count: int, extra: Mapping[str, str]
 ) -> dict[str, str]:
-    """Variables by name, each as an HCL expression; `extra` is what the user gives, in `nomad job run -var` form.
+    """Variables by name, each as an HCL expression; `extra` are the user's, in the form of `nomad job run -var`.
 
-    The seccomp profile lies where this checkout has it when the agent is on this machine, else where the definition's
-    own default says.
+    The seccomp profile is this checkout's where the agent is on this machine, else the definition's default.
 
     Raises:
-        ConfigError: `extra` names a variable that the definition doesn't declare (Nomad's parser ignores those), or one
-            that the pool has a setting for.
+        ConfigError: `extra` has a variable that the definition doesn't declare (Nomad's parser ignores those), or one that
+            a setting of the pool sets.
     """
     declared = set(re.findall(r'^variable "(\w+)"', definition(), re.MULTILINE))
     if unknown := extra.keys() - declared:
@@ -54,11 +51,11 @@ def variables(
             f"nomad_variables: {DEFINITION} has no variable {', '.join(sorted(unknown))}; it has {', '.join(sorted(declared))}"
         )
     if twice := sorted(extra.keys() & OWN.keys()):
-        raise ConfigError(f"nomad_variables: {twice[0]} is said by {OWN[twice[0]]}: set that instead")
+        raise ConfigError(f"nomad_variables: {twice[0]} is set by {OWN[twice[0]]}: change that instead")
     config = {key: value for key, value in spec.config().items() if key not in {"slots", "limits"}}
     added = _server_settings(extra.get("config", "{}"))
     if twice := sorted(added.keys() & {*config, "slots", "limits"}):
-        raise ConfigError(f"nomad_variables: config.{twice[0]} is said by the pool's own settings: set that instead")
+        raise ConfigError(f"nomad_variables: config.{twice[0]} is set by the pool's own settings: change those instead")
     config |= added
     limits = spec.server.limits.model_dump(mode="json", exclude_defaults=True)
     if limits:
@@ -83,27 +80,27 @@ def variables(
 
 
 def group_of(job: Mapping[str, Any]) -> dict[str, Any]:
-    """The group of a job that holds the containers.
+    """The group of a job's containers.
 
     Raises:
-        ConfigError: the job is something else, which happens to have the same name.
+        ConfigError: the job has another purpose and the same name.
     """
     for group in job.get("TaskGroups") or []:
         if group["Name"] == GROUP and any(task["Name"] == TASK for task in group.get("Tasks") or []):
             return group
     raise ConfigError(
-        f"sandbox_job_id: job {job.get('ID')!r} in Nomad is no sandbox job (it has no task {GROUP}/{TASK}), and is left "
-        "alone; choose another sandbox_job_id"
+        f"sandbox_job_id: job {job.get('ID')!r} in Nomad is no sandbox job (it has no task {GROUP}/{TASK}), and is not "
+        "changed; choose another sandbox_job_id"
     )
 
 
 def count(job: Mapping[str, object]) -> int:
-    """How many containers a job asks for."""
+    """A job's number of containers."""
     return int(group_of(job)["Count"])
 
 
 def differences(job: Mapping[str, Any], spec: ContainerSpec) -> str:
-    """What a registered job has otherwise than a pool would make it, and what to do about it; empty: nothing of weight."""
+    """How a registered job differs from the pool's settings, and the cure; empty: in nothing important."""
     task = next(task for task in group_of(job)["Tasks"] if task["Name"] == TASK)
     try:
         server = json.loads((task.get("Env") or {}).get("ATROPOS_CONFIG", "{}"))
@@ -122,24 +119,24 @@ def differences(job: Mapping[str, Any], spec: ContainerSpec) -> str:
 
 
 def _server_settings(text: str) -> dict[str, object]:
-    """Further settings of the server, from an object in JSON or the HCL literal that holds one."""
+    """More settings of the server, from a JSON object or an HCL literal of one."""
     try:
         found = json.loads(text)
         found = json.loads(found) if isinstance(found, str) else found
     except ValueError:
         found = None
     if not isinstance(found, dict):
-        raise ConfigError('nomad_variables: config must be an object in JSON, as {"drain_s": 10}')
+        raise ConfigError('nomad_variables: config must be an object in JSON, such as {"drain_s": 10}')
     return cast("dict[str, object]", found)
 
 
 def quoted(text: str) -> str:
-    """A string as an HCL literal, its template marks escaped."""
+    """A string as an HCL literal, with template marks escaped."""
     return json.dumps(text).replace("${", "$${").replace("%{", "%%{")
 
 
 def expression(text: str) -> str:
-    """What a user writes after `-var name=`: numbers, booleans, lists and quoted text as they are, other text quoted."""
+    """A value of `-var name=` as HCL: numbers, booleans, lists and quoted text as they are, other text quoted."""
     stripped = text.strip()
     if stripped in {"true", "false", "null"} or stripped[:1] in {"[", "{", '"'}:
         return stripped

@@ -1,4 +1,4 @@
-"""What is known of a job and its allocations, and what follows from news: plain data in, actions out, no requests."""
+"""The state of a job and its allocations, and what follows from a change: plain data in, actions out, no requests."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from atropos.slots.backends.nomad.view import DRIVER, Allocation, JobSecret, con
 from atropos.slots.backends.spec import BAD_CONFIG, hopeless
 
 READY_S = 60.0
-"""A server that doesn't answer for this long after it started is said to be in trouble, in seconds."""
+"""A server that doesn't answer for this long after its start is reported, in seconds."""
 
 
 @dataclass(frozen=True)
 class Actions:
-    """What is to be done after a list of allocations was applied.
+    """What to do after a list of allocations was applied.
 
     Attributes:
-        changed: the containers are others than before, or in another state.
-        expect: servers that run, whose first answer is to be awaited.
-        ask_placement: containers are missing: the scheduler is to be asked why.
-        diagnose: an allocation whose failure is to be explained, by its server's last words.
-        alone: no other container may still come up beside that one.
+        changed: containers were added, removed, or have another state.
+        expect: running servers whose first answer is to be awaited.
+        ask_placement: containers are missing: read the scheduler's evaluations.
+        diagnose: a failed allocation whose server's last line is to be read.
+        alone: no other container may still start.
     """
 
     changed: bool
@@ -35,11 +35,11 @@ class Actions:
 
 @dataclass(frozen=True)
 class Shrink:
-    """The next step of making the job smaller.
+    """The next step to shrink the job.
 
     Attributes:
-        item: the container to take away; None: there is none too many.
-        drained: it was drained already, and Nomad has not been asked to lower the count yet.
+        item: the container to end; None: there is no surplus.
+        drained: it is drained, and the count is still to be lowered.
     """
 
     item: Allocation | None
@@ -51,19 +51,19 @@ class JobView:
     """One job, as this process knows it.
 
     Attributes:
-        target: containers that this process asks for.
-        most: the job's count may be lowered from up to here; what is above was asked for by another process.
+        target: containers that this process wants.
+        most: the highest count that this process may lower; a higher one is another process's.
         surplus: the job's count is above the target.
-        known: by run, what Nomad last said of the allocations that are not over.
+        known: the live allocations as Nomad last listed them, by run.
         ready: runs whose server has answered.
         ending: runs that this process is draining or has stopped.
-        drained: runs that were drained to make the job smaller, while its count is still to be lowered.
+        drained: runs that were drained to shrink the job, while its count is still to be lowered.
         diagnosed: runs whose failure has been counted.
         deployment: why the job's count can't be raised now; empty when it can.
-        placement: why containers have no place; empty when all have one.
-        crash: why a container that has a place doesn't come up.
-        unplaced_since: when Nomad first said that it can place nothing at all, by the caller's clock.
-        failure: why no container will ever come, as long as none ever has.
+        placement: why containers are not placed; empty when all are.
+        crash: why a placed container doesn't start.
+        unplaced_since: when Nomad first could place no container, by the caller's clock.
+        failure: why no container will ever start, as long as none has.
     """
 
     placement_s: float
@@ -84,7 +84,7 @@ class JobView:
     failure: Exception | None = None
 
     def containers(self, secret: JobSecret) -> list[Container]:
-        """The allocations that are not over, by index."""
+        """The live allocations, by index."""
         return [
             container(item, secret, ready=item.run in self.ready, ending=item.run in self.ending)
             for item in newest(self.known.values())
@@ -94,32 +94,32 @@ class JobView:
         """Why containers are missing; empty when none is."""
         return "; ".join(text for text in (self.deployment, self.placement, self.crash) if text)
 
-    # ---------------------------------------------------------------------------------------------------------- news
+    # ---------------------------------------------------------------------------------------------------------- lists
 
     def doubtful(self, rows: Sequence[Allocation]) -> list[Allocation]:
-        """Allocations that are missing from a list, or given up in it, and whose servers may answer all the same."""
+        """Allocations that a list lacks or calls lost, whose servers may still answer."""
         listed = {item.id for item in rows}
         missing = [item for item in self.known.values() if item.id not in listed]
         return missing + [item for item in rows if item.state == "lost" and item.run in self.known]
 
     def merge(self, rows: Sequence[Allocation], answering: Sequence[Allocation]) -> dict[str, Allocation]:
-        """The allocations that are not over, by run.
+        """The live allocations, by run.
 
-        What Nomad gave up with its node may be whole, and merely out of Nomad's reach: its leases go on, and it gets no
-        new ones. What Nomad doesn't list though its server answers is kept as it was.
+        An allocation that Nomad lost with its node may still run: its leases go on, and it gets no new ones. One that
+        Nomad doesn't list though its server answers is kept as it was.
         """
         kept = (replace(item, state="ending") if item.state == "lost" else item for item in answering)
         return {item.run: item for item in (*newest(rows), *kept)}
 
     def needs_token(self, now: dict[str, Allocation]) -> bool:
-        """Whether to read the token again: as long as servers start.
+        """Whether to read the token again, which is so while servers start.
 
-        Who purged the job just before may have taken the secret of its successor.
+        An earlier purge of the job may have deleted the secret of its successor.
         """
         return bool(now.keys() - self.known.keys()) or any(item.state == "starting" for item in now.values())
 
     def apply(self, rows: Sequence[Allocation], now: dict[str, Allocation]) -> Actions:
-        """Take a list of allocations, and its `merge`, for what is known from now on."""
+        """Apply a list of allocations, and its `merge`."""
         changed = now != self.known
         if changed:
             self.known = now
@@ -127,24 +127,24 @@ class JobView:
             self.ending &= now.keys()
             self.drained &= now.keys()
         self.diagnosed &= {item.run for item in rows}
-        ailing = self._ailing(rows)
-        worst = max(ailing, key=lambda item: item.modified, default=None)
-        if worst is None:
+        failing = self._failing(rows)
+        latest = max(failing, key=lambda item: item.modified, default=None)
+        if latest is None:
             self.crash = ""
-        hopeful = {item.index for item in self._live()} - {item.index for item in ailing}
+        others = {item.index for item in self._live()} - {item.index for item in failing}
         return Actions(
             changed=changed,
             expect=tuple(item for item in now.values() if self.awaited(item)),
             ask_placement=len(self._live()) < self.target,
-            diagnose=worst,
-            alone=not hopeful,
+            diagnose=latest,
+            alone=not others,
         )
 
     def _live(self) -> list[Allocation]:
         return [item for item in self.known.values() if item.state != "ending"]
 
-    def _ailing(self, rows: Iterable[Allocation]) -> list[Allocation]:
-        """Allocations of containers that are wanted and don't come up."""
+    def _failing(self, rows: Iterable[Allocation]) -> list[Allocation]:
+        """Allocations of wanted containers that don't start."""
         serving = {item.index for item in self._live() if item.run in self.ready}
         return [
             item
@@ -156,7 +156,7 @@ class JobView:
         ]
 
     def awaited(self, item: Allocation) -> bool:
-        """Whether a server runs that has not answered yet."""
+        """Whether its server runs and has not answered yet."""
         return item.state == "running" and item.url is not None and item.run not in self.ready
 
     def answered(self, run: str) -> None:
@@ -172,7 +172,7 @@ class JobView:
     # ---------------------------------------------------------------------------------------------------------- trouble
 
     def judge_placement(self, placement: str, now_s: float) -> None:
-        """Take the scheduler's reason, and give up on a job of which nothing has been placed for `placement_s`.
+        """Store the scheduler's reason; `failure` is set where nothing has been placed for `placement_s`.
 
         Args:
             placement: why containers are missing; empty when none is.
@@ -190,21 +190,21 @@ class JobView:
         if now_s >= self.unplaced_since + self.placement_s and self.failure is None:
             self.failure = BackendUnavailable(placement)
 
-    def judge_crash(self, item: Allocation, words: str, *, alone: bool) -> None:
-        """Say why a container doesn't come up, and whether another try can help.
+    def judge_crash(self, item: Allocation, last_line: str, *, alone: bool) -> None:
+        """Set why a container doesn't start, and whether a retry can help.
 
         Args:
             item: its allocation.
-            words: its server's own last words.
-            alone: no other container may still come up.
+            last_line: of its server's log.
+            alone: no other container may still start.
         """
         cure = set_up_fault(item.detail)
         if item.run not in self.diagnosed:
             self.crash = f"container {item.index} on {item.node}: {item.detail}" + "".join(
-                f"{mark}{text}" for mark, text in ((": ", words), ("; ", cure)) if text
+                f"{mark}{text}" for mark, text in ((": ", last_line), ("; ", cure)) if text
             )
             if item.exit_code is None and not item.detail.startswith(DRIVER):
-                return  # it may still come up: a template that waits for its variable, say
+                return  # it may still start, for example when a template waits for its variable
             self.diagnosed.add(item.run)
             self.failures += 1
         if alone and (cure or item.unrecoverable):
@@ -215,19 +215,19 @@ class JobView:
     # ---------------------------------------------------------------------------------------------------------- count
 
     def ask(self, count: int) -> None:
-        """This process asks for so many containers."""
+        """Set the number of containers that this process wants."""
         self.target, self.most = count, max(self.most, count)
 
     def adopt(self, count: int) -> None:
-        """A job is there already, of this size."""
+        """Take over an existing job of this size."""
         self.target = self.most = count
 
     def placed(self) -> int:
-        """How many containers reach up to the highest index that has a place."""
+        """The highest placed index, plus 1."""
         return max((item.index + 1 for item in self._live()), default=0)
 
     def next_shrink(self) -> Shrink:
-        """Which container goes next: one that is drained already, else the highest where there are too many."""
+        """The next container to end: a drained one, else the highest of a surplus."""
         for item in self.known.values():
             if item.run in self.drained:
                 return Shrink(item, drained=True)
@@ -235,11 +235,11 @@ class JobView:
         return Shrink(live[-1] if len(live) > self.target else None)
 
     def unplaced_count(self, count: int) -> int | None:
-        """To what a job's count is lowered where nobody waits any more for what found no place; None: it stays."""
+        """The count without containers that could not be placed and are no longer wanted; None: it stays."""
         wanted = max(self.target, self.placed())
         return wanted if wanted < count <= self.most else None
 
     def may_lower(self, index: int, count: int) -> bool:
-        """Whether lowering a job's count to `index` takes that very container away, and nobody asks for it."""
+        """Whether lowering a job's count to `index` ends exactly that container, and it isn't wanted."""
         highest = self.placed() <= index + 1 <= count <= max(index + 1, self.most)
         return highest and self.target <= index

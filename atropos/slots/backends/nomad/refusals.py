@@ -1,6 +1,6 @@
-"""What a refusal of Nomad's, or of its certificates, means: one line that names the setting and the cure.
+"""Errors of Nomad and of TLS as one line that names the setting and the cure.
 
-Plain data in, sentences out. The settings are the NOMAD_* variables of Nomad's own command line.
+The settings are the NOMAD_* variables of Nomad's own command line.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ CAPABILITIES = {
     "write the variable": "write on the variable nomad/jobs/<sandbox_job_id>",
     "delete the variable": "destroy on the variable nomad/jobs/<sandbox_job_id>",
 }
-"""What a token's policy must grant for what the backend asks; nomad/policy.hcl has all of it."""
+"""What a token's policy must grant for each request; nomad/policy.hcl has all of it."""
 X509_HAS_EXPIRED, X509_HOSTNAME, X509_IP = 10, 62, 64
 """Verification results of OpenSSL (x509_vfy.h)."""
 
 
 class NomadRefused(BackendUnavailable):
-    """Nomad answered, and the answer was no; `status` is the HTTP status."""
+    """Nomad answered with an error; `status` is the HTTP status."""
 
     def __init__(self, message: str, status: int) -> None:
         super().__init__(message)
@@ -38,7 +38,7 @@ class NomadRefused(BackendUnavailable):
 
 
 class NomadMisconfigured(NomadRefused):
-    """A NOMAD_* setting is wrong, which trying again doesn't change; the message names it and the cure."""
+    """A NOMAD_* setting is wrong, so that a retry can't help; the message names it and the cure."""
 
     retryable = False
 
@@ -46,30 +46,30 @@ class NomadMisconfigured(NomadRefused):
         super().__init__(message, status)
 
 
-def refused(settings: NomadSettings, what: str, status: int, words: str) -> NomadRefused:
-    """Nomad's HTTP answer to `what` as an error; 401 and 403 need `denied`, which knows the token."""
-    if "HTTP request to an HTTPS server" in words:
+def refused(settings: NomadSettings, what: str, status: int, reason: str) -> NomadRefused:
+    """An error answer of Nomad, other than 401 and 403 (see `denied`)."""
+    if "HTTP request to an HTTPS server" in reason:
         return NomadMisconfigured(
             f"NOMAD_ADDR: {settings.address} speaks TLS; write https:// (and set NOMAD_CACERT where its CA is your own)",
             status,
         )
-    if "No path to region" in words:
+    if "No path to region" in reason:
         return NomadMisconfigured(
             f"NOMAD_REGION: the cluster at {settings.address} knows no region {settings.region!r}; "
             "`nomad server members` lists those it has",
             status,
         )
-    if "nonexistent namespace" in words or "Namespace not found" in words:
+    if "nonexistent namespace" in reason or "Namespace not found" in reason:
         return missing_namespace(settings, status)
-    text = "; ".join(line.strip(" *") for line in words.splitlines() if line.strip())
+    text = "; ".join(line.strip(" *") for line in reason.splitlines() if line.strip())
     return NomadRefused(f"Nomad refused to {what}: {text}", status)
 
 
 def missing_namespace(settings: NomadSettings, status: int) -> NomadMisconfigured:
-    """The namespace is not there."""
+    """The namespace doesn't exist."""
     return NomadMisconfigured(
         f"NOMAD_NAMESPACE: the cluster at {settings.address} has no namespace {settings.namespace!r}; "
-        f"`nomad namespace apply {settings.namespace}` makes it",
+        f"`nomad namespace apply {settings.namespace}` creates it",
         status,
     )
 
@@ -78,10 +78,10 @@ def denied(settings: NomadSettings, what: str, status: int, known: str | None) -
     """Nomad's 401 or 403.
 
     Args:
-        settings: the token among them.
-        what: what was asked for, of CAPABILITIES; anything else needs any capability in the namespace.
+        settings: with the token.
+        what: the request, of CAPABILITIES; others need any capability in the namespace.
         status: the HTTP status.
-        known: the token's name and policies as Nomad tells them; None: Nomad knows no such token.
+        known: the token's name and policies as Nomad shows them; None: Nomad knows no such token.
     """
     if not settings.token:
         text = "NOMAD_TOKEN is not set, and this cluster asks for one: make a token with nomad/policy.hcl"
@@ -101,7 +101,7 @@ def denied(settings: NomadSettings, what: str, status: int, known: str | None) -
 
 
 def unreachable(settings: NomadSettings, error: object) -> BackendUnavailable:
-    """A request that got no answer."""
+    """A request without an answer."""
     fault = next(_faults(error), None)
     if fault is None:
         reason = _innermost(error)
@@ -116,14 +116,14 @@ def unreachable(settings: NomadSettings, error: object) -> BackendUnavailable:
     if "ALERT" in words:
         given = f"refuses {settings.client_cert}" if settings.client_cert else "asks for one, and none is set"
         return NomadMisconfigured(
-            f"NOMAD_CLIENT_CERT: {settings.address} lets in clients with a certificate of the cluster's CA alone, and "
+            f"NOMAD_CLIENT_CERT: {settings.address} accepts only clients with a certificate of the cluster's CA, and "
             f"{given}; set NOMAD_CLIENT_CERT and NOMAD_CLIENT_KEY (`nomad tls cert create -cli` makes them)"
         )
     return NomadMisconfigured(f"NOMAD_ADDR: no TLS connection to {settings.address}: {fault}")
 
 
 def _uncertified(settings: NomadSettings, fault: ssl.SSLCertVerificationError) -> str:
-    """Why the agent's certificate was not believed."""
+    """Why the agent's certificate was refused."""
     if fault.verify_code in {X509_HOSTNAME, X509_IP}:
         return (
             f"NOMAD_TLS_SERVER_NAME: {fault.verify_message.rstrip('.')}; set it to a name in the certificate of "
@@ -141,7 +141,7 @@ def _uncertified(settings: NomadSettings, fault: ssl.SSLCertVerificationError) -
 
 
 def _chain(error: object) -> Iterator[BaseException]:
-    """An exception with everything that it wraps, outermost first; libraries hide causes in several places."""
+    """An exception and its causes, outermost first; libraries store causes in several places."""
     seen: set[int] = set()
     queue: list[object] = [error]
     while queue and len(seen) < 50:
@@ -159,7 +159,7 @@ def _faults(error: object) -> Iterator[ssl.SSLError]:
 
 
 def _innermost(error: object) -> str:
-    """The system's own words where there are some: `Connection refused`, and not the five layers around them."""
+    """The operating system's message where there is one (`Connection refused`), without the layers around it."""
     for each in _chain(error):
         if isinstance(each, OSError) and each.strerror and type(each).__module__ == "builtins":
             return each.strerror

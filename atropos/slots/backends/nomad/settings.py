@@ -1,4 +1,4 @@
-"""Where Nomad is and how to speak to it: the NOMAD_* variables that its own tools read."""
+"""The address, credentials and TLS settings of Nomad: the NOMAD_* variables of its own tools."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ DEFAULT_ADDRESS = "http://localhost:4646"
 
 @dataclass(frozen=True)
 class NomadSettings:
-    """How to reach Nomad's HTTP API; the fields are named after the variables of Nomad's own command line."""
+    """Settings of Nomad's HTTP API, named after the variables of its command line."""
 
     address: str = DEFAULT_ADDRESS
     token: str | None = None
@@ -35,7 +35,7 @@ class NomadSettings:
     def from_environment(
         cls, address: str | None = None, environment: Mapping[str, str] | None = None
     ) -> NomadSettings:
-        """Settings from the environment; an address that was given wins over NOMAD_ADDR.
+        """Settings from the environment; `address` takes precedence over NOMAD_ADDR.
 
         Raises:
             ConfigError: the address is no http(s) URL, or a certificate can't be read.
@@ -75,7 +75,7 @@ class NomadSettings:
         return self.host in {"localhost", "::1"} or self.host.startswith("127.")
 
     def tls(self) -> ssl.SSLContext | None:
-        """How to check the agent and who to be; None without https."""
+        """The TLS context with CA and client certificate; None without https."""
         if not self.address.startswith("https:"):
             return None
         if self.capath and not os.path.isdir(self.capath):

@@ -1,7 +1,7 @@
-"""Takes a job's containers away from the highest index down, each once it is drained.
+"""Shrinks a job from the highest index down, each container once it is drained.
 
-Other processes may use the job: a container that another client works in stays, and the job's count is changed only where
-nobody has changed the job since it was read.
+Other processes may use the job: a container that another client uses is kept, and the job's count is changed only where
+the job is unchanged since it was read.
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ from atropos.slots.backends.supervise import ChangeFlag
 log = logging.getLogger("atropos.slots.nomad")
 
 DOUBT_S = 2.0
-"""Pause before Nomad is asked again while an answer of its is in doubt, in seconds."""
+"""Pause before the next request while an answer of Nomad is in doubt, in seconds."""
 LONGEST_DRAIN_S = 3600.0
 CHANGES = 5
-"""How often a change of the job is tried again when another process changed it at the same moment."""
+"""Attempts to change the job where other processes change it at the same time."""
 
 
 class Shrinker:
-    """Makes one job smaller when it is asked to.
+    """Shrinks one job on request.
 
     Attributes:
-        wanted: set it when the job may be larger than it has to be.
+        wanted: set it when the job may have a surplus.
 
     Args:
         job_id: the job.
-        api: Nomad's.
+        api: requests to Nomad.
         http: requests to the containers' servers.
-        view: what is known of the job's containers.
-        token: gives the token of the servers.
-        changed: set when a container begins to end.
+        view: the state of the job.
+        token: returns the servers' token.
+        changed: set when a container starts to end.
     """
 
     def __init__(
@@ -56,12 +56,12 @@ class Shrinker:
                 while await self._shrink_once(client_id):
                     pass
             except BackendUnavailable as error:
-                log.info("job %s can't be made smaller yet: %s", self._job_id, error)
+                log.info("job %s can't be shrunk yet: %s", self._job_id, error)
                 await asyncio.sleep(DOUBT_S)
                 self.wanted.set()
 
     async def _shrink_once(self, client_id: str) -> bool:
-        """Take one container away; False: there is none too many, or none that may go."""
+        """End one container; False: there is no surplus, or other clients use it."""
         step = self._view.next_shrink()
         if (item := step.item) is None:
             await self._cancel_unplaced()
@@ -75,25 +75,27 @@ class Shrinker:
                 await self._http.drain(item.url, self._token(), LONGEST_DRAIN_S)
                 await self._http.until_idle(item.url, self._token())
             self._view.ending.add(item.run)
-            self._view.drained.add(item.run)  # it takes no leases any more: whatever Nomad answers, it has to go
+            self._view.drained.add(item.run)  # it takes no more leases, so it must end whatever Nomad answers
         if not await self._lower(item.index):
-            await self._api.stop_allocation(item.id)  # it is drained, and wanted again: let Nomad make a fresh one
+            await self._api.stop_allocation(item.id)  # it is drained, and wanted again: Nomad replaces it
         self._view.drained.discard(item.run)
         self._changed.set()
         return True
 
     async def _cancel_unplaced(self) -> None:
-        """Take back what was asked for and found no place; what another process asked for beyond that stays."""
+        """Lower the count by this process's containers that could not be placed."""
         if not self._view.surplus:
             return
         if (job := await self._api.job(self._job_id)) is not None and not job.get("Stop"):
             wanted = self._view.unplaced_count(nomad_job.count(job))
             if wanted is not None and await self._set_count(job, wanted):
-                log.info("job %s has %d containers asked for: no more have found a place", self._job_id, wanted)
+                log.info(
+                    "job %s: its count is lowered to %d, as no more containers could be placed", self._job_id, wanted
+                )
         self._view.surplus = False
 
     async def _lower(self, index: int) -> bool:
-        """Set the job's count so that `index` is the first to go; False: it isn't the highest any more."""
+        """Set the job's count so that `index` ends; False: it isn't the highest any more."""
         for _ in range(CHANGES):
             job = await self._api.job(self._job_id)
             if job is None or job.get("Stop"):
@@ -105,7 +107,7 @@ class Shrinker:
         return False
 
     async def _set_count(self, job: Json, count: int) -> bool:
-        """Register a job as it was read, with another count; False: somebody has changed it since."""
+        """Register a job as it was read, with another count; False: it has changed since."""
         nomad_job.group_of(job)["Count"] = count
         if done := await self._api.register(job, modify_index=job["JobModifyIndex"]):
             self._view.most = max(count, self._view.target)

@@ -1,4 +1,4 @@
-"""What Nomad's answers mean: allocations as containers, failed placements as sentences. Plain data, no requests."""
+"""Nomad's answers as our types: allocations as containers, failed placements as messages. Plain data, no requests."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ UNRECOVERABLE = "Error was unrecoverable"
 OVER = {"complete", "failed"}
 DRIVER = "Driver Failure"
 BAD_EVENTS = {DRIVER, "Setup Failure", "Failed Validation", "Failed Artifact Download", "Template"}
-"""Task events that tell why a task doesn't run."""
+"""Task events with a reason why a task doesn't run."""
 
 
 @dataclass(frozen=True, slots=True)
 class JobSecret:
-    """What opens a job's servers; nothing while there is no job.
+    """The secret of a job's servers; empty while there is no job.
 
     Attributes:
         token: the bearer token.
-        certificate: in PEM, the one that they show; None: they speak plain HTTP.
+        certificate: their certificate in PEM; None: plain HTTP.
     """
 
     token: str = ""
@@ -37,12 +37,12 @@ class Allocation:
     """One allocation of the job.
 
     Attributes:
-        state: `over` when nothing of it runs any more; `unknown` when its client lost contact; `lost` when Nomad has
-            given it up besides, though it may well run on where nobody can stop it.
-        run: a name for this run of its server: a restart in place is a new one.
-        detail: what last went wrong with it, in Nomad's words; of interest while its server doesn't answer.
+        state: `over` when it has ended; `unknown` when its client lost contact; `lost` when Nomad has also replaced it,
+            though it may still run where Nomad can't stop it.
+        run: the name of this run of its server; a restart in place is a new run.
+        detail: Nomad's last error about it, of interest while its server doesn't answer.
         exit_code: of its task's last end, where it has ended.
-        unrecoverable: its driver says that trying again can't help.
+        unrecoverable: its driver says that a retry can't help.
     """
 
     id: str
@@ -59,7 +59,7 @@ class Allocation:
 
     @classmethod
     def read(cls, row: Mapping[str, Any], *, tls: bool = False) -> Allocation:
-        """An entry of /v1/allocations?resources=true&task_states=true; `tls`: its server speaks it."""
+        """Read an entry of /v1/allocations?resources=true&task_states=true; `tls`: its server uses TLS."""
         task = (row.get("TaskStates") or {}).get(TASK) or {}
         index = re.search(r"\[(\d+)\]$", row["Name"])
         events: Sequence[Mapping[str, Any]] = task.get("Events") or []
@@ -104,7 +104,7 @@ def _url(row: Mapping[str, Any], scheme: str) -> str | None:
 
 
 def _task_trouble(events: Sequence[Mapping[str, Any]]) -> tuple[str, int | None]:
-    """The last thing that went wrong with a task, and its last exit code; it may have come up well since."""
+    """A task's last error and exit code; it may have started since."""
     words, code = "", None
     for event in events:
         kind = event.get("Type", "")
@@ -130,25 +130,25 @@ CURES = {
     "No such image": "push sandbox_image to a registry that the clients reach, or `docker load` it on each of them",
     "pids_limit cannot be greater": "its client's Docker plugin bounds pids_limit: set it to 0 there, or `pids` in nomad_variables",
 }
-"""Words of a Docker driver that a change of the set-up alone will cure, and that change."""
-PASSING = ("i/o timeout", "deadline exceeded", "toomanyrequests", "connection reset", "503")
-"""In a failed pull's words: the registry may be back in a moment."""
+"""Messages of a Docker driver that only a change of the set-up cures, and that change."""
+TEMPORARY = ("i/o timeout", "deadline exceeded", "toomanyrequests", "connection reset", "503")
+"""In the message of a failed pull that may succeed on a retry."""
 
 
 def set_up_fault(detail: str) -> str:
-    """The cure for what a driver said, where the client or the job is set up wrongly; empty when it may pass."""
-    if not detail.startswith(DRIVER) or any(word in detail for word in PASSING):
+    """The cure for a driver's error where the client or the job is set up wrongly; empty when it may be temporary."""
+    if not detail.startswith(DRIVER) or any(word in detail for word in TEMPORARY):
         return ""
     return next((cure for words, cure in CURES.items() if words in detail), "")
 
 
 def newest(allocations: Iterable[Allocation]) -> list[Allocation]:
-    """What is left of a job's allocations once those that are over or given up are taken out, by index."""
+    """A job's allocations that are neither over nor lost, by index."""
     return sorted((a for a in allocations if a.state not in {"over", "lost"}), key=lambda a: (a.index, a.modified))
 
 
 def container(allocation: Allocation, secret: JobSecret, *, ready: bool, ending: bool) -> Container:
-    """An allocation as the pool sees it; `ready`: its server answers, `ending`: it drains."""
+    """An allocation as a container; `ready`: its server answers, `ending`: it drains."""
     state: Literal["starting", "running", "ending"] = "starting"
     if ending or allocation.state == "ending":
         state = "ending"
@@ -160,7 +160,7 @@ def container(allocation: Allocation, secret: JobSecret, *, ready: bool, ending:
 
 
 def placement_failures(evaluations: Iterable[Mapping[str, Any]]) -> str:
-    """Why the scheduler could place nothing, from the newest evaluation that says so; empty when none does."""
+    """Why the scheduler could not place containers, from the newest evaluation with a reason; empty: none has."""
     ordered = sorted(evaluations, key=lambda e: (e.get("ModifyIndex", 0), e.get("CreateIndex", 0)), reverse=True)
     for evaluation in ordered:
         failed = (evaluation.get("FailedTGAllocs") or {}).get(GROUP)
@@ -177,11 +177,11 @@ ROOM = {
     "network": "set static_port in nomad_variables to 0",
     "disk": "free some on the clients",
 }
-"""What a pool's settings can do about a resource that is exhausted; the dimension's first word is Nomad's."""
+"""Cures for an exhausted resource, by the first word of Nomad's dimension."""
 
 
 def cure(metric: Mapping[str, Any]) -> str:
-    """What to change where the scheduler found no place; empty where only the cluster can help."""
+    """What to change where the scheduler can't place containers; empty where only the cluster can help."""
     cures: list[str] = []
     if not metric.get("NodesInPool", 1):
         cures.append("set node_pool or datacenters in nomad_variables to where there are clients")
@@ -195,7 +195,7 @@ def cure(metric: Mapping[str, Any]) -> str:
 
 
 def explain(metric: Mapping[str, Any]) -> str:
-    """An AllocMetric as `nomad job status` would say it, and what may help."""
+    """An AllocMetric as `nomad job status` shows it, and the cure."""
     parts: list[str] = []
     if not metric.get("NodesInPool", 1):
         parts.append(f"no ready node of node pool {metric.get('NodePool', 'default')!r} is in the job's datacenters")

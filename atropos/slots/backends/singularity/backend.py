@@ -1,4 +1,4 @@
-"""Containers as processes of this machine in a Singularity or Apptainer image: the local backend on an image's programs."""
+"""Containers as processes of this machine in a Singularity or Apptainer image: the local backend with an image."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ SERVER = ("python3", "-P", "-m", "atropos.sandbox", "--config", "-")
 
 
 class SingularityBackend(LocalBackend):
-    """Supervised sandbox servers in an image; slots start from what is in it."""
+    """Supervised sandbox servers in an image, which is also the slots' base."""
 
     name = "singularity"
 
     async def start(self) -> None:
-        """Find the program and the image, and make a scratch folder, as the local backend."""
+        """Find the program and the image, then start as the local backend does."""
         program = next(filter(None, map(shutil.which, PROGRAMS)), None)
         if program is None:
             raise ConfigError("backend: 'singularity' needs apptainer or singularity, and neither is on PATH")
@@ -47,6 +47,6 @@ class SingularityBackend(LocalBackend):
 
 
 def _privileges() -> tuple[str, ...]:
-    """Root keeps its ids, of which slots get a range; anybody else is in a user namespace of one id."""
-    # as root, all capabilities would be asked for; slots need no such one, and roots of virtual machines often lack it
+    """Root keeps its ids, a range of which slots get; other users are in a user namespace of one id."""
+    # without it, root asks for all capabilities, of which virtual machines often lack this one, and slots don't need it
     return ("--drop-caps", "CAP_SYS_RESOURCE") if os.geteuid() == 0 else ("--userns",)

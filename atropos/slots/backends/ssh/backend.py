@@ -1,4 +1,4 @@
-"""Hosts as containers: a sandbox server is started on each over ssh, and its port is forwarded to this machine's loopback."""
+"""Hosts as containers: a sandbox server is started on each over ssh, its port forwarded to this machine's loopback."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class SshBackend(SupervisedBackend):
     stop_more_s = 2.0
 
     async def start(self) -> None:
-        """Check the settings; a host is connected to when its container is asked for."""
+        """Check the settings; the connection to a host is made when its container is started."""
         hosts = self.config.ssh_hosts
         for host in hosts:
             place(host)
@@ -25,7 +25,7 @@ class SshBackend(SupervisedBackend):
             )
 
     async def launch(self, index: int, token: str) -> Server:
-        """A server on the host of this index. Cut off from its pool, it ends when the leases have."""
+        """A server on the host of this index. Without its pool, it ends when the leases have."""
         config = self.config.server_config(
             token, drain_s=DRAIN_S, unattended_s=max(self.config.lease_ttl_s, self.config.start_timeout_s)
         )

@@ -1,8 +1,8 @@
-"""`python -m atropos.slots.backends.ssh.far_end NAME`: a sandbox server that lives no longer than the connection it came over.
+"""`python -m atropos.slots.backends.ssh.far_end NAME`: a sandbox server that ends with its ssh connection.
 
-NAME is the container's, for those who list processes. The first line on stdin is a `ServerConfig` in JSON; each further
-line asks the server to end in order, and the end of input makes it: sshd closes stdin when the connection is lost. Prints
-one line of JSON, `{"port": …}`, when the server listens. Exit codes and the last line on stderr are the server's.
+NAME is the container's, for lists of processes. The first line on stdin is a `ServerConfig` in JSON; each later line asks
+the server to end in order, and the end of input kills it: sshd closes stdin when the connection is lost. Prints one line
+of JSON, `{"port": …}`, when the server listens. Exit codes and the last line on stderr are the server's.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from atropos.slots.config import one_line
 
 MAX_LINE_BYTES = 1024 * 1024
 READY_S = 3600.0
-"""The pool's `start_timeout_s` is what counts: it closes the connection."""
+"""Longer than the pool's `start_timeout_s`, which closes the connection."""
 
 
 async def main() -> int:
-    """Run the server until it ends, is asked to, or its owner is gone; returns the exit code."""
+    """Run the server until it ends, is asked to end, or loses the connection; returns the exit code."""
     stdin = asyncio.StreamReader(limit=MAX_LINE_BYTES)
     await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(stdin), sys.stdin)
     line = await stdin.readline()

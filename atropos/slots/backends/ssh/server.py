@@ -22,21 +22,21 @@ if TYPE_CHECKING:
     from atropos.config import ServerConfig
 
 KEEPALIVE_S, KEEPALIVES = 5.0, 3
-"""A host that leaves so many requests unanswered, one each so many seconds, is gone."""
+"""Seconds between keepalive requests, and how many without an answer end the connection."""
 GONE_S = 5.0
-"""How long the far end may take to end a server and to remove what it left."""
+"""How long the far end may take to end a server and its folder."""
 BANNER_LINES = 100
 """Lines that the host's login shell may print before the server's own."""
 NO_PYTHON = (126, 127)
-"""Exit codes of a shell that can't start a program."""
+"""A shell's exit codes when it can't start a program."""
 _PLACE = re.compile(r"(?:(?P<user>[^@\s]+)@)?(?P<host>\[[^\]\s]+\]|[^:\[\]@\s]+)(?::(?P<port>[0-9]{1,5}))?")
 
 
 def place(text: str) -> dict[str, object]:
-    """`[user@]host[:port]` as arguments of asyncssh; what it doesn't say comes from ssh's configuration.
+    """`[user@]host[:port]` as arguments of asyncssh; the rest comes from ssh's configuration.
 
     Raises:
-        ConfigError: it is nothing of that kind.
+        ConfigError: it has another form.
     """
     match = _PLACE.fullmatch(text)
     if match is None:
@@ -51,7 +51,7 @@ def place(text: str) -> dict[str, object]:
 
 @contextlib.contextmanager
 def _failures(host: str) -> Generator[None]:
-    """What goes wrong between here and a host, as our errors."""
+    """Raise errors of ssh as ours."""
     try:
         yield
     except asyncssh.HostKeyNotVerifiable as error:
@@ -79,7 +79,7 @@ class SshServer:
     Args:
         host: `[user@]host[:port]`.
         python: the host's Python.
-        ssh_config: a file like ~/.ssh/config, which is read where it is None.
+        ssh_config: a file like ~/.ssh/config; None: that one.
         config: the server's.
     """
 
@@ -111,12 +111,14 @@ class SshServer:
         }
         options |= {"keepalive_interval": KEEPALIVE_S, "keepalive_count_max": KEEPALIVES}
         if asyncssh.SSHClientConnectionOptions(**options).known_hosts is None:
-            options["known_hosts"] = b""  # `UserKnownHostsFile none` knows no key, and doesn't trust all of them
+            options["known_hosts"] = b""  # `UserKnownHostsFile none` means no key is known, not that each is trusted
         self._connection = await asyncssh.connect(**options)
         self._process = await self._connection.create_process(self._command, encoding=None)
         self._process.stdin.write(server_json(self._config) + b"\n")
         port = await self._listening(self._process)
-        _, probe = await self._connection.open_connection("127.0.0.1", port)  # refused now, or at the first lease
+        _, probe = await self._connection.open_connection(
+            "127.0.0.1", port
+        )  # to be refused now, not at the first lease
         probe.close()
         listener = await self._connection.forward_local_port("127.0.0.1", 0, "127.0.0.1", port)
         self.url = f"http://127.0.0.1:{listener.get_port()}"
@@ -133,18 +135,18 @@ class SshServer:
         raise BackendUnavailable(f"{self._host}: no ready line in the first {BANNER_LINES} lines")
 
     async def wait(self) -> None:
-        """Until the server has ended, or the connection is lost."""
+        """Wait until the server has ended, or the connection is lost."""
         assert self._process is not None
         with contextlib.suppress(asyncssh.Error, OSError):
-            words = (await self._process.stderr.read()).decode(errors="replace").split("\n")
-            self._last = next((line.strip()[-SHOWN_CHARS:] for line in reversed(words) if line.strip()), "")
+            lines = (await self._process.stderr.read()).decode(errors="replace").split("\n")
+            self._last = next((line.strip()[-SHOWN_CHARS:] for line in reversed(lines) if line.strip()), "")
         await self._process.wait_closed()
 
     def failure(self) -> Exception:
-        """Why it ended, in its own words."""
+        """Why it ended."""
         assert self._process is not None
         code = self._process.exit_status
-        last = self._last or "it said nothing"
+        last = self._last or "it printed nothing"
         if code in NO_PYTHON or "No module named" in last:
             return ConfigError(f"ssh_python: {self._python!r} on {self._host}: {last}")
         if code == BAD_CONFIG:
@@ -156,7 +158,7 @@ class SshServer:
         return BackendUnavailable(f"{self._host}: {last}")
 
     async def stop(self, grace_s: float) -> None:
-        """Ask it to end, and after `grace_s` make it; returns when it is gone, or the connection is."""
+        """Ask it to end, and kill it after `grace_s`; returns when it or the connection is gone."""
         try:
             if self._process is not None:
                 with contextlib.suppress(TimeoutError, asyncssh.Error, OSError):
@@ -173,4 +175,4 @@ class SshServer:
                 self._connection.abort()
 
     async def tidy(self) -> None:
-        """Nothing: the far end does it."""
+        """The far end has removed everything."""
