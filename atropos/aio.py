@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import random
+import time
 from collections.abc import Coroutine
+from dataclasses import dataclass
 
 RECEIVE_BYTES = 65_536
 """Most bytes of one read. glibc maps a buffer of 128 KiB or more anew for each read and gives it back: on Linux 6.18 in a
@@ -41,3 +43,33 @@ def backoff_s(attempt: int, *, first_s: float, longest_s: float) -> float:
     The random half keeps clients that failed together from coming back together (AWS' "equal jitter").
     """
     return min(longest_s, first_s * 2 ** min(attempt, 30)) * random.uniform(0.5, 1.0)
+
+
+@dataclass
+class Backoff:
+    """The pauses of `backoff_s` between attempts of which some succeed.
+
+    Attributes:
+        failures: in a row.
+    """
+
+    first_s: float
+    longest_s: float
+    failures: int = 0
+    _until: float = 0.0
+
+    def failed(self) -> float:
+        """Count a failure; returns how long to wait, in seconds."""
+        pause = backoff_s(self.failures, first_s=self.first_s, longest_s=self.longest_s)
+        self.failures += 1
+        self._until = time.monotonic() + pause
+        return pause
+
+    def worked(self) -> None:
+        """Reset after a success."""
+        self.failures, self._until = 0, 0.0
+
+    @property
+    def left_s(self) -> float:
+        """Time until the next attempt, in seconds."""
+        return max(0.0, self._until - time.monotonic())

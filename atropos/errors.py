@@ -60,7 +60,7 @@ class IsolationUnavailable(SandboxError):
 
 
 class ToolServerUnavailable(SandboxError):
-    """The ToolServer could not be reached or answered nonsense."""
+    """The ToolServer could not be reached or sent an invalid answer."""
 
     code = "tool_server_unavailable"
 

@@ -56,7 +56,7 @@ def start(endpoint: str, service: str) -> Tracing:
     """
     global _tracer  # noqa: PLW0603
     if _tracer is not None:
-        raise ConfigError("otlp_endpoint: this process sends its spans already")
+        raise ConfigError("otlp_endpoint: this process already sends its spans")
     try:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
         from opentelemetry.sdk.resources import Resource

@@ -206,7 +206,7 @@ def describe(error: BaseException) -> InferenceError:
     elif (status is None or status < 400) and isinstance(
         inner, TypeError | IndexError | AttributeError | ValueError | ContentTypeError
     ):
-        text = f"the inference server answered nonsense ({text})"
+        text = f"the inference server sent an invalid answer ({text})"
     elif status is not None:
         text = f"the inference server answered {status} ({text})"
     else:
@@ -222,17 +222,17 @@ def _generation(prompt: list[int], answer: object) -> Generation:
         values = [float(value) for value in logprobs[0]]
         reason = reasons[0]
     except (TypeError, ValueError, IndexError, KeyError) as error:
-        raise InferenceError(f"the inference server answered nonsense ({error!r})") from error
+        raise InferenceError(f"the inference server sent an invalid answer ({error!r})") from error
     if list(returned) != prompt:
         raise InferenceError(
-            "the prompt's tokens came back changed (a doubled BOS token?); they must be used as they are",
+            "the inference server changed the prompt's tokens (a doubled BOS token?); it must use them as they are",
             retryable=False,
         )
     if not ids:
         raise InferenceError(f"the inference server sampled no token (finish reason {reason!r:.80})")
     ending = _ending(reason, ENDINGS)
     if len(ids) != len(values) or not all(math.isfinite(value) for value in values):
-        raise InferenceError(f"{len(ids)} tokens came with {len(values)} logprobs, or with infinite ones")
+        raise InferenceError(f"{len(ids)} tokens came with {len(values)} logprobs, or infinite ones")
     return Generation(ids, values, ending)
 
 
@@ -246,7 +246,7 @@ def _ending(reason: object, endings: frozenset[str]) -> str:
     kind = cast("dict[str, object]", reason).get("type") if isinstance(reason, dict) else reason
     if isinstance(kind, str) and kind in endings:
         return kind
-    raise InferenceError(f"the inference server broke the generation off (finish reason {kind!r:.80})")
+    raise InferenceError(f"the inference server stopped the generation early (finish reason {kind!r:.80})")
 
 
 def _token(value: object) -> int:
@@ -266,7 +266,7 @@ def _chat_answer(answer: Any) -> ChatAnswer:
             for call in (getattr(message, "tool_calls", None) or [])
         ]
     except (AttributeError, IndexError, TypeError) as error:
-        raise InferenceError(f"the inference server answered nonsense ({error!r})") from error
+        raise InferenceError(f"the inference server sent an invalid answer ({error!r})") from error
     if content is not None and not isinstance(content, str):
         raise InferenceError(f"the inference server's message is no text but {type(content).__name__}")
     reasoning = getattr(message, "reasoning_content", None) or getattr(message, "reasoning", None) or ""

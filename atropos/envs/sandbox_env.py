@@ -102,9 +102,7 @@ class SandboxEnv(BaseEnv):
                     testing=testing,
                 )
             except OSError as error:  # the tokenizers are loaded, so it is the file of the groups
-                raise ConfigError(
-                    f"env.data_path_to_save_groups: {error}; choose a place that can be written"
-                ) from error
+                raise ConfigError(f"env.data_path_to_save_groups: {error}; choose a writable path") from error
         prepare_servers(self.server)
         self.metrics = EnvMetrics()
         self.lifetime = Lifetime()
@@ -380,7 +378,7 @@ class SandboxEnv(BaseEnv):
             )
         if self.config.group_size == 1 and self.config.ensure_scores_are_not_same:
             raise ConfigError(
-                "env.group_size: a group of 1 always has equal scores, and those are left out; use 2 or more, or set "
+                "env.group_size: a group of 1 always has equal scores, and such groups are dropped; use 2 or more, or set "
                 "--env.ensure_scores_are_not_same false"
             )
 

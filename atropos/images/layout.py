@@ -64,7 +64,7 @@ def _check_settings(settings: object) -> None:
         value = cast("dict[str, object]", settings).get(name)
         texts: object = [value] if name in {"WorkingDir", "User"} else value
         if value is not None and not (isinstance(texts, list) and all(map(_is_text, cast("list[object]", texts)))):
-            raise ValueError(f"config: {name}: not what commands can start with")
+            raise ValueError(f"config: {name}: no valid settings of commands")
 
 
 def _is_text(value: object) -> bool:

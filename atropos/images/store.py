@@ -128,7 +128,7 @@ class ImageStore:
         """
         found = self._chain(image.id)
         if not found:
-            raise ImageUnavailable(f"image {image.source}: it, or what it was built on, is no longer in the store")
+            raise ImageUnavailable(f"image {image.source}: it, or an image below it, is no longer in the store")
         return found
 
     # ------------------------------------------------------------------------------------------------------- preparing

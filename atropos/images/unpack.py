@@ -53,7 +53,7 @@ class Digesting:
         data = self._stream.read(size)
         self._left -= len(data)
         if self._left < 0:
-            raise ImageRefused("a layer that is longer than all its files may be")
+            raise ImageRefused("a layer that is larger than its bound")
         self._digest.update(data)
         return data
 
@@ -350,7 +350,7 @@ def unpack(folder: str, max_bytes: int, max_members: int, ids: int, layers: list
             except (tarfile.TarError, EOFError, gzip.BadGzipFile, ValueError) as error:
                 raise ImageRefused(f"layer {wanted[:12]} is no tar: {error}") from None
         if found != wanted:
-            raise ImageRefused(f"layer {wanted[:12]} is another one than the image names ({found[:12]})")
+            raise ImageRefused(f"layer {wanted[:12]} is not the one that the image names ({found[:12]})")
     return tree
 
 

@@ -99,7 +99,7 @@ class PoolSettings(SlotSettings):
                 "raise the first or lower the second"
             )
         if (self.tls_certificate is None) != (self.tls_key is None):
-            raise ValueError("tls_certificate, tls_key: one is useless without the other; set both, or none")
+            raise ValueError("tls_certificate, tls_key: set both, or none")
         if self.privileged:
             raise ValueError(
                 "privileged: sandbox containers are never privileged (a slot needs user namespaces, not host rights); "
@@ -162,7 +162,7 @@ class SlotPoolConfig(PoolSettings, SandboxSettings):
     @model_validator(mode="after")
     def _check_tls(self) -> Self:
         if self.tls_certificate is not None and self.backend in {"local", "docker", "modal", "singularity", "ssh"}:
-            raise ValueError(f"tls_certificate: backend {self.backend!r} has no TLS; take it out, or use 'nomad'")
+            raise ValueError(f"tls_certificate: backend {self.backend!r} has no TLS; remove it, or use 'nomad'")
         return self
 
     @model_validator(mode="after")

@@ -267,7 +267,7 @@ async def _attempt(run: _Run) -> Attempt:
     except (SandboxError, ConfigError, OSError) as error:
         return replace(run.so_far, problem=f"{type(error).__name__}: {error}")
     except Exception as error:  # of ours: it costs one attempt, and the others go on
-        log.exception("%s: the attempt ended by a fault of atropos's own", run.name)
+        log.exception("%s: the attempt ended with an internal error", run.name)
         return replace(
             run.so_far, problem=f"a fault of atropos's own, please report it: {type(error).__name__}: {error}"
         )
@@ -369,7 +369,7 @@ class _Run:
             result = await workspace.solve(slot, task)
             told = result.output[-300:].strip()
             if result.timed_out:
-                raise TaskBroken(f"{task.name}: its solution took longer than it may: {told}")
+                raise TaskBroken(f"{task.name}: its solution took longer than its timeout: {told}")
             if result.exit_code != 0:
                 self.so_far = replace(self.so_far, ended=f"it ended with {result.exit_code}: {told}")
         elif self.agent == "script":

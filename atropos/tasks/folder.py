@@ -94,7 +94,7 @@ def check_names(folders: Sequence[Path]) -> None:
     for folder in folders:
         other = seen.setdefault(folder.name, folder)
         if other is not folder:
-            raise ConfigError(f"{other} and {folder} are called the same; rename one, or take one set at a time")
+            raise ConfigError(f"{other} and {folder} have the same name; rename one, or load one set at a time")
 
 
 def read_folders(folders: Sequence[Path], *, variables: Mapping[str, str] | None = None) -> TaskSet:

@@ -216,7 +216,7 @@ class TaskImages:
         except (ImageUnavailable, ConfigError) as error:
             raise TaskBroken(f"{task.name}: {error}") from error
         if image is None:
-            raise ImageUnavailable(f"{task.name}: no container is up that could prepare {name or 'its workspace'}")
+            raise ImageUnavailable(f"{task.name}: no container is running that could prepare {name or 'its workspace'}")
         return image, source
 
     async def once_up(self, source: str, progress: Callable[[str, ImageState], None] | None = None) -> ImageInfo | None:

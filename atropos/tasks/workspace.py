@@ -227,7 +227,7 @@ async def _judge(slot: Slot, task: Task) -> Verdict:
         timeout_s=60,
     )
     if clean.exit_code != 0:
-        raise VerifierFailed(f"{task.name}: the place for the tests can't be made: {clean.output[-300:].strip()}")
+        raise VerifierFailed(f"{task.name}: the tests' folder can't be created: {clean.output[-300:].strip()}")
     for source in () if held else task.tests:
         await _upload(slot, source, "/tests")
     owner = "" if profile.user is None else f"chown -R {owner_of(profile.user)} /tests /logs/verifier && "

@@ -1,4 +1,4 @@
-"""What every message has, and the bounds of all."""
+"""The base of all messages, and their bounds."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ MAX_FRAME_BYTES = 64 * 1024 * 1024
 MAX_FILE_BYTES = 32 * 1024 * 1024
 """Largest content of one file read or write on the wire, in bytes; larger files go in pieces (`offset`, `append`)."""
 MAX_COMMAND_BYTES = 2 * 1024 * 1024
-"""Longest command or stdin text; the kernel refuses a longer argument anyway, so it is passed by a file."""
+"""Longest command, or data written to a process at once. Above the kernel's bound of an argument, a file passes it."""
 
 Limit = Literal["memory", "pids", "disk", "inodes", "time", "output", "files", "cpu"]
 """The name of the limit that stopped or truncated a program."""
 
 
 class WireMessage(BaseModel):
-    """Base of everything on the wire: frozen, unknown fields refused."""
+    """Base of all messages: frozen, unknown fields refused."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", ser_json_bytes="base64", val_json_bytes="base64")

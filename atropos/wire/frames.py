@@ -17,9 +17,9 @@ class Hello(WireMessage):
     kind: Literal["hello"] = "hello"
     version: int = VERSION
     client_id: str = Field(min_length=1, max_length=200)
-    connection: int = Field(default=0, ge=0, description="grows with each connection: a delayed older one is refused")
+    connection: int = Field(default=0, ge=0, description="grows with each connection; a delayed older one is refused")
     holds: tuple[str, ...] | None = Field(
-        default=None, description="every lease_id the client holds or asks for; its others end. None: keep all"
+        default=None, description="every lease_id that the client holds or requests; its others end. None: keep all"
     )
 
 
@@ -49,21 +49,21 @@ class Call(WireMessage):
 
 
 class Cancel(WireMessage):
-    """Give a call up: its processes are killed and its result says `cancelled`."""
+    """Cancel a call: its processes are killed, and its result is `cancelled`."""
 
     kind: Literal["cancel"] = "cancel"
     call_id: str
 
 
 class Ack(WireMessage):
-    """The client has these results; the journal may forget them."""
+    """The client has these results, which the journal may drop."""
 
     kind: Literal["ack"] = "ack"
     call_ids: tuple[str, ...]
 
 
 class Heartbeat(WireMessage):
-    """Either end is alive; from a client it renews all its leases."""
+    """The sender is alive; from a client, it renews all its leases."""
 
     kind: Literal["heartbeat"] = "heartbeat"
     seq: int = 0
@@ -86,7 +86,7 @@ class Reply(WireMessage):
 
 
 class Fault(WireMessage):
-    """A call that has no result because the infrastructure failed; `code` is one of `atropos.errors.BY_CODE`."""
+    """A failure of the infrastructure in place of a result; `code` is one of `atropos.errors.BY_CODE`."""
 
     kind: Literal["fault"] = "fault"
     call_id: str
@@ -95,7 +95,7 @@ class Fault(WireMessage):
 
 
 class LeaseEnded(WireMessage):
-    """The server ended a lease that this client held (its slot broke, it expired, the container drains)."""
+    """The server ended a lease of this client (its slot broke, it expired, the container drains)."""
 
     kind: Literal["lease_ended"] = "lease_ended"
     lease_id: str
@@ -112,7 +112,7 @@ class Draining(WireMessage):
 
 
 class Capacity(WireMessage):
-    """A slot came free; sent to clients that were refused (409) since they last got one, as a hint to ask again."""
+    """A slot came free; a hint to retry for clients that were refused (409) since the last one."""
 
     kind: Literal["capacity"] = "capacity"
     free_mib: int
@@ -122,6 +122,6 @@ ClientMessage = Annotated[Hello | Call | Cancel | Ack | Heartbeat, Field(discrim
 ServerMessage = Annotated[
     Welcome | Reply | Fault | Heartbeat | LeaseEnded | Draining | Capacity, Field(discriminator="kind")
 ]
-# The first wrong message refuses a frame: 64 MiB of them would be gigabytes of complaints.
+# A frame is refused at its first invalid message: the errors of 64 MiB of them would be gigabytes.
 CLIENT_FRAME: TypeAdapter[list[ClientMessage]] = TypeAdapter(Annotated[list[ClientMessage], FailFast()])
 SERVER_FRAME: TypeAdapter[list[ServerMessage]] = TypeAdapter(Annotated[list[ServerMessage], FailFast()])

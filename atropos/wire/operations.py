@@ -1,4 +1,4 @@
-"""What a call may ask of a slot."""
+"""Operations of calls."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ StreamId = Annotated[
 
 
 CommandOrArgv = str | Annotated[tuple[str, ...], Field(min_length=1)]
-"""A shell command line (`/bin/bash -c`, or sh where there is no bash), or a program and its arguments without a shell."""
+"""A shell command line (`/bin/bash -c`, or sh without bash), or a program and its arguments without a shell."""
 
 
 class Exec(WireMessage):
@@ -43,21 +43,23 @@ class ReadFile(WireMessage):
 
 
 class WriteFile(WireMessage):
-    """Write a file, making its parents; replaced atomically unless `append`. `if_sha256`: only if unchanged since."""
+    """Write a file and create its folders; replaced atomically unless `append`. `if_sha256`: only if it is unchanged."""
 
     op: Literal["write_file"] = "write_file"
     path: str
     data: bytes
     mode: int | None = Field(default=None, ge=0, le=0o7777)
     append: bool = False
-    if_sha256: str | None = Field(default=None, description="refuse with error 'changed' when the file is another")
+    if_sha256: str | None = Field(
+        default=None, description="refuse with error 'changed' when the file has another hash"
+    )
     user: str | None = Field(
         default=None, max_length=300, description="name or uid[:group or gid], who writes it in place; None: root"
     )
 
 
 class Search(WireMessage):
-    """Search file contents by regular expression, or names alone when `pattern` is empty; bounded in every way."""
+    """Search file contents by regular expression, or list files by name when `pattern` is empty."""
 
     op: Literal["search"] = "search"
     pattern: str
@@ -69,19 +71,18 @@ class Search(WireMessage):
 
 
 class Untar(WireMessage):
-    """Unpack an uncompressed tar archive under `path` (made when missing)."""
+    """Unpack an uncompressed tar archive below `path`, which is created if needed."""
 
     op: Literal["untar"] = "untar"
     path: str
     data: bytes
-    owners: bool = Field(default=False, description="give members the uid and gid that the archive names; else root's")
+    owners: bool = Field(default=False, description="give members the archive's uid and gid; else root's")
 
 
 class Tar(WireMessage):
     """Pack a file or folder as an uncompressed tar archive of at most `max_bytes`.
 
-    With `offset`, as much of it from there as `max_bytes` allows; a result whose size is more than where its data end
-    says that there is more.
+    With `offset`, at most `max_bytes` of it from there; there is more where the result's size exceeds the end of its data.
     """
 
     op: Literal["tar"] = "tar"
@@ -91,9 +92,9 @@ class Tar(WireMessage):
 
 
 class WriteStream(WireMessage):
-    """Write a file, or unpack a tar archive below a folder, from what `PUT /v1/leases/{id}/streams/{stream}` brings.
+    """Write a file, or unpack a tar archive below a folder, from `PUT /v1/leases/{id}/streams/{stream}`.
 
-    A file is replaced atomically when all of it has come; one that breaks off leaves the old one.
+    A file is replaced atomically once it is complete; a stream that breaks off leaves the old one.
     """
 
     op: Literal["write_stream"] = "write_stream"
@@ -106,7 +107,7 @@ class WriteStream(WireMessage):
 class ReadStream(WireMessage):
     """Send a file from `offset` on, or a file or folder as a tar archive, to `GET /v1/leases/{id}/streams/{stream}`.
 
-    `Done.count` says how many bytes were sent; more than `max_bytes` are refused as `too_large`.
+    `Done.count` is the number of bytes sent; more than `max_bytes` are refused as `too_large`.
     """
 
     op: Literal["read_stream"] = "read_stream"
@@ -124,10 +125,10 @@ class Quiesce(WireMessage):
 
 
 class SetNetwork(WireMessage):
-    """Change what the lease's programs reach, within what the server allows: at once, and open connections are cut.
+    """Change which hosts the lease's programs reach, within the server's policy; open connections are closed.
 
-    `hosts`: names, `*.suffixes`, addresses and networks, each with `:PORT` or not; none: no network; None: all that the
-    server allows, as when the lease began.
+    `hosts`: names, `*.suffixes`, addresses and networks, each with an optional `:PORT`; empty: no network; None: the
+    server's policy alone, as at the start of the lease.
     """
 
     op: Literal["set_network"] = "set_network"
@@ -135,7 +136,7 @@ class SetNetwork(WireMessage):
 
 
 class ProcStart(WireMessage):
-    """Start a background process whose output is kept in a rolling buffer; with `pty`, on a terminal of its own."""
+    """Start a background process with a rolling buffer of its output; with `pty`, on a terminal of its own."""
 
     op: Literal["proc_start"] = "proc_start"
     command: CommandOrArgv
@@ -143,8 +144,8 @@ class ProcStart(WireMessage):
     env: dict[str, str] = Field(default_factory=dict)
     user: str | None = Field(default=None, max_length=300, description="name or uid[:group or gid]; None: root")
     pty: bool = False
-    split: bool = Field(default=False, description="what it prints as errors is read apart, by `ProcState.errors`")
-    hold: bool = Field(default=False, description="on pipes: it waits while half of the buffer waits to be read")
+    split: bool = Field(default=False, description="keep stderr apart, to be read by `ProcState.errors`")
+    hold: bool = Field(default=False, description="on pipes: block it while half of the buffer is unread")
     rows: int = Field(default=24, ge=1, le=1000)
     cols: int = Field(default=80, ge=1, le=1000)
     buffer_bytes: int = Field(default=200_000, ge=1024, le=4_000_000)
@@ -154,7 +155,7 @@ class ProcRead(WireMessage):
     """State and output of a background process.
 
     Waits up to `wait_s` until it exits, or for output beyond `offset` (`until="output"`), or until no output came for
-    `quiet_s`. Offsets count every byte the process ever wrote.
+    `quiet_s`. Offsets count all bytes that the process has written.
     """
 
     op: Literal["proc_read"] = "proc_read"
@@ -167,7 +168,7 @@ class ProcRead(WireMessage):
 
 
 class ProcWrite(WireMessage):
-    """Write to a background process's stdin or terminal; optionally close it or change the window size."""
+    """Write to a background process's stdin or terminal; optionally close it, or change the window size."""
 
     op: Literal["proc_write"] = "proc_write"
     id: str
@@ -186,7 +187,7 @@ class ProcKill(WireMessage):
 
 
 class ProcList(WireMessage):
-    """All background processes of the lease, ended ones included."""
+    """List all background processes of the lease, ended ones included."""
 
     op: Literal["proc_list"] = "proc_list"
 

@@ -12,7 +12,7 @@ from atropos.wire.operations import Operation
 
 
 class LeaseLimits(WireMessage):
-    """What one lease has instead of the server's `SlotLimits`, field by field; None: as there."""
+    """Limits of one lease instead of the server's `SlotLimits`; None: the server's."""
 
     memory_mib: int | None = Field(default=None, ge=32, le=1 << 30)
     pids: int | None = Field(default=None, ge=8, le=1 << 22)
@@ -24,10 +24,10 @@ class LeaseLimits(WireMessage):
 
 
 class LeaseRequest(WireMessage):
-    """POST /v1/leases. The client chooses both ids, so that asking again gives the same lease.
+    """POST /v1/leases. The client chooses both ids, so that a repeated request gives the same lease.
 
-    Whoever knows a lease's id may use the lease, and whoever knows a client's id may speak for it: make them unguessable
-    (`secrets`) and keep them. The server shows neither to anybody; see `client_name`.
+    The ids are secrets: a lease's id gives access to it, a client's id to all of the client's leases. The server shows
+    neither; see `client_name`.
     """
 
     lease_id: str = Field(min_length=8, max_length=100, pattern=r"^[A-Za-z0-9_-]+$")
@@ -38,11 +38,11 @@ class LeaseRequest(WireMessage):
     base: str | None = None
     image: str | None = Field(default=None, max_length=1000, description="source of a prepared image, as the base")
     network: bool = False
-    limits: LeaseLimits | None = Field(default=None, description="instead of the server's; None: a slot as configured")
+    limits: LeaseLimits | None = Field(default=None, description="instead of the server's")
 
 
 class ImageSettings(WireMessage):
-    """What an image says of the commands in it."""
+    """An image's settings for commands."""
 
     env: dict[str, str] = Field(default_factory=dict)
     workdir: str | None = None
@@ -52,11 +52,11 @@ class ImageSettings(WireMessage):
 class ImageInfo(ImageSettings):
     """An unpacked image."""
 
-    id: str = Field(pattern=r"^[0-9a-f]{64}$", description="SHA-256 of its configuration, or of how it was built")
+    id: str = Field(pattern=r"^[0-9a-f]{64}$", description="SHA-256 of its configuration, or of its build")
     source: str = Field(description="the source it was first pulled from")
-    bytes: int = Field(description="what its files take")
+    bytes: int = Field(description="size of its files")
     parent: str | None = Field(
-        default=None, description="id of the image that it is a layer of, or atropos-base:NAME; None: it is whole"
+        default=None, description="id of the image that it is a layer on, or atropos-base:NAME; None: no layer"
     )
     parent_source: str | None = Field(default=None, description="source of that image")
     entrypoint: tuple[str, ...] = ()
@@ -72,25 +72,25 @@ class Lease(WireMessage):
     epoch: int
     boot_id: str
     ttl_s: float
-    limit_note: str | None = Field(default=None, description="what this slot lacks, e.g. 'no memory limit'")
-    image: ImageInfo | None = Field(default=None, description="the image that the slot stands on")
+    limit_note: str | None = Field(default=None, description="missing limits, e.g. 'no memory limit'")
+    image: ImageInfo | None = Field(default=None, description="the slot's image")
 
 
 class ImageRequest(WireMessage):
-    """POST /v1/images: prepare an image; asking again says how far it is."""
+    """POST /v1/images: prepare an image; a repeated request returns the progress."""
 
     source: str = Field(min_length=1, max_length=1000)
-    wait_s: float = Field(default=0, ge=0, le=60, description="answer when it is ready or failed, or after this time")
+    wait_s: float = Field(default=0, ge=0, le=60, description="longest wait for it to be ready or failed")
 
 
 class KeepRequest(ImageSettings):
-    """POST /v1/snapshots/{id}/image: keep a snapshot as an image, on what its lease stood on."""
+    """POST /v1/snapshots/{id}/image: keep a snapshot as an image, a layer on its lease's image or base."""
 
-    key: str = Field(pattern=r"^[0-9a-f]{64}$", description="what it was made of and how; names it: atropos-build:KEY")
+    key: str = Field(pattern=r"^[0-9a-f]{64}$", description="hash of its build; its source is atropos-build:KEY")
 
 
 class LayerOffer(WireMessage):
-    """Query of PUT /v1/images/{key}/layer: what a server is to know of a built image whose layer comes as a tar."""
+    """Query of PUT /v1/images/{key}/layer: the metadata of a built image whose layer is the body, a tar."""
 
     parent: str = Field(pattern=r"^([0-9a-f]{64}|atropos-base:.{1,200})$")
     parent_source: str = Field(min_length=1, max_length=1000)
@@ -99,14 +99,14 @@ class LayerOffer(WireMessage):
 
 
 class ImageState(WireMessage):
-    """How far an image is prepared, or built: `pulling 40%`, `building step 3/7`."""
+    """Progress of an image: `pulling 40%`, `building step 3/7`."""
 
-    source: str = Field(description="what is prepared; while building, the step's instruction")
+    source: str = Field(description="the image's source; while building, the step's instruction")
     phase: Literal["queued", "waiting", "pulling", "unpacking", "building", "ready", "failed"]
     done: float | None = Field(default=None, description="share of the phase, from 0 to 1, where it is known")
     step: int = Field(default=0, description="while building: the step's number, from 1")
     steps: int = 0
-    error: str = Field(default="", description="of a failure: its reason; of a build's with the last 50 lines")
+    error: str = Field(default="", description="reason of a failure; of a build's, with the last 50 lines")
     image: ImageInfo | None = None
 
     def __str__(self) -> str:
@@ -137,14 +137,14 @@ class SnapshotInfo(WireMessage):
     snapshot_id: str
     layers: int
     bytes: int
-    users: int = Field(default=0, description="leases standing on it now")
-    base: str | None = Field(default=None, description="the base it stands on; None: the server's default")
+    users: int = Field(default=0, description="leases that use it now")
+    base: str | None = Field(default=None, description="the base below it; None: the server's default")
 
 
 class SnapshotRequest(WireMessage):
-    """POST /v1/leases/{id}/snapshot. The client chooses the id, so that asking again does not freeze twice.
+    """POST /v1/leases/{id}/snapshot. The client chooses the id, so that a repeated request does not freeze twice.
 
-    `beside`: copy what was written instead, beside the slot's programs; views of the lease then stand on the copy.
+    `beside`: copy the written files instead, while the slot's programs run; views of the lease then use the copy.
     """
 
     snapshot_id: str | None = Field(default=None, min_length=8, max_length=100, pattern=r"^[A-Za-z0-9_-]+$")
@@ -153,7 +153,7 @@ class SnapshotRequest(WireMessage):
 
 
 class ViewRequest(WireMessage):
-    """POST /v1/leases/{id}/view: run the lease's calls in a clean slot beside the one that they ran in so far."""
+    """POST /v1/leases/{id}/view: run the lease's later calls in a view of its slot."""
 
     folders: tuple[str, ...] = Field(default=(), max_length=64)
     epoch: int | None = None
@@ -166,13 +166,13 @@ class DrainRequest(WireMessage):
 
 
 class StreamState(WireMessage):
-    """PUT /v1/leases/{id}/streams/{stream}: how much of a stream the server has, whoever sent it."""
+    """PUT /v1/leases/{id}/streams/{stream}: how many bytes of a stream the server has."""
 
     received: int
 
 
 class CallRequest(WireMessage):
-    """POST /v1/leases/{id}/calls, for people with curl."""
+    """POST /v1/leases/{id}/calls, for use with curl."""
 
     call_id: str | None = Field(default=None, min_length=1, max_length=200)
     epoch: int | None = None
@@ -180,13 +180,13 @@ class CallRequest(WireMessage):
 
 
 class Feature(WireMessage):
-    """One isolation property, tried at start from inside a throw-away slot."""
+    """One isolation feature, probed at the start in a temporary slot."""
 
     name: str
     ok: bool
     required: bool = Field(description="without it no slot starts, whatever the configuration")
     detail: str = ""
-    fix: str = Field(default="", description="the kernel or container setting that gives it")
+    fix: str = Field(default="", description="the kernel or container setting that enables it")
 
 
 class Capabilities(WireMessage):
@@ -199,18 +199,18 @@ class Capabilities(WireMessage):
     features: tuple[Feature, ...]
     limits: dict[str, float | int | str | None]
     stateful: bool = Field(description="sessions that live between calls work")
-    isolated: bool = Field(description="every feature, cgroup limits included, is there")
+    isolated: bool = Field(description="every feature is there, cgroup limits included")
 
 
 def client_name(client_id: str) -> str:
-    """What a server calls a client before others: enough to recognise oneself, and no help in speaking for it."""
+    """A client's public name, a hash of its id, which is secret."""
     return hashlib.sha256(client_id.encode()).hexdigest()[:16]
 
 
 class LeaseStatus(WireMessage):
     """A lease in `Status`."""
 
-    client: str = Field(description="its client's name there")
+    client: str = Field(description="its client's name")
     trajectory_id: str
     slot: str
     epoch: int
@@ -221,12 +221,12 @@ class LeaseStatus(WireMessage):
 
 
 class Status(WireMessage):
-    """GET /v1/status: one consistent count of everything, without what opens a lease."""
+    """GET /v1/status: a consistent view of slots, leases and clients, without secrets."""
 
     boot_id: str
     version: int = VERSION
     slots: int
-    free: int = Field(description="leases of a slot's own size that there is room for")
+    free: int = Field(description="leases of the default size that there is room for")
     free_mib: int = Field(description="memory that can be leased")
     leased: int
     warming: int
@@ -235,7 +235,7 @@ class Status(WireMessage):
     draining: bool
     clients: int
     live: tuple[str, ...] = Field(
-        default=(), description="names of clients that are connected, or hold leases and were heard of lately"
+        default=(), description="names of clients that are connected, or have leases and were connected recently"
     )
     connected: tuple[str, ...] = Field(default=(), description="those of the live clients whose stream is open")
     leases: tuple[LeaseStatus, ...] = ()

@@ -1,4 +1,4 @@
-"""What an operation comes to."""
+"""Results of operations."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class CommandResult(WireMessage):
 
 
 class FileResult(WireMessage):
-    """A read file: its bytes from the offset asked for, and the file's whole size."""
+    """A file's bytes from the requested offset, and its size."""
 
     kind: Literal["file_result"] = "file_result"
     data: bytes
@@ -36,7 +36,7 @@ class FileResult(WireMessage):
 
 
 class Done(WireMessage):
-    """An operation without an answer of its own succeeded; `count` says how many (bytes, files, processes)."""
+    """An operation without another result succeeded; `count` is its number of bytes, files or processes."""
 
     kind: Literal["done"] = "done"
     count: int = 0
@@ -52,7 +52,7 @@ class Match(WireMessage):
 
 
 class SearchResult(WireMessage):
-    """Matches in path and line order; `truncated` when a bound ended the search."""
+    """Matches by path and line; `truncated` when a bound ended the search."""
 
     kind: Literal["search_result"] = "search_result"
     matches: tuple[Match, ...]
@@ -72,7 +72,7 @@ class ProcState(WireMessage):
     output: bytes = b""
     offset: int = Field(default=0, description="of the first byte in `output`")
     total_bytes: int = Field(default=0, description="written by the process so far")
-    dropped_bytes: int = Field(default=0, description="that fell out of the rolling buffer before `offset`")
+    dropped_bytes: int = Field(default=0, description="that the rolling buffer dropped before `offset`")
     uptime_s: float = 0
     pty: bool = False
     errors: str | None = Field(default=None, description="id under which `ProcRead` reads its stderr, kept apart")
@@ -87,7 +87,7 @@ class ProcListing(WireMessage):
 
 
 class OpError(WireMessage):
-    """The operation could not be done inside the slot: a value that the model may read, not an infrastructure fault."""
+    """The operation failed inside the slot: a value that the model may read, no fault of the infrastructure."""
 
     kind: Literal["op_error"] = "op_error"
     error: Literal[

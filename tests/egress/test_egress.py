@@ -126,7 +126,7 @@ def test_bytes_and_connections_are_bounded_per_slot() -> None:
     assert "this slot has 4 connections open already" in found["many"][1]
     lines = found["spent"][1].splitlines()
     assert lines[:2] == ["8388608", "8388608"]
-    assert "used up its bytes (egress_mib)" in found["spent"][1]
+    assert "as many bytes as it may (egress_mib)" in found["spent"][1]
     assert found["neighbour"] == [0, "hello from files.example.org to /neighbour"]
     assert found["again"] == [0, "hello from files.example.org to /again"]
 

@@ -107,7 +107,7 @@ async def test_a_layout_of_several_images_is_asked_for_by_name(tmp_path):
             async with pool.lease(name, image=f"oci:{at}:{name}") as slot:
                 assert (await slot.exec("cat text")).output == name
         for wrong in (str(at), f"{at}:third"):
-            with pytest.raises(ConfigError, match="there are: first, second"):
+            with pytest.raises(ConfigError, match="it has: first, second"):
                 await pool.prepare(f"oci:{wrong}")
 
 

@@ -136,7 +136,7 @@ async def test_a_spoiled_blob_is_never_an_image(tmp_path, images, spoil):
     ("config", "words"),
     [
         ([1], "config: not an object"),
-        ({"Env": [5]}, "config: Env: not what commands can start with"),
+        ({"Env": [5]}, "config: Env: no valid settings of commands"),
         ({"Env": ["A=\0"]}, "config: Env: "),
         ({"User": 5}, "config: User: "),
         ({"Cmd": {"a": "b"}}, "config: Cmd: "),

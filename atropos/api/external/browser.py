@@ -249,7 +249,7 @@ class BrowserHost:
             except (ToolServerUnavailable, asyncio.CancelledError):
                 raise
             except Exception as error:
-                _log.warning("Chromium is not usable and is started again: %s", _line(error))
+                _log.warning("Chromium does not work and is restarted: %s", _line(error))
                 await self.restart()
                 return await self._open_context()
         except (ToolServerUnavailable, asyncio.CancelledError):
@@ -329,7 +329,7 @@ class BrowserHost:
                 await session.detach()
         except Exception as error:
             if browser is self._browser:
-                _log.warning("Chromium hangs and is started again: %s", _line(error))
+                _log.warning("Chromium hangs and is restarted: %s", _line(error))
                 await self.restart()
 
     def _lost(self, _: object) -> None:

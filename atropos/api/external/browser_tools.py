@@ -115,7 +115,7 @@ class BrowserTool(Tool, Generic[Arguments]):
         except Error:
             there = 0
         if there != 1:
-            raise ToolError(f"there is no element {match[1]} on the page now; see browser_snapshot for what there is")
+            raise ToolError(f"there is no element {match[1]} on the page now; browser_snapshot lists its elements")
         return found
 
 

@@ -130,9 +130,7 @@ class McpConnection:
             async with asyncio.timeout(_PING_S):
                 await client.list_tools(cache_mode="bypass")  # every server has it; `ping` is gone from the protocol
         except Exception as error:
-            _log.warning(
-                "MCP server %s does not answer and is connected to again: %s", self.server.name, _reason(error)
-            )
+            _log.warning("MCP server %s does not answer; reconnecting: %s", self.server.name, _reason(error))
             await self.lost(client)
 
     async def _close(self) -> None:

@@ -35,7 +35,7 @@ class SearchProvider(Protocol):
         """The best hits, best first.
 
         Raises:
-            ToolServerUnavailable: the provider can't be reached, refused or answered nonsense.
+            ToolServerUnavailable: the provider can't be reached, refuses, or sends an invalid answer.
         """
         ...
 

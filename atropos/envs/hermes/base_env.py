@@ -85,7 +85,7 @@ class HermesAgentBaseEnv(SandboxEnv):
         if config.extra_body and server_types(self.server) & EXACT:
             raise ConfigError("env.extra_body: only OpenAI-compatible servers take it; remove it for vllm and sglang")
         if config.enabled_toolsets is None and config.distribution is None:
-            _log.warning("enabled_toolsets is not set: the model is offered every tool there is")
+            _log.warning("enabled_toolsets is not set: the model is offered all tools")
         self._draw = secrets.token_hex(8) if config.seed is None else str(config.seed)
         self._calls = asyncio.Semaphore(config.tool_pool_size)
         self._rewards = asyncio.Semaphore(config.tool_pool_size)
@@ -164,12 +164,14 @@ class HermesAgentBaseEnv(SandboxEnv):
         left = [name for name in names if name not in EXTERNAL]
         if not left:
             raise ConfigError(
-                f"distribution: {self.config.distribution!r} has external toolsets alone ({', '.join(names)}); set "
+                f"distribution: {self.config.distribution!r} has only external toolsets ({', '.join(names)}); set "
                 "tool_server_url to a ToolServer's URL or 'inprocess'"
             )
         if len(left) < len(names):
             dropped = ", ".join(name for name in names if name in EXTERNAL)
-            _log.warning("distribution %s: no tool_server_url, so never drawn: %s", self.config.distribution, dropped)
+            _log.warning(
+                "distribution %s: without tool_server_url, these are never drawn: %s", self.config.distribution, dropped
+            )
         return left
 
     def tools_of(self, group: str) -> ToolRegistry:

@@ -103,5 +103,5 @@ def wait(awaitable: Awaitable[Value]) -> Value:
     if not in_bridge():
         if inspect.iscoroutine(awaitable):
             awaitable.close()
-        raise RuntimeError("wait() works inside bridged() alone")
+        raise RuntimeError("wait() works only inside bridged()")
     return cast("Value", _to_parent(_AWAIT, awaitable))

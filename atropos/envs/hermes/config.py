@@ -70,7 +70,7 @@ class HermesAgentEnvConfig(SandboxEnvConfig):
     @model_validator(mode="after")
     def _one_choice(self) -> Self:
         if self.distribution is not None and self.enabled_toolsets is not None:
-            raise ValueError("distribution and enabled_toolsets exclude each other: give one of them")
+            raise ValueError("distribution and enabled_toolsets exclude each other: set one of them")
         if "tool_pool_mode" in self.model_fields_set and self.tool_pool_mode != self.terminal_backend:
             raise ValueError(
                 f"tool_pool_mode ({self.tool_pool_mode}) and terminal_backend ({self.terminal_backend}) differ: "

@@ -99,7 +99,7 @@ class EnvDashboard:
             try:
                 self._finished.put_nowait((event.item, event.rollouts))
             except asyncio.QueueFull:
-                _log.warning("the dashboard leaves out group %s: its queue is full", event.item)
+                _log.warning("group %s is not shown on the dashboard: its queue is full", event.item)
 
     async def _keep(self) -> None:
         while True:

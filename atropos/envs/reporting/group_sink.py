@@ -98,7 +98,8 @@ class GroupSink:
         if doubtful:
             self._metrics.maybe_sent_twice += len(groups)
             _log.warning(
-                "%d group(s) may be with the trajectory API twice: an earlier try was not answered", len(groups)
+                "%d group(s) may have reached the trajectory API twice: an earlier request was not answered",
+                len(groups),
             )
 
     def close(self) -> None:

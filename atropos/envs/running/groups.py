@@ -210,7 +210,7 @@ class GroupCollector:
                 if restart == self._config.trajectory_retries:
                     raise GroupDropped(f"{group}: {lost}", code=lost.code) from lost
                 self._metrics.retries[lost.code] += 1
-                _log.warning("group %s starts again, with a newly prepared workspace: %s", group, lost)
+                _log.warning("group %s is restarted with a newly prepared workspace: %s", group, lost)
                 self._notify(Event("retry", name, detail=str(lost)))
         raise AssertionError("unreachable")
 
@@ -326,7 +326,7 @@ class GroupCollector:
                     text = f"{what}: {type(error).__name__}: {error}"
                     raise GroupDropped(text, code=error.code, hopeless=isinstance(error, NOT_RETRIED)) from error
                 self._metrics.retries[error.code] += 1
-                _log.warning("%s is tried again after %s: %s", what, type(error).__name__, error)
+                _log.warning("%s is retried after %s: %s", what, type(error).__name__, error)
                 self._notify(Event("retry", what, detail=str(error)))
                 await asyncio.sleep(backoff_s(attempt, first_s=0.1, longest_s=2.0))
                 attempt += 1

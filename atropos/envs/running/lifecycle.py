@@ -166,6 +166,6 @@ async def bounded(what: str, work: Awaitable[object], seconds: float) -> None:
         async with asyncio.timeout(seconds):
             await work
     except TimeoutError:
-        _log.warning("shutdown: %s took longer than %g s; left behind", what, seconds)
+        _log.warning("shutdown: %s took longer than %g s and is abandoned", what, seconds)
     except Exception:
         _log.exception("shutdown: %s failed", what)

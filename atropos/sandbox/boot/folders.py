@@ -140,7 +140,7 @@ def scratch(state_dir: str | None, *, root: bool) -> str:
         found = os.lstat(path)
     except OSError as error:
         raise IsolationUnavailable(
-            f"state_dir {path} can't be made: {error.strerror}; set it to a folder of one's own"
+            f"state_dir {path} can't be created: {error.strerror}; set it to a folder of your own"
         ) from error
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
         raise IsolationUnavailable(f"state_dir {path} is not a folder of this user's own; set it to one that is")

@@ -118,7 +118,7 @@ class EgressSupervisor:
             process = self._process
             assert process is not None
             code = await asyncio.to_thread(process.wait)
-            log.warning("the egress proxy ended (%d); it is started again", code)
+            log.warning("the egress proxy ended (%d); it is restarted", code)
             self._close()
             await asyncio.sleep(_RESTART_S)
             self._spawn()

@@ -310,14 +310,14 @@ class SlotSandbox:
         if limits.pids > host.config.limits.pids and not host.counts_pids:
             raise NotSupported("limits.pids: this host has no pids controller, so that slots can't be given more")
         if self._calls:
-            raise SandboxError(f"slot {self.name} is in use: its size stays")
+            raise SandboxError(f"slot {self.name} is in use: its limits can't change")
         if self._channel is None or self.died.done():
             raise SlotLost(f"slot {self.name} is gone: {self._why()}")
         try:
             self._cgroup.change(limits, slot_cgroup.ceiling(limits, host.config.slots))
             volumes.resize(self._volume, limits)
         except OSError as error:
-            raise SandboxError(f"slot {self.name} could not be given its size: {error}") from error
+            raise SandboxError(f"slot {self.name}: its limits could not be set: {error}") from error
         self.limits = limits
         self._watch = LimitWatch(self.name, self._cgroup, self._volume, limits)
         self._channel.call("limits", {"environment": host.threads(limits), "wall_s": limits.wall_s}, lambda _: None)
@@ -327,7 +327,7 @@ class SlotSandbox:
     ) -> None:
         """Get another root, with what a view shows of another slot; see `contract.Sandbox.stand_on`."""
         if self._calls or self._volume.restacked:
-            raise SandboxError(f"slot {self.name} is in use: it can't get another root any more")
+            raise SandboxError(f"slot {self.name} is in use: its root can't change")
         if self._init_fd < 0 or self.died.done():
             raise SlotLost(f"slot {self.name} is gone: {self._why()}")
         try:
@@ -338,7 +338,9 @@ class SlotSandbox:
             async with asyncio.timeout(START_DEADLINE_S):
                 await self._host.roots.change(self._init_fd, waiting)
         except (OSError, TimeoutError) as error:
-            raise NoOtherRoot(f"slot {self.name} got no root of its own: {error or type(error).__name__}") from error
+            raise NoOtherRoot(
+                f"slot {self.name}: its root could not be changed: {error or type(error).__name__}"
+            ) from error
         self.layers = tuple(layers)
         self._base = base
         self._image = self._host.base(base).image
@@ -349,7 +351,9 @@ class SlotSandbox:
             await self.network.open(near, START_DEADLINE_S)
         except OSError as error:
             late = host_limits.load() if isinstance(error, TimeoutError) else ""
-            raise SandboxError(f"slot {self.name} got no network: {memory_files.line(errors) or error}{late}") from None
+            raise SandboxError(
+                f"slot {self.name}: its network could not be set up: {memory_files.line(errors) or error}{late}"
+            ) from None
 
     def shown(self, folders: Sequence[str]) -> views.View:
         """What a view shows of it."""
@@ -473,7 +477,7 @@ class SlotSandbox:
     async def freeze(self, layer_id: str) -> Layer:
         """End the sandbox and keep its volume as a read-only layer; see `contract.Sandbox.freeze`."""
         if self._stopping is not None or self._gone:
-            raise SandboxError(f"slot {self.name} has ended, there is nothing to freeze")
+            raise SandboxError(f"slot {self.name} has ended, so it can't be frozen")
         frozen: asyncio.Future[Layer] = self._loop.create_future()
         self._stopping = self._loop.create_task(self._freeze(layer_id, frozen), name=f"freeze {self.name}")
         await asyncio.shield(self._stopping)

@@ -80,7 +80,7 @@ class SlotHost:
             cgroup, volume = self._make_cgroup_and_volume(unique, stands_on, limits, disk)
         except OSError as error:
             self.state.cells.give_back(disk)
-            raise SandboxError(f"slot {name} could not be made: {error}") from error
+            raise SandboxError(f"slot {name} could not be created: {error}") from error
         sandbox = SlotSandbox(self.state, name, volume, cgroup, limits, network=network, joins=joins)
         self.state.live.add(sandbox)
         try:
@@ -180,13 +180,13 @@ class SlotHost:
         """Make a layer of what `fill` writes into a folder; see `contract.Host.import_layer`."""
         unique = f"{next(self._serial)}"
         if self.max_layers is not None and len(self.state.layers) >= self.max_layers:
-            raise SandboxError(f"layer {layer_id} finds no place: {self.max_layers} are kept on disk already")
+            raise SandboxError(f"layer {layer_id} has no cell: {self.max_layers} layers are on disk")
         disk = await self.state.cells.take(unique)
         try:
             volume = volumes.blank(f"{self.state.scratch}/slots/{unique}", self._config.limits, disk)
         except OSError as error:
             self.state.cells.give_back(disk)
-            raise SandboxError(f"layer {layer_id} could not be made: {error}") from error
+            raise SandboxError(f"layer {layer_id} could not be created: {error}") from error
         try:
             await fill(volume.upper)
             if volume.disk is None:

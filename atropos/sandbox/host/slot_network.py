@@ -45,7 +45,7 @@ class SlotNetwork:
         """Change `hosts`; see `contract.Sandbox.set_network`."""
         if self._number is None or self._egress is None:
             if hosts:
-                raise NotSupported("network: this lease has none; ask for it with network=True")
+                raise NotSupported("network: this lease has none; request it with network=True")
             return
         await self._egress.narrow(self._number, hosts)
         self.hosts = hosts

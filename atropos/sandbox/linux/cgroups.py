@@ -1,7 +1,7 @@
-"""Our directory in each cgroup hierarchy, on cgroup v1 and v2.
+"""Our cgroup in each hierarchy, on cgroup v1 and v2.
 
-The root phase makes it and gives it to the server's uid (`claim`); the server makes and removes a child of it for each slot
-(`slot_cgroup`). What a host doesn't offer is named in `missing`.
+The root phase creates it for the server's uid (`claim`); the server creates and removes a child of it for each slot
+(`slot_cgroup`). Controllers that the host lacks are in `missing`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from atropos.sandbox.linux import syscalls
 
 @dataclass(frozen=True)
 class CgroupTree:
-    """One hierarchy's directory of ours, and the controllers that work in it."""
+    """Our cgroup in one hierarchy, and its controllers."""
 
     version: int
     path: str
@@ -38,7 +38,7 @@ class CgroupTree:
 
 @dataclass(frozen=True)
 class Cgroups:
-    """All hierarchies that the root phase could claim, and why the other controllers are missing."""
+    """Our cgroups in all hierarchies, and why other controllers are missing."""
 
     trees: tuple[CgroupTree, ...] = ()
     missing: dict[str, str] = field(default_factory=dict[str, str])
@@ -47,13 +47,13 @@ class Cgroups:
 _SERVER_WEIGHT = 1000
 """cpu.weight of the server's own leaf on cgroup v2."""
 _TRIES = 100
-"""How often a folder is made anew that somebody else removes as an empty one, before that is taken for a fault."""
+"""Attempts to create a cgroup that other servers remove while it is empty."""
 _VANISHED = (errno.ENOENT, errno.ENODEV)
-"""What the kernel says of a folder that is being removed."""
+"""The kernel's errors for a cgroup that is being removed."""
 
 
 def own_name() -> str:
-    """A directory name that tells which process made it, so that a later server can sweep what a killed one left."""
+    """A name with this process's pid and start time, by which later servers find what a killed one left."""
     return f"{PREFIX}{os.getpid()}-{_start_time(os.getpid())}"
 
 
@@ -63,7 +63,7 @@ def _start_time(pid: int) -> str:
 
 
 def alive(name: str) -> bool:
-    """Whether the process that made a directory of this name is still there."""
+    """Whether the process of an `own_name` is still there."""
     pid, _, started = name.removeprefix(PREFIX).partition("-")
     try:
         return _start_time(int(pid)) == started
@@ -72,7 +72,7 @@ def alive(name: str) -> bool:
 
 
 def sweep(parent: Path) -> None:
-    """Remove the directories of servers that are no more."""
+    """Remove the cgroups of ended servers."""
     with contextlib.suppress(OSError):
         for entry in parent.glob(f"{PREFIX}*"):
             if not alive(entry.name):
@@ -80,7 +80,7 @@ def sweep(parent: Path) -> None:
 
 
 def claim(mounts: str, uid: int, gid: int) -> Cgroups:
-    """Make our directory in every hierarchy that offers a controller, owned by `uid`. Run before privilege is left.
+    """Create our cgroup in every hierarchy with a controller, owned by `uid`. Needs privilege.
 
     Args:
         mounts: a folder in which hierarchies may be mounted.
@@ -115,7 +115,7 @@ def claim(mounts: str, uid: int, gid: int) -> Cgroups:
 
 
 def _mounted(hierarchy: Hierarchy, mounts: str) -> Path:
-    """The hierarchy's mount point: one of our own, or the one that is there when ours is refused."""
+    """The hierarchy's mount point: a new one, or an existing one where mounting is refused."""
     kind, name = ("cgroup2", "unified") if hierarchy.version == 2 else ("cgroup", ",".join(hierarchy.controllers))
     target = Path(mounts, name)
     try:
@@ -130,7 +130,7 @@ def _mounted(hierarchy: Hierarchy, mounts: str) -> Path:
 
 
 def _make_own(parent: Path, uid: int, gid: int) -> Path:
-    """Our folder, in the one that all servers share; who finds that one empty may remove it at any moment."""
+    """Create our cgroup in the one that all servers share, which others remove while it is empty."""
     top = parent / TOP
     ours = top / own_name()
     _within(top, lambda: os.mkdir(ours))
@@ -146,7 +146,7 @@ def _make(path: Path) -> None:
 
 
 def _within(folder: Path, action: Callable[[], object]) -> None:
-    """Make a folder and do something in it: both once more where somebody removed it, empty, in between."""
+    """Create a cgroup and act in it; both are retried where another server removed it in between."""
     for left in reversed(range(_TRIES)):
         _make(folder)
         try:
@@ -162,8 +162,8 @@ def _claim_v1(hierarchy: Hierarchy, mounts: str, uid: int, gid: int) -> CgroupTr
     (parent,) = places(hierarchy, _mounted(hierarchy, mounts))
     ours = _make_own(parent, uid, gid)
     if "cpu" in hierarchy.controllers:
-        # A group's weight is spread over the CPUs that it runs on: this is one ordinary program's weight on each, so
-        # that all slots together weigh no less than the server, and no more.
+        # A group's weight is divided among the CPUs that it runs on: this is one program's weight on each, so that all
+        # slots together weigh as much as the server.
         with contextlib.suppress(OSError):
             (ours / "cpu.shares").write_text(str(1024 * (os.cpu_count() or 1)))
     _give(ours, uid, gid)
@@ -177,9 +177,9 @@ def _claim_v2(hierarchy: Hierarchy, mounts: str, uid: int, gid: int) -> CgroupTr
     if not offered:
         return CgroupTree(2, str(own), ())
     error: OSError | None = None
-    # A cgroup with processes of its own can't hand controllers down, so ours is made where that works: under the own
-    # cgroup when nothing else runs in it or when it is a container's, else beside it; and where that isn't allowed
-    # under the own cgroup after all, when it was delegated to this user.
+    # A cgroup with processes can't delegate controllers. So ours is below the own cgroup where nothing else runs in it,
+    # or where it is a container's, else beside it; and where that isn't allowed, below the own cgroup if it was
+    # delegated to this user.
     tried = [(own, _is_a_container(own, mount)), (beside, False)]
     if uid != 0 and own.stat().st_uid == uid == os.geteuid():
         tried.append((own, True))
@@ -192,7 +192,7 @@ def _claim_v2(hierarchy: Hierarchy, mounts: str, uid: int, gid: int) -> CgroupTr
 
 
 def _is_a_container(own: Path, mount: Path) -> bool:
-    """Whether everything in this cgroup belongs to one container: it is the root that the namespace shows, or PID 1's."""
+    """Whether this cgroup is a container's: it is the root of the namespace, or PID 1's."""
     return own == mount or "1" in (own / "cgroup.procs").read_text().split()
 
 
@@ -212,9 +212,9 @@ def _claim_v2_under(parent: Path, uid: int, gid: int, *, may_move: bool) -> Cgro
         (top / "cgroup.subtree_control").write_text(offered)
         (ours / "cgroup.subtree_control").write_text(offered)
         if "cpu" in names:
-            # beside the slots, of which each weighs 100: what one of them does must not slow down what serves all
+            # beside slots of weight 100 each, none of which may slow down the server of all
             (server / "cpu.weight").write_text(str(_SERVER_WEIGHT))
-            if _is_real_root(parent):  # beside processes of which each weighs 100 on its CPU, see `_claim_v1`
+            if _is_real_root(parent):  # beside processes of weight 100 each, see `_claim_v1`
                 (top / "cpu.weight").write_text(str(min(10_000, 100 * (os.cpu_count() or 1))))
     except OSError:
         with contextlib.suppress(OSError):
@@ -234,14 +234,14 @@ def _is_real_root(cgroup: Path) -> bool:
 
 
 def _empty(parent: Path, rest: Path, *, may_move: bool) -> None:
-    """Move what runs in a cgroup that is to hand controllers down to a leaf.
+    """Move the processes of a cgroup to a leaf, so that it can delegate controllers.
 
     Raises:
-        OSError: others run in it, and they are not ours to move.
+        OSError: there are processes that are not ours to move.
     """
     if _is_real_root(parent):
-        return  # it may hold processes and hand controllers down alike
-    for _ in range(20):  # what is moved may fork meanwhile
+        return  # it may have processes and delegate controllers
+    for _ in range(20):  # processes may fork meanwhile
         others = (parent / "cgroup.procs").read_text().split()
         if not others:
             return
@@ -252,7 +252,7 @@ def _empty(parent: Path, rest: Path, *, may_move: bool) -> None:
 
 
 def _move(pid: str, rest: Path) -> None:
-    """Move a process ("0": this one) to the leaf for the rest."""
+    """Move a process ("0": this one) to the leaf for other processes."""
     with contextlib.suppress(ProcessLookupError):  # it has ended
         _within(rest, lambda: (rest / "cgroup.procs").write_text(pid))
 
@@ -266,7 +266,7 @@ def _give(path: Path, uid: int, gid: int) -> None:
 
 
 def release(cgroups: Cgroups) -> None:
-    """Remove our directories when the server ends; what can't be removed now is swept by the next server."""
+    """Remove our cgroups at the end of the server; the next server removes those that are left."""
     for tree in cgroups.trees:
         path = Path(tree.path)
         if tree.version == 2:

@@ -1,10 +1,10 @@
-"""Sized places on disk for slots' volumes: ext4 images on loop devices, made and mounted while the server is still root.
+"""Volumes on disk: ext4 images on loop devices, created and mounted while the server is root.
 
-Inside a user namespace nobody may mount a disk's file system or set a quota. So as many as will be needed at once are
-mounted before privilege is left: a *cell* each, with its own size and number of inodes. A volume is a new folder in an
-empty cell; a cell that could not be emptied is not used again. The image files have no name and the loop devices clear
-themselves: however the server ends, nothing of them stays. They are sparse until a cell is first used: then all of its
-blocks are reserved, because a write that finds no room behind a loop device is lost in silence. Standard library only.
+A user namespace can't mount a disk's file system or set a quota. So all that will be needed at once are mounted before
+privilege is dropped: each is a *cell* with its own size and number of inodes. A volume is a new folder in an empty cell; a
+cell that could not be emptied is not used again. The image files are unlinked and the loop devices clear themselves, so
+that nothing of them is left however the server ends. Images are sparse until a cell is first used; then all blocks are
+reserved, because writes without room behind a loop device are lost silently. Standard library only.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ if TYPE_CHECKING:
     from atropos.config import ServerConfig
 
 PROBE = "probe"
-"""The cell of the start-up probe, small enough to be filled in milliseconds."""
+"""The cell of the start-up probe, which can be filled in milliseconds."""
 PROBE_MIB, PROBE_INODES = 8, 200
 OWN_INODES = 40
-"""Inodes of a volume that are not its slot's: mount points, upper and working folders."""
+"""Inodes of a volume for mount points, upper and working folders."""
 _INODE_BYTES = 256
 _MIB = 1024 * 1024
 _LOOP_CTL_GET_FREE, _LOOP_CONFIGURE, _LO_FLAGS_AUTOCLEAR = 0x4C82, 0x4C0A, 4  # <linux/loop.h>
@@ -35,12 +35,12 @@ _LOOP_CTL_GET_FREE, _LOOP_CONFIGURE, _LO_FLAGS_AUTOCLEAR = 0x4C82, 0x4C0A, 4  # 
 
 @dataclass(frozen=True)
 class CellPlan:
-    """How many cells, and how large.
+    """Number and size of the cells.
 
     Attributes:
-        cells: for slots, those started ahead, layers, and those that are just being emptied.
+        cells: for slots, warm sandboxes, layers, and cells that are being emptied.
         layers: how many of them snapshots may keep.
-        mib, inodes: what fits into one.
+        mib, inodes: the size of one.
     """
 
     cells: int
@@ -50,7 +50,7 @@ class CellPlan:
 
     @classmethod
     def of(cls, config: ServerConfig) -> CellPlan:
-        """What a configuration needs."""
+        """The cells that a configuration needs."""
         ahead = 4 if config.warm is None else config.warm
         layers = min(config.max_snapshots, max(4, config.slots))
         cells = config.slots + ahead + layers + max(2, config.slots // 2)
@@ -58,14 +58,14 @@ class CellPlan:
 
 
 def make(plan: CellPlan, images: str, target: str, owner: int, group: int) -> list[int]:
-    """Make the cells `target`/0, 1, … and the probe's.
+    """Create the cells `target`/0, 1, … and the probe's.
 
     Args:
-        plan: how many and how large.
+        plan: their number and size.
         images: a folder on the disk.
         target: a new folder to mount them in.
         owner: the server's uid.
-        group: that of the slots' root, which passes through.
+        group: the slots' root, which needs to pass through.
 
     Returns:
         A descriptor of each cell's image, for `reserve`.
@@ -79,7 +79,7 @@ def make(plan: CellPlan, images: str, target: str, owner: int, group: int) -> li
     try:
         _format(template, plan.mib, plan.inodes)
         for number in range(plan.cells):
-            made.append(_cell(template, images, f"{target}/{number}", owner, group))  # noqa: PERF401 - as far as it came
+            made.append(_cell(template, images, f"{target}/{number}", owner, group))  # noqa: PERF401 - closed on errors
         os.unlink(template)
         _format(template, PROBE_MIB, PROBE_INODES)
         probe = _cell(template, images, f"{target}/{PROBE}", owner, group)
@@ -98,7 +98,7 @@ def make(plan: CellPlan, images: str, target: str, owner: int, group: int) -> li
 
 
 def reserve(image: int) -> None:
-    """Give a cell's image all of its blocks, so that what is written into it finds room whatever else fills the disk.
+    """Allocate all blocks of a cell's image, so that writes into it succeed even when the disk is full.
 
     Raises:
         OSError: the disk has no room for it.
@@ -115,7 +115,7 @@ def _format(path: str, mib: int, inodes: int) -> None:
     size = mib * _MIB + inodes * _INODE_BYTES + (mib * _MIB >> 6) + 2 * _MIB
     with open(path, "wb") as file:
         file.truncate(size)
-    # no journal: what is in it is worth nothing after a crash
+    # no journal: its content is not used after a crash
     options = ["-O", "^has_journal,^resize_inode", "-E", "lazy_itable_init=1,nodiscard", "-m", "0"]
     command = [program, "-q", "-F", *options, "-I", str(_INODE_BYTES), "-N", str(inodes), path]
     done = subprocess.run(command, check=False, capture_output=True, text=True, stdin=subprocess.DEVNULL)
@@ -134,7 +134,7 @@ def _cell(template: str, images: str, target: str, owner: int, group: int) -> in
     try:
         device = _attach(fd)
         try:
-            # nodiscard: what is deleted inside stays reserved; noinit_itable: unused inodes stay holes until then
+            # nodiscard: deleted blocks stay reserved; noinit_itable: the table of unused inodes stays sparse
             flags = syscalls.MS_NOSUID | syscalls.MS_NODEV
             syscalls.mount(f"/proc/self/fd/{device}", target, "ext4", flags, "nodiscard,noinit_itable")
         finally:
@@ -165,7 +165,7 @@ def _copy_sparse(source: str, target: str) -> None:
 
 
 def _attach(image: int) -> int:
-    """A loop device on an open file, which clears itself with its last user; a descriptor of it."""
+    """A descriptor of a loop device on an open file; the device clears itself with its last user."""
     info = bytearray(232)
     struct.pack_into("I", info, 52, _LO_FLAGS_AUTOCLEAR)
     config = struct.pack("II", image, 0) + bytes(info) + bytes(64)

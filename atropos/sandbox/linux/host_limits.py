@@ -1,6 +1,6 @@
-"""How many slots this host's limits allow: each limit that a live slot uses a part of, per host, per user or per process.
+"""How many slots this host's limits allow: those per host, user or process that a live slot uses a part of.
 
-`read` asks the kernel, `rooms` decides; a slot's own limits are elsewhere (`cgroups`, `SlotLimits`).
+`read` asks the kernel, `rooms` decides. For a slot's own limits see `cgroups` and `SlotLimits`.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 NEARLY = 0.97
-"""Part of a limit from which on it is named as what a start failed for."""
+"""Used part of a limit from which the error of a failed start names it."""
 
 BUSY = 2.0
-"""Load per core from which on it is named as what may have taken a start too long."""
+"""Load per core from which the error of a start that took too long names it."""
 
 
 @dataclass(frozen=True)
@@ -23,10 +23,10 @@ class HostLimit:
     """One limit of the host, of a user or of a process.
 
     Attributes:
-        name: as its setting is called.
-        value: how much there may be.
-        used: how much of it is in use, by everybody whom it counts; 0 where that can't be read.
-        per_slot: what a live slot uses of it, before its programs do anything.
+        name: of its setting.
+        value: the limit.
+        used: the part in use; 0 where that can't be read.
+        per_slot: what an idle slot uses.
         fix: how to raise it.
     """
 
@@ -38,39 +38,39 @@ class HostLimit:
 
     @property
     def slots(self) -> int:
-        """How many more slots find room under it."""
+        """How many more slots it allows."""
         return max(0, int((self.value - self.used) / self.per_slot))
 
 
 def rooms(limits: Sequence[HostLimit]) -> list[HostLimit]:
-    """The limits by the number of slots that they have room for; the one that ends first is the first."""
+    """The limits by the number of slots that they allow, the tightest first."""
     return sorted(limits, key=lambda limit: limit.slots)
 
 
 def nearly_reached(limits: Sequence[HostLimit]) -> list[HostLimit]:
-    """The limits of which hardly anything is left."""
+    """The limits that are almost reached."""
     return [limit for limit in limits if limit.used > NEARLY * limit.value]
 
 
 def named() -> str:
-    """The limits of which hardly anything is left, to follow an error's text; '' where there are none."""
+    """The limits that are almost reached, as the end of an error's text; '' where there are none."""
     found = nearly_reached(read())
     return "".join(f"; {one.name} is nearly reached ({one.used} of {one.value}): {one.fix}" for one in found)
 
 
 def load() -> str:
-    """The load, to follow the text of an error about time; '' where the machine has no more to do than it can."""
+    """The load, as the end of a timeout's text; '' where it is below `BUSY`."""
     average, cores = os.getloadavg()[0], os.cpu_count() or 1
     if average < BUSY * cores:
         return ""
-    return f"; the load is {average:.0f} on {cores} cores, which alone may be why: try again when it is lower"
+    return f"; the load is {average:.0f} on {cores} cores, which may be the reason: try again when it is lower"
 
 
 def read(volume: str = "memory") -> list[HostLimit]:
-    """What the kernel says now. A limit that it doesn't have, or doesn't show, is left out.
+    """The limits and their use now, without those that the kernel lacks or doesn't show.
 
     Args:
-        volume: "memory" or "disk": whether each slot's files are on a loop device.
+        volume: "memory" or "disk": on disk, slots use loop devices.
     """
     found = [*_processes(), *_namespaces(), *_files(), *_memory()]
     if volume == "disk":
@@ -80,7 +80,7 @@ def read(volume: str = "memory") -> list[HostLimit]:
 
 
 def _processes() -> list[HostLimit]:
-    """A live slot is bubblewrap and its PID 1; each has one thread."""
+    """A slot is bubblewrap and its PID 1, of one thread each."""
     running = _running()
     found: list[HostLimit] = []
     for name, path in (("kernel.pid_max", "kernel/pid_max"), ("kernel.threads-max", "kernel/threads-max")):
@@ -97,7 +97,7 @@ def _processes() -> list[HostLimit]:
 
 
 def _namespaces() -> list[HostLimit]:
-    """A mount namespace for bubblewrap's caller and one for the slot; else one of each kind. Their use isn't shown."""
+    """Two mount namespaces, for bubblewrap's caller and the slot, and one of each other kind; the kernel shows no use."""
     each = {"user": 1, "pid": 1, "net": 1, "mnt": 2, "ipc": 1, "uts": 1, "cgroup": 1}
     return [
         limit
@@ -123,14 +123,14 @@ def _files() -> list[HostLimit]:
         found += _sysctl("fs.file-max", "fs/file-max", int(open_files[0]), 60)
     with open("/proc/self/mountinfo", "rb") as file:
         mounts = sum(1 for _ in file)
-    # eight of a slot's own, seven more when it stands on a snapshot; its own namespace has a bound of its own
+    # eight for a slot, and seven more on a snapshot; the slot's namespace has its own bound
     found += _sysctl("fs.mount-max", "fs/mount-max", mounts, 15)
     found += _sysctl("fs.pipe-user-pages-hard", "fs/pipe-user-pages-hard", 0, 16, unlimited=0)
     return found
 
 
 def _memory() -> list[HostLimit]:
-    """What an idle slot takes; and cgroups, of which the memory controller has ids of 16 bits."""
+    """Memory of an idle slot; and cgroups, whose ids in the memory controller have 16 bits."""
     found: list[HostLimit] = []
     kib = {line.partition(":")[0]: int(line.split()[1]) for line in _text("/proc/meminfo").splitlines()}
     if "MemAvailable" in kib:
@@ -153,7 +153,7 @@ def _sysctl(name: str, path: str, used: int, per_slot: float, unlimited: int | N
 
 
 def _running() -> int:
-    """Threads on this machine."""
+    """The number of threads on this machine."""
     loads = _text("/proc/loadavg").split()
     return int(loads[3].partition("/")[2]) if len(loads) > 3 else 0
 

@@ -1,6 +1,6 @@
-"""Small files in memory that go from process to process: unlike a pipe, they take what is written whether it is read or not.
+"""Small files in memory that processes share. Unlike a pipe's, their size does not depend on other pipes or a reader.
 
-A user who has many pipes (`fs.pipe-user-pages-soft`) gets new ones of a page or two.
+New pipes of a user with many (`fs.pipe-user-pages-soft`) have a page or two.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import os
 
 
 def holding(name: str, data: bytes) -> int:
-    """A file with this content, to be read from its start."""
+    """A file with this content, positioned at its start."""
     fd = os.memfd_create(name, os.MFD_CLOEXEC)
     os.write(fd, data)
     os.lseek(fd, 0, os.SEEK_SET)
@@ -18,7 +18,7 @@ def holding(name: str, data: bytes) -> int:
 
 
 def bounded(name: str, size_bytes: int) -> int:
-    """An empty file for what others write, of which no more than `size_bytes` is taken."""
+    """An empty file for other processes' output, of at most `size_bytes`."""
     fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     os.truncate(fd, size_bytes)
     fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL)
@@ -26,6 +26,6 @@ def bounded(name: str, size_bytes: int) -> int:
 
 
 def line(fd: int) -> str:
-    """What was written into a `bounded` one, as one line."""
+    """The content of a `bounded` file, as one line."""
     text = os.pread(fd, os.fstat(fd).st_size, 0).rstrip(b"\0").decode(errors="replace")
     return " ".join(text.split())

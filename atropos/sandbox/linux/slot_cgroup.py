@@ -1,4 +1,4 @@
-"""The cgroups of one slot: its limits, and the kernel's counts of programs that they stopped."""
+"""The cgroups of one slot: its limits, and the kernel's counts of when they were reached."""
 
 from __future__ import annotations
 
@@ -15,23 +15,22 @@ if TYPE_CHECKING:
     from atropos.wire import Limit
 
 Counts = dict[str, bytes]
-"""The files with the kernel's counts of a slot's limits, by their names."""
+"""The kernel's files with counts of a slot's limits, by name."""
 _MIB = 1024 * 1024
 _OWN_PROCESSES = 2
-"""bwrap's monitor and the runner count in a slot's cgroup and are not the program's."""
+"""bwrap's monitor and the runner, which are in the slot's cgroup."""
 _PERIOD_US = 10_000
-"""How often a slot's quota of CPU time is given anew: the longer, the longer it can keep others waiting, the shorter, the
-more timers interrupt everybody."""
+"""Period of a slot's CPU quota: a longer one makes others wait longer, a shorter one costs more timer interrupts."""
 _LEAST_QUOTA_US = 1000
-"""The kernel's own bound."""
+"""The kernel's least quota."""
 
 
 def ceiling(limits: SlotLimits, slots: int) -> float | None:
     """Most cores that one slot may use; None: all of them.
 
-    Unless a quota is configured, half of them where others share them. A fair share needs no ceiling as long as programs
-    compute, but the kernel (EEVDF, Linux 6.18) shares badly between programs that only wake each other: the pipes of one
-    slot kept a neighbour from its core for 5 s. See docs/decisions/0011-a-slot-has-a-cpu-ceiling.md for what was measured with which ceiling.
+    Without a configured quota, half of them where there are other slots. Programs that compute need no ceiling for a fair
+    share, but the kernel (EEVDF, Linux 6.18) is unfair to them where others only wake each other: the pipes of one slot
+    kept another from its core for 5 s. For measurements see docs/decisions/0011-a-slot-has-a-cpu-ceiling.md.
     """
     cores = len(os.sched_getaffinity(0))
     most = limits.cpu_quota
@@ -41,19 +40,19 @@ def ceiling(limits: SlotLimits, slots: int) -> float | None:
 
 
 def settings(tree: CgroupTree, limits: SlotLimits, most_cores: float | None) -> list[tuple[str, str, bool]]:
-    """What to write into a slot's directory: (file, value, whether it is an error that it can't be written)."""
+    """The files of a slot's cgroup to write: (file, value, whether a failure is an error)."""
     memory, pids = str(limits.memory_mib * _MIB), str(limits.pids + _OWN_PROCESSES)
     quota = period = 0
     if most_cores is not None:
         period = _PERIOD_US if most_cores * _PERIOD_US >= _LEAST_QUOTA_US else 10 * _PERIOD_US
         quota = max(_LEAST_QUOTA_US, int(most_cores * period))
-    asked = limits.cpu_quota is not None  # cgroup v1 takes no quota above a container's own, which is then the ceiling
+    asked = limits.cpu_quota is not None  # cgroup v1 refuses a quota above a container's own, which is then the ceiling
     lines: list[tuple[str, str, bool]] = []
     if "memory" in tree.controllers and tree.version == 1:
         lines += [
             ("memory.limit_in_bytes", memory, True),
             ("memory.memsw.limit_in_bytes", memory, False),
-            # TCP buffers are not charged to the limit above on v1: 2 GB could be queued in a 400 MB container
+            # on v1, TCP buffers don't count towards the limit above: 2 GB could be queued in a 400 MB container
             ("memory.kmem.tcp.limit_in_bytes", str(limits.memory_mib * _MIB // 8), False),
         ]
     elif "memory" in tree.controllers:
@@ -73,12 +72,12 @@ def settings(tree: CgroupTree, limits: SlotLimits, most_cores: float | None) -> 
 
 @dataclass(frozen=True)
 class _Event:
-    """How the kernel counts that a limit has stopped a program.
+    """The kernel's counts of a limit.
 
     Attributes:
         limit: the limit's name in results.
-        stops: (file, key) of the count of programs that were stopped, by whichever limit.
-        hits: (file, key) of the count that also grows when it was the slot's own limit; None: `stops` says so.
+        stops: (file, key) of the count of stopped programs, whichever cgroup's limit it was.
+        hits: (file, key) of a count that grows only with the slot's own limit; None: so does `stops`.
     """
 
     limit: Limit
@@ -87,12 +86,12 @@ class _Event:
 
 
 _PEAKS = ("memory.memsw.max_usage_in_bytes", "memory.max_usage_in_bytes")
-"""cgroup v1's highest use since it was last reset: with swap, where that is counted, since both have one limit."""
+"""cgroup v1's peak of memory use since its last reset: with swap where that is counted, since both have one limit."""
 _PEAK = "peak"
 _CHARGE_BYTES = 64 * 4096
-"""The kernel charges memory in pieces of up to this size: a limit is hit when less than that is left."""
-# A slot's oom_kill also counts what the memory killer of the container or of the host takes from it. Version 1 has no
-# count of its own limit: failcnt stands still on Linux 6.18.
+"""The kernel charges memory in pieces of up to this size: a limit is reached when less than that is left."""
+# A slot's oom_kill also counts kills for the limit of the container or for memory of the host. Version 1 has no count of
+# its own limit: failcnt doesn't change on Linux 6.18.
 _EVENTS = {
     (1, "memory"): _Event("memory", ("memory.oom_control", b"oom_kill "), (_PEAK, b"")),
     (2, "memory"): _Event("memory", ("memory.events", b"oom_kill "), ("memory.events", b"oom ")),
@@ -110,10 +109,10 @@ class SlotCgroup:
         self._set = (limits, most_cores)
         self._events: list[_Event] = []
         self._files: dict[str, int] = {}
-        """Descriptors of the files with the kernel's counts, by their names."""
+        """Descriptors of the files of `Counts`."""
         self._peak = -1
         self._peaks = 0
-        """How often the highest use of memory was found at the limit (cgroup v1)."""
+        """How often the peak of memory use was at the limit (cgroup v1)."""
         self._memory_bytes = limits.memory_mib * _MIB
         try:
             for tree in cgroups.trees:
@@ -139,26 +138,26 @@ class SlotCgroup:
                 self._peak = os.open(peak, os.O_RDWR | os.O_CLOEXEC)
 
     def give_way(self) -> None:
-        """Let its programs have only the CPU time that the other slots leave."""
+        """Give its programs the least CPU weight."""
         for tree, path in zip(self._trees, self.paths, strict=True):
             if "cpu" in tree.controllers:
                 file, value = ("cpu.shares", "2") if tree.version == 1 else ("cpu.weight", "1")
                 _write(f"{path}/{file}", value, needed=False)
 
     def change(self, limits: SlotLimits, most_cores: float | None) -> None:
-        """Set other limits; only what differs is written.
+        """Set other limits; only differences are written.
 
         Raises:
             OSError: the kernel refuses one.
         """
         old, cores_before = self._set
-        if most_cores is None and cores_before is not None:  # "no ceiling" writes nothing
+        if most_cores is None and cores_before is not None:  # `settings` writes nothing for "no ceiling"
             most_cores = float(os.cpu_count() or 1)
         raised = limits.memory_mib > old.memory_mib
         for tree, path in zip(self._trees, self.paths, strict=True):
             had = settings(tree, old, cores_before)
             lines = [line for line in settings(tree, limits, most_cores) if line not in had]
-            if raised:  # cgroup v1: memory may at no moment exceed memory and swap together
+            if raised:  # cgroup v1: the memory limit may never exceed that of memory and swap
                 lines.sort(key=lambda line: "memsw" not in line[0])
             for file, value, needed in lines:
                 _write(f"{path}/{file}", value, needed=needed)
@@ -166,24 +165,24 @@ class SlotCgroup:
         self._memory_bytes = limits.memory_mib * _MIB
 
     def counts(self) -> Counts:
-        """The kernel's counts of the limits that have stopped a program, as it writes them; see `exceeded`."""
+        """Read the kernel's counts; see `exceeded`."""
         found = {file: os.pread(fd, 4096, 0) for file, fd in self._files.items()}
         if self._peak >= 0:
             if int(os.pread(self._peak, 64, 0)) + _CHARGE_BYTES > self._memory_bytes:
                 self._peaks += 1
-                os.write(self._peak, b"0")  # it starts again from what is in use
+                os.write(self._peak, b"0")  # resets it to the present use
             found[_PEAK] = b"%d" % self._peaks
         return found
 
     def exceeded(self, before: Counts, after: Counts) -> Limit | None:
-        """The limit of this slot that has stopped a program between two `counts`."""
+        """The limit of this slot that stopped a program between two `counts`."""
         for event in self._stopped(before, after):
             if self._hit(event, before, after):
                 return event.limit
         return None
 
     def killed_from_above(self, before: Counts, after: Counts) -> bool:
-        """Whether a program was killed between two `counts` for want of memory in the container or on the host."""
+        """Whether a program was killed between two `counts` because the container or the host was out of memory."""
         return any(not self._hit(event, before, after) for event in self._stopped(before, after))
 
     def _stopped(self, before: Counts, after: Counts) -> list[_Event]:
@@ -196,7 +195,7 @@ class SlotCgroup:
         return event.hits is None or _grown(event.hits, before, after)
 
     def kill(self) -> None:
-        """Kill every process in it at once (`cgroup.kill`, Linux 5.14), or one by one on older kernels and cgroup v1."""
+        """Kill all processes: at once (`cgroup.kill`, Linux 5.14), or one by one on older kernels and cgroup v1."""
         for path in self.paths:
             with contextlib.suppress(OSError):
                 try:
@@ -209,7 +208,7 @@ class SlotCgroup:
                             os.kill(pid, signal.SIGKILL)
 
     def remove(self) -> bool:
-        """Remove the directories; False when one is still in use."""
+        """Remove the cgroups; False when one is still in use."""
         for fd in (*self._files.values(), *([self._peak] if self._peak >= 0 else ())):
             os.close(fd)
         self._files, self._peak = {}, -1

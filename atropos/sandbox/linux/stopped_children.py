@@ -1,9 +1,9 @@
-"""Programs that hold PID 1 of a slot up: stopped in the moment of their start, before they are what they will be.
+"""Children of a slot's PID 1 that are stopped during their start, between vfork and exec, and so block PID 1.
 
-PID 1 starts programs with vfork and waits in the kernel until the child has become the program. A program of the slot that
-stops everything it finds (SIGSTOP) may catch a child just then; PID 1 can't end it, because it waits. Without this, a
-program could turn the results of its own calls into faults of the infrastructure. The same goes for one that holds a lease
-(F_SETLEASE) on the file that is to be executed: who opens it sleeps for up to 45 s (`fs.lease-break-time`).
+PID 1 starts programs with vfork and waits in the kernel for the exec. A program of the slot that stops all processes
+(SIGSTOP) may stop a child just then, and PID 1, which waits, can't kill it: the program could turn the results of its own
+calls into faults of the infrastructure. So could one with a lease (F_SETLEASE) on the file to be executed, whose open
+sleeps for up to 45 s (`fs.lease-break-time`).
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ import signal
 
 
 def kill_stopped_children(pid: int) -> int:
-    """Kill the children of a slot's PID 1 that were stopped, or sleep, before they became programs, and for which it waits.
+    """Kill children of a slot's PID 1 that it waits for, and that are stopped or sleep before their exec.
 
     Args:
-        pid: PID 1, as this process sees it.
+        pid: PID 1's in this namespace.
 
     Returns:
-        How many there were.
+        How many were killed.
     """
     found = _stat(pid)
     if found is None or found[1] != "D":
@@ -30,7 +30,7 @@ def kill_stopped_children(pid: int) -> int:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             handle = os.pidfd_open(child)
             try:
-                # by the name: what has become a program bears its own
+                # before its exec, a child has PID 1's name
                 if _stat(child) in ((found[0], "T", pid), (found[0], "S", pid)):
                     signal.pidfd_send_signal(handle, signal.SIGKILL)
                     released += 1
@@ -40,7 +40,7 @@ def kill_stopped_children(pid: int) -> int:
 
 
 def _stat(pid: int) -> tuple[bytes, str, int] | None:
-    """(name, state, parent) of a process that is there."""
+    """(name, state, parent) of a process; None where there is none."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             head, _, tail = file.read(1024).rpartition(b")")

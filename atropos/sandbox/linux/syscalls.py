@@ -1,4 +1,4 @@
-"""The handful of Linux calls that Python's standard library has no name for. Standard library only."""
+"""Linux system calls that Python's standard library lacks. Standard library only."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def _check(result: int, what: str) -> int:
 
 
 def mount(source: str | None, target: str, kind: str | None, flags: int = 0, data: str | None = None) -> None:
-    """The kernel's own mount call. The program of that name uses newer ones, which container profiles refuse."""
+    """Call mount, which container profiles allow, unlike the newer calls of the program of this name."""
     args = [None if arg is None else os.fsencode(arg) for arg in (source, target, kind, data)]
     _check(
         libc.mount(args[0], args[1], args[2], ctypes.c_ulong(flags), args[3]),
@@ -62,7 +62,7 @@ def mount(source: str | None, target: str, kind: str | None, flags: int = 0, dat
 
 
 def idmapped_mount(path: str, namespace: int) -> None:
-    """Mount a folder over itself with its owners seen through a user namespace's map (Linux 5.12, and the file system's)."""
+    """Mount a folder over itself with owners mapped by a user namespace (Linux 5.12, and support of the file system)."""
     open_tree, move_mount, mount_setattr = 428, 429, 442
     at_fdcwd, clone, empty_path, idmap = -100, 1 | os.O_CLOEXEC, 0x1000, 0x0010_0000
     name = os.fsencode(path)
@@ -79,22 +79,22 @@ def idmapped_mount(path: str, namespace: int) -> None:
 
 
 def umount(target: str, flags: int = MNT_DETACH) -> None:
-    """Unmount, detaching by default: the mount leaves this namespace at once, whoever still uses it."""
+    """Unmount; by default lazily, so that the mount leaves this namespace even while it is in use."""
     _check(libc.umount2(os.fsencode(target), flags), f"umount {target}")
 
 
 def unshare(flags: int) -> None:
-    """Leave namespaces of the caller for new ones."""
+    """Move the caller to new namespaces."""
     _check(libc.unshare(flags), "unshare")
 
 
 def setns(fd: int, flags: int) -> None:
-    """Enter namespaces of another process, by its pidfd (Linux 5.8), or one by a descriptor of it."""
+    """Enter namespaces of a process by its pidfd (Linux 5.8), or one namespace by its descriptor."""
     _check(libc.setns(fd, flags), "setns")
 
 
 def pivot_root(new: str, put_old: str) -> None:
-    """Make `new` the root of this mount namespace, and of every process in it whose root the old one was."""
+    """Make `new` the root of this mount namespace and of its processes."""
     number = _PIVOT_ROOT.get(platform.machine())
     if number is None:
         raise OSError(errno.ENOSYS, f"pivot_root: its number on {platform.machine()} is not known")
@@ -102,7 +102,7 @@ def pivot_root(new: str, put_old: str) -> None:
 
 
 def prctl(option: int, arg: int = 0, arg3: int = 0) -> int:
-    """Operate on the calling process; the kernel's prctl."""
+    """Operate on the calling process."""
     return _check(
         libc.prctl(option, ctypes.c_ulong(arg), ctypes.c_ulong(arg3), ctypes.c_ulong(0), ctypes.c_ulong(0)),
         f"prctl {option}",
@@ -110,20 +110,20 @@ def prctl(option: int, arg: int = 0, arg3: int = 0) -> int:
 
 
 def own_session_keyring() -> None:
-    """Leave the inherited session keyring: keys in it would be readable by whoever is started from here."""
+    """Join a new session keyring: children could read the keys of the inherited one."""
     number = _KEYCTL.get(platform.machine())
     if number is not None:
         libc.syscall(number, KEYCTL_JOIN_SESSION_KEYRING, None)
 
 
 def last_capability() -> int:
-    """The highest capability number that this kernel knows."""
+    """The highest capability number of this kernel."""
     with open("/proc/sys/kernel/cap_last_cap", encoding="ascii") as file:
         return int(file.read())
 
 
 def set_capabilities(permitted: frozenset[int], inheritable: frozenset[int] = frozenset()) -> None:
-    """Set permitted and effective alike, and the inheritable set."""
+    """Set the permitted and effective sets to `permitted`, and the inheritable set."""
     low, high, inherit_low, inherit_high = 0, 0, 0, 0
     for cap in permitted:
         low, high = (low | 1 << cap, high) if cap < 32 else (low, high | 1 << (cap - 32))
@@ -137,11 +137,11 @@ def set_capabilities(permitted: frozenset[int], inheritable: frozenset[int] = fr
 
 
 def keep_only(names: frozenset[str]) -> None:
-    """Keep these capabilities through later execs and lose all others for good, bounding set included."""
+    """Keep these capabilities, also through execs, and drop all others for good, bounding set included."""
     keep = frozenset(CAPABILITIES[name] for name in names)
     for cap in range(last_capability() + 1):
         if cap not in keep:
-            # needs CAP_SETPCAP in this namespace, so it stands before capset
+            # needs CAP_SETPCAP in this namespace, so it comes before capset
             prctl(PR_CAPBSET_DROP, cap)
     set_capabilities(keep, keep)
     prctl(PR_CAP_AMBIENT, PR_CAP_AMBIENT_CLEAR_ALL)

@@ -1,4 +1,4 @@
-"""Removing folders that a program in a slot has filled. Standard library only, and little of it."""
+"""Removing folders that programs of a slot have filled. Standard library only."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import os
 
 
 def remove_tree(top: str) -> None:
-    """Remove a folder of any depth and any names: subfolders are first moved to the top, so that no path grows long."""
+    """Remove a folder of any depth: subfolders are first moved to the top, so that no path is too long."""
     number = itertools.count()
     pending = [top]
     while pending:

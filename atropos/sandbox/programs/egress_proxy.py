@@ -54,7 +54,7 @@ class SlotTraffic:
         """
         self.left -= count
         if self.left < 0:
-            raise OutOfBytes("this slot has used up its bytes (egress_mib)")
+            raise OutOfBytes("this slot has sent or received as many bytes as it may (egress_mib)")
 
     def cut(self) -> None:
         """End all connections, those included that are just being made."""

@@ -34,7 +34,7 @@ async def pulse(core: Core) -> None:
                 await state.short_ttl.wait()
         late = time.monotonic() - began - tick
         if late > ASLEEP_S:
-            log.warning("the server did not run for %.1f s; leases are not charged for it", late)
+            log.warning("the server did not run for %.1f s; leases are extended by that time", late)
             state.forgive(late)
         try:
             beat(core)

@@ -1,17 +1,16 @@
-"""What backends share: a flag for `changed()`, back-off, a rate limit, outages of an engine, blocking calls."""
+"""What backends share: a flag for `changed()`, a rate limit, outages of an engine, blocking calls."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import random
 import threading
 import time
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
-from dataclasses import dataclass
 from typing import TypeVar
 
+from atropos.aio import Backoff
 from atropos.errors import BackendUnavailable
 
 log = logging.getLogger("atropos.slots")
@@ -36,38 +35,6 @@ class ChangeFlag:
         except TimeoutError:
             return
         self._event.clear()
-
-
-@dataclass
-class Patience:
-    """Exponential back-off with jitter.
-
-    Attributes:
-        first_s: the first pause, in seconds; each failure doubles it up to `longest_s`.
-    """
-
-    first_s: float = 0.5
-    longest_s: float = 15.0
-    failures: int = 0
-    _until: float = 0.0
-
-    def failed(self) -> float:
-        """Count a failure; returns how long to wait, in seconds."""
-        pause = min(self.longest_s, self.first_s * 2 ** min(self.failures, 20))
-        self.failures += 1
-        pause *= random.uniform(0.8, 1.2)
-        self._until = time.monotonic() + pause
-        return pause
-
-    def worked(self) -> None:
-        """Reset after a success."""
-        self.failures = 0
-        self._until = 0.0
-
-    @property
-    def left_s(self) -> float:
-        """Time until the next attempt, in seconds."""
-        return max(0.0, self._until - time.monotonic())
 
 
 class Pace:
@@ -175,7 +142,7 @@ async def persist(action: Callable[[], Awaitable[None]], within_s: Callable[[Bac
     Raises:
         BackendUnavailable: the engine still refuses, or the error is not retryable.
     """
-    patience = Patience(first_s=0.2, longest_s=2)
+    backoff = Backoff(first_s=0.2, longest_s=2)
     started = time.monotonic()
     while True:
         try:
@@ -183,4 +150,4 @@ async def persist(action: Callable[[], Awaitable[None]], within_s: Callable[[Bac
         except BackendUnavailable as error:
             if not error.retryable or time.monotonic() > started + within_s(error):
                 raise
-        await asyncio.sleep(patience.failed())
+        await asyncio.sleep(backoff.failed())

@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import random
 import secrets
 from abc import abstractmethod
 from collections.abc import Coroutine, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol
 
+from atropos.aio import Backoff
 from atropos.errors import BackendUnavailable, ConfigError, IsolationUnavailable
 from atropos.slots.backends.base import Backend, Container
 from atropos.slots.task_owner import Tasks
@@ -193,7 +193,7 @@ class _Place:
 
     async def keep(self) -> None:
         """Keep a server running until `end` is called; a hopeless start is not retried."""
-        failures, (pause, longest) = 0, BACKOFF_S
+        backoff = Backoff(*BACKOFF_S)
         loop = asyncio.get_running_loop()
         try:
             while not self._over.is_set():
@@ -208,13 +208,11 @@ class _Place:
                         return
                     # after a server was ready once, every error may be temporary
                     if loop.time() - began > PROVEN_S:
-                        failures, pause = 0, BACKOFF_S[0]
-                    failures += 1
-                    wait = pause * random.uniform(0.7, 1.3)
-                    pause = min(pause * 2, longest)
-                    self.trouble = f"container {self._index}: {error} (failed {failures} times in a row)"
+                        backoff.worked()
+                    wait = backoff.failed()
+                    self.trouble = f"container {self._index}: {error} (failed {backoff.failures} times in a row)"
                     log.warning("%s", self.trouble)
-                    if failures >= HOPELESS and not self._backend.ever_ready:
+                    if backoff.failures >= HOPELESS and not self._backend.ever_ready:
                         self._backend.give_up(BackendUnavailable(self.trouble))
                         return
                     self._backend.news()

@@ -12,7 +12,6 @@ import asyncio
 import contextlib
 import itertools
 import logging
-import random
 import time
 from collections import deque
 from collections.abc import Callable
@@ -22,7 +21,7 @@ import aiohttp
 from pydantic import ValidationError
 
 from atropos import tracing
-from atropos.aio import receive_small
+from atropos.aio import Backoff, receive_small
 from atropos.errors import BackendUnavailable, OutcomeUnknown, SandboxError, SlotLost, from_code
 from atropos.slots.client.acknowledgements import Acknowledgements
 from atropos.wire import (
@@ -173,7 +172,7 @@ class CallStream:
         if self.gone is not None:
             raise SlotLost(self.gone)
         if len(self._pending) >= MAX_PENDING:
-            raise SandboxError(f"{MAX_PENDING} calls wait for their answers already; this one was not sent")
+            raise SandboxError(f"{MAX_PENDING} calls wait for their answers; this one was not sent")
         try:
             encoded = call.__pydantic_serializer__.to_json(call)
         except ValueError as error:  # a lone surrogate in a string: not Unicode, so nothing a program could receive
@@ -265,7 +264,7 @@ class CallStream:
                 f"{self._url} is no sandbox server: {error.errors(include_input=False)[:1]}"
             ) from None
         if not messages or not isinstance(messages[0], Welcome):
-            raise BackendUnavailable(f"{self._url} did not welcome this client")
+            raise BackendUnavailable(f"{self._url} did not answer the hello with a welcome")
         welcome = messages[0]
         if welcome.version != VERSION:
             raise ClientRefused(f"{self._url} speaks version {welcome.version} of the wire, not {VERSION}")
@@ -323,7 +322,7 @@ class CallStream:
                     await socket.close()
 
     async def _reconnect(self, reason: str) -> aiohttp.ClientWebSocketResponse | None:
-        pause, longest = PAUSE_S
+        backoff = Backoff(*PAUSE_S)
         until = time.monotonic() + self._reconnect_s
         while True:
             try:
@@ -333,11 +332,11 @@ class CallStream:
                 return None
             except BackendUnavailable as error:
                 ended = self.draining and isinstance(error.__cause__, ConnectionRefusedError | aiohttp.ClientOSError)
+                pause = backoff.failed()
                 if ended or time.monotonic() + pause > until:
                     self._lose(f"{error} ({reason})", report=True)
                     return None
-            await asyncio.sleep(pause * random.uniform(0.5, 1))
-            pause = min(pause * 2, longest)
+            await asyncio.sleep(pause)
 
     def _lose(self, reason: str, *, report: bool) -> None:
         if self.gone is not None:

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import random
 import secrets
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator
 from typing import Protocol
 
+from atropos.aio import Backoff, backoff_s
 from atropos.errors import BackendUnavailable, OutcomeUnknown
 from atropos.wire import Done, Lease, Operation, OpResult, ReadStream, WriteStream
 
@@ -75,13 +75,12 @@ async def _send(client: FileClient, lease: Lease, stream: str, pieces: Iterator[
 
 async def _put(client: FileClient, lease: Lease, stream: str, offset: int, piece: bytes, *, last: bool) -> None:
     """One piece, until the server has it."""
-    pause, longest = PAUSE_S
+    backoff = Backoff(*PAUSE_S)
     while True:
         try:
             return await client.put_piece(lease, stream, offset, piece, last=last)
         except BackendUnavailable:  # the call says so if the stream is over
-            await asyncio.sleep(pause * random.uniform(0.5, 1))
-        pause = min(pause * 2, longest)
+            await asyncio.sleep(backoff.failed())
 
 
 async def receive_all(
@@ -93,13 +92,11 @@ async def receive_all(
         SandboxError: as a call's; `OutcomeUnknown` when it broke off every time.
         OSError: whatever `write` raises.
     """
-    pause = 0.05
-    for _ in range(READ_TRIES):
+    for attempt in range(READ_TRIES):
         if (result := await receive(client, lease, wanted(), write)) is not None:
             return result
-        await asyncio.sleep(pause)
-        pause *= 2
-    raise OutcomeUnknown(f"lease {lease.lease_id} could not be read from: its streams broke off {READ_TRIES} times")
+        await asyncio.sleep(backoff_s(attempt, first_s=0.1, longest_s=2))
+    raise OutcomeUnknown(f"lease {lease.lease_id} could not be read: its streams broke {READ_TRIES} times")
 
 
 async def receive(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import random
 import time
 from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Any, TypeVar
@@ -12,6 +11,7 @@ from typing import Any, TypeVar
 import aiohttp
 from pydantic import BaseModel, SecretStr, ValidationError
 
+from atropos.aio import Backoff
 from atropos.errors import BackendUnavailable, PoolFull, SandboxError, SlotLost, from_code
 from atropos.net.tls import client_context
 from atropos.slots.client.call_stream import ClientRefused
@@ -164,10 +164,11 @@ class ServerRequests:
         Raises:
             SandboxError: it was refused, or the server can't be reached or is lost.
         """
-        pause = 0.02
+        backoff = Backoff(first_s=0.02, longest_s=1)
         patience_s = self._patience_s if method != "GET" else 1.0
         until: float | None = None
         while True:
+            pause = backoff.failed()
             if self.lost.is_set():
                 raise SlotLost(self.lost_reason)
             self._connected()
@@ -182,9 +183,8 @@ class ServerRequests:
                 if time.monotonic() + pause > until:
                     raise BackendUnavailable(f"{self.url} can't be reached: {error}") from error
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(pause * random.uniform(0.5, 1)):
+                async with asyncio.timeout(pause):
                     await self.lost.wait()
-            pause = min(pause * 2, 1.0)
 
     async def _ask_once(self, method: str, path: str, kind: type[T] | None, body: BaseModel | None) -> T:
         data = None if body is None else body.__pydantic_serializer__.to_json(body)
@@ -196,7 +196,7 @@ class ServerRequests:
         try:
             return kind.model_validate_json(raw) if kind is not None else None  # pyright: ignore[reportReturnType]
         except ValidationError as error:
-            raise BackendUnavailable(f"{self.url}{path} answered nonsense: {error.errors()[:1]}") from None
+            raise BackendUnavailable(f"{self.url}{path} sent an invalid answer: {error.errors()[:1]}") from None
 
 
 def _problem(status: int, raw: bytes) -> SandboxError:

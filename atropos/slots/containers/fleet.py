@@ -122,7 +122,7 @@ class Fleet:
     def join(self, seat: Seat, *, slots: int, free: int, now: float) -> None:
         """A container can be used from now on; `free` in MiB."""
         if seat.key in self.seats:
-            raise ValueError(f"container {seat.key} is in the fleet already")
+            raise ValueError(f"container {seat.key} is already in the fleet")
         self.seats[seat.key] = seat
         self.expected.add(seat)
         seat.slots = slots
@@ -168,7 +168,7 @@ class Fleet:
     def ask(self, ticket: Ticket) -> None:
         """Wait for a slot. Asking again, after a refusal, keeps the ticket's place."""
         if ticket.waiting:
-            raise ValueError("the ticket waits already")
+            raise ValueError("the ticket is already waiting")
         ticket.waiting = True
         ticket.seat = None
         if ticket.pin is None:

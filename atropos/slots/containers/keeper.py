@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import random
 
+from atropos.aio import Backoff
 from atropos.errors import BackendUnavailable, IsolationUnavailable, SandboxError
 from atropos.slots.backends.base import Container
 from atropos.slots.containers.link import ClientFactory, ContainerLink
@@ -207,7 +207,7 @@ class Keeper:
 
     async def scale(self) -> None:
         """Ask the backend for what `plan` says, until cancelled; a refusal is logged and retried with exponential back-off."""
-        pause, longest = REFUSED_S
+        backoff = Backoff(*REFUSED_S)
         while True:
             self._state.demand.clear()
             if self._unreplaced:
@@ -221,12 +221,11 @@ class Keeper:
             if grow or (decided.target < self.containers and await self._really_idle(decided.target)):
                 try:
                     await self.ask(decided.target, decided.reason)
-                    pause = REFUSED_S[0]
+                    backoff.worked()
                 except BackendUnavailable as error:
                     log.log(self._loudness, "the backend refused %d containers: %s", decided.target, error)
                     self.trouble = str(error)
-                    await asyncio.sleep(pause * random.uniform(0.7, 1.3))
-                    pause = min(pause * 2, longest)
+                    await asyncio.sleep(backoff.failed())
                     self._state.replan()
             try:
                 async with asyncio.timeout(min(ASK_AGAIN_S, max(0.05, self._limits.idle_s / 4))):
@@ -239,7 +238,10 @@ class Keeper:
         """Close a container whose retired slots are needed, and replace closed ones that have become empty."""
         if (seat := worn_out(situation, self._limits, self._state.fleet.seats.values())) is not None:
             log.info(
-                "container %s: %d of %d slots are retired; closed to be replaced", seat.key, seat.retired, seat.slots
+                "container %s: %d of %d slots are retired; it takes no leases and is replaced",
+                seat.key,
+                seat.retired,
+                seat.slots,
             )
             self._worn.add(seat.key)
             self._links[seat.key].close()
@@ -255,7 +257,7 @@ class Keeper:
     async def ask(self, count: int, reason: str) -> None:
         """Tell the backend how many there should be."""
         if count != self.asked:
-            log.info("asking for %d containers (was %d): %s", count, self.containers, reason)
+            log.info("%d containers are requested (%d before): %s", count, self.containers, reason)
         before = self.asked
         self.asked = count
         self._asked_at = self._state.now()

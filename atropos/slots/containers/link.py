@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import random
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Protocol, Self
 
 from atropos import wire
+from atropos.aio import Backoff
 from atropos.errors import IsolationUnavailable, LeaseExpired, SandboxError, SlotLost, from_code
 from atropos.slots.backends.base import Container
 from atropos.slots.client.file_streams import FileClient
@@ -167,7 +167,7 @@ class ContainerLink:
         Raises:
             SandboxError: trying again would change nothing.
         """
-        pause, longest = CONNECT_PAUSE_S
+        backoff = Backoff(*CONNECT_PAUSE_S)
         while True:
             try:
                 await self.client.connect()
@@ -176,8 +176,7 @@ class ContainerLink:
                 if not error.retryable:
                     raise
                 log.debug("container %s can't be reached yet: %s", self.container.id, error)
-            await asyncio.sleep(pause * random.uniform(0.7, 1.3))
-            pause = min(pause * 1.5, longest)
+            await asyncio.sleep(backoff.failed())
         await self._check_isolation()
 
     async def _check_isolation(self) -> None:
@@ -262,7 +261,7 @@ class ContainerLink:
                 self._returned(lease, mib, clean=False)
                 return
             except SandboxError as error:
-                log.info("slot %s could not be given back yet: %s", lease.slot, error)
+                log.info("slot %s could not be released yet: %s", lease.slot, error)
                 await asyncio.sleep(0.1 * 2**attempt)
                 continue
             self.state.counters.reset_s.append(result.reset_s)
@@ -325,19 +324,18 @@ class ContainerLink:
 
     async def _recount(self, *, wait: bool) -> None:
         fleet, seat = self.state.fleet, self.seat
-        pause, longest = RECHECK_S
+        backoff = Backoff(*RECHECK_S)
         while self.gone is None:
             if wait:
                 with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(pause * random.uniform(0.7, 1.3)):
+                    async with asyncio.timeout(backoff.failed()):
                         await self._look_again.wait()
-                pause = min(pause * 2, longest)
             wait = True
             self._look_again.clear()
             try:
                 status = await self.client.status()
             except SandboxError as error:
-                log.debug("container %s did not give its count: %s", self.container.id, error)
+                log.debug("container %s did not answer a status request: %s", self.container.id, error)
                 continue
             self._counted(status)
             if not seat.open or not seat.unaccounted:

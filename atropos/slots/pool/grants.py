@@ -154,7 +154,7 @@ class Grants:
                 state.fleet.cancel_reservation(ticket)
                 state.serve()
                 raise
-            log.info("container %s gave no lease: %s", link.container.id, error)
+            log.info("container %s refused a lease: %s", link.container.id, error)
             state.fleet.refused(ticket, free=0)
             link.look(wait=True)
             return None
@@ -167,7 +167,7 @@ class Grants:
         state.counters.leases += 1
         if lease.limit_note not in (None, self._limits_noted):
             self._limits_noted = lease.limit_note
-            log.warning("slots of container %s are without %s", link.container.id, lease.limit_note)
+            log.warning("slots of container %s lack %s", link.container.id, lease.limit_note)
         slot = link.slots[lease.lease_id] = Slot(link, lease, request, ticket.mib)
         return slot
 
@@ -181,7 +181,7 @@ class Grants:
         try:
             await snapshot.bring(link)
         except SandboxError as error:
-            log.warning("snapshot %s could not be brought to %s: %s", snapshot.id, link.container.id, error)
+            log.warning("snapshot %s could not be copied to %s: %s", snapshot.id, link.container.id, error)
             snapshot.stays_because = str(error)
             self._state.fleet.cancel_reservation(ticket)
             self._state.serve()

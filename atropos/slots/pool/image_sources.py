@@ -117,7 +117,7 @@ def _one_image(path: Path) -> tuple[Path, bytes]:
     found = [image for called, image in images if name in {None, called}]
     if len(found) != 1:
         names = ", ".join(sorted(called for called, _ in images if called)) or "none has a name"
-        raise ConfigError(f"image: oci:{path}: say which image of the layout by oci:FOLDER:NAME; there are: {names}")
+        raise ConfigError(f"image: oci:{path}: name an image of the layout, oci:FOLDER:NAME; it has: {names}")
     return folder, json.dumps(index | {"manifests": found}).encode()
 
 

@@ -102,7 +102,7 @@ class SlotPool:
             BackendUnavailable: no container came within `start_timeout_s`; says why. Nothing is left then.
         """
         if self._state.phase != "new":
-            raise RuntimeError(f"the pool is {self._state.phase}: a pool is started once")
+            raise RuntimeError(f"the pool is {self._state.phase}: make a new pool")
         self._state.phase = "starting"
         try:
             await self.backend.start()
@@ -117,7 +117,7 @@ class SlotPool:
             try:
                 await self.stop()
             except Exception:
-                log.exception("after a failed start, not everything could be ended")
+                log.exception("after a failed start, the containers could not be removed")
             raise
         self._state.phase = "running"
         for image in self.config.images:
@@ -149,7 +149,7 @@ class SlotPool:
         try:
             await self._images.prepare(image)
         except SandboxError as error:
-            log.warning("%s; a lease on it tries again", error)
+            log.warning("%s; the next lease on it retries", error)
 
     def _unheard(self) -> str:
         """The container that was started and doesn't answer, where nothing else gives a reason."""
@@ -328,9 +328,9 @@ class SlotPool:
             known = ", ".join(sorted(self.config.bases)) or "none"
             raise ConfigError(f"base: {base!r} is not among the pool's bases ({known}): add it to SlotPoolConfig.bases")
         if network and not self.config.allow_network:
-            raise ConfigError("network: the pool allows none: set SlotPoolConfig.allow_network")
+            raise ConfigError("network: the pool's slots have none; set SlotPoolConfig.allow_network")
         if image is not None and base is not None:
-            raise ConfigError("base and image: a slot stands on one of them")
+            raise ConfigError("base and image exclude each other: set one of them")
 
     # --------------------------------------------------------------------------------------------------- situation
 

@@ -49,7 +49,7 @@ class ExecResult:
             text = result.message
             return cls(None, text, text.encode(), limit=result.limit, error=f"{result.error}: {text}")
         if not isinstance(result, wire.CommandResult):
-            raise TypeError(f"an exec was answered with {result.kind}")
+            raise TypeError(f"the answer to an exec is a {result.kind}")
         return cls(
             exit_code=result.exit_code,
             output=result.output.decode(errors="replace"),

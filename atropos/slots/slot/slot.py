@@ -170,7 +170,7 @@ class Slot(SlotFiles):
             async with asyncio.timeout(ALIVE_S):
                 await self.run(wire.ProcList())  # which waits behind no other call
         except TimeoutError:
-            raise SlotLost(f"slot {self.name} of container {self.container} gives no sign of life") from None
+            raise SlotLost(f"slot {self.name} of container {self.container} does not answer") from None
 
     async def exec(
         self,

@@ -271,7 +271,7 @@ class TaskConfig(_Table):
         for step in steps:
             folder = unicodedata.normalize("NFC", step.name).casefold()
             if folder in seen:
-                raise ValueError(f"{step.name!r} names two steps; give each a folder of its own")
+                raise ValueError(f"{step.name!r} names two steps; give each another name")
             seen.add(folder)
         return steps
 

@@ -313,7 +313,7 @@ class _Reader:
     ) -> Copy:
         words = [self._word(word, stage) for word in instruction.args]
         if len(words) < 2:
-            raise self._refusal(f"{' '.join(words)}: a source and a target are needed")
+            raise self._refusal(f"{' '.join(words)}: write a source and a target")
         mode = self._mode(flags, stage)
         owner = self._word(flags["chown"][-1], stage) if "chown" in flags else None
         documents = {f"<<{one.name}": one for one in instruction.heredocs}
@@ -376,7 +376,7 @@ class _Reader:
         if any(re.match(r"[a-z][a-z0-9+.-]*://|git@", word) for word in sources):
             raise self._refusal("of a repository can't be honoured in a slot: clone it with RUN")
         if "checksum" in flags:
-            raise self._refusal("--checksum: only what is downloaded has one; remove it")
+            raise self._refusal("--checksum: only a download has one; remove it")
         copy = self._copied(instruction, stage, flags, None)
         context = Context.of(self.path.parent)
         named = [name for source in copy.sources for name in context.matching(source)]

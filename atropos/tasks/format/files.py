@@ -39,7 +39,7 @@ def read_instruction(path: Path) -> str:
     """
     text = _CANARY.sub("", read_text(path, "say there what the agent is to do"), count=1).strip()
     if not text:
-        raise ConfigError(f"{path}: is empty; say there what the agent is to do")
+        raise ConfigError(f"{path}: is empty; describe the agent's task in it")
     return text
 
 

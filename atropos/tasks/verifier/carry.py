@@ -102,7 +102,7 @@ def safe_archive(archive: bytes, path: str, exclude: Sequence[str] = ()) -> byte
                 member.uname = member.gname = ""
                 target.addfile(member, source.extractfile(member) if plain else None)
     except (tarfile.TarError, EOFError, ValueError, KeyError, RecursionError) as error:
-        raise VerifierFailed(f"the artifact {path} came as no tar archive: {error}") from None
+        raise VerifierFailed(f"the artifact {path} is no tar archive: {error}") from None
     return out.getvalue()
 
 

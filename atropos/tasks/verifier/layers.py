@@ -45,7 +45,7 @@ class VerifierLayers:
         if Path(source).is_file():
             source = (await images.build(load_task(source))).source
         elif await images.once_up(source) is None:
-            raise ImageUnavailable(f"no container is up that could prepare {source}")
+            raise ImageUnavailable(f"no container is running that could prepare {source}")
         async with images.pool.lease("verifier-layer", image=source) as slot:
             taken = await pack_files(slot, ("/",))
         [(_, archive)] = taken.sources

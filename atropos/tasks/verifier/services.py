@@ -87,7 +87,9 @@ async def end_processes(slot: Slot, task: Task) -> None:
         if done.exit_code == 0 and len(counts) == 2 and counts[0].isdecimal() and counts[1].isdecimal():
             _report(task, int(counts[0]), f"{counts[1]} that listen stay")
             return
-        _log.warning("%s: services can't be told from other processes: %s", task.name, done.output[-200:].strip())
+        _log.warning(
+            "%s: services can't be distinguished from other processes: %s", task.name, done.output[-200:].strip()
+        )
     _report(task, await slot.quiesce(), "none stays")
 
 

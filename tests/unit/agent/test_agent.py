@@ -220,7 +220,7 @@ async def test_a_passing_fault_is_tried_again_and_leaves_no_trace(fault):
     ("fault", "why"),
     [
         (HttpError(400), "answered 400"),
-        (([1, 2], [[1]], [[0.0]], ["stop"]), "came back changed"),
+        (([1, 2], [[1]], [[0.0]], ["stop"]), "changed the prompt's tokens"),
     ],
 )
 async def test_what_will_not_pass_is_not_tried_again(fault, why):
@@ -237,8 +237,8 @@ async def test_what_will_not_pass_is_not_tried_again(fault, why):
         ([], [], "no token"),
         ([5, 6], [-0.1], "2 tokens came with 1"),
         ([5], [float("nan")], "infinite"),
-        (["five"], [-0.1], "nonsense"),
-        ([-1], [-0.1], "nonsense"),
+        (["five"], [-0.1], "invalid answer"),
+        ([-1], [-0.1], "invalid answer"),
     ],
 )
 async def test_nonsense_is_an_inference_error(ids, logprobs, why):

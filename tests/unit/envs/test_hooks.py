@@ -75,7 +75,7 @@ async def test_a_hook_that_gives_a_call_up_scores_no_slot_that_answers_nothing(p
 
         async def check_alive(self, trajectory_id):
             if self.frozen == trajectory_id:
-                raise SlotLost("it gives no sign of life")
+                raise SlotLost("it does not answer")
 
     class Env(ScriptEnv):
         async def start_tool_backend(self, tools=None):

@@ -131,7 +131,7 @@ async def test_a_group_that_may_be_there_twice_is_counted_and_said(caplog):
         await env.handle_send_to_api(group(), {})
     assert len(taken) == 2
     assert env.metrics.as_dict()["env/groups_maybe_sent_twice"] == 1
-    assert "may be with the trajectory API twice" in caplog.text
+    assert "may have reached the trajectory API twice" in caplog.text
 
 
 async def test_a_finished_group_is_sent_though_its_worker_is_cancelled():

@@ -55,7 +55,7 @@ async def test_a_docker_container_that_another_process_is_connected_to_stays_ope
 
         async with pool(idle_container_s=600.0, purge_job_on_shutdown=False) as other, pool() as mine:
             await until(lambda: other.stats().ready == mine.stats().ready == 2, "both pools on both containers")
-            await until(lambda: "asking for 1 containers" in caplog.text, "a wish for one container")
+            await until(lambda: "1 containers are requested" in caplog.text, "a wish for one container")
             await asyncio.sleep(0.3)
             assert mine.stats().ready == 2
             async with mine.lease("a", timeout_s=2), mine.lease("b", timeout_s=2):

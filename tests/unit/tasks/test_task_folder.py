@@ -385,7 +385,7 @@ def test_a_task_on_an_image_needs_no_environment_and_one_whose_verifier_holds_th
 def test_a_task_is_called_as_its_folder_also_where_that_is_a_link(folder, tmp_path):
     (tmp_path / "linked").symlink_to(folder)
     assert [task.name for task in load_tasks(tmp_path)] == ["demo", "linked"]
-    with pytest.raises(ConfigError, match="are called the same; rename one"):
+    with pytest.raises(ConfigError, match="have the same name; rename one"):
         read_folders([folder, tmp_path / "other/demo"])
 
 

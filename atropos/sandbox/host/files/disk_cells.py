@@ -58,7 +58,7 @@ class DiskCells:
             async with asyncio.timeout(CELL_DEADLINE_S):
                 cell = await self._free.get()
         except TimeoutError:
-            raise SandboxError(f"volume='disk': no place on disk came free within {CELL_DEADLINE_S:g} s") from None
+            raise SandboxError(f"volume='disk': no cell on disk became free within {CELL_DEADLINE_S:g} s") from None
         if cell not in self._reserved:
             try:
                 await asyncio.to_thread(disks.reserve, entered.images[int(os.path.basename(cell))])

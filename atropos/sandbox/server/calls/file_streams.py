@@ -97,7 +97,7 @@ class FileStream:
             if self._turn is turn:
                 self._turn = None
         if turn.cancelled():
-            raise StreamGone("the stream is over, or another request goes on with it")
+            raise StreamGone("the stream is over, or another request continues it")
         await turn
 
     async def _receive(self, offset: int, chunks: AsyncIterator[bytes], *, last: bool) -> None:
@@ -126,7 +126,7 @@ class FileStream:
                 await self._ready(self._loop.add_writer)
                 continue
             except OSError as error:
-                raise StreamGone(f"the slot reads no further: {error.strerror}") from None
+                raise StreamGone(f"the slot stopped reading: {error.strerror}") from None
             while self._unsent and sent >= len(self._unsent[0]):
                 sent -= len(self._unsent.pop(0))
             if sent:

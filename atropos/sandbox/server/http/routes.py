@@ -191,7 +191,7 @@ class Routes:
         try:
             await stream.receive(offset, chunks, last=last)
         except aiohttp.ClientError as error:
-            raise ConnectionResetError(f"a piece of a stream broke off: {error}") from None
+            raise ConnectionResetError(f"a piece of a stream was not complete: {error}") from None
         return answer(StreamState(received=stream.received))
 
     async def read_stream(self, request: web.Request) -> web.StreamResponse:

@@ -102,7 +102,7 @@ class Stream:
     def abort(self, reason: str) -> None:
         """Cut the connection now; nothing it still delivers is looked at."""
         if not self._closed:
-            log.info("stream of %s cut: %s", self.client.client_id if self.client else "?", reason)
+            log.info("stream of %s closed: %s", self.client.client_id if self.client else "?", reason)
         self._closed = True
         self._room.set()
         self._transport.abort()

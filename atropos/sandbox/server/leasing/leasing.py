@@ -164,7 +164,7 @@ class Leasing:
         try:
             return await self._take_one(run, hosts)
         except NoOtherRoot as error:  # its PID 1 was killed meanwhile, say
-            log.warning("lease %s: %s; another sandbox is taken", run.held.lease_id, error)
+            log.warning("lease %s: %s; another sandbox is used", run.held.lease_id, error)
             return await self._take_one(run, hosts)
 
     async def _take_one(self, run: LeaseRun, hosts: tuple[str, ...] | None) -> Sandbox:
@@ -278,7 +278,7 @@ class Leasing:
                 clients.tell(client_id, Capacity(free_mib=self._table.free_mib))
 
     def _retire(self, run: LeaseRun, detail: str) -> None:
-        log.error("slot-%d is retired, its sandbox could not be confirmed gone: %s", run.held.slot, detail)
+        log.error("slot-%d is retired: its sandbox could not be confirmed gone: %s", run.held.slot, detail)
         self._state.counters["slots_retired"] += 1
         limit = self._config.max_retired or max(1, self._config.slots // 2)
         if len(self._table.retired) >= limit:

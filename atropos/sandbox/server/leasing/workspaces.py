@@ -151,7 +151,7 @@ class Workspaces:
         except SandboxError as error:  # one of its processes was killed, say, or couldn't be had for a moment
             if run.sandbox.died.done():
                 raise
-            log.warning("lease %s: no view: %s; it is started once more", run.held.lease_id, error)
+            log.warning("lease %s: no view: %s; it is retried", run.held.lease_id, error)
             await asyncio.sleep(AGAIN_S)
             view = await self._view_of(run, run.sandbox, folders)
         run.agent, run.sandbox = run.sandbox, view

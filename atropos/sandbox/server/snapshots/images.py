@@ -124,7 +124,7 @@ class Images:
         """
         store = self._state.host.store
         if not offer.parent.startswith("atropos-base:") and store.find(offer.parent) is None:
-            raise ImageUnavailable(f"image atropos-build:{key}: what it was built on is not on this server's host")
+            raise ImageUnavailable(f"image atropos-build:{key}: its parent is not on this server's host")
 
         async def fill(target: str) -> None:
             os.mkdir(target, 0o755)
@@ -199,7 +199,7 @@ class Images:
         base = request.base
         if request.image is not None:
             if base is not None:
-                raise NotSupported("base and image: a slot stands on one of them")
+                raise NotSupported("base and image exclude each other: set one of them")
             name = _name(request.image)
             if name.startswith("atropos-base:"):
                 return self._named_base(name)

@@ -32,7 +32,7 @@ def has_zstd() -> bool:
 
 async def _program(mode: str, layers: Sequence[str], *, compress: bool) -> asyncio.subprocess.Process:
     if compress and not has_zstd():
-        raise NotSupported("zstd is not installed on this server; ask for a plain tar (without zstd=1)")
+        raise NotSupported("zstd is not installed on this server; request a plain tar (without zstd=1)")
     return await asyncio.create_subprocess_exec(
         sys.executable,
         "-I",

@@ -83,11 +83,11 @@ class SnapshotStore:
             PoolFull: there are too many snapshots or bytes; one has to be dropped first.
         """
         if len(below) >= MAX_LAYERS:
-            raise NotSupported(f"a snapshot of a snapshot may be {MAX_LAYERS} layers deep, not more")
+            raise NotSupported(f"a snapshot may have at most {MAX_LAYERS} layers")
         if len(self.by_id) + self.pending >= self.max_count:
-            raise PoolFull(f"{self.max_count} snapshots are kept already (max_snapshots); drop one first")
+            raise PoolFull(f"{self.max_count} snapshots are kept (max_snapshots); drop one first")
         if self._no_place:
-            raise PoolFull(f"{self.max_layers} layers of snapshots are kept on disk already; drop one first")
+            raise PoolFull(f"{self.max_layers} layers of snapshots are on disk; drop one first")
         if self.full:
             raise PoolFull(
                 f"snapshots hold {self.bytes // MIB} MiB of {self.max_bytes // MIB} (max_snapshot_mib); drop one first"

@@ -15,12 +15,13 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
+from atropos.aio import Backoff
 from atropos.errors import BackendUnavailable, ConfigError
 from atropos.slots.backends.base import Backend, Container
 from atropos.slots.backends.docker.engine import REMOVED, DockerEngine, Ending, ListedContainer
 from atropos.slots.backends.server_http import ServerHttp
 from atropos.slots.backends.spec import ContainerSpec, hopeless, owner
-from atropos.slots.backends.supervise import BlockingCalls, ChangeFlag, Outage, Patience, persist
+from atropos.slots.backends.supervise import BlockingCalls, ChangeFlag, Outage, persist
 
 if TYPE_CHECKING:
     from atropos.slots.config import SlotPoolConfig
@@ -95,7 +96,7 @@ class DockerBackend(Backend):
         self._outage = Outage(outage_s)
         self._unremoved: dict[str, str] = {}
         """Containers whose removal failed, by name, and why."""
-        self._crashes = Patience()
+        self._crashes = Backoff(first_s=0.5, longest_s=15)
         self._changed = ChangeFlag()
         self._wake = ChangeFlag()
         self._stream: Any = None
@@ -234,23 +235,23 @@ class DockerBackend(Backend):
         def on_open(stream: object) -> None:
             self._stream = stream
 
-        patience = Patience(first_s=0.2, longest_s=5)
+        backoff = Backoff(first_s=0.2, longest_s=5)
         try:
             while True:
                 try:
                     await self._blocking(lambda: self._engine.watch(on_event, on_open))
-                    patience.worked()
+                    backoff.worked()
                 except BackendUnavailable as error:
                     # the next list shows whether the engine answers
                     log.debug("no event stream: %s", error)
                 self._wake.set()
-                await asyncio.sleep(patience.failed())
+                await asyncio.sleep(backoff.failed())
         finally:
             if self._stream is not None:
                 self._stream.close()
 
     async def _reconcile(self) -> None:
-        unreachable = Patience(first_s=0.2, longest_s=5)
+        unreachable = Backoff(first_s=0.2, longest_s=5)
         while True:
             try:
                 found = await self._blocking(self._engine.found)

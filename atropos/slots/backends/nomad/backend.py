@@ -15,6 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Self
 
+from atropos.aio import Backoff
 from atropos.errors import BackendUnavailable, ConfigError
 from atropos.net.tls import read_pair
 from atropos.slots.backends.base import Backend, Container
@@ -27,7 +28,7 @@ from atropos.slots.backends.nomad.shrinking import CHANGES, DOUBT_S, Shrinker
 from atropos.slots.backends.nomad.view import GROUP, TASK, Allocation, JobSecret, newest, placement_failures
 from atropos.slots.backends.server_http import ServerHttp
 from atropos.slots.backends.spec import ContainerSpec
-from atropos.slots.backends.supervise import ChangeFlag, Outage, Pace, Patience, persist
+from atropos.slots.backends.supervise import ChangeFlag, Outage, Pace, persist
 
 if TYPE_CHECKING:
     from atropos.slots.config import SlotPoolConfig
@@ -312,7 +313,7 @@ class NomadBackend(Backend):
 
     async def _watch(self) -> None:
         """Wake `_follow` at each change that Nomad reports, by its event stream or else by blocking queries."""
-        patience, index = Patience(first_s=0.2, longest_s=5), 0
+        backoff, index = Backoff(first_s=0.2, longest_s=5), 0
         while True:
             began = time.monotonic()
             try:
@@ -322,7 +323,7 @@ class NomadBackend(Backend):
                 else:
                     last, index = index, await self._api.next_change(self._job_id, index)
                     if index != last:
-                        patience.worked()
+                        backoff.worked()
                         self._wake.set()
                         continue
             except NomadRefused as error:
@@ -334,14 +335,14 @@ class NomadBackend(Backend):
             except BackendUnavailable as error:
                 log.debug("no changes are reported: %s", error)  # the next list shows whether Nomad answers
                 index = 0
-            if time.monotonic() > began + LASTED_S:  # else the back-off grows
-                patience.worked()
-            await asyncio.sleep(patience.failed())
+            if time.monotonic() > began + LASTED_S:
+                backoff.worked()
+            await asyncio.sleep(backoff.failed())
             self._wake.set()
 
     async def _follow(self) -> None:
         """List the allocations when something may have changed, until cancelled."""
-        view, patience = self._view, Patience(first_s=0.2, longest_s=5)
+        view, backoff = self._view, Backoff(first_s=0.2, longest_s=5)
         pause = POLL_S
         while True:
             await self._wake.wait(pause)
@@ -353,7 +354,7 @@ class NomadBackend(Backend):
                 if view.unplaced_since is not None and not view.ever_ready and view.failure is None:
                     pause = min(pause, max(0.1, view.unplaced_since + view.placement_s - time.monotonic()))
                 self._lists.every_s = min(LONGEST_LIST_S, max(LIST_S, LIST_SHARE * (time.monotonic() - began)))
-                patience.worked()
+                backoff.worked()
                 if self._outage.over():
                     self._changed.set()
                     self._shrinker.wanted.set()
@@ -361,7 +362,7 @@ class NomadBackend(Backend):
             except BackendUnavailable as error:
                 self._outage.noted(error)
                 self._changed.set()
-                await asyncio.sleep(patience.failed())
+                await asyncio.sleep(backoff.failed())
                 self._wake.set()
 
     async def _refresh(self) -> bool:
