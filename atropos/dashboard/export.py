@@ -1,6 +1,6 @@
 """Trajectories for other programs: ATIF files and messages for supervised fine-tuning.
 
-ATIF is Harbor's Agent Trajectory Interchange Format; the fields used here are those of version 1.7 of its RFC.
+ATIF is Harbor's Agent Trajectory Interchange Format; the fields used here are those of version 1.8 of its RFC.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import TypedDict
 from atropos.dashboard.conversation import Message, Part
 from atropos.dashboard.store import Details, Entry
 
-ATIF_VERSION = "ATIF-v1.7"
+ATIF_VERSION = "ATIF-v1.8"
 
 
 class _Call(TypedDict):

@@ -22,7 +22,7 @@ def test_atif_has_calls_with_their_results_in_numbered_steps(tmp_path):
     assert done.exit_code == 0, done.output
     [file] = (tmp_path / "atif").iterdir()
     value = json.loads(file.read_text())
-    assert value["schema_version"] == "ATIF-v1.7"
+    assert value["schema_version"] == "ATIF-v1.8"
     assert [step["step_id"] for step in value["steps"]] == [1, 2, 3, 4]
     assert [step["source"] for step in value["steps"]] == ["system", "user", "agent", "agent"]
     step = value["steps"][2]
