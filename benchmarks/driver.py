@@ -37,9 +37,10 @@ def children(pid):
 def kind_of(pid):
     words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
     name = os.path.basename(words[0])
-    if name == b"bwrap":
-        return None
-    return "runner" if any(os.path.basename(word).startswith(b"runner.") for word in words) else "server"
+    runs = name == b"atropos-runner" or any(
+        os.path.basename(word).startswith(b"runner.") for word in words
+    )  # older ones
+    return None if name == b"bwrap" else "runner" if runs else "server"
 
 
 def own_s(pid):

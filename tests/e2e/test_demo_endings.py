@@ -147,7 +147,7 @@ async def test_a_signal_at_any_moment_leaves_nothing(tmp_path, moment, number):
         if moment == "importing":
             await asyncio.sleep(0.5)
         elif moment == "starting":
-            await run.until(lambda: any("bwrap" in name(pid) for pid in run.look()))
+            await run.until(lambda: any("atropos-runner" in name(pid) for pid in run.look()))
         else:
             await run.until(lambda: b" 1.00" in output)
         run.look()

@@ -88,7 +88,7 @@ class NumberingEnv(ScriptEnv):
         async with asyncio.TaskGroup() as tasks:  # an infrastructure failure stays one, within a group of errors too
             running = tasks.create_task(super().execute_tool(trajectory_id, call))
             await asyncio.sleep(draw.random() * 0.1)
-            kill_namespace(told.output.strip(), draw)
+            kill_namespace(told.output.strip())
         return running.result()
 
     async def verify_and_score_trajectory(self, item, final_response, *, trajectory_id, exec_tool, agent_result):
@@ -104,8 +104,8 @@ class NumberingEnv(ScriptEnv):
         await super().shutdown_tool_backend()
 
 
-def kill_namespace(namespace: str, draw: random.Random) -> None:
-    """Kill a sandbox by the PID namespace that its programs see: its first process, or bwrap above it.
+def kill_namespace(namespace: str) -> None:
+    """Kill a sandbox by the PID namespace that its programs see: its first process.
 
     None of its processes is there where its container was killed at the same moment.
     """
@@ -116,7 +116,7 @@ def kill_namespace(namespace: str, draw: random.Random) -> None:
                 found.append(pid)
     with contextlib.suppress(ProcessLookupError, FileNotFoundError, StopIteration):
         first = next(pid for pid in found if parent_of(pid) not in found)
-        os.kill(draw.choice([first, parent_of(first) or first]), signal.SIGKILL)
+        os.kill(first, signal.SIGKILL)
 
 
 async def run(
@@ -202,7 +202,7 @@ def scored(groups: dict[str, Any]) -> set[str]:
 async def nothing_left(tasks: set[asyncio.Task[Any]]) -> None:
     """No sandbox, server, mount, folder or task of this process is left; what was just killed may need a moment."""
     async with asyncio.timeout(15):
-        while any(name(pid).startswith(("bwrap", "python")) for pid in descendants()):  # noqa: ASYNC110
+        while any(name(pid).startswith(("atropos-runner", "python")) for pid in descendants()):  # noqa: ASYNC110
             await asyncio.sleep(0.05)
     assert left_by(os.getpid()) == []
     assert not asyncio.all_tasks() - tasks

@@ -310,9 +310,8 @@ async def test_a_disk_that_runs_full_ends_no_call_without_an_answer(small_disk, 
 
 
 def idle_sandboxes(server) -> list[int]:
-    """PID 1 of each slot: the child of its bubblewrap."""
-    lines = descendants(server.process.pid)
-    return [pid for above, line in lines.items() if "/bwrap " in line for pid in descendants(above)]
+    """PID 1 of each slot."""
+    return [pid for pid, line in descendants(server.process.pid).items() if "atropos-runner" in line]
 
 
 async def test_a_lease_on_a_snapshot_outlives_the_kill_of_sandboxes_that_it_might_get():
@@ -353,7 +352,8 @@ async def test_a_view_outlives_a_kill_while_it_starts():
         viewing = asyncio.create_task(client.view(lease, ["/workspace"]))
         new = set[int]()
         while not new:
-            new = {pid for pid, line in descendants(server.process.pid).items() if "bwrap" in line} - there
+            spawner = next(pid for pid, line in descendants(server.process.pid).items() if "spawner.py" in line)
+            new = set(descendants(spawner)) - there
             await asyncio.sleep(0)
         for pid in new:
             os.kill(pid, signal.SIGKILL)
@@ -386,7 +386,7 @@ async def test_leases_on_an_image_are_granted_or_fail_typed_whatever_is_killed_m
         for _ in range(10 * TIMES):
             leasing = [asyncio.create_task(leased(number)) for number in range(3)]
             await asyncio.sleep(rng.random() * 0.01)
-            sandboxes = [pid for pid, line in descendants(spawner).items() if "bwrap" in line]
+            sandboxes = [pid for pid, line in descendants(spawner).items() if "atropos-runner" in line]
             for pid in rng.sample(sandboxes, min(1, len(sandboxes))):
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)

@@ -314,7 +314,7 @@ refused("name_to_handle_at", -100, b"/", handle, ctypes.byref(ctypes.c_int()), 0
 refused("open_by_handle_at", os.open("/", os.O_RDONLY), handle, 0)
 """,
     "change_what_is_read_only": """
-for path in ("/usr/bin/env", "/usr/lib/os-release", "/.atropos/python", "/.atropos/runner.pyc", "/etc/ld.so.preload"):
+for path in ("/usr/bin/env", "/usr/lib/os-release", "/.atropos/python", "/.atropos/pause", "/etc/ld.so.preload"):
     if os.path.exists(path):
         denied(os.open, path, os.O_WRONLY)
         denied(os.unlink, path)
@@ -598,7 +598,7 @@ for top, folders, files in os.walk("/", followlinks=False):
             breach(os.path.join(top, name))
 """,
     "lock_what_the_neighbour_needs": """
-for path in ("/usr/bin/env", "/usr/bin/bash", "/usr/bin/python3", "/.atropos/python", "/.atropos/runner.pyc", "/etc/ld.so.preload"):
+for path in ("/usr/bin/env", "/usr/bin/bash", "/usr/bin/python3", "/.atropos/python", "/.atropos/pause", "/etc/ld.so.preload"):
     if os.path.exists(path):
         fd = os.open(path, os.O_RDONLY)
         try:

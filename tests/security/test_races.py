@@ -38,7 +38,7 @@ for folder in ("a/deep", "b/deep", "c/d/e", "spare"):
 folders = ("/etc", "/proc/1/root", "/proc/self/fd", "/proc/1", "/proc/self/cwd", "..", "/", "/dev", "/tmp", "/run", "/.atropos",
            "/.atropos/next", "/usr/bin", os.path.dirname(secret), "a", "nowhere")
 files = (secret, "/proc/1/environ", "/proc/1/mem", "/proc/self/mem", "/proc/self/fd/0", "/dev/zero", "/dev/ptmx", "/proc/kmsg",
-         "/.atropos/runner.pyc", "/etc/ld.so.preload", "f", "nowhere", None)
+         "/.atropos/pause", "/etc/ld.so.preload", "f", "nowhere", None)
 def swap_folders():
     for target in itertools.cycle(folders):
         os.symlink(target, "la")

@@ -103,7 +103,9 @@ async def test_a_server_killed_while_it_starts_its_slots_leaves_no_process(engin
         folder.mkdir()
         config = SlotPoolConfig(slots_per_container=8).server_config("token", state_dir=str(folder))
         server = await ServerProcess.start(config)
-        await until(lambda: any("bwrap" in line for line in descendants(but=before).values()), "a slot that starts")
+        await until(
+            lambda: any("atropos-runner" in line for line in descendants(but=before).values()), "a slot that starts"
+        )
         await asyncio.sleep(n * 0.07)
         os.kill(server.pid, signal.SIGKILL)
         await server.stop(0)

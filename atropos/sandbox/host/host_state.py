@@ -59,7 +59,7 @@ class HostState:
         try:
             prestarted = prestart.adopt(self.scratch, config.base)
             shared = prestarted.shared()
-            self._seccomp, self.runtime = shared.seccomp, shared.runtime
+            self._seccomp, self.runtime = bytes.fromhex(shared.seccomp), shared.runtime
             os.mkdir(f"{self.scratch}/runtime/{volumes.NEXT}", 0o755)
             for path in (self.runtime.empty, self.empty):
                 volumes.read_only(path)
@@ -140,7 +140,7 @@ class HostState:
     ) -> StartRequest:
         """What the spawner needs to know to start one slot."""
         # where cgroups count processes, this is the bound of the largest lease that the slot may be given to
-        processes = self.config.slots * limits.pids + 64 if self.counts_pids else limits.pids + 2
+        processes = self.config.slots * limits.pids + 64 if self.counts_pids else limits.pids + 1
         creator = self._creators.pop(0) if self._creators else None
         if creator is not None:
             self._creators.append(creator)  # round and round: reused long after its last slot is gone
@@ -149,14 +149,7 @@ class HostState:
         seen = f"{self.scratch}/own"
         return {
             "own": (volume.folder, seen, f"{self.scratch}/slots"),
-            "argv": bwrap.command(
-                self.bwrap,
-                replace(volume, folder=seen),
-                base,
-                self.runtime.empty,
-                preload,
-                self.runtime.argv,
-            ),
+            "argv": bwrap.command(self.bwrap, replace(volume, folder=seen), base, preload),
             "proxy_port": egress_supervisor.PORT if network else None,
             "joins": joins,
             "ids": self.entered.slot_ids,

@@ -19,7 +19,7 @@ from atropos.sandbox.host import egress_supervisor
 from atropos.sandbox.host.files import skeleton, views, volumes
 from atropos.sandbox.host.host_state import HostState
 from atropos.sandbox.host.limit_watch import LimitWatch
-from atropos.sandbox.host.process.spawner_client import Exit, child_pid, hold
+from atropos.sandbox.host.process.spawner_client import Exit, hold
 from atropos.sandbox.host.runner_link import RunnerLink
 from atropos.sandbox.host.slot_network import SlotNetwork
 from atropos.sandbox.linux import host_limits, memory_files, slot_cgroup, stopped_children
@@ -73,7 +73,7 @@ class SlotSandbox:
         self._channel: RunnerLink | None = None
         self._started: asyncio.Future[int] | None = None
         self._ended: asyncio.Future[Exit] | None = None
-        self._bwrap_fd = self._init_fd = -1
+        self._init_fd = -1
         self._loop = asyncio.get_running_loop()
         self._calls: dict[str, tuple[int, float]] = {}
         """Number in the channel and when its answer is due, of each call that runs."""
@@ -257,14 +257,12 @@ class SlotSandbox:
     # ------------------------------------------------------------------------------------------------------------ start
 
     async def start(self, base: skeleton.Base) -> None:
-        """Start bubblewrap and wait for the runner's first message.
+        """Start PID 1 and wait for the runner's first message.
 
         Raises:
             SandboxError: it could not be started; `stop` cleans up.
         """
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-        status, far_status = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-        status.setblocking(False)
         errors = memory_files.bounded("errors", ERRORS_BYTES)
         limits = self.limits
         self._channel = RunnerLink(ours, output_bytes=limits.output_bytes, on_broken=self._broke)
@@ -275,9 +273,10 @@ class SlotSandbox:
             )
             near, far = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             try:
-                fds = [theirs.fileno(), far_status.fileno(), errors, far.fileno(), *joins]
+                fds = [theirs.fileno(), errors, far.fileno(), *joins]
                 self._started, self._ended = await self._host.spawner.start(request, fds)
-                pid = await asyncio.shield(self._started)
+                self.host_pid = pid = await asyncio.shield(self._started)
+                self._init_fd = hold(pid)
                 if not joins:
                     far.close()
                     await self._receive_network(near, errors)
@@ -285,12 +284,10 @@ class SlotSandbox:
                 near.close()
                 far.close()
                 theirs.close()
-                far_status.close()
-            self._bwrap_fd = hold(pid)
-            self._ended.add_done_callback(lambda _: self._broke("its bubblewrap ended"))
+            self._ended.add_done_callback(lambda _: self._broke("its PID 1 ended"))
             try:
                 async with asyncio.timeout(START_DEADLINE_S):
-                    await self._hello(status)
+                    await self._hello(pid)
             except TimeoutError:
                 why = memory_files.line(errors) or "no word from PID 1"
                 raise SandboxError(
@@ -301,7 +298,6 @@ class SlotSandbox:
                 why = memory_files.line(errors) or error
                 raise SandboxError(f"slot {self.name} could not be started: {why}{host_limits.named()}") from None
         finally:
-            status.close()
             os.close(errors)
 
     def resize(self, limits: SlotLimits) -> None:
@@ -371,13 +367,11 @@ class SlotSandbox:
         """Give its programs only the CPU time that others leave."""
         self._cgroup.give_way()
 
-    async def _hello(self, status: socket.socket) -> None:
-        """Learn PID 1's pid from bubblewrap, give the runner what it needs, and hear from it."""
+    async def _hello(self, pid: int) -> None:
+        """Give the runner what it needs, and hear from it."""
         channel = self._channel
         assert channel is not None
-        self.host_pid = await child_pid(status)
-        self._init_fd = hold(self.host_pid)
-        oom_fd = os.open(f"/proc/{self.host_pid}/oom_score_adj", os.O_WRONLY | os.O_CLOEXEC)
+        oom_fd = os.open(f"/proc/{pid}/oom_score_adj", os.O_WRONLY | os.O_CLOEXEC)
         try:
             environment = self._host.environment | (egress_supervisor.environment() if self.network.wanted else {})
             channel.start(environment, self.limits.output_bytes, self.limits.wall_s, oom_fd)
@@ -397,12 +391,11 @@ class SlotSandbox:
             if not self.died.done():
                 self.died.set_result(reason)
 
-    def _kill(self, *, bubblewrap: bool = False) -> None:
-        """Kill PID 1. Bubblewrap itself only where there is no PID 1: it is what reaps, and so what confirms."""
-        fd = self._bwrap_fd if bubblewrap or self._init_fd < 0 else self._init_fd
-        if fd >= 0:
+    def _kill(self) -> None:
+        """Kill PID 1, and with it everything in its namespace."""
+        if self._init_fd >= 0:
             with contextlib.suppress(ProcessLookupError):
-                signal.pidfd_send_signal(fd, signal.SIGKILL)
+                signal.pidfd_send_signal(self._init_fd, signal.SIGKILL)
 
     # ------------------------------------------------------------------------------------------------------------- stop
 
@@ -443,25 +436,22 @@ class SlotSandbox:
         """Kill PID 1, which ends every process of its namespace, and wait until it is reaped. '' when confirmed."""
         if self._channel is not None:
             self._channel.close(OutcomeUnknown(f"slot {self.name} was stopped while the call ran"))
-        if self._started is not None and self._bwrap_fd < 0:
+        if self._started is not None and self._init_fd < 0:
             # the start was given up, not the process: it is on its way
             with contextlib.suppress(SandboxError, TimeoutError):
-                self._bwrap_fd = hold(await asyncio.wait_for(asyncio.shield(self._started), STOP_DEADLINE_S))
+                self._init_fd = hold(await asyncio.wait_for(asyncio.shield(self._started), STOP_DEADLINE_S))
         self._kill()
         problem = ""
         if self._ended is not None and not self._ended.done():
             try:
-                # the one confirmation that counts: bubblewrap ends after it has reaped PID 1, and PID 1 is reaped after
-                # every process of the namespace
+                # the one confirmation that counts: PID 1 is reaped after every process of the namespace
                 await asyncio.wait_for(asyncio.shield(self._ended), STOP_DEADLINE_S)
             except TimeoutError:
-                self._kill(bubblewrap=True)
                 self._cgroup.kill()
                 problem = f"its processes did not end within {STOP_DEADLINE_S} s"
-        for fd in (self._bwrap_fd, self._init_fd):
-            if fd >= 0:
-                os.close(fd)
-        self._bwrap_fd = self._init_fd = -1
+        if self._init_fd >= 0:
+            os.close(self._init_fd)
+        self._init_fd = -1
         return problem
 
     async def _remove_cgroup(self) -> str:

@@ -80,29 +80,28 @@ def read(volume: str = "memory") -> list[HostLimit]:
 
 
 def _processes() -> list[HostLimit]:
-    """A slot is bubblewrap and its PID 1, of one thread each."""
+    """A slot is its PID 1, of one thread."""
     running = _running()
     found: list[HostLimit] = []
     for name, path in (("kernel.pid_max", "kernel/pid_max"), ("kernel.threads-max", "kernel/threads-max")):
-        found += _sysctl(name, path, running, 2)
+        found += _sysctl(name, path, running, 1)
     for folder in (*Path("/sys/fs/cgroup").glob("pids"), Path("/sys/fs/cgroup")):
         most = _number(f"{folder}/pids.max")
         if most is not None:
             used = _number(f"{folder}/pids.current") or 0
-            found.append(HostLimit(f"{folder}/pids.max", most, used, 2, "raise the container's limit of processes"))
+            found.append(HostLimit(f"{folder}/pids.max", most, used, 1, "raise the container's limit of processes"))
     most = resource.getrlimit(resource.RLIMIT_NPROC)[1]
     if most != resource.RLIM_INFINITY and os.geteuid() != 0:
-        found.append(HostLimit("RLIMIT_NPROC", most, 0, 2, "raise the user's limit of processes (ulimit -Hu)"))
+        found.append(HostLimit("RLIMIT_NPROC", most, 0, 1, "raise the user's limit of processes (ulimit -Hu)"))
     return found
 
 
 def _namespaces() -> list[HostLimit]:
-    """Two mount namespaces, for bubblewrap's caller and the slot, and one of each other kind; the kernel shows no use."""
-    each = {"user": 1, "pid": 1, "net": 1, "mnt": 2, "ipc": 1, "uts": 1, "cgroup": 1}
+    """One of each kind a slot; the kernel shows no use."""
     return [
         limit
-        for kind, count in each.items()
-        for limit in _sysctl(f"user.max_{kind}_namespaces", f"user/max_{kind}_namespaces", 0, count)
+        for kind in ("user", "pid", "net", "mnt", "ipc", "uts", "cgroup")
+        for limit in _sysctl(f"user.max_{kind}_namespaces", f"user/max_{kind}_namespaces", 0, 1)
     ]
 
 

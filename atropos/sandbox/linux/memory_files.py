@@ -9,14 +9,6 @@ import fcntl
 import os
 
 
-def holding(name: str, data: bytes) -> int:
-    """A file with this content, positioned at its start."""
-    fd = os.memfd_create(name, os.MFD_CLOEXEC)
-    os.write(fd, data)
-    os.lseek(fd, 0, os.SEEK_SET)
-    return fd
-
-
 def bounded(name: str, size_bytes: int) -> int:
     """An empty file for other processes' output, of at most `size_bytes`."""
     fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)

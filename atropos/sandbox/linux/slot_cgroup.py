@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 Counts = dict[str, bytes]
 """The kernel's files with counts of a slot's limits, by name."""
 _MIB = 1024 * 1024
-_OWN_PROCESSES = 2
-"""bwrap's monitor and the runner, which are in the slot's cgroup."""
+_OWN_PROCESSES = 1
+"""The runner, which is in the slot's cgroup."""
 _PERIOD_US = 10_000
 """Period of a slot's CPU quota: a longer one makes others wait longer, a shorter one costs more timer interrupts."""
 _LEAST_QUOTA_US = 1000

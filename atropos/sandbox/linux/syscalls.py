@@ -9,8 +9,11 @@ import platform
 
 CLONE_FS = 0x200
 CLONE_NEWNS = 0x0002_0000
+CLONE_NEWCGROUP = 0x0200_0000
+CLONE_NEWUTS = 0x0400_0000
 CLONE_NEWIPC = 0x0800_0000
 CLONE_NEWUSER = 0x1000_0000
+CLONE_NEWPID = 0x2000_0000
 CLONE_NEWNET = 0x4000_0000
 MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC = 1, 2, 4, 8
 MS_NOSYMFOLLOW = 256
@@ -18,6 +21,7 @@ MS_REMOUNT, MS_BIND, MS_MOVE, MS_REC = 32, 4096, 8192, 16384
 MS_PRIVATE, MS_SLAVE, MS_SHARED = 1 << 18, 1 << 19, 1 << 20
 MNT_DETACH = 2
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_CAPBSET_DROP = 1, 4, 24
+PR_SET_NAME, PR_SET_SECCOMP, SECCOMP_MODE_FILTER = 15, 22, 2
 PR_SET_CHILD_SUBREAPER = 36
 PR_SET_NO_NEW_PRIVS, PR_CAP_AMBIENT, PR_SET_KEEPCAPS = 38, 47, 8
 PR_CAP_AMBIENT_RAISE, PR_CAP_AMBIENT_CLEAR_ALL = 2, 4
@@ -43,6 +47,12 @@ CAPABILITIES = {
 }
 
 libc = ctypes.CDLL(None, use_errno=True)
+
+
+def load() -> None:
+    """Look the C functions up: a fork that is the first to call one gets pages of its own for what that makes."""
+    for name in ("mount", "umount2", "unshare", "setns", "prctl", "capset", "syscall"):
+        getattr(libc, name)
 
 
 def _check(result: int, what: str) -> int:
@@ -107,6 +117,29 @@ def prctl(option: int, arg: int = 0, arg3: int = 0) -> int:
         libc.prctl(option, ctypes.c_ulong(arg), ctypes.c_ulong(arg3), ctypes.c_ulong(0), ctypes.c_ulong(0)),
         f"prctl {option}",
     )
+
+
+def rename_process(name: str) -> None:
+    """Have `ps` show this name instead of the program's and its arguments."""
+    text = ctypes.create_string_buffer(name.encode())
+    prctl(PR_SET_NAME, ctypes.addressof(text))
+    with open("/proc/self/stat", "rb") as file:
+        fields = file.read().rpartition(b")")[2].split()
+    start, end = int(fields[45]), int(fields[46])  # arg_start and arg_end; the state, field 3, is the first here
+    ctypes.memset(start, 0, end - start)
+    ctypes.memmove(start, text, min(len(text), end - start) - 1)
+
+
+class _FilterProgram(ctypes.Structure):
+    """struct sock_fprog of <linux/filter.h>."""
+
+    _fields_ = (("length", ctypes.c_ushort), ("instructions", ctypes.c_char_p))
+
+
+def filter_calls(program: bytes) -> None:
+    """Put a seccomp filter on this process for good; it must have no way to new privileges (PR_SET_NO_NEW_PRIVS)."""
+    filtered = _FilterProgram(len(program) // 8, program)
+    prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, ctypes.addressof(filtered))
 
 
 def own_session_keyring() -> None:

@@ -179,6 +179,20 @@ async def a_cancelled_call_says_so(host):
         assert "sleep" not in (await out(s, command)).splitlines()[1:-1]
 
 
+async def pid_1_shows_nothing_of_the_server(host):
+    async with slot(host) as s:
+        assert await out(s, "tr -d '\\0' < /proc/1/cmdline; echo; cat /proc/1/comm") == "atropos-runner\n" * 2
+        files = [f"cat /proc/1/{name}" for name in ("environ", "maps", "mem", "auxv", "syscall", "stack")]
+        for look in (
+            *files,
+            "readlink /proc/1/exe",
+            "readlink /proc/1/fd/3",
+            "ls /proc/1/map_files",
+            "readlink /proc/1/ns/user",
+        ):
+            assert await out(s, f"{look} 2>/dev/null | wc -c") == "0\n", look
+
+
 async def calls_run_beside_each_other(host):
     async with slot(host) as s:
         slow = asyncio.create_task(sh(s, "sleep 5; echo slow", timeout_s=20))

@@ -44,7 +44,7 @@ class RootChanger:
 def _pivot(waiting: str) -> None:
     """In the slot: make what waits there the root of all that is in it.
 
-    Only the PID 1 that bubblewrap started is in it yet. The kernel moves its root and working directory along.
+    Only PID 1 is in it yet. The kernel moves its root and working directory along.
     """
     before = os.open("/", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:

@@ -1,1 +1,1 @@
-"""The processes of a slot: bubblewrap's arguments, the seccomp filter, the runner's code, and the spawner that starts them."""
+"""The processes of a slot: bubblewrap's arguments, the seccomp filter, the private Python, and the spawner that they are forked from."""

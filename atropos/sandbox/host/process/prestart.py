@@ -60,9 +60,9 @@ class Prestarted:
         answer = json.loads(text or b'{"error": "the process that prepared them ended at once"}')
         if "error" in answer:
             raise IsolationUnavailable(f"the server's own files could not be set up: {answer['error']}")
-        runtime, base = answer["runtime"], answer["skeleton"]
+        base = answer["skeleton"]
         return Shared(
-            Runtime(runtime["path"], runtime["empty"], tuple(runtime["argv"])),
+            Runtime(**answer["runtime"]),
             answer["seccomp"],
             None if base is None else Base(**base),
         )

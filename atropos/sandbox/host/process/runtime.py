@@ -1,6 +1,6 @@
-"""A private copy of the server's own Python for PID 1 of every slot, so that any base works and none is trusted.
+"""A private copy of the server's own Python for our own programs in a slot, so that any base works and none is trusted.
 
-The interpreter, its libraries, its dynamic loader and the modules that the runner imports are copied to one folder,
+The interpreter, its libraries, its dynamic loader and the few modules that these programs import are copied to one folder,
 which each slot sees read-only at `/.atropos`. Search paths written into the binaries are blanked: they would name folders
 that a program in the slot could make and fill.
 """
@@ -17,51 +17,21 @@ import sys
 from dataclasses import dataclass
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
-from types import CodeType
 
 from atropos.errors import IsolationUnavailable
-from atropos.sandbox.host.process import runner_code
-from atropos.slot_python import INSIDE, SLOT_PYTHON
+from atropos.sandbox.linux import pause_program
+from atropos.slot_python import SLOT_PYTHON
 
+PAUSE = "pause"
+"""The name of the program of `linux.pause_program`, in the folder."""
 _MODULES = [
-    "encodings.aliases",
-    "encodings.ascii",
-    "encodings.utf_8",
-    "encodings.latin_1",
-    "os",
-    "stat",
-    "posixpath",
-    "genericpath",
-    "codecs",
-    "io",
-    "abc",
-    "_collections_abc",
-    "_socket",
-    "marshal",
-    "select",
-    "time",
-    "errno",
-    "_signal",
-    "_json",
-    "_ctypes",
-    "_posixsubprocess",
-    "re",
-    "fnmatch",
-    "fcntl",
-    "termios",
-    "tarfile",
-    "linecache",
+    *("encodings.aliases", "encodings.ascii", "encodings.utf_8", "encodings.latin_1", "codecs", "io", "abc"),
+    *("os", "stat", "posixpath", "genericpath", "_collections_abc", "_ctypes", "_json", "_socket", "select"),
 ]
-_OPTIONAL = ("_sha256", "_sha2", "encodings.idna")
 _LIST = """
 import sys, json, importlib
 for name in {required!r}:
     importlib.import_module(name)
-for name in {optional!r}:
-    try:
-        importlib.import_module(name)
-    except ImportError:
-        pass
 files = {{}}
 for name, module in list(sys.modules.items()):
     spec = getattr(module, '__spec__', None)
@@ -80,15 +50,14 @@ _DT_STRTAB, _DT_SONAME, _DT_RPATH, _DT_RUNPATH, _DT_IGNORED = 5, 14, 15, 29, 0x6
 
 @dataclass(frozen=True)
 class Runtime:
-    """The folder of the copy, and the command line that starts the runner where it is seen at `INSIDE`."""
+    """The folder of the copy, which is seen at `INSIDE`, and an empty file in it."""
 
     path: str
     empty: str
-    argv: tuple[str, ...]
 
 
 def build(folder: str) -> Runtime:
-    """Copy what the runner needs to `folder`.
+    """Copy what they need to `folder`.
 
     Raises:
         IsolationUnavailable: this Python can't be copied (not an ELF program of this machine's own).
@@ -100,26 +69,25 @@ def build(folder: str) -> Runtime:
     stdlib = Path(folder, "lib", version)
     (stdlib / "lib-dynload").mkdir(parents=True)
     _copy_binary(python, f"{folder}/python")
-    _copy_binary(loader, f"{folder}/ld.so")
-    os.link(f"{folder}/ld.so", f"{folder}/{os.path.basename(SLOT_PYTHON[0])}")
+    _copy_binary(loader, f"{folder}/{os.path.basename(SLOT_PYTHON[0])}")
     for library in _copy_modules(python, stdlib):
         _copy_binary(library, f"{folder}/lib/{_soname(library)}")
-    _write_code(runner_code.join(), f"{folder}/runner.pyc")
+    pause = Path(folder, PAUSE)
+    pause.write_bytes(pause_program.elf())
+    pause.chmod(0o755)
     empty = f"{folder}/empty"
     Path(empty).touch(0o444)
-    return Runtime(
-        folder, empty, (f"{INSIDE}/ld.so", *SLOT_PYTHON[1:], "-X", "frozen_modules=on", f"{INSIDE}/runner.pyc")
-    )
+    return Runtime(folder, empty)
 
 
 def _copy_modules(python: str, stdlib: Path) -> list[str]:
     """Modules as bytecode without source; returns the shared libraries that they and the interpreter were seen to load."""
-    code = _LIST.format(required=_MODULES, optional=_OPTIONAL)
+    code = _LIST.format(required=_MODULES)
     done = subprocess.run(
         [sys.executable, "-I", "-S", "-c", code], capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL
     )
     if done.returncode:
-        raise IsolationUnavailable(f"{python} lacks a module that the runner needs: {done.stderr.strip()[-300:]}")
+        raise IsolationUnavailable(f"{python} lacks a module that is needed: {done.stderr.strip()[-300:]}")
     files, where, loaded = json.loads(done.stdout)
     where = where or sysconfig_stdlib()
     extensions: set[str] = set()
@@ -150,10 +118,7 @@ def sysconfig_stdlib() -> str:
 
 def _compile(name: str, source: str, target: str) -> None:
     """Bytecode of a module, from the interpreter's own cache where that is fresh."""
-    _write_code(SourceFileLoader(name, source).get_code(name), target)
-
-
-def _write_code(code: CodeType | None, target: str) -> None:
+    code = SourceFileLoader(name, source).get_code(name)
     # flags 0b01: validated by hash, and never checked: there is no source beside it
     header = importlib.util.MAGIC_NUMBER + (1).to_bytes(4, "little") + bytes(8)
     with open(target, "wb") as file:

@@ -1,4 +1,4 @@
-"""The seccomp filter of every slot, as a BPF program for bubblewrap.
+"""The seccomp filter of every slot, as a BPF program.
 
 Built with libseccomp, in front of which stand a few instructions of our own: for calls that this libseccomp has no name
 for, and for the x32 numbers, the kernel's answer is ENOSYS, so that programs fall back as on an older kernel.

@@ -1,28 +1,28 @@
-"""The server's side of the process that starts bubblewraps (`spawner`)."""
+"""The server's side of the process that slots are forked from (`spawner`)."""
 
 from __future__ import annotations
 
 import asyncio
 import itertools
-import json
+import marshal
 import os
 import socket
 import subprocess
 from dataclasses import dataclass
 
-from atropos.errors import SandboxError, SlotLost
+from atropos.errors import SandboxError
 from atropos.sandbox.programs.spawner import NumberedRequest, Report, StartRequest
 
 
 @dataclass(frozen=True)
 class Exit:
-    """How bubblewrap ended."""
+    """How PID 1 of a slot ended."""
 
     code: int
 
 
 class SpawnerClient:
-    """Starts bubblewraps, and reports their ends.
+    """Starts slots, and reports their ends.
 
     Args:
         process: the spawner, which `prestart` started.
@@ -40,7 +40,7 @@ class SpawnerClient:
         self.broken: str | None = None
 
     async def start(self, request: StartRequest, fds: list[int]) -> tuple[asyncio.Future[int], asyncio.Future[Exit]]:
-        """Ask for a bubblewrap; futures of its pid and of its end. Call from the event loop's thread."""
+        """Ask for a slot; futures of its PID 1's number here and of its end. Call from the event loop's thread."""
         if self.broken is not None:
             raise SandboxError(self.broken)
         number = next(self._numbers)
@@ -51,7 +51,7 @@ class SpawnerClient:
         return started, ended
 
     async def _send(self, request: NumberedRequest, fds: list[int]) -> None:
-        data = json.dumps(request).encode()
+        data = marshal.dumps({**request})
         while True:
             try:
                 socket.send_fds(self._sock, [data], fds)
@@ -74,7 +74,7 @@ class SpawnerClient:
             if not data:
                 self._broke("it ended")
                 return
-            self._report(json.loads(data))
+            self._report(marshal.loads(data))  # noqa: S302 (the spawner is as trusted as this process)
 
     def _report(self, report: Report) -> None:
         number = report["id"]
@@ -102,7 +102,7 @@ class SpawnerClient:
         self._exits.clear()
 
     async def aclose(self) -> None:
-        """End the spawner, and with it every remaining bubblewrap."""
+        """End the spawner, and with it every slot that remains."""
         if self.broken is None:
             self._loop.remove_reader(self._sock)
             self.broken = "closed"
@@ -112,32 +112,6 @@ class SpawnerClient:
         except subprocess.TimeoutExpired:
             self._process.kill()
             await asyncio.to_thread(self._process.wait)
-
-
-async def child_pid(status: socket.socket) -> int:
-    """The pid of PID 1, from the first line that bubblewrap writes (in pieces).
-
-    Raises:
-        SlotLost: it ended before it had one.
-    """
-    loop = asyncio.get_running_loop()
-    line: asyncio.Future[bytes] = loop.create_future()
-    found = bytearray()
-
-    def readable() -> None:
-        data = status.recv(4096)
-        found.extend(data)
-        if (not data or b"\n" in found) and not line.done():
-            loop.remove_reader(status)
-            line.set_result(bytes(found).split(b"\n", 1)[0])
-
-    loop.add_reader(status, readable)
-    try:
-        return int(json.loads(await line)["child-pid"])
-    except (ValueError, KeyError):
-        raise SlotLost("bubblewrap ended at once") from None
-    finally:
-        loop.remove_reader(status)
 
 
 def hold(pid: int) -> int:

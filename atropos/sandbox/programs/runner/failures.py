@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import errno
-import posix as os
+import os
 
 
 class OpFailed(Exception):

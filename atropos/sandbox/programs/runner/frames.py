@@ -7,8 +7,9 @@ length, a header length, a JSON header and raw bytes (nothing from here is trust
 from __future__ import annotations
 
 import marshal
-import posix as os
+import os
 from _json import encode_basestring_ascii as quote
+from _socket import socket
 from typing import TYPE_CHECKING
 
 from atropos.sandbox.programs.runner.failures import OpFailed, failure, text
@@ -16,7 +17,6 @@ from atropos.sandbox.programs.runner.loop import CHUNK, IN, OUT, loop
 from atropos.sandbox.programs.runner.syscalls import end_process
 
 if TYPE_CHECKING:
-    from _socket import socket as Socket  # noqa: N812 (a method's own import has its name)
     from collections.abc import Callable, Mapping
     from typing import Protocol
 
@@ -41,14 +41,12 @@ class ServerLink:
         self.incoming = bytearray()
         self.outgoing: list[bytes] = []
         self.calls: dict[int, Task] = {}
-        self.socket: Socket | None = None
+        self.socket: socket | None = None
         self.descriptors: list[int] = []
         """Descriptors that came with operations that are still to be dispatched, in their order."""
 
     def open(self) -> None:
         """Serve the socket."""
-        from _socket import socket
-
         os.set_inheritable(SOCKET, False)
         os.set_blocking(SOCKET, False)
         self.socket = socket(fileno=SOCKET)

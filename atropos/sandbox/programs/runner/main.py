@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-import posix as os
+import os
 
 from atropos.sandbox.programs.runner.children import children, op_end_all, op_end_leftovers, op_quiesce
 from atropos.sandbox.programs.runner.files.archives import op_tar
@@ -24,7 +24,7 @@ from atropos.sandbox.programs.runner.processes.background import (
 from atropos.sandbox.programs.runner.processes.commands import op_exec
 from atropos.sandbox.programs.runner.signals import signals
 from atropos.sandbox.programs.runner.state import WORKSPACE, block_of, state
-from atropos.sandbox.programs.runner.syscalls import deny_tracing, drop_capabilities, end_process
+from atropos.sandbox.programs.runner.syscalls import deny_tracing, end_process
 
 NO_HANDLER = (
     *(signals.SIGINT, signals.SIGPIPE, signals.SIGXFSZ),
@@ -72,7 +72,6 @@ def main() -> None:
     """Serve the slot until the server goes."""
     if not deny_tracing():  # before anything else runs in this slot
         end_process(3)
-    drop_capabilities()
     os.closerange(SOCKET + 1, 4096)
     for number in NO_HANDLER:
         # a signal from inside that has no handler is dropped for PID 1; Python has one for SIGINT, which would end it
@@ -109,8 +108,3 @@ def main() -> None:
     gc.freeze()
     gc.enable()
     loop.run()
-
-
-if __name__ == "__main__":
-    gc.disable()  # nothing allocated before the loop runs is garbage
-    main()

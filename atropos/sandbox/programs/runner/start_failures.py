@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import errno
-import posix as os
+import os
 
 from atropos.sandbox.programs.runner.failures import ERROR_OF_ERRNO, OpFailed, limit_of_errno, text
 from atropos.sandbox.programs.runner.paths import is_folder

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import posix as os
+import os
 
 WORKSPACE = "/workspace"
 

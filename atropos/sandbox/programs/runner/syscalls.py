@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import _ctypes  # the package around it would cost 2 MB a slot for the calls made here
-import posix as os
+import os
 from typing import NoReturn
 
 from atropos.sandbox.programs.runner.signals import signals
 
-CAPABILITIES = (0, 1, 3, 4, 5, 6, 7, 8, 10, 18, 31)
-"""As `host.process.bwrap.CAPABILITIES`, by number."""
-PR_SET_DUMPABLE, PR_CAPBSET_DROP, PTRACE_DETACH = 4, 24, 17
+PR_SET_DUMPABLE, PTRACE_DETACH = 4, 17
 
 
 def c_function(name: str) -> int:
@@ -20,20 +18,12 @@ def c_function(name: str) -> int:
 
 def end_process(code: int) -> NoReturn:
     """End this process and nothing else: no handlers, no buffers."""
-    os._exit(code)  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
+    os._exit(code)
 
 
 def deny_tracing() -> bool:
     """Forbid every process of this slot to trace or read this one."""
     return _ctypes.call_function(c_function("prctl"), (PR_SET_DUMPABLE, 0, 0, 0, 0)) == 0
-
-
-def drop_capabilities() -> None:
-    """Take what bubblewrap left in the bounding set out of it: no program here can ever gain it."""
-    prctl = c_function("prctl")
-    for capability in [number for number in range(64) if number not in CAPABILITIES]:
-        if _ctypes.call_function(prctl, (PR_CAPBSET_DROP, capability, 0, 0, 0)) != 0:
-            break
 
 
 def untrace(pid: int, number: int) -> None:

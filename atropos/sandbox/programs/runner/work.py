@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import marshal
-import posix as os
+import os
 from typing import TYPE_CHECKING
 
 from atropos.sandbox.programs.runner.children import children, with_room

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import posix as os
+import os
 from typing import TYPE_CHECKING
 
 from atropos.sandbox.programs.runner.failures import OpFailed, text
@@ -18,15 +18,11 @@ if TYPE_CHECKING:
     from hashlib import sha256
 
     from atropos.sandbox.programs.runner.work import Outcome
-else:
-
-    def sha256(data: bytes = b"") -> object:
-        """As hashlib's, without its module."""
-        try:
-            from _sha2 import sha256 as new
-        except ImportError:
-            from _sha256 import sha256 as new
-        return new(data)
+else:  # hashlib loads OpenSSL
+    try:
+        from _sha2 import sha256
+    except ImportError:
+        from _sha256 import sha256
 
 
 SMALL_FILE = 1 << 20

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-import posix as os
+import fnmatch
+import os
+import posixpath
+import re
 from typing import TYPE_CHECKING
 
 from atropos.sandbox.programs.runner.failures import OpFailed, failure, text
@@ -37,8 +40,6 @@ def op_search(
 
 def expression(pattern: str, *, ignore_case: bool) -> Pattern[bytes] | None:
     """A compiled pattern; None: of an empty one."""
-    import re
-
     if not pattern:
         return None
     try:
@@ -49,8 +50,6 @@ def expression(pattern: str, *, ignore_case: bool) -> Pattern[bytes] | None:
 
 def walk(top: str) -> Iterator[tuple[str, os.stat_result]]:
     """(path, stat) of the regular files under `top`, in order; links aren't followed, /proc and the like not entered."""
-    import posixpath
-
     try:
         found = os.lstat(top)
     except OSError as error:
@@ -86,9 +85,6 @@ def walk(top: str) -> Iterator[tuple[str, os.stat_result]]:
 
 def search(path: str, wanted: Pattern[bytes] | None, glob: str | None, max_matches: int, context: int) -> Outcome:
     """Matches in path and line order."""
-    import fnmatch
-    import posixpath
-
     matches: list[dict[str, object]] = []
     files, budget, cut = 0, MAX_SEARCH_BYTES, False
     for name, found in walk(path):

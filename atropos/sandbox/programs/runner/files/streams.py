@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import posix as os
+import os
 from typing import TYPE_CHECKING
 
 from atropos.sandbox.programs.runner.failures import OpFailed

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    import posix as os
+    import os
 
 TAR_END = bytes(1024)
 CONTENT_END = bytes(511)

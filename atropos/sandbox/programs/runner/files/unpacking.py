@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-import posix as os
+import io
+import os
+import posixpath
 from typing import TYPE_CHECKING
 
 from atropos.sandbox.programs.runner.failures import OpFailed, text
@@ -38,8 +40,6 @@ def op_untar(call: int, path: str, data: bytes, owners: bool) -> None:
     path = path_of(path)
 
     def job() -> Outcome:
-        import io
-
         return unpack_from(path, io.BytesIO(data), owners=owners)
 
     Work(call, job)
@@ -185,8 +185,6 @@ class Places:
 
     def of(self, name: str) -> tuple[int, str]:
         """(descriptor of the folder that `name` is in, valid until the next call; last part). Folders are made as needed."""
-        import posixpath
-
         parts = posixpath.normpath(name).split("/")
         if parts[0] in ("", ".."):
             raise OpFailed("bad_path", f"the archive names a path outside its folder: {text(name)}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import posix as os
+import os
 from typing import Literal
 
 from atropos.sandbox.programs.runner.children import children, signal_session

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import posix as os
+import os
 
 from atropos.sandbox.programs.runner.children import KILL_PATIENCE_S, children, session_members, signal_session
 from atropos.sandbox.programs.runner.frames import link

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import errno
-import posix as os
+import os
 import select
 from _posixsubprocess import fork_exec
 from typing import TYPE_CHECKING

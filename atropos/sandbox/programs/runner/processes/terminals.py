@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import errno
-import posix as os
+import fcntl
+import os
+import termios
 
 from atropos.sandbox.programs.runner.failures import OpFailed
 
@@ -12,8 +14,6 @@ TIOCSPTLCK, TIOCGPTN = 0x40045431, 0x80045430
 
 def open_terminal(rows: int, cols: int) -> tuple[int, str]:
     """(master, path of the other end)."""
-    import fcntl
-
     try:
         master = os.open("/dev/ptmx", os.O_RDWR | os.O_NOCTTY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as error:
@@ -32,9 +32,6 @@ def open_terminal(rows: int, cols: int) -> tuple[int, str]:
 
 def resize(fd: int, rows: int | None, cols: int | None) -> None:
     """Set a terminal's size; None leaves it."""
-    import fcntl
-    import termios
-
     old = fcntl.ioctl(fd, termios.TIOCGWINSZ, b"\0" * 8)
     new_rows = old[:2] if rows is None else rows.to_bytes(2, "little")
     new_cols = old[2:4] if cols is None else cols.to_bytes(2, "little")

@@ -1,0 +1,177 @@
+"""What PID 1 of a slot does between its fork from the spawner and the runner's loop.
+
+It leaves the spawner's namespaces, enters the root that bubblewrap has made meanwhile, and gives up every privilege that a
+slot must not have. Nothing is executed in it: no loader, library or preload of the slot's root ever runs in PID 1.
+"""
+
+from __future__ import annotations
+
+import codecs
+import contextlib
+import fcntl
+import os
+import resource
+import signal
+import socket
+import struct
+import sys
+from typing import NoReturn, TypedDict
+
+from atropos.sandbox.linux import syscalls
+from atropos.sandbox.linux.pause_program import PAUSED
+from atropos.sandbox.programs.runner import main as runner
+from atropos.sandbox.programs.runner.frames import SOCKET
+
+HOSTNAME = "atropos"
+NAME = "atropos-runner"
+"""What `ps` shows; no program that is started has it (see `linux.stopped_children`)."""
+CAPABILITIES = frozenset(
+    {
+        "CHOWN",
+        "DAC_OVERRIDE",
+        "FOWNER",
+        "FSETID",
+        "SETUID",
+        "SETGID",
+        "KILL",
+        "NET_BIND_SERVICE",
+        "SYS_CHROOT",
+        "SETPCAP",
+        "SETFCAP",
+    }
+)
+"""Those of a usual container, inside the slot's own user namespace; outside of it they mean nothing."""
+for _codec in ("ascii", "latin-1"):
+    codecs.lookup(_codec)  # loads it: in a slot nothing can be loaded
+_SIOCSIFFLAGS, _IFF_UP = 0x8914, 1  # <linux/sockios.h>, <linux/if.h>
+
+
+class FirstProcessRequest(TypedDict):
+    """What PID 1 needs to know."""
+
+    proxy_port: int | None
+    joins: bool
+    rlimits: dict[str, int]
+    counters: dict[str, int]
+    ipc: dict[str, int | str]
+    seccomp: bytes
+
+
+def run(request: FirstProcessRequest, link: int, network: int, root: int, entered: int, adopted: int) -> NoReturn:
+    """Become the slot's PID 1; called as root of its user namespace, in the first process of its PID namespace.
+
+    Args:
+        request: settings.
+        link: the runner's socket.
+        network: where the new network namespace is sent, unless the slot joins another's.
+        root: what bubblewrap says, which makes the root meanwhile, and its child's standard input.
+        entered: closed once the root is entered.
+        adopted: can be read when the spawner is this process's parent.
+
+    Raises:
+        OSError: the slot could not be set up.
+    """
+    if not request["joins"]:
+        _own_network(request["proxy_port"], network)
+    for name, value in request["counters"].items():
+        _set(f"user/{name}", value)
+    _own_objects(request["ipc"])
+    for name, value in request["rlimits"].items():
+        lower(name, value)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGPIPE, signal.SIGXFSZ, signal.SIGCHLD):
+        signal.signal(number, signal.SIG_DFL)
+    _enter_root(root)
+    os.close(entered)
+    if not os.read(adopted, 1):
+        raise OSError("the process that slots are forked from is gone")
+    syscalls.prctl(syscalls.PR_SET_PDEATHSIG, signal.SIGKILL)
+    _keep_only(link)
+    os.setsid()
+    syscalls.rename_process(NAME)
+    # modules that are not loaded yet would come from the slot's root
+    sys.path.clear()
+    sys.meta_path.clear()
+    syscalls.keep_only(CAPABILITIES)
+    syscalls.prctl(syscalls.PR_SET_NO_NEW_PRIVS, 1)
+    syscalls.filter_calls(request["seccomp"])
+    runner.main()
+    os._exit(0)
+
+
+def _own_network(port: int | None, answer: int) -> None:
+    """A network namespace with a loopback, for the server to join others to.
+
+    With a port, a socket listens there; it goes to the server, too, for its proxy.
+    """
+    syscalls.unshare(syscalls.CLONE_NEWNET)
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as control:
+        fcntl.ioctl(control, _SIOCSIFFLAGS, struct.pack("16sh14x", b"lo", _IFF_UP))
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as listener:
+        handed = [os.open("/proc/self/ns/net", os.O_RDONLY | os.O_CLOEXEC)]
+        if port is not None:
+            listener.bind(("127.0.0.1", port))
+            listener.listen(64)
+            handed.append(listener.fileno())
+        with socket.socket(fileno=os.dup(answer)) as channel:
+            socket.send_fds(channel, [b"x"], handed)
+        os.close(handed[0])
+
+
+def _own_objects(bounds: dict[str, int | str]) -> None:
+    """Namespaces for a host name, cgroup paths, and System V objects with bounds of its own, where Linux lets us (6.9)."""
+    syscalls.unshare(syscalls.CLONE_NEWIPC | syscalls.CLONE_NEWUTS | syscalls.CLONE_NEWCGROUP)
+    for name, value in bounds.items():
+        with contextlib.suppress(PermissionError):
+            _set(f"kernel/{name}", value)
+    with contextlib.suppress(PermissionError):  # a container's seccomp profile refuses it; ours bear the name already
+        socket.sethostname(HOSTNAME)
+
+
+def _enter_root(root: int) -> None:
+    """Enter the mount namespace that bubblewrap has made, and let bubblewrap end.
+
+    Raises:
+        OSError: bubblewrap ended; what it had to say is on the standard error output.
+    """
+    said = b""
+    while not said.endswith(PAUSED):
+        data = os.read(root, 4096)
+        if not data:
+            raise OSError("bubblewrap ended before the slot's root was made")
+        said += data
+    pid = said.partition(b'"child-pid":')[2].partition(b",")[0].split()[0].decode()
+    mounts = os.open(f"/proc/{pid}/ns/mnt", os.O_RDONLY | os.O_CLOEXEC)
+    syscalls.setns(mounts, syscalls.CLONE_NEWNS)
+    os.close(root)  # the program that paused ends
+    with contextlib.suppress(ChildProcessError):
+        os.waitpid(-1, 0)
+
+
+def _keep_only(link: int) -> None:
+    """Leave the runner's socket and the standard descriptors."""
+    high = os.dup2(link, 20, inheritable=False)
+    null = os.open("/dev/null", os.O_RDWR)
+    os.dup2(null, 0)
+    os.dup2(null, 1)
+    os.dup2(high, SOCKET)
+    os.closerange(SOCKET + 1, 4096)
+
+
+def _set(name: str, value: int | str) -> None:
+    """Set one of the kernel's bounds in this namespace, if the kernel has it."""
+    try:
+        fd = os.open(f"/proc/sys/{name}", os.O_WRONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return
+    try:
+        os.write(fd, str(value).encode())
+    finally:
+        os.close(fd)
+
+
+def lower(name: str, value: int) -> None:
+    """Lower a resource limit (RLIMIT_`name`) for good."""
+    number = getattr(resource, f"RLIMIT_{name}")
+    hard = resource.getrlimit(number)[1]
+    wanted = value if hard == resource.RLIM_INFINITY else min(value, hard)
+    resource.setrlimit(number, (wanted, wanted))
