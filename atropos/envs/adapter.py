@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import os
 import warnings
@@ -16,25 +17,32 @@ from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
+from atropos.agent.model import EXACT, Model, ModelFailure, capturing, describe
+from atropos.agent.template import Tokenizer
+from atropos.errors import ConfigError, InferenceError
+
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
+# Nothing of what is loaded now is ever garbage, and looking for some takes a fifth of the time.
+_collecting = gc.isenabled()
+gc.disable()
 try:
     from atroposlib.envs import base
+    from atroposlib.envs.base import BaseEnv, BaseEnvConfig, EvalHandlingEnum, ScoredDataGroup, ScoredDataItem
+    from atroposlib.envs.server_handling import server_baseline, sglang_server, trl_vllm_server, vllm_server
+    from atroposlib.envs.server_handling.server_baseline import APIServer, APIServerConfig, ServerBaseline
+    from atroposlib.envs.server_handling.server_manager import ServerManager, ServerManagerConfig
+    from atroposlib.type_definitions import Item
+    from openai import APIConnectionError
+    from transformers import AutoTokenizer
 except ModuleNotFoundError as error:
     raise ImportError(f"the environments need the extra `env`: pip install 'atropos[env]' ({error})") from error
-from atroposlib.envs.base import BaseEnv, BaseEnvConfig, EvalHandlingEnum, ScoredDataGroup, ScoredDataItem
-from atroposlib.envs.server_handling import server_baseline, sglang_server, trl_vllm_server, vllm_server
-from atroposlib.envs.server_handling.server_baseline import APIServer, APIServerConfig, ServerBaseline
-from atroposlib.envs.server_handling.server_manager import ServerManager, ServerManagerConfig
-from atroposlib.type_definitions import Item
-from openai import APIConnectionError
-from transformers import AutoTokenizer
-
-from atropos.agent.model import EXACT, Model, ModelFailure, capturing, describe
-from atropos.agent.template import Tokenizer
-from atropos.errors import ConfigError, InferenceError
+finally:
+    gc.freeze()
+    if _collecting:
+        gc.enable()
 
 __all__ = [
     "APIServerConfig",
