@@ -37,3 +37,9 @@ if [ ! -d ".peers/share/swe-rex-$version" ]; then
     echo "the source distribution of swe-rex could not be had: its own tests are skipped" >&2
   fi
 fi
+# As in scripts/venv.sh: servers of these packages' pools can't write bytecode.
+for site in .peers/lib/python3*/site-packages .peers/verifiers/lib/python3*/site-packages; do
+  "${site%/lib/*}/bin/python" -m compileall -q atropos \
+    "$site"/{aiohttp,aiosignal,aiohappyeyeballs,attr,frozenlist,idna,multidict,propcache,pydantic,pydantic_core,annotated_types,typing_inspection,yarl} \
+    "$site"/{typing_extensions,pyseccomp}.py || echo "bytecode could not be written; servers start a little slower" >&2
+done
