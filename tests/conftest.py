@@ -6,22 +6,37 @@ are the tests in `ALONE`: under `-n N --dist loadscope` they run when all others
 
 from __future__ import annotations
 
+import gc
 import re
+from collections.abc import Generator
 from typing import Any
 
 import pytest
 
 MEASURES = "compares times, which other tests would change"
-USES_UP = "uses up what the kernel counts for the slots of all servers together"
 STARTS_RAY = "Ray gives itself 30 s to start, which other tests would use up"
+USES_UP = "uses up what the kernel counts for the slots of all servers together"
+COUNTED_TOGETHER = (
+    "descriptors_in_flight",
+    "socket_buffers_without_end",
+    "pipe_buffers_without_end",
+    "inotify_without_end",
+    "queued_signals_and_timers_without_end",
+    "message_queues_without_end",
+    "terminals_without_end",
+    "watches_of_epoll_without_end",
+    "timers_without_end",
+    "mapped_and_locked_memory",
+)
+"""Attack programs that use up what is counted for a user, or for the whole machine, and not in a slot's cgroup."""
+BOMBS = "tests/security/test_attack_programs.py::test_no_bomb_harms_more_than_its_own_slot"
+RELEASES = "tests/security/test_attack_programs.py::test_a_slot_released_in_the_middle_of_it_is_whole_for_the_next"
 ALONE = {
     "tests/adapters/test_nemo_gym.py::test_tasks_by": STARTS_RAY,
-    "tests/security/test_attack_programs.py::test_a_slot_released_in_the_middle": USES_UP,
-    "tests/security/test_attack_programs.py::test_no_bomb": USES_UP,
+    **{f"{test}[{name}]": USES_UP for test in (BOMBS, RELEASES) for name in COUNTED_TOGETHER},
     "tests/security/test_heaps.py::test_counters_that_no_namespace": USES_UP,
     "tests/security/test_neighbours_stay_quick.py": MEASURES,
     "tests/truths/test_truth_07_everything_acquired_is_given_back.py::test_a_trainer_that_is_ended": MEASURES,
-    "tests/truths/test_truth_05_no_trajectory_delays_another.py": MEASURES,
 }
 """Beginnings of node ids, each with why its tests can't share the machine."""
 
@@ -65,7 +80,7 @@ SLOW = {
 }
 """Beginnings of node ids in tests/unit, each with what makes its tests slow."""
 
-LAST = "alone"
+FIRST, LAST = "engines", "alone"
 ONE_AT_A_TIME = re.compile(r"tests/(e2e/(cluster/|test_(docker_faults|nomad\w*)\.py)|(?!unit/).*\[[^\]]*\bnomad\b)")
 """Tests that share one Nomad client's memory, or start engines of their own under fixed names; they form one unit."""
 
@@ -75,12 +90,23 @@ def unit_of(nodeid: str) -> str:
     if nodeid.startswith(tuple(ALONE)):
         return LAST
     if ONE_AT_A_TIME.match(nodeid):
-        return "engines"
+        return FIRST
     backend = re.search(r"\[(local|docker)\b", nodeid)
     return nodeid.partition("::")[0] + (backend[0] if backend else "")
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    gc.disable()  # what is imported and made meanwhile is never garbage
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: unit_of(item.nodeid) != FIRST)  # the longest unit
     for item in items:
         if item.nodeid.startswith(tuple(ALONE)):
             item.add_marker("alone")
@@ -98,5 +124,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
         return None
     from tests.scheduling import AloneLast
 
-    config.option.loadscopereorder = False  # folders are in a good order as they are: tests/unit is last
+    config.option.loadscopereorder = (
+        False  # folders are in a good order as they are: tests/unit, of short ones, is last
+    )
     return AloneLast(config, log, unit_of, LAST)
