@@ -1,4 +1,7 @@
-"""HumanEval through the executor on 16 slots: canonical solutions pass, empty bodies don't."""
+"""HumanEval through the executor on 16 slots: canonical solutions pass, empty bodies don't.
+
+ATROPOS_FAULTS above 1 tries the empty body of every problem, not of every fourth.
+"""
 
 import asyncio
 import os
@@ -14,6 +17,7 @@ from atropos.tools import ToolCall, ToolExecutor, build_tool_registry
 REPO = Path(__file__).resolve().parents[2]
 DATA = Path(os.environ.get("ATROPOS_HUMANEVAL") or REPO.parent / "shared" / "data" / "HumanEval.jsonl.gz")
 SLOTS = 16
+EMPTY_EVERY = 1 if int(os.environ.get("ATROPOS_FAULTS", "1")) > 1 else 4
 
 
 @pytest.fixture(scope="module")
@@ -75,9 +79,9 @@ async def test_all_canonical_solutions_pass(executor, problems):
 
 @pytest.mark.asyncio(loop_scope="module")
 async def test_no_empty_body_passes(executor, problems):
-    ends = await outcomes(
-        {problem.name: judged(executor, problem, problem.prompt + "    pass\n") for problem in problems}
-    )
+    empty = problems[::EMPTY_EVERY]
+    ends = await outcomes({problem.name: judged(executor, problem, problem.prompt + "    pass\n") for problem in empty})
+    assert len(ends) >= 41
     assert [name for name, (passed, _) in ends.items() if passed] == []
 
 

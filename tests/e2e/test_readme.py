@@ -92,6 +92,7 @@ def test_the_lessons_environments(policy, tmp_path: Path, name: str):
     rows = {"env.dataset_name": json.dumps([row, {**row, "check": "false"}])} if "Solved" in name else {}
     settings = {
         **rows,
+        "env.max_containers": 1,
         "env.tokenizer_name": policy["tokenizer"],
         "env.data_path_to_save_groups": out,
         "openai.base_url": policy["base_url"],

@@ -6,6 +6,7 @@ where the agent worked; what it doesn't withstand stands apart.
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 
 import pytest
@@ -169,11 +170,13 @@ def plain(task, tmp_path_factory):
 async def reward(pool, task, work: str, mode: str) -> float | None:
     """What the verifier gives for this work; None where it can't say."""
     image = (await TaskImages(pool).prepare(task)).image
-    async with pool.lease("agent", image=image) as slot, pool.lease("verifier", image=image) as other:
+    async with contextlib.AsyncExitStack() as stack:
+        slot = await stack.enter_async_context(pool.lease("agent", image=image))
         await workspace.enter(slot, task)
         await slot.exec(work, timeout_s=2)
 
         async def fresh():
+            other = await stack.enter_async_context(pool.lease("verifier", image=image))
             await workspace.enter(other, task)
             return other
 
