@@ -80,17 +80,22 @@ SLOW = {
 }
 """Beginnings of node ids in tests/unit, each with what makes its tests slow."""
 
-FIRST, LAST = "engines", "alone"
-ONE_AT_A_TIME = re.compile(r"tests/(e2e/(cluster/|test_(docker_faults|nomad\w*)\.py)|(?!unit/).*\[[^\]]*\bnomad\b)")
-"""Tests that share one Nomad client's memory, or start engines of their own under fixed names; they form one unit."""
+LAST = "alone"
+ONE_AT_A_TIME = {
+    "a cluster": re.compile(r"tests/e2e/cluster/"),
+    "Nomad": re.compile(r"tests/(e2e/test_nomad\w*\.py|(?!unit/).*\[[^\]]*\bnomad\b)"),
+}
+"""Units of many modules, the longest first: tests in one cluster, and tests that share one Nomad client's memory or start
+agents under fixed names."""
 
 
 def unit_of(nodeid: str) -> str:
     """The unit in which xdist runs a test: its module, and in the conformance suite each backend of it."""
     if nodeid.startswith(tuple(ALONE)):
         return LAST
-    if ONE_AT_A_TIME.match(nodeid):
-        return FIRST
+    for unit, tests in ONE_AT_A_TIME.items():
+        if tests.match(nodeid):
+            return unit
     backend = re.search(r"\[(local|docker)\b", nodeid)
     return nodeid.partition("::")[0] + (backend[0] if backend else "")
 
@@ -106,7 +111,8 @@ def pytest_collection() -> Generator[None, object, object]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: unit_of(item.nodeid) != FIRST)  # the longest unit
+    first = [*ONE_AT_A_TIME]  # the longest
+    items.sort(key=lambda item: first.index(unit) if (unit := unit_of(item.nodeid)) in first else len(first))
     for item in items:
         if item.nodeid.startswith(tuple(ALONE)):
             item.add_marker("alone")

@@ -143,8 +143,8 @@ class Cluster:
         data.mkdir(exist_ok=True)
         port = self._base + 100 * number
         text = COMMON.format(data=data, name=name, port=port, rpc=port + 1, serf=port + 2)
-        low = 20_000 + 1000 * (4 * self._place + number)
-        text += SERVER if number == 0 else CLIENT.format(rpc=self._base + 1, low=low, high=low + 999)
+        low = 11_000 + 200 * (4 * self._place + number)  # below 20,000, where those of other agents begin
+        text += SERVER if number == 0 else CLIENT.format(rpc=self._base + 1, low=low, high=low + 199)
         config = self._folder / f"{name}.hcl"
         config.write_text(text)
         with (self._folder / f"{name}.log").open("ab") as log:
