@@ -66,7 +66,7 @@ def places(hierarchy: Hierarchy, mount: Path) -> list[Path]:
     if hierarchy.version == 1:
         return [own]
     if own.name == REST and own.parent.name == TOP:
-        own = own.parent.parent  # another server has moved whoever started this one
+        own = own.parent.parent  # another server has moved this one's parent
     return [own, own.parent if own != mount else own]
 
 
@@ -103,7 +103,7 @@ def remove_server(places: list[Path], server: str) -> bool:
 
 
 def remove_tree(path: Path) -> bool:
-    """Remove a folder of cgroups, as far as this process may. False where something runs in it still."""
+    """Remove a tree of cgroups, as far as this process may. False where processes still run in it."""
     ended = True
     with contextlib.suppress(OSError):
         for child in path.iterdir():

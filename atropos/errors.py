@@ -33,7 +33,7 @@ class SlotLost(SandboxError):
 
 
 class LeaseExpired(SandboxError):
-    """The lease ended (expired, was released, or belongs to an older epoch); the slot may be somebody else's."""
+    """The lease ended (expired, was released, or belongs to an older epoch); the slot may have another lease."""
 
     code = "lease_expired"
     retryable = False

@@ -110,7 +110,7 @@ class AtroposEnvironment(BaseEnvironment):
 
     @override
     async def stop(self, delete: bool) -> None:
-        """Give the slot back, whatever `delete` says: its workspace goes with it."""
+        """Release the slot and its workspace, whatever `delete` is."""
         slot, self._slot = self._slot, None
         shared, self._shared = self._shared, None
         try:

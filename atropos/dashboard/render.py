@@ -23,7 +23,7 @@ from atropos.dashboard.text import duration, number, short, visible
 PAGE_TRAJECTORIES = 1000
 """Shown on a static page; the JSONL has all of them."""
 MAX_CELL_CHARS = 2_000
-"""Of a message that stands beside its siblings', and of a call's output in a page's replay."""
+"""Of a message beside its siblings', and of a call's output in a page's replay."""
 LINE_CHARS = 100
 SPARK_POINTS = 120
 KINDS = frozenset({"user", "assistant", "tool", "system"})

@@ -106,7 +106,7 @@ class TrajectoryStore:
         return len(self._rows)
 
     def add(self, group: Mapping[str, object]) -> None:
-        """Keep a group as `scored_group` gives it, its tokens not needed; what is malformed is kept as far as it goes."""
+        """Keep a group as `scored_group` gives it, without tokens; of malformed parts, what can be read."""
         item = item_of(group)
         read = [_read(trajectory, item) for trajectory in members(group)]
         with self._lock:
@@ -164,7 +164,7 @@ class GroupFile:
         self._lock = threading.Lock()
 
     def refresh(self) -> None:
-        """Read what was appended; a last line without its end stays for later. A file that shrank is read anew."""
+        """Read what was appended; a last line without its end stays for later. A file that shrank is read again from its start."""
         with self._lock, self._path.open("rb") as lines:
             if self._path.stat().st_size < self._at:
                 self._at = 0

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+from collections.abc import Generator
 from copy import copy
 from typing import Annotated, Any, Literal, Self
 
@@ -52,12 +54,19 @@ OWN_NAMES = {
 """Settings of the pool that an env has under names of its own, by these."""
 
 
-def under_own_name(error: ConfigError) -> ConfigError:
-    """A pool's error with the env's name of the field instead of the pool's."""
-    field, _, what = str(error).partition(": ")
-    own = {name: own for own, name in OWN_NAMES.items()} | {f"limits.{x}": f"slot_{x}" for x in SlotLimits.model_fields}
-    field = own.get(field, field)
-    return ConfigError(f"env.{field}: {what}") if field in SandboxEnvConfig.model_fields else error
+@contextlib.contextmanager
+def own_field_names(config: SandboxEnvConfig) -> Generator[None]:
+    """Raise a `ConfigError` of the pool or the tools with the env's name of its field."""
+    try:
+        yield
+    except ConfigError as error:
+        field, _, what = str(error).partition(": ")
+        own = {name: own for own, name in OWN_NAMES.items()}
+        own |= {f"limits.{name}": f"slot_{name}" for name in SlotLimits.model_fields}
+        field = own.get(field, field)
+        if field not in type(config).model_fields:
+            raise
+        raise ConfigError(f"env.{field}: {what}") from error
 
 
 def split_address(address: str) -> tuple[str, int]:

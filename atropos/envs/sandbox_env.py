@@ -36,7 +36,7 @@ from atropos.envs.adapter import (
     tokenizers,
 )
 from atropos.envs.command_line import app as command_line
-from atropos.envs.config import SandboxEnvConfig
+from atropos.envs.config import SandboxEnvConfig, own_field_names
 from atropos.envs.reporting.dashboard import EnvDashboard
 from atropos.envs.reporting.group_sink import GroupSink
 from atropos.envs.reporting.prometheus import MetricsEndpoint, metrics_text
@@ -215,7 +215,8 @@ class SandboxEnv(BaseEnv):
 
     async def setup(self) -> None:
         """Probe inference, then start the tool backend, then the env's own set-up."""
-        tools = self.build_tools()
+        with own_field_names(self.config):
+            tools = self.build_tools()
         _ = self.renderer
         if self.config.otlp_endpoint is not None and self._tracing is None:
             self._tracing = tracing.start(self.config.otlp_endpoint, self.config.wandb_name or "atropos")

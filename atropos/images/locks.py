@@ -38,7 +38,7 @@ async def locked(path: Path, waiting: Callable[[], None]) -> AsyncGenerator[None
 
 
 def try_lock(fd: int) -> bool:
-    """Lock an open file unless somebody else holds it."""
+    """Lock an open file; False when it is locked."""
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

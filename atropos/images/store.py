@@ -121,7 +121,7 @@ class ImageStore:
             os.close(fd)
 
     def chain(self, image: ImageInfo) -> list[ImageInfo]:
-        """An image and those that it was built on, topmost first; the last one is whole, or stands on a server's base.
+        """An image and its parents, topmost first; the last one has none, or is a layer on a server's base.
 
         Raises:
             ImageUnavailable: one of them was removed.
@@ -241,7 +241,7 @@ class ImageStore:
             tree.mkdir()
             await fill(str(tree / "rootfs"))
             (tree / "image.json").write_text(image.model_dump_json(), encoding="utf-8")
-            self._drop(image.id)  # what stands there has lost its parent
+            self._drop(image.id)  # its parent is gone
             os.rename(tree, self._root / "trees" / image.id)
             write_whole(self._root / "names" / _hash(image.source), image.id.encode())
             return image

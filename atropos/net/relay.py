@@ -290,7 +290,7 @@ def _authority(name: str, port: int) -> bytes:
 
 
 async def _answer(connection: h11.Connection, writer: asyncio.StreamWriter, status: int, text: str) -> None:
-    """Answer the program with an error, unless an answer has begun."""
+    """Answer the program with an error, unless part of an answer was sent."""
     if writer.is_closing() or connection.our_state not in {h11.IDLE, h11.SEND_RESPONSE}:
         return
     body = text.encode()

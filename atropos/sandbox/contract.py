@@ -98,7 +98,7 @@ class Sandbox(Protocol):
         ...
 
     async def stand_on(self, layers: Sequence[Layer], base: str | None = None) -> None:
-        """Before the first operation: stand on `layers` (topmost first) over a base instead of on the default base.
+        """Before the first operation, change the root to `layers` (topmost first) over a base.
 
         Raises:
             NotSupported: there is no such base.

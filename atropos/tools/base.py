@@ -302,17 +302,3 @@ def as_result(value: object) -> ToolResult:
         raise ToolError(f"the tool's answer can't be written as JSON: {error}") from None
     data = cast("dict[str, object]", value) if isinstance(value, dict) else {"value": value}
     return ToolResult(success=True, output=text.encode("utf-8", "replace").decode(), data=data)
-
-
-__all__ = [
-    "Arguments",
-    "FunctionTool",
-    "Tool",
-    "ToolError",
-    "ToolLimits",
-    "ToolScope",
-    "ToolState",
-    "as_result",
-    "check_tool",
-    "tool",
-]

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import importlib.util
 import logging
 import os
 import shutil
 from collections import deque
+from collections.abc import Awaitable
 from typing import TYPE_CHECKING, cast
 
 from atropos.api.external.guard import Guard
@@ -115,21 +115,18 @@ class Session:
 
     async def _dialog(self, dialog: Dialog) -> None:
         self.note(f"a dialog ({dialog.type}) was dismissed: {dialog.message[:300]!r}")
-        with contextlib.suppress(Exception):
-            await dialog.dismiss()
+        await _close(dialog.dismiss())
 
     async def _download(self, download: Download) -> None:
         self.note(f"the download of {download.suggested_filename[:200]!r} was refused: this browser keeps no files")
-        with contextlib.suppress(Exception):
-            await download.cancel()
+        await _close(download.cancel())
 
     async def _opened(self, page: Page) -> None:
         if page is self.page:
             return
         if len(self._context.pages) > self._owner.settings.max_pages:
             self.note(f"a new page was closed: at most {self._owner.settings.max_pages} may be open")
-            with contextlib.suppress(Exception):
-                await page.close()
+            await _close(page.close())
             return
         self._watch(page)
         self.page = page
@@ -166,21 +163,16 @@ class Session:
             self.page = await self._context.new_page()
             self._watch(self.page)
             if not before.is_closed():
-                with contextlib.suppress(Exception):
-                    async with asyncio.timeout(_CLOSE_S):
-                        await before.close()
+                await _close(before.close())
         return self.page
 
     async def aclose(self) -> None:
         """Close the context with all it holds."""
         self.alive = False
         self._owner.forget(self)
-        try:
-            async with asyncio.timeout(_CLOSE_S):
-                await self._context.close()
-        except Exception as error:
-            if self._owner.connected:  # otherwise it went with its browser
-                _log.warning("a browser context did not close: %s", _line(error))
+        error = await _close(self._context.close())
+        if error is not None and self._owner.connected:  # otherwise it went with its browser
+            _log.warning("a browser context did not close: %s", _line(error))
 
 
 class BrowserHost:
@@ -269,9 +261,7 @@ class BrowserHost:
                 context.set_default_timeout(_ANSWER_MS)
                 page = await context.new_page()
             except BaseException:
-                with contextlib.suppress(Exception):
-                    async with asyncio.timeout(_CLOSE_S):
-                        await context.close()
+                await _close(context.close())
                 raise
         session = Session(self, context, page)
         self._sessions.add(session)
@@ -341,19 +331,30 @@ class BrowserHost:
         self._lost(None)
         browser, playwright, proxy = self._browser, self._playwright, self._proxy
         self._browser = self._playwright = self._proxy = None
-        for close in (
-            browser.close if browser is not None else None,
-            playwright.stop if playwright is not None else None,
-            proxy.aclose if proxy is not None else None,
-        ):
-            if close is not None:
-                with contextlib.suppress(Exception):
-                    async with asyncio.timeout(_CLOSE_S):
-                        await close()
+        if browser is not None:
+            await _close(browser.close())
+        if playwright is not None:
+            await _close(playwright.stop())
+        if proxy is not None:
+            await _close(proxy.aclose())
 
     async def aclose(self) -> None:
         """End Chromium."""
         await self.restart()
+
+
+async def _close(closing: Awaitable[object]) -> Exception | None:
+    """Await the end of something that may be gone already, within `_CLOSE_S`; returns the failure.
+
+    Playwright raises plain `Exception` where its driver has ended.
+    """
+    try:
+        async with asyncio.timeout(_CLOSE_S):
+            await closing
+    except Exception as error:
+        _log.debug("the browser: %s", _line(error))
+        return error
+    return None
 
 
 def _line(error: BaseException) -> str:

@@ -31,7 +31,7 @@ class TrainerWatch:
         self._reported: set[str] = set()
 
     def report(self, key: str, text: str, *values: object) -> None:
-        """Log a warning the first time that it comes up under its key."""
+        """Log a warning, once for each key."""
         if key not in self._reported:
             self._reported.add(key)
             _log.warning(text, *values)

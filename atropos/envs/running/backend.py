@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 
-from atropos.envs.config import SandboxEnvConfig, under_own_name
+from atropos.envs.config import SandboxEnvConfig, own_field_names
 from atropos.envs.running.lifecycle import bounded
 from atropos.errors import ConfigError, NotSupported
 from atropos.slots import Slot, SlotPool, Snapshot
@@ -53,14 +53,12 @@ class ToolBackend:
         """
         config = self._config.executor_config()
         self.pool = SlotPool(self._config.pool_config())
-        try:
+        with own_field_names(self._config):
             await self.pool.start()
-        except ConfigError as error:
-            raise under_own_name(error) from error
-        if config.allow_network:
-            config = config.model_copy(update={"allow_network": await self._network(self.pool)})
-        executor = ToolExecutor(pool=self.pool, tools=tools, config=config)
-        await executor.start()
+            if config.allow_network:
+                config = config.model_copy(update={"allow_network": await self._network(self.pool)})
+            executor = ToolExecutor(pool=self.pool, tools=tools, config=config)
+            await executor.start()
         self._executor = executor
 
     async def _network(self, pool: SlotPool) -> bool:

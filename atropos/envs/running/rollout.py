@@ -81,7 +81,7 @@ class Rollout:
     changes: dict[str, object] = field(default_factory=dict[str, object])
 
     def summary(self) -> dict[str, object]:
-        """What the JSONL and the pages have besides tokens and messages."""
+        """The fields of the JSONL and the pages other than tokens and messages."""
         return {
             "trajectory_id": self.trajectory_id,
             "score": self.score,

@@ -76,7 +76,7 @@ class RunnerLink:
         self._max_frame = max(MAX_FILE_BYTES, 3 * (output_bytes + 200), 4_100_000) + _MAX_HEADER
         self._buffer = bytearray()
         self._queue: list[tuple[bytes, int]] = []
-        """Frames that had no room yet, each with the descriptor that goes with it, or -1."""
+        """Frames that wait for room, each with its descriptor, or -1."""
         self._queued = 0
         self._open: dict[int, tuple[str, OnResult | None]] = {}
         self._number = 0

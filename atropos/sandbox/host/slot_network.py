@@ -51,7 +51,7 @@ class SlotNetwork:
         self.hosts = hosts
 
     def close(self) -> None:
-        """Cut the slot's connections, and let go of the namespace."""
+        """Close the slot's connections and the namespace."""
         if self.namespace >= 0:
             os.close(self.namespace)
             self.namespace = -1

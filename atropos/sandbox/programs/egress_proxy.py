@@ -126,7 +126,7 @@ class Proxy:
             await asyncio.sleep(_DENIED_S)
 
     async def _resolve(self, places: asyncio.Semaphore, name: str, port: int) -> list[Address]:
-        """A name's addresses. One of the asker's few places is taken until the thread is done, not until it is given up."""
+        """A name's addresses. It counts towards the slot's lookups until its thread ends, even when it is cancelled."""
         address = literal(name)
         if address is not None:
             return [address]

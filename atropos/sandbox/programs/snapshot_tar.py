@@ -203,7 +203,7 @@ def _data_of(fd: int, size: int) -> Iterator[tuple[int, int]]:
 
 
 class _Parts(io.RawIOBase):
-    """A sparse file as it stands in an archive: the table of its parts, then each of them."""
+    """A sparse file in an archive: the table of its parts, then the parts."""
 
     def __init__(self, table: bytes, file: IO[bytes], parts: list[tuple[int, int]]) -> None:
         self._table = table
@@ -370,7 +370,7 @@ def _finish(fd: int, info: tarfile.TarInfo) -> None:
 
 
 def _attribute(key: str) -> bytes | None:
-    """The extended attribute that a header's keyword stands for; None: it stands for none."""
+    """The extended attribute of a header's keyword; None: it isn't one."""
     if key.startswith(_XATTR_HEX):
         name = bytes.fromhex(key[len(_XATTR_HEX) :])
     elif key.startswith(_XATTR):

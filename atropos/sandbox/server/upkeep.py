@@ -58,7 +58,7 @@ def beat(core: Core) -> None:
 
 
 def forget(core: Core) -> None:
-    """Drop clients long gone, the snapshots they left, and images that nobody stands on."""
+    """Drop clients that are long gone, their snapshots, and unused images."""
     state = core.state
     gone = set(state.clients.forget_stale(state.now()))
     for snapshot in list(state.snapshots.by_id.values()):

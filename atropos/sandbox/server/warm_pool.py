@@ -130,7 +130,7 @@ class WarmPool:
             with contextlib.suppress(ValueError):
                 waiting.remove(future)
             if not taken and not future.cancel() and not future.cancelled() and future.exception() is None:
-                self._put(future.result(), network=network)  # it came in the moment in which the taker gave up
+                self._put(future.result(), network=network)  # it started just as its taker was cancelled
 
     def drop(self, sandbox: Sandbox, why: str) -> None:
         """Stop a sandbox that was started ahead and that nobody has used."""
@@ -188,7 +188,7 @@ class WarmPool:
         log.warning("starting a sandbox failed (%d in a row): %s", failures, error)
         if failures > len(BACKOFF_S):
             self._refuse_waiting(error, network=network)
-            if network:  # without a network they may well start: only this kind is given up, until it is asked for
+            if network:  # those without a network may still start: only this kind is stopped, until it is requested
                 self._failures[network] = 0
                 self._recent.clear()
                 self._unasked = False

@@ -98,7 +98,7 @@ class StreamEvents:
 
 
 class ClientRefused(BackendUnavailable):
-    """The server can be reached and will never take this client."""
+    """The server can be reached and will never accept this client."""
 
     retryable = False
 
@@ -388,7 +388,7 @@ class CallStream:
         self._acks.add(message.call_id)
         self._cancels.pop(message.call_id, None)
         pending = self._pending.pop(message.call_id, None)
-        if pending is None:  # it was given up: nothing else may follow that could carry the acknowledgement
+        if pending is None:  # it was cancelled: no later frame may follow that could carry the acknowledgement
             self._acks.due = True
             self._wake.set()
             return

@@ -334,7 +334,7 @@ class SandboxClient:
         await self._requests.ask("POST", f"/v1/leases/{lease.lease_id}/view", Lease, request, patient=True)
 
     async def drop_snapshot(self, snapshot_id: str) -> None:
-        """Forget a snapshot; leases that stand on it go on. One that is not there is as good as dropped."""
+        """Drop a snapshot, if it is there; leases that use it go on."""
         with contextlib.suppress(NotFound):
             await self._requests.ask("DELETE", f"/v1/snapshots/{snapshot_id}", None)
 

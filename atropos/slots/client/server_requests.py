@@ -67,7 +67,7 @@ class ServerRequests:
         return self._long
 
     def lose(self, reason: str) -> None:
-        """The server is gone for good."""
+        """Mark the server as lost."""
         self.lost_reason = reason
         self.lost.set()
 
@@ -200,7 +200,7 @@ class ServerRequests:
 
 
 def _problem(status: int, raw: bytes) -> SandboxError:
-    """The exception that an HTTP refusal stands for."""
+    """An HTTP refusal as an exception."""
     try:
         found = Problem.model_validate_json(raw)
     except ValidationError:

@@ -54,12 +54,12 @@ class Seat:
 
     @property
     def unaccounted(self) -> bool:
-        """Whether some memory is neither free nor this pool's: somebody else's, warming, or behind a lost answer."""
+        """Whether some memory is neither free nor this pool's: another pool's, warming, or of a lost answer."""
         return self.free + self.reserved_mib + self.leased_mib + self.retired_mib < self.capacity
 
     @property
     def busy(self) -> bool:
-        """Whether something of this pool stands on it."""
+        """Whether this pool uses it."""
         return bool(self.leased or self.reserved or self.pins)
 
 
@@ -180,7 +180,7 @@ class Fleet:
             heapq.heappush(self._pinned.setdefault(ticket.pin, []), (ticket.seq, ticket))
 
     def missed(self, seat: Seat) -> int:
-        """Memory that whoever is next to be served by this container asks for, where it is thought to have less free."""
+        """Memory that this container's next waiter wants, where the container is thought to have less free."""
         pinned = self._pinned.get(seat)
         line = [seat.kept_for, pinned[0][1] if pinned else None, self._longest()]
         mib = next((ticket.mib for ticket in line if ticket is not None), 0)
@@ -194,7 +194,7 @@ class Fleet:
 
     @property
     def open_slots(self) -> int:
-        """Free slots of the containers that are not kept for somebody."""
+        """Free slots that are not reserved for a waiter."""
         return self.free - sum(seat.free // self.slot_mib for seat in self._kept)
 
     def withdraw(self, ticket: Ticket) -> None:
@@ -296,7 +296,7 @@ class Fleet:
         seat.free = free
         if free > 0 and not seat.queued:
             seat.queued = True
-            # a container that is connected to anew has a new seat of the same key: the number tells them apart
+            # a container that was reconnected has a new seat of the same key: the number distinguishes them
             heapq.heappush(self._open, (seat.index, seat.key, next(self._seq), seat))
 
     def _reserve(self, ticket: Ticket, seat: Seat) -> Ticket:

@@ -15,7 +15,7 @@ from atropos.slots.containers.state import SharedState
 log = logging.getLogger("atropos.slots")
 
 ASK_AGAIN_S = 5.0
-"""Pause before containers that did not appear are requested again: somebody else may have shrunk the job."""
+"""Pause before containers that did not appear are requested again: another process may have shrunk the job."""
 RELINK_S = 5.0
 """How long a lost server may take to answer again (it may have been restarted in place) before it is replaced."""
 REFUSED_S = (0.5, 10.0)
@@ -55,7 +55,7 @@ class Keeper:
         self._seen = 0
         self._asked_at = 0.0
         self._wanted_at = 0.0
-        """When somebody last waited, or more containers were asked for, by the pool's clock."""
+        """When an acquire last waited, or more containers were requested, by the pool's clock."""
 
     # -------------------------------------------------------------------------------------------------- reconcile
 
@@ -197,7 +197,7 @@ class Keeper:
         )
 
     def _needed(self) -> int:
-        """How many containers there are up to the highest index in use; all of them while somebody waits."""
+        """How many containers there are up to the highest index in use; all of them while acquires wait."""
         fleet = self._state.fleet
         if fleet.waiting:
             return self.containers

@@ -180,7 +180,7 @@ class ContainerLink:
         await self._check_isolation()
 
     async def _check_isolation(self) -> None:
-        """Refuse a container, configured by somebody else, that gives less than this pool promises."""
+        """Refuse a container of another process that isolates less than this pool promises."""
         config = self.state.config
         if not (config.require_sandbox or config.require_stateful_sandbox):
             return
@@ -302,7 +302,7 @@ class ContainerLink:
             self.state.serve()
 
     def look(self, *, wait: bool = False) -> None:
-        """Poll the container's own count of free memory soon, and again while somebody waits for a slot that it may have.
+        """Poll the container's count of free memory soon, and again while acquires wait for a slot that it may have.
 
         Args:
             wait: not at once, since it was polled just now.
@@ -341,7 +341,7 @@ class ContainerLink:
             if not seat.open or not seat.unaccounted:
                 return
             if not fleet.waiting and not fleet.pinned_waiting:
-                self.state.doubtful.add(self.container.id)  # asked again when somebody waits
+                self.state.doubtful.add(self.container.id)  # polled again when an acquire waits
                 return
             if missed := fleet.missed(seat):
                 # Asked all the same: a server reports a free slot to, and keeps it for, only clients that it has refused.

@@ -122,7 +122,7 @@ class Grants:
         return link if link is not None and link.seat is ticket.seat else None
 
     def _look_for_room(self, ticket: Ticket) -> None:
-        """Nothing is known to be free: request containers, and poll those whose count is in doubt."""
+        """No free slot is known: request containers, and poll those whose count is in doubt."""
         state = self._state
         if (failure := state.hopeless()) is not None:
             state.fleet.withdraw(ticket)

@@ -135,7 +135,7 @@ def process_state(result: wire.OpResult) -> wire.ProcState:
 
 
 def one_command(command: str | Sequence[str]) -> wire.CommandOrArgv:
-    """A command as the wire takes it."""
+    """A command as in the wire's messages."""
     return command if isinstance(command, str) else tuple(command)
 
 

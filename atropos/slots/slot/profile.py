@@ -56,7 +56,7 @@ class Profile:
 
     @property
     def identity(self) -> dict[str, str]:
-        """HOME, USER and LOGNAME of a user; root's stand in the slot's environment."""
+        """HOME, USER and LOGNAME of a user; root's are in the slot's environment."""
         user = self.user
         return {} if user is None else {"HOME": user.home, "USER": user.name, "LOGNAME": user.name}
 

@@ -84,7 +84,7 @@ class Slot(SlotFiles):
 
     @property
     def image(self) -> wire.ImageInfo | None:
-        """The image that it stands on; None: the pool's base, or a snapshot's."""
+        """Its image; None: the pool's base, or a snapshot's."""
         return self._lease.image
 
     @property
@@ -364,7 +364,7 @@ class Slot(SlotFiles):
         await self._link.client.view(self._lease, folders)
 
     async def settle(self) -> None:
-        """Make what is in the slot part of what its views stand on; before anything untrusted runs in it.
+        """Make the slot's present files part of its views' root; before untrusted programs run in it.
 
         Where programs run, they stop for as long as what was written is copied, and go on; else it is frozen.
 
@@ -384,7 +384,7 @@ class Slot(SlotFiles):
         return Snapshot(self._link, info, self.limits)
 
     async def keep(self, key: str, settings: wire.ImageSettings | None = None) -> wire.ImageInfo:
-        """Keep the workspace as an image of the host, on what the lease stands on; then give the slot back.
+        """Keep the workspace as an image of the host, a layer on the lease's; then release the slot.
 
         Leases get it by its source, `atropos-build:KEY`, also after the pool has ended. Its running processes end.
 

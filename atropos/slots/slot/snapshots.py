@@ -13,7 +13,7 @@ from atropos.slots.containers.link import ContainerLink
 
 
 class Snapshot:
-    """A frozen workspace. `pool.lease(id, snapshot=it)` starts slots that stand on it, copy-on-write.
+    """A frozen workspace. `pool.lease(id, snapshot=it)` starts slots from it, copy-on-write.
 
     It is in one container at first; a fork that lands in another one brings it there, once.
     """
@@ -60,7 +60,7 @@ class Snapshot:
         await self.drop()
 
     async def drop(self) -> None:
-        """Delete it; slots that stand on it keep what they need. Idempotent."""
+        """Delete it; slots that started from it keep what they need. Idempotent."""
         self.start_drop()
         await asyncio.sleep(0)
 

@@ -45,7 +45,7 @@ async def profile_of(slot: Slot, task: Task, settings: StepSettings) -> Profile:
 
 
 def owner_of(account: UserAccount) -> str:
-    """An account as chown takes it."""
+    """An account in chown's form."""
     return f"{account.uid}:{account.gid}"
 
 

@@ -47,7 +47,7 @@ class _Build(BaseModel):
 
 
 class _ServiceTable(BaseModel):
-    """A service as it stands in the file: the keys that are read."""
+    """A service in the file: the keys that are read."""
 
     model_config = ConfigDict(frozen=True, extra="allow")
 

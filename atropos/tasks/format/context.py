@@ -13,7 +13,7 @@ from e2b_dockerfile_utils import PatternMatcher
 from atropos.errors import ConfigError
 
 _NEVER = ("__pycache__", ".DS_Store")
-"""Names that tools of the author's machine leave behind."""
+"""Files that tools leave on an author's machine."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Context:
         return found
 
     def matching(self, pattern: str) -> list[str]:
-        """The names that a source with `*`, `?` or `[` stands for; itself where it has none, or where none matches."""
+        """The names that match a source with `*`, `?` or `[`; itself without these, or without a match."""
         if not re.search(r"[*?\[]", pattern) or not any(self.folder.glob(pattern)):
             return [pattern]
         return [path.relative_to(self.folder).as_posix() for path in self.sources(pattern)]

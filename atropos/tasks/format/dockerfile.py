@@ -97,7 +97,7 @@ class _Reader:
     def __init__(self, path: Path, ast: DockerfileAst, images: Mapping[str, StepSettings]) -> None:
         self.path, self.ast, self.images = path, ast, images
         self.copied: dict[int, str] = {}
-        """Images that files are copied from, by the negative number that stands for a stage's."""
+        """Images that files are copied from, by a negative number in place of a stage's."""
         self.globals: dict[str, str] = dict(_PLATFORM)
         self.stages: list[_Building] = []
         self.where = str(path)

@@ -220,6 +220,3 @@ def _control(rest: str) -> bytes | None:
     if len(rest) == 1 and rest.upper() in "@ABCDEFGHIJKLMNOPQRSTUVWXYZ[\\]^_":
         return bytes([ord(rest.upper()) & 0x1F])
     return b"\x7f" if rest == "?" else None
-
-
-__all__ = ["TERM", "Screen"]

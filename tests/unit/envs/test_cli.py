@@ -11,7 +11,7 @@ from pydantic import SecretStr
 
 from atropos.envs import AgentEnvConfig, APIServerConfig
 from atropos.envs.command_line import app, flags
-from atropos.envs.config import SandboxEnvConfig
+from atropos.envs.config import SandboxEnvConfig, own_field_names
 from atropos.errors import ConfigError
 from examples.policy.tokenizer import FOLDER
 from tests.unit.envs.support import ScriptEnv
@@ -262,3 +262,17 @@ def test_settings_reach_pool_and_executor():
 def test_an_unknown_setting_is_refused_in_code_too():
     with pytest.raises(ValueError, match="slots_per_contaner"):
         SandboxEnvConfig(slots_per_contaner=3)
+
+
+@pytest.mark.parametrize(
+    ("said", "shown"),
+    [
+        ("enabled_toolsets: unknown toolset 'x'", r"^env\.enabled_toolsets: unknown toolset 'x'$"),
+        ("limits.pids: too few", r"^env\.slot_pids: too few$"),
+        ("job_id: taken", r"^env\.sandbox_job_id: taken$"),
+        ("elsewhere: taken", "^elsewhere: taken$"),
+    ],
+)
+def test_a_mistake_in_a_setting_of_pool_or_tools_has_the_flags_own_name(said, shown):
+    with pytest.raises(ConfigError, match=shown), own_field_names(AgentEnvConfig()):
+        raise ConfigError(said)

@@ -156,7 +156,7 @@ _BASHRC = "# ~/.bashrc\nexport PS1='\\u@\\h:\\w\\$ '\n"
 
 @dataclass(frozen=True)
 class Base:
-    """What slots stand on: a lower folder, and folders of the host that are seen read-only.
+    """The base of slots: a lower folder, and read-only folders of the host.
 
     `layers` lie above the folder, topmost first. `image` says what commands in it start with, where it is an image.
     """
@@ -231,7 +231,7 @@ def _accounts() -> list[str]:
 
 
 def _copy(source: Path, target: Path) -> None:
-    """Copy a file or folder of the host as far as anybody may read it; links stay links, private keys stay away."""
+    """Copy those parts of a file or folder of the host that all users may read; links stay links, private keys are left out."""
     try:
         found = source.lstat()
     except OSError:

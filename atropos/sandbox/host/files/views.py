@@ -25,7 +25,7 @@ from atropos.sandbox.host.files.volumes import Volume
 from atropos.sandbox.linux import syscalls
 
 MAX_FOLDERS = 64
-"""Top-level folders shown besides those that were named."""
+"""Top-level folders shown in addition to the requested ones."""
 MAX_DEPTH = 200
 """Folders nested deeper are hidden."""
 MAX_COPIED = 50_000

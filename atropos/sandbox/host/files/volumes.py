@@ -188,7 +188,7 @@ def create(
     empty: str,
     disk: str | None = None,
 ) -> Volume:
-    """Mount everything that a new slot stands on.
+    """Mount the base and layers of a new slot.
 
     Args:
         folder: a new folder for the mount points.
@@ -314,7 +314,7 @@ def resize(volume: Volume, limits: SlotLimits) -> None:
 
 
 def bounds(limits: SlotLimits) -> tuple[str, int]:
-    """Size and inodes of a tmpfs volume: what is asked for, as far as both together fit into the slot's memory.
+    """Size and inodes of a tmpfs volume: the configured ones, or less where both together exceed the slot's memory.
 
     Its pages can't be reclaimed, nor its inodes. A volume that took all of the memory would have every later command
     killed, `rm` as well. Where both don't fit, an eighth at least is left to inodes.
@@ -362,7 +362,7 @@ def preload_cover(root: str, empty_file: str, empty_folder: str) -> str:
 
 
 def freeze(volume: Volume) -> None:
-    """Make the volume read-only for good.
+    """Make the volume read-only.
 
     Raises:
         OSError: EBUSY tells that a file in it is still open for writing.

@@ -39,7 +39,7 @@ LIMIT_OF_ERRNO = {errno.EMFILE: "files", errno.EAGAIN: "pids", errno.ENOMEM: "me
 
 
 def failure(error: BaseException, path: str = "") -> OpFailed:
-    """The `OpFailed` that an exception stands for."""
+    """An exception as `OpFailed`."""
     if isinstance(error, OpFailed):
         return error
     if isinstance(error, OSError) and error.errno is not None:
@@ -55,7 +55,7 @@ def failure(error: BaseException, path: str = "") -> OpFailed:
 
 
 def limit_of_errno(number: int | None) -> str | None:
-    """The slot's limit that an error number stands for."""
+    """The slot's limit that an error number means."""
     if number is None:
         return None
     if number in (errno.ENOSPC, errno.EDQUOT):

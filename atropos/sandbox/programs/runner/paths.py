@@ -9,7 +9,7 @@ from atropos.sandbox.programs.runner.state import WORKSPACE
 
 
 def path_of(path: str) -> str:
-    """An absolute path; relative ones stand in the workspace, `~` is root's home."""
+    """An absolute path; relative ones are in the workspace, `~` is root's home."""
     if path == "~" or path.startswith("~/"):
         path = "/root" + path[1:]
     if "\0" in path or not path:

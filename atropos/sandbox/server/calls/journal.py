@@ -34,7 +34,7 @@ MAX_GONE = 10_000
 MAX_EARLY = 4096
 """Cancels remembered of one client whose call has not come."""
 ANSWER_OVERHEAD = 400
-"""Rough size of an answer besides its bytes, so that a million empty answers count too."""
+"""Rough size of an answer without its bytes, so that empty answers count too."""
 
 
 @dataclass(slots=True, eq=False)

@@ -368,7 +368,7 @@ async def _streamed(
         log.warning("%s", error)
         response.force_close()
         if request.transport is not None:
-            request.transport.close()  # without the last chunk, so that nobody takes it for whole
+            request.transport.close()  # without the last chunk, so that it isn't taken for complete
         return response
     await response.write_eof()
     return response

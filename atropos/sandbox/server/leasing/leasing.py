@@ -298,7 +298,7 @@ class Leasing:
                 return
 
     def breaks(self, reason: str) -> None:
-        """Stop granting leases for good; the server ends after the last lease."""
+        """Stop granting leases; the server ends after the last one."""
         if not self.broken:
             log.error("the server is broken: %s", reason)
             self.broken = reason
@@ -327,7 +327,7 @@ class Leasing:
         return client
 
     def _end_unheld(self, client: ClientState, holds: frozenset[str]) -> None:
-        """End the leases whose client doesn't know them: the answer to its acquire was lost, or it started anew.
+        """End the leases that their client doesn't know: the answer to its acquire was lost, or it was restarted.
 
         Their answers go as well: nobody would ever acknowledge them, and enough of them stop all of the client's calls.
         """

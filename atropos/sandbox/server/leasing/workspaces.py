@@ -1,4 +1,4 @@
-"""The workspaces of leases while they are held: snapshots and views of them, and the layers that they stand on."""
+"""The workspaces of held leases: their snapshots, views and layers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Preparing images on this server, and the bases that leases stand on because of them."""
+"""Preparing images on this server, and their use as bases of leases."""
 
 from __future__ import annotations
 
@@ -221,7 +221,7 @@ class Images:
         return None if base is None else self._bases.get(base)
 
     def use(self, base: str | None) -> None:
-        """Make sure that a lease can stand on a base.
+        """Check that a lease can use a base.
 
         Raises:
             NotSupported: there is no such base.

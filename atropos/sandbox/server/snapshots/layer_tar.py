@@ -14,7 +14,7 @@ from atropos.sandbox.programs import snapshot_tar
 
 COPY_BYTES = 1 << 18
 SILENT_S = 60.0
-"""Longest pause of a sender before its archive is given up, in seconds."""
+"""Longest pause of a sender before its archive is refused, in seconds."""
 PROGRAM = os.path.abspath(snapshot_tar.__file__)
 
 

@@ -1,4 +1,4 @@
-"""The layers that snapshots, leases and images stand on: held while something does, given back to the host after."""
+"""The layers of snapshots, leases and images: kept while one uses them, then returned to the host."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Layers:
         self._store.reserve(below)
 
     def drop_snapshot(self, snapshot_id: str) -> bool:
-        """Forget a snapshot; leases that stand on it go on. False when there was none."""
+        """Drop a snapshot; leases that use it go on. False when there was none."""
         known = snapshot_id in self._store.by_id
         self.drop(self._store.drop(snapshot_id))
         return known
@@ -51,7 +51,7 @@ class Layers:
         self._store.hold(snapshot.layers)
 
     def leave(self, run: LeaseRun) -> None:
-        """Let go of every layer that a lease stands on."""
+        """Release all layers of a lease."""
         if run.stands_on is not None:
             run.stands_on.users -= 1
             run.stands_on.touched_at = self._state.now()

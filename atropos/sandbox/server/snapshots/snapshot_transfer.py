@@ -94,7 +94,7 @@ class SnapshotTransfer:
             SandboxError: it doesn't fit, or could not be written; nothing is left of it.
         """
         while (arriving := self._arriving.get(wanted.snapshot_id)) is not None:
-            await arriving.wait()  # the connection broke, and whoever sent it sends it again
+            await arriving.wait()  # the connection broke, and the sender repeats it
         known = self._state.snapshots.by_id.get(wanted.snapshot_id)
         if known is not None:
             return known.info

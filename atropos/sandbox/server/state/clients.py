@@ -18,7 +18,7 @@ ALIVE_S = 60.0
 
 
 class Connection(Protocol):
-    """A client's live stream, as far as the rest of the server needs it."""
+    """The part of a client's live stream that the rest of the server uses."""
 
     number: int
     client: ClientState | None
@@ -29,7 +29,7 @@ class Connection(Protocol):
 
     @property
     def silent_s(self) -> float:
-        """Seconds without a sign of life."""
+        """Seconds since the client was last heard."""
         ...
 
     def push(self, entry: JournalEntry) -> None:
@@ -108,7 +108,7 @@ class ClientTable:
         return client is not None and client.connection is not None
 
     def live(self, now: float) -> tuple[str, ...]:
-        """Ids of the clients that are connected, or hold leases and were heard of within two heartbeats."""
+        """Ids of the clients that are connected, or hold leases and were heard within two heartbeats."""
         leases, since = self._leases, now - 2 * self._heartbeat_s
         holding = {held.client_id for held in leases.held.values()}
         return tuple(
@@ -118,7 +118,7 @@ class ClientTable:
         )
 
     def alive(self, client_id: str) -> bool:
-        """Whether a client is connected, holds a lease, or gave a sign of life within `ALIVE_S`."""
+        """Whether a client is connected, holds a lease, or was heard within `ALIVE_S`."""
         client = self._all.get(client_id)
         if client is None:
             return False

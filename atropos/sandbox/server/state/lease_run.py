@@ -41,7 +41,7 @@ class LeaseRun:
     lanes: Lanes | None = None
     layers: tuple[Layer, ...] = ()
     view_layers: tuple[Layer, ...] = ()
-    """What its views stand on instead of `layers`; empty: those."""
+    """The layers of its views instead of `layers`; empty: those."""
     stands_on: StoredSnapshot | None = None
     starting: asyncio.Task[Lease] | None = None
     ending: asyncio.Task[EndedLease] | None = None

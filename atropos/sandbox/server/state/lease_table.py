@@ -266,7 +266,7 @@ class LeaseTable:
     # --------------------------------------------------------------------------------------------------- keeping alive
 
     def seen(self, client_id: str, now: float) -> None:
-        """Record a sign of life of a client, which renews all its leases."""
+        """Record that a client was heard, which renews all its leases."""
         self._seen[client_id] = now
 
     def awoke(self, now: float) -> None:
@@ -281,7 +281,7 @@ class LeaseTable:
                 request.last = min(request.last, now)
 
     def last_seen(self, client_id: str) -> float | None:
-        """When the client last gave a sign of life; None when it is not known."""
+        """When the client was last heard; None when it is not known."""
         return self._seen.get(client_id)
 
     def forget_client(self, client_id: str) -> None:

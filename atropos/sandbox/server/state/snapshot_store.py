@@ -1,4 +1,4 @@
-"""Which snapshots exist, which layers they stand on, and who stands on those: plain counting, without I/O.
+"""Which snapshots exist, their layers, and who uses those: plain counting, without I/O.
 
 A snapshot is a stack of layers, topmost first. A layer is kept while a snapshot or a live sandbox stands on it and is
 handed back as soon as nothing does. Bounds: a number of snapshots, their bytes together, and `MAX_LAYERS` in a stack.

@@ -30,7 +30,7 @@ SMALL_FILE = 1 << 20
 
 
 def op_read_file(call: int, path: str, offset: int, max_bytes: int, user: str | None) -> None:
-    """Answer with a file's bytes, as far as the user may read it."""
+    """Answer with a file's bytes, if the user may read it."""
     path = path_of(path)
     identity = identity_of(user) if user else None
     if identity:
