@@ -112,7 +112,7 @@ class ImageStore:
             os.utime(tree)
         return str(tree / "rootfs")
 
-    def let_go(self, image_id: str) -> None:
+    def release(self, image_id: str) -> None:
         """Undo one `hold`."""
         fd, uses = self._held.pop(image_id, (-1, 0))
         if uses > 1:

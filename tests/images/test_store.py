@@ -269,7 +269,7 @@ async def test_unused_images_make_room_and_leased_ones_never_do(tmp_path, images
     store.hold(third)
     with pytest.raises(ImageUnavailable, match=r"more than \d+ MiB|is full|more than the"):
         await store.prepare(ImageSource.parse(f"{images.host}/{names[3]}"), nothing)
-    other.let_go(first.id)
+    other.release(first.id)
     fourth = await store.prepare(ImageSource.parse(f"{images.host}/{names[3]}"), nothing)
     assert {image.id for image in store.images()} == {third.id, fourth.id}
 
@@ -329,7 +329,7 @@ async def test_a_kill_at_any_moment_leaves_a_whole_image_or_none(tmp_path, image
             assert len(files) == 1500
         after = await store.prepare(ImageSource.parse(f"{images.host}/killed:1"), nothing)
         assert len([path for path in Path(store.hold(after)).rglob("*") if path.is_file()]) == 1500
-        store.let_go(after.id)
+        store.release(after.id)
     store = store_at(tmp_path, images)
     assert leftovers(tmp_path) == []
     assert whole < rounds

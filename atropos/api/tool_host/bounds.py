@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
 from collections import deque
-from collections.abc import AsyncGenerator
 
 from atropos.api.http import Refusal
 from atropos.api.settings import Bounds
@@ -48,7 +46,7 @@ class Turnstile:
         """Take a turn, or a place in the queue.
 
         Raises:
-            Refusal: 429, with the time after which asking again makes sense.
+            Refusal: 429, with the time after which to retry.
         """
         self._refill()
         rate = self._bounds.rate_per_s
@@ -88,7 +86,7 @@ class Turnstile:
 
 
 class TurnstilePass:
-    """A place in a turnstile; `taken` waits for its turn. Always closed, also before its turn came."""
+    """A place in a turnstile; `ready` waits for its turn. Must be closed, also before its turn."""
 
     def __init__(self, turnstile: Turnstile, place: asyncio.Future[None] | None) -> None:
         self._turnstile = turnstile
@@ -102,16 +100,7 @@ class TurnstilePass:
             await asyncio.shield(self._place)
 
     def close(self) -> None:
-        """Let the next one in. Idempotent."""
+        """End the turn. Idempotent."""
         if not self._closed:
             self._closed = True
             self._turnstile.leave(self._place)
-
-    @contextlib.asynccontextmanager
-    async def taken(self) -> AsyncGenerator[None, None]:
-        """Wait for the turn, and end it afterwards."""
-        try:
-            await self.ready()
-            yield
-        finally:
-            self.close()

@@ -153,7 +153,7 @@ class SlotHost:
         with contextlib.ExitStack() as held:
             for each in chain:
                 folders += [self.store.hold(each)]
-                held.callback(self.store.let_go, each.id)
+                held.callback(self.store.release, each.id)
             held.pop_all()
         if self.state.entered.slot_ids == 1:  # everybody is root there
             image = image.model_copy(update={"user": None})
@@ -166,7 +166,7 @@ class SlotHost:
         base = self.state.bases.pop(name)
         assert base.image is not None
         for image in self.store.chain(base.image):  # none of them could be removed meanwhile
-            self.store.let_go(image.id)
+            self.store.release(image.id)
 
     def base_image(self, source: str) -> ImageInfo:
         """A base of the server as what images are built on; its id changes when its programs do.

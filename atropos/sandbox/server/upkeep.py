@@ -1,4 +1,4 @@
-"""Periodic upkeep: ends expired leases, cuts dead streams, forgets clients, snapshots and images that nobody needs."""
+"""Periodic upkeep: ends expired leases, cuts dead streams, forgets unneeded clients, snapshots and images."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SILENT_BEATS = 3
 LONGEST_TICK_S = 1.0
 SHORTEST_TICK_S = 0.02
 ASLEEP_S = 2.0
-"""A tick that comes this much too late means that the process did not run; that time is forgiven to all leases."""
+"""A tick that is this late means that the process did not run; all leases are extended by that time."""
 FORGET_EVERY_S = 10.0
 
 
@@ -46,7 +46,7 @@ async def pulse(core: Core) -> None:
 
 
 def beat(core: Core) -> None:
-    """Cut streams that went silent, end leases that are over."""
+    """Cut silent streams, end expired leases."""
     state = core.state
     for stream in list(state.streams):
         if stream.silent_s > SILENT_BEATS * state.config.heartbeat_s:

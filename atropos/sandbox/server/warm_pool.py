@@ -2,7 +2,7 @@
 
 The pool is kept filled to a target (the free slots and some spare ones, so that a slot that is released can be leased
 again before its successor has started). There are two kinds, with a network and without, kept in the proportion of the
-last requests. Starts run a few at a time; failures back off, and too many in a row say so.
+last requests. Starts run a few at a time; failures back off, and too many in a row are reported.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from atropos.sandbox.contract import Host, Sandbox, Stopped
 
 log = logging.getLogger(__name__)
 RECENT = 16
-"""Requests whose kinds decide what is started ahead."""
+"""Latest requests, whose kinds decide which sandboxes are started ahead."""
 KINDS = (False, True)
 BACKOFF_S = (0.05, 0.2, 1.0, 2.0, 5.0)
 """Pauses after failed starts; their number is how many may fail in a row before the pool is called broken."""
 STOP_S = 30.0
-"""Longest a stop is waited for before the sandbox counts as not clean, in seconds."""
+"""Longest stop of a sandbox before it counts as not clean, in seconds."""
 
 
 class WarmPool:
@@ -35,7 +35,7 @@ class WarmPool:
         target: how many there should be right now.
         parallel: starts at once.
         broken: called with the reason when starts keep failing.
-        network: the kind to start ahead until somebody asks.
+        network: the kind to start before the first request.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class WarmPool:
         return bool(self._ready[network])
 
     def fill(self) -> None:
-        """Start what is missing; returns at once."""
+        """Start missing sandboxes in the background."""
         if self._closed:
             return
         for network, wanted in self._wanted().items():
@@ -87,18 +87,18 @@ class WarmPool:
                 task = asyncio.get_running_loop().create_task(self._start_one(network=network))
                 self._starts[task] = network
                 task.add_done_callback(self._over)
-            while len(ready) > wanted + RECENT // 4:  # the requests changed: what nobody asks for any more goes
-                self.drop(ready.popleft(), "nobody asks for its kind")
+            while len(ready) > wanted + RECENT // 4:  # the requests changed
+                self.drop(ready.popleft(), "its kind is no longer requested")
 
     def _wanted(self) -> dict[bool, int]:
-        """How many of each kind there should be, by what was asked for of late."""
+        """How many of each kind there should be, by the latest requests."""
         total = self._target()
         recent = self._recent or (self._unasked,)
         with_network = round(total * sum(recent) / len(recent))
         return {False: total - with_network, True: with_network}
 
     async def take(self, timeout_s: float, *, network: bool = False) -> Sandbox:
-        """A sandbox that was started ahead, or the next one to come.
+        """A warm sandbox, or the next one that starts.
 
         Raises:
             BackendUnavailable: none came within the time.
@@ -133,7 +133,7 @@ class WarmPool:
                 self._put(future.result(), network=network)  # it started just as its taker was cancelled
 
     def drop(self, sandbox: Sandbox, why: str) -> None:
-        """Stop a sandbox that was started ahead and that nobody has used."""
+        """Stop an unused sandbox."""
 
         async def end() -> None:
             log.info("unused sandbox %s is dropped: %s", sandbox.name, why)
@@ -145,7 +145,7 @@ class WarmPool:
         task.add_done_callback(self._stops.discard)
 
     async def aclose(self) -> list[Stopped]:
-        """Stop everything in the pool. Returns what was found of each."""
+        """Stop all sandboxes; returns how each stopped."""
         self._closed = True
         for future in itertools.chain(*self._waiting.values()):
             if not future.done():
@@ -217,10 +217,10 @@ class WarmPool:
                 future.set_result(sandbox)
                 return
         self._ready[network].append(sandbox)
-        sandbox.died.add_done_callback(lambda _: self._unshelve(sandbox))
+        sandbox.died.add_done_callback(lambda _: self._discard_dead(sandbox))
 
-    def _unshelve(self, sandbox: Sandbox) -> None:
-        """A sandbox died before anybody used it."""
+    def _discard_dead(self, sandbox: Sandbox) -> None:
+        """Remove a sandbox that died unused."""
         for ready in self._ready.values():
             if sandbox in ready:
                 ready.remove(sandbox)

@@ -204,7 +204,7 @@ class CallStream:
             self._out.append(Cancel(call_id=call_id))
             self._wake.set()
 
-    def beat_soon(self) -> None:
+    def reschedule_heartbeat(self) -> None:
         """The leases' times changed: look again when the next heartbeat is due."""
         self._beat_now.set()
 

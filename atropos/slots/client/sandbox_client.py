@@ -210,7 +210,7 @@ class SandboxClient:
         finally:
             self._asking.discard(name)
         self._held[name] = lease
-        self._stream.beat_soon()
+        self._stream.reschedule_heartbeat()
         return lease
 
     def _give_back(self, lease_id: str) -> None:

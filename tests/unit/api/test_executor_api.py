@@ -147,12 +147,12 @@ async def test_a_long_call_answers_events(executor: HeldExecutor, monkeypatch: p
     async with api(executor) as client:
         path = (await client.post("/trajectories", json={})).headers["Location"] + "/calls"
 
-        async def let_go() -> None:
+        async def release() -> None:
             await asyncio.sleep(0.1)
             executor.hold.set()
 
         answer, _ = await asyncio.gather(
-            client.post(path, json={"name": "hang", "id": "h"}, headers={"Accept": "text/event-stream"}), let_go()
+            client.post(path, json={"name": "hang", "id": "h"}, headers={"Accept": "text/event-stream"}), release()
         )
         assert answer.headers["content-type"].startswith("text/event-stream")
         events = [block.split("\n") for block in answer.text.strip().split("\n\n")]

@@ -171,16 +171,16 @@ def test_a_client_that_waits_to_hear_of_a_slot_gets_it_however_long_it_takes():
     held(again)
 
 
-@pytest.mark.parametrize("hears", [True, False])
-def test_a_client_that_waits_no_more_costs_the_others_one_moment_once(hears):
+@pytest.mark.parametrize("is_connected", [True, False])
+def test_a_client_that_waits_no_more_costs_the_others_one_moment_once(is_connected):
     table = LeaseTable(2)
     lease, _ = (held(ask(table, f"g{n}", "greedy")) for n in range(2))
     assert isinstance(ask(table, "p0", "poor"), LeaseRefusal)
     for now in (50.0, 60.0):
         end(table, lease, now=now)
-        table.offer(now, lambda _: hears)
+        table.offer(now, lambda _: is_connected)
         first = ask(table, f"g-{now:.0f}", "greedy", now=now + 0.1)
-        assert isinstance(first, LeaseRefusal) == (hears and now == 50.0)
+        assert isinstance(first, LeaseRefusal) == (is_connected and now == 50.0)
         lease = held(
             first if isinstance(first, LeaseGrant) else ask(table, f"h-{now:.0f}", "greedy", now=now + WANT_S + 0.1)
         )

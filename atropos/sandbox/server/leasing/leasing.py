@@ -42,8 +42,8 @@ class Leasing:
 
     Args:
         state: the server's state.
-        layers: what the workspaces of leases stand on.
-        images: the bases that a lease may ask for.
+        layers: the layers of leases' workspaces.
+        images: the bases that a lease may request.
 
     Attributes:
         broken: why the server can't go on; empty while it can.
@@ -81,7 +81,7 @@ class Leasing:
 
         Raises:
             PoolFull: there is no room for this client now.
-            NotSupported: the server doesn't do what is asked for (base, network, limits).
+            NotSupported: the server lacks the requested base, network or limits.
             BackendUnavailable: draining, or no sandbox could be started.
             LeaseExpired: a lease of this id is over.
         """
@@ -130,7 +130,7 @@ class Leasing:
                 raise BackendUnavailable(f"the sandbox could not be started: {error!r}") from error
             raise
         run.sandbox = sandbox
-        if held.state == "ending":  # released while it started; its end waits for this task and stops the sandbox
+        if held.state == "ending":  # released during the start; its end waits for this task and stops the sandbox
             raise LeaseExpired("the lease was released before it was granted")
         client = self._state.clients.of(held.client_id)
         run.lanes = Lanes(sandbox, client.journal, client.answered, client.room, self._state.meters)
@@ -160,10 +160,10 @@ class Leasing:
         return await self.take(run)
 
     async def take(self, run: LeaseRun, hosts: tuple[str, ...] | None = None) -> Sandbox:
-        """A sandbox of the lease's size, on its layers and base, and with what its network was narrowed to."""
+        """A sandbox with the lease's limits, layers, base and network."""
         try:
             return await self._take_one(run, hosts)
-        except NoOtherRoot as error:  # its PID 1 was killed meanwhile, say
+        except NoOtherRoot as error:  # for example, its PID 1 was killed
             log.warning("lease %s: %s; another sandbox is used", run.held.lease_id, error)
             return await self._take_one(run, hosts)
 
@@ -177,7 +177,7 @@ class Leasing:
             if hosts is not None:
                 await sandbox.set_network(hosts)
         except BaseException:
-            self.warm_pool.drop(sandbox, "it did not become what was asked for")
+            self.warm_pool.drop(sandbox, "it could not be set up for its lease")
             raise
         return sandbox
 
@@ -274,7 +274,7 @@ class Leasing:
         """Notify refused clients that a slot is free."""
         clients = self._state.clients
         if self._table.free and not self._table.draining:
-            for client_id in self._table.offer(self._state.now(), clients.hears):
+            for client_id in self._table.offer(self._state.now(), clients.is_connected):
                 clients.tell(client_id, Capacity(free_mib=self._table.free_mib))
 
     def _retire(self, run: LeaseRun, detail: str) -> None:
@@ -287,7 +287,7 @@ class Leasing:
             self._confirming.add(self._state.spawn(self._confirm_later(run)))
 
     async def _confirm_later(self, run: LeaseRun) -> None:
-        """A retired slot comes back only when its old sandbox is confirmed gone after all."""
+        """Use a retired slot again once its old sandbox is confirmed gone."""
         for pause in (0.5, 2.0, 10.0, 60.0):
             await asyncio.sleep(pause)
             if (await run.stop()).clean:
@@ -329,11 +329,11 @@ class Leasing:
     def _end_unheld(self, client: ClientState, holds: frozenset[str]) -> None:
         """End the leases that their client doesn't know: the answer to its acquire was lost, or it was restarted.
 
-        Their answers go as well: nobody would ever acknowledge them, and enough of them stop all of the client's calls.
+        Their answers are dropped as well: they would never be acknowledged, and too many stop the client's calls.
         """
         for held in list(self._table.held.values()):
             if held.client_id == client.client_id and held.lease_id not in holds and held.state != "ending":
-                self.end(held, LeaseExpired.code, "its client does not hold it any more")
+                self.end(held, LeaseExpired.code, "its client no longer holds it")
         for lease_id in client.journal.lease_ids():
             if lease_id not in holds:
                 for entry in client.journal.give_up(lease_id):
@@ -343,7 +343,7 @@ class Leasing:
     # ---------------------------------------------------------------------------------------------------------- close
 
     async def aclose(self) -> list[Stopped]:
-        """End every lease and stop every sandbox. Returns what was found of those in the warm pool."""
+        """End every lease and stop every sandbox. Returns how those of the warm pool stopped."""
         self.drain(0)
         for task in self._confirming:
             task.cancel()

@@ -20,7 +20,7 @@ from atropos.wire import Lease, SnapshotInfo
 
 log = logging.getLogger(__name__)
 AGAIN_S = 0.2
-"""Pause before a view that failed to start is started once more."""
+"""Pause before a failed start of a view is retried."""
 
 
 class Workspaces:
@@ -28,8 +28,8 @@ class Workspaces:
 
     Args:
         state: the server's state.
-        leasing: gives a lease another sandbox, and ends one whose workspace was lost.
-        layers: what the workspaces stand on.
+        leasing: replaces a lease's sandbox, and ends a lease whose workspace was lost.
+        layers: the workspaces' layers.
         transfer: copies what a running slot wrote.
     """
 
@@ -48,7 +48,7 @@ class Workspaces:
             lease_id: whose workspace it is.
             snapshot_id: the snapshot's name; None: a new one.
             epoch: the lease's, where the caller knows it.
-            beside: copy what was written instead: the slot goes on as it was, and the lease's views stand on the copy.
+            beside: copy the written files instead: the slot goes on, and the lease's views use the copy.
 
         Raises:
             LeaseExpired, SlotLost: the lease is over, or was lost by the attempt.
@@ -78,14 +78,14 @@ class Workspaces:
     async def _freeze(self, run: LeaseRun, name: str) -> SnapshotInfo:
         assert run.sandbox is not None
         assert run.lanes is not None
-        if run.agent is not None:  # the view ends: what is frozen is the slot that it is a view of
+        if run.agent is not None:  # the view ends: its slot is frozen
             view, run.sandbox, run.agent = run.sandbox, run.agent, None
             if not (stopped := await stop(view)).clean:
                 self._state.snapshots.abandon()
                 self._leasing.end(run.held, SlotLost.code, f"the view could not be confirmed gone: {stopped.detail}")
                 raise SlotLost(f"the view could not be confirmed gone: {stopped.detail}")
         request, old, below = run.held.request, run.sandbox, run.layers
-        run.sandbox = None  # from here on it is the freeze's to end, and its death is no news
+        run.sandbox = None  # from here on the freeze ends it, so its death is expected
         began = time.monotonic()
         try:
             layer = await old.freeze(f"layer-{uuid.uuid4().hex[:12]}")
@@ -123,7 +123,7 @@ class Workspaces:
             name, layer, run.layers, run.held.request.client_id, run.base, self._state.now()
         )
         self._layers.hold(snapshot.layers)
-        self._layers.let_go(run.view_layers)
+        self._layers.release(run.view_layers)
         run.view_layers = snapshot.layers
         return snapshot.info
 
@@ -148,7 +148,7 @@ class Workspaces:
             view = await self._view_of(run, run.sandbox, folders)
         except NotSupported:
             raise
-        except SandboxError as error:  # one of its processes was killed, say, or couldn't be had for a moment
+        except SandboxError as error:  # for example, one of its processes was killed
             if run.sandbox.died.done():
                 raise
             log.warning("lease %s: no view: %s; it is retried", run.held.lease_id, error)

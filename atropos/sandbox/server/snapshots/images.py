@@ -113,7 +113,7 @@ class Images:
         try:
             return await store.keep(image, lambda target: store.copy_layer(layer.path, target))
         finally:
-            self._layers.let_go(snapshot.layers)
+            self._layers.release(snapshot.layers)
 
     async def receive_layer(self, key: str, offer: LayerOffer, chunks: AsyncIterator[bytes]) -> ImageInfo:
         """Keep a built image whose layer another server sends.
@@ -148,7 +148,7 @@ class Images:
             async with packed_layers([store.layer(image)], f"image {image.source}") as chunks:
                 yield chunks
         finally:
-            store.let_go(image.id)
+            store.release(image.id)
 
     def _is_gone(self, state: ImageState) -> bool:
         return state.image is None or self._state.host.store.known(state.source) is None

@@ -57,15 +57,15 @@ class Layers:
             run.stands_on.touched_at = self._state.now()
             run.stands_on = None
         layers, run.layers, run.view_layers = (*run.layers, *run.view_layers), (), ()
-        self.let_go(layers)
+        self.release(layers)
 
     def hold(self, layers: Sequence[Layer]) -> None:
-        """Keep these layers until `let_go`."""
+        """Keep these layers until `release`."""
         self._store.hold(layers)
 
-    def let_go(self, layers: Sequence[Layer]) -> None:
+    def release(self, layers: Sequence[Layer]) -> None:
         """Undo one `hold` of these layers."""
-        self.drop(self._store.let_go(layers))
+        self.drop(self._store.release(layers))
 
     def drop(self, layers: Sequence[Layer]) -> None:
         """Give layers back to the host on which nothing stands."""

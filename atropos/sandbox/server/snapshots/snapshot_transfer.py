@@ -67,7 +67,7 @@ class SnapshotTransfer:
             async with packed_layers(paths, f"snapshot {snapshot.id}", compress=compress) as chunks:
                 yield chunks
         finally:
-            self._layers.let_go(snapshot.layers)
+            self._layers.release(snapshot.layers)
 
     async def copy(self, sandbox: Sandbox) -> Layer:
         """A layer of what a slot has written so far; its programs go on.

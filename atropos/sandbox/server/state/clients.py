@@ -12,9 +12,9 @@ from atropos.sandbox.server.state.lease_table import LeaseTable
 from atropos.wire import Hello, LeaseEnded, ServerMessage
 
 FORGET_S = 300.0
-"""A client without leases, connection and signs of life is forgotten after this many seconds, its snapshots too."""
+"""A client without leases and connection that was not heard for this many seconds is forgotten, its snapshots too."""
 ALIVE_S = 60.0
-"""Until then, what a client left is not dropped to make room for others, in seconds."""
+"""How long a client's snapshots are not dropped to make room for others, in seconds."""
 
 
 class Connection(Protocol):
@@ -25,7 +25,7 @@ class Connection(Protocol):
     """None before its hello."""
     heard_at: float
     paused: bool
-    """Whether the server reads no further until the client has read its answers."""
+    """Whether the server stopped reading until the client has read its answers."""
 
     @property
     def silent_s(self) -> float:
@@ -47,7 +47,7 @@ class Connection(Protocol):
 
 @dataclass(slots=True, eq=False)
 class ClientState:
-    """One client: its journal, and where its answers go."""
+    """One client: its journal and its connection."""
 
     client_id: str
     since: float
@@ -62,7 +62,7 @@ class ClientState:
             self.connection.push(entry)
 
     def eased(self) -> None:
-        """Answers were acknowledged or forgotten: calls that waited for that may go on."""
+        """Answers were acknowledged or dropped: calls that waited for that may go on."""
         if not self.journal.congested:
             self.acked.set()
 
@@ -77,7 +77,7 @@ class ClientTable:
     """All clients that the server remembers.
 
     Args:
-        leases: who holds leases, and when each client was last heard of.
+        leases: the leases, and when each client was last heard.
         now: the server's clock.
         heartbeat_s: seconds between the heartbeats of a client.
     """
@@ -102,7 +102,7 @@ class ClientTable:
         """Ids of the clients whose stream is open."""
         return tuple(client_id for client_id, client in self._all.items() if client.connection is not None)
 
-    def hears(self, client_id: str) -> bool:
+    def is_connected(self, client_id: str) -> bool:
         """Whether a client's stream is open."""
         client = self._all.get(client_id)
         return client is not None and client.connection is not None
@@ -128,7 +128,7 @@ class ClientTable:
 
     @property
     def journal_bytes(self) -> int:
-        """What all journals hold together."""
+        """Size of all journals."""
         return sum(client.journal.bytes for client in self._all.values())
 
     # ---------------------------------------------------------------------------------------------------- connections
@@ -146,7 +146,7 @@ class ClientTable:
         if old is not None:
             old.abort("replaced by a newer connection of the same client")
         self._leases.seen(client.client_id, self._now())
-        for each in self._leases.untold(client.client_id):
+        for each in self._leases.unreported(client.client_id):
             message = each.message
             connection.tell(LeaseEnded(lease_id=each.lease_id, epoch=each.epoch, code=each.code, message=message))
         return client

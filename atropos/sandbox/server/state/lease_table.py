@@ -7,7 +7,7 @@ Room is counted in MiB of the container's memory: every lease takes at least a s
 this number alone fits by the number of slots as well.
 
 Fairness between clients that share a container: a refused request is remembered as wanted until a slot comes free, and for
-`WANT_S` seconds from then on, in which its client hears of it and asks again. Slots that come free go to the wanting clients
+`WANT_S` seconds from then on, in which its client is notified and asks again. Slots that come free go to the wanting clients
 in the order (fewest leases, longest wanting), as many as each asked for but no more than its equal share; a client further
 back is refused although a slot is free. So nobody starves, and a client that stopped asking costs the others at most `WANT_S`.
 For a lease of several slots' room what comes free is kept while its client asks again within `LARGE_WANT_S`.
@@ -250,15 +250,15 @@ class LeaseTable:
         """The refused clients to notify of a free slot, in the order in which they are served."""
         return sorted(self._wants, key=lambda name: (self._counts[name], self._wants[name].first))
 
-    def offer(self, now: float, hears: Callable[[str], bool]) -> list[str]:
-        """Offer a free slot to the wanting clients. Those who can be notified keep it for a while, however long ago they asked.
+    def offer(self, now: float, is_connected: Callable[[str], bool]) -> list[str]:
+        """Offer a free slot to the wanting clients. For those that can be notified it is kept for a while from now on.
 
         Returns:
             As `wanting`.
         """
         for name, want in self._wants.items():
             for request in want.requests.values():
-                if not request.offered and hears(name):
+                if not request.offered and is_connected(name):
                     request.last = now
                 request.offered = True
         return self.wanting()
@@ -269,7 +269,7 @@ class LeaseTable:
         """Record that a client was heard, which renews all its leases."""
         self._seen[client_id] = now
 
-    def awoke(self, now: float) -> None:
+    def clock_set_back(self, now: float) -> None:
         """The clock was set back to `now`: nothing was heard later than that."""
         for client_id, seen in self._seen.items():
             self._seen[client_id] = min(seen, now)
@@ -290,10 +290,6 @@ class LeaseTable:
             self._seen.pop(client_id, None)
             self._wants.pop(client_id, None)
             del self._counts[client_id], self._held_mib[client_id]
-
-    def clients(self) -> list[str]:
-        """Every client that is remembered."""
-        return list(self._seen)
 
     def expires_at(self, held: HeldLease) -> float:
         """When a lease ends unless it is renewed."""
@@ -348,7 +344,7 @@ class LeaseTable:
         while len(self.ended) > MAX_ENDED:
             self.ended.popitem(last=False)
 
-    def untold(self, client_id: str) -> list[EndedLease | HeldLease]:
+    def unreported(self, client_id: str) -> list[EndedLease | HeldLease]:
         """The leases of a client that ended, or are ending, without its asking; repeated at each new connection."""
         ending = [h for h in self.held.values() if h.state == "ending" and h.code != "released"]
         over = [e for e in self.ended.values() if e.by_server]

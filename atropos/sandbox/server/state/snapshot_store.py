@@ -1,7 +1,7 @@
 """Which snapshots exist, their layers, and who uses those: plain counting, without I/O.
 
-A snapshot is a stack of layers, topmost first. A layer is kept while a snapshot or a live sandbox stands on it and is
-handed back as soon as nothing does. Bounds: a number of snapshots, their bytes together, and `MAX_LAYERS` in a stack.
+A snapshot is a stack of layers, topmost first. A layer is kept while a snapshot or a live sandbox uses it and is
+returned as soon as none does. Bounds: a number of snapshots, their bytes together, and `MAX_LAYERS` in a stack.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class StoredSnapshot:
 
     Attributes:
         base: the base it was taken on; a fork must start on the same.
-        users: leases that stand on it now.
+        users: leases that use it now.
         touched_at: when its owner or a user last needed it.
     """
 
@@ -38,7 +38,7 @@ class StoredSnapshot:
 
     @property
     def info(self) -> SnapshotInfo:
-        """What clients see of it."""
+        """It as clients see it."""
         size = sum(layer.bytes for layer in self.layers)
         return SnapshotInfo(snapshot_id=self.id, layers=len(self.layers), bytes=size, users=self.users, base=self.base)
 
@@ -50,7 +50,7 @@ class SnapshotStore:
     Args:
         max_count: snapshots kept at once.
         max_bytes: bytes of all layers together.
-        max_layers: layers kept at once, where each takes a place of its own.
+        max_layers: layers kept at once, where each needs a cell on disk.
     """
 
     max_count: int
@@ -97,7 +97,7 @@ class SnapshotStore:
     def commit(
         self, snapshot_id: str, top: Layer, below: Sequence[Layer], owner: str, base: str | None, now: float
     ) -> StoredSnapshot:
-        """Make a snapshot of a frozen layer, and end the reservation."""
+        """Add a snapshot of a frozen layer, and end the reservation."""
         self.pending -= 1
         snapshot = StoredSnapshot(snapshot_id, (top, *below), owner, base, touched_at=now)
         self.by_id[snapshot_id] = snapshot
@@ -105,7 +105,7 @@ class SnapshotStore:
         return snapshot
 
     def abandon(self) -> None:
-        """Give up a reservation."""
+        """Cancel a reservation."""
         self.pending -= 1
 
     def get(self, snapshot_id: str) -> StoredSnapshot:
@@ -125,7 +125,7 @@ class SnapshotStore:
             self._layers[layer.id] = layer
             self._references[layer.id] += 1
 
-    def let_go(self, layers: Sequence[Layer]) -> list[Layer]:
+    def release(self, layers: Sequence[Layer]) -> list[Layer]:
         """Count one user less of these layers. Returns the unused ones, topmost first."""
         unused: list[Layer] = []
         for layer in layers:
@@ -136,6 +136,6 @@ class SnapshotStore:
         return unused
 
     def drop(self, snapshot_id: str) -> list[Layer]:
-        """Forget a snapshot; leases on it go on. Returns the layers that are not needed any more."""
+        """Drop a snapshot; leases that use it go on. Returns the unused layers."""
         snapshot = self.by_id.pop(snapshot_id, None)
-        return [] if snapshot is None else self.let_go(snapshot.layers)
+        return [] if snapshot is None else self.release(snapshot.layers)

@@ -55,24 +55,24 @@ class ServerState:
     # ----------------------------------------------------------------------------------------------------------- time
 
     def now(self) -> float:
-        """Seconds of a monotonic clock that stands still while this process was stopped: see `forgive`."""
+        """Seconds of a monotonic clock without the time in which this process was stopped: see `forgive`."""
         return self._clock() - self._asleep_s
 
     def forgive(self, gap_s: float) -> None:
-        """Take the time in which the whole process slept (SIGSTOP, a frozen machine) off every lease.
+        """Set the clock back by the time in which the process was stopped (SIGSTOP, a frozen machine).
 
-        Signs of life since it woke up carry the clock from before this call. They are set back to `now`, or a client that
-        died then would live on for `gap_s`.
+        Times that were recorded since it woke up are set back to `now`, or a client that died then would live on for
+        `gap_s`.
         """
         self._asleep_s += gap_s
-        self.table.awoke(self.now())
+        self.table.clock_set_back(self.now())
         for stream in self.streams:
             stream.heard_at = min(stream.heard_at, self.now())
 
     # ---------------------------------------------------------------------------------------------------------- tasks
 
     def spawn(self, work: Coroutine[object, None, T]) -> asyncio.Task[T]:
-        """Run something of the server's own; `join_tasks` waits for it."""
+        """Run work as a task that `join_tasks` waits for."""
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
