@@ -39,12 +39,20 @@ JSON = {"content_type": "application/json"}
             "answer has no 'logprobs'.*vllm means",
         ),
         ({"text": '{"text": "hi"}', **JSON}, "sglang", "sampled no token.*sglang means"),
-        ({"text": "<html>log in", "content_type": "text/html"}, "vllm", "answered nonsense.*correct --openai.base_url"),
+        (
+            {"text": "<html>log in", "content_type": "text/html"},
+            "vllm",
+            "sent an invalid answer.*correct --openai.base_url",
+        ),
         ({"status": 404}, "vllm", "answered 404.*set --openai.server_type"),
         ({"status": 401}, "vllm", "answered 401.*set --openai.api_key"),
         ({"status": 401}, "openai", "answered 401.*set --openai.api_key"),
         ({"status": 500}, "vllm", "answered 500.*its own log says why"),
-        ({"text": "<html>log in", "content_type": "text/html"}, "openai", "answered nonsense.*--openai.model_name"),
+        (
+            {"text": "<html>log in", "content_type": "text/html"},
+            "openai",
+            "sent an invalid answer.*--openai.model_name",
+        ),
     ],
 )
 async def test_a_useless_server_is_named_with_what_would_help(answer, kind, says):
