@@ -154,7 +154,7 @@ def _keep_only(link: int) -> None:
     os.dup2(null, 0)
     os.dup2(null, 1)
     os.dup2(high, SOCKET)
-    os.closerange(SOCKET + 1, 4096)
+    os.closerange(SOCKET + 1, 1 << 16)
 
 
 def _set(name: str, value: int | str) -> None:

@@ -8,6 +8,7 @@ inherited socket and ends with it. Standard library only: what it holds in memor
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import gc
 import marshal
 import os
@@ -275,11 +276,11 @@ def _child(request: StartRequest, fds: list[int], said: int, go: int) -> None:
         first_process.run(request, link, network, near.fileno(), said, go)
     os.write(said, f"{first}".encode())
     pids = os.open("/proc/self/ns/pid_for_children", os.O_RDONLY)
-    high = [os.dup2(fd, 20 + index) for index, fd in enumerate((far.fileno(), pids))]
+    high = [fcntl.fcntl(fd, fcntl.F_DUPFD, PIDS_FD + 1) for fd in (far.fileno(), pids)]
     for fd, target in ((high[0], 0), (high[0], 1), (high[0], STATUS_FD), (high[1], PIDS_FD)):
         os.dup2(fd, target)
     os.closerange(3, 4)
-    os.closerange(PIDS_FD + 1, 4096)
+    os.closerange(PIDS_FD + 1, 1 << 16)
     syscalls.prctl(syscalls.PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(126)

@@ -11,7 +11,7 @@ from atropos.sandbox.programs.runner.files.files import op_read_file, op_write_f
 from atropos.sandbox.programs.runner.files.search import op_search
 from atropos.sandbox.programs.runner.files.streams import op_read_stream, op_write_stream
 from atropos.sandbox.programs.runner.files.unpacking import op_untar
-from atropos.sandbox.programs.runner.frames import OPS, SOCKET, link
+from atropos.sandbox.programs.runner.frames import OPS, link
 from atropos.sandbox.programs.runner.loop import loop
 from atropos.sandbox.programs.runner.paths import make_folders
 from atropos.sandbox.programs.runner.processes.background import (
@@ -72,7 +72,6 @@ def main() -> None:
     """Serve the slot until the server goes."""
     if not deny_tracing():  # before anything else runs in this slot
         end_process(3)
-    os.closerange(SOCKET + 1, 4096)
     for number in NO_HANDLER:
         # a signal from inside that has no handler is dropped for PID 1; Python has one for SIGINT, which would end it
         signals.signal(number, signals.SIG_DFL)
