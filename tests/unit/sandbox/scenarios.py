@@ -644,8 +644,11 @@ async def starting_many_at_once(host):
 
 
 async def nothing_is_left_after_a_stop(host):
+    def mounted():  # Docker and Nomad mount beside it
+        return [line for line in Path("/proc/self/mounts").read_text().splitlines() if host.state.scratch in line]
+
     await freed(host)
-    mounts = Path("/proc/self/mounts").read_text()
+    mounts = mounted()
     descriptors = len(os.listdir("/proc/self/fd"))
     for _ in range(3):
         sandbox = await host.start("left")
@@ -655,8 +658,8 @@ async def nothing_is_left_after_a_stop(host):
         assert [s.clean for s in await again] == [True, True]
         assert not os.path.exists(f"/proc/{pid}")
     await freed(host)
-    after = Path("/proc/self/mounts").read_text()
-    assert after == mounts, set(after.splitlines()) ^ set(mounts.splitlines())
+    assert mounted() == mounts
+    assert mounts
     assert len(os.listdir("/proc/self/fd")) == descriptors
     for tree in host.state.entered.cgroups.trees:
         assert [name for name in os.listdir(tree.path) if name.startswith("slot")] == []
