@@ -140,8 +140,11 @@ async def test_idle_containers_go_from_the_highest_index_and_never_one_in_use():
         assert (await by_index[2].exec("echo kept")).output == "kept\n"
         await by_index[2].release()
         await until(lambda: len(pool.links) == 1, "one container", 60)
-        job = nomad("GET", f"/v1/job/{pool.config.job_id}")
-        assert job["TaskGroups"][0]["Count"] == 1
+
+        def count() -> int:
+            return nomad("GET", f"/v1/job/{pool.config.job_id}")["TaskGroups"][0]["Count"]
+
+        await until(lambda: count() == 1, "a job of one container", 60)
         assert [link.container.index for link in pool.links.values()] == [0]
 
 
