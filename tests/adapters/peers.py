@@ -5,9 +5,12 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
+
+from tests.waiting import SLOWNESS
 
 ROOT = Path(__file__).resolve().parents[2]
 HOSTS = Path(__file__).parent / "hosts"
@@ -22,9 +25,15 @@ def needs(program: str, where: Path = BIN) -> pytest.MarkDecorator:
 
 
 def run(
-    program: str, *arguments: str | Path, folder: Path, where: Path = BIN, status: int = 0, **variables: str
+    program: str,
+    *arguments: str | Path,
+    folder: Path,
+    where: Path = BIN,
+    status: int = 0,
+    grace_s: float = 0,
+    **variables: str,
 ) -> str:
-    """What a peer's program prints; it ends with `status` and leaves no sandbox server behind."""
+    """What a peer's program prints; it ends with `status`, and `grace_s` later has left no sandbox server behind."""
     environment = {
         "PYTHONPATH": f"{ROOT}:{HOSTS}",
         "LITELLM_LOCAL_MODEL_COST_MAP": "True",
@@ -46,6 +55,9 @@ def run(
             os.killpg(process.pid, signal.SIGKILL)
             raise
     assert process.returncode == status, output
+    deadline = time.monotonic() + grace_s * SLOWNESS
+    while servers_of(process.pid) and time.monotonic() < deadline:
+        time.sleep(0.1)
     assert servers_of(process.pid) == [], output
     return output
 

@@ -83,15 +83,18 @@ def test_tasks_by_the_commands_of_its_page_while_a_container_is_killed(tmp_path:
 
 
 def rollouts(commands: str, folder: Path) -> None:
-    """Run the page's commands, again where Ray itself wasn't up within the 30 s that it gives itself."""
+    """Run the page's commands, again where Ray itself wasn't up within the 30 s that it gives itself.
+
+    NeMo Gym kills the shells of its servers a second after SIGINT and ends; the servers end by themselves soon after.
+    """
     for attempt in range(3):
         try:
             with tempfile.TemporaryDirectory(prefix="ray-") as ray:  # its sockets' paths must be short
                 run(
                     "python", "-c", "import os, sys; os.execv('/bin/sh', ['sh', '-ec', sys.argv[1]])",
                     f"{commands} ++head_server.host=127.0.0.1 ++head_server.port={free_port()}",
-                    folder=folder, where=NEMO_GYM, HOME=str(folder), RAY_TMPDIR=ray, RAY_USAGE_STATS_ENABLED="0",
-                    PATH=f"{NEMO_GYM}:/usr/bin:/bin", VIRTUAL_ENV=str(NEMO_GYM.parent), WANDB_MODE="disabled",
+                    folder=folder, where=NEMO_GYM, grace_s=20, HOME=str(folder), RAY_TMPDIR=ray,
+                    RAY_USAGE_STATS_ENABLED="0", PATH=f"{NEMO_GYM}:/usr/bin:/bin", VIRTUAL_ENV=str(NEMO_GYM.parent), WANDB_MODE="disabled",
                 )  # fmt: skip
             return
         except AssertionError as error:
