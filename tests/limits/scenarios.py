@@ -264,10 +264,10 @@ async def settings_are_the_kernel_s(host):
                         continue
             version = one.version
         wanted = (
-            {"memory.max": str(100 << 20), "memory.oom.group": "0", "pids.max": "52", "cpu.weight": "300",
+            {"memory.max": str(100 << 20), "memory.oom.group": "0", "pids.max": "51", "cpu.weight": "300",
              "cpu.max": "7500 10000"}
             if version == 2
-            else {"memory.limit_in_bytes": str(100 << 20), "pids.max": "52", "cpu.shares": "3072",
+            else {"memory.limit_in_bytes": str(100 << 20), "pids.max": "51", "cpu.shares": "3072",
                   "cpu.cfs_quota_us": "7500", "cpu.cfs_period_us": "10000"}
         )  # fmt: skip
         if "memory.swap.max" in found:
