@@ -64,5 +64,6 @@ def run(
 
 def servers_of(session: int) -> list[str]:
     """Processes whose environment or session is that of a program that has ended."""
-    listed = subprocess.run(["ps", "-eo", "sid=,args="], capture_output=True, text=True, check=True).stdout
-    return [line for line in listed.splitlines() if int(line.split()[0]) == session]
+    listed = subprocess.run(["ps", "-eo", "sid=,stat=,args="], capture_output=True, text=True, check=True).stdout
+    # what has ended, and is a child of this process once a test has adopted orphans, is no process any more
+    return [line for line in listed.splitlines() if int(line.split()[0]) == session and line.split()[1][0] != "Z"]

@@ -29,7 +29,7 @@ async def test_a_pool_works_for_an_ordinary_user_and_leaves_nothing():
     out, err = await asyncio.wait_for(process.communicate(), 120)
     assert process.returncode == 0, err.decode()[-3000:]
     found = json.loads(out)
-    (noted,) = [line for line in err.decode().splitlines() if "are without" in line]
+    (noted,) = [line for line in err.decode().splitlines() if " lack " in line]
     assert all(name in noted for name in ("memory_limit", "pids_limit", "cpu_weight")), noted
     assert found.pop("stop_s") < 30
     assert found.pop("uid") != 0

@@ -48,5 +48,5 @@ async def test_as_an_ordinary_user_the_demo_names_the_limits_that_this_host_cann
         )
         _, errors = await process.communicate()
     assert process.returncode == 0, errors.decode()[-2000:]
-    (noted,) = [line for line in errors.decode().splitlines() if "are without" in line]
+    (noted,) = [line for line in errors.decode().splitlines() if " lack " in line]
     assert all(name in noted for name in ("memory_limit", "pids_limit", "cpu_weight")), noted

@@ -222,7 +222,7 @@ class CatchingEnv(NumberingEnv):
                 await asyncio.sleep(0.1)
                 if first:
                     self.work.killed.add(trajectory_id)
-                    kill_namespace(told.output.strip(), random.Random(trajectory_id))
+                    kill_namespace(told.output.strip())
         except Exception:
             return 0.0, {}
         return float(written.result().output.split() == [str(turn) for turn in range(TURNS)]), {}

@@ -32,8 +32,16 @@ class SlotNetwork:
         Raises:
             OSError: none came.
         """
-        near.settimeout(timeout_s)
-        _, fds, _, _ = await asyncio.to_thread(socket.recv_fds, near, 1, 2)
+        loop = asyncio.get_running_loop()
+        near.setblocking(False)
+        arrived = asyncio.Event()
+        loop.add_reader(near, arrived.set)
+        try:
+            async with asyncio.timeout(timeout_s):
+                await arrived.wait()
+        finally:
+            loop.remove_reader(near)
+        _, fds, _, _ = socket.recv_fds(near, 1, 2)
         if not fds:
             raise OSError("it ended")
         self.namespace = fds[0]
