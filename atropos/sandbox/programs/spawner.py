@@ -102,15 +102,14 @@ class Spawner:
         self._poll.register(self._server, select.POLLIN)
         self._poll.register(self._wake, select.POLLIN)
         while True:
-            for fd, _ in self._poll.poll():
-                if fd == self._wake:
-                    with contextlib.suppress(BlockingIOError):
-                        os.read(self._wake, 4096)
-                    self._reap()
-                elif fd in self._makers:
-                    self._adopt(fd)
-                elif fd == self._server.fileno() and not self._request():
-                    return
+            ready = [fd for fd, _ in self._poll.poll()]
+            self._adopt_entered()
+            if self._wake in ready:
+                with contextlib.suppress(BlockingIOError):
+                    os.read(self._wake, 4096)
+                self._reap()
+            if self._server.fileno() in ready and not self._request():
+                return
 
     def _request(self) -> bool:
         try:
@@ -146,10 +145,14 @@ class Spawner:
                 return
             ident = self._running.pop(pid, None)
             if ident is not None:
-                for fd, _ in self._poll.poll(0):  # its bubblewrap ends before its own end is reported
-                    if fd in self._makers:
-                        self._adopt(fd)
+                self._adopt_entered()  # its bubblewrap ends before its own end is reported
                 self._report({"id": ident, "exit": os.waitstatus_to_exitcode(status)})
+
+    def _adopt_entered(self) -> None:
+        """Adopt each PID 1 that has entered its root, or has ended."""
+        for fd, _ in self._poll.poll(0):
+            if fd in self._makers:
+                self._adopt(fd)
 
     def _adopt(self, entered: int) -> None:
         """End the bubblewrap of a root that PID 1 has entered: this process is PID 1's parent from then on."""

@@ -22,8 +22,7 @@ def command(bwrap: str, volume: Volume, base: Base, preload: str) -> list[str]:
     """
     hosts = [part for name in base.host_folders for part in ("--ro-bind", f"{volume.folder}/host-{name}", f"/{name}")]
     return [
-        bwrap,
-        "--die-with-parent",
+        bwrap,  # not with --die-with-parent: with --pidns it may kill its own child, whose first parent ends at once
         *("--bind", volume.root, "/", *hosts),
         *("--ro-bind", f"{volume.folder}/runtime", INSIDE),
         # through it a slot that runs already gets the root of a snapshot; to its programs, it is an empty folder
