@@ -37,10 +37,9 @@ def children(pid):
 def kind_of(pid):
     words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
     name = os.path.basename(words[0])
-    runs = name == b"atropos-runner" or any(
-        os.path.basename(word).startswith(b"runner.") for word in words
-    )  # older ones
-    return None if name == b"bwrap" else "runner" if runs else "server"
+    if name == b"bwrap":  # with the next line's second half: of revisions whose slots have a Python of their own
+        return None
+    return "runner" if name == b"atropos-runner" or words[-2:-1] == [b"/.atropos/runner.pyc"] else "server"
 
 
 def own_s(pid):

@@ -33,31 +33,11 @@ def elf() -> bytes:
     """
     if platform.machine() not in _MACHINES:
         raise OSError(errno.ENOSYS, f"no program that pauses is written for {platform.machine()}")
-    number, digits = _MACHINES[platform.machine()]
+    machine, digits = _MACHINES[platform.machine()]
     code = bytes.fromhex(digits)
     size = 64 + 56 + len(code)
     # Elf64_Ehdr and one Elf64_Phdr (PT_LOAD, readable and executable); the code comes right after them
-    header = struct.pack(
-        "<4s5B7xHHIQQQIHHHHHH",
-        PAUSED + b"ELF",
-        2,
-        1,
-        1,
-        0,
-        0,
-        2,
-        number,
-        1,
-        _ADDRESS + 120,
-        64,
-        0,
-        0,
-        64,
-        56,
-        1,
-        0,
-        0,
-        0,
-    )
+    identity = PAUSED + b"ELF" + bytes((2, 1, 1)) + bytes(9)
+    header = struct.pack("<HHIQQQIHHHHHH", 2, machine, 1, _ADDRESS + 120, 64, 0, 0, 64, 56, 1, 0, 0, 0)
     segment = struct.pack("<IIQQQQQQ", 1, 5, 0, _ADDRESS, _ADDRESS, size, size, 0x1000)
-    return header + segment + code
+    return identity + header + segment + code

@@ -51,7 +51,7 @@ libc = ctypes.CDLL(None, use_errno=True)
 
 def load() -> None:
     """Look the C functions up: a fork that is the first to call one gets pages of its own for what that makes."""
-    for name in ("mount", "umount2", "unshare", "setns", "prctl", "capset", "syscall"):
+    for name in ("mount", "umount2", "unshare", "setns", "prctl", "capset", "ptrace", "syscall"):
         getattr(libc, name)
 
 

@@ -77,7 +77,7 @@ def run(request: FirstProcessRequest, link: int, network: int, root: int, entere
         _set(f"user/{name}", value)
     _own_objects(request["ipc"])
     for name, value in request["rlimits"].items():
-        lower(name, value)
+        lower_limit(name, value)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGPIPE, signal.SIGXFSZ, signal.SIGCHLD):
         signal.signal(number, signal.SIG_DFL)
     _enter_root(root)
@@ -85,7 +85,7 @@ def run(request: FirstProcessRequest, link: int, network: int, root: int, entere
     if not os.read(adopted, 1):
         raise OSError("the process that slots are forked from is gone")
     syscalls.prctl(syscalls.PR_SET_PDEATHSIG, signal.SIGKILL)
-    _keep_only(link)
+    _keep_descriptors(link)
     os.setsid()
     syscalls.rename_process(NAME)
     # modules that are not loaded yet would come from the slot's root
@@ -147,13 +147,12 @@ def _enter_root(root: int) -> None:
         os.waitpid(-1, 0)
 
 
-def _keep_only(link: int) -> None:
+def _keep_descriptors(link: int) -> None:
     """Leave the runner's socket and the standard descriptors."""
-    high = os.dup2(link, 20, inheritable=False)
+    os.dup2(link, SOCKET, inheritable=False)
     null = os.open("/dev/null", os.O_RDWR)
     os.dup2(null, 0)
     os.dup2(null, 1)
-    os.dup2(high, SOCKET)
     os.closerange(SOCKET + 1, 1 << 16)
 
 
@@ -169,7 +168,7 @@ def _set(name: str, value: int | str) -> None:
         os.close(fd)
 
 
-def lower(name: str, value: int) -> None:
+def lower_limit(name: str, value: int) -> None:
     """Lower a resource limit (RLIMIT_`name`) for good."""
     number = getattr(resource, f"RLIMIT_{name}")
     hard = resource.getrlimit(number)[1]

@@ -256,7 +256,7 @@ def _child(request: StartRequest, fds: list[int], said: int, go: int) -> None:
         os.write(fd, b"0")
         os.close(fd)
     for name, value in request["rlimits_before"].items():
-        first_process.lower(name, value)
+        first_process.lower_limit(name, value)
     _own_mounts(*request["own"])
     if request["joins"]:
         syscalls.setns(fds[3], syscalls.CLONE_NEWNET)

@@ -18,7 +18,7 @@ def command(bwrap: str, volume: Volume, base: Base, preload: str) -> list[str]:
         base: which of the host's folders it sees.
         preload: what covers /etc/ld.so.preload.
 
-    The caller is root of the slot's namespaces, and the first process of its PID namespace.
+    The caller is root of the slot's user namespace, and has forked the first process of its PID namespace.
     """
     hosts = [part for name in base.host_folders for part in ("--ro-bind", f"{volume.folder}/host-{name}", f"/{name}")]
     return [

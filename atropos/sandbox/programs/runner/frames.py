@@ -138,7 +138,7 @@ link = ServerLink()
 
 
 def json(value: object) -> str:
-    """JSON of the few types that are sent; the standard module would cost memory in every slot."""
+    """JSON of the few types that are sent; names that aren't UTF-8 are made readable (`text`)."""
     if value is None:
         return "null"
     if value is True:

@@ -1,4 +1,4 @@
-"""The C part of the `signal` module, without the enums that the module around it makes."""
+"""The C part of the `signal` module, whose numbers are plain ones and no enums."""
 
 from __future__ import annotations
 
