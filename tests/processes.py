@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import ctypes
 import os
+import re
 from collections.abc import Collection
 from pathlib import Path
 
@@ -32,6 +33,17 @@ def descendants(root: int | None = None, but: Collection[int] = ()) -> dict[int,
             with contextlib.suppress(OSError):
                 lines[pid] = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
     return lines
+
+
+def first_processes(root: int | None = None) -> list[int]:
+    """PID 1 of each slot below one. A command of a slot has its name too, until it runs a program."""
+    found = []
+    for pid, line in descendants(root).items():
+        with contextlib.suppress(OSError):
+            status = Path(f"/proc/{pid}/status").read_text()
+            if "atropos-runner" in line and re.search(r"^NSpid:.*\t1$", status, re.MULTILINE):
+                found.append(pid)
+    return found
 
 
 def running(command: str, root: int | None = None) -> int:

@@ -24,7 +24,7 @@ from atropos.slots.config import SlotPoolConfig
 from atropos.wire import CommandResult, Exec, LeaseRequest
 from tests.faults.proxy import Fault, proxied
 from tests.images.test_leases import busybox_image, pool_for
-from tests.processes import adopt_orphans, descendants
+from tests.processes import adopt_orphans, descendants, first_processes
 from tests.unit.server.fakes import TOKEN
 from tests.unit.server.test_serve import ROOT, running
 from tests.waiting import until
@@ -309,11 +309,6 @@ async def test_a_disk_that_runs_full_ends_no_call_without_an_answer(small_disk, 
         assert isinstance(result, CommandResult) and result.output == b"room\n"
 
 
-def idle_sandboxes(server) -> list[int]:
-    """PID 1 of each slot."""
-    return [pid for pid, line in descendants(server.process.pid).items() if "atropos-runner" in line]
-
-
 async def test_a_lease_on_a_snapshot_outlives_the_kill_of_sandboxes_that_it_might_get():
     rng = random.Random(7)
     served = 0
@@ -323,7 +318,7 @@ async def test_a_lease_on_a_snapshot_outlives_the_kill_of_sandboxes_that_it_migh
         snapshot = await client.snapshot(lease)
         await client.release(lease)
         for _ in range(30 * TIMES):
-            killed = idle_sandboxes(server)
+            killed = first_processes(server.process.pid)
             acquired = asyncio.create_task(client.acquire(request(snapshot=snapshot.snapshot_id)))
             await asyncio.sleep(rng.random() * 0.004)
             for pid in killed:
@@ -386,7 +381,7 @@ async def test_leases_on_an_image_are_granted_or_fail_typed_whatever_is_killed_m
         for _ in range(10 * TIMES):
             leasing = [asyncio.create_task(leased(number)) for number in range(3)]
             await asyncio.sleep(rng.random() * 0.01)
-            sandboxes = [pid for pid, line in descendants(spawner).items() if "atropos-runner" in line]
+            sandboxes = first_processes(spawner)
             for pid in rng.sample(sandboxes, min(1, len(sandboxes))):
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
