@@ -1,6 +1,6 @@
 """A process that speaks as much of Nomad's protocol as the backend uses, for fleets that no machine here could hold.
 
-Its nodes are addresses in 127.0.0.0/8, all served by one listener that answers health questions as sandbox servers do. Nodes
+Its nodes are addresses in 127.0.0.0/8, all served by one listener that answers health checks as sandbox servers do. Nodes
 vanish at once, are noticed after `HEARTBEAT_S`, and what they had is placed on the others, `PLACED_A_S` a second. Started by
 `fleet_decisions`; prints its port, then takes a line of JSON at a time: {"vanish": share}, {"churn": containers}, {"count": true}.
 """
@@ -31,7 +31,7 @@ class Cluster:
     """One job, its allocations, and who listens."""
 
     def __init__(self, containers: int) -> None:
-        self.port = 0
+        self.health_port = 0
         self.count = 0
         self.nodes = list(range(max(2, containers // PER_NODE)))
         self.silent: set[int] = set()
@@ -48,9 +48,8 @@ class Cluster:
         """A new allocation on a node that Nomad takes for alive."""
         number = next(self.numbers)
         node = random.choice([node for node in random.sample(self.nodes, 2) if node not in self.down] or self.nodes)
-        ports = [
-            {"Label": "http", "HostIP": f"127.{1 + node // 65536}.{node // 256 % 256}.{node % 256}", "Value": self.port}
-        ]
+        address = f"127.{1 + node // 65536}.{node // 256 % 256}.{node % 256}"
+        ports = [{"Label": "http", "HostIP": address, "Value": self.health_port}]
         self.rows[f"alloc-{number}"] = {
             "ID": f"alloc-{number}",
             "Name": f"x.sandbox[{index}]",
@@ -106,10 +105,8 @@ class Cluster:
                 self.news = asyncio.Event()
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
-        """Nomad's API, a sandbox server's health, and `/gone`: nodes that went silent, as a broken connection would say."""
+        """Nomad's API, and `/gone`: nodes that went silent, as a broken connection would say."""
         path = request.path
-        if path == "/v1/health":
-            return self.health(request)
         if path == "/gone":
             return await self.say_gone(request)
         kind = (
@@ -136,13 +133,6 @@ class Cluster:
             return web.json_response({"ID": "atropos-sandbox-agent-env", "TaskGroups": [group], "JobModifyIndex": 1})
         return web.json_response({})
 
-    def health(self, request: web.Request) -> web.Response:
-        assert request.transport is not None
-        _, second, third, fourth = map(int, request.transport.get_extra_info("sockname")[0].split("."))
-        if (second - 1) * 65536 + third * 256 + fourth in self.silent:
-            request.transport.abort()
-        return web.json_response({"status": "ok", "boot_id": "b"})
-
     async def events(self, request: web.Request) -> web.StreamResponse:
         response = web.StreamResponse()
         await response.prepare(request)
@@ -167,6 +157,30 @@ class Cluster:
             await response.write(json.dumps(await queue.get()).encode() + b"\n")
 
 
+class Health(asyncio.Protocol):
+    """The health of each node's sandbox servers; without an HTTP library, as tens of thousands are asked for at once."""
+
+    BODY = json.dumps({"status": "ok", "boot_id": "b"}).encode()
+    ANSWER = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n%s" % (len(BODY), BODY)
+
+    def __init__(self, silent: set[int]) -> None:
+        self._silent = silent
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+        _, second, third, fourth = map(int, transport.get_extra_info("sockname")[0].split("."))
+        self._node = (second - 1) * 65536 + third * 256 + fourth
+        self._unread = b""
+
+    def data_received(self, data: bytes) -> None:
+        if self._node in self._silent:
+            self._transport.abort()
+            return
+        *requests, self._unread = (self._unread + data).split(b"\r\n\r\n")
+        self._transport.write(self.ANSWER * len(requests))
+
+
 async def main() -> None:
     containers = int(sys.argv[1])
     cluster = Cluster(containers)
@@ -174,14 +188,15 @@ async def main() -> None:
     app.router.add_route("*", "/{path:.*}", cluster.handle)
     runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
     await runner.setup()
-    await web.TCPSite(runner, "0.0.0.0", 0, backlog=4096).start()
-    cluster.port = runner.addresses[0][1]
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    loop = asyncio.get_running_loop()
+    health = await loop.create_server(lambda: Health(cluster.silent), "0.0.0.0", 0, backlog=4096)
+    cluster.health_port = health.sockets[0].getsockname()[1]
     cluster.count = containers
     for index in range(containers):
         cluster.place(index)
-    loop = asyncio.get_running_loop()
     telling = loop.create_task(cluster.tell())
-    print(json.dumps({"port": cluster.port}), flush=True)
+    print(json.dumps({"port": runner.addresses[0][1]}), flush=True)
     while line := await loop.run_in_executor(None, sys.stdin.readline):
         order = json.loads(line)
         if "vanish" in order:
@@ -191,6 +206,7 @@ async def main() -> None:
         print(json.dumps({"asked": dict(cluster.asked), "live": len(cluster.nodes)}), flush=True)
         cluster.asked.clear()
     telling.cancel()
+    health.close()
     await runner.cleanup()
 
 
