@@ -64,8 +64,8 @@ class Lifetime:
     async def running(self, close: Callable[[], Coroutine[Any, Any, None]]) -> AsyncGenerator[None]:
         """Run the body until it ends, fails or is cancelled by a signal; then `close()`, whatever happens.
 
-        Existing objects are frozen (`gc.freeze`): with the modules of atroposlib and transformers, a full collection
-        blocked the event loop for a third of a second.
+        Existing objects are frozen for good (`gc.freeze`): with the modules of atroposlib and transformers, a full
+        collection blocked the event loop for a third of a second.
 
         Raises:
             BaseException: the fatal error, where a task reported one.
@@ -85,7 +85,6 @@ class Lifetime:
             try:
                 await outlive(close())
             finally:
-                gc.unfreeze()
                 signals.close()
                 self._main = None
                 self._closing = False

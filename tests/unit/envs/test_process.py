@@ -56,7 +56,6 @@ async def test_full_collections_of_a_run_leave_out_what_was_there_before(policy,
     await make(Env, policy.url, tmp_path / "g.jsonl").process_manager()
     [(frozen, scanned)] = seen
     assert frozen > 5 * scanned
-    assert gc.get_freeze_count() == 0
 
 
 @pytest.mark.parametrize("server_type", ["openai", "trl"])
