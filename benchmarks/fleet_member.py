@@ -41,7 +41,7 @@ class Member:
         timeout = aiohttp.ClientTimeout(total=None)
         async with aiohttp.ClientSession(timeout=timeout) as session, session.get(f"{self.url}/gone") as answer:
             async for line in answer.content:
-                nodes = {f"127.{1 + node // 65536}.{node // 256 % 256}.{node % 256}" for node in json.loads(line)}
+                nodes = set(json.loads(line))
                 for node in nodes - self.silent:
                     for server in self.servers.get(node, ()):
                         server.reachable = False

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ipaddress
 import itertools
 import json
 import random
@@ -33,14 +34,15 @@ class Cluster:
     def __init__(self, containers: int) -> None:
         self.health_port = 0
         self.count = 0
-        self.nodes = list(range(max(2, containers // PER_NODE)))
-        self.silent: set[int] = set()
-        self.down: set[int] = set()
+        first = ipaddress.IPv4Address("127.1.0.0")
+        self.nodes = [str(first + number) for number in range(max(2, containers // PER_NODE))]
+        self.silent: set[str] = set()
+        self.down: set[str] = set()
         self.rows: dict[str, dict[str, Any]] = {}
         self.asked: Counter[str] = Counter()
         self.numbers = itertools.count(1)
         self.news = asyncio.Event()
-        self.gone: list[asyncio.Queue[list[int]]] = []
+        self.gone: list[asyncio.Queue[list[str]]] = []
         self.listed = b"[]"
         self.stale = False
 
@@ -48,12 +50,11 @@ class Cluster:
         """A new allocation on a node that Nomad takes for alive."""
         number = next(self.numbers)
         node = random.choice([node for node in random.sample(self.nodes, 2) if node not in self.down] or self.nodes)
-        address = f"127.{1 + node // 65536}.{node // 256 % 256}.{node % 256}"
-        ports = [{"Label": "http", "HostIP": address, "Value": self.health_port}]
+        ports = [{"Label": "http", "HostIP": node, "Value": self.health_port}]
         self.rows[f"alloc-{number}"] = {
             "ID": f"alloc-{number}",
             "Name": f"x.sandbox[{index}]",
-            "NodeName": str(node),
+            "NodeName": node,
             "DesiredStatus": "run",
             "ClientStatus": "running",
             "ModifyIndex": number,
@@ -78,9 +79,7 @@ class Cluster:
         await asyncio.sleep(HEARTBEAT_S)
         self.down |= self.silent
         self.nodes = [node for node in self.nodes if node not in self.down]
-        lost = [
-            key for key, row in self.rows.items() if int(row["NodeName"]) in self.down and row["DesiredStatus"] == "run"
-        ]
+        lost = [key for key, row in self.rows.items() if row["NodeName"] in self.down and row["DesiredStatus"] == "run"]
         for number, key in enumerate(lost):
             if key in self.rows:
                 self.replace(key, "lost")
@@ -151,7 +150,7 @@ class Cluster:
     async def say_gone(self, request: web.Request) -> web.StreamResponse:
         response = web.StreamResponse()
         await response.prepare(request)
-        queue: asyncio.Queue[list[int]] = asyncio.Queue()
+        queue: asyncio.Queue[list[str]] = asyncio.Queue()
         self.gone.append(queue)
         while True:
             await response.write(json.dumps(await queue.get()).encode() + b"\n")
@@ -163,14 +162,13 @@ class Health(asyncio.Protocol):
     BODY = json.dumps({"status": "ok", "boot_id": "b"}).encode()
     ANSWER = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n%s" % (len(BODY), BODY)
 
-    def __init__(self, silent: set[int]) -> None:
+    def __init__(self, silent: set[str]) -> None:
         self._silent = silent
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
         self._transport = transport
-        _, second, third, fourth = map(int, transport.get_extra_info("sockname")[0].split("."))
-        self._node = (second - 1) * 65536 + third * 256 + fourth
+        self._node = transport.get_extra_info("sockname")[0]
         self._unread = b""
 
     def data_received(self, data: bytes) -> None:
