@@ -35,13 +35,20 @@ def descendants(root: int | None = None, but: Collection[int] = ()) -> dict[int,
     return lines
 
 
-def first_processes(root: int | None = None) -> list[int]:
-    """PID 1 of each slot below one. A command of a slot has its name too, until it runs a program."""
+def first_processes(root: int | None = None, namespace: str | None = None) -> list[int]:
+    """PID 1 of each slot below one, or of the one whose programs see this PID namespace.
+
+    A command of a slot has its name too, until it runs a program.
+    """
     found = []
     for pid, line in descendants(root).items():
         with contextlib.suppress(OSError):
             status = Path(f"/proc/{pid}/status").read_text()
-            if "atropos-runner" in line and re.search(r"^NSpid:.*\t1$", status, re.MULTILINE):
+            if (
+                "atropos-runner" in line
+                and re.search(r"^NSpid:.*\t1$", status, re.MULTILINE)
+                and namespace in (None, os.readlink(f"/proc/{pid}/ns/pid"))
+            ):
                 found.append(pid)
     return found
 

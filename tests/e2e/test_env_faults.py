@@ -28,7 +28,7 @@ from examples.policy.truth import Truth
 from tests.e2e.hermes_support import running_policy, sampled
 from tests.e2e.script_env import ScriptEnv
 from tests.e2e.test_demo_endings import containers, left_by, name
-from tests.processes import descendants, parent_of
+from tests.processes import descendants, first_processes
 
 GROUPS = 12 * int(os.environ.get("ATROPOS_FAULTS", "1"))
 MEMBERS, TURNS = 4, 5
@@ -109,14 +109,9 @@ def kill_namespace(namespace: str) -> None:
 
     None of its processes is there where its container was killed at the same moment.
     """
-    found = []
-    for pid in sorted(descendants()):
-        with contextlib.suppress(OSError):
-            if os.readlink(f"/proc/{pid}/ns/pid") == namespace:
-                found.append(pid)
-    with contextlib.suppress(ProcessLookupError, FileNotFoundError, StopIteration):
-        first = next(pid for pid in found if parent_of(pid) not in found)
-        os.kill(first, signal.SIGKILL)
+    for pid in first_processes(namespace=namespace):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
 
 
 async def run(

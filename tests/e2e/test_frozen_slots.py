@@ -11,7 +11,6 @@ import contextlib
 import json
 import os
 import signal
-from pathlib import Path
 
 import pytest
 
@@ -20,7 +19,7 @@ from atropos.slots.slot import slot
 from atropos.tools import ToolCall, ToolRegistry, build_tool_registry
 from tests.e2e.hermes_support import call, groups, make, running_policy, script
 from tests.e2e.test_demo_endings import containers
-from tests.processes import descendants
+from tests.processes import first_processes
 
 GIVES_UP_S, THAWS_S = 2.0, 12.0
 READ = ToolCall(name="read_file", arguments={"path": "answer"})
@@ -28,13 +27,7 @@ READ = ToolCall(name="read_file", arguments={"path": "answer"})
 
 def freeze(namespace: str) -> int:
     """Stop the first process of a sandbox, by the PID namespace that its programs see."""
-    found = []
-    for pid in descendants():
-        with contextlib.suppress(OSError):
-            status = Path(f"/proc/{pid}/status").read_text()
-            if os.readlink(f"/proc/{pid}/ns/pid") == namespace and "\nNSpid:\t" in status:
-                numbers = status.partition("\nNSpid:\t")[2].partition("\n")[0].split()
-                found += [pid] * (numbers[-1] == "1")
+    found = first_processes(namespace=namespace)
     assert len(found) == 1, (namespace, found)
     os.kill(found[0], signal.SIGSTOP)
     return found[0]
