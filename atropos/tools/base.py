@@ -201,7 +201,7 @@ class FunctionTool(Tool):
             return parameter.annotation
         try:
             return eval(parameter.annotation, self.function.__globals__)  # noqa: S307 - the author's own annotation
-        except Exception as error:
+        except (NameError, AttributeError, LookupError, SyntaxError, TypeError) as error:
             raise ConfigError(
                 f"tool {self.name!r}: the type of {parameter.name!r} can't be resolved ({error}); "
                 "define it at module level, or pass arguments=Model to @tool"

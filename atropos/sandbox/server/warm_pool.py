@@ -228,12 +228,12 @@ class WarmPool:
 
 
 async def stop(sandbox: Sandbox) -> Stopped:
-    """Stop a sandbox, bounded in time; whatever goes wrong is `not clean`."""
-    try:
-        async with asyncio.timeout(STOP_S):
-            return await asyncio.shield(sandbox.stop())
-    except TimeoutError:
+    """Stop a sandbox, bounded in time; a failure or a timeout is `not clean`."""
+    stopping = asyncio.get_running_loop().create_task(sandbox.stop())
+    await asyncio.wait((stopping,), timeout=STOP_S)  # cancels nothing
+    if not stopping.done():
         return Stopped(clean=False, seconds=STOP_S, detail=f"the sandbox did not end within {STOP_S:g} s")
-    except Exception as error:
-        log.exception("stopping sandbox %s failed", sandbox.name)
+    if (error := stopping.exception()) is not None:
+        log.error("stopping sandbox %s failed", sandbox.name, exc_info=error)
         return Stopped(clean=False, seconds=0, detail=f"stopping failed: {error!r}")
+    return stopping.result()

@@ -317,7 +317,7 @@ class CallStream:
             for part in parts:
                 part.cancel()
             await asyncio.wait(parts)
-            with contextlib.suppress(Exception):
+            with contextlib.suppress(aiohttp.ClientError, OSError):
                 async with asyncio.timeout(1):
                     await socket.close()
 

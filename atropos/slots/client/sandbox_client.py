@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-import logging
 import uuid
 from collections import OrderedDict
 from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
@@ -44,9 +43,7 @@ from atropos.wire import (
     ViewRequest,
 )
 
-log = logging.getLogger(__name__)
 T = TypeVar("T", bound=BaseModel)
-R = TypeVar("R")
 CLOSE_S = 2.0
 """Longest `close` waits for what is under way."""
 COPY_TRIES = 3
@@ -406,26 +403,22 @@ class SandboxClient:
             return
         del self._held[message.lease_id]
         self._end(message.lease_id, from_code(message.code, message.message))
-        self._report(self._on_lease_ended, message)
+        if self._on_lease_ended is not None:
+            self._on_lease_ended(message)
 
     def _capacity(self, free: int) -> None:
-        self._report(self._on_capacity, free)
-
-    def _report(self, callback: Callable[[R], None] | None, news: R) -> None:
-        """Tell the owner; its mistakes must not end the stream."""
-        if callback is not None:
-            try:
-                callback(news)
-            except Exception:
-                log.exception("a callback of %r failed", self)
+        if self._on_capacity is not None:
+            self._on_capacity(free)
 
     def _lose(self, reason: str) -> None:
         self._requests.lose(reason)
         held, self._held = self._held, {}
         for lease in held.values():
             self._end(lease.lease_id, SlotLost(reason))
-            message = LeaseEnded(lease_id=lease.lease_id, epoch=lease.epoch, code=SlotLost.code, message=reason)
-            self._report(self._on_lease_ended, message)
+            if self._on_lease_ended is not None:
+                self._on_lease_ended(
+                    LeaseEnded(lease_id=lease.lease_id, epoch=lease.epoch, code=SlotLost.code, message=reason)
+                )
 
     def _holds(self) -> tuple[str, ...]:
         return (*self._held, *self._asking)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import TypeVar
 
 import aiohttp
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
 from pydantic import BaseModel, ValidationError
 
 from atropos.aio import RECEIVE_BYTES, receive_small
@@ -267,7 +269,7 @@ class Routes:
             owner=request.query.get("client_id", "import"),
             compressed=request.content_type == "application/zstd",
         )
-        return answer(await self._core.transfer.receive(wanted, aiter(request.content.iter_chunked(COPY_BYTES))))
+        return answer(await self._core.transfer.receive(wanted, _chunks(request)))
 
     async def images(self, _: web.Request) -> web.Response:
         """GET /v1/images: what was asked for and what is here."""
@@ -281,8 +283,7 @@ class Routes:
 
     async def receive_image(self, request: web.Request) -> web.Response:
         """PUT /v1/images/archive?source=oci-archive:…: an image that only the client can read, as a tar."""
-        chunks = aiter(request.content.iter_chunked(COPY_BYTES))
-        return answer(await self._core.images.receive(request.query.get("source", ""), chunks))
+        return answer(await self._core.images.receive(request.query.get("source", ""), _chunks(request)))
 
     async def export_layer(self, request: web.Request) -> web.StreamResponse:
         """GET /v1/images/{key}/layer: a built image's own layer as a tar."""
@@ -296,8 +297,7 @@ class Routes:
             offer = LayerOffer.model_validate(dict(request.query))
         except ValidationError as error:
             raise web.HTTPBadRequest(text=str(error.errors()[0]["msg"])) from None
-        chunks = aiter(request.content.iter_chunked(COPY_BYTES))
-        return answer(await self._core.images.receive_layer(request.match_info["key"], offer, chunks))
+        return answer(await self._core.images.receive_layer(request.match_info["key"], offer, _chunks(request)))
 
     async def drain(self, request: web.Request) -> web.Response:
         """POST /v1/drain."""
@@ -354,6 +354,19 @@ def _number(request: web.Request, name: str) -> int | None:
         return int(text)
     except ValueError:
         raise web.HTTPBadRequest(text=f"{name}: {text[:40]!r} is not a number") from None
+
+
+async def _chunks(request: web.Request) -> AsyncIterator[bytes]:
+    """The body of a request.
+
+    Raises:
+        ConnectionResetError: it is not complete.
+    """
+    try:
+        async for chunk in request.content.iter_chunked(COPY_BYTES):
+            yield chunk
+    except (web.RequestPayloadError, web.PayloadAccessError, HttpProcessingError) as error:
+        raise ConnectionResetError(errno.ECONNRESET, f"the body of the request is not complete: {error!r}") from error
 
 
 async def _streamed(

@@ -131,7 +131,7 @@ class Stream:
             self._state.streams.discard(self)
             if self.client is not None:
                 self._state.clients.disconnect(self.client, self)
-            with contextlib.suppress(Exception):
+            with contextlib.suppress(OSError):
                 async with asyncio.timeout(1):
                     await self._socket.close()
 
@@ -209,7 +209,7 @@ class Stream:
     async def _refuse(self, reason: str) -> None:
         log.warning("stream refused: %s", reason)
         self._state.counters["streams_refused"] += 1
-        with contextlib.suppress(Exception):
+        with contextlib.suppress(OSError):
             async with asyncio.timeout(1):
                 await self._socket.close(code=aiohttp.WSCloseCode.POLICY_VIOLATION, message=reason.encode()[:120])
 

@@ -49,7 +49,7 @@ async def _program(mode: str, layers: Sequence[str], *, compress: bool) -> async
 
 
 async def _ended(process: asyncio.subprocess.Process, what: str) -> None:
-    """Its end, which must be a good one."""
+    """Wait for the program's end; raises `SandboxError` where it failed."""
     assert process.stderr is not None
     said = (await process.stderr.read(4096)).decode(errors="replace").strip()
     if await process.wait() != 0:
@@ -108,7 +108,7 @@ async def unpack_layers(
                 await process.stdin.drain()
         except TimeoutError:
             raise SandboxError(f"{what}: nothing came for {SILENT_S:g} s") from None
-        except Exception as error:
+        except (OSError, SandboxError) as error:
             # Either the program refused what it read, and says so, or the sender went away.
             process.stdin.close()
             with contextlib.suppress(TimeoutError):
