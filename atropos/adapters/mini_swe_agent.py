@@ -57,7 +57,7 @@ class EventLoop:
         self._thread = threading.Thread(target=self._loop.run_forever, name="atropos-pools", daemon=True)
         self._thread.start()
 
-    def run(self, work: Coroutine[Any, Any, T]) -> T:
+    def run(self, work: Coroutine[object, object, T]) -> T:
         """Wait for a coroutine; an interrupt cancels it."""
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
@@ -192,7 +192,7 @@ class AtroposEnvironment(LocalEnvironment):
             self.cleanup()
 
 
-def not_ended(kind: str, reason: str) -> dict[str, Any]:
+def not_ended(kind: str, reason: str) -> dict[str, object]:
     """What mini-swe-agent's environments say of a command that didn't run to its end."""
     return {
         "returncode": NOT_ENDED,

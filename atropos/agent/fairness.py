@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import weakref
 from collections.abc import Callable, Coroutine
-from typing import Any, TypeVar
+from typing import TypeVar
 
 Value = TypeVar("Value")
 
@@ -34,7 +34,7 @@ def gate_for(tokens: int) -> contextlib.AbstractAsyncContextManager[None]:
     return gate() if tokens > SHORT_TOKENS else contextlib.nullcontext()
 
 
-async def started_in_turn(work: Callable[[], Coroutine[Any, Any, Value]]) -> Value:
+async def started_in_turn(work: Callable[[], Coroutine[object, object, Value]]) -> Value:
     """Await `work()`; its first step, which builds and sends a request, holds the lock too."""
     async with gate():
         task = asyncio.get_running_loop().create_task(work())

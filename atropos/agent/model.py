@@ -156,7 +156,7 @@ class Model:
             raise describe(answer.error) from answer.error
         return answer
 
-    async def _bounded(self, once: Callable[[], Coroutine[Any, Any, Answer]]) -> Answer:
+    async def _bounded(self, once: Callable[[], Coroutine[object, object, Answer]]) -> Answer:
         attempt = 0
         last: InferenceError | None = None
         try:

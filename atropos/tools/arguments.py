@@ -7,6 +7,7 @@ import json
 from typing import Annotated, Any, TypeVar, cast
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic_core import ErrorDetails
 
 MAX_ARGUMENT_BYTES = 8 * 1024 * 1024
 """Longest JSON text of a call's arguments that is parsed at all, in bytes."""
@@ -16,6 +17,8 @@ MAX_DEPTH = 64
 """Levels that a model's arguments may be nested."""
 _SHOWN = 120
 _Model = TypeVar("_Model", bound=BaseModel)
+JsonSchema = dict[str, Any]
+"""As pydantic makes it."""
 
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 """A length of time that a model may ask for."""
@@ -42,7 +45,7 @@ def no_nul(value: str | None) -> str | None:
     return value
 
 
-def parse_object(tool: str, arguments: dict[str, Any] | str) -> dict[str, Any]:
+def parse_object(tool: str, arguments: dict[str, object] | str) -> dict[str, object]:
     """The arguments as an object.
 
     Raises:
@@ -54,7 +57,7 @@ def parse_object(tool: str, arguments: dict[str, Any] | str) -> dict[str, Any]:
         return {}
     if len(arguments) > MAX_ARGUMENT_BYTES:
         raise BadArguments(f"{tool}: the arguments are {len(arguments):,} characters; at most {MAX_ARGUMENT_BYTES:,}")
-    value: Any = arguments
+    value: object = arguments
     for _ in range(2):  # some models encode the object twice
         if not isinstance(value, str):
             break
@@ -70,7 +73,7 @@ def parse_object(tool: str, arguments: dict[str, Any] | str) -> dict[str, Any]:
     return cast("dict[str, object]", value)
 
 
-def coerce(arguments: dict[str, Any], schema: dict[str, Any]) -> dict[str, Any]:
+def coerce(arguments: dict[str, object], schema: JsonSchema) -> dict[str, object]:
     """Parse text as JSON where the schema wants another type: some formats have no types, some models quote everything.
 
     What can't be parsed stays as it is; `check` refuses it.
@@ -96,7 +99,7 @@ def coerce(arguments: dict[str, Any], schema: dict[str, Any]) -> dict[str, Any]:
 def _types(field: object) -> set[str]:
     if not isinstance(field, dict):
         return set()
-    node = cast("dict[str, Any]", field)
+    node = cast("JsonSchema", field)
     kind = node.get("type")
     if "enum" in node or "const" in node:
         return {"string"}
@@ -109,7 +112,7 @@ def _types(field: object) -> set[str]:
     return found
 
 
-def check(tool: str, model: type[_Model], arguments: dict[str, Any]) -> _Model:
+def check(tool: str, model: type[_Model], arguments: dict[str, object]) -> _Model:
     """The arguments as the tool's own model.
 
     Raises:
@@ -145,7 +148,7 @@ def _has_lone_surrogate(value: object) -> bool:
     return False
 
 
-def check_encodable(tool: str, arguments: dict[str, Any]) -> None:
+def check_encodable(tool: str, arguments: dict[str, object]) -> None:
     """Refuse what can't be sent: lone surrogates, and deep nesting.
 
     Raises:
@@ -190,7 +193,7 @@ def usage(tool: str, model: type[BaseModel]) -> str:
     return f"{tool} takes: {', '.join(parts)}" if parts else f"{tool} takes no arguments"
 
 
-def parameters(model: type[BaseModel]) -> dict[str, Any]:
+def parameters(model: type[BaseModel]) -> JsonSchema:
     """A pydantic model as the JSON schema that models are shown: no titles, `None` not offered, references resolved."""
     schema = model.model_json_schema()
     definitions = schema.pop("$defs", {})
@@ -200,17 +203,17 @@ def parameters(model: type[BaseModel]) -> dict[str, Any]:
     return shown
 
 
-def _simplify(node: object, definitions: dict[str, Any], depth: int) -> Any:
+def _simplify(node: object, definitions: JsonSchema, depth: int) -> Any:
     if isinstance(node, list):
-        return [_simplify(one, definitions, depth) for one in cast("list[Any]", node)]
+        return [_simplify(one, definitions, depth) for one in cast("list[object]", node)]
     if not isinstance(node, dict):
         return node
-    fields = cast("dict[str, Any]", node)
+    fields = cast("JsonSchema", node)
     if "$ref" in fields and depth < 8:
         target = definitions.get(str(fields["$ref"]).rsplit("/", 1)[-1], {})
         merged = {**target, **{key: value for key, value in fields.items() if key != "$ref"}}
         return _simplify(merged, definitions, depth + 1)
-    result: dict[str, Any] = {}
+    result: JsonSchema = {}
     for key, value in fields.items():
         if key == "title" and isinstance(value, str):
             continue
@@ -225,7 +228,7 @@ def _simplify(node: object, definitions: dict[str, Any], depth: int) -> Any:
     return result
 
 
-def _problem(model: type[BaseModel], detail: Any) -> str:
+def _problem(model: type[BaseModel], detail: ErrorDetails) -> str:
     where = ".".join(str(part) for part in detail["loc"]) or "the arguments"
     kind, given = detail["type"], detail.get("input")
     if kind == "missing":
@@ -252,9 +255,9 @@ def shorten(text: str, most: int = _SHOWN) -> str:
     return clean if len(clean) <= most else f"{clean[:most]}… ({len(clean):,} characters)"
 
 
-def json_kind(value: Any) -> str:
+def json_kind(value: object) -> str:
     """The JSON type of a value, with its article."""
-    kinds = {bool: "a boolean", str: "a string", int: "a number", float: "a number", list: "a list"}
+    kinds: dict[type, str] = {bool: "a boolean", str: "a string", int: "a number", float: "a number", list: "a list"}
     return "null" if value is None else kinds.get(type(value), "an object")
 
 

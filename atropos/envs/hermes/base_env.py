@@ -32,7 +32,6 @@ import time
 from collections import deque
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterator, Mapping
 from dataclasses import asdict
-from typing import Any
 
 from atropos.agent import AgentConfig, AtroposAgent
 from atropos.agent.model import EXACT
@@ -363,7 +362,7 @@ class HermesAgentBaseEnv(SandboxEnv):
 
 def _after_base_setup(
     own: Callable[[HermesAgentBaseEnv], Awaitable[None] | None],
-) -> Callable[[HermesAgentBaseEnv], Coroutine[Any, Any, None]]:
+) -> Callable[[HermesAgentBaseEnv], Coroutine[object, object, None]]:
     @functools.wraps(own)
     async def setup(self: HermesAgentBaseEnv) -> None:
         await self._set_up_base()  # pyright: ignore[reportPrivateUsage]

@@ -61,7 +61,7 @@ class Lifetime:
             self._main.cancel()
 
     @contextlib.asynccontextmanager
-    async def running(self, close: Callable[[], Coroutine[Any, Any, None]]) -> AsyncGenerator[None]:
+    async def running(self, close: Callable[[], Coroutine[object, object, None]]) -> AsyncGenerator[None]:
         """Run the body until it ends, fails or is cancelled by a signal; then `close()`, whatever happens.
 
         Existing objects are frozen for good (`gc.freeze`): with the modules of atroposlib and transformers, a full
@@ -142,7 +142,7 @@ class _Signals:
 
 
 @contextlib.asynccontextmanager
-async def beside(work: Coroutine[Any, Any, None]) -> AsyncGenerator[None]:
+async def beside(work: Coroutine[object, object, None]) -> AsyncGenerator[None]:
     """Run `work` while the body does, and end it with the body."""
     task = asyncio.get_running_loop().create_task(work)
     try:

@@ -38,7 +38,7 @@ _PLACES = (
 _log = logging.getLogger(__name__)
 
 
-def parser_for(name: str, tokenizer: Any, schemas: Sequence[dict[str, object]] = ()) -> Parser:
+def parser_for(name: str, tokenizer: object, schemas: Sequence[dict[str, object]] = ()) -> Parser:
     """The parser of a format, for a model's tokenizer and the tools that it is offered.
 
     Raises:
@@ -90,7 +90,7 @@ class VllmParser(Parser):
         request: a chat request with the tools, which give arguments their types.
     """
 
-    def __init__(self, ours: Parser, parser_type: Any, tokenizer: Any, request: Any) -> None:
+    def __init__(self, ours: Parser, parser_type: Any, tokenizer: object, request: Any) -> None:
         self.name = ours.name
         self._ours, self._type, self._tokenizer, self._request = ours, parser_type, tokenizer, request
 
@@ -129,7 +129,7 @@ class VllmParser(Parser):
         return self._ours.render_turn(content, calls)
 
 
-def _arguments(text: str) -> Any:
+def _arguments(text: str) -> object:
     try:
         return json.loads(text)
     except ValueError:

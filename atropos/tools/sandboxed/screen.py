@@ -10,9 +10,9 @@ import codecs
 import re
 import unicodedata
 from collections import deque
-from typing import Any
 
 import pyte
+from pyte.screens import Char, StaticDefaultDict
 from wcwidth import wcwidth
 
 TERM = "xterm-256color"
@@ -45,10 +45,13 @@ _SPECIAL: dict[str, bytes] = {
 _CURSOR = {"up": b"A", "down": b"B", "right": b"C", "left": b"D", "home": b"H", "end": b"F"}
 
 
+_Row = StaticDefaultDict[int, Char]
+
+
 class _Stream(pyte.Stream):
     """A stream whose errors end at the sequence that caused them."""
 
-    def _send_to_parser(self, data: str) -> Any:
+    def _send_to_parser(self, data: str) -> bool | None:
         try:
             return super()._send_to_parser(data)
         except Exception:  # pyte has reset its parser; the sequence is dropped
@@ -72,8 +75,8 @@ class _Emulator(pyte.Screen):
 
     def __init__(self, cols: int, rows: int, history: int) -> None:
         self.answers: list[str] = []
-        self._main: tuple[dict[int, Any], int, int] | None = None
-        self.scrolled: deque[Any] = deque(maxlen=history)
+        self._main: tuple[dict[int, _Row], int, int] | None = None
+        self.scrolled: deque[_Row] = deque(maxlen=history)
         super().__init__(cols, rows)
 
     def write_process_input(self, data: str) -> None:
@@ -81,14 +84,14 @@ class _Emulator(pyte.Screen):
         if len(self.answers) < 64:
             self.answers.append(data)
 
-    def set_mode(self, *modes: int, **options: Any) -> None:
+    def set_mode(self, *modes: int, **options: object) -> None:
         """Set a mode; the alternate screen replaces the main one."""
         if options.get("private") and _ALTERNATE & {*modes} and self._main is None:
             self._main = dict(self.buffer), self.cursor.y, self.cursor.x
             self.buffer.clear()  # `_main` still has the rows
         super().set_mode(*(mode for mode in modes if mode not in _ALTERNATE), **options)
 
-    def reset_mode(self, *modes: int, **options: Any) -> None:
+    def reset_mode(self, *modes: int, **options: object) -> None:
         """Reset a mode; the main screen is restored."""
         if options.get("private") and _ALTERNATE & {*modes} and self._main is not None:
             rows, row, column = self._main
@@ -105,7 +108,7 @@ class _Emulator(pyte.Screen):
             self.scrolled.append(self.buffer[0])
         super().index()
 
-    def erase_in_display(self, how: int = 0, *_: Any, **__: Any) -> None:
+    def erase_in_display(self, how: int = 0, *_: object, **__: object) -> None:
         """Erase; `3` means the scrollback as well."""
         super().erase_in_display(how)
         if how == 3:
@@ -128,7 +131,7 @@ class _Emulator(pyte.Screen):
             kept.append(char)
         return "".join(kept)
 
-    def select_graphic_rendition(self, *attrs: int, **_: Any) -> None:
+    def select_graphic_rendition(self, *attrs: int, **_: object) -> None:
         """Set colours; the private forms that vim sends are for key reporting."""
         if not _:
             super().select_graphic_rendition(*attrs)
@@ -182,7 +185,7 @@ class Screen:
         off = [self._row(row) for row in list(self._screen.scrolled)[-lines:]]
         return "\n".join([*off, self.text()])
 
-    def _row(self, row: Any) -> str:
+    def _row(self, row: _Row) -> str:
         return "".join(row[x].data for x in range(self._screen.columns)).rstrip()
 
     @property

@@ -24,6 +24,8 @@ from atropos.slots.backends.spec import ContainerSpec, hopeless, owner
 from atropos.slots.backends.supervise import BlockingCalls, ChangeFlag, Outage, persist
 
 if TYPE_CHECKING:
+    from docker.types import CancellableStream
+
     from atropos.slots.config import SlotPoolConfig
 
 log = logging.getLogger(__name__)
@@ -99,7 +101,7 @@ class DockerBackend(Backend):
         self._crashes = Backoff(first_s=0.5, longest_s=15)
         self._changed = ChangeFlag()
         self._wake = ChangeFlag()
-        self._stream: Any = None
+        self._stream: CancellableStream[object] | None = None
         self._main: asyncio.Task[None] | None = None
         self._group: asyncio.TaskGroup | None = None
 
@@ -232,7 +234,7 @@ class DockerBackend(Backend):
             loop.call_soon_threadsafe(self._wake.set)
             loop.call_soon_threadsafe(loop.call_later, LIST_LAG_S, self._wake.set)
 
-        def on_open(stream: object) -> None:
+        def on_open(stream: CancellableStream[object]) -> None:
             self._stream = stream
 
         backoff = Backoff(first_s=0.2, longest_s=5)

@@ -17,6 +17,7 @@ from urllib.parse import urlsplit
 import docker
 import requests
 from docker.errors import APIError, DockerException, ImageNotFound, NotFound
+from docker.types import CancellableStream
 
 from atropos.errors import BackendUnavailable, ConfigError
 from atropos.slots.backends.assets import asset
@@ -228,7 +229,7 @@ class DockerEngine:
                 return
             time.sleep(0.05)
 
-    def watch(self, on_event: Callable[[], None], on_open: Callable[[Any], None]) -> None:
+    def watch(self, on_event: Callable[[], None], on_open: Callable[[CancellableStream[object]], None]) -> None:
         """Call `on_event` whenever one of the pool's containers changes; returns when the stream ends or is closed."""
         filters = {"type": "container", "label": f"{POOL}={self._pool}"}
         with self._failures():

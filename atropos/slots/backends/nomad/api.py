@@ -25,12 +25,11 @@ from atropos.slots.backends.nomad.refusals import (
     unreachable,
 )
 from atropos.slots.backends.nomad.settings import NomadSettings
-from atropos.slots.backends.nomad.view import JobSecret
+from atropos.slots.backends.nomad.view import JobSecret, Json
 from atropos.slots.backends.supervise import BlockingCalls
 
 log = logging.getLogger("atropos.slots.nomad")
 T = TypeVar("T")
-Json = dict[str, Any]
 ANSWER_S = 15
 """How long Nomad may take to answer, in seconds; without a leader it takes 5 s."""
 SILENCE_S = 15.0
@@ -47,11 +46,11 @@ class _TlsAdapter(HTTPAdapter):
         self._settings = settings
         super().__init__(pool_maxsize=4)
 
-    def init_poolmanager(self, *args: Any, **kwargs: Any) -> Any:
+    def init_poolmanager(self, *args: Any, **kwargs: Any) -> None:
         kwargs["ssl_context"] = self._settings.tls()
         if self._settings.tls_server_name:
             kwargs["server_hostname"] = self._settings.tls_server_name  # OpenSSL checks it
-        return super().init_poolmanager(*args, **kwargs)
+        super().init_poolmanager(*args, **kwargs)
 
 
 class NomadApi:
@@ -66,8 +65,8 @@ class NomadApi:
             if settings.skip_verify:
                 log.warning("NOMAD_SKIP_VERIFY: the certificate of %s is not checked", settings.address)
                 urllib3.disable_warnings(urllib3.exceptions.InsecureRequestWarning)  # or each request warns
-        verify: Any = False if settings.skip_verify else (settings.cacert or settings.capath or True)
-        cert: Any = (settings.client_cert, settings.client_key) if settings.client_cert else ()
+        verify = False if settings.skip_verify else (settings.cacert or settings.capath or True)
+        cert = (settings.client_cert, settings.client_key) if settings.client_cert else ()
         self._nomad: Any = cast("Any", nomad).Nomad(
             address=settings.address,
             token=settings.token,
@@ -115,7 +114,7 @@ class NomadApi:
         except TimeoutError as error:
             raise unreachable(self.settings, f"no answer within {self._answer_s:g} s") from error
         except exceptions.BaseNomadException as error:
-            response = cast("Any", error.nomad_resp)
+            response = cast("object", error.nomad_resp)
             if not isinstance(response, requests.Response):
                 raise unreachable(self.settings, response) from error
             if response.status_code in DENIED:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from typing import Any, cast
+from typing import cast
 
 from atropos.errors import ConfigError
 from atropos.slots.backends.assets import asset
 from atropos.slots.backends.nomad.settings import NomadSettings
-from atropos.slots.backends.nomad.view import GROUP, TASK
+from atropos.slots.backends.nomad.view import GROUP, TASK, Json
 from atropos.slots.backends.spec import ContainerSpec
 
 DEFINITION = "nomad/sandbox.nomad.hcl"
@@ -79,7 +79,7 @@ def variables(
     return chosen | {name: expression(value) for name, value in extra.items() if name != "config"}
 
 
-def group_of(job: Mapping[str, Any]) -> dict[str, Any]:
+def group_of(job: Json) -> Json:
     """The group of a job's containers.
 
     Raises:
@@ -94,12 +94,12 @@ def group_of(job: Mapping[str, Any]) -> dict[str, Any]:
     )
 
 
-def count(job: Mapping[str, object]) -> int:
+def count(job: Json) -> int:
     """A job's number of containers."""
     return int(group_of(job)["Count"])
 
 
-def differences(job: Mapping[str, Any], spec: ContainerSpec) -> str:
+def differences(job: Json, spec: ContainerSpec) -> str:
     """How a registered job differs from the pool's settings, and the cure; empty: in nothing important."""
     task = next(task for task in group_of(job)["Tasks"] if task["Name"] == TASK)
     try:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from atropos.slots.backends.base import Container
 
+Json = dict[str, Any]
+"""An object of Nomad's JSON."""
 GROUP, TASK, PORT = "sandbox", "server", "http"
 """Names in nomad/sandbox.nomad.hcl."""
 UNRECOVERABLE = "Error was unrecoverable"
@@ -58,11 +60,11 @@ class Allocation:
     modified: int = 0
 
     @classmethod
-    def read(cls, row: Mapping[str, Any], *, tls: bool = False) -> Allocation:
+    def read(cls, row: Json, *, tls: bool = False) -> Allocation:
         """Read an entry of /v1/allocations?resources=true&task_states=true; `tls`: its server uses TLS."""
         task = (row.get("TaskStates") or {}).get(TASK) or {}
         index = re.search(r"\[(\d+)\]$", row["Name"])
-        events: Sequence[Mapping[str, Any]] = task.get("Events") or []
+        events: Sequence[Json] = task.get("Events") or []
         detail, exit_code = _task_trouble(events)
         return cls(
             id=row["ID"],
@@ -79,9 +81,7 @@ class Allocation:
         )
 
 
-def _state(
-    row: Mapping[str, Any], task: Mapping[str, Any]
-) -> Literal["starting", "running", "ending", "unknown", "lost", "over"]:
+def _state(row: Json, task: Json) -> Literal["starting", "running", "ending", "unknown", "lost", "over"]:
     client, desired = row.get("ClientStatus"), row.get("DesiredStatus")
     if client in OVER or (desired != "run" and task.get("State") == "dead"):
         return "over"
@@ -94,7 +94,7 @@ def _state(
     return "running" if client == "running" and task.get("State") == "running" else "starting"
 
 
-def _url(row: Mapping[str, Any], scheme: str) -> str | None:
+def _url(row: Json, scheme: str) -> str | None:
     shared = ((row.get("AllocatedResources") or {}).get("Shared")) or {}
     for port in shared.get("Ports") or []:
         if port.get("Label") == PORT and port.get("HostIP"):
@@ -103,7 +103,7 @@ def _url(row: Mapping[str, Any], scheme: str) -> str | None:
     return None
 
 
-def _task_trouble(events: Sequence[Mapping[str, Any]]) -> tuple[str, int | None]:
+def _task_trouble(events: Sequence[Json]) -> tuple[str, int | None]:
     """A task's last error and exit code; it may have started since."""
     words, code = "", None
     for event in events:
@@ -159,7 +159,7 @@ def container(allocation: Allocation, secret: JobSecret, *, ready: bool, ending:
     )
 
 
-def placement_failures(evaluations: Iterable[Mapping[str, Any]]) -> str:
+def placement_failures(evaluations: Iterable[Json]) -> str:
     """Why the scheduler could not place containers, from the newest evaluation with a reason; empty: none has."""
     ordered = sorted(evaluations, key=lambda e: (e.get("ModifyIndex", 0), e.get("CreateIndex", 0)), reverse=True)
     for evaluation in ordered:
@@ -180,7 +180,7 @@ ROOM = {
 """Cures for an exhausted resource, by the first word of Nomad's dimension."""
 
 
-def cure(metric: Mapping[str, Any]) -> str:
+def cure(metric: Json) -> str:
     """What to change where the scheduler can't place containers; empty where only the cluster can help."""
     cures: list[str] = []
     if not metric.get("NodesInPool", 1):
@@ -194,7 +194,7 @@ def cure(metric: Mapping[str, Any]) -> str:
     return "; ".join(dict.fromkeys(filter(None, cures)))
 
 
-def explain(metric: Mapping[str, Any]) -> str:
+def explain(metric: Json) -> str:
     """An AllocMetric as `nomad job status` shows it, and the cure."""
     parts: list[str] = []
     if not metric.get("NodesInPool", 1):
