@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     """Called with how an operation ended."""
 
 
-class NoOtherRoot(SandboxError):
-    """A sandbox did not get another root, and must be stopped; the next one may."""
+class RootUnchanged(SandboxError):
+    """The root of a sandbox could not be changed. The sandbox must be stopped; another one may work."""
 
 
 @dataclass(frozen=True)
@@ -49,13 +49,13 @@ class Sandbox(Protocol):
     """Done, with the reason, when the sandbox ended without `stop` being asked."""
 
     @property
-    def written(self) -> str:
-        """The folder of what was written in it, as overlay keeps it."""
+    def upper(self) -> str:
+        """The upper folder of its root's overlay: what was written in it."""
         ...
 
     @property
     def hosts(self) -> tuple[str, ...] | None:
-        """What its programs reach of what the server allows; None: all of it."""
+        """The allowed hosts that its programs may reach; None: all of them."""
         ...
 
     async def set_network(self, hosts: tuple[str, ...] | None) -> None:
@@ -69,7 +69,7 @@ class Sandbox(Protocol):
         ...
 
     def begin(self, call_id: str, operation: Operation, done: OnResult, *, stream: int = -1) -> None:
-        """Hand one operation over, and with one that has a stream a descriptor of its far end (a copy is taken).
+        """Start an operation; one with a stream gets a copy of the descriptor of its far end.
 
         `done` is called once, and not before this returns: with the result; with `OutcomeUnknown` when the sandbox ended
         while the operation ran; or with `SlotLost` when the host killed programs of the slot for want of memory, with
@@ -89,7 +89,7 @@ class Sandbox(Protocol):
         ...
 
     def resize(self, limits: SlotLimits) -> None:
-        """Before the first operation: have these limits instead of the configured ones.
+        """Before the first operation, replace the configured limits.
 
         Raises:
             NotSupported: this host can't change one of them.
@@ -97,12 +97,12 @@ class Sandbox(Protocol):
         """
         ...
 
-    async def stand_on(self, layers: Sequence[Layer], base: str | None = None) -> None:
+    async def change_root(self, layers: Sequence[Layer], base: str | None = None) -> None:
         """Before the first operation, change the root to `layers` (topmost first) over a base.
 
         Raises:
             NotSupported: there is no such base.
-            NoOtherRoot: it failed; the sandbox must be stopped.
+            RootUnchanged: it failed; the sandbox must be stopped.
         """
         ...
 
@@ -148,8 +148,8 @@ class Host(Protocol):
         Args:
             of: the sandbox whose folders are shown.
             name: for messages.
-            layers: what the view stands on, topmost first.
-            base: the lowest of it.
+            layers: the layers of its root, topmost first.
+            base: the lowest one.
             folders: absolute; and all top-level folders that a usual system doesn't have.
 
         Raises:
@@ -184,11 +184,11 @@ class Host(Protocol):
         ...
 
     def drop_base(self, name: str) -> None:
-        """Forget a base that `add_base` made, and on which nothing stands."""
+        """Forget an unused base that `add_base` made."""
         ...
 
     async def drop_layer(self, layer: Layer) -> None:
-        """Forget a layer on which nothing stands any more."""
+        """Drop an unused layer."""
         ...
 
     async def aclose(self) -> None:

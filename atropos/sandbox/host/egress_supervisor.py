@@ -27,19 +27,19 @@ CONFIRM_S = 10.0
 
 
 def environment() -> dict[str, str]:
-    """Variables that point programs of a slot to the proxy. In both cases: curl reads only the lower-case http_proxy."""
+    """Variables that point programs to the proxy, in upper and lower case: curl reads only `http_proxy`."""
     proxy = f"http://127.0.0.1:{PORT}"
-    nowhere = "localhost,127.0.0.1,::1"
+    direct = "localhost,127.0.0.1,::1"
     names = ("HTTP_PROXY", "HTTPS_PROXY", "http_proxy", "https_proxy")
-    return {**dict.fromkeys(names, proxy), "NO_PROXY": nowhere, "no_proxy": nowhere}
+    return {**dict.fromkeys(names, proxy), "NO_PROXY": direct, "no_proxy": direct}
 
 
 @dataclass
 class Listener:
-    """A socket that listens in a slot's network namespace, kept for a proxy that has to be started again.
+    """A socket that listens in a slot's network namespace, kept for a restart of the proxy.
 
     Attributes:
-        hosts: what the slot reaches of what the server allows; None: all of it.
+        hosts: the allowed hosts that the slot may reach; None: all of them.
     """
 
     number: int
@@ -73,7 +73,7 @@ class EgressSupervisor:
         except ImportError:
             raise IsolationUnavailable("allow_network: the Python package h11 is missing (python3-h11)") from None
         self._spawn()
-        self._watch = asyncio.get_running_loop().create_task(self._replace(), name="egress proxy")
+        self._watch = asyncio.get_running_loop().create_task(self._keep_running(), name="egress proxy")
 
     def _spawn(self) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -93,15 +93,15 @@ class EgressSupervisor:
         theirs.close()
         ours.setblocking(False)
         self._sock = ours
-        asyncio.get_running_loop().add_reader(ours, self._confirmed, ours)
+        asyncio.get_running_loop().add_reader(ours, self._read_confirmation, ours)
         for listener in self._listeners.values():
-            self._give(listener)
-        for future in self._unconfirmed.values():  # the new one knows nothing else, and the old one is dead
+            self._send_listener(listener)
+        for future in self._unconfirmed.values():  # the new proxy started with the latest hosts
             if not future.done():
                 future.set_result(None)
 
-    def _confirmed(self, sock: socket.socket) -> None:
-        """Read confirmations of the proxy."""
+    def _read_confirmation(self, sock: socket.socket) -> None:
+        """Complete the change that the proxy has applied."""
         try:
             data = sock.recv(4096)
         except OSError:
@@ -113,7 +113,7 @@ class EgressSupervisor:
         if future is not None and not future.done():
             future.set_result(None)
 
-    async def _replace(self) -> None:
+    async def _keep_running(self) -> None:
         while True:
             process = self._process
             assert process is not None
@@ -123,14 +123,14 @@ class EgressSupervisor:
             await asyncio.sleep(_RESTART_S)
             self._spawn()
 
-    def _give(self, listener: Listener) -> None:
+    def _send_listener(self, listener: Listener) -> None:
         order = {
             "add": listener.number,
             "budget": self._config.egress_mib << 20,
             "connections": self._config.egress_connections,
             "hosts": listener.hosts,
         }
-        # a proxy that is just dying gets it again from its successor's start
+        # where the proxy is dying, `_spawn` sends it to the next one
         with contextlib.suppress(OSError):
             if self._sock is not None:
                 socket.send_fds(self._sock, [json.dumps(order).encode()], [listener.sock.fileno()])
@@ -139,11 +139,11 @@ class EgressSupervisor:
         """Serve a slot's listening socket; returns the number to `drop` it by."""
         listener = Listener(next(self._numbers), sock)
         self._listeners[listener.number] = listener
-        self._give(listener)
+        self._send_listener(listener)
         return listener.number
 
     async def narrow(self, number: int, hosts: tuple[str, ...] | None) -> None:
-        """Change what a slot reaches of what the server allows; returns when it holds and open connections are cut.
+        """Restrict a slot to these allowed hosts; returns when the proxy has applied that and cut open connections.
 
         Raises:
             ConfigError: an entry can't be read; nothing has changed.
@@ -158,7 +158,7 @@ class EgressSupervisor:
         serial = next(self._serials)
         done = self._unconfirmed[serial] = asyncio.get_running_loop().create_future()
         try:
-            if self._sock is not None:  # a dead proxy's successor gets it with the socket
+            if self._sock is not None:  # else the next proxy gets the hosts with the socket
                 with contextlib.suppress(BrokenPipeError, ConnectionResetError):
                     self._sock.send(json.dumps({"narrow": number, "hosts": hosts, "serial": serial}).encode())
             async with asyncio.timeout(CONFIRM_S):

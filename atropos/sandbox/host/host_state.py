@@ -1,4 +1,4 @@
-"""What all slots of this machine share: bases, the process that starts sandboxes, places on disk, the slots that live."""
+"""What all slots of this machine share: bases, the spawner, cells on disk, and the live slots."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ class HostState:
     Attributes:
         live: the slots that were started and are not confirmed gone.
         layers: volumes that have become layers, by layer id.
-        bases: what slots stand on, by name; None: the default one.
+        bases: by name; None: the default one.
         environment: what every command starts with.
-        empty: an empty folder that nobody can write.
+        empty: an empty, read-only folder.
         bwrap: path of bubblewrap.
 
     Raises:
@@ -48,7 +48,7 @@ class HostState:
         self.empty = f"{self.scratch}/empty"
         self.bwrap = shutil.which("bwrap") or ""
         self.cells = DiskCells(config, entered)
-        self.disposer = volumes.Disposer(self.cells.give_back)
+        self.disposer = volumes.Disposer(self.cells.release)
         self._creators = list(range(entered.creators[0], sum(entered.creators)))
         # the last of the spare uids is the proxy's own, so that it can touch neither the server nor a slot
         self.egress = (
@@ -111,7 +111,7 @@ class HostState:
         found = self.bases.get(name)
         if found is None:
             known = ", ".join(repr(key) for key in self.bases if key is not None) or "none"
-            raise NotSupported(f"base={name!r} is not one of this server's (bases: {known})")
+            raise NotSupported(f"base={name!r}: this server has no such base (bases: {known})")
         return found
 
     @property
@@ -120,7 +120,7 @@ class HostState:
         return any("pids" in tree.controllers for tree in self.entered.cgroups.trees)
 
     def threads(self, limits: SlotLimits) -> dict[str, str]:
-        """The part of the environment that says how many threads to use."""
+        """Variables that limit the threads of libraries to a slot's share of the CPUs."""
         return _threads(limits, self.config.slots)
 
     def restack(self, volume: volumes.Volume, base: str | None, layers: Sequence[Layer]) -> None:
@@ -143,7 +143,7 @@ class HostState:
         processes = self.config.slots * limits.pids + 64 if self.counts_pids else limits.pids + 1
         creator = self._creators.pop(0) if self._creators else None
         if creator is not None:
-            self._creators.append(creator)  # round and round: reused long after its last slot is gone
+            self._creators.append(creator)  # in turn, so that each is reused as late as possible
         ranged = creator is not None
         preload = volumes.preload_cover(volume.root, self.runtime.empty, self.empty)
         seen = f"{self.scratch}/own"
@@ -186,7 +186,6 @@ def environment(config: ServerConfig) -> dict[str, str]:
 
 
 def _threads(limits: SlotLimits, slots: int) -> dict[str, str]:
-    """What a program should use of the machine, not what it can see of it."""
     cores = os.cpu_count() or 1
     quota = limits.cpu_quota
     threads = str(max(1, min(cores, round(quota) if quota is not None else cores // slots)))

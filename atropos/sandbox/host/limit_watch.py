@@ -1,4 +1,4 @@
-"""Which limit of a slot ended a program: by the kernel's own counts, whatever the program printed or left behind."""
+"""Finds which limit of a slot ended a program, from the kernel's counters alone."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class LimitWatch:
         self._cgroup = cgroup
         self._volume = volume
         self._idle: Counts | None = None
-        """The counts, while nothing runs in the slot that could change them: then a call need not read them."""
+        """The counts while nothing runs in the slot that could change them, so that a call need not read them."""
         self._most_sockets = sockets.most(limits.memory_mib << 20)
         self._closing, self._closing_until = 0, 0.0
         """Sockets of killed programs that were still open at the last check, and when they must be closed."""
@@ -44,8 +44,8 @@ class LimitWatch:
         self._background: dict[str, Counts | Limit | None] = {}
         """The counts when a background process was started; once it has ended, the limit that ended it."""
 
-    def before(self, operation: str, ident: str | None = None) -> Counts | None:
-        """An operation begins. Returns the counts to compare with, where it starts a program.
+    def record_start(self, operation: str, ident: str | None = None) -> Counts | None:
+        """Record the start of an operation. Returns the counts to compare with, where it starts a program.
 
         Args:
             operation: its name on the wire.
@@ -62,22 +62,22 @@ class LimitWatch:
         return counts
 
     def forget(self, call_id: str) -> None:
-        """A call has been answered."""
+        """Drop the record of a call that was answered."""
         self._cut.discard(call_id)
 
     def of_result(
         self, result: CommandResult, before: Counts, call_id: str, *, alone: bool
     ) -> tuple[CommandResult, bool]:
-        """Say which limit ended the program, and whether forks were refused that others need.
+        """Add to a result which limit ended its program; also whether forks fail because of leftover processes.
 
         Args:
-            result: what PID 1 says.
+            result: as PID 1 sent it.
             before: the counts when the call began.
             call_id: the call.
             alone: nothing else runs in the slot.
 
         Raises:
-            SlotLost: no limit of the slot's did: see `_exceeded`.
+            SlotLost: see `_exceeded`.
         """
         after = self._cgroup.counts()
         limit = self._exceeded(before, after)
@@ -92,14 +92,14 @@ class LimitWatch:
             limit = volumes.exhausted(self._volume)
         return result if limit is None else result.model_copy(update={"limit": limit}), refused
 
-    def started(self, ident: str, before: Counts) -> None:
-        """A background process was started."""
+    def record_background(self, ident: str, before: Counts) -> None:
+        """Record that a background process was started."""
         self._background[ident] = before
         while len(self._background) > _MAX_BACKGROUND:
             del self._background[next(iter(self._background))]
 
     def of_state(self, state: ProcState) -> ProcState:
-        """Say which limit ended a background process, where one did: the same at every look.
+        """Add to a state which limit ended the background process; repeated reads agree.
 
         Raises:
             SlotLost: see `_exceeded`.
@@ -113,11 +113,11 @@ class LimitWatch:
         return state.model_copy(update={"limit": known})
 
     def of_listing(self, listing: ProcListing) -> ProcListing:
-        """As `of_state`, for all of them."""
+        """As `of_state`, for every process of a listing."""
         return listing.model_copy(update={"processes": tuple(self.of_state(each) for each in listing.processes)})
 
     def _exceeded(self, before: Counts, after: Counts) -> Limit | None:
-        """The slot's limit that stopped a program meanwhile.
+        """The slot's limit that ended a program between two counts.
 
         Raises:
             SlotLost: programs were killed because the container or the host had no memory left. That is no result.
@@ -141,8 +141,8 @@ class LimitWatch:
             return True
         return False
 
-    def cut(self, calls: list[str]) -> None:
-        """All programs are being killed for too many sockets: those of these calls, and the background processes."""
+    def record_socket_kill(self, calls: list[str]) -> None:
+        """Record that all programs are killed for too many sockets: those of these calls, and background processes."""
         self._cut.update(calls)
         running = [key for key, at in self._background.items() if isinstance(at, dict)]
         self._background.update(dict.fromkeys(running, "files"))

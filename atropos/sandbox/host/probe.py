@@ -347,7 +347,7 @@ async def _forks(sandbox: SlotSandbox) -> tuple[bool, str]:
     """Another root for a sandbox that runs: what was written on the first one is not there any more."""
     await sandbox.run("probe-before", WriteFile(path="/workspace/before", data=b""))
     try:
-        await sandbox.stand_on(())
+        await sandbox.change_root(())
     except SandboxError as error:
         return False, str(error)
     result = await sandbox.run("probe-fork", Exec(command="test -d /workspace -a ! -e /workspace/before", timeout_s=60))

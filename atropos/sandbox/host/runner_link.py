@@ -1,8 +1,8 @@
 """The server's end of a runner's socket. Every byte that comes from it is untrusted.
 
 A slot's PID 1 shares a machine with programs that a model wrote; if one ever took it over, what it sends must not do more
-than end its own slot. So an answer is taken only for a question that is open, of the kind that was asked for, within
-sizes, and through the wire's own models.
+than end its own slot. So an answer is accepted only for an open call, of the kind that was asked for, within bounds, and
+if the wire's own models validate it.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _KINDS = {
 
 
 class ProtocolViolation(Exception):
-    """The runner sent what a runner doesn't send."""
+    """The runner sent a malformed or unexpected frame."""
 
 
 def _frame(number: int, op: str, arguments: dict[str, object]) -> bytes:
@@ -83,7 +83,7 @@ class RunnerLink:
         self.ready: asyncio.Future[None] = self._loop.create_future()
         self.closed = False
         self.alone = False
-        """Whether the runner said with its latest answer that it has no other process left in the slot."""
+        """Whether, by the latest answer, no other process is left in the slot."""
         self._loop.add_reader(self._fd, self._readable)
 
     def __repr__(self) -> str:
@@ -94,18 +94,18 @@ class RunnerLink:
     def start(self, environment: dict[str, str], output_bytes: int, wall_s: float, oom_fd: int) -> None:
         """Send the first message; `ready` is done when the runner has answered.
 
-        `oom_fd`: its own oom_score_adj, opened from outside, because inside nobody may open it.
+        `oom_fd`: its own oom_score_adj, which can't be opened from inside.
         """
         frame = _frame(0, "init", {"environment": environment, "output_bytes": output_bytes, "wall_s": wall_s})
         socket.send_fds(self._sock, [frame], [oom_fd])
 
     def call(self, op: str, arguments: dict[str, object], done: OnResult, descriptor: int = -1) -> int:
-        """Hand an operation over; `done` gets its result, or an exception when the channel breaks.
+        """Send an operation; `done` gets its result, or an exception when the channel breaks.
 
-        A `descriptor` goes with it: the runner gets a copy.
+        The runner gets a copy of `descriptor`.
 
         Raises:
-            SandboxError: descriptors can't be passed now; nothing was.
+            SandboxError: descriptors can't be passed now; nothing was sent.
         """
         self._number += 1
         self._open[self._number] = (op, done)
@@ -117,7 +117,7 @@ class RunnerLink:
         return self._number
 
     def cancel(self, number: int, *, forget: bool = False) -> None:
-        """Ask for a call's end; with `forget`, nobody waits for its answer any more."""
+        """Cancel a call; with `forget`, ignore its answer."""
         op, _ = self._open.get(number, (None, None))
         if op is None or self.closed:
             return
@@ -167,7 +167,7 @@ class RunnerLink:
         self._queue.append((frame, os.dup(descriptor) if descriptor >= 0 else -1))
         self._queued += len(frame)
         if self._queued > _MAX_QUEUED:
-            self._break("it doesn't read what it is sent")
+            self._break("it doesn't read its input")
 
     def _writable(self) -> None:
         while self._queue:
@@ -211,11 +211,11 @@ class RunnerLink:
             self._break("PID 1 of the slot ended")
             return
         try:
-            self._take(data)
+            self._feed(data)
         except ProtocolViolation as error:
             self._break(f"PID 1 of the slot broke the protocol: {error}")
 
-    def _take(self, data: bytes) -> None:
+    def _feed(self, data: bytes) -> None:
         buffer = self._buffer
         if not buffer and len(data) >= 8 and len(data) == 4 + int.from_bytes(data[:4], "little"):
             self._frame(data[4:])
@@ -226,7 +226,7 @@ class RunnerLink:
             if size > self._max_frame or size < 4:
                 raise ProtocolViolation(f"a frame of {size} bytes")
             if not self._open and self.ready.done():
-                raise ProtocolViolation("a frame that answers nothing")
+                raise ProtocolViolation("a frame while no call is open")
             if len(buffer) < 4 + size:
                 return
             frame = bytes(memoryview(buffer)[4 : 4 + size])
@@ -244,13 +244,13 @@ class RunnerLink:
             at = 4 + length
             for name, size in blobs:
                 if name not in _BLOBS or size < 0 or at + size > len(frame):
-                    raise ProtocolViolation("a piece that isn't there")
+                    raise ProtocolViolation("a blob outside its frame")
                 fields[name] = frame[at : at + size]
                 at += size
         except (ValueError, KeyError, TypeError, RecursionError) as error:
-            raise ProtocolViolation(f"a header that isn't one ({type(error).__name__})") from None
+            raise ProtocolViolation(f"a malformed header ({type(error).__name__})") from None
         if at != len(frame):
-            raise ProtocolViolation("bytes beyond its pieces")
+            raise ProtocolViolation("bytes after the last blob")
         if number == 0 and not self.ready.done() and isinstance(fields, dict) and fields.get("kind") == "ready":
             self.ready.set_result(None)
             return
@@ -258,12 +258,12 @@ class RunnerLink:
 
     def _result(self, number: object, fields: object) -> None:
         if not isinstance(number, int) or number not in self._open:
-            raise ProtocolViolation("an answer to a question that isn't open")
+            raise ProtocolViolation("an answer to no open call")
         op, done = self._open[number]
         try:
             result = OP_RESULT.validate_python(fields)
         except ValidationError as error:
-            raise ProtocolViolation(f"a result that isn't one ({error.error_count()} errors)") from None
+            raise ProtocolViolation(f"an invalid result ({error.error_count()} errors)") from None
         if result.kind not in (_KINDS[op], "op_error"):
             raise ProtocolViolation(f"a {result.kind} in answer to {op}")
         if result.kind == "exec_result" and len(result.output) > self._output_bytes + 200:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from atropos.config import SlotLimits
 from atropos.errors import ConfigError, NotSupported, OutcomeUnknown, SandboxError, SlotLost
-from atropos.sandbox.contract import Layer, NoOtherRoot, Stopped
+from atropos.sandbox.contract import Layer, RootUnchanged, Stopped
 from atropos.sandbox.host import egress_supervisor
 from atropos.sandbox.host.files import skeleton, views, volumes
 from atropos.sandbox.host.host_state import HostState
@@ -32,11 +32,11 @@ if TYPE_CHECKING:
 START_DEADLINE_S = 20.0
 STOP_DEADLINE_S = 10.0
 ERRORS_BYTES = 4096
-"""Most bytes kept of the error output of a start."""
+"""Most bytes of a start's error output that are kept."""
 ANSWER_GRACE_S = 15.0
 """How much longer than an operation's own limit an answer may take before the slot counts as broken."""
 FILE_DEADLINE_S = 30.0
-LOOK_S = 0.5
+CHECK_S = 0.5
 """Interval between checks of pending calls and of running programs, in seconds."""
 _STARTS = frozenset({"exec", "proc_start"})
 """Operations that start a program."""
@@ -58,7 +58,7 @@ class SlotSandbox:
     ) -> None:
         self.name = name
         self.layers: tuple[Layer, ...] = ()
-        self.network = joins or SlotNetwork(host.egress, wanted=network)
+        self.network = joins or SlotNetwork(host.egress, has_egress=network)
         self._joined = joins is not None
         self._base: str | None = None
         self._image: ImageInfo | None = None
@@ -86,7 +86,7 @@ class SlotSandbox:
 
     @property
     def hosts(self) -> tuple[str, ...] | None:
-        """What its programs reach of what the server allows; None: all of it."""
+        """See `contract.Sandbox`."""
         return self.network.hosts
 
     def __repr__(self) -> str:
@@ -96,7 +96,7 @@ class SlotSandbox:
     # ------------------------------------------------------------------------------------------------------- operations
 
     def begin(self, call_id: str, operation: Operation, done: OnResult, *, stream: int = -1) -> None:
-        """Hand one operation over; see `contract.Sandbox.begin`."""
+        """Start an operation; see `contract.Sandbox.begin`."""
         channel = self._channel
         if channel is None or channel.closed:
             raise SlotLost(f"slot {self.name} is gone: {self._why()}")
@@ -105,18 +105,18 @@ class SlotSandbox:
             return
         op = operation.op
         arguments = self._arguments_of(operation)
-        before = self._watch.before(op, getattr(operation, "id", None))
+        before = self._watch.record_start(op, getattr(operation, "id", None))
         self._programs = self._programs or op in _STARTS
 
         def ended(result: OpResult | Exception) -> None:
             if op == "exec":
                 self._programs = not channel.alone
             try:
-                result, refused = self._named(result, before, call_id, alone=channel.alone)
-            except SlotLost as error:  # the slot ends with it: no later call may build on what was killed
-                self._loop.call_soon(self._broke, str(error))
+                result, refused = self._with_limit(result, before, call_id, alone=channel.alone)
+            except SlotLost as error:  # the slot ends: no later call may rely on what was killed
+                self._loop.call_soon(self._fail, str(error))
                 result, refused = error, False
-            if refused:  # what commands left running may hold every place: it is ended, and the slot stays usable
+            if refused:  # end leftover processes, so that later commands can fork
                 last = channel.call("end_leftovers", {}, lambda _: over(result))
                 self._calls[call_id] = (last, self._loop.time() + ANSWER_GRACE_S)
             else:
@@ -128,12 +128,12 @@ class SlotSandbox:
             done(result)
 
         number = channel.call(op, arguments, ended, stream)
-        self._calls[call_id] = (number, self._loop.time() + self._longest_s(operation) + ANSWER_GRACE_S)
+        self._calls[call_id] = (number, self._loop.time() + self._time_limit_s(operation) + ANSWER_GRACE_S)
         if self._watchdog is None:
-            self._watchdog = self._loop.call_later(LOOK_S, self._look)
+            self._watchdog = self._loop.call_later(CHECK_S, self._check)
 
     def _arguments_of(self, operation: Operation) -> dict[str, object]:
-        """What the runner is given: the operation's fields, with the image's settings where it starts a program."""
+        """The operation's fields for the runner, with the image's settings where it starts a program."""
         left_out = {"op", "clean_env"} if operation.op == "exec" else {"op", "stream"}
         arguments = {name: value for name, value in operation.__dict__.items() if name not in left_out}
         if operation.op in _STARTS and self._image is not None:
@@ -142,15 +142,15 @@ class SlotSandbox:
             arguments["user"] = arguments["user"] or self._image.user
         return arguments
 
-    def _longest_s(self, operation: Operation) -> float:
-        """Seconds until an operation has answered, but for the way of the answer."""
+    def _time_limit_s(self, operation: Operation) -> float:
+        """The time that an operation may take, in seconds."""
         wall_s = self.limits.wall_s
         if operation.op == "exec":
             return min(operation.timeout_s or wall_s, wall_s)
         if operation.op == "proc_read":
             return min(operation.wait_s, wall_s)
         if operation.op in {"write_stream", "read_stream"}:
-            return math.inf  # whoever holds the other end sees whether its bytes move, and cancels
+            return math.inf  # `FileStream` cancels it when no bytes move
         return FILE_DEADLINE_S
 
     def _change_network(self, hosts: tuple[str, ...] | None, done: OnResult) -> None:
@@ -161,8 +161,8 @@ class SlotSandbox:
                 done(OpError(error="bad_pattern", message=str(error)))
             except NotSupported as error:
                 done(OpError(error="not_supported", message=str(error)))
-            except SandboxError as error:  # what it reaches is in doubt
-                self._broke(str(error))
+            except SandboxError as error:  # it may still reach other hosts
+                self._fail(str(error))
                 done(SlotLost(str(error)))
             else:
                 done(Done())
@@ -170,7 +170,7 @@ class SlotSandbox:
         self._changing = self._loop.create_task(change(), name=f"network of {self.name}")
 
     async def set_network(self, hosts: tuple[str, ...] | None) -> None:
-        """Change what its programs reach; see `contract.Sandbox.set_network`."""
+        """Change `hosts`; see `contract.Sandbox.set_network`."""
         await self.network.narrow(hosts)
 
     async def run(self, call_id: str, operation: Operation) -> OpResult:
@@ -198,13 +198,13 @@ class SlotSandbox:
             self.forget(call_id)
             raise
 
-    def _look(self) -> None:
+    def _check(self) -> None:
         """Check pending calls and running programs: one timer for all of them, while there are any."""
         self._watchdog = None
         if not (self._calls or self._programs) or self.host_pid is None or self._gone or self.died.done():
             return
         if self._calls and min(due for _, due in self._calls.values()) <= self._loop.time():
-            self._broke("PID 1 of the slot did not answer in time")
+            self._fail("PID 1 of the slot did not answer in time")
             return
         stopped_children.kill_stopped_children(self.host_pid)
         if (
@@ -212,14 +212,14 @@ class SlotSandbox:
             and self._watch.too_many_sockets(self.host_pid, self._loop.time())
             and self._channel is not None
         ):
-            self._watch.cut(list(self._calls))
+            self._watch.record_socket_kill(list(self._calls))
             self._channel.call("end_all", {}, lambda _: None)
-        self._watchdog = self._loop.call_later(LOOK_S, self._look)
+        self._watchdog = self._loop.call_later(CHECK_S, self._check)
 
-    def _named(
+    def _with_limit(
         self, result: OpResult | Exception, before: slot_cgroup.Counts | None, call_id: str, *, alone: bool
     ) -> tuple[OpResult | Exception, bool]:
-        """A result that says which limit ended its program; and whether leftovers must go before there is room again.
+        """A result with the limit that ended its program; and whether leftover processes must be ended.
 
         Raises:
             SlotLost: the host killed programs of the slot; see `LimitWatch`.
@@ -228,7 +228,7 @@ class SlotSandbox:
             return self._watch.of_result(result, before, call_id, alone=alone)
         if isinstance(result, ProcState):
             if before is not None:
-                self._watch.started(result.id, before)
+                self._watch.record_background(result.id, before)
             return self._watch.of_state(result), False
         if isinstance(result, ProcListing):
             return self._watch.of_listing(result), False
@@ -265,11 +265,11 @@ class SlotSandbox:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         errors = memory_files.bounded("errors", ERRORS_BYTES)
         limits = self.limits
-        self._channel = RunnerLink(ours, output_bytes=limits.output_bytes, on_broken=self._broke)
+        self._channel = RunnerLink(ours, output_bytes=limits.output_bytes, on_broken=self._fail)
         try:
             joins = [self.network.namespace] if self._joined else []
             request = self._host.request(
-                self._volume, base, self._cgroup, limits, network=self.network.wanted, joins=self._joined
+                self._volume, base, self._cgroup, limits, network=self.network.has_egress, joins=self._joined
             )
             near, far = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             try:
@@ -284,12 +284,12 @@ class SlotSandbox:
                 near.close()
                 far.close()
                 theirs.close()
-            self._ended.add_done_callback(lambda _: self._broke("its PID 1 ended"))
+            self._ended.add_done_callback(lambda _: self._fail("its PID 1 ended"))
             try:
                 async with asyncio.timeout(START_DEADLINE_S):
-                    await self._hello(pid)
+                    await self._greet(pid)
             except TimeoutError:
-                why = memory_files.line(errors) or "no word from PID 1"
+                why = memory_files.line(errors) or "PID 1 sent nothing"
                 raise SandboxError(
                     f"slot {self.name} could not be started within {START_DEADLINE_S} s: "
                     f"{why}{host_limits.named()}{host_limits.load()}"
@@ -301,7 +301,7 @@ class SlotSandbox:
             os.close(errors)
 
     def resize(self, limits: SlotLimits) -> None:
-        """Get other limits; see `contract.Sandbox.resize`."""
+        """Change the limits; see `contract.Sandbox.resize`."""
         host = self._host
         if limits.pids > host.config.limits.pids and not host.counts_pids:
             raise NotSupported("limits.pids: this host has no pids controller, so that slots can't be given more")
@@ -318,10 +318,10 @@ class SlotSandbox:
         self._watch = LimitWatch(self.name, self._cgroup, self._volume, limits)
         self._channel.call("limits", {"environment": host.threads(limits), "wall_s": limits.wall_s}, lambda _: None)
 
-    async def stand_on(
+    async def change_root(
         self, layers: Sequence[Layer], base: str | None = None, *, view: views.View | None = None
     ) -> None:
-        """Get another root, with what a view shows of another slot; see `contract.Sandbox.stand_on`."""
+        """Change the root, and mount a view's folders in it; see `contract.Sandbox.change_root`."""
         if self._calls or self._volume.restacked:
             raise SandboxError(f"slot {self.name} is in use: its root can't change")
         if self._init_fd < 0 or self.died.done():
@@ -330,11 +330,11 @@ class SlotSandbox:
             self._host.restack(self._volume, base, layers)
             if view is not None:
                 await asyncio.to_thread(view.mount, self._volume)
-            waiting = f"{INSIDE}/{volumes.NEXT}/{volumes.NEXT}"
+            new_root = f"{INSIDE}/{volumes.NEXT}/{volumes.NEXT}"
             async with asyncio.timeout(START_DEADLINE_S):
-                await self._host.roots.change(self._init_fd, waiting)
+                await self._host.roots.change(self._init_fd, new_root)
         except (OSError, TimeoutError) as error:
-            raise NoOtherRoot(
+            raise RootUnchanged(
                 f"slot {self.name}: its root could not be changed: {error or type(error).__name__}"
             ) from error
         self.layers = tuple(layers)
@@ -342,7 +342,7 @@ class SlotSandbox:
         self._image = self._host.base(base).image
 
     async def _receive_network(self, near: socket.socket, errors: int) -> None:
-        """Keep the slot's own network for its views, and give the proxy the socket that was made there."""
+        """Receive the slot's own network, which its views share."""
         try:
             await self.network.open(near, START_DEADLINE_S)
         except OSError as error:
@@ -351,29 +351,29 @@ class SlotSandbox:
                 f"slot {self.name}: its network could not be set up: {memory_files.line(errors) or error}{late}"
             ) from None
 
-    def shown(self, folders: Sequence[str]) -> views.View:
-        """What a view shows of it."""
+    def view_of(self, folders: Sequence[str]) -> views.View:
+        """Its folders for a view to mount."""
         base = self._host.base(self._base)
-        written = (self.written, *(layer.path for layer in self.layers))
+        written = (self.upper, *(layer.path for layer in self.layers))
         layers = (*written, *base.layers, base.lower)
         return views.View(layers, len(written), tuple(folders), self._host.empty, self._volume.data)
 
     @property
-    def written(self) -> str:
+    def upper(self) -> str:
         """See `contract.Sandbox`."""
         return self._volume.upper
 
-    def give_way(self) -> None:
+    def deprioritize(self) -> None:
         """Give its programs only the CPU time that others leave."""
-        self._cgroup.give_way()
+        self._cgroup.deprioritize()
 
-    async def _hello(self, pid: int) -> None:
-        """Give the runner what it needs, and hear from it."""
+    async def _greet(self, pid: int) -> None:
+        """Send the runner its settings, and wait for its answer."""
         channel = self._channel
         assert channel is not None
         oom_fd = os.open(f"/proc/{pid}/oom_score_adj", os.O_WRONLY | os.O_CLOEXEC)
         try:
-            environment = self._host.environment | (egress_supervisor.environment() if self.network.wanted else {})
+            environment = self._host.environment | (egress_supervisor.environment() if self.network.has_egress else {})
             channel.start(environment, self.limits.output_bytes, self.limits.wall_s, oom_fd)
         finally:
             os.close(oom_fd)
@@ -382,7 +382,7 @@ class SlotSandbox:
     def _why(self) -> str:
         return self.died.result() if self.died.done() else "it was stopped"
 
-    def _broke(self, reason: str) -> None:
+    def _fail(self, reason: str) -> None:
         """Kill a sandbox that ended by itself or can't be trusted; `died` gets the reason."""
         if self._channel is not None and not self._channel.closed:
             self._channel.close(OutcomeUnknown(f"slot {self.name} ended while the call ran: {reason}"))
@@ -407,19 +407,19 @@ class SlotSandbox:
 
     async def _stop(self) -> Stopped:
         began = time.monotonic()
-        self._hang_up()
+        self._close_network()
         problems = [await self._end_processes(), await self._dispose(), await self._remove_cgroup()]
         return self._finished(began, problems)
 
-    def _hang_up(self) -> None:
-        """Cut the slot's connections; a view's network is another's."""
+    def _close_network(self) -> None:
+        """Cut the slot's connections; a view shares its slot's network, which stays."""
         if not self._joined:
             self.network.close()
 
     async def _dispose(self) -> str:
         """Detach the volume; its files are freed later."""
         try:
-            await self._host.disposer.give(self._volume.detach(), self._volume.disk)
+            await self._host.disposer.submit(self._volume.detach(), self._volume.disk)
         except OSError as error:
             return str(error)
         return ""
@@ -437,14 +437,14 @@ class SlotSandbox:
         if self._channel is not None:
             self._channel.close(OutcomeUnknown(f"slot {self.name} was stopped while the call ran"))
         if self._started is not None and self._init_fd < 0:
-            # the start was given up, not the process: it is on its way
+            # the start was cancelled, but its process may still come
             with contextlib.suppress(SandboxError, TimeoutError):
                 self._init_fd = hold(await asyncio.wait_for(asyncio.shield(self._started), STOP_DEADLINE_S))
         self._kill()
         problem = ""
         if self._ended is not None and not self._ended.done():
             try:
-                # the one confirmation that counts: PID 1 is reaped after every process of the namespace
+                # the kernel reaps PID 1 after every process of its namespace: nothing else confirms their end
                 await asyncio.wait_for(asyncio.shield(self._ended), STOP_DEADLINE_S)
             except TimeoutError:
                 self._cgroup.kill()
@@ -457,7 +457,7 @@ class SlotSandbox:
     async def _remove_cgroup(self) -> str:
         pause = 0.0005
         while not self._cgroup.remove():
-            self._cgroup.kill()  # PID 1 is gone, and nothing else of the slot is meant to be alive
+            self._cgroup.kill()  # PID 1 is gone, so nothing of the slot may be alive
             if pause > 1:
                 return f"cgroup still in use: {', '.join(self._cgroup.paths)}"
             await asyncio.sleep(pause)
@@ -474,9 +474,9 @@ class SlotSandbox:
         return frozen.result()
 
     async def _freeze(self, layer_id: str, frozen: asyncio.Future[Layer]) -> Stopped:
-        """End the sandbox; `frozen` gets the layer, or why there is none. What is reported is the sandbox's end alone."""
+        """End the sandbox, and return how it ended; `frozen` gets the layer, or why there is none."""
         began = time.monotonic()
-        self._hang_up()
+        self._close_network()
         problems = [await self._end_processes()]
         try:
             if problems[0]:

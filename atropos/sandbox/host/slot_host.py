@@ -1,4 +1,4 @@
-"""Slots on this machine: the making of each, of layers, and of bases from images."""
+"""Creates slots, layers, and bases from images on this machine."""
 
 from __future__ import annotations
 
@@ -67,24 +67,24 @@ class SlotHost:
             name: for messages.
             network: whether it gets egress.
             limits: instead of the configured ones.
-            joins: another slot's network to be in; the volume is then in memory.
+            joins: another slot's network to join; the volume is then in memory.
         """
         probe = limits is not None
         limits = limits or self._config.limits
         if network and self.state.egress is None:
             raise NotSupported("network=True: this server gives no slot a network (allow_network is false)")
-        stands_on = self.state.bases[None]
+        base = self.state.bases[None]
         unique = f"{next(self._serial)}"
-        disk = await self.state.cells.take(unique, probe=probe) if joins is None else None
+        disk = await self.state.cells.acquire(unique, probe=probe) if joins is None else None
         try:
-            cgroup, volume = self._make_cgroup_and_volume(unique, stands_on, limits, disk)
+            cgroup, volume = self._make_cgroup_and_volume(unique, base, limits, disk)
         except OSError as error:
-            self.state.cells.give_back(disk)
+            self.state.cells.release(disk)
             raise SandboxError(f"slot {name} could not be created: {error}") from error
         sandbox = SlotSandbox(self.state, name, volume, cgroup, limits, network=network, joins=joins)
         self.state.live.add(sandbox)
         try:
-            await sandbox.start(stands_on)
+            await sandbox.start(base)
         except BaseException as error:
             await asyncio.shield(sandbox.stop())
             if isinstance(error, (OSError, ValueError)):
@@ -109,13 +109,13 @@ class SlotHost:
     ) -> SlotSandbox:
         """Start a view of a slot; see `contract.Host.view`."""
         assert isinstance(of, SlotSandbox)
-        sandbox = await self.start(name, network=of.network.wanted, limits=of.limits, joins=of.network)
+        sandbox = await self.start(name, network=of.network.has_egress, limits=of.limits, joins=of.network)
         try:
-            await sandbox.stand_on(layers, base, view=of.shown(folders))
+            await sandbox.change_root(layers, base, view=of.view_of(folders))
         except BaseException:
             await asyncio.shield(sandbox.stop())
             raise
-        of.give_way()
+        of.deprioritize()
         return sandbox
 
     # ----------------------------------------------------------------------------------------------------------- images
@@ -141,7 +141,7 @@ class SlotHost:
         return self._store
 
     def add_base(self, name: str, image: ImageInfo) -> None:
-        """Make an image a base of this name, which nobody removes until `drop_base`.
+        """Make an image a base of this name, and keep it until `drop_base`.
 
         Raises:
             ImageUnavailable: it is no longer there.
@@ -155,17 +155,17 @@ class SlotHost:
                 folders += [self.store.hold(each)]
                 held.callback(self.store.release, each.id)
             held.pop_all()
-        if self.state.entered.slot_ids == 1:  # everybody is root there
+        if self.state.entered.slot_ids == 1:  # there is only root
             image = image.model_copy(update={"user": None})
         below = chain[-1].parent
         base = skeleton.Base(folders.pop()) if below is None else self.state.base(base_name(below))
         self.state.bases[name] = replace(base, image=image, layers=(*folders, *base.layers))
 
     def drop_base(self, name: str) -> None:
-        """Let the store remove an image on which nothing stands."""
+        """Forget an unused base; the store may then remove its image."""
         base = self.state.bases.pop(name)
         assert base.image is not None
-        for image in self.store.chain(base.image):  # none of them could be removed meanwhile
+        for image in self.store.chain(base.image):  # all of them were kept for the base
             self.store.release(image.id)
 
     def base_image(self, source: str) -> ImageInfo:
@@ -180,30 +180,30 @@ class SlotHost:
         """Make a layer of what `fill` writes into a folder; see `contract.Host.import_layer`."""
         unique = f"{next(self._serial)}"
         if self.max_layers is not None and len(self.state.layers) >= self.max_layers:
-            raise SandboxError(f"layer {layer_id} has no cell: {self.max_layers} layers are on disk")
-        disk = await self.state.cells.take(unique)
+            raise SandboxError(f"layer {layer_id}: no cell is free, with {self.max_layers} layers on disk")
+        disk = await self.state.cells.acquire(unique)
         try:
             volume = volumes.blank(f"{self.state.scratch}/slots/{unique}", self._config.limits, disk)
         except OSError as error:
-            self.state.cells.give_back(disk)
+            self.state.cells.release(disk)
             raise SandboxError(f"layer {layer_id} could not be created: {error}") from error
         try:
             await fill(volume.upper)
             if volume.disk is None:
                 volumes.freeze(volume)
         except BaseException:
-            await self.state.disposer.give(volume.detach(), volume.disk)
+            await self.state.disposer.submit(volume.detach(), volume.disk)
             raise
         layer = Layer(layer_id, volume.upper, volumes.used_bytes(volume))
         self.state.layers[layer.id] = volume
         return layer
 
     async def drop_layer(self, layer: Layer) -> None:
-        """Forget a layer on which nothing stands any more."""
+        """Drop an unused layer."""
         volume = self.state.layers.pop(layer.id, None)
         if volume is not None:
             try:
-                await self.state.disposer.give(volume.detach(), volume.disk)
+                await self.state.disposer.submit(volume.detach(), volume.disk)
             except OSError as error:
                 raise SandboxError(f"layer {layer.id} could not be dropped: {error}") from error
 
@@ -218,7 +218,7 @@ class SlotHost:
         await asyncio.gather(*(sandbox.stop() for sandbox in list(self.state.live)))
         for volume in self.state.layers.values():
             with contextlib.suppress(OSError):  # a cell goes as a whole, with this server
-                await self.state.disposer.give(volume.detach(), None if self.state.entered.cells else volume.disk)
+                await self.state.disposer.submit(volume.detach(), None if self.state.entered.cells else volume.disk)
         self.state.layers.clear()
         await self.state.disposer.aclose()
         if self.state.entered.disk is not None:
@@ -239,7 +239,7 @@ def base_name(source: str) -> str | None:
 
 
 def _check_disk(config: ServerConfig, entered: root_phase.Entered) -> None:
-    """Refuse a limit that can't be kept."""
+    """Refuse a limit that this machine can't enforce."""
     if config.volume == "memory" or entered.cells is not None:
         return
     for name in ("disk_mib", "inodes"):

@@ -1,4 +1,4 @@
-"""A slot's way out: its socket in the egress proxy, and what it reaches through it."""
+"""A slot's network namespace, its socket in the egress proxy, and the hosts that it may reach."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ class SlotNetwork:
     """One slot's network namespace, which its views share.
 
     Attributes:
-        wanted: whether there is a way out of it.
+        has_egress: whether programs reach anything but the loopback.
         namespace: a descriptor of it, from `open` to `close`.
-        hosts: what its programs reach of what the server allows; None: all of it.
+        hosts: the allowed hosts that its programs may reach; None: all of them.
     """
 
-    def __init__(self, egress: EgressSupervisor | None, *, wanted: bool) -> None:
+    def __init__(self, egress: EgressSupervisor | None, *, has_egress: bool) -> None:
         self._egress = egress
-        self.wanted = wanted
+        self.has_egress = has_egress
         self.namespace = -1
         self._number: int | None = None
         self.hosts: tuple[str, ...] | None = None
 
     async def open(self, near: socket.socket, timeout_s: float) -> None:
-        """Keep the namespace, and give the proxy the socket that was made there.
+        """Receive the namespace, and pass the socket that listens in it to the proxy.
 
         Raises:
-            OSError: none came.
+            OSError: none arrived.
         """
         loop = asyncio.get_running_loop()
         near.setblocking(False)
@@ -43,9 +43,9 @@ class SlotNetwork:
             loop.remove_reader(near)
         _, fds, _, _ = socket.recv_fds(near, 1, 2)
         if not fds:
-            raise OSError("it ended")
+            raise OSError("the process that makes it ended")
         self.namespace = fds[0]
-        if self.wanted:
+        if self.has_egress:
             assert self._egress is not None
             self._number = self._egress.add(socket.socket(fileno=fds[1]))
 

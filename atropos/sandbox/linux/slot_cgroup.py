@@ -137,7 +137,7 @@ class SlotCgroup:
                 peak = next(f"{path}/{name}" for name in _PEAKS if os.path.exists(f"{path}/{name}"))
                 self._peak = os.open(peak, os.O_RDWR | os.O_CLOEXEC)
 
-    def give_way(self) -> None:
+    def deprioritize(self) -> None:
         """Give its programs the least CPU weight."""
         for tree, path in zip(self._trees, self.paths, strict=True):
             if "cpu" in tree.controllers:

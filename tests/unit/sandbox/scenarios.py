@@ -56,7 +56,7 @@ async def started(host, name, *, layers=(), base=None, **options):
     sandbox = await host.start(name, **options)
     if layers or base is not None:
         try:
-            await sandbox.stand_on(layers, base)
+            await sandbox.change_root(layers, base)
         except BaseException:
             assert (await sandbox.stop()).clean
             raise
@@ -731,7 +731,7 @@ async def a_slot_takes_no_more_of_the_host_than_doctor_counts(host):
 
     before = used()
     slots = [await started(host, f"counted-{number}", layers=[]) for number in range(4)]
-    await slots[0].stand_on([])
+    await slots[0].change_root([])
     after = used()
     for sandbox in slots:
         assert (await sandbox.stop()).clean
@@ -817,7 +817,7 @@ async def a_fork_s_mounts_are_those_of_any_slot(host):
             assert seen == expected, set(seen) ^ set(expected)
             assert (await sh(fork, "echo x > /etc/ld.so.preload")).exit_code != 0
             try:
-                await fork.stand_on([layer])
+                await fork.change_root([layer])
             except SandboxError as error:
                 assert "in use" in str(error)
             else:

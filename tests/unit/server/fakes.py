@@ -156,7 +156,7 @@ class FakeSandbox:
     def resize(self, limits: SlotLimits) -> None:
         self.limits = limits
 
-    async def stand_on(self, layers: Sequence[Layer], base: str | None = None) -> None:
+    async def change_root(self, layers: Sequence[Layer], base: str | None = None) -> None:
         await asyncio.sleep(self.host.start_s)
         if self.host.start_fails:
             raise SandboxError("no more mounts")
@@ -220,7 +220,7 @@ class FakeHost:
         self, of: FakeSandbox, name: str, layers: Sequence[Layer], base: str | None, folders: Sequence[str]
     ) -> FakeSandbox:
         view = await self.start(name, network=of.network)
-        await view.stand_on(layers, base)
+        await view.change_root(layers, base)
         return view
 
     async def import_layer(self, layer_id: str, fill: Callable[[str], Awaitable[None]]) -> Layer:

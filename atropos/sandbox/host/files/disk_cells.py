@@ -1,4 +1,4 @@
-"""Places on disk for the volumes of slots: file systems of a size, made ahead, where the disk has limits at all."""
+"""Cells for volumes on disk: file systems of one size, made ahead, where the disk can be limited."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ class DiskCells:
     """The free cells.
 
     Attributes:
-        max_layers: how many layers have a place; None: no bound.
+        max_layers: how many layers have a cell; None: no bound.
     """
 
     def __init__(self, config: ServerConfig, entered: Entered) -> None:
         self._disk_mib = config.limits.disk_mib
         self._entered = entered
-        # the last one that came free first: fewer of them ever take room on the disk
+        # last in, first out: fewer cells take room on the disk
         self._free: asyncio.LifoQueue[str] = asyncio.LifoQueue()
         self._reserved: set[str] = set()
         self.max_layers: int | None = None
@@ -41,8 +41,8 @@ class DiskCells:
         """How many are free."""
         return self._free.qsize()
 
-    async def take(self, unique: str, *, probe: bool = False) -> str | None:
-        """Where on disk a volume's files go; waits for a cell that is just being emptied.
+    async def acquire(self, unique: str, *, probe: bool = False) -> str | None:
+        """The folder for a volume's files; None: they are in memory. Waits for a cell that is being emptied.
 
         Raises:
             SandboxError: no cell came free, or the disk has no room for one.
@@ -73,7 +73,7 @@ class DiskCells:
             self._reserved.add(cell)
         return f"{cell}/{unique}"
 
-    def give_back(self, disk: str | None) -> None:
+    def release(self, disk: str | None) -> None:
         """Free the cell of a removed volume for reuse, if nothing is left in it."""
         if disk is None or self._entered.cells is None:
             return

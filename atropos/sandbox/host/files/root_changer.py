@@ -16,22 +16,22 @@ class RootChanger:
         self._home = os.open("/proc/self/ns/mnt", os.O_RDONLY | os.O_CLOEXEC)
         self._thread = ThreadPoolExecutor(1, "roots", initializer=syscalls.unshare, initargs=(syscalls.CLONE_FS,))
 
-    async def change(self, slot: int, waiting: str) -> None:
-        """Make the folder `waiting`, as a slot sees it, the root of the slot.
+    async def change(self, slot: int, new_root: str) -> None:
+        """Make the folder `new_root`, as a slot sees it, the root of the slot.
 
         Args:
-            slot: handle on its PID 1 (pidfd), which alone runs in it.
-            waiting: where the new root is mounted.
+            slot: pidfd of its PID 1, the only process in it.
+            new_root: where the new root is mounted.
 
         Raises:
             OSError: it could not be done; the slot must be stopped.
         """
-        await asyncio.get_running_loop().run_in_executor(self._thread, self._change, slot, waiting)
+        await asyncio.get_running_loop().run_in_executor(self._thread, self._change, slot, new_root)
 
-    def _change(self, slot: int, waiting: str) -> None:
+    def _change(self, slot: int, new_root: str) -> None:
         syscalls.setns(slot, syscalls.CLONE_NEWNS)
         try:
-            _pivot(waiting)
+            _pivot(new_root)
         finally:
             syscalls.setns(self._home, syscalls.CLONE_NEWNS)
 
@@ -41,14 +41,14 @@ class RootChanger:
         os.close(self._home)
 
 
-def _pivot(waiting: str) -> None:
-    """In the slot: make what waits there the root of all that is in it.
+def _pivot(new_root: str) -> None:
+    """In the slot's mount namespace, make `new_root` the root.
 
-    Only PID 1 is in it yet. The kernel moves its root and working directory along.
+    The kernel moves the root and working directory of PID 1 along.
     """
     before = os.open("/", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        os.chdir(waiting)
+        os.chdir(new_root)
         wanted = os.stat(".")
         for name in ("proc", "dev"):
             syscalls.mount(f"/{name}", name, None, syscalls.MS_MOVE)

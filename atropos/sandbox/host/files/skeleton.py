@@ -1,7 +1,7 @@
 """The default base, used when no root file system is given: the host's programs over a small /etc of its own.
 
 /usr is seen read-only (each slot through an overlay of its own, so that neither locks nor inotify watches reach the host
-or a neighbour); /etc holds copies of what programs look up, and nothing that tells of the host's users or secrets.
+or a neighbour); /etc holds copies of what programs look up, and none of the host's users or secrets.
 """
 
 from __future__ import annotations
@@ -168,7 +168,7 @@ class Base:
 
 
 def identity(base: Base) -> str:
-    """A name for what programs a base has: another one as soon as some are added, removed or replaced.
+    """A digest of a base's programs, which changes when one is added, removed or replaced.
 
     Package managers put a file in its place by a rename, which sets its folder's time.
     """
@@ -204,19 +204,19 @@ def build(folder: str) -> Base:
     Path(folder, "root/.bashrc").write_text(_BASHRC, encoding="utf-8")
     Path(folder, "root/.profile").write_text("[ -f ~/.bashrc ] && . ~/.bashrc\n", encoding="utf-8")
     Path(folder, "var/lib/dpkg/status").touch()
-    _to_root(folder)
+    _chown_to_root(folder)
     return Base(folder, hosts)
 
 
 def _etc(etc: Path) -> None:
     for name in _COPIED:
         _copy(Path("/etc", name), etc / name)
-    etc.joinpath("passwd").write_text("".join(f"{line}\n" for line in _accounts()), encoding="utf-8")
+    etc.joinpath("passwd").write_text("".join(f"{line}\n" for line in _ACCOUNTS), encoding="utf-8")
     etc.joinpath("group").write_text(
         "".join(f"{name}:x:{gid}:\n" for name, gid in (entry.split(":") for entry in _GROUPS)), encoding="utf-8"
     )
     etc.joinpath("shadow").write_text(
-        "".join(f"{line.split(':')[0]}:*:19000:0:99999:7:::\n" for line in _accounts()), encoding="utf-8"
+        "".join(f"{line.split(':')[0]}:*:19000:0:99999:7:::\n" for line in _ACCOUNTS), encoding="utf-8"
     )
     etc.joinpath("shadow").chmod(0o640)
     for name, text in _FILES.items():
@@ -224,10 +224,6 @@ def _etc(etc: Path) -> None:
     etc.joinpath("ld.so.preload").touch(0o644)
     if not etc.joinpath("mtab").exists():
         etc.joinpath("mtab").symlink_to("/proc/mounts")
-
-
-def _accounts() -> list[str]:
-    return [line for line in _ACCOUNTS if line]
 
 
 def _copy(source: Path, target: Path) -> None:
@@ -254,8 +250,8 @@ def _copy(source: Path, target: Path) -> None:
             target.chmod(stat.S_IMODE(found.st_mode) & 0o755)
 
 
-def _to_root(folder: str) -> None:
-    """Everything belongs to the slot's root; the folder the group's shadow file keeps is that of the same."""
+def _chown_to_root(folder: str) -> None:
+    """Give everything to the slot's root user."""
     for path, folders, files in os.walk(folder):
         os.chown(path, 0, 0, follow_symlinks=False)
         for name in (*folders, *files):

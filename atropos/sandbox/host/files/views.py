@@ -1,12 +1,11 @@
 """What a view shows of another slot: its folders, as they are, under a root that the slot's programs never wrote.
 
-Each folder is an overlay of the same layers that the slot itself stands on, with an upper folder of the view's own on
+Each folder is an overlay of the same layers that the slot's root has, with an upper folder of the view's own on
 top: the slot's later changes show through, and nothing that the view writes is seen by the slot.
 
 A link in such a folder resolves in the view's root, where tests and expected answers lie. So where no link is needed, the
-mount follows none. Where there are some, a link that the slot's programs made is hidden when it leads, or could lead, to a
-place that only the view has. They could make another one at any time: so the topmost layer is then not shown itself but
-as a copy, made of hard links. What is written into its files shows through; files made or renamed later don't.
+mount follows none. Elsewhere, a link that the slot's programs made is hidden when it could lead to a place that only the
+view has. They can make another link at any time: so the view then gets a copy of the topmost layer, made of hard links. What is written into its files shows through; files made or renamed later don't.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ MAX_FOLDERS = 64
 MAX_DEPTH = 200
 """Folders nested deeper are hidden."""
 MAX_COPIED = 50_000
-"""Files and folders of the topmost layer, with more of which no link is followed: a copy takes kernel memory."""
+"""Most files and folders of the copied layer; above it no link is followed, since a copy takes kernel memory."""
 SYSTEM = frozenset(
     [
         "bin",
@@ -54,7 +53,7 @@ SYSTEM = frozenset(
         ".atropos",
     ]
 )
-"""Top-level folders that a view has of its own; so are all whose names start with `lib`."""
+"""Top-level folders that a view never shows unless requested, like all whose names start with `lib`."""
 HIDDEN = ("/tests", "/logs", "/solution", "/proc", "/dev", "/sys", "/.atropos")
 """Where no link of a slot may lead in its view."""
 _FOLDER = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -67,40 +66,40 @@ class View:
     Attributes:
         layers: the folders that the slot's root is stacked of, topmost first.
         written: how many of them, from the top, leases wrote; the others are images'.
-        folders: absolute paths that are shown besides the top-level folders that no system has.
+        folders: absolute paths that are shown in addition to top-level folders that are not in `SYSTEM`.
         empty: an empty folder.
-        room: a folder on the topmost layer's file system, for copies of it.
+        copies: a folder on the topmost layer's file system, for copies of it.
     """
 
     layers: tuple[str, ...]
     written: int
     folders: tuple[str, ...]
     empty: str
-    room: str
+    copies: str
 
     def mount(self, volume: Volume) -> None:
-        """Mount the folders in the root that waits in a view's gate.
+        """Mount the folders in the next root of a view.
 
         Raises:
-            NotSupported: the view's root has no such place.
+            NotSupported: a folder can't be in the view's root.
             OSError: a mount failed.
         """
         named = {os.path.normpath(f"/{folder.lstrip('/')}") for folder in self.folders}
         wanted = sorted(named)
-        wanted += [folder for folder in self._others() if not any(each == folder for each in named)]
+        wanted += [folder for folder in self._extra_folders() if not any(each == folder for each in named)]
         for number, folder in enumerate(wanted):
             if folder == "/" or folder.split("/")[1] in {"proc", "dev", "sys", ".atropos"}:
                 raise NotSupported(f"view: {folder} can't be shown on another root")
             self._mount_one(volume, folder, f"{volume.data}/view{number}")
 
-    def _others(self) -> list[str]:
-        """The slot's top-level folders that are no system's."""
+    def _extra_folders(self) -> list[str]:
+        """The slot's top-level folders that are not in `SYSTEM`."""
         names = sorted({name for layer in self.layers for name in os.listdir(layer)})
         chosen = [f"/{name}" for name in names if name not in SYSTEM and not name.startswith("lib")]
         found: list[str] = []
         for folder in chosen:
             with contextlib.ExitStack() as opened:
-                if len(found) < MAX_FOLDERS and _opened(self.layers, folder, opened):
+                if len(found) < MAX_FOLDERS and _open_in_layers(self.layers, folder, opened):
                     found.append(folder)
         return found
 
@@ -109,11 +108,11 @@ class View:
         for path in (upper, work):
             os.mkdir(path, 0o755)
         with contextlib.ExitStack() as opened:
-            parts = _opened(self.layers, folder, opened)
+            parts = _open_in_layers(self.layers, folder, opened)
             if parts:
-                _like(parts[0].fd, upper)
+                _copy_attributes(parts[0].fd, upper)
             layers, follows = self._vetted(parts, folder, upper, opened)
-            _make_place(volume.next_root, folder)
+            _make_mount_point(volume.next_root, folder)
             flags = syscalls.MS_NOSUID | syscalls.MS_NODEV | (0 if follows else syscalls.MS_NOSYMFOLLOW)
             lower = [f"/proc/self/fd/{fd}" for fd in layers] or [self.empty]
             volume.stack(os.path.relpath(volume.next_root, volume.folder) + folder, lower, flags, upper, work)
@@ -128,26 +127,26 @@ class View:
                 if part.layer >= self.written:
                     follows = True
                     break
-                if target is not None and not _leads_astray(f"{folder}/{path}", target):
+                if target is not None and not _may_reach_hidden(f"{folder}/{path}", target):
                     follows = True
-                elif not any(_is_there(above.fd, path) for above in parts[:number]):
+                elif not any(_shadows(above.fd, path) for above in parts[:number]):
                     _hide(part.fd, upper, path)
         layers = [part.fd for part in parts]
         if follows and parts[0].layer == 0:
-            copy = _copied(layers[0], self.room, folder, opened)
+            copy = _copied(layers[0], self.copies, folder, opened)
             return (layers, False) if copy is None else ([copy, *layers[1:]], True)
         return layers, follows
 
 
 class _Part(NamedTuple):
-    """Where a folder lies in a layer: the layer's number from the top, and a descriptor."""
+    """A folder in one layer: the layer's number from the top, and a descriptor."""
 
     layer: int
     fd: int
 
 
-def _opened(layers: Sequence[str], folder: str, opened: contextlib.ExitStack) -> list[_Part]:
-    """Where a folder lies in each layer, topmost first; empty: the slot has no folder there.
+def _open_in_layers(layers: Sequence[str], folder: str, opened: contextlib.ExitStack) -> list[_Part]:
+    """A folder in each layer that has it, topmost first; empty: the slot has no such folder.
 
     No link is followed: the slot's programs may replace any part while this runs.
     """
@@ -180,7 +179,7 @@ def _opaque(fd: int) -> bool:
 
 
 def _walk(top: int) -> Iterator[tuple[str, str | None]]:
-    """Links below a folder with their targets; a folder that is nested too deep, without one."""
+    """Links below a folder with their targets; folders nested deeper than `MAX_DEPTH`, with None."""
     with contextlib.ExitStack() as opened:
         root = os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=top)
         opened.callback(os.close, root)
@@ -218,8 +217,8 @@ def _open_below(root: int, path: str) -> int:
     return at
 
 
-def _leads_astray(path: str, target: str) -> bool:
-    """Whether a link at an absolute path could lead to what only a view has, by itself or with another one's help."""
+def _may_reach_hidden(path: str, target: str) -> bool:
+    """Whether a link at an absolute path could lead into `HIDDEN`, alone or together with another link."""
     at = "/" if target.startswith("/") else os.path.dirname(path)
     parts = [part for part in target.split("/") if part not in {"", "."}]
     while parts and parts[0] == "..":  # exact: the link's own folder is reached through no link
@@ -230,8 +229,8 @@ def _leads_astray(path: str, target: str) -> bool:
     return end == "/" or any(end == each or end.startswith(f"{each}/") for each in HIDDEN)
 
 
-def _is_there(top: int, path: str) -> bool:
-    """Whether a layer has something at a path, or something else than a folder on the way."""
+def _shadows(top: int, path: str) -> bool:
+    """Whether a layer hides what lower layers have at a path."""
     folder, name = os.path.split(path)
     try:
         fd = _open_below(top, folder)
@@ -248,14 +247,16 @@ def _is_there(top: int, path: str) -> bool:
     return True
 
 
-def _copied(source: int, room: str, folder: str, opened: contextlib.ExitStack) -> int | None:
-    """A folder of the topmost layer once more, its files the same ones, without links that lead astray; None: no room.
+def _copied(source: int, copies: str, folder: str, opened: contextlib.ExitStack) -> int | None:
+    """A copy of a folder of the topmost layer, made of hard links, without links that may reach `HIDDEN`.
 
-    The slot's programs may replace any part while this runs, but nothing that is in the copy already: each link is looked
-    at there.
+    The slot's programs may replace any part of the source meanwhile, but nothing in the copy: links are checked there.
+
+    Returns:
+        A descriptor; None: there is no room for it.
     """
     try:
-        copy = os.open(tempfile.mkdtemp(prefix="seen", dir=room), os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        copy = os.open(tempfile.mkdtemp(prefix="seen", dir=copies), os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         opened.callback(os.close, copy)
         count, waiting = 0, [""]
         while waiting and count <= MAX_COPIED:
@@ -288,7 +289,7 @@ def _copy_entries(source: int, target: int, folder: str, below: str, folders: li
             elif below.count("/") < MAX_DEPTH:
                 os.mkdir(entry.name, 0o700, dir_fd=target)
                 folders.append(f"{below}{entry.name}")
-    _like(source, target, whole=True)
+    _copy_attributes(source, target, whole=True)
     return count
 
 
@@ -299,12 +300,14 @@ def _copy_file(source: int, target: int, name: str, path: str) -> None:
         if error.errno == errno.ENOSPC:
             raise
         return  # gone meanwhile, or a folder by now
-    if stat.S_ISLNK(os.lstat(name, dir_fd=target).st_mode) and _leads_astray(path, os.readlink(name, dir_fd=target)):
+    if stat.S_ISLNK(os.lstat(name, dir_fd=target).st_mode) and _may_reach_hidden(
+        path, os.readlink(name, dir_fd=target)
+    ):
         os.unlink(name, dir_fd=target)
         os.mknod(name, stat.S_IFCHR, 0, dir_fd=target)  # overlayfs's whiteout
 
 
-def _like(source: int, target: str | int, *, whole: bool = False) -> None:
+def _copy_attributes(source: int, target: str | int, *, whole: bool = False) -> None:
     """Give a folder the owner and mode of another one; `whole`: its attributes and times as well."""
     found = os.stat(source)
     os.chown(target, found.st_uid, found.st_gid)
@@ -317,7 +320,7 @@ def _like(source: int, target: str | int, *, whole: bool = False) -> None:
 
 
 def _hide(top: int, upper: str, path: str) -> None:
-    """Cover a path of the topmost layer, so that nothing is there in the view."""
+    """Cover a path with a whiteout, so that the view has nothing there."""
     folder, name = os.path.split(path)
     at, made = "", upper
     for part in filter(None, folder.split("/")):
@@ -327,13 +330,13 @@ def _hide(top: int, upper: str, path: str) -> None:
             with contextlib.suppress(OSError):
                 fd = _open_below(top, at)
                 try:
-                    _like(fd, made)
+                    _copy_attributes(fd, made)
                 finally:
                     os.close(fd)
     os.mknod(f"{made}/{name}", stat.S_IFCHR, 0)  # overlayfs's whiteout
 
 
-def _make_place(root: str, folder: str) -> None:
+def _make_mount_point(root: str, folder: str) -> None:
     """Make a folder to mount on in a view's root.
 
     Raises:

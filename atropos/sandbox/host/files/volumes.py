@@ -1,7 +1,7 @@
 """File systems of slots: the volume that holds what one lease writes, the overlay above it, and what lies below.
 
 A volume is a tmpfs with a size and a number of inodes. The slot's root is an overlay: the volume's `up` over any frozen
-volumes over a base. Forgetting a slot is detaching its mounts: constant time, whatever was written.
+volumes over a base. Detaching the mounts discards a slot, in constant time whatever was written.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _RUNTIME = ".atropos"
 MOUNT_POINTS = ("proc", "dev", "etc", "usr", _RUNTIME, "tmp", "root", "workspace")
 """Folders that something is mounted on, or that every slot has. A snapshot may hold something else in their place."""
 GATE = "gate"
-"""The folder through which a slot that runs already gets another root: see `restack`."""
+"""The folder through which a running slot gets a new root: see `restack`."""
 NEXT = "next"
 FREEZE_PAUSE_S = 1.0
 """Longest pause, in seconds, before the last try to freeze a volume; each one is twice the one before."""
@@ -67,7 +67,7 @@ class Volume:
 
     @property
     def next_root(self) -> str:
-        """Where a root that is to take its place waits."""
+        """Where its next root is mounted: see `restack`."""
         return f"{self.folder}/{GATE}/{NEXT}"
 
     def attach(self, name: str, kind: str, flags: int, options: str) -> None:
@@ -124,8 +124,8 @@ class Volume:
             raise
         return held
 
-    def uncover(self) -> None:
-        """Take away what is mounted inside, so that only the data is left; for a layer, which nobody runs on.
+    def unmount_inner(self) -> None:
+        """Unmount everything inside, so that only the data is left, as a layer needs.
 
         Raises:
             OSError: something could not be detached.
@@ -146,10 +146,10 @@ class Disposer:
     def __init__(self, freed: Callable[[str | None], None]) -> None:
         """`freed` is called with each folder that was removed."""
         self._freed = freed
-        self._thread = ThreadPoolExecutor(1, "dispose", initializer=_be_nice)
+        self._thread = ThreadPoolExecutor(1, "dispose", initializer=_lower_priority)
         self._waiting: set[asyncio.Future[None]] = set()
 
-    async def give(self, descriptors: list[int], folder: str | None = None) -> None:
+    async def submit(self, descriptors: list[int], folder: str | None = None) -> None:
         """Queue a volume to be freed; waits only when the queue is full."""
         if not descriptors and folder is None:
             return
@@ -167,10 +167,10 @@ class Disposer:
         self._thread.shutdown()
 
 
-def _be_nice() -> None:
+def _lower_priority() -> None:
     thread = threading.get_native_id()
     niceness = os.getpriority(os.PRIO_PROCESS, thread)
-    os.setpriority(os.PRIO_PROCESS, thread, max(10, niceness))  # less than it has would be refused
+    os.setpriority(os.PRIO_PROCESS, thread, max(10, niceness))  # a lower niceness would be refused
 
 
 def _free(descriptors: list[int], folder: str | None) -> None:
@@ -222,7 +222,7 @@ def create(
 
 
 def _make_gate(volume: Volume) -> None:
-    """A folder of which the slot gets a one-way copy: what the server mounts in it later appears inside, too."""
+    """Make a shared mount: what the server mounts in it later also appears in the slot."""
     gate = f"{volume.folder}/{GATE}"
     os.makedirs(f"{gate}/{NEXT}", 0o755)
     syscalls.mount(gate, gate, None, syscalls.MS_BIND)
@@ -231,7 +231,7 @@ def _make_gate(volume: Volume) -> None:
 
 
 def restack(volume: Volume, base: Base, layers: Sequence[str], empty_file: str, empty_folder: str) -> None:
-    """Mount another root in the gate of a volume on which a slot runs, but in which nothing has been written yet.
+    """Mount another root in the gate of a running slot's volume, before anything was written in it.
 
     The slot's namespace gets a copy of each of these mounts; `RootChanger` then makes it the root.
 
@@ -270,7 +270,7 @@ def read_only(path: str) -> None:
 
 
 def blank(folder: str, limits: SlotLimits, disk: str | None = None) -> Volume:
-    """A volume on which nothing stands yet: what a layer from elsewhere is unpacked into.
+    """A volume without a root, for unpacking a layer that is imported.
 
     Raises:
         OSError: a mount failed; nothing is left mounted.
@@ -348,7 +348,7 @@ def restore_mount_points(root: str, more: Iterable[str] = ()) -> None:
 
 
 def preload_cover(root: str, empty_file: str, empty_folder: str) -> str:
-    """What to mount over the slot's /etc/ld.so.preload: something empty, and of the kind that is there."""
+    """What to mount over the slot's /etc/ld.so.preload: an empty file, or an empty folder where it is one."""
     path = f"{root}/etc/ld.so.preload"
     try:
         mode = os.lstat(path).st_mode
@@ -365,18 +365,18 @@ def freeze(volume: Volume) -> None:
     """Make the volume read-only.
 
     Raises:
-        OSError: EBUSY tells that a file in it is still open for writing.
+        OSError: with EBUSY, a file in it is still open for writing.
     """
     syscalls.mount(None, volume.folder, None, syscalls.MS_REMOUNT | syscalls.MS_RDONLY | _NOSUID_NODEV)
 
 
 async def make_read_only(volume: Volume) -> None:
-    """Freeze a volume. Files that only sockets hold, on their way from one to the other, are waited for.
+    """Freeze a volume, once files that only messages in sockets hold are closed.
 
     Raises:
         OSError: a writer was left.
     """
-    await asyncio.to_thread(volume.uncover)
+    await asyncio.to_thread(volume.unmount_inner)
     if volume.disk is not None:
         return
     pause = 0.001
@@ -420,6 +420,6 @@ def exhausted(volume: Volume) -> Literal["disk", "inodes"] | None:
         return None
     if found.f_favail == 0:
         return "inodes"
-    # a disk's file system keeps some blocks for itself: it says no before the last one is gone
+    # ext4 reserves some blocks, so that writes fail before none is left
     spare = 0 if volume.disk is None else found.f_blocks // 50
     return "disk" if found.f_bavail <= spare else None

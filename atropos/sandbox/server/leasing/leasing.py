@@ -19,7 +19,7 @@ from atropos.errors import (
     SlotLost,
     from_code,
 )
-from atropos.sandbox.contract import NoOtherRoot, Sandbox, Stopped
+from atropos.sandbox.contract import RootUnchanged, Sandbox, Stopped
 from atropos.sandbox.server.calls.lanes import Lanes
 from atropos.sandbox.server.snapshots.images import Images
 from atropos.sandbox.server.snapshots.layers import Layers
@@ -156,14 +156,14 @@ class Leasing:
             if run.base is not None and run.base != snapshot.base:
                 raise NotSupported(f"the snapshot stands on base {snapshot.base!r}, not {run.base!r}")
             run.base = snapshot.base
-            self._layers.stand_on(run, snapshot)
+            self._layers.use(run, snapshot)
         return await self.take(run)
 
     async def take(self, run: LeaseRun, hosts: tuple[str, ...] | None = None) -> Sandbox:
         """A sandbox with the lease's limits, layers, base and network."""
         try:
             return await self._take_one(run, hosts)
-        except NoOtherRoot as error:  # for example, its PID 1 was killed
+        except RootUnchanged as error:  # for example, its PID 1 was killed
             log.warning("lease %s: %s; another sandbox is used", run.held.lease_id, error)
             return await self._take_one(run, hosts)
 
@@ -173,7 +173,7 @@ class Leasing:
             if run.limits is not None:
                 sandbox.resize(run.limits)
             if run.layers or run.base is not None:
-                await sandbox.stand_on(run.layers, run.base)
+                await sandbox.change_root(run.layers, run.base)
             if hosts is not None:
                 await sandbox.set_network(hosts)
         except BaseException:

@@ -97,7 +97,7 @@ class Workspaces:
             raise
         snapshot = self._state.snapshots.commit(name, layer, below, request.client_id, run.base, self._state.now())
         self._layers.leave(run)
-        self._layers.stand_on(run, snapshot)
+        self._layers.use(run, snapshot)
         try:
             sandbox = await self._leasing.take(run, old.hosts)
         except BaseException as error:

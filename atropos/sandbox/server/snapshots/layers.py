@@ -43,19 +43,19 @@ class Layers:
         self.drop(self._store.drop(snapshot_id))
         return known
 
-    def stand_on(self, run: LeaseRun, snapshot: StoredSnapshot) -> None:
+    def use(self, run: LeaseRun, snapshot: StoredSnapshot) -> None:
         """Start a lease's workspace from this snapshot."""
-        run.stands_on, run.layers = snapshot, snapshot.layers
+        run.snapshot, run.layers = snapshot, snapshot.layers
         snapshot.users += 1
         snapshot.touched_at = self._state.now()
         self._store.hold(snapshot.layers)
 
     def leave(self, run: LeaseRun) -> None:
         """Release all layers of a lease."""
-        if run.stands_on is not None:
-            run.stands_on.users -= 1
-            run.stands_on.touched_at = self._state.now()
-            run.stands_on = None
+        if run.snapshot is not None:
+            run.snapshot.users -= 1
+            run.snapshot.touched_at = self._state.now()
+            run.snapshot = None
         layers, run.layers, run.view_layers = (*run.layers, *run.view_layers), (), ()
         self.release(layers)
 

@@ -78,7 +78,7 @@ class SnapshotTransfer:
         what = f"what {sandbox.name} wrote"
 
         async def fill(folder: str) -> None:
-            async with packed_layers([sandbox.written], what) as chunks:
+            async with packed_layers([sandbox.upper], what) as chunks:
                 await unpack_layers([folder], what, chunks)
 
         async with self._unpacking:

@@ -42,7 +42,7 @@ class LeaseRun:
     layers: tuple[Layer, ...] = ()
     view_layers: tuple[Layer, ...] = ()
     """The layers of its views instead of `layers`; empty: those."""
-    stands_on: StoredSnapshot | None = None
+    snapshot: StoredSnapshot | None = None
     starting: asyncio.Task[Lease] | None = None
     ending: asyncio.Task[EndedLease] | None = None
     viewing: asyncio.Task[None] | None = None
