@@ -1,7 +1,7 @@
 """All contact with atroposlib (0.4.0): its classes, and workarounds for them.
 
 Its traps, each worked around here: root logging that turns on DEBUG output of whole items; retries of retries (27 requests
-for one 503) and endless waits for an unhealthy server; health checks that nobody ends; an unknown tokenizer that costs
+for one 503) and endless waits for an unhealthy server; health checks that never end; an unknown tokenizer that costs
 49 s; servers that need a loadable model name.
 """
 
@@ -130,7 +130,7 @@ def load_tokenizer(name: str, *, field: str) -> Tokenizer:
 
 @contextlib.contextmanager
 def tokenizers(loaded: Mapping[str, object]) -> Generator[None]:
-    """Within, atroposlib is given these tokenizers instead of loading them once for the env and once a server."""
+    """Within, atroposlib uses these tokenizers instead of loading them once for the env and once a server."""
 
     class Loaded:
         @staticmethod
@@ -287,7 +287,7 @@ def _cure(error: InferenceError, kind: str) -> str:
     if kind in EXACT:
         own = "atroposlib's own vLLM server, for one" if kind == "vllm" else "SGLang's"
         return (
-            f"{kind} means a server with {kind}'s /generate that tells logprobs ({own}); correct --openai.base_url, "
+            f"{kind} means a server with {kind}'s /generate that reports logprobs ({own}); correct --openai.base_url, "
             "or set --openai.server_type"
         )
     return "correct --openai.base_url, --openai.model_name or --openai.server_type"

@@ -51,7 +51,7 @@ OWN_NAMES = {
     "sandbox_image": "image",
     "sandbox_base": "base",
 }
-"""Settings of the pool that an env has under names of its own, by these."""
+"""Settings of the pool, by the names that they have in an env."""
 
 
 @contextlib.contextmanager

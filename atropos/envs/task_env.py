@@ -217,9 +217,9 @@ class TaskEnv(DatasetEnv):
             HookError: a step could not be prepared, or its verifier gave no reward.
         """
         slot: Slot = await self.executor.slot(trajectory_id)
-        told = await guide(slot, item)
+        guidance = await guide(slot, item)
         if not item.steps:
-            return await agent.run(task + told)
+            return await agent.run(task + guidance)
         result: AgentResult | None = None
         verdicts = self._verdicts[trajectory_id] = []
         details = self._details[trajectory_id] = {}
@@ -227,8 +227,8 @@ class TaskEnv(DatasetEnv):
             prepare = partial(self._prepare_step, step, trajectory_id)
             await self.hooks.call("setup_trajectory_workspace", prepare, setup=True)
             agent.config = replace(agent.config, timeout_s=step.config.agent.timeout_sec)
-            result = await agent.run(step.instruction + told, after=result)
-            told = ""
+            result = await agent.run(step.instruction + guidance, after=result)
+            guidance = ""
 
             async def judged(step: Task = step) -> tuple[Verdict, dict[str, object]]:
                 return await self._verdict(item, step, trajectory_id)

@@ -1,10 +1,10 @@
-"""What stands between a listening port and an HTTP server: connections are unauthenticated until a head has the token.
+"""Authenticates connections before an HTTP server sees them.
 
 An HTTP server spends memory and tasks on every connection, and reads, or even unpacks, bodies before its handlers can
 ask for a token. So each new connection belongs to `Admission` first, which reads nothing but the first request's head:
 
 - the right token: the HTTP server takes the connection over, with what was read;
-- one of the open requests (liveness): it goes on as a request without body, on a connection that closes after it;
+- one of the open requests (liveness): it is passed on without a body, and the connection closes after the answer;
 - anything else: 401, and the body is discarded unread.
 
 With TLS a connection counts from its first byte on: its handshake is part of the same deadline.
@@ -59,11 +59,11 @@ class Admission:
     """The unauthenticated connections of one port.
 
     Args:
-        token: what opens it; None: every complete head does.
+        token: the one that requests must carry; None: every complete head is admitted.
         open_paths: paths that GET and HEAD may ask for without a token; None: every path.
         refusal: body of the 401, as JSON.
         token_headers: other headers that may carry the token itself.
-        tls: what every connection starts with; None: plain HTTP.
+        tls: for every connection; None: plain HTTP.
         head_s: see `HEAD_S`.
         most: see `MAX_UNAUTHENTICATED`.
     """
@@ -120,7 +120,7 @@ class Admission:
         return len(given) == 1 and self._token.is_token(given[0])
 
     def is_open(self, request: h11.Request) -> bool:
-        """Whether a head asks for something that needs no token."""
+        """Whether a request needs no token."""
         path = request.target.partition(b"?")[0]
         return request.method in {b"GET", b"HEAD"} and (self._open_paths is None or path in self._open_paths)
 

@@ -82,7 +82,7 @@ class Rule:
         return host == self.host
 
     def names(self, host: str, address: Address, port: int) -> bool:
-        """Whether the operator named this very destination: its host exactly, or its address."""
+        """Whether the rule names exactly this destination, by its host or its address."""
         if self.network is not None:
             return self.covers(port) and address in self.network
         return self.host != "public" and not self.host.startswith("*.") and self.matches(host, port)
@@ -185,7 +185,7 @@ class Policy:
         )
 
     def judge_name(self, host: str, port: int) -> str:
-        """The host in its one spelling.
+        """The canonical form of a host.
 
         Raises:
             EgressRefused: the name or port isn't allowed.
@@ -210,18 +210,18 @@ class Policy:
 
     @property
     def denied_names(self) -> list[str]:
-        """The names on the deny list whose addresses aren't to be reached under other names either."""
+        """Denied names whose addresses must not be reached under other names either."""
         return [rule.host for rule in self.deny if rule.network is None and "*" not in rule.host and "." in rule.host]
 
     def judge_addresses(
         self, name: str, port: int, addresses: Sequence[Address], own: frozenset[Address]
     ) -> list[Address]:
-        """Those of a name's addresses that may be connected to, each in its one spelling.
+        """Those of a name's addresses that may be connected to, in canonical form.
 
         Args:
             name: from `judge_name`.
             port: as asked for.
-            addresses: what the name has right now.
+            addresses: those that the name resolves to now.
             own: this machine's addresses, and those of denied names.
 
         Raises:

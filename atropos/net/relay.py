@@ -25,7 +25,7 @@ REFUSED_HEADER = "x-atropos-refused"
 CHUNK_BYTES = 1 << 16
 _MAX_HEAD = 32_768
 Dial = Callable[[str, int], Awaitable[tuple[str, asyncio.StreamReader, asyncio.StreamWriter]]]
-"""From host and port as asked for to the host's one spelling and an open connection to it.
+"""Connects to a host and port; returns the host's canonical form and the connection.
 
 Raises EgressRefused, OSError or TimeoutError.
 """
@@ -60,7 +60,7 @@ async def relay(
         dial: judges the destination and connects to it.
         spend: called with each number of bytes before they are moved; raises OutOfBytes.
         admit: called before anything is read; raises EgressRefused or OutOfBytes.
-        credentials: the Proxy-Authorization that is asked for; None: none.
+        credentials: the Proxy-Authorization that is required; None: none.
     """
     upstream: asyncio.StreamWriter | None = None
     connection = h11.Connection(h11.SERVER, max_incomplete_event_size=_MAX_HEAD)
@@ -71,7 +71,7 @@ async def relay(
         if credentials is not None and not hmac.compare_digest(given, credentials):
             await _answer(connection, writer, 407, "the proxy needs its password\n")
             return
-        host, port, target = _wanted(request)
+        host, port, target = _destination(request)
         name, remote, upstream = await dial(host, port)
         if request.method == b"CONNECT":
             writer.write(b"HTTP/1.1 200 Connection established\r\n\r\n")
@@ -115,8 +115,8 @@ async def _head(connection: h11.Connection, reader: asyncio.StreamReader) -> h11
             connection.receive_data(data)
 
 
-def _wanted(request: h11.Request) -> tuple[str, int, bytes]:
-    """Host, port and the target to ask the origin for."""
+def _destination(request: h11.Request) -> tuple[str, int, bytes]:
+    """Host, port and the target of the request to the origin."""
     text = request.target.decode("ascii", "strict")
     if request.method == b"CONNECT":
         host, colon, digits = text.rpartition(":")
@@ -126,7 +126,7 @@ def _wanted(request: h11.Request) -> tuple[str, int, bytes]:
     parts = urlsplit(text)
     if parts.scheme != "http" or not parts.hostname:
         raise EgressRefused("only http:// addresses and CONNECT; is the proxy set in HTTP_PROXY and HTTPS_PROXY?")
-    # as it was written: put together again by `urllib`, `//a` becomes `////a` (Python 3.13) and `/a?` loses its mark
+    # cut from the text: `urllib` would turn `//a` into `////a` (Python 3.13) and `/a?` into `/a`
     path = text.partition("://")[2].partition("#")[0].removeprefix(parts.netloc)
     return parts.hostname, parts.port or 80, (path if path.startswith("/") else f"/{path}").encode("ascii")
 
@@ -208,7 +208,7 @@ class _Forwarding:
         self._remote, self._upstream = far
 
     async def run(self, request: h11.Request, target: bytes, authority: bytes) -> None:
-        """Ask the origin for a path under its one name, and answer the client."""
+        """Forward the request to the origin, and its answer to the client."""
         # the origin is the one that was judged, whatever the program wrote into its own Host (RFC 9112, 3.2.2)
         kept = [pair for pair in _end_to_end(request.headers) if pair[0].lower() != b"host"]
         headers = [(b"host", authority), *kept, (b"connection", b"close")]
@@ -247,7 +247,7 @@ class _Forwarding:
                     break
             else:
                 break
-        # a client that hangs up wants no answer any more; what it sends beyond its request is dropped
+        # ends when the client hangs up; what it sends beyond its request is dropped
         while dropped := await self._reader.read(CHUNK_BYTES):
             self._spend(len(dropped))
 

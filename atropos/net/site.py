@@ -20,7 +20,7 @@ class Site:
     Args:
         app: the application; bodies reach it as they were sent.
         admission: who reaches it.
-        close_s: longest the end waits for requests under way, in seconds.
+        close_s: longest that `close` waits for running requests, in seconds.
     """
 
     def __init__(self, app: web.Application, admission: Admission, *, close_s: float) -> None:
@@ -47,7 +47,7 @@ class Site:
         listener.listen(BACKLOG)
 
     async def close(self) -> None:
-        """Stop listening, and wait for requests under way."""
+        """Stop listening, and wait for running requests."""
         if self._accepting is not None:
             self._accepting.close()
         self._admission.close()

@@ -194,7 +194,6 @@ class Capabilities(WireMessage):
 
     version: int = VERSION
     boot_id: str
-    backend_note: str = ""
     kernel: str
     features: tuple[Feature, ...]
     limits: dict[str, float | int | str | None]

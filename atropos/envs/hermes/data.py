@@ -61,9 +61,9 @@ def _from_hub(name: str, split: str) -> list[dict[str, object]]:
     try:
         return [dict(row) for row in load_dataset(name, split=split)]
     except Exception as error:  # the library raises anything, from network errors to ValueError
-        said = str(error).splitlines()[0] if str(error) else ""
+        detail = str(error).partition("\n")[0]
         raise ConfigError(
-            f"dataset_name: {name!r} (split {split!r}) can't be loaded: {type(error).__name__}: {said[:300]}; {HOW}"
+            f"dataset_name: {name!r} (split {split!r}) can't be loaded: {type(error).__name__}: {detail[:300]}; {HOW}"
         ) from error
 
 

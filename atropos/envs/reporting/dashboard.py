@@ -70,10 +70,10 @@ class EnvDashboard:
         )
 
     async def start(self) -> None:
-        """Listen, and print where; does nothing when it does.
+        """Listen, and print the URL, unless it does already.
 
         Raises:
-            ConfigError: the address can't be had.
+            ConfigError: the address can't be listened on.
         """
         if self.server is None or self._tasks:
             return
@@ -90,7 +90,7 @@ class EnvDashboard:
             await self.server.close()
 
     def observe(self, event: Event) -> None:
-        """Take note of an event."""
+        """Record an event for the pages."""
         if self.server is None:
             return
         if event.kind in {"dropped", "retry"}:
@@ -141,7 +141,7 @@ class EnvDashboard:
             calls, trajectories, at = found.calls, found.trajectories, now
 
     def view(self) -> LiveView:
-        """One look at the env."""
+        """The env's current state."""
         found, pool = self._metrics, self._backend.pool
         stats = PoolStats() if pool is None else pool.stats()
         uptime = time.monotonic() - self._started

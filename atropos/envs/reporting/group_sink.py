@@ -45,7 +45,7 @@ class GroupSink:
         self._api = TrajectoryApi(config.rollout_server_url)
 
     def admits(self, group: ScoredGroup, name: str, *, max_token_len: int) -> bool:
-        """Complete a group as atroposlib does, and say whether it is handed on; one that isn't is counted and logged.
+        """Complete a group as atroposlib does, and decide whether it is sent; one that isn't is counted and logged.
 
         Args:
             group: as `scored_group` gives it.
@@ -79,7 +79,7 @@ class GroupSink:
             writer.flush()
 
     async def send(self, groups: list[ScoredGroup], *, env_id: int | None, listed: bool) -> None:
-        """Hand groups to the trajectory API; what can't be sent, and what may have arrived twice, is counted."""
+        """Send groups to the trajectory API; count those that can't be sent or may have arrived twice."""
         plain: list[dict[str, object]] = [
             {**{k: v for k, v in group.items() if k != "atropos"}, "env_id": env_id} for group in groups
         ]

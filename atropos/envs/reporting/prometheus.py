@@ -79,10 +79,10 @@ class MetricsEndpoint:
         self._site: Site | None = None
 
     async def start(self) -> None:
-        """Listen; does nothing when it does, or where there is no address.
+        """Listen, unless it does already or there is no address.
 
         Raises:
-            ConfigError: the address can't be had.
+            ConfigError: the address can't be listened on.
         """
         if self._address is None or self._site is not None:
             return

@@ -27,10 +27,10 @@ NOT_TAKEN = (aiohttp.ClientConnectorError,)
 
 
 async def check_run_api(url: str) -> None:
-    """Whether the trajectory API is there, before anything is started for it.
+    """Check that the trajectory API answers, before anything is started for it.
 
     Raises:
-        ConfigError: it isn't.
+        ConfigError: it doesn't.
     """
     last: Exception | None = None
     for attempt in range(3):
@@ -115,7 +115,7 @@ class TrajectoryApi:
     run-api queues whatever it is sent, so a group whose answer was lost and that is sent again would be trained on twice.
     It has an endpoint for the newest group that it took: if that is the group in question, it arrived. This env sends one
     request at a time, so that only another env's group can have come in between. If the group before was the same (one item,
-    seeded), the answer tells nothing, and the group is sent again.
+    seeded), the answer proves nothing, and the group is sent again.
 
     Args:
         url: of run-api.
@@ -128,7 +128,7 @@ class TrajectoryApi:
         """The last group that arrived."""
 
     async def send(self, groups: Sequence[Mapping[str, object]], *, listed: bool) -> bool:
-        """Hand groups to the trajectory API; the JSON and its compression are made in a thread.
+        """Send groups to the trajectory API; the JSON is encoded and compressed in a thread.
 
         Args:
             groups: plain data.
@@ -193,7 +193,7 @@ def _same(one: Mapping[str, object], other: Mapping[str, object]) -> bool:
 
 
 async def leave_run_api(url: str, env_id: int | None) -> None:
-    """Tell the trajectory API that this env sends nothing more, so that batches are made without it. Best effort."""
+    """Disconnect this env from the trajectory API, so that batches are made without it. Best effort."""
     if env_id is None:
         return
     with contextlib.suppress(aiohttp.ClientError, TimeoutError, asyncio.CancelledError):

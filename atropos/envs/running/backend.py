@@ -49,7 +49,7 @@ class ToolBackend:
 
         Raises:
             SandboxError: no container could be started.
-            ConfigError: a setting can't be had.
+            ConfigError: a setting is wrong or not available.
         """
         config = self._config.executor_config()
         self.pool = SlotPool(self._config.pool_config())
@@ -65,7 +65,7 @@ class ToolBackend:
         """Whether slots get egress. A backend without it is refused only if `allow_network` was set.
 
         Raises:
-            ConfigError: `allow_network` was set and can't be had.
+            ConfigError: `allow_network` was set and is not available.
         """
         try:
             async with pool.lease("network-probe", network=True):
@@ -105,11 +105,11 @@ class ToolBackend:
         """Why Nomad or Docker is away with no container left; empty if it isn't."""
         return "" if self.pool is None else self.pool.outage()
 
-    async def outlast(self) -> None:
+    async def wait_for_engine(self) -> None:
         """Wait until the engine answers again.
 
         Raises:
             BackendUnavailable: it stayed away for `outage_s`.
         """
         if self.pool is not None:
-            await self.pool.outlast()
+            await self.pool.wait_for_engine()

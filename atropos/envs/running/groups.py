@@ -311,7 +311,7 @@ class GroupCollector:
         """
         attempt = 0
         for number in itertools.count():
-            await self._outlast(what)
+            await self._wait_for_engine(what)
             try:
                 with ungrouped():
                     return await once(f"-r{number}" if number else "")
@@ -332,14 +332,14 @@ class GroupCollector:
                 attempt += 1
         raise AssertionError("unreachable")
 
-    async def _outlast(self, what: str) -> None:
+    async def _wait_for_engine(self, what: str) -> None:
         """Wait while the engine is away with all containers; if it stays away, end the run."""
         outage = self._backend.outage()
         if not outage:
             return
         _log.info("%s waits for the engine to answer: %s", what, outage)
         try:
-            await self._backend.outlast()
+            await self._backend.wait_for_engine()
         except BackendUnavailable as error:
             self._lifetime.abort(error)
             raise GroupDropped(f"{what}: {error}", code=error.code, hopeless=True) from error

@@ -152,7 +152,7 @@ async def beside(work: Coroutine[object, object, None]) -> AsyncGenerator[None]:
 
 
 async def cancel_and_wait(tasks: Iterable[asyncio.Task[object] | None]) -> None:
-    """Cancel tasks and wait until each is over; their errors are theirs."""
+    """Cancel tasks and wait until each is over; their errors are ignored."""
     alive = [task for task in tasks if task is not None and task is not asyncio.current_task()]
     for task in alive:
         task.cancel()

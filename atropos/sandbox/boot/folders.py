@@ -1,4 +1,4 @@
-"""Folders of the host that a server needs: made, or made reachable and readable for an ordinary uid, before it is one."""
+"""Folders of the host that a server needs: created, or made accessible to an ordinary uid, before privileges are dropped."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def needed_paths(bases: Sequence[str]) -> list[str]:
 
 
 def expose(paths: list[str]) -> None:
-    """Make `paths` reachable for an ordinary uid, in this mount namespace alone.
+    """Make `paths` accessible to an ordinary uid, in this mount namespace alone.
 
     A closed folder above one (such as /root, mode 700) is covered by an empty one that holds just these paths: the
     server then sees less of the host than before, not more.
@@ -52,10 +52,10 @@ def expose(paths: list[str]) -> None:
             os.close(fd)
 
 
-def show_as_ours(path: str, base: int, count: int) -> None:
-    """Let a root file system that belongs to the host's ids appear under the slots' ids (an idmapped mount over itself).
+def map_ids(path: str, base: int, count: int) -> None:
+    """Show a root file system that belongs to the host's ids under the slots' ids, by an idmapped mount over itself.
 
-    Where the kernel or the file system has no idmapped mounts it stays as it is; the server then says what to do.
+    Where the kernel or the file system has no idmapped mounts it stays as it is; the server then refuses it.
     """
     ready_r, ready_w = os.pipe()
     hold_r, hold_w = os.pipe()
@@ -91,7 +91,7 @@ def _closed_ancestor(path: str) -> str | None:
 
 
 def disk(owner: int, slot_group: int) -> str:
-    """A new folder on disk for this server's volumes; those of servers that are no more are removed."""
+    """A new folder on disk for this server's volumes; folders of dead servers are removed."""
     top = "/var/lib/atropos" if os.geteuid() == 0 else f"/var/tmp/atropos-{os.getuid()}"
     try:
         os.makedirs(top, 0o755, exist_ok=True)
@@ -113,7 +113,7 @@ def disk(owner: int, slot_group: int) -> str:
 
 
 def image_folder(wanted: str | None, owner: int) -> tuple[str | None, str]:
-    """The folder of the image store, made and given to the server; or why there is none."""
+    """The folder of the image store, created for the server; or why there is none."""
     home = "/var/cache" if os.geteuid() == 0 else os.path.expanduser("~/.cache")
     folder = wanted or f"{home}/atropos/images"
     try:
@@ -126,7 +126,7 @@ def image_folder(wanted: str | None, owner: int) -> tuple[str | None, str]:
 
 
 def scratch(state_dir: str | None, *, root: bool) -> str:
-    """A folder to mount the server's own file system on; nothing is ever written into the folder itself."""
+    """A mount point for the server's own file system; nothing is ever written into the folder itself."""
     if state_dir is not None:
         path = state_dir
     elif root:

@@ -1,6 +1,6 @@
-"""The container's init: where the server would be PID 1, a child of it serves; PID 1 reaps orphans and forwards signals.
+"""The container's init: where the server would be PID 1, it serves in a child; PID 1 reaps orphans and forwards signals.
 
-It is made after the root phase, so it is as unprivileged as the server, and may therefore signal it.
+The fork follows the root phase, so that init is as unprivileged as the server, and may signal it.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signa
 
 
 def fork_from_init() -> None:
-    """As PID 1: return in a child, and stay behind as init until it ends, ending as it did. Else: nothing.
+    """As PID 1, return in a child, and exit as init with the child's exit code. Otherwise, return at once.
 
     The container's entry point (docker/sandbox/hold.c) has blocked the signals that end it.
     """

@@ -1,4 +1,4 @@
-"""User namespaces: which ids there are for slots, entering one with its maps, and why the kernel refuses one."""
+"""User namespaces: the ids for slots, entering a namespace with its maps, and why the kernel refuses one."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CREATORS = 1024
 
 
 def free_range() -> tuple[int, int, int]:
-    """(first id outside, ids of a slot, ids to create namespaces from), of what this namespace maps itself."""
+    """(first id outside, ids of a slot, ids to create namespaces from), within the ids that this namespace maps."""
     with open("/proc/self/uid_map", encoding="ascii") as file:
         extents = [(int(inside), int(count)) for inside, _, count in (line.split() for line in file)]
     wanted = SLOT_IDS + 1 + CREATORS
@@ -111,7 +111,7 @@ def write_maps(extents: list[tuple[int, int, int]]) -> Callable[[int], None]:
 
 
 def newidmap(uids: list[tuple[int, int, int]], gids: list[tuple[int, int, int]]) -> Callable[[int], None]:
-    """A function that has the system's programs write these maps, as an ordinary user must."""
+    """A function that writes these maps by `newuidmap` and `newgidmap`, as an ordinary user must."""
     import subprocess
 
     def write(pid: int) -> None:

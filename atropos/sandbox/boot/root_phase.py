@@ -1,9 +1,9 @@
 """Drops privileges before the server listens, starts a thread or reads a request.
 
-As root: what only root can do is done (a /proc without masks, cgroup directories, a way to files under closed folders),
-then this process enters a user namespace that maps a range of ids that nobody else uses, and executes itself again.
-Kernel-wise it is from then on an ordinary uid without a capability over the host or the container. As an ordinary user:
-the same with the ids of /etc/subuid, or with one's own id alone.
+As root: this process does what only root can (a /proc without masks, cgroup directories, access to files below closed
+folders), enters a user namespace that maps an unused range of ids, and executes itself again. To the kernel it is then an
+ordinary uid without a capability over the host or the container. As an ordinary user: the same with the ids of
+/etc/subuid, or with the user's own id alone.
 
 The second stage finds its configuration and what the first one prepared in an inherited memory file.
 """
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from atropos.config import ServerConfig
 
 _TO_ENTER_SLOTS = ("SYS_CHROOT", "SYS_PTRACE")
-"""Capabilities that the kernel asks for where a mount namespace is entered by its PID 1, which is not dumpable."""
+"""Capabilities needed to enter a mount namespace by the pidfd of its PID 1, which is not dumpable."""
 SERVER_CAPABILITIES = frozenset(
     ("SYS_ADMIN", "SETUID", "SETGID", "SETFCAP", "CHOWN", "DAC_OVERRIDE", "FOWNER", "FSETID", "KILL", *_TO_ENTER_SLOTS)
 )
@@ -48,8 +48,8 @@ class Entered:
         parent: pid of the process that started the server.
         root: whether the first stage was root.
         disk: a folder on disk for volumes, when the configuration wants them there.
-        cells: where its sized places are mounted; None: `no_cells` says why there are none.
-        images: a descriptor of each one's image.
+        cells: where the cells of that folder are mounted; None: `no_cells` says why there are none.
+        images: a descriptor of each cell's image.
         image_folder: where the store of images is; None: `no_images` says why there is none.
     """
 
@@ -154,7 +154,7 @@ def entered() -> Entered:
 
 
 def enter(config: ServerConfig | RootPhaseSettings) -> None:
-    """Leave privilege: in the first stage this executes the program again and doesn't return; in the second it does.
+    """Drop privileges. The first stage executes the program again and doesn't return; the second stage returns.
 
     Raises:
         IsolationUnavailable: the host or container doesn't allow it; the message says what to change.
@@ -162,11 +162,11 @@ def enter(config: ServerConfig | RootPhaseSettings) -> None:
     _load()
     if _entered is not None:
         if config.die_with_parent:
-            _arm(_entered.parent)
+            _die_with_parent(_entered.parent)
         return
     parent = os.getppid()
     if config.die_with_parent:
-        _arm(parent)
+        _die_with_parent(parent)
     check_programs()
     _first_stage(config if isinstance(config, RootPhaseSettings) else RootPhaseSettings.of(config), parent)
 
@@ -207,8 +207,8 @@ def _load() -> None:
         os.set_inheritable(fd, False)
 
 
-def _arm(parent: int) -> None:
-    """Die with the parent process. A change of ids or namespace disarms this, so each stage calls it."""
+def _die_with_parent(parent: int) -> None:
+    """Have the kernel kill this process with its parent. A change of ids or namespace ends that, so each stage calls it."""
     syscalls.prctl(syscalls.PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)
@@ -240,7 +240,7 @@ def _first_stage(config: RootPhaseSettings, parent: int) -> NoReturn:
     syscalls.prctl(syscalls.PR_SET_NO_NEW_PRIVS, 1)
     syscalls.keep_only(SERVER_CAPABILITIES)
     if config.die_with_parent:
-        _arm(parent)
+        _die_with_parent(parent)
     _execute_again(config, entered)
 
 
@@ -262,7 +262,7 @@ def _execute_again(config: RootPhaseSettings, entered: Entered) -> NoReturn:
 
 def _as_root(config: RootPhaseSettings, entered: Entered) -> Entered:
     base, slot_ids, creators = namespaces.free_range()
-    server = base + slot_ids  # kernel-wise: a uid of its own, so that no slot can use up what is counted per user
+    server = base + slot_ids  # a uid of its own, so that no slot can use up what the kernel counts per user
     try:
         syscalls.unshare(syscalls.CLONE_NEWNS)
         syscalls.mount(None, "/", None, syscalls.MS_REC | syscalls.MS_PRIVATE)
@@ -287,7 +287,7 @@ def _as_root(config: RootPhaseSettings, entered: Entered) -> Entered:
     folders.expose([*folders.needed_paths(config.base_paths), *filter(None, [image_folder])])
     for path in config.base_paths:
         if os.path.isdir(path) and os.stat(path).st_uid == 0:
-            folders.show_as_ours(path, base, slot_ids)
+            folders.map_ids(path, base, slot_ids)
     own = f"{entered.scratch}/server"
     os.mkdir(own, 0o755)
     namespaces.enter_namespaces(

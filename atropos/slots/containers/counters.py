@@ -27,13 +27,13 @@ class Counters:
     """What a pool counts over its whole life, containers that ended included; bounded.
 
     Attributes:
-        acquire: by `start` (warm: room was there at once; cold: a container or a slot had to come) and result.
+        acquire: by `start` (warm: a slot was free; cold: the acquire had to wait) and result.
         fork: the same for leases on a snapshot, by result.
         prepare: an image in one container, by result.
-        build: a step of a Dockerfile or task, by result; `found`: another one had built it meanwhile.
+        build: a step of a Dockerfile or task, by result; `found`: it was built already.
         operation: every operation in a slot, by its name and outcome.
         reset: slots given back, as their servers measured it; retired where the sandbox could not be confirmed gone.
-        faults: infrastructure failures that callers met, by code.
+        faults: infrastructure failures raised to callers, by code.
     """
 
     def __init__(self) -> None:
@@ -52,7 +52,7 @@ class Counters:
 
     @contextlib.contextmanager
     def measure(self, observe: Callable[[float, str], None]) -> Generator[Outcome]:
-        """Around what is measured; then `observe` is called with its seconds and its result.
+        """Context that measures its block, and calls `observe` with the seconds and the result.
 
         The result is the outcome's, which the block may set, or the code of the failure, which is counted.
         """
@@ -66,7 +66,7 @@ class Counters:
             observe(time.perf_counter() - started, outcome.result)
 
     def measure_operation(self, name: str) -> contextlib.AbstractContextManager[Outcome]:
-        """Around an operation in a slot."""
+        """Context that measures an operation in a slot."""
         return self.measure(lambda seconds, result: self.operation.observe(seconds, name, result))
 
     def failed(self, error: BaseException) -> str:

@@ -29,7 +29,7 @@ class Seat:
         free: memory thought leasable, that of grants under way not among it.
         reserved, reserved_mib: grants under way, and their memory.
         leased, leased_mib: leases that this pool holds.
-        retired, retired_mib: slots the container has given up.
+        retired, retired_mib: slots that the container has retired.
         pins: snapshots that are kept there; while there are any the container is in use.
         idle_since: when its last lease ended (or it joined), on the caller's monotonic clock, seconds.
         kept_for: the large lease that gets what comes free here.
@@ -54,7 +54,7 @@ class Seat:
 
     @property
     def unaccounted(self) -> bool:
-        """Whether some memory is neither free nor this pool's: another pool's, warming, or of a lost answer."""
+        """Whether some memory is neither free nor this pool's: another client's, warming, or of a lost answer."""
         return self.free + self.reserved_mib + self.leased_mib + self.retired_mib < self.capacity
 
     @property
@@ -68,7 +68,7 @@ class Ticket:
     """One waiting acquire: of `mib` memory.
 
     Attributes:
-        pin: only this container will do (it holds the snapshot).
+        pin: the only container that can serve it, since it has the snapshot; None: any.
         waited: whether room was not there at once.
     """
 
@@ -188,7 +188,7 @@ class Fleet:
 
     @property
     def wanted_slots(self) -> int:
-        """Slots asked for by those whom any container could serve; what is free in containers kept for them is had already."""
+        """Slots that unpinned acquires wait for, less what is free in containers kept for them."""
         kept = sum(seat.free for seat in self._kept if seat.kept_for is not None and seat.kept_for.pin is None)
         return -(-(self.waiting_mib - kept) // self.slot_mib)
 
@@ -198,7 +198,7 @@ class Fleet:
         return self.free - sum(seat.free // self.slot_mib for seat in self._kept)
 
     def withdraw(self, ticket: Ticket) -> None:
-        """Take a ticket out of the line; idempotent."""
+        """Remove a ticket from the line. Idempotent."""
         if not ticket.waiting:
             return
         self._served(ticket)
@@ -321,14 +321,14 @@ class Fleet:
         return seat
 
     def _keep(self, seat: Seat, ticket: Ticket) -> None:
-        """What comes free in this container is for this large lease."""
+        """Reserve what comes free in this container for a large lease."""
         seat.kept_for = ticket
         self._kept.add(seat)
 
     def _unkeep(self, seat: Seat) -> Ticket | None:
         ticket, seat.kept_for = seat.kept_for, None
         self._kept.discard(seat)
-        self._set_free(seat, seat.free)  # others may have it again
+        self._set_free(seat, seat.free)  # others may use it again
         return ticket
 
     def _served(self, ticket: Ticket) -> None:
@@ -355,7 +355,7 @@ class Fleet:
         return None
 
     def _place(self, ticket: Ticket) -> Seat | None:
-        """Where the longest waiting is served; for a large one that fits nowhere, what is to be kept for it."""
+        """The container for the longest waiting ticket; for a large one that fits nowhere, the one to keep for it."""
         if ticket.mib <= self.slot_mib:
             return self._lowest()
         roomy = (entry for entry in self._open if entry[3].kept_for is None and entry[3].free >= ticket.mib)

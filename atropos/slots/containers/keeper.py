@@ -1,4 +1,4 @@
-"""Keeps a pool's containers in line with its backend and its demand: two loops, each over plain decisions."""
+"""Keeps a pool's containers in line with its backend and its demand: two loops that carry out pure decisions."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ class Keeper:
         self._links = links
         self._condemned: set[str] = set()
         self._unreplaced: dict[str, float] = {}
-        """Condemned containers that the backend could not replace, and when to connect to them again, by the pool's clock."""
+        """Condemned containers that the backend could not replace, and when to reconnect to them, by the pool's clock."""
         self._left: dict[str, set[str]] = {}
-        """Snapshots that containers may still have from before they were lost, by the containers' ids."""
+        """Snapshots that containers may still have from before they were lost, by the container's id."""
         self._worn: set[str] = set()
         """Containers that were closed because of their retired slots; replaced when their leases have ended."""
         self.asked = 0
@@ -65,7 +65,7 @@ class Keeper:
         while True:
             await self._backend.changed()
             self.reconcile()
-            self._state.moved()
+            self._state.changed()
 
     def reconcile(self) -> None:
         """Connect to what is new and running; drop what the backend says is gone.
@@ -77,7 +77,7 @@ class Keeper:
         for key, link in list(self._links.items()):
             now = listed.get(key)
             if now is None or now.state == "dead":
-                self._drop(link, (now.detail if now else "") or "the backend has it no more")
+                self._drop(link, (now.detail if now else "") or "the backend no longer lists it")
             else:
                 link.container = now
                 if now.state == "ending":
@@ -102,7 +102,7 @@ class Keeper:
         try:
             async with asyncio.timeout(patience_s):
                 await link.connect()
-                await self._tidy(link)
+                await self._drop_old_snapshots(link)
                 status = await link.client.status()
         except TimeoutError:
             await self._condemn(link, f"its sandbox server did not answer within {patience_s:g} s")
@@ -119,9 +119,9 @@ class Keeper:
     def _drop(self, link: ContainerLink, reason: str) -> None:
         """Forget a container; its leases end as lost."""
         if self._links.pop(link.container.id, None) is not None:
-            tried_in_vain = self._backend.outage() and link.seat.key not in self._state.fleet.seats
+            never_joined = self._backend.outage() and link.seat.key not in self._state.fleet.seats
             log.log(
-                logging.DEBUG if tried_in_vain else logging.INFO, "container %s is gone: %s", link.container.id, reason
+                logging.DEBUG if never_joined else logging.INFO, "container %s is gone: %s", link.container.id, reason
             )
         if link.snapshots:
             self._left.setdefault(link.container.id, set()).update(each.id for each in link.snapshots)
@@ -129,8 +129,8 @@ class Keeper:
         self._state.serve()
         self._state.replan()
 
-    async def _tidy(self, link: ContainerLink) -> None:
-        """Drop our old snapshots on a server that came back: it ends our old leases by itself, but keeps snapshots."""
+    async def _drop_old_snapshots(self, link: ContainerLink) -> None:
+        """Drop this pool's old snapshots on a server that came back: it has ended the old leases, but keeps snapshots."""
         left = self._left.get(link.container.id, set())
         for snapshot_id in list(left):
             await link.client.drop_snapshot(snapshot_id)
@@ -147,8 +147,7 @@ class Keeper:
     async def _condemn(self, link: ContainerLink, reason: str) -> None:
         """Drop a container that is listed but can't be used, and have the backend replace it.
 
-        One that the backend can't replace now is connected to again later: it may be sound, and only the engine was
-        unreachable.
+        If the backend can't replace it now, reconnect later: perhaps only the engine was unreachable.
         """
         if link.gone is not None:
             return
@@ -158,14 +157,14 @@ class Keeper:
             await self._backend.retire(link.container)
         except (SandboxError, NotImplementedError) as error:
             self.trouble = f"container {link.container.id} could not be replaced: {error}"
-            log.log(self._loudness, "%s", self.trouble)
+            log.log(self._refusal_level, "%s", self.trouble)
             if isinstance(error, SandboxError):
                 self._unreplaced[link.container.id] = self._state.now() + ASK_AGAIN_S
 
     # ---------------------------------------------------------------------------------------------------- scaling
 
     @property
-    def _loudness(self) -> int:
+    def _refusal_level(self) -> int:
         """Log level of a refusal; lower during an outage that was already logged."""
         return logging.DEBUG if self._backend.outage() else logging.WARNING
 
@@ -174,8 +173,8 @@ class Keeper:
         """Asked for or seen, and not ending."""
         return max(self._seen, self.asked)
 
-    def _situation(self) -> PoolState:
-        """What scaling decides on."""
+    def _scaling_state(self) -> PoolState:
+        """The input of `plan`."""
         fleet = self._state.fleet
         return PoolState(
             containers=self.containers,
@@ -197,7 +196,7 @@ class Keeper:
         )
 
     def _needed(self) -> int:
-        """How many containers there are up to the highest index in use; all of them while acquires wait."""
+        """The number of containers up to the highest index in use; all of them while acquires wait."""
         fleet = self._state.fleet
         if fleet.waiting:
             return self.containers
@@ -206,7 +205,7 @@ class Keeper:
         return max(busy, default=0)
 
     async def scale(self) -> None:
-        """Ask the backend for what `plan` says, until cancelled; a refusal is logged and retried with exponential back-off."""
+        """Scale the backend as `plan` decides, until cancelled; a refusal is logged and retried with exponential back-off."""
         backoff = Backoff(*REFUSED_S)
         while True:
             self._state.demand.clear()
@@ -214,16 +213,16 @@ class Keeper:
                 self.reconcile()
             if self._state.fleet.waiting:
                 self._wanted_at = self._state.now()
-            situation = self._situation()
+            situation = self._scaling_state()
             await self._replace_worn(situation)
             decided = plan(situation, self._limits)
             grow = decided.target > self.containers or self._missing(decided.target)
-            if grow or (decided.target < self.containers and await self._really_idle(decided.target)):
+            if grow or (decided.target < self.containers and await self._idle_for_all(decided.target)):
                 try:
                     await self.ask(decided.target, decided.reason)
                     backoff.worked()
                 except BackendUnavailable as error:
-                    log.log(self._loudness, "the backend refused %d containers: %s", decided.target, error)
+                    log.log(self._refusal_level, "the backend refused %d containers: %s", decided.target, error)
                     self.trouble = str(error)
                     await asyncio.sleep(backoff.failed())
                     self._state.replan()
@@ -255,7 +254,7 @@ class Keeper:
         return self._seen < target and self._state.now() > self._asked_at + ASK_AGAIN_S
 
     async def ask(self, count: int, reason: str) -> None:
-        """Tell the backend how many there should be."""
+        """Request a number of containers from the backend."""
         if count != self.asked:
             log.info("%d containers are requested (%d before): %s", count, self.containers, reason)
         before = self.asked
@@ -271,7 +270,7 @@ class Keeper:
         self.trouble = ""
         self._seen = sum(container.state in {"starting", "running"} for container in self._backend.containers())
 
-    async def _really_idle(self, target: int) -> bool:
+    async def _idle_for_all(self, target: int) -> bool:
         """Whether no other client holds leases in the containers that shrinking to `target` would end."""
         for link in [link for link in self._links.values() if link.seat.index >= target]:
             if not await self._unused(link):
@@ -280,7 +279,7 @@ class Keeper:
         return True
 
     async def _unused(self, link: ContainerLink) -> bool:
-        """Whether nobody holds a lease in a container; False where it doesn't say."""
+        """Whether no client holds a lease in a container; False if it doesn't answer."""
         try:
             status = await link.client.status()
         except SandboxError:

@@ -1,4 +1,4 @@
-"""One container, as the pool is connected to it: its client, its counts, and what this pool holds there."""
+"""The pool's connection to one container: its client, its counts, and what this pool holds there."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ log = logging.getLogger("atropos.slots")
 CONNECT_PAUSE_S = (0.02, 1.0)
 """First and longest pause between attempts to reach a server that is still starting."""
 RECHECK_S = (0.05, 2.0)
-"""First and longest pause between checks of a container whose free slots are in doubt."""
+"""First and longest pause between polls of a container whose count is in doubt."""
 CLOSE_S = 3.0
-"""Longest a client's orderly close may take."""
+"""Longest that closing a client may take."""
 RELEASE_TRIES = 6
-"""Attempts to give a slot back before its container is taken to be broken."""
+"""Attempts to release a slot before its container counts as broken."""
 
 
 class ContainerClient(FileClient, Protocol):
@@ -64,15 +64,15 @@ class ContainerClient(FileClient, Protocol):
         ...
 
     async def drop_snapshot(self, snapshot_id: str) -> None:
-        """Forget a frozen slot."""
+        """As `SandboxClient.drop_snapshot`."""
         ...
 
     async def copy_snapshot(self, snapshot_id: str, to: Self) -> wire.SnapshotInfo:
-        """Bring a frozen slot to another server, by its client."""
+        """As `SandboxClient.copy_snapshot`."""
         ...
 
     async def capabilities(self) -> wire.Capabilities:
-        """What the server can isolate."""
+        """As `SandboxClient.capabilities`."""
         ...
 
     async def status(self) -> wire.Status:
@@ -81,7 +81,7 @@ class ContainerClient(FileClient, Protocol):
 
 
 ClientFactory = Callable[[Container, Callable[[wire.LeaseEnded], None], Callable[[int], None]], ContainerClient]
-"""Makes the client of a container, given what to call when a lease ended and when slots came free."""
+"""Makes the client of a container, from callbacks for ended leases and for free slots."""
 
 
 class HeldSlot(Protocol):
@@ -98,7 +98,7 @@ class HeldSlot(Protocol):
         ...
 
     def end(self, reason: SandboxError) -> None:
-        """The lease is over, and why."""
+        """End the lease for this reason."""
         ...
 
     def start_release(self) -> object:
@@ -126,12 +126,12 @@ class ContainerLink:
         state: the pool's.
         container: as the backend listed it.
         make_client: how it is connected to.
-        condemn: has a container replaced that can't be used any more.
+        condemn: replaces a container that can't be used any more.
 
     Attributes:
         slots: leased here, by lease id.
         snapshots: kept here.
-        gone: why nothing can be done with it any more; None while something can.
+        gone: why it can't be used any more; None while it can.
         task: what connects it and waits for its end.
     """
 
@@ -151,8 +151,8 @@ class ContainerLink:
         self.gone: str | None = None
         self.task: asyncio.Task[None] | None = None
         self._condemn = condemn
-        self._look: asyncio.Task[None] | None = None
-        self._look_again = asyncio.Event()
+        self._polling: asyncio.Task[None] | None = None
+        self._poll_again = asyncio.Event()
         state.fleet.expect(self.seat)
 
     def __repr__(self) -> str:
@@ -196,7 +196,7 @@ class ContainerLink:
             )
 
     def join(self, status: wire.Status) -> None:
-        """The container is connected and can be leased from."""
+        """Add the connected container to the fleet."""
         state = self.state
         state.fleet.join(self.seat, slots=status.slots, free=status.free_mib, now=state.now())
         self.seat.retired, self.seat.retired_mib = status.retired, status.retired_mib
@@ -204,22 +204,22 @@ class ContainerLink:
             state.doubtful.add(self.container.id)
         if status.draining:
             self.close()
-        state.moved()
+        state.changed()
         state.serve()
         state.replan()
 
     def close(self) -> None:
-        """The container takes no new leases; it will be replaced or end."""
+        """Take no new leases from the container, which is about to end."""
         for ticket in self.state.fleet.close(self.seat):
             self.state.fail(ticket, SlotLost(f"container {self.container.id}, which holds the snapshot, is ending"))
         self.state.replan()
 
     async def condemn(self, reason: str) -> None:
-        """Have the container replaced: it can't be used any more."""
+        """Replace the container, which can't be used any more."""
         await self._condemn(self, reason)
 
     def lose(self, reason: str) -> None:
-        """The container is gone: its leases end now, and so does every acquire that waits for it alone."""
+        """End its leases, and every acquire that waits for it alone: the container is gone."""
         if self.gone is not None:
             return
         self.gone = reason
@@ -234,7 +234,7 @@ class ContainerLink:
         for ticket in state.fleet.leave(self.seat):
             state.fail(ticket, SlotLost(f"the container that holds the snapshot is gone: {reason}"))
         state.tasks.spawn(self._close_client(), f"close {self.container.id}")
-        for task in (self.task, self._look):
+        for task in (self.task, self._polling):
             if task is not None and task is not asyncio.current_task():
                 task.cancel()
 
@@ -278,7 +278,7 @@ class ContainerLink:
             return
         state.fleet.returned(self.seat, mib, clean=clean, now=state.now())
         if not clean:
-            self.look()
+            self.recount()
         if not self.seat.open:
             state.replan()
         state.serve()
@@ -293,7 +293,7 @@ class ContainerLink:
         slot.end(from_code(message.code, message.message))
         self.state.counters.lost += 1
         self.state.fleet.returned(self.seat, slot.mib, clean=False, now=self.state.now())
-        self.look()
+        self.recount()
 
     def _capacity(self, free_mib: int) -> None:
         """A slot came free in a container that had refused."""
@@ -301,37 +301,37 @@ class ContainerLink:
             self.state.fleet.counted(self.seat, free_mib)
             self.state.serve()
 
-    def look(self, *, wait: bool = False) -> None:
-        """Poll the container's count of free memory soon, and again while acquires wait for a slot that it may have.
+    def recount(self, *, wait: bool = False) -> None:
+        """Poll the container's count of free memory soon, and repeatedly while acquires wait for a slot that it may have.
 
         Args:
-            wait: not at once, since it was polled just now.
+            wait: pause first, since it was just polled.
         """
         if self.gone is not None:
             return
-        if self._look is None or self._look.done():
-            self._look = self.state.tasks.spawn(self._recount(wait=wait), f"count {self.container.id}")
+        if self._polling is None or self._polling.done():
+            self._polling = self.state.tasks.spawn(self._poll(wait=wait), f"count {self.container.id}")
         elif not wait:
-            self._look_again.set()
+            self._poll_again.set()
 
     def _counted(self, status: wire.Status) -> None:
-        """The container gave its own count."""
+        """Record the container's own count."""
         self.seat.retired, self.seat.retired_mib = status.retired, status.retired_mib
         self.state.fleet.counted(self.seat, status.free_mib)
         if status.draining:
             self.close()
         self.state.serve()
 
-    async def _recount(self, *, wait: bool) -> None:
+    async def _poll(self, *, wait: bool) -> None:
         fleet, seat = self.state.fleet, self.seat
         backoff = Backoff(*RECHECK_S)
         while self.gone is None:
             if wait:
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(backoff.failed()):
-                        await self._look_again.wait()
+                        await self._poll_again.wait()
             wait = True
-            self._look_again.clear()
+            self._poll_again.clear()
             try:
                 status = await self.client.status()
             except SandboxError as error:
@@ -344,6 +344,6 @@ class ContainerLink:
                 self.state.doubtful.add(self.container.id)  # polled again when an acquire waits
                 return
             if missed := fleet.missed(seat):
-                # Asked all the same: a server reports a free slot to, and keeps it for, only clients that it has refused.
-                # Others in line would else take each slot in the moment in which they give it back.
+                # Request a lease anyway: a server reserves a free slot only for clients that it has refused. Without
+                # that, other clients would take back each slot at the moment they release it.
                 self._capacity(missed)

@@ -23,15 +23,15 @@ class PoolState:
     """What scaling decides on.
 
     Attributes:
-        containers: asked for or seen, and not ending; those that are still coming included.
+        containers: requested or seen, and not ending.
         ready: of these, the ones whose slots can be leased.
         closing: of these, the ones that take no new leases any more.
         free: slots that can be leased now.
         waiting: slots that acquires wait for which any container could serve, a large lease counting as several; those
             bound to a snapshot's container are not among them.
         needed: how many containers reach up to the highest-index one that is in use, or was within `idle_s`.
-        late: of these, the ones that are not even starting though nobody has waited for a slot for `idle_s`: the engine has
-            no place for them, and they are not waited for any more.
+        late: requested containers that have not appeared although no acquire has waited for `idle_s`: the engine has no
+            place for them, and shrinking does not wait for them.
     """
 
     containers: int
@@ -50,7 +50,7 @@ class PoolState:
 
 @dataclass(frozen=True)
 class Plan:
-    """The number of containers to ask for; unchanged from the state's `containers` means: do nothing."""
+    """The number of containers to request; the state's own `containers` means no change."""
 
     target: int
     reason: str = ""
@@ -79,7 +79,7 @@ def plan(state: PoolState, limits: Limits) -> Plan:
 
 
 def worn_out(state: PoolState, limits: Limits, seats: Iterable[Seat]) -> Seat | None:
-    """Which container to close and replace, since its retired slots are missed and no further container is allowed.
+    """The container to close and replace because its retired slots are needed and no further container is allowed.
 
     One at a time, the one with the most retired slots first; containers that keep snapshots stay.
     """

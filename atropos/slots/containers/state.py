@@ -22,12 +22,11 @@ class SharedState:
     """A pool's shared state. Parts change it through its methods and never call each other upwards.
 
     Attributes:
-        client_id: what the pool calls itself towards servers.
-        phase: where the pool is in its life.
+        client_id: the pool's name on servers.
         tasks: all background work but the pool's own loops.
         returning: releases and drops under way; `SlotPool.stop` waits for them.
-        doubtful: ids of containers whose free slots are not known; asked again when somebody waits.
-        news: set when something that `start` or `outlast` may wait for has changed.
+        doubtful: ids of containers whose free slots are not known; polled again when an acquire waits.
+        news: set when something that `start` or `wait_for_engine` may wait for has changed.
         demand: set when the number of containers should be planned again.
         waiters: the acquires in line.
     """
@@ -52,7 +51,7 @@ class SharedState:
         return time.monotonic()
 
     def give_back(self, work: Coroutine[object, object, None], name: str) -> asyncio.Task[None]:
-        """Start a release or drop, which goes on whatever becomes of its caller."""
+        """Start a release or drop, which continues when its caller is cancelled."""
         task = self.tasks.spawn(work, name)
         self.returning.add(task)
         task.add_done_callback(self.returning.discard)
@@ -88,11 +87,11 @@ class SharedState:
     # --------------------------------------------------------------------------------------------------------- news
 
     def replan(self) -> None:
-        """Have the number of containers planned again."""
+        """Plan the number of containers again."""
         self.demand.set()
 
-    def moved(self) -> None:
-        """Wake `start` and `outlast`; fail the waiting acquires where none can be served any more."""
+    def changed(self) -> None:
+        """Wake `start` and `wait_for_engine`; fail the waiting acquires where none can be served any more."""
         self.news.set()
         if (failure := self.hopeless()) is not None:
             self.fail_all(failure)
@@ -100,7 +99,7 @@ class SharedState:
     def refuse(self, error: Exception) -> None:
         """Record that containers start but lack what the configuration requires."""
         self._refusal = error
-        self.moved()
+        self.changed()
 
     def failure(self) -> Exception | None:
         """Why no container will ever be usable; None while one may be."""

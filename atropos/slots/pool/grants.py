@@ -1,4 +1,4 @@
-"""Grants leases to waiting acquires, first come, first served; a cancelled acquire leaks nothing."""
+"""Grants leases to waiting acquires, first come, first served. A cancelled acquire leaks nothing."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from atropos.slots.slot.snapshots import Snapshot
 
 log = logging.getLogger("atropos.slots")
 
-CONTRARY_S = 0.01
+REFUSED_S = 0.01
 """Pause before retrying a container that refuses although it reports room."""
 IN_TURN_S = 0.1
-"""Longest that an acquire waits for the answer of the one before it."""
+"""Longest that an acquire waits for the one before it, in seconds."""
 
 
 class Grants:
@@ -130,22 +130,22 @@ class Grants:
         state.replan()
         while state.doubtful:
             if (link := self._links.get(state.doubtful.pop())) is not None:
-                link.look(wait=True)
+                link.recount(wait=True)
 
     async def _grant(
         self, link: ContainerLink, ticket: Ticket, request: wire.LeaseRequest, snapshot: Snapshot | None
     ) -> Slot | None:
         """Lease a slot of a container; runs to its end even when the caller is cancelled."""
         state = self._state
-        if snapshot is not None and not await self._brought(snapshot, link, ticket):
+        if snapshot is not None and not await self._bring_snapshot(snapshot, link, ticket):
             return None
         try:
             lease = await link.client.acquire(request)
         except PoolFull as error:
             state.fleet.refused(ticket, free=error.free_mib)
-            link.look(wait=True)
+            link.recount(wait=True)
             if error.free_mib >= ticket.mib:
-                await asyncio.sleep(CONTRARY_S)
+                await asyncio.sleep(REFUSED_S)
             return None
         except SandboxError as error:
             if not error.retryable or (
@@ -156,7 +156,7 @@ class Grants:
                 raise
             log.info("container %s refused a lease: %s", link.container.id, error)
             state.fleet.refused(ticket, free=0)
-            link.look(wait=True)
+            link.recount(wait=True)
             return None
         except BaseException:
             state.fleet.abandon_reservation(ticket)
@@ -171,12 +171,11 @@ class Grants:
         slot = link.slots[lease.lease_id] = Slot(link, lease, request, ticket.mib)
         return slot
 
-    async def _brought(self, snapshot: Snapshot, link: ContainerLink, ticket: Ticket) -> bool:
-        """Whether the container has the snapshot now; if not, forks wait for a slot where it is.
+    async def _bring_snapshot(self, snapshot: Snapshot, link: ContainerLink, ticket: Ticket) -> bool:
+        """Copy the snapshot to the container, if it isn't there; False: wait for a slot of a container that has it.
 
         Raises:
-            SandboxError: it can't be copied, and no slot is free where it is. Only a container without room for it is
-                waited for.
+            SandboxError: it can't be copied for another reason than room, and no slot is free where it is.
         """
         try:
             await snapshot.bring(link)
@@ -201,7 +200,7 @@ class Grants:
         snapshot: Snapshot | None,
         before: asyncio.Task[Slot | None] | None,
     ) -> Slot | None:
-        """As `_grant`, after the one before: a container's answers come over many connections and overtake each other."""
+        """As `_grant`, in order: a container's answers come over several connections and may overtake each other."""
         slot = await self._grant(link, ticket, request, snapshot)
         if before is not None and not before.done():
             await asyncio.wait([before], timeout=IN_TURN_S)
@@ -213,20 +212,20 @@ class Grants:
         """Turn a reservation into a lease; None: try elsewhere. When cancelled, a slot that is still granted is released."""
         before = self._last.get(link) if snapshot is None else None
         task = self._state.tasks.spawn(self._in_turn(link, ticket, request, snapshot, before), "grant", awaited=True)
-        if snapshot is None:  # a fork may wait for a copy; others don't wait for it
+        if snapshot is None:  # a fork may wait for a copy, which must not delay others
             self._last[link] = task
             task.add_done_callback(lambda ended: self._forget(link, ended))
         try:
             return await asyncio.shield(task)
         except asyncio.CancelledError:
-            task.add_done_callback(self._unwanted)
+            task.add_done_callback(self._release_unwanted)
             raise
 
     def _forget(self, link: ContainerLink, ended: asyncio.Task[Slot | None]) -> None:
         if self._last.get(link) is ended:
             del self._last[link]
 
-    def _unwanted(self, task: asyncio.Task[Slot | None]) -> None:
+    def _release_unwanted(self, task: asyncio.Task[Slot | None]) -> None:
         if not task.cancelled() and task.exception() is None and (slot := task.result()) is not None:
             slot.start_release()
         self._state.serve()

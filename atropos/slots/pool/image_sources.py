@@ -1,7 +1,6 @@
 """Images that only the pool's own machine can read, as archives for sandbox servers.
 
-The name that a server keeps such an image under holds the SHA-256 of its content: another file at the same path is
-another image.
+A server's name of such an image has the SHA-256 of its content, so that a changed file is another image.
 """
 
 from __future__ import annotations
@@ -33,22 +32,22 @@ class Archive:
     Attributes:
         source: the name for the server: `docker-archive:` or `oci-archive:`, and a digest.
         path: the file.
-        made: whether it was made for this, so that `close` removes it.
+        temporary: whether `close` removes the file.
     """
 
     source: str
     path: Path
-    made: bool
+    temporary: bool
 
     async def chunks(self) -> AsyncIterator[bytes]:
-        """Its bytes."""
+        """The content of the file."""
         with await asyncio.to_thread(self.path.open, "rb") as file:
             while chunk := await asyncio.to_thread(file.read, CHUNK):
                 yield chunk
 
     def close(self) -> None:
-        """Remove what was made."""
-        if self.made:
+        """Remove a temporary file."""
+        if self.temporary:
             self.path.unlink(missing_ok=True)
 
 
@@ -63,17 +62,17 @@ def archive_of(source: ImageSource, docker_host: str | None = None) -> Archive:
     path = Path(source.name)
     try:
         if source.transport in {"oci-archive", "docker-archive"}:
-            return Archive(f"{source.transport}:sha256-{_digest(path)}", path, made=False)
+            return Archive(f"{source.transport}:sha256-{_digest(path)}", path, temporary=False)
         with tempfile.NamedTemporaryFile(prefix="atropos-image-", suffix=".tar", delete=False) as file:
             made = Path(file.name)
             try:
                 if source.transport == "docker-daemon":
-                    return Archive(f"docker-archive:{_save(source.name, docker_host, file)}", made, made=True)
+                    return Archive(f"docker-archive:{_save(source.name, docker_host, file)}", made, temporary=True)
                 write = _write_layout if source.transport == "oci" else _write_folder
                 write(path, file)
                 file.flush()
                 kind = "oci-archive" if source.transport == "oci" else "docker-archive"
-                return Archive(f"{kind}:sha256-{_digest(made)}", made, made=True)
+                return Archive(f"{kind}:sha256-{_digest(made)}", made, temporary=True)
             except BaseException:
                 made.unlink(missing_ok=True)
                 raise
@@ -87,7 +86,7 @@ def _digest(path: Path) -> str:
 
 
 def _write_layout(path: Path, file: IO[bytes]) -> None:
-    """An OCI layout with one image, in the order of its names so that the same one has the same digest."""
+    """Write an OCI layout with one image; files are sorted, so that equal layouts have one digest."""
     layout, index = _one_image(path)
     with tarfile.open(fileobj=file, mode="w") as tar:
         for each in sorted(layout.rglob("*")):
@@ -122,7 +121,7 @@ def _one_image(path: Path) -> tuple[Path, bytes]:
 
 
 def _write_folder(path: Path, file: IO[bytes]) -> None:
-    """A root file system as the one layer of an image (Docker image specification 1.2, combined archive)."""
+    """Write a root file system as an image of one layer (Docker image specification 1.2, combined archive)."""
     if not path.is_dir():
         raise ConfigError(f"image: dir:{path} is not a folder")
     with tempfile.TemporaryFile() as layer:
@@ -147,7 +146,7 @@ def _write_folder(path: Path, file: IO[bytes]) -> None:
 
 
 def _save(name: str, docker_host: str | None, file: IO[bytes]) -> str:
-    """Write an engine's image; its id, since an engine's archive of one image is not always the same."""
+    """Write an engine's image. Returns its id, which names it: an engine's archives of one image differ."""
     import docker
     from docker.errors import DockerException
 

@@ -51,7 +51,7 @@ class PoolImages:
             The source's name in leases, and what the image is; None where no container is there yet.
 
         Raises:
-            ConfigError: it names no image, or none that is here.
+            ConfigError: it names no image, or no local one.
             ImageUnavailable: no container could prepare it, or not within `prepare_timeout_s`; says which phase failed.
             SlotLost: the containers ended meanwhile.
         """
@@ -75,7 +75,7 @@ class PoolImages:
         return name, next(task.result() for task in tasks if task.exception() is None)
 
     async def leased(self, image: str, grant: Callable[[str], Awaitable[T]]) -> T:
-        """What `grant` makes of an image's name in leases; prepared first, and once more where a server has lost it.
+        """Prepare an image, and call `grant` with its name in leases; once more where a server has lost the image.
 
         Raises:
             ConfigError, ImageUnavailable, SlotLost: as `prepare`.
@@ -89,7 +89,7 @@ class PoolImages:
             return await grant(source)
 
     async def find(self, source: str) -> ImageInfo | None:
-        """What a source of the servers' own means, in the first container that has it."""
+        """The image of a source that only servers know, from the first container that has it."""
         for link in [link for link in self._links.values() if link.seat.open]:
             if (found := await link.client.images.find(source)) is not None:
                 return found
@@ -123,7 +123,7 @@ class PoolImages:
     async def _prepare(
         self, link: ContainerLink, name: str, archive: Archive | None, progress: Progress | None
     ) -> ImageInfo:
-        seen: list[str] = ["asked for"]
+        seen: list[str] = ["requested"]
 
         def report(state: ImageState) -> None:
             seen[0] = state.phase if state.done is None else f"{state.phase} {state.done:.0%}"
@@ -174,7 +174,7 @@ class PoolImages:
         return [each.result() for each in self._archives.values() if each.done() and not _failed(each)]
 
     async def aclose(self) -> None:
-        """Remove what was made for this pool."""
+        """Remove temporary archives."""
         if self._archives:
             await asyncio.wait(self._archives.values())
         for archive in self._made():

@@ -34,7 +34,7 @@ from atropos.wire import ImageInfo, ImageState, LeaseLimits
 log = logging.getLogger("atropos.slots")
 
 STOP_RELEASE_S = 2.0
-"""How long `stop` waits for slots to be given back one by one; a container that ends ends its leases anyway."""
+"""How long `stop` waits for releases, in seconds; a container that ends ends its leases anyway."""
 
 
 class Buildable(Protocol):
@@ -94,7 +94,7 @@ class SlotPool:
         await self.stop()
 
     async def start(self) -> None:
-        """Start the backend and wait until `min_containers` can be leased from; fewer do where the rest is in trouble.
+        """Start the backend and wait for `min_containers`, or for one where the backend reports trouble with the others.
 
         Raises:
             ConfigError: a setting is wrong.
@@ -141,7 +141,7 @@ class SlotPool:
                         "starting with %d of %d containers", self._state.fleet.ready, self.config.min_containers
                     )
                     return
-                reason = self.backend.trouble() or self._keeper.trouble or self._unheard()
+                reason = self.backend.trouble() or self._keeper.trouble or self._unreachable()
                 text = f"no container could be leased from within start_timeout_s ({self.config.start_timeout_s:g} s)"
                 raise BackendUnavailable(f"{text}: {reason}{host_limits.load()}") from None
 
@@ -151,8 +151,8 @@ class SlotPool:
         except SandboxError as error:
             log.warning("%s; the next lease on it retries", error)
 
-    def _unheard(self) -> str:
-        """The container that was started and doesn't answer, where nothing else gives a reason."""
+    def _unreachable(self) -> str:
+        """A reason where neither the backend nor the keeper has one: a container whose server can't be reached."""
         for container in self.backend.containers():
             if container.url is not None:
                 return f"no server answers at {container.url}: can that address be reached from here?"
@@ -235,7 +235,7 @@ class SlotPool:
 
         Args:
             trajectory_id: for the server's status and logs; one trajectory may hold several slots.
-            snapshot: start from this frozen workspace, in a container that holds it or can be brought it.
+            snapshot: start from this frozen workspace, in a container that has it or can get a copy.
             base: another root file system, by its name in `bases`.
             network: whether the slot gets filtered egress; None: as the pool's `allow_network`.
             image: an image as the root file system: `python:3.13-slim`, `oci-archive:FILE` …; prepared first if need be,
@@ -290,7 +290,7 @@ class SlotPool:
             it then.
 
         Raises:
-            ConfigError: it names no image, or none that is here.
+            ConfigError: it names no image, or no local one.
             ImageUnavailable: it can't be prepared; says which phase failed.
             SlotLost: the containers ended meanwhile.
         """
@@ -314,10 +314,10 @@ class SlotPool:
         return await self._images.find(f"atropos-build:{key}")
 
     def bound_frames(self, max_batch_size: int) -> None:
-        """Change the most calls in a frame, on every connection there is and will be.
+        """Change the most calls in a frame, on all connections.
 
         Raises:
-            ConfigError: it is no positive number.
+            ConfigError: it is not positive.
         """
         if max_batch_size < 1:
             raise ConfigError(f"max_batch_size: {max_batch_size} is not positive")
@@ -332,7 +332,7 @@ class SlotPool:
         if image is not None and base is not None:
             raise ConfigError("base and image exclude each other: set one of them")
 
-    # --------------------------------------------------------------------------------------------------- situation
+    # ------------------------------------------------------------------------------------------------------- stats
 
     def stats(self) -> PoolStats:
         """One consistent count of everything."""
@@ -384,11 +384,11 @@ class SlotPool:
         """Why the engine doesn't answer, while no container can be leased from; empty otherwise."""
         return self._state.outage()
 
-    async def outlast(self) -> None:
+    async def wait_for_engine(self) -> None:
         """Wait until the engine answers, or a container can be leased from; at most as long as `outage_s` allows.
 
         Raises:
-            BackendUnavailable: neither came about.
+            BackendUnavailable: neither happened.
         """
         while self.outage():
             self._state.require_running()

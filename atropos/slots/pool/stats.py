@@ -1,4 +1,4 @@
-"""What a pool is at a moment, for people, tests and metrics."""
+"""The state of a pool at one moment, for people, tests and metrics."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class PoolStats:
     """One consistent count of a pool.
 
     Attributes:
-        containers: asked for or seen; `ready` of them can be leased from.
+        containers: requested or seen; `ready` of them can be leased from.
         slots: of the ready containers; free + leased + retired is less while other clients hold some.
         leased: slots that this pool holds, those being granted included.
         waiting: acquires in line.
@@ -65,7 +65,7 @@ class PoolStats:
 
 
 def gauges(stats: PoolStats, containers: Mapping[str, int]) -> list[Family]:
-    """What a pool is now; `containers`: how many by state."""
+    """The current state as gauges; `containers`: their number by state."""
     slots = {"free": stats.free, "leased": stats.leased, "retired": stats.retired}
     return [
         gauge("atropos_pool_containers", "Containers by state.", containers, "state"),

@@ -50,18 +50,18 @@ async def test_who_waits_hears_of_an_engine_that_is_gone_for_good_and_who_has_a_
         with pytest.raises(BackendUnavailable, match="for good"):
             await pool.acquire("v")
         with pytest.raises(BackendUnavailable, match="for good"):
-            await pool.outlast()
+            await pool.wait_for_engine()
 
 
 async def test_an_outage_is_outlasted_until_the_engine_or_a_container_is_back():
     pool, backend = model_pool(slots=1, containers=1)
     async with pool:
-        await pool.outlast()
+        await pool.wait_for_engine()
         backend.never, backend.away = True, GONE
         (key,) = pool.links
         backend.vanish(key)
         await until(lambda: pool.outage() == GONE, "the outage")
-        waiting = [asyncio.create_task(pool.outlast()) for _ in range(2)]
+        waiting = [asyncio.create_task(pool.wait_for_engine()) for _ in range(2)]
         await asyncio.sleep(0.02)
         assert not any(task.done() for task in waiting)
         backend.open(0)

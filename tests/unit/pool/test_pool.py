@@ -99,7 +99,7 @@ async def test_a_server_full_of_others_leases_hears_who_waits():
         (server,) = backend.servers.values()
         server.foreign = 1
         (link,) = pool.links.values()
-        link.look()
+        link.recount()
         await until(lambda: not link.seat.free, "known to be full")
         refused, grant = 0, server.grant
 
@@ -342,7 +342,7 @@ async def test_a_draining_container_takes_nothing_new_and_demand_opens_another()
         slot = await pool.acquire("t")
         server.draining = True
         link = slot.link
-        link.look()
+        link.recount()
         await until(lambda: not link.seat.open, "closing")
         async with pool.lease("next") as other:
             assert other.container != slot.container

@@ -39,7 +39,7 @@ class Stream:
         assert entry.answer is not None
         self.answers.setdefault(entry.call_id, []).append(entry.answer)
 
-    def tell(self, message: WireMessage) -> None:
+    def send(self, message: WireMessage) -> None:
         if isinstance(message, LeaseEnded):
             self.ended.append(message)
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import ssl
 
 CLOSE_S = 1.0
-"""Longest the end waits for requests under way, in seconds."""
+"""Longest that shutdown waits for running requests, in seconds."""
 
 
 @contextlib.asynccontextmanager

@@ -45,7 +45,7 @@ log = logging.getLogger(__name__)
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 M = TypeVar("M", bound=BaseModel)
 OPEN_PATHS = frozenset({"/v1/health"})
-"""What needs no token."""
+"""Paths that need no token."""
 NO_TOKEN = "send the server's token: Authorization: Bearer …"
 MAX_SMALL_BODY = 65_536
 """Largest body of anything but a call, in bytes."""
@@ -69,7 +69,7 @@ class Routes:
         core: the server.
         token: the bearer token.
         capabilities: what the probe found; None until it has ended.
-        drain: begins the end of the server.
+        drain: starts the shutdown of the server.
     """
 
     def __init__(
@@ -137,7 +137,7 @@ class Routes:
             log.exception("%s %s failed", request.method, request.path)
             return problem(500, SandboxError.code, f"the server failed: {error!r}")
 
-    # --------------------------------------------------------------------------------------------------------- looking
+    # ---------------------------------------------------------------------------------------------------------- status
 
     async def health(self, _: web.Request) -> web.Response:
         """GET /v1/health."""
@@ -272,12 +272,12 @@ class Routes:
         return answer(await self._core.transfer.receive(wanted, _chunks(request)))
 
     async def images(self, _: web.Request) -> web.Response:
-        """GET /v1/images: what was asked for and what is here."""
+        """GET /v1/images: the requested images and the stored ones."""
         here = await asyncio.to_thread(self._core.state.host.store.images)
         return answer(ImageList(states=self._core.images.states(), images=tuple(here)))
 
     async def prepare(self, request: web.Request) -> web.Response:
-        """POST /v1/images: prepare an image; again and again says how far it is."""
+        """POST /v1/images: prepare an image; repeated requests return the progress."""
         wanted = await _body(request, ImageRequest)
         return answer(await self._core.images.prepare(wanted.source, wanted.wait_s))
 
@@ -372,7 +372,7 @@ async def _chunks(request: web.Request) -> AsyncIterator[bytes]:
 async def _streamed(
     request: web.Request, response: web.StreamResponse, chunks: AsyncIterator[bytes]
 ) -> web.StreamResponse:
-    """Answer with an archive; broken off where it can't be made whole."""
+    """Answer with an archive; where it fails, the connection is closed before the last chunk."""
     await response.prepare(request)
     try:
         async for chunk in chunks:

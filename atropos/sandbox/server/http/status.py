@@ -1,4 +1,4 @@
-"""What the server says of itself: one consistent count of everything, as a model and for Prometheus."""
+"""The server's status: one consistent count of everything, as a wire model and as Prometheus metrics."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def counters_of(core: Core) -> dict[str, float]:
 
 
 def status_of(core: Core) -> Status:
-    """One consistent count: taken between two awaits, so that its numbers fit together."""
+    """One consistent count, made without an await."""
     state, table = core.state, core.state.table
     now = state.now()
     leases = tuple(
@@ -59,7 +59,7 @@ def status_of(core: Core) -> Status:
 
 
 def metrics_text(core: Core) -> str:
-    """The same, and what `Meters` has, in Prometheus' text format."""
+    """The status and `Meters`, in Prometheus' text format."""
     state, status = core.state, status_of(core)
     slots = {name: getattr(status, name) for name in ("free", "leased", "retired")}
     ended = {name.removeprefix(_ENDED): count for name, count in status.counters.items() if name.startswith(_ENDED)}

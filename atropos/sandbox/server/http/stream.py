@@ -39,8 +39,8 @@ log = logging.getLogger(__name__)
 HELLO_S = 10.0
 """Longest a new connection may take to say hello, in seconds."""
 SHARE, FRAME_S = 8, 0.006
-"""A frame waits until one of so many open calls has its answer in it, at most so long (seconds), and only while answers come
-that fast: then a call takes several times as long as its answer waits."""
+"""A frame waits for one answer from every `SHARE` open calls, for at most `FRAME_S` seconds, and only while answers come at
+that rate: then a call takes several times as long as its answer waits."""
 MAX_BATCH = 200
 """Most messages in one frame to a client."""
 FULL_S = 0.005
@@ -48,9 +48,9 @@ FULL_S = 0.005
 MAX_BATCH_BYTES = 1024 * 1024
 """A frame is closed when it is this large, so that a large answer delays the others no longer than it must."""
 MAX_QUEUED_BYTES = 256 * 1024 * 1024
-"""Frames of unanswered calls held for one connection before it is read no further."""
+"""Bytes of frames with unanswered calls at which a connection is not read any further."""
 MAX_WAITING = 40_000
-"""Messages that wait for a client to read them before it is read no further: twice its open calls."""
+"""Unsent messages at which a connection is not read any further: twice its open calls."""
 
 
 class Stream:
@@ -94,13 +94,13 @@ class Stream:
         self._ended_at.append(self._loop.time())
         self._flush_soon()
 
-    def tell(self, message: ServerMessage) -> None:
+    def send(self, message: ServerMessage) -> None:
         """Send a message."""
         self._out.append(message)
         self._flush_soon()
 
     def abort(self, reason: str) -> None:
-        """Cut the connection now; nothing it still delivers is looked at."""
+        """Cut the connection now; whatever it still delivers is ignored."""
         if not self._closed:
             log.info("stream of %s closed: %s", self.client.client_id if self.client else "?", reason)
         self._closed = True
@@ -111,7 +111,7 @@ class Stream:
     def silent_s(self) -> float:
         """Seconds since anything came from the client or, while it is not read, since anything went to it.
 
-        A client that hears nothing for so long connects anew: one that doesn't is dead.
+        A client that hears nothing for as long reconnects; one that doesn't is dead.
         """
         return self._state.now() - self.heard_at
 
@@ -152,8 +152,8 @@ class Stream:
             await self._refuse(f"this server speaks version {VERSION}, not {hello.version}")
             return False
         self.number = hello.connection
-        # The welcome comes first, then what connecting has to tell; nothing is written before.
-        self.tell(Welcome(boot_id=self._state.boot_id, heartbeat_s=self._state.config.heartbeat_s))
+        # The welcome goes first, before the messages that connecting sends.
+        self.send(Welcome(boot_id=self._state.boot_id, heartbeat_s=self._state.config.heartbeat_s))
         self.client = self._leasing.connect(hello, self)
         if self.client is None:
             await self._refuse("a newer connection of this client is open")
@@ -221,7 +221,7 @@ class Stream:
             if isinstance(message, Call):
                 answer = calls.submit(client, message)
                 if isinstance(answer, Fault):
-                    self.tell(answer)
+                    self.send(answer)
                 elif answer.state != "done" and size > 65_536 and message.call_id not in self._held_bytes:
                     # Small frames are bounded by the number of open calls.
                     share = size // len(messages)
@@ -230,7 +230,7 @@ class Stream:
             elif isinstance(message, Ack):
                 calls.ack(client, message.call_ids)
             elif isinstance(message, Heartbeat):
-                self.tell(message)
+                self.send(message)
             elif isinstance(message, Cancel):
                 calls.cancel(client, message.call_id)
 
@@ -257,7 +257,7 @@ class Stream:
         self._loop.call_soon(self._flush)
 
     def _worth_waiting(self, wanted: int) -> bool:
-        """Whether `wanted` answers are not there yet, and came within `FRAME_S` the last time."""
+        """Whether fewer than `wanted` answers are ready, and the last `wanted` ones came within `FRAME_S`."""
         return len(self._out) < wanted and self._loop.time() - self._ended_at[-wanted] < FRAME_S
 
     def _flush(self) -> None:

@@ -232,7 +232,7 @@ class Leasing:
             self._table.begin_end(held, code, message)
             self._state.counters[f"leases_ended_{code}"] += 1
             if code != "released":
-                self._state.clients.tell(
+                self._state.clients.send(
                     held.client_id, LeaseEnded(lease_id=held.lease_id, epoch=held.epoch, code=code, message=message)
                 )
             if run.lanes is not None:
@@ -275,7 +275,7 @@ class Leasing:
         clients = self._state.clients
         if self._table.free and not self._table.draining:
             for client_id in self._table.offer(self._state.now(), clients.is_connected):
-                clients.tell(client_id, Capacity(free_mib=self._table.free_mib))
+                clients.send(client_id, Capacity(free_mib=self._table.free_mib))
 
     def _retire(self, run: LeaseRun, detail: str) -> None:
         log.error("slot-%d is retired: its sandbox could not be confirmed gone: %s", run.held.slot, detail)
@@ -309,7 +309,7 @@ class Leasing:
         if not self._table.draining:
             self._table.draining = f"the server is broken: {self.broken}" if self.broken else "the server is draining"
         self._deadline_s = deadline_s
-        self._state.clients.tell_all(Draining(deadline_s=deadline_s))
+        self._state.clients.send_all(Draining(deadline_s=deadline_s))
         if not self._runs:
             self.idle.set()
 
@@ -323,7 +323,7 @@ class Leasing:
         if hello.holds is not None:
             self._end_unheld(client, frozenset(hello.holds))
         if self._table.draining:
-            connection.tell(Draining(deadline_s=self._deadline_s))
+            connection.send(Draining(deadline_s=self._deadline_s))
         return client
 
     def _end_unheld(self, client: ClientState, holds: frozenset[str]) -> None:

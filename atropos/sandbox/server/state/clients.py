@@ -36,7 +36,7 @@ class Connection(Protocol):
         """Send the answer of a finished call."""
         ...
 
-    def tell(self, message: ServerMessage) -> None:
+    def send(self, message: ServerMessage) -> None:
         """Send a message."""
         ...
 
@@ -148,7 +148,7 @@ class ClientTable:
         self._leases.seen(client.client_id, self._now())
         for each in self._leases.unreported(client.client_id):
             message = each.message
-            connection.tell(LeaseEnded(lease_id=each.lease_id, epoch=each.epoch, code=each.code, message=message))
+            connection.send(LeaseEnded(lease_id=each.lease_id, epoch=each.epoch, code=each.code, message=message))
         return client
 
     def disconnect(self, client: ClientState, connection: Connection) -> None:
@@ -156,17 +156,17 @@ class ClientTable:
         if client.connection is connection:
             client.connection = None
 
-    def tell(self, client_id: str, message: ServerMessage) -> None:
+    def send(self, client_id: str, message: ServerMessage) -> None:
         """Send a message to a client that is connected; else it is lost."""
         client = self._all.get(client_id)
         if client is not None and client.connection is not None:
-            client.connection.tell(message)
+            client.connection.send(message)
 
-    def tell_all(self, message: ServerMessage) -> None:
+    def send_all(self, message: ServerMessage) -> None:
         """Send a message to every client that is connected."""
         for client in self._all.values():
             if client.connection is not None:
-                client.connection.tell(message)
+                client.connection.send(message)
 
     # -------------------------------------------------------------------------------------------------------- upkeep
 
