@@ -202,7 +202,7 @@ async def test_asking_twice_for_one_snapshot_freezes_once():
 async def test_a_snapshot_that_is_asked_for_again_after_a_release_is_the_one_that_was_under_way():
     async with serving() as running, client_of(running) as client:
         lease = await client.acquire(request())
-        running.host.start_s = 0.05
+        running.host.start_s = 0.5
         first = asyncio.create_task(running.core.workspaces.snapshot(lease.lease_id, "snap-mine-1", None))
         await until(lambda: running.host.layers)
         releasing = asyncio.create_task(client.release(lease))
