@@ -90,7 +90,7 @@ class DashboardServer:
         title: of every page.
         store: the trajectories.
         host, port: where to listen; port 0 takes a free one.
-        setting: what the error names where that can't be had.
+        setting: the setting that an error about the address names.
         token: what a reader must show; None: a new one.
         live: one look at a running env; None: there is none, and no live page.
         refresh: called in a thread before trajectories are listed, as to read what a file has got meanwhile.
@@ -125,7 +125,7 @@ class DashboardServer:
         """Listen; does nothing when it does.
 
         Raises:
-            ConfigError: the address can't be had.
+            ConfigError: the address can't be listened on.
         """
         if self._site is not None:
             return

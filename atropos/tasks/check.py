@@ -367,11 +367,11 @@ class _Run:
     async def _work(self, slot: Slot, task: Task) -> None:
         if self.agent == "oracle":
             result = await workspace.solve(slot, task)
-            told = result.output[-300:].strip()
+            output = result.output[-300:].strip()
             if result.timed_out:
-                raise TaskBroken(f"{task.name}: its solution took longer than its timeout: {told}")
+                raise TaskBroken(f"{task.name}: its solution took longer than its timeout: {output}")
             if result.exit_code != 0:
-                self.so_far = replace(self.so_far, ended=f"it ended with {result.exit_code}: {told}")
+                self.so_far = replace(self.so_far, ended=f"it ended with {result.exit_code}: {output}")
         elif self.agent == "script":
             assert self.config.script is not None
             await slot.exec(self.config.script.read_text(encoding="utf-8"), timeout_s=task.config.agent.timeout_sec)

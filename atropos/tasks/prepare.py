@@ -56,7 +56,7 @@ class Prepared:
 
     Attributes:
         task: the task, with what its images set.
-        image: source of the image that its slots stand on.
+        image: source of its slots' image.
         bytes: what was built on the image that the task names.
     """
 
@@ -117,7 +117,7 @@ class TaskImages:
         """Pull what a task names and build its workspace, unless that is done.
 
         Raises:
-            TaskBroken: an image can't be had, or a step failed; says which, with the last lines of its output.
+            TaskBroken: an image is unavailable, or a step failed; says which, with the last lines of its output.
             ConfigError: a file of the task can't be packed.
             SandboxError: the infrastructure failed.
         """
@@ -158,7 +158,7 @@ class TaskImages:
         """Pull the images that a task names, unless that is done. Returns the task with what they set.
 
         Raises:
-            TaskBroken: an image can't be had; says why.
+            TaskBroken: an image is unavailable; says why.
         """
         pulled, _ = await self._pulled(task, progress or _silent)
         return await _with_verifiers(pulled, lambda machine: self.pull(machine, progress))
@@ -223,7 +223,7 @@ class TaskImages:
         """What a source is, prepared as soon as a container is up, for which it waits as an acquire does.
 
         Raises:
-            ImageUnavailable, ConfigError: it can't be had.
+            ImageUnavailable, ConfigError: it is unavailable.
         """
         end = time.monotonic() + self.pool.config.acquire_timeout_s
         while (image := await self.pool.prepare(source, progress=progress)) is None and time.monotonic() < end:  # noqa: ASYNC110

@@ -105,8 +105,9 @@ async def work(executor: ToolExecutor, pool: SlotPool, found: EnvMetrics) -> Non
         found.trajectory_seconds.observe(2.0)
         for counted in (found.dropped, found.retries):
             counted["slot_lost"] += 1
-        pool._state.counters.prepare.observe(1, "ok")  # no image is pulled here
-        pool._state.counters.faults["slot_lost"] += 1
+        counters = next(iter(pool.links.values())).state.counters
+        counters.prepare.observe(1, "ok")  # no image is pulled here
+        counters.faults["slot_lost"] += 1
         await asyncio.sleep(0.05)
 
 

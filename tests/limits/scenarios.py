@@ -88,7 +88,7 @@ async def a_background_process_that_is_killed_does_not_end_the_slot(host):
     async with slot(host) as s:
         path = next(
             p
-            for t, p in zip(host.state.entered.cgroups.trees, s._cgroup.paths, strict=True)
+            for t, p in zip(host.state.entered.cgroups.trees, s.cgroup.paths, strict=True)
             if "memory" in t.controllers
         )
         file = Path(path, "memory.events" if tree(host, "memory").version == 2 else "memory.oom_control")
@@ -151,7 +151,7 @@ async def spinning(s, loops=1):
     found = []
 
     def begun():
-        pids = Path(s._cgroup.paths[0], "cgroup.procs").read_text().split()
+        pids = Path(s.cgroup.paths[0], "cgroup.procs").read_text().split()
         found[:] = [pid for pid in pids if comm(pid) == "sh"]
         return len(found) == loops and cpu_s(found) > 0.05
 
@@ -201,7 +201,7 @@ async def a_quota_is_a_ceiling(host):
         used, wall = cpu_s(pids) - used, time.monotonic() - began
         assert used < quota * wall + 0.05, f"{used} s of {wall} s under a quota of {quota}"
         path = next(
-            p for t, p in zip(host.state.entered.cgroups.trees, s._cgroup.paths, strict=True) if "cpu" in t.controllers
+            p for t, p in zip(host.state.entered.cgroups.trees, s.cgroup.paths, strict=True) if "cpu" in t.controllers
         )
         stat = Path(path, "cpu.stat").read_text()
         assert int(stat.partition("nr_throttled")[2].split()[0]) > 0, stat
@@ -242,9 +242,9 @@ async def everything_in_the_cgroup_is_killed_at_once(host):
     """What the server falls back on when a slot's PID 1 does not end."""
     sandbox = await host.start("killed")
     await sh(sandbox, "for i in 1 2 3 4 5 6 7 8; do setsid sleep 1000 & done; disown -a")
-    files = [f"{path}/cgroup.procs" for path in sandbox._cgroup.paths]
+    files = [f"{path}/cgroup.procs" for path in sandbox.cgroup.paths]
     assert all(len(Path(file).read_text().split()) >= 9 for file in files)
-    sandbox._cgroup.kill()
+    sandbox.cgroup.kill()
     await until(lambda: not any(Path(file).read_text().split() for file in files), "the end of all", 10)
     assert (await sandbox.stop()).clean
     assert groups(host) == []
@@ -255,7 +255,7 @@ async def settings_are_the_kernel_s(host):
     limits = SlotLimits(memory_mib=100, pids=50, cpu_weight=300, cpu_quota=0.75)
     async with slot(host, limits=limits) as s:
         found = {}
-        for one, path in zip(host.state.entered.cgroups.trees, s._cgroup.paths, strict=True):
+        for one, path in zip(host.state.entered.cgroups.trees, s.cgroup.paths, strict=True):
             for name in os.listdir(path):
                 if name.startswith(("memory.", "pids.", "cpu.")):
                     try:

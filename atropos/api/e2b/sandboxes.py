@@ -83,7 +83,7 @@ class Sandboxes:
         Raises:
             NoCapacity: the server has no room for it.
             ConfigError: the timeout or the template is invalid.
-            SandboxError: no slot came free, or the image can't be had.
+            SandboxError: no slot came free, or the image is unavailable.
         """
         timeout_s = self._allowed(self._settings.ttl_s if timeout_s is None else timeout_s)
         if self.draining or len(self._open) + self._starting >= self._settings.max_trajectories:

@@ -17,7 +17,7 @@ _GZIP_OR_ZLIB = 32 + zlib.MAX_WBITS
 
 
 class FetchError(Exception):
-    """The page could not be had; the message is for the model."""
+    """The page could not be fetched; the message is for the model."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The only way out for the browser: a forward proxy on loopback that dials what the guard allows.
+"""The browser's only network access: a forward proxy on loopback that dials what the guard allows.
 
 Whatever a page does (redirects, sub-resources, scripts, WebSockets, names that resolve to private addresses), its
 connections come here.

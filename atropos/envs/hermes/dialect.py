@@ -186,7 +186,7 @@ class OpenAIDialect(Dialect):
 
 
 def written_arguments(call: ToolCall) -> str:
-    """A call's arguments as text, without the halves of characters that JSON can say and messages can't."""
+    """A call's arguments as text; lone surrogates, which messages can't hold, are replaced."""
     arguments = call.arguments if isinstance(call.arguments, str) else json.dumps(call.arguments, ensure_ascii=False)
     return replace_surrogates(arguments)
 

@@ -201,7 +201,7 @@ class ToolContext(HookCalls):
             data = await (await self._slot()).read_file(path, max_bytes=max_bytes)
             return AwaitableDict(content=data.decode("utf-8", "replace"))
         except OSError as error:
-            return self._checked(f"read_file {path}", AwaitableDict(error=_said(error)))
+            return self._checked(f"read_file {path}", AwaitableDict(error=_reason(error)))
 
     @_either
     async def write_file(self, path: str, content: str | bytes) -> AwaitableDict:
@@ -210,7 +210,7 @@ class ToolContext(HookCalls):
         try:
             await (await self._slot()).write_file(path, data)
         except OSError as error:
-            return self._checked(f"write_file {path}", AwaitableDict(error=_said(error)))
+            return self._checked(f"write_file {path}", AwaitableDict(error=_reason(error)))
         return AwaitableDict(success=True, bytes_written=len(data))
 
     @_either
@@ -236,7 +236,7 @@ class ToolContext(HookCalls):
         try:
             await (await self._slot()).upload(source, path)
         except OSError as error:
-            return self._checked(f"upload {path}", AwaitableDict(error=_said(error)))
+            return self._checked(f"upload {path}", AwaitableDict(error=_reason(error)))
         return AwaitableDict(success=True)
 
     @_either
@@ -255,7 +255,7 @@ class ToolContext(HookCalls):
                 archive = await slot.download(path, max_bytes=max_bytes)
                 await asyncio.to_thread(_unpack_local, Path(target), archive)
         except (OSError, tarfile.TarError) as error:
-            return self._checked(f"download {path}", AwaitableDict(error=_said(error)))
+            return self._checked(f"download {path}", AwaitableDict(error=_reason(error)))
         return AwaitableDict(success=True)
 
     @_either
@@ -267,7 +267,7 @@ class ToolContext(HookCalls):
     async def fork(self) -> AsyncGenerator[ToolContext]:
         """Another slot with this one's files and none of its processes, for verification; given back at the end.
 
-        Both go on above the same frozen files. A second slot must come free within the pool's acquire timeout.
+        Both continue over the same snapshot. A second slot must come free within the pool's acquire timeout.
         """
         name = f"{self.trajectory_id}-fork-{uuid.uuid4().hex[:8]}"
         context = ToolContext(self._executor, name, limit=self._limit, setup=self._setup)
@@ -336,7 +336,7 @@ class ToolContext(HookCalls):
 
     @_either
     async def cleanup(self) -> None:
-        """End what still runs in the slot. Idempotent, and quiet when the slot is gone already."""
+        """End what still runs in the slot. Idempotent; does nothing when the slot is gone."""
         with contextlib.suppress(SandboxError, TimeoutError):
             async with asyncio.timeout(CLEANUP_S):
                 await (await self._slot()).quiesce()
@@ -345,7 +345,7 @@ class ToolContext(HookCalls):
         return f"<ToolContext of {self.trajectory_id!r}{', failed' if self.failure else ''}>"
 
 
-def _said(error: Exception) -> str:
+def _reason(error: Exception) -> str:
     return str(getattr(error, "strerror", None) or error)
 
 

@@ -63,12 +63,12 @@ class SlotSandbox:
         self._base: str | None = None
         self._image: ImageInfo | None = None
         self.limits = limits
+        self.volume = volume
+        self.cgroup = cgroup
         self.died: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self.host_pid: int | None = None
         """PID 1 of the slot, as the server sees it."""
         self._host = host
-        self._volume = volume
-        self._cgroup = cgroup
         self._changing: asyncio.Task[None] | None = None
         self._channel: RunnerLink | None = None
         self._started: asyncio.Future[int] | None = None
@@ -252,7 +252,7 @@ class SlotSandbox:
 
     def memory_bytes(self) -> int:
         """Memory that the volume's files take, in bytes."""
-        return volumes.used_bytes(self._volume)
+        return volumes.used_bytes(self.volume)
 
     # ------------------------------------------------------------------------------------------------------------ start
 
@@ -269,7 +269,7 @@ class SlotSandbox:
         try:
             joins = [self.network.namespace] if self._joined else []
             request = self._host.request(
-                self._volume, base, self._cgroup, limits, network=self.network.has_egress, joins=self._joined
+                self.volume, base, self.cgroup, limits, network=self.network.has_egress, joins=self._joined
             )
             near, far = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             try:
@@ -310,26 +310,26 @@ class SlotSandbox:
         if self._channel is None or self.died.done():
             raise SlotLost(f"slot {self.name} is gone: {self._why()}")
         try:
-            self._cgroup.change(limits, slot_cgroup.ceiling(limits, host.config.slots))
-            volumes.resize(self._volume, limits)
+            self.cgroup.change(limits, slot_cgroup.ceiling(limits, host.config.slots))
+            volumes.resize(self.volume, limits)
         except OSError as error:
             raise SandboxError(f"slot {self.name}: its limits could not be set: {error}") from error
         self.limits = limits
-        self._watch = LimitWatch(self.name, self._cgroup, self._volume, limits)
+        self._watch = LimitWatch(self.name, self.cgroup, self.volume, limits)
         self._channel.call("limits", {"environment": host.threads(limits), "wall_s": limits.wall_s}, lambda _: None)
 
     async def change_root(
         self, layers: Sequence[Layer], base: str | None = None, *, view: views.View | None = None
     ) -> None:
         """Change the root, and mount a view's folders in it; see `contract.Sandbox.change_root`."""
-        if self._calls or self._volume.restacked:
+        if self._calls or self.volume.restacked:
             raise SandboxError(f"slot {self.name} is in use: its root can't change")
         if self._init_fd < 0 or self.died.done():
             raise SlotLost(f"slot {self.name} is gone: {self._why()}")
         try:
-            self._host.restack(self._volume, base, layers)
+            self._host.restack(self.volume, base, layers)
             if view is not None:
-                await asyncio.to_thread(view.mount, self._volume)
+                await asyncio.to_thread(view.mount, self.volume)
             new_root = f"{INSIDE}/{volumes.NEXT}/{volumes.NEXT}"
             async with asyncio.timeout(START_DEADLINE_S):
                 await self._host.roots.change(self._init_fd, new_root)
@@ -356,16 +356,16 @@ class SlotSandbox:
         base = self._host.base(self._base)
         written = (self.upper, *(layer.path for layer in self.layers))
         layers = (*written, *base.layers, base.lower)
-        return views.View(layers, len(written), tuple(folders), self._host.empty, self._volume.data)
+        return views.View(layers, len(written), tuple(folders), self._host.empty, self.volume.data)
 
     @property
     def upper(self) -> str:
         """See `contract.Sandbox`."""
-        return self._volume.upper
+        return self.volume.upper
 
     def deprioritize(self) -> None:
         """Give its programs only the CPU time that others leave."""
-        self._cgroup.deprioritize()
+        self.cgroup.deprioritize()
 
     async def _greet(self, pid: int) -> None:
         """Send the runner its settings, and wait for its answer."""
@@ -419,7 +419,7 @@ class SlotSandbox:
     async def _dispose(self) -> str:
         """Detach the volume; its files are freed later."""
         try:
-            await self._host.disposer.submit(self._volume.detach(), self._volume.disk)
+            await self._host.disposer.submit(self.volume.detach(), self.volume.disk)
         except OSError as error:
             return str(error)
         return ""
@@ -447,7 +447,7 @@ class SlotSandbox:
                 # the kernel reaps PID 1 after every process of its namespace: nothing else confirms their end
                 await asyncio.wait_for(asyncio.shield(self._ended), STOP_DEADLINE_S)
             except TimeoutError:
-                self._cgroup.kill()
+                self.cgroup.kill()
                 problem = f"its processes did not end within {STOP_DEADLINE_S} s"
         if self._init_fd >= 0:
             os.close(self._init_fd)
@@ -456,10 +456,10 @@ class SlotSandbox:
 
     async def _remove_cgroup(self) -> str:
         pause = 0.0005
-        while not self._cgroup.remove():
-            self._cgroup.kill()  # PID 1 is gone, so nothing of the slot may be alive
+        while not self.cgroup.remove():
+            self.cgroup.kill()  # PID 1 is gone, so nothing of the slot may be alive
             if pause > 1:
-                return f"cgroup still in use: {', '.join(self._cgroup.paths)}"
+                return f"cgroup still in use: {', '.join(self.cgroup.paths)}"
             await asyncio.sleep(pause)
             pause *= 2
         return ""
@@ -481,14 +481,14 @@ class SlotSandbox:
         try:
             if problems[0]:
                 raise OSError(problems[0])
-            await volumes.make_read_only(self._volume)
-            used = await asyncio.to_thread(volumes.used_bytes, self._volume)
+            await volumes.make_read_only(self.volume)
+            used = await asyncio.to_thread(volumes.used_bytes, self.volume)
         except OSError as error:
             frozen.set_exception(SandboxError(f"the snapshot of slot {self.name} can't be trusted: {error}"))
             problems.append(await self._dispose())
         else:
-            layer = Layer(layer_id, self._volume.upper, used)
-            self._host.layers[layer.id] = self._volume
+            layer = Layer(layer_id, self.volume.upper, used)
+            self._host.layers[layer.id] = self.volume
             frozen.set_result(layer)
         problems.append(await self._remove_cgroup())
         return self._finished(began, problems)

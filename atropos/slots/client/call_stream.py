@@ -1,6 +1,6 @@
 """A client's stream to one sandbox server: calls out, answers in, kept up across lost connections.
 
-Batching is adaptive: the sender writes what is there as soon as it can, and what comes while it writes goes into the
+Batching is adaptive: the sender writes queued calls as soon as it can, and calls that come while it writes go into the
 next frame. After a lost connection the unanswered calls are sent again under their ids, marked `resent`; the server's
 journal makes that safe. The stream is lost for good when the server has another `boot_id`, refuses the token, or can't
 be reached for `reconnect_s`: then calls that were sent end as `OutcomeUnknown` and the others as `SlotLost`.

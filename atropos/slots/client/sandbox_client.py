@@ -306,7 +306,7 @@ class SandboxClient:
 
         Args:
             lease: whose workspace it is.
-            beside: copy it instead, beside the slot's programs; the lease's views then stand on the copy.
+            beside: copy it instead, while the slot's programs run; the lease's later views start from the copy.
 
         Raises:
             LeaseExpired: the lease is over.

@@ -43,7 +43,7 @@ class SlotFiles(ABC):
     async def _write_stream(
         self, path: str, pieces: Iterator[bytes], *, tar: bool = False, mode: int | None = None
     ) -> wire.OpError | None:
-        """Write a file, or unpack an archive; what the slot said against it."""
+        """Write a file, or unpack an archive. Returns the slot's error, if there was one."""
 
     async def read_file(self, path: str, *, max_bytes: int = MAX_READ_BYTES, user: str | None = None) -> bytes:
         """A file's content.
@@ -107,7 +107,7 @@ class SlotFiles(ABC):
     async def _write(
         self, path: str, data: bytes, mode: int | None = None, user: str | None = None
     ) -> wire.OpError | None:
-        """Write a file: as a stream where it is large and root's; what the slot said against it."""
+        """Write a file: as a stream where it is large and root's. Returns the slot's error, if there was one."""
         if len(data) > IN_CALL_BYTES and not user:
             return await self._write_stream(path, pieces(data), mode=mode)
         append = False

@@ -54,7 +54,7 @@ class Slot(SlotFiles):
         self._link = link
         self._lease = lease
         self.network = request.network
-        """Whether it has a way out at all; see `set_network`."""
+        """Whether the lease has egress; see `set_network`."""
         self.limits = request.limits
         """What it has instead of the pool's limits."""
         self.mib = mib
@@ -395,7 +395,7 @@ class Slot(SlotFiles):
         Raises:
             SandboxError: a writer was left, so that it can't be trusted.
             ImageUnavailable: the store has no room.
-            NotSupported: the lease stands on a snapshot.
+            NotSupported: the lease started from a snapshot.
         """
         async with await self.snapshot() as snapshot:
             wanted = wire.KeepRequest(key=key, **(settings or wire.ImageSettings()).model_dump())

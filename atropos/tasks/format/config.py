@@ -86,7 +86,7 @@ class TaskMcpServer(_Table):
 
 
 class Tpu(_Table):
-    """Not to be had here."""
+    """Not supported here."""
 
     type: str | None = None
     topology: str | None = None

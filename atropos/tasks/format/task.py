@@ -136,7 +136,7 @@ class Task:
         """Build its image on a pool; `SlotPool.prepare` calls this.
 
         Raises:
-            TaskBroken: an image can't be had, or a step failed; says which, with the last lines of its output.
+            TaskBroken: an image is unavailable, or a step failed; says which, with the last lines of its output.
             ConfigError: it was not loaded by `load_task`.
         """
         if self.builder is None:

@@ -34,7 +34,7 @@ class VerifierLayers:
 
         Raises:
             TaskBroken: a step of a Dockerfile failed.
-            ImageUnavailable, ConfigError: an image can't be had.
+            ImageUnavailable, ConfigError: an image is unavailable.
         """
         if self._sources and not self._archives:
             folder = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="atropos-layers-")))

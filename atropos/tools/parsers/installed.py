@@ -46,7 +46,7 @@ def parser_for(name: str, tokenizer: object, schemas: Sequence[dict[str, object]
     """
     ours = get_parser(name)
     registry = (
-        _registry() if type(ours).__module__.startswith("atropos.tools.parsers.") and name in VLLM_NAMES else None
+        vllm_registry() if type(ours).__module__.startswith("atropos.tools.parsers.") and name in VLLM_NAMES else None
     )
     if registry is None:
         return ours
@@ -65,7 +65,7 @@ def parser_for(name: str, tokenizer: object, schemas: Sequence[dict[str, object]
 
 
 @functools.cache
-def _registry() -> tuple[Any, Any] | None:
+def vllm_registry() -> tuple[Any, Any] | None:
     """The registry of vLLM's parsers and its type of a chat request; None without vLLM."""
     if importlib.util.find_spec("vllm") is None:
         return None

@@ -77,7 +77,7 @@ async def out(sandbox, command, **options):
 
 async def freed(host):
     """Until what was detached has been freed too."""
-    while host.state.disposer._waiting:  # noqa: ASYNC110
+    while host.state.disposer.pending:  # noqa: ASYNC110
         await asyncio.sleep(0.01)
 
 
@@ -766,8 +766,8 @@ async def a_freeze_that_fails_is_its_own_error_and_the_sandbox_is_gone(host):
     """A file of the volume that somebody outside holds stands for whatever keeps a volume from being frozen."""
     sandbox = await host.start("held")
     await out(sandbox, "echo x > held")
-    if sandbox._volume.disk is None:
-        with open(f"{sandbox._volume.upper}/workspace/held", "a"):
+    if sandbox.volume.disk is None:
+        with open(f"{sandbox.volume.upper}/workspace/held", "a"):
             try:
                 await sandbox.freeze("held")
             except SandboxError as error:

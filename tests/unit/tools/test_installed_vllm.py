@@ -74,11 +74,11 @@ PLACES = {
 
 @pytest.fixture(params=[*(["real"] if REAL else PLACES)])
 def vllm(request, monkeypatch):
-    installed._registry.cache_clear()
+    installed.vllm_registry.cache_clear()
     if request.param != "real":
         stand_in(monkeypatch, *PLACES[request.param])
     yield request.param
-    installed._registry.cache_clear()
+    installed.vllm_registry.cache_clear()
 
 
 @pytest.fixture(scope="module")
@@ -104,17 +104,17 @@ def test_a_malformed_call_is_still_an_error_that_the_model_reads(vllm, tokenizer
 
 
 def test_what_theirs_cannot_do_ours_does(monkeypatch, tokenizer, caplog):
-    installed._registry.cache_clear()
+    installed.vllm_registry.cache_clear()
     stand_in(monkeypatch, *PLACES["new"])
     text = "crash " + get_parser("hermes").render(CALLS[0])
     assert parser_for("hermes", tokenizer, [SCHEMA]).parse(text).calls[0].arguments == CALLS[0].arguments
     assert "failed on a turn" in caplog.text
     assert parser_for("kimi_k2", tokenizer, [SCHEMA]) is get_parser("kimi_k2"), "a format that this vLLM has not"
-    installed._registry.cache_clear()
+    installed.vllm_registry.cache_clear()
 
 
 def test_without_vllm_the_parsers_are_ours(tokenizer, monkeypatch):
-    installed._registry.cache_clear()
+    installed.vllm_registry.cache_clear()
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert parser_for("hermes", tokenizer, [SCHEMA]) is get_parser("hermes")
-    installed._registry.cache_clear()
+    installed.vllm_registry.cache_clear()

@@ -147,23 +147,28 @@ class Disposer:
         """`freed` is called with each folder that was removed."""
         self._freed = freed
         self._thread = ThreadPoolExecutor(1, "dispose", initializer=_lower_priority)
-        self._waiting: set[asyncio.Future[None]] = set()
+        self._pending: set[asyncio.Future[None]] = set()
+
+    @property
+    def pending(self) -> int:
+        """Volumes that are not freed yet."""
+        return len(self._pending)
 
     async def submit(self, descriptors: list[int], folder: str | None = None) -> None:
         """Queue a volume to be freed; waits only when the queue is full."""
         if not descriptors and folder is None:
             return
-        while len(self._waiting) >= self.BOUND:
-            await asyncio.wait(self._waiting, return_when=asyncio.FIRST_COMPLETED)
+        while len(self._pending) >= self.BOUND:
+            await asyncio.wait(self._pending, return_when=asyncio.FIRST_COMPLETED)
         job = asyncio.get_running_loop().run_in_executor(self._thread, _free, descriptors, folder)
-        self._waiting.add(job)
-        job.add_done_callback(self._waiting.discard)
+        self._pending.add(job)
+        job.add_done_callback(self._pending.discard)
         job.add_done_callback(lambda _: self._freed(folder))
 
     async def aclose(self) -> None:
         """Wait until all is freed."""
-        if self._waiting:
-            await asyncio.wait(self._waiting)
+        if self._pending:
+            await asyncio.wait(self._pending)
         self._thread.shutdown()
 
 

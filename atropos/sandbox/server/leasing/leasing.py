@@ -154,7 +154,7 @@ class Leasing:
         if request.snapshot is not None:
             snapshot = self._state.snapshots.get(request.snapshot)
             if run.base is not None and run.base != snapshot.base:
-                raise NotSupported(f"the snapshot stands on base {snapshot.base!r}, not {run.base!r}")
+                raise NotSupported(f"the snapshot is of base {snapshot.base!r}, not {run.base!r}")
             run.base = snapshot.base
             self._layers.use(run, snapshot)
         return await self.take(run)

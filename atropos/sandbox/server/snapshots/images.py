@@ -93,7 +93,7 @@ class Images:
         return state
 
     async def keep(self, snapshot_id: str, wanted: KeepRequest) -> ImageInfo:
-        """Keep a snapshot of one layer as an image on what its lease stood on.
+        """Keep a snapshot of one layer as an image, over its lease's base.
 
         Raises:
             NotSupported: it has several layers.

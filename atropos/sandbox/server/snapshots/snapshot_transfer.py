@@ -38,7 +38,7 @@ class SnapshotTransfer:
     Args:
         state: the server's state.
         layers: keeps what is sent while it is read.
-        images: knows the bases that an arriving snapshot may stand on.
+        images: knows the bases of imported snapshots.
     """
 
     def __init__(self, state: ServerState, layers: Layers, images: Images) -> None:
