@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict
 
-VERSION = 3
+VERSION = 4
 MAX_FRAME_BYTES = 64 * 1024 * 1024
 """Largest WebSocket frame either end accepts, in bytes."""
 MAX_FILE_BYTES = 32 * 1024 * 1024

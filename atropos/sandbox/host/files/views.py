@@ -5,7 +5,8 @@ top: the slot's later changes show through, and nothing that the view writes is 
 
 A link in such a folder resolves in the view's root, where tests and expected answers lie. So where no link is needed, the
 mount follows none. Elsewhere, a link that the slot's programs made is hidden when it could lead to a place that only the
-view has. They can make another link at any time: so the view then gets a copy of the topmost layer, made of hard links. What is written into its files shows through; files made or renamed later don't.
+view has. They can make another link at any time: so the view then gets a copy of the topmost layer, made of hard links.
+What is written into its files shows through; files made or renamed later don't.
 """
 
 from __future__ import annotations

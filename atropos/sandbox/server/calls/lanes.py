@@ -221,16 +221,15 @@ class Lanes:
             self._ended(entry, operation, result, ran_s)
             self._kick()
 
-        self._running[entry.call_id] = entry
         try:
             if isinstance(operation, ReadStream | WriteStream):
                 self._begin_stream(entry, operation, ended)
             else:
                 self.sandbox.begin(entry.number, operation, ended)
-        except (SandboxError, OSError) as error:
-            del self._running[entry.call_id]
+        except Exception as error:
             self._ended(entry, operation, error, time.perf_counter() - began)
             return False
+        self._running[entry.call_id] = entry
         return True
 
     def _begin_stream(self, entry: JournalEntry, operation: ReadStream | WriteStream, ended: OnResult) -> None:
