@@ -42,6 +42,8 @@ SOCKET_FAMILIES = (1, 2, 10, 16)
 """AF_UNIX, AF_INET, AF_INET6, AF_NETLINK (and there NETLINK_ROUTE alone)."""
 PERSONALITIES = (0x0, 0x0008, 0x20000, 0x20008, 0x40000, 0x40008, 0xFFFFFFFF)
 """Linux, with UNAME26, 32-bit address space limits and no randomisation (what setarch -R and gdb ask for)."""
+_FAMILIES = 64
+"""More than there are."""
 _PROTOCOLS = (33, 115, 132, 136, 256, 262)
 """Of sockets, what slots have no use for: DCCP, L2TP, SCTP, UDP-Lite, SMC, MPTCP."""
 _NEW_NAMESPACES = (0x80, 0x20000, 0x2000000, 0x4000000, 0x8000000, 0x10000000, 0x20000000, 0x40000000)
@@ -112,9 +114,13 @@ class _Filter:
         """An argument that has this bit."""
         return self.masked(index, bit, bit)
 
-    def nonzero(self, index: int) -> object:
-        """An argument that is not zero."""
-        return self._lib.Arg(index, self._lib.NE, 0)
+    def other(self, index: int, value: int) -> object:
+        """An argument that, with all its 64 bits, is not this value."""
+        return self._lib.Arg(index, self._lib.NE, value)
+
+    def least(self, index: int, value: int) -> object:
+        """An argument that, with all its 64 bits, is at least this value."""
+        return self._lib.Arg(index, self._lib.GE, value)
 
     def export(self) -> bytes:
         """The BPF program of all rules."""
@@ -148,15 +154,13 @@ def _deny_exits(made: _Filter) -> None:
             made.add(refuse, name, has(0, flag))
     # the errors of a kernel built without these: programs such as useradd go on without
     no_family, no_protocol = made.error(errno.EAFNOSUPPORT), made.error(errno.EPROTONOSUPPORT)
-    for family in range(64):
+    for family in range(_FAMILIES):
         if family not in SOCKET_FAMILIES:
             for name in ("socket", "socketpair"):
                 made.add(no_family, name, same(0, family))
-    for bit in range(6, 32):
-        for name in ("socket", "socketpair"):
-            made.add(no_family, name, has(0, 1 << bit))
-    for bit in range(32):  # a protocol other than 0, NETLINK_ROUTE
-        made.add(no_protocol, "socket", same(0, 16), has(2, 1 << bit))
+    for name in ("socket", "socketpair"):
+        made.add(no_family, name, made.least(0, _FAMILIES))
+    made.add(no_protocol, "socket", same(0, 16), made.other(2, 0))  # 0 is NETLINK_ROUTE
     for protocol in _PROTOCOLS:
         for family in (2, 10):
             made.add(no_protocol, "socket", same(0, family), same(2, protocol))
@@ -169,13 +173,13 @@ def _deny_exits(made: _Filter) -> None:
 def _guard_shared(made: _Filter) -> None:
     """Guard what all slots share: PID 1's limits, the kernel's memory, the cores."""
     same, has, refuse = made.same, made.has, made.error(errno.EPERM)
-    for bit in range(32):  # limits of another process, PID 1 first of all; reading them is harmless
-        made.add(refuse, "prlimit64", has(0, 1 << bit), made.nonzero(2))
+    # limits of another process, PID 1 first of all; reading them is harmless
+    made.add(refuse, "prlimit64", made.other(0, 0), made.other(2, 0))
     # the limit of core dumps is 1 for good (0 would start the host's handler, see host_state.py); setting it
     # seems to succeed, since programs that turn dumps off end when they can't
     done = made.error(0)
     made.add(done, "setrlimit", same(0, _RLIMIT_CORE))
-    made.add(done, "prlimit64", same(0, 0), same(1, _RLIMIT_CORE), made.nonzero(2))
+    made.add(done, "prlimit64", same(0, 0), same(1, _RLIMIT_CORE), made.other(2, 0))
     # what waits in a socket's receive buffer is memory that no cgroup counts, see sockets.py: it keeps its default size
     made.add(done, "setsockopt", same(1, _SOL_SOCKET), same(2, _SO_RCVBUF))
     # advice to forget files is no order to: their pages may be those of all slots' programs
@@ -200,8 +204,7 @@ def _guard_shared(made: _Filter) -> None:
         made.add(refuse, name, same(0, 1))
     # Which core a program runs on stays the kernel's to choose: each move is made by a thread of the kernel's that comes
     # before everything else, and a few programs that moved to and fro took nearly all of the CPU from their neighbours.
-    for pid in (same(0, 0), *(has(0, 1 << bit) for bit in range(1, 32))):  # all but 1
-        made.add(done, "sched_setaffinity", pid)
+    made.add(done, "sched_setaffinity", made.other(0, 1))
     for name in ("setpriority", "ioprio_set"):
         made.add(refuse, name, same(1, 1))
     made.add(refuse, "setpriority", same(0, 2))  # PRIO_USER: all of a user's, PID 1 among them
