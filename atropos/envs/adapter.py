@@ -13,6 +13,7 @@ import gc
 import logging
 import os
 import warnings
+from collections import deque
 from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -76,6 +77,9 @@ PROBE_TIMEOUT_S = 20.0
 HUB_TIMEOUT_S = 4.0
 """How long the model hub may take to answer at all."""
 
+_HISTORIES = ("request_timings", "attempts_list", "eval_request_timings", "eval_attempts_list")
+HISTORY_KEPT = 1000
+"""Latest requests of a server that its statistics are made of. atroposlib would keep all, and read them for each group."""
 _WRAPPERS = ("_tokens_and_logprobs_completion_wrapper", "_chat_completion_wrapper", "_completion_wrapper")
 
 
@@ -225,14 +229,16 @@ def servers_of(server: ServerManager) -> list[APIServer]:
 
 
 def prepare_servers(server: ServerManager) -> None:
-    """Let our own model calls see a failure at once, and decide about retries themselves.
+    """Let our own model calls see a failure at once, and decide about retries themselves; bound the history of requests.
 
-    Only calls made through `atropos.agent.Model` are affected; an env's own use of the server behaves as ever.
+    An env's own use of the server sees failures and retries as ever.
     """
     for one in servers_of(server):
         client = getattr(one, "openai", None)
         if client is not None:
             client.max_retries = 0
+        for name in _HISTORIES:
+            setattr(one, name, deque[float](maxlen=HISTORY_KEPT))
         for name in _WRAPPERS:
             original = getattr(one, name, None)
             if original is not None:

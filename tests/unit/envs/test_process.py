@@ -11,6 +11,7 @@ import time
 import pytest
 
 from atropos.agent.transcript import CONTEXT_LOGPROB, MASKED
+from atropos.envs import adapter
 from atropos.envs.running.rollout import GroupDropped, GroupsDropped, VerifierError
 from atropos.errors import AcquireTimeout, ConfigError, InferenceError, NotSupported, SlotLost
 from tests.e2e.hermes_support import sampled
@@ -56,6 +57,17 @@ async def test_full_collections_of_a_run_leave_out_what_was_there_before(policy,
     await make(Env, policy.url, tmp_path / "g.jsonl").process_manager()
     [(frozen, scanned)] = seen
     assert frozen > 5 * scanned
+
+
+async def test_the_history_of_requests_has_a_bound(policy, tmp_path, monkeypatch):
+    monkeypatch.setattr(adapter, "HISTORY_KEPT", 5)
+    env = make(ScriptEnv, policy.url, tmp_path / "g.jsonl")
+    await env.process_manager()
+    (server,) = env.server.servers
+    metrics = await server.wandb_metrics({}, "s")
+    assert len(server.request_timings) == 5
+    assert metrics["server/s_request_time_avg"] == pytest.approx(sum(server.request_timings) / 5)
+    assert metrics["server/s_average_num_attempts"] == 1
 
 
 @pytest.mark.parametrize("server_type", ["openai", "trl"])
