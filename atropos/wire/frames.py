@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import FailFast, Field, TypeAdapter
 
-from atropos.wire.base import VERSION, WireMessage
+from atropos.wire.base import DEFERRED, VERSION, WireMessage
 from atropos.wire.operations import Operation
 from atropos.wire.results import OpResult
 
@@ -123,5 +123,9 @@ ServerMessage = Annotated[
     Welcome | Reply | Fault | Heartbeat | LeaseEnded | Draining | Capacity, Field(discriminator="kind")
 ]
 # A frame is refused at its first invalid message: the errors of 64 MiB of them would be gigabytes.
-CLIENT_FRAME: TypeAdapter[list[ClientMessage]] = TypeAdapter(Annotated[list[ClientMessage], FailFast()])
-SERVER_FRAME: TypeAdapter[list[ServerMessage]] = TypeAdapter(Annotated[list[ServerMessage], FailFast()])
+CLIENT_FRAME: TypeAdapter[list[ClientMessage]] = TypeAdapter(
+    Annotated[list[ClientMessage], FailFast()], config=DEFERRED
+)
+SERVER_FRAME: TypeAdapter[list[ServerMessage]] = TypeAdapter(
+    Annotated[list[ServerMessage], FailFast()], config=DEFERRED
+)

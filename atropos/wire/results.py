@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, TypeAdapter
 
-from atropos.wire.base import Limit, WireMessage
+from atropos.wire.base import DEFERRED, Limit, WireMessage
 
 
 class CommandResult(WireMessage):
@@ -116,7 +116,7 @@ class OpError(WireMessage):
 OpResult = Annotated[
     CommandResult | FileResult | Done | SearchResult | ProcState | ProcListing | OpError, Field(discriminator="kind")
 ]
-OP_RESULT: TypeAdapter[OpResult] = TypeAdapter(OpResult)
+OP_RESULT: TypeAdapter[OpResult] = TypeAdapter(OpResult, config=DEFERRED)
 
 
 def outcome(result: OpResult) -> str:
