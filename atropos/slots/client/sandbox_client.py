@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import logging
 import uuid
 from collections import OrderedDict
 from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
@@ -43,7 +44,9 @@ from atropos.wire import (
     ViewRequest,
 )
 
+log = logging.getLogger(__name__)
 T = TypeVar("T", bound=BaseModel)
+R = TypeVar("R")
 CLOSE_S = 2.0
 """Longest `close` waits for what is under way."""
 COPY_TRIES = 3
@@ -403,22 +406,26 @@ class SandboxClient:
             return
         del self._held[message.lease_id]
         self._end(message.lease_id, from_code(message.code, message.message))
-        if self._on_lease_ended is not None:
-            self._on_lease_ended(message)
+        self._report(self._on_lease_ended, message)
 
     def _capacity(self, free: int) -> None:
-        if self._on_capacity is not None:
-            self._on_capacity(free)
+        self._report(self._on_capacity, free)
+
+    def _report(self, callback: Callable[[R], None] | None, news: R) -> None:
+        """Call the owner's callback; its failure must not end the stream."""
+        if callback is not None:
+            try:
+                callback(news)
+            except Exception:
+                log.exception("a callback of %r failed", self)
 
     def _lose(self, reason: str) -> None:
         self._requests.lose(reason)
         held, self._held = self._held, {}
         for lease in held.values():
             self._end(lease.lease_id, SlotLost(reason))
-            if self._on_lease_ended is not None:
-                self._on_lease_ended(
-                    LeaseEnded(lease_id=lease.lease_id, epoch=lease.epoch, code=SlotLost.code, message=reason)
-                )
+            message = LeaseEnded(lease_id=lease.lease_id, epoch=lease.epoch, code=SlotLost.code, message=reason)
+            self._report(self._on_lease_ended, message)
 
     def _holds(self) -> tuple[str, ...]:
         return (*self._held, *self._asking)
