@@ -66,7 +66,10 @@ async def serve(server: PolicyServer, host: str, port: int) -> int:
             return 1
         real = runner.addresses[0][1]
         ready = {"ready": True, "port": real, "base_url": f"http://{host}:{real}/v1", "model": MODEL}
-        print(json.dumps({**ready, "tokenizer": str(FOLDER)}), flush=True)
+        try:
+            print(json.dumps({**ready, "tokenizer": str(FOLDER)}), flush=True)
+        except BrokenPipeError:  # who started it has ended meanwhile
+            return 1
         await stop.wait()
     finally:
         await runner.cleanup()

@@ -7,6 +7,7 @@ import contextlib
 import json
 import os
 import signal
+import subprocess
 import sys
 import tempfile
 import time
@@ -184,3 +185,12 @@ async def test_a_flag_that_cannot_hold_is_one_line(tmp_path, flag, said):
     assert run.process.returncode == 2
     assert said in out.decode()
     assert "Traceback" not in out.decode()
+
+
+def test_a_policy_whose_starter_has_ended_says_nothing():
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "examples.policy"]
+    ended = subprocess.run(command, cwd=ROOT, stdout=writer, stderr=subprocess.PIPE, timeout=60, check=False)
+    os.close(writer)
+    assert (ended.returncode, ended.stderr) == (1, b"")
