@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 
 from atropos.aio import Backoff
 from atropos.errors import BackendUnavailable, IsolationUnavailable, SandboxError
@@ -18,6 +19,8 @@ ASK_AGAIN_S = 5.0
 """Pause before containers that did not appear are requested again: another process may have shrunk the job."""
 RELINK_S = 5.0
 """How long a lost server may take to answer again (it may have been restarted in place) before it is replaced."""
+RECONCILE_PAUSE = 10.0
+"""Pause after a reconcile, in times of what it took: it reads all containers, and thousands may change one by one."""
 REFUSED_S = (0.5, 10.0)
 """First and longest pause after the backend refused to scale."""
 
@@ -64,8 +67,10 @@ class Keeper:
         self._wanted_at = self._state.now()
         while True:
             await self._backend.changed()
+            began = time.perf_counter()
             self.reconcile()
             self._state.changed()
+            await asyncio.sleep(RECONCILE_PAUSE * (time.perf_counter() - began))
 
     def reconcile(self) -> None:
         """Connect to what is new and running; drop what the backend says is gone.
@@ -141,7 +146,7 @@ class Keeper:
         if link.gone is not None:
             return
         self._drop(link, reason)
-        if any(one.id == link.container.id and one.state == "running" for one in self._backend.containers()):
+        if link.container.state == "running":
             self._connect(link.container, RELINK_S)
 
     async def _condemn(self, link: ContainerLink, reason: str) -> None:

@@ -207,6 +207,7 @@ class ModelBackend(Backend):
         self.delay_s = 0.0
         self.jitter: random.Random | None = None
         self.made = 0
+        self.reads = 0
         self._news = asyncio.Event()
 
     async def start(self) -> None:
@@ -250,6 +251,7 @@ class ModelBackend(Backend):
         self._news.set()
 
     def containers(self):
+        self.reads += 1
         return list(self.listed.values())
 
     async def changed(self) -> None:

@@ -238,6 +238,28 @@ async def test_a_lost_container_ends_its_leases_at_once_and_others_never_notice(
         assert pool.stats().lost == 1
 
 
+async def test_changes_of_one_container_at_a_time_do_not_each_read_all_containers():
+    pool, backend = model_pool(slots=1, containers=2000, min_containers=2000)
+    changes = 300
+    async with pool:
+        await until(lambda: pool.stats().ready == 2000, "all containers")
+        backend.reads = 0
+        for n in range(changes):
+            key = next(iter(backend.listed))
+            backend.vanish(key)
+            backend.open(n)
+            await asyncio.sleep(0.001)
+        assert backend.reads < changes / 3
+        await until(lambda: pool.stats().ready == 2000, "all containers")
+        backend.reads = 0
+        for server in list(backend.servers.values()):
+            for client in server.clients:
+                client.lost.set()
+        await until(lambda: pool.stats().ready < 2000, "the losses")
+        await until(lambda: pool.stats().ready == 2000, "all containers again")
+        assert backend.reads < changes / 3
+
+
 async def test_waiters_go_elsewhere_when_their_container_dies():
     pool, backend = model_pool(slots=1, containers=1)
     async with pool:
