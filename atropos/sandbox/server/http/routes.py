@@ -8,7 +8,6 @@ import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import TypeVar
 
-import aiohttp
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 from pydantic import BaseModel, ValidationError
@@ -189,11 +188,8 @@ class Routes:
         stream = await self._streams(request).find(request.match_info["stream"])
         offset, last = _number(request, "offset") or 0, request.query.get("last") == "1"
         receive_small(request.transport)
-        chunks = aiter(request.content.iter_chunked(RECEIVE_BYTES))  # not joined: larger buffers are mapped anew
-        try:
-            await stream.receive(offset, chunks, last=last)
-        except aiohttp.ClientError as error:
-            raise ConnectionResetError(f"a piece of a stream was not complete: {error}") from None
+        # not joined: larger buffers are mapped anew
+        await stream.receive(offset, _chunks(request, RECEIVE_BYTES), last=last)
         return answer(StreamState(received=stream.received))
 
     async def read_stream(self, request: web.Request) -> web.StreamResponse:
@@ -356,14 +352,14 @@ def _number(request: web.Request, name: str) -> int | None:
         raise web.HTTPBadRequest(text=f"{name}: {text[:40]!r} is not a number") from None
 
 
-async def _chunks(request: web.Request) -> AsyncIterator[bytes]:
-    """The body of a request.
+async def _chunks(request: web.Request, most: int = COPY_BYTES) -> AsyncIterator[bytes]:
+    """The body of a request, in pieces of at most so many bytes.
 
     Raises:
         ConnectionResetError: it is not complete.
     """
     try:
-        async for chunk in request.content.iter_chunked(COPY_BYTES):
+        async for chunk in request.content.iter_chunked(most):
             yield chunk
     except (web.RequestPayloadError, web.PayloadAccessError, HttpProcessingError) as error:
         raise ConnectionResetError(errno.ECONNRESET, f"the body of the request is not complete: {error!r}") from error
