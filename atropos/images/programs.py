@@ -63,7 +63,18 @@ class Skopeo:
             deadline_s=settings.pull_timeout_s,
             report=report,
             largest=largest,
+            environment=_own_folders(work),
         )
+
+
+def _own_folders(instead: Path) -> dict[str, str]:
+    """The environment with `instead` for the user's folders that this process may not enter.
+
+    A server that root started is no longer root when it pulls, and skopeo fails where it may not look for settings.
+    """
+    names = ("HOME", "XDG_CONFIG_HOME", "XDG_DATA_HOME", "XDG_RUNTIME_DIR")
+    closed = {name for name in names if name in os.environ and not os.access(os.environ[name], os.R_OK | os.X_OK)}
+    return {**os.environ, **dict.fromkeys(closed, str(instead))}
 
 
 async def run(
@@ -74,6 +85,7 @@ async def run(
     deadline_s: float,
     report: Callable[[], None] = lambda: None,
     largest: int | None = None,
+    environment: dict[str, str] | None = None,
 ) -> str:
     """Run a program to its end; its output.
 
@@ -84,11 +96,12 @@ async def run(
         deadline_s: longest it may take, in seconds.
         report: called every `POLL_S` while it runs.
         largest: bytes of the largest file that it may write.
+        environment: this process's by default.
 
     Raises:
         ImageUnavailable: it failed or took too long; with its last words.
     """
-    process = await _start(program, largest)
+    process = await _start(program, largest, environment)
     assert process.stdout is not None
     assert process.stderr is not None
     outputs = asyncio.gather(process.stdout.read(MAX_JSON_BYTES), _tail(process.stderr))
@@ -113,7 +126,7 @@ async def run(
     return said.decode(errors="replace")
 
 
-async def _start(program: list[str], largest: int | None) -> asyncio.subprocess.Process:
+async def _start(program: list[str], largest: int | None, environment: dict[str, str] | None) -> asyncio.subprocess.Process:
     bound = [] if largest is None else ["prlimit", f"--fsize={largest}"]
     return await asyncio.create_subprocess_exec(
         *("setpriv", "--pdeathsig", "KILL"),  # nothing writes on after a server that was killed
@@ -123,6 +136,7 @@ async def _start(program: list[str], largest: int | None) -> asyncio.subprocess.
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
         start_new_session=True,
+        env=environment,
     )
 
 

@@ -61,7 +61,15 @@ def pool_for(tmp_path: Path, images=None, **more) -> SlotPool:
     return SlotPool(SlotPoolConfig(**{"slots_per_container": 4, "max_containers": 1, "image_store": store, **more}))
 
 
-async def test_a_lease_stands_on_a_registrys_image(tmp_path, images):
+@pytest.fixture
+def closed_home():
+    """As /root: a server that is no longer root may not look into it."""
+    with tempfile.TemporaryDirectory() as home:
+        yield home
+
+
+async def test_a_lease_stands_on_a_registrys_image(tmp_path, images, monkeypatch, closed_home):
+    monkeypatch.setenv("HOME", closed_home)
     image_id = busybox_image(tmp_path / "layout")
     images.push(tmp_path / "layout", "busy:1")
     name = f"{images.host}/busy:1"
