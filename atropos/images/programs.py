@@ -126,7 +126,9 @@ async def run(
     return said.decode(errors="replace")
 
 
-async def _start(program: list[str], largest: int | None, environment: dict[str, str] | None) -> asyncio.subprocess.Process:
+async def _start(
+    program: list[str], largest: int | None, environment: dict[str, str] | None
+) -> asyncio.subprocess.Process:
     bound = [] if largest is None else ["prlimit", f"--fsize={largest}"]
     return await asyncio.create_subprocess_exec(
         *("setpriv", "--pdeathsig", "KILL"),  # nothing writes on after a server that was killed
