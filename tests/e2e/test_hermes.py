@@ -110,6 +110,8 @@ async def test_rewards_use_the_rollouts_own_slot_every_way(policy, tmp_path):
             assert (local / "x.bin").read_bytes() == b"\x00\xff"
             assert ctx.upload(local, "back")["success"]
             assert ctx.terminal("cmp back/x.bin sub/x.bin")["exit_code"] == 0
+            assert ctx.terminal("mkdir out; ln -s /etc/passwd out/link")["exit_code"] == 0
+            assert "link" in ctx.download("out", tmp_path / f"out-{ctx.trajectory_id}")["error"]
             both = await asyncio.gather(self.of(ctx, "echo 1"), self.of(ctx, "echo 2"))
             assert both == ["1\n", "2\n"]
             ctx.cleanup()

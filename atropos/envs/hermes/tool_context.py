@@ -15,10 +15,11 @@ import functools
 import io
 import json
 import logging
+import os
 import tarfile
 import uuid
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Generator, Mapping, Sequence
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any, NoReturn, TypeVar
 
 from atropos import wire
@@ -243,7 +244,8 @@ class ToolContext(HookCalls):
     async def download(self, path: str, target: str | Path, max_bytes: int = MAX_READ_BYTES) -> AwaitableDict:
         """Copy a file or folder out of the slot to a local path: `success`, or an `error`, also above `max_bytes`.
 
-        What a hostile slot packs can't leave the target: links that lead out of it, devices and `..` are refused.
+        What a hostile slot packs can't leave the target: links that lead out of it, devices and `..` are refused; before
+        Python 3.11.4, every link.
         """
         slot = await self._slot()
         try:
@@ -357,4 +359,15 @@ def _write_local(target: Path, data: bytes) -> None:
 def _unpack_local(target: Path, archive: bytes) -> None:
     target.mkdir(parents=True, exist_ok=True)
     with tarfile.open(fileobj=io.BytesIO(archive)) as source:
-        source.extractall(target, filter="data")
+        if hasattr(tarfile, "data_filter"):
+            source.extractall(target, filter="data")
+            return
+        for member in source:  # Python before 3.11.4, as in Debian 12, has no filter
+            parts = PurePosixPath(member.name).parts
+            if not (member.isfile() or member.isdir()) or ".." in parts or "/" in parts:
+                raise tarfile.ExtractError(
+                    f"{member.name}: only files and folders below the target are unpacked before Python 3.11.4"
+                )
+            member.mode = 0o755 if member.isdir() else member.mode & 0o755 | 0o600
+            member.uid, member.gid, member.uname, member.gname = os.getuid(), os.getgid(), "", ""
+            source.extract(member, target)

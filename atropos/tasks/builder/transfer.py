@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import io
 import posixpath
 import tarfile
@@ -214,8 +215,9 @@ def replace_member(
     member: tarfile.TarInfo, name: str | None, mode: int | str | None, owner: tuple[int, int] | None
 ) -> tarfile.TarInfo:
     """A member under another name, owner (None: its own) and mode."""
-    uid, gid = owner or (member.uid, member.gid)
-    info = member.replace(uid=uid, gid=gid, uname="", gname="", deep=False)
+    info = copy.copy(member)
+    info.uid, info.gid = owner or (member.uid, member.gid)
+    info.uname = info.gname = ""
     info.name = name or member.name
     if not member.issym():
         info.mode = changed_mode(member.mode, mode, folder=member.isdir())
