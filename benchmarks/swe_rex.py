@@ -29,13 +29,13 @@ HOME = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "atropos
 
 
 def install() -> Path:
-    """The environment's bin folder; made on first use.
+    """The environment's bin folder; made on first use, and anew for another interpreter: both sides run on the same.
 
     Raises:
         RuntimeError: pip could not install it; the message ends with pip's own.
     """
     binaries = HOME / "bin"
-    if (binaries / "swerex-remote").exists():
+    if (binaries / "swerex-remote").exists() and (binaries / "python").samefile(sys.executable):
         return binaries
     HOME.parent.mkdir(parents=True, exist_ok=True)
     wanted = (f"swe-rex=={VERSION}", "aiohttp")  # its client imports aiohttp without requiring it

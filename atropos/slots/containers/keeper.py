@@ -20,7 +20,7 @@ ASK_AGAIN_S = 5.0
 RELINK_S = 5.0
 """How long a lost server may take to answer again (it may have been restarted in place) before it is replaced."""
 RECONCILE_PAUSE = 10.0
-"""Pause after a reconcile, in times of what it took: it reads all containers, and thousands may change one by one."""
+"""Pause after a reconcile, in times of its CPU time: it reads all containers, and thousands may change one by one."""
 REFUSED_S = (0.5, 10.0)
 """First and longest pause after the backend refused to scale."""
 
@@ -67,10 +67,10 @@ class Keeper:
         self._wanted_at = self._state.now()
         while True:
             await self._backend.changed()
-            began = time.perf_counter()
+            began = time.thread_time()
             self.reconcile()
             self._state.changed()
-            await asyncio.sleep(RECONCILE_PAUSE * (time.perf_counter() - began))
+            await asyncio.sleep(RECONCILE_PAUSE * (time.thread_time() - began))
 
     def reconcile(self) -> None:
         """Connect to what is new and running; drop what the backend says is gone.
