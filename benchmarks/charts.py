@@ -14,8 +14,13 @@ OURS, THEIRS = "#1f6feb", "#9aa4af"
 def bars(rows: list[dict[str, Any]]) -> list[tuple[str, str, float, bool]]:
     """Case, subject, median in units of ours, and whether it is ours; cases without a peer have none."""
     found: list[tuple[str, str, float, bool]] = []
-    for base in (row for row in rows if row["base"] and row["p50"]):
-        case = [row for row in rows if row["case"] == base["case"]]
+    for at, base in enumerate(rows):
+        if not (base["base"] and base["p50"]):
+            continue
+        end = next(
+            (n for n in range(at + 1, len(rows)) if rows[n]["base"] or rows[n]["case"] != base["case"]), len(rows)
+        )
+        case = rows[at:end]
         if len(case) > 1:
             found += [(row["case"], row["subject"], row["p50"] / base["p50"], row["base"]) for row in case]
     return found
@@ -26,7 +31,7 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
     import matplotlib as mpl
 
     mpl.use("Agg")
-    mpl.rcParams["svg.hashsalt"] = "atropos"  # the same run gives the same file
+    mpl.rcParams |= {"svg.hashsalt": "atropos", "svg.fonttype": "none"}  # the same run gives the same file, a small one
     from matplotlib import pyplot as plt
 
     if not (found := bars(rows)):
@@ -41,13 +46,14 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
         labels.append(f"{case}: {subject}" if case != previous else subject)
         at, previous = at + 1, case
     axes.set_yticks(ticks, labels, fontsize=7)
+    axes.margins(y=0.01)
     axes.invert_yaxis()
     axes.set_xscale("log")
     axes.xaxis.set_major_formatter("{x:g}")
     axes.xaxis.set_minor_formatter("")
     axes.axvline(1, color=OURS, linewidth=0.8)
     axes.set_xlabel(
-        "median, in units of atropos's in the same run (log scale; longer is slower, or takes more memory)", fontsize=8
+        "median, in units of atropos's in the same run\n(log scale; longer is slower, or takes more memory)", fontsize=8
     )
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
