@@ -46,9 +46,10 @@ class Cgroups:
 
 _SERVER_WEIGHT = 1000
 """cpu.weight of the server's own leaf on cgroup v2."""
-_SLOTS_SHARES = 128
-"""cpu.shares of all slots together on cgroup v1, for each CPU: an eighth of a program's, since servers and env processes wait
-for nothing but their turn. With a whole one, timers of an env with 1,024 trajectories were four times as late at p99."""
+_SLOTS_SHARES = 256
+"""cpu.shares of all slots together on cgroup v1, for each CPU: a quarter of a program's, since servers and env processes wait
+for nothing but their turn. With less, a slot beside one that floods its output is slower (docs/benchmarks.md).
+"""
 _TRIES = 100
 """Attempts to create a cgroup that other servers remove while it is empty."""
 _VANISHED = (errno.ENOENT, errno.ENODEV)
