@@ -20,7 +20,7 @@ from examples.learn.trainer import SHIFTS, shifted
 from examples.policy.tokenizer import FOLDER
 from tests.e2e.test_serve import program
 
-ARMS = ("as sent", "masks +1")
+ARMS = ("as sent", "masks +1", "logprobs +1")
 
 
 def test_a_shift_moves_by_one_and_fills_the_gap():

@@ -102,21 +102,27 @@ async def test_serve_ends_whatever_goes_first_and_leaves_nothing():
     async with contextlib.AsyncExitStack() as stack:
         policy = await stack.enter_async_context(running("-m", "examples.policy", "--delay=0.05"))
         base_url = json.loads(await policy.says("\n"))["base_url"]
-        api = await stack.enter_async_context(run_api())
+        api_stack = await stack.enter_async_context(contextlib.AsyncExitStack())
+        api = await api_stack.enter_async_context(run_api())
         trainer = await stack.enter_async_context(Trainer(api.url, batch_size=8))
-        envs = [await stack.enter_async_context(running(*serving(api.url, base_url))) for _ in range(2)]
+        envs = [await stack.enter_async_context(running(*serving(api.url, base_url))) for _ in range(3)]
         seen: set[int] = set()
         async with asyncio.timeout(200):
             async for batch in trainer.batches(*(env.process for env in envs)):
                 for env in envs:
                     env.look()
                 seen |= {group["env_id"] for group in batch}
-                if len(seen) == 2:
+                if len(seen) == 3:
                     break
         assert "ended by SIGINT" in await envs[0].ended(signal.SIGINT)
         os.killpg(policy.process.pid, signal.SIGKILL)
         await envs[1].says(f"the inference server at {base_url} doesn't answer; calls wait for it")
         assert "ended by SIGTERM" in await envs[1].ended(signal.SIGTERM)
+        await api_stack.aclose()
+        said = await envs[2].ended(within_s=60)
+        assert envs[2].process.returncode == 1, said
+        assert "rollout_server_url" in said.splitlines()[-1], said
+        assert "Traceback" not in said, said
 
 
 async def test_each_is_told_when_another_was_killed_and_an_env_outlives_its_trainer(tmp_path):

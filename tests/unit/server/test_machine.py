@@ -1,6 +1,6 @@
 """A model of who owns what, against the server's real leases, journal and lanes, with a clock of its own.
 
-400 examples in CI; ATROPOS_EXAMPLES=20000 by hand.
+1,000 examples in CI; ATROPOS_EXAMPLES=20000 by hand.
 """
 
 from __future__ import annotations
@@ -397,7 +397,7 @@ class Machine(RuleBasedStateMachine):
 
 TestMachine = Machine.TestCase
 TestMachine.settings = settings(
-    max_examples=int(os.environ.get("ATROPOS_EXAMPLES", "400")),
+    max_examples=int(os.environ.get("ATROPOS_EXAMPLES", "1000")),
     stateful_step_count=15,
     deadline=None,
     database=None,
