@@ -40,8 +40,6 @@ ABSENT = (  # noqa: SIM905
 """Answered with ENOSYS, as by a kernel that was built without them: programs then take another way, or say so."""
 SOCKET_FAMILIES = (1, 2, 10, 16)
 """AF_UNIX, AF_INET, AF_INET6, AF_NETLINK (and there NETLINK_ROUTE alone)."""
-PERSONALITIES = (0x0, 0x0008, 0x20000, 0x20008, 0x40000, 0x40008, 0xFFFFFFFF)
-"""Linux, with UNAME26, 32-bit address space limits and no randomisation (what setarch -R and gdb ask for)."""
 _FAMILIES = 64
 """More than there are."""
 _PROTOCOLS = (33, 115, 132, 136, 256, 262)
@@ -59,7 +57,6 @@ _SECCOMP_MODE_FILTER, _SECCOMP_SET_MODE_FILTER = 2, 1
 _LOW = 0xFFFFFFFF
 """The kernel takes these arguments as 32 bits; a comparison of all 64 would miss a value with high bits set."""
 _AUDIT_ARCH = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
-_NATIVE = 0  # libseccomp's name for the architecture it runs on
 
 
 def _binding() -> Any:
@@ -209,8 +206,8 @@ def _guard_shared(made: _Filter) -> None:
         made.add(refuse, name, same(1, 1))
     made.add(refuse, "setpriority", same(0, 2))  # PRIO_USER: all of a user's, PID 1 among them
     made.add(refuse, "ioprio_set", same(0, 3))
-    # personality: every flag that isn't one of those allowed; the query 0xffffffff has all bits, so it is recognised by
-    # one that no other has
+    # personality: every flag but PER_LINUX32, UNAME26 and ADDR_NO_RANDOMIZE (setarch -R, gdb); the query 0xffffffff has
+    # all bits, so it is recognised by one that no other has
     allowed = 0x8 | 0x20000 | 0x40000
     for bit in range(31):
         if not allowed >> bit & 1:
