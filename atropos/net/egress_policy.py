@@ -208,10 +208,10 @@ class Policy:
             raise EgressRefused(f"{name}:{port} is on the list of denied hosts")
         return name
 
-    @property
-    def denied_names(self) -> list[str]:
-        """Denied names whose addresses must not be reached under other names either."""
-        return [rule.host for rule in self.deny if rule.network is None and "*" not in rule.host and "." in rule.host]
+    def denied_names(self, port: int | None = None) -> list[str]:
+        """Names denied on a port (None: on any) whose addresses must not be reached under other names either."""
+        rules = [rule for rule in self.deny if rule.network is None and (port is None or rule.covers(port))]
+        return [rule.host for rule in rules if "*" not in rule.host and "." in rule.host]
 
     def judge_addresses(
         self, name: str, port: int, addresses: Sequence[Address], own: frozenset[Address]
@@ -222,7 +222,7 @@ class Policy:
             name: from `judge_name`.
             port: as asked for.
             addresses: those that the name resolves to now.
-            own: this machine's addresses, and those of denied names.
+            own: this machine's addresses, and those of names denied on this port.
 
         Raises:
             EgressRefused: none is left.
@@ -231,7 +231,7 @@ class Policy:
         if good:
             return good
         shown = ", ".join(str(address) for address in addresses[:3]) or "no address"
-        raise EgressRefused(f"{name} leads to {shown}: only public addresses can be reached")
+        raise EgressRefused(f"{name} leads to {shown}: only public addresses can be reached, and none that is denied")
 
     def _reaches(self, name: str, port: int, address: Address, own: frozenset[Address]) -> bool:
         every = forms(address)

@@ -12,6 +12,8 @@ import contextlib
 import hmac
 import os
 import re
+import socket
+import struct
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from urllib.parse import urlsplit
 
@@ -19,11 +21,15 @@ import h11
 
 from atropos.net.egress_policy import Address, EgressRefused
 
-HEAD_S, CONNECT_S, IDLE_S = 20.0, 10.0, 300.0
+HEAD_S, CONNECT_S = 20.0, 10.0
+IDLE_S = 300.0
+"""Longest time in which nothing moves in either direction, in seconds."""
 REFUSED_HEADER = "x-atropos-refused"
 """On an answer that the proxy gave itself, with the reason; an origin's header of this name is dropped."""
 CHUNK_BYTES = 1 << 16
 _MAX_HEAD = 32_768
+_RESET = struct.pack("ii", 1, 0)
+"""SO_LINGER of no seconds: to close is to reset."""
 Dial = Callable[[str, int], Awaitable[tuple[str, asyncio.StreamReader, asyncio.StreamWriter]]]
 """Connects to a host and port; returns the host's canonical form and the connection.
 
@@ -73,13 +79,22 @@ async def relay(
             return
         host, port, target = _destination(request)
         name, remote, upstream = await dial(host, port)
-        if request.method == b"CONNECT":
-            writer.write(b"HTTP/1.1 200 Connection established\r\n\r\n")
-            rest, _ = connection.trailing_data
-            await _splice(spend, reader, writer, remote, upstream, rest)
-        else:
-            forwarding = _Forwarding(spend, connection, (reader, writer), (remote, upstream))
-            await forwarding.run(request, target, _authority(name, port))
+        async with asyncio.timeout(IDLE_S) as idle:
+            clock = asyncio.get_running_loop().time
+
+            def moved(count: int) -> None:
+                spend(count)
+                if not idle.expired():
+                    idle.reschedule(clock() + IDLE_S)
+
+            if request.method == b"CONNECT":
+                accepted = h11.Response(status_code=200, reason=b"Connection established", headers=[])
+                writer.write(connection.send(accepted))
+                rest, _ = connection.trailing_data
+                await _splice(moved, reader, writer, remote, upstream, rest)
+            else:
+                forwarding = _Forwarding(moved, connection, (reader, writer), (remote, upstream))
+                await forwarding.run(request, target, _authority(name, port))
     except (EgressRefused, OutOfBytes, h11.ProtocolError, ValueError, OSError) as error:
         await _answer(connection, writer, *_refusal(error))
     except asyncio.CancelledError:
@@ -165,8 +180,7 @@ async def _splice(
                 spend(len(data))
                 sink.write(data)
                 await sink.drain()
-            async with asyncio.timeout(IDLE_S):
-                data = await source.read(CHUNK_BYTES)
+            data = await source.read(CHUNK_BYTES)
             if not data:
                 break
         with contextlib.suppress(OSError, RuntimeError):
@@ -239,8 +253,7 @@ class _Forwarding:
                 if client.they_are_waiting_for_100_continue:
                     go_on = h11.InformationalResponse(status_code=100, headers=[])
                     await self._send(client.send(go_on), self._writer)
-                async with asyncio.timeout(IDLE_S):
-                    client.receive_data(await self._reader.read(CHUNK_BYTES))
+                client.receive_data(await self._reader.read(CHUNK_BYTES))
             elif isinstance(event, (h11.Data, h11.EndOfMessage)):
                 await self._send(origin.send(event), self._upstream)
                 if isinstance(event, h11.EndOfMessage):
@@ -256,8 +269,7 @@ class _Forwarding:
         while True:
             event = origin.next_event()
             if event is h11.NEED_DATA:
-                async with asyncio.timeout(IDLE_S):
-                    origin.receive_data(await self._remote.read(CHUNK_BYTES))
+                origin.receive_data(await self._remote.read(CHUNK_BYTES))
             elif isinstance(event, h11.Response):
                 fields = [*_end_to_end(event.headers), (b"connection", b"close")]
                 answer = h11.Response(status_code=event.status_code, reason=event.reason, headers=fields)
@@ -290,8 +302,11 @@ def _authority(name: str, port: int) -> bytes:
 
 
 async def _answer(connection: h11.Connection, writer: asyncio.StreamWriter, status: int, text: str) -> None:
-    """Answer the program with an error, unless part of an answer was sent."""
-    if writer.is_closing() or connection.our_state not in {h11.IDLE, h11.SEND_RESPONSE}:
+    """Answer the program with an error. In the middle of an answer or a tunnel, reset: an end would look like theirs."""
+    if connection.our_state not in {h11.IDLE, h11.SEND_RESPONSE}:
+        writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
+        writer.transport.abort()
+    if writer.is_closing():
         return
     body = text.encode()
     # in the reason, too: it is all that many programs show of a refused CONNECT

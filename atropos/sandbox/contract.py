@@ -107,7 +107,10 @@ class Sandbox(Protocol):
         ...
 
     async def stop(self) -> Stopped:
-        """Kill everything in it, confirm, detach its mounts, remove its cgroups. Bounded in time; idempotent."""
+        """Kill everything in it, confirm, detach its mounts, remove its cgroups. Bounded in time.
+
+        Asked again, it returns the same; after an end that was not clean, it tries again.
+        """
         ...
 
     async def freeze(self, layer_id: str) -> Layer:

@@ -228,9 +228,16 @@ async def test_slots_start_from_the_base_that_is_named(tmp_path_factory):
         parent.chmod(0o755)
     async with started(sandbox_base=str(folder)) as env:
         assert (await sh(env, "cat /old/file; ls /usr/share 2>/dev/null")).output == "old\n"
-    with pytest.raises(ConfigError, match=r"^env\.sandbox_base: /no/such is not a folder that the server can read$"):
-        async with started(sandbox_base="/no/such"):
-            pass
+    empty = folder.parent / "empty"
+    empty.mkdir()
+    for wrong, says in (
+        ("/no/such", "is not a folder that the server can read$"),
+        (str(empty), "has no /bin/sh: it is no root file system$"),
+        ("/", "holds the server's own folder .*; give a root file system in a folder of its own$"),
+    ):
+        with pytest.raises(ConfigError, match=rf"^env\.sandbox_base: {wrong} {says}"):
+            async with started(sandbox_base=wrong):
+                pass
 
 
 @shows("tool_server_url", "tool_server_token")

@@ -55,7 +55,8 @@ def test_a_denied_network_is_denied_in_every_coat(deny: str, host: str) -> None:
 
 def test_a_denied_name_s_addresses_are_denied_under_other_names() -> None:
     policy = Policy.of_slots(["public"], ["nomad.example.org", "*.internal.example.org", "10.0.0.0/8"])
-    assert policy.denied_names == ["nomad.example.org"]
+    assert policy.denied_names() == ["nomad.example.org"]
+    assert Policy.of_slots(["public"], ["git.example.org:9418"]).denied_names(443) == []
     nomad = ipaddress.ip_address("93.184.215.14")
     with pytest.raises(EgressRefused, match="leads to"):
         policy.judge_addresses("other.example.org", 80, [nomad], OWN | {nomad})

@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from atropos.errors import IsolationUnavailable
+from atropos.errors import ConfigError, IsolationUnavailable
 from atropos.sandbox.boot import folders, namespaces
 from atropos.sandbox.linux import disks, syscalls
 from atropos.sandbox.linux.cgroups import Cgroups, CgroupTree, claim, release
@@ -235,6 +235,11 @@ def _capable() -> bool:
 def _first_stage(config: RootPhaseSettings, parent: int) -> NoReturn:
     root = _capable()
     scratch = folders.scratch(config.state_dir, root=root)
+    for path in config.base_paths:
+        if os.path.commonpath([os.path.realpath(path), scratch]) == os.path.realpath(path):
+            raise ConfigError(
+                f"base: {path} holds the server's own folder {scratch}; give a root file system in a folder of its own"
+            )
     entered = Entered(scratch, 1, (0, 0), Cgroups(), parent, root)
     entered = _as_root(config, entered) if root else _as_user(config, entered)
     syscalls.prctl(syscalls.PR_SET_NO_NEW_PRIVS, 1)

@@ -11,6 +11,7 @@ import os
 import socket
 import subprocess
 import sys
+from collections import deque
 from dataclasses import dataclass
 
 from atropos.config import ServerConfig
@@ -57,6 +58,8 @@ class EgressSupervisor:
         self._listeners: dict[int, Listener] = {}
         self._process: subprocess.Popen[bytes] | None = None
         self._sock: socket.socket | None = None
+        self._orders: deque[tuple[bytes, Listener | None]] = deque()
+        """What the proxy is still to be sent, each perhaps with a socket."""
         self._watch: asyncio.Task[None] | None = None
         self._serials = itertools.count(1)
         self._unconfirmed: dict[int, asyncio.Future[None]] = {}
@@ -80,20 +83,31 @@ class EgressSupervisor:
         config = self._config
         settings = {"allow": list(config.egress_allow), "deny": list(config.egress_deny), "slots": config.slots}
         paths = os.pathsep.join(path for path in sys.path if path)
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "atropos.sandbox.programs.egress_proxy", str(os.getpid()), json.dumps(settings)],
-            stdin=theirs.fileno(),
-            stdout=subprocess.DEVNULL,
-            cwd="/",
-            env={"PYTHONPATH": paths, "PATH": os.defpath, "PYTHONDONTWRITEBYTECODE": "1"},
-            user=self._uid,
-            group=self._uid,
-            extra_groups=None if self._uid is None else [],
-        )
-        theirs.close()
+        with theirs:
+            try:
+                self._process = subprocess.Popen(
+                    [
+                        sys.executable,
+                        "-m",
+                        "atropos.sandbox.programs.egress_proxy",
+                        str(os.getpid()),
+                        json.dumps(settings),
+                    ],
+                    stdin=theirs.fileno(),
+                    stdout=subprocess.DEVNULL,
+                    cwd="/",
+                    env={"PYTHONPATH": paths, "PATH": os.defpath, "PYTHONDONTWRITEBYTECODE": "1"},
+                    user=self._uid,
+                    group=self._uid,
+                    extra_groups=None if self._uid is None else [],
+                )
+            except OSError:
+                ours.close()
+                raise
         ours.setblocking(False)
         self._sock = ours
         asyncio.get_running_loop().add_reader(ours, self._read_confirmation, ours)
+        self._orders.clear()
         for listener in self._listeners.values():
             self._send_listener(listener)
         for future in self._unconfirmed.values():  # the new proxy started with the latest hosts
@@ -120,8 +134,12 @@ class EgressSupervisor:
             code = await asyncio.to_thread(process.wait)
             log.warning("the egress proxy ended (%d); it is restarted", code)
             self._close()
-            await asyncio.sleep(_RESTART_S)
-            self._spawn()
+            while self._sock is None:
+                await asyncio.sleep(_RESTART_S)
+                try:
+                    self._spawn()
+                except OSError as error:  # for example, the host is out of processes
+                    log.warning("the egress proxy can't be started, and is tried again: %s", error)
 
     def _send_listener(self, listener: Listener) -> None:
         order = {
@@ -130,10 +148,32 @@ class EgressSupervisor:
             "connections": self._config.egress_connections,
             "hosts": listener.hosts,
         }
-        # where the proxy is dying, `_spawn` sends it to the next one
-        with contextlib.suppress(OSError):
-            if self._sock is not None:
-                socket.send_fds(self._sock, [json.dumps(order).encode()], [listener.sock.fileno()])
+        self._send(order, listener)
+
+    def _send(self, order: dict[str, object], listener: Listener | None = None) -> None:
+        """Send an order after those before it, as soon as the proxy takes it; a new proxy gets all listeners anew."""
+        self._orders.append((json.dumps(order).encode(), listener))
+        if len(self._orders) == 1:
+            self._flush()
+
+    def _flush(self) -> None:
+        if self._sock is None:
+            return
+        loop = asyncio.get_running_loop()
+        loop.remove_writer(self._sock)
+        while self._orders:
+            data, listener = order = self._orders.popleft()
+            try:
+                if listener is None:
+                    self._sock.send(data)
+                elif listener.number in self._listeners:
+                    socket.send_fds(self._sock, [data], [listener.sock.fileno()])
+            except BlockingIOError:
+                self._orders.appendleft(order)
+                loop.add_writer(self._sock, self._flush)
+                return
+            except OSError as error:
+                log.info("the egress proxy did not take an order: %s", error)
 
     def add(self, sock: socket.socket) -> int:
         """Serve a slot's listening socket; returns the number to `drop` it by."""
@@ -158,12 +198,10 @@ class EgressSupervisor:
         serial = next(self._serials)
         done = self._unconfirmed[serial] = asyncio.get_running_loop().create_future()
         try:
-            if self._sock is not None:  # else the next proxy gets the hosts with the socket
-                with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-                    self._sock.send(json.dumps({"narrow": number, "hosts": hosts, "serial": serial}).encode())
+            self._send({"narrow": number, "hosts": hosts, "serial": serial})
             async with asyncio.timeout(CONFIRM_S):
                 await done
-        except (OSError, TimeoutError) as error:
+        except TimeoutError as error:
             raise SandboxError(f"the egress proxy did not confirm a slot's network: {error!r}") from error
         finally:
             del self._unconfirmed[serial]
@@ -172,6 +210,7 @@ class EgressSupervisor:
         if self._sock is not None:
             with contextlib.suppress(ValueError):
                 asyncio.get_running_loop().remove_reader(self._sock)
+                asyncio.get_running_loop().remove_writer(self._sock)
             self._sock.close()
             self._sock = None
 
@@ -181,9 +220,7 @@ class EgressSupervisor:
         if listener is None:
             return
         listener.sock.close()
-        with contextlib.suppress(OSError):
-            if self._sock is not None:
-                self._sock.send(json.dumps({"drop": number}).encode())
+        self._send({"drop": number})
 
     async def aclose(self) -> None:
         """End the proxy."""

@@ -77,11 +77,12 @@ class HostState:
             self.bases[None] = over_host
         named = {**({} if default is None else {None: default}), **self.config.bases}
         for index, (name, path) in enumerate(named.items()):
+            field = "base" if name is None else f"bases[{name!r}]"
             if not os.path.isdir(path):
-                field = "base" if name is None else f"bases[{name!r}]"
                 raise ConfigError(f"{field}: {path} is not a folder that the server can read")
+            if not any(os.path.lexists(f"{path}/bin/{shell}") for shell in ("bash", "sh")):
+                raise ConfigError(f"{field}: {path} has no /bin/sh: it is no root file system")
             if not self._owned(path):
-                field = "base" if name is None else f"bases[{name!r}]"
                 raise ConfigError(
                     f"{field}: {path} belongs to a user that slots don't have; give it to theirs (chown -R to uid "
                     f"{self._outside_root()}), or keep it on a file system that can be mounted with other ids"

@@ -83,6 +83,8 @@ class SlotSandbox:
         self._watchdog: asyncio.TimerHandle | None = None
         self._stopping: asyncio.Task[Stopped] | None = None
         self._gone = False
+        self._detached = False
+        """Whether the volume is no longer its own: being freed, or a layer."""
 
     @property
     def hosts(self) -> tuple[str, ...] | None:
@@ -250,10 +252,6 @@ class SlotSandbox:
         if call is not None and self._channel is not None:
             self._channel.cancel(call[0], forget=True)
 
-    def memory_bytes(self) -> int:
-        """Memory that the volume's files take, in bytes."""
-        return volumes.used_bytes(self.volume)
-
     # ------------------------------------------------------------------------------------------------------------ start
 
     async def start(self, base: skeleton.Base) -> None:
@@ -401,7 +399,7 @@ class SlotSandbox:
 
     async def stop(self) -> Stopped:
         """Kill everything in it and confirm; see `contract.Sandbox.stop`."""
-        if self._stopping is None:
+        if self._stopping is None or (self._stopping.done() and not self._stopping.result().clean):
             self._stopping = asyncio.get_running_loop().create_task(self._stop(), name=f"stop {self.name}")
         return await asyncio.shield(self._stopping)
 
@@ -417,11 +415,14 @@ class SlotSandbox:
             self.network.close()
 
     async def _dispose(self) -> str:
-        """Detach the volume; its files are freed later."""
+        """Detach the volume, once; its files are freed later."""
+        if self._detached:
+            return ""
         try:
             await self._host.disposer.submit(self.volume.detach(), self.volume.disk)
         except OSError as error:
             return str(error)
+        self._detached = True
         return ""
 
     def _finished(self, began: float, problems: list[str]) -> Stopped:
@@ -436,8 +437,8 @@ class SlotSandbox:
         """Kill PID 1, which ends every process of its namespace, and wait until it is reaped. '' when confirmed."""
         if self._channel is not None:
             self._channel.close(OutcomeUnknown(f"slot {self.name} was stopped while the call ran"))
-        if self._started is not None and self._init_fd < 0:
-            # the start was cancelled, but its process may still come
+        if self._started is not None and self._init_fd < 0 and not (self._ended is not None and self._ended.done()):
+            # the start was cancelled, but its process may still come; or an earlier stop did not see its end
             with contextlib.suppress(SandboxError, TimeoutError):
                 self._init_fd = hold(await asyncio.wait_for(asyncio.shield(self._started), STOP_DEADLINE_S))
         self._kill()
@@ -489,6 +490,7 @@ class SlotSandbox:
         else:
             layer = Layer(layer_id, self.volume.upper, used)
             self._host.layers[layer.id] = self.volume
+            self._detached = True
             frozen.set_result(layer)
         problems.append(await self._remove_cgroup())
         return self._finished(began, problems)

@@ -33,6 +33,7 @@ class SlotHost:
         self.max_layers = state.cells.max_layers
         self._config = state.config
         self._serial = itertools.count(1)
+        self._importing = 0
         self._store: ImageStore | None = None
 
     def __repr__(self) -> str:
@@ -145,6 +146,7 @@ class SlotHost:
 
         Raises:
             ImageUnavailable: it is no longer there.
+            NotSupported: it was built on a base that this server lacks.
         """
         if name in self.state.bases:
             return
@@ -154,11 +156,11 @@ class SlotHost:
             for each in chain:
                 folders += [self.store.hold(each)]
                 held.callback(self.store.release, each.id)
+            below = chain[-1].parent
+            base = skeleton.Base(folders.pop()) if below is None else self.state.base(base_name(below))
             held.pop_all()
         if self.state.entered.slot_ids == 1:  # there is only root
             image = image.model_copy(update={"user": None})
-        below = chain[-1].parent
-        base = skeleton.Base(folders.pop()) if below is None else self.state.base(base_name(below))
         self.state.bases[name] = replace(base, image=image, layers=(*folders, *base.layers))
 
     def drop_base(self, name: str) -> None:
@@ -179,24 +181,31 @@ class SlotHost:
     async def import_layer(self, layer_id: str, fill: Callable[[str], Awaitable[None]]) -> Layer:
         """Make a layer of what `fill` writes into a folder; see `contract.Host.import_layer`."""
         unique = f"{next(self._serial)}"
-        if self.max_layers is not None and len(self.state.layers) >= self.max_layers:
+        if self.max_layers is not None and len(self.state.layers) + self._importing >= self.max_layers:
             raise SandboxError(f"layer {layer_id}: no cell is free, with {self.max_layers} layers on disk")
+        self._importing += 1
+        try:
+            volume = await self._blank_volume(unique, layer_id)
+            try:
+                await fill(volume.upper)
+                if volume.disk is None:
+                    volumes.freeze(volume)
+                used = await asyncio.to_thread(volumes.used_bytes, volume)
+            except BaseException:
+                await self.state.disposer.submit(volume.detach(), volume.disk)
+                raise
+            self.state.layers[layer_id] = volume
+        finally:
+            self._importing -= 1
+        return Layer(layer_id, volume.upper, used)
+
+    async def _blank_volume(self, unique: str, layer_id: str) -> volumes.Volume:
         disk = await self.state.cells.acquire(unique)
         try:
-            volume = volumes.blank(f"{self.state.scratch}/slots/{unique}", self._config.limits, disk)
+            return volumes.blank(f"{self.state.scratch}/slots/{unique}", self._config.limits, disk)
         except OSError as error:
             self.state.cells.release(disk)
             raise SandboxError(f"layer {layer_id} could not be created: {error}") from error
-        try:
-            await fill(volume.upper)
-            if volume.disk is None:
-                volumes.freeze(volume)
-        except BaseException:
-            await self.state.disposer.submit(volume.detach(), volume.disk)
-            raise
-        layer = Layer(layer_id, volume.upper, volumes.used_bytes(volume))
-        self.state.layers[layer.id] = volume
-        return layer
 
     async def drop_layer(self, layer: Layer) -> None:
         """Drop an unused layer."""

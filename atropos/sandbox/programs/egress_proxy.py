@@ -99,6 +99,9 @@ class Proxy:
                 task.add_done_callback(account.tasks.discard)
 
         server = await asyncio.start_server(accepted, sock=listener, limit=CHUNK_BYTES, backlog=16)
+        if number not in self._rules:  # dropped meanwhile
+            server.close()
+            return
         self._accounts[number] = SlotTraffic(server, budget, min(connections, self._most))
 
     def narrow(self, number: int, hosts: Sequence[str] | None) -> None:
@@ -119,8 +122,8 @@ class Proxy:
     async def watch_denied(self) -> None:
         """Know the addresses of denied names, so that no other name leads there. A failed look-up keeps the last ones."""
         places = asyncio.Semaphore(LOOKUPS)
-        while self.policy.denied_names:
-            for name in self.policy.denied_names:
+        while names := self.policy.denied_names():
+            for name in names:
                 with contextlib.suppress(EgressRefused, TimeoutError):
                     self._denied[name] = frozenset(await self._resolve(places, name, 443))
             await asyncio.sleep(_DENIED_S)
@@ -151,7 +154,8 @@ class Proxy:
         async def dial(host: str, port: int) -> tuple[str, asyncio.StreamReader, asyncio.StreamWriter]:
             name = rules.judge_name(host, port)
             found = await self._resolve(account.lookups, name, port)
-            own = own_addresses().union(*self._denied.values())
+            denied = (self._denied.get(each, ()) for each in self.policy.denied_names(port))
+            own = own_addresses().union(*denied)
             return name, *await connect(name, rules.judge_addresses(name, port, found, own), port)
 
         await relay(reader, writer, dial, spend=account.spend, admit=account.admit)

@@ -15,6 +15,7 @@ class LayerFolder:
     Attributes:
         depth: levels below the layer's own folder.
         number: of the archive's folders, counted from 0; for packing.
+        place: device and inode where it was found; for packing, since a slot's programs may move folders meanwhile.
     """
 
     layer: int
@@ -22,10 +23,11 @@ class LayerFolder:
     above: LayerFolder | None = None
     depth: int = 0
     number: int = 0
+    place: tuple[int, int] | None = None
 
-    def below(self, name: str) -> LayerFolder:
+    def below(self, name: str, place: tuple[int, int] | None = None) -> LayerFolder:
         """A folder in this one."""
-        return LayerFolder(self.layer, name, self, self.depth + 1)
+        return LayerFolder(self.layer, name, self, self.depth + 1, place=place)
 
     def path_from(self, depth: int) -> list[str]:
         """The names that lead here from the folder above that has this depth."""
@@ -49,14 +51,18 @@ class Folders:
         return len(self._tops)
 
     def open(self, wanted: LayerFolder) -> int:
-        """A descriptor that stays valid until the next call."""
+        """A descriptor that stays valid until the next call.
+
+        Raises:
+            OSError: it can't be opened, or was moved.
+        """
         if self._last is wanted:
             return self._fd
         shared = 0
         if self._last is not None and self._last.layer == wanted.layer:
             shared = _shared_depth(self._last, wanted)
         if self._last is not None and self._last.depth - shared < shared:
-            # Nearer from where we are; `..` is safe, since nothing here ever moves.
+            # Nearer from where we are. Of a folder that is moved meanwhile, `..` may lead out of the layer.
             fd, steps = os.dup(self._fd), [*[".."] * (self._last.depth - shared), *wanted.path_from(shared)]
         else:
             fd, steps = os.dup(self._tops[wanted.layer]), wanted.path_from(0)
@@ -65,6 +71,9 @@ class Folders:
                 below = os.open(step, os.O_RDONLY | os.O_DIRECTORY | NOFOLLOW, dir_fd=fd)
                 os.close(fd)
                 fd = below
+            found = os.fstat(fd)
+            if wanted.place not in {None, (found.st_dev, found.st_ino)}:
+                raise OSError(f"a folder was moved while it was read: {wanted.name}")
         except OSError:
             os.close(fd)
             raise

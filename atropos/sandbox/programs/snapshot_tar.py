@@ -28,7 +28,8 @@ import sys
 import tarfile
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import IO, cast
+from tarfile import HeaderError
+from typing import IO, Self, cast
 
 if __name__ == "__main__":
     sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))))
@@ -101,7 +102,7 @@ class Packer:
             for name in sorted(os.listdir(fd)):
                 found = os.stat(name, dir_fd=fd, follow_symlinks=False)
                 if stat.S_ISDIR(found.st_mode):
-                    below.append(folder.below(name))
+                    below.append(folder.below(name, (found.st_dev, found.st_ino)))
                 else:
                     self._pack_file(folder, name, found, fd)
             todo.extend(reversed(below))
@@ -112,7 +113,7 @@ class Packer:
 
     def _pack_file(self, folder: LayerFolder, name: str, found: os.stat_result, folder_fd: int) -> None:
         if stat.S_ISREG(found.st_mode):
-            fd = os.open(name, os.O_RDONLY | NOFOLLOW, dir_fd=folder_fd)
+            fd = os.open(name, os.O_RDONLY | os.O_NONBLOCK | NOFOLLOW, dir_fd=folder_fd)  # it may be a pipe by now
             with open(fd, "rb") as file:
                 info = self._describe(folder, name, found, fd)
                 if found.st_nlink > 1 and found.st_ino in self._first:
@@ -234,6 +235,28 @@ class _Parts(io.RawIOBase):
 # ----------------------------------------------------------------------------------------------------------- unpacking
 
 
+_EndOfArchive: type[HeaderError] = getattr(tarfile, "EOFHeaderError")  # noqa: B009 (typeshed doesn't know it)
+
+
+class _WholeTar(tarfile.TarInfo):
+    """A member of an archive that ends as archives do: the tar module takes a damaged or missing header for the end."""
+
+    @classmethod
+    def fromtarfile(cls, tarfile: tarfile.TarFile) -> Self:
+        """The next member.
+
+        Raises:
+            _EndOfArchive: there is none.
+            NotASnapshot: its header is damaged or cut off.
+        """
+        try:
+            return super().fromtarfile(tarfile)
+        except _EndOfArchive:
+            raise
+        except HeaderError as error:
+            raise NotASnapshot(f"it is cut off or damaged: {error}") from None
+
+
 class Unpacker:
     """Unpacks an archive into folders, and never writes outside them.
 
@@ -256,7 +279,12 @@ class Unpacker:
             NotASnapshot: a name, kind or length that no snapshot has.
         """
         with tarfile.open(
-            fileobj=source, mode="r|", bufsize=_BUFFER, encoding="utf-8", errors="surrogateescape"
+            fileobj=source,
+            mode="r|",
+            bufsize=_BUFFER,
+            encoding="utf-8",
+            errors="surrogateescape",
+            tarinfo=_WholeTar,
         ) as tar:
             while (info := tar.next()) is not None:
                 _forget_members(tar)

@@ -2,7 +2,7 @@
 
 It is the parent of every PID 1, makes each slot's user namespace, and reports ends. It takes requests of the server over an
 inherited socket and ends with it. Standard library only: what it holds in memory, every slot shares
-(docs/decisions/0010).
+(docs/decisions/0013).
 """
 
 from __future__ import annotations

@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 STATEFUL = frozenset({"sessions"})
 """The features that sessions living between calls need."""
-BACKLOG = 1024
 
 
 class Server:
@@ -92,9 +91,8 @@ class Server:
         finally:
             upkeep.cancel()
             await asyncio.wait([probing])
-            _ = (
-                probing.cancelled() or probing.exception()
-            )  # if it failed and something else did before it, that is what is raised
+            if not probing.cancelled():
+                probing.exception()  # retrieved, so that asyncio logs nothing: an earlier error is what is raised
             clean = await self._close(core) and clean
             listener.close()
         return 0 if clean and not core.leasing.broken else 1

@@ -9,6 +9,7 @@ import time
 
 from atropos.errors import LeaseExpired
 from atropos.sandbox.server.core import Core
+from atropos.sandbox.server.state.clients import FORGET_S
 from atropos.sandbox.server.state.state import ServerState
 
 log = logging.getLogger(__name__)
@@ -60,11 +61,12 @@ def beat(core: Core) -> None:
 def forget(core: Core) -> None:
     """Drop clients that are long gone, their snapshots, and unused images."""
     state = core.state
-    gone = set(state.clients.forget_stale(state.now()))
+    now = state.now()
+    state.clients.forget_stale(now)
     for snapshot in list(state.snapshots.by_id.values()):
-        if snapshot.owner in gone and not snapshot.users:
+        if not (snapshot.users or snapshot.owner in state.clients) and now - snapshot.touched_at > FORGET_S:
             core.layers.drop_snapshot(snapshot.id)
-    core.images.forget_unused()
+    core.images.forget_unused(core.transfer.bases)
 
 
 def _tick_s(state: ServerState) -> float:

@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import itertools
 import logging
+import time
 from collections import deque
 from collections.abc import Callable
 
@@ -22,7 +23,7 @@ RECENT = 16
 """Latest requests, whose kinds decide which sandboxes are started ahead."""
 KINDS = (False, True)
 BACKOFF_S = (0.05, 0.2, 1.0, 2.0, 5.0)
-"""Pauses after failed starts; their number is how many may fail in a row before the pool is called broken."""
+"""Pauses after failed starts, in seconds. When one fails that began after the last pause, the pool is broken."""
 STOP_S = 30.0
 """Longest stop of a sandbox before it counts as not clean, in seconds."""
 
@@ -59,6 +60,7 @@ class WarmPool:
         self._recent: deque[bool] = deque(maxlen=RECENT)
         self._stops: set[asyncio.Task[None]] = set()
         self._failures = dict.fromkeys(KINDS, 0)
+        self._paused_until = dict.fromkeys(KINDS, 0.0)
         self._closed = False
         self.started = 0
 
@@ -168,21 +170,25 @@ class WarmPool:
         return f"s{next(self._names)}"
 
     async def _start_one(self, *, network: bool) -> None:
+        began = time.monotonic()
         try:
             async with self._slots:
                 if self._closed:
                     return
+                began = time.monotonic()
                 sandbox = await self._host.start(self._name(), network=network)
         except Exception as error:
             if not isinstance(error, SandboxError):
                 log.exception("a sandbox could not be started")
-            await self._failed(error, network=network)
+            if began >= self._paused_until[network]:  # else it is one failure with those that began beside it
+                self._failed(error, network=network)
+            await asyncio.sleep(max(0.0, self._paused_until[network] - time.monotonic()))
             return
         self._failures[network] = 0
         self.started += 1
         self._put(sandbox, network=network)
 
-    async def _failed(self, error: Exception, *, network: bool) -> None:
+    def _failed(self, error: Exception, *, network: bool) -> None:
         self._failures[network] += 1
         failures = self._failures[network]
         log.warning("starting a sandbox failed (%d in a row): %s", failures, error)
@@ -195,7 +201,7 @@ class WarmPool:
             else:
                 self._broken(f"sandboxes can't be started any more: {error}")
             return
-        await asyncio.sleep(BACKOFF_S[failures - 1])
+        self._paused_until[network] = time.monotonic() + BACKOFF_S[failures - 1]
 
     def _over(self, start: asyncio.Task[None]) -> None:
         """Remove an ended start from the count, and refill."""

@@ -371,12 +371,12 @@ class Slot(SlotFiles):
         Raises:
             SandboxError: as `snapshot`.
         """
-        running = (await self.exec("kill -STOP -1", timeout_s=10)).exit_code == 0
+        running = (await self.exec("kill -STOP -1", user="0:0", timeout_s=10)).exit_code == 0
         try:
             settled = await self._snapshot(beside=running)
         finally:
             if running:
-                await self.exec("kill -CONT -1", timeout_s=10)
+                await self.exec("kill -CONT -1", user="0:0", timeout_s=10)
         await settled.drop()
 
     async def _freeze(self, *, beside: bool) -> Snapshot:

@@ -29,8 +29,12 @@ from atropos.wire import (
     Untar,
     WriteFile,
 )
+from tests.waiting import SLOWNESS
 
-ON_DISK_ONLY = {"places_on_disk_are_used_again_once_they_are_empty"}
+ON_DISK_ONLY = {
+    "layers_on_disk_are_counted_while_they_are_imported",
+    "places_on_disk_are_used_again_once_they_are_empty",
+}
 ROOT_ONLY = {
     "memory_limit_is_named_and_the_slot_goes_on",
     "many_users_inside",
@@ -498,6 +502,9 @@ async def searching(host):
         assert [(m.line, m.context) for m in found.matches] == [(1, True), (2, False), (3, True), (1, False)]
         names = await do(s, Search(pattern="", path="src", glob="*.py"))
         assert [m.path for m in names.matches] == ["/workspace/src/a.py"] and names.matches[0].line == 0
+        await out(s, "ln -s . link")
+        linked = await do(s, Search(pattern="", path="link", glob="src/*.py"))
+        assert [m.path for m in linked.matches] == ["/workspace/src/a.py"]
         assert (await do(s, Search(pattern="(", path="."))).error == "bad_pattern"
         assert (await do(s, Search(pattern="x", path="none"))).error == "not_found"
         many = await do(s, Search(pattern=".", path="/usr/include", max_matches=5))
@@ -882,12 +889,59 @@ async def a_start_that_takes_too_long_names_a_high_load(host):
                 raise AssertionError("it started")
 
 
+async def a_stop_that_could_not_be_confirmed_is_tried_again(host):
+    sandbox = await started(host, "slow-to-end")
+    with mock.patch.object(host_slot, "STOP_DEADLINE_S", 0.0):
+        stopped = await sandbox.stop()
+    assert not stopped.clean, stopped
+    async with asyncio.timeout(10 * SLOWNESS):
+        while not (stopped := await sandbox.stop()).clean:  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+    assert await sandbox.stop() == stopped
+    await freed(host)
+
+
+async def a_view_for_whose_copy_there_is_no_room_takes_none(host):
+    async with slot(host) as sandbox:
+        await out(sandbox, "mkdir /app && cd /app && for i in $(seq 1600); do : > $i; done; ln -s 1 link")
+        free = os.statvfs(sandbox.volume.data).f_favail
+        assert free < 1600, "the bound on inodes of the tests"
+        view = await host.view(sandbox, "view", (), None, ("/app",))
+        try:
+            assert os.statvfs(sandbox.volume.data).f_favail == free
+            assert (
+                await out(view, "cat /app/1600; test -e /app/link || echo no link is followed")
+                == "no link is followed\n"
+            )
+        finally:
+            assert (await view.stop()).clean
+
+
 async def the_probe_finds_every_property(host):
     features = {feature.name: feature for feature in await host.probe()}
     assert len(features) >= 18
     assert features["pids_limit"].ok == host.state.counts_pids, "a fork bomb's processes stay where nothing counts them"
     for feature in features.values():
         assert feature.ok or (not feature.required and feature.fix), feature
+
+
+async def layers_on_disk_are_counted_while_they_are_imported(host):
+    """Only with volumes on disk: `test_scenarios.ON_DISK`."""
+    most = 0
+
+    async def fill(_):
+        nonlocal most
+        most += 1
+        await host.import_layer(f"layer-{most}", fill)
+
+    places = host.state.cells.free_count
+    try:
+        await host.import_layer("layer-0", fill)
+    except SandboxError as error:
+        assert f"with {host.max_layers} layers on disk" in str(error), error
+    assert most == host.max_layers
+    await freed(host)
+    assert host.state.cells.free_count == places
 
 
 async def places_on_disk_are_used_again_once_they_are_empty(host):

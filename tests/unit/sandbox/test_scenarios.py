@@ -16,6 +16,7 @@ ON_DISK = [
     "disk_and_inode_limits_are_named",
     "files_round_trip",
     "forks_share_a_frozen_layer",
+    "layers_on_disk_are_counted_while_they_are_imported",
     "nothing_is_left_after_a_stop",
     "places_on_disk_are_used_again_once_they_are_empty",
     "the_probe_finds_every_property",

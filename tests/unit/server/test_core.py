@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
 
 import pytest
 
@@ -10,6 +11,8 @@ from atropos.errors import BackendUnavailable, LeaseExpired, NotSupported, PoolF
 from atropos.sandbox.server.calls.journal import Journal
 from atropos.sandbox.server.calls.lanes import Lanes
 from atropos.sandbox.server.metrics import Meters
+from atropos.sandbox.server.snapshots.layer_tar import packed_layers
+from atropos.sandbox.server.snapshots.snapshot_transfer import IncomingSnapshot
 from atropos.sandbox.server.state.lease_table import LeaseTable
 from atropos.sandbox.server.upkeep import forget
 from atropos.slots.client import SandboxClient
@@ -40,6 +43,36 @@ async def test_a_retired_slot_comes_back_once_it_is_confirmed_empty():
         lease = await client.acquire(request())
         host.dirty.add(running.core.state.runs[lease.lease_id].sandbox.name)
         assert not (await client.release(lease)).clean
+        assert (await client.status()).retired == 1
+        host.dirty.clear()
+        await until(lambda: running.core.state.table.free == 4)
+
+
+async def test_starts_that_fail_side_by_side_are_one_failure(monkeypatch):
+    monkeypatch.setattr("atropos.sandbox.server.warm_pool.BACKOFF_S", (0.5,) * 5)
+    host = FakeHost()
+    async with serving(host, slots=16) as running, client_of(running) as client:
+        warm_pool = running.core.leasing.warm_pool
+        await until(lambda: warm_pool.ready == 20)
+        host.start_fails = True
+        for sandbox in list(host.live):
+            sandbox.die("killed for want of memory")
+        await until(lambda: host.failed_starts == 20)
+        assert not running.core.leasing.broken
+        host.start_fails = False
+        await until(lambda: warm_pool.ready == 20)
+        await client.release(await client.acquire(request()))
+
+
+async def test_a_view_that_is_not_confirmed_gone_retires_its_slot():
+    host = FakeHost()
+    async with serving(host, slots=4) as running, client_of(running) as client:
+        lease = await client.acquire(request())
+        await client.view(lease, ())
+        host.dirty.add(running.core.state.runs[lease.lease_id].sandbox.name)
+        with pytest.raises(SlotLost, match="the view could not be confirmed gone"):
+            await client.snapshot(lease)
+        await until(lambda: lease.lease_id not in running.core.state.runs)
         assert (await client.status()).retired == 1
         host.dirty.clear()
         await until(lambda: running.core.state.table.free == 4)
@@ -268,6 +301,50 @@ async def test_snapshots_of_a_client_long_gone_are_dropped():
         assert not core.state.snapshots.by_id
         await until(lambda: not running.host.layers)
         assert len(core.state.clients) == 0
+
+
+async def test_a_snapshot_that_outlives_its_owner_is_dropped_after_its_last_use():
+    async with serving() as running, client_of(running) as client:
+        core = running.core
+        async with client_of(running, client_id="owner") as owner:
+            lease = await owner.acquire(request())
+            snapshot = await owner.snapshot(lease)
+            fork = await client.acquire(request(snapshot=snapshot.snapshot_id, ttl_s=80_000))
+            await owner.release(lease)
+        await until(lambda: len(core.state.streams) == 1)
+        core.state.forgive(-1000)  # the clock steps on
+        forget(core)
+        assert "owner" not in core.state.clients
+        assert core.state.snapshots.by_id
+        await client.release(fork)
+        core.state.forgive(-1000)
+        forget(core)
+        assert not core.state.snapshots.by_id
+
+
+async def test_an_image_is_kept_while_a_snapshot_on_it_is_imported(tmp_path, monkeypatch):
+    base, bases = "image:" + "a" * 64, {}
+    monkeypatch.setattr(FakeHost, "store", SimpleNamespace(find=lambda key: key), raising=False)
+    monkeypatch.setattr(FakeHost, "add_base", lambda _, name, image: bases.update({name: image}), raising=False)
+    monkeypatch.setattr(FakeHost, "drop_base", lambda _, name: bases.pop(name), raising=False)
+    (tmp_path / "file").write_text("x")
+    async with packed_layers([str(tmp_path)], "a test") as chunks:
+        archive = b"".join([chunk async for chunk in chunks])
+
+    async with serving() as running:
+        core = running.core
+
+        async def arriving():
+            yield archive[:100]
+            forget(core)
+            yield archive[100:]
+
+        incoming = IncomingSnapshot("snap-12345678", layers=1, base=base, owner="tester", compressed=False)
+        await core.transfer.receive(incoming, arriving())
+        assert base in bases
+        core.layers.drop_snapshot("snap-12345678")
+        forget(core)
+        assert not bases
 
 
 async def test_what_a_dead_client_left_makes_room_for_the_living():

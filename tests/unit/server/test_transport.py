@@ -195,6 +195,43 @@ def test_as_a_program_through_a_pipe(layers, tmp_path, options):
     assert cut.stderr
 
 
+def test_an_archive_that_is_cut_or_damaged_between_members_is_refused(tmp_path):
+    layer = tmp_path / "layer"
+    layer.mkdir()
+    for number in range(20):
+        (layer / f"{number:02}").write_text(f"{number}\n")
+    archive = packed([layer])
+    with tarfile.open(fileobj=io.BytesIO(archive)) as tar:
+        at = tar.getmembers()[10].offset
+    damaged = bytearray(archive)
+    damaged[at + 10] ^= 0xFF
+    for broken in (archive[:at], archive[: at + 100], bytes(damaged)):
+        shutil.rmtree(tmp_path / "out0", ignore_errors=True)
+        with pytest.raises(NotASnapshot, match="cut off or damaged"):
+            Unpacker(fresh(tmp_path, 1)).unpack(io.BytesIO(broken))
+
+
+def test_a_folder_that_is_moved_while_it_is_packed_leads_out_of_no_layer(tmp_path, monkeypatch):
+    (tmp_path / "slots/7/up").mkdir(parents=True)
+    (tmp_path / "slots/7/up/secret").write_text("a neighbour's")
+    layer = tmp_path / "slots/9/up"
+    moved = layer / "a/b/c/d/0/y/z"
+    moved.mkdir(parents=True)
+    (moved / "file").touch()
+    (layer / "a/b/c/d/7").mkdir()  # what the packer opens next, from where `..` has led it
+    opened = os.listdir
+
+    def listed(fd):
+        names = opened(fd)
+        if names == ["file"]:  # as a program of the slot might, while its folder is read
+            moved.rename(layer / "z")
+        return names
+
+    monkeypatch.setattr(snapshot_tar.os, "listdir", listed)
+    with pytest.raises(OSError, match="a folder was moved while it was read: 7"):
+        packed([layer])
+
+
 def test_a_socket_does_not_travel(tmp_path):
     (tmp_path / "in").mkdir()
     os.chdir(tmp_path / "in")

@@ -23,6 +23,7 @@ from typing import NamedTuple
 from atropos.errors import NotSupported
 from atropos.sandbox.host.files.volumes import Volume
 from atropos.sandbox.linux import syscalls
+from atropos.sandbox.linux.trees import remove_tree
 
 MAX_FOLDERS = 64
 """Top-level folders shown in addition to the requested ones."""
@@ -254,36 +255,50 @@ def _copied(source: int, copies: str, folder: str, opened: contextlib.ExitStack)
     The slot's programs may replace any part of the source meanwhile, but nothing in the copy: links are checked there.
 
     Returns:
-        A descriptor; None: there is no room for it.
+        A descriptor; None: there is no room for it, half of what the slot's own programs have left.
     """
-    try:
-        copy = os.open(tempfile.mkdtemp(prefix="seen", dir=copies), os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        opened.callback(os.close, copy)
-        count, waiting = 0, [""]
-        while waiting and count <= MAX_COPIED:
-            path = waiting.pop()
-            with contextlib.ExitStack() as both:
-                try:
-                    fd = _open_below(source, path)
-                except OSError:  # gone meanwhile, or no folder any more
-                    continue
-                both.callback(os.close, fd)
-                into = _open_below(copy, path)
-                both.callback(os.close, into)
-                count += _copy_entries(fd, into, f"{folder}/{path}".rstrip("/"), f"{path}/".lstrip("/"), waiting)
-    except OSError as error:
-        if error.errno in {errno.ENOSPC, errno.EDQUOT}:
+    most = min(MAX_COPIED, os.statvfs(copies).f_favail // 2)
+    path = tempfile.mkdtemp(prefix="seen", dir=copies)
+    copy = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    opened.callback(os.close, copy)
+    with contextlib.ExitStack() as undo:
+        undo.callback(remove_tree, path)
+        try:
+            whole = _copy_folders(source, copy, folder, most)
+        except OSError as error:
+            if error.errno not in {errno.ENOSPC, errno.EDQUOT}:
+                raise
+            whole = False
+        if not whole:
             return None
-        raise
-    return copy if count <= MAX_COPIED else None
+        undo.pop_all()
+    return copy
 
 
-def _copy_entries(source: int, target: int, folder: str, below: str, folders: list[str]) -> int:
-    """Copy one folder without its subfolders, whose names go into `folders`; returns how much was copied."""
+def _copy_folders(source: int, copy: int, folder: str, most: int) -> bool:
+    """Copy a folder with its subfolders; False: they have more names than `most`."""
+    count, waiting = 0, [""]
+    while waiting and count <= most:
+        path = waiting.pop()
+        with contextlib.ExitStack() as both:
+            try:
+                fd = _open_below(source, path)
+            except OSError:  # gone meanwhile, or no folder any more
+                continue
+            both.callback(os.close, fd)
+            into = _open_below(copy, path)
+            both.callback(os.close, into)
+            below = f"{path}/".lstrip("/")
+            count += _copy_entries(fd, into, f"{folder}/{path}".rstrip("/"), below, waiting, most - count)
+    return count <= most
+
+
+def _copy_entries(source: int, target: int, folder: str, below: str, folders: list[str], most: int) -> int:
+    """Copy one folder without its subfolders, whose names go into `folders`; returns how many names it has."""
     count = 0
     with os.scandir(source) as entries:
         for count, entry in enumerate(entries, 1):
-            if count > MAX_COPIED:
+            if count > most:
                 return count
             if not entry.is_dir(follow_symlinks=False):
                 _copy_file(source, target, entry.name, f"{folder}/{entry.name}")

@@ -114,7 +114,8 @@ class Volume:
         held: list[int] = []
         try:
             if self.mounts:
-                held += [os.open(path, os.O_PATH | os.O_CLOEXEC) for path in (*reversed(self.mounts), self.folder)]
+                # one by one, so that those before one that fails are closed
+                held.extend(os.open(path, os.O_PATH | os.O_CLOEXEC) for path in (*reversed(self.mounts), self.folder))
                 syscalls.umount(self.folder)
                 self.mounts = []
             os.rmdir(self.folder)

@@ -36,11 +36,9 @@ files = {{}}
 for name, module in list(sys.modules.items()):
     spec = getattr(module, '__spec__', None)
     files[name] = [getattr(spec, 'origin', None), getattr(module, '__file__', None), hasattr(module, '__path__')]
-import os
-stdlib = os.path.dirname(os.__file__) if getattr(os, '__file__', None) else None
 with open('/proc/self/maps') as maps:
     loaded = sorted({{line.split(None, 5)[5].rstrip() for line in maps if '.so' in line}})
-print(json.dumps([files, stdlib, loaded]))
+print(json.dumps([files, loaded]))
 """
 _PT_LOAD, _PT_DYNAMIC, _PT_INTERP = 1, 2, 3
 _HEADERS = 8192
@@ -88,8 +86,8 @@ def _copy_modules(python: str, stdlib: Path) -> list[str]:
     )
     if done.returncode:
         raise IsolationUnavailable(f"{python} lacks a module that is needed: {done.stderr.strip()[-300:]}")
-    files, where, loaded = json.loads(done.stdout)
-    where = where or sysconfig_stdlib()
+    files, loaded = json.loads(done.stdout)
+    where = os.path.dirname(os.__file__)
     extensions: set[str] = set()
     for name, (origin, file, package) in files.items():
         source = file
@@ -107,13 +105,6 @@ def _copy_modules(python: str, stdlib: Path) -> list[str]:
                 target.parent.mkdir(parents=True, exist_ok=True)
                 _compile(name, source, str(target))
     return [path for path in loaded if os.path.realpath(path) not in extensions and "/ld-" not in path]
-
-
-def sysconfig_stdlib() -> str:
-    """The standard library's folder."""
-    import sysconfig
-
-    return sysconfig.get_path("stdlib")
 
 
 def _compile(name: str, source: str, target: str) -> None:

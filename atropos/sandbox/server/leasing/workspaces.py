@@ -79,11 +79,11 @@ class Workspaces:
         assert run.sandbox is not None
         assert run.lanes is not None
         if run.agent is not None:  # the view ends: its slot is frozen
-            view, run.sandbox, run.agent = run.sandbox, run.agent, None
-            if not (stopped := await stop(view)).clean:
+            if not (stopped := await stop(run.sandbox)).clean:  # the end of the lease retires the slot
                 self._state.snapshots.abandon()
                 self._leasing.end(run.held, SlotLost.code, f"the view could not be confirmed gone: {stopped.detail}")
                 raise SlotLost(f"the view could not be confirmed gone: {stopped.detail}")
+            run.sandbox, run.agent = run.agent, None
         request, old, below = run.held.request, run.sandbox, run.layers
         run.sandbox = None  # from here on the freeze ends it, so its death is expected
         began = time.monotonic()

@@ -8,6 +8,7 @@ import logging
 import os
 import time
 from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import Set as AbstractSet
 
 from atropos.errors import ConfigError, ImageUnavailable, NotSupported, SandboxError
 from atropos.images.reference import POOL_BASE, ImageSource
@@ -238,10 +239,10 @@ class Images:
         self._state.host.add_base(base, image)
         self._bases[base] = image
 
-    def forget_unused(self) -> None:
-        """Let the store remove images on which no lease and no snapshot stands."""
-        runs = self._state.runs.values()
-        used = {run.base for run in runs} | {snapshot.base for snapshot in self._state.snapshots.by_id.values()}
+    def forget_unused(self, arriving: AbstractSet[str | None]) -> None:
+        """Let the store remove images on which no lease and no snapshot stands, nor one that is being imported."""
+        runs, snapshots = self._state.runs.values(), self._state.snapshots.by_id.values()
+        used = arriving | {run.base for run in runs} | {snapshot.base for snapshot in snapshots}
         for base in [each for each in self._bases if each not in used]:
             del self._bases[base]
             self._state.host.drop_base(base)

@@ -46,11 +46,16 @@ class SnapshotTransfer:
         self._layers = layers
         self._images = images
         self._unpacking = asyncio.Semaphore(PARALLEL_IMPORTS)
-        self._arriving: dict[str, asyncio.Event] = {}
-        """Snapshots that are being imported, each with what is set when that is over."""
+        self._arriving: dict[str, tuple[str | None, asyncio.Event]] = {}
+        """Snapshots that are being imported, each with its base and what is set when that is over."""
 
     def __len__(self) -> int:
         return len(self._arriving)
+
+    @property
+    def bases(self) -> set[str | None]:
+        """The bases of snapshots that are being imported."""
+        return {base for base, _ in self._arriving.values()}
 
     @contextlib.asynccontextmanager
     async def exported(self, snapshot: StoredSnapshot, *, compress: bool) -> AsyncGenerator[AsyncIterator[bytes]]:
@@ -94,7 +99,7 @@ class SnapshotTransfer:
             SandboxError: it doesn't fit, or could not be written; nothing is left of it.
         """
         while (arriving := self._arriving.get(wanted.snapshot_id)) is not None:
-            await arriving.wait()  # the connection broke, and the sender repeats it
+            await arriving[1].wait()  # the connection broke, and the sender repeats it
         known = self._state.snapshots.by_id.get(wanted.snapshot_id)
         if known is not None:
             return known.info
@@ -102,7 +107,8 @@ class SnapshotTransfer:
             raise NotSupported(f"layers: {wanted.layers} is not between 1 and {MAX_LAYERS}")
         self._images.use(wanted.base)
         self._layers.reserve(())
-        over = self._arriving[wanted.snapshot_id] = asyncio.Event()
+        over = asyncio.Event()
+        self._arriving[wanted.snapshot_id] = wanted.base, over
         # Its own task: a client that goes away ends the stream, and so the import, but doesn't interrupt the tidying.
         try:
             layers = await asyncio.shield(self._state.spawn(self._unpack(wanted, chunks)))

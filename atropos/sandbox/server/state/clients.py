@@ -95,6 +95,9 @@ class ClientTable:
             client = self._all[client_id] = ClientState(client_id, self._now())
         return client
 
+    def __contains__(self, client_id: str) -> bool:
+        return client_id in self._all
+
     def __len__(self) -> int:
         return len(self._all)
 
@@ -170,11 +173,10 @@ class ClientTable:
 
     # -------------------------------------------------------------------------------------------------------- upkeep
 
-    def forget_stale(self, now: float) -> list[str]:
-        """Forget clients that were silent for `FORGET_S`; returns their ids. Trim the journals of the rest."""
+    def forget_stale(self, now: float) -> None:
+        """Forget clients that were silent for `FORGET_S`, and trim the journals of the rest."""
         leases = self._leases
         holding = {held.client_id for held in leases.held.values()}
-        gone: list[str] = []
         for client_id, client in list(self._all.items()):
             for lease_id in client.journal.lease_ids():
                 if lease_id not in leases.held and lease_id not in leases.ended:
@@ -184,8 +186,6 @@ class ClientTable:
             if client.connection is None and client_id not in holding and now - seen > FORGET_S:
                 del self._all[client_id]
                 leases.forget_client(client_id)
-                gone.append(client_id)
-        return gone
 
     def close(self) -> None:
         """Cut every connection."""

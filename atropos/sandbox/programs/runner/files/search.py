@@ -54,9 +54,6 @@ def walk(top: str) -> Iterator[tuple[str, os.stat_result]]:
         found = os.lstat(top)
     except OSError as error:
         raise failure(error, top) from None
-    if found.st_mode & 0o170000 == 0o120000:
-        top = posixpath.realpath(top)
-        found = os.stat(top)
     if found.st_mode & 0o170000 == 0o100000:
         yield top, found
         return
@@ -85,6 +82,8 @@ def walk(top: str) -> Iterator[tuple[str, os.stat_result]]:
 
 def search(path: str, wanted: Pattern[bytes] | None, glob: str | None, max_matches: int, context: int) -> Outcome:
     """Matches in path and line order."""
+    if posixpath.islink(path):
+        path = posixpath.realpath(path)
     matches: list[dict[str, object]] = []
     files, budget, cut = 0, MAX_SEARCH_BYTES, False
     for name, found in walk(path):

@@ -1,0 +1,109 @@
+"""Connections through the proxy last while anything moves, and an error in the middle is never taken for their end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+
+import pytest
+
+from atropos.net import relay
+
+IDLE_S = 0.4
+
+
+@pytest.fixture(autouse=True)
+def _idle(monkeypatch):
+    monkeypatch.setattr(relay, "IDLE_S", IDLE_S)
+
+
+@contextlib.asynccontextmanager
+async def through(origin, spend=lambda _: None) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+    """A connection to a proxy before this origin."""
+
+    async def answered(reader, writer):
+        with contextlib.suppress(OSError):
+            await origin(reader, writer)
+        writer.close()
+
+    async with await asyncio.start_server(answered, "127.0.0.1", 0) as there:
+
+        async def dial(host, _):
+            return host, *await asyncio.open_connection(*there.sockets[0].getsockname())
+
+        async def proxied(reader, writer):
+            await relay.relay(reader, writer, dial, spend=spend)
+
+        async with await asyncio.start_server(proxied, "127.0.0.1", 0) as proxy:
+            reader, writer = await asyncio.open_connection(*proxy.sockets[0].getsockname())
+            try:
+                yield reader, writer
+            finally:
+                writer.close()
+
+
+async def tunnel(reader, writer) -> None:
+    writer.write(b"CONNECT origin:443 HTTP/1.1\r\nHost: origin\r\n\r\n")
+    assert await reader.readuntil(b"\r\n\r\n") == b"HTTP/1.1 200 Connection established\r\n\r\n"
+
+
+async def trickle(writer, pieces: int, data: bytes) -> None:
+    for _ in range(pieces):
+        writer.write(data)
+        await writer.drain()
+        await asyncio.sleep(IDLE_S / 4)
+
+
+async def test_a_download_that_goes_on_for_longer_than_the_idle_time_is_whole():
+    async def origin(_, writer):
+        await trickle(writer, 10, b"piece")
+
+    async with through(origin) as (reader, writer):
+        await tunnel(reader, writer)
+        assert await reader.read() == b"piece" * 10
+
+
+async def test_an_upload_that_goes_on_for_longer_than_the_idle_time_is_answered():
+    async def origin(reader, writer):
+        await reader.readuntil(b"piece" * 10)
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok")
+
+    async with through(origin) as (reader, writer):
+        writer.write(b"POST http://origin/ HTTP/1.1\r\nHost: origin\r\nContent-Length: 50\r\n\r\n")
+        await trickle(writer, 10, b"piece")
+        assert (await reader.read()).startswith(b"HTTP/1.1 200 ")
+
+
+async def test_an_idle_request_is_answered_and_an_idle_tunnel_is_reset():
+    async def origin(reader, _):
+        await reader.read()
+
+    async with through(origin) as (reader, writer):
+        writer.write(b"GET http://origin/ HTTP/1.1\r\nHost: origin\r\n\r\n")
+        assert (await reader.read()).startswith(b"HTTP/1.1 504 ")
+    async with through(origin) as (reader, writer):
+        await tunnel(reader, writer)
+        with pytest.raises(ConnectionResetError):
+            await reader.read()
+
+
+async def test_a_tunnel_whose_bytes_are_used_up_is_reset_and_gets_no_answer():
+    async def origin(_, writer):
+        await trickle(writer, 10, b"piece")
+
+    left = 20
+
+    def spend(count):
+        nonlocal left
+        left -= count
+        if left < 0:
+            raise relay.OutOfBytes("none left")
+
+    async with through(origin, spend) as (reader, writer):
+        await tunnel(reader, writer)
+        got = b""
+        with pytest.raises(ConnectionResetError):
+            while data := await reader.read(100):
+                got += data
+        assert got == b"piece" * 4
