@@ -142,7 +142,7 @@ class EgressSupervisor:
                     log.warning("the egress proxy can't be started, and is tried again: %s", error)
 
     def _send_listener(self, listener: Listener) -> None:
-        order = {
+        order: dict[str, object] = {
             "add": listener.number,
             "budget": self._config.egress_mib << 20,
             "connections": self._config.egress_connections,
