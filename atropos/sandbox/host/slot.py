@@ -19,7 +19,7 @@ from atropos.sandbox.host import egress_supervisor
 from atropos.sandbox.host.files import skeleton, views, volumes
 from atropos.sandbox.host.host_state import HostState
 from atropos.sandbox.host.limit_watch import LimitWatch
-from atropos.sandbox.host.process.spawner_client import Exit, hold
+from atropos.sandbox.host.process.spawner_client import hold
 from atropos.sandbox.host.runner_link import RunnerLink
 from atropos.sandbox.host.slot_network import SlotNetwork
 from atropos.sandbox.linux import host_limits, memory_files, slot_cgroup, stopped_children
@@ -72,7 +72,7 @@ class SlotSandbox:
         self._changing: asyncio.Task[None] | None = None
         self._channel: RunnerLink | None = None
         self._started: asyncio.Future[int] | None = None
-        self._ended: asyncio.Future[Exit] | None = None
+        self._ended: asyncio.Future[int] | None = None
         self._init_fd = -1
         self._loop = asyncio.get_running_loop()
         self._calls: dict[str, tuple[int, float]] = {}

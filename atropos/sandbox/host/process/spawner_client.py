@@ -14,13 +14,6 @@ from atropos.errors import SandboxError
 from atropos.sandbox.programs.spawner import NumberedRequest, Report, StartRequest
 
 
-@dataclass(frozen=True)
-class Exit:
-    """How PID 1 of a slot ended."""
-
-    code: int
-
-
 class SpawnerClient:
     """Starts slots, and reports their ends.
 
@@ -36,16 +29,16 @@ class SpawnerClient:
         self._loop.add_reader(sock, self._readable)
         self._numbers = itertools.count(1)
         self._started: dict[int, asyncio.Future[int]] = {}
-        self._exits: dict[int, asyncio.Future[Exit]] = {}
+        self._exits: dict[int, asyncio.Future[int]] = {}
         self.broken: str | None = None
 
-    async def start(self, request: StartRequest, fds: list[int]) -> tuple[asyncio.Future[int], asyncio.Future[Exit]]:
+    async def start(self, request: StartRequest, fds: list[int]) -> tuple[asyncio.Future[int], asyncio.Future[int]]:
         """Ask for a slot; futures of its PID 1's number here and of its end. Call from the event loop's thread."""
         if self.broken is not None:
             raise SandboxError(self.broken)
         number = next(self._numbers)
         started: asyncio.Future[int] = self._loop.create_future()
-        ended: asyncio.Future[Exit] = self._loop.create_future()
+        ended: asyncio.Future[int] = self._loop.create_future()
         self._started[number], self._exits[number] = started, ended
         await self._send({"id": number, **request}, fds)
         return started, ended
@@ -86,7 +79,7 @@ class SpawnerClient:
         elif "exit" in report:
             ended = self._exits.pop(number)
             if not ended.done():
-                ended.set_result(Exit(report["exit"]))
+                ended.set_result(report["exit"])
 
     def _broke(self, why: str) -> None:
         if self.broken is not None:
@@ -97,7 +90,7 @@ class SpawnerClient:
             future.set_exception(SandboxError(self.broken))
         for ended in self._exits.values():
             if not ended.done():
-                ended.set_result(Exit(-9))
+                ended.set_result(-9)
         self._started.clear()
         self._exits.clear()
 
