@@ -184,7 +184,6 @@ class Keeper:
         return PoolState(
             containers=self.containers,
             ready=fleet.ready,
-            free=fleet.open_slots,
             waiting=fleet.wanted_slots,
             needed=self._needed(),
             closing=self._closing(),
