@@ -74,6 +74,7 @@ class SlotPool:
         self._images = PoolImages(self._state, self._links)
         self._loops = Tasks("pool")
         self._frames = FrameLimit(self.config.max_batch_size)
+        self._starting: asyncio.Task[None] | None = None
         self._stopping: asyncio.Task[None] | None = None
 
     def __repr__(self) -> str:
@@ -99,20 +100,17 @@ class SlotPool:
         Raises:
             ConfigError: a setting is wrong.
             IsolationUnavailable: the host or the containers can't isolate; says what is missing.
-            BackendUnavailable: no container came within `start_timeout_s`; says why. Nothing is left then.
+            BackendUnavailable: no container came within `start_timeout_s`; says why. Or `stop` was called. Nothing is left then.
         """
         if self._state.phase != "new":
             raise RuntimeError(f"the pool is {self._state.phase}: make a new pool")
         self._state.phase = "starting"
+        self._starting = asyncio.create_task(self._start(), name="pool: start")
         try:
-            await self.backend.start()
-            self._loops.spawn(self._guard(self._keeper.watch()), "watch")
-            self._keeper.reconcile()
-            if self._keeper.containers < self.config.min_containers:
-                await self._keeper.ask(self.config.min_containers, "start")
-            self._keeper.reconcile()
-            await self._first_containers()
-            self._loops.spawn(self._guard(self._keeper.scale()), "scale")
+            await asyncio.wait([self._starting])
+            if self._stopping is not None:
+                raise BackendUnavailable("the pool was stopped")
+            self._starting.result()
         except BaseException:
             try:
                 await self.stop()
@@ -122,6 +120,16 @@ class SlotPool:
         self._state.phase = "running"
         for image in self.config.images:
             self._loops.spawn(self._prepare_ahead(image), f"prepare {image}")
+
+    async def _start(self) -> None:
+        await self.backend.start()
+        self._loops.spawn(self._guard(self._keeper.watch()), "watch")
+        self._keeper.reconcile()
+        if self._keeper.containers < self.config.min_containers:
+            await self._keeper.ask(self.config.min_containers, "start")
+        self._keeper.reconcile()
+        await self._first_containers()
+        self._loops.spawn(self._guard(self._keeper.scale()), "scale")
 
     async def _first_containers(self) -> None:
         deadline = self._state.now() + self.config.start_timeout_s
@@ -176,6 +184,9 @@ class SlotPool:
         self._state.phase = "stopping"
         self._state.news.set()
         self._state.fail_all(BackendUnavailable("the pool was stopped"))
+        if self._starting is not None:
+            self._starting.cancel()
+            await asyncio.gather(self._starting, return_exceptions=True)
         await self._loops.cancel()
         links = list(self._links.values())
         try:

@@ -395,6 +395,29 @@ async def test_start_that_finds_no_container_in_time_says_why():
         await pool.start()
 
 
+@pytest.mark.parametrize("engine_s", [0, 0.1])
+async def test_stop_while_the_pool_starts_ends_the_start_and_leaves_nothing(engine_s):
+    pool, backend = model_pool(start_s=0.3)
+    connect = backend.start
+
+    async def connecting():
+        await asyncio.sleep(engine_s)
+        await connect()
+
+    backend.start = connecting
+    starting = asyncio.create_task(pool.start())
+    await asyncio.sleep(0.05)
+    async with asyncio.timeout(5):
+        await pool.stop()
+        asked = list(backend.asked)
+        with pytest.raises(BackendUnavailable, match="the pool was stopped"):
+            await starting
+    await asyncio.sleep(0.1)
+    assert backend.asked == asked
+    assert backend.closed is True
+    assert not pool_tasks()
+
+
 async def test_waiters_hear_of_a_fatal_failure_at_once():
     pool, backend = model_pool(slots=1, containers=1)
     async with pool:
