@@ -158,6 +158,47 @@ async def test_a_container_in_use_is_not_closed_and_low_ones_fill_first():
         await until(lambda: len(backend.listed) == 1, "the idle one closed")
 
 
+async def test_a_container_that_is_leased_from_while_the_others_are_asked_is_not_closed():
+    pool, backend = model_pool(slots=1, containers=3, idle_container_s=0.1)
+    async with pool:
+        slots = [await pool.acquire(f"t{n}") for n in range(3)]
+        last = [link for link in pool.links.values() if link.seat.index][-1]
+        asked, answer, status = asyncio.Event(), asyncio.Event(), last.client.status
+
+        async def slowly():
+            asked.set()
+            await answer.wait()
+            return await status()
+
+        last.client.status = slowly
+        await asyncio.gather(*(slot.release() for slot in slots[1:]))
+        await asked.wait()
+        async with pool.lease("late") as late:
+            assert 0 < late.link.seat.index != last.seat.index
+            answer.set()
+            await asyncio.sleep(0.05)
+            assert late.lost is None
+            assert len(backend.listed) == 3
+
+
+async def test_a_container_that_does_not_answer_stops_no_scaling(monkeypatch):
+    monkeypatch.setattr("atropos.slots.containers.keeper.ANSWER_S", 0.1)
+    pool, _ = model_pool(slots=1, containers=4, idle_container_s=0.1, acquire_timeout_s=3)
+    async with pool:
+        slots = [await pool.acquire(f"t{n}") for n in range(3)]
+        asked = asyncio.Event()
+
+        async def never():
+            asked.set()
+            await asyncio.Event().wait()
+
+        slots[2].link.client.status = never
+        await slots[2].release()
+        await asked.wait()
+        more = [await pool.acquire(f"u{n}") for n in range(2)]
+        await asyncio.gather(*(slot.release() for slot in [*slots[:2], *more]))
+
+
 async def test_another_clients_leases_keep_a_container_open():
     pool, backend = model_pool(slots=2, containers=2, idle_container_s=0.05)
     async with pool:
