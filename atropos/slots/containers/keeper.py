@@ -232,6 +232,8 @@ class Keeper:
                     self.trouble = str(error)
                     await asyncio.sleep(backoff.failed())
                     self._state.replan()
+            elif not self._condemned:
+                self.trouble = ""
             try:
                 async with asyncio.timeout(min(ASK_AGAIN_S, max(0.05, self._limits.idle_s / 4))):
                     await self._state.demand.wait()

@@ -204,6 +204,7 @@ class ContainerLink:
             state.doubtful.add(self.container.id)
         if status.draining:
             self.close()
+        state.refusal = None
         state.changed()
         state.serve()
         state.replan()

@@ -422,7 +422,7 @@ class SlotPool:
             await loop
         except Exception as error:
             log.exception("the pool's own loop failed")
-            self._state.refuse(SandboxError(f"the pool's own loop failed: {error!r}"))
+            self._state.give_up(SandboxError(f"the pool's own loop failed: {error!r}"))
 
     def _sandbox_client(
         self,

@@ -18,7 +18,7 @@ from atropos.errors import (
     SandboxError,
     SlotLost,
 )
-from tests.unit.pool.model import SLOT_MIB, model_pool, pool_tasks, settled, until
+from tests.unit.pool.model import SLOT_MIB, ModelClient, model_pool, pool_tasks, settled, until
 
 
 async def test_a_slot_is_leased_used_and_given_back():
@@ -470,6 +470,43 @@ async def test_waiters_hear_of_a_fatal_failure_at_once():
         backend.vanish(slot.container)
         with pytest.raises(IsolationUnavailable):
             await waiting
+
+
+async def test_a_container_that_was_refused_is_forgotten_once_another_one_has_joined(monkeypatch):
+    pool, backend = model_pool(slots=1, containers=2, require_sandbox=True)
+    whole, isolated = ModelClient.capabilities, False
+
+    async def capabilities(client):
+        return (await whole(client)).model_copy(update={"isolated": isolated})
+
+    async with pool, pool.lease("a"):
+        monkeypatch.setattr(ModelClient, "capabilities", capabilities)
+        waiting = asyncio.create_task(pool.acquire("b"))
+        await until(lambda: "require_sandbox" in pool.trouble(), "the refusal")
+        isolated = True
+        await (await waiting).release()
+        assert len(backend.retired) == 1
+        assert pool.trouble() == ""
+
+
+async def test_what_the_backend_refused_is_no_trouble_when_nothing_is_asked_of_it_any_more(monkeypatch):
+    monkeypatch.setattr("atropos.slots.containers.keeper.REFUSED_S", (0.01, 0.05))
+    monkeypatch.setattr("atropos.slots.containers.keeper.ASK_AGAIN_S", 0.1)
+    pool, backend = model_pool(slots=1, containers=2)
+    async with pool:
+        async with pool.lease("a"):
+            backend.refuse = BackendUnavailable("quota")
+            with pytest.raises(AcquireTimeout, match="quota"):
+                await pool.acquire("b", timeout_s=0.2)
+        await until(lambda: not pool.trouble(), "no trouble")
+        backend.refuse_retire = BackendUnavailable("nomad is away")
+        (link,) = pool.links.values()
+        await link.condemn("broken")
+        for _ in range(20):  # the keeper looks at once, and nothing is asked of the backend
+            await asyncio.sleep(0)
+        assert "nomad is away" in pool.trouble()
+        await (await pool.acquire("c")).release()
+        await until(lambda: not pool.trouble(), "no trouble")
 
 
 async def test_a_backend_that_refuses_to_grow_is_asked_again(monkeypatch):
