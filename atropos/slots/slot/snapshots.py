@@ -75,11 +75,11 @@ class Snapshot:
             await asyncio.wait(list(self._bringing.values()))
         for link in self.places:
             if self in link.snapshots:
-                link.snapshots.discard(self)
                 link.seat.pins -= 1
                 link.seat.idle_since = self.state.now()
-                with contextlib.suppress(SandboxError):  # an unknown or lost one is as good as dropped
+                with contextlib.suppress(SandboxError):  # the keeper drops it when it connects to the server again
                     await link.client.drop_snapshot(self.id)
+                    link.snapshots.discard(self)
 
     def add(self, link: ContainerLink) -> None:
         """Note that a container has it."""

@@ -734,6 +734,25 @@ async def test_snapshots_in_a_server_that_was_lost_and_comes_back_are_dropped():
         assert server.snapshot_store == set()
 
 
+async def test_a_snapshot_whose_drop_failed_is_dropped_when_its_server_is_connected_to_again():
+    pool, backend = model_pool(slots=2, containers=1)
+    async with pool, pool.lease("t") as slot:
+        server = backend.servers[slot.container]
+        snapshot = await slot.snapshot()
+
+        async def unreachable(snapshot_id):
+            raise BackendUnavailable("the server can't be reached")
+
+        server.clients[0].drop_snapshot = unreachable
+        await snapshot.drop()
+        await settled()
+        assert server.snapshot_store == {snapshot.id}
+        assert not slot.link.seat.pins
+        server.clients[0].lost.set()
+        await until(lambda: len(server.clients) == 2 and pool.stats().ready == 1, "it is connected to again")
+        assert server.snapshot_store == set()
+
+
 async def test_a_pool_that_stops_waits_until_its_snapshots_are_dropped():
     pool, backend = model_pool(slots=2, containers=1)
     async with pool:
