@@ -18,6 +18,7 @@ from atropos.errors import (
     SandboxError,
     SlotLost,
 )
+from atropos.wire import ReleaseResult
 from tests.unit.pool.model import SLOT_MIB, ModelClient, model_pool, pool_tasks, settled, until
 
 
@@ -350,6 +351,30 @@ async def test_a_server_restarted_in_place_is_used_again():
             assert other.lease.boot_id == "reborn"
         assert slot.lost is not None
         assert backend.retired == []
+
+
+async def test_a_lease_is_counted_as_released_or_as_lost_and_a_reset_only_where_there_was_one():
+    pool, backend = model_pool(slots=4, containers=1)
+    async with pool:
+        (server,) = backend.servers.values()
+        gone, *slots = [await pool.acquire(f"t{n}") for n in range(4)]
+
+        async def released_before(lease):
+            return ReleaseResult(released=False)  # as `SandboxClient.release` when the server has ended it
+
+        real = gone.link.client.release
+        gone.link.client.release = released_before
+        await gone.release()
+        gone.link.client.release = real
+        assert pool.stats().reset.n == 0
+        server.delay_s = 0.3
+        for slot in slots:
+            slot.start_release()
+        await asyncio.sleep(0.01)
+        backend.vanish(server.name)
+        await settled()
+        stats = pool.stats()
+        assert (stats.leases, stats.releases, stats.lost) == (4, 1, 3)
 
 
 async def test_an_unclean_slot_is_not_leased_again():
