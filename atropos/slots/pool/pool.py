@@ -8,6 +8,7 @@ import os
 import secrets
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Protocol, Self
 
@@ -78,7 +79,7 @@ class SlotPool:
         self._stopping: asyncio.Task[None] | None = None
 
     def __repr__(self) -> str:
-        s = self.stats()
+        s = self._counts()
         text = (
             f"<SlotPool {self.config.backend} {self._state.phase}: {s.ready} of {s.containers} containers ready, "
             f"{s.slots} slots ({s.free} free, {s.leased} leased, {s.retired} retired), {s.waiting} waiting"
@@ -347,6 +348,13 @@ class SlotPool:
 
     def stats(self) -> PoolStats:
         """One consistent count of everything."""
+        counters = self._state.counters
+        return replace(
+            self._counts(), acquire=Percentiles.of(counters.acquire_s), reset=Percentiles.of(counters.reset_s)
+        )
+
+    def _counts(self) -> PoolStats:
+        """As `stats`, without percentiles, which sort thousands of samples."""
         fleet, counters = self._state.fleet, self._state.counters
         return PoolStats(
             containers=self._keeper.containers,
@@ -361,14 +369,12 @@ class SlotPool:
             releases=counters.releases,
             lost=counters.lost,
             timeouts=counters.timeouts,
-            acquire=Percentiles.of(counters.acquire_s),
-            reset=Percentiles.of(counters.reset_s),
             trouble=self.trouble(),
         )
 
     def metrics(self) -> list[Family]:
         """The pool's metrics; `atropos.metrics.exposition` writes them for Prometheus."""
-        return [*gauges(self.stats(), self._containers()), *self._state.counters.families()]
+        return [*gauges(self._counts(), self._containers()), *self._state.counters.families()]
 
     def _containers(self) -> dict[str, int]:
         """How many containers there are in each state, the same states each time."""
@@ -409,7 +415,7 @@ class SlotPool:
             await self._state.news.wait()
 
     def _situation(self) -> str:
-        s = self.stats()
+        s = self._counts()
         text = (
             f"{s.ready} of {s.containers} containers ready (at most {self.config.max_containers}), "
             f"{s.slots} slots ({s.free} free, {s.leased} leased, {s.retired} retired), {s.waiting} waiting"
