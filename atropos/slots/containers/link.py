@@ -81,7 +81,7 @@ class ContainerClient(FileClient, Protocol):
 
 
 ClientFactory = Callable[[Container, Callable[[wire.LeaseEnded], None], Callable[[int], None]], ContainerClient]
-"""Makes the client of a container, from callbacks for ended leases and for free slots."""
+"""Makes the client of a container, from callbacks for ended leases and for free memory, in MiB."""
 
 
 class HeldSlot(Protocol):

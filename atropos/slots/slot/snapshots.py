@@ -43,11 +43,6 @@ class Snapshot:
         self._places = [link for link in self._places if link.gone is None]
         return self._places
 
-    @property
-    def dropped(self) -> bool:
-        """Whether `drop` was called."""
-        return self._dropped
-
     def __repr__(self) -> str:
         state = "dropped" if self._dropped else f"{self.info.layers} layers, {self.info.bytes:,} bytes"
         where = ", ".join(link.container.id for link in self.places) or "no container any more"
