@@ -400,6 +400,46 @@ async def test_ports_go_through_a_lease_in_both_directions(slot: Slot) -> None:
         writer.close()
 
 
+ENDLESS = """
+import socket, threading
+def serve(peer):
+    try:
+        while peer.recv(10) != b"ping":
+            while True: peer.sendall(bytes(65536))
+        peer.sendall(b"pong")
+    except OSError:
+        open("broken", "w").close()
+    peer.close()
+listener = socket.create_server(("127.0.0.1", 4712))
+print("listens", flush=True)
+while True: threading.Thread(target=serve, args=(listener.accept()[0],), daemon=True).start()
+"""
+
+
+async def test_a_client_that_leaves_in_the_middle_of_a_download_ends_nothing_but_that(slot: Slot) -> None:
+    service = await slot.start(["python3", "-c", ENDLESS])
+    assert await service.read(wait_s=30) == b"listens\n"
+
+    async def ping(port: int) -> bytes:
+        async with asyncio.timeout(30):
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(b"ping")
+            pong = await reader.read()
+            writer.close()
+            return pong
+
+    async with await PortForward.to_slot(slot, 4712) as there:
+        assert await ping(there.port) == b"pong"
+        reader, writer = await asyncio.open_connection("127.0.0.1", there.port)
+        writer.write(b"download")
+        writer.write_eof()
+        await reader.readexactly(1 << 20)
+        await asyncio.sleep(1)  # until all that is between here and the service is full
+        writer.transport.abort()
+        assert await ping(there.port) == b"pong"
+        assert (await slot.exec("while [ ! -e broken ]; do sleep 0.1; done", timeout_s=30)).exit_code == 0
+
+
 async def _send(writer: asyncio.StreamWriter, data: bytes) -> None:
     writer.write(data)
     await writer.drain()

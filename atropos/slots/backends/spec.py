@@ -29,8 +29,8 @@ STOP_MARGIN_S = 5
 """How much longer than the server's own drain an engine waits before it kills, in seconds."""
 BAD_CONFIG, NO_ISOLATION = 2, 3
 """Exit codes of the server after which a retry can't help."""
-HOPELESS = 3
-"""Failed starts in a row, with no server ever ready, after which no more are tried."""
+HOPELESS_CRASHES = 3
+"""Containers that ended, one after the other, with no server ever ready, after which no more are tried."""
 IMAGE_FOLDER = "/var/cache/atropos/images"
 """The image store of a server in a container, where a shared folder or volume of the host is mounted."""
 _PLACED_BY_ENGINE = {"host", "port", "token", "tls", "die_with_parent", "state_dir", "base"}
@@ -92,7 +92,7 @@ def hopeless(code: int | None, reason: str, failures: int) -> Exception | None:
         return ConfigError(reason)
     if code == NO_ISOLATION:
         return IsolationUnavailable(reason)
-    return BackendUnavailable(reason) if failures >= HOPELESS else None
+    return BackendUnavailable(reason) if failures >= HOPELESS_CRASHES else None
 
 
 def owner() -> str:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Protocol
 from atropos.aio import Backoff
 from atropos.errors import BackendUnavailable, ConfigError, IsolationUnavailable
 from atropos.slots.backends.base import Backend, Container
+from atropos.slots.backends.supervise import ChangeFlag
 from atropos.slots.task_owner import Tasks
 
 if TYPE_CHECKING:
@@ -25,8 +26,8 @@ BACKOFF_S = (0.1, 10.0)
 """First and longest pause before a server that ended is restarted."""
 PROVEN_S = 10.0
 """The end of a server that ran this long resets the back-off."""
-HOPELESS = 5
-"""Failed starts in a row, with no server ever ready, after which no more are tried."""
+HOPELESS_STARTS = 5
+"""Failed starts of one server in a row, with none ever ready, after which no more are tried."""
 DRAIN_S = 30.0
 """How long leases may go on in a server that is being replaced."""
 STOP_S, STOP_SLOT_S = 1.5, 0.05
@@ -84,7 +85,7 @@ class SupervisedBackend(Backend):
         self._places: dict[int, _Place] = {}
         self._ending: set[_Place] = set()
         self._tasks = Tasks(f"{self.name} backend")
-        self._news = asyncio.Event()
+        self._news = ChangeFlag()
         self._failure: Exception | None = None
 
     @abstractmethod
@@ -124,7 +125,6 @@ class SupervisedBackend(Backend):
     async def changed(self) -> None:
         """See `Backend`; one waiter at a time."""
         await self._news.wait()
-        self._news.clear()
 
     def trouble(self) -> str:
         """The reasons of the servers that don't start."""
@@ -212,7 +212,7 @@ class _Place:
                     wait = backoff.failed()
                     self.trouble = f"container {self._index}: {error} (failed {backoff.failures} times in a row)"
                     log.warning("%s", self.trouble)
-                    if backoff.failures >= HOPELESS and not self._backend.ever_ready:
+                    if backoff.failures >= HOPELESS_STARTS and not self._backend.ever_ready:
                         self._backend.give_up(BackendUnavailable(self.trouble))
                         return
                     self._backend.news()

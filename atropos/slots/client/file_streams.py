@@ -68,8 +68,12 @@ async def _send(client: FileClient, lease: Lease, stream: str, pieces: Iterator[
 
     offset, piece, after = 0, await following(), await following()
     while after:
-        _, read = await asyncio.gather(_put(client, lease, stream, offset, piece, last=False), following())
-        offset, piece, after = offset + len(piece), after, read
+        reading = asyncio.ensure_future(following())
+        try:
+            await _put(client, lease, stream, offset, piece, last=False)
+            offset, piece, after = offset + len(piece), after, await reading
+        finally:
+            reading.cancel()
     await _put(client, lease, stream, offset, piece, last=True)
 
 

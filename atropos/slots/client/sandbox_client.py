@@ -65,7 +65,7 @@ class SandboxClient:
         frames: most calls in a frame. No call waits on purpose to be batched: it is sent as soon as the connection can
             take it.
         on_lease_ended: called when the server ended a lease that this client holds.
-        on_capacity: called with the number of free slots when one came free after an acquire was refused.
+        on_capacity: called with the free memory, in MiB, when a slot came free after an acquire was refused.
         reconnect_s: how long a lost connection is tried for before the client is `lost`.
         certificate: in PEM, the only one that the server may show.
 
@@ -241,10 +241,6 @@ class SandboxClient:
         finally:
             self._asking.discard(name)
 
-    async def renew(self, lease: Lease) -> Lease:
-        """Renew one lease by hand; the stream's heartbeats do it for all."""
-        return await self._requests.ask("POST", f"/v1/leases/{lease.lease_id}/renew?epoch={lease.epoch}", Lease)
-
     # ----------------------------------------------------------------------------------------------------------- calls
 
     async def call(self, lease: Lease, operation: Operation, *, call_id: str | None = None) -> OpResult:
@@ -408,8 +404,8 @@ class SandboxClient:
         self._end(message.lease_id, from_code(message.code, message.message))
         self._report(self._on_lease_ended, message)
 
-    def _capacity(self, free: int) -> None:
-        self._report(self._on_capacity, free)
+    def _capacity(self, free_mib: int) -> None:
+        self._report(self._on_capacity, free_mib)
 
     def _report(self, callback: Callable[[R], None] | None, news: R) -> None:
         """Call the owner's callback; its failure must not end the stream."""

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable
 
-from atropos.errors import ImageUnavailable, NotSupported
+import aiohttp
+
+from atropos.errors import BackendUnavailable, ImageUnavailable, NotSupported
 from atropos.slots.client.server_requests import ServerRequests
 from atropos.wire import ImageInfo, ImageRequest, ImageState, KeepRequest
 
@@ -49,7 +51,10 @@ class ServerImages:
             "bytes": str(image.bytes),
             "settings": image.model_dump_json(include={"env", "workdir", "user"}),
         }
-        raw = await self._requests.pipe(f"/v1/images/{image.id}/layer", to._requests, query, "application/x-tar")
+        try:
+            raw = await self._requests.pipe(f"/v1/images/{image.id}/layer", to._requests, query, "application/x-tar")
+        except (aiohttp.ClientError, OSError) as error:
+            raise BackendUnavailable(f"the image could not be copied to {to._requests.url}: {error!r}") from error
         return ImageInfo.model_validate_json(raw)
 
     async def prepare(

@@ -188,14 +188,8 @@ class Fleet:
 
     @property
     def wanted_slots(self) -> int:
-        """Slots that unpinned acquires wait for, less what is free in containers kept for them."""
-        kept = sum(seat.free for seat in self._kept if seat.kept_for is not None and seat.kept_for.pin is None)
-        return -(-(self.waiting_mib - kept) // self.slot_mib)
-
-    @property
-    def open_slots(self) -> int:
-        """Free slots that are not reserved for a waiter."""
-        return self.free - sum(seat.free // self.slot_mib for seat in self._kept)
+        """Slots that unpinned acquires wait for. What is free after `match` serves none of them."""
+        return -(-self.waiting_mib // self.slot_mib)
 
     def withdraw(self, ticket: Ticket) -> None:
         """Remove a ticket from the line. Idempotent."""

@@ -21,6 +21,8 @@ RELINK_S = 5.0
 """How long a lost server may take to answer again (it may have been restarted in place) before it is replaced."""
 RECONCILE_PAUSE = 10.0
 """Pause after a reconcile, in times of its CPU time: it reads all containers, and thousands may change one by one."""
+ANSWER_S = 3.0
+"""How long a container may take to say whether it is used; scaling waits for the answer."""
 REFUSED_S = (0.5, 10.0)
 """First and longest pause after the backend refused to scale."""
 
@@ -184,7 +186,6 @@ class Keeper:
         return PoolState(
             containers=self.containers,
             ready=fleet.ready,
-            free=fleet.open_slots,
             waiting=fleet.wanted_slots,
             needed=self._needed(),
             closing=self._closing(),
@@ -231,6 +232,8 @@ class Keeper:
                     self.trouble = str(error)
                     await asyncio.sleep(backoff.failed())
                     self._state.replan()
+            elif not self._condemned:
+                self.trouble = ""
             try:
                 async with asyncio.timeout(min(ASK_AGAIN_S, max(0.05, self._limits.idle_s / 4))):
                     await self._state.demand.wait()
@@ -277,16 +280,18 @@ class Keeper:
 
     async def _idle_for_all(self, target: int) -> bool:
         """Whether no other client holds leases in the containers that shrinking to `target` would end."""
-        for link in [link for link in self._links.values() if link.seat.index >= target]:
+        links = [link for link in self._links.values() if link.seat.index >= target]
+        for link in links:
             if not await self._unused(link):
                 link.seat.idle_since = self._state.now()
                 return False
-        return True
+        return not any(link.seat.busy for link in links)  # the first may have been leased from meanwhile
 
     async def _unused(self, link: ContainerLink) -> bool:
-        """Whether no client holds a lease in a container; False if it doesn't answer."""
+        """Whether no client holds a lease in a container; False if it doesn't answer within `ANSWER_S`."""
         try:
-            status = await link.client.status()
-        except SandboxError:
+            async with asyncio.timeout(ANSWER_S):
+                status = await link.client.status()
+        except (SandboxError, TimeoutError):
             return False
         return not status.leased and not link.seat.busy

@@ -81,7 +81,7 @@ class ContainerClient(FileClient, Protocol):
 
 
 ClientFactory = Callable[[Container, Callable[[wire.LeaseEnded], None], Callable[[int], None]], ContainerClient]
-"""Makes the client of a container, from callbacks for ended leases and for free slots."""
+"""Makes the client of a container, from callbacks for ended leases and for free memory, in MiB."""
 
 
 class HeldSlot(Protocol):
@@ -204,6 +204,7 @@ class ContainerLink:
             state.doubtful.add(self.container.id)
         if status.draining:
             self.close()
+        state.refusal = None
         state.changed()
         state.serve()
         state.replan()
@@ -264,8 +265,8 @@ class ContainerLink:
                 log.info("slot %s could not be released yet: %s", lease.slot, error)
                 await asyncio.sleep(0.1 * 2**attempt)
                 continue
-            self.state.counters.reset_s.append(result.reset_s)
             if result.released:
+                self.state.counters.reset_s.append(result.reset_s)
                 self.state.counters.reset.observe(result.reset_s, "ok" if result.clean else "retired")
             self._returned(lease, mib, clean=result.clean and result.released)
             return
@@ -273,9 +274,9 @@ class ContainerLink:
 
     def _returned(self, lease: wire.Lease, mib: int, *, clean: bool) -> None:
         state = self.state
-        state.counters.releases += 1
         if self.slots.pop(lease.lease_id, None) is None:
-            return
+            return  # counted as lost
+        state.counters.releases += 1
         state.fleet.returned(self.seat, mib, clean=clean, now=state.now())
         if not clean:
             self.recount()

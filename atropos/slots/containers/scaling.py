@@ -26,9 +26,8 @@ class PoolState:
         containers: requested or seen, and not ending.
         ready: of these, the ones whose slots can be leased.
         closing: of these, the ones that take no new leases any more.
-        free: slots that can be leased now.
         waiting: slots that acquires wait for which any container could serve, a large lease counting as several; those
-            bound to a snapshot's container are not among them.
+            bound to a snapshot's container are not among them. No free slot serves any of them, or it would be theirs.
         needed: how many containers reach up to the highest-index one that is in use, or was within `idle_s`.
         late: requested containers that have not appeared although no acquire has waited for `idle_s`: the engine has no
             place for them, and shrinking does not wait for them.
@@ -36,7 +35,6 @@ class PoolState:
 
     containers: int
     ready: int
-    free: int
     waiting: int
     needed: int
     closing: int = 0
@@ -59,16 +57,16 @@ class Plan:
 def plan(state: PoolState, limits: Limits) -> Plan:
     """How many containers there should be.
 
-    Grows by what waits beyond the slots that are free or coming; shrinks only while nothing waits, and only by the
+    Grows by what waits beyond the slots that are coming; shrinks only while nothing waits, and only by the
     highest-index containers that have long been idle, since those are the ones a backend ends first.
     """
     coming = state.coming * limits.slots_per_container
-    lacking = state.waiting - state.free - coming
+    lacking = state.waiting - coming
     if lacking > 0:
         wanted = state.containers + -(-lacking // limits.slots_per_container)
         target = min(wanted, limits.max_containers)
         if target > state.containers:
-            return Plan(target, f"{state.waiting} waiting, {state.free} slots free, {coming} coming")
+            return Plan(target, f"{state.waiting} slots waited for, {coming} coming")
     if state.containers < limits.min_containers:
         return Plan(limits.min_containers, "below min_containers")
     if state.waiting == 0 and state.ready + state.closing + state.late >= state.containers:
@@ -83,7 +81,7 @@ def worn_out(state: PoolState, limits: Limits, seats: Iterable[Seat]) -> Seat | 
 
     One at a time, the one with the most retired slots first; containers that keep snapshots stay.
     """
-    if state.waiting <= state.free or state.containers < limits.max_containers or state.coming or state.closing:
+    if not state.waiting or state.containers < limits.max_containers or state.coming or state.closing:
         return None
     worn = (seat for seat in seats if seat.open and seat.retired and not seat.pins)
     return max(worn, key=lambda seat: (seat.retired, -seat.leased, seat.index), default=None)

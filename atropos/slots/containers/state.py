@@ -29,6 +29,7 @@ class SharedState:
         news: set when something that `start` or `wait_for_engine` may wait for has changed.
         demand: set when the number of containers should be planned again.
         waiters: the acquires in line.
+        refusal: what a container lacks that the configuration requires; None once another one has joined.
     """
 
     def __init__(self, config: SlotPoolConfig, backend: Backend, client_id: str) -> None:
@@ -44,7 +45,8 @@ class SharedState:
         self.news = asyncio.Event()
         self.demand = asyncio.Event()
         self.waiters: dict[Ticket, asyncio.Future[None]] = {}
-        self._refusal: Exception | None = None
+        self.refusal: Exception | None = None
+        self._broken: Exception | None = None
 
     def now(self) -> float:
         """The pool's clock: monotonic seconds."""
@@ -98,12 +100,17 @@ class SharedState:
 
     def refuse(self, error: Exception) -> None:
         """Record that containers start but lack what the configuration requires."""
-        self._refusal = error
+        self.refusal = error
+        self.changed()
+
+    def give_up(self, error: Exception) -> None:
+        """Record that the pool's own loops failed, which nothing mends."""
+        self._broken = error
         self.changed()
 
     def failure(self) -> Exception | None:
         """Why no container will ever be usable; None while one may be."""
-        return self.backend.failure() or self._refusal
+        return self._broken or self.backend.failure() or self.refusal
 
     def hopeless(self) -> Exception | None:
         """Why no waiting acquire can be served; None while a container or the engine may still serve one."""

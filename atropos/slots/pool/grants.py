@@ -113,7 +113,7 @@ class Grants:
             state.fleet.withdraw(ticket)
             if ticket.seat is not None:
                 state.fleet.cancel_reservation(ticket)
-                state.serve()
+            state.serve()  # what it had, or what was kept for it, may serve another one
             raise
         finally:
             state.waiters.pop(ticket, None)

@@ -8,6 +8,7 @@ import os
 import secrets
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Protocol, Self
 
@@ -74,10 +75,11 @@ class SlotPool:
         self._images = PoolImages(self._state, self._links)
         self._loops = Tasks("pool")
         self._frames = FrameLimit(self.config.max_batch_size)
+        self._starting: asyncio.Task[None] | None = None
         self._stopping: asyncio.Task[None] | None = None
 
     def __repr__(self) -> str:
-        s = self.stats()
+        s = self._counts()
         text = (
             f"<SlotPool {self.config.backend} {self._state.phase}: {s.ready} of {s.containers} containers ready, "
             f"{s.slots} slots ({s.free} free, {s.leased} leased, {s.retired} retired), {s.waiting} waiting"
@@ -99,20 +101,17 @@ class SlotPool:
         Raises:
             ConfigError: a setting is wrong.
             IsolationUnavailable: the host or the containers can't isolate; says what is missing.
-            BackendUnavailable: no container came within `start_timeout_s`; says why. Nothing is left then.
+            BackendUnavailable: no container came within `start_timeout_s`; says why. Or `stop` was called. Nothing is left then.
         """
         if self._state.phase != "new":
             raise RuntimeError(f"the pool is {self._state.phase}: make a new pool")
         self._state.phase = "starting"
+        self._starting = asyncio.create_task(self._start(), name="pool: start")
         try:
-            await self.backend.start()
-            self._loops.spawn(self._guard(self._keeper.watch()), "watch")
-            self._keeper.reconcile()
-            if self._keeper.containers < self.config.min_containers:
-                await self._keeper.ask(self.config.min_containers, "start")
-            self._keeper.reconcile()
-            await self._first_containers()
-            self._loops.spawn(self._guard(self._keeper.scale()), "scale")
+            await asyncio.wait([self._starting])
+            if self._stopping is not None:
+                raise BackendUnavailable("the pool was stopped")
+            self._starting.result()
         except BaseException:
             try:
                 await self.stop()
@@ -122,6 +121,16 @@ class SlotPool:
         self._state.phase = "running"
         for image in self.config.images:
             self._loops.spawn(self._prepare_ahead(image), f"prepare {image}")
+
+    async def _start(self) -> None:
+        await self.backend.start()
+        self._loops.spawn(self._guard(self._keeper.watch()), "watch")
+        self._keeper.reconcile()
+        if self._keeper.containers < self.config.min_containers:
+            await self._keeper.ask(self.config.min_containers, "start")
+        self._keeper.reconcile()
+        await self._first_containers()
+        self._loops.spawn(self._guard(self._keeper.scale()), "scale")
 
     async def _first_containers(self) -> None:
         deadline = self._state.now() + self.config.start_timeout_s
@@ -176,6 +185,9 @@ class SlotPool:
         self._state.phase = "stopping"
         self._state.news.set()
         self._state.fail_all(BackendUnavailable("the pool was stopped"))
+        if self._starting is not None:
+            self._starting.cancel()
+            await asyncio.gather(self._starting, return_exceptions=True)
         await self._loops.cancel()
         links = list(self._links.values())
         try:
@@ -336,6 +348,13 @@ class SlotPool:
 
     def stats(self) -> PoolStats:
         """One consistent count of everything."""
+        counters = self._state.counters
+        return replace(
+            self._counts(), acquire=Percentiles.of(counters.acquire_s), reset=Percentiles.of(counters.reset_s)
+        )
+
+    def _counts(self) -> PoolStats:
+        """As `stats`, without percentiles, which sort thousands of samples."""
         fleet, counters = self._state.fleet, self._state.counters
         return PoolStats(
             containers=self._keeper.containers,
@@ -350,14 +369,12 @@ class SlotPool:
             releases=counters.releases,
             lost=counters.lost,
             timeouts=counters.timeouts,
-            acquire=Percentiles.of(counters.acquire_s),
-            reset=Percentiles.of(counters.reset_s),
             trouble=self.trouble(),
         )
 
     def metrics(self) -> list[Family]:
         """The pool's metrics; `atropos.metrics.exposition` writes them for Prometheus."""
-        return [*gauges(self.stats(), self._containers()), *self._state.counters.families()]
+        return [*gauges(self._counts(), self._containers()), *self._state.counters.families()]
 
     def _containers(self) -> dict[str, int]:
         """How many containers there are in each state, the same states each time."""
@@ -398,7 +415,7 @@ class SlotPool:
             await self._state.news.wait()
 
     def _situation(self) -> str:
-        s = self.stats()
+        s = self._counts()
         text = (
             f"{s.ready} of {s.containers} containers ready (at most {self.config.max_containers}), "
             f"{s.slots} slots ({s.free} free, {s.leased} leased, {s.retired} retired), {s.waiting} waiting"
@@ -411,7 +428,7 @@ class SlotPool:
             await loop
         except Exception as error:
             log.exception("the pool's own loop failed")
-            self._state.refuse(SandboxError(f"the pool's own loop failed: {error!r}"))
+            self._state.give_up(SandboxError(f"the pool's own loop failed: {error!r}"))
 
     def _sandbox_client(
         self,

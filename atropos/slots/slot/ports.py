@@ -170,6 +170,7 @@ class PortForward:
             if data is not None:
                 writer.write_eof()
         except OSError:
+            await self._emit(b"C", number)
             data = None
         if data is None:
             self._drop(number)
@@ -184,8 +185,11 @@ class PortForward:
 
     def _drop(self, *numbers: int) -> None:
         for number in numbers:
-            connection = self._connections.pop(number, None)
-            if connection is not None and connection.writer is not None:
+            if (connection := self._connections.pop(number, None)) is None:
+                continue
+            while not connection.incoming.empty():  # or `_hear` waits for room in it for ever
+                connection.incoming.get_nowait()
+            if connection.writer is not None:
                 connection.writer.close()
 
     async def _emit(self, kind: bytes, number: int, data: bytes = b"") -> None:

@@ -43,11 +43,6 @@ class Snapshot:
         self._places = [link for link in self._places if link.gone is None]
         return self._places
 
-    @property
-    def dropped(self) -> bool:
-        """Whether `drop` was called."""
-        return self._dropped
-
     def __repr__(self) -> str:
         state = "dropped" if self._dropped else f"{self.info.layers} layers, {self.info.bytes:,} bytes"
         where = ", ".join(link.container.id for link in self.places) or "no container any more"
@@ -75,11 +70,11 @@ class Snapshot:
             await asyncio.wait(list(self._bringing.values()))
         for link in self.places:
             if self in link.snapshots:
-                link.snapshots.discard(self)
                 link.seat.pins -= 1
                 link.seat.idle_since = self.state.now()
-                with contextlib.suppress(SandboxError):  # an unknown or lost one is as good as dropped
+                with contextlib.suppress(SandboxError):  # the keeper drops it when it connects to the server again
                     await link.client.drop_snapshot(self.id)
+                    link.snapshots.discard(self)
 
     def add(self, link: ContainerLink) -> None:
         """Note that a container has it."""

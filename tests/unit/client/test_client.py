@@ -13,7 +13,7 @@ from atropos.errors import BackendUnavailable, LeaseExpired, NotSupported, Outco
 from atropos.sandbox.contract import Layer
 from atropos.slots.client import SandboxClient
 from atropos.slots.client.server_requests import ServerRequests
-from atropos.wire import CommandResult, Exec, LeaseEnded, LeaseRequest, OpError, ProcRead, WriteFile
+from atropos.wire import CommandResult, Exec, ImageInfo, LeaseEnded, LeaseRequest, OpError, ProcRead, WriteFile
 from tests.unit.server.fakes import TOKEN, FakeHost, Running, serving
 
 ids = itertools.count()
@@ -361,6 +361,24 @@ async def test_a_copy_that_breaks_is_begun_again_and_one_that_always_breaks_leav
             with pytest.raises(BackendUnavailable, match="could not be copied"):
                 await here.copy_snapshot(info.snapshot_id, there)
             await until(lambda: not target.host.layers)
+
+
+async def test_an_image_copy_that_breaks_off_is_a_fault_of_the_infrastructure():
+    async def cut(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 1000000\r\n\r\n" + b"x" * 1000)
+        writer.close()
+
+    async with await asyncio.start_server(cut, "127.0.0.1", 0) as server, serving() as running:
+        giver = SandboxClient(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", TOKEN, client_id="tester")
+        giver._requests.open()
+        image = ImageInfo(id="0" * 64, source=f"atropos-build:{'0' * 64}", bytes=1_000_000)
+        try:
+            async with client_of(running) as taker:
+                with pytest.raises(BackendUnavailable, match="the image could not be copied to"):
+                    await giver.images.copy(image, taker.images)
+        finally:
+            await giver.close()
 
 
 async def test_a_snapshot_waits_for_calls_that_take_longer_than_a_request_may(monkeypatch):

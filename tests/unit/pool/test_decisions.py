@@ -19,7 +19,7 @@ limits = st.tuples(st.integers(0, 20), st.integers(0, 20), st.integers(1, 16)).m
 
 
 @given(
-    st.builds(PoolState, containers=counts, ready=counts, free=counts, waiting=counts, needed=counts, late=counts),
+    st.builds(PoolState, containers=counts, ready=counts, waiting=counts, needed=counts, late=counts),
     limits,
 )
 def test_a_plan_stays_within_its_bounds_and_never_shrinks_while_somebody_waits(state, bounds):
@@ -36,19 +36,18 @@ def test_a_plan_stays_within_its_bounds_and_never_shrinks_while_somebody_waits(s
 @pytest.mark.parametrize(
     ("state", "target"),
     [
-        (PoolState(containers=1, ready=1, free=0, waiting=1, needed=1), 2),
-        (PoolState(containers=1, ready=1, free=0, waiting=9, needed=1), 4),
-        (PoolState(containers=1, ready=1, free=1, waiting=1, needed=1), 1),
-        (PoolState(containers=2, ready=1, free=0, waiting=4, needed=1), 2),  # what comes is enough
-        (PoolState(containers=2, ready=1, free=0, waiting=5, needed=1), 3),
-        (PoolState(containers=1, ready=0, free=0, waiting=1, needed=1, closing=1), 2),  # a draining one gives nothing
-        (PoolState(containers=1, ready=1, free=0, waiting=999, needed=1), 5),
-        (PoolState(containers=5, ready=5, free=20, waiting=0, needed=2), 2),
-        (PoolState(containers=5, ready=4, free=20, waiting=0, needed=2), 5),  # not while one is coming
-        (PoolState(containers=5, ready=4, free=20, waiting=0, needed=2, late=1), 2),  # it has no place
-        (PoolState(containers=5, ready=3, free=20, waiting=0, needed=2, late=1), 5),
-        (PoolState(containers=5, ready=5, free=20, waiting=0, needed=0), 1),
-        (PoolState(containers=0, ready=0, free=0, waiting=0, needed=0), 1),
+        (PoolState(containers=1, ready=1, waiting=1, needed=1), 2),
+        (PoolState(containers=1, ready=1, waiting=9, needed=1), 4),
+        (PoolState(containers=2, ready=1, waiting=4, needed=1), 2),  # what comes is enough
+        (PoolState(containers=2, ready=1, waiting=5, needed=1), 3),
+        (PoolState(containers=1, ready=0, waiting=1, needed=1, closing=1), 2),  # a draining one gives nothing
+        (PoolState(containers=1, ready=1, waiting=999, needed=1), 5),
+        (PoolState(containers=5, ready=5, waiting=0, needed=2), 2),
+        (PoolState(containers=5, ready=4, waiting=0, needed=2), 5),  # not while one is coming
+        (PoolState(containers=5, ready=4, waiting=0, needed=2, late=1), 2),  # it has no place
+        (PoolState(containers=5, ready=3, waiting=0, needed=2, late=1), 5),
+        (PoolState(containers=5, ready=5, waiting=0, needed=0), 1),
+        (PoolState(containers=0, ready=0, waiting=0, needed=0), 1),
     ],
 )
 def test_plans_by_example(state, target):
@@ -70,12 +69,11 @@ def worn(key, retired, **fields):
         ({"closing": 1, "ready": 1}, [worn("a", 2)], None),  # one at a time
         ({"ready": 1}, [worn("a", 2)], None),  # another container is coming
         ({"containers": 1, "ready": 1}, [worn("a", 2)], None),  # there may be one more: it is asked for instead
-        ({"waiting": 1, "free": 1}, [worn("a", 2)], None),
         ({"waiting": 0}, [worn("a", 2)], None),
     ],
 )
 def test_a_container_with_retired_slots_is_replaced_when_they_are_missed(state, seats, key):
-    state = PoolState(**{"containers": 2, "ready": 2, "free": 0, "waiting": 1, "needed": 2} | state)
+    state = PoolState(**{"containers": 2, "ready": 2, "waiting": 1, "needed": 2} | state)
     seat = worn_out(state, Limits(min_containers=1, max_containers=2, slots_per_container=4), seats)
     assert (seat and seat.key) == key
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 
 import pytest
 from aiohttp import web
 
 from atropos.errors import AcquireTimeout, BackendUnavailable, ConfigError
 from atropos.slots import SlotPoolConfig
+from atropos.slots.backends.nomad.api import NomadApi
 from atropos.slots.backends.nomad.backend import NomadBackend
+from atropos.slots.backends.nomad.settings import NomadSettings
 from atropos.slots.backends.survey import open_survey
 from tests.unit.pool.fake_nomad import FakeNomad
 from tests.unit.pool.model import until
@@ -76,6 +79,30 @@ async def test_streams_that_are_cut_and_queries_that_do_not_block_are_asked_for_
         await asyncio.sleep(1.5)
         assert 2 <= nomad.asked["stream"] + nomad.asked["allocations"] < 18, nomad.asked
         assert pool.stats().ready == 1
+
+
+async def test_a_change_is_told_before_its_line_has_come_whole_and_a_heartbeat_is_none():
+    pieces: asyncio.Queue[bytes] = asyncio.Queue()
+
+    class SlowStream(FakeNomad):
+        async def _stream(self, request: web.Request) -> web.StreamResponse:
+            response = web.StreamResponse()
+            await response.prepare(request)
+            while True:
+                await response.write(await pieces.get())
+
+    async with SlowStream() as nomad, contextlib.AsyncExitStack() as stack:
+        api = NomadApi(NomadSettings(nomad.url))
+        stack.push_async_callback(api.close)
+        async with contextlib.aclosing(api.events("job")) as events:
+            await anext(events)
+            told = asyncio.ensure_future(anext(events))
+            for piece in (b"{}\n", b"{", b"}\n", b"{}\n{}\n"):
+                pieces.put_nowait(piece)
+                await asyncio.sleep(0.05)
+            assert not told.done()
+            pieces.put_nowait(b'{"Index":5,"Events":[{"Topic":"Allocation"},')
+            await asyncio.wait_for(told, 5)
 
 
 async def test_nonsense_in_place_of_any_answer_costs_a_running_pool_nothing(monkeypatch):

@@ -18,7 +18,8 @@ from atropos.errors import (
     SandboxError,
     SlotLost,
 )
-from tests.unit.pool.model import SLOT_MIB, model_pool, pool_tasks, settled, until
+from atropos.wire import ReleaseResult
+from tests.unit.pool.model import SLOT_MIB, ModelClient, model_pool, pool_tasks, settled, until
 
 
 async def test_a_slot_is_leased_used_and_given_back():
@@ -156,6 +157,47 @@ async def test_a_container_in_use_is_not_closed_and_low_ones_fill_first():
         assert (await high.exec("true")).ok
         await high.release()
         await until(lambda: len(backend.listed) == 1, "the idle one closed")
+
+
+async def test_a_container_that_is_leased_from_while_the_others_are_asked_is_not_closed():
+    pool, backend = model_pool(slots=1, containers=3, idle_container_s=0.1)
+    async with pool:
+        slots = [await pool.acquire(f"t{n}") for n in range(3)]
+        last = [link for link in pool.links.values() if link.seat.index][-1]
+        asked, answer, status = asyncio.Event(), asyncio.Event(), last.client.status
+
+        async def slowly():
+            asked.set()
+            await answer.wait()
+            return await status()
+
+        last.client.status = slowly
+        await asyncio.gather(*(slot.release() for slot in slots[1:]))
+        await asked.wait()
+        async with pool.lease("late") as late:
+            assert 0 < late.link.seat.index != last.seat.index
+            answer.set()
+            await asyncio.sleep(0.05)
+            assert late.lost is None
+            assert len(backend.listed) == 3
+
+
+async def test_a_container_that_does_not_answer_stops_no_scaling(monkeypatch):
+    monkeypatch.setattr("atropos.slots.containers.keeper.ANSWER_S", 0.1)
+    pool, _ = model_pool(slots=1, containers=4, idle_container_s=0.1, acquire_timeout_s=3)
+    async with pool:
+        slots = [await pool.acquire(f"t{n}") for n in range(3)]
+        asked = asyncio.Event()
+
+        async def never():
+            asked.set()
+            await asyncio.Event().wait()
+
+        slots[2].link.client.status = never
+        await slots[2].release()
+        await asked.wait()
+        more = [await pool.acquire(f"u{n}") for n in range(2)]
+        await asyncio.gather(*(slot.release() for slot in [*slots[:2], *more]))
 
 
 async def test_another_clients_leases_keep_a_container_open():
@@ -311,6 +353,30 @@ async def test_a_server_restarted_in_place_is_used_again():
         assert backend.retired == []
 
 
+async def test_a_lease_is_counted_as_released_or_as_lost_and_a_reset_only_where_there_was_one():
+    pool, backend = model_pool(slots=4, containers=1)
+    async with pool:
+        (server,) = backend.servers.values()
+        gone, *slots = [await pool.acquire(f"t{n}") for n in range(4)]
+
+        async def released_before(lease):
+            return ReleaseResult(released=False)  # as `SandboxClient.release` when the server has ended it
+
+        real = gone.link.client.release
+        gone.link.client.release = released_before
+        await gone.release()
+        gone.link.client.release = real
+        assert pool.stats().reset.n == 0
+        server.delay_s = 0.3
+        for slot in slots:
+            slot.start_release()
+        await asyncio.sleep(0.01)
+        backend.vanish(server.name)
+        await settled()
+        stats = pool.stats()
+        assert (stats.leases, stats.releases, stats.lost) == (4, 1, 3)
+
+
 async def test_an_unclean_slot_is_not_leased_again():
     pool, backend = model_pool(slots=2, containers=1)
     async with pool:
@@ -395,6 +461,29 @@ async def test_start_that_finds_no_container_in_time_says_why():
         await pool.start()
 
 
+@pytest.mark.parametrize("engine_s", [0, 0.1])
+async def test_stop_while_the_pool_starts_ends_the_start_and_leaves_nothing(engine_s):
+    pool, backend = model_pool(start_s=0.3)
+    connect = backend.start
+
+    async def connecting():
+        await asyncio.sleep(engine_s)
+        await connect()
+
+    backend.start = connecting
+    starting = asyncio.create_task(pool.start())
+    await asyncio.sleep(0.05)
+    async with asyncio.timeout(5):
+        await pool.stop()
+        asked = list(backend.asked)
+        with pytest.raises(BackendUnavailable, match="the pool was stopped"):
+            await starting
+    await asyncio.sleep(0.1)
+    assert backend.asked == asked
+    assert backend.closed is True
+    assert not pool_tasks()
+
+
 async def test_waiters_hear_of_a_fatal_failure_at_once():
     pool, backend = model_pool(slots=1, containers=1)
     async with pool:
@@ -406,6 +495,43 @@ async def test_waiters_hear_of_a_fatal_failure_at_once():
         backend.vanish(slot.container)
         with pytest.raises(IsolationUnavailable):
             await waiting
+
+
+async def test_a_container_that_was_refused_is_forgotten_once_another_one_has_joined(monkeypatch):
+    pool, backend = model_pool(slots=1, containers=2, require_sandbox=True)
+    whole, isolated = ModelClient.capabilities, False
+
+    async def capabilities(client):
+        return (await whole(client)).model_copy(update={"isolated": isolated})
+
+    async with pool, pool.lease("a"):
+        monkeypatch.setattr(ModelClient, "capabilities", capabilities)
+        waiting = asyncio.create_task(pool.acquire("b"))
+        await until(lambda: "require_sandbox" in pool.trouble(), "the refusal")
+        isolated = True
+        await (await waiting).release()
+        assert len(backend.retired) == 1
+        assert pool.trouble() == ""
+
+
+async def test_what_the_backend_refused_is_no_trouble_when_nothing_is_asked_of_it_any_more(monkeypatch):
+    monkeypatch.setattr("atropos.slots.containers.keeper.REFUSED_S", (0.01, 0.05))
+    monkeypatch.setattr("atropos.slots.containers.keeper.ASK_AGAIN_S", 0.1)
+    pool, backend = model_pool(slots=1, containers=2)
+    async with pool:
+        async with pool.lease("a"):
+            backend.refuse = BackendUnavailable("quota")
+            with pytest.raises(AcquireTimeout, match="quota"):
+                await pool.acquire("b", timeout_s=0.2)
+        await until(lambda: not pool.trouble(), "no trouble")
+        backend.refuse_retire = BackendUnavailable("nomad is away")
+        (link,) = pool.links.values()
+        await link.condemn("broken")
+        for _ in range(20):  # the keeper looks at once, and nothing is asked of the backend
+            await asyncio.sleep(0)
+        assert "nomad is away" in pool.trouble()
+        await (await pool.acquire("c")).release()
+        await until(lambda: not pool.trouble(), "no trouble")
 
 
 async def test_a_backend_that_refuses_to_grow_is_asked_again(monkeypatch):
@@ -633,6 +759,25 @@ async def test_snapshots_in_a_server_that_was_lost_and_comes_back_are_dropped():
         assert server.snapshot_store == set()
 
 
+async def test_a_snapshot_whose_drop_failed_is_dropped_when_its_server_is_connected_to_again():
+    pool, backend = model_pool(slots=2, containers=1)
+    async with pool, pool.lease("t") as slot:
+        server = backend.servers[slot.container]
+        snapshot = await slot.snapshot()
+
+        async def unreachable(snapshot_id):
+            raise BackendUnavailable("the server can't be reached")
+
+        server.clients[0].drop_snapshot = unreachable
+        await snapshot.drop()
+        await settled()
+        assert server.snapshot_store == {snapshot.id}
+        assert not slot.link.seat.pins
+        server.clients[0].lost.set()
+        await until(lambda: len(server.clients) == 2 and pool.stats().ready == 1, "it is connected to again")
+        assert server.snapshot_store == set()
+
+
 async def test_a_pool_that_stops_waits_until_its_snapshots_are_dropped():
     pool, backend = model_pool(slots=2, containers=1)
     async with pool:
@@ -649,5 +794,5 @@ async def test_a_pool_that_stops_waits_until_its_snapshots_are_dropped():
 
         server.clients[0].drop_snapshot = slowly
         await dropping.drop()
-        assert not kept.dropped
+        assert not kept._dropped
     assert server.snapshot_store == set()

@@ -14,7 +14,7 @@ from atropos.errors import ConfigError, LimitTooLarge
 from atropos.slots import LeaseLimits, SlotPoolConfig
 from atropos.slots.containers.fleet import Fleet, Seat, Ticket
 from atropos.slots.containers.scaling import Limits, PoolState, plan
-from tests.unit.pool.model import model_pool
+from tests.unit.pool.model import SLOT_MIB, model_pool, until
 
 SLOT = 10
 SIZES = (10, 10, 10, 15, 20, 25, 40)
@@ -156,17 +156,33 @@ def test_a_large_lease_that_finds_only_scattered_room_makes_the_pool_grow():
     fleet = Fleet(SLOT)
     for n in range(4):
         fleet.join(Seat(f"c{n}", n), slots=2, free=SLOT, now=0)
-    fleet.ask(fleet.ticket(mib=2 * SLOT))
-    assert list(fleet.match()) == []
-    state = PoolState(containers=4, ready=4, free=fleet.open_slots, waiting=fleet.wanted_slots, needed=4)
-    assert (fleet.open_slots, fleet.wanted_slots) == (3, 1)
-    assert plan(state, Limits(1, 8, slots_per_container=2)).target == 4  # what it lacks may come free where it waits
-    fleet.ask(fleet.ticket(mib=2 * SLOT))
-    for ticket in (fleet.ticket(mib=2 * SLOT) for _ in range(3)):
-        fleet.ask(ticket)
-    assert list(fleet.match()) == []
-    state = PoolState(containers=4, ready=4, free=fleet.open_slots, waiting=fleet.wanted_slots, needed=4)
-    assert plan(state, Limits(1, 8, slots_per_container=2)).target > 4
+    for wanted, containers in ((2, 5), (4, 6)):
+        fleet.ask(fleet.ticket(mib=2 * SLOT))
+        assert list(fleet.match()) == []
+        assert fleet.wanted_slots == wanted
+        state = PoolState(containers=4, ready=4, waiting=fleet.wanted_slots, needed=4)
+        assert plan(state, Limits(1, 8, slots_per_container=2)).target == containers
+
+
+async def test_those_behind_a_large_lease_get_what_was_kept_for_it_when_it_is_given_up():
+    pool, _ = model_pool(slots=2, containers=1)
+    async with pool, pool.lease("holder"):
+        large = asyncio.create_task(pool.acquire("large", limits=LeaseLimits(memory_mib=2 * SLOT_MIB)))
+        await until(lambda: pool.stats().waiting == 1, "the large one in line")
+        behind = asyncio.create_task(pool.acquire("behind", timeout_s=2))
+        await until(lambda: pool.stats().waiting == 2, "both in line")
+        large.cancel()
+        await (await behind).release()
+
+
+async def test_a_large_lease_does_not_wait_for_the_leases_of_its_container_where_the_pool_may_grow():
+    pool, _ = model_pool(slots=2, containers=3, min_containers=2)
+    async with pool:
+        held = [await pool.acquire(f"t{n}") for n in range(3)]
+        await held[0].release()
+        large = await pool.acquire("large", limits=LeaseLimits(memory_mib=2 * SLOT_MIB), timeout_s=2)
+        assert large.container not in {slot.container for slot in held}
+        await asyncio.gather(*(slot.release() for slot in [*held[1:], large]))
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Self
 import atropos
 from atropos import cgroup_paths
 from atropos.errors import BackendUnavailable, ConfigError, IsolationUnavailable
+from atropos.slots.backends.spec import BAD_CONFIG, NO_ISOLATION
 from atropos.slots.config import server_json
 
 if TYPE_CHECKING:
@@ -24,8 +25,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("atropos.slots.server")
 
-BAD_CONFIG, NO_ISOLATION = 2, 3
-"""Exit codes of the server after which a retry can't help."""
 LOG_LINES, LOG_LINE_CHARS = 200, 2000
 """How much of the end of a server's log is kept."""
 SHOWN_CHARS = 600

@@ -14,7 +14,8 @@ import modal
 from modal import exception
 
 from atropos.errors import BackendUnavailable, ConfigError, IsolationUnavailable
-from atropos.slots.backends.local.server_process import BAD_CONFIG, NO_ISOLATION, SHOWN_CHARS
+from atropos.slots.backends.local.server_process import SHOWN_CHARS
+from atropos.slots.backends.spec import BAD_CONFIG, NO_ISOLATION
 from atropos.slots.config import server_json
 
 if TYPE_CHECKING:

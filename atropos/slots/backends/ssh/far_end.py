@@ -18,7 +18,7 @@ from pydantic import ValidationError
 from atropos.config import ServerConfig
 from atropos.errors import BackendUnavailable, ConfigError, IsolationUnavailable
 from atropos.slots.backends.local.backend import LocalServer, make_scratch, remove_scratch, remove_stale_scratch
-from atropos.slots.backends.local.server_process import BAD_CONFIG, NO_ISOLATION
+from atropos.slots.backends.spec import BAD_CONFIG, NO_ISOLATION
 from atropos.slots.backends.supervised import STOP_S
 from atropos.slots.config import one_line
 

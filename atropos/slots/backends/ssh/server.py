@@ -15,7 +15,8 @@ import asyncssh
 from asyncssh.constants import OPEN_ADMINISTRATIVELY_PROHIBITED
 
 from atropos.errors import BackendUnavailable, ConfigError, IsolationUnavailable
-from atropos.slots.backends.local.server_process import BAD_CONFIG, NO_ISOLATION, SHOWN_CHARS
+from atropos.slots.backends.local.server_process import SHOWN_CHARS
+from atropos.slots.backends.spec import BAD_CONFIG, NO_ISOLATION
 from atropos.slots.config import server_json
 
 if TYPE_CHECKING:
