@@ -9,6 +9,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from atropos.tools.arguments import MAX_DEPTH, deeper_than, has_lone_surrogate, replace_surrogates
 from atropos.wire import Limit
 
 _FRAMING = re.compile(r"<(?=\||/?tool_(?:call|response))")
@@ -74,6 +75,14 @@ class ToolResult(BaseModel):
     def failure(cls, error: str, **fields: Any) -> ToolResult:
         """A result without success."""
         return cls(success=False, error=error, **fields)
+
+    def encodable(self) -> ToolResult:
+        """The result as UTF-8 JSON can hold it: '?' for half of a surrogate pair, and no data that is nested too deeply."""
+        data = None if deeper_than(self.data, MAX_DEPTH) else self.data
+        shown = {"output": self.output, "error": self.error, "data": data}
+        if data is self.data and not has_lone_surrogate(shown):
+            return self
+        return self.model_copy(update=replace_surrogates(shown))
 
     def for_model(self) -> dict[str, object]:
         """What the model reads: empty fields are left out."""

@@ -41,4 +41,4 @@ async def run_tool(tool: Tool, arguments: object, scope: ToolScope) -> ToolResul
         result = ToolResult.failure(f"the tool {tool.name} failed: {type(error).__name__}: {error}"[:1000])
     if result.duration_s == 0:
         result = result.model_copy(update={"duration_s": time.perf_counter() - started})
-    return result
+    return result.encodable()

@@ -227,7 +227,7 @@ class ToolHost:
             self._log_failure(tool.name, error)
             result = ToolResult.failure(f"{tool.name} failed: {type(error).__name__}: {str(error)[:500]}")
         self._journal.weigh(call, size)
-        return result.model_copy(update={"duration_s": time.monotonic() - began})
+        return result.encodable().model_copy(update={"duration_s": time.monotonic() - began})
 
     def _log_failure(self, name: str, error: Exception) -> None:
         """Log the first failure of a kind with its traceback, then every hundredth in a line."""

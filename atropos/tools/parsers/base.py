@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import cast
 
 from atropos.errors import ConfigError
-from atropos.tools.arguments import MAX_DEPTH, deeper_than
+from atropos.tools.arguments import MAX_DEPTH, deeper_than, replace_surrogates
 from atropos.tools.models import ToolCall
 
 MAX_CALLS = 128
@@ -162,11 +162,6 @@ def index_after(text: str, at: int, opening: str, end: str) -> int:
     if stop >= 0 and (following < 0 or stop < following):
         return stop + len(end)
     return following if following >= 0 else len(text)
-
-
-def replace_surrogates(text: str) -> str:
-    """Replace lone surrogates, which JSON escapes can contain and UTF-8 can't encode."""
-    return text.encode("utf-8", "replace").decode() if not text.isascii() else text
 
 
 def first_json(text: str, start: int) -> tuple[object, int]:

@@ -15,6 +15,7 @@ from atropos.api.settings import Bounds, ToolServerSettings
 from atropos.api.tool_server import create_app
 from atropos.errors import ToolServerUnavailable
 from atropos.tools.base import Tool, ToolError, tool
+from atropos.tools.models import ToolResult
 
 from .site import Site
 
@@ -70,12 +71,19 @@ class Workbench:
                 raise ToolError("write it differently")
             if how == "infrastructure":
                 raise ToolServerUnavailable("the provider is down")
+            if how == "half":
+                raise ToolError("half of a pair: \ud83d")
             raise RuntimeError("a bug")
 
         @tool(sandboxed=False, toolsets=("test",))
         async def big(size: int) -> dict[str, Any]:
             """Answer much."""
             return {"text": "x" * size}
+
+        @tool(sandboxed=False, toolsets=("test",))
+        async def halves() -> ToolResult:
+            """Answer half of a surrogate pair everywhere, as pypdf does."""
+            return ToolResult(success=True, output="\ud83d hello", data={"pages": ["\ud83d"], "\udc00": 1})
 
         @tool(sandboxed=False, toolsets=("test",))
         async def keep(item: str, scope: Any) -> str:
@@ -87,7 +95,7 @@ class Workbench:
             jar.items.append(item)
             return ",".join(jar.items)
 
-        return [note, hang, fail, big, keep]
+        return [note, hang, fail, big, halves, keep]
 
 
 @pytest.fixture

@@ -367,6 +367,19 @@ async def test_a_surrogate_in_an_argument_does_no_harm(bench: Workbench):
         assert answer.status_code in {200, 422}
 
 
+@pytest.mark.parametrize("path", ["/execute", "/batch"])
+async def test_half_of_a_surrogate_pair_in_a_result_is_replaced(bench: Workbench, path: str):
+    async with served(bench) as client:
+        for body in (call("halves"), call("fail", call_id="c2", how="half")):
+            answer = await client.post(path, json=body if path == "/execute" else {"calls": [body]})
+            assert answer.status_code == 200
+            result = ExecuteAnswer.model_validate_json(answer.content).result
+            if result.success:
+                assert (result.output, result.data) == ("? hello", {"pages": ["?"], "?": 1})
+            else:
+                assert result.error == "half of a pair: ?"
+
+
 async def test_unknown_paths_and_methods_are_problems_too(bench: Workbench):
     async with served(bench) as client:
         assert (await client.get("/nothing")).json()["code"] == "not_found"

@@ -43,6 +43,7 @@ async def fail(kind: str) -> str:
         "bug": KeyError("oops"),
         "file": FileNotFoundError(2, "No such file", "f"),
         "late": TimeoutError(),
+        "half": ToolError("half of a pair: \ud83d"),
     }[kind]
 
 
@@ -153,12 +154,35 @@ async def test_what_can_be_asked_again_breaks_nothing(executor, pool):
 
 
 @pytest.mark.parametrize(
-    ("kind", "text"), [("tool", "read this"), ("bug", "KeyError"), ("file", "No such file: f"), ("late", "timed out")]
+    ("kind", "text"),
+    [
+        ("tool", "read this"),
+        ("bug", "KeyError"),
+        ("file", "No such file: f"),
+        ("late", "timed out"),
+        ("half", "half of a pair: ?"),
+    ],
 )
 async def test_a_tools_own_failure_is_a_result(executor, kind, text):
     result = await executor.execute("t", ToolCall(name="fail", arguments={"kind": kind}))
     assert not result.success
     assert text in result.error
+
+
+async def test_a_result_can_be_encoded_whatever_a_tool_answered(pool):
+    @tool(toolsets=("test",))
+    async def odd(deep: bool) -> object:
+        """Answer what UTF-8 or JSON can't hold."""
+        value: object = "\ud83d"
+        for _ in range(500 if deep else 1):
+            value = [value]
+        return ToolResult(success=True, output="\ud83d hello", data={"\udc00": value})
+
+    async with ToolExecutor(pool, build_tool_registry(["default"], tools=[odd])) as made:
+        result = await made.execute("t", ToolCall(name="odd", arguments={"deep": False}))
+        assert (result.output, result.data) == ("? hello", {"?": ["?"]})
+        deep = await made.execute("t", ToolCall(name="odd", arguments={"deep": True}))
+        assert ToolResult.model_validate_json(deep.model_dump_json()).data is None
 
 
 async def test_the_infrastructures_failure_within_a_tool_is_an_exception(executor):
