@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 import uuid
@@ -25,7 +26,7 @@ _CLOSE_S = 10.0
 """Timeout of closing one piece of a trajectory's state."""
 _QUEUE_S = 60.0
 """Longest that a call waits for its turn before it is refused with Retry-After."""
-_GONE = 429
+_BUSY = 429
 """Status of a call that never got its turn."""
 
 
@@ -149,20 +150,14 @@ class ToolHost:
 
     def _start(self, call: ExternalCall, tool: Tool, arguments: object) -> asyncio.Task[ToolResult]:
         trajectory = self._trajectory(call.owner)
-        first = trajectory.turnstile.enter()
-        try:
-            second = self._gates[tool.name].enter()
-        except Refusal:
-            first.close()
-            raise
+        turn = trajectory.turnstile.enter()
         trajectory.running += 1
         self.calls += 1
-        task = asyncio.create_task(self._run(call, tool, arguments, trajectory, (first, second)))
+        task = asyncio.create_task(self._in_turn(call, tool, arguments, trajectory, turn))
 
         def ended(_: asyncio.Task[ToolResult]) -> None:
             # here and not in the task: a task cancelled before its first step never reaches its `finally`
-            second.close()
-            first.close()
+            turn.close()
             trajectory.running -= 1
             trajectory.last_used = time.monotonic()
 
@@ -193,22 +188,24 @@ class ToolHost:
                 return True
         return False
 
-    async def _run(
-        self,
-        call: ExternalCall,
-        tool: Tool,
-        arguments: object,
-        trajectory: HostedTrajectory,
-        turns: tuple[TurnstilePass, TurnstilePass],
+    async def _in_turn(
+        self, call: ExternalCall, tool: Tool, arguments: object, trajectory: HostedTrajectory, turn: TurnstilePass
     ) -> ToolResult:
-        try:
-            async with asyncio.timeout(_QUEUE_S):
-                for turn in turns:
+        """Run a call when it is its trajectory's turn, then the tool's: one that waits for its own trajectory takes no place."""
+        with contextlib.ExitStack() as places:
+            try:
+                async with asyncio.timeout(_QUEUE_S):
                     await turn.ready()
-        except TimeoutError:
-            message = f"no turn within {_QUEUE_S:g} s: the calls before it still run; retry later"
-            raise Refusal(_GONE, "busy", message, retry_after_s=5) from None
-        scope = ToolScope(trajectory_id=call.trajectory_id, call_id=call.call_id, state=trajectory.state)
+                    place = self._gates[tool.name].enter()
+                    places.callback(place.close)
+                    await place.ready()
+            except TimeoutError:
+                message = f"no turn within {_QUEUE_S:g} s: the calls before it still run; retry later"
+                raise Refusal(_BUSY, "busy", message, retry_after_s=5) from None
+            scope = ToolScope(trajectory_id=call.trajectory_id, call_id=call.call_id, state=trajectory.state)
+            return await self._run(call, tool, arguments, scope)
+
+    async def _run(self, call: ExternalCall, tool: Tool, arguments: object, scope: ToolScope) -> ToolResult:
         wanted = call.timeout_s or tool.timeout_s or self.settings.timeout_s
         timeout_s = min(wanted, self.settings.max_timeout_s)
         began = time.monotonic()

@@ -194,6 +194,22 @@ async def test_one_trajectory_cannot_take_all_places(bench: Workbench):
         await asyncio.gather(*mine)
 
 
+async def test_a_call_that_waits_for_its_own_trajectory_takes_no_place_of_the_tool(bench: Workbench):
+    async with served(bench, tool_overrides={"hang": Bounds(concurrency=2, queue=0)}) as client:
+        mine = [asyncio.create_task(client.post("/execute", json=call("hang", "a", f"c{i}"))) for i in range(4)]
+        await until(lambda: client.host.stats()["running"] == 4)
+        other = asyncio.create_task(client.post("/execute", json=call("hang", "b")))
+        await until(lambda: bench.running == 2)
+        assert (await client.post("/execute", json=call("hang", "c"))).status_code == 429
+        await client.delete("/trajectories/a")  # its calls give back the place that they have, and none more
+        third = asyncio.create_task(client.post("/execute", json=call("hang", "c")))
+        await until(lambda: bench.running == 2)
+        bench.hold.set()
+        assert [(await task).status_code for task in (other, third)] == [200, 200]
+        assert {(await task).status_code for task in mine} == {409}
+        assert bench.most == 2
+
+
 async def test_a_timeout_is_a_result_and_frees_the_place(bench: Workbench):
     async with served(bench, tool_overrides={"hang": Bounds(concurrency=1)}) as client:
         for number in range(2):
