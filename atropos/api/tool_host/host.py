@@ -15,7 +15,7 @@ from atropos.api.settings import ToolServerSettings
 from atropos.api.tool_host.answers import bounded
 from atropos.api.tool_host.bounds import Turnstile, TurnstilePass
 from atropos.api.tool_host.journal import ToolCallJournal
-from atropos.errors import ConfigError, OutcomeUnknown, SandboxError
+from atropos.errors import ConfigError, OutcomeUnknown, SandboxError, ToolServerUnavailable
 from atropos.tools.arguments import BadArguments, check
 from atropos.tools.base import Tool, ToolError, ToolScope
 from atropos.tools.models import ToolResult
@@ -218,8 +218,12 @@ class ToolHost:
             result = ToolResult.failure(f"{tool.name} did not finish within {timeout_s:g} s", timed_out=True)
         except ToolError as error:
             result = ToolResult.failure(str(error)[:most])
-        except (SandboxError, Refusal):
+        except (ToolServerUnavailable, OutcomeUnknown, Refusal):
             raise
+        except SandboxError as error:
+            if tool.read_only:
+                raise
+            raise OutcomeUnknown(f"{tool.name}: {error}") from error
         except Exception as error:
             self._log_failure(tool.name, error)
             result = ToolResult.failure(f"{tool.name} failed: {type(error).__name__}: {str(error)[:500]}")

@@ -10,6 +10,7 @@ from collections import OrderedDict
 from dataclasses import dataclass
 
 from atropos.api.http import Refusal
+from atropos.errors import OutcomeUnknown
 from atropos.tools.models import ToolResult
 from atropos.tools.tool_server.messages import ExternalCall, Owner
 
@@ -86,8 +87,13 @@ class ToolCallJournal:
         if self._running.get(key) is not entry:
             return  # its trajectory ended meanwhile
         del self._running[key]
-        if entry.task.cancelled() or entry.task.exception() is not None:
-            return  # refused, or ended with its trajectory: nothing to answer a resend with
+        if entry.task.cancelled():
+            return  # ended with its trajectory
+        failure = entry.task.exception()
+        if isinstance(failure, OutcomeUnknown):  # kept: the call must not run again
+            failure.__traceback__ = failure.__cause__ = failure.__context__ = None  # they hold the call's arguments
+        elif failure is not None:
+            return  # the call did not run, or may run again
         entry.finished = time.monotonic()
         self._finished[key] = entry
         self._of.setdefault(key[0], set()).add(key)

@@ -13,7 +13,7 @@ from pydantic import SecretStr
 
 from atropos.api.settings import Bounds, ToolServerSettings
 from atropos.api.tool_server import create_app
-from atropos.errors import ToolServerUnavailable
+from atropos.errors import OutcomeUnknown, SandboxError, ToolServerUnavailable
 from atropos.tools.base import Tool, ToolError, tool
 from atropos.tools.models import ToolResult
 
@@ -67,13 +67,24 @@ class Workbench:
         @tool(sandboxed=False, toolsets=("test",))
         async def fail(how: str) -> str:
             """Fail."""
+            self.ran.append(how)
             if how == "tool":
                 raise ToolError("write it differently")
             if how == "infrastructure":
                 raise ToolServerUnavailable("the provider is down")
+            if how == "unknown":
+                raise OutcomeUnknown("the connection was lost while it ran")
+            if how == "afterwards":
+                raise SandboxError("the order was written, then the database was lost")
             if how == "half":
                 raise ToolError("half of a pair: \ud83d")
             raise RuntimeError("a bug")
+
+        @tool(sandboxed=False, toolsets=("test",), read_only=True)
+        async def look() -> str:
+            """Fail without having changed anything."""
+            self.ran.append("look")
+            raise SandboxError("the shop's database is away")
 
         @tool(sandboxed=False, toolsets=("test",))
         async def big(size: int) -> dict[str, Any]:
@@ -95,7 +106,7 @@ class Workbench:
             jar.items.append(item)
             return ",".join(jar.items)
 
-        return [note, hang, fail, big, halves, keep]
+        return [note, hang, fail, look, big, halves, keep]
 
 
 @pytest.fixture

@@ -78,6 +78,24 @@ async def test_a_resend_to_a_restarted_server_is_told_that_nobody_knows(bench: W
         assert bench.ran == []
 
 
+@pytest.mark.parametrize("how", ["unknown", "afterwards"])
+async def test_a_call_whose_outcome_is_unknown_is_not_run_again(bench: Workbench, how: str):
+    async with served(bench) as client:
+        for boot_id in (None, client.host.boot_id):
+            answer = await client.post("/execute", json={**call("fail", how=how), "boot_id": boot_id})
+            assert (answer.status_code, answer.json()["code"]) == (409, "outcome_unknown")
+            assert "lost" in answer.json()["message"]
+        assert bench.ran == [how]
+
+
+async def test_what_only_reads_may_be_run_again_after_any_failure(bench: Workbench):
+    async with served(bench) as client:
+        for _ in range(2):
+            answer = await client.post("/execute", json=call("look"))
+            assert (answer.status_code, answer.json()["code"]) == (503, "sandbox_error")
+        assert bench.ran == ["look", "look"]
+
+
 async def test_a_call_id_of_another_call_is_refused(bench: Workbench):
     async with served(bench) as client:
         await client.post("/execute", json=call("note", text="a"))
