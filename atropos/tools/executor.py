@@ -25,7 +25,7 @@ from atropos.metrics import Family, gauge
 from atropos.tools.arguments import BadArguments
 from atropos.tools.base import ToolError, ToolScope
 from atropos.tools.isolation import IsolationCheck
-from atropos.tools.models import ToolCall, ToolResult, new_call_id
+from atropos.tools.models import ToolCall, ToolResult, fingerprint, new_call_id
 from atropos.tools.registry import CheckedCall, ToolRegistry
 from atropos.tools.running import run_tool
 from atropos.tools.sandboxed.recording import write_recordings
@@ -33,7 +33,7 @@ from atropos.tools.settings import ToolExecutorConfig
 from atropos.tools.stats import ExecutorStats, Meter
 from atropos.tools.tool_server.client import ToolServerClient
 from atropos.tools.tool_server.offered import adopt_offered, own_external
-from atropos.tools.trajectory import TrajectoryState, fingerprint
+from atropos.tools.trajectory import TrajectoryState
 from atropos.wire import LeaseLimits
 
 if TYPE_CHECKING:
@@ -183,7 +183,7 @@ class ToolExecutor:
 
     async def _run(self, trajectory: TrajectoryState, call: ToolCall, checked: CheckedCall) -> ToolResult:
         known = trajectory.answered.get(call.id)
-        if known is not None and known[0] == fingerprint(call):
+        if known is not None and known[0] == fingerprint(call.name, call.arguments):
             if known[1] is None:
                 raise OutcomeUnknown(
                     f"call {call.id} of {trajectory.id} was cancelled while it ran; it is not run again"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
@@ -24,6 +25,11 @@ def escape_framing(text: str) -> str:
 def new_call_id() -> str:
     """A fresh id for a tool call: unique, and short enough for any wire."""
     return f"call_{os.urandom(12).hex()}"
+
+
+def fingerprint(name: str, arguments: dict[str, object] | str) -> bytes:
+    """A digest of what a call does: equal for equal calls, and small for a call of any size."""
+    return hashlib.sha256(json.dumps([name, arguments], sort_keys=True, default=repr).encode()).digest()
 
 
 class ToolCall(BaseModel):
