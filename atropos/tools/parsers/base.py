@@ -171,7 +171,7 @@ def first_json(text: str, start: int) -> tuple[object, int]:
         ValueError: none does.
     """
     try:
-        value, end = _DECODER.raw_decode(text, _skip(text, start))
+        value, end = _DECODER.raw_decode(text, skip(text, start))
     except RecursionError:
         raise ValueError("nested too deeply") from None
     if deeper_than(value, MAX_DEPTH):
@@ -187,8 +187,9 @@ def dump_json(value: object) -> str:
 _DECODER = json.JSONDecoder(strict=False)
 
 
-def _skip(text: str, start: int) -> int:
-    while start < len(text) and text[start] in " \t\r\n":
+def skip(text: str, start: int, skipped: str = " \t\r\n") -> int:
+    """The first index from `start` whose character is none of those to skip."""
+    while start < len(text) and text[start] in skipped:
         start += 1
     return start
 
