@@ -19,6 +19,7 @@ from atropos.errors import ConfigError, OutcomeUnknown, SandboxError, ToolServer
 from atropos.tools.arguments import BadArguments, check
 from atropos.tools.base import Tool, ToolError, ToolScope
 from atropos.tools.models import ToolResult
+from atropos.tools.tool_server.external import external_tools
 from atropos.tools.tool_server.messages import ExecuteAnswer, ExecuteRefusal, ExternalCall, Owner
 
 _log = logging.getLogger(__name__)
@@ -85,6 +86,16 @@ class ToolHost:
         self.tools[tool.name] = tool
         bounds = self.settings.tool_overrides.get(tool.name, self.settings.tool_bounds)
         self._gates[tool.name] = Turnstile(f"tool {tool.name}", bounds)
+
+    def check_overrides(self) -> None:
+        """Check that `tool_overrides` names tools: those offered, or the usual ones, which may be missing here.
+
+        Raises:
+            ConfigError: a name is no tool's.
+        """
+        known = {*self.tools, *(tool.name for tool in external_tools())}
+        if unknown := sorted(self.settings.tool_overrides.keys() - known):
+            raise ConfigError(f"tool_overrides: there is no tool {unknown[0]!r}; known: {', '.join(sorted(known))}")
 
     def stats(self) -> dict[str, str | int | bool]:
         """Counts for people and tests."""

@@ -10,6 +10,7 @@ import httpx
 import pytest
 
 from atropos.api.settings import Bounds
+from atropos.errors import ConfigError
 from atropos.tools.tool_server.messages import ExecuteAnswer, ToolList
 
 from .conftest import ONE_AT_A_TIME, Workbench, call, served, until
@@ -190,6 +191,14 @@ async def test_a_full_queue_is_429_with_retry_after(bench: Workbench):
         assert {(await task).status_code for task in first} == {200}
         assert bench.most == 1
         assert (await client.post("/execute", json=call("hang", "t9"))).status_code == 200
+
+
+async def test_bounds_of_a_tool_that_does_not_exist_are_refused(bench: Workbench):
+    with pytest.raises(ConfigError, match="tool_overrides: there is no tool 'web_serach'"):
+        async with served(bench, tool_overrides={"web_serach": ONE_AT_A_TIME}):
+            pass
+    async with served(bench, tool_overrides={"web_search": ONE_AT_A_TIME}) as client:  # no provider is configured here
+        assert (await client.get("/health")).status_code == 200
 
 
 async def test_a_rate_is_kept_per_tool(bench: Workbench):

@@ -138,7 +138,7 @@ async def test_tools_that_the_server_lacks_are_not_offered(pool):
         (["mcp-notes"], None, True),
         (["all"], None, True),
         (["default"], None, False),
-        (["mcp-other"], None, False),
+        (["default", "mcp"], ["mcp"], False),
         (["all"], ["mcp"], False),
     ],
 )
@@ -159,6 +159,13 @@ async def test_tools_that_are_found_on_the_server_join_their_toolset(pool, enabl
             assert (await made.execute("t", call("jot", text="hi"))).output == "HI"
             schema = made.tools.get("jot").schema.parameters
             assert schema["required"] == ["text"]
+
+
+@pytest.mark.parametrize("name", ["mcp-isues", "mcp"])
+async def test_a_toolset_of_which_the_server_has_nothing_is_refused_at_the_start(pool, name):
+    with pytest.raises(ConfigError, match=f"no tool of '{name}'; its toolsets: .*test"):
+        async with executor(pool, "inprocess", enabled=("default", name)):
+            pass
 
 
 async def test_no_server_at_all(pool):
