@@ -210,14 +210,11 @@ class ToolExecutor:
     ) -> ToolResult:
         scope = ToolScope(trajectory.id, call.id, self.config.limits, trajectory.state, slot)
         try:
-            result = await run_tool(checked.tool, checked.arguments, scope)
-            for state in trajectory.tool_states():
-                result = await state.after_call(result, scope)
+            return await run_tool(checked.tool, checked.arguments, scope)
         except SandboxError as error:
             if not isinstance(error, NotSupported):
                 trajectory.broken = error
             raise
-        return result
 
     async def _on_server(self, trajectory: TrajectoryState, checked: CheckedCall) -> ToolResult:
         tool = checked.tool

@@ -19,6 +19,7 @@ from atropos.errors import ConfigError, OutcomeUnknown, SandboxError, ToolServer
 from atropos.tools.arguments import BadArguments, check
 from atropos.tools.base import Tool, ToolError, ToolScope
 from atropos.tools.models import ToolResult
+from atropos.tools.running import timed_out
 from atropos.tools.tool_server.external import external_tools
 from atropos.tools.tool_server.messages import ExecuteAnswer, ExecuteRefusal, ExternalCall, Owner
 
@@ -217,16 +218,17 @@ class ToolHost:
             return await self._run(call, tool, arguments, scope)
 
     async def _run(self, call: ExternalCall, tool: Tool, arguments: object, scope: ToolScope) -> ToolResult:
-        wanted = call.timeout_s or tool.timeout_s or self.settings.timeout_s
-        timeout_s = min(wanted, self.settings.max_timeout_s)
+        own = tool.timeout_s or self.settings.timeout_s
+        timeout_s = min(call.timeout_s or own, max(own, self.settings.max_timeout_s))
         began = time.monotonic()
         most, size = self.settings.result_bytes, 500
+        bound = asyncio.timeout(timeout_s)
         try:
-            async with asyncio.timeout(timeout_s):
+            async with bound:
                 value = await tool.run(arguments, scope)
                 result, size = await bounded(value, result_bytes=most, data_bytes=self.settings.data_bytes)
-        except TimeoutError:
-            result = ToolResult.failure(f"{tool.name} did not finish within {timeout_s:g} s", timed_out=True)
+        except TimeoutError as error:
+            result = timed_out(tool.name, error, timeout_s if bound.expired() else None)
         except ToolError as error:
             result = ToolResult.failure(str(error)[:most])
         except (ToolServerUnavailable, OutcomeUnknown, Refusal):

@@ -76,9 +76,17 @@ class Workbench:
                 raise OutcomeUnknown("the connection was lost while it ran")
             if how == "afterwards":
                 raise SandboxError("the order was written, then the database was lost")
+            if how == "late":
+                raise TimeoutError("the shop did not answer")
             if how == "half":
                 raise ToolError("half of a pair: \ud83d")
             raise RuntimeError("a bug")
+
+        @tool(sandboxed=False, toolsets=("test",), timeout_s=0.3)
+        async def slow() -> str:
+            """Take 0.1 s of 0.3."""
+            await asyncio.sleep(0.1)
+            return "done"
 
         @tool(sandboxed=False, toolsets=("test",), read_only=True)
         async def look() -> str:
@@ -106,7 +114,7 @@ class Workbench:
             jar.items.append(item)
             return ",".join(jar.items)
 
-        return [note, hang, fail, look, big, halves, keep]
+        return [note, hang, fail, slow, look, big, halves, keep]
 
 
 @pytest.fixture

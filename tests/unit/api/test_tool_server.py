@@ -245,6 +245,23 @@ async def test_a_timeout_is_a_result_and_frees_the_place(bench: Workbench):
         assert bench.running == 0
 
 
+async def test_a_tools_own_timeout_error_is_not_told_as_the_servers_timeout(bench: Workbench):
+    async with served(bench) as client:
+        result = (await client.post("/execute", json=call("fail", how="late"))).json()["result"]
+        assert (result["timed_out"], result["error"]) == (True, "fail timed out: the shop did not answer")
+
+
+async def test_the_longest_timeout_of_a_caller_does_not_shorten_a_tools_own(bench: Workbench):
+    async with served(bench, max_timeout_s=0.05) as client:
+        assert (await client.post("/execute", json=call("slow"))).json()["result"]["output"] == "done"
+        asked = await client.post("/execute", json={**call("slow", call_id="c2"), "timeout_s": 0.05})
+        assert asked.json()["result"]["error"] == "slow took longer than 0.05 s"
+    bench.hold.clear()
+    async with served(bench, timeout_s=0.1, max_timeout_s=0.05) as client:
+        asked = await client.post("/execute", json={**call("hang"), "timeout_s": 3000})
+        assert asked.json()["result"]["error"] == "hang took longer than 0.1 s"
+
+
 async def test_a_huge_answer_is_cut_and_says_so(bench: Workbench):
     async with served(bench, result_bytes=2000, data_bytes=3000) as client:
         answer = await client.post("/execute", json=call("big", size=5_000_000))

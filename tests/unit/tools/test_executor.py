@@ -196,6 +196,53 @@ async def test_a_tools_own_time_bound_is_a_result(executor):
     assert "longer than 0.05 s" in result.error
 
 
+async def test_a_time_bound_within_a_tool_is_not_the_tools_own(pool):
+    @tool(toolsets=("test",), timeout_s=60)
+    async def asks() -> None:
+        """Ask somebody who does not answer."""
+        async with asyncio.timeout(0.01):
+            await asyncio.sleep(30)
+
+    async with ToolExecutor(pool, build_tool_registry(["default"], tools=[asks])) as made:
+        result = await made.execute("t", ToolCall(name="asks"))
+        assert (result.timed_out, result.error) == (True, "asks timed out")
+
+
+async def test_a_result_of_any_tool_is_bounded(pool):
+    @tool(toolsets=("test",))
+    async def long(error: bool) -> str:
+        """Answer much."""
+        if error:
+            raise ToolError("e" * 5_000_000)
+        return "x" * 5_000_000
+
+    async with ToolExecutor(pool, build_tool_registry(["default"], tools=[long])) as made:
+        for error in (False, True):
+            result = await made.execute("t", ToolCall(name="long", arguments={"error": error}))
+            text = result.error if error else result.output
+            assert 50_000 < len(text) < 53_000
+            assert result.truncated
+            assert result.dropped_bytes > 4_900_000
+
+
+@pytest.mark.parametrize("failure", [ToolError("read this"), KeyError("read this")])
+async def test_a_failure_of_a_hook_is_a_result(pool, failure):
+    class Hook(ToolState):
+        async def after_call(self, result, scope):
+            raise failure
+
+    @tool(toolsets=("test",))
+    async def hooked(scope) -> str:
+        """Set the hook."""
+        scope.state["hook"] = Hook()
+        return "done"
+
+    async with ToolExecutor(pool, build_tool_registry(["default"], tools=[hooked])) as made:
+        result = await made.execute("t", ToolCall(name="hooked"))
+        assert not result.success
+        assert "read this" in result.error
+
+
 async def test_release_interrupts_what_runs_and_what_waits(executor, pool):
     await executor.slot("t")
     calls = [asyncio.create_task(executor.execute("t", ToolCall(name="hold"))) for _ in range(3)]

@@ -199,7 +199,9 @@ class TestHermes:
 
     @pytest.mark.parametrize("rest", ["and b", '[{"name": "b"}]', '{"name": b}', "{}"])
     def test_what_follows_a_call_within_its_tag_is_another_or_an_error(self, rest):
-        parsed = self.parse(f'<tool_call>{{"name": "a"}} {rest}</tool_call> after <tool_call>{{"name": "z"}}</tool_call>')
+        parsed = self.parse(
+            f'<tool_call>{{"name": "a"}} {rest}</tool_call> after <tool_call>{{"name": "z"}}</tool_call>'
+        )
         assert [one.name for one in parsed.calls] == ["a", "z"]
         assert [(one.position, one.text) for one in parsed.errors] == [(1, rest)]
         assert parsed.content == "after"
