@@ -170,12 +170,15 @@ class ToolServerClient:
         first_boot_id = self._boot_id  # not a later one: other calls may have reached a server that was started since
         sent_before = False  # whether an earlier attempt may have reached the server
         failure = "stayed too busy"
+        response: TransportResponse | None = None
         for attempt in range(MAX_ATTEMPTS):
+            if attempt:
+                await _pause(attempt - 1, response)
             left = deadline - time.monotonic()
             if left <= 0:
                 break
             body = call.model_copy(update={"boot_id": first_boot_id}) if sent_before else call
-            response: TransportResponse | None = None
+            response = None
             try:
                 response = await self._open.send("POST", "/execute", body.__pydantic_serializer__.to_json(body), left)
             except RequestNotSent as error:
@@ -192,7 +195,6 @@ class ToolServerClient:
                     self._raise_for(response, call, life, sent_before=sent_before)
                 sent_before |= response.status in {502, 504}  # from a proxy: the server behind it may run the call
                 failure = f"answered {response.status}: {_problem(response)}"
-            await _pause(attempt, response)
         if sent_before:
             raise OutcomeUnknown(f"the ToolServer at {self.url} {failure}; call {call.call_id} may have run")
         raise self._unavailable(failure)

@@ -60,6 +60,14 @@ def test_without_a_token_nothing_listens(
     assert "token: missing" in said_by(command, ("--port", "0"), monkeypatch, capfd)
 
 
+def test_a_token_file_that_is_no_text_is_one_clear_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+):
+    (tmp_path / "token").write_bytes(b"\xff\xfe")
+    said = said_by("tool-server", ("--port", "0", "--token-file", str(tmp_path / "token")), monkeypatch, capfd)
+    assert "not UTF-8" in said
+
+
 def test_a_port_in_use_is_one_clear_line(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]):
     monkeypatch.setenv("ATROPOS_TOOL_SERVER_TOKEN", "x")
     with socket.socket() as taken:

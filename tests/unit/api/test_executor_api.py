@@ -11,7 +11,7 @@ from typing import Any
 
 import httpx
 import pytest
-from pydantic import SecretStr
+from pydantic import SecretStr, ValidationError
 
 from atropos.api.executor.models import CallBody, ExecutorServerSettings, OpenTrajectory
 from atropos.api.executor.trajectories import Trajectories
@@ -233,6 +233,12 @@ async def test_too_many_waiting_calls_are_refused(executor: HeldExecutor):
         assert (await client.post(path, json={"name": "hang"})).status_code == 429
         executor.hold.set()
         assert {(await call).status_code for call in calls} == {200}
+
+
+def test_no_more_calls_may_wait_than_the_executor_takes():
+    assert ExecutorServerSettings(token=SecretStr("x"), max_pending=256)
+    with pytest.raises(ValidationError, match="max_pending"):
+        ExecutorServerSettings(token=SecretStr("x"), max_pending=257)
 
 
 async def test_finished_calls_are_remembered_within_a_bound(executor: HeldExecutor):

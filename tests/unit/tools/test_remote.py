@@ -289,7 +289,13 @@ async def test_too_long_arguments_are_the_models_business(made, scripted):
     assert "too long" in result.error
 
 
-async def test_a_server_that_stays_away_is_unavailable_or_unknown(made, scripted):
+async def test_a_server_that_stays_away_is_unavailable_or_unknown(made, scripted, monkeypatch):
+    pauses = []
+
+    async def pause(attempt, response):
+        pauses.append(attempt)
+
+    monkeypatch.setattr(remote_module, "_pause", pause)
     scripted.steps = [503] * 20
     with pytest.raises(ToolServerUnavailable, match="because"):
         await made.execute("t", call("note", text="x"))
@@ -297,6 +303,7 @@ async def test_a_server_that_stays_away_is_unavailable_or_unknown(made, scripted
     with pytest.raises(OutcomeUnknown, match="may have run"):
         await made.execute("t", call("note", text="x"))
     assert len(scripted.seen) == 2 * remote_module.MAX_ATTEMPTS
+    assert pauses == 2 * [*range(remote_module.MAX_ATTEMPTS - 1)]  # nobody waits after the last attempt
 
 
 async def test_each_execution_has_an_id_of_its_own_on_the_wire(made, scripted):
