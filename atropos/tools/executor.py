@@ -81,7 +81,6 @@ class ToolExecutor:
             self._server = ToolServerClient(
                 self.config.tool_server_url,
                 self.config.tool_server_token,
-                timeout_s=self.config.tool_server_timeout_s,
                 app_factory=tool_server_app,
                 tools=own_external(tools),
             )
@@ -223,9 +222,7 @@ class ToolExecutor:
         trajectory.external = True
         # A fresh id on the wire: models repeat theirs, and the server takes a repeated id for the same call.
         with trajectory.requesting("ToolServer"):
-            return await self._server.execute(
-                trajectory.id, new_call_id(), tool.name, checked.given, timeout_s=tool.timeout_s
-            )
+            return await self._server.execute(trajectory.id, new_call_id(), tool.name, checked.raw_arguments)
 
     # ------------------------------------------------------------------------------------------------ leases
 
@@ -425,7 +422,7 @@ class ToolExecutor:
         task = asyncio.current_task()
         assert task is not None
         cancelling = task.cancelling()
-        trajectory.calls[task] = trajectory.calls.get(task, 0) + 1
+        trajectory.calls.add(task)
         try:
             async with trajectory.turn:
                 if trajectory.broken is not None:
@@ -442,7 +439,7 @@ class ToolExecutor:
                 raise LeaseExpired(f"trajectory {trajectory.id!r} was released while the call ran") from None
             raise
         finally:
-            del trajectory.calls[task]
+            trajectory.calls.discard(task)
             trajectory.interrupted.discard(task)
             if not trajectory.calls:
                 trajectory.idle.set()

@@ -39,7 +39,7 @@ class TrajectoryState:
     external: bool = False
     unanswered: set[Peer] = field(default_factory=set[Peer])
     """Who has not answered a request of the trajectory, which was cancelled or is pending."""
-    calls: dict[asyncio.Task[object], int] = field(default_factory=dict["asyncio.Task[object]", int])
+    calls: set[asyncio.Task[object]] = field(default_factory=set["asyncio.Task[object]"])
     interrupted: set[asyncio.Task[object]] = field(default_factory=set["asyncio.Task[object]"])
     idle: asyncio.Event = field(default_factory=asyncio.Event)
     answered: OrderedDict[str, tuple[bytes, ToolResult | None]] = field(

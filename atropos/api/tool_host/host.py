@@ -8,7 +8,6 @@ import logging
 import time
 import uuid
 from collections import Counter
-from collections.abc import Iterable
 
 from atropos.api.http import Refusal
 from atropos.api.settings import ToolServerSettings
@@ -52,7 +51,7 @@ class ToolHost:
         draining: whether new calls are refused.
     """
 
-    def __init__(self, settings: ToolServerSettings, tools: Iterable[Tool] = ()) -> None:
+    def __init__(self, settings: ToolServerSettings) -> None:
         self.settings = settings
         self.boot_id = uuid.uuid4().hex
         self.draining = False
@@ -65,8 +64,6 @@ class ToolHost:
         self._endings: set[asyncio.Task[None]] = set()
         self._failures: Counter[tuple[str, str]] = Counter()
         self.calls = 0
-        for tool in tools:
-            self.offer(tool)
 
     def __repr__(self) -> str:
         return (

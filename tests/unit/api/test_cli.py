@@ -30,7 +30,7 @@ def said_by(
     ("arguments", "said"),
     [
         (("--tool", "no.such:thing"), "can't be imported"),
-        (("--tool", "os:getcwd"), "not a Tool"),
+        (("--tool", "os:getcwd"), "expected a Tool"),
         (("--tool", "nonsense"), "module:attribute"),
         ((*OWN, "--only", "web_search"), "no search provider"),
         ((*OWN, "--only", "nothing"), "no external tool or toolset 'nothing'"),
