@@ -22,7 +22,7 @@ from atropos.agent.transcript import Message, numbers
 from atropos.aio import backoff_s
 from atropos.errors import InferenceError
 from atropos.tools import ToolCall
-from atropos.tools.parsers.base import replace_surrogates
+from atropos.tools.arguments import replace_surrogates
 
 EXACT = frozenset({"vllm", "sglang"})
 """Server types that report the tokens they sampled."""

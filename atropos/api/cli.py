@@ -27,6 +27,8 @@ def read_token(path: Path | None, variable: str) -> str:
             token = path.read_text().strip()
         except OSError as error:
             raise ConfigError(f"--token-file: {path}: {error.strerror}") from None
+        except UnicodeDecodeError:
+            raise ConfigError(f"--token-file: {path}: it is not UTF-8 text") from None
     else:
         token = os.environ.get(variable, "").strip()
     if not token:

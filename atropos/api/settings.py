@@ -94,7 +94,12 @@ class ToolServerSettings(SettingsModel):
     tool_overrides: dict[str, Bounds] = Field(default_factory=dict, description="bounds of single tools, by name")
     trajectory_bounds: Bounds = Bounds(concurrency=1, queue=64)
     timeout_s: float = Field(default=60, gt=0, le=3600, description="of a tool that has none of its own")
-    max_timeout_s: float = Field(default=300, gt=0, le=3600, description="longest a caller may ask for")
+    max_timeout_s: float = Field(
+        default=300,
+        gt=0,
+        le=3600,
+        description="longest a caller may ask for, where a tool has no longer one of its own",
+    )
     result_bytes: int = Field(
         default=200_000, ge=1000, description="longest output of a result; head and tail are kept"
     )

@@ -72,6 +72,7 @@ def create_app(
         async with external_services(chosen) as offered:
             for tool in (*offered, *tools):
                 host.offer(tool)
+            host.check_overrides()
             reaper = asyncio.create_task(host.reap())
             try:
                 yield

@@ -13,7 +13,7 @@ from rich.console import Console
 from atropos.errors import ConfigError, IsolationUnavailable, SandboxError
 from atropos.tasks.errors import TaskBroken
 
-HOMES = {
+COMMANDS = {
     "doctor": "atropos.cli.doctor:doctor",
     "exec": "atropos.cli.execute:execute",
     "bench": "atropos.cli.bench:bench",
@@ -52,8 +52,8 @@ def command_line(*names: str) -> typer.Typer:
     """The command with these of its sub-commands, or with all; only their modules are imported."""
     app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
     app.callback()(root)
-    for name in names or HOMES:
-        module, _, attribute = HOMES[name].partition(":")
+    for name in names or COMMANDS:
+        module, _, attribute = COMMANDS[name].partition(":")
         found = getattr(import_module(module), attribute)
         if isinstance(found, typer.Typer):
             app.add_typer(found, name=name)
@@ -85,7 +85,7 @@ def describe(error: Exception) -> str:
 def main() -> None:
     """Run the command line; the exit codes are this package's."""
     try:
-        command_line(*(name for name in sys.argv[1:2] if name in HOMES))()
+        command_line(*(name for name in sys.argv[1:2] if name in COMMANDS))()
     except KeyboardInterrupt:
         sys.exit(130)
     except tuple(kind for kind, _ in EXIT_CODES) as error:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import subprocess
-from typing import Annotated
+import sys
+from typing import Annotated, TypedDict
 
 import typer
 
@@ -12,6 +14,7 @@ from atropos.cli.image_progress import image_or_task, image_store, progress_disp
 from atropos.errors import ConfigError
 from atropos.slots.backends.assets import asset
 
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 image_app = typer.Typer(no_args_is_help=True, help="The sandbox image, and images that slots start from.")
 
 
@@ -21,12 +24,17 @@ def group() -> None:
 
 
 @image_app.command()
-def build(tag: Annotated[str, typer.Option(help="name of the image")] = "atropos-sandbox:local") -> None:
+def build(
+    tag: Annotated[str, typer.Option(help="name of the image")] = "atropos-sandbox:local", as_json: AsJson = False
+) -> None:
     """Build the image into the Docker engine (DOCKER_HOST); nothing is done when it is up to date."""
     script = asset("docker/sandbox/build.sh")
     if not (script.parents[2] / "atropos" / "sandbox").is_dir():
         raise ConfigError("the image is built from a checkout of the repository: clone it, then run `make image` there")
-    raise typer.Exit(subprocess.run(["bash", str(script), tag], check=False).returncode)
+    done = subprocess.run(["bash", str(script), tag], check=False, stdout=sys.stderr if as_json else None)
+    if as_json and not done.returncode:
+        typer.echo(json.dumps({"image": tag}))
+    raise typer.Exit(done.returncode)
 
 
 @image_app.command()
@@ -38,15 +46,29 @@ def prepare(
     store: Annotated[str | None, typer.Option(help="Folder of the host that keeps them (local, docker).")] = None,
     auth_file: Annotated[str | None, typer.Option(help="Registry credentials, as `docker login` writes them.")] = None,
     insecure_registry: Annotated[list[str] | None, typer.Option(help="HOST:PORT without TLS; again for more.")] = None,
+    as_json: AsJson = False,
 ) -> None:
     """Pull or build images where slots will run, so that the first lease on them starts at once."""
     if backend == "docker" and store is None:
         raise ConfigError("--store: without a folder of the host each container keeps its own images, gone with it")
     settings: dict[str, object] = {"backend": backend, "image_store": image_store(store, auth_file, insecure_registry)}
-    asyncio.run(_prepare(images, settings))
+    found = asyncio.run(_prepare(images, settings))
+    if as_json:
+        typer.echo(json.dumps(found, indent=2))
+    else:
+        for image in found:
+            typer.echo(f"{image['image']}  {image['lease_as']}  {image['bytes'] / 2**20:,.0f} MiB")
 
 
-async def _prepare(images: list[str], settings: dict[str, object]) -> None:
+class Prepared(TypedDict):
+    """An image as asked for, the name to lease it by, and its size."""
+
+    image: str
+    lease_as: str
+    bytes: int
+
+
+async def _prepare(images: list[str], settings: dict[str, object]) -> list[Prepared]:
     from atropos.slots import SlotPool, SlotPoolConfig
 
     sizes = {"slots_per_container": 1, "min_containers": 1, "max_containers": 1}
@@ -54,7 +76,12 @@ async def _prepare(images: list[str], settings: dict[str, object]) -> None:
         with progress_display() as progress_of:
             work = [pool.prepare(image_or_task(name), progress=progress_of(name)) for name in images]
             found = await asyncio.gather(*work)
-    for name, info in zip(images, found, strict=True):
-        if info is not None:
-            built = info.source if info.source.startswith("atropos-build:") else info.id
-            typer.echo(f"{name}  {built}  {info.bytes / 2**20:,.0f} MiB")
+    return [
+        {
+            "image": name,
+            "lease_as": info.source if info.source.startswith("atropos-build:") else info.id,
+            "bytes": info.bytes,
+        }
+        for name, info in zip(images, found, strict=True)
+        if info is not None
+    ]

@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
+from atropos.errors import ConfigError
 from atropos.slots.backends.survey import Survey, SurveyedContainer, open_survey
 
 T = TypeVar("T")
@@ -84,13 +85,17 @@ def drain(
     backend: Backend = "nomad",
     job_id: Job = DEFAULT_JOB,
     address: Address = None,
+    as_json: AsJson = False,
 ) -> None:
     """Let containers finish their leases and end them; a live pool, or Nomad, replaces each (so images are upgraded)."""
     if bool(index) == everything:
         raise typer.BadParameter("give the indexes of containers, or --all")
 
-    async def work(survey: Survey) -> int:
+    async def work(survey: Survey) -> list[int]:
         seen, _ = await survey.look()
+        if missing := {*(index or ())} - {each.container.index for each in seen}:
+            known = ", ".join(str(each.container.index) for each in seen) or "none"
+            raise ConfigError(f"{job_id} has no container {min(missing)}; it has: {known}")
         chosen = [each for each in seen if everything or each.container.index in (index or [])]
         answering = sum(each.status is not None for each in seen)
         for number, each in enumerate(sorted(chosen, key=lambda each: -each.container.index)):
@@ -99,11 +104,11 @@ def drain(
             leased = each.status.leased if each.status else 0
             typer.echo(f"draining container {each.container.index} ({leased} leases)", err=True)
             await survey.drain(each, deadline_s=deadline_s)
-        return len(chosen)
+        return [each.container.index for each in chosen]
 
-    count = _run(backend, job_id, address, work)
-    typer.echo(f"{count} containers drained")
-    raise typer.Exit(0 if count else 1)
+    drained = _run(backend, job_id, address, work)
+    typer.echo(json.dumps({"job_id": job_id, "drained": drained}) if as_json else f"{len(drained)} containers drained")
+    raise typer.Exit(0 if drained else 1)
 
 
 @pool_app.command()
@@ -112,6 +117,7 @@ def purge(
     job_id: Job = DEFAULT_JOB,
     address: Address = None,
     force: Annotated[bool, typer.Option("--force", help="also when live clients work in it")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Remove a pool's containers, job and secret. Refused, with exit code 1, while a live client works in it."""
 
@@ -123,11 +129,17 @@ def purge(
         return used, len(seen)
 
     used, count = _run(backend, job_id, address, work)
-    if used:
-        indexes = ", ".join(str(each.container.index) for each in used)
+    in_use = [each.container.index for each in used]
+    if as_json:
+        typer.echo(json.dumps({"job_id": job_id, "purged": not used, "containers": count, "in_use": in_use}))
+    elif used:
+        indexes = ", ".join(map(str, in_use))
         typer.echo(f"not purged: live clients work in container {indexes} (--force purges all the same)", err=True)
-        raise typer.Exit(1)
-    typer.echo(f"{job_id} is purged" if count else f"{job_id} had no container; what else there was of it is purged")
+    else:
+        typer.echo(
+            f"{job_id} is purged" if count else f"{job_id} had no container; what else there was of it is purged"
+        )
+    raise typer.Exit(1 if used else 0)
 
 
 def _plain(job_id: str, seen: list[SurveyedContainer], trouble: str) -> dict[str, object]:

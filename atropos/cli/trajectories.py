@@ -24,6 +24,7 @@ Item = Annotated[str, typer.Option(help="part of the item's name")]
 Least = Annotated[float | None, typer.Option(help="lowest score")]
 Most = Annotated[float | None, typer.Option(help="highest score")]
 Error = Annotated[str, typer.Option(help="a stop reason, or `tools`: with failed calls")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Tool = Annotated[str, typer.Option(help="called this tool")]
 
 
@@ -84,7 +85,7 @@ def export(
 @trajectories_app.command()
 def stats(
     jsonl: File,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: AsJson = False,
     item: Item = "",
     least: Least = None,
     most: Most = None,
@@ -128,13 +129,14 @@ def grep(
     jsonl: File,
     pattern: Annotated[str, typer.Argument(help="regular expression")],
     ignore_case: Annotated[bool, typer.Option("-i", "--ignore-case")] = False,
+    as_json: AsJson = False,
     item: Item = "",
     least: Least = None,
     most: Most = None,
     error: Error = "",
     tool: Tool = "",
 ) -> None:
-    """Print lines of messages and verifier output that match. Ends with 1 when none does."""
+    """Print lines of messages and verifier output that match; with --json, an object a line. Ends with 1 when none does."""
     try:
         wanted = re.compile(pattern, re.IGNORECASE if ignore_case else 0)
     except re.error as wrong:
@@ -144,7 +146,9 @@ def grep(
         for where, line in _lines(details):
             if wanted.search(line):
                 found = True
-                typer.echo(visible(f"{entry.trajectory_id} ({entry.score:.2f}) {where}: {line}"))
+                fields = {"trajectory_id": entry.trajectory_id, "score": entry.score, "where": where, "line": line}
+                shown = f"{entry.trajectory_id} ({entry.score:.2f}) {where}: {line}"
+                typer.echo(json.dumps(fields) if as_json else visible(shown))
     raise typer.Exit(0 if found else 1)
 
 

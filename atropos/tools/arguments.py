@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
+from collections.abc import Sequence
 from typing import Annotated, Any, TypeVar, cast
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -16,6 +17,7 @@ MAX_ARGUMENTS = 1000
 MAX_DEPTH = 64
 """Levels that a model's arguments may be nested."""
 _SHOWN = 120
+_T = TypeVar("_T")
 _Model = TypeVar("_Model", bound=BaseModel)
 JsonSchema = dict[str, Any]
 """As pydantic makes it."""
@@ -130,8 +132,8 @@ def check(tool: str, model: type[_Model], arguments: dict[str, object]) -> _Mode
         raise BadArguments(f"{tool}: the arguments are nested too deeply. {usage(tool, model)}") from None
 
 
-def _has_lone_surrogate(value: object) -> bool:
-    """Whether a string in it has half of a surrogate pair, which JSON can express and UTF-8 can't."""
+def has_lone_surrogate(value: object) -> bool:
+    """Whether a string in a JSON value has half of a surrogate pair, which JSON can express and UTF-8 can't."""
     if isinstance(value, str):
         if value.isascii():
             return False
@@ -141,11 +143,24 @@ def _has_lone_surrogate(value: object) -> bool:
             return True
     elif isinstance(value, dict):
         return any(
-            map(_has_lone_surrogate, (item for pair in cast("dict[object, object]", value).items() for item in pair))
+            map(has_lone_surrogate, (item for pair in cast("dict[object, object]", value).items() for item in pair))
         )
-    elif isinstance(value, list):
-        return any(map(_has_lone_surrogate, cast("list[object]", value)))
+    elif isinstance(value, list | tuple):
+        return any(map(has_lone_surrogate, cast("Sequence[object]", value)))
     return False
+
+
+def replace_surrogates(value: _T) -> _T:
+    """A JSON value with '?' for each half of a surrogate pair in its strings."""
+    made: object = value
+    if isinstance(value, str):
+        made = value if value.isascii() else value.encode("utf-8", "replace").decode()
+    elif isinstance(value, dict):
+        pairs = cast("dict[object, object]", value).items()
+        made = {replace_surrogates(key): replace_surrogates(one) for key, one in pairs}
+    elif isinstance(value, list | tuple):
+        made = [replace_surrogates(one) for one in cast("Sequence[object]", value)]
+    return cast("_T", made)
 
 
 def check_encodable(tool: str, arguments: dict[str, object]) -> None:
@@ -157,7 +172,7 @@ def check_encodable(tool: str, arguments: dict[str, object]) -> None:
     if deeper_than(arguments, MAX_DEPTH):
         raise BadArguments(f"{tool}: the arguments are nested more than {MAX_DEPTH} levels deep")
     for name, value in arguments.items():
-        if _has_lone_surrogate(value) or _has_lone_surrogate(name):
+        if has_lone_surrogate(value) or has_lone_surrogate(name):
             raise BadArguments(
                 f"{tool}: {shorten(ascii(name))} is wrong: it holds half of a surrogate pair (\\ud800 to \\udfff), "
                 "which is no character"
@@ -172,8 +187,8 @@ def deeper_than(value: object, most: int) -> bool:
         for one in level:
             if isinstance(one, dict):
                 inner += cast("dict[str, object]", one).values()
-            elif isinstance(one, list):
-                inner += cast("list[object]", one)
+            elif isinstance(one, list | tuple):
+                inner += cast("Sequence[object]", one)
         if not inner:
             return False
         level = inner

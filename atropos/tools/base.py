@@ -293,7 +293,7 @@ def as_result(value: object) -> ToolResult:
     if value is None:
         return ToolResult(success=True)
     if isinstance(value, str):
-        return ToolResult(success=True, output=value if value.isascii() else value.encode("utf-8", "replace").decode())
+        return ToolResult(success=True, output=value)
     if isinstance(value, BaseModel):
         value = value.model_dump(mode="json")
     try:
@@ -301,4 +301,4 @@ def as_result(value: object) -> ToolResult:
     except (TypeError, ValueError, RecursionError) as error:
         raise ToolError(f"the tool's answer can't be written as JSON: {error}") from None
     data = cast("dict[str, object]", value) if isinstance(value, dict) else {"value": value}
-    return ToolResult(success=True, output=text.encode("utf-8", "replace").decode(), data=data)
+    return ToolResult(success=True, output=text, data=data)

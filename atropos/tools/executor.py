@@ -25,7 +25,7 @@ from atropos.metrics import Family, gauge
 from atropos.tools.arguments import BadArguments
 from atropos.tools.base import ToolError, ToolScope
 from atropos.tools.isolation import IsolationCheck
-from atropos.tools.models import ToolCall, ToolResult, new_call_id
+from atropos.tools.models import ToolCall, ToolResult, fingerprint, new_call_id
 from atropos.tools.registry import CheckedCall, ToolRegistry
 from atropos.tools.running import run_tool
 from atropos.tools.sandboxed.recording import write_recordings
@@ -33,7 +33,7 @@ from atropos.tools.settings import ToolExecutorConfig
 from atropos.tools.stats import ExecutorStats, Meter
 from atropos.tools.tool_server.client import ToolServerClient
 from atropos.tools.tool_server.offered import adopt_offered, own_external
-from atropos.tools.trajectory import TrajectoryState, fingerprint
+from atropos.tools.trajectory import TrajectoryState
 from atropos.wire import LeaseLimits
 
 if TYPE_CHECKING:
@@ -81,7 +81,6 @@ class ToolExecutor:
             self._server = ToolServerClient(
                 self.config.tool_server_url,
                 self.config.tool_server_token,
-                timeout_s=self.config.tool_server_timeout_s,
                 app_factory=tool_server_app,
                 tools=own_external(tools),
             )
@@ -183,7 +182,7 @@ class ToolExecutor:
 
     async def _run(self, trajectory: TrajectoryState, call: ToolCall, checked: CheckedCall) -> ToolResult:
         known = trajectory.answered.get(call.id)
-        if known is not None and known[0] == fingerprint(call):
+        if known is not None and known[0] == fingerprint(call.name, call.arguments):
             if known[1] is None:
                 raise OutcomeUnknown(
                     f"call {call.id} of {trajectory.id} was cancelled while it ran; it is not run again"
@@ -210,14 +209,11 @@ class ToolExecutor:
     ) -> ToolResult:
         scope = ToolScope(trajectory.id, call.id, self.config.limits, trajectory.state, slot)
         try:
-            result = await run_tool(checked.tool, checked.arguments, scope)
-            for state in trajectory.tool_states():
-                result = await state.after_call(result, scope)
+            return await run_tool(checked.tool, checked.arguments, scope)
         except SandboxError as error:
             if not isinstance(error, NotSupported):
                 trajectory.broken = error
             raise
-        return result
 
     async def _on_server(self, trajectory: TrajectoryState, checked: CheckedCall) -> ToolResult:
         tool = checked.tool
@@ -226,9 +222,7 @@ class ToolExecutor:
         trajectory.external = True
         # A fresh id on the wire: models repeat theirs, and the server takes a repeated id for the same call.
         with trajectory.requesting("ToolServer"):
-            return await self._server.execute(
-                trajectory.id, new_call_id(), tool.name, checked.given, timeout_s=tool.timeout_s
-            )
+            return await self._server.execute(trajectory.id, new_call_id(), tool.name, checked.raw_arguments)
 
     # ------------------------------------------------------------------------------------------------ leases
 
@@ -428,7 +422,7 @@ class ToolExecutor:
         task = asyncio.current_task()
         assert task is not None
         cancelling = task.cancelling()
-        trajectory.calls[task] = trajectory.calls.get(task, 0) + 1
+        trajectory.calls.add(task)
         try:
             async with trajectory.turn:
                 if trajectory.broken is not None:
@@ -445,7 +439,7 @@ class ToolExecutor:
                 raise LeaseExpired(f"trajectory {trajectory.id!r} was released while the call ran") from None
             raise
         finally:
-            del trajectory.calls[task]
+            trajectory.calls.discard(task)
             trajectory.interrupted.discard(task)
             if not trajectory.calls:
                 trajectory.idle.set()

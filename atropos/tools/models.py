@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
@@ -9,6 +10,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from atropos.tools.arguments import MAX_DEPTH, deeper_than, has_lone_surrogate, replace_surrogates
 from atropos.wire import Limit
 
 _FRAMING = re.compile(r"<(?=\||/?tool_(?:call|response))")
@@ -23,6 +25,11 @@ def escape_framing(text: str) -> str:
 def new_call_id() -> str:
     """A fresh id for a tool call: unique, and short enough for any wire."""
     return f"call_{os.urandom(12).hex()}"
+
+
+def fingerprint(name: str, arguments: dict[str, object] | str) -> bytes:
+    """A digest of what a call does: equal for equal calls, and small for a call of any size."""
+    return hashlib.sha256(json.dumps([name, arguments], sort_keys=True, default=repr).encode()).digest()
 
 
 class ToolCall(BaseModel):
@@ -74,6 +81,14 @@ class ToolResult(BaseModel):
     def failure(cls, error: str, **fields: Any) -> ToolResult:
         """A result without success."""
         return cls(success=False, error=error, **fields)
+
+    def encodable(self) -> ToolResult:
+        """The result as UTF-8 JSON can hold it: '?' for half of a surrogate pair, and no data that is nested too deeply."""
+        data = None if deeper_than(self.data, MAX_DEPTH) else self.data
+        shown = {"output": self.output, "error": self.error, "data": data}
+        if data is self.data and not has_lone_surrogate(shown):
+            return self
+        return self.model_copy(update=replace_surrogates(shown))
 
     def for_model(self) -> dict[str, object]:
         """What the model reads: empty fields are left out."""

@@ -25,11 +25,11 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class CheckedCall:
-    """A call's tool, its arguments as that tool's model (None for an external tool), and as an object."""
+    """A call's tool, its arguments as that tool's model (None for an external tool), and as the object that was given."""
 
     tool: Tool
     arguments: BaseModel | None
-    given: dict[str, object]
+    raw_arguments: dict[str, object]
 
 
 class ToolRegistry:

@@ -5,40 +5,66 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Awaitable, Callable
+from functools import partial
 
 from atropos.errors import SandboxError
-from atropos.tools.base import Tool, ToolError, ToolScope, as_result
+from atropos.tools.base import Tool, ToolError, ToolScope, ToolState, as_result
 from atropos.tools.models import ToolResult
+from atropos.tools.sandboxed.text import clip
+
+_NOTES = 2000
+"""Characters beyond `max_output_bytes` that a tool which keeps to it may use for notes, such as where it left out some."""
 
 _log = logging.getLogger(__name__)
 
 
 async def run_tool(tool: Tool, arguments: object, scope: ToolScope) -> ToolResult:
-    """Run a tool on checked arguments; every failure of the tool itself becomes a result.
+    """Run a tool on checked arguments, then the trajectory's `ToolState` hooks. Their own failures become a result.
 
     Raises:
         SandboxError: the infrastructure failed.
     """
     started = time.perf_counter()
+    result = await _attempt(tool.name, partial(tool.run, arguments, scope), tool.timeout_s)
+    if result.duration_s == 0:
+        result = result.model_copy(update={"duration_s": time.perf_counter() - started})
+    for state in [value for value in scope.state.values() if isinstance(value, ToolState)]:
+        result = await _attempt(f"{type(state).__name__}.after_call", partial(state.after_call, result, scope))
+    return _clipped(result, scope.limits.max_output_bytes + _NOTES).encodable()
+
+
+async def _attempt(name: str, work: Callable[[], Awaitable[object]], timeout_s: float | None = None) -> ToolResult:
+    bound = asyncio.timeout(timeout_s)
     try:
-        if tool.timeout_s is None:
-            result = as_result(await tool.run(arguments, scope))
-        else:
-            async with asyncio.timeout(tool.timeout_s):
-                result = as_result(await tool.run(arguments, scope))
+        async with bound:
+            return as_result(await work())
     except ToolError as error:
-        result = ToolResult.failure(str(error), limit=error.limit)
+        return ToolResult.failure(str(error), limit=error.limit)
     except SandboxError:
         raise
     except TimeoutError as error:
-        late = "timed out" if tool.timeout_s is None else f"took longer than {tool.timeout_s:g} s"
-        result = ToolResult.failure(f"{tool.name} {late}{f': {error}' if str(error) else ''}", timed_out=True)
+        return timed_out(name, error, timeout_s if bound.expired() else None)
     except OSError as error:  # a slot's files raise as Python's own do
         where = f": {error.filename}" if error.filename else ""
-        result = ToolResult.failure(f"{error.strerror or error}{where}")
+        return ToolResult.failure(f"{error.strerror or error}{where}")
     except Exception as error:
-        _log.exception("tool %s failed", tool.name)
-        result = ToolResult.failure(f"the tool {tool.name} failed: {type(error).__name__}: {error}"[:1000])
-    if result.duration_s == 0:
-        result = result.model_copy(update={"duration_s": time.perf_counter() - started})
-    return result
+        _log.exception("tool %s failed", name)
+        return ToolResult.failure(f"the tool {name} failed: {type(error).__name__}: {error}"[:1000])
+
+
+def timed_out(name: str, error: TimeoutError, timeout_s: float | None) -> ToolResult:
+    """The result of a call that took longer than `timeout_s`; None: the tool itself raised the error."""
+    late = "timed out" if timeout_s is None else f"took longer than {timeout_s:g} s"
+    return ToolResult.failure(f"{name} {late}{f': {error}'[:500] if str(error) else ''}", timed_out=True)
+
+
+def _clipped(result: ToolResult, most: int) -> ToolResult:
+    output, dropped = clip(result.output, most)
+    error, of_error = clip(result.error or "", most)
+    if not dropped + of_error:
+        return result
+    total = result.dropped_bytes + dropped + of_error
+    return result.model_copy(
+        update={"output": output, "error": error or None, "truncated": True, "dropped_bytes": total}
+    )

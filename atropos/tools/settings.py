@@ -25,6 +25,5 @@ class ToolExecutorConfig(BaseModel):
     require_stateful_sandbox: bool = Field(default=False, description="refuse slots without background processes")
     tool_server_url: str | None = Field(default=None, description="http(s) URL, or 'inprocess'")
     tool_server_token: SecretStr | None = None
-    tool_server_timeout_s: float = Field(default=180, gt=0, description="longest an external call may take")
     recordings_dir: str | None = Field(default=None, description="where a release writes recorded terminal sessions")
     limits: ToolLimits = ToolLimits()

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Literal
 
 from atropos.errors import SandboxError
 from atropos.tools.base import ToolState
-from atropos.tools.models import ToolCall, ToolResult
+from atropos.tools.models import ToolCall, ToolResult, fingerprint
 
 if TYPE_CHECKING:
     from atropos.slots import Slot
@@ -39,11 +39,11 @@ class TrajectoryState:
     external: bool = False
     unanswered: set[Peer] = field(default_factory=set[Peer])
     """Who has not answered a request of the trajectory, which was cancelled or is pending."""
-    calls: dict[asyncio.Task[object], int] = field(default_factory=dict["asyncio.Task[object]", int])
+    calls: set[asyncio.Task[object]] = field(default_factory=set["asyncio.Task[object]"])
     interrupted: set[asyncio.Task[object]] = field(default_factory=set["asyncio.Task[object]"])
     idle: asyncio.Event = field(default_factory=asyncio.Event)
-    answered: OrderedDict[str, tuple[int, ToolResult | None]] = field(
-        default_factory=OrderedDict[str, "tuple[int, ToolResult | None]"]
+    answered: OrderedDict[str, tuple[bytes, ToolResult | None]] = field(
+        default_factory=OrderedDict[str, "tuple[bytes, ToolResult | None]"]
     )
     answered_chars: int = 0
     recorded: dict[str, str] = field(default_factory=dict[str, str])
@@ -77,16 +77,11 @@ class TrajectoryState:
     def remember(self, call: ToolCall, result: ToolResult | None) -> None:
         """Keep a call's result (None: it was cancelled) in case the call is sent again."""
         self._forget(self.answered.pop(call.id, None))
-        self.answered[call.id] = (fingerprint(call), result)
+        self.answered[call.id] = (fingerprint(call.name, call.arguments), result)
         self.answered_chars += 0 if result is None else len(result.output)
         while len(self.answered) > REMEMBERED or (self.answered_chars > REMEMBERED_CHARS and len(self.answered) > 1):
             self._forget(self.answered.popitem(last=False)[1])
 
-    def _forget(self, answer: tuple[int, ToolResult | None] | None) -> None:
+    def _forget(self, answer: tuple[bytes, ToolResult | None] | None) -> None:
         if answer is not None and answer[1] is not None:
             self.answered_chars -= len(answer[1].output)
-
-
-def fingerprint(call: ToolCall) -> int:
-    """A hash of a call's name and arguments."""
-    return hash((call.name, repr(call.arguments)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gzip
 import io
 import os
 import re
@@ -338,7 +339,15 @@ def test_what_no_sdk_sends_is_refused(server: Server, sandbox: Sandbox):
         for kind in ("multipart/form-data", "multipart/form-data; boundary=x", "text/plain"):
             answer = client.post("/files?path=a", content=b"--y\r\n", headers={"Content-Type": kind})
             assert (answer.status_code, answer.json()["code"]) == (400, 400), kind
+        packed = gzip.compress(os.urandom(5000))
+        for body in (packed[: len(packed) // 2], b""):
+            kind = {"Content-Type": "application/octet-stream", "Content-Encoding": "gzip"}
+            answer = client.post("/files?path=cut", content=body, headers=kind)
+            assert (answer.status_code, "cut off" in answer.json()["message"]) == (400, True)
+        assert not sandbox.files.exists("cut")
     with pytest.raises(e2b.SandboxException, match="timeout: from 0"):
         Sandbox.create(timeout=100_000, **server.options)
     with pytest.raises(e2b.SandboxException, match="template"):
         Sandbox.create("dir:/etc", **server.options)
+    with pytest.raises(e2b.SandboxException, match="an image of a registry"):
+        Sandbox.create("atropos-base:default", **server.options)

@@ -25,7 +25,7 @@ from tests.e2e.servers import OWN, TOKEN, Server, running
 
 @contextlib.asynccontextmanager
 async def client(server: Server) -> AsyncGenerator[ToolServerClient, None]:
-    made = ToolServerClient(server.url, SecretStr(TOKEN), timeout_s=30)
+    made = ToolServerClient(server.url, SecretStr(TOKEN))
     await made.start()
     try:
         yield made
@@ -283,7 +283,7 @@ async def test_connections_reset_at_any_point_run_no_call_twice(monkeypatch: pyt
 
     async with running("tool-server", *OWN) as server:
         proxy = await asyncio.start_server(passed_on, "127.0.0.1", 0)
-        made = ToolServerClient(f"http://127.0.0.1:{proxy.sockets[0].getsockname()[1]}", SecretStr(TOKEN), timeout_s=60)
+        made = ToolServerClient(f"http://127.0.0.1:{proxy.sockets[0].getsockname()[1]}", SecretStr(TOKEN))
         for _ in range(20):
             with contextlib.suppress(ToolServerUnavailable):
                 await made.start()

@@ -1,5 +1,6 @@
 """`atropos image prepare` and `atropos exec --image`, as a user types them."""
 
+import json
 import os
 import subprocess
 import sys
@@ -23,8 +24,10 @@ def test_an_image_is_prepared_once_and_a_command_runs_on_it(tmp_path, images):
     done = atropos("image", "prepare", name, "--store", store, "--insecure-registry", images.host)
     assert (done.returncode, done.stdout.split()[:2]) == (0, [name, image_id]), done.stderr
     assert f"{name}: ready" in done.stderr
-    again = atropos("image", "prepare", name, "--store", store)  # nothing is asked of the registry
+    again = atropos("image", "prepare", name, "--store", store, "--json")  # nothing is asked of the registry
     assert (again.returncode, "pulling" in again.stderr) == (0, False), again.stderr
+    [told] = json.loads(again.stdout)
+    assert (told["image"], told["lease_as"], told["bytes"] > 0) == (name, image_id, True)
     ran = atropos("exec", "cat text; pwd", "--image", f"oci:{tmp_path}/layout:image")
     assert (ran.returncode, ran.stdout) == (0, "hello/srv/app\n"), ran.stderr
 

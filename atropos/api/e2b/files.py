@@ -206,6 +206,8 @@ async def unzipped(content: AsyncIterable[bytes]) -> AsyncGenerator[bytes]:
                 yield stream.decompress(chunk, PIECE_BYTES)
                 chunk = stream.unconsumed_tail  # noqa: PLW2901
         yield stream.flush()
+        if not stream.eof:
+            raise RpcError("invalid_argument", "the body is cut off: its gzip stream has no end")
     except zlib.error as error:
         raise RpcError("invalid_argument", f"the body is no gzip: {error}") from None
 

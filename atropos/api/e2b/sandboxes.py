@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import re
 import secrets
 import time
 from collections.abc import Mapping
@@ -14,6 +13,7 @@ from atropos.api.e2b.sandbox import Sandbox
 from atropos.api.executor.models import ExecutorServerSettings
 from atropos.config import SlotLimits
 from atropos.errors import ConfigError
+from atropos.images.reference import ImageSource
 from atropos.slots.slot.profile import Profile
 
 if TYPE_CHECKING:
@@ -23,8 +23,6 @@ _log = logging.getLogger(__name__)
 HOME = "/home/user"
 """Where commands start and relative paths begin, as E2B's templates have it."""
 MAX_TIMEOUT_S = 86_400
-_NO_IMAGE = re.compile(r"^(oci|oci-archive|docker-archive|docker-daemon|dir|atropos-build):")
-"""Sources on the server's own machine, which its clients may not name."""
 
 
 class NoCapacity(Exception):
@@ -119,7 +117,7 @@ class Sandboxes:
             return None, None
         if template in bases:
             return template, None
-        if _NO_IMAGE.match(template):
+        if ImageSource.parse(template).transport != "docker":  # on the server's own machine: not for clients
             raise ConfigError(f"template {template!r}: name `base`, a base of the pool, or an image of a registry")
         return None, template
 

@@ -8,6 +8,7 @@ from pydantic import Field, JsonValue, SecretStr
 
 from atropos.api.settings import SettingsModel
 from atropos.slots.config import SlotPoolConfig
+from atropos.tools.executor import MAX_WAITING
 from atropos.tools.models import ToolResult
 from atropos.tools.tool_server.messages import ApiMessage, Request
 
@@ -30,7 +31,9 @@ class ExecutorServerSettings(SettingsModel):
     tool_server_url: str | None = None
     tool_server_token: SecretStr | None = None
     max_trajectories: int = Field(default=10_000, ge=1, description="open at once; one more is answered 429")
-    max_pending: int = Field(default=64, ge=1, description="calls of one trajectory that may run or wait")
+    max_pending: int = Field(
+        default=64, ge=1, le=MAX_WAITING, description="calls of one trajectory that may run or wait"
+    )
     ttl_s: float = Field(
         default=300, gt=0, le=86_400, description="time without a call or renewal after which a trajectory ends"
     )

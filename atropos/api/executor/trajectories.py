@@ -23,7 +23,7 @@ from atropos.errors import (
     SandboxError,
     SlotLost,
 )
-from atropos.tools.models import ToolCall, ToolResult
+from atropos.tools.models import ToolCall, ToolResult, fingerprint
 
 _log = logging.getLogger(__name__)
 _STATUS: dict[type[SandboxError], int] = {
@@ -63,7 +63,7 @@ class Executor(Protocol):
 class OpenCall:
     """A call under its idempotency key."""
 
-    body: tuple[str, object]
+    fingerprint: bytes
     task: asyncio.Task[ToolResult]
 
 
@@ -209,10 +209,11 @@ class Trajectories:
         if body.id is not None and key is not None and body.id != key:
             raise Refusal(409, "ids_differ", "id and the header Idempotency-Key differ: give one of them")
         call_id = body.id or key or f"c-{uuid.uuid4().hex}"
-        content = (body.name, body.arguments)
+        arguments: dict[str, object] | str = body.arguments if isinstance(body.arguments, str) else {**body.arguments}
+        content = fingerprint(body.name, arguments)
         known = trajectory.calls.get(call_id)
         if known is not None:
-            if known.body != content:
+            if known.fingerprint != content:
                 raise Refusal(409, "call_id_reused", f"id {call_id!r} belongs to another call of this trajectory")
             return call_id, known
         if trajectory.broken is not None:
@@ -221,7 +222,6 @@ class Trajectories:
             raise Refusal(503, "draining", "the server is shutting down", retry_after_s=5)
         if trajectory.running >= self._settings.max_pending:
             raise Refusal(429, "busy", f"{trajectory.running} calls of this trajectory wait", retry_after_s=1)
-        arguments: dict[str, object] | str = body.arguments if isinstance(body.arguments, str) else {**body.arguments}
         task = asyncio.create_task(self._run(trajectory, ToolCall(name=body.name, arguments=arguments)))
         made = trajectory.calls[call_id] = OpenCall(content, task)
         task.add_done_callback(lambda _: self._ended(trajectory))

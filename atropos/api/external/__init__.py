@@ -7,7 +7,6 @@ import importlib
 import importlib.util
 import logging
 from collections.abc import AsyncGenerator, Iterable
-from typing import cast
 
 from atropos.api.external.browser import BrowserHost, browser_available
 from atropos.api.external.browser_tools import browser_tools
@@ -18,7 +17,7 @@ from atropos.api.external.search import PROVIDERS, WebSearch, search_client
 from atropos.api.settings import ToolServerSettings
 from atropos.errors import ConfigError
 from atropos.tools.base import Tool
-from atropos.tools.registry import user_tools
+from atropos.tools.registry import tools_of, user_tools
 
 _log = logging.getLogger(__name__)
 
@@ -79,7 +78,7 @@ def _chosen(tools: list[Tool], settings: ToolServerSettings, missing: dict[str, 
 
 
 def own_tools(names: Iterable[str]) -> list[Tool]:
-    """Tools given as `module:attribute`; the attribute is a `Tool`, a list of them, or a function that returns either.
+    """Tools given as `module:attribute`; the attribute is what `tools_of` takes.
 
     Raises:
         ConfigError: it can't be imported or is no external tool.
@@ -93,10 +92,5 @@ def own_tools(names: Iterable[str]) -> list[Tool]:
             value: object = getattr(importlib.import_module(module), attribute)
         except (ImportError, AttributeError) as error:
             raise ConfigError(f"tools: {name!r} can't be imported: {error}") from None
-        if callable(value) and not isinstance(value, Tool):
-            value = value()
-        for one in cast("list[object]", value) if isinstance(value, list | tuple) else [value]:
-            if not isinstance(one, Tool):
-                raise ConfigError(f"tools: {name!r} is {type(one).__name__}, not a Tool")
-            found.append(one)
+        found += tools_of(value, f"tools: {name!r}")
     return found

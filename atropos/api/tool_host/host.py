@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 import uuid
 from collections import Counter
-from collections.abc import Iterable
 
 from atropos.api.http import Refusal
 from atropos.api.settings import ToolServerSettings
 from atropos.api.tool_host.answers import bounded
 from atropos.api.tool_host.bounds import Turnstile, TurnstilePass
 from atropos.api.tool_host.journal import ToolCallJournal
-from atropos.errors import ConfigError, OutcomeUnknown, SandboxError
+from atropos.errors import ConfigError, OutcomeUnknown, SandboxError, ToolServerUnavailable
 from atropos.tools.arguments import BadArguments, check
 from atropos.tools.base import Tool, ToolError, ToolScope
 from atropos.tools.models import ToolResult
+from atropos.tools.running import timed_out
+from atropos.tools.tool_server.external import external_tools
 from atropos.tools.tool_server.messages import ExecuteAnswer, ExecuteRefusal, ExternalCall, Owner
 
 _log = logging.getLogger(__name__)
@@ -25,7 +27,7 @@ _CLOSE_S = 10.0
 """Timeout of closing one piece of a trajectory's state."""
 _QUEUE_S = 60.0
 """Longest that a call waits for its turn before it is refused with Retry-After."""
-_GONE = 429
+_BUSY = 429
 """Status of a call that never got its turn."""
 
 
@@ -49,7 +51,7 @@ class ToolHost:
         draining: whether new calls are refused.
     """
 
-    def __init__(self, settings: ToolServerSettings, tools: Iterable[Tool] = ()) -> None:
+    def __init__(self, settings: ToolServerSettings) -> None:
         self.settings = settings
         self.boot_id = uuid.uuid4().hex
         self.draining = False
@@ -62,8 +64,6 @@ class ToolHost:
         self._endings: set[asyncio.Task[None]] = set()
         self._failures: Counter[tuple[str, str]] = Counter()
         self.calls = 0
-        for tool in tools:
-            self.offer(tool)
 
     def __repr__(self) -> str:
         return (
@@ -84,6 +84,16 @@ class ToolHost:
         self.tools[tool.name] = tool
         bounds = self.settings.tool_overrides.get(tool.name, self.settings.tool_bounds)
         self._gates[tool.name] = Turnstile(f"tool {tool.name}", bounds)
+
+    def check_overrides(self) -> None:
+        """Check that `tool_overrides` names tools: those offered, or the usual ones, which may be missing here.
+
+        Raises:
+            ConfigError: a name is no tool's.
+        """
+        known = {*self.tools, *(tool.name for tool in external_tools())}
+        if unknown := sorted(self.settings.tool_overrides.keys() - known):
+            raise ConfigError(f"tool_overrides: there is no tool {unknown[0]!r}; known: {', '.join(sorted(known))}")
 
     def stats(self) -> dict[str, str | int | bool]:
         """Counts for people and tests."""
@@ -149,20 +159,14 @@ class ToolHost:
 
     def _start(self, call: ExternalCall, tool: Tool, arguments: object) -> asyncio.Task[ToolResult]:
         trajectory = self._trajectory(call.owner)
-        first = trajectory.turnstile.enter()
-        try:
-            second = self._gates[tool.name].enter()
-        except Refusal:
-            first.close()
-            raise
+        turn = trajectory.turnstile.enter()
         trajectory.running += 1
         self.calls += 1
-        task = asyncio.create_task(self._run(call, tool, arguments, trajectory, (first, second)))
+        task = asyncio.create_task(self._in_turn(call, tool, arguments, trajectory, turn))
 
         def ended(_: asyncio.Task[ToolResult]) -> None:
             # here and not in the task: a task cancelled before its first step never reaches its `finally`
-            second.close()
-            first.close()
+            turn.close()
             trajectory.running -= 1
             trajectory.last_used = time.monotonic()
 
@@ -193,41 +197,48 @@ class ToolHost:
                 return True
         return False
 
-    async def _run(
-        self,
-        call: ExternalCall,
-        tool: Tool,
-        arguments: object,
-        trajectory: HostedTrajectory,
-        turns: tuple[TurnstilePass, TurnstilePass],
+    async def _in_turn(
+        self, call: ExternalCall, tool: Tool, arguments: object, trajectory: HostedTrajectory, turn: TurnstilePass
     ) -> ToolResult:
-        try:
-            async with asyncio.timeout(_QUEUE_S):
-                for turn in turns:
+        """Run a call when it is its trajectory's turn, then the tool's: one that waits for its own trajectory takes no place."""
+        with contextlib.ExitStack() as places:
+            try:
+                async with asyncio.timeout(_QUEUE_S):
                     await turn.ready()
-        except TimeoutError:
-            message = f"no turn within {_QUEUE_S:g} s: the calls before it still run; retry later"
-            raise Refusal(_GONE, "busy", message, retry_after_s=5) from None
-        scope = ToolScope(trajectory_id=call.trajectory_id, call_id=call.call_id, state=trajectory.state)
-        wanted = call.timeout_s or tool.timeout_s or self.settings.timeout_s
-        timeout_s = min(wanted, self.settings.max_timeout_s)
+                    place = self._gates[tool.name].enter()
+                    places.callback(place.close)
+                    await place.ready()
+            except TimeoutError:
+                message = f"no turn within {_QUEUE_S:g} s: the calls before it still run; retry later"
+                raise Refusal(_BUSY, "busy", message, retry_after_s=5) from None
+            scope = ToolScope(trajectory_id=call.trajectory_id, call_id=call.call_id, state=trajectory.state)
+            return await self._run(call, tool, arguments, scope)
+
+    async def _run(self, call: ExternalCall, tool: Tool, arguments: object, scope: ToolScope) -> ToolResult:
+        own = tool.timeout_s or self.settings.timeout_s
+        timeout_s = min(call.timeout_s or own, max(own, self.settings.max_timeout_s))
         began = time.monotonic()
         most, size = self.settings.result_bytes, 500
+        bound = asyncio.timeout(timeout_s)
         try:
-            async with asyncio.timeout(timeout_s):
+            async with bound:
                 value = await tool.run(arguments, scope)
                 result, size = await bounded(value, result_bytes=most, data_bytes=self.settings.data_bytes)
-        except TimeoutError:
-            result = ToolResult.failure(f"{tool.name} did not finish within {timeout_s:g} s", timed_out=True)
+        except TimeoutError as error:
+            result = timed_out(tool.name, error, timeout_s if bound.expired() else None)
         except ToolError as error:
             result = ToolResult.failure(str(error)[:most])
-        except (SandboxError, Refusal):
+        except (ToolServerUnavailable, OutcomeUnknown, Refusal):
             raise
+        except SandboxError as error:
+            if tool.read_only:
+                raise
+            raise OutcomeUnknown(f"{tool.name}: {error}") from error
         except Exception as error:
             self._log_failure(tool.name, error)
             result = ToolResult.failure(f"{tool.name} failed: {type(error).__name__}: {str(error)[:500]}")
         self._journal.weigh(call, size)
-        return result.model_copy(update={"duration_s": time.monotonic() - began})
+        return result.encodable().model_copy(update={"duration_s": time.monotonic() - began})
 
     def _log_failure(self, name: str, error: Exception) -> None:
         """Log the first failure of a kind with its traceback, then every hundredth in a line."""

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
-import json
 import time
 from collections import OrderedDict
 from dataclasses import dataclass
 
 from atropos.api.http import Refusal
-from atropos.tools.models import ToolResult
+from atropos.errors import OutcomeUnknown
+from atropos.tools.models import ToolResult, fingerprint
 from atropos.tools.tool_server.messages import ExternalCall, Owner
 
 Key = tuple[Owner, str]
@@ -25,11 +24,6 @@ class ToolCallEntry:
     task: asyncio.Task[ToolResult]
     bytes: int = 500
     finished: float | None = None
-
-
-def fingerprint(call: ExternalCall) -> bytes:
-    """Digest of what identifies a call: tool and arguments."""
-    return hashlib.sha256(json.dumps([call.name, call.arguments], sort_keys=True).encode()).digest()
 
 
 class ToolCallJournal:
@@ -65,14 +59,14 @@ class ToolCallJournal:
         entry = self._running.get(key) or self._finished.get(key)
         if entry is None:
             return None
-        if entry.fingerprint != fingerprint(call):
+        if entry.fingerprint != fingerprint(call.name, call.arguments):
             raise Refusal(409, "call_id_reused", f"call_id {call.call_id!r} belongs to another call of this trajectory")
         return entry.task
 
     def add(self, call: ExternalCall, task: asyncio.Task[ToolResult]) -> None:
         """Remember a call that starts now."""
         key = (call.owner, call.call_id)
-        entry = ToolCallEntry(fingerprint(call), task)
+        entry = ToolCallEntry(fingerprint(call.name, call.arguments), task)
         self._running[key] = entry
         task.add_done_callback(lambda _: self._done(key, entry))
 
@@ -86,8 +80,13 @@ class ToolCallJournal:
         if self._running.get(key) is not entry:
             return  # its trajectory ended meanwhile
         del self._running[key]
-        if entry.task.cancelled() or entry.task.exception() is not None:
-            return  # refused, or ended with its trajectory: nothing to answer a resend with
+        if entry.task.cancelled():
+            return  # ended with its trajectory
+        failure = entry.task.exception()
+        if isinstance(failure, OutcomeUnknown):  # kept: the call must not run again
+            failure.__traceback__ = failure.__cause__ = failure.__context__ = None  # they hold the call's arguments
+        elif failure is not None:
+            return  # the call did not run, or may run again
         entry.finished = time.monotonic()
         self._finished[key] = entry
         self._of.setdefault(key[0], set()).add(key)

@@ -13,9 +13,9 @@ from atropos.agent.prompt import shorten, system_text
 from atropos.agent.template import Tokenizer
 from atropos.errors import ConfigError
 from atropos.tools import ToolCall
+from atropos.tools.arguments import replace_surrogates
 from atropos.tools.models import escape_framing
 from atropos.tools.parsers import parser_for
-from atropos.tools.parsers.base import replace_surrogates
 
 _PROBE = "\ue002probe\ue002"
 _THINK = re.compile(r"<think>(.*?)(?:</think>|\Z)", re.DOTALL)

@@ -14,7 +14,7 @@ from tenacity import RetryError
 
 from atropos.aio import backoff_s
 from atropos.errors import ConfigError
-from atropos.tools.parsers.base import replace_surrogates
+from atropos.tools.arguments import replace_surrogates
 
 API_FAILURES = (RetryError, aiohttp.ClientError, KeyError)
 """What atroposlib raises when the trajectory API is gone, or is another one."""
@@ -91,17 +91,7 @@ def json_of(group: Mapping[str, object]) -> str:
 
 def _text(value: object) -> str:
     text = json.dumps(value)
-    return json.dumps(_whole(value)) if "\\ud" in text else text
-
-
-def _whole(value: object) -> object:
-    if isinstance(value, str):
-        return replace_surrogates(value)
-    if isinstance(value, list):
-        return [_whole(one) for one in cast("list[object]", value)]
-    if isinstance(value, dict):
-        return {_whole(key): _whole(one) for key, one in cast("dict[object, object]", value).items()}
-    return value
+    return json.dumps(replace_surrogates(value)) if "\\ud" in text else text
 
 
 def _packed(groups: Sequence[Mapping[str, object]], listed: bool) -> bytes:

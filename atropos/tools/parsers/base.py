@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import cast
 
 from atropos.errors import ConfigError
-from atropos.tools.arguments import MAX_DEPTH, deeper_than
+from atropos.tools.arguments import MAX_DEPTH, deeper_than, replace_surrogates
 from atropos.tools.models import ToolCall
 
 MAX_CALLS = 128
@@ -164,11 +164,6 @@ def index_after(text: str, at: int, opening: str, end: str) -> int:
     return following if following >= 0 else len(text)
 
 
-def replace_surrogates(text: str) -> str:
-    """Replace lone surrogates, which JSON escapes can contain and UTF-8 can't encode."""
-    return text.encode("utf-8", "replace").decode() if not text.isascii() else text
-
-
 def first_json(text: str, start: int) -> tuple[object, int]:
     """The JSON value that begins at or after `start`, and where it ends.
 
@@ -176,7 +171,7 @@ def first_json(text: str, start: int) -> tuple[object, int]:
         ValueError: none does.
     """
     try:
-        value, end = _DECODER.raw_decode(text, _skip(text, start))
+        value, end = _DECODER.raw_decode(text, skip(text, start))
     except RecursionError:
         raise ValueError("nested too deeply") from None
     if deeper_than(value, MAX_DEPTH):
@@ -192,8 +187,9 @@ def dump_json(value: object) -> str:
 _DECODER = json.JSONDecoder(strict=False)
 
 
-def _skip(text: str, start: int) -> int:
-    while start < len(text) and text[start] in " \t\r\n":
+def skip(text: str, start: int, skipped: str = " \t\r\n") -> int:
+    """The first index from `start` whose character is none of those to skip."""
+    while start < len(text) and text[start] in skipped:
         start += 1
     return start
 

@@ -6,9 +6,11 @@ Source: the Hermes function-calling format as NousResearch publishes it; Qwen 2.
 from __future__ import annotations
 
 from atropos.tools.models import ToolCall
-from atropos.tools.parsers.base import Collector, Parsed, Parser, dump_json, first_json, index_after, read_calls
+from atropos.tools.parsers.base import Collector, Parsed, Parser, dump_json, first_json, index_after, read_calls, skip
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
+_STRAY = " \t\r\n}]`,;"
+"""What models write between a call and the next one or the end tag."""
 _CURE = 'write <tool_call>{"name": "tool", "arguments": {"name": "value"}}</tool_call>'
 
 
@@ -28,20 +30,21 @@ class HermesParser(Parser):
 
 
 def _one(text: str, begin: int, found: Collector) -> int:
-    try:
-        value, end = first_json(text, begin)
-    except ValueError as error:
-        stop = index_after(text, begin, OPEN, CLOSE)
-        what = "is not valid JSON" if stop < len(text) or text.endswith(CLOSE) else "was cut off"
-        found.error(f"the tool call {what} ({str(error)[:120]}); {_CURE}", text[begin:stop].removesuffix(CLOSE))
-        return stop
-    found.json_calls(value, text[begin:end], _CURE)
-    return _after(text, end)
-
-
-def _after(text: str, end: int) -> int:
-    """The index after a call's end tag; stray brackets before the tag are ignored."""
-    close = end
-    while close < len(text) and text[close] in " \t\r\n}`,;":
-        close += 1
-    return close + len(CLOSE) if text.startswith(CLOSE, close) else end
+    """Read what one tag holds: a call, several, or what is none; returns the index after it."""
+    at = end = begin
+    while at == begin or text.startswith("{", at):
+        try:
+            value, end = first_json(text, at)
+        except ValueError as error:
+            stop = index_after(text, at, OPEN, CLOSE)
+            what = "is not valid JSON" if stop < len(text) or text.endswith(CLOSE) else "was cut off"
+            found.error(f"the tool call {what} ({str(error)[:120]}); {_CURE}", text[at:stop].removesuffix(CLOSE))
+            return stop
+        found.json_calls(value, text[at:end], _CURE)
+        at = skip(text, end, _STRAY)
+    stop = index_after(text, at, OPEN, CLOSE)
+    if not text.endswith(CLOSE, at, stop):
+        return end  # without an end tag, what follows is text
+    if written := text[at:stop].removesuffix(CLOSE):
+        found.error(f"a tool call is followed by what is none; {_CURE}", written)
+    return stop

@@ -10,12 +10,15 @@ from collections.abc import Sequence
 from typing import Any, cast
 
 from atropos.tools.models import ToolCall
-from atropos.tools.parsers.base import MAX_CALLS, Collector, Parsed, Parser, dump_json, first_json
+from atropos.tools.parsers.base import MAX_CALLS, Collector, Parsed, Parser, dump_json, first_json, skip
 from atropos.tools.parsers.literals import LiteralReader
 
 TAG = "<|python_tag|>"
 _START = re.compile(r'^[ \t]*(?=\{\s*"(?:name|type|function|parameters|arguments)")', re.MULTILINE)
 _ENDS = re.compile(r"\s*(?:(?:<\|eom_id\|>|<\|eot_id\|>)\s*)?\Z")
+_LIST = r"\[\s*(?=[A-Za-z_][\w.-]*\s*\()"
+_FIRST_LIST = re.compile(rf"^[ \t]*{_LIST}", re.MULTILINE)
+_NEXT_LIST = re.compile(rf"[\s,;]*(?={_LIST})")
 _CURE = 'write {"name": "tool", "parameters": {"name": "value"}}'
 
 
@@ -50,8 +53,7 @@ class Llama3JsonParser(Parser):
                 break
             found.json_calls(value, text[at:end], _CURE)
             at = end
-            while at < len(text) and text[at] in "; \t\r\n,":
-                at += 1
+            at = skip(text, at, "; \t\r\n,")
             if text.startswith(TAG, at):
                 at += len(TAG)
         return found.done()
@@ -94,13 +96,15 @@ class Llama4PythonicParser(Parser):
         if tag >= 0:
             begin = tag + len("<|python_start|>")
         else:
-            match = re.search(r"^[ \t]*\[\s*(?=[A-Za-z_][\w.-]*\s*\()", text, re.MULTILINE)
+            match = _FIRST_LIST.search(text)
             if match is None:
                 found.text(text)
                 return found.done()
             tag = begin = match.start()
         found.text(text[:tag])
         end = _calls(text, begin, found)
+        while following := _NEXT_LIST.match(text, end):
+            end = _calls(text, following.end(), found)
         rest = text[end:].lstrip()
         for token in ("<|python_end|>", "<|eom_id|>", "<|eot|>", "<|eot_id|>"):
             rest = rest.removeprefix(token).lstrip()

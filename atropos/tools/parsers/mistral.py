@@ -12,6 +12,8 @@ from atropos.tools.parsers.base import Collector, Parsed, Parser, dump_json, fir
 
 OPEN = "[TOOL_CALLS]"
 _NAMED = re.compile(r"\s*([\w.-]{1,200})\s*(?:\[CALL_ID\]\s*[\w-]*\s*)?(?:\[ARGS\])?\s*(?=\{)")
+_NEXT = re.compile(r"[\s,;]*(?=\{|\[\s*\{)")
+"""What is between a call, or a list of calls, and a further one without a token of its own."""
 _CURE = 'write [TOOL_CALLS] [{"name": "tool", "arguments": {"name": "value"}}]'
 
 
@@ -31,15 +33,20 @@ class MistralParser(Parser):
 
 def _one(text: str, begin: int, found: Collector) -> int:
     named = _NAMED.match(text, begin)
-    try:
-        value, end = first_json(text, named.end() if named else begin)
-    except ValueError as error:
-        following = text.find(OPEN, begin)
-        stop = following if following >= 0 else len(text)
-        found.error(f"the tool call is not valid JSON ({str(error)[:120]}); {_CURE}", text[begin:stop])
-        return stop
-    if named:
-        found.call(named[1], value, text[begin:end])
-    else:
-        found.json_calls(value, text[begin:end], _CURE)
-    return end
+    at = named.end() if named else begin
+    while True:
+        try:
+            value, end = first_json(text, at)
+        except ValueError as error:
+            following = text.find(OPEN, at)
+            stop = following if following >= 0 else len(text)
+            found.error(f"the tool call is not valid JSON ({str(error)[:120]}); {_CURE}", text[at:stop])
+            return stop
+        if named:
+            found.call(named[1], value, text[begin:end])
+        else:
+            found.json_calls(value, text[at:end], _CURE)
+        following = _NEXT.match(text, end)
+        if following is None:
+            return end
+        at, named = following.end(), None

@@ -148,9 +148,9 @@ def _path(text: str) -> str | None:
 def _unquoted(name: str) -> str:
     r"""A name that git quoted: `\303\251` are bytes, `\t` is a tab."""
     try:
-        return name.encode("latin-1").decode("unicode_escape").encode("latin-1").decode("utf-8", "surrogateescape")
+        return name.encode().decode("unicode_escape").encode("latin-1").decode()
     except UnicodeError:
-        return name
+        raise PatchError(f'the file name "{name}" in the diff is not UTF-8; change that file in the terminal') from None
 
 
 def _hunks(lines: list[str], index: int, change: FileChange) -> int:

@@ -226,7 +226,11 @@ async def _whole(scope: ToolScope, path: str) -> wire.FileResult:
 
 async def _exists(scope: ToolScope, path: str) -> bool:
     result = await scope.slot.run(wire.ReadFile(path=path, max_bytes=1))
-    return not (isinstance(result, wire.OpError) and result.error in {"not_found", "not_directory"})
+    if not isinstance(result, wire.OpError) or result.error in {"is_directory", "not_regular"}:
+        return True
+    if result.error in {"not_found", "not_directory"}:
+        return False
+    raise ToolError(result.message, limit=result.limit)
 
 
 def _summary(edits: list[_Edit]) -> str:

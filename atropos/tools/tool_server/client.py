@@ -50,7 +50,7 @@ MAX_DELAY_S = 10.0
 ALIVE_S = 5.0
 """How long the server may take to answer `GET /health`."""
 QUEUE_S = 75.0
-"""How much longer than its own time a call may take, for its wait on the server and the network."""
+"""How much longer than the tool's own time a call may take, for its wait on the server and the network."""
 
 _log = logging.getLogger(__name__)
 
@@ -75,18 +75,17 @@ class ToolServerClient:
         url: str,
         token: SecretStr | None = None,
         *,
-        timeout_s: float = 180.0,
         app_factory: Callable[[], Starlette] | None = None,
         tools: Sequence[Tool] = (),
     ) -> None:
         self.url = url
-        self.timeout_s = timeout_s
         self._token = token
         self._factory = app_factory
         self._tools = tools
         self._stack = AsyncExitStack()
         self._transport: Transport | None = None
         self._boot_id: str | None = None
+        self._timeouts: dict[str, float] = {}
         self._lives: dict[str, _Life] = {}
         if url != INPROCESS and not url.startswith(("http://", "https://")):
             raise ConfigError(f"tool_server_url: {url!r} is neither an http(s) URL nor 'inprocess'")
@@ -114,6 +113,7 @@ class ToolServerClient:
             await self.close()
             raise
         self._boot_id = answer.boot_id
+        self._timeouts = {tool.name: tool.timeout_s for tool in answer.tools}
         return list(answer.tools)
 
     async def _get_tools(self) -> ToolList:
@@ -139,16 +139,8 @@ class ToolServerClient:
             return tools
         raise self._unavailable("stayed too busy to list its tools")
 
-    async def execute(
-        self,
-        trajectory_id: str,
-        call_id: str,
-        name: str,
-        arguments: dict[str, object],
-        *,
-        timeout_s: float | None = None,
-    ) -> ToolResult:
-        """Run one external call.
+    async def execute(self, trajectory_id: str, call_id: str, name: str, arguments: dict[str, object]) -> ToolResult:
+        """Run one external call, which has the time that the server gives the tool.
 
         Raises:
             ToolServerUnavailable: the server could not be reached or broke its protocol; the call did not run.
@@ -160,22 +152,24 @@ class ToolServerClient:
             call_id=call_id,
             name=name,
             arguments=arguments,
-            timeout_s=timeout_s,
             state_id=life.state_id,
             life=life.id,
         )
-        return await self._send(call, life, time.monotonic() + max(self.timeout_s, timeout_s or 0) + QUEUE_S)
+        return await self._send(call, life, time.monotonic() + self._timeouts.get(name, 0) + QUEUE_S)
 
     async def _send(self, call: ExternalCall, life: _Life, deadline: float) -> ToolResult:
         first_boot_id = self._boot_id  # not a later one: other calls may have reached a server that was started since
         sent_before = False  # whether an earlier attempt may have reached the server
         failure = "stayed too busy"
+        response: TransportResponse | None = None
         for attempt in range(MAX_ATTEMPTS):
+            if attempt:
+                await _pause(attempt - 1, response)
             left = deadline - time.monotonic()
             if left <= 0:
                 break
             body = call.model_copy(update={"boot_id": first_boot_id}) if sent_before else call
-            response: TransportResponse | None = None
+            response = None
             try:
                 response = await self._open.send("POST", "/execute", body.__pydantic_serializer__.to_json(body), left)
             except RequestNotSent as error:
@@ -192,7 +186,6 @@ class ToolServerClient:
                     self._raise_for(response, call, life, sent_before=sent_before)
                 sent_before |= response.status in {502, 504}  # from a proxy: the server behind it may run the call
                 failure = f"answered {response.status}: {_problem(response)}"
-            await _pause(attempt, response)
         if sent_before:
             raise OutcomeUnknown(f"the ToolServer at {self.url} {failure}; call {call.call_id} may have run")
         raise self._unavailable(failure)

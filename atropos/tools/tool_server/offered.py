@@ -41,9 +41,12 @@ def adopt_offered(tools: ToolRegistry, offered: Sequence[ToolInfo]) -> None:
         _log.warning("tool %r is not offered to the model because the ToolServer does not have it", tool.name)
         tools.remove(tool.name)
     left = {toolset for tool in tools.external for toolset in tool.toolsets}
-    for toolset in {toolset for tool in missing for toolset in tool.toolsets} & {*tools.enabled}:
-        if toolset not in left:
-            raise ConfigError(f"enabled_toolsets: the ToolServer offers no tool of {toolset!r}")
+    left |= {"mcp" for toolset in left if toolset.startswith("mcp-")}
+    asked = {toolset for tool in missing for toolset in tool.toolsets} & {*tools.enabled}
+    asked |= {name for name in tools.enabled if name.startswith("mcp") and tools.wants(name)}
+    for toolset in sorted(asked - left):
+        known = ", ".join(sorted({info.toolset for info in offered})) or "none"
+        raise ConfigError(f"enabled_toolsets: the ToolServer offers no tool of {toolset!r}; its toolsets: {known}")
 
 
 def own_external(tools: ToolRegistry) -> list[Tool]:

@@ -13,8 +13,9 @@ from pydantic import SecretStr
 
 from atropos.api.settings import Bounds, ToolServerSettings
 from atropos.api.tool_server import create_app
-from atropos.errors import ToolServerUnavailable
+from atropos.errors import OutcomeUnknown, SandboxError, ToolServerUnavailable
 from atropos.tools.base import Tool, ToolError, tool
+from atropos.tools.models import ToolResult
 
 from .site import Site
 
@@ -66,16 +67,42 @@ class Workbench:
         @tool(sandboxed=False, toolsets=("test",))
         async def fail(how: str) -> str:
             """Fail."""
+            self.ran.append(how)
             if how == "tool":
                 raise ToolError("write it differently")
             if how == "infrastructure":
                 raise ToolServerUnavailable("the provider is down")
+            if how == "unknown":
+                raise OutcomeUnknown("the connection was lost while it ran")
+            if how == "afterwards":
+                raise SandboxError("the order was written, then the database was lost")
+            if how == "late":
+                raise TimeoutError("the shop did not answer")
+            if how == "half":
+                raise ToolError("half of a pair: \ud83d")
             raise RuntimeError("a bug")
+
+        @tool(sandboxed=False, toolsets=("test",), timeout_s=0.3)
+        async def slow() -> str:
+            """Take 0.1 s of 0.3."""
+            await asyncio.sleep(0.1)
+            return "done"
+
+        @tool(sandboxed=False, toolsets=("test",), read_only=True)
+        async def look() -> str:
+            """Fail without having changed anything."""
+            self.ran.append("look")
+            raise SandboxError("the shop's database is away")
 
         @tool(sandboxed=False, toolsets=("test",))
         async def big(size: int) -> dict[str, Any]:
             """Answer much."""
             return {"text": "x" * size}
+
+        @tool(sandboxed=False, toolsets=("test",))
+        async def halves() -> ToolResult:
+            """Answer half of a surrogate pair everywhere, as pypdf does."""
+            return ToolResult(success=True, output="\ud83d hello", data={"pages": ["\ud83d"], "\udc00": 1})
 
         @tool(sandboxed=False, toolsets=("test",))
         async def keep(item: str, scope: Any) -> str:
@@ -87,7 +114,7 @@ class Workbench:
             jar.items.append(item)
             return ",".join(jar.items)
 
-        return [note, hang, fail, big, keep]
+        return [note, hang, fail, slow, look, big, halves, keep]
 
 
 @pytest.fixture

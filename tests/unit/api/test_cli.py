@@ -30,7 +30,7 @@ def said_by(
     ("arguments", "said"),
     [
         (("--tool", "no.such:thing"), "can't be imported"),
-        (("--tool", "os:getcwd"), "not a Tool"),
+        (("--tool", "os:getcwd"), "expected a Tool"),
         (("--tool", "nonsense"), "module:attribute"),
         ((*OWN, "--only", "web_search"), "no search provider"),
         ((*OWN, "--only", "nothing"), "no external tool or toolset 'nothing'"),
@@ -58,6 +58,14 @@ def test_without_a_token_nothing_listens(
     monkeypatch.delenv("ATROPOS_TOOL_SERVER_TOKEN", raising=False)
     monkeypatch.delenv("ATROPOS_EXECUTOR_TOKEN", raising=False)
     assert "token: missing" in said_by(command, ("--port", "0"), monkeypatch, capfd)
+
+
+def test_a_token_file_that_is_no_text_is_one_clear_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+):
+    (tmp_path / "token").write_bytes(b"\xff\xfe")
+    said = said_by("tool-server", ("--port", "0", "--token-file", str(tmp_path / "token")), monkeypatch, capfd)
+    assert "not UTF-8" in said
 
 
 def test_a_port_in_use_is_one_clear_line(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]):

@@ -5,14 +5,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import tracemalloc
 from collections.abc import AsyncGenerator
 from typing import Any
 
 import httpx
 import pytest
-from pydantic import SecretStr
+from pydantic import SecretStr, ValidationError
 
-from atropos.api.executor.models import ExecutorServerSettings
+from atropos.api.executor.models import CallBody, ExecutorServerSettings, OpenTrajectory
+from atropos.api.executor.trajectories import Trajectories
 from atropos.api.executor_api import create_executor_app
 from atropos.errors import OutcomeUnknown, SlotLost
 from atropos.tools.models import ToolCall, ToolResult
@@ -233,6 +235,12 @@ async def test_too_many_waiting_calls_are_refused(executor: HeldExecutor):
         assert {(await call).status_code for call in calls} == {200}
 
 
+def test_no_more_calls_may_wait_than_the_executor_takes():
+    assert ExecutorServerSettings(token=SecretStr("x"), max_pending=256)
+    with pytest.raises(ValidationError, match="max_pending"):
+        ExecutorServerSettings(token=SecretStr("x"), max_pending=257)
+
+
 async def test_finished_calls_are_remembered_within_a_bound(executor: HeldExecutor):
     async with api(executor, remembered=5) as client:
         path = (await client.post("/trajectories", json={})).headers["Location"] + "/calls"
@@ -240,6 +248,22 @@ async def test_finished_calls_are_remembered_within_a_bound(executor: HeldExecut
             await client.post(path, json={**CALL, "id": f"c{number}"})
         assert (await client.get(f"{path}/c0")).status_code == 404
         assert (await client.get(f"{path}/c19")).status_code == 200
+
+
+async def test_a_finished_calls_arguments_are_not_kept(executor: HeldExecutor):
+    trajectories = Trajectories(executor, None, ExecutorServerSettings(token=SecretStr("x")))  # type: ignore[arg-type]
+    trajectory, _ = await trajectories.open(OpenTrajectory())
+    tracemalloc.start()
+    try:
+        for number in range(20):
+            body = CallBody(name="write_file", arguments={"content": str(number) * 1_000_000})
+            await trajectories.result(trajectories.submit(trajectory, body, None)[1])
+        executor.ran.clear()
+        del body
+        assert tracemalloc.get_traced_memory()[0] < 3_000_000
+    finally:
+        tracemalloc.stop()
+        await trajectories.aclose()
 
 
 async def test_no_token_runs_nothing(executor: HeldExecutor):

@@ -10,6 +10,7 @@ import httpx
 import pytest
 
 from atropos.api.settings import Bounds
+from atropos.errors import ConfigError
 from atropos.tools.tool_server.messages import ExecuteAnswer, ToolList
 
 from .conftest import ONE_AT_A_TIME, Workbench, call, served, until
@@ -76,6 +77,24 @@ async def test_a_resend_to_a_restarted_server_is_told_that_nobody_knows(bench: W
         answer = await client.post("/execute", json={**call("note", text="a"), "boot_id": "of-another-life"})
         assert (answer.status_code, answer.json()["code"]) == (409, "outcome_unknown")
         assert bench.ran == []
+
+
+@pytest.mark.parametrize("how", ["unknown", "afterwards"])
+async def test_a_call_whose_outcome_is_unknown_is_not_run_again(bench: Workbench, how: str):
+    async with served(bench) as client:
+        for boot_id in (None, client.host.boot_id):
+            answer = await client.post("/execute", json={**call("fail", how=how), "boot_id": boot_id})
+            assert (answer.status_code, answer.json()["code"]) == (409, "outcome_unknown")
+            assert "lost" in answer.json()["message"]
+        assert bench.ran == [how]
+
+
+async def test_what_only_reads_may_be_run_again_after_any_failure(bench: Workbench):
+    async with served(bench) as client:
+        for _ in range(2):
+            answer = await client.post("/execute", json=call("look"))
+            assert (answer.status_code, answer.json()["code"]) == (503, "sandbox_error")
+        assert bench.ran == ["look", "look"]
 
 
 async def test_a_call_id_of_another_call_is_refused(bench: Workbench):
@@ -174,6 +193,14 @@ async def test_a_full_queue_is_429_with_retry_after(bench: Workbench):
         assert (await client.post("/execute", json=call("hang", "t9"))).status_code == 200
 
 
+async def test_bounds_of_a_tool_that_does_not_exist_are_refused(bench: Workbench):
+    with pytest.raises(ConfigError, match="tool_overrides: there is no tool 'web_serach'"):
+        async with served(bench, tool_overrides={"web_serach": ONE_AT_A_TIME}):
+            pass
+    async with served(bench, tool_overrides={"web_search": ONE_AT_A_TIME}) as client:  # no provider is configured here
+        assert (await client.get("/health")).status_code == 200
+
+
 async def test_a_rate_is_kept_per_tool(bench: Workbench):
     bounds = Bounds(rate_per_s=0.001, burst=3)
     async with served(bench, tool_overrides={"note": bounds}) as client:
@@ -194,12 +221,45 @@ async def test_one_trajectory_cannot_take_all_places(bench: Workbench):
         await asyncio.gather(*mine)
 
 
+async def test_a_call_that_waits_for_its_own_trajectory_takes_no_place_of_the_tool(bench: Workbench):
+    async with served(bench, tool_overrides={"hang": Bounds(concurrency=2, queue=0)}) as client:
+        mine = [asyncio.create_task(client.post("/execute", json=call("hang", "a", f"c{i}"))) for i in range(4)]
+        await until(lambda: client.host.stats()["running"] == 4)
+        other = asyncio.create_task(client.post("/execute", json=call("hang", "b")))
+        await until(lambda: bench.running == 2)
+        assert (await client.post("/execute", json=call("hang", "c"))).status_code == 429
+        await client.delete("/trajectories/a")  # its calls give back the place that they have, and none more
+        third = asyncio.create_task(client.post("/execute", json=call("hang", "c")))
+        await until(lambda: bench.running == 2)
+        bench.hold.set()
+        assert [(await task).status_code for task in (other, third)] == [200, 200]
+        assert {(await task).status_code for task in mine} == {409}
+        assert bench.most == 2
+
+
 async def test_a_timeout_is_a_result_and_frees_the_place(bench: Workbench):
     async with served(bench, tool_overrides={"hang": Bounds(concurrency=1)}) as client:
         for number in range(2):
             answer = await client.post("/execute", json={**call("hang", f"t{number}"), "timeout_s": 0.05})
             assert answer.json()["result"]["timed_out"] is True
         assert bench.running == 0
+
+
+async def test_a_tools_own_timeout_error_is_not_told_as_the_servers_timeout(bench: Workbench):
+    async with served(bench) as client:
+        result = (await client.post("/execute", json=call("fail", how="late"))).json()["result"]
+        assert (result["timed_out"], result["error"]) == (True, "fail timed out: the shop did not answer")
+
+
+async def test_the_longest_timeout_of_a_caller_does_not_shorten_a_tools_own(bench: Workbench):
+    async with served(bench, max_timeout_s=0.05) as client:
+        assert (await client.post("/execute", json=call("slow"))).json()["result"]["output"] == "done"
+        asked = await client.post("/execute", json={**call("slow", call_id="c2"), "timeout_s": 0.05})
+        assert asked.json()["result"]["error"] == "slow took longer than 0.05 s"
+    bench.hold.clear()
+    async with served(bench, timeout_s=0.1, max_timeout_s=0.05) as client:
+        asked = await client.post("/execute", json={**call("hang"), "timeout_s": 3000})
+        assert asked.json()["result"]["error"] == "hang took longer than 0.1 s"
 
 
 async def test_a_huge_answer_is_cut_and_says_so(bench: Workbench):
@@ -365,6 +425,19 @@ async def test_a_surrogate_in_an_argument_does_no_harm(bench: Workbench):
         body = json.dumps(call("note", text="\ud800"))
         answer = await client.post("/execute", content=body, headers={"Content-Type": "application/json"})
         assert answer.status_code in {200, 422}
+
+
+@pytest.mark.parametrize("path", ["/execute", "/batch"])
+async def test_half_of_a_surrogate_pair_in_a_result_is_replaced(bench: Workbench, path: str):
+    async with served(bench) as client:
+        for body in (call("halves"), call("fail", call_id="c2", how="half")):
+            answer = await client.post(path, json=body if path == "/execute" else {"calls": [body]})
+            assert answer.status_code == 200
+            result = ExecuteAnswer.model_validate_json(answer.content).result
+            if result.success:
+                assert (result.output, result.data) == ("? hello", {"pages": ["?"], "?": 1})
+            else:
+                assert result.error == "half of a pair: ?"
 
 
 async def test_unknown_paths_and_methods_are_problems_too(bench: Workbench):

@@ -11,6 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from atropos.cli import pool as pool_commands
+from atropos.errors import ConfigError
 from atropos.slots.backends.base import Container
 from atropos.slots.backends.survey import Survey
 
@@ -61,6 +62,12 @@ def test_wrong_usage_is_one_clear_message_and_code_2(arguments: list[str], said:
 def test_exec_passes_output_stdin_and_exit_code_on() -> None:
     done = atropos("exec", "cat; echo to-stderr >&2; exit 7", stdin=b"from stdin\n")
     assert (done.returncode, done.stdout, done.stderr) == (7, b"from stdin\n", b"to-stderr\n")
+
+
+def test_exec_runs_without_a_standard_input() -> None:
+    command = 'exec "$0" -m atropos.cli exec "cat; echo hi" <&-'
+    done = subprocess.run(["bash", "-c", command, sys.executable], capture_output=True, timeout=120, check=False)
+    assert (done.returncode, done.stdout) == (0, b"hi\n"), done.stderr
 
 
 def test_exec_says_that_it_timed_out() -> None:
@@ -116,6 +123,32 @@ def test_a_purge_says_whether_there_was_anything(monkeypatch, containers: list[C
         return Survey(listed, end, purge, close)
 
     monkeypatch.setattr(pool_commands, "open_survey", survey)
-    result = CliRunner().invoke(pool_commands.pool_app, ["purge", "--backend", "docker", "--job-id", "mine"])
+    command = ["purge", "--backend", "docker", "--job-id", "mine"]
+    result = CliRunner().invoke(pool_commands.pool_app, command)
     assert (result.exit_code, result.output) == (0, said)
     assert done == ["looked", "purged", "closed"]
+    told = json.loads(CliRunner().invoke(pool_commands.pool_app, [*command, "--json"]).stdout)
+    assert told == {"job_id": "mine", "purged": True, "containers": len(containers), "in_use": []}
+
+
+def test_a_drain_of_a_container_that_is_not_there_drains_none(monkeypatch) -> None:
+    ended: list[int] = []
+
+    async def listed() -> tuple[list[Container], str]:
+        return [Container(id=f"c{n}", index=n, url=None, token="", state="starting") for n in (0, 2)], ""
+
+    async def end(container: Container) -> None:
+        ended.append(container.index)
+
+    async def nothing() -> None: ...
+
+    async def survey(backend: str, job_id: str, *, address: str | None) -> Survey:
+        return Survey(listed, end, nothing, nothing)
+
+    monkeypatch.setattr(pool_commands, "open_survey", survey)
+    result = CliRunner().invoke(pool_commands.pool_app, ["drain", "0", "7", "--job-id", "mine"])
+    assert isinstance(result.exception, ConfigError)
+    assert str(result.exception) == "mine has no container 7; it has: 0, 2"
+    assert not ended
+    result = CliRunner().invoke(pool_commands.pool_app, ["drain", "0", "--job-id", "mine", "--json"])
+    assert (json.loads(result.stdout), ended) == ({"job_id": "mine", "drained": [0]}, [0])

@@ -85,6 +85,13 @@ def test_stats_count_what_is_there(tmp_path):
 def test_grep_prints_lines_that_match_without_acting_on_the_terminal(tmp_path):
     done = run(tmp_path, "grep", "no such", "-i", "--most", "0", "--item", "square-3")
     assert done.stdout.splitlines()[0] == "square-3-1 (0.00) 4 user: No such file"
+    told = run(tmp_path, "grep", "no such", "-i", "--most", "0", "--item", "square-3", "--json").stdout.splitlines()
+    assert json.loads(told[0]) == {
+        "trajectory_id": "square-3-1",
+        "score": 0.0,
+        "where": "4 user",
+        "line": "No such file",
+    }
     assert run(tmp_path, "grep", "absent").exit_code == 1
     assert run(tmp_path, "grep", "(").exit_code == 2
     shown = run(tmp_path, "grep", "script", groups=[hostile()]).stdout

@@ -70,6 +70,8 @@ class FakeSlot:
 
     async def _read_file(self, op):
         path = self.path(op.path)
+        if len(path.name) > 255:
+            return wire.OpError(error="bad_path", message=f"File name too long: {op.path}")
         if path.is_dir():
             return wire.OpError(error="is_directory", message=f"{op.path}: is a directory")
         if not path.exists():

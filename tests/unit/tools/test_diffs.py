@@ -36,6 +36,20 @@ def test_a_diff_applied_gives_the_new_text(old, new, old_end, new_end, context):
     assert diffs.apply(before, diffs.parse(text)[0]) == after
 
 
+@pytest.mark.parametrize(
+    ("written", "name"),
+    [(r"n\303\251 \"x\"\t", 'né "x"\t'), (r"né\t", "né\t"), (r"caf\351", None), ("caf\\", None), (r"\ud800", None)],
+)
+def test_a_quoted_name_is_utf8(written, name):
+    text = f'--- /dev/null\n+++ "b/{written}"\n@@ -0,0 +1 @@\n+x\n'
+    if name is not None:
+        assert diffs.parse(text)[0].path == name
+        return
+    with pytest.raises(PatchError, match="is not UTF-8") as caught:
+        diffs.parse(text)
+    str(caught.value).encode()
+
+
 def test_gits_own_diff_with_every_kind_of_change(tmp_path):
     def git(*arguments):
         return subprocess.run(["git", *arguments], cwd=tmp_path, capture_output=True, text=True, check=True).stdout

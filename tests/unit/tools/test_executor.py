@@ -43,6 +43,7 @@ async def fail(kind: str) -> str:
         "bug": KeyError("oops"),
         "file": FileNotFoundError(2, "No such file", "f"),
         "late": TimeoutError(),
+        "half": ToolError("half of a pair: \ud83d"),
     }[kind]
 
 
@@ -153,12 +154,35 @@ async def test_what_can_be_asked_again_breaks_nothing(executor, pool):
 
 
 @pytest.mark.parametrize(
-    ("kind", "text"), [("tool", "read this"), ("bug", "KeyError"), ("file", "No such file: f"), ("late", "timed out")]
+    ("kind", "text"),
+    [
+        ("tool", "read this"),
+        ("bug", "KeyError"),
+        ("file", "No such file: f"),
+        ("late", "timed out"),
+        ("half", "half of a pair: ?"),
+    ],
 )
 async def test_a_tools_own_failure_is_a_result(executor, kind, text):
     result = await executor.execute("t", ToolCall(name="fail", arguments={"kind": kind}))
     assert not result.success
     assert text in result.error
+
+
+async def test_a_result_can_be_encoded_whatever_a_tool_answered(pool):
+    @tool(toolsets=("test",))
+    async def odd(deep: bool) -> object:
+        """Answer what UTF-8 or JSON can't hold."""
+        value: object = "\ud83d"
+        for _ in range(500 if deep else 1):
+            value = [value]
+        return ToolResult(success=True, output="\ud83d hello", data={"\udc00": value})
+
+    async with ToolExecutor(pool, build_tool_registry(["default"], tools=[odd])) as made:
+        result = await made.execute("t", ToolCall(name="odd", arguments={"deep": False}))
+        assert (result.output, result.data) == ("? hello", {"?": ["?"]})
+        deep = await made.execute("t", ToolCall(name="odd", arguments={"deep": True}))
+        assert ToolResult.model_validate_json(deep.model_dump_json()).data is None
 
 
 async def test_the_infrastructures_failure_within_a_tool_is_an_exception(executor):
@@ -170,6 +194,53 @@ async def test_a_tools_own_time_bound_is_a_result(executor):
     result = await executor.execute("t", ToolCall(name="slow"))
     assert result.timed_out
     assert "longer than 0.05 s" in result.error
+
+
+async def test_a_time_bound_within_a_tool_is_not_the_tools_own(pool):
+    @tool(toolsets=("test",), timeout_s=60)
+    async def asks() -> None:
+        """Ask somebody who does not answer."""
+        async with asyncio.timeout(0.01):
+            await asyncio.sleep(30)
+
+    async with ToolExecutor(pool, build_tool_registry(["default"], tools=[asks])) as made:
+        result = await made.execute("t", ToolCall(name="asks"))
+        assert (result.timed_out, result.error) == (True, "asks timed out")
+
+
+async def test_a_result_of_any_tool_is_bounded(pool):
+    @tool(toolsets=("test",))
+    async def long(error: bool) -> str:
+        """Answer much."""
+        if error:
+            raise ToolError("e" * 5_000_000)
+        return "x" * 5_000_000
+
+    async with ToolExecutor(pool, build_tool_registry(["default"], tools=[long])) as made:
+        for error in (False, True):
+            result = await made.execute("t", ToolCall(name="long", arguments={"error": error}))
+            text = result.error if error else result.output
+            assert 50_000 < len(text) < 53_000
+            assert result.truncated
+            assert result.dropped_bytes > 4_900_000
+
+
+@pytest.mark.parametrize("failure", [ToolError("read this"), KeyError("read this")])
+async def test_a_failure_of_a_hook_is_a_result(pool, failure):
+    class Hook(ToolState):
+        async def after_call(self, result, scope):
+            raise failure
+
+    @tool(toolsets=("test",))
+    async def hooked(scope) -> str:
+        """Set the hook."""
+        scope.state["hook"] = Hook()
+        return "done"
+
+    async with ToolExecutor(pool, build_tool_registry(["default"], tools=[hooked])) as made:
+        result = await made.execute("t", ToolCall(name="hooked"))
+        assert not result.success
+        assert "read this" in result.error
 
 
 async def test_release_interrupts_what_runs_and_what_waits(executor, pool):

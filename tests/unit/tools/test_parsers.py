@@ -189,6 +189,23 @@ class TestHermes:
         assert len(parsed.errors) == 1
         assert parsed.content == ""
 
+    def test_several_calls_in_one_tag_are_several_calls(self):
+        parsed = self.parse('<tool_call>\n{"name": "a"}\n{"name": "b"},{"name": "c"}\n</tool_call> after')
+        assert [one.name for one in parsed.calls] == ["a", "b", "c"]
+        assert (parsed.content, parsed.errors) == ("after", ())
+        cut = self.parse('<tool_call>{"name": "a"}{"name": "b", "argu')
+        assert [one.name for one in cut.calls] == ["a"]
+        assert "cut off" in cut.errors[0].message
+
+    @pytest.mark.parametrize("rest", ["and b", '[{"name": "b"}]', '{"name": b}', "{}"])
+    def test_what_follows_a_call_within_its_tag_is_another_or_an_error(self, rest):
+        parsed = self.parse(
+            f'<tool_call>{{"name": "a"}} {rest}</tool_call> after <tool_call>{{"name": "z"}}</tool_call>'
+        )
+        assert [one.name for one in parsed.calls] == ["a", "z"]
+        assert [(one.position, one.text) for one in parsed.errors] == [(1, rest)]
+        assert parsed.content == "after"
+
     def test_calls_of_one_turn_are_bounded_and_it_is_told(self):
         parsed = self.parse('<tool_call>{"name": "a"}</tool_call>' * 1000)
         assert len(parsed.calls) == 128
@@ -206,6 +223,12 @@ def test_mistral_reads_both_generations():
     assert old.content == "ok"
     new = parser.parse('[TOOL_CALLS]a[ARGS]{"x": 1}[TOOL_CALLS]b[CALL_ID]q1w2e3r4t[ARGS]{"y": [2]}')
     assert [(one.name, one.arguments) for one in new.calls] == [("a", {"x": 1}), ("b", {"y": [2]})]
+    for several in ('{"name": "a"} {"name": "b"}', '[{"name": "a"}], [{"name": "b"}]\n'):
+        parsed = parser.parse(f"ok [TOOL_CALLS] {several} [1] says so")
+        assert [one.name for one in parsed.calls] == ["a", "b"]
+        assert "".join(parsed.content.split()) == "ok[1]saysso"
+        assert not parsed.errors
+    assert parser.parse('[TOOL_CALLS] {"name": "a"} {"name": b}').errors[0].text == '{"name": b}'
 
 
 def test_llama3_reads_tagged_and_untagged_calls_and_leaves_other_json_alone():
@@ -230,6 +253,9 @@ def test_llama4_reads_python_literals():
         warnings.simplefilter("error")  # of an escape that is none
         escapes = get_parser("llama4_pythonic").parse("[f(a='\\d+\\n', b=r'\\d\nx', c=r\"\"\"\\s\"\"\", d='\\'')]")
     assert escapes.calls[0].arguments == {"a": "\\d+\n", "b": "\\d\nx", "c": "\\s", "d": "'"}
+    lists = get_parser("llama4_pythonic").parse("[f(a=1)] [g()]\nand [1] more")
+    assert [one.name for one in lists.calls] == ["f", "g"]
+    assert (lists.content, lists.errors) == ("and [1] more", ())
     wrong = get_parser("llama4_pythonic").parse("[f(1)]")
     assert wrong.errors
     assert not wrong.calls

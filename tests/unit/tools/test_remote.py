@@ -138,7 +138,7 @@ async def test_tools_that_the_server_lacks_are_not_offered(pool):
         (["mcp-notes"], None, True),
         (["all"], None, True),
         (["default"], None, False),
-        (["mcp-other"], None, False),
+        (["default", "mcp"], ["mcp"], False),
         (["all"], ["mcp"], False),
     ],
 )
@@ -159,6 +159,13 @@ async def test_tools_that_are_found_on_the_server_join_their_toolset(pool, enabl
             assert (await made.execute("t", call("jot", text="hi"))).output == "HI"
             schema = made.tools.get("jot").schema.parameters
             assert schema["required"] == ["text"]
+
+
+@pytest.mark.parametrize("name", ["mcp-isues", "mcp"])
+async def test_a_toolset_of_which_the_server_has_nothing_is_refused_at_the_start(pool, name):
+    with pytest.raises(ConfigError, match=f"no tool of '{name}'; its toolsets: .*test"):
+        async with executor(pool, "inprocess", enabled=("default", name)):
+            pass
 
 
 async def test_no_server_at_all(pool):
@@ -282,7 +289,13 @@ async def test_too_long_arguments_are_the_models_business(made, scripted):
     assert "too long" in result.error
 
 
-async def test_a_server_that_stays_away_is_unavailable_or_unknown(made, scripted):
+async def test_a_server_that_stays_away_is_unavailable_or_unknown(made, scripted, monkeypatch):
+    pauses = []
+
+    async def pause(attempt, response):
+        pauses.append(attempt)
+
+    monkeypatch.setattr(remote_module, "_pause", pause)
     scripted.steps = [503] * 20
     with pytest.raises(ToolServerUnavailable, match="because"):
         await made.execute("t", call("note", text="x"))
@@ -290,6 +303,7 @@ async def test_a_server_that_stays_away_is_unavailable_or_unknown(made, scripted
     with pytest.raises(OutcomeUnknown, match="may have run"):
         await made.execute("t", call("note", text="x"))
     assert len(scripted.seen) == 2 * remote_module.MAX_ATTEMPTS
+    assert pauses == 2 * [*range(remote_module.MAX_ATTEMPTS - 1)]  # nobody waits after the last attempt
 
 
 async def test_each_execution_has_an_id_of_its_own_on_the_wire(made, scripted):

@@ -243,6 +243,7 @@ class TestPatch:
             ("--- a/b\n+++ b/b\n@@ -1 +1 @@\n-not there\n+x\n", "does not apply to b"),
             ("--- a/nope\n+++ b/nope\n@@ -1 +1 @@\n-a\n+x\n", "no such file"),
             ("--- /dev/null\n+++ b/b\n@@ -0,0 +1 @@\n+x\n", "exists already"),
+            (f"--- /dev/null\n+++ b/{'n' * 300}\n@@ -0,0 +1 @@\n+x\n", "too long"),
             ("--- a/b\n+++ b/b\nno hunk\n", "does not apply"),
             ("--- /dev/null\n+++ b/refused\n@@ -0,0 +1 @@\n+x\n", "nothing was changed"),
         ],

@@ -118,8 +118,8 @@ def target_of(path: str) -> tuple[int, str, os.stat_result | None]:
         if kind != 0o100000:
             os.close(folder)
             if kind == 0o040000:
-                raise OpFailed("is_directory", "is a directory")
-            raise OpFailed("not_regular", "is not a regular file")
+                raise OpFailed("is_directory", f"is a directory: {text(path)}")
+            raise OpFailed("not_regular", f"is not a regular file: {text(path)}")
     except FileNotFoundError:
         old = None
     return folder, name, old
