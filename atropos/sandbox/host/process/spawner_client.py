@@ -8,7 +8,6 @@ import marshal
 import os
 import socket
 import subprocess
-from dataclasses import dataclass
 
 from atropos.errors import SandboxError
 from atropos.sandbox.programs.spawner import NumberedRequest, Report, StartRequest
