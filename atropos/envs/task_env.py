@@ -104,7 +104,8 @@ class TaskEnv(DatasetEnv):
         self._kept: dict[str, Snapshot] = {}
         self._verdicts: dict[str, list[Verdict]] = {}
         self._details: dict[str, dict[str, dict[str, object]]] = {}
-        self._sound: dict[str, bool] = {}
+        self._unsound: set[str] = set()
+        """Tasks whose tests gave no reward on their untouched workspace either."""
         self._images: TaskImages | None = None
         self._layers = VerifierLayers(config.verifier_layers)
 
@@ -287,14 +288,12 @@ class TaskEnv(DatasetEnv):
         """Whether a trajectory whose verifier gave no reward scores 0, by `verifier_failure` and by the cause."""
         if self.config.verifier_failure != "blame":
             return self.config.verifier_failure == "zero"
-        if task.name not in self._sound:
+        if task.name not in self._unsound:  # one that was sound may have failed by what is outside since
             try:
                 await self._verify_untouched(item, task, trajectory_id)
             except VerifierFailed:
-                self._sound[task.name] = False
-            else:
-                self._sound[task.name] = True
-        return self._sound[task.name]
+                self._unsound.add(task.name)
+        return task.name not in self._unsound
 
     async def _verify_untouched(self, item: Task, task: Task, trajectory_id: str) -> None:
         slot = await self._fresh_slot(item, trajectory_id)

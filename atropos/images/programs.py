@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
-import hashlib
 import json
 import os
 import shutil
@@ -23,20 +22,26 @@ SAID_BYTES = 4096
 
 
 class Skopeo:
-    """skopeo with a store's settings: its mirrors, its credentials, its folder for what is on the way."""
+    """skopeo with a store's settings: its mirrors and its credentials."""
 
     def __init__(self, settings: ImageStoreSettings, folder: Path) -> None:
         self._settings = settings
         self._folder = folder
 
     async def run(
-        self, arguments: list[str], name: str, report: Callable[[], None] = lambda: None, largest: int | None = None
+        self,
+        arguments: list[str],
+        name: str,
+        work: Path,
+        report: Callable[[], None] = lambda: None,
+        largest: int | None = None,
     ) -> str:
         """Run skopeo to its end; its output.
 
         Args:
             arguments: of skopeo.
             name: the image's, for errors.
+            work: its folder for temporary files, which nobody else uses.
             report: called every `POLL_S` while it runs.
             largest: bytes of the largest file that it may write.
 
@@ -49,9 +54,8 @@ class Skopeo:
                 f"image {name}: pulling: skopeo is not installed on the sandbox server's machine (apt-get install skopeo)"
             )
         settings = self._settings
-        work = self._folder / "work"
-        registries = work / f"registries-{hashlib.sha256(settings.model_dump_json().encode()).hexdigest()[:16]}.conf"
-        write_whole(registries, _registries(settings).encode())
+        registries = work / "registries.conf"
+        registries.write_text(_registries(settings), encoding="utf-8")
         options = ["--insecure-policy", "--override-os", "linux"]
         options += ["--registries-conf", str(registries), "--tmpdir", str(work)]
         if settings.auth_file and arguments[-1 if arguments[0] == "inspect" else -2].startswith("docker://"):

@@ -56,11 +56,6 @@ class ImageSource:
             return cls("docker", _full_name(text))  # the image of that name, docker:dind for example
         return cls("docker", _full_name(text.removeprefix("docker://")))
 
-    @property
-    def pinned(self) -> bool:
-        """Whether the name holds a digest, so that it can only ever mean one image."""
-        return self.transport == "docker" and "@sha256:" in self.name
-
     def __str__(self) -> str:
         return f"docker://{self.name}" if self.transport == "docker" else f"{self.transport}:{self.name}"
 

@@ -3,7 +3,8 @@
     names/HASH        what a source last meant: one line, the image's id
     trees/ID/         image.json (`ImageInfo`) and rootfs/; there from the moment in which it is whole. Of a built image
                       rootfs/ is one layer, as overlay keeps it, to be stacked on its parent
-    work/RANDOM/      what is being pulled or unpacked; locked by its maker, and removed by whoever finds it unlocked
+    work/RANDOM/      what is being pulled or unpacked, and skopeo's temporary files; locked by its maker, and removed by
+                      whoever finds it unlocked
     locks/NAME        who pulls a source or unpacks an image
 
 Everything appears by a rename, so that a kill at any moment leaves a whole image or none. An image in use is locked
@@ -35,6 +36,8 @@ from atropos.wire import ImageInfo
 
 BASE = "atropos-base:"
 MAX_MEMBERS = 2_000_000
+CLAIM = "claim"
+"""File of a work folder: how many bytes its image will take, in digits."""
 UNPACKED_RATIO = 3
 """Bytes of an unpacked layer for one of its compressed bytes: Debian's and Python's images have 2.5 to 3."""
 Phase = Literal["waiting", "pulling", "unpacking"]
@@ -159,7 +162,7 @@ class ImageStore:
         progress("pulling", None)
         layout = work / "layout"
         origin = str(source) if archive is None else f"{source.transport}:{archive}"
-        expected = None if archive else await self._size(origin, name=str(source))
+        expected = None if archive else await self._size(origin, str(source), work)
         limit = self._settings.quota_mib << 20
         if expected is not None and expected > limit:
             raise ImageUnavailable(
@@ -173,16 +176,16 @@ class ImageStore:
                 raise ImageUnavailable(f"image {source}: pulling: more than {self._settings.quota_mib} MiB")
 
         await self._skopeo.run(
-            ["copy", "--retry-times", "2", origin, f"oci:{layout}:image"], str(source), report, limit
+            ["copy", "--retry-times", "2", origin, f"oci:{layout}:image"], str(source), work, report, limit
         )
         try:
             return await asyncio.to_thread(read_layout, layout)
         except ValueError as error:
             raise ImageUnavailable(f"image {source}: pulling: not an image: {error}") from error
 
-    async def _size(self, origin: str, name: str) -> int | None:
+    async def _size(self, origin: str, name: str, work: Path) -> int | None:
         """Bytes of the image's layers as its manifest says them; None where it doesn't."""
-        text = await self._skopeo.run(["inspect", "--raw", origin], name)
+        text = await self._skopeo.run(["inspect", "--raw", origin], name, work)
         try:
             manifest = json.loads(text)
             if "manifests" in manifest:  # an index: which one is taken is skopeo's to know
@@ -203,7 +206,7 @@ class ImageStore:
             rootfs.chmod(0o755)
             compressed = sum(_size_of(Path(path)) for path, _ in pulled.layers)
             try:
-                room = await asyncio.to_thread(self.make_room, compressed * UNPACKED_RATIO)
+                room = await self._claim(compressed * UNPACKED_RATIO, work)
             except ImageUnavailable as error:
                 raise ImageUnavailable(f"image {source}: unpacking: {error}") from None
             arguments = [str(rootfs), str(room), str(MAX_MEMBERS), str(self._ids)]
@@ -232,7 +235,7 @@ class ImageStore:
             there = self.find(image.id)
             if there is not None:
                 return there
-            room = await asyncio.to_thread(self.make_room, image.bytes)
+            room = await self._claim(image.bytes, work)
             if room < image.bytes:
                 raise ImageUnavailable(
                     f"image {image.source}: {image.bytes >> 20} MiB, and the store has room for {room >> 20}"
@@ -301,9 +304,10 @@ class ImageStore:
     def _sweep(self) -> None:
         """Remove what killed servers left behind."""
         for path in self._root.joinpath("work").iterdir():
-            if not path.is_dir():
+            try:
+                fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            except (FileNotFoundError, NotADirectoryError):  # removed since it was listed; a file of earlier versions
                 continue
-            fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             try:
                 if try_lock(fd):
                     _remove(path)
@@ -312,18 +316,33 @@ class ImageStore:
 
     # ------------------------------------------------------------------------------------------------------------ room
 
+    async def _claim(self, wanted: int, work: Path) -> int:
+        """As `make_room`; until the work folder is removed, what was claimed in it is taken for all other claims."""
+        async with self._locked("room", lambda _phase, _done: None):
+            room = await asyncio.to_thread(self.make_room, wanted)
+            (work / CLAIM).write_text(str(min(wanted, room)), encoding="utf-8")
+            return room
+
+    def _claimed(self) -> int:
+        """Bytes that are being unpacked or kept."""
+        claimed = 0
+        for claim in self._root.glob(f"work/*/{CLAIM}"):
+            with contextlib.suppress(FileNotFoundError, ValueError):  # just removed; just made
+                claimed += int(claim.read_text(encoding="utf-8"))
+        return claimed
+
     def make_room(self, wanted: int) -> int:
         """Remove images that nobody uses, the one used longest ago first, until `wanted` bytes fit into the quota.
 
         Returns:
-            Bytes that may be added; less than `wanted` when images in use take the rest.
+            Bytes that may be added; less than `wanted` when images in use, and those being unpacked, take the rest.
 
         Raises:
-            ImageUnavailable: the images in use leave no room at all.
+            ImageUnavailable: these leave no room at all.
         """
         quota = self._settings.quota_mib << 20
-        images = self.images()
-        used = sum(image.bytes for image in images)
+        images = [image for tree in self._trees() if (image := self._read(tree.name)) is not None]
+        used = sum(image.bytes for image in images) + self._claimed()
         for image in reversed(images):
             if used + wanted <= quota:
                 break

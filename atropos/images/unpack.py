@@ -318,8 +318,7 @@ def _ns(seconds: float) -> int:
 def uncompressed(path: str) -> Generator[IO[bytes]]:
     """A layer's tar, whatever it was compressed with (gzip or zstd, by its first bytes)."""
     with open(path, "rb") as file:
-        magic = file.read(4)
-        file.seek(0)
+        magic = os.pread(file.fileno(), 4, 0)  # zstd starts where the descriptor stands
         if magic[:2] == b"\x1f\x8b":
             with gzip.open(file) as stream:
                 yield cast("IO[bytes]", stream)

@@ -31,7 +31,7 @@ from atropos.tasks.format.recipe import Copy, Download, Folder, Mount, Recipe, R
 from atropos.tasks.format.task import Task
 from atropos.wire import ImageInfo, ImageSettings, ImageState
 
-RULES = 2
+RULES = 3
 """Part of every key: another number when a step's result changes though its instruction doesn't."""
 PAUSE_S = 0.2
 """Interval between polls for a container that is up."""
@@ -66,12 +66,21 @@ class Prepared:
 
 
 @dataclass(frozen=True)
+class _PlannedStep:
+    """A step with its key, and all that this was made of beside what the step starts from."""
+
+    key: str
+    step: Step
+    described: Sequence[object]
+
+
+@dataclass(frozen=True)
 class _Planned:
     """A stage with the key of each step."""
 
     parent: ImageInfo
     source: str
-    steps: tuple[tuple[str, Step], ...]
+    steps: tuple[_PlannedStep, ...]
 
 
 @dataclass
@@ -179,7 +188,7 @@ class TaskImages:
         task = await _with_verifiers(task, lambda machine: self._ready(machine, report))
         plan = await asyncio.to_thread(self._plan, task, found)
         last = plan[_LAST]
-        key = last.steps[-1][0]
+        key = last.steps[-1].key
         image = await self.pool.find_built(key)
         if image is None:
             count = sum(len(stage.steps) for stage in plan.values())
@@ -242,11 +251,12 @@ class TaskImages:
         for stage in (*stages, last):
             parent, source = images[stage.image or None]
             key = parent.id
-            keyed: list[tuple[str, Step]] = []
+            planned: list[_PlannedStep] = []
             for step in stage.steps:
-                key = _hash(RULES, key, self._described(step, context, plan))
-                keyed.append((key, step))
-            plan[stage.index] = _Planned(parent, source, tuple(keyed))
+                described = self._described(step, context, plan)
+                key = _hash(RULES, key, described)
+                planned.append(_PlannedStep(key, step, described))
+            plan[stage.index] = _Planned(parent, source, tuple(planned))
         return plan
 
     def _described(self, step: Step, context: Context, plan: dict[int, _Planned]) -> list[object]:
@@ -256,8 +266,9 @@ class TaskImages:
                 origin = digest_of(context, step)
             else:
                 stage = plan[step.stage]
-                origin = stage.steps[-1][0] if stage.steps else stage.parent.id
-            return ["copy", origin, step.sources, step.target, step.mode, step.whole, step.owner, step.unpack]
+                origin = stage.steps[-1].key if stage.steps else stage.parent.id
+            how = (step.mode, step.keep_folder_name, step.owner, step.exclude, step.unpack)
+            return ["copy", origin, step.sources, step.target, *how]
         if isinstance(step, Run):
             settings = step.settings
             mounts = [
@@ -277,19 +288,20 @@ class TaskImages:
         at, image = len(stage.steps), None
         while at and image is None:
             at -= 1
-            image = await self.pool.find_built(stage.steps[at][0])
+            image = await self.pool.find_built(stage.steps[at].key)
         first = 0 if image is None else at + 1
-        build.done.update(key for key, _ in stage.steps[:first])
+        build.done.update(planned.key for planned in stage.steps[:first])
         current = stage.parent if image is None else image
         source = stage.source if image is None else image.source
-        for key, step in stage.steps[first:]:
-            async with self.pool.building(key, build.waiting) as found:
-                current = found or await self._step(build, key, step, source)
-            build.done.add(key)
+        for planned in stage.steps[first:]:
+            async with self.pool.building(planned.key, build.waiting) as found:
+                current = found or await self._step(build, planned, source)
+            build.done.add(planned.key)
             source = current.source
         return current
 
-    async def _step(self, build: _Build, key: str, step: Step, source: str) -> ImageInfo:
+    async def _step(self, build: _Build, planned: _PlannedStep, source: str) -> ImageInfo:
+        step = planned.step
         taken = {copy: await self._taken(build, copy.stage, copy) for copy in copies(step) if copy.stage is not None}
         fetched = await self._fetched(build, step) if isinstance(step, Download) else b""
         name = f"build-{build.task.name}"
@@ -299,7 +311,8 @@ class TaskImages:
         try:
             async with self.pool.lease(name, image=source, limits=build.task.limits) as slot:
                 await self._carry_out(build, slot, step, taken, fetched)
-                return await slot.keep(key)
+                await self._check_unchanged(build, planned)
+                return await slot.keep(planned.key)
         except TaskBroken as error:
             raise TaskBroken(f"{build.task.name}: step {number}/{build.steps}: {error}") from None
         except OSError as error:
@@ -310,24 +323,30 @@ class TaskImages:
                 f"{build.task.name}: step {number}/{build.steps} ({_text(step)}): {error}{alone}"
             ) from error
 
+    async def _check_unchanged(self, build: _Build, planned: _PlannedStep) -> None:
+        """Raise `TaskBroken` where a step copied other files than its key says."""
+        context = Context.of(build.task.context)
+        if await asyncio.to_thread(self._described, planned.step, context, build.plan) != planned.described:
+            raise TaskBroken(f"{_text(planned.step)}: a file of the build context changed meanwhile; build again")
+
     async def _carry_out(
         self, build: _Build, slot: Slot, step: Step, taken: Mapping[Copy, PackedFiles], fetched: bytes
     ) -> None:
         if isinstance(step, Run):
             covered: list[tuple[Mount, bool]] = []
             for mount in step.mounts:
-                covered.append((mount, await steps.make_room(slot, mount)))
+                covered.append((mount, await steps.begin_mount(slot, mount)))
                 if mount.content is not None:
                     await self._carry_out(build, slot, mount.content, taken, b"")
             await steps.run(slot, step, build.left())
             for mount, there in reversed(covered):
                 await steps.end_mount(slot, mount, there=there)
         elif isinstance(step, Folder):
-            await steps.make(slot, step)
+            await steps.make_workdir(slot, step)
         elif isinstance(step, Download):
-            await steps.add(slot, step, fetched)
+            await steps.add_download(slot, step, fetched)
         elif step in taken:
-            await steps.give(slot, step, taken[step])
+            await steps.copy_from_stage(slot, step, taken[step])
         elif step.unpack:
             await steps.unpack(slot, step, Context.of(build.task.context))
         else:

@@ -80,14 +80,10 @@ class Untar(WireMessage):
 
 
 class Tar(WireMessage):
-    """Pack a file or folder as an uncompressed tar archive of at most `max_bytes`.
-
-    With `offset`, at most `max_bytes` of it from there; there is more where the result's size exceeds the end of its data.
-    """
+    """Pack a file or folder as an uncompressed tar archive; one above `max_bytes` is refused as `too_large`."""
 
     op: Literal["tar"] = "tar"
     path: str
-    offset: int | None = Field(default=None, ge=0)
     max_bytes: int = Field(default=MAX_FILE_BYTES, gt=0, le=MAX_FILE_BYTES)
 
 

@@ -9,6 +9,7 @@ import pytest
 from atropos.envs import TaskEnv, TaskEnvConfig
 from atropos.envs.running.rollout import GroupsDropped
 from atropos.errors import ConfigError
+from atropos.tasks.errors import VerifierFailed
 from examples.policy.truth import Truth
 from tests.e2e.hermes_support import call, groups, make, running_policy, sampled, script
 from tests.settings import shows
@@ -110,6 +111,21 @@ async def test_an_agent_that_leaves_its_verifier_without_a_reward_scores_0(polic
     assert found["t"]["scores"] == [0.0, 0.0]
     assert env.metrics.verifier_zeros == 2
     assert not env.metrics.dropped
+
+
+async def test_the_cause_of_a_missing_reward_is_looked_for_each_time(policy, tmp_path, monkeypatch):
+    looked = []
+
+    async def untouched(_self, _item, _task, trajectory_id):
+        looked.append(trajectory_id)
+        if len(looked) > 1:
+            raise VerifierFailed("what the tests download is away")
+
+    monkeypatch.setattr(TaskEnv, "_verify_untouched", untouched)
+    task(tmp_path, "t", test="true")
+    with pytest.raises(GroupsDropped, match="verifier_failed"):
+        await run(policy, tmp_path)
+    assert len(looked) == 2
 
 
 async def test_a_set_up_that_fails_drops_its_group_alone(policy, tmp_path):

@@ -449,6 +449,7 @@ async def test_a_set_up_that_fails_or_hangs_is_the_tasks_fault(pool, tmp_path):
         (": > /logs/verifier/reward.txt", "", "holds no reward"),
         ("mkdir /logs/verifier/reward.txt", "", "wrote no"),
         ("echo '{}' > /logs/verifier/reward.json", "", "object of numbers"),
+        ('printf \'{"reward": 1, "x%070000d": 1}\' 0 > /logs/verifier/reward.json', "", "bytes, more than 65536"),
         ("echo '{\"reward\": true}' > /logs/verifier/reward.json", "", "not a number"),
         ("printf '{\"reward\": 1%0400d}' 0 > /logs/verifier/reward.json", "", "too large"),
         ("printf '[%.0s' $(seq 2000) > /logs/verifier/reward.json", "", "recursion"),
@@ -469,6 +470,7 @@ async def test_rewards_are_read_as_written(pool, tmp_path):
         ("printf ' 1e-1 \\n' > /logs/verifier/reward.txt", 0.1),
         ('echo \'{"reward": 0.5, "style": 1}\' > /logs/verifier/reward.json; echo 0 > /logs/verifier/reward.txt', 0.5),
         ("echo '{\"accuracy\": 0.75}' > /logs/verifier/reward.json", 0.75),
+        ('printf \'{"reward": 0.5, "x%09000d": 1}\' 0 > /logs/verifier/reward.json', 0.5),
     ):
         async with working_on(pool, make_task(tmp_path, test=test)) as run:
             assert (await run.verify()).reward == reward

@@ -36,7 +36,7 @@ OPERATIONS = (
     {"op": "write_file", "path": "a/b", "data": "aGk=", "mode": 420, "append": False},
     {"op": "search", "path": ".", "pattern": "h.", "max_matches": 5},
     {"op": "untar", "path": "t", "data": "AAAA"},
-    {"op": "tar", "path": "/tmp", "max_bytes": 100_000, "offset": 0},
+    {"op": "tar", "path": "/tmp", "max_bytes": 100_000},
     {"op": "write_stream", "path": "w", "stream": "stream-1"},
     {"op": "read_stream", "path": "/etc/passwd", "stream": "stream-1", "max_bytes": 100},
     {"op": "quiesce"},

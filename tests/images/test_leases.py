@@ -14,8 +14,10 @@ import pytest
 
 from atropos.config import ImageStoreSettings
 from atropos.errors import ConfigError, ImageUnavailable
+from atropos.images.reference import ImageSource
 from atropos.metrics import exposition
 from atropos.slots import SlotPool, SlotPoolConfig
+from atropos.slots.pool.image_sources import archive_of
 from tests.images.making import entry, folder, layer, layout, link
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="owners of files need root")
@@ -169,6 +171,16 @@ async def test_an_image_of_this_machine_needs_no_registry(tmp_path, kind):
     async with pool_for(tmp_path) as pool, pool.lease("one", image=f"{kind}:{where}") as slot:
         r = await slot.exec("/bin/busybox cat /srv/app/text")
         assert (r.exit_code, r.output) == (0, f"from {kind}")
+
+
+async def test_an_archive_that_has_changed_is_not_sent_whole_under_its_old_name(tmp_path):
+    file = tmp_path / "image.tar"
+    file.write_bytes(b"first")
+    archive = archive_of(ImageSource.parse(f"oci-archive:{file}"))
+    assert [chunk async for chunk in archive.chunks()] == [b"first"]
+    file.write_bytes(b"second")
+    with pytest.raises(ConfigError, match=r"image\.tar has changed since"):
+        _ = [chunk async for chunk in archive.chunks()]
 
 
 async def test_an_archive_is_made_once_however_many_ask_and_removed_though_they_went_away(tmp_path, monkeypatch):

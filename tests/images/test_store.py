@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tarfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,6 +21,7 @@ from atropos.config import ImageStoreSettings
 from atropos.errors import ImageUnavailable
 from atropos.images.reference import ImageSource
 from atropos.images.store import ImageStore
+from atropos.wire import ImageInfo
 from tests.images.making import entry, folder, layer, layout
 from tests.images.registry import PASSWORD, USER, registry
 
@@ -272,6 +274,56 @@ async def test_unused_images_make_room_and_leased_ones_never_do(tmp_path, images
     other.release(first.id)
     fourth = await store.prepare(ImageSource.parse(f"{images.host}/{names[3]}"), nothing)
     assert {image.id for image in store.images()} == {third.id, fourth.id}
+
+
+def put(store: ImageStore, image_id: str, mib: int, parent: str | None = None) -> None:
+    """An image of so many MiB, as it is after it was built."""
+    tree = store._root / "trees" / image_id
+    (tree / "rootfs").mkdir(parents=True)
+    image = ImageInfo(id=image_id, source=f"atropos-build:{image_id}", bytes=mib << 20, parent=parent)
+    (tree / "image.json").write_text(image.model_dump_json())
+
+
+def test_an_image_whose_parent_is_gone_makes_room_too(tmp_path, images):
+    store = store_at(tmp_path, images, quota_mib=16)
+    put(store, "b" * 64, 8, parent="a" * 64)
+    assert store.images() == []
+    assert store.make_room(10 << 20) == 16 << 20
+    assert list((tmp_path / "store/trees").iterdir()) == []
+
+
+async def test_two_that_are_unpacked_at_once_share_the_room(tmp_path, images):
+    first, second = (store_at(tmp_path, images, quota_mib=16) for _ in range(2))
+    put(first, "a" * 64, 4)
+    async with first._work() as one, second._work() as other:
+        assert await first._claim(10 << 20, one) == 12 << 20
+        assert await second._claim(6 << 20, other) == 6 << 20, "the unused image makes room"
+        async with second._work() as last:
+            with pytest.raises(ImageUnavailable, match="is full"):
+                await second._claim(1, last)
+    assert first.make_room(0) == 16 << 20
+
+
+async def test_servers_that_start_during_a_pull_leave_it_alone(tmp_path, images):
+    at, archive = tmp_path / "layout", tmp_path / "archive.tar"
+    image_id = layout(at, *(layer(entry(f"f{index}", os.urandom(4 << 20))) for index in range(4)))
+    with tarfile.open(archive, "w") as tar:
+        tar.add(at, ".")
+    store = store_at(tmp_path, images)
+    pulling = asyncio.create_task(store.prepare(ImageSource.parse("oci-archive:x"), nothing, str(archive)))
+    while not pulling.done():
+        store_at(tmp_path, images)
+        await asyncio.sleep(0.001)
+    assert (await pulling).id == image_id
+
+
+async def test_servers_that_start_at_once_clean_up_together(tmp_path, images):
+    left = tmp_path / "store/work"
+    for index in range(300):
+        (left / str(index)).mkdir(parents=True)
+    (left / "registries-of-an-earlier-version.conf").touch()
+    await asyncio.gather(*(asyncio.to_thread(store_at, tmp_path, images) for _ in range(4)))
+    assert [path.name for path in left.iterdir()] == ["registries-of-an-earlier-version.conf"]
 
 
 @contextlib.contextmanager

@@ -232,6 +232,64 @@ async def test_a_mount_covers_for_one_command_what_is_there(tmp_path):
         assert all("No such file" in line for line in seen[7:]), "nothing of a mount is left"
 
 
+async def test_a_file_that_changes_during_a_build_is_never_kept_under_what_it_was(tmp_path):
+    task = make(
+        tmp_path / "task",
+        "FROM debian\nRUN true\nCOPY given.txt /given\nRUN --mount=source=given.txt,target=/m cat /m\n",
+    )
+    file, changed = tmp_path / "task/environment/given.txt", []
+
+    def change(state):
+        if state.step == 2 and not changed:
+            changed.append(file.write_text("changed"))
+
+    async with pool_for(tmp_path) as pool:
+        images = TaskImages(pool)
+        with pytest.raises(TaskBroken, match=r"step 2/3: COPY given.txt /given: a file of the build context changed"):
+            await images.prepare(task, progress=change)
+        file.write_text("given")
+        async with working_on(pool, images, task) as slot:
+            assert (await slot.exec("cat /given")).output == "given"
+
+
+async def test_what_is_copied_from_a_stage_is_what_docker_would_copy(tmp_path):
+    task = make(
+        tmp_path / "task",
+        "FROM debian AS made\n"
+        "RUN mkdir -p /d/k/in && touch /d/.hidden /d/seen /d/k/keep.txt /d/k/drop.log /d/k/in/drop.log && ln -s d /l\n"
+        "FROM debian\nCOPY --from=made /d/* /glob/\nCOPY --from=made /d/[^s]* /but/\nCOPY --from=made /?/s* /one\n"
+        "COPY --from=made --exclude=*.log /d/k /excluded/\nCOPY --from=made /l /linked\n",
+    )
+    async with pool_for(tmp_path) as pool, working_on(pool, TaskImages(pool), task) as slot:
+        seen = await slot.exec("cd /; find glob but one excluded linked ! -type d | sort | tr '\\n' ' '")
+        assert seen.output.split() == [
+            *("but/.hidden", "but/drop.log", "but/in/drop.log", "but/keep.txt"),
+            *("excluded/in/drop.log", "excluded/keep.txt"),
+            *("glob/.hidden", "glob/drop.log", "glob/in/drop.log", "glob/keep.txt", "glob/seen"),
+            *("linked/.hidden", "linked/k/drop.log", "linked/k/in/drop.log", "linked/k/keep.txt", "linked/seen"),
+            "one",
+        ]
+        (tmp_path / "task/environment/Dockerfile").write_text(
+            (tmp_path / "task/environment/Dockerfile").read_text().replace("=*.log", "=**/*.log")
+        )
+        async with working_on(pool, TaskImages(pool), load_task(tmp_path / "task")) as other:
+            assert (await other.exec("cd /excluded; find . -type f")).output == "./keep.txt\n"
+        absent = make(tmp_path / "absent", "FROM debian AS made\nFROM debian\nCOPY --from=made /d/x* /x\n")
+        with pytest.raises(TaskBroken, match=r"COPY --from: /d/x\*: is not in the stage"):
+            await TaskImages(pool).prepare(absent)
+
+
+async def test_a_large_file_of_a_stage_keeps_its_owner_mode_and_time(tmp_path):
+    task = make(
+        tmp_path / "task",
+        "FROM debian AS made\nRUN mkdir /s && truncate -s 40M /s/big && chown 5:6 /s/big && chmod 4751 /s/big && "
+        "ln /s/big /s/hard && touch -d @1000000000 /s/big\nFROM debian\nCOPY --from=made /s /t\n",
+    )
+    async with pool_for(tmp_path) as pool, working_on(pool, TaskImages(pool), task) as slot:
+        seen = await slot.exec("stat -c '%u:%g %a %Y %s %h' /t/big; cmp /t/big /t/hard")
+        assert seen.output == f"5:6 4751 1000000000 {40 << 20} 2\n"
+
+
 async def test_a_file_that_no_message_holds_is_copied_like_any_other(tmp_path):
     make(tmp_path / "task")
     (tmp_path / "task/environment/Dockerfile").write_text(
@@ -319,7 +377,7 @@ async def test_an_address_is_fetched_from_where_egress_allows_and_checked(tmp_pa
         async with pool.lease("site") as site, pool.lease("build") as slot:
             serve = "mkdir /tmp/site; cd /tmp/site; printf fetched > name.bin; python3 -m http.server 8000 >/dev/null 2>&1 &"
             await site.exec(f"{serve} until curl -so /dev/null localhost:8000; do sleep 0.05; done")
-            await steps.add(slot, step, await steps.fetch(site, step, 20))
+            await steps.add_download(slot, step, await steps.fetch(site, step, 20))
             assert (
                 await slot.exec("cat /srv/name.bin; stat -c ' %a %u:%g' /srv/name.bin")
             ).output == "fetched 600 7:8\n"

@@ -4,6 +4,7 @@ import gzip
 import hashlib
 import json
 import os
+import shutil
 import stat
 import struct
 import subprocess
@@ -60,6 +61,16 @@ def test_files_come_out_as_the_layers_say(tmp_path):
     assert os.readlink(root / "bin") == "usr/bin"
     assert stat.S_ISFIFO((root / "run/fifo").lstat().st_mode)
     assert not (root / "dev/null").exists(), "device nodes are left out"
+
+
+@pytest.mark.parametrize("program", ["gzip", "zstd"])
+def test_a_layer_is_read_whatever_it_was_compressed_with(tmp_path, program):
+    if shutil.which(program) is None:
+        pytest.skip(f"not installed: {program}")
+    data = layer(entry("random", os.urandom(300_000)))
+    compressed = subprocess.run([program, "-c"], input=data, capture_output=True, check=True).stdout
+    code, said, root = unpacked(tmp_path, compressed, digests=[hashlib.sha256(data).hexdigest()])
+    assert (code, said, (root / "random").stat().st_size) == (0, "", 300_000)
 
 
 def test_whiteouts_and_opaque_folders_hide_lower_layers_and_nothing_of_their_own(tmp_path):

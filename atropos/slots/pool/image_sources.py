@@ -40,10 +40,18 @@ class Archive:
     temporary: bool
 
     async def chunks(self) -> AsyncIterator[bytes]:
-        """The content of the file."""
+        """The content of the file.
+
+        Raises:
+            ConfigError: at its end, which breaks the transfer off: the file has changed since it was named.
+        """
+        found = hashlib.sha256()
         with await asyncio.to_thread(self.path.open, "rb") as file:
             while chunk := await asyncio.to_thread(file.read, CHUNK):
+                found.update(chunk)
                 yield chunk
+        if not self.temporary and not self.source.endswith(found.hexdigest()):
+            raise ConfigError(f"image: {self.path} has changed since this pool read it; open another pool")
 
     def close(self) -> None:
         """Remove a temporary file."""

@@ -53,7 +53,7 @@ def unpack_steps(
 def _members(context: Context, copy: Copy, *, into_folder: bool) -> tuple[str, list[tuple[str, Path | bytes]]]:
     where, name = copy.target, None
     found = [path for source in copy.sources for path in context.sources(source, copy.exclude)]
-    top = [(path.name, path if copy.whole else context.followed(path)) for path in found]
+    top = [(path.name, path if copy.keep_folder_name else context.followed(path)) for path in found]
     single = len(top) + len(copy.files) == 1 and not (top and top[0][1].is_dir())
     if single and not into_folder and not copy.target.endswith("/"):
         where, _, name = copy.target.rpartition("/")
@@ -61,7 +61,7 @@ def _members(context: Context, copy: Copy, *, into_folder: bool) -> tuple[str, l
     for given, path in top:
         if path.is_symlink() or not path.is_dir():
             members.append((name or given, path))
-        elif copy.whole:
+        elif copy.keep_folder_name:
             inner = [(f"{given}/{below}", p) for below, p in context.below(path, copy.exclude)]
             members += [(given, path), *inner]
         else:

@@ -33,8 +33,8 @@ from atropos.tasks.errors import TaskBroken
 from atropos.tasks.format.context import Context
 from atropos.tasks.format.recipe import Copy, Download, Folder, Mount, Run
 
-_HEADER_BYTES = 16_384
-"""Enough of an archive for its first member, with the longest link."""
+_LINK_BYTES = 16_384
+"""More than the archive of a link with the longest target has."""
 _FETCHED = "/tmp/fetched"
 _KEPT = ".atropos-kept"
 """Ends the name of what a mount covers, for its time."""
@@ -66,8 +66,8 @@ async def run(slot: Slot, step: Run, timeout_s: float) -> None:
         raise command_failure(f"`{step.command:.200}`", result, late="took longer than environment.build_timeout_sec")
 
 
-async def make_room(slot: Slot, mount: Mount) -> bool:
-    """Begin a mount: what is at its target is set aside. Returns whether there was something.
+async def begin_mount(slot: Slot, mount: Mount) -> bool:
+    """Set aside what is at a mount's target, and show its empty folder. Returns whether there was something.
 
     Raises:
         OSError, TaskBroken: the slot can't.
@@ -126,7 +126,7 @@ async def copy(slot: Slot, step: Copy, context: Context) -> None:
         await make_folder(slot, where, owner)
         if isinstance(archive, LargeFile):
             await slot.upload(archive.path, f"{where}/{archive.name}", mode=archive.mode)
-            await change_owner(slot, f"{where}/{archive.name}", owner)
+            await change_owner(slot, f"{where}/{archive.name}", owner, archive.mode)
         else:
             await untar(slot, where, archive, owners=True)
         empty = False
@@ -137,7 +137,7 @@ async def copy(slot: Slot, step: Copy, context: Context) -> None:
 async def _followed(slot: Slot, path: str) -> str:
     """Where a target leads that is a link: as Docker has it, what the link names is written."""
     for _ in range(MAX_LINKS):
-        seen = None if path.endswith("/") else await slot.run(wire.Tar(path=path, offset=0, max_bytes=_HEADER_BYTES))
+        seen = None if path.endswith("/") else await slot.run(wire.Tar(path=path, max_bytes=_LINK_BYTES))
         if not isinstance(seen, wire.FileResult):
             return path
         with tarfile.open(fileobj=io.BytesIO(seen.data)) as tar:
@@ -161,7 +161,7 @@ async def unpack(slot: Slot, step: Copy, context: Context) -> None:
     where = step.target.rstrip("/") or "/"
     await make_folder(slot, where, await owner_ids(slot, step.owner))
     for source in step.sources:
-        for path in context.sources(source):
+        for path in context.sources(source, step.exclude):
             try:
                 with path.open("rb") as archive:
                     await unpack_archive(slot, where, archive)
@@ -169,25 +169,26 @@ async def unpack(slot: Slot, step: Copy, context: Context) -> None:
                 raise TaskBroken(f"ADD {source}: {error}") from None
 
 
-async def give(slot: Slot, step: Copy, taken: PackedFiles) -> None:
-    """Put what was taken where a COPY wants it.
+async def copy_from_stage(slot: Slot, step: Copy, taken: PackedFiles) -> None:
+    """Put what was taken from a stage where a COPY wants it.
 
     Raises:
         OSError: the slot can't take it.
         TaskBroken: there is no such owner.
     """
     owner = None if step.owner is None else await owner_ids(slot, step.owner)
-    for name, archive in taken.sources:
+    for given, archive in taken.sources:
         with tarfile.open(fileobj=archive) as tar:
             first = tar.next()
             folder = first is not None and first.isdir()
         archive.seek(0)
-        where, rename = step.target, name
+        where, rename = step.target, given
         if not folder and not step.target.endswith("/") and not await is_folder(slot, step.target):
             where, rename = posixpath.split(await _followed(slot, step.target))
         where = where.rstrip("/") or "/"
         await make_folder(slot, where, owner or (0, 0))
-        await unpack_archive(slot, where, archive, name=rename if not folder else None, mode=step.mode, owner=owner)
+        name = rename if not folder else None
+        await unpack_archive(slot, where, archive, name=name, mode=step.mode, owner=owner, exclude=step.exclude)
 
 
 async def fetch(slot: Slot, step: Download, timeout_s: float) -> bytes:
@@ -212,7 +213,7 @@ async def fetch(slot: Slot, step: Download, timeout_s: float) -> bytes:
     return data
 
 
-async def add(slot: Slot, step: Download, data: bytes) -> None:
+async def add_download(slot: Slot, step: Download, data: bytes) -> None:
     """Put what was fetched where ADD wants it.
 
     Raises:
@@ -232,6 +233,6 @@ async def add(slot: Slot, step: Download, data: bytes) -> None:
     await untar(slot, where, piece.close(), owners=True)
 
 
-async def make(slot: Slot, step: Folder) -> None:
+async def make_workdir(slot: Slot, step: Folder) -> None:
     """WORKDIR: a folder, made where it is missing."""
     await make_folder(slot, step.path, await owner_ids(slot, step.owner))

@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import copy
+import errno
+import fnmatch
+import glob
 import io
+import itertools
+import os
 import posixpath
+import shutil
 import tarfile
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import IO
+
+from e2b_dockerfile_utils import PatternMatcher
 
 from atropos import wire
 from atropos.slots import Slot
@@ -89,19 +100,27 @@ async def pack_files(slot: Slot, sources: tuple[str, ...]) -> PackedFiles:
 
 
 async def _named(slot: Slot, pattern: str) -> list[str]:
+    """The paths that a pattern means: as with Docker, `*` matches a leading dot and `[^…]` what is not named."""
     pattern = f"/{pattern.strip('/')}"
-    if not any(letter in pattern for letter in "*?["):
+    parts = pattern.replace("[^", "[!").split("/")
+    if parts == [glob.escape(part) for part in parts]:
         return [pattern]
-    script = 'IFS=; for f in $P; do if [ -e "$f" ] || [ -L "$f" ]; then printf "%s\\n" "$f"; fi; done'
-    result = await slot.exec(script, workdir="/", env={"P": pattern}, user="0", timeout_s=60)
-    names = result.output.splitlines()
-    if result.exit_code != 0 or not names:
+    # The slot's shell lists all names where a part is a pattern, in which the parts are looked for here.
+    listed = itertools.product(*((part,) if part == glob.escape(part) else ("*", ".*") for part in parts))
+    script = 'IFS="\n"; for f in $P; do if [ -e "$f" ] || [ -L "$f" ]; then printf "%s\\n" "$f"; fi; done'
+    every = "\n".join("/".join(each) for each in listed)
+    result = await slot.exec(script, workdir="/", env={"P": every}, user="0", timeout_s=60)
+    if result.exit_code != 0 or result.truncated:
+        raise command_failure(f"listing the names of {pattern}", result)
+    plain = (name for name in result.output.splitlines() if posixpath.normpath(name) == name)
+    names = [name for name in plain if all(map(fnmatch.fnmatchcase, name.split("/"), parts))]
+    if not names:
         raise TaskBroken(f"{pattern}: is not in the stage")
-    return names
+    return sorted(names)
 
 
 async def _archive(slot: Slot, path: str) -> IO[bytes]:
-    """A file or folder as an archive, in pieces that the wire takes; a link is followed."""
+    """A file or folder as an archive; a link is followed."""
     for _ in range(MAX_LINKS):
         archive = await _one_archive(slot, path)
         with tarfile.open(fileobj=archive) as tar:
@@ -114,23 +133,15 @@ async def _archive(slot: Slot, path: str) -> IO[bytes]:
 
 
 async def _one_archive(slot: Slot, path: str) -> IO[bytes]:
-    file: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 (its reader closes it)
-    size = 0
-    while True:
-        part = await slot.run(wire.Tar(path=path, offset=size))
-        if isinstance(part, wire.OpError):
-            file.close()
-            why = "is not in the stage" if part.error == "not_found" else part.message
-            raise TaskBroken(f"{path}: {why}")
-        assert isinstance(part, wire.FileResult)
-        await asyncio.to_thread(file.write, part.data)
-        size += len(part.data)
-        if size > MAX_STAGE_BYTES:
-            file.close()
-            raise TaskBroken(f"{path}: more than {MAX_STAGE_BYTES >> 30} GiB")
-        if part.size <= size:
-            file.seek(0)
-            return file
+    with contextlib.ExitStack() as closing:
+        file = closing.enter_context(tempfile.NamedTemporaryFile())
+        try:
+            await slot.download_to(path, file.name, max_bytes=MAX_STAGE_BYTES)
+        except OSError as error:
+            why = "is not in the stage" if error.errno == errno.ENOENT else error.strerror
+            raise TaskBroken(f"{path}: {why}") from None
+        closing.pop_all()  # its reader closes it
+        return file
 
 
 async def unpack_archive(
@@ -141,6 +152,7 @@ async def unpack_archive(
     name: str | None = None,
     mode: int | str | None = None,
     owner: tuple[int, int] | None = None,
+    exclude: Sequence[str] = (),
 ) -> None:
     """Unpack an archive, in pieces; what is too large for one by itself.
 
@@ -151,23 +163,21 @@ async def unpack_archive(
         name: of its one member; None: their own.
         mode: as `Copy`'s.
         owner: None: the archive's.
+        exclude: patterns of members that are left out.
 
     Raises:
         OSError: the slot can't take it.
     """
+    excluded = PatternMatcher(list(exclude))
     with tarfile.open(fileobj=archive) as source:
         piece = TarPiece()
         for member in source:
             if member.isreg() or member.isdir() or member.issym() or member.islnk():
-                if member.name == "." and name is None:
+                if (member.name == "." and name is None) or excluded.matches(posixpath.normpath(member.name)):
                     continue
                 info = replace_member(member, name, mode, owner)
                 if member.isreg() and member.size + 20_480 > wire.MAX_FILE_BYTES:
-                    content = source.extractfile(member)
-                    assert content is not None
-                    path = f"{where}/{info.name}"
-                    await slot.write_file(path, await asyncio.to_thread(content.read), info.mode)
-                    await change_owner(slot, path, (info.uid, info.gid))
+                    await _send_alone(slot, where, info, source.extractfile(member))
                     continue
                 data = source.extractfile(member) if member.isreg() else None
                 if piece.size + info.size + 20_480 > wire.MAX_FILE_BYTES:
@@ -177,14 +187,29 @@ async def unpack_archive(
         await untar(slot, where, piece.close(), owners=True)
 
 
-async def change_owner(slot: Slot, path: str, owner: tuple[int, int]) -> None:
-    """Give a file that was sent by itself its owner.
+async def _send_alone(slot: Slot, where: str, info: tarfile.TarInfo, content: IO[bytes] | None) -> None:
+    """Unpack a member that no message holds: by way of this machine's disk, not of its memory."""
+    assert content is not None
+    path = f"{where}/{info.name}"
+    with tempfile.TemporaryDirectory() as folder:
+        copied = Path(folder, posixpath.basename(path))
+        with copied.open("wb") as file:
+            await asyncio.to_thread(shutil.copyfileobj, content, file)
+        copied.chmod(info.mode)
+        os.utime(copied, (info.mtime, info.mtime))
+        await slot.upload(folder, posixpath.dirname(path))
+    await change_owner(slot, path, (info.uid, info.gid), info.mode)
+
+
+async def change_owner(slot: Slot, path: str, owner: tuple[int, int], mode: int) -> None:
+    """Give a file that was sent by itself its owner, and its mode again: another owner's loses set-user-id bits.
 
     Raises:
         TaskBroken: the slot can't.
     """
     if owner != (0, 0):
-        done = await slot.exec(f'chown {owner[0]}:{owner[1]} "$P"', env={"P": path}, workdir="/", user="0")
+        script = f'chown {owner[0]}:{owner[1]} "$P" && chmod {mode:o} "$P"'
+        done = await slot.exec(script, env={"P": path}, workdir="/", user="0")
         if done.exit_code != 0:
             raise command_failure(f"chown of {path}", done)
 

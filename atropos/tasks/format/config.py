@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import unicodedata
 from collections.abc import Iterator
-from typing import Literal
+from typing import Literal, Self
 
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
@@ -43,6 +43,12 @@ class _Table(BaseModel):
             for one in value if isinstance(value, tuple) else (value,):
                 if isinstance(one, _Table):
                     yield from one.unknown(f"{prefix}{key}.")
+
+
+def _check_hosts(mode: NetworkMode | None, hosts: tuple[str, ...]) -> None:
+    """As Harbor: hosts without an allowlist in the same table would be ignored."""
+    if hosts and mode != "allowlist":
+        raise ValueError('allowed_hosts needs network_mode = "allowlist" beside it; write that, or remove the hosts')
 
 
 class Healthcheck(_Table):
@@ -99,6 +105,11 @@ class _Phase(_Table):
     network_mode: NetworkMode | None = None
     allowed_hosts: tuple[str, ...] = ()
 
+    @model_validator(mode="after")
+    def _listed(self) -> Self:
+        _check_hosts(self.network_mode, self.allowed_hosts)
+        return self
+
 
 class AgentSection(_Phase):
     """`[agent]`. None: the environment's own bounds alone."""
@@ -141,6 +152,11 @@ class EnvironmentSection(_Table):
             if table.get(key) == {}:
                 del table[key]
         return table
+
+    @model_validator(mode="after")
+    def _listed(self) -> Self:
+        _check_hosts(self.network_mode, self.allowed_hosts)
+        return self
 
     def refusals(self, table: str) -> Iterator[str]:
         """What no slot can honour, each as `field: reason; cure`; `table`: the name of this one."""

@@ -44,6 +44,10 @@ class Context:
     def sources(self, pattern: str, exclude: Sequence[str] = ()) -> list[Path]:
         """The files or folders that a COPY source names.
 
+        Args:
+            pattern: the source, in which `*` matches a leading dot too.
+            exclude: patterns of names that are left out; a folder is never left out by its own name.
+
         Raises:
             ConfigError: there is none.
         """
@@ -51,19 +55,22 @@ class Context:
         if pattern in {"", "."}:
             return [self.folder]
         plain = self.folder / pattern
-        found = [plain] if os.path.lexists(plain) else sorted(self.folder.glob(pattern))
+        matching = [plain] if os.path.lexists(plain) else self._glob(pattern)
         kept = self._kept(exclude)
-        found = [path for path in found if path.is_dir() or kept(path.relative_to(self.folder).as_posix())]
+        found = [path for path in matching if path.is_dir() or kept(path, path.name)]
         if not found:
-            why = "is left out by .dockerignore" if os.path.lexists(plain) else "is missing"
+            why = "is left out by .dockerignore or --exclude" if matching else "is missing"
             raise ConfigError(f"{plain}: {why}, and a COPY needs it")
         return found
 
-    def matching(self, pattern: str) -> list[str]:
+    def matching(self, pattern: str, exclude: Sequence[str] = ()) -> list[str]:
         """The names that match a source with `*`, `?` or `[`; itself without these, or without a match."""
-        if not re.search(r"[*?\[]", pattern) or not any(self.folder.glob(pattern)):
+        if not re.search(r"[*?\[]", pattern) or not self._glob(pattern):
             return [pattern]
-        return [path.relative_to(self.folder).as_posix() for path in self.sources(pattern)]
+        return [path.relative_to(self.folder).as_posix() for path in self.sources(pattern, exclude)]
+
+    def _glob(self, pattern: str) -> list[Path]:
+        return sorted(self.folder.glob(pattern.replace("[^", "[!")))
 
     def followed(self, path: Path) -> Path:
         """Where a COPY source leads that is a link: as Docker has it, what the link names is copied.
@@ -79,20 +86,28 @@ class Context:
         return self.folder / found.relative_to(top)
 
     def below(self, folder: Path, exclude: Sequence[str] = ()) -> Iterator[tuple[str, Path]]:
-        """(name from there, path) of all in a folder that isn't ignored, and of the folders above it."""
+        """(name from there, path) of all in a folder that isn't left out, and of the folders above it.
+
+        Args:
+            folder: in the context.
+            exclude: patterns of names as they are from there.
+        """
         kept = self._kept(exclude)
         ignored: dict[str, Path] = {}
         for name, path in walk(folder):
-            if kept(path.relative_to(self.folder).as_posix()):
+            if kept(path, name):
                 for above in [each for each in ignored if name.startswith(f"{each}/")]:
                     yield above, ignored.pop(above)
                 yield name, path
             elif path.is_dir() and not path.is_symlink():
                 ignored[name] = path
 
-    def _kept(self, exclude: Sequence[str]) -> Callable[[str], bool]:
-        matcher = PatternMatcher([*self.ignored, *exclude])
-        return lambda name: not matcher.matches(name)
+    def _kept(self, exclude: Sequence[str]) -> Callable[[Path, str], bool]:
+        """Whether a path is copied: the ignore file speaks of its name in the context, `exclude` of that in its source."""
+        ignored, excluded = PatternMatcher(list(self.ignored)), PatternMatcher(list(exclude))
+        return lambda path, name: (
+            not (ignored.matches(path.relative_to(self.folder).as_posix()) or excluded.matches(name))
+        )
 
 
 def walk(folder: Path) -> Iterator[tuple[str, Path]]:

@@ -32,7 +32,6 @@ from atropos.tasks.format.recipe import (
     PATH,
     Copy,
     Download,
-    Facts,
     Folder,
     Mount,
     Recipe,
@@ -85,10 +84,11 @@ class _Building:
     steps: list[Step] = field(default_factory=list[Step])
     arguments: dict[str, str] = field(default_factory=dict[str, str])
     shell: tuple[str, ...] = _SHELL
-    facts: Facts = field(default_factory=Facts)
+    onbuild: tuple[str, ...] = ()
+    """Instructions for a stage that starts from this one."""
 
     def done(self) -> Stage:
-        return Stage(self.index, self.image, tuple(self.steps), self.settings, self.facts)
+        return Stage(self.index, self.image, tuple(self.steps), self.settings)
 
 
 class _Reader:
@@ -116,7 +116,7 @@ class _Reader:
         if not self.stages:
             raise ConfigError(f"{self.path}: no FROM; begin with one, or replace the Dockerfile by setup.sh")
         last = self.stages[-1].done()
-        return Recipe(last.image, last.settings, last.steps, self._needed(last), last.facts)
+        return Recipe(last.image, last.settings, last.steps, self._needed(last))
 
     def _instruction(self, instruction: DockerfileInstruction) -> None:
         getattr(self, f"_{instruction.name.lower()}")(instruction, self.stages[-1])
@@ -181,7 +181,7 @@ class _Reader:
             triggers = settings.onbuild
             self.stages.append(_Building(index, words[0], replace(settings, onbuild=()), name))
         else:
-            triggers = parent.facts.onbuild
+            triggers = parent.onbuild
             self.stages.append(
                 replace(
                     parent,
@@ -189,7 +189,7 @@ class _Reader:
                     name=name,
                     steps=list(parent.steps),
                     arguments=dict(parent.arguments),
-                    facts=replace(parent.facts, onbuild=()),
+                    onbuild=(),
                 )
             )
         for text in triggers:
@@ -269,7 +269,7 @@ class _Reader:
             options[key.strip()] = self._word(value, stage)
         kind = options.get("type", "bind")
         target = options.get("target") or options.get("dst") or options.get("destination")
-        if kind in {"secret", "ssh"} or target is None:
+        if kind not in {"bind", "cache", "tmpfs"} or target is None:
             raise self._refusal(f"--mount={text} can't be honoured in a slot: use COPY, or type=cache, tmpfs or bind")
         target = posixpath.normpath(posixpath.join(stage.settings.workdir, target))
         if target.startswith("//") or target == "/":
@@ -328,6 +328,8 @@ class _Reader:
             if ".." in word.split("/"):
                 raise self._refusal(f"{word} leads out of environment/; keep the build context's files there")
         wanted = words[-1]
+        if files and source is not None:
+            raise self._refusal("--from takes no here-document: give that a COPY of its own")
         target = posixpath.normpath(posixpath.join(stage.settings.workdir, wanted))
         if wanted.endswith(("/", "/.")) or wanted == "." or len(words) > 2:
             target = target.rstrip("/") + "/"
@@ -379,7 +381,7 @@ class _Reader:
             raise self._refusal("--checksum: only a download has one; remove it")
         copy = self._copied(instruction, stage, flags, None)
         context = Context.of(self.path.parent)
-        named = [name for source in copy.sources for name in context.matching(source)]
+        named = [name for source in copy.sources for name in context.matching(source, copy.exclude)]
         archives = [name for name in named if _is_archive(self.path.parent / name)]
         rest = tuple(name for name in named if name not in archives)
         if archives:
@@ -408,45 +410,23 @@ class _Reader:
         path = posixpath.normpath(posixpath.join(stage.settings.workdir, target))
         stage.steps.append(Download(address, path, checksum, 0o600 if mode is None else mode, owner))
 
-    # -------------------------------------------------------------------------------- facts of a container's start
-
-    def _cmd(self, instruction: DockerfileInstruction, stage: _Building) -> None:
-        stage.facts = replace(stage.facts, cmd=_command(instruction))
-
-    def _entrypoint(self, instruction: DockerfileInstruction, stage: _Building) -> None:
-        stage.facts = replace(stage.facts, entrypoint=_command(instruction))
-
-    def _healthcheck(self, instruction: DockerfileInstruction, stage: _Building) -> None:
-        command = instruction.args[1:] if instruction.args[:1] == ["CMD"] else []
-        stage.facts = replace(
-            stage.facts, healthcheck=(shlex.join(command) if instruction.json else " ".join(command)) or None
-        )
-
-    def _stopsignal(self, instruction: DockerfileInstruction, stage: _Building) -> None:
-        stage.facts = replace(stage.facts, stop_signal=self._word(self._one(instruction), stage))
-
-    def _expose(self, instruction: DockerfileInstruction, stage: _Building) -> None:
-        ports = tuple(self._word(word, stage) for word in instruction.args)
-        stage.facts = replace(stage.facts, exposed=stage.facts.exposed + ports)
-
     def _volume(self, instruction: DockerfileInstruction, stage: _Building) -> None:
-        paths = tuple(self._word(word, stage) for word in instruction.args)
-        stage.facts = replace(stage.facts, volumes=stage.facts.volumes + paths)
-        stage.steps += [Folder(path) for path in paths]
+        stage.steps += [Folder(self._word(word, stage)) for word in instruction.args]
 
-    def _label(self, instruction: DockerfileInstruction, stage: _Building) -> None:
-        pairs = zip(instruction.args[::3], instruction.args[1::3], strict=True)
-        labels = {self._word(name, stage): self._word(value, stage) for name, value in pairs}
-        stage.facts = replace(stage.facts, labels={**stage.facts.labels, **labels})
+    def _for_containers(self, instruction: DockerfileInstruction, stage: _Building) -> None:
+        """What only a container's start reads: a slot is entered by commands, so it is checked and has no effect."""
+        if instruction.name in {"STOPSIGNAL", "MAINTAINER"}:
+            self._one(instruction)
+        if instruction.name in {"STOPSIGNAL", "EXPOSE", "LABEL"}:
+            for word in instruction.args:
+                self._word(word, stage)
 
-    def _maintainer(self, instruction: DockerfileInstruction, stage: _Building) -> None:
-        labels = {**stage.facts.labels, "maintainer": self._one(instruction)}
-        stage.facts = replace(stage.facts, labels=labels)
+    _cmd = _entrypoint = _healthcheck = _stopsignal = _expose = _label = _maintainer = _for_containers
 
     def _onbuild(self, instruction: DockerfileInstruction, stage: _Building) -> None:
         text = instruction.original.split(maxsplit=1)[-1]
         self._triggered(text)
-        stage.facts = replace(stage.facts, onbuild=(*stage.facts.onbuild, text))
+        stage.onbuild = (*stage.onbuild, text)
 
     def _triggered(self, text: str) -> list[DockerfileInstruction]:
         """What an ONBUILD holds for the stages that start from its own."""
@@ -461,10 +441,6 @@ class _Reader:
 
 def _content(document: DockerfileHeredoc) -> str:
     return chomp_heredoc_content(document.content) if document.chomp else document.content
-
-
-def _command(instruction: DockerfileInstruction) -> str:
-    return shlex.join(instruction.args) if instruction.json else " ".join(instruction.args)
 
 
 def _is_archive(path: Path) -> bool:

@@ -79,6 +79,7 @@ def _step(task: Task, section: StepSection) -> Task:
     if not _holds_tests(step):
         scripts = [path / "test.sh" for path in tests if (path / "test.sh").is_file()]
         check_script(scripts[-1] if scripts else folder / "tests" / "test.sh")
+    _check_variables(step, f"steps.{section.name}.")
     return step
 
 
@@ -128,7 +129,8 @@ def _machine_of(task: Task, context: Path, wants: EnvironmentSection, make: Make
     )
 
 
-def _check_variables(task: Task) -> None:
+def _check_variables(task: Task, place: str = "") -> None:
+    """Refuse a variable that is not given; `place`: what stands before the tables of a step."""
     tables = {
         "environment.env": task.config.environment.env,
         "verifier.env": task.config.verifier.env,
@@ -140,6 +142,6 @@ def _check_variables(task: Task) -> None:
             for match in VARIABLE.finditer(value):
                 if match[2] is None and match[1] not in task.variables:
                     raise ConfigError(
-                        f"{task.path / 'task.toml'}: {table}.{name}: ${{{match[1]}}} is not given to tasks; "
+                        f"{task.path / 'task.toml'}: {place}{table}.{name}: ${{{match[1]}}} is not given to tasks; "
                         "list it in task_variables, or write a default"
                     )

@@ -91,7 +91,7 @@ def workspace(environment: Path, wants: EnvironmentSection, images: Images, *, p
         there = environment.iterdir() if environment.is_dir() else ()
         files = sorted(path.name for path in there if path.name not in left_out)
         if files and not handled:
-            steps.append(Copy(tuple(files), recipe.workdir.rstrip("/") + "/", whole=True))
+            steps.append(Copy(tuple(files), recipe.workdir.rstrip("/") + "/", keep_folder_name=True))
     if script.is_file() and not handled:
         # The script itself is no part of the workspace.
         run = Run("bash /tmp/.task-setup/setup.sh && rm -rf /tmp/.task-setup", replace(recipe.settings, user=None))

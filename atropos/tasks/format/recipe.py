@@ -41,19 +41,19 @@ class Copy:
     Attributes:
         target: absolute; ends in `/` when it names a folder.
         mode: of the files: a number, or words as chmod takes them; None keeps theirs.
-        whole: a folder goes in under its own name; else, as Docker has it, its content does.
+        keep_folder_name: a folder goes in under its own name; else, as Docker has it, its content does.
         owner: `user`, `user:group` or numbers; None: root, and whoever owns them where they come from a stage or archive.
         stage: index of the stage that the sources are in; None: the build context. Negative: an image, which is a stage
             without steps.
         files: (name, content) of here-documents.
-        exclude: patterns of files that stay behind.
+        exclude: patterns of files that stay behind, by their names in the source.
         unpack: the sources are archives, and their members go into the target.
     """
 
     sources: tuple[str, ...]
     target: str
     mode: int | str | None = None
-    whole: bool = False
+    keep_folder_name: bool = False
     owner: str | None = None
     stage: int | None = None
     files: tuple[tuple[str, str], ...] = ()
@@ -116,21 +116,6 @@ def copies(step: Step) -> tuple[Copy, ...]:
 
 
 @dataclass(frozen=True)
-class Facts:
-    """What a Dockerfile says of a container's start. A slot is entered by commands alone, so these are kept as data."""
-
-    cmd: str | None = None
-    entrypoint: str | None = None
-    exposed: tuple[str, ...] = ()
-    labels: Mapping[str, str] = field(default_factory=dict[str, str])
-    volumes: tuple[str, ...] = ()
-    stop_signal: str | None = None
-    healthcheck: str | None = None
-    onbuild: tuple[str, ...] = ()
-    """Instructions for a stage that starts from this one."""
-
-
-@dataclass(frozen=True)
 class Stage:
     """One FROM with what follows it.
 
@@ -143,7 +128,6 @@ class Stage:
     image: str
     steps: tuple[Step, ...]
     settings: StepSettings
-    facts: Facts = Facts()
 
 
 @dataclass(frozen=True)
@@ -160,7 +144,6 @@ class Recipe:
     settings: StepSettings
     steps: tuple[Step, ...]
     stages: tuple[Stage, ...] = ()
-    facts: Facts = Facts()
 
     @property
     def workdir(self) -> str:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import errno
 import fnmatch
 import io
 import posixpath
-import secrets
 import shlex
 import tarfile
 from collections.abc import Sequence
@@ -15,7 +13,7 @@ from dataclasses import dataclass
 
 from atropos import wire
 from atropos.slots import Slot
-from atropos.tasks.builder.transfer import untar
+from atropos.tasks.builder.transfer import unpack_archive
 from atropos.tasks.errors import TaskBroken, VerifierFailed
 from atropos.tasks.format.recipe import PATH
 
@@ -46,19 +44,10 @@ async def carry_out(slot: Slot, path: str, exclude: Sequence[str] = ()) -> Carri
 
 async def _pack_folder(slot: Slot, path: str, exclude: Sequence[str]) -> bytes:
     try:
-        return await asyncio.to_thread(safe_archive, await slot.download(path), path, exclude)
+        archive = await slot.download(path, max_bytes=MAX_ARTIFACT_BYTES)
     except OSError as error:
-        if error.errno != errno.EFBIG:
-            raise VerifierFailed(f"the artifact {path} can't be carried over: {error}") from None
-    # Too large for one message: the slot's own tar makes a file, which is read in pieces.
-    name = f"/tmp/.artifact-{secrets.token_hex(8)}"
-    command = f"tar -cf {name} -C {shlex.quote(path)} . && stat -c %s {name}"
-    made = await slot.exec(command, workdir="/", timeout_s=300)
-    size = made.output.strip()
-    if made.exit_code != 0 or not size.isdigit() or int(size) > MAX_ARTIFACT_BYTES:
-        limit = f"more than {MAX_ARTIFACT_BYTES} bytes, or it can't be packed"
-        raise VerifierFailed(f"the artifact {path} can't be carried over: {limit}: {made.output[-200:].strip()}")
-    return await asyncio.to_thread(safe_archive, await slot.read_file(name), path, exclude)
+        raise VerifierFailed(f"the artifact {path} can't be carried over: {error}") from None
+    return await asyncio.to_thread(safe_archive, archive, path, exclude)
 
 
 def safe_archive(archive: bytes, path: str, exclude: Sequence[str] = ()) -> bytes:
@@ -169,14 +158,7 @@ async def carry_in(slot: Slot, path: str, carried: CarriedArtifact | None) -> No
     try:
         if carried.mode is not None:
             await slot.write_file(path, carried.data, carried.mode)
-            return
-        if len(carried.data) <= wire.MAX_FILE_BYTES:
-            await untar(slot, path, carried.data)
-            return
+        else:
+            await unpack_archive(slot, path, io.BytesIO(carried.data))
     except OSError as error:
         raise VerifierFailed(f"the artifact {path} can't be put into the verifier's slot: {error}") from None
-    name = f"/tmp/.artifact-{secrets.token_hex(8)}"
-    await slot.write_file(name, carried.data)
-    unpacked = await slot.exec(f"tar -xpf {name} -C {quoted} && rm {name}", workdir="/", timeout_s=300)
-    if unpacked.exit_code != 0:
-        raise VerifierFailed(f"the artifact {path} can't be unpacked: {unpacked.output[-300:].strip()}")

@@ -18,7 +18,7 @@ from atropos.tasks.format.config import StepSection
 from atropos.tasks.format.task import Task
 
 REWARD_TEXT, REWARD_JSON = "/logs/verifier/reward.txt", "/logs/verifier/reward.json"
-MAX_REWARD_BYTES = 4096
+MAX_REWARD_BYTES = 65_536
 LOG_CHARS = 4000
 """Tail of the verifier's output that is kept with the trajectory."""
 _SUMMARY = re.compile(r"=+ short test summary info =+\r?\n(.*)", re.DOTALL)
@@ -48,7 +48,7 @@ def combined(task: Task, verdicts: Sequence[Verdict]) -> float:
     """A task's reward, as `multi_step_reward_strategy` says; as in Harbor, of the steps that were reached."""
     rewards = [verdict.reward for verdict in verdicts]
     final = not task.steps or task.config.multi_step_reward_strategy == "final"
-    return rewards[-1] if final else statistics.fmean(rewards)
+    return rewards[-1] if final else statistics.mean(rewards)
 
 
 def passed(step: StepSection, verdict: Verdict) -> bool:
@@ -78,7 +78,7 @@ async def _written(slot: Slot, task: Task, result: ExecResult) -> tuple[float, d
         text = answer.data.decode("utf-8", errors="replace").strip()
         try:
             if answer.size > MAX_REWARD_BYTES:
-                raise ValueError(f"{answer.size} bytes")
+                raise ValueError(f"{answer.size} bytes, more than {MAX_REWARD_BYTES}")
             metrics = _numbers(json.loads(text)) if path == REWARD_JSON else {"reward": _number(text)}
         except (ValueError, OverflowError, RecursionError) as error:  # 10**400, or brackets a thousand deep
             raise VerifierFailed(f"{task.name}: {path} holds no reward: {error}") from None

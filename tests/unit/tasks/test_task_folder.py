@@ -16,6 +16,7 @@ from atropos.tasks.folder import load_task, load_tasks, read_folders, read_tasks
 from atropos.tasks.format.context import Context
 from atropos.tasks.format.recipe import PATH, Copy, Download, Folder, Mount, Run, StepSettings
 from atropos.tasks.verifier.mode import choose
+from atropos.tasks.verifier.reward import Verdict, combined
 from atropos.wire import LeaseLimits
 
 EXAMPLES = Path(__file__).resolve().parents[3] / "examples" / "tasks"
@@ -101,7 +102,6 @@ def test_dockerfile_is_honoured(folder):
         Run("/bin/sh -c 'echo 1 &&     echo 2'", there),
         Run("exec touch 'a b'", there),
     )
-    assert recipe.facts.cmd == "bash"
     assert unpacked(folder, recipe.steps[2]) == {"/etc/x.conf": (0o644, 0, "a")}
     assert unpacked(folder, recipe.steps[3]) == {"/app/src/tools/b.sh": (0o755, 0, "b")}
     assert unpacked(folder, recipe.steps[4]) == {"/app/src/keys/a.txt": (0o600, 0, "a")}
@@ -138,7 +138,7 @@ def test_variables_are_replaced_as_the_reference_says(folder):
     assert run == Run("/bin/sh -c 'echo $NAME'", StepSettings("/srv/x", {"VERSION": "12", "PLACE": "/srv", **env}))
 
 
-def test_users_shells_and_facts_are_kept(folder):
+def test_users_and_shells_hold_for_what_follows_and_a_containers_start_has_no_effect(folder):
     recipe = recipe_of(
         folder,
         'FROM debian\nSHELL ["/bin/bash", "-eo", "pipefail", "-c"]\nRUN a | b\nUSER dev:staff\nWORKDIR /home/dev/app\n'
@@ -152,10 +152,6 @@ def test_users_shells_and_facts_are_kept(folder):
     assert as_root.settings.user is None
     assert data == Folder("/data")
     assert recipe.settings.user == "dev"
-    facts = recipe.facts
-    assert (facts.cmd, facts.entrypoint, facts.stop_signal) == ("run it", "/go on", "INT")
-    assert (facts.exposed, facts.volumes, facts.healthcheck) == (("80", "443/tcp"), ("/data",), "curl -f localhost")
-    assert facts.labels == {"a": "1", "b c": "2"}
 
 
 def test_here_documents_are_scripts_and_files(folder):
@@ -196,14 +192,19 @@ def test_the_ignore_file_and_exclusions_leave_files_behind(folder):
         "# no logs\n**/*.log\n!keep.log\nsecret\nDockerfile\n.dockerignore\n"
     )
     recipe = recipe_of(
-        folder, "FROM debian\nCOPY . /all/\nCOPY --exclude=sub/b.* sub /some/\nCOPY *.txt *.log /found/\n"
+        folder,
+        "FROM debian\nCOPY . /all/\nCOPY --exclude=b.* sub /some/\nCOPY *.txt *.log /found/\n"
+        "COPY --exclude=sub/b.* sub /kept/\nCOPY --exclude=keep.* [ak]* /named/\n",
     )
-    every, some, found = recipe.steps
+    every, some, found, kept, named = recipe.steps
     assert sorted(unpacked(folder, every)) == ["/all/a.txt", "/all/keep.log", "/all/sub", "/all/sub/b.sh"]
     assert unpacked(folder, some) == {}
+    assert sorted(unpacked(folder, kept)) == ["/kept/b.sh"], "a pattern speaks of the names in the source"
+    assert sorted(unpacked(folder, named)) == ["/named/a.txt"]
     assert sorted(unpacked(folder, found)) == ["/found/a.txt", "/found/keep.log"]
-    with pytest.raises(ConfigError, match=r"b\.log: is left out by \.dockerignore"):
-        recipe_of(folder, "FROM debian\nCOPY b.log /\n")
+    for source in ("b.log", "b.*", "--exclude=*.txt a.txt"):
+        with pytest.raises(ConfigError, match=r"is left out by \.dockerignore or --exclude"):
+            recipe_of(folder, f"FROM debian\nCOPY {source} /\n")
 
 
 def test_a_link_that_a_copy_names_is_followed_within_the_context(folder):
@@ -233,6 +234,15 @@ def test_an_archive_that_is_added_is_unpacked(folder):
     unpack, plain = recipe_of(folder, "FROM debian\nADD x.tar.gz a.txt /opt/it/\n").steps
     assert (unpack.sources, unpack.target, unpack.unpack) == (("x.tar.gz",), "/opt/it/", True)
     assert plain == Copy(("a.txt",), "/opt/it/")
+    (left,) = recipe_of(folder, "FROM debian\nADD --exclude=*.gz [ax]* /opt/it/\n").steps
+    assert left.sources == ("a.txt",)
+
+
+def test_a_pattern_matches_leading_dots_and_a_caret_negates(folder):
+    (folder / "environment/.hidden").write_text("")
+    every, rest = recipe_of(folder, "FROM debian\nCOPY * /all/\nADD [^.Da]* /rest/\n").steps
+    assert {"/all/.hidden", "/all/a.txt"} < set(unpacked(folder, every))
+    assert (rest.sources, sorted(unpacked(folder, rest))) == (("sub",), ["/rest/b.sh"])
 
 
 def test_mounts_are_there_for_one_command(folder):
@@ -268,7 +278,14 @@ def test_mounts_are_there_for_one_command(folder):
         ("FROM a\nCOPY ../x /x", "../x"),
         ("FROM a\nCOPY x", "a source and a target"),
         ("FROM a\nRUN --mount=type=secret,id=x x", "--mount=type=secret"),
+        ("FROM a\nRUN --mount=type=tempfs,target=/t x", "--mount=type=tempfs"),
         ("FROM a\nRUN --network=none x", "--network"),
+        ("FROM a\nFROM a\nCOPY --from=0 <<E x /y/\nE", "--from takes no here-document"),
+        ("FROM a\nSTOPSIGNAL", "STOPSIGNAL"),
+        ("FROM a\nEXPOSE ${A", "${A"),
+        ("FROM a\nLABEL a=${A", "${A"),
+        ("FROM a\nLABEL a", "LABEL"),
+        ("FROM a\nMAINTAINER", "MAINTAINER"),
         ("FROM a\nRUN --security=insecure x", "--security"),
         ("FROM a\nRUN <<EOF\nx", "unterminated heredoc"),
         ("FROM a\nWORKDIR ${A", "${A"),
@@ -305,6 +322,10 @@ def test_what_a_dockerfile_asks_in_vain_is_refused_by_name(folder, line, named):
         ("[[steps]]\nname = 'one'\n[[steps.artifacts]]\nsource = '/x'\nservice = 'db'", "steps.0.artifacts.0.service"),
         ("[environment]\nos = 'windows'", "environment.os"),
         ("[environment]\nnetwork_mode = 'some'", "environment.network_mode"),
+        ("[environment]\nallowed_hosts = ['a.b']", "environment: allowed_hosts needs network_mode"),
+        ("[agent]\nallowed_hosts = ['a.b']", "agent: allowed_hosts needs network_mode"),
+        ("[verifier]\nnetwork_mode = 'no-network'\nallowed_hosts = ['a.b']", "verifier: allowed_hosts needs"),
+        ("[[steps]]\nname = 'a'\n[steps.verifier]\nallowed_hosts = ['a.b']", "steps.0.verifier: allowed_hosts needs"),
         ("[environment]\ngpus = 1", "environment.gpus"),
         ("[environment]\ngpu_types = ['H100']", "environment.gpus"),
         ("[environment]\nmemory_mb = 'much'", "environment.memory_mb"),
@@ -683,6 +704,27 @@ def test_steps_inherit_from_the_task_and_add_their_own(folder):
     assert one.tests == (folder / "tests",)
     assert two.tests == (folder / "tests", folder / "steps/two/tests")
     assert two.config.verifier.env == {"A": "1"}
+
+
+@pytest.mark.parametrize(
+    ("rewards", "mean"), [([1.0] * 49, 1.0), ([0.0, 1.0], 0.5), ([1e308, 1e308], 1e308), ([-1e308, 1e308], 0.0)]
+)
+def test_the_mean_of_steps_is_exact_for_any_numbers(folder, rewards, mean):
+    (folder / "steps/one").mkdir(parents=True)
+    (folder / "steps/one/instruction.md").write_text("Do it.")
+    (folder / "task.toml").write_text("[[steps]]\nname = 'one'\n")
+    assert combined(load_task(folder), [Verdict(reward, 0, "", 0.0) for reward in rewards]) == mean
+
+
+@pytest.mark.parametrize("table", ["steps.verifier", "steps.verifier.environment"])
+def test_a_variable_that_is_not_given_is_refused_in_a_step_too(folder, table):
+    (folder / "steps/one").mkdir(parents=True)
+    (folder / "steps/one/instruction.md").write_text("Do it.")
+    (folder / "task.toml").write_text(f"[[steps]]\nname = 'one'\n[{table}.env]\nA = '${{A_SECRET}}'\n")
+    named = table.replace("steps.", "steps.one.")
+    with pytest.raises(ConfigError, match=rf"task\.toml: {named}\.env\.A: \$\{{A_SECRET\}} is not given"):
+        load_task(folder)
+    assert load_task(folder, variables={"A_SECRET": "a"}).steps
 
 
 @pytest.mark.parametrize(

@@ -22,34 +22,24 @@ REPLACED = {errno.ENOENT, errno.ELOOP, errno.ENXIO, errno.EINVAL}
 """Errors of opening what has become something else."""
 
 
-def op_tar(call: int, path: str, max_bytes: int, offset: int | None) -> None:
+def op_tar(call: int, path: str, max_bytes: int) -> None:
     """Answer with an archive."""
     path = path_of(path)
-    Work(call, lambda: pack(path, max_bytes, offset))
-
-
-class Enough(Exception):
-    """Raised when the requested part is complete."""
+    Work(call, lambda: pack(path, max_bytes))
 
 
 class BoundedBuffer:
-    """A file to write to, in memory, that refuses to grow beyond a bound; with `offset` it keeps one part."""
+    """A file to write to, in memory, that refuses to grow beyond a bound."""
 
-    def __init__(self, limit: int, offset: int | None) -> None:
+    def __init__(self, limit: int) -> None:
         self.limit, self.size = limit, 0
-        self.offset = offset
         self.parts: list[bytes] = []
 
     def write(self, data: bytes | bytearray) -> None:
         """Add to it."""
         self.claim(len(data))
-        start, self.size = self.size, self.size + len(data)
-        first = self.offset or 0
-        if self.size > first + self.limit:
-            self.parts.append(bytes(data)[max(0, first - start) : first + self.limit - start])
-            raise Enough
-        if self.size > first:
-            self.parts.append(bytes(data)[max(0, first - start) :])
+        self.size += len(data)
+        self.parts.append(bytes(data))
 
     def copy(self, fd: int, size: int) -> int:
         """Add what an open file has, at most so many bytes; how many there were."""
@@ -61,17 +51,14 @@ class BoundedBuffer:
 
     def claim(self, size: int) -> None:
         """Raises `OpFailed` where so many bytes more are too many."""
-        if self.offset is None and self.size + size > self.limit:
+        if self.size + size > self.limit:
             raise OpFailed("too_large", f"the archive is larger than {self.limit} bytes", "output")
 
 
-def pack(path: str, max_bytes: int, offset: int | None = None) -> Outcome:
+def pack(path: str, max_bytes: int) -> Outcome:
     """An archive of a file, or of a folder's contents."""
-    out = BoundedBuffer(max_bytes, offset)
-    try:
-        write_archive(out, path)
-    except Enough:
-        pass
+    out = BoundedBuffer(max_bytes)
+    write_archive(out, path)
     return "file_result", {"size": out.size, "mode": 0o644, "sha256": None}, {"data": b"".join(out.parts)}
 
 

@@ -51,7 +51,7 @@ def op_write_stream(call: int, path: str, tar: bool, mode: int | None) -> None:
 
 def op_read_stream(call: int, path: str, tar: bool, offset: int, max_bytes: int) -> None:
     """Send a file or an archive down the stream."""
-    StreamWork(call, lambda: read_stream(path_of(path), Outgoing(max_bytes, None), offset, tar=tar))
+    StreamWork(call, lambda: read_stream(path_of(path), Outgoing(max_bytes), offset, tar=tar))
 
 
 class Incoming:
