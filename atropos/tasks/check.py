@@ -188,7 +188,7 @@ async def _running(
     at_once = min(config.slots, len(tasks) * len(config.agents))
     fitting = max(1, _machine_mib() * 3 // 4 // room.memory_mib)
     machines = [one for task in tasks for one in (task, *task.verifiers)]
-    largest = max(one.limits.memory_mib or 0 if one.limits else 0 for one in machines)
+    largest = max((one.limits.memory_mib or 0 for one in machines if one.limits), default=0)
     settings = SlotPoolConfig(
         backend=config.backend,
         base=config.base,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import posixpath
 import secrets
 from collections.abc import AsyncGenerator
@@ -19,18 +20,19 @@ INTERVAL_S = 0.25
 
 def changes(before: Listing, after: Listing) -> list[tuple[str, str]]:
     """The events between two listings, each with its path."""
-    gone = {before[path][:2]: path for path in before.keys() - after.keys()}
+    gone: dict[tuple[int, str], list[str]] = {}  # several where a file had several names
+    for path in sorted(before.keys() - after.keys(), reverse=True):
+        gone.setdefault(before[path][:2], []).append(path)
     events: list[tuple[str, str]] = []
     for path in sorted(after.keys() - before.keys()):
         inode, kind, _, size, _ = after[path]
-        old = gone.pop((inode, kind), None)
-        if old is not None:
-            events += [("RENAME", old), ("CREATE", path)]
+        if names := gone.get((inode, kind)):
+            events += [("RENAME", names.pop()), ("CREATE", path)]
             continue
         events.append(("CREATE", path))
         if kind == "f" and size:
             events.append(("WRITE", path))
-    events += [("REMOVE", path) for path in sorted(gone.values())]
+    events += [("REMOVE", path) for path in sorted(itertools.chain(*gone.values()))]
     for path in sorted(after.keys() & before.keys()):
         old_inode, old_kind, old_mode, *was = before[path]
         inode, kind, mode, *now = after[path]

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 _HUNK = re.compile(r"@@+ ?(?:-(\d{1,18})(?:,\d+)? \+\d+(?:,\d+)?)?")
+_GIT_LINE = re.compile(r"(rename from|rename to|new file mode|deleted file mode|new mode) (.*)")
 _NEAR = 0.6
 """Least similarity of a near miss."""
 MAX_COMPARED = 4000
@@ -88,13 +89,8 @@ def parse(text: str) -> list[FileChange]:
             index = _hunks(lines, index + 2, change)
             changes.append(change)
             continue
-        elif line.startswith(("rename from ", "rename to ", "new file mode ", "deleted file mode ", "new mode ")):
-            key = next(
-                key
-                for key in ("rename from", "rename to", "new file mode", "deleted file mode", "new mode")
-                if line.startswith(key)
-            )
-            git[key] = line[len(key) + 1 :].strip()
+        elif (match := _GIT_LINE.match(line)) is not None:
+            git[match[1]] = match[2].strip()
         elif line.startswith(("GIT binary patch", "Binary files ")):
             raise PatchError("the diff changes a binary file, which patch can't do; use the terminal")
         elif line.startswith("@@"):
