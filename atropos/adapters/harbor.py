@@ -151,6 +151,7 @@ class AtroposEnvironment(BaseEnvironment):
             env=self._merge_env(env),
             user=None if user is None else str(user),
             split=True,
+            concurrent=True,
         )
         if result.timed_out:
             raise RuntimeError(f"Command timed out after {timeout_sec} seconds")

@@ -142,6 +142,7 @@ class AtroposSandbox(SandboxEnvironment):
                 stdin=input,
                 split=True,
                 max_output_bytes=limit,
+                concurrent=True,
             )
         if result.timed_out:
             late = TimeoutError(f"Command timed out after {timeout} seconds")

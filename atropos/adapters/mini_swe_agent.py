@@ -166,7 +166,12 @@ class AtroposEnvironment(LocalEnvironment):
             raise SandboxGoneError("the environment was cleaned up")
         forwarded = {name: os.environ[name] for name in self.config.forward_env if name in os.environ}
         work = held.slot.exec(
-            argv, timeout_s=timeout_s, workdir=held.path(cwd), env=forwarded | self.config.env, user=held.user
+            argv,
+            timeout_s=timeout_s,
+            workdir=held.path(cwd),
+            env=forwarded | self.config.env,
+            user=held.user,
+            concurrent=True,
         )
         with infrastructure(SandboxGoneError):
             return event_loop().run(work)

@@ -118,6 +118,7 @@ class AtroposProvider:
                 env=_sandbox(handle).env | (env or {}),
                 user=held.user if user is None else str(user),
                 split=True,
+                concurrent=True,
             )
         if result.timed_out:
             return SandboxExecResult(result.stdout, result.stderr, DID_NOT_RUN, error_type="timeout")

@@ -135,6 +135,7 @@ class AtroposRuntime(AbstractRuntime):
                 clean_env=command.env is not None,
                 user=self._held.user,
                 split=True,
+                concurrent=True,
             )
         response = response_of(result, command)
         if command.check and response.exit_code != 0:

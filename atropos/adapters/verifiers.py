@@ -167,7 +167,12 @@ class AtroposRuntime(Runtime):
         with infrastructure(SandboxError):
             held = await self._slot()
             result = await held.slot.exec(
-                argv, workdir=self._folder, env=self.process_env(env), user=self.user or held.user, split=True
+                argv,
+                workdir=self._folder,
+                env=self.process_env(env),
+                user=self.user or held.user,
+                split=True,
+                concurrent=True,
             )
         if result.timed_out:
             raise SandboxError(f"{argv[0]} took longer than the slot's limits.wall_s")

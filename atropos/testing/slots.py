@@ -14,7 +14,7 @@ import pytest
 import pytest_asyncio
 
 from atropos.errors import LeaseExpired, LimitTooLarge
-from atropos.slots import LeaseLimits, PortForward, Slot, SlotPool
+from atropos.slots import ExecResult, LeaseLimits, PortForward, Slot, SlotPool
 from atropos.slots.slot.processes import Process
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -197,6 +197,28 @@ async def test_calls_of_one_slot_run_in_the_order_given(slot: Slot) -> None:
     assert (await slot.read_file("order")).split() == [b"%d" % n for n in range(20)]
 
 
+async def test_concurrent_commands_run_side_by_side_each_with_its_own_end(slot: Slot) -> None:
+    def start(command: str, timeout_s: float = 60) -> asyncio.Task[ExecResult]:
+        return asyncio.create_task(slot.exec(command, timeout_s=timeout_s, concurrent=True))
+
+    waits = start("until [ -s go ]; do sleep 0.02; done; cat go; exit 3")
+    late = start("echo before; sleep 1000", timeout_s=1)
+    cancelled = start("echo $$ > pid; sleep 1000")
+    await slot.exec("until [ -s pid ]; do sleep 0.02; done")
+    cancelled.cancel()
+    await asyncio.gather(*(slot.exec(f"echo {n} >> order") for n in range(20)))
+    assert (await slot.read_file("order")).split() == [b"%d" % n for n in range(20)]
+    await slot.exec("until ! kill -0 $(cat pid); do sleep 0.02; done 2>/dev/null")
+    timed_out = await late
+    assert not waits.done()
+    second = await start("echo one > go; echo two")
+    first = await waits
+    assert (timed_out.timed_out, timed_out.output) == (True, "before\n")
+    assert (first.exit_code, first.output, first.timed_out, first.cancelled) == (3, "one\n", False, False)
+    assert (second.exit_code, second.output) == (0, "two\n")
+    assert "sleep 1000" not in (await slot.exec("cat /proc/[0-9]*/cmdline | tr '\\0' ' '")).output
+
+
 async def test_files_are_written_read_and_refused_as_pythons_own_errors(slot: Slot) -> None:
     data = bytes(range(256)) * 4000
     await slot.write_file("deep/er/a.bin", data, mode=0o640)
@@ -247,6 +269,13 @@ async def test_a_folder_goes_in_and_out_with_links_and_modes(slot: Slot, tmp_pat
     with tarfile.open(fileobj=io.BytesIO(await slot.download("up/sub"))) as archive:
         names = archive.getnames()
     assert any(name.endswith("run.sh") for name in names)
+
+
+async def test_quiesce_ends_concurrent_commands(slot: Slot) -> None:
+    command = asyncio.create_task(slot.exec("touch started; sleep 1000", concurrent=True))
+    await slot.exec("until [ -e started ]; do sleep 0.02; done")
+    assert await slot.quiesce() >= 1
+    assert (await command).exit_code == -9
 
 
 async def test_quiesce_ends_every_process_and_keeps_files(slot: Slot) -> None:
@@ -305,13 +334,13 @@ async def test_a_released_slot_refuses_calls(pool: SlotPool) -> None:
         await slot.exec("true")
 
 
-async def test_a_release_in_the_middle_of_a_call_ends_it(pool: SlotPool) -> None:
+async def test_a_release_in_the_middle_of_calls_ends_them(pool: SlotPool) -> None:
     slot = await pool.acquire("t")
-    call = asyncio.create_task(slot.exec("sleep 1000"))
+    calls = [asyncio.create_task(slot.exec("sleep 1000", concurrent=each)) for each in (False, True, True)]
     await asyncio.sleep(0.1)
     await slot.release()
-    with pytest.raises(LeaseExpired):
-        await call
+    for ended in await asyncio.gather(*calls, return_exceptions=True):
+        assert isinstance(ended, LeaseExpired), ended
 
 
 async def test_slots_work_side_by_side(pool: SlotPool) -> None:

@@ -18,7 +18,7 @@ CommandOrArgv = str | Annotated[tuple[str, ...], Field(min_length=1)]
 
 
 class Exec(WireMessage):
-    """Run a command in its own session and wait for it."""
+    """Run a command in its own session and wait for it: after the calls before it, or beside them if `concurrent`."""
 
     op: Literal["exec"] = "exec"
     command: CommandOrArgv
@@ -30,6 +30,7 @@ class Exec(WireMessage):
     stdin: bytes | None = None
     split: bool = Field(default=False, description="stdout and stderr apart; combined by arrival")
     max_output_bytes: int | None = Field(default=None, gt=0)
+    concurrent: bool = Field(default=False, description="run now; neither wait for other calls nor keep them waiting")
 
 
 class ReadFile(WireMessage):

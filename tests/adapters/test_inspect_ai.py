@@ -21,10 +21,10 @@ def test_its_self_check_passes_whole(tmp_path: Path) -> None:
     )  # fmt: skip
     found = re.search(r"(\d+) passed", output)
     assert found, output
-    assert int(found[1]) == SELF_CHECKS + 2, output
+    assert int(found[1]) == SELF_CHECKS + 3, output
     assert "skipped" not in output
     assert "xfail" not in output
-    print(f"inspect_ai self_check: {SELF_CHECKS} of {SELF_CHECKS} passed; root probe and tool injection passed")
+    print(f"inspect_ai self_check: {SELF_CHECKS} of {SELF_CHECKS} passed; root probe, tools and a service passed")
 
 
 @pytest.mark.parametrize("accident", ["", "1"])
@@ -41,3 +41,13 @@ def test_twenty_samples_by_its_command_line(tmp_path: Path, accident: str) -> No
     assert scored == ["C"] * (20 - len(failed))
     assert bool(failed) == bool(accident)
     assert all("SandboxGoneError" in sample["error"]["traceback"] for sample in failed)
+
+
+def test_an_agent_in_the_slot_calls_its_model_by_the_bridge(tmp_path: Path) -> None:
+    task = tmp_path / "inspect_bridge.py"
+    task.write_text((HOSTS / "inspect_bridge.py").read_text())
+    arguments = ("--model", "none/none", "--log-dir", "logs", "--log-format", "json", "--display", "plain")
+    run("inspect", "eval", task.name, *arguments, folder=tmp_path)
+    (log,) = (tmp_path / "logs").glob("*.json")
+    (sample,) = json.loads(log.read_text())["samples"]
+    assert sample["scores"]["match"]["value"] == "C", sample

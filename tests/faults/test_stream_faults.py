@@ -53,6 +53,21 @@ async def test_a_cut_at_every_byte_of_a_call_and_of_its_result_neither_doubles_n
     assert set(host.ran.values()) == {1}
 
 
+async def test_cuts_beside_concurrent_commands_neither_double_nor_lose_one():
+    host = FakeHost()
+    async with serving(host, heartbeat_s=5) as running, proxied(running.server.port) as proxy:
+        async with client_of(proxy) as client:
+            lease = await client.acquire(request())
+            for direction, position in itertools.product(("up", "down"), range(0, 1200, 40)):
+                proxy.strike(Fault(**{direction: position}))
+                commands = [f"count {direction} {position} {n}" for n in range(4)]
+                calls = [client.call(lease, Exec(command=each, concurrent=True)) for each in commands]
+                results = await asyncio.wait_for(asyncio.gather(*calls), 20)
+                assert [each.output.decode() for each in results] == [each.partition(" ")[2] for each in commands]
+            assert proxy.struck > 20
+    assert set(host.ran.values()) == {1}
+
+
 async def test_a_cut_while_connecting_is_survived_at_every_byte():
     host = FakeHost()
     async with serving(host, heartbeat_s=5) as running, proxied(running.server.port) as proxy:

@@ -15,6 +15,9 @@ from tests.limits import scenarios
 from tests.unit.sandbox.conftest import Driver, tiny_base
 from tests.waiting import SLOWNESS
 
+needs_cgroups = pytest.mark.skipif(
+    os.geteuid() != 0, reason="limits of memory and processes need cgroups: root, or delegation"
+)
 in_one_loop = pytest.mark.asyncio(loop_scope="module")
 LIMITS = {
     "memory_mib": 128,
@@ -61,7 +64,7 @@ async def slots(pool):
         yield slot, neighbour
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="limits of memory and processes need cgroups: root, or delegation")
+@needs_cgroups
 @pytest.mark.parametrize("name", HIT)
 @in_one_loop
 async def test_a_limit_is_named_in_the_result_and_felt_in_that_slot_alone(slots, name):
@@ -146,7 +149,7 @@ async def test_a_shorter_deadline_and_a_smaller_output_can_be_asked_for_but_no_l
     assert result.limit == "output" and len(result.output_bytes) < 2000
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="limits of memory and processes need cgroups: root, or delegation")
+@needs_cgroups
 @pytest.mark.parametrize("bomb", LEFT_RUNNING.values(), ids=LEFT_RUNNING)
 @in_one_loop
 async def test_what_fills_every_place_for_processes_is_ended_and_the_slot_goes_on(slots, bomb):

@@ -74,6 +74,18 @@ async def test_a_link_leads_to_nothing_that_only_the_view_has(pool):
                 assert (await slot.exec("cat h/x")).output == "1\n"
 
 
+async def test_programs_of_a_concurrent_command_stop_while_the_slot_settles_and_go_on(pool):
+    async with pool.lease("agent") as slot:
+        command = "> go; until [ -e over ]; do sleep 0.02; done; echo done"
+        agent = asyncio.create_task(slot.exec(command, concurrent=True, timeout_s=60))
+        await slot.exec("until [ -e go ]; do sleep 0.02; done; echo made > /etc/made")
+        await slot.settle()
+        await slot.exec("touch over")
+        assert (await agent).output == "done\n"
+        await slot.view()
+        assert (await slot.exec("cat /etc/made")).output == "made\n"
+
+
 LINKS_FOR_EVER = """\
 ln -s /tests/expected hidden; mkdir /data; ln -s f h; echo 1 > f; echo 0 > beat
 loop() {

@@ -39,21 +39,27 @@ class LimitWatch:
         self._most_sockets = sockets.most(limits.memory_mib << 20)
         self._closing, self._closing_until = 0, 0.0
         """Sockets of killed programs that were still open at the last check, and when they must be closed."""
+        self._commands: dict[str, bool] = {}
+        """The commands that run, by call, and whether others ran at the same time."""
         self._cut: set[str] = set()
         """Calls whose programs were killed because the slot had too many sockets."""
         self._background: dict[str, Counts | Limit | None] = {}
         """The counts when a background process was started; once it has ended, the limit that ended it."""
 
-    def record_start(self, operation: str, ident: str | None = None) -> Counts | None:
+    def record_start(self, operation: str, call_id: str, ident: str | None = None) -> Counts | None:
         """Record the start of an operation. Returns the counts to compare with, where it starts a program.
 
         Args:
             operation: its name on the wire.
+            call_id: the call.
             ident: of the background process that it concerns.
         """
         counts = None
         if operation == "exec":
             counts = self._idle or self._cgroup.counts()
+            self._commands[call_id] = False
+            if len(self._commands) > 1:
+                self._commands = dict.fromkeys(self._commands, True)
         elif operation == "proc_start":
             counts = self._cgroup.counts()
         elif operation == "proc_kill" and ident is not None:
@@ -63,12 +69,16 @@ class LimitWatch:
 
     def forget(self, call_id: str) -> None:
         """Drop the record of a call that was answered."""
+        self._commands.pop(call_id, None)
         self._cut.discard(call_id)
 
     def of_result(
         self, result: CommandResult, before: Counts, call_id: str, *, alone: bool
     ) -> tuple[CommandResult, bool]:
         """Add to a result which limit ended its program; also whether forks fail because of leftover processes.
+
+        The kernel counts for the whole slot: of commands that ran at the same time, `memory` is said of those that were
+        killed, and `pids` of those that failed.
 
         Args:
             result: as PID 1 sent it.
@@ -86,9 +96,12 @@ class LimitWatch:
         refused = limit == "pids" and not alone
         if result.timed_out or result.cancelled or (result.limit is not None and result.limit != "output"):
             return result, refused
-        if call_id in self._cut and result.exit_code == -signal.SIGKILL:
+        code = result.exit_code
+        if self._commands.get(call_id) and (code == 0 or (limit == "memory" and code not in _KILLED)):
+            limit = None
+        if call_id in self._cut and code == -signal.SIGKILL:
             limit = "files"
-        if limit is None and result.exit_code != 0:
+        if limit is None and code != 0:
             limit = volumes.exhausted(self._volume)
         return result if limit is None else result.model_copy(update={"limit": limit}), refused
 

@@ -82,14 +82,19 @@ class RunnerLink:
         self._number = 0
         self.ready: asyncio.Future[None] = self._loop.create_future()
         self.closed = False
-        self.alone = False
-        """Whether, by the latest answer, no other process is left in the slot."""
+        self._alone = False
+        """Whether the latest answer said that the runner was the slot's only process."""
         self._loop.add_reader(self._fd, self._readable)
 
     def __repr__(self) -> str:
         return (
             f"<RunnerLink {len(self._open)} open calls, {self._queued} bytes queued{', closed' if self.closed else ''}>"
         )
+
+    @property
+    def alone(self) -> bool:
+        """Whether no other process is left in the slot: the latest answer said so, and no call is open that may start one."""
+        return self._alone and not self._open
 
     def start(self, environment: dict[str, str], output_bytes: int, wall_s: float, oom_fd: int) -> None:
         """Send the first message; `ready` is done when the runner has answered.
@@ -240,7 +245,7 @@ class RunnerLink:
         try:
             header = from_json(frame[4 : 4 + length])
             number, fields, blobs = header["id"], header["r"], header["b"]
-            self.alone = header.get("alone") is True
+            self._alone = header.get("alone") is True
             at = 4 + length
             for name, size in blobs:
                 if name not in _BLOBS or size < 0 or at + size > len(frame):

@@ -107,7 +107,7 @@ class SlotSandbox:
             return
         op = operation.op
         arguments = self._arguments_of(operation)
-        before = self._watch.record_start(op, getattr(operation, "id", None))
+        before = self._watch.record_start(op, call_id, getattr(operation, "id", None))
         self._programs = self._programs or op in _STARTS
 
         def ended(result: OpResult | Exception) -> None:
@@ -136,7 +136,7 @@ class SlotSandbox:
 
     def _arguments_of(self, operation: Operation) -> dict[str, object]:
         """The operation's fields for the runner, with the image's settings where it starts a program."""
-        left_out = {"op", "clean_env"} if operation.op == "exec" else {"op", "stream"}
+        left_out = {"op", "clean_env", "concurrent"} if operation.op == "exec" else {"op", "stream"}
         arguments = {name: value for name, value in operation.__dict__.items() if name not in left_out}
         if operation.op in _STARTS and self._image is not None:
             arguments["env"] = self._image.env | arguments["env"]

@@ -31,7 +31,8 @@ load of ten times its cores made it 0.9 s."""
 class Slot(SlotFiles):
     """A private machine-like workspace for one trajectory, until it is released.
 
-    Not to be made by hand: `SlotPool.lease` or `SlotPool.acquire` gives one. Calls run in the order given.
+    Not to be made by hand: `SlotPool.lease` or `SlotPool.acquire` gives one. Calls run in the order given, but for
+    `exec(concurrent=True)` and calls on background processes, which wait for no command.
 
     Every method raises `SlotLost` when the slot or its container is gone, `OutcomeUnknown` when a call may or may not
     have run, `LeaseExpired` after the end of the lease; a command's own failure is a result.
@@ -184,6 +185,7 @@ class Slot(SlotFiles):
         split: bool = False,
         clean_env: bool = False,
         max_output_bytes: int | None = None,
+        concurrent: bool = False,
     ) -> ExecResult:
         """Run a command in its own session and wait for its main process.
 
@@ -200,6 +202,8 @@ class Slot(SlotFiles):
             split: give stdout and stderr apart as well.
             clean_env: start from the slot's first environment and PATH alone.
             max_output_bytes: keep less output than the slot's limit.
+            concurrent: run it now, beside the slot's other calls, which don't wait for it. The slot runs 64 of these at once;
+                further ones wait. A `snapshot` or `view` waits until none runs.
         """
         data = stdin.encode() if isinstance(stdin, str) else stdin
         operation = wire.Exec(
@@ -212,6 +216,7 @@ class Slot(SlotFiles):
             split=split,
             clean_env=clean_env,
             max_output_bytes=max_output_bytes,
+            concurrent=concurrent,
         )
         large = data is not None and len(data) > PIECE_BYTES
         return ExecResult.of(await (self._run_on_file(operation) if large else self.run(operation)))

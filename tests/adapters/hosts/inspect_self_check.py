@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import anyio
 import pytest
 import pytest_asyncio
+from inspect_ai.util import sandbox_service
 from inspect_ai.util._sandbox.self_check import *  # noqa: F403
 
 from atropos.adapters.inspect_ai import AtroposSandbox, AtroposSandboxConfig
@@ -38,3 +40,30 @@ async def test_tools_are_injected_and_a_remote_process_streams(sandbox_env):
     text = {kind: "".join(e.data for e in events if e.type == kind) for kind in ("stdout", "stderr")}
     assert text == {"stdout": "one\nnobody\n", "stderr": "two\n"}
     assert events[-1].exit_code == 3
+
+
+CALLER = """
+import sys
+sys.path.append("/var/tmp/sandbox-services/maths")
+import maths
+print(maths.call_maths("double", x=21))
+"""
+
+
+async def test_a_program_that_runs_calls_a_service(sandbox_env):
+    over = False
+
+    async def double(x: int) -> int:
+        return 2 * x
+
+    async with anyio.create_task_group() as tasks:
+        started = anyio.Event()
+
+        async def serve() -> None:
+            await sandbox_service("maths", [double], lambda: over, sandbox_env, user="root", started=started)
+
+        tasks.start_soon(serve)
+        await started.wait()
+        result = await sandbox_env.exec(["python3", "-c", CALLER], user="root", timeout=60)
+        over = True
+    assert (result.returncode, result.stdout) == (0, "42\n"), result.stderr

@@ -187,6 +187,71 @@ async def test_a_snapshot_waits_for_the_calls_before_it_and_ends_what_watches_pr
         assert (await client.call(lease, Exec(command="echo on"))).output == b"on"
 
 
+async def test_concurrent_commands_pass_the_others_which_keep_their_order(monkeypatch):
+    monkeypatch.setattr("atropos.sandbox.server.calls.lanes.MAX_CONCURRENT", 2)
+    async with serving() as running, client_of(running) as client:
+        lease = await client.acquire(request())
+
+        def start(command: str, *, concurrent: bool = False) -> asyncio.Task:
+            return asyncio.create_task(client.call(lease, Exec(command=command, concurrent=concurrent)))
+
+        first = start("hang")
+        ordinary = [start(f"echo {n}") for n in range(5)]
+        beside = [start(f"hang {n}", concurrent=True) for n in range(3)]
+        await until(lambda: running.host.ran["hang 1"])
+        await asyncio.sleep(0.02)
+        assert running.host.ran["hang 2"] == 0, "it is one too many"
+        beside[0].cancel()
+        await until(lambda: running.host.ran["hang 2"])
+        assert not any(call.done() for call in (first, *ordinary, *beside[1:]))
+        first.cancel()
+        await asyncio.gather(*ordinary)
+        sandbox = running.core.state.runs[lease.lease_id].sandbox
+        assert [each for each in sandbox.order if "echo" in each] == [f"echo {n}" for n in range(5)]
+        for call in beside:
+            call.cancel()
+
+
+async def test_a_snapshot_runs_once_no_concurrent_command_does():
+    async with serving() as running, client_of(running) as client:
+        lease = await client.acquire(request())
+        agent = asyncio.create_task(client.call(lease, Exec(command="hang", concurrent=True)))
+        await until(lambda: running.host.ran["hang"])
+        freezing = asyncio.create_task(client.snapshot(lease))
+        lanes = running.core.state.runs[lease.lease_id].lanes
+        await until(lambda: lanes.queued == 2)
+        behind = asyncio.create_task(client.call(lease, Exec(command="echo behind")))
+        # what the first one waits for must go on
+        assert (await client.call(lease, Exec(command="echo poll", concurrent=True))).output == b"poll"
+        assert not freezing.done()
+        assert running.host.ran["echo behind"] == 0
+        running.host.start_s = 0.1
+        agent.cancel()
+        await until(lambda: running.host.layers)
+        late = await client.call(lease, Exec(command="echo late", concurrent=True))
+        assert freezing.done()
+        assert late.output == b"late"
+        await asyncio.gather(freezing, behind)
+
+
+async def test_a_copy_of_the_workspace_waits_for_no_concurrent_command_and_none_starts_meanwhile():
+    async with serving() as running, client_of(running) as client:
+        lease = await client.acquire(request())
+        lanes = running.core.state.runs[lease.lease_id].lanes
+        agent = asyncio.create_task(client.call(lease, Exec(command="hang", concurrent=True)))
+        await until(lambda: running.host.ran["hang"])
+        copied = asyncio.Event()
+        done = lanes.barrier(copied.wait, beside=True)
+        late = asyncio.create_task(client.call(lease, Exec(command="echo late", concurrent=True)))
+        await until(lambda: lanes.queued == 2)
+        assert running.host.ran["echo late"] == 0
+        copied.set()
+        await done
+        assert (await late).output == b"late"
+        assert not agent.done()
+        agent.cancel()
+
+
 async def test_a_snapshot_that_fails_ends_its_lease_and_nothing_else():
     host = FakeHost()
     async with serving(host) as running, client_of(running) as client:

@@ -20,6 +20,7 @@ from pydantic import ValidationError
 
 from atropos import wire
 from atropos.sandbox.host.runner_link import RunnerLink
+from tests.unit.client.test_client import until
 
 EXAMPLES = settings(
     max_examples=int(os.environ.get("ATROPOS_EXAMPLES", "100")),
@@ -109,14 +110,16 @@ def test_time_and_memory_are_linear_in_a_frame(piece: bytes):
 # ------------------------------------------------------------------------------------------------------------- runners
 
 
-def answer(fields: Any, *blobs: tuple[str, bytes], number: Any = 1) -> bytes:
+def answer(fields: Any, *blobs: tuple[str, bytes], number: Any = 1, **more: object) -> bytes:
     """A frame as a runner sends it."""
-    header = json.dumps({"id": number, "r": fields, "b": [[name, len(blob)] for name, blob in blobs]}).encode()
+    sizes = [[name, len(blob)] for name, blob in blobs]
+    header = json.dumps({"id": number, "r": fields, "b": sizes, **more}).encode()
     body = len(header).to_bytes(4, "little") + header + b"".join(blob for _, blob in blobs)
     return len(body).to_bytes(4, "little") + body
 
 
-DONE = answer({"kind": "exec_result", "exit_code": 0, "duration_s": 0.1}, ("output", b"ok"))
+ENDED = {"kind": "exec_result", "exit_code": 0, "duration_s": 0.1}
+DONE = answer(ENDED, ("output", b"ok"))
 ANSWERS = [
     DONE,
     answer({"kind": "op_error", "error": "io", "message": "x"}),
@@ -172,3 +175,18 @@ async def _told(data: bytes, pieces: int, rng: random.Random) -> None:
     theirs.close()
     await asyncio.sleep(0)
     assert complaints == []
+
+
+async def test_a_slot_is_not_empty_while_another_command_may_run():
+    """An answer that says so may have been sent before the other command reached the runner."""
+    ours, theirs = socket.socketpair()
+    channel = RunnerLink(ours, output_bytes=1000, on_broken=pytest.fail)
+    channel.ready.set_result(None)
+    seen: list[bool] = []
+    for number in (1, 2):
+        channel.call("exec", {"command": "x"}, lambda _: seen.append(channel.alone))
+        theirs.sendall(answer(ENDED, ("output", b"ok"), number=number, alone=True))
+    await until(lambda: len(seen) == 2)
+    assert seen == [False, True]
+    channel.close(ConnectionError("over"))
+    theirs.close()

@@ -128,18 +128,18 @@ def signal_session(session: int, number: int) -> None:
 
 
 def with_room(start: Callable[[], Started]) -> Started:
-    """Return what `start` returns. At the limit of processes, first kill what ended commands left running."""
+    """Return what `start` returns. At the limit of processes, first kill what ended commands left running, if anything."""
     try:
         return start()
     except BlockingIOError:
         patience = now() + KILL_PATIENCE_S
     while True:
-        end_leftovers()
+        ended = end_leftovers()
         children.reap()
         try:
             return start()
         except BlockingIOError:
-            if now() > patience:
+            if not ended or now() > patience:
                 raise
         time.sleep(0.002)
 
@@ -150,11 +150,11 @@ def leftovers() -> list[int]:
     return pids(lambda pid, session, _: pid not in running and session not in running)
 
 
-def end_leftovers() -> None:
-    """Kill what ended commands left running, even a fork bomb; keep the children of calls."""
+def end_leftovers() -> bool:
+    """Kill what ended commands left running, even a fork bomb; keep the children of calls. Whether there was anything."""
     if not children.running:
         kill_all()
-        return
+        return True
     stopped: set[int] = set()
     # stopped processes cannot fork but still count: after a round or two the limit stops the bomb
     for _ in range(50):
@@ -164,6 +164,7 @@ def end_leftovers() -> None:
         if not found:
             break
     signal_each(stopped, signals.SIGKILL)
+    return bool(stopped)
 
 
 def kill_all() -> None:

@@ -1,9 +1,10 @@
 """How the calls of one lease run: in the order given, in one sandbox at a time.
 
-There are two lanes. The *main* lane runs commands and file operations one after the other. The *process* lane takes
+There are three lanes. The *main* lane runs commands and file operations one after the other. The *process* lane takes
 `proc_read`, `proc_write`, `proc_kill` and `proc_list`, so that a background process can be watched and ended while a
-command runs; it keeps its own order, but a `proc_read` that waits lets the ones behind it go on. A `Barrier` (a
-snapshot) runs alone: after the calls before it in the main lane, with nothing in the process lane.
+command runs; it keeps its own order, but a `proc_read` that waits lets the ones behind it go on. The *concurrent* lane
+takes commands that ask for it (`Exec.concurrent`) and runs them side by side. A `Barrier` (a snapshot) runs alone: after
+the calls before it in the main lane, once no concurrent command runs, with nothing in the process lane.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from atropos.sandbox.server.calls.file_streams import IDLE_S, FileStream, FileSt
 from atropos.sandbox.server.calls.journal import Journal, JournalEntry, cancelled_reply
 from atropos.sandbox.server.metrics import Meters
 from atropos.wire import (
+    Exec,
     Fault,
     Operation,
     OpError,
@@ -44,14 +46,20 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 MAX_QUEUED = 1024
 """Calls that may wait in one lease; one more is refused, not run."""
+MAX_CONCURRENT = 64
+"""Concurrent commands that run at once in one lease; further ones wait. As many as it may have background processes."""
 SIDE = (ProcRead, ProcWrite, ProcKill, ProcList, SetNetwork)
 
 
 @dataclass(slots=True, eq=False)
 class Barrier:
-    """Work on the sandbox itself, in the main lane's order. It may replace `lanes.sandbox`."""
+    """Work on the sandbox itself, in the main lane's order. It may replace `lanes.sandbox`, unless it is `beside`.
+
+    `beside`: what runs goes on meanwhile; nothing else starts.
+    """
 
     work: Callable[[], Awaitable[None]]
+    beside: bool
     done: asyncio.Future[None]
 
 
@@ -87,16 +95,18 @@ class Lanes:
         """The stream of each running call that has one, by the call's id."""
         self._main: deque[Work | Barrier] = deque()
         self._side: deque[Work] = deque()
+        self._concurrent: deque[Work] = deque()
         self._running: dict[str, JournalEntry] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._main_busy = self._side_busy = False
+        self._concurrent_running = 0
         self._barrier = self._congested = False
         self._closed: tuple[str, str] | None = None
 
     @property
     def queued(self) -> int:
         """Calls that wait or run."""
-        return len(self._main) + len(self._side) + len(self._running)
+        return len(self._main) + len(self._side) + len(self._concurrent) + len(self._running)
 
     def submit(self, entry: JournalEntry, operation: Operation) -> None:
         """Queue a call; its answer comes by the journal. Never raises."""
@@ -105,16 +115,18 @@ class Lanes:
             self._fault(entry, *self._closed)
         elif self.queued >= MAX_QUEUED:
             self._fault(entry, "sandbox_error", f"{MAX_QUEUED} calls wait in this lease already; it was not run")
-        elif isinstance(operation, SIDE):
-            self._side.append((entry, operation))
-            self._kick()
         else:
-            self._main.append((entry, operation))
+            if isinstance(operation, SIDE):
+                self._side.append((entry, operation))
+            elif isinstance(operation, Exec) and operation.concurrent:
+                self._concurrent.append((entry, operation))
+            else:
+                self._main.append((entry, operation))
             self._kick()
 
-    def barrier(self, work: Callable[[], Awaitable[None]]) -> asyncio.Future[None]:
+    def barrier(self, work: Callable[[], Awaitable[None]], *, beside: bool = False) -> asyncio.Future[None]:
         """Queue work on the sandbox itself; the future ends as it does (or with SandboxError, when the lease ends)."""
-        barrier = Barrier(work, asyncio.get_running_loop().create_future())
+        barrier = Barrier(work, beside, asyncio.get_running_loop().create_future())
         if self._closed is not None:
             barrier.done.set_exception(SandboxError(self._closed[1]))
         else:
@@ -137,9 +149,9 @@ class Lanes:
         if self._closed is not None:
             return
         self._closed = (code, message)
-        waiting = [*self._main, *self._side]
-        self._main.clear()
-        self._side.clear()
+        waiting = [*self._main, *self._side, *self._concurrent]
+        for lane in (self._main, self._side, self._concurrent):
+            lane.clear()
         for item in waiting:
             if isinstance(item, Barrier):
                 if not item.done.done():
@@ -166,7 +178,9 @@ class Lanes:
         while self._main and not self._main_busy:
             item = self._main[0]
             if isinstance(item, Barrier):
-                self._main_busy = True
+                if self._concurrent_running and not item.beside:
+                    break
+                self._main_busy = self._barrier = True
                 self._spawn(self._run_barrier(item))  # which takes it from the queue: until then, `close` answers it
                 break
             if not self._has_room():
@@ -179,12 +193,17 @@ class Lanes:
                 self._begin(entry, operation, lambda: None)
             else:
                 self._side_busy = self._begin(entry, operation, self._side_ended)
+        while self._concurrent and self._concurrent_running < MAX_CONCURRENT and not self._barrier and self._has_room():
+            self._concurrent_running += self._begin(*self._concurrent.popleft(), self._concurrent_ended)
 
     def _main_ended(self) -> None:
         self._main_busy = False
 
     def _side_ended(self) -> None:
         self._side_busy = False
+
+    def _concurrent_ended(self) -> None:
+        self._concurrent_running -= 1
 
     def _has_room(self) -> bool:
         """Whether the journal takes more; else the lanes go on when it does."""
@@ -273,10 +292,10 @@ class Lanes:
 
     async def _run_barrier(self, barrier: Barrier) -> None:
         self._main.popleft()
-        self._barrier = True
         try:
-            for entry in list(self._running.values()):
-                self.sandbox.cancel(entry.number)
+            if not barrier.beside:
+                for entry in list(self._running.values()):
+                    self.sandbox.cancel(entry.number)
             await barrier.work()
             if not barrier.done.done():
                 barrier.done.set_result(None)

@@ -70,7 +70,7 @@ class Workspaces:
     async def _queue_freeze(self, run: LeaseRun, name: str, *, beside: bool) -> SnapshotInfo:
         take = self._copy if beside else self._freeze
         try:
-            return await run.between_calls(self._state.spawn, lambda: take(run, name))
+            return await run.between_calls(self._state.spawn, lambda: take(run, name), beside=beside)
         except LeaseExpired:
             self._state.snapshots.abandon()
             raise

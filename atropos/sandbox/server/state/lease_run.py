@@ -63,8 +63,10 @@ class LeaseRun:
         found = await asyncio.gather(*map(stop, held))
         return next((each for each in found if not each.clean), Stopped(clean=True, seconds=0))
 
-    async def between_calls(self, spawn: Spawn, change: Callable[[], Coroutine[object, None, T]]) -> T:
-        """Change the sandbox after the calls before, alone.
+    async def between_calls(
+        self, spawn: Spawn, change: Callable[[], Coroutine[object, None, T]], *, beside: bool = False
+    ) -> T:
+        """Change the sandbox after the calls before, alone; or, with `beside`, read it while its programs go on.
 
         Raises:
             LeaseExpired: the lease ended before its turn came.
@@ -78,7 +80,7 @@ class LeaseRun:
 
         assert self.lanes is not None
         try:
-            await self.lanes.barrier(work)
+            await self.lanes.barrier(work, beside=beside)
         except SandboxError as error:
             if not changing:
                 raise LeaseExpired(f"the lease ended before its turn came: {error}") from None

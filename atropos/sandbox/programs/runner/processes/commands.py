@@ -154,7 +154,7 @@ class Command:
         lost = self.all.dropped()
         if not (lost or self.timed_out or self.cancelled or self.limit or self.out) and code is not None:
             # the common case: omitted fields have their defaults
-            alone = ',"alone":true' if children.alone else ""
+            alone = ',"alone":true' if children.alone and not children.running else ""
             took = f"{now() - self.started:.6f}"
             header = f'{{"id":{self.call},"r":{{"kind":"exec_result","exit_code":{code},"duration_s":{took}}},'
             header += f'"b":[["output",{len(output)}]]{alone}}}'
