@@ -19,7 +19,7 @@ from types import FrameType
 from typing import Any
 
 from atropos.aio import outlive
-from atropos.envs.running.hooks import in_hook
+from atropos.envs.running.hooks import Interrupted, in_hook
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 BLOCKED_S = 1.0
@@ -120,7 +120,7 @@ class _Signals:
             self._repeating = threading.Thread(target=self._repeat, args=(number,), daemon=True)
             self._repeating.start()
         if time.monotonic() - self._alive_at > BLOCKED_S and in_hook(frame):
-            raise asyncio.CancelledError(f"interrupted by {signal.Signals(number).name}")
+            raise Interrupted(f"interrupted by {signal.Signals(number).name}")
 
     def _repeat(self, number: int) -> None:
         """Send the signal again whenever the loop is blocked: other tasks' hooks run before the loop cancels them."""
