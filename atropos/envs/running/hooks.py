@@ -219,7 +219,7 @@ class Hooks:
         limit = asyncio.timeout(self._timeout_s)
         try:
             async with limit:
-                return await _run(hook)
+                return await run_hook(hook)
         except TimeoutError as error:
             if not limit.expired():
                 raise
@@ -275,12 +275,13 @@ def _named(hook: str, failure: SandboxError | HookError) -> SandboxError | HookE
     return failure
 
 
-async def _run(hook: Callable[[], Value | Awaitable[Value]]) -> Value:
+async def run_hook(hook: Callable[[], Value | Awaitable[Value]]) -> Value:
+    """What a hook returns, a plain function or a coroutine function."""
     value = hook()
     return cast("Value", await value if inspect.isawaitable(value) else value)
 
 
-HOOK_CODE.add(_run.__code__)
+HOOK_CODE.add(run_hook.__code__)
 
 
 def in_hook(frame: FrameType | None) -> bool:
