@@ -55,6 +55,11 @@ from atropos.tools import ToolCall, ToolExecutor, ToolRegistry, ToolResult
 
 __all__ = ["Event", "ExecTool", "GroupMember", "SandboxEnv"]
 
+SENDS_S = 30.0
+"""How long a shutdown waits for groups that are being sent to the trajectory API, all together."""
+WORKERS_S = 45.0
+"""How long it waits for cancelled workers, these sends included."""
+
 _log = logging.getLogger(__name__)
 
 
@@ -483,9 +488,10 @@ class SandboxEnv(BaseEnv):
         self.sink.close()
 
     async def _close(self) -> None:
-        """Workers first, then executor and pool, then files."""
-        await self.collector.cancel()
-        await cancel_and_wait({*self.workers, *self.eval_workers, self.eval_runner})
+        """Workers first, then executor and pool, then files; each in bounded time."""
+        self.sink.end_within(SENDS_S)
+        tasks = {*self.collector.collecting, *self.workers, *self.eval_workers, self.eval_runner}
+        await cancel_and_wait(tasks, seconds=WORKERS_S)
         await asyncio.gather(
             bounded("the tool backend", self.shutdown_tool_backend(), 90),
             bounded("the inference clients", stop_servers(self.server), 5),

@@ -151,12 +151,20 @@ async def beside(work: Coroutine[object, object, None]) -> AsyncGenerator[None]:
         await cancel_and_wait([task])
 
 
-async def cancel_and_wait(tasks: Iterable[asyncio.Task[object] | None]) -> None:
-    """Cancel tasks and wait until each is over; their errors are ignored."""
+async def cancel_and_wait(tasks: Iterable[asyncio.Task[object] | None], *, seconds: float | None = None) -> None:
+    """Cancel tasks and wait until each is over; their errors are ignored.
+
+    Args:
+        tasks: None among them and the current task are left out.
+        seconds: how long to wait; tasks that are still not over are abandoned, and the log says so.
+    """
     alive = [task for task in tasks if task is not None and task is not asyncio.current_task()]
     for task in alive:
         task.cancel()
-    await asyncio.gather(*alive, return_exceptions=True)
+    over = asyncio.gather(*alive, return_exceptions=True)
+    _, late = await asyncio.wait([over], timeout=seconds)
+    if late:
+        _log.warning("shutdown: cancelled tasks took longer than %g s and are abandoned", seconds)
 
 
 async def bounded(what: str, work: Awaitable[object], seconds: float) -> None:
