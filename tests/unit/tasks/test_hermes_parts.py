@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 
 import pytest
 from transformers import AutoTokenizer
@@ -17,6 +18,7 @@ from atropos.envs.sandbox_env import SandboxEnv
 from atropos.errors import ConfigError, InferenceError
 from atropos.tools import ToolResult
 from atropos.tools.parsers import get_parser, parser_names
+from examples.envs.data_env import DataEnv
 from examples.policy.tokenizer import FOLDER
 
 SCHEMAS = [{"type": "function", "function": {"name": "look_around", "description": "d", "parameters": {}}}]
@@ -184,6 +186,12 @@ def make(**settings):
     settings = {"tokenizer_name": str(FOLDER), "use_wandb": False, "enabled_toolsets": ["default"], **settings}
     server = APIServerConfig(base_url="http://127.0.0.1:9/v1", api_key="x", model_name="m", server_type="openai")
     return Quiet(HermesAgentEnvConfig(**settings), [server])
+
+
+@pytest.mark.parametrize("written", ["[" * 100_000, f'{{"median": 1{"0" * 400}}}', '{"median": [1]}', "[1]", "x"])
+async def test_nothing_that_the_agent_writes_makes_the_example_s_reward_raise(written):
+    ctx = SimpleNamespace(read_file=lambda _path: {"content": written})
+    assert await DataEnv.compute_reward(DataEnv, {"seed": 1, "sensor": "attic"}, None, ctx) == 0.0
 
 
 async def test_wandb_gets_tool_errors_once_and_readable_rollouts(monkeypatch):
