@@ -112,7 +112,7 @@ class GroupCollector:
 
     Attributes:
         observers: called with each `Event`.
-        collecting: the tasks in which groups are collected.
+        tasks: those in which groups are collected.
     """
 
     def __init__(
@@ -129,7 +129,7 @@ class GroupCollector:
         self._metrics = metrics
         self._lifetime = lifetime
         self._numbers = itertools.count(1)
-        self.collecting: set[asyncio.Task[object]] = set()
+        self.tasks: set[asyncio.Task[object]] = set()
         self._dropped_in_a_row = 0
         self.observers: list[Callable[[Event], None]] = []
 
@@ -141,7 +141,7 @@ class GroupCollector:
         """
         task = asyncio.current_task()
         assert task is not None
-        self.collecting.add(task)
+        self.tasks.add(task)
         try:
             return await self._collect(item)
         except asyncio.CancelledError:
@@ -151,7 +151,7 @@ class GroupCollector:
             self._lifetime.abort(error)
             raise
         finally:
-            self.collecting.discard(task)
+            self.tasks.discard(task)
 
     async def _collect(self, item: object) -> ScoredGroup | None:
         name = self._env.item_name(item)

@@ -24,6 +24,10 @@ from atropos.envs.running.hooks import Interrupted, in_hook
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 BLOCKED_S = 1.0
 """A hook that has blocked the event loop for so long is interrupted by a signal, as is each that blocks it after."""
+SENDS_S = 30.0
+"""How long a shutdown waits for groups that are being sent to the trajectory API, all together."""
+WORKERS_S = 45.0
+"""How long it waits for cancelled workers, these sends included."""
 
 _Handler = Callable[[int, FrameType | None], Any] | int | None
 """What `signal.signal` takes and returns."""
@@ -151,7 +155,7 @@ async def beside(work: Coroutine[object, object, None]) -> AsyncGenerator[None]:
         await cancel_and_wait([task])
 
 
-async def cancel_and_wait(tasks: Iterable[asyncio.Task[object] | None], *, seconds: float | None = None) -> None:
+async def cancel_and_wait(tasks: Iterable[asyncio.Task[object] | None], seconds: float | None = None) -> None:
     """Cancel tasks and wait until each is over; their errors are ignored.
 
     Args:
