@@ -262,7 +262,9 @@ def _chat_answer(answer: Any) -> ChatAnswer:
         message = choice.message
         content = message.content
         calls = [
-            ServerCall(call.id, replace_surrogates(str(call.function.name)), replace_surrogates(call.function.arguments))
+            ServerCall(
+                call.id, replace_surrogates(str(call.function.name)), replace_surrogates(call.function.arguments)
+            )
             for call in (getattr(message, "tool_calls", None) or [])
         ]
     except (AttributeError, IndexError, TypeError) as error:
