@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import math
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
@@ -126,7 +127,8 @@ class AtroposAgent:
         return True
 
     async def _loop(self, transcript: Transcript, steps: list[AgentStep]) -> StopReason:
-        started, earlier = time.monotonic(), len(steps)
+        earlier = len(steps)
+        deadline = time.monotonic() + (math.inf if self.config.timeout_s is None else self.config.timeout_s)
         while True:
             with tracing.span("chat", "client", gen_ai__operation__name="chat") as span:
                 step, ids, ended = await self._turn(transcript, len(steps))
@@ -140,9 +142,9 @@ class AtroposAgent:
                 return "final"
             if len(steps) - earlier >= self.config.max_steps:
                 return "max_steps"
-            if self.config.timeout_s is not None and time.monotonic() - started >= self.config.timeout_s:
+            await self._run_calls(step, deadline)
+            if time.monotonic() >= deadline:
                 return "max_time"
-            await self._run_calls(step)
             async with gate():
                 answers = self._dialect.results(step.outcomes, self.config)
                 context = self._dialect.following(answers, ids)
@@ -202,10 +204,12 @@ class AtroposAgent:
         seed: dict[str, object] = {} if self.config.seed is None else {"seed": self.config.seed}
         return {"temperature": self.config.temperature, **seed}
 
-    async def _run_calls(self, step: AgentStep) -> None:
-        """Run the turn's calls in order; a call that could not be parsed gets an error in its place."""
+    async def _run_calls(self, step: AgentStep, deadline: float) -> None:
+        """Run the turn's calls in order, until the deadline; a call that could not be parsed gets an error in its place."""
         started = time.perf_counter()
         for index in range(len(step.calls) + 1):
+            if time.monotonic() >= deadline:
+                break
             step.outcomes += [
                 Outcome(None, ToolResult.failure(message)) for position, message in step.unread if position == index
             ]

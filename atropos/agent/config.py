@@ -93,7 +93,7 @@ class AgentStep:
         content: the text without its calls.
         calls: of the turn, in order.
         unread: calls that could not be parsed: the number of calls before each, and the error.
-        outcomes: of calls and unread ones, in order; empty if the turn's calls were not run.
+        outcomes: of calls and unread ones, in order, as far as a bound let them run.
         reasoning: the model's thinking, if the dialect separates it from the answer.
         model_s, tools_s: seconds spent in generation and in tools.
     """

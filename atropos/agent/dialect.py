@@ -15,6 +15,7 @@ from atropos.agent.config import AgentConfig, Outcome
 from atropos.agent.model import ChatAnswer
 from atropos.agent.prompt import results_text, system_text
 from atropos.agent.template import TurnRenderer
+from atropos.agent.thinking import thinking, without_thinking
 from atropos.agent.transcript import Message
 from atropos.tools import ToolCall
 from atropos.tools.parsers import Parser
@@ -80,7 +81,7 @@ class Dialect(ABC):
 
 
 class XmlDialect(Dialect):
-    """Tools in the system message; a turn's results as XML in one user message."""
+    """Tools in the system message; a turn's results as XML in one user message. Calls within `<think>` are ignored."""
 
     def __init__(self, renderer: TurnRenderer, parser: Parser, schemas: Sequence[Mapping[str, object]]) -> None:
         self._renderer = renderer
@@ -91,7 +92,7 @@ class XmlDialect(Dialect):
     def opening(self, task: str, config: AgentConfig, *, exact: bool) -> list[Message]:  # noqa: ARG002 - the same with exact tokens
         """System and user."""
         return [
-            {"role": "system", "content": system_text(config.system_prompt, self._schemas)},
+            {"role": "system", "content": system_text(config.system_prompt, self._schemas, self._parser)},
             {"role": "user", "content": task},
         ]
 
@@ -101,21 +102,21 @@ class XmlDialect(Dialect):
 
     def read(self, ids: Sequence[int], *, cut_off: bool) -> Turn:
         """See `Dialect.read`."""
-        return self._turn(self._renderer.text(ids), list(ids), cut_off=cut_off)
+        text = self._renderer.text(ids)
+        return self._turn(text, self._renderer.whole_turn(text), list(ids), cut_off=cut_off)
 
     def read_answer(self, answer: ChatAnswer, *, cut_off: bool) -> Turn:
         """The text, with the calls that the server parsed out of it restored."""
         text = answer.content.removesuffix(self._renderer.end_text)  # left in by trl's server
         if answer.tool_calls:
             text = self._parser.render_turn(text, [call.tool_call() for call in answer.tool_calls])
-        return self._turn(text, self._renderer.placeholder(text), cut_off=cut_off)
+        return self._turn(text, self._renderer.whole_answer(text), self._renderer.placeholder(text), cut_off=cut_off)
 
-    def _turn(self, text: str, ids: list[int], *, cut_off: bool) -> Turn:
-        parsed = self._parser.parse(text)
-        message: Message = {"role": "assistant", "content": text}
-        if cut_off:
-            return Turn(message, ids, text, parsed.content)
-        return Turn(message, ids, text, parsed.content, calls=parsed.calls, unread=parsed.errors)
+    def _turn(self, text: str, whole: str, ids: list[int], *, cut_off: bool) -> Turn:
+        parsed = self._parser.parse(without_thinking(whole))
+        message: Message = {"role": "assistant", "content": whole}
+        calls, unread = ((), ()) if cut_off else (parsed.calls, parsed.errors)
+        return Turn(message, ids, text, parsed.content, reasoning=thinking(whole), calls=calls, unread=unread)
 
     def chat_options(self, config: AgentConfig, limit: int) -> dict[str, object]:
         """A limit where one is set: None would go out as null."""

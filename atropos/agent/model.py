@@ -262,7 +262,9 @@ def _chat_answer(answer: Any) -> ChatAnswer:
         message = choice.message
         content = message.content
         calls = [
-            ServerCall(call.id, str(_whole(call.function.name)), _whole(call.function.arguments))
+            ServerCall(
+                call.id, replace_surrogates(str(call.function.name)), replace_surrogates(call.function.arguments)
+            )
             for call in (getattr(message, "tool_calls", None) or [])
         ]
     except (AttributeError, IndexError, TypeError) as error:
@@ -273,7 +275,3 @@ def _chat_answer(answer: Any) -> ChatAnswer:
     if not content and not calls and not reasoning:
         raise InferenceError("the inference server answered without a message")
     return ChatAnswer(replace_surrogates(content or ""), replace_surrogates(str(reasoning)), calls, ending)
-
-
-def _whole(value: object) -> object:
-    return replace_surrogates(value) if isinstance(value, str) else value

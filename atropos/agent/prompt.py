@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 
-from atropos.tools import Tool, ToolRegistry, ToolResult
+from atropos.tools import Tool, ToolCall, ToolRegistry, ToolResult
 from atropos.tools.models import ToolSchema
+from atropos.tools.parsers import Parser
 
 Tools = ToolRegistry | Iterable[Tool | ToolSchema | Mapping[str, object]]
 """The forms in which an agent takes its tools."""
@@ -23,10 +24,9 @@ You may call one or more functions. Their signatures stand within <tools></tools
 {schemas}
 </tools>
 
-For each call answer a JSON object with the function's name and arguments within <tool_call></tool_call>:
-<tool_call>
-{{"name": <function-name>, "arguments": <args-json-object>}}
-</tool_call>"""
+For each call write the function's name and its arguments in exactly this form:
+{example}"""
+EXAMPLE = ToolCall(name="function_name", arguments={"argument_name": "value"})
 
 
 def schemas_of(tools: Tools | None) -> list[dict[str, object]]:
@@ -44,12 +44,13 @@ def _schema(tool: Tool | ToolSchema | Mapping[str, object]) -> dict[str, object]
     return (tool.schema if isinstance(tool, Tool) else tool).to_openai()
 
 
-def system_text(prompt: str | None, schemas: Sequence[Mapping[str, object]]) -> str:
-    """The system message: the prompt, then the tools."""
+def system_text(prompt: str | None, schemas: Sequence[Mapping[str, object]], parser: Parser) -> str:
+    """The system message: the prompt, then the tools, with a call as the parser reads it."""
     text = DEFAULT_SYSTEM if prompt is None else prompt
     if not schemas:
         return text
-    return text + "\n" + TOOLS_SECTION.format(schemas="\n".join(json.dumps(s, ensure_ascii=False) for s in schemas))
+    described = "\n".join(json.dumps(schema, ensure_ascii=False) for schema in schemas)
+    return text + "\n" + TOOLS_SECTION.format(schemas=described, example=parser.render_turn("", [EXAMPLE]))
 
 
 def results_text(results: Iterable[ToolResult], max_chars: int) -> str:

@@ -20,6 +20,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from atropos.agent.thinking import opening_of
 from atropos.agent.transcript import Message
 from atropos.errors import ConfigError
 
@@ -64,6 +65,8 @@ class TurnRenderer:
         self.stop_ids = self._only_special({*self.end_ids, *self._after_a_call()})
         """Special tokens after which nothing of the turn comes, so that a server can be asked to stop there."""
         self.end_ids |= self.stop_ids
+        self.thinking_opening = opening_of(self._apply([{"role": "user", "content": "x"}]))
+        """What the prompt already has of the turn's thinking: `<think>`, which the model then doesn't write; or empty."""
 
     def _only_special(self, ids: set[int]) -> frozenset[int]:
         return frozenset(token for token in ids if str(self._tokenizer.decode([token])) in self._special)
@@ -114,6 +117,14 @@ class TurnRenderer:
         """The model's text, without the token that ended its turn."""
         kept = list(ids[:-1]) if ids and ids[-1] in self.end_ids else list(ids)
         return str(self._tokenizer.decode(kept, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+    def whole_turn(self, text: str) -> str:
+        """A turn with the opening of its thinking, where the template wrote it."""
+        return self.thinking_opening + text
+
+    def whole_answer(self, text: str) -> str:
+        """The same for text from a server, which may have parsed the thinking out of it."""
+        return self.whole_turn(text) if "</think>" in text and "<think>" not in text else text
 
     def _encode(self, messages: Sequence[Mapping[str, object]], after: str | None) -> list[int]:
         key = _key()

@@ -2,26 +2,27 @@
 
 from __future__ import annotations
 
-import inspect
+import contextlib
 import json
 import time
 import uuid
-from collections.abc import Awaitable, Mapping
+from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
-from typing import TypeVar, cast
+from typing import cast
 
 from atropos.agent import AgentConfig, AgentResult, AtroposAgent
 from atropos.envs.adapter import Item
 from atropos.envs.config import AgentEnvConfig
 from atropos.envs.running.changes import Run, WorkspaceChanges
+from atropos.envs.running.hooks import run_hook
 from atropos.envs.running.rollout import HookError, Rollout, TaskFault, checked_score
 from atropos.envs.running.verification import Verification
 from atropos.envs.sandbox_env import ExecTool, GroupMember, SandboxEnv
+from atropos.errors import ConfigError
 from atropos.slots import Snapshot
 from atropos.tools import ToolRegistry, build_tool_registry
 from atropos.tools.parsers import get_parser
-
-Value = TypeVar("Value")
 
 
 class AgentEnv(SandboxEnv):
@@ -90,13 +91,20 @@ class AgentEnv(SandboxEnv):
         self, item: Item, final_response: str, *, trajectory_id: str, exec_tool: ExecTool, agent_result: AgentResult
     ) -> tuple[float, Mapping[str, object]]:
         """Score in the agent's workspace, before it is reset. The default calls `score_trajectory`."""
-        return await _maybe(self.score_trajectory(item, final_response)), {}
+        return await run_hook(lambda: self.score_trajectory(item, final_response)), {}
 
     # -------------------------------------------------------------------------------------------------- the loop
 
     async def setup(self) -> None:
-        """As `SandboxEnv`'s, after a check of the parser's name."""
+        """As `SandboxEnv`'s, after a check of the parser's name and of the tokenizer's template."""
         get_parser(self.config.agent_tool_parser)
+        try:
+            self.renderer.prompt([{"role": "system", "content": "x"}, {"role": "user", "content": "x"}])
+        except Exception as error:  # templates raise errors of any kind
+            raise ConfigError(
+                f"env.tokenizer_name: the chat template of {self.config.tokenizer_name!r} takes no system message, in which "
+                f"tools are described ({error}); name another model's tokenizer, or use HermesAgentBaseEnv"
+            ) from error
         await super().setup()
 
     async def prepare_group(self, item: Item, group: str) -> Snapshot | None:
@@ -126,7 +134,8 @@ class AgentEnv(SandboxEnv):
         set_up = time.perf_counter()
         changes = WorkspaceChanges(self.executor, trajectory_id, wanted=self.config.records_changes)
         agent = self._agent(config, changes.watched(partial(self.execute_tool, trajectory_id)), member.seed)
-        result = await self.act(agent, item, task, trajectory_id)
+        with self.hooks.guard("the agent"):
+            result = await self.act(agent, item, task, trajectory_id)
         changed = await changes.since_start()
         self.metrics.tool_errors += result.tool_errors
         acted = time.perf_counter()
@@ -192,8 +201,6 @@ class AgentEnv(SandboxEnv):
 
     def _agent(self, config: AgentConfig, run: Run, seed: int | None) -> AtroposAgent:
         if seed is not None and config.seed is None:
-            from dataclasses import replace
-
             config = replace(config, seed=seed)
         return AtroposAgent(self.server, self.tokenizer, self.executor.tools, config, run, renderer=self.renderer)
 
@@ -202,7 +209,7 @@ class AgentEnv(SandboxEnv):
 
         Args:
             task: the user's message.
-            trajectory_id: a workspace to use, which the caller releases; None: a new one, released here.
+            trajectory_id: a workspace to use, as in a hook, which the caller releases; None: a new one, released here.
 
         Returns:
             The final answer, and `success`, `error` (the bound that ended it), `tool_calls`.
@@ -213,7 +220,7 @@ class AgentEnv(SandboxEnv):
         own = trajectory_id is None
         identity = trajectory_id or f"run-{uuid.uuid4().hex[:12]}"
         exec_tool = partial(self.execute_tool, identity)
-        async with self.backend.admission:
+        async with self.backend.admission if own else contextlib.nullcontext():
             try:
                 result = await self._agent(self.build_agent_config(None), exec_tool, self.config.seed).run(task)
             finally:
@@ -225,11 +232,6 @@ class AgentEnv(SandboxEnv):
             "tool_calls": result.total_tool_calls,
         }
         return result.final_response, facts
-
-
-async def _maybe(value: Value | Awaitable[Value]) -> Value:
-    """Await a hook's return value, if it is awaitable."""
-    return cast("Value", await value if inspect.isawaitable(value) else value)
 
 
 def _text(task: object) -> str:

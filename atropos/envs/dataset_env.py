@@ -13,6 +13,7 @@ from pydantic import Field
 from atropos.envs.adapter import Item, ServerConfigs
 from atropos.envs.agent_env import AgentEnv
 from atropos.envs.config import AgentEnvConfig
+from atropos.envs.running.hooks import first_of
 from atropos.envs.running.rollout import GroupDropped, GroupsDropped, Rollout
 
 _log = logging.getLogger(__name__)
@@ -39,6 +40,7 @@ class DatasetEnv(AgentEnv):
         super().__init__(config, server_configs, slurm, testing)
         self.items: list[Item] = []
         self._given = 0
+        self._pass = -1
         self._order: list[int] = []
         self._serving = False
 
@@ -55,12 +57,17 @@ class DatasetEnv(AgentEnv):
         passes = self.config.epochs if self.config.epochs is not None else (None if self._serving else 1)
         if passes is not None and turn >= passes:
             return None
-        if place == 0:
+        if turn != self._pass:
+            self._pass = turn
             self._order = list(range(len(self.items)))
             if self.config.shuffle:
                 random.Random(f"{self.config.seed or 0}/{turn}").shuffle(self._order)
         self._given += 1
         return self.items[self._order[place]]
+
+    def save_checkpoint(self, step: int, data: dict[str, object] | None = None) -> None:
+        """As atroposlib's, with the number of items given: an env that is started again goes on after them."""
+        super().save_checkpoint(step, {"_given": self._given, **(data or {})})
 
     async def evaluate(self, *_args: object, **_kwargs: object) -> None:
         """Run every item once; the mean score goes to the log, to wandb, and to `data_dir_to_save_evals`.
@@ -82,9 +89,12 @@ class DatasetEnv(AgentEnv):
                     outcomes.append((item, dropped))
 
         began = time.time()
-        async with asyncio.TaskGroup() as tasks:
-            for item in self.items:
-                tasks.create_task(one(item))
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                for item in self.items:
+                    tasks.create_task(one(item))
+        except BaseExceptionGroup as errors:
+            raise first_of(errors) from None
         await self._report(outcomes, began)
 
     async def _report(self, outcomes: list[tuple[object, Rollout | GroupDropped]], began: float) -> None:
@@ -100,6 +110,8 @@ class DatasetEnv(AgentEnv):
                 {"item": name, **rollout.summary()} for name, rollout in sorted(scored, key=lambda pair: pair[0])
             ]
             await self.evaluate_log(metrics, samples=samples, start_time=began, end_time=time.time())
-        dropped = len(outcomes) - len(scored)
+        dropped = len(self.items) - len(scored)
         if dropped:
-            raise GroupsDropped(f"{dropped} of {len(outcomes)} items could not be completed; the mean is of the others")
+            raise GroupsDropped(
+                f"{dropped} of {len(self.items)} items could not be completed; the mean is of the others"
+            )

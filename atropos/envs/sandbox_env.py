@@ -46,7 +46,7 @@ from atropos.envs.reporting.watch import TrainerWatch, report_evaluation, watch_
 from atropos.envs.running.backend import ToolBackend
 from atropos.envs.running.groups import Event, GroupCollector, GroupMember
 from atropos.envs.running.hooks import ExecTool, Hooks, first_of
-from atropos.envs.running.lifecycle import Lifetime, beside, bounded, cancel_and_wait
+from atropos.envs.running.lifecycle import SENDS_S, WORKERS_S, Lifetime, beside, bounded, cancel_and_wait
 from atropos.envs.running.metrics import EnvMetrics
 from atropos.envs.running.rollout import GroupsDropped, Rollout, ScoredGroup, scored_item
 from atropos.errors import ConfigError
@@ -483,9 +483,9 @@ class SandboxEnv(BaseEnv):
         self.sink.close()
 
     async def _close(self) -> None:
-        """Workers first, then executor and pool, then files."""
-        await self.collector.cancel()
-        await cancel_and_wait({*self.workers, *self.eval_workers, self.eval_runner})
+        """Workers first, then executor and pool, then files; each in bounded time."""
+        self.sink.end_within(SENDS_S)
+        await cancel_and_wait({*self.collector.tasks, *self.workers, *self.eval_workers, self.eval_runner}, WORKERS_S)
         await asyncio.gather(
             bounded("the tool backend", self.shutdown_tool_backend(), 90),
             bounded("the inference clients", stop_servers(self.server), 5),

@@ -56,7 +56,7 @@ class PoolSettings(SlotSettings):
         description="docker, modal and nomad: memory of a container; None: the server's and all slots' limits. Less is over-commit",
     )
     docker_host: str | None = Field(default=None, description="None: DOCKER_HOST, else the local engine")
-    nomad_address: str | None = Field(default=None, description="None: NOMAD_ADDR, else http://localhost:4646")
+    nomad_address: str | None = Field(default=None, description="unset or None: NOMAD_ADDR, else http://localhost:4646")
     nomad_variables: NomadVariables = Field(
         default_factory=dict,
         description="more variables of nomad/sandbox.nomad.hcl, as `nomad job run -var` takes them",

@@ -33,6 +33,8 @@ def arguments() -> argparse.Namespace:
     args = parser.parse_args()
     if not 0 <= args.mistakes <= 1:
         parser.error(f"--mistakes: must be from 0 to 1, not {args.mistakes:g}")
+    if not args.tasks.is_dir():
+        parser.error(f"--tasks: there is no folder {args.tasks}")
     return args
 
 
@@ -162,6 +164,8 @@ async def policy(tasks: Path, mistakes: float) -> AsyncIterator[dict[str, Any]]:
         assert process.stdout is not None
         async with asyncio.timeout(POLICY_START_S):
             line = await process.stdout.readline()
+            if not line:
+                await process.wait()
         if not line:
             raise ConfigError("the policy server ended at once; its own line stands above")
         yield json.loads(line)

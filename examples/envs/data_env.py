@@ -78,7 +78,7 @@ class DataEnv(HermesAgentBaseEnv):
         try:
             answer = json.loads(ctx.read_file("answer.json").get("content", ""))["median"]
             return float(abs(float(answer) - statistics.median(values)) < 0.006)
-        except (ValueError, TypeError, KeyError):
+        except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
             return 0.0
 
 

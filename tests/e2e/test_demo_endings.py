@@ -177,7 +177,11 @@ def name(pid: int) -> str:
 
 @pytest.mark.parametrize(
     ("flag", "said"),
-    [("--mistakes=7", "--mistakes: must be from 0 to 1, not 7"), ("--out=/proc/x", "error: --out: ")],
+    [
+        ("--mistakes=7", "--mistakes: must be from 0 to 1, not 7"),
+        ("--out=/proc/x", "error: --out: "),
+        ("--tasks=/nope", "error: --tasks: there is no folder /nope"),
+    ],
 )
 async def test_a_flag_that_cannot_hold_is_one_line(tmp_path, flag, said):
     async with demo(tmp_path, flag) as run:

@@ -205,13 +205,19 @@ def _options(space: str, defaults: BaseModel) -> list[click.Option]:
         click.Option(
             [f"{space}__{name}", f"--{space}.{name}"],
             type=FieldType(info.annotation),
-            help=f"{' '.join((info.description or _HINTS.get(name, '')).split())}  [default: {_shown(getattr(defaults, name))}]",
+            help=f"{' '.join((info.description or _HINTS.get(name, '')).split())}  [default: {_shown(name, getattr(defaults, name))}]",
         )
         for name, info in type(defaults).model_fields.items()
     ]
 
 
-def _shown(value: object) -> str:
+def _is_secret(name: str) -> bool:
+    return name == "api_key" or name.endswith("_token")
+
+
+def _shown(name: str, value: object) -> str:
+    if _is_secret(name) and value is not None:
+        return "not shown"
     if isinstance(value, enum.Enum):
         return str(value.value)
     if isinstance(value, list):
@@ -224,8 +230,8 @@ def _read_yaml(settings: CommandLine, path: str, env_class: type[BaseModel], ser
         content = yaml.safe_load(Path(path).read_text())
     except OSError as error:
         raise ConfigError(f"--config {path}: {error.strerror}") from error
-    except yaml.YAMLError as error:
-        raise ConfigError(f"--config {path}: no YAML: {' '.join(str(error).split())[:200]}") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--config {path}: no YAML: {_yaml_problem(error)}") from error
     if not isinstance(content, dict):
         raise ConfigError(f"--config {path}: expected keys env, openai, slurm, testing")
     data = cast("dict[str, object]", content)
@@ -243,6 +249,13 @@ def _read_yaml(settings: CommandLine, path: str, env_class: type[BaseModel], ser
         settings.openai.update(_section(path, "openai", openai, server_class))
     settings.slurm = bool(data.get("slurm", False))
     settings.testing = bool(data.get("testing", False))
+
+
+def _yaml_problem(error: Exception) -> str:
+    """What is wrong and where, without the line itself, which may hold a secret."""
+    if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
+        return f"line {error.problem_mark.line + 1}: {error.problem}"
+    return " ".join(str(error).split())[:200]
 
 
 def _section(path: str, name: str, value: object, model: type[BaseModel]) -> dict[str, object]:
@@ -327,7 +340,8 @@ def one_line(error: ValidationError, space: str) -> str:
             parts.append(f"{where}: there is no such setting")
             continue
         if item["loc"]:
-            shown = "" if isinstance(item["input"], SecretStr) or "token" in where.rsplit(".", 1)[-1] else item["input"]
+            hidden = isinstance(item["input"], SecretStr) or _is_secret(where.rsplit(".", 1)[-1])
+            shown = "" if hidden else item["input"]
             parts.append(f"{where}: {text[:1].lower()}{text[1:]} (got {shown!r:.80})")
         else:
             parts.append(f"{space}.{text}" if ":" in text or "(" in text else f"{space}: {text}")

@@ -3,84 +3,78 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping, Sequence
 from typing import cast
 
 from atropos.agent import AgentConfig, Dialect, Message, Outcome, Turn, TurnRenderer
-from atropos.agent.model import ChatAnswer
+from atropos.agent.model import MAX_CALL_ID, ChatAnswer
 from atropos.agent.prompt import shorten, system_text
 from atropos.agent.template import Tokenizer
-from atropos.errors import ConfigError
+from atropos.agent.thinking import tagged_thinking, thinking, without_thinking
 from atropos.tools import ToolCall
 from atropos.tools.arguments import replace_surrogates
 from atropos.tools.models import escape_framing
 from atropos.tools.parsers import parser_for
 
 _PROBE = "\ue002probe\ue002"
-_THINK = re.compile(r"<think>(.*?)(?:</think>|\Z)", re.DOTALL)
+MISTRAL_ID_CHARS = 9
+"""Length of a call's id that Mistral's templates insist on."""
 
 
 class ToolTemplate:
-    """How a tokenizer's chat template renders tools and tool messages, probed once."""
+    """How a tokenizer's chat template renders tools and tool messages, probed once.
 
-    def __init__(self, tokenizer: Tokenizer, schemas: Sequence[Mapping[str, object]], parser: str) -> None:
+    Attributes:
+        describes_tools: whether the template does; else the system message has to.
+        renderer: of turns, with the tools where the template describes them.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, schemas: Sequence[Mapping[str, object]]) -> None:
         plain = TurnRenderer(tokenizer)
-        self._own_tools = bool(schemas) and self._renders_tools(tokenizer, schemas)
-        self.renderer = TurnRenderer(tokenizer, schemas) if self._own_tools else plain
-        self._schemas = [] if self._own_tools else list(schemas)
-        self._tool_role = self._renders_tool_messages()
-        if self._schemas and parser not in {"hermes", "qwen"}:
-            raise ConfigError(
-                f"tool_call_parser: the tokenizer's chat template doesn't describe tools, and only the "
-                f"hermes format can be described without it, not {parser!r}; use its own tokenizer, or hermes"
-            )
+        self.describes_tools = bool(schemas) and _renders_tools(tokenizer, schemas)
+        self.renderer = TurnRenderer(tokenizer, schemas) if self.describes_tools else plain
+        self._id_chars = next(
+            (chars for chars in (MAX_CALL_ID, MISTRAL_ID_CHARS) if self._renders_results(chars)), None
+        )
 
-    @staticmethod
-    def _renders_tools(tokenizer: Tokenizer, schemas: Sequence[Mapping[str, object]]) -> bool:
-        asked = [{"role": "user", "content": "x"}]
-        function = cast("Mapping[str, object]", schemas[0].get("function", schemas[0]))
-        first = str(function.get("name"))
-        try:
-            text = tokenizer.apply_chat_template(asked, tokenize=False, tools=list(schemas), add_generation_prompt=True)
-        except Exception:  # templates raise errors of any kind
-            return False
-        return first in str(text)
-
-    def _renders_tool_messages(self) -> bool:
-        probe = {"role": "tool", "tool_call_id": "a", "name": "t", "content": _PROBE}
+    def _renders_results(self, id_chars: int) -> bool:
+        """Whether the template has tool messages, with ids of this length."""
+        probe = {"role": "tool", "tool_call_id": "a" * id_chars, "name": "t", "content": _PROBE}
         try:
             ids = self.renderer.following([probe])
         except Exception:  # templates raise errors of any kind
             return False
         return _PROBE in self.renderer.text(ids)
 
-    def system(self, prompt: str | None) -> str | None:
-        """The system message: with the tools in it, where the template doesn't render them."""
-        return system_text(prompt, self._schemas) if self._schemas else prompt
-
-    def opening(self, messages: Sequence[Message]) -> list[int]:
-        """Ids of the first messages."""
-        return self.renderer.prompt(messages)
-
     def following(self, messages: Sequence[Message], sampled: Sequence[int]) -> list[int]:
-        """Ids between two turns. Where the template has no tool messages, results are XML in user messages."""
-        if not self._tool_role:
+        """Ids between two turns. Where the template has no tool messages, results are XML in one user message."""
+        if self._id_chars is None:
+            messages = [{"role": "user", "content": "\n".join(map(_in_user_message, messages))}]
+        elif self._id_chars == MISTRAL_ID_CHARS:
             messages = [
-                {"role": "user", "content": f"<tool_response>\n{m['content']}\n</tool_response>"}
+                {**m, "tool_call_id": str(m["tool_call_id"])[-MISTRAL_ID_CHARS:].zfill(MISTRAL_ID_CHARS)}
                 if m["role"] == "tool"
                 else m
                 for m in messages
             ]
         return self.renderer.following(messages, sampled)
 
-    def text(self, ids: Sequence[int]) -> str:
-        """The model's text, without the token that ended its turn."""
-        return self.renderer.text(ids)
 
-    def placeholder(self, text: str) -> list[int]:
-        """Ids of a turn for a server that doesn't report them."""
-        return self.renderer.placeholder(text)
+def _renders_tools(tokenizer: Tokenizer, schemas: Sequence[Mapping[str, object]]) -> bool:
+    asked = [{"role": "user", "content": "x"}]
+    function = cast("Mapping[str, object]", schemas[0].get("function", schemas[0]))
+    first = str(function.get("name"))
+    try:
+        text = tokenizer.apply_chat_template(asked, tokenize=False, tools=list(schemas), add_generation_prompt=True)
+    except Exception:  # templates raise errors of any kind
+        return False
+    return first in str(text)
+
+
+def _in_user_message(message: Message) -> str:
+    if message["role"] == "tool":
+        return f"<tool_response>\n{message['content']}\n</tool_response>"
+    return str(message["content"])
 
 
 class OpenAIDialect(Dialect):
@@ -101,60 +95,63 @@ class OpenAIDialect(Dialect):
         *,
         extra_body: Mapping[str, object] | None = None,
     ) -> None:
-        self._template = ToolTemplate(tokenizer, schemas, parser)
+        self._template = ToolTemplate(tokenizer, schemas)
+        self._renderer = self._template.renderer
         self._parser = parser_for(parser, tokenizer, [dict(schema) for schema in schemas])
         self._schemas = list(schemas)
         self._extra_body = dict(extra_body or {})
-        self.stop_ids = self._template.renderer.stop_ids
+        self.stop_ids = self._renderer.stop_ids
 
     def opening(self, task: str, config: AgentConfig, *, exact: bool) -> list[Message]:
         """System, where there is one, and user; an OpenAI-compatible server describes the tools itself."""
-        system = self._template.system(config.system_prompt) if exact else config.system_prompt
+        system = config.system_prompt
+        if exact and self._schemas and not self._template.describes_tools:
+            system = system_text(system, self._schemas, self._parser)
         opening: list[Message] = [] if system is None else [{"role": "system", "content": system}]
         return [*opening, {"role": "user", "content": task}]
 
     def prompt(self, messages: Sequence[Message]) -> list[int]:
         """See `Dialect.prompt`."""
-        return self._template.opening(messages)
+        return self._renderer.prompt(messages)
 
     def read(self, ids: Sequence[int], *, cut_off: bool) -> Turn:
         """The content keeps the thinking, as the model wrote it."""
-        text = self._template.text(ids)
-        parsed = self._parser.parse(_without_thinking(text))
+        text = self._renderer.text(ids)
+        whole = self._renderer.whole_turn(text)
+        parsed = self._parser.parse(without_thinking(whole))
         calls = () if cut_off else parsed.calls
-        thinking = "".join(match[0] for match in _THINK.finditer(text))
-        content = f"{thinking}{parsed.content}" if calls else text
+        content = f"{tagged_thinking(whole)}{parsed.content}" if calls else whole
         return Turn(
             _assistant(content, calls),
             list(ids),
             text,
-            _without_thinking(content),
-            reasoning=_thinking(text),
+            without_thinking(content),
+            reasoning=thinking(whole),
             calls=calls,
             unread=() if cut_off else parsed.errors,
         )
 
     def read_answer(self, answer: ChatAnswer, *, cut_off: bool) -> Turn:
         """The server's calls, or those that it left in the text."""
-        content = answer.content
-        parsed = self._parser.parse(_without_thinking(content))
+        content = whole = self._renderer.whole_answer(answer.content)
+        parsed = self._parser.parse(without_thinking(content))
         calls, unread = parsed.calls, parsed.errors
         if answer.tool_calls:
             calls, unread = tuple(call.tool_call() for call in answer.tool_calls), ()
         elif calls:
             content = parsed.content
         if cut_off:
-            calls, unread, content = (), (), answer.content
+            calls, unread, content = (), (), whole
         message = _assistant(content, calls)
         if answer.reasoning:
             message["reasoning_content"] = answer.reasoning
         text = self._parser.render_turn(content, calls)
         return Turn(
             message,
-            self._template.placeholder(text),
+            self._renderer.placeholder(text),
             text,
-            _without_thinking(content),
-            reasoning=answer.reasoning or _thinking(answer.content),
+            without_thinking(content),
+            reasoning=answer.reasoning or thinking(whole),
             calls=calls,
             unread=unread,
         )
@@ -169,16 +166,16 @@ class OpenAIDialect(Dialect):
         return options
 
     def results(self, outcomes: Sequence[Outcome], config: AgentConfig) -> list[Message]:
-        """A tool message for each call; what could not be read is answered in user messages after them."""
+        """A tool message for each call; what could not be read is answered in one user message after them."""
         answers: list[Message] = []
-        unread: list[Message] = []
+        unread: list[str] = []
         for outcome in outcomes:
             content = escape_framing(replace_surrogates(shorten(outcome.result, config.max_result_chars).to_json()))
             if (call := outcome.call) is not None:
                 answers.append({"role": "tool", "tool_call_id": call.id, "name": call.name, "content": content})
             else:
-                unread.append({"role": "user", "content": content})
-        return [*answers, *unread]
+                unread.append(content)
+        return [*answers, {"role": "user", "content": "\n".join(unread)}] if unread else answers
 
     def following(self, messages: Sequence[Message], sampled: Sequence[int]) -> list[int]:
         """See `Dialect.following`."""
@@ -199,11 +196,3 @@ def _assistant(content: str, calls: Sequence[ToolCall]) -> Message:
             for call in calls
         ]
     return message
-
-
-def _thinking(text: str) -> str:
-    return "\n".join(part.strip() for part in _THINK.findall(text))
-
-
-def _without_thinking(text: str) -> str:
-    return _THINK.sub("", text).strip() if "<think>" in text else text

@@ -72,12 +72,15 @@ async def _ready(value: Value) -> Value:
 class Pending:
     """A call that was made in a task of its own, where only `await` can wait for it."""
 
-    def __init__(self, work: Coroutine[Any, Any, Any], name: str) -> None:
+    def __init__(self, calls: HookCalls, work: Coroutine[Any, Any, Any], name: str) -> None:
+        self._calls = calls
         self._work = work
         self._name = name
+        calls.unstarted += 1
 
     def __await__(self) -> Any:
         """Make the call."""
+        self._calls.unstarted -= 1
         return (yield from self._work.__await__())  # a generator, so that it holds on to this object meanwhile
 
     def __getattr__(self, name: str) -> NoReturn:
@@ -110,7 +113,7 @@ def _either(method: Callable[..., Coroutine[Any, Any, Any]]) -> Callable[..., An
             if value is None:
                 return AwaitableNone()
             return AwaitableStr(value) if isinstance(value, str) else value
-        return Pending(work, method.__name__)
+        return Pending(self, work, method.__name__)
 
     return call
 
@@ -133,10 +136,9 @@ class ToolContext(HookCalls):
         limit: asyncio.Semaphore | None = None,
         setup: bool = False,
     ) -> None:
-        super().__init__(executor, trajectory_id)
+        super().__init__(executor, trajectory_id, setup=setup)
         self._loop = asyncio.get_running_loop()
         self._limit = limit or asyncio.Semaphore(1_000_000)
-        self._setup = setup
 
     async def _limited(self, work: Callable[[], Awaitable[Value]]) -> Value:
         with self.watched():
@@ -287,7 +289,7 @@ class ToolContext(HookCalls):
             finally:
                 await context.settle()
         finally:
-            self.failure = self.failure or context.failure
+            self.failure = self.failure or context.failure or context.left_over()
             await self._executor.release_trajectory(name)
 
     # ---------------------------------------------------------------------------------------------------------- tools

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+from collections.abc import AsyncGenerator
 from pathlib import Path
 from typing import Protocol
 
@@ -43,6 +44,8 @@ class GroupSink:
         self._title = title
         self._writer = writer
         self._api = TrajectoryApi(config.rollout_server_url)
+        self._until: float | None = None
+        self._limits: set[asyncio.Timeout] = set()
 
     def admits(self, group: ScoredGroup, name: str, *, max_token_len: int) -> bool:
         """Complete a group as atroposlib does, and decide whether it is sent; one that isn't is counted and logged.
@@ -78,19 +81,37 @@ class GroupSink:
             writer.write(line + "\n")
             writer.flush()
 
+    def end_within(self, seconds: float) -> None:
+        """From now on, all sends together, those under way included, take at most so long; what is left is lost."""
+        self._until = asyncio.get_running_loop().time() + seconds
+        for limit in self._limits:
+            limit.reschedule(self._until)
+
+    @contextlib.asynccontextmanager
+    async def _in_time(self) -> AsyncGenerator[None]:
+        async with asyncio.timeout_at(self._until) as limit:
+            self._limits.add(limit)
+            try:
+                yield
+            finally:
+                self._limits.discard(limit)
+
     async def send(self, groups: list[ScoredGroup], *, env_id: int | None, listed: bool) -> None:
         """Send groups to the trajectory API; count those that can't be sent or may have arrived twice."""
         plain: list[dict[str, object]] = [
             {**{k: v for k, v in group.items() if k != "atropos"}, "env_id": env_id} for group in groups
         ]
         try:
-            doubtful = await self._api.send(plain, listed=listed)
-        except (GroupRefused, GroupInDoubt, aiohttp.ClientError) as error:
+            async with self._in_time():
+                doubtful = await self._api.send(plain, listed=listed)
+        except (GroupRefused, GroupInDoubt, aiohttp.ClientError, TimeoutError) as error:
             self._metrics.unsent["refused" if isinstance(error, GroupRefused) else "send_failed"] += len(groups)
             how = "did not take them"
             if isinstance(error, GroupInDoubt):
                 self._metrics.maybe_sent_twice += len(groups) * (error.tries > 1)
                 how = f"answered none of {error.tries} tries and may have them"
+            elif isinstance(error, TimeoutError):
+                how = "had not answered when the run ended, and may have them"
             text = f"{type(error).__name__}: {error}"
             url = self._config.rollout_server_url
             _log.error("%d group(s) lost: the trajectory API at %s %s (%s)", len(groups), url, how, text)

@@ -19,7 +19,7 @@ from atropos.envs.adapter import Item
 from atropos.envs.config import SandboxEnvConfig
 from atropos.envs.running.backend import ToolBackend
 from atropos.envs.running.hooks import first_of, ungrouped
-from atropos.envs.running.lifecycle import Lifetime, cancel_and_wait
+from atropos.envs.running.lifecycle import Lifetime
 from atropos.envs.running.metrics import EnvMetrics
 from atropos.envs.running.rollout import (
     GroupDropped,
@@ -112,6 +112,7 @@ class GroupCollector:
 
     Attributes:
         observers: called with each `Event`.
+        tasks: those in which groups are collected.
     """
 
     def __init__(
@@ -128,7 +129,7 @@ class GroupCollector:
         self._metrics = metrics
         self._lifetime = lifetime
         self._numbers = itertools.count(1)
-        self._collecting: set[asyncio.Task[object]] = set()
+        self.tasks: set[asyncio.Task[object]] = set()
         self._dropped_in_a_row = 0
         self.observers: list[Callable[[Event], None]] = []
 
@@ -140,7 +141,7 @@ class GroupCollector:
         """
         task = asyncio.current_task()
         assert task is not None
-        self._collecting.add(task)
+        self.tasks.add(task)
         try:
             return await self._collect(item)
         except asyncio.CancelledError:
@@ -150,11 +151,7 @@ class GroupCollector:
             self._lifetime.abort(error)
             raise
         finally:
-            self._collecting.discard(task)
-
-    async def cancel(self) -> None:
-        """End every collection that is under way, and wait for it."""
-        await cancel_and_wait(self._collecting)
+            self.tasks.discard(task)
 
     async def _collect(self, item: object) -> ScoredGroup | None:
         name = self._env.item_name(item)

@@ -7,7 +7,7 @@ import contextlib
 import inspect
 import logging
 import time
-from collections.abc import Awaitable, Callable, Generator, Iterator
+from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterator
 from types import CodeType, FrameType
 from typing import TypeVar, cast
 
@@ -31,22 +31,30 @@ Value = TypeVar("Value")
 _log = logging.getLogger(__name__)
 
 
+class Interrupted(asyncio.CancelledError):
+    """A signal ends a hook that blocks the event loop, before the run can cancel its task."""
+
+
 class HookCalls:
     """A hook's access to one trajectory's slot and tools.
 
     Args:
         executor: runs the calls.
         trajectory_id: whose slot it is.
+        setup: whether the workspace is being prepared, so that a call that fails is a fault of the task.
 
     Attributes:
         failure: the first failure of a call, which no hook may turn into a score.
+        unstarted: calls that were made and not awaited.
         unanswered: calls that run or were cancelled, as by a timeout of the hook's own.
     """
 
-    def __init__(self, executor: ToolExecutor, trajectory_id: str) -> None:
+    def __init__(self, executor: ToolExecutor, trajectory_id: str, *, setup: bool = False) -> None:
         self._executor = executor
+        self._setup = setup
         self.trajectory_id = trajectory_id
         self.failure: SandboxError | HookError | None = None
+        self.unstarted = 0
         self.unanswered = 0
 
     @contextlib.contextmanager
@@ -61,6 +69,15 @@ class HookCalls:
                 self.failure = self.failure or error
             raise
         self.unanswered -= 1
+
+    def left_over(self) -> HookError | None:
+        """The fault of a hook that ended before its calls did, if it is one."""
+        if self.unstarted:
+            fault = TaskFault if self._setup else HookError
+            return fault("a call was not awaited, so it never ran; write `await` before it")
+        if self._setup and self.unanswered:
+            return TaskFault("a call was given up, or was not awaited; give the call itself a timeout")
+        return None
 
     async def settle(self) -> None:
         """After the hook: check that the slot still answers, or else record that as a failure."""
@@ -89,11 +106,10 @@ class ExecTool(HookCalls):
         *,
         setup: bool = False,
     ) -> None:
-        super().__init__(executor, trajectory_id)
+        super().__init__(executor, trajectory_id, setup=setup)
         self._run = run
-        self._setup = setup
 
-    async def __call__(self, call: ToolCall, *, check: bool | None = None) -> ToolResult:
+    def __call__(self, call: ToolCall, *, check: bool | None = None) -> Coroutine[object, None, ToolResult]:
         """Run one call in the slot.
 
         Args:
@@ -105,6 +121,11 @@ class ExecTool(HookCalls):
             HookError: there is no such tool, or the arguments are wrong.
             TaskFault: the call failed, and is checked.
         """
+        self.unstarted += 1
+        return self._checked(call, check)
+
+    async def _checked(self, call: ToolCall, check: bool | None) -> ToolResult:
+        self.unstarted -= 1
         with self.watched():
             mistake = self._executor.mistake_in(call)
             if mistake is not None:
@@ -188,9 +209,8 @@ class Hooks:
             if (failure := await _settled(calls)) is None:
                 raise
         else:
-            failure = await _settled(calls)
-            if failure is None and kind is TaskFault and calls is not None and calls.unanswered:
-                failure = TaskFault("a call was given up, or was not awaited; give the call itself a timeout")
+            left_over = None if calls is None else calls.left_over()
+            failure = await _settled(calls) or left_over
             if failure is None:
                 return value
         raise _named(name, failure)
@@ -199,7 +219,7 @@ class Hooks:
         limit = asyncio.timeout(self._timeout_s)
         try:
             async with limit:
-                return await _run(hook)
+                return await run_hook(hook)
         except TimeoutError as error:
             if not limit.expired():
                 raise
@@ -210,7 +230,8 @@ class Hooks:
     def guard(self, name: str, kind: type[HookError] = HookError) -> Generator[None]:
         """Around an env's own code: what it raises is logged, counted and becomes a `HookError`."""
         try:
-            yield
+            with _cancelled_by_the_run():
+                yield
         except KNOWN:
             raise
         except Exception as error:
@@ -221,6 +242,22 @@ class Hooks:
                 self._logged.add((name, type(error)))
                 _log.exception("%s of %s failed", name, self._owner)
             raise kind(f"{name} raised {type(error).__name__}: {error}") from error
+
+
+@contextlib.contextmanager
+def _cancelled_by_the_run() -> Generator[None]:
+    """Around an env's own code: a cancellation that isn't the run's is an error, else the task would just vanish.
+
+    Raises:
+        RuntimeError: the code awaited something that others cancelled.
+    """
+    try:
+        yield
+    except asyncio.CancelledError as error:
+        task = asyncio.current_task()
+        if isinstance(error, Interrupted) or task is None or task.cancelling():
+            raise
+        raise RuntimeError("what it awaited was cancelled, and not by the run") from error
 
 
 async def _settled(calls: HookCalls | None) -> SandboxError | HookError | None:
@@ -238,12 +275,13 @@ def _named(hook: str, failure: SandboxError | HookError) -> SandboxError | HookE
     return failure
 
 
-async def _run(hook: Callable[[], Value | Awaitable[Value]]) -> Value:
+async def run_hook(hook: Callable[[], Value | Awaitable[Value]]) -> Value:
+    """What a hook returns, a plain function or a coroutine function."""
     value = hook()
     return cast("Value", await value if inspect.isawaitable(value) else value)
 
 
-HOOK_CODE.add(_run.__code__)
+HOOK_CODE.add(run_hook.__code__)
 
 
 def in_hook(frame: FrameType | None) -> bool:

@@ -19,11 +19,15 @@ from types import FrameType
 from typing import Any
 
 from atropos.aio import outlive
-from atropos.envs.running.hooks import in_hook
+from atropos.envs.running.hooks import Interrupted, in_hook
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 BLOCKED_S = 1.0
 """A hook that has blocked the event loop for so long is interrupted by a signal, as is each that blocks it after."""
+SENDS_S = 30.0
+"""How long a shutdown waits for groups that are being sent to the trajectory API, all together."""
+WORKERS_S = 45.0
+"""How long it waits for cancelled workers, these sends included."""
 
 _Handler = Callable[[int, FrameType | None], Any] | int | None
 """What `signal.signal` takes and returns."""
@@ -120,7 +124,7 @@ class _Signals:
             self._repeating = threading.Thread(target=self._repeat, args=(number,), daemon=True)
             self._repeating.start()
         if time.monotonic() - self._alive_at > BLOCKED_S and in_hook(frame):
-            raise asyncio.CancelledError(f"interrupted by {signal.Signals(number).name}")
+            raise Interrupted(f"interrupted by {signal.Signals(number).name}")
 
     def _repeat(self, number: int) -> None:
         """Send the signal again whenever the loop is blocked: other tasks' hooks run before the loop cancels them."""
@@ -151,12 +155,20 @@ async def beside(work: Coroutine[object, object, None]) -> AsyncGenerator[None]:
         await cancel_and_wait([task])
 
 
-async def cancel_and_wait(tasks: Iterable[asyncio.Task[object] | None]) -> None:
-    """Cancel tasks and wait until each is over; their errors are ignored."""
+async def cancel_and_wait(tasks: Iterable[asyncio.Task[object] | None], seconds: float | None = None) -> None:
+    """Cancel tasks and wait until each is over; their errors are ignored.
+
+    Args:
+        tasks: None among them and the current task are left out.
+        seconds: how long to wait; tasks that are still not over are abandoned, and the log says so.
+    """
     alive = [task for task in tasks if task is not None and task is not asyncio.current_task()]
     for task in alive:
         task.cancel()
-    await asyncio.gather(*alive, return_exceptions=True)
+    over = asyncio.gather(*alive, return_exceptions=True)
+    _, late = await asyncio.wait([over], timeout=seconds)
+    if late:
+        _log.warning("shutdown: cancelled tasks took longer than %g s and are abandoned", seconds)
 
 
 async def bounded(what: str, work: Awaitable[object], seconds: float) -> None:

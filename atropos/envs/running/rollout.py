@@ -144,7 +144,7 @@ def scored_group(rollouts: Sequence[Rollout], *, name: str, include_messages: bo
     for rollout in rollouts:
         rollout.transcript.check()
     placeholder = any(rollout.transcript.placeholder for rollout in rollouts)
-    group: ScoredGroup = {
+    return {
         "tokens": [list(r.transcript.tokens) for r in rollouts],
         "masks": [list(r.transcript.masks) for r in rollouts],
         "scores": [r.score for r in rollouts],
@@ -158,9 +158,6 @@ def scored_group(rollouts: Sequence[Rollout], *, name: str, include_messages: bo
         "images": None,
         "atropos": {"item": name, "trajectories": [r.summary() for r in rollouts]},
     }
-    lengths = [len(group["tokens"]), len(group["masks"]), len(group["scores"]), len(group["inference_logprobs"])]
-    assert len(set(lengths)) == 1, lengths
-    return group
 
 
 def scored_item(rollout: Rollout) -> dict[str, object]:

@@ -13,10 +13,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
-from atropos.agent import AgentConfig, AtroposAgent, InferenceError, PromptTooLong, TurnRenderer, seed_for
+from atropos.agent import AgentConfig, AtroposAgent, InferenceError, PromptTooLong, TurnRenderer, XmlDialect, seed_for
 from atropos.agent.transcript import MASKED
 from atropos.errors import ConfigError, SlotLost
-from atropos.tools import ToolResult
+from atropos.tools import ToolCall, ToolResult
+from atropos.tools.parsers import get_parser, parser_names
 from examples.policy.play import TASKS, Policy
 from examples.policy.server import PolicyServer
 from examples.policy.tokenizer import FOLDER
@@ -136,6 +137,51 @@ async def test_steps_end_the_loop():
         3,
     )
     assert result.steps[-1].results == []  # a call that nobody will read the result of isn't run
+
+
+@pytest.mark.parametrize(("calls", "ran"), [(3, 2), (2, 2)])
+async def test_no_call_is_run_and_no_turn_begun_after_the_time_limit(calls, ran):
+    async def execute(_call):
+        await asyncio.sleep(0.2)
+        return ToolResult(success=True)
+
+    server = DirectServer()
+    turns = [{"calls": [call("x")] * calls}] * 9
+    # 0.3 s may pass in the first turn on a slow machine: fewer calls are then run
+    result = await agent(server, execute, timeout_s=0.3).run(script(turns))
+    assert (result.stop_reason, len(server.log)) == ("max_time", 1)
+    assert len(result.steps[0].outcomes) <= ran
+    assert_true_to(server.log, result.trajectory_data)
+
+
+@pytest.mark.parametrize("name", parser_names())
+async def test_the_system_message_describes_calls_as_they_are_read(name):
+    schemas = [{"type": "function", "function": {"name": "terminal", "parameters": {}}}]
+    run = AtroposAgent(DirectServer(), tokenizer(), schemas, AgentConfig(tool_call_parser=name), echo)
+    system = (await run.run(script(["done"]))).messages[0]["content"]
+    example = system.partition("exactly this form:\n")[2]
+    [read] = get_parser(name).parse(example).calls
+    assert (read.name, read.arguments) == ("function_name", {"argument_name": "value"})
+
+
+@pytest.mark.parametrize("opened", [False, True])
+def test_calls_in_thinking_are_not_run_whoever_opened_it(opened):
+    own = AutoTokenizer.from_pretrained(FOLDER)
+    if opened:
+        own.chat_template = own.chat_template.replace(
+            "assistant\\n' }}{%- endif %}", "assistant\\n<think>\\n' }}{%- endif %}"
+        )
+    renderer = TurnRenderer(own)
+    assert renderer.thinking_opening == ("<think>\n" if opened else "")
+    dialect = XmlDialect(renderer, get_parser("hermes"), [])
+    wrote = (
+        f"{'' if opened else '<think>'}Not {get_parser('hermes').render(ToolCall(name='t', arguments={}))}.</think>42"
+    )
+    ids = [*renderer.encode_text(wrote), renderer.end_id]
+    turn = dialect.read(ids, cut_off=False)
+    assert (turn.calls, turn.answer, turn.text, turn.ids) == ((), "42", wrote, ids)
+    assert turn.reasoning.startswith("Not <tool_call>")
+    assert turn.message["content"].startswith("<think>")
 
 
 async def test_a_full_context_ends_the_loop_before_the_turn_that_does_not_fit():

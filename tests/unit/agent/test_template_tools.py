@@ -11,7 +11,9 @@ import re
 import pytest
 from transformers import AutoTokenizer
 
-from atropos.envs.hermes.dialect import ToolTemplate
+from atropos.agent import AgentConfig, Outcome
+from atropos.envs.hermes.dialect import OpenAIDialect, ToolTemplate
+from atropos.tools import ToolCall, ToolResult
 from examples.policy.tokenizer import FOLDER
 
 QWEN3 = (
@@ -69,14 +71,14 @@ def rendered(name: str, later: list[dict[str, str]], *, thinking: bool) -> tuple
     tokenizer = AutoTokenizer.from_pretrained(FOLDER)
     tokenizer.add_special_tokens({"additional_special_tokens": specials})
     tokenizer.chat_template = template
-    dialect = ToolTemplate(tokenizer, TOOLS, "hermes")
+    dialect = ToolTemplate(tokenizer, TOOLS)
     thought = THOUGHT if thinking else ""
     messages = [{"role": "user", "content": "count the files"}]
-    ids = dialect.opening(messages)
-    end = dialect.placeholder("")
+    ids = dialect.renderer.prompt(messages)
+    end = dialect.renderer.placeholder("")
     for said, answer in zip([thought + CALL, thought + "seven", "bye"], [*later, None], strict=False):
         sampled = [*tokenizer(said, add_special_tokens=False)["input_ids"], *end]
-        assert dialect.text(sampled) == said
+        assert dialect.renderer.text(sampled) == said
         ids += sampled
         messages.append({"role": "assistant", "content": said})
         if answer is None:
@@ -121,3 +123,38 @@ def test_mistral_tells_the_tools_again_with_a_later_user_message_as_its_template
     assert (ours.count("[AVAILABLE_TOOLS]"), whole.count("[AVAILABLE_TOOLS]")) == (2, 1)
     first = ours[: ours.index("[INST]")].removeprefix("<s>")
     assert ours.replace(first, "", 1) == whole
+
+
+STRICT = (
+    "{%- set ns = namespace(index=0) %}{%- for m in messages %}{%- if m.role != 'tool' %}"
+    "{%- if (m.role == 'user') != (ns.index % 2 == 0) %}{{- raise_exception('roles must alternate') }}{%- endif %}"
+    "{%- set ns.index = ns.index + 1 %}{%- endif %}{%- endfor %}{%- for m in messages %}"
+    "{%- if m.role == 'user' %}{{- '[INST] ' + m.content + '[/INST]' }}"
+    "{%- elif m.role == 'assistant' %}{{- m.content + eos_token }}"
+    "{%- elif m.tool_call_id|length != 9 %}{{- raise_exception('ids have length 9') }}"
+    "{%- else %}{{- '[TOOL_RESULTS] ' + m.content + m.tool_call_id + '[/TOOL_RESULTS]' }}{%- endif %}{%- endfor %}"
+)
+"""What Mistral v0.3's template insists on."""
+
+
+@pytest.mark.parametrize("tools", [True, False])
+def test_results_and_unread_calls_keep_the_rules_of_a_template_whose_roles_alternate(tools):
+    tokenizer = AutoTokenizer.from_pretrained(FOLDER)
+    tokenizer.chat_template = STRICT if tools else STRICT.replace("m.tool_call_id|length != 9", "true")
+    dialect = OpenAIDialect(tokenizer, TOOLS, "mistral")
+    calls = [ToolCall(name="terminal", arguments={}), ToolCall(name="terminal", arguments={}, id="c0")]
+    results = [*(Outcome(call, ToolResult(success=True, output="seen")) for call in calls)]
+    results += [Outcome(None, ToolResult.failure("unread"))] * 2
+    messages = dialect.results(results, AgentConfig())
+    assert [m["role"] for m in messages] == ["tool", "tool", "user"]
+    text = tokenizer.decode(dialect.following(messages, []))
+    assert (text.count("seen"), text.count("unread"), text.count("[INST]")) == (2, 2, 1)
+    assert text.count("[TOOL_RESULTS]") == 2 * tools
+    assert not tools or (calls[0].id[-9:] + "[/TOOL" in text and "0000000c0[/TOOL" in text)
+
+
+def test_other_templates_are_given_the_ids_of_calls_as_they_are():
+    tokenizer = AutoTokenizer.from_pretrained(FOLDER)
+    tokenizer.chat_template = STRICT.replace("m.tool_call_id|length != 9", "false")
+    answer = {"role": "tool", "tool_call_id": "functions.terminal:0", "name": "terminal", "content": "seen "}
+    assert "seen functions.terminal:0" in tokenizer.decode(ToolTemplate(tokenizer, TOOLS).following([answer], []))

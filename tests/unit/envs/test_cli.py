@@ -125,6 +125,7 @@ def test_a_place_that_cannot_be_written_is_one_line(capsys, tmp_path):
         ("openai:\n  base_urll: x\n", "unknown key openai.base_urll"),
         ("- 1\n", "expected keys env, openai"),
         ("a: [\n", "no YAML"),
+        ("\x7fELF\x02", "no YAML"),
         ("env: 3\n", "env must be keys and values"),
         ("env:\n  slots_per_container: none\n", "env.slots_per_container"),
     ],
@@ -135,6 +136,34 @@ def test_bad_yaml_is_one_line(capsys, tmp_path, text, says):
     code, line = run(capsys, "process", "--config", str(path))
     assert (code, line.count("\n")) == (2, 0)
     assert says in line
+
+
+def test_no_message_shows_a_key_and_every_other_shows_its_value(capsys, tmp_path):
+    path = tmp_path / "c.yaml"
+    texts = (
+        "openai:\n  api_key: [sk-1, [sk-2\nb: x\n",
+        "openai:\n  api_key: {key: sk-3}\n",
+        "env:\n  metrics_token: [sk-4]\n",
+    )
+    for text in texts:
+        path.write_text(text)
+        code, line = run(capsys, "process", "--config", str(path))
+        assert (code, "sk-" in line) == (2, False)
+    path.write_bytes(b"\x7fELF\x02\xff\xfe")
+    assert "no YAML" in run(capsys, "process", "--config", str(path))[1]
+    assert "(got 'abc')" in run(capsys, "process", "--env.max_token_length", "abc")[1]
+
+
+def test_the_help_shows_no_key(capsys):
+    class Env(ScriptEnv):
+        @classmethod
+        def config_init(cls):
+            return AgentEnvConfig(), [APIServerConfig(base_url="http://127.0.0.1:9/v1", api_key="secret42")]
+
+    assert app.run(Env, ["process", "--help"]) == 0
+    shown = capsys.readouterr().out
+    assert "--openai.api_key" in shown
+    assert "secret42" not in shown
 
 
 def test_flags_win_over_yaml_and_yaml_over_defaults(tmp_path):

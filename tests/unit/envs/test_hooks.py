@@ -12,7 +12,11 @@ import time
 import pytest
 
 from atropos.envs import AgentEnv, APIServerConfig, HermesAgentBaseEnv, HermesAgentEnvConfig
-from atropos.envs.running.rollout import GroupsDropped
+from atropos.envs.hermes.bridge import bridged
+from atropos.envs.hermes.tool_context import ToolContext
+from atropos.envs.running.hooks import Hooks
+from atropos.envs.running.metrics import EnvMetrics
+from atropos.envs.running.rollout import GroupsDropped, HookError, TaskFault
 from atropos.errors import ConfigError, SlotLost, ToolServerUnavailable
 from atropos.tools import ToolCall, ToolResult
 from examples.policy.tokenizer import FOLDER
@@ -237,6 +241,72 @@ async def test_a_hook_that_hangs_ends_by_its_limit(policy, tmp_path, hook, code,
     with pytest.raises(GroupsDropped, match=f"1 x {code}"):
         await env.process_manager()
     assert "did not end within hook_timeout_s (0.3 s)" in caplog.text
+
+
+@pytest.mark.parametrize("hook", ["build_task", "verify"])
+async def test_a_hook_that_awaits_what_others_cancelled_drops_its_group(policy, tmp_path, hook, caplog):
+    async def await_a_cancelled_task():
+        task = asyncio.create_task(asyncio.sleep(9))
+        task.cancel()
+        await task
+
+    class Env(ScriptEnv):
+        async def build_task(self, item):
+            if hook == "build_task" and item["name"] == "item-1":
+                await await_a_cancelled_task()
+            return ScriptEnv.build_task(self, item)
+
+        async def score_trajectory(self, item, final_response):
+            if hook == "verify" and item["name"] == "item-1":
+                await await_a_cancelled_task()
+            return 1.0
+
+    env = make(Env, policy.url, tmp_path / "g.jsonl")
+    with pytest.raises(GroupsDropped, match=r"1 of 3 groups were dropped \(1 x hook_error\)"):
+        await env.process_manager()
+    assert len(groups_in(tmp_path / "g.jsonl")) == 2
+    assert "what it awaited was cancelled, and not by the run" in caplog.text
+
+
+@pytest.mark.parametrize(("hook", "code"), [("group", "task_fault"), ("setup", "task_fault"), ("verify", "hook_error")])
+@pytest.mark.filterwarnings("ignore:coroutine .* was never awaited")
+async def test_a_call_without_await_is_a_fault(policy, tmp_path, hook, code, caplog):
+    class Env(ScriptEnv):
+        async def setup_group_workspace(self, item, *, exec_tool):
+            self.forgetful("group", exec_tool)
+
+        async def setup_trajectory_workspace(self, item, *, trajectory_id, exec_tool):
+            self.forgetful("setup", exec_tool)
+            return {}
+
+        async def verify_and_score_trajectory(self, item, final_response, *, trajectory_id, exec_tool, agent_result):
+            self.forgetful("verify", exec_tool)
+            return 1.0, {}
+
+        def forgetful(self, name, exec_tool):
+            if name == hook:
+                exec_tool(terminal("prepare"))
+
+    env = make(Env, policy.url, tmp_path / "g.jsonl")
+    env.items = items(1)
+    with pytest.raises(GroupsDropped, match=f"1 x {code}"):
+        await env.process_manager()
+    assert "a call was not awaited, so it never ran" in caplog.text
+
+
+@pytest.mark.parametrize(("setup", "fault"), [(True, TaskFault), (False, HookError)])
+async def test_a_hermes_call_without_await_in_a_task_of_its_own_is_a_fault(setup, fault):
+    context = ToolContext(StandInExecutor(None), "t", setup=setup)
+
+    async def hook():
+        async def helper():
+            context.write_file("tests/test_it.py", "...")
+
+        await asyncio.gather(helper())
+        return 1.0
+
+    with pytest.raises(fault, match="compute_reward: a call was not awaited"):
+        await Hooks("Env", EnvMetrics(), 10).call("compute_reward", lambda: bridged(hook), calls=context, setup=setup)
 
 
 @pytest.mark.parametrize("how", ["given up", "not awaited", "no dict"])

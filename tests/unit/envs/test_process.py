@@ -15,7 +15,7 @@ from atropos.envs import adapter
 from atropos.envs.running.rollout import GroupDropped, GroupsDropped, VerifierError
 from atropos.errors import AcquireTimeout, ConfigError, InferenceError, NotSupported, SlotLost
 from tests.e2e.hermes_support import sampled
-from tests.unit.envs.support import ScriptEnv, StandInExecutor, call, items, make
+from tests.unit.envs.support import ScriptEnv, StandInExecutor, call, items, make, turns
 
 
 def groups_in(path):
@@ -319,6 +319,43 @@ async def test_run_agent_keeps_a_workspace_that_it_was_given(policy):
     await env.run_agent(env.build_task(items(1)[0]), trajectory_id="mine")
     assert env.stand_in.live == {"mine"}
     await env.shutdown_tool_backend()
+
+
+async def test_a_hook_may_run_the_agent_in_its_own_slot_on_a_full_pool(policy, tmp_path):
+    class Env(ScriptEnv):
+        async def verify_and_score_trajectory(self, item, final_response, *, trajectory_id, exec_tool, agent_result):
+            answer, _ = await self.run_agent(turns("fine"), trajectory_id=trajectory_id)
+            return float(answer == "fine"), {}
+
+    env = make(Env, policy.url, tmp_path / "g.jsonl", slots_per_container=3, max_containers=1, hook_timeout_s=20)
+    await env.process_manager()
+    assert [group["scores"] for group in groups_in(tmp_path / "g.jsonl")] == [[1.0] * 3] * 3
+
+
+async def test_an_agent_that_fails_drops_its_group_and_is_counted(policy, tmp_path):
+    class Env(ScriptEnv):
+        async def act(self, agent, item, task, trajectory_id):
+            if item["name"] == "item-1":
+                raise KeyError("a template")
+            return await super().act(agent, item, task, trajectory_id)
+
+    env = make(Env, policy.url, tmp_path / "g.jsonl")
+    with pytest.raises(GroupsDropped, match=r"1 of 3 groups were dropped \(1 x hook_error\)"):
+        await env.process_manager()
+    assert len(groups_in(tmp_path / "g.jsonl")) == 2
+    assert env.metrics.hook_errors["the agent"] >= 1
+
+
+async def test_a_template_that_takes_no_system_message_is_refused_by_name(policy):
+    env = make(ScriptEnv, policy.url, None)
+    env.tokenizer.chat_template = (
+        "{%- for m in messages %}{%- if m.role == 'system' %}{{ raise_exception('System role not supported') }}{%- endif %}"
+        "{{- '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}{%- endfor %}"
+    )
+    with pytest.raises(
+        ConfigError, match=r"env\.tokenizer_name: .* takes no system message.*System role not supported"
+    ):
+        await env.setup()
 
 
 async def test_seeds_make_a_run_repeatable_and_members_differ(policy, tmp_path):

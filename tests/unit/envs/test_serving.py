@@ -10,6 +10,7 @@ import json
 import pytest
 from aiohttp import web
 
+from atropos.envs import sandbox_env
 from atropos.envs.reporting import watch
 from atropos.envs.reporting.run_api import TrajectoryApiLost, check_run_api
 from atropos.envs.running import lifecycle
@@ -145,6 +146,39 @@ async def test_a_finished_group_is_sent_though_its_worker_is_cancelled():
         with contextlib.suppress(asyncio.CancelledError):
             await worker
     assert len(taken) == 1
+
+
+async def test_a_shutdown_waits_for_all_sends_together_in_bounded_time(caplog):
+    async with trajectory_api(delay_s=60) as (api, _):
+        env = env_at(api)
+        env.items_sent_this_step = 0
+        workers = [asyncio.create_task(env.handle_send_to_api(group(), {"name": "x"})) for _ in range(8)]
+        await asyncio.sleep(0.1)
+        env.sink.end_within(0.3)
+        await lifecycle.cancel_and_wait(workers, seconds=20)
+        assert all(worker.cancelled() for worker in workers)
+    assert dict(env.metrics.unsent) == {"send_failed": 8}
+    assert "had not answered when the run ended" in caplog.text
+
+
+async def test_a_worker_that_does_not_end_does_not_keep_the_pool_open(monkeypatch, caplog):
+    monkeypatch.setattr(sandbox_env, "WORKERS_S", 0.1)
+    env, over = env_at("http://127.0.0.1:9"), asyncio.Event()
+    await env.start_tool_backend()
+
+    async def stubborn():
+        while not over.is_set():
+            with contextlib.suppress(asyncio.CancelledError):
+                await over.wait()
+
+    env.workers.add(worker := asyncio.create_task(stubborn()))
+    await asyncio.sleep(0)
+    await env._close()
+    assert env.stand_in.closed
+    assert not worker.done()
+    assert "are abandoned" in caplog.text
+    over.set()
+    await worker
 
 
 @pytest.mark.parametrize(("batch", "size"), [(4, 3), (2, 3)])

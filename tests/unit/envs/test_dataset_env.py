@@ -1,0 +1,72 @@
+"""A dataset env's order survives a restart, and its evaluation counts every item."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from atropos.envs import APIServerConfig
+from atropos.envs.dataset_env import DatasetEnv, DatasetEnvConfig
+from atropos.envs.running.rollout import GroupsDropped
+from atropos.errors import ConfigError
+from examples.policy.tokenizer import FOLDER
+from tests.unit.envs.support import ScriptEnv, items
+
+
+class Dataset(DatasetEnv, ScriptEnv):
+    name = "dataset"
+    get_next_item = DatasetEnv.get_next_item
+
+
+def make(cls=Dataset, url="http://127.0.0.1:9/v1", **settings):
+    config = DatasetEnvConfig(tool_pool_mode="local", tokenizer_name=str(FOLDER), use_wandb=False, **settings)
+    env = cls(config, [APIServerConfig(base_url=url, server_type="vllm", model_name=str(FOLDER), api_key="x")])
+    env.items = items(5)
+    return env
+
+
+async def names(env, count):
+    return [(await env.get_next_item())["name"] for _ in range(count)]
+
+
+@pytest.mark.parametrize("given", [3, 5, 8])
+async def test_an_env_that_is_started_again_goes_on_where_its_checkpoint_was(tmp_path, given):
+    def registered():
+        env = make(epochs=4, shuffle=True, seed=7)
+        env.checkpoint_dir, env.wandb_prepend = str(tmp_path), "dataset_0"
+        return env
+
+    first = registered()
+    await names(first, given)
+    first.save_checkpoint(40)
+    later = await names(first, 20 - given)
+    again = registered()
+    again.curr_step = 40
+    again.load_checkpoint()
+    assert await names(again, 20 - given) == later
+    assert await again.get_next_item() is None
+
+
+async def test_an_item_whose_hook_awaits_what_others_cancelled_is_missing_from_no_evaluation(policy, capsys):
+    class Env(Dataset):
+        async def score_trajectory(self, item, final_response):
+            if item["name"] == "item-1":
+                task = asyncio.create_task(asyncio.sleep(9))
+                task.cancel()
+                await task
+            return 1.0
+
+    env = make(Env, policy.url)
+    with pytest.raises(GroupsDropped, match="1 of 5 items could not be completed"):
+        await env._run_evaluate()
+    assert "4 of 4 solved" in capsys.readouterr().out
+
+
+async def test_a_hook_s_config_error_ends_an_evaluation_as_itself(policy):
+    class Env(Dataset):
+        def build_task(self, item):
+            raise ConfigError("task_names: wrong")
+
+    with pytest.raises(ConfigError, match="task_names: wrong"):
+        await make(Env, policy.url)._run_evaluate()
