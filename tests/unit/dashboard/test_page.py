@@ -115,7 +115,9 @@ def test_text_around_calls_stays_where_it_was_and_a_tag_without_its_end_is_text(
     ]
 
 
-@pytest.mark.parametrize(("role", "tag"), [("assistant", "tool_call"), ("user", "tool_response"), ("tool", "tool_response")])
+@pytest.mark.parametrize(
+    ("role", "tag"), [("assistant", "tool_call"), ("user", "tool_response"), ("tool", "tool_response")]
+)
 def test_time_is_linear_where_calls_do_not_end(role, tag):
     def seconds(count):
         started = time.process_time()
