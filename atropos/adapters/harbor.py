@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import inspect
 import tarfile
 import tempfile
-import uuid
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +17,9 @@ with Extra("harbor"):
     from harbor.environments.base import BaseEnvironment, ExecResult, transfer_tar_filter
 
 from harbor.environments.capabilities import EnvironmentCapabilities, EnvironmentResourceCapabilities
+from harbor.models.task.config import NetworkMode, NetworkPolicy
 
-from atropos.adapters.sharing import WAIT_FOR_SLOT_S, SharedPool, shared_pool
+from atropos.adapters.sharing import SharedPool, pool_config, shared_pool, shell_code, time_limit
 from atropos.errors import ConfigError
 from atropos.slots import Slot, SlotPool, SlotPoolConfig
 from atropos.tasks.builder.accounts import profile_of
@@ -28,7 +27,7 @@ from atropos.tasks.folder import load_task
 from atropos.tasks.prepare import TaskImages
 
 MAX_DOWNLOAD_BYTES = 2 << 30
-"""Longest archive of a folder that is downloaded."""
+"""Longest file that is downloaded."""
 KNOWN = frozenset(inspect.signature(BaseEnvironment.__init__).parameters)
 """Arguments that Harbor's environments take; it drops all others in silence."""
 
@@ -42,7 +41,7 @@ class AtroposEnvironment(BaseEnvironment):
             raise ConfigError(
                 f"--ek {min(unknown)}: no field of SlotPoolConfig, and no argument of Harbor's environments"
             )
-        self._config = SlotPoolConfig(**{"acquire_timeout_s": WAIT_FOR_SLOT_S, "allow_network": True, **settings})
+        self._config = pool_config(settings, network=True)
         self._shared: SharedPool | None = None
         self._slot: Slot | None = None
         super().__init__(*args, **kwargs)
@@ -55,7 +54,17 @@ class AtroposEnvironment(BaseEnvironment):
     @property
     @override
     def capabilities(self) -> EnvironmentCapabilities:
-        return EnvironmentCapabilities(disable_internet=True)
+        return EnvironmentCapabilities(
+            disable_internet=True,
+            network_allowlist=True,
+            network_allowlist_hostnames=True,
+            network_allowlist_wildcard_hostnames=True,
+            network_allowlist_ipv4_addresses=True,
+            network_allowlist_ipv6_addresses=True,
+            network_allowlist_ipv4_cidrs=True,
+            network_allowlist_ipv6_cidrs=True,
+            dynamic_network_policy=True,
+        )
 
     @classmethod
     @override
@@ -86,6 +95,7 @@ class AtroposEnvironment(BaseEnvironment):
         self._shared = shared
         try:
             self._slot = await self._lease(pool)
+            await self._apply_network_policy(self._network_policy)
             if workdir := self.task_env_config.workdir:
                 await self._held.exec(["mkdir", "-p", workdir], user="root")
             await self.ensure_dirs(self._mount_targets(writable_only=True))
@@ -95,7 +105,8 @@ class AtroposEnvironment(BaseEnvironment):
             raise
 
     async def _lease(self, pool: SlotPool) -> Slot:
-        network = not self._network_disabled
+        policies = (self._network_policy, *self._phase_network_policies)
+        network = any(policy.network_mode != NetworkMode.NO_NETWORK for policy in policies)
         if not (self.environment_dir.parent / "task.toml").is_file():
             return await pool.acquire(self.session_id, network=network, image=self.task_env_config.docker_image)
         task = await asyncio.to_thread(load_task, self.environment_dir.parent)
@@ -107,6 +118,12 @@ class AtroposEnvironment(BaseEnvironment):
             await slot.release()
             raise
         return slot
+
+    @override
+    async def _apply_network_policy(self, network_policy: NetworkPolicy) -> None:
+        """Of what the pool allows (`egress_allow`), let the slot reach what the policy names, or all."""
+        public = network_policy.network_mode == NetworkMode.PUBLIC
+        await self._held.set_network(None if public else network_policy.allowed_hosts)
 
     @override
     async def stop(self, delete: bool) -> None:
@@ -141,12 +158,12 @@ class AtroposEnvironment(BaseEnvironment):
 
         Raises:
             SandboxError: the infrastructure failed.
-            RuntimeError: it took longer than `timeout_sec`, as on Docker.
+            RuntimeError: it took longer than `timeout_sec` (0: as None), as on Docker.
         """
-        user = self._resolve_user(user)
+        user, timeout_s = self._resolve_user(user), timeout_sec or None
         result = await self._held.exec(
             command,
-            timeout_s=timeout_sec,
+            timeout_s=timeout_s,
             workdir=cwd or self.task_env_config.workdir,
             env=self._merge_env(env),
             user=None if user is None else str(user),
@@ -154,15 +171,19 @@ class AtroposEnvironment(BaseEnvironment):
             concurrent=True,
         )
         if result.timed_out:
-            raise RuntimeError(f"Command timed out after {timeout_sec} seconds")
+            raise RuntimeError(f"Command timed out after {time_limit(timeout_s)}")
         if result.exit_code is None:
             return ExecResult(stdout="", stderr=result.output, return_code=126)
-        code = result.exit_code if result.exit_code >= 0 else 128 - result.exit_code
-        return ExecResult(stdout=result.stdout, stderr=result.stderr, return_code=code)
+        return ExecResult(stdout=result.stdout, stderr=result.stderr, return_code=shell_code(result.exit_code))
 
     @override
     async def upload_file(self, source_path: Path | str, target_path: str) -> None:
-        await self._held.upload(source_path, target_path)
+        """Copy a file to a path, or into a folder: one that is there, or a path that ends in a slash."""
+        inside = f"{target_path.rstrip('/')}/{Path(source_path).name}"
+        try:
+            await self._held.upload(source_path, inside if target_path.endswith("/") else target_path)
+        except IsADirectoryError:
+            await self._held.upload(source_path, inside)
 
     @override
     async def upload_dir(self, source_dir: Path | str, target_dir: str) -> None:
@@ -179,18 +200,10 @@ class AtroposEnvironment(BaseEnvironment):
 
     @override
     async def download_dir(self, source_dir: str, target_dir: Path | str) -> None:
-        archive = f"/tmp/.atropos-{uuid.uuid4().hex}.tar"
-        packed = await self._held.exec(["tar", "-C", source_dir, "-cf", archive, "."], user="root")
-        try:
-            if packed.exit_code != 0:
-                raise RuntimeError(f"{source_dir} can't be packed: {packed.output.strip()}")
-            with tempfile.TemporaryDirectory() as folder:
-                local = Path(folder) / "archive.tar"
-                await self.download_file(archive, local)
-                await asyncio.to_thread(_extract, local, Path(target_dir))
-        finally:
-            with contextlib.suppress(OSError):
-                await self._held.exec(["rm", "-f", archive], user="root")
+        with tempfile.TemporaryDirectory() as folder:
+            archive = Path(folder) / "archive.tar"
+            await self._held.download_to(source_dir, archive)
+            await asyncio.to_thread(_extract, archive, Path(target_dir))
 
 
 def _extract(archive: Path, target: Path) -> None:

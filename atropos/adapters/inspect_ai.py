@@ -25,7 +25,7 @@ import yaml
 from pydantic import BaseModel
 from typing_extensions import override
 
-from atropos.adapters.sharing import HeldSlot, SlotRequest, infrastructure
+from atropos.adapters.sharing import HeldSlot, SlotRequest, infrastructure, shell_code, time_limit
 from atropos.errors import ConfigError
 
 FILE_NAMES = ["atropos.yaml", "atropos.yml"]
@@ -145,7 +145,7 @@ class AtroposSandbox(SandboxEnvironment):
                 concurrent=True,
             )
         if result.timed_out:
-            late = TimeoutError(f"Command timed out after {timeout} seconds")
+            late = TimeoutError(f"Command timed out after {time_limit(timeout)}")
             late.truncated_output = result.output  # type: ignore[attr-defined]  # pyright: ignore[reportAttributeAccessIssue]
             raise late
         if result.error is not None:
@@ -154,7 +154,7 @@ class AtroposSandbox(SandboxEnvironment):
             raise OutputLimitExceededError(SandboxEnvironmentLimits.MAX_EXEC_OUTPUT_SIZE_STR, result.output)
         if result.exit_code is None:
             return ExecResult(False, CANNOT_EXECUTE, "", result.output)
-        code = result.exit_code if result.exit_code >= 0 else 128 - result.exit_code
+        code = shell_code(result.exit_code)
         return ExecResult(code == 0, code, result.stdout or "", result.stderr or "")
 
     @override

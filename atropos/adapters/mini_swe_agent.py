@@ -25,7 +25,7 @@ from minisweagent.run.utilities import mini_extra
 from minisweagent.utils.serialize import recursive_merge
 from pydantic import Field
 
-from atropos.adapters.sharing import HeldSlot, SlotRequest, infrastructure
+from atropos.adapters.sharing import HeldSlot, SlotRequest, infrastructure, shell_code
 from atropos.slots import ExecResult
 
 T = TypeVar("T")
@@ -39,7 +39,8 @@ SYSTEM = ("system", "node", "release", "version", "machine")
 """What templates call the fields of `uname`."""
 
 
-_starting = threading.Lock()
+_starting = threading.RLock()
+"""Reentrant, since a collection of garbage while it is held may release a slot."""
 
 
 class SandboxGoneError(RuntimeError):
@@ -152,11 +153,13 @@ class AtroposEnvironment(LocalEnvironment):
         """
         limit = timeout or self.config.timeout
         result = self._run([*self.config.interpreter, action.get("command", "")], limit, cwd or self.config.cwd or ".")
-        output = {"output": result.output, "returncode": result.exit_code, "exception_info": ""}
+        output: dict[str, Any] = {"output": result.output, "exception_info": ""}
         if result.timed_out:
             output |= not_ended("TimeoutExpired", f"the command timed out after {limit} seconds")
         elif result.exit_code is None:
             output |= {"output": "", **not_ended("OSError", result.error or "the command could not be started")}
+        else:
+            output["returncode"] = shell_code(result.exit_code)
         self._check_finished(output)
         return output
 

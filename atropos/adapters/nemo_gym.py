@@ -20,7 +20,7 @@ with Extra("nemo-gym"):
         SandboxStatus,
     )
 
-from atropos.adapters.sharing import HeldSlot, SlotRequest, infrastructure
+from atropos.adapters.sharing import HeldSlot, SlotRequest, infrastructure, shell_code
 from atropos.errors import SandboxError
 from atropos.slots import PortForward
 
@@ -124,10 +124,10 @@ class AtroposProvider:
             return SandboxExecResult(result.stdout, result.stderr, DID_NOT_RUN, error_type="timeout")
         if result.exit_code is None:
             return SandboxExecResult(result.stdout, result.error, DID_NOT_RUN, error_type="sandbox")
-        return SandboxExecResult(result.stdout, result.stderr, result.exit_code)
+        return SandboxExecResult(result.stdout, result.stderr, shell_code(result.exit_code))
 
     async def upload_file(self, handle: SandboxHandle, source_path: Path, target_path: str) -> None:
-        """Copy a file into the slot, making its parents.
+        """Copy a file into the slot, with its mode, making its parents.
 
         Raises:
             OSError: it can't be read here or written there.
@@ -135,8 +135,9 @@ class AtroposProvider:
         """
         held = self._held(handle)
         data = await asyncio.to_thread(Path(source_path).read_bytes)
+        mode = Path(source_path).stat().st_mode & 0o7777
         with infrastructure(SandboxGoneError):
-            await held.slot.write_file(held.path(target_path), data, user=held.user)
+            await held.slot.write_file(held.path(target_path), data, mode, user=held.user)
 
     async def download_file(self, handle: SandboxHandle, source_path: str, target_path: Path) -> None:
         """Copy a file out of the slot, making its parents. Raises as `upload_file`."""

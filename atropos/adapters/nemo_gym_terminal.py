@@ -11,12 +11,14 @@ from typing import Self, cast, get_args
 
 from nemo_gym.sandbox.providers.base import SandboxPtyError, SandboxPtySpec
 
-from atropos.adapters.sharing import HeldSlot, infrastructure
+from atropos.adapters.sharing import HeldSlot, infrastructure, shell_code
 from atropos.errors import SandboxError
 from atropos.slots import Process, Signal
 
 READ_WAIT_S = 30.0
 """Longest wait of one request for output."""
+BUFFER_BYTES = 4_000_000
+"""Output that the slot keeps until it is read."""
 
 
 class Terminal:
@@ -52,6 +54,7 @@ class Terminal:
                     pty=(spec.rows, spec.cols) if spec.pty else None,
                     split=not spec.pty,
                     hold=not spec.pty,
+                    buffer_bytes=BUFFER_BYTES,
                 )
             except OSError as error:
                 raise SandboxPtyError(f"{spec.command or '/bin/bash'}: {error}") from error
@@ -62,7 +65,7 @@ class Terminal:
 
         Raises:
             TimeoutError: nothing came.
-            SandboxPtyError: the slot failed.
+            SandboxPtyError: the slot failed, or output of a terminal came faster than it was read and is lost.
         """
         return await self._read(self._process, timeout_s)
 
@@ -78,7 +81,10 @@ class Terminal:
             async with asyncio.timeout(timeout_s):
                 while True:
                     ended = process.exit_code is not None
-                    data = await process.read(wait_s=READ_WAIT_S if timeout_s is None else min(timeout_s, READ_WAIT_S))
+                    wait_s = READ_WAIT_S if timeout_s is None else min(timeout_s, READ_WAIT_S)
+                    data = await process.read(max_bytes=BUFFER_BYTES, wait_s=wait_s)
+                    if lost := process.dropped_bytes:
+                        raise SandboxPtyError(f"{lost:,} bytes of output are lost: {BUFFER_BYTES:,} are kept")
                     if data or ended:
                         return data
 
@@ -112,7 +118,7 @@ class Terminal:
             await self._process.kill(cast("Signal", name))
 
     async def wait_exit(self, *, timeout_s: float | None = None) -> int:
-        """Its exit code, -N when signal N ended it.
+        """Its exit code, 128 + N when signal N ended it.
 
         Raises:
             TimeoutError: it still runs.
@@ -121,10 +127,10 @@ class Terminal:
             code = await self._process.wait(timeout_s)
         if code is None:
             raise TimeoutError(f"session {self.session_id} still runs after {timeout_s:g} s")
-        return code
+        return shell_code(code)
 
     async def run_detached(self, command: str, *, poll_interval_s: float = 15.0) -> tuple[bytes, int | None]:
-        """Run a line in the session's shell. Nothing is held meanwhile, so `poll_interval_s` is the time of nothing here."""
+        """Run a line in the session's shell. Nothing is held meanwhile, so `poll_interval_s` is ignored."""
         del poll_interval_s
         mark = f"ATROPOS{uuid.uuid4().hex}"
         line = f"{{ eval {shlex.quote(command)}; }} </dev/null 2>&1; printf '%s%s:%s\\n' {mark[:9]} {mark[9:]} $?\n"

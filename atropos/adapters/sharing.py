@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import posixpath
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Self
@@ -18,15 +18,15 @@ from atropos.slots import Slot, SlotPool, SlotPoolConfig
 WAIT_FOR_SLOT_S = 3600.0
 """How long an environment waits for a slot, where `acquire_timeout_s` doesn't say."""
 MAX_OUTPUT_BYTES = 10 * 1024**2
-"""Output kept of a command, where `limits` doesn't say."""
+"""Output kept of a command, where `limits` has no `output_bytes`."""
 
 
 @dataclass
 class SharedPool:
-    """A pool of one event loop, started for its first user and stopped with its last."""
+    """A pool of one event loop, started for its first holder and stopped with its last."""
 
     config: SlotPoolConfig
-    users: int = 0
+    holders: int = 0
     _pool: SlotPool | None = None
     _lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
@@ -36,7 +36,7 @@ class SharedPool:
         Raises:
             SandboxError: it can't be started.
         """
-        self.users += 1
+        self.holders += 1
         try:
             async with self._lock:
                 if self._pool is None:
@@ -45,19 +45,31 @@ class SharedPool:
                     self._pool = pool
                 return self._pool
         except BaseException:
-            self.users -= 1
+            self.holders -= 1
             raise
 
     async def leave(self) -> None:
-        """One user fewer; after the last one nothing of the pool is left."""
-        self.users -= 1
+        """One holder fewer; after the last one nothing of the pool is left."""
+        self.holders -= 1
         async with self._lock:
-            if not self.users and self._pool is not None:
+            if not self.holders and self._pool is not None:
                 pool, self._pool = self._pool, None
                 await pool.stop()
 
 
 _shared: dict[tuple[asyncio.AbstractEventLoop, str], SharedPool] = {}
+
+
+def pool_config(settings: Mapping[str, object], *, network: bool) -> SlotPoolConfig:
+    """A pool's settings, with an hour's wait for a slot and 10 MiB of output where they don't say.
+
+    Args:
+        settings: fields of `SlotPoolConfig`.
+        network: `allow_network` where they don't say.
+    """
+    config = SlotPoolConfig(**{"acquire_timeout_s": WAIT_FOR_SLOT_S, "allow_network": network, **settings})
+    limits = SlotLimits(**{"output_bytes": MAX_OUTPUT_BYTES, **config.limits.model_dump(exclude_unset=True)})
+    return config.model_copy(update={"limits": limits})
 
 
 def shared_pool(config: SlotPoolConfig) -> SharedPool:
@@ -102,9 +114,7 @@ class SlotRequest(BaseModel):
 
     def shared(self) -> SharedPool:
         """The pool of all environments with the same settings."""
-        settings: dict[str, object] = {"acquire_timeout_s": WAIT_FOR_SLOT_S, "allow_network": self.network, **self.pool}
-        settings.setdefault("limits", SlotLimits(output_bytes=MAX_OUTPUT_BYTES))
-        return shared_pool(SlotPoolConfig(**settings))
+        return shared_pool(pool_config(self.pool, network=self.network))
 
 
 @dataclass(frozen=True)
@@ -150,7 +160,7 @@ class HeldSlot:
             raise
 
     async def release(self) -> None:
-        """Give the slot back; the pool stops with its last user. To be called once."""
+        """Give the slot back; the pool stops with its last holder. To be called once."""
         try:
             await self.slot.release()
         finally:
@@ -159,6 +169,16 @@ class HeldSlot:
     def path(self, path: str) -> str:
         """An absolute path."""
         return posixpath.normpath(posixpath.join(self.folder, path))
+
+
+def shell_code(exit_code: int) -> int:
+    """An exit code as a shell and `docker exec` give it: 128 + N where signal N ended the program."""
+    return exit_code if exit_code >= 0 else 128 - exit_code
+
+
+def time_limit(timeout_s: float | None) -> str:
+    """The limit of a command that took too long, for a message."""
+    return "the slot's limits.wall_s" if timeout_s is None else f"{timeout_s:g} seconds"
 
 
 @contextmanager

@@ -47,7 +47,7 @@ from swerex.runtime.abstract import (
 from swerex.utils.log import get_logger
 from typing_extensions import override
 
-from atropos.adapters.sharing import HeldSlot, SlotRequest, infrastructure
+from atropos.adapters.sharing import HeldSlot, SlotRequest, infrastructure, time_limit
 from atropos.adapters.swerex_session import BashSession
 from atropos.errors import SandboxError
 from atropos.slots import ExecResult
@@ -183,7 +183,7 @@ def response_of(result: ExecResult, command: Command) -> CommandResponse:
         OSError: it never ran.
     """
     if result.timed_out:
-        raise CommandTimeoutError(f"Timeout ({command.timeout}s) exceeded while running command")
+        raise CommandTimeoutError(f"Timeout ({time_limit(command.timeout)}) exceeded while running command")
     if result.error is not None:
         code, _, message = result.error.partition(": ")
         raise {"not_found": FileNotFoundError, "permission": PermissionError}.get(code, OSError)(message)

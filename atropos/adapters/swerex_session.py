@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import codecs
+import io
 import re
 import secrets
 import shlex
@@ -66,6 +67,8 @@ class BashSession:
         self._prompt = re.compile(rf"<{self._key}:(\d*):(\d+)>")
         self._line = 0
         self._decoder = codecs.getincrementaldecoder("utf-8")("backslashreplace")
+        self._searched = io.StringIO()
+        """Output in which no match begins; `_pending` follows it."""
         self._pending = ""
         self._dropped = 0
 
@@ -200,13 +203,17 @@ class BashSession:
         """
         loop = asyncio.get_running_loop()
         deadline = None if timeout_s is None else loop.time() + timeout_s
-        seen = 0
+        self._pending = self._taken(self._pending)
         while True:
             if line is not None:
                 self._pending = self._prompt.sub(lambda at: at[0] if at[1] == str(line) else "", self._pending)
-            if (match := self._matched(patterns, max(0, seen - OVERLAP_CHARS))) is not None:
+            if (match := self._matched(patterns)) is not None:
                 return match
-            seen = len(self._pending)
+            self._searched.write(self._pending[:-OVERLAP_CHARS])
+            self._pending = self._pending[-OVERLAP_CHARS:]
+            if self._searched.tell() > 2 * MAX_OUTPUT_CHARS:
+                end = self._taken()
+                self._searched.write(end)
             left = READ_WAIT_S if deadline is None else deadline - loop.time()
             if left <= 0:
                 raise CommandTimeoutError(f"timeout after {timeout_s} seconds while running command {command!r}")
@@ -215,18 +222,23 @@ class BashSession:
             if not data and ended:
                 raise SessionNotInitializedError(f"the shell ended in {command!r}: {clean(self._pending)[-2000:]!r}")
             self._pending += self._decoder.decode(data)
-            if (surplus := len(self._pending) - MAX_OUTPUT_CHARS) > 0:
-                self._pending, self._dropped = self._pending[surplus:], self._dropped + surplus
 
-    def _matched(self, patterns: Sequence[str], start: int) -> Match | None:
-        """The first match in what was read, which is taken from it."""
+    def _taken(self, following: str = "") -> str:
+        """The end of what was searched and what follows it."""
+        text, self._searched = self._searched.getvalue() + following, io.StringIO()
+        self._dropped += max(0, len(text) - MAX_OUTPUT_CHARS)
+        return text[-MAX_OUTPUT_CHARS:]
+
+    def _matched(self, patterns: Sequence[str]) -> Match | None:
+        """The first match in what is pending, which is taken from it."""
+        start = min(1, self._searched.tell())  # so that `^` is the beginning of all output
         found = [(self._prompt.search(self._pending, start), None)]
         found += [(re.compile(pattern, re.DOTALL).search(self._pending, start), pattern) for pattern in patterns]
         matches = [(at, pattern) for at, pattern in found if at is not None]
         if not matches:
             return None
         at, pattern = min(matches, key=lambda each: each[0].start())
-        before, self._pending = self._pending[: at.start()], self._pending[at.end() :]
+        before, self._pending = self._taken(self._pending[: at.start()]), self._pending[at.end() :]
         if dropped := self._dropped + self._process.dropped_bytes:
             before = f"[{dropped} characters of output were dropped here]\n{before}"
             self._dropped = self._process.dropped_bytes = 0

@@ -20,7 +20,7 @@ from verifiers.v1.runtimes import DockerConfig, ProgramResult, Runtime, RuntimeP
 from verifiers.v1.runtimes.docker import DockerRuntimeInfo
 from verifiers.v1.utils.compile import resolve_runtime_config
 
-from atropos.adapters.sharing import HeldSlot, SlotRequest, infrastructure
+from atropos.adapters.sharing import HeldSlot, SlotRequest, infrastructure, shell_code, time_limit
 from atropos.slots import PortForward, Process
 
 __all__ = ["AtroposEnv"]  # what verifiers loads by this module's name
@@ -52,12 +52,13 @@ class SlotProcess(RuntimeProcess):
         with infrastructure(SandboxError):
             code = await self._process.wait()
         assert code is not None
-        return code
+        return shell_code(code)
 
     @override
     async def poll(self) -> int | None:
         with infrastructure(SandboxError):
-            return await self._process.poll()
+            code = await self._process.poll()
+        return None if code is None else shell_code(code)
 
     @override
     async def terminate(self) -> None:
@@ -175,11 +176,11 @@ class AtroposRuntime(Runtime):
                 concurrent=True,
             )
         if result.timed_out:
-            raise SandboxError(f"{argv[0]} took longer than the slot's limits.wall_s")
+            raise SandboxError(f"{argv[0]} took longer than {time_limit(None)}")
         if result.exit_code is None:
             error = result.error or "it never ran"
             return ProgramResult(NOT_FOUND if error.startswith("not_found") else CANNOT_EXECUTE, "", error)
-        return ProgramResult(result.exit_code, result.stdout or "", result.stderr or "")
+        return ProgramResult(shell_code(result.exit_code), result.stdout or "", result.stderr or "")
 
     @override
     async def open_process(self, argv: list[str], env: dict[str, str]) -> RuntimeProcess:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import difflib
 import io
 import itertools
-import math
 import re
 import tarfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import cast
+
+from atropos.dashboard.text import finite
 
 MAX_FILES = 50
 MAX_DIFF_CHARS = 10_000
@@ -94,8 +95,7 @@ def _word(record: Mapping[str, object], name: str) -> str:
 
 
 def _count(record: Mapping[str, object], name: str) -> int:
-    value = record.get(name)
-    return int(value) if isinstance(value, int | float) and math.isfinite(value) else 0
+    return int(finite(record.get(name)))
 
 
 def compare(folder: str, before: bytes, after: bytes) -> Changes:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import cast
 
-CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
-RESULT = re.compile(r"<tool_response>(.*?)</tool_response>", re.DOTALL)
+CALL, RESULT = "tool_call", "tool_response"
+"""Hermes' tags."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +69,7 @@ def _parts(role: str, message: Mapping[str, object]) -> Iterator[Part]:
     if thought:
         yield Part("thought", str(thought))
     if role == "tool":
-        yield _result(RESULT.sub(lambda found: found[1], text), str(message.get("tool_call_id") or ""))
+        yield _result("".join(piece for piece, _ in _pieces(text, RESULT)), str(message.get("tool_call_id") or ""))
     else:
         yield from _tagged(role, text)
     calls = message.get("tool_calls")
@@ -79,13 +78,26 @@ def _parts(role: str, message: Mapping[str, object]) -> Iterator[Part]:
 
 
 def _tagged(role: str, text: str) -> Iterator[Part]:
-    pattern = {"assistant": CALL, "user": RESULT}.get(role)
+    tag = {"assistant": CALL, "user": RESULT}.get(role)
+    for piece, tagged in _pieces(text, tag) if tag else [(text, False)]:
+        if not tagged:
+            yield Part("text", piece)
+        else:
+            yield _hermes_call(piece) if tag == CALL else _result(piece)
+
+
+def _pieces(text: str, tag: str) -> Iterator[tuple[str, bool]]:
+    """A text cut at its tags, which are left out, and which pieces were between two.
+
+    A regular expression would look through the whole rest for each opening tag without an end.
+    """
+    opening, closing = f"<{tag}>", f"</{tag}>"
     at = 0
-    for found in pattern.finditer(text) if pattern else ():
-        yield Part("text", text[at : found.start()])
-        yield _hermes_call(found[1]) if role == "assistant" else _result(found[1])
-        at = found.end()
-    yield Part("text", text[at:])
+    while (start := text.find(opening, at)) >= 0 and (end := text.find(closing, start + len(opening))) >= 0:
+        yield text[at:start], False
+        yield text[start + len(opening) : end], True
+        at = end + len(closing)
+    yield text[at:], False
 
 
 def _hermes_call(block: str) -> Part:

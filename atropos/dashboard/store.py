@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import math
+import os
 import threading
 import time
 import zlib
@@ -15,6 +15,7 @@ from typing import cast
 
 from atropos.dashboard.changes import Changes, changes_of
 from atropos.dashboard.conversation import Message, conversation, tools_of
+from atropos.dashboard.text import finite
 
 MAX_TRAJECTORIES = 20_000
 MAX_BYTES = 256 * 1024 * 1024
@@ -120,6 +121,12 @@ class TrajectoryStore:
                 self._bytes -= len(self._rows.popleft()[1])
                 self.forgotten += 1
 
+    def clear(self) -> None:
+        """Drop all trajectories. Later ones get new numbers."""
+        with self._lock:
+            self._rows.clear()
+            self._bytes = self.forgotten = 0
+
     def find(self, query: Query, *, first: int = 0, limit: int = 50) -> tuple[list[Entry], int]:
         """A page of the matching entries, the latest first, and how many match in all."""
         with self._lock:
@@ -160,14 +167,16 @@ class GroupFile:
 
     def __init__(self, path: Path, store: TrajectoryStore) -> None:
         self._path, self._store = path, store
-        self._at = 0
+        self._file, self._at = (0, 0), 0
         self._lock = threading.Lock()
 
     def refresh(self) -> None:
-        """Read what was appended; a last line without its end stays for later. A file that shrank is read again from its start."""
+        """Read what was appended; a last line without its end stays for later. Of a file that shrank or is another one, all is read."""
         with self._lock, self._path.open("rb") as lines:
-            if self._path.stat().st_size < self._at:
-                self._at = 0
+            found = os.fstat(lines.fileno())
+            if (found.st_dev, found.st_ino) != self._file or found.st_size < self._at:
+                self._store.clear()
+                self._file, self._at = (found.st_dev, found.st_ino), 0
             lines.seek(self._at)
             for line in lines:
                 if not line.endswith(b"\n"):
@@ -202,7 +211,7 @@ def item_of(group: Mapping[str, object]) -> str:
 
 def scores_of(group: Mapping[str, object]) -> list[float]:
     """The scores of a group's trajectories."""
-    return [_number(score) for score in _list(group.get("scores"))]
+    return [finite(score) for score in _list(group.get("scores"))]
 
 
 def members(group: Mapping[str, object]) -> Iterator[dict[str, object]]:
@@ -235,15 +244,15 @@ def _read(trajectory: Mapping[str, object], item: str) -> tuple[Entry, bytes]:
         group=0,
         item=item,
         trajectory_id=str(trajectory["trajectory_id"]),
-        score=_number(trajectory["score"]),
-        steps=int(_number(trajectory.get("steps"))),
-        calls=int(_number(trajectory.get("calls"))),
-        seconds=_number(trajectory.get("seconds")),
-        attempts=int(_number(trajectory.get("attempts", 1))),
+        score=finite(trajectory["score"]),
+        steps=int(finite(trajectory.get("steps"))),
+        calls=int(finite(trajectory.get("calls"))),
+        seconds=finite(trajectory.get("seconds")),
+        attempts=int(finite(trajectory.get("attempts", 1))),
         stop_reason=str(trajectory.get("stop_reason") or "final"),
         tools=tuple(tools_of(messages)),
         tool_errors=sum(part.failed for part in results),
-        phases={str(name): _number(value) for name, value in _dict(trajectory.get("phases")).items()},
+        phases={str(name): finite(value) for name, value in _dict(trajectory.get("phases")).items()},
     )
     return entry, zlib.compress(text, 1)
 
@@ -256,10 +265,6 @@ def _details(blob: bytes) -> Details:
     kept = _dict(json.loads(_inflate(blob).decode(errors="surrogatepass")))
     turns = [_dict(turn) for turn in _list(kept["turns"])]
     return Details(conversation(kept["messages"]), _dict(kept["info"]), turns, changes_of(_dict(kept["changes"])))
-
-
-def _number(value: object) -> float:
-    return float(value) if isinstance(value, int | float) and math.isfinite(value) else 0.0
 
 
 def _dict(value: object) -> dict[str, object]:

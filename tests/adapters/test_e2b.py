@@ -226,6 +226,13 @@ def test_folders_are_made_listed_renamed_and_removed(sandbox: Sandbox):
             files.list("/root", user="nobody")
 
 
+def test_a_target_of_a_link_forges_no_path(sandbox: Sandbox):
+    sandbox.commands.run("mkdir -p 'links/b\t'; cd links; touch 'b\t/etc'; ln -s 'b\t/etc' a")
+    link, folder = sandbox.files.list("links")
+    assert (link.path, link.symlink_target) == ("/home/user/links/a", "b\t/etc")
+    assert folder.path == "/home/user/links/b\t"
+
+
 def test_a_watched_folder_tells_what_happened(sandbox: Sandbox):
     sandbox.files.write("w/old", "1")
     watcher = sandbox.files.watch_dir("w", recursive=True)

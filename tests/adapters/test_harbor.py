@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from atropos.cli import command_line
-from tests.adapters.peers import ROOT, needs, run
+from tests.adapters.peers import HOSTS, ROOT, needs, run
 from tests.unit.dashboard.support import hostile, ordinary
 
 pytestmark = needs("harbor")
@@ -62,6 +62,15 @@ def test_the_oracle_scores_one_in_every_task(tasks: Path) -> None:
     assert count >= 20
     assert rewards(tasks, "atropos.adapters.harbor:AtroposEnvironment") == ([1.0] * count, 0)
     print(f"harbor run, oracle: {count} of {count} tasks scored 1")
+
+
+def test_its_environments_are_slots(tmp_path: Path) -> None:
+    (tmp_path / "pytest.ini").write_text("[pytest]\nasyncio_mode = auto\n")
+    shutil.copytree(ROOT / "examples/tasks/top-words", tmp_path / "top-words")
+    checks = HOSTS / "harbor_contract.py"
+    shutil.copy(checks, tmp_path / "test_contract.py")
+    output = run("python", "-m", "pytest", "-v", "-p", "no:cacheprovider", folder=tmp_path)
+    assert output.count(" PASSED") == checks.read_text().count("\nasync def test_"), output
 
 
 def test_a_misspelt_setting_is_refused_by_name(tasks: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import posixpath
 import zlib
-from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Sequence
 from datetime import UTC, datetime
 
 from python_multipart import MultipartParser
@@ -18,7 +18,8 @@ from atropos.slots.slot.results import file_error
 
 PIECE_BYTES = 1 << 20
 """Size of the pieces in which files are sent, both ways."""
-_FORMAT = r"%i\t%y\t%Y\t%m\t%s\t%u\t%g\t%T@\t%l\t%p\0"
+_FIELDS = ("%i", "%y", "%Y", "%m", "%s", "%u", "%g", "%T@", "%l", "%p")
+_FORMAT = "".join(rf"{field}\0" for field in _FIELDS)
 _TYPES = {"f": "FILE_TYPE_FILE", "d": "FILE_TYPE_DIRECTORY", "l": "FILE_TYPE_SYMLINK"}
 _EXISTS = 17
 
@@ -28,11 +29,15 @@ class Entry:
 
     __slots__ = ("group", "inode", "kind", "link", "mode", "modified", "owner", "path", "size", "target")
 
-    def __init__(self, line: str) -> None:
-        inode, self.kind, self.target, mode, size, self.owner, self.group, modified, self.link, self.path = line.split(
-            "\t", 9
-        )
+    def __init__(self, fields: Sequence[str]) -> None:
+        inode, self.kind, self.target, mode, size, self.owner, self.group, modified, self.link, self.path = fields
         self.inode, self.mode, self.size, self.modified = int(inode), int(mode, 8), int(size), float(modified)
+
+    @classmethod
+    def read(cls, printed: str) -> list[Entry]:
+        """Those that `find` printed; names and targets of links hold any character but the one that ends a field."""
+        fields = printed.split("\0")[:-1]
+        return [cls(fields[start : start + len(_FIELDS)]) for start in range(0, len(fields), len(_FIELDS))]
 
     def info(self) -> Json:
         """As the protocol's `EntryInfo`."""
@@ -83,20 +88,20 @@ async def find(sandbox: Sandbox, path: str, depth: int, user: str | None) -> lis
         raise RpcError("internal", f"find: {result.error}")
     if result.truncated:
         raise RpcError("resource_exhausted", f"there is too much below {path}")
-    lines = (result.stdout or "").split("\0")[:-1]
+    entries = Entry.read(result.stdout or "")
     denied = "Permission denied" in (result.stderr or "")
-    if not lines or (denied and len(lines) == 1):
+    if not entries or (denied and len(entries) == 1):
         raise RpcError(
             "permission_denied" if denied else "not_found", f"path {path!r}: {(result.stderr or '').strip()}"
         )
-    return [Entry(line) for line in lines]
+    return entries
 
 
 async def _at(sandbox: Sandbox, path: str, user: str | None) -> Json:
     result = await sandbox.slot.exec(["find", path, "-maxdepth", "0", "-printf", _FORMAT], user=user, split=True)
     if not result.stdout:
         raise RpcError("not_found", f"path {path!r}: {(result.stderr or result.output).strip()}")
-    return {"entry": Entry(result.stdout.removesuffix("\0")).info()}
+    return {"entry": Entry.read(result.stdout)[0].info()}
 
 
 async def stat(sandbox: Sandbox, message: messages.AtPath, user: str | None) -> Json:

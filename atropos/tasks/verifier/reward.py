@@ -21,7 +21,7 @@ REWARD_TEXT, REWARD_JSON = "/logs/verifier/reward.txt", "/logs/verifier/reward.j
 MAX_REWARD_BYTES = 65_536
 LOG_CHARS = 4000
 """Tail of the verifier's output that is kept with the trajectory."""
-_SUMMARY = re.compile(r"=+ short test summary info =+\r?\n(.*)", re.DOTALL)
+_SUMMARY = re.compile(r"= short test summary info =+\r?\n(.*)", re.DOTALL)
 _COLOUR = re.compile(r"\x1b\[[\d;]*m")
 _OUTCOME = re.compile(r"^(PASSED|FAILED|ERROR|XFAIL|XPASS|SKIPPED)\b", re.MULTILINE)
 _PASSES = {"PASSED", "XFAIL", "SKIPPED"}

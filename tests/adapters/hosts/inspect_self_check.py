@@ -23,6 +23,14 @@ async def sandbox_env():
     await AtroposSandbox.task_cleanup("check", CONFIG, cleanup=True)
 
 
+async def test_a_command_at_the_limit_of_its_slot_says_so():
+    config = CONFIG.model_copy(update={"pool": {**CONFIG.pool, "limits": {"wall_s": 0.5}}})
+    environments = await AtroposSandbox.sample_init("check", config, {})
+    with pytest.raises(TimeoutError, match=r"limits\.wall_s"):
+        await environments["default"].exec(["sleep", "60"])
+    await AtroposSandbox.sample_cleanup("check", config, environments, interrupted=False)
+
+
 async def test_root_can_switch_users(sandbox_env):
     from inspect_ai.tool._sandbox_tools_utils.sandbox import resolve_root_access
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 
 import pytest
 import yaml
@@ -42,6 +43,23 @@ def make(kept):
 def test_output_and_errors_in_one_with_the_return_code(make):
     result = make().execute({"command": "echo out; echo err >&2; exit 42"})
     assert result == {"output": "out\nerr\n", "returncode": 42, "exception_info": ""}
+
+
+def test_a_killed_command_has_the_code_of_docker(make):
+    assert make().execute({"command": "kill -9 $$"})["returncode"] == 137
+
+
+def test_an_environment_may_be_collected_while_its_thread_asks_for_the_event_loop(make):
+    environment = make()
+
+    def collected():
+        with adapter._starting:
+            environment.cleanup()
+
+    asking = threading.Thread(target=collected, daemon=True)
+    asking.start()
+    asking.join(30)
+    assert not asking.is_alive()
 
 
 def test_variables_come_from_the_settings_and_by_name(make, monkeypatch):

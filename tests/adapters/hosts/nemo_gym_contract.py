@@ -48,6 +48,7 @@ async def test_commands_run_where_and_as_whom_they_should(sandbox):
     assert (result.stderr, result.return_code, result.error_type) == ("no\n", 3, None)
     assert (await sandbox.exec("id -un; pwd", user="nobody", cwd="/")).stdout == "nobody\n/\n"
     assert (await sandbox.exec("id -u", user=0)).stdout == "0\n"
+    assert (await sandbox.exec("kill -9 $$")).return_code == 137
     assert (await sandbox.exec("pgrep -x sleep || ps -e | grep sleep")).return_code == 0
 
 
@@ -63,7 +64,9 @@ async def test_what_did_not_run_has_an_error_type(sandbox):
 @in_one_loop
 async def test_files_go_there_and_back(sandbox, tmp_path):
     (tmp_path / "a").write_bytes(bytes(range(256)) * 4000)
+    (tmp_path / "a").chmod(0o750)
     await sandbox.upload(tmp_path / "a", "/deep/er/a")
+    assert (await sandbox.exec("stat -c %a /deep/er/a")).stdout == "750\n"
     await sandbox.download("/deep/er/a", tmp_path / "new" / "b")
     assert (tmp_path / "new" / "b").read_bytes() == (tmp_path / "a").read_bytes()
     with pytest.raises(FileNotFoundError):

@@ -62,9 +62,19 @@ async def test_pipes_keep_errors_apart_and_signals_end_a_program(sandbox):
         with pytest.raises(ValueError, match="SIGNONE"):
             await session.send_signal("SIGNONE")
         await session.send_signal("SIGTERM")
-        assert await session.wait_exit(timeout_s=30) == -signal.SIGTERM
+        assert await session.wait_exit(timeout_s=30) == 128 + signal.SIGTERM
     with pytest.raises(SandboxPtyError, match="nobody-here"):
         await sandbox.pty.create("true", user="nobody-here")
+
+
+async def test_output_of_a_terminal_is_whole_or_an_error(sandbox):
+    async with await sandbox.pty.create("seq 1 300000") as session:
+        assert await session.wait_exit() == 0
+        assert b"".join([data async for data in session]).split() == [b"%d" % number for number in range(1, 300_001)]
+    async with await sandbox.pty.create("head -c 9000000 /dev/zero") as session:
+        assert await session.wait_exit() == 0
+        with pytest.raises(SandboxPtyError, match="5,000,000 bytes of output are lost"):
+            await session.read()
 
 
 async def test_a_shell_runs_one_line_after_another(sandbox):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import time
 
 import pytest
 from swerex.exceptions import (
@@ -22,6 +23,7 @@ from swerex.runtime.abstract import (
     WriteFileRequest,
 )
 
+from atropos.adapters import swerex_session
 from atropos.adapters.swerex import AtroposDeployment, AtroposDeploymentConfig, SandboxGoneError
 from atropos.errors import SandboxError
 
@@ -42,6 +44,27 @@ async def test_output_of_megabytes_comes_whole(runtime_with_default_session):
         await say(runtime_with_default_session, "yes 0123456789 | head -c 3000000")
         == ("0123456789\n" * 280_000)[:3_000_000]
     )
+
+
+async def test_of_more_output_than_is_kept_the_end_is_whole_and_the_rest_is_counted(
+    runtime_with_default_session, monkeypatch
+):
+    monkeypatch.setattr(swerex_session, "MAX_OUTPUT_CHARS", 100_000)
+    printed = "".join(f"{number}\r\n" for number in range(1, 100_001))
+    said = await say(runtime_with_default_session, "seq 1 100000")
+    assert said == (
+        f"[{len(printed) - 100_000} characters of output were dropped here]\n{swerex_session.clean(printed[-100_000:])}"
+    )
+
+
+async def test_a_little_output_costs_the_same_after_much(runtime_with_default_session):
+    async def seconds(before):
+        started = time.process_time()
+        await say(runtime_with_default_session, f"{before}; for i in $(seq 1 300); do echo $i; sleep 0.01; done")
+        return time.process_time() - started
+
+    alone = await seconds("true")
+    assert await seconds("head -c 9500000 /dev/zero | tr '\\0' x") < 5 * alone
 
 
 async def test_the_prompt_of_a_late_command_ends_no_other(runtime_with_default_session):
@@ -86,6 +109,16 @@ async def test_programs_run_as_subprocess_runs_them(remote_runtime):
     alone = await remote_runtime.execute(Command(command=["/usr/bin/env"], env={"FRUIT": "fig"}))
     assert "FRUIT=fig\n" in alone.stdout
     assert (await remote_runtime.execute(Command(command="kill -9 $$", shell=True))).exit_code == -9
+
+
+async def test_a_command_at_the_limit_of_its_slot_says_so():
+    deployment = AtroposDeployment(pool={**POOL, "limits": {"wall_s": 0.5}})
+    await deployment.start()
+    try:
+        with pytest.raises(CommandTimeoutError, match=r"limits\.wall_s"):
+            await deployment.runtime.execute(Command(command=["sleep", "60"]))
+    finally:
+        await deployment.stop()
 
 
 async def test_twenty_deployments_take_turns_in_four_slots():

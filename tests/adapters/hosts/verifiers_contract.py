@@ -40,6 +40,7 @@ async def test_programs_run_where_and_as_whom_they_should(runtime):
     view.user, view.home = "nobody", "/tmp"
     assert (await view.run(["sh", "-c", "id -un; echo $HOME $WORD"], {})).stdout == "nobody\n/tmp bye\n"
     assert (await runtime.run(["nothing-here"], {})).exit_code == 127
+    assert (await runtime.run(["sh", "-c", "kill -9 $$"], {})).exit_code == 137
     assert await runtime.alive()
 
 
@@ -61,7 +62,8 @@ async def test_a_live_process_is_spoken_with(runtime):
     assert await anext(process.stderr) == b"warn\n"
     assert await process.poll() is None
     await process.terminate()
-    assert await process.wait() == -signal.SIGTERM
+    assert await process.wait() == 128 + signal.SIGTERM
+    assert await process.poll() == 128 + signal.SIGTERM
     with pytest.raises(SandboxError, match="no-such"):
         await runtime.open_process(["no-such"], {})
 

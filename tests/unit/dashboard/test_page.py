@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import html.parser
 import json
+import time
+
+import pytest
 
 from atropos.dashboard import render
+from atropos.dashboard.conversation import conversation
 from atropos.dashboard.render import write_page
 
 EVIL = "<script>alert(1)</script><img src=x onerror=alert(2)>\"'><b>&amp;\x1b[31m</details>"
@@ -97,6 +101,32 @@ def test_calls_that_are_no_json_are_shown_as_they_are(tmp_path):
     assert "{broken" in page
     assert "&#34;name&#34;: &#34;f&#34;" in page
     assert "odd" in page
+
+
+def test_text_around_calls_stays_where_it_was_and_a_tag_without_its_end_is_text():
+    content = "</tool_call>a<tool_call>{x<tool_call></tool_call>b<tool_call>{y</tool_call></tool_call><tool_call>c"
+    (message,) = conversation([{"role": "assistant", "content": content}])
+    assert [(part.kind, part.text) for part in message.parts] == [
+        ("text", "</tool_call>a"),
+        ("call", "{x<tool_call>"),
+        ("text", "b"),
+        ("call", "{y"),
+        ("text", "</tool_call><tool_call>c"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("role", "tag"), [("assistant", "tool_call"), ("user", "tool_response"), ("tool", "tool_response")]
+)
+def test_time_is_linear_where_calls_do_not_end(role, tag):
+    def seconds(count):
+        started = time.process_time()
+        conversation([{"role": role, "content": f"<{tag}>" * count}])
+        return time.process_time() - started
+
+    seconds(100)
+    small, large = seconds(1_000), seconds(8_000)
+    assert large < max(small, 0.01) * 30  # quadratic work would take 64 times as long
 
 
 def test_text_that_turns_its_direction_can_not_turn_a_score(tmp_path):

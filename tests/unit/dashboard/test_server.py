@@ -244,6 +244,46 @@ def test_a_file_is_followed_line_by_line(tmp_path):
     assert len(store) == 6
 
 
+@pytest.mark.parametrize("in_place", [True, False])
+def test_of_a_file_that_is_written_anew_only_the_new_groups_are_shown(in_place, tmp_path):
+    path, store = tmp_path / "g.jsonl", TrajectoryStore()
+
+    def shown():
+        return [entry.trajectory_id for entry in store.find(Query())[0]]
+
+    def lines(run, count):
+        return "".join(json.dumps(group("one", trajectory(f"{run}-{at}", 1.0))) + "\n" for at in range(count))
+
+    path.write_text(lines("first", 2))
+    file = GroupFile(path, store)
+    file.refresh()
+    number = store.find(Query())[0][0].number
+    if in_place:
+        path.write_text(lines("second", 1))
+    else:
+        (tmp_path / "new").write_text(lines("second", 3))
+        (tmp_path / "new").replace(path)
+    file.refresh()
+    assert shown() == [f"second-{at}" for at in ([0] if in_place else [2, 1, 0])]
+    assert store.get(number) is None
+    with path.open("a") as end:
+        end.write(lines("third", 1))
+    file.refresh()
+    assert shown()[0] == "third-0"
+
+
+def test_a_number_that_no_float_holds_is_zero_and_ends_nothing(tmp_path):
+    path, store = tmp_path / "g.jsonl", TrajectoryStore()
+    odd = group("odd", trajectory("odd", 10**400, steps=10**400, changes={"folder": "/w", "more": -(10**400)}))
+    path.write_text(json.dumps(odd) + "\n" + json.dumps(group("next", trajectory("next", 1.0))) + "\n")
+    GroupFile(path, store).refresh()
+    assert [(entry.score, entry.steps) for entry in store.find(Query())[0]] == [(1.0, 2), (0.0, 0)]
+    found = store.get(0)
+    assert found is not None
+    assert found[1].changes.more == 0
+    assert "next" in write_page(path).read_text()
+
+
 async def test_siblings_that_did_the_same_are_folded_whatever_their_calls_ids_are():
     def did(call_id: str, command: str):
         call = {"id": call_id, "function": {"name": "terminal", "arguments": json.dumps({"command": command})}}

@@ -6,7 +6,8 @@ import json
 
 import pytest
 
-from atropos.config import ServerConfig
+from atropos.adapters.sharing import MAX_OUTPUT_BYTES, pool_config
+from atropos.config import ServerConfig, SlotLimits
 from atropos.errors import ConfigError
 from atropos.slots import SlotPoolConfig
 from atropos.slots.config import server_json
@@ -37,6 +38,15 @@ def test_a_wrong_setting_is_told_in_one_line(settings, says):
 
 def test_acquire_timeout_is_another_spelling():
     assert SlotPoolConfig(acquire_timeout=3).acquire_timeout_s == 3
+
+
+@pytest.mark.parametrize("limits", [{"memory_mib": 2048}, SlotLimits(memory_mib=2048)])
+def test_other_limits_of_a_hosts_pool_leave_its_output_as_it_is(limits):
+    config = pool_config({"limits": limits}, network=True)
+    assert (config.limits.memory_mib, config.limits.output_bytes) == (2048, MAX_OUTPUT_BYTES)
+    assert pool_config({"limits": {"output_bytes": 5000}}, network=True).limits.output_bytes == 5000
+    with pytest.raises(ConfigError, match=r"limits\.memory: no such setting"):
+        pool_config({"limits": {"memory": 1}}, network=True)
 
 
 def test_the_servers_configuration_arrives_whole_and_its_repr_hides_the_token():

@@ -1,0 +1,42 @@
+"""Rewards of verifiers whose output an agent's programs can write to."""
+
+import time
+
+import pytest
+
+from atropos.slots import ExecResult
+from atropos.tasks.errors import VerifierFailed
+from atropos.tasks.folder import load_task
+from atropos.tasks.verifier.reward import read_verdict
+
+
+@pytest.fixture
+def task(tmp_path):
+    for name, text in {
+        "task.yaml": "instruction: Write hello.txt.\nparser_name: pytest\n",
+        "Dockerfile": "FROM python:3.12-slim\n",
+        "run-tests.sh": "#!/bin/bash\n",
+        "tests/test_outputs.py": "",
+    }.items():
+        (tmp_path / "old" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "old" / name).write_text(text)
+    return load_task(tmp_path / "old")
+
+
+async def test_time_is_linear_in_what_a_program_printed_before_pytests_summary(task):
+    async def seconds(count):
+        started = time.process_time()
+        output = "=" * count
+        with pytest.raises(VerifierFailed, match="no pytest summary"):
+            await read_verdict(None, task, ExecResult(0, output, output.encode()))
+        return time.process_time() - started
+
+    await seconds(100)
+    small, large = await seconds(3_000), await seconds(24_000)
+    assert large < max(small, 0.01) * 30  # quadratic work would take 64 times as long
+
+
+async def test_the_summary_counts_whatever_stands_before_it(task):
+    output = "=====\n== short test summary info ===\nPASSED a\nFAILED b\n"
+    verdict = await read_verdict(None, task, ExecResult(0, output, output.encode()))
+    assert verdict.metrics == {"reward": 0.0, "tests": 2.0, "passed": 1.0}
