@@ -935,6 +935,7 @@ async def layers_on_disk_are_counted_while_they_are_imported(host):
         most += 1
         await host.import_layer(f"layer-{most}", fill)
 
+    await freed(host)
     places = host.state.cells.free_count
     try:
         await host.import_layer("layer-0", fill)

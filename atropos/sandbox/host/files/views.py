@@ -258,21 +258,20 @@ def _copied(source: int, copies: str, folder: str, opened: contextlib.ExitStack)
         A descriptor; None: there is no room for it, half of what the slot's own programs have left.
     """
     most = min(MAX_COPIED, os.statvfs(copies).f_favail // 2)
-    path = tempfile.mkdtemp(prefix="seen", dir=copies)
-    copy = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    opened.callback(os.close, copy)
     with contextlib.ExitStack() as undo:
-        undo.callback(remove_tree, path)
         try:
-            whole = _copy_folders(source, copy, folder, most)
+            path = tempfile.mkdtemp(prefix="seen", dir=copies)
+            undo.callback(remove_tree, path)
+            copy = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            opened.callback(os.close, copy)
+            if not _copy_folders(source, copy, folder, most):
+                return None
         except OSError as error:
-            if error.errno not in {errno.ENOSPC, errno.EDQUOT}:
-                raise
-            whole = False
-        if not whole:
-            return None
+            if error.errno in {errno.ENOSPC, errno.EDQUOT}:
+                return None
+            raise
         undo.pop_all()
-    return copy
+        return copy
 
 
 def _copy_folders(source: int, copy: int, folder: str, most: int) -> bool:
