@@ -11,10 +11,10 @@ from typing import Annotated, TypedDict
 import typer
 
 from atropos.cli.image_progress import image_or_task, image_store, progress_display
+from atropos.cli.options import AsJson
 from atropos.errors import ConfigError
 from atropos.slots.backends.assets import asset
 
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 image_app = typer.Typer(no_args_is_help=True, help="The sandbox image, and images that slots start from.")
 
 

@@ -13,6 +13,7 @@ from typing import Annotated, Literal
 import typer
 
 from atropos.cli.dashboard import File
+from atropos.cli.options import AsJson
 from atropos.dashboard.export import atif
 from atropos.dashboard.replay import asciicast
 from atropos.dashboard.store import Details, Entry, Query, entry_of, item_of, members, read_groups
@@ -24,7 +25,6 @@ Item = Annotated[str, typer.Option(help="part of the item's name")]
 Least = Annotated[float | None, typer.Option(help="lowest score")]
 Most = Annotated[float | None, typer.Option(help="highest score")]
 Error = Annotated[str, typer.Option(help="a stop reason, or `tools`: with failed calls")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Tool = Annotated[str, typer.Option(help="called this tool")]
 
 

@@ -6,7 +6,7 @@ import inspect
 import json
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -66,6 +66,11 @@ class ToolState:
     def recordings(self) -> dict[str, str]:
         """Recorded terminals by session id, as asciinema v2 text."""
         return {}
+
+
+def tool_states(state: Mapping[str, object]) -> list[ToolState]:
+    """The states of tools that have hooks, of a trajectory's `ToolScope.state`."""
+    return [value for value in state.values() if isinstance(value, ToolState)]
 
 
 @dataclass

@@ -23,7 +23,7 @@ from atropos.errors import (
 )
 from atropos.metrics import Family, gauge
 from atropos.tools.arguments import BadArguments
-from atropos.tools.base import ToolError, ToolScope
+from atropos.tools.base import ToolError, ToolScope, tool_states
 from atropos.tools.isolation import IsolationCheck
 from atropos.tools.models import ToolCall, ToolResult, fingerprint, new_call_id
 from atropos.tools.registry import CheckedCall, ToolRegistry
@@ -393,7 +393,7 @@ class ToolExecutor:
 
     async def _finish_states(self, trajectory: TrajectoryState) -> None:
         scope = ToolScope(trajectory.id, "release", self.config.limits, trajectory.state, trajectory.slot)
-        for state in trajectory.tool_states() if trajectory.broken is None else ():
+        for state in tool_states(trajectory.state) if trajectory.broken is None else ():
             try:
                 async with asyncio.timeout(FINISH_S):
                     await state.finish(scope)

@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable
 from functools import partial
 
 from atropos.errors import SandboxError
-from atropos.tools.base import Tool, ToolError, ToolScope, ToolState, as_result
+from atropos.tools.base import Tool, ToolError, ToolScope, as_result, tool_states
 from atropos.tools.models import ToolResult
 from atropos.tools.sandboxed.text import clip
 
@@ -29,7 +29,7 @@ async def run_tool(tool: Tool, arguments: object, scope: ToolScope) -> ToolResul
     result = await _attempt(tool.name, partial(tool.run, arguments, scope), tool.timeout_s)
     if result.duration_s == 0:
         result = result.model_copy(update={"duration_s": time.perf_counter() - started})
-    for state in [value for value in scope.state.values() if isinstance(value, ToolState)]:
+    for state in tool_states(scope.state):
         result = await _attempt(f"{type(state).__name__}.after_call", partial(state.after_call, result, scope))
     return _clipped(result, scope.limits.max_output_bytes + _NOTES).encodable()
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 from atropos.errors import SandboxError
-from atropos.tools.base import ToolState
+from atropos.tools.base import tool_states
 from atropos.tools.models import ToolCall, ToolResult, fingerprint
 
 if TYPE_CHECKING:
@@ -66,13 +66,11 @@ class TrajectoryState:
             raise
         self.unanswered.discard(peer)
 
-    def tool_states(self) -> list[ToolState]:
-        """The states of tools that have hooks."""
-        return [value for value in self.state.values() if isinstance(value, ToolState)]
-
     def recordings(self) -> dict[str, str]:
         """Recorded terminals by session id, as asciinema v2 text."""
-        return self.recorded | {name: text for one in self.tool_states() for name, text in one.recordings().items()}
+        return self.recorded | {
+            name: text for one in tool_states(self.state) for name, text in one.recordings().items()
+        }
 
     def remember(self, call: ToolCall, result: ToolResult | None) -> None:
         """Keep a call's result (None: it was cancelled) in case the call is sent again."""

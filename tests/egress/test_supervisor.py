@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import errno
 import os
 import resource
@@ -11,12 +10,12 @@ import signal
 import socket
 import subprocess
 from collections import Counter
-from pathlib import Path
 
 import pytest
 
 from atropos.config import ServerConfig
 from atropos.sandbox.host.egress_supervisor import EgressSupervisor
+from tests.processes import descendants
 from tests.waiting import until
 
 SLOTS = 400
@@ -33,11 +32,7 @@ def _many_files():
 
 def proxy() -> int | None:
     """The process of the proxy that this one has started."""
-    for child in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split():
-        with contextlib.suppress(OSError):
-            if b"atropos.sandbox.programs.egress_proxy" in Path(f"/proc/{child}/cmdline").read_bytes():
-                return int(child)
-    return None
+    return next((pid for pid, line in descendants().items() if "atropos.sandbox.programs.egress_proxy" in line), None)
 
 
 def listening() -> socket.socket:

@@ -53,8 +53,6 @@ async def bounded(value: object, *, result_bytes: int, data_bytes: int) -> tuple
     output, dropped = await cut(given.output, result_bytes)
     if dropped:
         update |= {"output": output, "truncated": True, "dropped_bytes": given.dropped_bytes + dropped}
-    elif output is not given.output:
-        update["output"] = output
     if given.error is not None and len(given.error) > result_bytes:
         update["error"] = given.error[:result_bytes]
     size = 0
@@ -66,7 +64,7 @@ async def bounded(value: object, *, result_bytes: int, data_bytes: int) -> tuple
 
 
 async def cut(text: str, most: int) -> tuple[str, int]:
-    """Head and tail of a text in `most` bytes of UTF-8, and how many bytes were left out; lone surrogates are replaced."""
+    """Head and tail of a text in `most` bytes of UTF-8, and how many bytes were left out."""
     if len(text) <= most and text.isascii():
         return text, 0
     length = len(text)
@@ -76,7 +74,7 @@ async def cut(text: str, most: int) -> tuple[str, int]:
             length += len(text[at : at + _PIECE].encode("utf-8", "replace"))
             await asyncio.sleep(0)
     if length <= most:
-        return text.encode("utf-8", "replace").decode(), 0
+        return text, 0
     half = most // 2
     head = text[:half].encode("utf-8", "replace")[:half].decode("utf-8", "ignore")
     tail = text[-(most - half) :].encode("utf-8", "replace")[-(most - half) :].decode("utf-8", "ignore")

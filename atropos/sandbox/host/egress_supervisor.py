@@ -83,27 +83,26 @@ class EgressSupervisor:
         config = self._config
         settings = {"allow": list(config.egress_allow), "deny": list(config.egress_deny), "slots": config.slots}
         paths = os.pathsep.join(path for path in sys.path if path)
-        with theirs:
-            try:
-                self._process = subprocess.Popen(
-                    [
-                        sys.executable,
-                        "-m",
-                        "atropos.sandbox.programs.egress_proxy",
-                        str(os.getpid()),
-                        json.dumps(settings),
-                    ],
-                    stdin=theirs.fileno(),
-                    stdout=subprocess.DEVNULL,
-                    cwd="/",
-                    env={"PYTHONPATH": paths, "PATH": os.defpath, "PYTHONDONTWRITEBYTECODE": "1"},
-                    user=self._uid,
-                    group=self._uid,
-                    extra_groups=None if self._uid is None else [],
-                )
-            except OSError:
-                ours.close()
-                raise
+        program = [
+            sys.executable,
+            "-m",
+            "atropos.sandbox.programs.egress_proxy",
+            str(os.getpid()),
+            json.dumps(settings),
+        ]
+        with theirs, contextlib.ExitStack() as undo:
+            undo.callback(ours.close)
+            self._process = subprocess.Popen(
+                program,
+                stdin=theirs.fileno(),
+                stdout=subprocess.DEVNULL,
+                cwd="/",
+                env={"PYTHONPATH": paths, "PATH": os.defpath, "PYTHONDONTWRITEBYTECODE": "1"},
+                user=self._uid,
+                group=self._uid,
+                extra_groups=None if self._uid is None else [],
+            )
+            undo.pop_all()
         ours.setblocking(False)
         self._sock = ours
         asyncio.get_running_loop().add_reader(ours, self._read_confirmation, ours)

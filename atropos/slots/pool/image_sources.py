@@ -47,8 +47,14 @@ class Archive:
         """
         found = hashlib.sha256()
         with await asyncio.to_thread(self.path.open, "rb") as file:
-            while chunk := await asyncio.to_thread(file.read, CHUNK):
-                found.update(chunk)
+
+            def read() -> bytes:
+                chunk = file.read(CHUNK)
+                if not self.temporary:
+                    found.update(chunk)
+                return chunk
+
+            while chunk := await asyncio.to_thread(read):
                 yield chunk
         if not self.temporary and not self.source.endswith(found.hexdigest()):
             raise ConfigError(f"image: {self.path} has changed since this pool read it; open another pool")

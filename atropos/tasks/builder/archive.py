@@ -18,6 +18,9 @@ from atropos.errors import ConfigError
 from atropos.tasks.format.context import Context, walk
 from atropos.tasks.format.recipe import Copy
 
+OVERHEAD_BYTES = 2 * tarfile.RECORDSIZE
+"""More than the headers of a member and the end of an archive take."""
+
 
 @dataclass(frozen=True)
 class LargeFile:
@@ -108,10 +111,10 @@ def pack(
     for name, source in members:
         entry = _entry(name, source, mode)
         entry.uid, entry.gid = owner
-        if isinstance(source, Path) and entry.size + 20_480 > limit:
+        if isinstance(source, Path) and entry.size + OVERHEAD_BYTES > limit:
             yield [name], LargeFile(name, source, entry.mode)
             continue
-        if archive is not None and buffer.tell() + entry.size + 20_480 > limit:
+        if archive is not None and buffer.tell() + entry.size + OVERHEAD_BYTES > limit:
             archive.close()
             yield names, buffer.getvalue()
             buffer, archive, names = io.BytesIO(), None, []

@@ -25,7 +25,7 @@ from e2b_dockerfile_utils import PatternMatcher
 from atropos import wire
 from atropos.slots import Slot
 from atropos.slots.slot.results import ExecResult, file_error
-from atropos.tasks.builder.archive import changed_mode
+from atropos.tasks.builder.archive import OVERHEAD_BYTES, changed_mode
 from atropos.tasks.errors import TaskBroken
 
 MAX_STAGE_BYTES = 4 << 30
@@ -176,11 +176,11 @@ async def unpack_archive(
                 if (member.name == "." and name is None) or excluded.matches(posixpath.normpath(member.name)):
                     continue
                 info = replace_member(member, name, mode, owner)
-                if member.isreg() and member.size + 20_480 > wire.MAX_FILE_BYTES:
+                if member.isreg() and member.size + OVERHEAD_BYTES > wire.MAX_FILE_BYTES:
                     await _send_alone(slot, where, info, source.extractfile(member))
                     continue
                 data = source.extractfile(member) if member.isreg() else None
-                if piece.size + info.size + 20_480 > wire.MAX_FILE_BYTES:
+                if piece.size + info.size + OVERHEAD_BYTES > wire.MAX_FILE_BYTES:
                     await untar(slot, where, piece.close(), owners=True)
                     piece = TarPiece()
                 piece.add(info, data)
