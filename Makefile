@@ -1,8 +1,7 @@
 # Two commands do all the set-up: `make demo` and `make test`.
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-UV := $(shell command -v uv 2>/dev/null || echo python3 -m uv)
-RUN := $(UV) run --frozen --no-sync
+RUN := env PATH="$(CURDIR)/.venv/bin:$$PATH"
 BACKEND ?= local
 PYTEST_ARGS ?=
 ARGS ?=

@@ -2,6 +2,7 @@
 # The packages that adapters serve, from the lock file, in an environment of their own: .peers. Harbor needs Python 3.12.
 set -euo pipefail
 cd "$(dirname "$0")/.."
+PATH=$PATH:$HOME/.local/bin # where pip puts uv for a user
 python=
 for candidate in python3.12 python3.13 "${PYENV_ROOT:-$HOME/.pyenv}"/versions/3.1[23]*/bin/python python3.11 python3; do
   if "$candidate" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 14))' 2>/dev/null; then

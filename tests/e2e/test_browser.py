@@ -344,7 +344,21 @@ async def test_a_crashed_page_is_told_and_its_logins_are_kept(ada: Person, site:
         said = await ada("snapshot")
     except ToolError as error:  # the new page was given a process that was killed as well
         said = str(error)
-    assert "the page crashed; open an address again" in said
+    assert re.search(r"the page (crashed|stopped answering and was closed); open an address again", said)
+    assert "You are ada" in await ada("navigate", url=site.url("/who"))
+
+
+async def test_a_new_page_that_never_opens_is_given_up(ada: Person, site: Site, monkeypatch: pytest.MonkeyPatch):
+    """As when its process dies at the wrong moment: Playwright waits forever."""
+    monkeypatch.setattr("atropos.api.external.browser._OPEN_S", 0.5)
+    await ada("navigate", url=site.url("/login"))
+    session = ada.scope.state["browser"]
+    await session.page.close()
+
+    with monkeypatch.context() as hung:
+        hung.setattr(session._context, "new_page", asyncio.Event().wait)
+        with pytest.raises(ToolError, match="open an address again"):
+            await asyncio.wait_for(ada("snapshot"), 30)
     assert "You are ada" in await ada("navigate", url=site.url("/who"))
 
 

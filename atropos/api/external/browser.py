@@ -26,6 +26,8 @@ _LAUNCH_S = 60.0
 _CLOSE_S = 5.0
 _CONTEXT_S = 30.0
 """Timeout of a new context; a browser that takes longer hangs, and is restarted."""
+_OPEN_S = 10.0
+"""Timeout of a new page."""
 _PROBE_S = 5.0
 _ANSWER_MS = 5000
 """Timeout of Playwright's calls; a frame that Chromium refused to load never answers, and stays empty."""
@@ -157,10 +159,15 @@ class Session:
         return True
 
     async def open_page(self) -> Page:
-        """The page; a new one if it was closed or crashed."""
+        """The page; a new one if it was closed or crashed.
+
+        Raises:
+            TimeoutError: the new page did not open, as when its process died at once: Playwright would wait forever.
+        """
         before = self.page
         if before.is_closed() or before in self._crashed:
-            self.page = await self._context.new_page()
+            async with asyncio.timeout(_OPEN_S):
+                self.page = await self._context.new_page()
             self._watch(self.page)
             if not before.is_closed():
                 await _close(before.close())
