@@ -16,7 +16,7 @@ from atropos.sandbox.server.snapshots.snapshot_transfer import IncomingSnapshot
 from atropos.sandbox.server.state.lease_table import LeaseTable
 from atropos.sandbox.server.upkeep import forget
 from atropos.slots.client import SandboxClient
-from atropos.wire import Exec, OpError, ProcRead, WriteFile
+from atropos.wire import Call, Exec, Fault, OpError, ProcRead, WriteFile
 from tests.unit.client.test_client import client_of, request, until
 from tests.unit.server.fakes import TOKEN, FakeHost, serving
 
@@ -469,3 +469,23 @@ async def test_a_barrier_that_has_not_begun_is_answered_when_the_lease_ends():
     with pytest.raises(SandboxError):
         await asyncio.wait_for(done, 10)
     await lanes.join()
+
+
+async def test_what_watched_a_process_of_a_slot_that_died_during_a_copy_gets_no_result():
+    async def room() -> None:
+        pass
+
+    sandbox, journal, copied = await FakeHost().start("slot"), Journal(), asyncio.Event()
+    lanes = Lanes(sandbox, journal, lambda _: None, room, Meters())
+    call = Call(call_id="call", lease_id="lease", epoch=1, operation=ProcRead(id="p", wait_s=3600))
+    watching = journal.open(call)
+    lanes.submit(watching, call.operation)
+    await until(lambda: sandbox.running)
+    copying = lanes.barrier(copied.wait, beside=True)
+    await asyncio.sleep(0)
+    sandbox.die("killed from outside")
+    await until(lambda: watching.answer is not None)
+    assert isinstance(watching.answer, Fault), watching.answer
+    assert watching.answer.code == "outcome_unknown"
+    copied.set()
+    await copying

@@ -45,7 +45,6 @@ class JournalEntry:
     lease_id: str
     number: str
     state: Literal["queued", "running", "done"] = "queued"
-    cancelled: bool = False
     kept: bool = False
     answer: Reply | Fault | None = None
     size: int = 0
@@ -75,7 +74,6 @@ class Journal:
     entries: dict[str, JournalEntry] = field(default_factory=dict[str, JournalEntry])
     bytes: int = 0
     answers: int = 0
-    dropped: int = 0
     _logs: dict[str, _Log] = field(default_factory=dict[str, _Log])
     _early: dict[str, None] = field(default_factory=dict[str, None])
     _kept: deque[JournalEntry] = field(default_factory=deque[JournalEntry])
@@ -198,7 +196,6 @@ class Journal:
             if entry is None:  # the newest is the largest lease's only one: take the oldest of all others
                 entry = next(e for each in self._logs.values() for e in each.done.values() if e is not newest)
             self._drop(entry)
-            self.dropped += 1
 
     def _drop(self, entry: JournalEntry) -> None:
         self._forget(entry, dropped=True)

@@ -17,7 +17,7 @@ from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from atropos.errors import SandboxError
+from atropos.errors import OutcomeUnknown, SandboxError
 from atropos.sandbox.contract import Sandbox
 from atropos.sandbox.server.calls.file_streams import IDLE_S, FileStream, FileStreams
 from atropos.sandbox.server.calls.journal import Journal, JournalEntry, cancelled_reply
@@ -136,7 +136,6 @@ class Lanes:
 
     def cancel(self, entry: JournalEntry) -> None:
         """Cancel a call: a queued one is answered at once; a running one is killed, and its result says so."""
-        entry.cancelled = True
         if entry.state == "running":
             if entry.call_id in self._streaming:
                 self._streaming[entry.call_id].close()
@@ -277,6 +276,9 @@ class Lanes:
         stream.far.close()
 
     def _ended(self, entry: JournalEntry, operation: Operation, result: OpResult | Exception, ran_s: float) -> None:
+        on_purpose = self._barrier and not self.sandbox.died.done()
+        if on_purpose and isinstance(operation, SIDE) and isinstance(result, OutcomeUnknown):
+            result = OpError(error="unknown_process", message="a snapshot was taken, which ends background processes")
         if not isinstance(result, Exception):
             timing = None
             if entry.traceparent is not None:
@@ -284,7 +286,7 @@ class Lanes:
                 timing = Timing(waited_s=waited_s, ran_s=ran_s)
             self._answer(entry, Reply(call_id=entry.call_id, result=result, timing=timing))
         elif isinstance(result, SandboxError):
-            self._failed(entry, operation, result.code, str(result))
+            self._fault(entry, result.code, str(result))
         else:  # a fault of ours: reported as unknown, never as a result
             trace = entry.traceparent or "none"
             log.error("call %s failed inside the server (trace %s)", entry.number, trace, exc_info=result)
@@ -309,16 +311,6 @@ class Lanes:
         finally:
             self._barrier = self._main_busy = False
             self._kick()
-
-    def _failed(self, entry: JournalEntry, operation: Operation, code: str, message: str) -> None:
-        """Answer for a raised error. During a barrier, calls on processes fail because it ended them on purpose."""
-        if self._closed is not None:
-            code, message = self._closed
-        elif self._barrier and isinstance(operation, SIDE):
-            error = OpError(error="unknown_process", message="a snapshot was taken, which ends background processes")
-            self._answer(entry, Reply(call_id=entry.call_id, result=error))
-            return
-        self._fault(entry, code, message)
 
     def _fault(self, entry: JournalEntry, code: str, message: str) -> None:
         if entry.state != "done":
