@@ -63,7 +63,7 @@ class EgressSupervisor:
         self._watch: asyncio.Task[None] | None = None
         self._serials = itertools.count(1)
         self._unconfirmed: dict[int, asyncio.Future[None]] = {}
-        self.policy = Policy.of_slots(config.egress_allow, config.egress_deny)
+        self._policy = Policy.of_slots(config.egress_allow, config.egress_deny)
 
     def start(self) -> None:
         """Start the proxy.
@@ -106,7 +106,6 @@ class EgressSupervisor:
         ours.setblocking(False)
         self._sock = ours
         asyncio.get_running_loop().add_reader(ours, self._read_confirmation, ours)
-        self._orders.clear()
         for listener in self._listeners.values():
             self._send_listener(listener)
         for future in self._unconfirmed.values():  # the new proxy started with the latest hosts
@@ -151,13 +150,14 @@ class EgressSupervisor:
 
     def _send(self, order: dict[str, object], listener: Listener | None = None) -> None:
         """Send an order after those before it, as soon as the proxy takes it; a new proxy gets all listeners anew."""
+        if self._sock is None:
+            return
         self._orders.append((json.dumps(order).encode(), listener))
         if len(self._orders) == 1:
             self._flush()
 
     def _flush(self) -> None:
-        if self._sock is None:
-            return
+        assert self._sock is not None
         loop = asyncio.get_running_loop()
         loop.remove_writer(self._sock)
         while self._orders:
@@ -189,7 +189,7 @@ class EgressSupervisor:
             SandboxError: the proxy did not confirm it.
         """
         if hosts is not None:
-            Narrowed.to(self.policy, hosts)
+            Narrowed.to(self._policy, hosts)
         listener = self._listeners[number]
         if listener.hosts == hosts:
             return
@@ -207,18 +207,15 @@ class EgressSupervisor:
 
     def _close(self) -> None:
         if self._sock is not None:
-            with contextlib.suppress(ValueError):
-                asyncio.get_running_loop().remove_reader(self._sock)
-                asyncio.get_running_loop().remove_writer(self._sock)
+            asyncio.get_running_loop().remove_reader(self._sock)
+            asyncio.get_running_loop().remove_writer(self._sock)
             self._sock.close()
             self._sock = None
+            self._orders.clear()
 
     def drop(self, number: int) -> None:
         """Stop serving a slot and cut its connections."""
-        listener = self._listeners.pop(number, None)
-        if listener is None:
-            return
-        listener.sock.close()
+        self._listeners.pop(number).sock.close()
         self._send({"drop": number})
 
     async def aclose(self) -> None:

@@ -88,7 +88,7 @@ class View:
         """
         named = {os.path.normpath(f"/{folder.lstrip('/')}") for folder in self.folders}
         wanted = sorted(named)
-        wanted += [folder for folder in self._extra_folders() if not any(each == folder for each in named)]
+        wanted += [folder for folder in self._extra_folders() if folder not in named]
         for number, folder in enumerate(wanted):
             if folder == "/" or folder.split("/")[1] in {"proc", "dev", "sys", ".atropos"}:
                 raise NotSupported(f"view: {folder} can't be shown on another root")

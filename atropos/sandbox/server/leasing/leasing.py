@@ -65,14 +65,11 @@ class Leasing:
         spare = config.warm if config.warm is not None else min(4, max(1, config.slots // 4))
         self.warm_pool = WarmPool(
             state.host,
-            target=lambda: self._wanted_warm(spare),
+            target=lambda: 0 if self._table.draining else self._table.free + spare,
             parallel=PARALLEL_STARTS,
             broken=self.breaks,
             network=config.allow_network,
         )
-
-    def _wanted_warm(self, spare: int) -> int:
-        return 0 if self._table.draining else self._table.free + spare
 
     # --------------------------------------------------------------------------------------------------------- leasing
 
@@ -247,8 +244,6 @@ class Leasing:
         changing = [*run.freezing.values(), *([run.viewing] if run.viewing is not None else [])]
         if changing:
             await asyncio.wait(changing)
-        if run.held.lease_id not in self._runs:  # its start failed and ended it
-            return self._table.ended[run.held.lease_id]
         stopped = await run.stop()
         if run.lanes is not None:
             await run.lanes.join()

@@ -6,7 +6,8 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Coroutine, Sequence
+from typing import TypeVar
 
 from atropos.errors import LeaseExpired, NotSupported, SandboxError, SlotLost
 from atropos.sandbox.contract import Sandbox
@@ -18,6 +19,7 @@ from atropos.sandbox.server.state.state import ServerState
 from atropos.sandbox.server.warm_pool import stop
 from atropos.wire import Lease, SnapshotInfo
 
+T = TypeVar("T")
 log = logging.getLogger(__name__)
 AGAIN_S = 0.2
 """Pause before a failed start of a view is retried."""
@@ -70,10 +72,33 @@ class Workspaces:
     async def _queue_freeze(self, run: LeaseRun, name: str, *, beside: bool) -> SnapshotInfo:
         take = self._copy if beside else self._freeze
         try:
-            return await run.between_calls(self._state.spawn, lambda: take(run, name), beside=beside)
+            return await self._between_calls(run, lambda: take(run, name), beside=beside)
         except LeaseExpired:
             self._state.snapshots.abandon()
             raise
+
+    async def _between_calls(
+        self, run: LeaseRun, change: Callable[[], Coroutine[object, None, T]], *, beside: bool = False
+    ) -> T:
+        """Change a lease's sandbox after the calls before, alone; or, with `beside`, read it while its programs go on.
+
+        Raises:
+            LeaseExpired: the lease ended before its turn came.
+        """
+        changing: list[asyncio.Task[T]] = []
+
+        async def work() -> None:
+            # Its own task: a release that cancels the lane must not interrupt a change half-way.
+            changing.append(self._state.spawn(change()))
+            await asyncio.shield(changing[0])
+
+        assert run.lanes is not None
+        try:
+            await run.lanes.barrier(work, beside=beside)
+        except SandboxError as error:
+            if not changing:
+                raise LeaseExpired(f"the lease ended before its turn came: {error}") from None
+        return await changing[0]
 
     async def _freeze(self, run: LeaseRun, name: str) -> SnapshotInfo:
         assert run.sandbox is not None
@@ -137,7 +162,7 @@ class Workspaces:
         """
         run = self._state.active_run(lease_id, epoch)
         if run.viewing is None or (run.viewing.done() and run.agent is None):
-            run.viewing = self._state.spawn(run.between_calls(self._state.spawn, lambda: self._open_view(run, folders)))
+            run.viewing = self._state.spawn(self._between_calls(run, lambda: self._open_view(run, folders)))
         await asyncio.shield(run.viewing)
         return self._leasing.lease_of(run.held)
 

@@ -3,28 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
-from typing import Protocol, TypeVar
 
 from atropos.config import SlotLimits
-from atropos.errors import LeaseExpired, SandboxError
+from atropos.errors import LeaseExpired
 from atropos.sandbox.contract import Layer, Sandbox, Stopped
 from atropos.sandbox.server.calls.lanes import Lanes
 from atropos.sandbox.server.state.lease_table import EndedLease, HeldLease
 from atropos.sandbox.server.state.snapshot_store import StoredSnapshot
 from atropos.sandbox.server.warm_pool import stop
 from atropos.wire import Lease, SnapshotInfo
-
-T = TypeVar("T")
-
-
-class Spawn(Protocol):
-    """Runs a coroutine as a task of the server's own."""
-
-    def __call__(self, work: Coroutine[object, None, T], /) -> asyncio.Task[T]:
-        """Start it."""
-        ...
 
 
 @dataclass(slots=True, eq=False)
@@ -62,26 +50,3 @@ class LeaseRun:
         held = [sandbox for sandbox in (self.sandbox, self.agent) if sandbox is not None]
         found = await asyncio.gather(*map(stop, held))
         return next((each for each in found if not each.clean), Stopped(clean=True, seconds=0))
-
-    async def between_calls(
-        self, spawn: Spawn, change: Callable[[], Coroutine[object, None, T]], *, beside: bool = False
-    ) -> T:
-        """Change the sandbox after the calls before, alone; or, with `beside`, read it while its programs go on.
-
-        Raises:
-            LeaseExpired: the lease ended before its turn came.
-        """
-        changing: list[asyncio.Task[T]] = []
-
-        async def work() -> None:
-            # Its own task: a release that cancels the lane must not interrupt a change half-way.
-            changing.append(spawn(change()))
-            await asyncio.shield(changing[0])
-
-        assert self.lanes is not None
-        try:
-            await self.lanes.barrier(work, beside=beside)
-        except SandboxError as error:
-            if not changing:
-                raise LeaseExpired(f"the lease ended before its turn came: {error}") from None
-        return await changing[0]
