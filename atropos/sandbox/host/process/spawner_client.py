@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import itertools
 import marshal
 import os
@@ -32,27 +33,31 @@ class SpawnerClient:
         self.broken: str | None = None
 
     async def start(self, request: StartRequest, fds: list[int]) -> tuple[asyncio.Future[int], asyncio.Future[int]]:
-        """Ask for a slot; futures of its PID 1's number here and of its end. Call from the event loop's thread."""
+        """Ask for a slot; futures of its PID 1's number here and of its end. Call from the event loop's thread.
+
+        Raises:
+            SandboxError: the spawner is gone, or descriptors can't be passed to it now.
+        """
         if self.broken is not None:
             raise SandboxError(self.broken)
         number = next(self._numbers)
-        started: asyncio.Future[int] = self._loop.create_future()
-        ended: asyncio.Future[int] = self._loop.create_future()
-        self._started[number], self._exits[number] = started, ended
-        await self._send({"id": number, **request}, fds)
-        return started, ended
-
-    async def _send(self, request: NumberedRequest, fds: list[int]) -> None:
-        data = marshal.dumps({**request})
+        numbered: NumberedRequest = {"id": number, **request}
+        data = marshal.dumps({**numbered})
         while True:
             try:
                 socket.send_fds(self._sock, [data], fds)
-                return
+                break
             except BlockingIOError:
                 await asyncio.sleep(0.001)
             except OSError as error:
-                self._broke(str(error))
-                return
+                if error.errno != errno.ETOOMANYREFS:
+                    self._broke(str(error))
+                    raise SandboxError(self.broken) from None
+                raise SandboxError("the kernel's bound on descriptors in flight of this user is reached") from None
+        started: asyncio.Future[int] = self._loop.create_future()
+        ended: asyncio.Future[int] = self._loop.create_future()
+        self._started[number], self._exits[number] = started, ended
+        return started, ended
 
     def _readable(self) -> None:
         while True:

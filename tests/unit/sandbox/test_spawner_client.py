@@ -1,0 +1,46 @@
+"""The server's side of the process that slots are forked from."""
+
+from __future__ import annotations
+
+import errno
+import marshal
+import os
+import socket
+import subprocess
+import sys
+
+import pytest
+
+from atropos.errors import SandboxError
+from atropos.sandbox.host.process.spawner_client import SpawnerClient
+
+
+@pytest.fixture
+def process():
+    with subprocess.Popen([sys.executable, "-c", ""]) as process:
+        yield process
+
+
+async def test_a_start_without_room_for_descriptors_in_flight_fails_alone(monkeypatch, process):
+    """The kernel counts them per user: where the server shares its user with slots, one of them can hold all."""
+
+    def full(*_):
+        raise OSError(errno.ETOOMANYREFS, os.strerror(errno.ETOOMANYREFS))
+
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    ours.setblocking(False)
+    client = SpawnerClient(process, ours)
+    try:
+        before, _ = await client.start({}, [])
+        with monkeypatch.context() as patch:
+            patch.setattr(socket, "send_fds", full)
+            with pytest.raises(SandboxError, match="in flight"):
+                await client.start({}, [])
+        after, _ = await client.start({}, [])
+        for pid in (41, 42):
+            number = marshal.loads(theirs.recv(1 << 16))["id"]
+            theirs.send(marshal.dumps({"id": number, "pid": pid}))
+        assert (await before, await after) == (41, 42)
+    finally:
+        await client.aclose()
+        theirs.close()
