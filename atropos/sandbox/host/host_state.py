@@ -20,6 +20,21 @@ from atropos.sandbox.host.process.spawner_client import SpawnerClient
 from atropos.sandbox.linux import slot_cgroup, syscalls
 from atropos.sandbox.programs.spawner import StartRequest
 
+_ENVIRONMENT = {
+    "PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
+    "HOME": "/root",
+    "USER": "root",
+    "LOGNAME": "root",
+    "SHELL": "/bin/bash",
+    "TERM": "xterm",
+    "LC_CTYPE": "C.UTF-8",
+    "PIP_ROOT_USER_ACTION": "ignore",
+}
+_THREADS = (
+    *(f"{name}_NUM_THREADS" for name in ("OMP", "OPENBLAS", "MKL", "NUMEXPR", "VECLIB", "BLIS", "RAYON", "JULIA")),
+    *("POLARS_MAX_THREADS", "GOMAXPROCS", "PYTHON_CPU_COUNT"),
+)
+
 
 class HostState:
     """Made before the server listens.
@@ -44,7 +59,7 @@ class HostState:
         self.live: set[Sandbox] = set()
         self.layers: dict[str, volumes.Volume] = {}
         self.bases: dict[str | None, skeleton.Base] = {}
-        self.environment = environment(config)
+        self.environment = _ENVIRONMENT | self.threads(config.limits)
         self.empty = f"{self.scratch}/empty"
         self.bwrap = shutil.which("bwrap") or ""
         self.cells = DiskCells(config, entered)
@@ -122,7 +137,10 @@ class HostState:
 
     def threads(self, limits: SlotLimits) -> dict[str, str]:
         """Variables that limit the threads of libraries to a slot's share of the CPUs."""
-        return _threads(limits, self.config.slots)
+        cores = os.cpu_count() or 1
+        quota = limits.cpu_quota
+        threads = str(max(1, min(cores, round(quota) if quota is not None else cores // self.config.slots)))
+        return dict.fromkeys(_THREADS, threads)
 
     def restack(self, volume: volumes.Volume, base: str | None, layers: Sequence[Layer]) -> None:
         """Mount another root in a volume's gate; see `volumes.restack`."""
@@ -169,27 +187,3 @@ class HostState:
             "counters": kernel_bounds.counters(2 * self.config.slots + 2),
             "ipc": kernel_bounds.ipc_bounds(limits),
         }
-
-
-def environment(config: ServerConfig) -> dict[str, str]:
-    """The environment that every command starts with."""
-    return {
-        "PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
-        "HOME": "/root",
-        "USER": "root",
-        "LOGNAME": "root",
-        "SHELL": "/bin/bash",
-        "TERM": "xterm",
-        "LC_CTYPE": "C.UTF-8",
-        "PIP_ROOT_USER_ACTION": "ignore",
-        **_threads(config.limits, config.slots),
-    }
-
-
-def _threads(limits: SlotLimits, slots: int) -> dict[str, str]:
-    cores = os.cpu_count() or 1
-    quota = limits.cpu_quota
-    threads = str(max(1, min(cores, round(quota) if quota is not None else cores // slots)))
-    libraries = ("OMP", "OPENBLAS", "MKL", "NUMEXPR", "VECLIB", "BLIS", "RAYON", "JULIA")
-    names = [f"{name}_NUM_THREADS" for name in libraries]
-    return dict.fromkeys([*names, "POLARS_MAX_THREADS", "GOMAXPROCS", "PYTHON_CPU_COUNT"], threads)

@@ -936,23 +936,23 @@ async def layers_on_disk_are_counted_while_they_are_imported(host):
         await host.import_layer(f"layer-{most}", fill)
 
     await freed(host)
-    places = host.state.cells.free_count
+    places = host.state.cells._free.qsize()
     try:
         await host.import_layer("layer-0", fill)
     except SandboxError as error:
         assert f"with {host.max_layers} layers on disk" in str(error), error
     assert most == host.max_layers
     await freed(host)
-    assert host.state.cells.free_count == places
+    assert host.state.cells._free.qsize() == places
 
 
 async def places_on_disk_are_used_again_once_they_are_empty(host):
     """Only with volumes on disk: `test_scenarios.ON_DISK`."""
-    places = host.state.cells.free_count
+    places = host.state.cells._free.qsize()
     assert places
     for _ in range(2):
         sandboxes = [await host.start(f"cell-{number}") for number in range(places)]
-        assert host.state.cells.free_count == 0
+        assert host.state.cells._free.qsize() == 0
         for sandbox in sandboxes:
             assert await out(sandbox, "ls -A; mkdir -p a/b; head -c 100000 /dev/zero > a/b/c; chmod 000 a") == ""
         waiting = asyncio.create_task(host.start("one-more"))
@@ -962,7 +962,7 @@ async def places_on_disk_are_used_again_once_they_are_empty(host):
             assert (await sandbox.stop()).clean
         assert (await (await waiting).stop()).clean
         await freed(host)
-        assert host.state.cells.free_count == places
+        assert host.state.cells._free.qsize() == places
 
 
 ALL = [

@@ -36,11 +36,6 @@ class DiskCells:
             for number in reversed(range(plan.cells)):
                 self._free.put_nowait(f"{entered.cells}/{number}")
 
-    @property
-    def free_count(self) -> int:
-        """How many are free."""
-        return self._free.qsize()
-
     async def acquire(self, unique: str, *, probe: bool = False) -> str | None:
         """The folder for a volume's files; None: they are in memory. Waits for a cell that is being emptied.
 

@@ -22,6 +22,7 @@ from atropos.sandbox.server.http.status import metrics_text, status_of
 from atropos.sandbox.server.http.stream import Stream
 from atropos.sandbox.server.snapshots.layer_tar import COPY_BYTES
 from atropos.sandbox.server.snapshots.snapshot_transfer import IncomingSnapshot
+from atropos.sandbox.server.state.snapshot_store import StoredSnapshot
 from atropos.wire import (
     MAX_FRAME_BYTES,
     CallRequest,
@@ -223,17 +224,19 @@ class Routes:
         wanted = await _body(request, ViewRequest)
         return answer(await self._core.workspaces.view(request.match_info["id"], wanted.folders, wanted.epoch))
 
-    async def get_snapshot(self, request: web.Request) -> web.Response:
-        """GET /v1/snapshots/{id}."""
+    def _snapshot(self, request: web.Request) -> StoredSnapshot:
         snapshot = self._core.state.snapshots.by_id.get(request.match_info["id"])
         if snapshot is None:
-            return problem(404, "not_found", f"snapshot {request.match_info['id']!r} is not on this server")
-        return answer(snapshot.info)
+            raise web.HTTPNotFound(text=f"snapshot {request.match_info['id']!r} is not on this server")
+        return snapshot
+
+    async def get_snapshot(self, request: web.Request) -> web.Response:
+        """GET /v1/snapshots/{id}."""
+        return answer(self._snapshot(request).info)
 
     async def drop_snapshot(self, request: web.Request) -> web.Response:
         """DELETE /v1/snapshots/{id}; leases on it go on."""
-        if not self._core.layers.drop_snapshot(request.match_info["id"]):
-            return problem(404, "not_found", f"snapshot {request.match_info['id']!r} is not on this server")
+        self._core.layers.drop_snapshot(self._snapshot(request).id)
         return web.Response(status=204)
 
     async def keep(self, request: web.Request) -> web.Response:
@@ -243,9 +246,7 @@ class Routes:
 
     async def export(self, request: web.Request) -> web.StreamResponse:
         """GET /v1/snapshots/{id}/archive[?zstd=1]: its layers as a (zstd) tar."""
-        snapshot = self._core.state.snapshots.by_id.get(request.match_info["id"])
-        if snapshot is None:
-            return problem(404, "not_found", f"snapshot {request.match_info['id']!r} is not on this server")
+        snapshot = self._snapshot(request)
         compress = request.query.get("zstd") == "1"
         kind = "application/zstd" if compress else "application/x-tar"
         response = web.StreamResponse(headers={"Content-Type": kind})
@@ -254,13 +255,10 @@ class Routes:
 
     async def receive(self, request: web.Request) -> web.Response:
         """PUT /v1/snapshots/{id}/archive?layers=N[&base=NAME]: a snapshot that another server exported."""
-        try:
-            layers = int(request.query.get("layers", "1"))
-        except ValueError:
-            raise web.HTTPBadRequest(text="layers: a number is needed") from None
+        layers = _number(request, "layers")
         wanted = IncomingSnapshot(
             snapshot_id=request.match_info["id"],
-            layers=layers,
+            layers=1 if layers is None else layers,
             base=request.query.get("base"),
             owner=request.query.get("client_id", "import"),
             compressed=request.content_type == "application/zstd",

@@ -41,8 +41,8 @@ class CallIntake:
             return self._refuse_ended(client, call, found)
         if found.client_id != client.client_id:
             return _fault(call, LeaseExpired.code, "the lease belongs to another client")
-        run = self._state.runs.get(call.lease_id)
-        if found.state != "active" or run is None or run.lanes is None:
+        run = self._state.runs[call.lease_id]
+        if found.state != "active" or run.lanes is None:
             code = LeaseExpired.code if found.code in {"released", ""} else found.code
             return _fault(call, code, found.message or "the lease is not granted yet")
         if client.journal.open_calls >= MAX_OPEN:

@@ -37,11 +37,9 @@ class Layers:
                 self.drop_snapshot(snapshot.id)
         self._store.reserve(below)
 
-    def drop_snapshot(self, snapshot_id: str) -> bool:
-        """Drop a snapshot; leases that use it go on. False when there was none."""
-        known = snapshot_id in self._store.by_id
+    def drop_snapshot(self, snapshot_id: str) -> None:
+        """Drop a snapshot; leases that use it go on."""
         self.drop(self._store.drop(snapshot_id))
-        return known
 
     def use(self, run: LeaseRun, snapshot: StoredSnapshot) -> None:
         """Start a lease's workspace from this snapshot."""

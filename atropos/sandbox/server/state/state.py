@@ -93,7 +93,7 @@ class ServerState:
         Raises:
             LeaseExpired: it is over.
         """
-        if not isinstance(self.table.find(lease_id, epoch), HeldLease) or lease_id not in self.runs:
+        if not isinstance(self.table.find(lease_id, epoch), HeldLease):
             raise LeaseExpired(f"lease {lease_id!r} is over or was never granted")
         return self.runs[lease_id]
 
