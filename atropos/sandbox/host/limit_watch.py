@@ -46,7 +46,7 @@ class LimitWatch:
         self._background: dict[str, Counts | Limit | None] = {}
         """The counts when a background process was started; once it has ended, the limit that ended it."""
 
-    def record_start(self, operation: str, call_id: str, ident: str | None = None) -> Counts | None:
+    def record_start(self, operation: str, call_id: str, ident: str | None) -> Counts | None:
         """Record the start of an operation. Returns the counts to compare with, where it starts a program.
 
         Args:

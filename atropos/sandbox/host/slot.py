@@ -53,8 +53,8 @@ class SlotSandbox:
         cgroup: slot_cgroup.SlotCgroup,
         limits: SlotLimits,
         *,
-        network: bool = False,
-        joins: SlotNetwork | None = None,
+        network: bool,
+        joins: SlotNetwork | None,
     ) -> None:
         self.name = name
         self.layers: tuple[Layer, ...] = ()

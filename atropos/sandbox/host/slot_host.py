@@ -188,8 +188,7 @@ class SlotHost:
             volume = await self._blank_volume(unique, layer_id)
             try:
                 await fill(volume.upper)
-                if volume.disk is None:
-                    volumes.freeze(volume)
+                volumes.freeze(volume)
                 used = await asyncio.to_thread(volumes.used_bytes, volume)
             except BaseException:
                 await self.state.disposer.submit(volume.detach(), volume.disk)

@@ -77,13 +77,13 @@ class Server:
                 core.leasing.warm_pool.fill()
                 # Loading the HTTP library takes as long as starting a slot, so the one is done beside the other.
                 listening = await asyncio.to_thread(import_module, "atropos.sandbox.server.http.listening")
-                self._publish(await probing)
+                self._publish(core, await probing)
                 routes = (core, self._config.token.get_secret_value(), lambda: self._found, self.stop, self._tls())
                 await site.enter_async_context(listening.listening(listener, *routes))
-                self._ready()
+                self._ready(core)
                 try:
-                    await self._until_stopped()
-                    await self._drained()
+                    await self._until_stopped(core)
+                    await self._drained(core)
                 finally:
                     # Before the site goes, so that clients are notified and calls are answered.
                     upkeep.cancel()
@@ -135,14 +135,13 @@ class Server:
         else:
             self.stop()
 
-    def _publish(self, features: Sequence[Feature]) -> None:
-        assert self.core is not None
+    def _publish(self, core: Core, features: Sequence[Feature]) -> None:
         config = self._config
         check_required(config, features)
         missing = [feature for feature in features if not feature.ok]
-        self.core.state.limit_note = "; ".join(f"{f.name}: {f.detail or 'missing'}" for f in missing) or None
+        core.state.limit_note = "; ".join(f"{f.name}: {f.detail or 'missing'}" for f in missing) or None
         self._found = Capabilities(
-            boot_id=self.core.state.boot_id,
+            boot_id=core.state.boot_id,
             kernel=os.uname().release,
             features=tuple(features),
             limits={
@@ -158,27 +157,25 @@ class Server:
             isolated=not missing,
         )
 
-    def _ready(self) -> None:
-        assert self.core is not None
+    def _ready(self, core: Core) -> None:
         with contextlib.suppress(OSError):  # nobody listens: the server serves all the same
             print(
-                json.dumps({"ready": True, "port": self.port, "boot_id": self.core.state.boot_id}),
+                json.dumps({"ready": True, "port": self.port, "boot_id": core.state.boot_id}),
                 file=self._out,
                 flush=True,
             )
 
-    async def _until_stopped(self) -> None:
+    async def _until_stopped(self, core: Core) -> None:
         """Until a signal, until a broken server has lost its last lease, or until it was unattended for too long."""
-        assert self.core is not None
-        loop, limit_s = asyncio.get_running_loop(), self.core.state.config.unattended_s
+        loop, limit_s = asyncio.get_running_loop(), core.state.config.unattended_s
         attended_at = loop.time()
         stopped = loop.create_task(self._stop.wait())
         try:
             while not stopped.done():
                 await asyncio.wait([stopped], timeout=0.5)
-                if self.core.leasing.broken and not self.core.state.runs:
+                if core.leasing.broken and not core.state.runs:
                     return
-                if self.core.state.streams or self.core.state.runs:
+                if core.state.streams or core.state.runs:
                     attended_at = loop.time()
                 elif limit_s is not None and loop.time() > attended_at + limit_s:
                     log.warning("no client was connected for unattended_s (%g s): the server ends", limit_s)
@@ -186,17 +183,16 @@ class Server:
         finally:
             stopped.cancel()
 
-    async def _drained(self) -> None:
+    async def _drained(self, core: Core) -> None:
         """Until no lease is left, or their time is over."""
-        assert self.core is not None
-        self.core.leasing.drain(self._deadline_s)
+        core.leasing.drain(self._deadline_s)
         loop = asyncio.get_running_loop()
         began = loop.time()
-        while self.core.state.runs and loop.time() < began + self._deadline_s:
+        while core.state.runs and loop.time() < began + self._deadline_s:
             left = min(0.25, max(0.0, began + self._deadline_s - loop.time()))
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(left):
-                    await self.core.leasing.idle.wait()
+                    await core.leasing.idle.wait()
 
 
 def check_required(config: ServerConfig, features: Sequence[Feature]) -> None:

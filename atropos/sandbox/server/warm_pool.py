@@ -46,7 +46,7 @@ class WarmPool:
         target: Callable[[], int],
         parallel: int,
         broken: Callable[[str], None],
-        network: bool = False,
+        network: bool,
     ) -> None:
         self._host = host
         self._target = target
@@ -166,9 +166,6 @@ class WarmPool:
 
     # --------------------------------------------------------------------------------------------------------- inside
 
-    def _name(self) -> str:
-        return f"s{next(self._names)}"
-
     async def _start_one(self, *, network: bool) -> None:
         began = time.monotonic()
         try:
@@ -176,7 +173,7 @@ class WarmPool:
                 if self._closed:
                     return
                 began = time.monotonic()
-                sandbox = await self._host.start(self._name(), network=network)
+                sandbox = await self._host.start(f"s{next(self._names)}", network=network)
         except Exception as error:
             if not isinstance(error, SandboxError):
                 log.exception("a sandbox could not be started")

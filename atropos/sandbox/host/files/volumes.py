@@ -70,13 +70,6 @@ class Volume:
         """Where its next root is mounted: see `restack`."""
         return f"{self.folder}/{GATE}/{NEXT}"
 
-    def attach(self, name: str, kind: str, flags: int, options: str) -> None:
-        """Mount something at a new folder here."""
-        target = f"{self.folder}/{name}"
-        os.mkdir(target, 0o755)
-        syscalls.mount(kind, target, kind, flags, options)
-        self.mounts.append(target)
-
     def stack(
         self, name: str, lower: Sequence[str], flags: int, upper: str | None = None, work: str | None = None
     ) -> None:
@@ -218,7 +211,10 @@ def create(
         volume.stack("runtime", [empty, runtime], readonly)
         ptys = max(8, min(limits.pids, 64))
         options = f"newinstance,ptmxmode=0666,mode=620,max={ptys}"
-        volume.attach("pts", "devpts", syscalls.MS_NOSUID | syscalls.MS_NOEXEC, options)
+        terminals = f"{folder}/pts"
+        os.mkdir(terminals, 0o755)
+        syscalls.mount("devpts", terminals, "devpts", syscalls.MS_NOSUID | syscalls.MS_NOEXEC, options)
+        volume.mounts.append(terminals)
         _make_gate(volume)
     except OSError:
         with contextlib.suppress(OSError):
@@ -275,7 +271,7 @@ def read_only(path: str) -> None:
     syscalls.mount(None, path, None, syscalls.MS_REMOUNT | syscalls.MS_BIND | syscalls.MS_RDONLY | _NOSUID_NODEV)
 
 
-def blank(folder: str, limits: SlotLimits, disk: str | None = None) -> Volume:
+def blank(folder: str, limits: SlotLimits, disk: str | None) -> Volume:
     """A volume without a root, for unpacking a layer that is imported.
 
     Raises:
@@ -334,7 +330,7 @@ def bounds(limits: SlotLimits) -> tuple[str, int]:
     return f"{size}m", inodes + OWN_INODES
 
 
-def restore_mount_points(root: str, more: Iterable[str] = ()) -> None:
+def restore_mount_points(root: str, more: Iterable[str]) -> None:
     """Put a plain folder wherever one is mounted on, when a snapshot holds something else there.
 
     A symbolic link planted in such a place would send a mount, or the start of PID 1, to a path of its maker's choice.
@@ -368,12 +364,13 @@ def preload_cover(root: str, empty_file: str, empty_folder: str) -> str:
 
 
 def freeze(volume: Volume) -> None:
-    """Make the volume read-only.
+    """Make a volume in memory read-only; one on disk can't be.
 
     Raises:
         OSError: with EBUSY, a file in it is still open for writing.
     """
-    syscalls.mount(None, volume.folder, None, syscalls.MS_REMOUNT | syscalls.MS_RDONLY | _NOSUID_NODEV)
+    if volume.disk is None:
+        syscalls.mount(None, volume.folder, None, syscalls.MS_REMOUNT | syscalls.MS_RDONLY | _NOSUID_NODEV)
 
 
 async def make_read_only(volume: Volume) -> None:
@@ -383,8 +380,6 @@ async def make_read_only(volume: Volume) -> None:
         OSError: a writer was left.
     """
     await asyncio.to_thread(volume.unmount_inner)
-    if volume.disk is not None:
-        return
     pause = 0.001
     while True:
         try:

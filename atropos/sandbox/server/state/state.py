@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 import uuid
 from collections import Counter
 from collections.abc import Callable, Coroutine
@@ -32,7 +31,7 @@ class ServerState:
         clock: monotonic seconds; tests step it.
     """
 
-    def __init__(self, config: ServerConfig, host: Host, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, config: ServerConfig, host: Host, clock: Callable[[], float]) -> None:
         self.config = config
         self.host = host
         self.boot_id = uuid.uuid4().hex
