@@ -84,7 +84,7 @@ class FileStream:
         Raises:
             StreamGone: the stream is over, or another request has taken over.
         """
-        if self._turn is not None:
+        while self._turn is not None:  # after its end, another one may have come first
             self._turn.cancel()
             await asyncio.wait([self._turn])
         if self.closed or offset > self.received:
