@@ -18,87 +18,19 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from atropos.wire import ImageInfo
 
-_FOLDERS = [
-    "boot",
-    "dev",
-    "etc",
-    "home",
-    "media",
-    "mnt",
-    "opt",
-    "proc",
-    "root",
-    "run",
-    "srv",
-    "sys",
-    "tmp",
-    "usr",
-    "var",
-    "var/cache",
-    "var/lib",
-    "var/lib/dpkg",
-    "var/log",
-    "var/mail",
-    "var/spool",
-    "var/tmp",
-    "workspace",
-    ".atropos",
-]
+_FOLDERS = (  # noqa: SIM905
+    "boot dev etc home media mnt opt proc root run srv sys tmp usr var "
+    "var/cache var/lib var/lib/dpkg var/log var/mail var/spool var/tmp workspace .atropos"
+).split()
 _TOP = ("bin", "sbin", "lib", "lib32", "lib64", "libx32")
-_COPIED = [
-    "alternatives",
-    "bash.bashrc",
-    "ca-certificates",
-    "ca-certificates.conf",
-    "debian_version",
-    "default/useradd",
-    "fonts",
-    "gai.conf",
-    "host.conf",
-    "inputrc",
-    "java-17-openjdk",
-    "java-21-openjdk",
-    "ld.so.cache",
-    "ld.so.conf",
-    "ld.so.conf.d",
-    "ld.so.hwcap",
-    "locale.alias",
-    "localtime",
-    "login.defs",
-    "magic",
-    "magic.mime",
-    "mailcap",
-    "mime.types",
-    "mysql",
-    "networks",
-    "os-release",
-    "pam.conf",
-    "pam.d",
-    "perl",
-    "profile",
-    "profile.d",
-    "protocols",
-    "python2.7",
-    "python3",
-    "python3.9",
-    "python3.10",
-    "python3.11",
-    "python3.12",
-    "python3.13",
-    "R",
-    "rpc",
-    "screenrc",
-    "security",
-    "services",
-    "shells",
-    "skel",
-    "ssl",
-    "terminfo",
-    "timezone",
-    "vim",
-    "wgetrc",
-    "xattr.conf",
-]
+_COPIED = (  # noqa: SIM905
+    "alternatives bash.bashrc ca-certificates ca-certificates.conf debian_version default/useradd fonts gai.conf host.conf "
+    "inputrc java-17-openjdk java-21-openjdk ld.so.cache ld.so.conf ld.so.conf.d ld.so.hwcap locale.alias localtime "
+    "login.defs magic magic.mime mailcap mime.types mysql networks os-release pam.conf pam.d perl profile profile.d "
+    "protocols python2.7 python3 python3.9 python3.10 python3.11 python3.12 python3.13 R rpc screenrc security services "
+    "shells skel ssl terminfo timezone vim wgetrc xattr.conf"
+).split()
+"""What the skeleton has of the host's /etc."""
 _PROGRAMS = (
     "usr/bin",
     "usr/sbin",
@@ -121,26 +53,10 @@ _ACCOUNTS = [
     "www-data:x:33:33:www-data:/var/www:/usr/sbin/nologin",
     "nobody:x:65534:65534:nobody:/nonexistent:/usr/sbin/nologin",
 ]
-_GROUPS = [
-    "root:0",
-    "daemon:1",
-    "bin:2",
-    "sys:3",
-    "adm:4",
-    "tty:5",
-    "disk:6",
-    "man:12",
-    "mail:8",
-    "kmem:15",
-    "dialout:20",
-    "sudo:27",
-    "www-data:33",
-    "shadow:42",
-    "utmp:43",
-    "staff:50",
-    "users:100",
-    "nogroup:65534",
-]
+_GROUPS = (  # noqa: SIM905
+    "root:0 daemon:1 bin:2 sys:3 adm:4 tty:5 disk:6 man:12 mail:8 kmem:15 dialout:20 sudo:27 www-data:33 shadow:42 utmp:43 "
+    "staff:50 users:100 nogroup:65534"
+).split()
 _FILES = {
     "hosts": "127.0.0.1\tlocalhost atropos\n::1\tlocalhost ip6-localhost ip6-loopback\n",
     "hostname": "atropos\n",

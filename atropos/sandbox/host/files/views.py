@@ -33,26 +33,8 @@ MAX_COPIED = 50_000
 """Most files and folders of the copied layer; above it no link is followed, since a copy takes kernel memory."""
 SYSTEM = frozenset(
     [
-        "bin",
-        "boot",
-        "dev",
-        "etc",
-        "home",
-        "lost+found",
-        "media",
-        "opt",
-        "proc",
-        "root",
-        "run",
-        "sbin",
-        "sys",
-        "tmp",
-        "usr",
-        "var",
-        "tests",
-        "logs",
-        "solution",
-        ".atropos",
+        *("bin", "boot", "dev", "etc", "home", "lost+found", "media", "opt", "proc", "root", "run", "sbin", "sys"),
+        *("tmp", "usr", "var", "tests", "logs", "solution", ".atropos"),
     ]
 )
 """Top-level folders that a view never shows unless requested, like all whose names start with `lib`."""
