@@ -171,10 +171,8 @@ class Workspaces:
         assert run.lanes is not None
         try:
             view = await self._view_of(run, run.sandbox, folders)
-        except NotSupported:
-            raise
         except SandboxError as error:  # for example, one of its processes was killed
-            if run.sandbox.died.done():
+            if isinstance(error, NotSupported) or run.sandbox.died.done():
                 raise
             log.warning("lease %s: no view: %s; it is retried", run.held.lease_id, error)
             await asyncio.sleep(AGAIN_S)
