@@ -183,6 +183,17 @@ async def test_an_archive_that_has_changed_is_not_sent_whole_under_its_old_name(
         _ = [chunk async for chunk in archive.chunks()]
 
 
+async def test_an_archive_is_sent_again_once_its_image_was_removed_for_others(tmp_path):
+    busybox_image(tmp_path / "layout", "sent again")
+    image = f"oci:{tmp_path}/layout:image"
+    async with pool_for(tmp_path) as pool:
+        await pool.prepare(image)
+        (tree,) = (tmp_path / "store" / "trees").iterdir()
+        shutil.rmtree(tree)
+        async with pool.lease("one", image=image) as slot:
+            assert (await slot.exec("cat text")).output == "sent again"
+
+
 async def test_an_archive_is_made_once_however_many_ask_and_removed_though_they_went_away(tmp_path, monkeypatch):
     busybox_image(tmp_path / "layout")
     temporary = tmp_path / "temporary"

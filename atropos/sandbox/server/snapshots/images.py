@@ -38,7 +38,7 @@ class Images:
         self._state = state
         self._layers = layers
         self._states: dict[str, ImageState] = {}
-        self._changed: dict[str, asyncio.Event] = {}
+        self._preparing: dict[str, asyncio.Task[ImageState]] = {}
         self._turns = asyncio.Semaphore(PARALLEL)
         self._bases: dict[str, ImageInfo] = {}
 
@@ -56,25 +56,21 @@ class Images:
         parsed = ImageSource.parse(name)
         if parsed.transport == "atropos-base":
             return ImageState(source=name, phase="ready", image=self._state.host.base_image(name))
-        if parsed.transport == "atropos-build" and archive is None:
+        if parsed.transport == "atropos-build":
             built = self._state.host.store.known(name)
             if built is None:
                 raise ImageUnavailable(f"image {source}: it is not on this server's host")
             return ImageState(source=name, phase="ready", image=built)
-        state = self._states.get(name)
-        if parsed.transport != "docker" and archive is None and state is None:
-            known = self._state.host.store.known(name)
-            if known is None:
+        if self._must_begin(name):
+            if parsed.transport != "docker" and archive is None and self._state.host.store.known(name) is None:
                 raise NotSupported(f"image {source}: send it as an archive (PUT /v1/images/archive?source=…)")
-        if state is None or state.phase == "failed" or (state.phase == "ready" and self._is_gone(state)):
             self._set(ImageState(source=name, phase="queued"))
-            self._changed[name] = asyncio.Event()
-            self._state.spawn(self._prepare(parsed, archive))
-        try:
-            async with asyncio.timeout(wait_s):
-                await self._changed[name].wait()
-        except TimeoutError:
-            pass
+            self._preparing[name] = self._state.spawn(self._prepare(parsed, archive))
+        preparing = self._preparing.get(name)
+        if preparing is not None:
+            await asyncio.wait([preparing], timeout=wait_s)
+            if preparing.done():
+                return preparing.result()
         return self._states[name]
 
     async def receive(self, source: str, chunks: AsyncIterator[bytes]) -> ImageState:
@@ -151,10 +147,14 @@ class Images:
         finally:
             store.release(image.id)
 
-    def _is_gone(self, state: ImageState) -> bool:
-        return state.image is None or self._state.host.store.known(state.source) is None
+    def _must_begin(self, name: str) -> bool:
+        """Whether an image was never prepared, or failed, or was removed from the store since."""
+        state = self._states.get(name)
+        if state is None or state.phase == "failed":
+            return True
+        return state.phase == "ready" and self._state.host.store.known(name) is None
 
-    async def _prepare(self, source: ImageSource, archive: str | None) -> None:
+    async def _prepare(self, source: ImageSource, archive: str | None) -> ImageState:
         name = str(source)
         began, result = time.monotonic(), ImageUnavailable.code
 
@@ -177,16 +177,18 @@ class Images:
             raise
         finally:
             self._state.meters.prepare.observe(time.monotonic() - began, result)
-            self._changed[name].set()
+            del self._preparing[name]
         self._set(state)
+        return state
 
     def _set(self, state: ImageState) -> None:
         self._states.pop(state.source, None)
         self._states[state.source] = state
-        over = (name for name, each in self._states.items() if each.phase in {"ready", "failed"})
-        while len(self._states) > MAX_STATES and (oldest := next(over, None)) is not None:
-            del self._states[oldest]
-            del self._changed[oldest]
+        excess = len(self._states) - MAX_STATES
+        if excess > 0:
+            over = [name for name in self._states if name not in self._preparing and name != state.source]
+            for name in over[:excess]:
+                del self._states[name]
 
     # ------------------------------------------------------------------------------------------------------------ bases
 
@@ -203,17 +205,11 @@ class Images:
                 raise NotSupported("base and image exclude each other: set one of them")
             name = _name(request.image)
             if name.startswith("atropos-base:"):
-                return self._named_base(name)
-            image = self._state.host.store.known(name)
-            if image is None:
+                base = None if name == POOL_BASE else name.removeprefix("atropos-base:")
+            elif (image := self._state.host.store.known(name)) is not None:
+                base = f"{_PREFIX}{image.id}"
+            else:
                 raise ImageUnavailable(f"image {request.image}: it is not prepared on this server")
-            base = f"{_PREFIX}{image.id}"
-        self.use(base)
-        return base
-
-    def _named_base(self, source: str) -> str | None:
-        name = source.removeprefix("atropos-base:")
-        base = None if source == POOL_BASE else name
         self.use(base)
         return base
 
