@@ -163,7 +163,7 @@ async def unpack(slot: Slot, step: Copy, context: Context) -> None:
     for source in step.sources:
         for path in context.sources(source, step.exclude):
             try:
-                with path.open("rb") as archive:
+                with context.followed(path).open("rb") as archive:
                     await unpack_archive(slot, where, archive)
             except (tarfile.TarError, EOFError, zlib.error) as error:
                 raise TaskBroken(f"ADD {source}: {error}") from None

@@ -8,11 +8,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import cast
 
-import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from atropos.errors import ConfigError
 from atropos.tasks.format.config import explained
+from atropos.tasks.format.files import parse_yaml
 from atropos.tasks.format.recipe import Folder, Recipe, StepSettings
 
 COMPOSE_FILES = ("docker-compose.yaml", "docker-compose.yml", "compose.yaml", "compose.yml")
@@ -97,8 +97,8 @@ def read_compose(path: Path, *, context: Path) -> Service:
         ConfigError: it can't be read, has several services, or asks for what no slot has.
     """
     try:
-        raw: object = yaml.safe_load(path.read_text(encoding="utf-8-sig"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raw = parse_yaml(path.read_text(encoding="utf-8-sig"))
+    except (OSError, ValueError) as error:
         raise ConfigError(f"{path}: can't be read: {error}".replace("\n", " ")) from None
     services = _table(_table(raw).get("services"))
     if not services:

@@ -73,16 +73,15 @@ class Context:
         return sorted(self.folder.glob(pattern.replace("[^", "[!")))
 
     def followed(self, path: Path) -> Path:
-        """Where a COPY source leads that is a link: as Docker has it, what the link names is copied.
+        """Where a COPY source is once its links are followed: as Docker has it, what a link names is copied.
 
         Raises:
             ConfigError: it leads to nothing, or out of the context.
         """
-        if not path.is_symlink():
-            return path
-        found, top = path.resolve(), self.folder.resolve()
+        found, top = (Path(os.path.realpath(each)) for each in (path, self.folder))
         if not found.exists() or not found.is_relative_to(top):
-            raise ConfigError(f"{path}: a link to {os.readlink(path)}, which is not in the build context")
+            leads = f"a link to {os.readlink(path)}" if path.is_symlink() else f"leads to {found}"
+            raise ConfigError(f"{path}: {leads}, which is not in the build context")
         return self.folder / found.relative_to(top)
 
     def below(self, folder: Path, exclude: Sequence[str] = ()) -> Iterator[tuple[str, Path]]:

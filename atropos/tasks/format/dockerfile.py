@@ -20,6 +20,7 @@ from e2b_dockerfile_utils import (
     DockerfileHeredoc,
     DockerfileInstruction,
     DockerfileSyntaxError,
+    PatternMatcher,
     ShellLex,
     chomp_heredoc_content,
     parse_dockerfile_ast,
@@ -143,11 +144,11 @@ class _Reader:
     def _refusal(self, what: str) -> ConfigError:
         return ConfigError(f"{self.where} {what}".replace("\n", " "))
 
-    def _word(self, word: str, stage: _Building | None = None) -> str:
-        """A word with its variables replaced and its quotes removed."""
+    def _word(self, word: str, stage: _Building | None = None, **keep: bool) -> str:
+        """A word with its variables replaced and its quotes removed; `keep`: what `ShellLex` is to leave as it is."""
         known = self.globals if stage is None else {"PATH": PATH, **stage.arguments, **stage.settings.env}
         try:
-            return ShellLex(self.ast.escape_token, env=known, skip_unset_env=False).process_word(word)
+            return ShellLex(self.ast.escape_token, env=known, skip_unset_env=False, **keep).process_word(word)
         except ValueError as error:
             raise self._refusal(f"{word}: {error}") from None
 
@@ -275,7 +276,7 @@ class _Reader:
         if target.startswith("//") or target == "/":
             raise self._refusal(f"--mount={text} can't be honoured in a slot: name a folder below /")
         if kind == "bind" or "from" in options:
-            source = (options.get("source") or options.get("src") or ".").lstrip("/") or "."
+            source = self._inside(options.get("source") or options.get("src") or ".")
             return Mount(target, Copy((source,), target, stage=self._from_stage(options.get("from"))))
         try:
             mode = int(options.get("mode") or ("1777" if kind == "tmpfs" else "755"), 8)
@@ -324,9 +325,7 @@ class _Reader:
             if document is not None:
                 files.append((document.name, self._filled(document, stage)))
                 continue
-            sources.append(word.lstrip("/") or ".")
-            if ".." in word.split("/"):
-                raise self._refusal(f"{word} leads out of environment/; keep the build context's files there")
+            sources.append(self._inside(word))
         wanted = words[-1]
         if files and source is not None:
             raise self._refusal("--from takes no here-document: give that a COPY of its own")
@@ -340,8 +339,22 @@ class _Reader:
             owner=owner,
             stage=source,
             files=tuple(files),
-            exclude=tuple(flags.get("exclude", ())),
+            exclude=self._exclude(flags),
         )
+
+    def _exclude(self, flags: dict[str, list[str]]) -> tuple[str, ...]:
+        patterns = flags.get("exclude", [])
+        try:
+            PatternMatcher(patterns)
+        except ValueError as error:
+            raise self._refusal(f"--exclude: {error}") from None
+        return tuple(patterns)
+
+    def _inside(self, source: str) -> str:
+        """A source as it is named from its context or stage."""
+        if ".." in source.split("/"):
+            raise self._refusal(f"{source} leads out of environment/; keep the build context's files there")
+        return source.lstrip("/") or "."
 
     def _mode(self, flags: dict[str, list[str]], stage: _Building) -> int | str | None:
         """--chmod: a number, or words that chmod knows."""
@@ -355,18 +368,10 @@ class _Reader:
         return mode
 
     def _filled(self, document: DockerfileHeredoc, stage: _Building) -> str:
+        text = _content(document)
         if not document.expand:
-            return _content(document)
-        known = {"PATH": PATH, **stage.arguments, **stage.settings.env}
-        lex = ShellLex(
-            self.ast.escape_token,
-            raw_quotes=True,
-            raw_escapes=True,
-            skip_process_quotes=True,
-            env=known,
-            skip_unset_env=False,
-        )
-        return lex.process_word(_content(document))
+            return text
+        return self._word(text, stage, raw_quotes=True, raw_escapes=True, skip_process_quotes=True)
 
     def _add(self, instruction: DockerfileInstruction, stage: _Building) -> None:
         known = dict.fromkeys(("chown", "chmod", "link", "exclude", "checksum"), "")
@@ -395,7 +400,10 @@ class _Reader:
         if len(sources) != 1:
             raise self._refusal("of several sources with an address among them: give each its own ADD")
         address, target = sources[0], self._word(instruction.args[-1], stage)
-        name = posixpath.basename(urlsplit(address).path)
+        try:
+            name = posixpath.basename(urlsplit(address).path)
+        except ValueError as error:
+            raise self._refusal(f"{address}: {error}") from None
         if target.endswith("/"):
             if not name:
                 raise self._refusal(f"{address} ends in no name for the file; name it in the target")

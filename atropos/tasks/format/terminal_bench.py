@@ -7,14 +7,13 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from atropos.errors import ConfigError
 from atropos.tasks.format import dockerfile
 from atropos.tasks.format.compose import COMPOSE_FILES, Service, read_compose
 from atropos.tasks.format.config import AgentSection, EnvironmentSection, TaskConfig, VerifierSection, explained
-from atropos.tasks.format.files import check_script, read_text
+from atropos.tasks.format.files import check_script, parse_yaml, read_text
 from atropos.tasks.format.recipe import Recipe, StepSettings
 from atropos.tasks.format.task import Build, Task
 
@@ -40,13 +39,13 @@ def load_terminal_bench(root: Path, builder: Build | None = None) -> Task:
         ConfigError: names the file, the field and the cure.
     """
     path = root / "task.yaml"
+    text = read_text(path, "say there what the agent is to do")
     try:
-        raw: object = yaml.safe_load(read_text(path, "say there what the agent is to do"))
-        facts = _TaskYaml.model_validate(raw)
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{path}: is not YAML: {error}".replace("\n", " ")) from None
+        facts = _TaskYaml.model_validate(parse_yaml(text))
     except ValidationError as error:
         raise ConfigError(explained(path, error)) from None
+    except ValueError as error:
+        raise ConfigError(f"{path}: is not YAML: {error}".replace("\n", " ")) from None
     if facts.parser_name != "pytest":
         raise ConfigError(f"{path}: parser_name: {facts.parser_name!r} can't be honoured; only pytest can")
     if (root / "solution.yaml").is_file() and not (root / "solution.sh").is_file():

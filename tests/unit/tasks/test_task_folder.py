@@ -228,6 +228,18 @@ def test_a_link_that_a_copy_names_is_followed_within_the_context(folder):
             unpacked(folder, step)
 
 
+@pytest.mark.parametrize("source", ["way/key", "w*/key", "way/below", "round"])
+def test_no_way_through_a_link_leads_out_of_the_context(folder, tmp_path, source):
+    (tmp_path / "secret/below").mkdir(parents=True)
+    for name in ("key", "below/key"):
+        (tmp_path / "secret" / name).write_text("of the host")
+    (folder / "environment/way").symlink_to(tmp_path / "secret")
+    (folder / "environment/round").symlink_to("round")
+    (step,) = recipe_of(folder, f"FROM debian\nCOPY {source} /to\n").steps
+    with pytest.raises(ConfigError, match="which is not in the build context"):
+        unpacked(folder, step)
+
+
 def test_an_archive_that_is_added_is_unpacked(folder):
     with tarfile.open(folder / "environment/x.tar.gz", "w:gz") as archive:
         archive.add(folder / "environment/a.txt", "a.txt")
@@ -277,6 +289,10 @@ def test_mounts_are_there_for_one_command(folder):
         ("FROM a\nCOPY missing.txt /x", "missing.txt"),
         ("FROM a\nCOPY ../x /x", "../x"),
         ("FROM a\nCOPY x", "a source and a target"),
+        ("FROM a\nCOPY --exclude=[ sub /x", ":2: COPY --exclude: "),
+        ("FROM a\nCOPY <<E /x\n${A:?none}\nE", ":2: COPY ${A:?none}"),
+        ("FROM a\nADD http://[x/y /z", ":2: ADD http://[x/y: "),
+        ("FROM a\nRUN --mount=type=bind,source=../x,target=/x x", ":2: RUN ../x leads out"),
         ("FROM a\nRUN --mount=type=secret,id=x x", "--mount=type=secret"),
         ("FROM a\nRUN --mount=type=tempfs,target=/t x", "--mount=type=tempfs"),
         ("FROM a\nRUN --network=none x", "--network"),
@@ -307,6 +323,8 @@ def test_what_a_dockerfile_asks_in_vain_is_refused_by_name(folder, line, named):
     ("text", "named"),
     [
         ("version = ", "is not TOML"),
+        (f"x = {'[' * 3000}", "is not TOML"),
+        (f"x = {'1' * 5000}", "is not TOML"),
         ("[verifier]\ntimeout_sec = -1", "verifier.timeout_sec"),
         ("[verifier]\ntimeout_sec = 'soon'", "verifier.timeout_sec"),
         ("[verifier]\nkeep_processes = 'some'", "verifier.keep_processes"),
@@ -425,6 +443,8 @@ def test_files_that_cannot_be_honoured_are_named(folder):
         ("services: {main: {mem_limit: lots}}", r"services\.main\.mem_limit: 'lots' is no size"),
         ("services: {main: {environment: ['K=${KEY}']}}", r"environment\.K: \$\{KEY\} is not given to tasks"),
         ("services: [", "can't be read"),
+        ("services: {main: {environment: {DAY: 2024-13-45}}}", "can't be read: month must be in"),
+        (f"services: {'[' * 3000}", "can't be read"),
     ):
         compose.write_text(text)
         with pytest.raises(ConfigError, match=rf"docker-compose\.yaml.*{named}") as refused:
