@@ -20,8 +20,6 @@ REMEMBERED = 8
 """Results a trajectory remembers, so that a call sent again under its id is not run again."""
 REMEMBERED_CHARS = 200_000
 """Most characters of output in them; the latest result is kept whatever its length."""
-
-
 Peer = Literal["pool", "ToolServer"]
 
 

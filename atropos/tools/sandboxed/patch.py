@@ -18,7 +18,7 @@ from atropos.tools.base import Tool, ToolError, ToolScope
 from atropos.tools.models import ToolResult
 from atropos.tools.sandboxed import diffs
 from atropos.tools.sandboxed.files import MAX_PATH, fetch
-from atropos.tools.sandboxed.text import plural
+from atropos.tools.sandboxed.text import is_binary, plural
 
 ON_LOOP_BYTES = 32_768
 """Texts of up to this size are processed on the event loop, longer ones in a thread."""
@@ -221,7 +221,7 @@ async def _whole(scope: ToolScope, path: str) -> wire.FileResult:
     found = await fetch(scope, path, 0, wire.MAX_FILE_BYTES)
     if found.size > len(found.data):
         raise ToolError(f"patch: {path} is larger than {wire.MAX_FILE_BYTES:,} bytes; change it by a command")
-    if b"\x00" in found.data[:8192]:
+    if is_binary(found.data):
         raise ToolError(f"patch: {path} is a binary file; change it by a command")
     return found
 

@@ -158,8 +158,8 @@ def _parsed(arguments: SearchArguments, text: str, *, truncated: bool) -> _Found
             matches += mark == ":"
             if matches > arguments.limit:
                 break
-            text = rest[len(number) + 1 :].rstrip("\r")
-            rows.append(wire.Match(path=path.removeprefix("./"), line=int(number), text=text, context=mark == "-"))
+            shown = rest[len(number) + 1 :].rstrip("\r")
+            rows.append(wire.Match(path=path.removeprefix("./"), line=int(number), text=shown, context=mark == "-"))
         if matches > arguments.limit:
             break
     if not arguments.pattern:

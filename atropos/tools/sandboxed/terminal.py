@@ -111,7 +111,8 @@ class TerminalTool(Tool):
                 command=arguments.command, workdir=arguments.workdir, pty=arguments.pty, buffer_bytes=BUFFER_BYTES
             )
         )
-        process_reports(scope).start(state.id, arguments.check_interval)
+        if arguments.check_interval is not None:
+            process_reports(scope).intervals[state.id] = arguments.check_interval
         terminal = " on a terminal of its own" if arguments.pty else ""
         ignored = "; timeout does not apply to background processes" if arguments.timeout is not None else ""
         return ToolResult(
