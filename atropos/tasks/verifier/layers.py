@@ -47,8 +47,7 @@ class VerifierLayers:
         elif await images.once_up(source) is None:
             raise ImageUnavailable(f"no container is running that could prepare {source}")
         async with images.pool.lease("verifier-layer", image=source) as slot:
-            taken = await pack_files(slot, ("/",))
-        [(_, archive)] = taken.sources
+            [(_, archive)] = await pack_files(slot, ("/",))
         with archive:
             await asyncio.to_thread(_write_layer, archive, to)
         return to
