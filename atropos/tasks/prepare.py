@@ -247,7 +247,7 @@ class TaskImages:
         plan: dict[int, _Planned] = {}
         # a stage copies from earlier ones alone, and images come before all
         stages = sorted(recipe.stages, key=lambda stage: (stage.index >= 0, stage.index))
-        last = Stage(_LAST, recipe.image or "", recipe.steps or (Folder("/"),), recipe.settings)
+        last = Stage(_LAST, recipe.image or "", recipe.steps or (Folder("/"),))
         for stage in (*stages, last):
             parent, source = images[stage.image or None]
             key = parent.id

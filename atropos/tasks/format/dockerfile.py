@@ -89,7 +89,7 @@ class _Building:
     """Instructions for a stage that starts from this one."""
 
     def done(self) -> Stage:
-        return Stage(self.index, self.image, tuple(self.steps), self.settings)
+        return Stage(self.index, self.image, tuple(self.steps))
 
 
 class _Reader:
@@ -117,7 +117,7 @@ class _Reader:
         if not self.stages:
             raise ConfigError(f"{self.path}: no FROM; begin with one, or replace the Dockerfile by setup.sh")
         last = self.stages[-1].done()
-        return Recipe(last.image, last.settings, last.steps, self._needed(last))
+        return Recipe(last.image, self.stages[-1].settings, last.steps, self._needed(last))
 
     def _instruction(self, instruction: DockerfileInstruction) -> None:
         getattr(self, f"_{instruction.name.lower()}")(instruction, self.stages[-1])
@@ -130,13 +130,9 @@ class _Reader:
             for copy in (copy for step in waiting.pop().steps for copy in copies(step)):
                 if copy.stage is not None and copy.stage not in found:
                     image = self.copied.get(copy.stage)
-                    whole = (
-                        self.stages[copy.stage].done()
-                        if image is None
-                        else Stage(copy.stage, image, (), StepSettings())
-                    )
-                    found[copy.stage] = whole
-                    waiting.append(whole)
+                    stage = self.stages[copy.stage].done() if image is None else Stage(copy.stage, image, ())
+                    found[copy.stage] = stage
+                    waiting.append(stage)
         return tuple(found[index] for index in sorted(found))
 
     # ------------------------------------------------------------------------------------------------------ words

@@ -706,6 +706,11 @@ def test_a_compose_file_of_one_service_says_how_its_commands_start(folder):
     compose.write_text("services: {main: {build: ., mem_limit: 1g}}")
     (folder / "task.toml").write_text("[environment]\nmemory_mb = 700\n")
     assert load_task(folder).config.environment.memory_mb == 700, "task.toml comes first"
+    compose.write_text("services: {main: {image: 'app:1', working_dir: /srv}}")
+    (folder / "environment/Dockerfile").unlink()
+    assert load_task(folder).recipe.workdir == "/srv"
+    (folder / "task.toml").write_text("[environment]\nworkdir = '/own'\n")
+    assert load_task(folder).recipe.workdir == "/own"
 
 
 def test_steps_inherit_from_the_task_and_add_their_own(folder):
