@@ -41,7 +41,7 @@ class Context:
                 return cls(folder, patterns)
         return cls(folder)
 
-    def sources(self, pattern: str, exclude: Sequence[str] = ()) -> list[Path]:
+    def sources(self, pattern: str, exclude: Sequence[str]) -> list[Path]:
         """The files or folders that a COPY source names.
 
         Args:
@@ -63,7 +63,7 @@ class Context:
             raise ConfigError(f"{plain}: {why}, and a COPY needs it")
         return found
 
-    def matching(self, pattern: str, exclude: Sequence[str] = ()) -> list[str]:
+    def matching(self, pattern: str, exclude: Sequence[str]) -> list[str]:
         """The names that match a source with `*`, `?` or `[`; itself without these, or without a match."""
         if not re.search(r"[*?\[]", pattern) or not self._glob(pattern):
             return [pattern]
@@ -84,7 +84,7 @@ class Context:
             raise ConfigError(f"{path}: {leads}, which is not in the build context")
         return self.folder / found.relative_to(top)
 
-    def below(self, folder: Path, exclude: Sequence[str] = ()) -> Iterator[tuple[str, Path]]:
+    def below(self, folder: Path, exclude: Sequence[str]) -> Iterator[tuple[str, Path]]:
         """(name from there, path) of all in a folder that isn't left out, and of the folders above it.
 
         Args:

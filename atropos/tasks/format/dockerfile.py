@@ -54,7 +54,7 @@ _PROGRAMS = "/.heredocs"
 _SYMBOLIC = re.compile(r"[ugoa]*([-+=][rwxXst]*)+(,[ugoa]*([-+=][rwxXst]*)+)*")
 
 
-def parse(path: Path, images: Mapping[str, StepSettings] | None = None) -> Recipe:
+def parse(path: Path, images: Mapping[str, StepSettings]) -> Recipe:
     """Read a Dockerfile.
 
     Args:
@@ -71,7 +71,7 @@ def parse(path: Path, images: Mapping[str, StepSettings] | None = None) -> Recip
         raise ConfigError(f"{path}:{error.line or 1}: {message}; see the Dockerfile reference") from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: can't be read: {error}") from None
-    return _Reader(path, ast, images or {}).read()
+    return _Reader(path, ast, images).read()
 
 
 @dataclass

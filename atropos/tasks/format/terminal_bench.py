@@ -32,7 +32,7 @@ class _TaskYaml(BaseModel):
     run_tests_in_same_shell: bool = False
 
 
-def load_terminal_bench(root: Path, builder: Build | None = None) -> Task:
+def load_terminal_bench(root: Path, builder: Build) -> Task:
     """One folder, checked.
 
     Raises:

@@ -24,7 +24,7 @@ class VerifierLayers:
         sources: images (`python:3.13-slim`, `oci-archive:FILE`, `dir:FOLDER`), or Dockerfiles, which are built.
     """
 
-    def __init__(self, sources: Sequence[str] = ()) -> None:
+    def __init__(self, sources: Sequence[str]) -> None:
         self._sources = tuple(sources)
         self._stack = contextlib.ExitStack()
         self._archives: tuple[Path, ...] = ()
