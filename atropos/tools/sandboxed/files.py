@@ -21,8 +21,6 @@ SCAN_BYTES = 64 << 20
 MAX_LINE = 2000
 """Characters of one line that are shown."""
 DEFAULT_LINES = 500
-WORKSPACE = "/workspace"
-"""The folder of relative paths in every slot."""
 _COMPARED = 60
 """Characters of names that are compared: it takes the cube of their number, on the event loop."""
 MAX_PATH = 4096
@@ -225,15 +223,15 @@ async def _suggestion(scope: ToolScope, path: str) -> str:
     )
     if not isinstance(result, wire.SearchResult):
         return "; its folder does not exist" if folder else ""
-    paths = [like_requested(match.path, path) for match in result.matches]
+    paths = [like_requested(match.path, path, scope.slot.profile.workdir) for match in result.matches]
     by_name = {posixpath.basename(one)[:_COMPARED]: one for one in reversed(paths)}
     close = difflib.get_close_matches(name[:_COMPARED], by_name, n=3, cutoff=0.6)
     return f"; did you mean {' or '.join(by_name[one] for one in close)}?" if close else ""
 
 
-def like_requested(path: str, requested: str) -> str:
-    """An absolute path of the slot, made relative to the workspace where the requested path was relative."""
-    return path.removeprefix(f"{WORKSPACE}/") if not requested.startswith("/") else path
+def like_requested(path: str, requested: str, workdir: str) -> str:
+    """An absolute path of the slot, made relative to the working directory where the requested path was relative."""
+    return path.removeprefix(f"{workdir.rstrip('/')}/") if not requested.startswith("/") else path
 
 
 def file_kind(data: bytes) -> str | None:

@@ -13,7 +13,7 @@ from atropos import wire
 from atropos.tools.arguments import Arguments, no_nul
 from atropos.tools.base import Tool, ToolError, ToolScope
 from atropos.tools.models import ToolResult
-from atropos.tools.sandboxed.files import MAX_PATH, WORKSPACE, like_requested
+from atropos.tools.sandboxed.files import MAX_PATH, like_requested
 from atropos.tools.sandboxed.text import clip, decode, plural
 
 MAX_LINE = 500
@@ -172,6 +172,7 @@ def _parsed(arguments: SearchArguments, text: str, *, truncated: bool) -> _Found
 
 async def _search(arguments: SearchArguments, scope: ToolScope) -> _Found:
     """The runner's search, without what git ignores."""
+    workdir = scope.slot.profile.workdir
     most = min(arguments.limit * 4, 10_000)
     while True:
         result = await scope.slot.run(
@@ -189,7 +190,7 @@ async def _search(arguments: SearchArguments, scope: ToolScope) -> _Found:
         if not isinstance(result, wire.SearchResult):
             raise ToolError("search_files: the slot returned no matches")
         found = [
-            one.model_copy(update={"path": like_requested(one.path, arguments.path).removeprefix("./")})
+            one.model_copy(update={"path": like_requested(one.path, arguments.path, workdir).removeprefix("./")})
             for one in result.matches
         ]
         kept = await _without_ignored(arguments.path, found, scope)
@@ -227,9 +228,11 @@ async def _ignored(root: str, paths: list[str], scope: ToolScope) -> set[str]:
     if not isinstance(result, wire.CommandResult) or not result.output:
         return set()
     ignored: set[str] = set()
+    workdir = scope.slot.profile.workdir
     for repository in decode(result.output).splitlines():
         folder = posixpath.normpath(posixpath.join(root, repository))
-        seen = {_below(path, folder): path for path in paths if path and _below(path, folder)}
+        names = {path: _below(path, folder, workdir) for path in paths}
+        seen = {name: path for path, name in names.items() if name}
         if not seen:
             continue
         answer = await scope.slot.run(
@@ -245,7 +248,7 @@ async def _ignored(root: str, paths: list[str], scope: ToolScope) -> set[str]:
     return ignored
 
 
-def _below(path: str, folder: str) -> str:
+def _below(path: str, folder: str, workdir: str) -> str:
     """A path relative to a folder; empty when it is not below it."""
-    path, folder = (posixpath.normpath(posixpath.join(WORKSPACE, one)) for one in (path, folder))
+    path, folder = (posixpath.normpath(posixpath.join(workdir, one)) for one in (path, folder))
     return path[len(folder) :].lstrip("/") if path.startswith(f"{folder.rstrip('/')}/") else ""

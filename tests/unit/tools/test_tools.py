@@ -7,6 +7,8 @@ import json
 
 import pytest
 
+from atropos import wire
+from atropos.slots.slot.profile import Profile
 from atropos.tools import ToolCall, build_tool_registry
 from tests.unit.tools.fakes import FakePool
 
@@ -306,6 +308,19 @@ class TestSearch:
         assert "[3 matches in 3 files]" in result.output
         listed = await use("search_files", pattern="", glob="*.py")
         assert listed.output == "src/a.py\n[1 file]"
+
+    async def test_paths_are_relative_to_the_folder_that_commands_start_in(
+        self, use, executor, repository, monkeypatch
+    ):
+        slot = await executor.slot("t")
+        slot.profile = Profile("/app")
+
+        async def search(operation):
+            paths = [f"/app/{operation.path}/{name}" for name in ("build/out.py", "src/a.py")]
+            return wire.SearchResult(matches=tuple(wire.Match(path=path, line=0, text="") for path in paths), files=2)
+
+        monkeypatch.setattr(slot, "_search", search)
+        assert (await use("search_files", pattern="")).output == "src/a.py\n[1 file]"
 
     async def test_a_repository_below_the_searched_folder(self, use, root):
         (root / "repo").mkdir()
