@@ -38,7 +38,6 @@ PAUSE_S = 0.2
 _LAST = 1 << 30
 """Number of the last stage."""
 
-
 Progress = Callable[[ImageState], None]
 
 
@@ -122,7 +121,7 @@ class TaskImages:
         self.counters: Counter[str] = Counter()
         """`steps`: carried out; `hits`: tasks that were there already."""
 
-    async def prepare(self, task: Task, progress: Progress | None = None) -> Prepared:
+    async def prepare(self, task: Task, progress: Progress = _silent) -> Prepared:
         """Pull what a task names and build its workspace, unless that is done.
 
         Raises:
@@ -130,15 +129,15 @@ class TaskImages:
             ConfigError: a file of the task can't be packed.
             SandboxError: the infrastructure failed.
         """
-        return (await self._reported(task, progress or _silent, self._prepare))[0]
+        return (await self._reported(task, progress, self._prepare))[0]
 
-    async def build(self, task: Task, progress: Progress | None = None) -> ImageInfo:
+    async def build(self, task: Task, progress: Progress = _silent) -> ImageInfo:
         """As `prepare`, to an image that carries the task's environment, folder and user for any lease on it.
 
         Raises:
             TaskBroken, ConfigError, SandboxError: as `prepare`.
         """
-        return (await self._reported(task, progress or _silent, self._with_settings))[1]
+        return (await self._reported(task, progress, self._with_settings))[1]
 
     async def _reported(
         self, task: Task, report: Progress, work: Callable[[Task, Progress], Awaitable[tuple[Prepared, ImageInfo]]]
@@ -163,14 +162,14 @@ class TaskImages:
             async with self.pool.lease(f"build-{task.name}", image=image.source, limits=task.limits) as slot:
                 return prepared, await slot.keep(key, settings)
 
-    async def pull(self, task: Task, progress: Progress | None = None) -> Task:
+    async def pull(self, task: Task) -> Task:
         """Pull the images that a task names, unless that is done. Returns the task with what they set.
 
         Raises:
             TaskBroken: an image is unavailable; says why.
         """
-        pulled, _ = await self._pulled(task, progress or _silent)
-        return await _with_verifiers(pulled, lambda machine: self.pull(machine, progress))
+        pulled, _ = await self._pulled(task, _silent)
+        return await _with_verifiers(pulled, self.pull)
 
     async def _pulled(self, task: Task, report: Progress) -> tuple[Task, _Images]:
         prebuilt = task.config.environment.docker_image
