@@ -6,10 +6,11 @@ import functools
 import hashlib
 import io
 import os
+import posixpath
 import re
 import stat
 import tarfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
@@ -121,6 +122,28 @@ def pack(
         piece.add(entry, io.BytesIO(data))
     if piece.size:
         yield piece.close()
+
+
+def kept_members(
+    archive: tarfile.TarFile, left_out: Callable[[str], bool]
+) -> Iterator[tuple[tarfile.TarInfo, tarfile.TarInfo]]:
+    """(member, the one that holds its content) of all that is not left out.
+
+    The first hard link to a file that is left out takes the file's place, and further ones link to it.
+    """
+    gone: dict[str, tarfile.TarInfo] = {}
+    in_place: dict[str, str] = {}
+    for member in archive:
+        name, content, target = posixpath.normpath(member.name), member, posixpath.normpath(member.linkname)
+        if left_out(name):
+            gone[name] = member
+            continue
+        if member.islnk() and target in in_place:
+            member.linkname = in_place[target]
+        elif member.islnk() and target in gone and gone[target].isreg():
+            content, in_place[target] = gone[target], member.name
+            member.type, member.linkname, member.size = content.type, "", content.size
+        yield member, content
 
 
 class TarPiece:

@@ -23,7 +23,7 @@ from e2b_dockerfile_utils import PatternMatcher
 from atropos import wire
 from atropos.slots import Slot
 from atropos.slots.slot.results import ExecResult, file_error
-from atropos.tasks.builder.archive import OVERHEAD_BYTES, TarPiece, changed_mode
+from atropos.tasks.builder.archive import OVERHEAD_BYTES, TarPiece, changed_mode, kept_members
 from atropos.tasks.errors import TaskBroken
 
 MAX_STAGE_BYTES = 4 << 30
@@ -159,15 +159,15 @@ async def unpack_archive(
     excluded = PatternMatcher(list(exclude))
     with tarfile.open(fileobj=archive) as source:
         piece = TarPiece()
-        for member in source:
+        for member, content in kept_members(source, excluded.matches):
             if member.isreg() or member.isdir() or member.issym() or member.islnk():
-                if (member.name == "." and name is None) or excluded.matches(posixpath.normpath(member.name)):
+                if member.name == "." and name is None:
                     continue
                 info = _replaced(member, name, mode, owner)
-                if member.isreg() and member.size + OVERHEAD_BYTES > wire.MAX_FILE_BYTES:
-                    await _send_alone(slot, where, info, source.extractfile(member))
+                data = source.extractfile(content) if member.isreg() else None
+                if data is not None and member.size + OVERHEAD_BYTES > wire.MAX_FILE_BYTES:
+                    await _send_alone(slot, where, info, data)
                     continue
-                data = source.extractfile(member) if member.isreg() else None
                 if piece.size + info.size + OVERHEAD_BYTES > wire.MAX_FILE_BYTES:
                     await untar(slot, where, piece.close(), owners=True)
                     piece = TarPiece()
@@ -175,9 +175,8 @@ async def unpack_archive(
         await untar(slot, where, piece.close(), owners=True)
 
 
-async def _send_alone(slot: Slot, where: str, info: tarfile.TarInfo, content: IO[bytes] | None) -> None:
+async def _send_alone(slot: Slot, where: str, info: tarfile.TarInfo, content: IO[bytes]) -> None:
     """Unpack a member that no message holds: by way of this machine's disk, not of its memory."""
-    assert content is not None
     path = f"{where}/{info.name}"
     with tempfile.TemporaryDirectory() as folder:
         copied = Path(folder, posixpath.basename(path))

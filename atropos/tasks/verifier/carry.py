@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from atropos import wire
 from atropos.slots import Slot
+from atropos.tasks.builder.archive import kept_members
 from atropos.tasks.builder.transfer import unpack_archive
 from atropos.tasks.errors import TaskBroken, VerifierFailed
 from atropos.tasks.format.recipe import PATH
@@ -65,12 +66,10 @@ def safe_archive(archive: bytes, path: str, exclude: Sequence[str] = ()) -> byte
     try:
         with tarfile.open(fileobj=io.BytesIO(archive)) as source, tarfile.open(fileobj=out, mode="w") as target:
             every = {"/".join(_parts(member.name)) for member in source if member.issym()}
-            for member in source:
+            for member, content in kept_members(source, lambda name: _excluded(name, exclude)):
                 name = _inside(member.name, links)
-                if name is not None and _excluded(name, exclude):
-                    continue
                 # a sparse file of some bytes may claim to be a terabyte, and would be written out in full here
-                plain = member.isreg() and not member.issparse()
+                plain = member.isreg() and not content.issparse()
                 if name is None or not (plain or member.isdir() or member.issym() or member.islnk()):
                     continue
                 if member.islnk():
@@ -85,7 +84,7 @@ def safe_archive(archive: bytes, path: str, exclude: Sequence[str] = ()) -> byte
                 member.name, member.pax_headers = name, {}  # which would be written instead of what was looked at here
                 member.uid = member.gid = 0
                 member.uname = member.gname = ""
-                target.addfile(member, source.extractfile(member) if plain else None)
+                target.addfile(member, source.extractfile(content) if plain else None)
     except (tarfile.TarError, EOFError, ValueError, KeyError, RecursionError) as error:
         raise VerifierFailed(f"the artifact {path} is no tar archive: {error}") from None
     return out.getvalue()
