@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import posixpath
+import re
 import shlex
 from dataclasses import dataclass
 
@@ -26,6 +27,8 @@ ON_LOOP_BYTES = 262_144
 """Output of up to this size is parsed on the event loop, more in a thread."""
 NESTED = 8
 """Most repositories below the searched folder whose ignore rules are applied."""
+_ROW = re.compile(r"([0-9]+)([:-])(.*)", re.DOTALL)
+"""After its path: a line's number, whether it matches or is context, and the line."""
 
 
 class SearchArguments(Arguments):
@@ -142,28 +145,23 @@ async def _ripgrep(arguments: SearchArguments, scope: ToolScope) -> _Found | Non
 
 
 def _parsed(arguments: SearchArguments, text: str, *, truncated: bool) -> _Found:
-    rows: list[wire.Match] = []
-    matches = 0
+    if not arguments.pattern:
+        paths = [line.removeprefix("./") for line in text.split("\n") if line]
+        rows = [wire.Match(path=path, line=0, text="") for path in paths[: arguments.limit]]
+        return _Found(rows, truncated or len(paths) > arguments.limit)
+    rows, matches = list[wire.Match](), 0
     for line in text.split("\n"):
-        path, nul, rest = line.partition("\0")
-        if not arguments.pattern:
-            if line:
-                rows.append(wire.Match(path=line.removeprefix("./"), line=0, text=""))
-                matches += 1
-        elif nul:
-            number = rest[: len(rest) - len(rest.lstrip("0123456789"))]
-            mark = rest[len(number) : len(number) + 1]
-            if not number or mark not in {":", "-"}:
-                continue
-            matches += mark == ":"
-            if matches > arguments.limit:
-                break
-            shown = rest[len(number) + 1 :].rstrip("\r")
-            rows.append(wire.Match(path=path.removeprefix("./"), line=int(number), text=shown, context=mark == "-"))
+        path, _, rest = line.partition("\0")
+        row = _ROW.match(rest)
+        if row is None:
+            continue
+        number, mark, found = row.groups()
+        matches += mark == ":"
         if matches > arguments.limit:
             break
-    if not arguments.pattern:
-        rows = rows[: arguments.limit]
+        rows.append(
+            wire.Match(path=path.removeprefix("./"), line=int(number), text=found.rstrip("\r"), context=mark == "-")
+        )
     return _Found(rows, truncated or matches > arguments.limit)
 
 
