@@ -27,7 +27,7 @@ from atropos.tasks.builder.limits import STAND_INS
 from atropos.tasks.builder.transfer import PackedFiles, pack_files
 from atropos.tasks.errors import TaskBroken
 from atropos.tasks.format.context import Context
-from atropos.tasks.format.recipe import Copy, Download, Folder, Mount, Recipe, Run, Stage, Step, StepSettings, copies
+from atropos.tasks.format.recipe import Copy, Download, Folder, Mount, Run, Stage, Step, StepSettings, copies
 from atropos.tasks.format.task import Task
 from atropos.wire import ImageInfo, ImageSettings, ImageState
 
@@ -174,7 +174,8 @@ class TaskImages:
     async def _pulled(self, task: Task, report: Progress) -> tuple[Task, _Images]:
         prebuilt = task.config.environment.docker_image
         prebuilt = None if prebuilt is None or self._stands_in(prebuilt) else prebuilt
-        names = {prebuilt} if prebuilt is not None else _named(task.recipe)
+        built_from = {task.recipe.image, *(stage.image for stage in task.recipe.stages)}
+        names = built_from if prebuilt is None else {prebuilt}
         found = dict(zip(names, await asyncio.gather(*(self._image(task, n, report) for n in names)), strict=True))
         pulled = {name: image for name, (image, _) in found.items() if name is not None and not self._stands_in(name)}
         if pulled:
@@ -379,10 +380,6 @@ async def _with_verifiers(task: Task, ready: Callable[[Task], Awaitable[Task]]) 
     verifier = None if task.verifier is None else await ready(task.verifier)
     steps = [await _with_verifiers(step, ready) for step in task.steps]
     return replace(task, verifier=verifier, steps=tuple(steps))
-
-
-def _named(recipe: Recipe) -> set[str | None]:
-    return {recipe.image, *(stage.image for stage in recipe.stages)}
 
 
 def _settings(image: ImageInfo) -> StepSettings:

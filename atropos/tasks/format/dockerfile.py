@@ -97,8 +97,8 @@ class _Reader:
 
     def __init__(self, path: Path, ast: DockerfileAst, images: Mapping[str, StepSettings]) -> None:
         self.path, self.ast, self.images = path, ast, images
-        self.copied: dict[int, str] = {}
-        """Images that files are copied from, by a negative number in place of a stage's."""
+        self.copied: dict[str, int] = {}
+        """Images that files are copied from, each with a negative number in place of a stage's."""
         self.globals: dict[str, str] = dict(_PLATFORM)
         self.stages: list[_Building] = []
         self.where = str(path)
@@ -124,15 +124,15 @@ class _Reader:
 
     def _needed(self, last: Stage) -> tuple[Stage, ...]:
         """The stages that `last` copies from, and those that they copy from."""
+        known = {number: Stage(number, image, ()) for image, number in self.copied.items()}
+        known |= {stage.index: stage.done() for stage in self.stages}
         found: dict[int, Stage] = {}
         waiting = [last]
         while waiting:
             for copy in (copy for step in waiting.pop().steps for copy in copies(step)):
                 if copy.stage is not None and copy.stage not in found:
-                    image = self.copied.get(copy.stage)
-                    stage = self.stages[copy.stage].done() if image is None else Stage(copy.stage, image, ())
-                    found[copy.stage] = stage
-                    waiting.append(stage)
+                    found[copy.stage] = known[copy.stage]
+                    waiting.append(known[copy.stage])
         return tuple(found[index] for index in sorted(found))
 
     # ------------------------------------------------------------------------------------------------------ words
@@ -298,10 +298,8 @@ class _Reader:
         found = self._stage(name)
         index = found.index if found is not None else int(name) if name.isdecimal() else None
         if index is None:
-            numbers = {image: number for number, image in self.copied.items()}
-            index = numbers.get(name, -1 - len(numbers))
-            self.copied[index] = name
-        elif index >= len(self.stages) - 1:
+            return self.copied.setdefault(name, -1 - len(self.copied))
+        if index >= len(self.stages) - 1:
             raise self._refusal(f"--from={name}: is no earlier stage; copy from one above")
         return index
 
