@@ -31,10 +31,14 @@ from atropos.tasks.verifier.mode import Choice, Mode, choose
 from atropos.tasks.verifier.reward import Verdict, combined, passed
 from atropos.wire import ImageState
 
-log = logging.getLogger(__name__)
+_log = logging.getLogger(__name__)
 Agent = Literal["oracle", "nop", "script"]
 LEAST = Room(memory_mib=1024, disk_mib=512)
 """Of a slot, where no task asks for more."""
+
+
+def _nothing(*_: object) -> None:
+    pass
 
 
 @dataclass(frozen=True)
@@ -109,8 +113,8 @@ async def check(
     tasks: TaskSet,
     config: CheckConfig,
     *,
-    done: Callable[[TaskFinding], None] | None = None,
-    progress: Callable[[Task, ImageState], None] | None = None,
+    done: Callable[[TaskFinding], None] = _nothing,
+    progress: Callable[[Task, ImageState], None] = _nothing,
 ) -> list[TaskFinding]:
     """Check all tasks of a set, several at once.
 
@@ -131,43 +135,31 @@ async def check(
     found = [TaskFinding(name, "refused", problems=(reason,)) for name, reason in tasks.refused.items()]
     found += [_refused(task, fits[task.name]) for task in tasks.tasks if fits[task.name].refused]
     for finding in found:
-        _report(done, finding)
+        done(finding)
     runnable = [fits[task.name].sized(task) for task in tasks.tasks if not fits[task.name].refused]
     if runnable:
         async with _running(room, config, runnable) as (pool, turn):
-            images = TaskImages(pool, config.images)
-            layers = await _prepared(images, config)
+            images, layers = TaskImages(pool, config.images), VerifierLayers(config.layers)
 
             async def one(task: Task) -> None:
 
                 async def attempt(agent: Agent, mode: Literal["task"] | Mode) -> Attempt:
                     async with turn:
-                        report = None if progress is None else partial(progress, task)
-                        return await _attempt(_Run(images, layers, task, agent, config, report, mode))
+                        return await _attempt(_Run(images, layers, task, agent, config, partial(progress, task), mode))
 
                 finding = await _checked(task, fits[task.name], config, attempt)
                 found.append(finding)
-                _report(done, finding)
+                done(finding)
 
             with contextlib.closing(layers):
+                try:
+                    await layers.prepare(images)
+                except (TaskBroken, ImageUnavailable) as error:
+                    raise ConfigError(f"--verifier-layer: {error}") from error
                 async with asyncio.TaskGroup() as group:
                     for task in runnable:
                         group.create_task(one(task))
     return sorted(found, key=lambda finding: finding.name)
-
-
-async def _prepared(images: TaskImages, config: CheckConfig) -> VerifierLayers:
-    layers = VerifierLayers(config.layers)
-    try:
-        await layers.prepare(images)
-    except (TaskBroken, ImageUnavailable) as error:
-        raise ConfigError(f"--verifier-layer: {error}") from error
-    return layers
-
-
-def _report(done: Callable[[TaskFinding], None] | None, finding: TaskFinding) -> None:
-    if done is not None:
-        done(finding)
 
 
 def _room(config: CheckConfig) -> Room:
@@ -267,7 +259,7 @@ async def _attempt(run: _Run) -> Attempt:
     except (SandboxError, ConfigError, OSError) as error:
         return replace(run.so_far, problem=f"{type(error).__name__}: {error}")
     except Exception as error:  # of ours: it costs one attempt, and the others go on
-        log.exception("%s: the attempt ended with an internal error", run.name)
+        _log.exception("%s: the attempt ended with an internal error", run.name)
         return replace(
             run.so_far, problem=f"a fault of atropos's own, please report it: {type(error).__name__}: {error}"
         )
@@ -285,7 +277,7 @@ class _Run:
         task: Task,
         agent: Agent,
         config: CheckConfig,
-        progress: Progress | None,
+        progress: Progress,
         mode: Literal["task"] | Mode,
     ) -> None:
         self.images, self.layers, self.pool, self.progress = images, layers, images.pool, progress

@@ -114,33 +114,16 @@ def read_folders(folders: Sequence[Path], *, variables: Mapping[str, str] | None
     return TaskSet(tuple(tasks), refused)
 
 
-def load_tasks(path: str | Path, names: Sequence[str] = ()) -> list[Task]:
-    """As `read_tasks`, where every task must be usable.
-
-    Raises:
-        ConfigError: as `read_tasks`, or names every task that can't be used.
-    """
-    found = read_tasks(path, names)
-    found.check()
-    return list(found.tasks)
-
-
 def _is_task(path: Path) -> bool:
     return not path.name.startswith((".", "_")) and any((path / mark).is_file() for mark in _MARKS)
 
 
-def load_task(
-    path: str | Path,
-    *,
-    variables: Mapping[str, str] | None = None,
-    images: machines.Images | None = None,
-) -> Task:
+def load_task(path: str | Path, *, variables: Mapping[str, str] | None = None) -> Task:
     """One task folder, checked; or a Dockerfile alone, as a task with a workspace and nothing else.
 
     Args:
         path: the folder, or the Dockerfile, whose folder is the build context.
         variables: what `${NAME}` in its files may stand for.
-        images: what the images it names set, where that is known.
 
     Raises:
         ConfigError: names the file, the field and the cure.
@@ -152,8 +135,6 @@ def load_task(
         task = load_terminal_bench(root, build_task)
     else:
         task = load_harbor_task(root, variables or {}, build_task)
-    if images:
-        task = task.on(images)
     _check_sources(task)
     return task
 

@@ -6,9 +6,8 @@ import posixpath
 import re
 from xml.sax.saxutils import escape
 
-import yaml
-
 from atropos.slots import Slot
+from atropos.tasks.format.files import parse_yaml
 from atropos.tasks.format.recipe import PATH
 from atropos.tasks.format.task import Task
 
@@ -63,8 +62,8 @@ def _front_matter(text: str) -> tuple[str, str] | None:
     """A skill's name and description; None where it doesn't say them."""
     head = _HEAD.match(text)
     try:
-        fields: object = yaml.safe_load(head[1]) if head else None
-    except yaml.YAMLError:
+        fields = parse_yaml(head[1]) if head else None
+    except ValueError:
         return None
     if not isinstance(fields, dict) or not {"name", "description"} <= fields.keys():
         return None

@@ -27,7 +27,7 @@ from atropos.tasks.builder.limits import STAND_INS
 from atropos.tasks.builder.transfer import PackedFiles, pack_files
 from atropos.tasks.errors import TaskBroken
 from atropos.tasks.format.context import Context
-from atropos.tasks.format.recipe import Copy, Download, Folder, Mount, Recipe, Run, Stage, Step, StepSettings, copies
+from atropos.tasks.format.recipe import Copy, Download, Folder, Mount, Run, Stage, Step, StepSettings, copies
 from atropos.tasks.format.task import Task
 from atropos.wire import ImageInfo, ImageSettings, ImageState
 
@@ -37,7 +37,6 @@ PAUSE_S = 0.2
 """Interval between polls for a container that is up."""
 _LAST = 1 << 30
 """Number of the last stage."""
-
 
 Progress = Callable[[ImageState], None]
 
@@ -122,7 +121,7 @@ class TaskImages:
         self.counters: Counter[str] = Counter()
         """`steps`: carried out; `hits`: tasks that were there already."""
 
-    async def prepare(self, task: Task, progress: Progress | None = None) -> Prepared:
+    async def prepare(self, task: Task, progress: Progress = _silent) -> Prepared:
         """Pull what a task names and build its workspace, unless that is done.
 
         Raises:
@@ -130,15 +129,15 @@ class TaskImages:
             ConfigError: a file of the task can't be packed.
             SandboxError: the infrastructure failed.
         """
-        return (await self._reported(task, progress or _silent, self._prepare))[0]
+        return (await self._reported(task, progress, self._prepare))[0]
 
-    async def build(self, task: Task, progress: Progress | None = None) -> ImageInfo:
+    async def build(self, task: Task, progress: Progress = _silent) -> ImageInfo:
         """As `prepare`, to an image that carries the task's environment, folder and user for any lease on it.
 
         Raises:
             TaskBroken, ConfigError, SandboxError: as `prepare`.
         """
-        return (await self._reported(task, progress or _silent, self._with_settings))[1]
+        return (await self._reported(task, progress, self._with_settings))[1]
 
     async def _reported(
         self, task: Task, report: Progress, work: Callable[[Task, Progress], Awaitable[tuple[Prepared, ImageInfo]]]
@@ -163,19 +162,20 @@ class TaskImages:
             async with self.pool.lease(f"build-{task.name}", image=image.source, limits=task.limits) as slot:
                 return prepared, await slot.keep(key, settings)
 
-    async def pull(self, task: Task, progress: Progress | None = None) -> Task:
+    async def pull(self, task: Task) -> Task:
         """Pull the images that a task names, unless that is done. Returns the task with what they set.
 
         Raises:
             TaskBroken: an image is unavailable; says why.
         """
-        pulled, _ = await self._pulled(task, progress or _silent)
-        return await _with_verifiers(pulled, lambda machine: self.pull(machine, progress))
+        pulled, _ = await self._pulled(task, _silent)
+        return await _with_verifiers(pulled, self.pull)
 
     async def _pulled(self, task: Task, report: Progress) -> tuple[Task, _Images]:
         prebuilt = task.config.environment.docker_image
         prebuilt = None if prebuilt is None or self._stands_in(prebuilt) else prebuilt
-        names = {prebuilt} if prebuilt is not None else _named(task.recipe)
+        built_from = {task.recipe.image, *(stage.image for stage in task.recipe.stages)}
+        names = built_from if prebuilt is None else {prebuilt}
         found = dict(zip(names, await asyncio.gather(*(self._image(task, n, report) for n in names)), strict=True))
         pulled = {name: image for name, (image, _) in found.items() if name is not None and not self._stands_in(name)}
         if pulled:
@@ -247,7 +247,7 @@ class TaskImages:
         plan: dict[int, _Planned] = {}
         # a stage copies from earlier ones alone, and images come before all
         stages = sorted(recipe.stages, key=lambda stage: (stage.index >= 0, stage.index))
-        last = Stage(_LAST, recipe.image or "", recipe.steps or (Folder("/"),), recipe.settings)
+        last = Stage(_LAST, recipe.image or "", recipe.steps or (Folder("/"),))
         for stage in (*stages, last):
             parent, source = images[stage.image or None]
             key = parent.id
@@ -380,10 +380,6 @@ async def _with_verifiers(task: Task, ready: Callable[[Task], Awaitable[Task]]) 
     verifier = None if task.verifier is None else await ready(task.verifier)
     steps = [await _with_verifiers(step, ready) for step in task.steps]
     return replace(task, verifier=verifier, steps=tuple(steps))
-
-
-def _named(recipe: Recipe) -> set[str | None]:
-    return {recipe.image, *(stage.image for stage in recipe.stages)}
 
 
 def _settings(image: ImageInfo) -> StepSettings:

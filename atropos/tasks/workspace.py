@@ -12,6 +12,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
@@ -20,7 +21,7 @@ from atropos.errors import NotSupported
 from atropos.slots import Slot
 from atropos.slots.slot.profile import PLAIN
 from atropos.slots.slot.results import ExecResult
-from atropos.tasks.builder.accounts import enter, owner_of, profile_of, reach
+from atropos.tasks.builder.accounts import enter, profile_of, reach
 from atropos.tasks.builder.archive import LargeFile, packed_folder
 from atropos.tasks.builder.transfer import is_missing, untar
 from atropos.tasks.errors import TaskBroken, VerifierFailed
@@ -33,7 +34,6 @@ from atropos.tasks.verifier.reward import Verdict, read_verdict
 from atropos.tasks.verifier.services import end_processes
 
 __all__ = ["Verdict", "clear", "enter", "healthy", "prepare_step", "solve", "verify"]
-
 
 _log = logging.getLogger(__name__)
 
@@ -81,7 +81,7 @@ async def prepare_step(slot: Slot, task: Task) -> None:
     await healthy(slot, task)
 
 
-async def solve(slot: Slot, task: Task, *, timeout_s: float | None = None) -> ExecResult:
+async def solve(slot: Slot, task: Task) -> ExecResult:
     """Run the task's own solution where an agent would work.
 
     Raises:
@@ -99,7 +99,7 @@ async def solve(slot: Slot, task: Task, *, timeout_s: float | None = None) -> Ex
     finally:
         slot.profile = profile
     env = {"DEBIAN_FRONTEND": "noninteractive", **task.filled(task.config.solution.env)}
-    return await slot.exec(script, env=env, timeout_s=timeout_s or task.config.agent.timeout_sec)
+    return await slot.exec(script, env=env, timeout_s=task.config.agent.timeout_sec)
 
 
 async def _upload(slot: Slot, source: Path, where: str) -> None:
@@ -126,7 +126,7 @@ async def verify(
     Args:
         slot: where the agent worked.
         task: whose tests run.
-        mode: `task`: as `verifier_mode.choose` says.
+        mode: `task`: as `choose` says.
         fresh: gives the slot of a separate verifier, with its machine (`Task.verifier`, else the task) built in it; the
             agent's may be gone by then.
         layers: what is laid over the machine before the tests come.
@@ -178,11 +178,11 @@ async def _open_view(slot: Slot, task: Task) -> None:
         await slot.view([workdir])
     except NotSupported as error:
         _log.warning("%s: verified in the agent's slot: %s", task.name, error)
-        return await end_processes(slot, task)
+        await end_processes(slot, task)
+        return
     for path, artifact in carried:
         if artifact is not None:
             await carry_in(slot, path, artifact)
-    return None
 
 
 async def clear(slot: Slot, task: Task) -> None:
@@ -202,8 +202,7 @@ async def _collect(slot: Slot, task: Task) -> None:
     for hook in task.config.verifier.collect:
         slot.profile = PLAIN
         if hook.user is not None:
-            settings = task.agent_settings
-            slot.profile = await profile_of(slot, task, type(settings)(settings.workdir, settings.env, str(hook.user)))
+            slot.profile = await profile_of(slot, task, replace(task.agent_settings, user=str(hook.user)))
         result = await slot.exec(hook.command, workdir=task.recipe.workdir, timeout_s=hook.timeout_sec)
         if result.exit_code != 0:
             raise VerifierFailed(
@@ -230,14 +229,15 @@ async def _judge(slot: Slot, task: Task) -> Verdict:
         raise VerifierFailed(f"{task.name}: the tests' folder can't be created: {clean.output[-300:].strip()}")
     for source in () if held else task.tests:
         await _upload(slot, source, "/tests")
-    owner = "" if profile.user is None else f"chown -R {owner_of(profile.user)} /tests /logs/verifier && "
-    await slot.exec(f"{owner}chmod +x {script}", workdir="/", env={"PATH": PATH}, clean_env=True, timeout_s=60)
+    user = profile.user
+    chown = "" if user is None else f"chown -R {user.uid}:{user.gid} /tests /logs/verifier && "
+    await slot.exec(f"{chown}chmod +x {script}", workdir="/", env={"PATH": PATH}, clean_env=True, timeout_s=60)
     # User-wide Python and git settings that the agent left must not run here.
     environment = {
         "PATH": PATH,
         "PYTHONDONTWRITEBYTECODE": "1",
         "GIT_CONFIG_NOSYSTEM": "1",
-        **({"PYTHONNOUSERSITE": "1"} if profile.user is None else {}),
+        **({"PYTHONNOUSERSITE": "1"} if user is None else {}),
         **profile.identity,
         **profile.env,
     }

@@ -17,6 +17,7 @@ MAX_ARGUMENTS = 1000
 MAX_DEPTH = 64
 """Levels that a model's arguments may be nested."""
 _SHOWN = 120
+"""Characters of a model's text that a message repeats."""
 _T = TypeVar("_T")
 _Model = TypeVar("_Model", bound=BaseModel)
 JsonSchema = dict[str, Any]
@@ -264,10 +265,10 @@ def describe(value: object) -> str:
         return type(value).__name__
 
 
-def shorten(text: str, most: int = _SHOWN) -> str:
-    """A text of at most `most` characters, for a message."""
+def shorten(text: str) -> str:
+    """The start of a text, for a message."""
     clean = text.encode("utf-8", "backslashreplace").decode()
-    return clean if len(clean) <= most else f"{clean[:most]}… ({len(clean):,} characters)"
+    return clean if len(clean) <= _SHOWN else f"{clean[:_SHOWN]}… ({len(clean):,} characters)"
 
 
 def json_kind(value: object) -> str:

@@ -169,7 +169,7 @@ class FunctionTool(Tool):
     ) -> None:
         self.function = function
         self._by_model: str | None = None
-        self._injected: tuple[str, ...] = ()
+        self._injected: list[str] = []
         for name, value in fields.items():
             setattr(self, name, value)
         if not inspect.iscoroutinefunction(function):
@@ -181,12 +181,11 @@ class FunctionTool(Tool):
 
     def _read_signature(self, model: type[BaseModel] | None) -> None:
         wanted: dict[str, Any] = {}  # as `create_model` takes them
-        injected: list[str] = []
         for name, parameter in inspect.signature(self.function).parameters.items():
             if parameter.kind in {parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD, parameter.POSITIONAL_ONLY}:
                 raise ConfigError(f"tool {self.name!r}: parameter {name!r} must be named, not * or positional-only")
             if name in {"slot", "scope"}:
-                injected.append(name)
+                self._injected.append(name)
                 continue
             kind = model if name == "arguments" and model else self._annotation(parameter)
             if isinstance(kind, type) and issubclass(kind, BaseModel) and self._by_model is None and not wanted:
@@ -197,7 +196,6 @@ class FunctionTool(Tool):
             raise ConfigError(f"tool {self.name!r}: take one arguments model, or plain parameters, not both")
         if self._by_model is None:
             self.arguments = create_model(f"{self.name}_arguments", __base__=Arguments, **wanted)
-        self._injected = tuple(injected)
 
     def _annotation(self, parameter: inspect.Parameter) -> object:
         if parameter.annotation is parameter.empty:

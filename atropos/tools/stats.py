@@ -49,17 +49,14 @@ class Meter:
 
     def __init__(self) -> None:
         self.seconds = Histogram("atropos_tool_call_seconds", "Time of tool calls.", "tool", "result")
-        self._tools: dict[str, list[float]] = {}
+        self._tools: dict[str, ToolStats] = {}
         self._latest: deque[float] = deque(maxlen=SAMPLES)
 
     def count(self, name: str, result: ToolResult, seconds: float) -> None:
         """One more call has ended."""
-        row = self._tools.get(name)
-        if row is None:
-            row = self._tools[name] = [0, 0, 0.0]
-        row[0] += 1
-        row[1] += not result.success
-        row[2] += seconds
+        so_far = self._tools.get(name, ToolStats(0, 0, 0.0))
+        errors = so_far.errors + (not result.success)
+        self._tools[name] = ToolStats(so_far.calls + 1, errors, so_far.seconds + seconds)
         self.seconds.observe(seconds, name, "ok" if result.success else "error")
         self._latest.append(seconds)
 
@@ -71,8 +68,8 @@ class Meter:
             return ordered[min(int(len(ordered) * share), len(ordered) - 1)] if ordered else 0.0
 
         return ExecutorStats(
-            calls=int(sum(row[0] for row in self._tools.values())),
-            errors=int(sum(row[1] for row in self._tools.values())),
+            calls=sum(tool.calls for tool in self._tools.values()),
+            errors=sum(tool.errors for tool in self._tools.values()),
             trajectories=trajectories,
             leased=leased,
             broken=broken,
@@ -81,5 +78,5 @@ class Meter:
             p50_s=at(0.5),
             p95_s=at(0.95),
             p99_s=at(0.99),
-            tools={name: ToolStats(int(row[0]), int(row[1]), row[2]) for name, row in sorted(self._tools.items())},
+            tools=dict(sorted(self._tools.items())),
         )

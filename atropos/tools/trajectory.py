@@ -20,8 +20,6 @@ REMEMBERED = 8
 """Results a trajectory remembers, so that a call sent again under its id is not run again."""
 REMEMBERED_CHARS = 200_000
 """Most characters of output in them; the latest result is kept whatever its length."""
-
-
 Peer = Literal["pool", "ToolServer"]
 
 
@@ -45,7 +43,6 @@ class TrajectoryState:
     answered: OrderedDict[str, tuple[bytes, ToolResult | None]] = field(
         default_factory=OrderedDict[str, "tuple[bytes, ToolResult | None]"]
     )
-    answered_chars: int = 0
     recorded: dict[str, str] = field(default_factory=dict[str, str])
     """Recordings of sessions that were there before a view was opened."""
 
@@ -74,12 +71,12 @@ class TrajectoryState:
 
     def remember(self, call: ToolCall, result: ToolResult | None) -> None:
         """Keep a call's result (None: it was cancelled) in case the call is sent again."""
-        self._forget(self.answered.pop(call.id, None))
+        self.answered.pop(call.id, None)
         self.answered[call.id] = (fingerprint(call.name, call.arguments), result)
-        self.answered_chars += 0 if result is None else len(result.output)
-        while len(self.answered) > REMEMBERED or (self.answered_chars > REMEMBERED_CHARS and len(self.answered) > 1):
-            self._forget(self.answered.popitem(last=False)[1])
+        while len(self.answered) > REMEMBERED or (
+            self._remembered_chars() > REMEMBERED_CHARS and len(self.answered) > 1
+        ):
+            self.answered.popitem(last=False)
 
-    def _forget(self, answer: tuple[bytes, ToolResult | None] | None) -> None:
-        if answer is not None and answer[1] is not None:
-            self.answered_chars -= len(answer[1].output)
+    def _remembered_chars(self) -> int:
+        return sum(len(result.output) for _, result in self.answered.values() if result is not None)

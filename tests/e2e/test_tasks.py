@@ -14,12 +14,12 @@ from atropos.errors import ConfigError
 from atropos.slots import SlotPool, SlotPoolConfig
 from atropos.tasks import workspace
 from atropos.tasks.errors import TaskBroken, VerifierFailed
-from atropos.tasks.folder import load_task, load_tasks
+from atropos.tasks.folder import load_task, read_tasks
 from atropos.tasks.guide import guide
 from atropos.tasks.prepare import TaskImages
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "tasks"
-TASKS = load_tasks(EXAMPLES)
+TASKS = read_tasks(EXAMPLES).tasks
 
 
 @pytest.fixture(scope="module")

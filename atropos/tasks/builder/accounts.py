@@ -44,11 +44,6 @@ async def profile_of(slot: Slot, task: Task, settings: StepSettings) -> Profile:
     return Profile(settings.workdir, settings.env, user)
 
 
-def owner_of(account: UserAccount) -> str:
-    """An account in chown's form."""
-    return f"{account.uid}:{account.gid}"
-
-
 async def account_of(slot: Slot, user: str) -> UserAccount | None:
     """Who `name`, `uid`, `name:group` or `uid:gid` is in the slot; None for root.
 

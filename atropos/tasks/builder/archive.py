@@ -6,12 +6,14 @@ import functools
 import hashlib
 import io
 import os
+import posixpath
 import re
 import stat
 import tarfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 from atropos import wire
 from atropos.errors import ConfigError
@@ -33,8 +35,8 @@ class LargeFile:
 
 def unpack_steps(
     context: Context, copy: Copy, *, into_folder: bool = False, owner: tuple[int, int] = (0, 0)
-) -> Iterator[tuple[str, list[str], bytes | LargeFile]]:
-    """A COPY from the context as (folder in the slot, names, tar archive or large file).
+) -> Iterator[tuple[str, bytes | LargeFile]]:
+    """A COPY from the context as (folder in the slot, tar archive or large file).
 
     As Docker has it: a folder's content is copied, not the folder; a file goes into a target that is a folder, else it
     gets that name.
@@ -49,8 +51,8 @@ def unpack_steps(
         ConfigError: a file is neither file, folder nor link.
     """
     where, members = _members(context, copy, into_folder=into_folder)
-    for names, archive in pack(members, mode=copy.mode, owner=owner):
-        yield where or "/", names, archive
+    for archive in pack(members, mode=copy.mode, owner=owner):
+        yield where or "/", archive
 
 
 def _members(context: Context, copy: Copy, *, into_folder: bool) -> tuple[str, list[tuple[str, Path | bytes]]]:
@@ -95,10 +97,10 @@ def pack(
     members: Sequence[tuple[str, Path | bytes]],
     *,
     mode: int | str | None = None,
-    limit: int = 0,
+    limit: int = wire.MAX_FILE_BYTES,
     owner: tuple[int, int] = (0, 0),
-) -> Iterator[tuple[list[str], bytes | LargeFile]]:
-    """(names, uncompressed tar archive) of the members, each at most `limit` bytes (default: what the wire takes).
+) -> Iterator[bytes | LargeFile]:
+    """The members as tar archives of at most `limit` bytes.
 
     What is too large for one comes by itself. Modes lose group and other write permission, so that a checkout under
     another umask makes the same workspace.
@@ -106,25 +108,71 @@ def pack(
     Raises:
         ConfigError: a member is neither file, folder nor link.
     """
-    limit = limit or wire.MAX_FILE_BYTES
-    buffer, archive, names = io.BytesIO(), None, list[str]()
+    piece = TarPiece()
     for name, source in members:
         entry = _entry(name, source, mode)
         entry.uid, entry.gid = owner
         if isinstance(source, Path) and entry.size + OVERHEAD_BYTES > limit:
-            yield [name], LargeFile(name, source, entry.mode)
+            yield LargeFile(name, source, entry.mode)
             continue
-        if archive is not None and buffer.tell() + entry.size + OVERHEAD_BYTES > limit:
-            archive.close()
-            yield names, buffer.getvalue()
-            buffer, archive, names = io.BytesIO(), None, []
-        archive = archive or tarfile.open(fileobj=buffer, mode="w", format=tarfile.PAX_FORMAT)  # noqa: SIM115
-        names.append(name)
+        if piece.size and piece.size + entry.size + OVERHEAD_BYTES > limit:
+            yield piece.close()
+            piece = TarPiece()
         data = source if isinstance(source, bytes) else source.read_bytes() if entry.isreg() else b""
-        archive.addfile(entry, io.BytesIO(data))
-    if archive is not None:
-        archive.close()
-        yield names, buffer.getvalue()
+        piece.add(entry, io.BytesIO(data))
+    if piece.size:
+        yield piece.close()
+
+
+def kept_members(
+    archive: tarfile.TarFile, left_out: Callable[[str], bool]
+) -> Iterator[tuple[tarfile.TarInfo, tarfile.TarInfo]]:
+    """(member, the one that holds its content) of all that is not left out.
+
+    The first hard link to a file that is left out takes the file's place, and further ones link to it.
+    """
+    gone: dict[str, tarfile.TarInfo] = {}
+    in_place: dict[str, str] = {}
+    for member in archive:
+        name, content, target = posixpath.normpath(member.name), member, posixpath.normpath(member.linkname)
+        if left_out(name):
+            gone[name] = member
+            continue
+        if member.islnk() and target in in_place:
+            member.linkname = in_place[target]
+        elif member.islnk() and target in gone and gone[target].isreg():
+            content, in_place[target] = gone[target], member.name
+            member.type, member.linkname, member.size = content.type, "", content.size
+        yield member, content
+
+
+class TarPiece:
+    """A tar archive in memory, added to member by member."""
+
+    def __init__(self) -> None:
+        self._out = io.BytesIO()
+        self._tar = tarfile.open(fileobj=self._out, mode="w", format=tarfile.PAX_FORMAT)  # noqa: SIM115
+
+    @property
+    def size(self) -> int:
+        """Its bytes so far."""
+        return self._out.tell()
+
+    def add(self, info: tarfile.TarInfo, data: IO[bytes] | None) -> None:
+        """Add a member; `data`: a file's content."""
+        self._tar.addfile(info, data)
+
+    def add_folder(self, name: str, owner: tuple[int, int], mode: int = 0o755) -> None:
+        """Add a folder."""
+        info = tarfile.TarInfo(name)
+        info.type, info.mode = tarfile.DIRTYPE, mode
+        info.uid, info.gid = owner
+        self.add(info, None)
+
+    def close(self) -> bytes:
+        """The whole archive."""
+        self._tar.close()
+        return self._out.getvalue()
 
 
 def changed_mode(mode: int, wanted: int | str | None, *, folder: bool) -> int:
@@ -177,4 +225,4 @@ def packed_folder(folder: Path) -> tuple[bytes | LargeFile, ...]:
 
 @functools.lru_cache(maxsize=256)
 def _packed(folder: Path, _stamps: tuple[tuple[str, int, int, int], ...]) -> tuple[bytes | LargeFile, ...]:
-    return tuple(archive for _, archive in pack(list(walk(folder))))
+    return tuple(pack(list(walk(folder))))

@@ -8,7 +8,6 @@ import io
 import posixpath
 import tarfile
 import zlib
-from collections.abc import Iterator
 from dataclasses import replace
 from urllib.parse import urlsplit
 
@@ -16,11 +15,10 @@ from atropos import wire
 from atropos.slots import Slot
 from atropos.slots.slot.results import ExecResult
 from atropos.tasks.builder.accounts import owner_ids
-from atropos.tasks.builder.archive import LargeFile, unpack_steps
+from atropos.tasks.builder.archive import LargeFile, TarPiece, unpack_steps
 from atropos.tasks.builder.transfer import (
     MAX_LINKS,
     PackedFiles,
-    TarPiece,
     change_owner,
     command_failure,
     is_folder,
@@ -77,11 +75,8 @@ async def begin_mount(slot: Slot, mount: Mount) -> bool:
         await _as_root(slot, 'mv "$P" "$P$KEPT"', mount.target)
     if mount.content is None:
         await make_folder(slot, posixpath.dirname(mount.target))
-        folder = tarfile.TarInfo(posixpath.basename(mount.target))
-        folder.type, folder.mode = tarfile.DIRTYPE, mount.mode
-        folder.uid, folder.gid = mount.owner
         piece = TarPiece()
-        piece.add(folder, None)
+        piece.add_folder(posixpath.basename(mount.target), mount.owner, mount.mode)
         await untar(slot, posixpath.dirname(mount.target), piece.close(), owners=True)
     return there
 
@@ -115,14 +110,11 @@ async def copy(slot: Slot, step: Copy, context: Context) -> None:
         step = replace(step, target=await _followed(slot, step.target))
     owner = await owner_ids(slot, step.owner)
 
-    def packed() -> Iterator[tuple[str, list[str], bytes | LargeFile]]:
-        return unpack_steps(context, step, into_folder=into, owner=owner)
-
     if step.target.endswith("/"):
         await make_folder(slot, step.target.rstrip("/") or "/", owner)
-    archives, empty = packed(), True
+    archives, empty = unpack_steps(context, step, into_folder=into, owner=owner), True
     while (piece := await asyncio.to_thread(next, archives, None)) is not None:
-        where, _, archive = piece
+        where, archive = piece
         await make_folder(slot, where, owner)
         if isinstance(archive, LargeFile):
             await slot.upload(archive.path, f"{where}/{archive.name}", mode=archive.mode)
@@ -163,7 +155,7 @@ async def unpack(slot: Slot, step: Copy, context: Context) -> None:
     for source in step.sources:
         for path in context.sources(source, step.exclude):
             try:
-                with path.open("rb") as archive:
+                with context.followed(path).open("rb") as archive:
                     await unpack_archive(slot, where, archive)
             except (tarfile.TarError, EOFError, zlib.error) as error:
                 raise TaskBroken(f"ADD {source}: {error}") from None
@@ -177,7 +169,7 @@ async def copy_from_stage(slot: Slot, step: Copy, taken: PackedFiles) -> None:
         TaskBroken: there is no such owner.
     """
     owner = None if step.owner is None else await owner_ids(slot, step.owner)
-    for given, archive in taken.sources:
+    for given, archive in taken:
         with tarfile.open(fileobj=archive) as tar:
             first = tar.next()
             folder = first is not None and first.isdir()

@@ -8,7 +8,6 @@ import copy
 import errno
 import fnmatch
 import glob
-import io
 import itertools
 import os
 import posixpath
@@ -16,7 +15,6 @@ import shutil
 import tarfile
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
@@ -25,7 +23,7 @@ from e2b_dockerfile_utils import PatternMatcher
 from atropos import wire
 from atropos.slots import Slot
 from atropos.slots.slot.results import ExecResult, file_error
-from atropos.tasks.builder.archive import OVERHEAD_BYTES, changed_mode
+from atropos.tasks.builder.archive import OVERHEAD_BYTES, TarPiece, changed_mode, kept_members
 from atropos.tasks.errors import TaskBroken
 
 MAX_STAGE_BYTES = 4 << 30
@@ -34,12 +32,8 @@ MAX_LINKS = 40
 LAST_LINES = 50
 
 
-@dataclass(frozen=True)
-class PackedFiles:
-    """Files of a stage or image, each source as an archive."""
-
-    sources: tuple[tuple[str, IO[bytes]], ...]
-    """(name of the source, tar archive). A folder's members are named `./…`."""
+PackedFiles = list[tuple[str, IO[bytes]]]
+"""Files of a stage or image: (name of the source, tar archive). A folder's members are named `./…`."""
 
 
 async def make_folder(slot: Slot, path: str, owner: tuple[int, int] = (0, 0)) -> None:
@@ -54,14 +48,10 @@ async def make_folder(slot: Slot, path: str, owner: tuple[int, int] = (0, 0)) ->
         path = posixpath.dirname(path)
     if not missing:
         return
-    out = io.BytesIO()
-    with tarfile.open(fileobj=out, mode="w") as tar:
-        for each in reversed(missing):
-            info = tarfile.TarInfo(posixpath.relpath(each, path))
-            info.type, info.mode = tarfile.DIRTYPE, 0o755
-            info.uid, info.gid = owner
-            tar.addfile(info)
-    await untar(slot, path, out.getvalue(), owners=True)
+    piece = TarPiece()
+    for each in reversed(missing):
+        piece.add_folder(posixpath.relpath(each, path), owner)
+    await untar(slot, path, piece.close(), owners=True)
 
 
 async def untar(slot: Slot, where: str, archive: bytes, *, owners: bool = False) -> None:
@@ -93,10 +83,8 @@ async def pack_files(slot: Slot, sources: tuple[str, ...]) -> PackedFiles:
     Raises:
         TaskBroken: there is no such file, or it is too large.
     """
-    found: list[tuple[str, IO[bytes]]] = []
-    for pattern in sources:
-        found += [(posixpath.basename(path), await _archive(slot, path)) for path in await _named(slot, pattern)]
-    return PackedFiles(tuple(found))
+    paths = [path for pattern in sources for path in await _named(slot, pattern)]
+    return [(posixpath.basename(path), await _archive(slot, path)) for path in paths]
 
 
 async def _named(slot: Slot, pattern: str) -> list[str]:
@@ -171,15 +159,15 @@ async def unpack_archive(
     excluded = PatternMatcher(list(exclude))
     with tarfile.open(fileobj=archive) as source:
         piece = TarPiece()
-        for member in source:
+        for member, content in kept_members(source, excluded.matches):
             if member.isreg() or member.isdir() or member.issym() or member.islnk():
-                if (member.name == "." and name is None) or excluded.matches(posixpath.normpath(member.name)):
+                if member.name == "." and name is None:
                     continue
-                info = replace_member(member, name, mode, owner)
-                if member.isreg() and member.size + OVERHEAD_BYTES > wire.MAX_FILE_BYTES:
-                    await _send_alone(slot, where, info, source.extractfile(member))
+                info = _replaced(member, name, mode, owner)
+                data = source.extractfile(content) if member.isreg() else None
+                if data is not None and member.size + OVERHEAD_BYTES > wire.MAX_FILE_BYTES:
+                    await _send_alone(slot, where, info, data)
                     continue
-                data = source.extractfile(member) if member.isreg() else None
                 if piece.size + info.size + OVERHEAD_BYTES > wire.MAX_FILE_BYTES:
                     await untar(slot, where, piece.close(), owners=True)
                     piece = TarPiece()
@@ -187,9 +175,8 @@ async def unpack_archive(
         await untar(slot, where, piece.close(), owners=True)
 
 
-async def _send_alone(slot: Slot, where: str, info: tarfile.TarInfo, content: IO[bytes] | None) -> None:
+async def _send_alone(slot: Slot, where: str, info: tarfile.TarInfo, content: IO[bytes]) -> None:
     """Unpack a member that no message holds: by way of this machine's disk, not of its memory."""
-    assert content is not None
     path = f"{where}/{info.name}"
     with tempfile.TemporaryDirectory() as folder:
         copied = Path(folder, posixpath.basename(path))
@@ -214,29 +201,7 @@ async def change_owner(slot: Slot, path: str, owner: tuple[int, int], mode: int)
             raise command_failure(f"chown of {path}", done)
 
 
-class TarPiece:
-    """A tar archive in memory, added to member by member."""
-
-    def __init__(self) -> None:
-        self._out = io.BytesIO()
-        self._tar = tarfile.open(fileobj=self._out, mode="w", format=tarfile.PAX_FORMAT)  # noqa: SIM115
-
-    @property
-    def size(self) -> int:
-        """Its bytes so far."""
-        return self._out.tell()
-
-    def add(self, info: tarfile.TarInfo, data: IO[bytes] | None) -> None:
-        """Add a member; `data`: a file's content."""
-        self._tar.addfile(info, data)
-
-    def close(self) -> bytes:
-        """The whole archive."""
-        self._tar.close()
-        return self._out.getvalue()
-
-
-def replace_member(
+def _replaced(
     member: tarfile.TarInfo, name: str | None, mode: int | str | None, owner: tuple[int, int] | None
 ) -> tarfile.TarInfo:
     """A member under another name, owner (None: its own) and mode."""

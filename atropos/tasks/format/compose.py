@@ -8,11 +8,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import cast
 
-import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from atropos.errors import ConfigError
 from atropos.tasks.format.config import explained
+from atropos.tasks.format.files import parse_yaml, read_text
 from atropos.tasks.format.recipe import Folder, Recipe, StepSettings
 
 COMPOSE_FILES = ("docker-compose.yaml", "docker-compose.yml", "compose.yaml", "compose.yml")
@@ -90,15 +90,19 @@ class Service:
         return replace(recipe, settings=settings, steps=steps)
 
 
-def read_compose(path: Path, *, context: Path) -> Service:
-    """Read a compose file.
+def read_compose(folder: Path) -> Service | None:
+    """The service of a folder's compose file; None: there is no such file.
 
     Raises:
-        ConfigError: it can't be read, has several services, or asks for what no slot has.
+        ConfigError: the file can't be read, has several services, or asks for what no slot has.
     """
+    path = next((folder / name for name in COMPOSE_FILES if (folder / name).exists()), None)
+    if path is None:
+        return None
+    text = read_text(path, "write one, or remove it")
     try:
-        raw: object = yaml.safe_load(path.read_text(encoding="utf-8-sig"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raw = parse_yaml(text)
+    except ValueError as error:
         raise ConfigError(f"{path}: can't be read: {error}".replace("\n", " ")) from None
     services = _table(_table(raw).get("services"))
     if not services:
@@ -120,7 +124,7 @@ def read_compose(path: Path, *, context: Path) -> Service:
     mode = service.network_mode or "bridge"
     if mode not in {"bridge", "none", "default"}:
         raise ConfigError(f"{where}.network_mode: {mode!r} can't be honoured in a slot; use none or leave it out")
-    file = None if service.build is None else _dockerfile(service.build, path.parent, context, where)
+    file = None if service.build is None else _dockerfile(service.build, folder, where)
     image = None if file is not None else service.image
     limits = _limits(service.deploy)
     memory = _number(service.mem_limit or limits.get("memory"), f"{where}.mem_limit")
@@ -149,11 +153,16 @@ def _service(given: object, where: str) -> _ServiceTable:
     return service
 
 
-def _dockerfile(build: _Build | str, folder: Path, context: Path, where: str) -> Path:
+def dockerfile_in(folder: Path, service: Service | None) -> Path:
+    """The Dockerfile of a folder: its service names it, or it has the usual name."""
+    return (service and service.dockerfile) or folder / "Dockerfile"
+
+
+def _dockerfile(build: _Build | str, folder: Path, where: str) -> Path:
     """The Dockerfile that `build` names, as seen from the compose file's folder."""
     build = _Build(context=build) if isinstance(build, str) else build
-    found = context if build.context.startswith("$") else (folder / build.context).resolve()
-    if found not in {context, context.resolve()}:
+    found = folder if build.context.startswith("$") else (folder / build.context).resolve()
+    if found not in {folder, folder.resolve()}:
         raise ConfigError(f"{where}.build.context: {build.context} is not the Dockerfile's own folder; use .")
     return found / build.dockerfile
 

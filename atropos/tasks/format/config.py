@@ -32,7 +32,7 @@ def explained(where: object, error: ValidationError, *, loc: int | None = None) 
 class _Table(BaseModel):
     """Unknown keys are kept, to be listed."""
 
-    model_config = ConfigDict(frozen=True, extra="allow", strict=False)
+    model_config = ConfigDict(frozen=True, extra="allow")
 
     def unknown(self, prefix: str = "") -> Iterator[str]:
         """Dotted names of the keys that the format doesn't have."""
@@ -91,13 +91,6 @@ class TaskMcpServer(_Table):
     headers: dict[str, str] = Field(default_factory=dict)
 
 
-class Tpu(_Table):
-    """Not supported here."""
-
-    type: str | None = None
-    topology: str | None = None
-
-
 class _Phase(_Table):
     """What can differ between the agent's time and the verifier's."""
 
@@ -130,7 +123,7 @@ class EnvironmentSection(_Table):
     storage_mb: int | None = Field(default=None, gt=0)
     gpus: int | None = Field(default=None, ge=0)
     gpu_types: tuple[str, ...] = ()
-    tpu: Tpu | None = None
+    tpu: dict[str, object] | None = None
     mcp_servers: tuple[TaskMcpServer, ...] = ()
     env: dict[str, str] = Field(default_factory=dict)
     skills_dir: str | None = None

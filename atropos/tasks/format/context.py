@@ -41,7 +41,7 @@ class Context:
                 return cls(folder, patterns)
         return cls(folder)
 
-    def sources(self, pattern: str, exclude: Sequence[str] = ()) -> list[Path]:
+    def sources(self, pattern: str, exclude: Sequence[str]) -> list[Path]:
         """The files or folders that a COPY source names.
 
         Args:
@@ -63,7 +63,7 @@ class Context:
             raise ConfigError(f"{plain}: {why}, and a COPY needs it")
         return found
 
-    def matching(self, pattern: str, exclude: Sequence[str] = ()) -> list[str]:
+    def matching(self, pattern: str, exclude: Sequence[str]) -> list[str]:
         """The names that match a source with `*`, `?` or `[`; itself without these, or without a match."""
         if not re.search(r"[*?\[]", pattern) or not self._glob(pattern):
             return [pattern]
@@ -73,19 +73,18 @@ class Context:
         return sorted(self.folder.glob(pattern.replace("[^", "[!")))
 
     def followed(self, path: Path) -> Path:
-        """Where a COPY source leads that is a link: as Docker has it, what the link names is copied.
+        """Where a COPY source is once its links are followed: as Docker has it, what a link names is copied.
 
         Raises:
             ConfigError: it leads to nothing, or out of the context.
         """
-        if not path.is_symlink():
-            return path
-        found, top = path.resolve(), self.folder.resolve()
+        found, top = (Path(os.path.realpath(each)) for each in (path, self.folder))
         if not found.exists() or not found.is_relative_to(top):
-            raise ConfigError(f"{path}: a link to {os.readlink(path)}, which is not in the build context")
+            leads = f"a link to {os.readlink(path)}" if path.is_symlink() else f"leads to {found}"
+            raise ConfigError(f"{path}: {leads}, which is not in the build context")
         return self.folder / found.relative_to(top)
 
-    def below(self, folder: Path, exclude: Sequence[str] = ()) -> Iterator[tuple[str, Path]]:
+    def below(self, folder: Path, exclude: Sequence[str]) -> Iterator[tuple[str, Path]]:
         """(name from there, path) of all in a folder that isn't left out, and of the folders above it.
 
         Args:

@@ -23,9 +23,6 @@ class _Row(BaseModel):
 
 
 class _RegistryTask(_Row):
-    name: str | None = None
-    git_url: str | None = None
-    git_commit_id: str | None = None
     path: str
 
 

@@ -20,6 +20,7 @@ from e2b_dockerfile_utils import (
     DockerfileHeredoc,
     DockerfileInstruction,
     DockerfileSyntaxError,
+    PatternMatcher,
     ShellLex,
     chomp_heredoc_content,
     parse_dockerfile_ast,
@@ -53,7 +54,7 @@ _PROGRAMS = "/.heredocs"
 _SYMBOLIC = re.compile(r"[ugoa]*([-+=][rwxXst]*)+(,[ugoa]*([-+=][rwxXst]*)+)*")
 
 
-def parse(path: Path, images: Mapping[str, StepSettings] | None = None) -> Recipe:
+def parse(path: Path, images: Mapping[str, StepSettings]) -> Recipe:
     """Read a Dockerfile.
 
     Args:
@@ -70,7 +71,7 @@ def parse(path: Path, images: Mapping[str, StepSettings] | None = None) -> Recip
         raise ConfigError(f"{path}:{error.line or 1}: {message}; see the Dockerfile reference") from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: can't be read: {error}") from None
-    return _Reader(path, ast, images or {}).read()
+    return _Reader(path, ast, images).read()
 
 
 @dataclass
@@ -88,7 +89,7 @@ class _Building:
     """Instructions for a stage that starts from this one."""
 
     def done(self) -> Stage:
-        return Stage(self.index, self.image, tuple(self.steps), self.settings)
+        return Stage(self.index, self.image, tuple(self.steps))
 
 
 class _Reader:
@@ -96,8 +97,8 @@ class _Reader:
 
     def __init__(self, path: Path, ast: DockerfileAst, images: Mapping[str, StepSettings]) -> None:
         self.path, self.ast, self.images = path, ast, images
-        self.copied: dict[int, str] = {}
-        """Images that files are copied from, by a negative number in place of a stage's."""
+        self.copied: dict[str, int] = {}
+        """Images that files are copied from, each with a negative number in place of a stage's."""
         self.globals: dict[str, str] = dict(_PLATFORM)
         self.stages: list[_Building] = []
         self.where = str(path)
@@ -116,26 +117,22 @@ class _Reader:
         if not self.stages:
             raise ConfigError(f"{self.path}: no FROM; begin with one, or replace the Dockerfile by setup.sh")
         last = self.stages[-1].done()
-        return Recipe(last.image, last.settings, last.steps, self._needed(last))
+        return Recipe(last.image, self.stages[-1].settings, last.steps, self._needed(last))
 
     def _instruction(self, instruction: DockerfileInstruction) -> None:
         getattr(self, f"_{instruction.name.lower()}")(instruction, self.stages[-1])
 
     def _needed(self, last: Stage) -> tuple[Stage, ...]:
         """The stages that `last` copies from, and those that they copy from."""
+        known = {number: Stage(number, image, ()) for image, number in self.copied.items()}
+        known |= {stage.index: stage.done() for stage in self.stages}
         found: dict[int, Stage] = {}
         waiting = [last]
         while waiting:
             for copy in (copy for step in waiting.pop().steps for copy in copies(step)):
                 if copy.stage is not None and copy.stage not in found:
-                    image = self.copied.get(copy.stage)
-                    whole = (
-                        self.stages[copy.stage].done()
-                        if image is None
-                        else Stage(copy.stage, image, (), StepSettings())
-                    )
-                    found[copy.stage] = whole
-                    waiting.append(whole)
+                    found[copy.stage] = known[copy.stage]
+                    waiting.append(known[copy.stage])
         return tuple(found[index] for index in sorted(found))
 
     # ------------------------------------------------------------------------------------------------------ words
@@ -143,11 +140,11 @@ class _Reader:
     def _refusal(self, what: str) -> ConfigError:
         return ConfigError(f"{self.where} {what}".replace("\n", " "))
 
-    def _word(self, word: str, stage: _Building | None = None) -> str:
-        """A word with its variables replaced and its quotes removed."""
+    def _word(self, word: str, stage: _Building | None = None, **keep: bool) -> str:
+        """A word with its variables replaced and its quotes removed; `keep`: what `ShellLex` is to leave as it is."""
         known = self.globals if stage is None else {"PATH": PATH, **stage.arguments, **stage.settings.env}
         try:
-            return ShellLex(self.ast.escape_token, env=known, skip_unset_env=False).process_word(word)
+            return ShellLex(self.ast.escape_token, env=known, skip_unset_env=False, **keep).process_word(word)
         except ValueError as error:
             raise self._refusal(f"{word}: {error}") from None
 
@@ -275,7 +272,7 @@ class _Reader:
         if target.startswith("//") or target == "/":
             raise self._refusal(f"--mount={text} can't be honoured in a slot: name a folder below /")
         if kind == "bind" or "from" in options:
-            source = (options.get("source") or options.get("src") or ".").lstrip("/") or "."
+            source = self._inside(options.get("source") or options.get("src") or ".")
             return Mount(target, Copy((source,), target, stage=self._from_stage(options.get("from"))))
         try:
             mode = int(options.get("mode") or ("1777" if kind == "tmpfs" else "755"), 8)
@@ -301,10 +298,8 @@ class _Reader:
         found = self._stage(name)
         index = found.index if found is not None else int(name) if name.isdecimal() else None
         if index is None:
-            numbers = {image: number for number, image in self.copied.items()}
-            index = numbers.get(name, -1 - len(numbers))
-            self.copied[index] = name
-        elif index >= len(self.stages) - 1:
+            return self.copied.setdefault(name, -1 - len(self.copied))
+        if index >= len(self.stages) - 1:
             raise self._refusal(f"--from={name}: is no earlier stage; copy from one above")
         return index
 
@@ -324,9 +319,7 @@ class _Reader:
             if document is not None:
                 files.append((document.name, self._filled(document, stage)))
                 continue
-            sources.append(word.lstrip("/") or ".")
-            if ".." in word.split("/"):
-                raise self._refusal(f"{word} leads out of environment/; keep the build context's files there")
+            sources.append(self._inside(word))
         wanted = words[-1]
         if files and source is not None:
             raise self._refusal("--from takes no here-document: give that a COPY of its own")
@@ -340,8 +333,22 @@ class _Reader:
             owner=owner,
             stage=source,
             files=tuple(files),
-            exclude=tuple(flags.get("exclude", ())),
+            exclude=self._exclude(flags),
         )
+
+    def _exclude(self, flags: dict[str, list[str]]) -> tuple[str, ...]:
+        patterns = flags.get("exclude", [])
+        try:
+            PatternMatcher(patterns)
+        except ValueError as error:
+            raise self._refusal(f"--exclude: {error}") from None
+        return tuple(patterns)
+
+    def _inside(self, source: str) -> str:
+        """A source as it is named from its context or stage."""
+        if ".." in source.split("/"):
+            raise self._refusal(f"{source} leads out of environment/; keep the build context's files there")
+        return source.lstrip("/") or "."
 
     def _mode(self, flags: dict[str, list[str]], stage: _Building) -> int | str | None:
         """--chmod: a number, or words that chmod knows."""
@@ -355,18 +362,10 @@ class _Reader:
         return mode
 
     def _filled(self, document: DockerfileHeredoc, stage: _Building) -> str:
+        text = _content(document)
         if not document.expand:
-            return _content(document)
-        known = {"PATH": PATH, **stage.arguments, **stage.settings.env}
-        lex = ShellLex(
-            self.ast.escape_token,
-            raw_quotes=True,
-            raw_escapes=True,
-            skip_process_quotes=True,
-            env=known,
-            skip_unset_env=False,
-        )
-        return lex.process_word(_content(document))
+            return text
+        return self._word(text, stage, raw_quotes=True, raw_escapes=True, skip_process_quotes=True)
 
     def _add(self, instruction: DockerfileInstruction, stage: _Building) -> None:
         known = dict.fromkeys(("chown", "chmod", "link", "exclude", "checksum"), "")
@@ -395,7 +394,10 @@ class _Reader:
         if len(sources) != 1:
             raise self._refusal("of several sources with an address among them: give each its own ADD")
         address, target = sources[0], self._word(instruction.args[-1], stage)
-        name = posixpath.basename(urlsplit(address).path)
+        try:
+            name = posixpath.basename(urlsplit(address).path)
+        except ValueError as error:
+            raise self._refusal(f"{address}: {error}") from None
         if target.endswith("/"):
             if not name:
                 raise self._refusal(f"{address} ends in no name for the file; name it in the target")

@@ -6,6 +6,7 @@ import re
 import tomllib
 from pathlib import Path
 
+import yaml
 from pydantic import ValidationError
 
 from atropos.errors import ConfigError
@@ -29,6 +30,18 @@ def read_text(path: Path, cure: str) -> str:
         raise ConfigError(f"{path}: is missing; {cure}") from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: can't be read: {error}") from None
+
+
+def parse_yaml(text: str) -> object:
+    """The value that a YAML text holds.
+
+    Raises:
+        ValueError: it is no YAML, or holds what is no value: a thirteenth month, brackets a thousand deep.
+    """
+    try:
+        return yaml.safe_load(text)
+    except (yaml.YAMLError, RecursionError) as error:
+        raise ValueError(str(error)) from None
 
 
 def read_instruction(path: Path) -> str:
@@ -72,9 +85,10 @@ def read_config(path: Path) -> TaskConfig:
     Raises:
         ConfigError: it can't be read, or holds what no slot can honour.
     """
+    text = read_text(path, 'the smallest one is the line version = "1.0"')
     try:
-        raw = tomllib.loads(read_text(path, 'the smallest one is the line version = "1.0"'))
-    except tomllib.TOMLDecodeError as error:
+        raw = tomllib.loads(text)
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path}: is not TOML: {error}") from None
     try:
         config = TaskConfig.model_validate(raw)

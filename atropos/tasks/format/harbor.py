@@ -14,7 +14,7 @@ from atropos.tasks.format.files import check_script, read_config, read_instructi
 from atropos.tasks.format.task import VARIABLE, Build, Make, Task
 
 
-def load_harbor_task(root: Path, variables: Mapping[str, str], builder: Build | None = None) -> Task:
+def load_harbor_task(root: Path, variables: Mapping[str, str], builder: Build) -> Task:
     """One folder, checked.
 
     Args:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
 from atropos.tasks.format import dockerfile
-from atropos.tasks.format.compose import COMPOSE_FILES, read_compose
+from atropos.tasks.format.compose import COMPOSE_FILES, dockerfile_in, read_compose
 from atropos.tasks.format.config import EnvironmentSection
 from atropos.tasks.format.recipe import DEFAULT_WORKDIR, Copy, Folder, Recipe, Run, Step, StepSettings
 
@@ -27,10 +27,9 @@ def with_compose(folder: Path, wants: EnvironmentSection) -> EnvironmentSection:
     Raises:
         ConfigError: the file says what can't be honoured.
     """
-    compose = _compose(folder)
-    if compose is None:
+    service = read_compose(folder)
+    if service is None:
         return wants
-    service = read_compose(compose, context=folder)
     sizes = {"memory_mb": service.memory_mib, "cpus": service.cpus}
     changes: dict[str, object] = {name: size for name, size in sizes.items() if getattr(wants, name) is None}
     if service.offline:
@@ -52,20 +51,21 @@ def machine(folder: Path, wants: EnvironmentSection, images: Images, *, prebuilt
     Raises:
         ConfigError: names the file, the line and the cure.
     """
-    own, compose = folder / "Dockerfile", _compose(folder)
-    adjust: Callable[[Recipe], Recipe] = lambda recipe: recipe  # noqa: E731
-    if compose is not None:
-        service = read_compose(compose, context=folder)
-        own, adjust = service.dockerfile or own, service.applied
+    service = read_compose(folder)
+    own = dockerfile_in(folder, service)
     image = wants.docker_image if prebuilt else None
-    if own.is_file() and image is None:
-        recipe = adjust(dockerfile.parse(own, images))
-        if not wants.workdir:
-            return recipe
-        recipe = replace(recipe, settings=replace(recipe.settings, workdir=wants.workdir))
+    built = own.is_file() and image is None
+    if built:
+        recipe = dockerfile.parse(own, images)
     else:
         start = StepSettings(DEFAULT_WORKDIR) if image is None else images.get(image, StepSettings())
-        recipe = adjust(Recipe(image, replace(start, workdir=wants.workdir or start.workdir), ()))
+        recipe = Recipe(image, start, ())
+    if service is not None:
+        recipe = service.applied(recipe)
+    if wants.workdir:
+        recipe = replace(recipe, settings=replace(recipe.settings, workdir=wants.workdir))
+    elif built:
+        return recipe
     return replace(recipe, steps=(*recipe.steps, Folder(recipe.workdir, recipe.settings.user)))
 
 
@@ -76,17 +76,15 @@ def workspace(environment: Path, wants: EnvironmentSection, images: Images, *, p
         ConfigError: as `machine`.
     """
     recipe = machine(environment, wants, images, prebuilt=prebuilt)
-    script, own, compose = environment / SETUP, environment / "Dockerfile", _compose(environment)
-    if compose is not None:
-        own = read_compose(compose, context=environment).dockerfile or own
+    service = read_compose(environment)
+    script, own = environment / SETUP, dockerfile_in(environment, service)
     steps: list[Step] = list(recipe.steps)
     image = wants.docker_image if prebuilt else None
     if own.is_file() and image is None:
         handled = SETUP in own.read_text(encoding="utf-8")
     else:
-        handled = image is not None and (
-            own.is_file() or compose is not None
-        )  # the image was made with all that is here
+        # the image was made with all that is here
+        handled = image is not None and (own.is_file() or service is not None)
         left_out = {SETUP, *COMPOSE_FILES}
         there = environment.iterdir() if environment.is_dir() else ()
         files = sorted(path.name for path in there if path.name not in left_out)
@@ -97,7 +95,3 @@ def workspace(environment: Path, wants: EnvironmentSection, images: Images, *, p
         run = Run("bash /tmp/.task-setup/setup.sh && rm -rf /tmp/.task-setup", replace(recipe.settings, user=None))
         steps += [Copy((SETUP,), "/tmp/.task-setup/"), run]
     return replace(recipe, steps=tuple(steps))
-
-
-def _compose(folder: Path) -> Path | None:
-    return next((folder / name for name in COMPOSE_FILES if (folder / name).exists()), None)

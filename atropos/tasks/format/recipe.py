@@ -121,13 +121,11 @@ class Stage:
 
     Attributes:
         image: the base that its steps start from.
-        settings: as they are after its last step.
     """
 
     index: int
     image: str
     steps: tuple[Step, ...]
-    settings: StepSettings
 
 
 @dataclass(frozen=True)

@@ -7,14 +7,13 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from atropos.errors import ConfigError
 from atropos.tasks.format import dockerfile
-from atropos.tasks.format.compose import COMPOSE_FILES, Service, read_compose
+from atropos.tasks.format.compose import dockerfile_in, read_compose
 from atropos.tasks.format.config import AgentSection, EnvironmentSection, TaskConfig, VerifierSection, explained
-from atropos.tasks.format.files import check_script, read_text
+from atropos.tasks.format.files import check_script, parse_yaml, read_text
 from atropos.tasks.format.recipe import Recipe, StepSettings
 from atropos.tasks.format.task import Build, Task
 
@@ -33,26 +32,26 @@ class _TaskYaml(BaseModel):
     run_tests_in_same_shell: bool = False
 
 
-def load_terminal_bench(root: Path, builder: Build | None = None) -> Task:
+def load_terminal_bench(root: Path, builder: Build) -> Task:
     """One folder, checked.
 
     Raises:
         ConfigError: names the file, the field and the cure.
     """
     path = root / "task.yaml"
+    text = read_text(path, "say there what the agent is to do")
     try:
-        raw: object = yaml.safe_load(read_text(path, "say there what the agent is to do"))
-        facts = _TaskYaml.model_validate(raw)
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{path}: is not YAML: {error}".replace("\n", " ")) from None
+        facts = _TaskYaml.model_validate(parse_yaml(text))
     except ValidationError as error:
         raise ConfigError(explained(path, error)) from None
+    except ValueError as error:
+        raise ConfigError(f"{path}: is not YAML: {error}".replace("\n", " ")) from None
     if facts.parser_name != "pytest":
         raise ConfigError(f"{path}: parser_name: {facts.parser_name!r} can't be honoured; only pytest can")
     if (root / "solution.yaml").is_file() and not (root / "solution.sh").is_file():
         raise ConfigError(f"{root / 'solution.yaml'}: keystrokes can't be honoured; write solution.sh")
     check_script(root / "run-tests.sh")
-    service = _service(root)
+    service = read_compose(root)
     make = partial(_recipe, root)
     config = TaskConfig(
         metadata=dict(facts.__pydantic_extra__ or {}),
@@ -86,8 +85,8 @@ def load_terminal_bench(root: Path, builder: Build | None = None) -> Task:
 
 def _recipe(root: Path, images: Mapping[str, StepSettings], *, prebuilt: bool) -> Recipe:
     del prebuilt  # this layout has no `docker_image`
-    service = _service(root)
-    file = root / "Dockerfile" if service is None or service.dockerfile is None else service.dockerfile
+    service = read_compose(root)
+    file = dockerfile_in(root, service)
     if file.is_file():
         recipe = dockerfile.parse(file, images)
     elif service is not None and service.image is not None:
@@ -97,8 +96,3 @@ def _recipe(root: Path, images: Mapping[str, StepSettings], *, prebuilt: bool) -
     recipe = recipe if service is None else service.applied(recipe)
     settings = replace(recipe.settings, env={**recipe.settings.env, **_VARIABLES})
     return replace(recipe, settings=settings)
-
-
-def _service(root: Path) -> Service | None:
-    file = next((root / name for name in COMPOSE_FILES if (root / name).is_file()), None)
-    return None if file is None else read_compose(file, context=root)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from atropos import wire
 from atropos.slots import Slot
+from atropos.tasks.builder.archive import kept_members
 from atropos.tasks.builder.transfer import unpack_archive
 from atropos.tasks.errors import TaskBroken, VerifierFailed
 from atropos.tasks.format.recipe import PATH
@@ -39,15 +40,11 @@ async def carry_out(slot: Slot, path: str, exclude: Sequence[str] = ()) -> Carri
         return CarriedArtifact(await slot.read_file(path), seen.mode & 0o777)
     if isinstance(seen, wire.OpError) and seen.error in {"not_found", "not_directory"}:
         return None
-    return CarriedArtifact(await _pack_folder(slot, path, exclude), None)
-
-
-async def _pack_folder(slot: Slot, path: str, exclude: Sequence[str]) -> bytes:
     try:
         archive = await slot.download(path, max_bytes=MAX_ARTIFACT_BYTES)
     except OSError as error:
         raise VerifierFailed(f"the artifact {path} can't be carried over: {error}") from None
-    return await asyncio.to_thread(safe_archive, archive, path, exclude)
+    return CarriedArtifact(await asyncio.to_thread(safe_archive, archive, path, exclude), None)
 
 
 def safe_archive(archive: bytes, path: str, exclude: Sequence[str] = ()) -> bytes:
@@ -68,13 +65,11 @@ def safe_archive(archive: bytes, path: str, exclude: Sequence[str] = ()) -> byte
     links: set[str] = set()
     try:
         with tarfile.open(fileobj=io.BytesIO(archive)) as source, tarfile.open(fileobj=out, mode="w") as target:
-            every = {_plain(member.name) for member in source if member.issym()}
-            for member in source:
+            every = {"/".join(_parts(member.name)) for member in source if member.issym()}
+            for member, content in kept_members(source, lambda name: _excluded(name, exclude)):
                 name = _inside(member.name, links)
-                if name is not None and _excluded(name, exclude):
-                    continue
                 # a sparse file of some bytes may claim to be a terabyte, and would be written out in full here
-                plain = member.isreg() and not member.issparse()
+                plain = member.isreg() and not content.issparse()
                 if name is None or not (plain or member.isdir() or member.issym() or member.islnk()):
                     continue
                 if member.islnk():
@@ -89,7 +84,7 @@ def safe_archive(archive: bytes, path: str, exclude: Sequence[str] = ()) -> byte
                 member.name, member.pax_headers = name, {}  # which would be written instead of what was looked at here
                 member.uid = member.gid = 0
                 member.uname = member.gname = ""
-                target.addfile(member, source.extractfile(member) if plain else None)
+                target.addfile(member, source.extractfile(content) if plain else None)
     except (tarfile.TarError, EOFError, ValueError, KeyError, RecursionError) as error:
         raise VerifierFailed(f"the artifact {path} is no tar archive: {error}") from None
     return out.getvalue()
@@ -102,8 +97,8 @@ def _excluded(name: str, patterns: Sequence[str]) -> bool:
     return any(fnmatch.fnmatchcase(way, pattern.removeprefix("./").rstrip("/")) for pattern in patterns for way in ways)
 
 
-def _plain(name: str) -> str:
-    return "/".join(part for part in name.split("/") if part not in {"", "."})
+def _parts(name: str) -> list[str]:
+    return [part for part in name.split("/") if part not in {"", "."}]
 
 
 def _stays(name: str, target: str, folder: str, links: set[str]) -> bool:
@@ -116,7 +111,7 @@ def _stays(name: str, target: str, folder: str, links: set[str]) -> bool:
         if not target.startswith(f"{folder.rstrip('/')}/"):
             return False
         at, target = [], target.removeprefix(f"{folder.rstrip('/')}/")
-    steps = [part for part in target.split("/") if part not in {"", "."}]
+    steps = _parts(target)
     for number, part in enumerate(steps):
         if part == "..":
             if not at:
@@ -131,7 +126,7 @@ def _stays(name: str, target: str, folder: str, links: set[str]) -> bool:
 
 def _inside(name: str, links: set[str]) -> str | None:
     """A member's plain name; None for the folder itself and for what leads out of it."""
-    parts = [part for part in name.split("/") if part not in {"", "."}]
+    parts = _parts(name)
     if not parts or ".." in parts or name.startswith("/"):
         return None
     if any("/".join(parts[:count]) in links for count in range(1, len(parts) + 1)):

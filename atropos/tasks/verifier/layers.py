@@ -24,7 +24,7 @@ class VerifierLayers:
         sources: images (`python:3.13-slim`, `oci-archive:FILE`, `dir:FOLDER`), or Dockerfiles, which are built.
     """
 
-    def __init__(self, sources: Sequence[str] = ()) -> None:
+    def __init__(self, sources: Sequence[str]) -> None:
         self._sources = tuple(sources)
         self._stack = contextlib.ExitStack()
         self._archives: tuple[Path, ...] = ()
@@ -47,8 +47,7 @@ class VerifierLayers:
         elif await images.once_up(source) is None:
             raise ImageUnavailable(f"no container is running that could prepare {source}")
         async with images.pool.lease("verifier-layer", image=source) as slot:
-            taken = await pack_files(slot, ("/",))
-        [(_, archive)] = taken.sources
+            [(_, archive)] = await pack_files(slot, ("/",))
         with archive:
             await asyncio.to_thread(_write_layer, archive, to)
         return to

@@ -55,14 +55,11 @@ def choose(task: Task) -> Choice:
 
 
 def _texts(task: Task) -> list[tuple[str, str]]:
-    """The files of the solution; the instruction where there is none."""
+    """The files of the solution, which is one itself in terminal-bench 1; the instruction where there is none."""
     if task.solution is None:
         return [("the instruction", task.instruction)]
-    return [(_name(path, task.solution), _text(path)) for path in sorted(task.solution.rglob("*")) if path.is_file()]
-
-
-def _name(path: Path, solution: Path) -> str:
-    return f"solution/{path.relative_to(solution)}"
+    files = [task.solution, *sorted(task.solution.rglob("*"))]
+    return [(str(path.relative_to(task.solution.parent)), _text(path)) for path in files if path.is_file()]
 
 
 def _text(path: Path) -> str:

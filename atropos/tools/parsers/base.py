@@ -14,6 +14,7 @@ from atropos.tools.models import ToolCall
 
 MAX_CALLS = 128
 """Most calls, valid or not, of one turn; more are reported as an error."""
+_DECODER = json.JSONDecoder(strict=False)
 
 
 @dataclass(frozen=True)
@@ -78,7 +79,7 @@ class Collector:
         if piece:
             self._content.append(piece)
 
-    def call(self, name: object, arguments: object, written: str, call_id: str | None = None) -> None:
+    def call(self, name: object, arguments: object, written: str) -> None:
         """Add a call, or an error where it isn't one."""
         if self.full(written):
             return
@@ -92,11 +93,8 @@ class Collector:
         elif not isinstance(arguments, dict):
             self.error(f"the arguments of {name[:64]!r} must be an object with the arguments by name", written)
             return
-        clean = replace_surrogates(name.strip())
         given = cast("dict[str, object] | str", arguments)
-        self._calls.append(
-            ToolCall(name=clean, arguments=given, id=call_id) if call_id else ToolCall(name=clean, arguments=given)
-        )
+        self._calls.append(ToolCall(name=replace_surrogates(name.strip()), arguments=given))
 
     def json_calls(self, value: object, written: str, cure: str) -> None:
         """Add the calls of a JSON value: one object or a list, plain or in OpenAI's nesting. `cure` ends an error."""
@@ -184,9 +182,6 @@ def dump_json(value: object) -> str:
     return json.dumps(value, ensure_ascii=False)
 
 
-_DECODER = json.JSONDecoder(strict=False)
-
-
 def skip(text: str, start: int, skipped: str = " \t\r\n") -> int:
     """The first index from `start` whose character is none of those to skip."""
     while start < len(text) and text[start] in skipped:
@@ -197,10 +192,9 @@ def skip(text: str, start: int, skipped: str = " \t\r\n") -> int:
 _PARSERS: dict[str, Parser] = {}
 
 
-def register_parser(parser: Parser, *names: str) -> None:
-    """Register a parser by its name, and by others."""
-    for name in (parser.name, *names):
-        _PARSERS[name] = parser
+def register_parser(parser: Parser) -> None:
+    """Register a parser by its name."""
+    _PARSERS[parser.name] = parser
 
 
 def get_parser(name: str) -> Parser:

@@ -17,7 +17,7 @@ _CURE = 'write <tool_call>{"name": "tool", "arguments": {"name": "value"}}</tool
 class HermesParser(Parser):
     """JSON between tags. A tag within a JSON string is text; an end tag may be missing where the JSON is complete."""
 
-    def __init__(self, name: str = "hermes") -> None:
+    def __init__(self, name: str) -> None:
         self.name = name
 
     def parse(self, text: str) -> Parsed:

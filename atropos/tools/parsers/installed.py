@@ -45,9 +45,8 @@ def parser_for(name: str, tokenizer: object, schemas: Sequence[dict[str, object]
         ConfigError: there is none of that name.
     """
     ours = get_parser(name)
-    registry = (
-        vllm_registry() if type(ours).__module__.startswith("atropos.tools.parsers.") and name in VLLM_NAMES else None
-    )
+    replaceable = type(ours).__module__.startswith("atropos.tools.parsers.") and name in VLLM_NAMES
+    registry = vllm_registry() if replaceable else None
     if registry is None:
         return ours
     manager, request_type = registry

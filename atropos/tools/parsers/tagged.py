@@ -18,6 +18,7 @@ _PARAMETER = re.compile(r"\s*<parameter=([^>\n]{1,200})>")
 _PARAMETER_END = re.compile(r"</parameter>(?=\s*(?:<parameter=|</function>|</tool_call>|\Z))")
 _FUNCTION_END = re.compile(r"\s*(?:</function>\s*(?:</tool_call>)?|</tool_call>)")
 _CALL_END = re.compile(r"\s*</tool_call>")
+_NAME = re.compile(r"\s*([^\s<]{1,200})")
 _KEY = re.compile(r"\s*<arg_key>([^<\n]{1,200})</arg_key>\s*<arg_value>")
 _VALUE_END = re.compile(r"</arg_value>(?=\s*(?:<arg_key>|</tool_call>|\Z))")
 
@@ -91,7 +92,7 @@ class Glm45Parser(Parser):
         stop = min(ends, default=len(text))
         name = text[at:stop].strip()
         if not name and stop < len(text):
-            name_match = re.compile(r"\s*([^\s<]{1,200})").match(text, at)
+            name_match = _NAME.match(text, at)
             name, stop = (name_match[1], name_match.end()) if name_match else ("", stop)
         arguments: dict[str, object] = {}
         at = stop

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from atropos.tools.models import ToolCall
-from atropos.tools.parsers.base import Collector, Parsed, Parser, dump_json, first_json, index_after
+from atropos.tools.parsers.base import Collector, Parsed, Parser, dump_json, first_json, index_after, skip
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ _KIMI = _Tokens(
 )
 _FENCE = re.compile(r"\s*```(?:json)?[ \t]*\n?")
 _FENCE_END = re.compile(r"\s*```")
-_KIMI_ID = re.compile(r"(?:functions\.)?(.*?)(?::\d+)?\Z", re.DOTALL)
+_KIMI_INDEX = re.compile(r":\d+\Z")
 
 
 class TokenParser(Parser):
@@ -73,8 +73,8 @@ class TokenParser(Parser):
             found.error(f"the tool call's arguments are not valid JSON ({str(error)[:120]})", text[begin:])
             return index_after(text, begin, tokens.begin, tokens.end)
         found.call(name, value, text[begin:end])
-        close = re.compile(r"\s*" + re.escape(tokens.end)).match(text, end)
-        return close.end() if close else end
+        close = skip(text, end)
+        return close + len(tokens.end) if text.startswith(tokens.end, close) else end
 
     def _read(self, text: str, head: str, at: int) -> tuple[str, object, int]:
         """The name, the arguments and their end. `head` is the text before the middle token, `at` the index after it."""
@@ -141,8 +141,7 @@ class KimiK2Parser(TokenParser):
     def _read(self, text: str, head: str, at: int) -> tuple[str, object, int]:
         """The name within the id."""
         value, end = first_json(text, at)
-        match = _KIMI_ID.match(head.strip())
-        return match[1] if match else head.strip(), value, end
+        return _KIMI_INDEX.sub("", head.strip().removeprefix("functions.")), value, end
 
     def _render_one(self, call: ToolCall, index: int) -> str:
         head = f"functions.{call.name}:{index}"

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 _HUNK = re.compile(r"@@+ ?(?:-(\d{1,18})(?:,\d+)? \+\d+(?:,\d+)?)?")
+_GIT_HEADER = re.compile(r'diff --git ("a/.*"|a/.*) ("b/.*"|b/.*)$')
 _GIT_LINE = re.compile(r"(rename from|rename to|new file mode|deleted file mode|new mode) (.*)")
 _NEAR = 0.6
 """Least similarity of a near miss."""
@@ -84,7 +85,7 @@ def parse(text: str) -> list[FileChange]:
             _finish_git(git, changes)
             git = {"header": line}
         elif line.startswith("--- ") and index + 1 < len(lines) and lines[index + 1].startswith("+++ "):
-            change = _named(line, lines[index + 1], git)
+            change = _named(line[4:], lines[index + 1][4:], git)
             git = {}
             index = _hunks(lines, index + 2, change)
             changes.append(change)
@@ -103,18 +104,21 @@ def parse(text: str) -> list[FileChange]:
 
 
 def _finish_git(git: dict[str, str], changes: list[FileChange]) -> None:
-    """A git header without hunks: a pure rename, an empty new file, a deleted empty file."""
+    """A git header without hunks: a rename, a file that is made or deleted empty, another mode."""
+    header = _GIT_HEADER.match(git.get("header", ""))
     if "rename from" in git and "rename to" in git:
-        changes.append(FileChange(git["rename from"], git["rename to"], rename=True))
-    elif "header" in git and ("new file mode" in git or "deleted file mode" in git):
-        match = re.match(r"diff --git a/(.*) b/(.*)$", git["header"])
-        if match is not None:
-            made = "new file mode" in git
-            changes.append(FileChange(None if made else match[1], match[2] if made else None, mode=_mode(git)))
+        changes.append(FileChange(_path(git["rename from"]), _path(git["rename to"]), mode=_mode(git), rename=True))
+    elif header is not None and git.keys() & {"new file mode", "deleted file mode", "new mode"}:
+        change = _named(header[1], header[2], git)
+        if "new file mode" in git:
+            change.old_path = None
+        elif "deleted file mode" in git:
+            change.new_path = None
+        changes.append(change)
 
 
 def _named(old: str, new: str, git: dict[str, str]) -> FileChange:
-    old_path, new_path = _path(old[4:]), _path(new[4:])
+    old_path, new_path = _path(old), _path(new)
     both = (old_path or "a/").startswith("a/") and (new_path or "b/").startswith("b/")
     if both:  # git's prefixes; a diff without them names the files as they are
         old_path = old_path and old_path[2:]

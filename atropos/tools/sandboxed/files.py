@@ -21,30 +21,27 @@ SCAN_BYTES = 64 << 20
 MAX_LINE = 2000
 """Characters of one line that are shown."""
 DEFAULT_LINES = 500
-WORKSPACE = "/workspace"
-"""The folder of relative paths in every slot."""
 _COMPARED = 60
 """Characters of names that are compared: it takes the cube of their number, on the event loop."""
 MAX_PATH = 4096
 """Linux's PATH_MAX."""
 
-_IMAGES: tuple[tuple[bytes, str], ...] = (
-    (b"\x89PNG\r\n\x1a\n", "PNG image"),
-    (b"\xff\xd8\xff", "JPEG image"),
-    (b"GIF87a", "GIF image"),
-    (b"GIF89a", "GIF image"),
-    (b"BM", "BMP image"),
+_KINDS: tuple[tuple[bytes, str], ...] = (
+    (b"\x89PNG\r\n\x1a\n", "a PNG image"),
+    (b"\xff\xd8\xff", "a JPEG image"),
+    (b"GIF87a", "a GIF image"),
+    (b"GIF89a", "a GIF image"),
+    (b"BM", "a BMP image"),
+    (b"\x7fELF", "an ELF program"),
+    (b"PK\x03\x04", "a zip archive"),
+    (b"\x1f\x8b", "a gzip file"),
+    (b"%PDF-", "a PDF document"),
+    (b"BZh", "a bzip2 file"),
+    (b"\xfd7zXZ\x00", "a xz file"),
+    (b"\x28\xb5\x2f\xfd", "a zstd file"),
+    (b"SQLite format 3\x00", "a SQLite database"),
 )
-_BINARIES: tuple[tuple[bytes, str], ...] = (
-    (b"\x7fELF", "ELF program"),
-    (b"PK\x03\x04", "zip archive"),
-    (b"\x1f\x8b", "gzip file"),
-    (b"%PDF-", "PDF document"),
-    (b"BZh", "bzip2 file"),
-    (b"\xfd7zXZ\x00", "xz file"),
-    (b"\x28\xb5\x2f\xfd", "zstd file"),
-    (b"SQLite format 3\x00", "SQLite database"),
-)
+"""Kinds of files by how they begin; `BM` may begin a text too."""
 
 
 class PathArguments(Arguments):
@@ -226,43 +223,35 @@ async def _suggestion(scope: ToolScope, path: str) -> str:
     )
     if not isinstance(result, wire.SearchResult):
         return "; its folder does not exist" if folder else ""
-    paths = [like_requested(match.path, path) for match in result.matches]
+    paths = [like_requested(match.path, path, scope.slot.profile.workdir) for match in result.matches]
     by_name = {posixpath.basename(one)[:_COMPARED]: one for one in reversed(paths)}
     close = difflib.get_close_matches(name[:_COMPARED], by_name, n=3, cutoff=0.6)
     return f"; did you mean {' or '.join(by_name[one] for one in close)}?" if close else ""
 
 
-def like_requested(path: str, requested: str) -> str:
-    """An absolute path of the slot, made relative to the workspace where the requested path was relative."""
-    return path.removeprefix(f"{WORKSPACE}/") if not requested.startswith("/") else path
+def like_requested(path: str, requested: str, workdir: str) -> str:
+    """An absolute path of the slot, made relative to the working directory where the requested path was relative."""
+    return path.removeprefix(f"{workdir.rstrip('/')}/") if not requested.startswith("/") else path
 
 
 def file_kind(data: bytes) -> str | None:
     """The kind of a file that isn't text (`a PNG image, 640x480`); None for text."""
-    for magic, kind in _IMAGES:
-        if data.startswith(magic) and (len(magic) > 2 or is_binary(data)):
-            extent = _extent(data, kind)
-            return f"a {kind}{extent}"
+    for magic, kind in _KINDS:
+        if data.startswith(magic) and (magic != b"BM" or is_binary(data)):
+            return f"{kind}{_extent(data)}"
     if data[:4] == b"RIFF" and data[8:12] == b"WEBP":
         return "a WebP image"
-    for magic, kind in _BINARIES:
-        if data.startswith(magic):
-            return f"{'an' if kind[0] in 'Ex' and kind != 'xz file' else 'a'} {kind}"
-    if is_binary(data) and not _utf16(data):
-        return "a binary file"
-    return "UTF-16 text (convert it: iconv -f utf-16 -t utf-8)" if _utf16(data) else None
+    if data[:2] in {b"\xff\xfe", b"\xfe\xff"} and b"\x00" in data[:64]:
+        return "UTF-16 text (convert it: iconv -f utf-16 -t utf-8)"
+    return "a binary file" if is_binary(data) else None
 
 
-def _utf16(data: bytes) -> bool:
-    return data[:2] in {b"\xff\xfe", b"\xfe\xff"} and b"\x00" in data[:64]
-
-
-def _extent(data: bytes, kind: str) -> str:
+def _extent(data: bytes) -> str:
     """The width and height in an image's header."""
     try:
-        if kind.startswith("PNG"):
+        if data.startswith(b"\x89PNG"):
             return ", {}x{}".format(*struct.unpack(">II", data[16:24]))
-        if kind.startswith("GIF"):
+        if data.startswith(b"GIF"):
             return ", {}x{}".format(*struct.unpack("<HH", data[6:10]))
     except struct.error:
         pass

@@ -18,7 +18,7 @@ from atropos.tools.base import Tool, ToolError, ToolScope
 from atropos.tools.models import ToolResult
 from atropos.tools.sandboxed import diffs
 from atropos.tools.sandboxed.files import MAX_PATH, fetch
-from atropos.tools.sandboxed.text import plural
+from atropos.tools.sandboxed.text import is_binary, plural
 
 ON_LOOP_BYTES = 32_768
 """Texts of up to this size are processed on the event loop, longer ones in a thread."""
@@ -154,9 +154,11 @@ async def _plan(change: diffs.FileChange, edits: dict[str, _Edit], scope: ToolSc
     """Add a file's change to the edits; a file that is named twice is changed twice."""
     if change.old_path is None:
         target = change.new_path or ""
-        if target not in edits and await _exists(scope, target):
+        known = edits.get(target)
+        if await _exists(scope, target) if known is None else known.after is not None:
             raise diffs.PatchError(f"{target} is to be created and exists already. Nothing was changed")
-        edits[target] = _Edit(target, None, diffs.apply("", change).encode(), change.mode)
+        before, old_mode = (None, None) if known is None else (known.before, known.old_mode)
+        edits[target] = _Edit(target, before, diffs.apply("", change).encode(), change.mode, old_mode)
         return
     if change.new_path is not None and change.new_path != change.old_path and not change.rename:
         named = change.new_path in edits or await _exists(scope, change.new_path)
@@ -219,7 +221,7 @@ async def _whole(scope: ToolScope, path: str) -> wire.FileResult:
     found = await fetch(scope, path, 0, wire.MAX_FILE_BYTES)
     if found.size > len(found.data):
         raise ToolError(f"patch: {path} is larger than {wire.MAX_FILE_BYTES:,} bytes; change it by a command")
-    if b"\x00" in found.data[:8192]:
+    if is_binary(found.data):
         raise ToolError(f"patch: {path} is a binary file; change it by a command")
     return found
 
@@ -241,6 +243,8 @@ def _summary(edits: list[_Edit]) -> str:
             rows.append(f"deleted {name}")
         elif edit.before is None:
             rows.append(f"created {name} ({plural(len(edit.after.splitlines()), 'line')})")
+        elif edit.before == edit.after and edit.mode != edit.old_mode:
+            rows.append(f"changed the mode of {name}")
         else:
             old, new = edit.before.splitlines(), edit.after.splitlines()
             rows.append(f"changed {name} ({_changed(old, new)})")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from typing import Literal
 
 from pydantic import Field
@@ -21,21 +22,23 @@ class ProcessReports(ToolState):
     """What the model has seen of the background processes, and which of them are reported with other calls' results."""
 
     def __init__(self) -> None:
-        self.seen: dict[str, int] = {}
+        self.seen = Counter[str]()
+        """Bytes of each process's output."""
         self.intervals: dict[str, float] = {}
-        self.due: dict[str, float] = {}
+        """Seconds between the reports of a process."""
+        self._due: dict[str, float] = {}
 
     async def after_call(self, result: ToolResult, scope: ToolScope) -> ToolResult:
         """Add a report of the processes whose check is due."""
         now = asyncio.get_running_loop().time()
         reports: list[str] = []
         for session_id, interval_s in list(self.intervals.items()):
-            if now < self.due.setdefault(session_id, now + interval_s):
+            if now < self._due.setdefault(session_id, now + interval_s):
                 continue
-            self.due[session_id] = now + interval_s
+            self._due[session_id] = now + interval_s
             state = await scope.slot.run(wire.ProcRead(id=session_id, offset=0, max_bytes=1))
             if isinstance(state, wire.ProcState):
-                new = state.total_bytes - self.seen.get(session_id, 0)
+                new = state.total_bytes - self.seen[session_id]
                 reports.append(f"[session {session_id}: {_state(state)}, {plural(new, 'new byte')} of output]")
                 if state.running:
                     continue
@@ -43,12 +46,6 @@ class ProcessReports(ToolState):
         if not reports:
             return result
         return result.model_copy(update={"output": "\n".join([result.output, *reports]).lstrip("\n")})
-
-    def start(self, session_id: str, interval_s: float | None) -> None:
-        """Add a new process, to be reported every `interval_s` seconds where that is given."""
-        self.seen[session_id] = 0
-        if interval_s is not None:
-            self.intervals[session_id] = interval_s
 
 
 def process_reports(scope: ToolScope) -> ProcessReports:
@@ -119,8 +116,8 @@ class ProcessTool(Tool):
 
     async def _poll(self, arguments: ProcessArguments, session_id: str, scope: ToolScope) -> ToolResult:
         del arguments
-        seen = process_reports(scope).seen
-        state = await read(scope, session_id, offset=seen.get(session_id, 0), max_bytes=scope.limits.max_output_bytes)
+        seen = process_reports(scope).seen[session_id]
+        state = await read(scope, session_id, offset=seen, max_bytes=scope.limits.max_output_bytes)
         return self._report(state, scope, "no new output")
 
     async def _log(self, arguments: ProcessArguments, session_id: str, scope: ToolScope) -> ToolResult:
@@ -143,11 +140,10 @@ class ProcessTool(Tool):
         most = scope.limits.max_wait_s
         asked = arguments.timeout if arguments.timeout is not None else most
         wait_s = min(asked, most)
-        seen = process_reports(scope).seen
         state = await read(
             scope,
             session_id,
-            offset=seen.get(session_id, 0),
+            offset=process_reports(scope).seen[session_id],
             max_bytes=scope.limits.max_output_bytes,
             wait_s=wait_s,
             until="exit",
@@ -161,7 +157,7 @@ class ProcessTool(Tool):
         del arguments
         await self._known(scope, session_id)
         await scope.run(wire.ProcKill(id=session_id, signal="TERM"))
-        offset = process_reports(scope).seen.get(session_id, 0)
+        offset = process_reports(scope).seen[session_id]
         # KILL follows TERM in the slot, long before this bound.
         state = await read(scope, session_id, offset=offset, wait_s=min(30, scope.limits.max_wait_s), until="exit")
         return self._report(state, scope, "", "" if not state.running else "[it has not ended yet; poll it]")

@@ -131,9 +131,9 @@ class _Emulator(pyte.Screen):
             kept.append(char)
         return "".join(kept)
 
-    def select_graphic_rendition(self, *attrs: int, **_: object) -> None:
+    def select_graphic_rendition(self, *attrs: int, **options: object) -> None:
         """Set colours; the private forms that vim sends are for key reporting."""
-        if not _:
+        if not options:
             super().select_graphic_rendition(*attrs)
 
 

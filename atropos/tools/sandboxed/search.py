@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import posixpath
+import re
 import shlex
 from dataclasses import dataclass
 
@@ -13,7 +14,7 @@ from atropos import wire
 from atropos.tools.arguments import Arguments, no_nul
 from atropos.tools.base import Tool, ToolError, ToolScope
 from atropos.tools.models import ToolResult
-from atropos.tools.sandboxed.files import MAX_PATH, WORKSPACE, like_requested
+from atropos.tools.sandboxed.files import MAX_PATH, like_requested
 from atropos.tools.sandboxed.text import clip, decode, plural
 
 MAX_LINE = 500
@@ -26,6 +27,8 @@ ON_LOOP_BYTES = 262_144
 """Output of up to this size is parsed on the event loop, more in a thread."""
 NESTED = 8
 """Most repositories below the searched folder whose ignore rules are applied."""
+_ROW = re.compile(r"([0-9]+)([:-])(.*)", re.DOTALL)
+"""After its path: a line's number, whether it matches or is context, and the line."""
 
 
 class SearchArguments(Arguments):
@@ -142,28 +145,23 @@ async def _ripgrep(arguments: SearchArguments, scope: ToolScope) -> _Found | Non
 
 
 def _parsed(arguments: SearchArguments, text: str, *, truncated: bool) -> _Found:
-    rows: list[wire.Match] = []
-    matches = 0
+    if not arguments.pattern:
+        paths = [line.removeprefix("./") for line in text.split("\n") if line]
+        rows = [wire.Match(path=path, line=0, text="") for path in paths[: arguments.limit]]
+        return _Found(rows, truncated or len(paths) > arguments.limit)
+    rows, matches = list[wire.Match](), 0
     for line in text.split("\n"):
-        path, nul, rest = line.partition("\0")
-        if not arguments.pattern:
-            if line:
-                rows.append(wire.Match(path=line.removeprefix("./"), line=0, text=""))
-                matches += 1
-        elif nul:
-            number = rest[: len(rest) - len(rest.lstrip("0123456789"))]
-            mark = rest[len(number) : len(number) + 1]
-            if not number or mark not in {":", "-"}:
-                continue
-            matches += mark == ":"
-            if matches > arguments.limit:
-                break
-            text = rest[len(number) + 1 :].rstrip("\r")
-            rows.append(wire.Match(path=path.removeprefix("./"), line=int(number), text=text, context=mark == "-"))
+        path, _, rest = line.partition("\0")
+        row = _ROW.match(rest)
+        if row is None:
+            continue
+        number, mark, found = row.groups()
+        matches += mark == ":"
         if matches > arguments.limit:
             break
-    if not arguments.pattern:
-        rows = rows[: arguments.limit]
+        rows.append(
+            wire.Match(path=path.removeprefix("./"), line=int(number), text=found.rstrip("\r"), context=mark == "-")
+        )
     return _Found(rows, truncated or matches > arguments.limit)
 
 
@@ -172,6 +170,7 @@ def _parsed(arguments: SearchArguments, text: str, *, truncated: bool) -> _Found
 
 async def _search(arguments: SearchArguments, scope: ToolScope) -> _Found:
     """The runner's search, without what git ignores."""
+    workdir = scope.slot.profile.workdir
     most = min(arguments.limit * 4, 10_000)
     while True:
         result = await scope.slot.run(
@@ -189,7 +188,7 @@ async def _search(arguments: SearchArguments, scope: ToolScope) -> _Found:
         if not isinstance(result, wire.SearchResult):
             raise ToolError("search_files: the slot returned no matches")
         found = [
-            one.model_copy(update={"path": like_requested(one.path, arguments.path).removeprefix("./")})
+            one.model_copy(update={"path": like_requested(one.path, arguments.path, workdir).removeprefix("./")})
             for one in result.matches
         ]
         kept = await _without_ignored(arguments.path, found, scope)
@@ -227,9 +226,11 @@ async def _ignored(root: str, paths: list[str], scope: ToolScope) -> set[str]:
     if not isinstance(result, wire.CommandResult) or not result.output:
         return set()
     ignored: set[str] = set()
+    workdir = scope.slot.profile.workdir
     for repository in decode(result.output).splitlines():
         folder = posixpath.normpath(posixpath.join(root, repository))
-        seen = {_below(path, folder): path for path in paths if path and _below(path, folder)}
+        names = {path: _below(path, folder, workdir) for path in paths}
+        seen = {name: path for path, name in names.items() if name}
         if not seen:
             continue
         answer = await scope.slot.run(
@@ -245,7 +246,7 @@ async def _ignored(root: str, paths: list[str], scope: ToolScope) -> set[str]:
     return ignored
 
 
-def _below(path: str, folder: str) -> str:
+def _below(path: str, folder: str, workdir: str) -> str:
     """A path relative to a folder; empty when it is not below it."""
-    path, folder = (posixpath.normpath(posixpath.join(WORKSPACE, one)) for one in (path, folder))
+    path, folder = (posixpath.normpath(posixpath.join(workdir, one)) for one in (path, folder))
     return path[len(folder) :].lstrip("/") if path.startswith(f"{folder.rstrip('/')}/") else ""

@@ -64,17 +64,18 @@ class TerminalTool(Tool):
         asked = arguments.timeout if arguments.timeout is not None else limits.command_timeout_s
         timeout_s = min(asked, limits.max_timeout_s)
         note = f"timeout {asked:g} s was shortened to {timeout_s:g} s, the longest allowed" if asked > timeout_s else ""
+        result: wire.CommandResult
         if arguments.pty:
             result = await self._on_terminal(arguments, scope, timeout_s)
-            return command_result(result, timeout_s=timeout_s, note=note, most=limits.max_output_bytes)
-        result: wire.CommandResult = await scope.run(
-            wire.Exec(
-                command=arguments.command,
-                timeout_s=timeout_s,
-                workdir=arguments.workdir,
-                max_output_bytes=limits.max_output_bytes,
+        else:
+            result = await scope.run(
+                wire.Exec(
+                    command=arguments.command,
+                    timeout_s=timeout_s,
+                    workdir=arguments.workdir,
+                    max_output_bytes=limits.max_output_bytes,
+                )
             )
-        )
         return command_result(result, timeout_s=timeout_s, note=note, most=limits.max_output_bytes)
 
     async def _on_terminal(
@@ -111,7 +112,8 @@ class TerminalTool(Tool):
                 command=arguments.command, workdir=arguments.workdir, pty=arguments.pty, buffer_bytes=BUFFER_BYTES
             )
         )
-        process_reports(scope).start(state.id, arguments.check_interval)
+        if arguments.check_interval is not None:
+            process_reports(scope).intervals[state.id] = arguments.check_interval
         terminal = " on a terminal of its own" if arguments.pty else ""
         ignored = "; timeout does not apply to background processes" if arguments.timeout is not None else ""
         return ToolResult(

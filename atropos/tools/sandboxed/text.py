@@ -45,9 +45,7 @@ def clip(text: str, most: int) -> tuple[str, int]:
     return f"{text[:head]}\n[… {dropped:,} characters left out …]\n{text[-tail:]}", dropped
 
 
-def command_result(
-    result: wire.CommandResult, *, timeout_s: float | None, note: str = "", most: int = 50_000
-) -> ToolResult:
+def command_result(result: wire.CommandResult, *, timeout_s: float, note: str, most: int) -> ToolResult:
     """A command's result for a model.
 
     Args:
@@ -86,12 +84,11 @@ _LIMITS: dict[str, str] = {
 }
 
 
-def _describe_failure(result: wire.CommandResult, timeout_s: float | None) -> str | None:
+def _describe_failure(result: wire.CommandResult, timeout_s: float) -> str | None:
     if result.cancelled:
         return "the command was cancelled"
     if result.timed_out:
-        after = f" after {timeout_s:g} s" if timeout_s is not None else ""
-        return f"timed out{after} and was killed; the output is what it printed before"
+        return f"timed out after {timeout_s:g} s and was killed; the output is what it printed before"
     if result.limit is not None and result.limit != "output" and result.exit_code != 0:
         return f"stopped by the {result.limit} limit: {_LIMITS.get(result.limit, result.limit)}"
     if result.exit_code is None:

@@ -19,13 +19,7 @@ from atropos.aio import backoff_s
 from atropos.errors import ConfigError, OutcomeUnknown, ToolServerUnavailable
 from atropos.tools.base import Tool
 from atropos.tools.models import ToolResult
-from atropos.tools.tool_server.messages import (
-    VERSION,
-    ExecuteAnswer,
-    ExternalCall,
-    ToolInfo,
-    ToolList,
-)
+from atropos.tools.tool_server.messages import VERSION, ExecuteAnswer, ExternalCall, ToolInfo, ToolList
 from atropos.tools.tool_server.transport import (
     Connections,
     InProcess,
@@ -181,11 +175,11 @@ class ToolServerClient:
                 if response.status == 200:
                     return self._answer(response, call, life)
                 if response.status == 413 and not sent_before:
-                    return ToolResult.failure(f"{call.name}: the arguments are too long: {_problem(response)}")
+                    return ToolResult.failure(f"{call.name}: the arguments are too long: {_problem(response).message}")
                 if response.status not in {429, 502, 503, 504}:
                     self._raise_for(response, call, life, sent_before=sent_before)
                 sent_before |= response.status in {502, 504}  # from a proxy: the server behind it may run the call
-                failure = f"answered {response.status}: {_problem(response)}"
+                failure = f"answered {response.status}: {_problem(response).message}"
         if sent_before:
             raise OutcomeUnknown(f"the ToolServer at {self.url} {failure}; call {call.call_id} may have run")
         raise self._unavailable(failure)
@@ -240,17 +234,17 @@ class ToolServerClient:
     def _raise_for(self, response: TransportResponse, call: ExternalCall, life: _Life, *, sent_before: bool) -> None:
         problem = _problem(response)
         if response.status == 409:
-            if _code(response) == "state_lost" and not sent_before:
+            if problem.code == "state_lost" and not sent_before:
                 life.state_id = None  # reported once: later calls start without state
-                raise self._unavailable(f"did not run call {call.call_id}: {problem}")
-            raise OutcomeUnknown(f"the ToolServer at {self.url}: {problem}")
+                raise self._unavailable(f"did not run call {call.call_id}: {problem.message}")
+            raise OutcomeUnknown(f"the ToolServer at {self.url}: {problem.message}")
         if response.status >= 500 or sent_before:
-            raise OutcomeUnknown(f"the ToolServer at {self.url} answered {response.status}: {problem}")
+            raise OutcomeUnknown(f"the ToolServer at {self.url} answered {response.status}: {problem.message}")
         raise self._refused(response)
 
     def _refused(self, response: TransportResponse) -> ToolServerUnavailable:
         cure = "; check tool_server_token" if response.status in {401, 403} else ""
-        return self._unavailable(f"answered {response.status}: {_problem(response)}{cure}")
+        return self._unavailable(f"answered {response.status}: {_problem(response).message}{cure}")
 
     def _unavailable(self, why: str) -> ToolServerUnavailable:
         return ToolServerUnavailable(f"the ToolServer at {self.url} {why}")
@@ -302,26 +296,19 @@ async def _lifespan(app: Starlette) -> AsyncGenerator[None]:
             _log.warning("the ToolServer in this process failed at its end: %r", failure)
 
 
-def _problem(response: TransportResponse) -> str:
+def _problem(response: TransportResponse) -> Problem:
+    """What a response says; without a code where a proxy wrote it."""
     try:
-        return Problem.model_validate_json(response.body).message
+        return Problem.model_validate_json(response.body)
     except ValidationError:
-        return response.body.decode(errors="replace")[:200] or f"status {response.status}"
-
-
-def _code(response: TransportResponse) -> str:
-    try:
-        return Problem.model_validate_json(response.body).code
-    except ValidationError:
-        return ""
+        text = response.body.decode(errors="replace")[:200]
+        return Problem(code="", message=text or f"status {response.status}")
 
 
 async def _pause(attempt: int, response: TransportResponse | None) -> None:
-    asked = 0.0
-    if response is not None:
-        try:
-            asked = float(response.headers.get("retry-after", 0))
-        except ValueError:
-            asked = 0.0
+    try:
+        asked = 0.0 if response is None else float(response.headers.get("retry-after", 0))
+    except ValueError:
+        asked = 0.0
     backoff = backoff_s(attempt, first_s=0.1, longest_s=MAX_DELAY_S)
     await asyncio.sleep(min(max(asked, backoff), MAX_DELAY_S))

@@ -71,6 +71,23 @@ def test_what_an_artifact_excludes_stays_behind():
     assert names(safe_archive(data, "/app", ("*.log", "node_modules/"))) == ["deep/d"]
 
 
+def test_a_hard_link_to_what_an_artifact_excludes_is_the_file():
+    out = io.BytesIO()
+    with tarfile.open(fileobj=out, mode="w") as tar:
+        for name, link in (
+            ("./.cache/a", ""),
+            ("./one", "./.cache/a"),
+            ("./two", "./.cache/a"),
+            ("./.cache/b", "./.cache/a"),
+        ):
+            info = tarfile.TarInfo(name)
+            info.linkname, info.type, info.size = link, KINDS["h" if link else "f"], 0 if link else 3
+            tar.addfile(info, io.BytesIO(b"abc"))
+    with tarfile.open(fileobj=io.BytesIO(safe_archive(out.getvalue(), "/root", (".cache",)))) as tar:
+        assert [(one.name, one.linkname) for one in tar] == [("one", ""), ("two", "one")]
+        assert tar.extractfile("one").read() == tar.extractfile("two").read() == b"abc"
+
+
 def test_links_lead_nowhere_but_into_the_folder_and_to_programs():
     good = [
         ("python", "/usr/bin/python3"),

@@ -7,6 +7,7 @@ import pytest
 from atropos.slots import ExecResult
 from atropos.tasks.errors import VerifierFailed
 from atropos.tasks.folder import load_task
+from atropos.tasks.verifier.mode import choose
 from atropos.tasks.verifier.reward import read_verdict
 
 
@@ -14,13 +15,20 @@ from atropos.tasks.verifier.reward import read_verdict
 def task(tmp_path):
     for name, text in {
         "task.yaml": "instruction: Write hello.txt.\nparser_name: pytest\n",
-        "Dockerfile": "FROM python:3.12-slim\n",
+        "Dockerfile": "FROM python:3.12-slim\nWORKDIR /app\n",
         "run-tests.sh": "#!/bin/bash\n",
         "tests/test_outputs.py": "",
     }.items():
         (tmp_path / "old" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "old" / name).write_text(text)
     return load_task(tmp_path / "old")
+
+
+def test_tests_run_where_the_one_file_of_a_solution_works(task):
+    assert choose(task).mode == "view"
+    (task.path / "solution.sh").write_text("apt-get install -y nginx\n")
+    chosen = choose(load_task(task.path))
+    assert (chosen.mode, chosen.reason.split()[0]) == ("shared", "solution.sh")
 
 
 async def test_time_is_linear_in_what_a_program_printed_before_pytests_summary(task):

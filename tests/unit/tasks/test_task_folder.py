@@ -12,7 +12,7 @@ import pytest
 from atropos.errors import ConfigError
 from atropos.tasks.builder.archive import LargeFile, changed_mode, pack, unpack_steps
 from atropos.tasks.builder.limits import Room, TaskFit, fit
-from atropos.tasks.folder import load_task, load_tasks, read_folders, read_tasks
+from atropos.tasks.folder import load_task, read_folders, read_tasks
 from atropos.tasks.format.context import Context
 from atropos.tasks.format.recipe import PATH, Copy, Download, Folder, Mount, Run, StepSettings
 from atropos.tasks.verifier.mode import choose
@@ -40,7 +40,7 @@ def folder(tmp_path):
 
 def unpacked(folder, step):
     found = {}
-    for where, _, data in unpack_steps(Context.of(folder / "environment"), step):
+    for where, data in unpack_steps(Context.of(folder / "environment"), step):
         with tarfile.open(fileobj=io.BytesIO(data)) as archive:
             for member in archive:
                 content = archive.extractfile(member).read().decode() if member.isfile() else member.linkname
@@ -49,7 +49,7 @@ def unpacked(folder, step):
 
 
 def test_every_example_task_is_complete():
-    tasks = load_tasks(EXAMPLES)
+    tasks = read_tasks(EXAMPLES).tasks
     assert len(tasks) >= 15
     helpers = {(task.path / "tests/verify.py").read_text() for task in tasks}
     assert len(helpers) == 1, "the copies of tests/verify.py differ"
@@ -228,6 +228,18 @@ def test_a_link_that_a_copy_names_is_followed_within_the_context(folder):
             unpacked(folder, step)
 
 
+@pytest.mark.parametrize("source", ["way/key", "w*/key", "way/below", "round"])
+def test_no_way_through_a_link_leads_out_of_the_context(folder, tmp_path, source):
+    (tmp_path / "secret/below").mkdir(parents=True)
+    for name in ("key", "below/key"):
+        (tmp_path / "secret" / name).write_text("of the host")
+    (folder / "environment/way").symlink_to(tmp_path / "secret")
+    (folder / "environment/round").symlink_to("round")
+    (step,) = recipe_of(folder, f"FROM debian\nCOPY {source} /to\n").steps
+    with pytest.raises(ConfigError, match="which is not in the build context"):
+        unpacked(folder, step)
+
+
 def test_an_archive_that_is_added_is_unpacked(folder):
     with tarfile.open(folder / "environment/x.tar.gz", "w:gz") as archive:
         archive.add(folder / "environment/a.txt", "a.txt")
@@ -277,6 +289,10 @@ def test_mounts_are_there_for_one_command(folder):
         ("FROM a\nCOPY missing.txt /x", "missing.txt"),
         ("FROM a\nCOPY ../x /x", "../x"),
         ("FROM a\nCOPY x", "a source and a target"),
+        ("FROM a\nCOPY --exclude=[ sub /x", ":2: COPY --exclude: "),
+        ("FROM a\nCOPY <<E /x\n${A:?none}\nE", ":2: COPY ${A:?none}"),
+        ("FROM a\nADD http://[x/y /z", ":2: ADD http://[x/y: "),
+        ("FROM a\nRUN --mount=type=bind,source=../x,target=/x x", ":2: RUN ../x leads out"),
         ("FROM a\nRUN --mount=type=secret,id=x x", "--mount=type=secret"),
         ("FROM a\nRUN --mount=type=tempfs,target=/t x", "--mount=type=tempfs"),
         ("FROM a\nRUN --network=none x", "--network"),
@@ -307,6 +323,8 @@ def test_what_a_dockerfile_asks_in_vain_is_refused_by_name(folder, line, named):
     ("text", "named"),
     [
         ("version = ", "is not TOML"),
+        (f"x = {'[' * 3000}", "is not TOML"),
+        (f"x = {'1' * 5000}", "is not TOML"),
         ("[verifier]\ntimeout_sec = -1", "verifier.timeout_sec"),
         ("[verifier]\ntimeout_sec = 'soon'", "verifier.timeout_sec"),
         ("[verifier]\nkeep_processes = 'some'", "verifier.keep_processes"),
@@ -405,7 +423,7 @@ def test_a_task_on_an_image_needs_no_environment_and_one_whose_verifier_holds_th
 
 def test_a_task_is_called_as_its_folder_also_where_that_is_a_link(folder, tmp_path):
     (tmp_path / "linked").symlink_to(folder)
-    assert [task.name for task in load_tasks(tmp_path)] == ["demo", "linked"]
+    assert [task.name for task in read_tasks(tmp_path).tasks] == ["demo", "linked"]
     with pytest.raises(ConfigError, match="have the same name; rename one"):
         read_folders([folder, tmp_path / "other/demo"])
 
@@ -425,6 +443,8 @@ def test_files_that_cannot_be_honoured_are_named(folder):
         ("services: {main: {mem_limit: lots}}", r"services\.main\.mem_limit: 'lots' is no size"),
         ("services: {main: {environment: ['K=${KEY}']}}", r"environment\.K: \$\{KEY\} is not given to tasks"),
         ("services: [", "can't be read"),
+        ("services: {main: {environment: {DAY: 2024-13-45}}}", "can't be read: month must be in"),
+        (f"services: {'[' * 3000}", "can't be read"),
     ):
         compose.write_text(text)
         with pytest.raises(ConfigError, match=rf"docker-compose\.yaml.*{named}") as refused:
@@ -435,14 +455,14 @@ def test_files_that_cannot_be_honoured_are_named(folder):
 def test_folders_without_tasks_and_patterns_without_match_are_named(folder, tmp_path):
     (tmp_path / "empty").mkdir()
     with pytest.raises(ConfigError, match="holds no task"):
-        load_tasks(tmp_path / "empty")
+        read_tasks(tmp_path / "empty")
     with pytest.raises(ConfigError, match="is not a folder"):
-        load_tasks(tmp_path / "nowhere")
+        read_tasks(tmp_path / "nowhere")
     (tmp_path / "empty").rmdir()
     with pytest.raises(ConfigError, match=r"no task .* matches 'x\*'"):
-        load_tasks(tmp_path, ["x*"])
-    assert [task.name for task in load_tasks(tmp_path, ["de*"])] == ["demo"]
-    assert [task.name for task in load_tasks(folder)] == ["demo"]
+        read_tasks(tmp_path, ["x*"])
+    assert [task.name for task in read_tasks(tmp_path, ["de*"]).tasks] == ["demo"]
+    assert [task.name for task in read_tasks(folder).tasks] == ["demo"]
 
 
 def test_older_spellings_and_empty_forms_are_read(folder):
@@ -477,7 +497,7 @@ def test_what_images_set_is_where_a_dockerfile_starts(folder):
         + "0" * 64
         + " https://host/dir/name.txt?x=1 /etc/\nCOPY --chmod=u=rwX,go=rX a.txt /b\n"
     )
-    recipe = load_task(folder, images={"app:1": StepSettings("/srv", {"PATH": "/usr/bin"}, "app")}).recipe
+    recipe = load_task(folder).on({"app:1": StepSettings("/srv", {"PATH": "/usr/bin"}, "app")}).recipe
     assert recipe.settings == StepSettings("/srv/sub", {"PATH": "/own:/usr/bin"}, "app")
     folder_step, one, two, add, copy = recipe.steps
     assert folder_step == Folder("/srv/sub", "app")
@@ -514,16 +534,17 @@ def test_large_folders_are_cut_into_archives_that_fit(tmp_path):
         (tmp_path / f"f{number}").write_bytes(b"x" * 50_000)
     pieces = list(pack([(f"f{n}", tmp_path / f"f{n}") for n in range(8)], limit=200_000))
     assert len(pieces) > 1
-    assert all(len(piece) <= 200_000 for _, piece in pieces)
+    assert all(len(piece) <= 200_000 for piece in pieces)
     names = []
-    for _, piece in pieces:
+    for piece in pieces:
         with tarfile.open(fileobj=io.BytesIO(piece)) as archive:
             names += archive.getnames()
     assert sorted(names) == [f"f{n}" for n in range(8)]
     (tmp_path / "f0").chmod(0o777)
-    pieces = list(pack([("f0", tmp_path / "f0"), ("text", b"x")], limit=60_000))
-    assert pieces[0] == (["f0"], LargeFile("f0", tmp_path / "f0", 0o755))
-    assert [names for names, _ in pieces] == [["f0"], ["text"]]
+    large, text = pack([("f0", tmp_path / "f0"), ("text", b"x")], limit=60_000)
+    assert large == LargeFile("f0", tmp_path / "f0", 0o755)
+    with tarfile.open(fileobj=io.BytesIO(text)) as archive:
+        assert archive.getnames() == ["text"]
 
 
 def test_a_fifo_is_refused(folder):
@@ -644,7 +665,7 @@ def test_every_bad_task_of_a_set_is_named_at_once(folder, tmp_path):
     assert [task.name for task in found.tasks] == ["demo"]
     assert sorted(found.refused) == ["one", "two"]
     with pytest.raises(ConfigError, match=r"2 of 3 tasks can't be used:\n  one: .*\n  two: "):
-        load_tasks(tmp_path)
+        found.check()
 
 
 def test_unknown_keys_are_listed_and_empty_tables_are_fine(folder):
@@ -685,6 +706,11 @@ def test_a_compose_file_of_one_service_says_how_its_commands_start(folder):
     compose.write_text("services: {main: {build: ., mem_limit: 1g}}")
     (folder / "task.toml").write_text("[environment]\nmemory_mb = 700\n")
     assert load_task(folder).config.environment.memory_mb == 700, "task.toml comes first"
+    compose.write_text("services: {main: {image: 'app:1', working_dir: /srv}}")
+    (folder / "environment/Dockerfile").unlink()
+    assert load_task(folder).recipe.workdir == "/srv"
+    (folder / "task.toml").write_text("[environment]\nworkdir = '/own'\n")
+    assert load_task(folder).recipe.workdir == "/own"
 
 
 def test_steps_inherit_from_the_task_and_add_their_own(folder):

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from atropos import wire
 from atropos.errors import SandboxError
+from atropos.slots.slot.profile import PLAIN
 
 
 class FakeSlot:
@@ -23,6 +24,7 @@ class FakeSlot:
         self.ran = []
         self.procs = {}
         self.fault: SandboxError | None = None
+        self.profile = PLAIN
         self.released = 0
 
     async def run(self, operation, *, call_id=None):

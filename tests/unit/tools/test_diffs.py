@@ -78,6 +78,22 @@ def test_gits_own_diff_with_every_kind_of_change(tmp_path):
     assert diffs.apply("a\r\nb\r\n", changes["crlf", "crlf"]) == "a\r\nB\r\n"
 
 
+@pytest.mark.parametrize(
+    ("header", "change"),
+    [
+        ("a/x b/x\nold mode 100644\nnew mode 100755\n", ("x", "x", 0o755, False)),
+        ("a/x b/y\nold mode 100644\nnew mode 100755\nrename from x\nrename to y\n", ("x", "y", 0o755, True)),
+        (r'"a/n\303\251" b/y' + "\n" + r'rename from "n\303\251"' + "\nrename to y\n", ("né", "y", None, True)),
+        (r'"a/n\303\251" "b/n\303\251"' + "\nnew file mode 100755\n", (None, "né", 0o755, False)),
+        ("a/x b/x\ndeleted file mode 100644\n", ("x", None, None, False)),
+    ],
+)
+def test_a_change_without_lines_has_its_names_and_mode(header, change):
+    for more in ("", "diff --git a/f b/f\n--- a/f\n+++ b/f\n@@ -1 +1 @@\n-a\n+b\n"):
+        one, *_ = diffs.parse(f"diff --git {header}{more}")
+        assert (one.old_path, one.new_path, one.mode, one.rename) == change
+
+
 def test_wrong_line_numbers_and_counts_are_forgiven_and_wrong_lines_are_not():
     text = join(str(i) for i in range(100))
     change = diffs.parse("--- f\n+++ f\n@@ -7,99 +7,1 @@\n 50\n-51\n+x\n@@ @@\n 80\n+y\n")[0]

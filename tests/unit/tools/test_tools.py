@@ -7,6 +7,8 @@ import json
 
 import pytest
 
+from atropos import wire
+from atropos.slots.slot.profile import Profile
 from atropos.tools import ToolCall, build_tool_registry
 from tests.unit.tools.fakes import FakePool
 
@@ -230,6 +232,22 @@ class TestPatch:
         assert (root / "new name").read_text() == "same\n"
         assert not (root / "old name").exists()
 
+    async def test_a_diff_of_a_mode_and_of_a_file_that_it_replaces(self, use, root, pool):
+        (root / "run.sh").write_text("x\n")
+        mode = await use("patch", diff="diff --git a/run.sh b/run.sh\nold mode 100644\nnew mode 100755\n")
+        assert (mode.output, (root / "run.sh").stat().st_mode & 0o777) == ("changed the mode of run.sh", 0o755)
+        delete = "--- a/run.sh\n+++ /dev/null\n@@ -1 +0,0 @@\n-x\n"
+        make = "--- /dev/null\n+++ b/run.sh\n@@ -0,0 +1 @@\n+y\n"
+        assert (await use("patch", diff=f"{delete}{make}")).success
+        assert (root / "run.sh").read_text() == "y\n"
+        again = await use("patch", diff=f"{delete.replace('-x', '-y')}{make}{make}")
+        assert "run.sh is to be created and exists already" in again.error
+        pool.refuse_write = "refused"
+        replace = f"{delete.replace('-x', '-y')}{make.replace('+y', '+z')}"
+        failed = await use("patch", diff=f"{replace}{make.replace('run.sh', 'refused')}")
+        assert not failed.success
+        assert (root / "run.sh").read_text() == "y\n", "what was there is restored"
+
     async def test_a_diff_between_two_names_changes_the_file_there_is(self, use, root):
         (root / "f").write_text("a\n")
         assert (await use("patch", diff="--- f.orig\n+++ f\n@@ -1 +1 @@\n-a\n+b\n")).success
@@ -290,6 +308,19 @@ class TestSearch:
         assert "[3 matches in 3 files]" in result.output
         listed = await use("search_files", pattern="", glob="*.py")
         assert listed.output == "src/a.py\n[1 file]"
+
+    async def test_paths_are_relative_to_the_folder_that_commands_start_in(
+        self, use, executor, repository, monkeypatch
+    ):
+        slot = await executor.slot("t")
+        slot.profile = Profile("/app")
+
+        async def search(operation):
+            paths = [f"/app/{operation.path}/{name}" for name in ("build/out.py", "src/a.py")]
+            return wire.SearchResult(matches=tuple(wire.Match(path=path, line=0, text="") for path in paths), files=2)
+
+        monkeypatch.setattr(slot, "_search", search)
+        assert (await use("search_files", pattern="")).output == "src/a.py\n[1 file]"
 
     async def test_a_repository_below_the_searched_folder(self, use, root):
         (root / "repo").mkdir()
