@@ -98,8 +98,9 @@ class AgentEnv(SandboxEnv):
     async def setup(self) -> None:
         """As `SandboxEnv`'s, after a check of the parser's name and of the tokenizer's template."""
         get_parser(self.config.agent_tool_parser)
+        renderer = self.renderer
         try:
-            self.renderer.prompt([{"role": "system", "content": "x"}, {"role": "user", "content": "x"}])
+            renderer.prompt([{"role": "system", "content": "x"}, {"role": "user", "content": "x"}])
         except Exception as error:  # templates raise errors of any kind
             raise ConfigError(
                 f"env.tokenizer_name: the chat template of {self.config.tokenizer_name!r} takes no system message, in which "

@@ -66,8 +66,14 @@ class DatasetEnv(AgentEnv):
         return self.items[self._order[place]]
 
     def save_checkpoint(self, step: int, data: dict[str, object] | None = None) -> None:
-        """As atroposlib's, with the number of items given: an env that is started again goes on after them."""
-        super().save_checkpoint(step, {"_given": self._given, **(data or {})})
+        """As atroposlib's, with the number of items given: an env that is started again goes on after them.
+
+        The folder is the trainer's, which may be on another machine: one that can't be written to is reported.
+        """
+        try:
+            super().save_checkpoint(step, {"_given": self._given, **(data or {})})
+        except OSError as error:
+            _log.warning("no checkpoint of step %d; an env that is started again goes on earlier: %s", step, error)
 
     async def evaluate(self, *_args: object, **_kwargs: object) -> None:
         """Run every item once; the mean score goes to the log, to wandb, and to `data_dir_to_save_evals`.

@@ -358,6 +358,13 @@ async def test_a_template_that_takes_no_system_message_is_refused_by_name(policy
         await env.setup()
 
 
+async def test_a_tokenizer_without_a_template_is_refused_for_that(policy):
+    env = make(ScriptEnv, policy.url, None)
+    env.tokenizer.chat_template = None
+    with pytest.raises(ConfigError, match=r"^tokenizer_name: this tokenizer has no chat template"):
+        await env.setup()
+
+
 async def test_seeds_make_a_run_repeatable_and_members_differ(policy, tmp_path):
     from examples.policy.play import TASKS
 
