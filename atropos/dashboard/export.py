@@ -5,7 +5,6 @@ ATIF is Harbor's Agent Trajectory Interchange Format; the fields used here are t
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import TypedDict
 
 from atropos.dashboard.conversation import Message, Part
@@ -75,7 +74,8 @@ def _step(message: Message, number: int) -> _Step:
         return step
     if thought := _text(message, "thought"):
         step["reasoning_content"] = thought
-    calls = [_call(part, f"call_{number}_{at}") for at, part in enumerate(_named(message), 1)]
+    named = (part for part in message.parts if part.kind == "call" and part.name)
+    calls = [_call(part, f"call_{number}_{at}") for at, part in enumerate(named, 1)]
     if calls:
         step["tool_calls"] = calls
     return step
@@ -84,10 +84,6 @@ def _step(message: Message, number: int) -> _Step:
 def _spoken(source: str) -> tuple[str, ...]:
     """The kinds of parts that are a message's text: an agent's calls have a field of their own, where they can be read."""
     return ("text", "unread") if source == "agent" else ("text", "result")
-
-
-def _named(message: Message) -> Iterator[Part]:
-    return (part for part in message.parts if part.kind == "call" and part.name)
 
 
 def _call(part: Part, call_id: str) -> _Call:

@@ -259,10 +259,11 @@ class DashboardServer:
         siblings = await asyncio.to_thread(self._store.group, int(request.match_info["number"]))
         if not siblings:
             raise web.HTTPNotFound(reason="This group is not kept.")
-        shown = siblings[:SIBLINGS]
-        more = len(siblings) - len(shown)
-        make = functools.partial(self._page, "group.html", siblings=shown, more=more)
-        return await asyncio.to_thread(make, rows=aligned(shown), verdicts=verdicts(shown))
+        return await asyncio.to_thread(self._group_page, siblings[:SIBLINGS], len(siblings[SIBLINGS:]))
+
+    def _group_page(self, siblings: list[tuple[Entry, Details]], more: int) -> web.Response:
+        rows, said = aligned(siblings), verdicts(siblings)
+        return self._page("group.html", siblings=siblings, more=more, rows=rows, verdicts=said)
 
     async def _style(self, _request: web.Request) -> web.Response:
         return web.Response(text=STYLE, content_type="text/css")
