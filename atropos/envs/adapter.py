@@ -31,10 +31,10 @@ _collecting = gc.isenabled()
 gc.disable()
 try:
     from atroposlib.envs import base
-    from atroposlib.envs.base import BaseEnv, BaseEnvConfig, EvalHandlingEnum, ScoredDataGroup, ScoredDataItem
+    from atroposlib.envs.base import BaseEnv, BaseEnvConfig, ScoredDataGroup
     from atroposlib.envs.server_handling import server_baseline, sglang_server, trl_vllm_server, vllm_server
     from atroposlib.envs.server_handling.server_baseline import APIServer, APIServerConfig, ServerBaseline
-    from atroposlib.envs.server_handling.server_manager import ServerManager, ServerManagerConfig
+    from atroposlib.envs.server_handling.server_manager import ServerManager
     from atroposlib.type_definitions import Item
     from openai import APIConnectionError
     from transformers import AutoTokenizer
@@ -49,15 +49,11 @@ __all__ = [
     "APIServerConfig",
     "BaseEnv",
     "BaseEnvConfig",
-    "EvalHandlingEnum",
     "Item",
     "ScoredDataGroup",
-    "ScoredDataItem",
     "ServerBaseline",
     "ServerConfigs",
     "ServerManager",
-    "ServerManagerConfig",
-    "check_tokenizer",
     "load_tokenizer",
     "prepare_server_configs",
     "prepare_servers",

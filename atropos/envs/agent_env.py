@@ -112,18 +112,10 @@ class AgentEnv(SandboxEnv):
         """A snapshot of the workspace that `setup_group_workspace` prepared, if it is overridden."""
         if type(self).setup_group_workspace is AgentEnv.setup_group_workspace:
             return None
-        async with self.backend.admission:
-            tools = self.hook_tools(group, setup=True)
-            try:
-                await self.hooks.call(
-                    "setup_group_workspace",
-                    lambda: self.setup_group_workspace(item, exec_tool=tools),
-                    calls=tools,
-                    setup=True,
-                )
-                return await self.backend.freeze(group)
-            finally:
-                await self.executor.release_trajectory(group)
+        tools = self.hook_tools(group, setup=True)
+        return await self.frozen_workspace(
+            group, "setup_group_workspace", lambda: self.setup_group_workspace(item, exec_tool=tools), tools
+        )
 
     async def run_trajectory(self, item: Item, trajectory_id: str, member: GroupMember) -> Rollout:
         """Set up, act, verify; see `SandboxEnv.run_trajectory`."""

@@ -82,17 +82,16 @@ class DatasetEnv(AgentEnv):
             GroupsDropped: some items could not be completed; they are not in the mean.
         """
         room = asyncio.Semaphore(self.config.capacity)
-        outcomes: list[tuple[object, Rollout | GroupDropped]] = []
+        scored: list[tuple[str, Rollout]] = []
 
         async def one(item: object) -> None:
             async with room:
                 try:
                     [rollout] = await self.collector.rollouts(item, 1)
-                    outcomes.append((item, rollout))
+                    scored.append((self.item_name(item), rollout))
                 except GroupDropped as dropped:
-                    self.collector.count_drop(dropped)
+                    self.metrics.dropped[dropped.code] += 1
                     _log.warning("%s is not evaluated: %s", self.item_name(item), dropped)
-                    outcomes.append((item, dropped))
 
         began = time.time()
         try:
@@ -101,10 +100,9 @@ class DatasetEnv(AgentEnv):
                     tasks.create_task(one(item))
         except BaseExceptionGroup as errors:
             raise first_of(errors) from None
-        await self._report(outcomes, began)
+        await self._report(scored, began)
 
-    async def _report(self, outcomes: list[tuple[object, Rollout | GroupDropped]], began: float) -> None:
-        scored = [(self.item_name(item), end) for item, end in outcomes if isinstance(end, Rollout)]
+    async def _report(self, scored: list[tuple[str, Rollout]], began: float) -> None:
         mean = statistics.fmean(rollout.score for _, rollout in scored) if scored else float("nan")
         solved = sum(rollout.score >= 1 for _, rollout in scored)
         metrics = {"eval/mean_score": mean, "eval/solved": solved, "eval/items": len(scored)}

@@ -186,15 +186,10 @@ class HermesAgentBaseEnv(SandboxEnv):
         """A snapshot of the workspace that `setup_group` prepared, if it is overridden."""
         if type(self).setup_group is HermesAgentBaseEnv.setup_group:
             return None
-        async with self.backend.admission:
-            try:
-                ctx = ToolContext(self.executor, group, limit=self._calls, setup=True)
-                await self.hooks.call(
-                    "setup_group", lambda: bridged(lambda: self.setup_group(item, ctx)), calls=ctx, setup=True
-                )
-                return await self.backend.freeze(group)
-            finally:
-                await self.executor.release_trajectory(group)
+        ctx = ToolContext(self.executor, group, limit=self._calls, setup=True)
+        return await self.frozen_workspace(
+            group, "setup_group", lambda: bridged(lambda: self.setup_group(item, ctx)), ctx
+        )
 
     async def run_trajectory(self, item: Item, trajectory_id: str, member: GroupMember) -> Rollout:
         """Set up, act, reward; see `SandboxEnv.run_trajectory`."""
