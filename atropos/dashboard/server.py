@@ -66,7 +66,8 @@ class Readers(Admission):
 
     def authorizes(self, request: h11.Request) -> bool:
         """Whether a head carries the token in any of the ways that pages take it."""
-        shown = parse_qs(request.target.partition(b"?")[2]).get(b"token", [])
+        query = request.target.partition(b"?")[2].decode("ascii")  # h11 admits nothing else
+        shown = [value.encode() for value in parse_qs(query).get("token", [])]
         for name, value in request.headers:
             if name == b"cookie":
                 shown += _cookies(value, self._cookie)
