@@ -251,5 +251,5 @@ def _plain(info: dict[str, object]) -> dict[str, object]:
     """
     try:
         return cast("dict[str, object]", json.loads(json.dumps(info, default=str)))
-    except (TypeError, ValueError) as error:
+    except Exception as error:  # a value's own __str__ may raise anything
         raise HookError(f"verify_and_score_trajectory: what it returned can't be written as JSON: {error}") from error
