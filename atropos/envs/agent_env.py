@@ -186,7 +186,8 @@ class AgentEnv(SandboxEnv):
             ),
             calls=verifying,
         )
-        return _verdict(verdict)
+        with self.hooks.guard("verify_and_score_trajectory"):  # a value's own __float__ and __repr__ may raise anything
+            return _verdict(verdict)
 
     async def act(self, agent: AtroposAgent, item: Item, task: str, trajectory_id: str) -> AgentResult:
         """The agent's part of a trajectory."""

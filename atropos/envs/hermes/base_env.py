@@ -254,7 +254,8 @@ class HermesAgentBaseEnv(SandboxEnv):
             reward = await self.hooks.call(
                 "compute_reward", lambda: bridged(lambda: self.compute_reward(item, result, ctx)), calls=ctx
             )
-        return checked_score(reward, "compute_reward")
+        with self.hooks.guard("compute_reward"):  # a value's own __float__ and __repr__ may raise anything
+            return checked_score(reward, "compute_reward")
 
     def _dialect(self, tools: ToolRegistry) -> OpenAIDialect:
         """The dialect for these tools, made once for each set of tools."""
