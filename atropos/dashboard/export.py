@@ -1,4 +1,4 @@
-"""Trajectories for other programs: ATIF files and messages for supervised fine-tuning.
+"""Trajectories as ATIF documents, for other programs.
 
 ATIF is Harbor's Agent Trajectory Interchange Format; the fields used here are those of version 1.8 of its RFC.
 """

@@ -253,22 +253,23 @@ def _captured(original: Callable[..., Awaitable[object]]) -> Callable[..., Await
     return call
 
 
-async def probe_servers(server: ServerManager, tokenizer: Tokenizer, timeout_s: float = PROBE_TIMEOUT_S) -> None:
+async def probe_servers(server: ServerManager, tokenizer: Tokenizer, timeout_s: float) -> None:
     """Ask every server for one token, before anything else is started.
 
     Raises:
         InferenceError: one line that names the server, what it did and the setting to look at.
     """
+    timeout_s = min(timeout_s, PROBE_TIMEOUT_S)
     for one in servers_of(server):
         config = getattr(one, "config", None)
         if config is None:
             continue
         try:
-            model = Model(_Direct(one), timeout_s=min(timeout_s, PROBE_TIMEOUT_S), retries=2)
+            model = Model(_Direct(one), timeout_s=timeout_s, retries=2)
             if model.exact:
                 await model.generate(tokenizer.encode("hi", add_special_tokens=False), max_tokens=1, temperature=0.0)
             else:
-                await _probe_chat(one, min(timeout_s, PROBE_TIMEOUT_S))
+                await _probe_chat(one, timeout_s)
         except InferenceError as error:
             raise InferenceError(
                 f"openai.base_url: {config.base_url} ({config.server_type}): {error}; {_cure(error, config.server_type)}",
@@ -323,7 +324,7 @@ async def _probe_chat(one: APIServer, timeout_s: float) -> None:
 
 async def stop_servers(server: ServerManager) -> None:
     """End the health checks that atroposlib starts and never ends, and close the clients."""
-    for one in getattr(server, "servers", ()):
+    for one in servers_of(server):
         task = getattr(one, "check_task", None)
         if task is not None:
             task.cancel()
