@@ -95,7 +95,7 @@ class AtroposAgent:
         return AgentResult(
             success=reason == "final",
             error=_ENDINGS.get(reason),
-            final_response=steps[-1].content if steps else "",
+            final_response=steps[-1].content,
             steps=steps,
             trajectory_data=transcript,
             total_tool_calls=sum(len(step.calls) for step in steps),

@@ -189,15 +189,16 @@ def _capture() -> Generator[None]:
         _capturing.reset(token)
 
 
+def innermost(error: BaseException) -> BaseException:
+    """The cause behind tenacity's RetryErrors, which atroposlib nests twice."""
+    while (attempt := getattr(error, "last_attempt", None)) is not None and (cause := attempt.exception()) is not None:
+        error = cause
+    return error
+
+
 def describe(error: BaseException) -> InferenceError:
     """Any client library's exception as an `InferenceError`, 4xx marked as not worth repeating (408, 429 are)."""
-    inner = error
-    for _ in range(5):  # tenacity.RetryError holds the last attempt, twice nested
-        attempt = getattr(inner, "last_attempt", None)
-        cause = attempt.exception() if attempt is not None else None
-        if cause is None:
-            break
-        inner = cause
+    inner = innermost(error)
     status = getattr(inner, "status_code", None) or getattr(inner, "status", None)
     status = status if isinstance(status, int) else None
     text = f"{type(inner).__name__}: {str(inner) or 'no detail'}"[:500]

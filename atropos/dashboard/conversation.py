@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import cast
 
 CALL, RESULT = "tool_call", "tool_response"
 """Hermes' tags."""
+THINKING = re.compile(r"<think>(.*?)(?:</think>|\Z)", re.DOTALL)
+"""As the agent loop finds it (`atropos.agent.thinking`), which runs no call in it."""
 
 
 @dataclass(frozen=True)
@@ -78,12 +81,18 @@ def _parts(role: str, message: Mapping[str, object]) -> Iterator[Part]:
 
 
 def _tagged(role: str, text: str) -> Iterator[Part]:
-    tag = {"assistant": CALL, "user": RESULT}.get(role)
-    for piece, tagged in _pieces(text, tag) if tag else [(text, False)]:
-        if not tagged:
-            yield Part("text", piece)
-        else:
-            yield _hermes_call(piece) if tag == CALL else _result(piece)
+    if role == "assistant":
+        for at, stretch in enumerate(THINKING.split(text)):
+            if at % 2:  # what the pattern's group matched
+                yield Part("thought", stretch)
+            else:
+                for piece, tagged in _pieces(stretch, CALL):
+                    yield _hermes_call(piece) if tagged else Part("text", piece)
+    elif role == "user":
+        for piece, tagged in _pieces(text, RESULT):
+            yield _result(piece) if tagged else Part("text", piece)
+    else:
+        yield Part("text", text)
 
 
 def _pieces(text: str, tag: str) -> Iterator[tuple[str, bool]]:

@@ -1,14 +1,14 @@
-"""Trajectories for other programs: ATIF files and messages for supervised fine-tuning.
+"""Trajectories as ATIF documents, for other programs.
 
 ATIF is Harbor's Agent Trajectory Interchange Format; the fields used here are those of version 1.8 of its RFC.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Sequence
 from typing import TypedDict
 
-from atropos.dashboard.conversation import Message, Part
+from atropos.dashboard.conversation import Part
 from atropos.dashboard.store import Details, Entry
 
 ATIF_VERSION = "ATIF-v1.8"
@@ -48,15 +48,16 @@ def atif(entry: Entry, details: Details, *, agent: str, version: str) -> dict[st
         version: its version.
     """
     steps: list[_Step] = []
+    call_ids: list[str | None] = []
     for message in details.messages:
-        results = [part for part in message.parts if part.kind == "result"]
+        parts = message.parts
+        results = [part for part in parts if part.kind == "result"]
         if results and steps and steps[-1].get("source") == "agent":
-            _observe(steps[-1], results)
-            rest = tuple(part for part in message.parts if part.kind != "result")
-        else:
-            rest = message.parts
-        if rest or not results:
-            steps.append(_step(Message(message.role, rest), len(steps) + 1))
+            _observe(steps[-1], call_ids, results)
+            parts = tuple(part for part in parts if part.kind != "result")
+        if parts or not results:
+            call_ids = _call_ids(parts, len(steps) + 1)
+            steps.append(_step(message.role, parts, len(steps) + 1, call_ids))
     facts = {"attempts": entry.attempts, "stop_reason": entry.stop_reason, "seconds_by_phase": entry.phases}
     return {
         "schema_version": ATIF_VERSION,
@@ -68,46 +69,39 @@ def atif(entry: Entry, details: Details, *, agent: str, version: str) -> dict[st
     }
 
 
-def _step(message: Message, number: int) -> _Step:
-    source = {"assistant": "agent", "system": "system"}.get(message.role, "user")
-    step: _Step = {"step_id": number, "source": source, "message": _text(message, *_spoken(source))}
-    if source != "agent":
-        return step
-    if thought := _text(message, "thought"):
+def _call_ids(parts: Sequence[Part], number: int) -> list[str | None]:
+    """The id of each call of a step; None where it could not be read: then its text belongs to the step's message."""
+    calls = [part for part in parts if part.kind == "call"]
+    return [(part.call_id or f"call_{number}_{at}") if part.name else None for at, part in enumerate(calls, 1)]
+
+
+def _step(role: str, parts: Sequence[Part], number: int, call_ids: Sequence[str | None]) -> _Step:
+    if role != "assistant":
+        said = _text(part for part in parts if part.kind in {"text", "result"})
+        return {"step_id": number, "source": "system" if role == "system" else "user", "message": said}
+    said = _text(part for part in parts if part.kind == "text" or (part.kind == "call" and not part.name))
+    step: _Step = {"step_id": number, "source": "agent", "message": said}
+    if thought := _text(part for part in parts if part.kind == "thought"):
         step["reasoning_content"] = thought
-    calls = [_call(part, f"call_{number}_{at}") for at, part in enumerate(_named(message), 1)]
-    if calls:
+    asked = zip((part for part in parts if part.kind == "call"), call_ids, strict=True)
+    if calls := [_call(part, call_id) for part, call_id in asked if call_id]:
         step["tool_calls"] = calls
     return step
 
 
-def _spoken(source: str) -> tuple[str, ...]:
-    """The kinds of parts that are a message's text: an agent's calls have a field of their own, where they can be read."""
-    return ("text", "unread") if source == "agent" else ("text", "result")
-
-
-def _named(message: Message) -> Iterator[Part]:
-    return (part for part in message.parts if part.kind == "call" and part.name)
-
-
 def _call(part: Part, call_id: str) -> _Call:
     arguments: object = part.arguments if isinstance(part.arguments, dict) else {"raw": part.arguments}
-    return {"tool_call_id": part.call_id or call_id, "function_name": part.name, "arguments": arguments}
+    return {"tool_call_id": call_id, "function_name": part.name, "arguments": arguments}
 
 
-def _observe(step: _Step, results: list[Part]) -> None:
-    """Add results to a step: each to the call that it names, else to the next one without a result."""
+def _observe(step: _Step, call_ids: Sequence[str | None], results: Sequence[Part]) -> None:
+    """Add results to a step: each to the call that it names, else to the call at its place."""
     found = step.setdefault("observation", {"results": []})["results"]
-    calls = [call["tool_call_id"] for call in step.get("tool_calls", ())]
     for part in results:
-        answered = {result.get("source_call_id") for result in found}
-        call_id = part.call_id if part.call_id in calls else next((one for one in calls if one not in answered), None)
+        at = len(found)
+        call_id = part.call_id if part.call_id in call_ids else call_ids[at] if at < len(call_ids) else None
         found.append({"content": part.text, "source_call_id": call_id} if call_id else {"content": part.text})
 
 
-def _text(message: Message, *kinds: str) -> str:
-    return "\n".join(
-        part.text.strip("\n")
-        for part in message.parts
-        if part.kind in kinds or ("unread" in kinds and part.kind == "call" and not part.name)
-    )
+def _text(parts: Iterable[Part]) -> str:
+    return "\n".join(part.text.strip("\n") for part in parts)

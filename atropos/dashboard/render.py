@@ -67,12 +67,12 @@ def clock(seconds: float) -> str:
     return time.strftime("%H:%M:%S", time.localtime(seconds))
 
 
-def spark(values: Sequence[float], width: int = 240, height: int = 40) -> str:
-    """The points of a polyline from 0 to the largest value."""
+def spark(values: Sequence[float]) -> str:
+    """The points of a polyline from 0 to the largest value, 240 wide and 40 high."""
     values = values[:: -max(1, -(-len(values) // SPARK_POINTS))][::-1]
     top = max([*values, 1e-9])
-    step = width / max(1, len(values) - 1)
-    return " ".join(f"{at * step:.1f},{height - 1 - value / top * (height - 2):.1f}" for at, value in enumerate(values))
+    step = 240 / max(1, len(values) - 1)
+    return " ".join(f"{at * step:.1f},{39 - value / top * 38:.1f}" for at, value in enumerate(values))
 
 
 def bars(entry: Entry) -> list[tuple[str, float, float, float]]:
@@ -158,18 +158,17 @@ def render(template: str, **values: object) -> str:
     return _templates.get_template(template).render(**values)
 
 
-def write_page(jsonl: Path, html: Path | None = None, *, title: str = "") -> Path:
-    """Render the groups of a JSONL file into one file, with no script but the player; a damaged last line (a killed run) is left out.
+def write_page(jsonl: Path, *, title: str = "") -> Path:
+    """Render the groups of a JSONL file into one file beside it, with no script but the player; lines that aren't JSON are left out.
 
     Args:
         jsonl: as `process` writes it.
-        html: None: beside it, with the ending .html.
         title: empty: the file's name.
 
     Returns:
         The page's path.
     """
-    html = html or jsonl.with_suffix(".html")
+    html = jsonl.with_suffix(".html")
     groups = trajectories = 0
     total = 0.0
     for group in read_groups(jsonl):

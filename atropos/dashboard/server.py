@@ -66,7 +66,8 @@ class Readers(Admission):
 
     def authorizes(self, request: h11.Request) -> bool:
         """Whether a head carries the token in any of the ways that pages take it."""
-        shown = parse_qs(request.target.partition(b"?")[2]).get(b"token", [])
+        query = request.target.partition(b"?")[2].decode("ascii")  # h11 admits nothing else
+        shown = [value.encode() for value in parse_qs(query).get("token", [])]
         for name, value in request.headers:
             if name == b"cookie":
                 shown += _cookies(value, self._cookie)
@@ -259,10 +260,11 @@ class DashboardServer:
         siblings = await asyncio.to_thread(self._store.group, int(request.match_info["number"]))
         if not siblings:
             raise web.HTTPNotFound(reason="This group is not kept.")
-        shown = siblings[:SIBLINGS]
-        more = len(siblings) - len(shown)
-        make = functools.partial(self._page, "group.html", siblings=shown, more=more)
-        return await asyncio.to_thread(make, rows=aligned(shown), verdicts=verdicts(shown))
+        return await asyncio.to_thread(self._group_page, siblings[:SIBLINGS], len(siblings[SIBLINGS:]))
+
+    def _group_page(self, siblings: list[tuple[Entry, Details]], more: int) -> web.Response:
+        rows, said = aligned(siblings), verdicts(siblings)
+        return self._page("group.html", siblings=siblings, more=more, rows=rows, verdicts=said)
 
     async def _style(self, _request: web.Request) -> web.Response:
         return web.Response(text=STYLE, content_type="text/css")

@@ -5,11 +5,10 @@ from __future__ import annotations
 import json
 import os
 import threading
-import time
 import zlib
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import cast
 
@@ -31,7 +30,6 @@ class Entry:
         group: of its group, unique in its store.
         tools: names of the tools that were called.
         tool_errors: results that say that their call failed.
-        seen_at: when the store got it, Unix seconds.
     """
 
     number: int
@@ -46,8 +44,7 @@ class Entry:
     stop_reason: str
     tools: tuple[str, ...]
     tool_errors: int
-    phases: dict[str, float] = field(default_factory=dict[str, float])
-    seen_at: float = 0.0
+    phases: dict[str, float]
 
 
 @dataclass(frozen=True)
@@ -112,7 +109,7 @@ class TrajectoryStore:
         read = [_read(trajectory, item) for trajectory in members(group)]
         with self._lock:
             for entry, blob in read:
-                numbered = replace(entry, number=self._next, group=self._groups, seen_at=time.time())
+                numbered = replace(entry, number=self._next, group=self._groups)
                 self._rows.append((numbered, blob))
                 self._next += 1
                 self._bytes += len(blob)
@@ -136,7 +133,9 @@ class TrajectoryStore:
             entry
             for entry, blob in reversed(rows)
             if query.admits(entry)
-            and (not needle or needle in entry.trajectory_id.lower().encode() or needle in _inflate(blob).lower())
+            and (
+                not needle or needle in entry.trajectory_id.lower().encode() or needle in zlib.decompress(blob).lower()
+            )
         ]
         return found[first : first + limit], len(found)
 
@@ -257,12 +256,8 @@ def _read(trajectory: Mapping[str, object], item: str) -> tuple[Entry, bytes]:
     return entry, zlib.compress(text, 1)
 
 
-def _inflate(blob: bytes) -> bytes:
-    return zlib.decompress(blob)
-
-
 def _details(blob: bytes) -> Details:
-    kept = _dict(json.loads(_inflate(blob).decode(errors="surrogatepass")))
+    kept = _dict(json.loads(zlib.decompress(blob).decode(errors="surrogatepass")))
     turns = [_dict(turn) for turn in _list(kept["turns"])]
     return Details(conversation(kept["messages"]), _dict(kept["info"]), turns, changes_of(_dict(kept["changes"])))
 

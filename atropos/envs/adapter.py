@@ -31,10 +31,10 @@ _collecting = gc.isenabled()
 gc.disable()
 try:
     from atroposlib.envs import base
-    from atroposlib.envs.base import BaseEnv, BaseEnvConfig, EvalHandlingEnum, ScoredDataGroup, ScoredDataItem
+    from atroposlib.envs.base import BaseEnv, BaseEnvConfig, ScoredDataGroup
     from atroposlib.envs.server_handling import server_baseline, sglang_server, trl_vllm_server, vllm_server
     from atroposlib.envs.server_handling.server_baseline import APIServer, APIServerConfig, ServerBaseline
-    from atroposlib.envs.server_handling.server_manager import ServerManager, ServerManagerConfig
+    from atroposlib.envs.server_handling.server_manager import ServerManager
     from atroposlib.type_definitions import Item
     from openai import APIConnectionError
     from transformers import AutoTokenizer
@@ -49,15 +49,11 @@ __all__ = [
     "APIServerConfig",
     "BaseEnv",
     "BaseEnvConfig",
-    "EvalHandlingEnum",
     "Item",
     "ScoredDataGroup",
-    "ScoredDataItem",
     "ServerBaseline",
     "ServerConfigs",
     "ServerManager",
-    "ServerManagerConfig",
-    "check_tokenizer",
     "load_tokenizer",
     "prepare_server_configs",
     "prepare_servers",
@@ -257,22 +253,23 @@ def _captured(original: Callable[..., Awaitable[object]]) -> Callable[..., Await
     return call
 
 
-async def probe_servers(server: ServerManager, tokenizer: Tokenizer, timeout_s: float = PROBE_TIMEOUT_S) -> None:
+async def probe_servers(server: ServerManager, tokenizer: Tokenizer, timeout_s: float) -> None:
     """Ask every server for one token, before anything else is started.
 
     Raises:
         InferenceError: one line that names the server, what it did and the setting to look at.
     """
+    timeout_s = min(timeout_s, PROBE_TIMEOUT_S)
     for one in servers_of(server):
         config = getattr(one, "config", None)
         if config is None:
             continue
         try:
-            model = Model(_Direct(one), timeout_s=min(timeout_s, PROBE_TIMEOUT_S), retries=2)
+            model = Model(_Direct(one), timeout_s=timeout_s, retries=2)
             if model.exact:
                 await model.generate(tokenizer.encode("hi", add_special_tokens=False), max_tokens=1, temperature=0.0)
             else:
-                await _probe_chat(one, min(timeout_s, PROBE_TIMEOUT_S))
+                await _probe_chat(one, timeout_s)
         except InferenceError as error:
             raise InferenceError(
                 f"openai.base_url: {config.base_url} ({config.server_type}): {error}; {_cure(error, config.server_type)}",
@@ -327,7 +324,7 @@ async def _probe_chat(one: APIServer, timeout_s: float) -> None:
 
 async def stop_servers(server: ServerManager) -> None:
     """End the health checks that atroposlib starts and never ends, and close the clients."""
-    for one in getattr(server, "servers", ()):
+    for one in servers_of(server):
         task = getattr(one, "check_task", None)
         if task is not None:
             task.cancel()

@@ -98,8 +98,9 @@ class AgentEnv(SandboxEnv):
     async def setup(self) -> None:
         """As `SandboxEnv`'s, after a check of the parser's name and of the tokenizer's template."""
         get_parser(self.config.agent_tool_parser)
+        renderer = self.renderer
         try:
-            self.renderer.prompt([{"role": "system", "content": "x"}, {"role": "user", "content": "x"}])
+            renderer.prompt([{"role": "system", "content": "x"}, {"role": "user", "content": "x"}])
         except Exception as error:  # templates raise errors of any kind
             raise ConfigError(
                 f"env.tokenizer_name: the chat template of {self.config.tokenizer_name!r} takes no system message, in which "
@@ -111,18 +112,10 @@ class AgentEnv(SandboxEnv):
         """A snapshot of the workspace that `setup_group_workspace` prepared, if it is overridden."""
         if type(self).setup_group_workspace is AgentEnv.setup_group_workspace:
             return None
-        async with self.backend.admission:
-            tools = self.hook_tools(group, setup=True)
-            try:
-                await self.hooks.call(
-                    "setup_group_workspace",
-                    lambda: self.setup_group_workspace(item, exec_tool=tools),
-                    calls=tools,
-                    setup=True,
-                )
-                return await self.backend.freeze(group)
-            finally:
-                await self.executor.release_trajectory(group)
+        tools = self.hook_tools(group, setup=True)
+        return await self.frozen_workspace(
+            group, "setup_group_workspace", lambda: self.setup_group_workspace(item, exec_tool=tools), tools
+        )
 
     async def run_trajectory(self, item: Item, trajectory_id: str, member: GroupMember) -> Rollout:
         """Set up, act, verify; see `SandboxEnv.run_trajectory`."""
@@ -193,7 +186,8 @@ class AgentEnv(SandboxEnv):
             ),
             calls=verifying,
         )
-        return _verdict(verdict)
+        with self.hooks.guard("verify_and_score_trajectory"):  # a value's own __float__ and __repr__ may raise anything
+            return _verdict(verdict)
 
     async def act(self, agent: AtroposAgent, item: Item, task: str, trajectory_id: str) -> AgentResult:
         """The agent's part of a trajectory."""
@@ -258,5 +252,5 @@ def _plain(info: dict[str, object]) -> dict[str, object]:
     """
     try:
         return cast("dict[str, object]", json.loads(json.dumps(info, default=str)))
-    except (TypeError, ValueError) as error:
+    except Exception as error:  # a value's own __str__ may raise anything
         raise HookError(f"verify_and_score_trajectory: what it returned can't be written as JSON: {error}") from error

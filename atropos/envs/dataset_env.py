@@ -66,8 +66,14 @@ class DatasetEnv(AgentEnv):
         return self.items[self._order[place]]
 
     def save_checkpoint(self, step: int, data: dict[str, object] | None = None) -> None:
-        """As atroposlib's, with the number of items given: an env that is started again goes on after them."""
-        super().save_checkpoint(step, {"_given": self._given, **(data or {})})
+        """As atroposlib's, with the number of items given: an env that is started again goes on after them.
+
+        The folder is the trainer's, which may be on another machine: one that can't be written to is reported.
+        """
+        try:
+            super().save_checkpoint(step, {"_given": self._given, **(data or {})})
+        except OSError as error:
+            _log.warning("no checkpoint of step %d; an env that is started again goes on earlier: %s", step, error)
 
     async def evaluate(self, *_args: object, **_kwargs: object) -> None:
         """Run every item once; the mean score goes to the log, to wandb, and to `data_dir_to_save_evals`.
@@ -76,17 +82,16 @@ class DatasetEnv(AgentEnv):
             GroupsDropped: some items could not be completed; they are not in the mean.
         """
         room = asyncio.Semaphore(self.config.capacity)
-        outcomes: list[tuple[object, Rollout | GroupDropped]] = []
+        scored: list[tuple[str, Rollout]] = []
 
         async def one(item: object) -> None:
             async with room:
                 try:
                     [rollout] = await self.collector.rollouts(item, 1)
-                    outcomes.append((item, rollout))
+                    scored.append((self.item_name(item), rollout))
                 except GroupDropped as dropped:
-                    self.collector.count_drop(dropped)
+                    self.metrics.dropped[dropped.code] += 1
                     _log.warning("%s is not evaluated: %s", self.item_name(item), dropped)
-                    outcomes.append((item, dropped))
 
         began = time.time()
         try:
@@ -95,10 +100,9 @@ class DatasetEnv(AgentEnv):
                     tasks.create_task(one(item))
         except BaseExceptionGroup as errors:
             raise first_of(errors) from None
-        await self._report(outcomes, began)
+        await self._report(scored, began)
 
-    async def _report(self, outcomes: list[tuple[object, Rollout | GroupDropped]], began: float) -> None:
-        scored = [(self.item_name(item), end) for item, end in outcomes if isinstance(end, Rollout)]
+    async def _report(self, scored: list[tuple[str, Rollout]], began: float) -> None:
         mean = statistics.fmean(rollout.score for _, rollout in scored) if scored else float("nan")
         solved = sum(rollout.score >= 1 for _, rollout in scored)
         metrics = {"eval/mean_score": mean, "eval/solved": solved, "eval/items": len(scored)}

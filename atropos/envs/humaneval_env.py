@@ -26,7 +26,6 @@ from atropos.envs.dataset_env import DatasetEnv, DatasetEnvConfig
 from atropos.envs.sandbox_env import ExecTool
 from atropos.errors import ConfigError, SandboxError
 from atropos.slots import Slot
-from atropos.slots.slot.results import file_error
 
 SOLUTION = "/workspace/solution.py"
 MAX_SOLUTION_BYTES = 256 * 1024
@@ -102,9 +101,9 @@ async def judge(slot: Slot, problem: HumanEvalProblem, solution: str, *, timeout
         SandboxError: the infrastructure failed.
     """
     content = {"prompt": problem.prompt, "test": problem.test, "entry_point": problem.entry_point}
-    await _write(slot, "/check/problem.json", json.dumps(content))
-    await _write(slot, "/check/solution.py", solution)
-    await _write(slot, "/check/check.py", _checker())
+    await slot.write_file("/check/problem.json", json.dumps(content), 0o600)
+    await slot.write_file("/check/solution.py", solution.encode("utf-8", "surrogatepass"), 0o600)
+    await slot.write_file("/check/check.py", _checker(), 0o600)
     result = await slot.exec(
         "chmod 700 /check && exec python3 -I /check/check.py /check/problem.json /check/solution.py",
         workdir="/",
@@ -120,12 +119,6 @@ async def judge(slot: Slot, problem: HumanEvalProblem, solution: str, *, timeout
         raise SandboxError(
             f"the check of {problem.name} ended with {result.exit_code}: {result.output[-300:]}"
         ) from None
-
-
-async def _write(slot: Slot, path: str, text: str) -> None:
-    result = await slot.run(wire.WriteFile(path=path, data=text.encode("utf-8", "surrogatepass"), mode=0o600))
-    if isinstance(result, wire.OpError):
-        raise file_error(result, path)
 
 
 @functools.cache

@@ -11,7 +11,7 @@ import logging
 import math
 import time
 from abc import abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from typing import NoReturn, cast
 
@@ -45,7 +45,7 @@ from atropos.envs.reporting.wandb_run import WandbRun, pool_gauges, readable_gro
 from atropos.envs.reporting.watch import TrainerWatch, report_evaluation, watch_inference
 from atropos.envs.running.backend import ToolBackend
 from atropos.envs.running.groups import Event, GroupCollector, GroupMember
-from atropos.envs.running.hooks import ExecTool, Hooks, first_of
+from atropos.envs.running.hooks import ExecTool, HookCalls, Hooks, first_of
 from atropos.envs.running.lifecycle import SENDS_S, WORKERS_S, Lifetime, beside, bounded, cancel_and_wait
 from atropos.envs.running.metrics import EnvMetrics
 from atropos.envs.running.rollout import GroupsDropped, Rollout, ScoredGroup, scored_item
@@ -104,16 +104,15 @@ class SandboxEnv(BaseEnv):
             except OSError as error:  # the tokenizers are loaded, so it is the file of the groups
                 raise ConfigError(f"env.data_path_to_save_groups: {error}; choose a writable path") from error
         prepare_servers(self.server)
+        title = self.name or type(self).__name__
         self.metrics = EnvMetrics()
         self.lifetime = Lifetime()
         self.hooks = Hooks(type(self).__name__, self.metrics, config.hook_timeout_s)
         self.backend = ToolBackend(config)
         self.collector = GroupCollector(self, config, self.backend, self.metrics, self.lifetime)
-        self.sink = GroupSink(
-            config, self.metrics, self.name or type(self).__name__, getattr(self, "jsonl_writer", None)
-        )
+        self.sink = GroupSink(config, self.metrics, title, self.jsonl_writer)
         self.endpoint = MetricsEndpoint(config.metrics_address, self.metrics_text, config.metrics_token)
-        self.dashboard = EnvDashboard(config, self.name or type(self).__name__, self.metrics, self.backend)
+        self.dashboard = EnvDashboard(config, title, self.metrics, self.backend)
         self.observers.append(self.dashboard.observe)
         self._wandb = WandbRun(config)
         self._tracing: tracing.Tracing | None = None
@@ -208,11 +207,6 @@ class SandboxEnv(BaseEnv):
             return min(self.config.max_token_length, self.max_token_len - 1)
         return self.config.max_token_length
 
-    @property
-    def exact_tokens(self) -> bool:
-        """Whether the inference servers give the tokens they sample."""
-        return server_types(self.server) <= EXACT
-
     async def setup(self) -> None:
         """Probe inference, then start the tool backend, then the env's own set-up."""
         with own_field_names(self.config):
@@ -234,6 +228,24 @@ class SandboxEnv(BaseEnv):
     async def shutdown_tool_backend(self) -> None:
         """Release every trajectory and stop the containers. Idempotent."""
         await self.backend.stop()
+
+    async def frozen_workspace(
+        self, group: str, hook: str, prepare: Callable[[], Awaitable[object]], calls: HookCalls | None = None
+    ) -> Snapshot:
+        """A snapshot of the workspace that a hook prepares in a slot of its own.
+
+        Args:
+            group: the slot's trajectory id.
+            hook: its name.
+            prepare: calls it.
+            calls: its access to the slot.
+        """
+        async with self.backend.admission:
+            try:
+                await self.hooks.call(hook, prepare, calls=calls, setup=True)
+                return await self.backend.freeze(group)
+            finally:
+                await self.executor.release_trajectory(group)
 
     def hook_tools(self, trajectory_id: str, *, setup: bool = False) -> ExecTool:
         """`exec_tool` for a hook; see `ExecTool`."""
@@ -290,13 +302,8 @@ class SandboxEnv(BaseEnv):
             kept.append(group)
         if kept and do_send_to_api:
             self.items_sent_this_step += len(kept)
-            await self._send_scored_data_to_api(kept if several else kept[0])
-
-    async def _send_scored_data_to_api(self, scored_data: object) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """Send groups to the trainer; a cancellation of this worker waits until they are sent."""
-        several = isinstance(scored_data, list)
-        groups = cast("list[ScoredGroup]", scored_data if several else [scored_data])
-        await outlive(self.sink.send(groups, env_id=getattr(self, "env_id", None), listed=several))
+            # a cancellation of this worker waits until they are sent
+            await outlive(self.sink.send(kept, env_id=getattr(self, "env_id", None), listed=several))
 
     # ---------------------------------------------------------------------------------------------------- process
 
@@ -371,10 +378,10 @@ class SandboxEnv(BaseEnv):
                 await leave_run_api(self.config.rollout_server_url, getattr(self, "env_id", None))
 
     def _check_servable(self) -> None:
-        if not self.exact_tokens and not self.config.allow_placeholder_tokens:
-            kinds = ", ".join(sorted(server_types(self.server)))
+        kinds = server_types(self.server)
+        if not kinds <= EXACT and not self.config.allow_placeholder_tokens:
             raise ConfigError(
-                f"openai.server_type: {kinds} doesn't report the tokens it samples, so a trainer would get placeholders; "
+                f"openai.server_type: {', '.join(sorted(kinds))} doesn't report the tokens it samples, so a trainer would get placeholders; "
                 "use vllm or sglang, or set --env.allow_placeholder_tokens true"
             )
         if self.config.group_size == 1 and self.config.ensure_scores_are_not_same:

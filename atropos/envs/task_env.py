@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Literal
 
@@ -86,6 +86,23 @@ class TaskEnvConfig(DatasetEnvConfig):
     )
 
 
+@dataclass
+class _Attempt:
+    """A trajectory at work.
+
+    Attributes:
+        snapshot: the group's workspace that it started from; None: it builds its own.
+        kept: the agent's workspace, while a step of its task is verified in another slot.
+        verdicts: on the steps of its task.
+        details: of each verdict, by the step's name.
+    """
+
+    snapshot: Snapshot | None
+    kept: Snapshot | None = None
+    verdicts: list[Verdict] = field(default_factory=list[Verdict])
+    details: dict[str, dict[str, object]] = field(default_factory=dict[str, dict[str, object]])
+
+
 class TaskEnv(DatasetEnv):
     """Trajectories are attempts at tasks; the score is the reward that a task's verifier writes."""
 
@@ -100,10 +117,7 @@ class TaskEnv(DatasetEnv):
         tasks = _usable(config)
         super().__init__(config, server_configs, slurm, testing)
         self.items: list[Task] = tasks
-        self._from: dict[str, Snapshot | None] = {}
-        self._kept: dict[str, Snapshot] = {}
-        self._verdicts: dict[str, list[Verdict]] = {}
-        self._details: dict[str, dict[str, dict[str, object]]] = {}
+        self._attempts: dict[str, _Attempt] = {}
         self._unsound: set[str] = set()
         """Tasks whose tests gave no reward on their untouched workspace either."""
         self._images: TaskImages | None = None
@@ -159,25 +173,17 @@ class TaskEnv(DatasetEnv):
         """With `fork_setup`, a snapshot of the built workspace."""
         if not self.config.fork_setup:
             return None
-        async with self.backend.admission:
-            try:
-                await self.hooks.call("prepare_group", lambda: self._built(item, group), setup=True)
-                return await self.backend.freeze(group)
-            finally:
-                await self.executor.release_trajectory(group)
+        return await self.frozen_workspace(group, "prepare_group", lambda: self._built(item, group))
 
     async def run_trajectory(self, item: Task, trajectory_id: str, member: GroupMember) -> Rollout:
         """One attempt; see `SandboxEnv.run_trajectory`."""
-        self._from[trajectory_id] = member.snapshot
+        attempt = self._attempts[trajectory_id] = _Attempt(member.snapshot)
         try:
             return await super().run_trajectory(item, trajectory_id, member)
         finally:
-            del self._from[trajectory_id]
-            self._verdicts.pop(trajectory_id, None)
-            self._details.pop(trajectory_id, None)
-            kept = self._kept.pop(trajectory_id, None)
-            if kept is not None:
-                await kept.drop()
+            del self._attempts[trajectory_id]
+            if attempt.kept is not None:
+                await attempt.kept.drop()
 
     async def setup_trajectory_workspace(
         self,
@@ -187,7 +193,7 @@ class TaskEnv(DatasetEnv):
         exec_tool: ExecTool,
     ) -> dict[str, object]:
         """Build the workspace, unless it is a fork."""
-        if self._from[trajectory_id] is None:
+        if self._attempts[trajectory_id].snapshot is None:
             slot = await self._built(item, trajectory_id)
         else:
             slot = await self.executor.slot(trajectory_id)
@@ -208,8 +214,8 @@ class TaskEnv(DatasetEnv):
         if not item.steps:
             verdict, details = await self._verdict(item, item, trajectory_id)
             return verdict.reward, details
-        verdicts, details = self._verdicts[trajectory_id], self._details[trajectory_id]
-        return combined(item, verdicts), {"steps": details}
+        attempt = self._attempts[trajectory_id]
+        return combined(item, attempt.verdicts), {"steps": attempt.details}
 
     async def act(self, agent: AtroposAgent, item: Task, task: str, trajectory_id: str) -> AgentResult:
         """The agent's work. The steps of a task share one workspace and one conversation; each is verified after its turns.
@@ -222,8 +228,7 @@ class TaskEnv(DatasetEnv):
         if not item.steps:
             return await agent.run(task + guidance)
         result: AgentResult | None = None
-        verdicts = self._verdicts[trajectory_id] = []
-        details = self._details[trajectory_id] = {}
+        attempt = self._attempts[trajectory_id]
         for step in item.steps:
             prepare = partial(self._prepare_step, step, trajectory_id)
             await self.hooks.call("setup_trajectory_workspace", prepare, setup=True)
@@ -235,22 +240,24 @@ class TaskEnv(DatasetEnv):
                 return await self._verdict(item, step, trajectory_id)
 
             outcome: tuple[Verdict, dict[str, object]] = await self.hooks.call("verify_and_score_trajectory", judged)
-            verdict, details[step.name] = outcome
-            verdicts.append(verdict)
-            if step.step is None or not passed(step.step, verdict) or "verifier_failed" in details[step.name]:
+            verdict, details = outcome
+            attempt.verdicts.append(verdict)
+            attempt.details[step.name] = details
+            if step.step is None or not passed(step.step, verdict) or "verifier_failed" in details:
                 break
         assert result is not None
         return result
 
     async def _prepare_step(self, step: Task, trajectory_id: str) -> None:
         """Prepare the agent's slot for the next step: remove the files of the last verification."""
-        kept = self._kept.pop(trajectory_id, None)
+        attempt = self._attempts[trajectory_id]
+        kept, attempt.kept = attempt.kept, None
         if kept is not None:
             async with kept:
                 await self.executor.release_trajectory(trajectory_id)
                 await self.executor.start_from(trajectory_id, kept)
         slot: Slot = await self.executor.slot(trajectory_id)
-        if self._verdicts[trajectory_id]:
+        if attempt.verdicts:
             await workspace.clear(slot, step)
         await workspace.prepare_step(slot, step)
 
@@ -264,7 +271,7 @@ class TaskEnv(DatasetEnv):
 
         async def fresh() -> Slot:
             if item.steps and task is not item.steps[-1]:
-                self._kept[trajectory_id] = await slot.snapshot()
+                self._attempts[trajectory_id].kept = await slot.snapshot()
             return await self._fresh_slot(item, trajectory_id, task.verifier)
 
         try:
@@ -311,7 +318,7 @@ class TaskEnv(DatasetEnv):
     async def _fresh_slot(self, item: Task, trajectory_id: str, verifier: Task | None = None) -> Slot:
         """Release the trajectory's slot, then build another: never two at once, so that verification can't deadlock."""
         await self.executor.release_trajectory(trajectory_id)
-        snapshot = self._from[trajectory_id]
+        snapshot = self._attempts[trajectory_id].snapshot
         if snapshot is not None and verifier is None:
             return await self.executor.start_from(trajectory_id, snapshot)
         return await self._built(verifier or item, trajectory_id)

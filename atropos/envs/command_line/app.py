@@ -9,7 +9,6 @@ import asyncio
 import logging
 import os
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, Protocol
 
@@ -80,9 +79,9 @@ class EnvProgram(EnvClass, Protocol):
         ...
 
 
-def main(cls: EnvProgram, argv: Sequence[str] | None = None) -> NoReturn:
+def main(cls: EnvProgram) -> NoReturn:
     """Run a command and end the process with its exit code: 0, 1 failed, 2 usage, 3 no isolation, 128+N signal N."""
-    sys.exit(run(cls, list(sys.argv[1:] if argv is None else argv)))
+    sys.exit(run(cls, sys.argv[1:]))
 
 
 def run(cls: EnvProgram, argv: list[str]) -> int:
@@ -123,6 +122,7 @@ def command_line(cls: EnvProgram) -> click.Group:
 
 
 def _drive(env: CommandEnv, command: str) -> int:
+    from atropos.agent.model import innermost
     from atropos.envs.reporting.run_api import TrajectoryApiLost
     from atropos.envs.running.rollout import GroupsDropped, HookError
 
@@ -142,13 +142,12 @@ def _drive(env: CommandEnv, command: str) -> int:
         name = number.name if number is not None else "SIGINT"
         code, line = 128 + int(number or 2), f"ended by {name}; everything was shut down"
     except Exception as error:
-        inner = _innermost(error)
+        inner = innermost(error)
         logging.getLogger(__name__).debug("failed", exc_info=error)
         code, line = EXIT_FAILED, f"{type(inner).__name__}: {str(inner) or 'no detail'}"
-        if not os.environ.get("ATROPOS_TRACEBACK"):
-            line += "  (ATROPOS_TRACEBACK=1 shows where)"
-        else:
+        if os.environ.get("ATROPOS_TRACEBACK"):
             raise
+        line += "  (ATROPOS_TRACEBACK=1 shows where)"
     finally:
         env.close_files()
     if command != "evaluate" and env.metrics.groups:
@@ -175,17 +174,6 @@ def _report(env: CommandEnv) -> None:
     path = env.config.data_path_to_save_groups
     if path and Path(path).exists():
         print(f"groups: {path}\npage:   {Path(path).with_suffix('.html')}")
-
-
-def _innermost(error: BaseException) -> BaseException:
-    """The cause behind tenacity's RetryErrors."""
-    for _ in range(5):
-        attempt = getattr(error, "last_attempt", None)
-        cause = attempt.exception() if attempt is not None else None
-        if cause is None:
-            return error
-        error = cause
-    return error
 
 
 def _fail(line: str, code: int) -> int:

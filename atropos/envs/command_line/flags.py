@@ -11,7 +11,7 @@ import enum
 import json
 import types
 import typing
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TypeVar, cast
@@ -235,11 +235,10 @@ def _read_yaml(settings: CommandLine, path: str, env_class: type[BaseModel], ser
     if not isinstance(content, dict):
         raise ConfigError(f"--config {path}: expected keys env, openai, slurm, testing")
     data = cast("dict[str, object]", content)
+    known = ("env", "openai", "slurm", "testing")
     for key in data:
-        if key not in {"env", "openai", "slurm", "testing"}:
-            raise ConfigError(
-                f"{path}: unknown key {key!r}; {nearest(str(key), ['env', 'openai', 'slurm', 'testing'])}"
-            )
+        if key not in known:
+            raise ConfigError(f"{path}: unknown key {key!r}; {nearest(str(key), known)}")
     settings.env.update(_section(path, "env", data.get("env"), env_class))
     openai = data.get("openai")
     if isinstance(openai, list):
@@ -266,17 +265,16 @@ def _section(path: str, name: str, value: object, model: type[BaseModel]) -> dic
     section = cast("dict[str, object]", value)
     for key in section:
         if key not in model.model_fields:
-            raise ConfigError(f"{path}: unknown key {name}.{key}; {nearest(str(key), list(model.model_fields))}")
+            raise ConfigError(f"{path}: unknown key {name}.{key}; {nearest(str(key), model.model_fields)}")
     return dict(section)
 
 
-def nearest(word: str, known: Iterable[str], prefix: str = "") -> str:
+def nearest(word: str, known: Collection[str]) -> str:
     """A hint: the known name that was probably meant, else all of them where they are few."""
-    names = list(known)
-    close = difflib.get_close_matches(word, names, n=1, cutoff=0.5)
+    close = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
     if close:
-        return f"did you mean {prefix}{close[0]}?"
-    return "known: " + ", ".join(prefix + name for name in names) if len(names) < 12 else "--help lists them all"
+        return f"did you mean {close[0]}?"
+    return f"known: {', '.join(known)}" if len(known) < 12 else "--help lists them all"
 
 
 def command_defaults(cls: EnvClass, command: str, default: Model) -> Model:

@@ -186,15 +186,10 @@ class HermesAgentBaseEnv(SandboxEnv):
         """A snapshot of the workspace that `setup_group` prepared, if it is overridden."""
         if type(self).setup_group is HermesAgentBaseEnv.setup_group:
             return None
-        async with self.backend.admission:
-            try:
-                ctx = ToolContext(self.executor, group, limit=self._calls, setup=True)
-                await self.hooks.call(
-                    "setup_group", lambda: bridged(lambda: self.setup_group(item, ctx)), calls=ctx, setup=True
-                )
-                return await self.backend.freeze(group)
-            finally:
-                await self.executor.release_trajectory(group)
+        ctx = ToolContext(self.executor, group, limit=self._calls, setup=True)
+        return await self.frozen_workspace(
+            group, "setup_group", lambda: bridged(lambda: self.setup_group(item, ctx)), ctx
+        )
 
     async def run_trajectory(self, item: Item, trajectory_id: str, member: GroupMember) -> Rollout:
         """Set up, act, reward; see `SandboxEnv.run_trajectory`."""
@@ -259,7 +254,8 @@ class HermesAgentBaseEnv(SandboxEnv):
             reward = await self.hooks.call(
                 "compute_reward", lambda: bridged(lambda: self.compute_reward(item, result, ctx)), calls=ctx
             )
-        return checked_score(reward, "compute_reward")
+        with self.hooks.guard("compute_reward"):  # a value's own __float__ and __repr__ may raise anything
+            return checked_score(reward, "compute_reward")
 
     def _dialect(self, tools: ToolRegistry) -> OpenAIDialect:
         """The dialect for these tools, made once for each set of tools."""

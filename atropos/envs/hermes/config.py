@@ -78,14 +78,9 @@ class HermesAgentEnvConfig(SandboxEnvConfig):
             )
         return self
 
-    @property
-    def backend(self) -> str:
-        """What makes containers exist."""
-        return self.terminal_backend
-
     def pool_config(self) -> SlotPoolConfig:
         """The pool that these settings mean."""
-        return super().pool_config().model_copy(update={"backend": self.backend})
+        return super().pool_config().model_copy(update={"backend": self.terminal_backend})
 
     def executor_config(self) -> ToolExecutorConfig:
         """The executor that these settings mean."""

@@ -158,7 +158,7 @@ class GroupCollector:
         try:
             rollouts = await self.rollouts(item, self._config.group_size)
         except GroupDropped as dropped:
-            self.count_drop(dropped)
+            self._metrics.dropped[dropped.code] += 1
             _log.warning("group %s dropped: %s", name, dropped)
             self._notify(Event("dropped", name, detail=str(dropped)))
             await self._after_drop(dropped)
@@ -170,10 +170,6 @@ class GroupCollector:
         # wandb shows the messages; they are sent only where they are included
         wanted = self._config.include_messages or self._config.use_wandb
         return scored_group(rollouts, name=name, include_messages=wanted)
-
-    def count_drop(self, dropped: GroupDropped) -> None:
-        """Count a group that was dropped."""
-        self._metrics.dropped[dropped.code] += 1
 
     async def _after_drop(self, dropped: GroupDropped) -> None:
         """Slow down after several drops in a row, and end the run after many."""
@@ -347,7 +343,7 @@ class GroupCollector:
         self._metrics.trajectory_seconds.observe(rollout.seconds)
         self._metrics.stop_reasons[rollout.stop_reason] += 1
         for phase, seconds in rollout.phases.items():
-            self._metrics.phases[phase] += seconds  # type: ignore[assignment]
+            self._metrics.phases[phase] += seconds
 
     def _notify(self, event: Event) -> None:
         """Call the observers; an observer that raises loses no trajectory."""

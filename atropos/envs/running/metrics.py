@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -50,7 +50,7 @@ class EnvMetrics:
     retries: Counter[str] = field(default_factory=Counter[str])
     hook_errors: Counter[str] = field(default_factory=Counter[str])
     stop_reasons: Counter[str] = field(default_factory=Counter[str])
-    phases: Counter[str] = field(default_factory=Counter[str])
+    phases: defaultdict[str, float] = field(default_factory=lambda: defaultdict[str, float](float))
     call_s: deque[float] = field(default_factory=lambda: deque[float](maxlen=KEPT))
     scores: deque[float] = field(default_factory=lambda: deque[float](maxlen=KEPT))
     activity: Activity = field(default_factory=Activity)

@@ -63,6 +63,25 @@ def test_atif_keeps_the_ids_of_openai_calls(tmp_path):
     ]
 
 
+def test_atif_gives_the_error_of_an_unread_call_to_no_other(tmp_path):
+    def tagged(tag, *values):
+        return "".join(f"<{tag}>{value if isinstance(value, str) else json.dumps(value)}</{tag}>" for value in values)
+
+    calls = [{"name": "f", "arguments": {"n": n}} for n in (1, 2)]
+    results = [{"success": False, "error": "not valid JSON"}, *({"success": True, "output": f"of {n}"} for n in (1, 2))]
+    messages = [
+        {"role": "assistant", "content": tagged("tool_call", '{"name": "f", "arg', *calls)},
+        {"role": "user", "content": tagged("tool_response", *results)},
+    ]
+    one = group("i", (messages, 1.0, {"trajectory_id": "t"}))
+    run(tmp_path, "export", "--to", str(tmp_path / "atif"), groups=[one])
+    [file] = (tmp_path / "atif").iterdir()
+    [step] = json.loads(file.read_text())["steps"]
+    ids = [call["tool_call_id"] for call in step["tool_calls"]]
+    found = [(result.get("source_call_id"), result["content"]) for result in step["observation"]["results"]]
+    assert found == [(None, "[error: not valid JSON]"), (ids[0], "of 1"), (ids[1], "of 2")]
+
+
 def test_sft_lines_are_the_messages_of_the_chosen(tmp_path):
     done = run(tmp_path, "export", "--format", "sft", "--least", "1", "--item", "square-1")
     lines = [json.loads(line) for line in done.stdout.splitlines()]

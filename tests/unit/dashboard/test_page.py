@@ -115,8 +115,22 @@ def test_text_around_calls_stays_where_it_was_and_a_tag_without_its_end_is_text(
     ]
 
 
+def test_a_call_in_thinking_is_thinking_and_takes_no_result():
+    def call(command):
+        return f'<tool_call>{{"name": "terminal", "arguments": {{"command": "{command}"}}}}</tool_call>'
+
+    content = f"<think>Or {call('rm')}?</think>I look.{call('ls')}<think>and {call('never ended')}"
+    (message,) = conversation([{"role": "assistant", "content": content}])
+    assert [part.kind for part in message.parts] == ["thought", "text", "call", "thought"]
+    assert message.parts[0].text == f"Or {call('rm')}?"
+    assert message.parts[2].arguments == {"command": "ls"}
+    (asked,) = conversation([{"role": "user", "content": "<think>hm</think>"}])
+    assert [part.kind for part in asked.parts] == ["text"]
+
+
 @pytest.mark.parametrize(
-    ("role", "tag"), [("assistant", "tool_call"), ("user", "tool_response"), ("tool", "tool_response")]
+    ("role", "tag"),
+    [("assistant", "think"), ("assistant", "tool_call"), ("user", "tool_response"), ("tool", "tool_response")],
 )
 def test_time_is_linear_where_calls_do_not_end(role, tag):
     def seconds(count):

@@ -105,6 +105,15 @@ async def test_what_is_not_kept_says_so_and_leads_to_the_list(path, said):
         assert '<a href="/trajectories">All trajectories</a>' in answer.text
 
 
+@pytest.mark.parametrize("text", ["caf%C3%A9", "%FF"])
+async def test_a_new_connection_may_begin_with_a_search_for_any_text(text):
+    async with serving(ordinary(), token="right") as server:
+        async with client(server, Authorization="Bearer right") as known:
+            assert (await known.get(f"/trajectories?text={text}")).status_code == 200
+        async with client(server) as bare:
+            assert (await bare.get(f"/trajectories?token={text}")).status_code == 401
+
+
 async def test_a_list_of_one_page_has_no_pages_to_choose():
     async with serving([], token="right") as server, client(server, Authorization="Bearer right") as known:
         answer = await known.get("/trajectories")

@@ -48,6 +48,14 @@ async def test_an_env_that_is_started_again_goes_on_where_its_checkpoint_was(tmp
     assert await again.get_next_item() is None
 
 
+async def test_a_checkpoint_that_can_not_be_written_ends_no_run(tmp_path, caplog):
+    env = make()
+    (tmp_path / "file").touch()
+    env.checkpoint_dir, env.wandb_prepend = str(tmp_path / "file"), "dataset_0"
+    env.save_checkpoint(40)
+    assert "checkpoint" in caplog.text
+
+
 async def test_an_item_whose_hook_awaits_what_others_cancelled_is_missing_from_no_evaluation(policy, capsys):
     class Env(Dataset):
         async def score_trajectory(self, item, final_response):

@@ -339,13 +339,26 @@ async def test_a_set_up_that_was_not_finished_is_a_fault_of_the_task(policy, tmp
     assert "setup_trajectory_workspace" in caplog.text
 
 
-@pytest.mark.parametrize("details", [{("a", 1): 2}, "a circle"])
+class Wordless:
+    def __str__(self):
+        raise RuntimeError("no text")
+
+
+@pytest.mark.parametrize("details", [{("a", 1): 2}, {"a": Wordless()}, "a circle", "deep"])
 async def test_details_that_can_not_be_kept_drop_their_group_and_no_other(policy, tmp_path, details):
     class Env(ScriptEnv):
         async def verify_and_score_trajectory(self, item, final_response, *, trajectory_id, exec_tool, agent_result):
+            if item["name"] != "item-1":
+                return 1.0, {}
             found = {}
-            found["itself"] = found
-            return 1.0, {} if item["name"] != "item-1" else found if details == "a circle" else details
+            if details == "a circle":
+                found["itself"] = found
+            elif details == "deep":
+                for _ in range(5_000):
+                    found = {"in": found}
+            else:
+                found = details
+            return 1.0, found
 
     env = make(Env, policy.url, tmp_path / "g.jsonl")
     with pytest.raises(GroupsDropped, match=r"1 of 3 groups were dropped \(1 x hook_error\)"):

@@ -132,7 +132,7 @@ async def test_what_another_slot_cannot_cure_is_not_tried_again(policy, tmp_path
     assert len(tried) == 1
 
 
-@pytest.mark.parametrize("wrong", ["raises", "nan", "text", "none"])
+@pytest.mark.parametrize("wrong", ["raises", "nan", "text", "none", "huge", "long"])
 async def test_a_reward_that_fails_is_reported_and_is_not_zero(policy, tmp_path, wrong, caplog):
     class Env(ScriptEnv):
         async def score_trajectory(self, item, final_response):
@@ -140,7 +140,7 @@ async def test_a_reward_that_fails_is_reported_and_is_not_zero(policy, tmp_path,
                 return 1.0
             if wrong == "raises":
                 raise ZeroDivisionError("in the reward")
-            return {"nan": float("nan"), "text": "1.0", "none": None}[wrong]
+            return {"nan": float("nan"), "text": "1.0", "none": None, "huge": 10**400, "long": 10**5000}[wrong]
 
     env = make(Env, policy.url, tmp_path / "g.jsonl")
     with pytest.raises(GroupsDropped, match="1 x hook_error"):
@@ -355,6 +355,13 @@ async def test_a_template_that_takes_no_system_message_is_refused_by_name(policy
     with pytest.raises(
         ConfigError, match=r"env\.tokenizer_name: .* takes no system message.*System role not supported"
     ):
+        await env.setup()
+
+
+async def test_a_tokenizer_without_a_template_is_refused_for_that(policy):
+    env = make(ScriptEnv, policy.url, None)
+    env.tokenizer.chat_template = None
+    with pytest.raises(ConfigError, match=r"^tokenizer_name: this tokenizer has no chat template"):
         await env.setup()
 
 
