@@ -12,7 +12,7 @@ import pytest
 from tests.adapters.peers import HOSTS, needs, run
 
 pytestmark = needs("inspect")
-SELF_CHECKS, OWN_CHECKS = 44, 4
+SELF_CHECKS, OWN_CHECKS = 44, 5
 
 
 def test_its_self_check_passes_whole(tmp_path: Path) -> None:
@@ -27,27 +27,30 @@ def test_its_self_check_passes_whole(tmp_path: Path) -> None:
     print(f"inspect_ai self_check: {SELF_CHECKS} of {SELF_CHECKS} passed; root probe, tools and a service passed")
 
 
-@pytest.mark.parametrize("accident", ["", "1"])
-def test_twenty_samples_by_its_command_line(tmp_path: Path, accident: str) -> None:
-    task = tmp_path / "inspect_task.py"
-    task.write_text((HOSTS / "inspect_task.py").read_text())
+@pytest.fixture(scope="module")
+def evaluated(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
+    """The samples of each task, one task after the other by its command line: its start takes seconds of CPU."""
+    folder = tmp_path_factory.mktemp("tasks")
+    tasks = ("inspect_task.py", "inspect_bridge.py")
+    for name in tasks:
+        (folder / name).write_text((HOSTS / name).read_text())
     arguments = ("--model", "none/none", "--log-dir", "logs", "--log-format", "json", "--display", "plain")
-    run("inspect", "eval", task.name, *arguments, "--no-fail-on-error", folder=tmp_path, KILL=accident)
-    (log,) = (tmp_path / "logs").glob("*.json")
-    samples: list[dict[str, Any]] = json.loads(log.read_text())["samples"]
+    run("inspect", "eval", *tasks, *arguments, "--no-fail-on-error", folder=folder)
+    logs = [json.loads(log.read_text()) for log in (folder / "logs").glob("*.json")]
+    return {log["eval"]["task"]: log["samples"] for log in logs}
+
+
+@pytest.mark.parametrize("name", ["twenty", "twenty_and_an_accident"])
+def test_twenty_samples_by_its_command_line(evaluated: dict[str, list[dict[str, Any]]], name: str) -> None:
+    samples = evaluated[name]
     failed = [sample for sample in samples if sample.get("error")]
     scored = [sample["scores"]["match"]["value"] for sample in samples if sample.get("scores")]
     assert len(samples) == 20
     assert scored == ["C"] * (20 - len(failed))
-    assert bool(failed) == bool(accident)
+    assert bool(failed) == (name == "twenty_and_an_accident")
     assert all("SandboxGoneError" in sample["error"]["traceback"] for sample in failed)
 
 
-def test_an_agent_in_the_slot_calls_its_model_by_the_bridge(tmp_path: Path) -> None:
-    task = tmp_path / "inspect_bridge.py"
-    task.write_text((HOSTS / "inspect_bridge.py").read_text())
-    arguments = ("--model", "none/none", "--log-dir", "logs", "--log-format", "json", "--display", "plain")
-    run("inspect", "eval", task.name, *arguments, folder=tmp_path)
-    (log,) = (tmp_path / "logs").glob("*.json")
-    (sample,) = json.loads(log.read_text())["samples"]
+def test_an_agent_in_the_slot_calls_its_model_by_the_bridge(evaluated: dict[str, list[dict[str, Any]]]) -> None:
+    (sample,) = evaluated["bridge"]
     assert sample["scores"]["match"]["value"] == "C", sample

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from atropos.envs import humaneval_env
 from atropos.envs.humaneval_env import SOLUTION, answer_in, judge, load_problems
 from atropos.errors import ConfigError
 from atropos.slots import SlotPool, SlotPoolConfig
@@ -104,7 +105,11 @@ def made(tmp_path):
 
 
 @pytest.mark.asyncio(loop_scope="module")
-async def test_solutions_that_cheat_fail(executor, made):
+async def test_solutions_that_cheat_fail(executor, made, monkeypatch):
+    given = humaneval_env._checker()
+    checker = given.replace("\nCALL_S = 10.0\n", "\nCALL_S = 3.0\n")  # for so long the endless one takes a core
+    assert checker != given
+    monkeypatch.setattr(humaneval_env, "_checker", lambda: checker)
     cheats = {
         "ends the process": "import os\nos._exit(0)\n",
         "exits": "import sys\nsys.exit(0)\n",

@@ -352,15 +352,18 @@ from atropos.config import ImageStoreSettings
 from atropos.images.reference import ImageSource
 from atropos.images.store import ImageStore
 store = ImageStore(ImageStoreSettings(folder=sys.argv[1], insecure_registries=(sys.argv[2],)), sys.argv[1], 65536)
+print("begins", flush=True)
 asyncio.run(store.prepare(ImageSource.parse(sys.argv[2] + "/killed:1"), lambda *_: None))
 """
 
 
 def pull_and_kill(root: Path, host: str, after_s: float) -> None:
-    process = subprocess.Popen([sys.executable, "-c", PULLER, str(root), host], start_new_session=True)
+    command = [sys.executable, "-c", PULLER, str(root), host]
+    process = subprocess.Popen(command, start_new_session=True, stdout=subprocess.PIPE)
+    assert process.stdout is not None and process.stdout.readline() == b"begins\n"
     time.sleep(after_s)
     os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+    process.communicate()
 
 
 async def test_a_kill_at_any_moment_leaves_a_whole_image_or_none(tmp_path, images):
@@ -369,11 +372,11 @@ async def test_a_kill_at_any_moment_leaves_a_whole_image_or_none(tmp_path, image
     root = tmp_path / "store"
     root.mkdir()
     whole = 0
-    rounds = int(os.environ.get("ATROPOS_FAULTS", "1")) * 8
+    rounds = int(os.environ.get("ATROPOS_FAULTS", "1")) * 6
     for index in range(rounds):
         shutil.rmtree(root)
         root.mkdir()
-        await asyncio.to_thread(pull_and_kill, root, images.host, 0.2 + 1.6 * index / rounds)
+        await asyncio.to_thread(pull_and_kill, root, images.host, 1.2 * index / rounds)
         store = store_at(tmp_path, images)
         for image in store.images():
             whole += 1

@@ -1,6 +1,6 @@
 """Mixed load for a while: descriptors, tasks, memory, threads, mounts, cgroups and processes stay flat.
 
-ATROPOS_SOAK_S says for how long, in seconds (15 by default; half an hour by hand).
+ATROPOS_SOAK_S says for how long, in seconds (10 by default; half an hour by hand).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from atropos.errors import SandboxError
 from tests.processes import descendants
 from tests.waiting import until
 
-SOAK_S = float(os.environ.get("ATROPOS_SOAK_S", "15"))
+SOAK_S = float(os.environ.get("ATROPOS_SOAK_S", "10"))
 
 
 def rss_mib(pid: int | str) -> float:

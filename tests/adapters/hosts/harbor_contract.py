@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import pytest_asyncio
+import side_by_side
 from harbor.models.task.config import EnvironmentConfig, NetworkMode, NetworkPolicy
 from harbor.models.trial.paths import TrialPaths
 
@@ -107,3 +108,7 @@ async def test_a_trial_without_network_has_none(tmp_path):
         assert not environment._held.network
     finally:
         await environment.stop(delete=True)
+
+
+async def test_a_command_is_answered_while_another_waits_for_it():
+    assert await side_by_side.answer(side_by_side.harbor) == "42\n"

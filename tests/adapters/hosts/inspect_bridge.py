@@ -46,7 +46,7 @@ def in_the_slot():
 
 
 @task
-def one() -> Task:
+def bridge() -> Task:
     return Task(
         dataset=[Sample(input="q", target="42")],
         model="answers/any",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import anyio
 import pytest
 import pytest_asyncio
+import side_by_side
 from inspect_ai.util import sandbox_service
 from inspect_ai.util._sandbox.self_check import *  # noqa: F403
 
@@ -75,3 +76,7 @@ async def test_a_program_that_runs_calls_a_service(sandbox_env):
         result = await sandbox_env.exec(["python3", "-c", CALLER], user="root", timeout=60)
         over = True
     assert (result.returncode, result.stdout) == (0, "42\n"), result.stderr
+
+
+async def test_a_command_is_answered_while_another_waits_for_it():
+    assert await side_by_side.answer(side_by_side.inspect_ai) == "42\n"

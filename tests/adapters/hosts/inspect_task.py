@@ -1,4 +1,4 @@
-"""Twenty samples on slots with a scripted model; `KILL=1` kills the container that sample 10 runs in."""
+"""Twenty samples on slots with a scripted model; and once more, while the container that sample 10 runs in is killed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from inspect_ai import Task, task
 from inspect_ai.dataset import Sample
 from inspect_ai.model import ChatMessageTool, GenerateConfig, ModelAPI, ModelOutput, modelapi
 from inspect_ai.scorer import match
-from inspect_ai.solver import generate, solver, use_tools
+from inspect_ai.solver import Solver, generate, solver, use_tools
 from inspect_ai.tool import bash
 from inspect_ai.util import SandboxEnvironmentSpec, sandbox
 
@@ -33,7 +33,7 @@ class Scripted(ModelAPI):
 @solver
 def accident():
     async def solve(state, generate):
-        if os.environ.get("KILL") and state.sample_id == 10:
+        if state.sample_id == 10:
             slot = sandbox().as_type(AtroposSandbox)._held.slot
             os.kill(int(slot.container.partition("-")[0]), signal.SIGKILL)
         return state
@@ -41,13 +41,22 @@ def accident():
     return solve
 
 
-@task
-def twenty() -> Task:
+def squares(*before: Solver) -> Task:
     samples = [Sample(id=n, input=f"echo $(({n} * {n}))", target=str(n * n)) for n in range(1, 21)]
     return Task(
         dataset=samples,
         model="scripted/any",
-        solver=[use_tools(bash()), accident(), generate()],
+        solver=[use_tools(bash()), *before, generate()],
         scorer=match(),
         sandbox=SandboxEnvironmentSpec("atropos", AtroposSandboxConfig(pool=POOL)),
     )
+
+
+@task
+def twenty() -> Task:
+    return squares()
+
+
+@task
+def twenty_and_an_accident() -> Task:
+    return squares(accident())

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import threading
 
 import pytest
+import side_by_side
 import yaml
 from minisweagent.config import builtin_config_dir
 from minisweagent.environments import get_environment, get_environment_class
@@ -138,3 +140,7 @@ def test_a_killed_container_is_no_outcome_of_a_command():
 def test_an_image_that_is_not_there_is_no_outcome_either(kept):
     with pytest.raises(SandboxGoneError):
         AtroposEnvironment(pool=POOL, image="127.0.0.1:1/none:1")
+
+
+def test_a_command_is_answered_while_another_waits_for_it():
+    assert asyncio.run(side_by_side.answer(side_by_side.mini_swe_agent)) == "42\n"

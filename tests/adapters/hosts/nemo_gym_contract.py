@@ -8,6 +8,7 @@ import signal
 
 import pytest
 import pytest_asyncio
+import side_by_side
 from nemo_gym.sandbox import (
     AsyncSandbox,
     Sandbox,
@@ -127,3 +128,7 @@ async def test_no_slot_in_time_is_no_sandbox():
 def test_the_blocking_interface():
     with Sandbox(ATROPOS, SandboxSpec()) as sandbox:
         assert sandbox.start().exec("echo ok").stdout == "ok\n"
+
+
+async def test_a_command_is_answered_while_another_waits_for_it():
+    assert await side_by_side.answer(side_by_side.nemo_gym) == "42\n"

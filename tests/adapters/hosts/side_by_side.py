@@ -1,14 +1,10 @@
-"""Two commands of one environment at a time, of which the first waits for the second: `side_by_side.py HOST`.
-
-tests/adapters/test_side_by_side.py runs it with each host's package.
-"""
+"""Two commands of one environment at a time, of which the first waits for the second, as in each host's own Docker environments."""
 
 from __future__ import annotations
 
 import asyncio
-import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 
 POOL = {"backend": "local", "slots_per_container": 1, "max_containers": 1}
@@ -99,13 +95,10 @@ async def _stdout(result) -> str:
     return (await result).stdout
 
 
-async def main(host: str) -> None:
-    async with globals()[host]() as run, asyncio.timeout(60):
+async def answer(host: Callable[[], AbstractAsyncContextManager[Run]]) -> str:
+    """What the first command prints."""
+    async with host() as run, asyncio.timeout(60):
         first = asyncio.create_task(run("until [ -s said ]; do sleep 0.05; done; cat said"))
         await asyncio.sleep(0.2)
         await run("echo $((6 * 7)) > said")
-        print(await first, end="", flush=True)
-
-
-if __name__ == "__main__":
-    asyncio.run(main(sys.argv[1]))
+        return await first

@@ -8,6 +8,7 @@ import signal
 import time
 
 import pytest
+import side_by_side
 from swerex.exceptions import (
     CommandTimeoutError,
     DeploymentNotStartedError,
@@ -161,3 +162,7 @@ async def test_an_image_that_is_not_there_is_a_failed_start():
     deployment = AtroposDeployment(pool=POOL, image="127.0.0.1:1/none:1")
     with pytest.raises(DeploymentStartupError):
         await deployment.start()
+
+
+async def test_a_command_is_answered_while_another_waits_for_it():
+    assert await side_by_side.answer(side_by_side.swerex) == "42\n"

@@ -10,6 +10,7 @@ import urllib.request
 
 import pytest
 import pytest_asyncio
+import side_by_side
 import verifiers.v1 as vf
 from verifiers.v1.errors import SandboxError
 
@@ -148,3 +149,7 @@ async def fetched(url):
         except OSError:
             await asyncio.sleep(0.1)
     return await asyncio.to_thread(fetch)
+
+
+async def test_a_command_is_answered_while_another_waits_for_it():
+    assert await side_by_side.answer(side_by_side.verifiers) == "42\n"

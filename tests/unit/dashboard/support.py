@@ -1,15 +1,8 @@
-"""Groups as `process` writes them, hostile ones among them, and a Chromium to look at pages."""
+"""Groups as `process` writes them, hostile ones among them."""
 
 from __future__ import annotations
 
-import contextlib
 import json
-from collections.abc import AsyncIterator
-
-from playwright.async_api import Browser, async_playwright
-
-from atropos.api.external.browser import find_chromium
-from atropos.api.settings import BrowserSettings
 
 EVIL = (
     "<script>document.title='owned'</script><img src=x onerror=\"document.title='owned'\">\"'></details></pre>"
@@ -56,15 +49,3 @@ def ordinary() -> list[dict]:
 
 def hostile() -> dict:
     return group(EVIL, trajectory(EVIL, 0.5, output=EVIL, stop_reason=EVIL, info={EVIL: EVIL}))
-
-
-@contextlib.asynccontextmanager
-async def chromium() -> AsyncIterator[Browser]:
-    async with async_playwright() as playwright:
-        browser = await playwright.chromium.launch(
-            executable_path=find_chromium(BrowserSettings()), args=["--no-sandbox", "--disable-gpu"]
-        )
-        try:
-            yield browser
-        finally:
-            await browser.close()

@@ -10,9 +10,11 @@ from collections.abc import AsyncIterator
 
 import httpx
 import pytest
+import pytest_asyncio
+from playwright.async_api import Browser, async_playwright
 from pydantic import SecretStr
 
-from atropos.api.external.browser import browser_available
+from atropos.api.external.browser import browser_available, find_chromium
 from atropos.api.settings import BrowserSettings
 from atropos.dashboard.live import ContainerSlots, InFlight, LiveView, Sample
 from atropos.dashboard.render import write_page
@@ -21,9 +23,32 @@ from atropos.dashboard.store import GroupFile, Query, TrajectoryStore
 from atropos.envs.reporting.prometheus import MetricsEndpoint
 from atropos.errors import ConfigError
 from atropos.net.admission import MAX_UNAUTHENTICATED
-from tests.unit.dashboard.support import EVIL, chromium, group, hostile, ordinary, trajectory
+from tests.unit.dashboard.support import EVIL, group, hostile, ordinary, trajectory
 
-BROWSER = pytest.mark.skipif(bool(browser_available(BrowserSettings())), reason=browser_available(BrowserSettings()))
+MISSING = browser_available(BrowserSettings())
+in_the_browser_s_loop = pytest.mark.asyncio(loop_scope="module")
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def running_chromium() -> AsyncIterator[Browser]:
+    if MISSING:
+        pytest.skip(MISSING)
+    async with async_playwright() as playwright:
+        running = await playwright.chromium.launch(
+            executable_path=find_chromium(BrowserSettings()), args=["--no-sandbox", "--disable-gpu"]
+        )
+        try:
+            yield running
+        finally:
+            await running.close()
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def browser(running_chromium: Browser) -> AsyncIterator[Browser]:
+    """One process for all tests; each of their pages has a context of its own, which ends with the test."""
+    yield running_chromium
+    for context in running_chromium.contexts:
+        await context.close()
 
 
 def view() -> LiveView:
@@ -306,11 +331,11 @@ async def test_siblings_that_did_the_same_are_folded_whatever_their_calls_ids_ar
         assert (await reader.get("/group/1")).text.count('<tr class="same">') == 1
 
 
-@BROWSER
-async def test_nothing_hostile_comes_to_life_on_any_page(tmp_path):
+@in_the_browser_s_loop
+async def test_nothing_hostile_comes_to_life_on_any_page(browser, tmp_path):
     (tmp_path / "g.jsonl").write_text(json.dumps(hostile()) + "\n")
     static = write_page(tmp_path / "g.jsonl")
-    async with serving([hostile()], live=view) as server, chromium() as browser:
+    async with serving([hostile()], live=view) as server:
         page = await browser.new_page()
         dialogs, errors, foreign = [], [], []
         page.on("dialog", lambda dialog: dialogs.append(dialog) or dialog.dismiss())
@@ -340,13 +365,13 @@ async def inert(page) -> None:
         assert "1337" not in text
 
 
-@BROWSER
-async def test_a_replay_plays_seeks_and_follows_the_keyboard_on_both_pages(tmp_path):
+@in_the_browser_s_loop
+async def test_a_replay_plays_seeks_and_follows_the_keyboard_on_both_pages(browser, tmp_path):
     bar = "10%\r\x1b[K\x1b[32m100%\x1b[0m done\b\b\b\bDONE"
     one = group("bars", trajectory("bars-0", 1.0, output=bar, turns=[{"model_s": 2.5, "tools_s": 1, "calls_s": [1]}]))
     (tmp_path / "g.jsonl").write_text(json.dumps(one) + "\n")
     static = write_page(tmp_path / "g.jsonl")
-    async with serving([one]) as server, chromium() as browser:
+    async with serving([one]) as server:
         page = await browser.new_page()
         errors = []
         page.on("pageerror", lambda error: errors.append(error))  # noqa: PLW0108 (playwright marks what it is given)
@@ -377,13 +402,13 @@ async def test_a_replay_plays_seeks_and_follows_the_keyboard_on_both_pages(tmp_p
         assert not errors
 
 
-@BROWSER
-async def test_no_page_is_wider_than_a_phone():
+@in_the_browser_s_loop
+async def test_no_page_is_wider_than_a_phone(browser):
     view = LiveView(
         containers=[ContainerSlots("0 a-name-of-a-container-that-is-long", 20, 1, 0, 0, ready=True)],
         in_flight=[InFlight("trajectory-of-a-long-name" * 3, "item" * 20, 5, "terminal " + "x" * 99, 1.0, 3)],
     )
-    async with serving(ordinary(), live=lambda: view) as server, chromium() as browser:
+    async with serving(ordinary(), live=lambda: view) as server:
         page = await browser.new_page(viewport={"width": 390, "height": 800})
         await page.goto(server.url)
         for path in ("/", "/trajectories", "/trajectory/0", "/group/0", "/trajectory/99999", "/trajectories?least=x"):
@@ -391,11 +416,11 @@ async def test_no_page_is_wider_than_a_phone():
             assert await page.evaluate("document.documentElement.scrollWidth") == 390, path
 
 
-@BROWSER
-async def test_a_name_of_any_length_breaks_no_tool_and_no_label_in_two():
+@in_the_browser_s_loop
+async def test_a_name_of_any_length_breaks_no_tool_and_no_label_in_two(browser):
     row = trajectory("square", 1.0, info={"verifier_seconds": 1.5, "verifier_exit_code": 0})
     lines = "c => { const r = document.createRange(); r.selectNodeContents(c); return r.getClientRects().length }"
-    async with serving([group("square", row, row), hostile()]) as server, chromium() as browser:
+    async with serving([group("square", row, row), hostile()]) as server:
         page = await browser.new_page(viewport={"width": 1280, "height": 800})
         await page.goto(server.url)
         for path, cells, count in (("trajectories", "td:last-child", 3), ("group/0", ".side th[scope=row]", 8)):
@@ -405,8 +430,8 @@ async def test_a_name_of_any_length_breaks_no_tool_and_no_label_in_two():
             assert {await cell.text_content() for cell in found if await cell.evaluate(lines) != 1} == set()
 
 
-@BROWSER
-async def test_the_live_page_follows_pauses_and_works_with_the_keyboard():
+@in_the_browser_s_loop
+async def test_the_live_page_follows_pauses_and_works_with_the_keyboard(browser):
     numbers = {"n": 0}
 
     def counting() -> LiveView:
@@ -415,7 +440,7 @@ async def test_the_live_page_follows_pauses_and_works_with_the_keyboard():
             numbers={"looks": str(numbers["n"])}, containers=[ContainerSlots("0 c", 2, 1, 0, 0, ready=True)]
         )
 
-    async with serving(ordinary(), live=counting) as server, chromium() as browser:
+    async with serving(ordinary(), live=counting) as server:
         page = await browser.new_page()
         await page.goto(server.url)
         assert await page.locator(".cells i.leased").count() == 2
