@@ -127,10 +127,10 @@ class AtroposRuntime(Runtime):
                 if self._held is not None:
                     return
                 held = self._held = await HeldSlot.lease(self._request, f"verifiers {self.name}")
-            self._folder = held.path(self.config.workdir or ".")
-            self.config = self.config.model_copy(update={"workdir": self._folder})
-            self._info.id, self._info.workdir = held.slot.lease.lease_id, self._folder
-            await held.slot.exec(["mkdir", "-p", self._folder], user=held.user)
+                self._folder = held.path(self.config.workdir or ".")
+                self.config = self.config.model_copy(update={"workdir": self._folder})
+                self._info.id, self._info.workdir = held.slot.lease.lease_id, self._folder
+                await held.slot.exec(["mkdir", "-p", self._folder], user=held.user)
 
     @override
     async def teardown(self) -> None:

@@ -148,9 +148,8 @@ def show(console: Console, numbers: dict[str, Any], mistakes: float) -> None:
     for name, row in numbers["tasks"].items():
         scores = Text(" ").join(Text(f"{score:.2f}", style=colour(score)) for score in row["scores"])
         table.add_row(name, scores, str(row["steps"]), str(row["calls"]), f"{row['seconds']:.2f}")
-    for name, detail in numbers["dropped"].items():
+    for name in numbers["dropped"]:
         table.add_row(name, Text("dropped", style="red"), "", "", "")
-        del detail
     console.print(table)
     console.print(
         f"{numbers['trajectories']} trajectories, mean score {numbers['mean_score']:.2f}, in {numbers['seconds']:.1f} s"

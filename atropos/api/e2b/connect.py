@@ -24,12 +24,10 @@ _HEAD = struct.Struct(">BI")
 _END = 2
 _STATUS = {
     "invalid_argument": 400,
-    "unauthenticated": 401,
     "permission_denied": 403,
     "not_found": 404,
     "already_exists": 409,
     "resource_exhausted": 429,
-    "unimplemented": 501,
     "unavailable": 503,
     "deadline_exceeded": 504,
 }

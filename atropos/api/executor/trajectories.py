@@ -8,7 +8,7 @@ import time
 import uuid
 from collections import OrderedDict
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, cast
 
 from atropos.api.executor.images import ImagePool, checked_source
 from atropos.api.executor.models import CallBody, ExecutorServerSettings, OpenTrajectory, TrajectoryInfo
@@ -209,7 +209,7 @@ class Trajectories:
         if body.id is not None and key is not None and body.id != key:
             raise Refusal(409, "ids_differ", "id and the header Idempotency-Key differ: give one of them")
         call_id = body.id or key or f"c-{uuid.uuid4().hex}"
-        arguments: dict[str, object] | str = body.arguments if isinstance(body.arguments, str) else {**body.arguments}
+        arguments = cast("dict[str, object] | str", body.arguments)
         content = fingerprint(body.name, arguments)
         known = trajectory.calls.get(call_id)
         if known is not None:

@@ -54,7 +54,7 @@ _ARGUMENTS = (
 
 
 def find_chromium(settings: BrowserSettings) -> str | None:
-    """The browser's path; None: Playwright's own download, if there is one."""
+    """The browser's path; None: there is none."""
     if settings.executable:
         return settings.executable
     for name in ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable"):
@@ -202,11 +202,6 @@ class BrowserHost:
     def connected(self) -> bool:
         """Whether Chromium runs."""
         return self._browser is not None and self._browser.is_connected()
-
-    @property
-    def sessions(self) -> int:
-        """Contexts open now."""
-        return len(self._sessions)
 
     def forget(self, session: Session) -> None:
         """Remove a closed session."""

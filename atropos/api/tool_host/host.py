@@ -27,8 +27,6 @@ _CLOSE_S = 10.0
 """Timeout of closing one piece of a trajectory's state."""
 _QUEUE_S = 60.0
 """Longest that a call waits for its turn before it is refused with Retry-After."""
-_BUSY = 429
-"""Status of a call that never got its turn."""
 
 
 class HostedTrajectory:
@@ -210,7 +208,7 @@ class ToolHost:
                     await place.ready()
             except TimeoutError:
                 message = f"no turn within {_QUEUE_S:g} s: the calls before it still run; retry later"
-                raise Refusal(_BUSY, "busy", message, retry_after_s=5) from None
+                raise Refusal(429, "busy", message, retry_after_s=5) from None
             scope = ToolScope(trajectory_id=call.trajectory_id, call_id=call.call_id, state=trajectory.state)
             return await self._run(call, tool, arguments, scope)
 
