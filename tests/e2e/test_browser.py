@@ -267,6 +267,19 @@ async def test_contexts_are_bounded_and_all_are_closed(site: Site, world: tuple[
     assert host._browser.contexts == []
 
 
+async def test_calls_of_one_trajectory_that_run_at_once_share_a_context(
+    world: tuple[BrowserHost, Site, Site], ada: Person
+):
+    host, state = world[0], ada.scope.state
+    first, second = await asyncio.gather(*(host.session(state, opening=True) for _ in range(2)))
+    assert first is second is state["browser"]
+    assert host._sessions == {first}
+    first.alive = False
+    third, fourth = await asyncio.gather(*(host.session(state, opening=True) for _ in range(2)))
+    assert third is fourth is state["browser"]
+    assert host._sessions == {third}
+
+
 def processes(word: str, but: str = "\0") -> list[int]:
     return [pid for pid, line in descendants().items() if word in line and but not in line]
 

@@ -32,8 +32,7 @@ _QUEUE_S = 60.0
 class HostedTrajectory:
     """The state of one trajectory between its calls."""
 
-    def __init__(self, owner: Owner, turnstile: Turnstile) -> None:
-        self.owner = owner
+    def __init__(self, turnstile: Turnstile) -> None:
         self.state_id = uuid.uuid4().hex
         self.turnstile = turnstile
         self.state: dict[str, object] = {}
@@ -182,16 +181,16 @@ class ToolHost:
                     f"{len(self._trajectories)} trajectories are open; end one with DELETE /trajectories/ID",
                     retry_after_s=5,
                 )
-            found = HostedTrajectory(owner, Turnstile("this trajectory", self.settings.trajectory_bounds))
+            found = HostedTrajectory(Turnstile("this trajectory", self.settings.trajectory_bounds))
             self._trajectories[owner] = found
         found.last_used = time.monotonic()
         return found
 
     def _forget_one(self) -> bool:
         """Forget a trajectory without state. Whether there was one."""
-        for trajectory in self._trajectories.values():
+        for owner, trajectory in self._trajectories.items():
             if not trajectory.running and not trajectory.state and trajectory.turnstile.idle:
-                del self._trajectories[trajectory.owner]
+                del self._trajectories[owner]
                 return True
         return False
 
@@ -323,9 +322,10 @@ class ToolHost:
         while True:
             await asyncio.sleep(min(30.0, ttl / 4))
             oldest = time.monotonic() - ttl
-            for trajectory in list(self._trajectories.values()):
-                if not trajectory.running and trajectory.last_used < oldest:
-                    await self._end(trajectory.owner)
+            for owner in list(self._trajectories):
+                trajectory = self._trajectories.get(owner)  # as it is now: closing the one before took its time
+                if trajectory is not None and not trajectory.running and trajectory.last_used < oldest:
+                    await self._end(owner)
 
     async def drain(self, timeout_s: float) -> None:
         """Refuse new calls, and wait for running ones, up to the timeout."""
