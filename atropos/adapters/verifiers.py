@@ -241,8 +241,9 @@ class AtroposRuntime(Runtime):
     async def expose(self, port: int) -> str:
         with infrastructure(SandboxError):
             held = await self._slot()
-            if ("to slot", port) not in self._forwards:
-                self._forwards["to slot", port] = await PortForward.to_slot(held.slot, port)
+            async with self._forwarding:
+                if ("to slot", port) not in self._forwards:
+                    self._forwards["to slot", port] = await PortForward.to_slot(held.slot, port)
         return f"http://127.0.0.1:{self._forwards['to slot', port].port}"
 
     @override
