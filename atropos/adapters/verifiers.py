@@ -176,7 +176,7 @@ class AtroposRuntime(Runtime):
                 concurrent=True,
             )
         if result.timed_out:
-            raise SandboxError(f"{argv[0]} took longer than {time_limit(None)}")
+            raise SandboxError(f"{argv[0]} took longer than {time_limit(result, None)}")
         if result.exit_code is None:
             error = result.error or "it never ran"
             return ProgramResult(NOT_FOUND if error.startswith("not_found") else CANNOT_EXECUTE, "", error)

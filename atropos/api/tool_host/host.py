@@ -197,7 +197,7 @@ class ToolHost:
     async def _in_turn(
         self, call: ExternalCall, tool: Tool, arguments: object, trajectory: HostedTrajectory, turn: TurnstilePass
     ) -> ToolResult:
-        """Run a call when it is its trajectory's turn, then the tool's: one that waits for its own trajectory takes no place."""
+        """Run a call at its trajectory's turn, then the tool's: while it waits for the first it takes no place of the tool."""
         with contextlib.ExitStack() as places:
             try:
                 async with asyncio.timeout(_QUEUE_S):
