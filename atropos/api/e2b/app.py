@@ -11,7 +11,7 @@ from typing import cast
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -149,8 +149,9 @@ def _answered(handler: Callable[[Request], Awaitable[Response]]) -> Callable[[Re
     async def answered(request: Request) -> Response:
         try:
             return await handler(request)
-        except RpcError as error:
-            return _problem(error.status, str(error))
+        except (RpcError, ClientDisconnect) as error:
+            refused = connect.rpc_error(error)
+            return _problem(refused.status, str(refused))
         except (ConfigError, NotSupported, ImageUnavailable) as error:
             return _problem(400, str(error))
         except (NoCapacity, SandboxError) as error:

@@ -9,7 +9,7 @@ import json
 import struct
 from collections.abc import AsyncGenerator, Awaitable, Callable
 
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from atropos.errors import AcquireTimeout, ConfigError, NotSupported, SandboxError
@@ -28,6 +28,7 @@ _STATUS = {
     "not_found": 404,
     "already_exists": 409,
     "resource_exhausted": 429,
+    "canceled": 499,
     "unavailable": 503,
     "deadline_exceeded": 504,
 }
@@ -67,6 +68,8 @@ def rpc_error(error: Exception) -> RpcError:
     match error:
         case RpcError():
             return error
+        case ClientDisconnect():
+            return RpcError("canceled", "the client went away")
         case TimeoutError() if not error.errno:
             return RpcError("deadline_exceeded", "the call's deadline has passed")
         case OSError():
