@@ -288,7 +288,7 @@ def _streamed(
         try:
             message = messages.parse(kind, await connect.first_message(request))
             user = {"user": _user_of(request)} if as_user else {}
-        except RpcError as error:
+        except (RpcError, ClientDisconnect) as error:
             return connect.failed(error)
         times = {"deadline_s": connect.deadline_s(request), "ping_s": _ping_s(request)}
         return connect.stream(handler(sandbox, message, **user, **times))
