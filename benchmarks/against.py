@@ -114,12 +114,9 @@ def rows(case: str, subject: str, rounds: list[Round], *, base: bool, parallel: 
     samples = [sample for each in rounds for sample in each.samples]
     calls = len(samples)
     seconds = sum(each.seconds for each in rounds)
-    made = [row(f"{case}", subject, samples, throughput=calls / seconds, base=base)]
-    for kind in (*KINDS, "all together"):
-        each_s = [
-            sum(one.cpu[part] for part in (KINDS if kind not in KINDS else (kind,))) / len(one.samples)
-            for one in rounds
-        ]
+    made = [row(case, subject, samples, throughput=calls / seconds, base=base)]
+    for kind, parts in (*((kind, (kind,)) for kind in KINDS), ("all together", KINDS)):
+        each_s = [sum(one.cpu[part] for part in parts) / len(one.samples) for one in rounds]
         made.append(row(f"CPU a call at {parallel}, {kind}", subject, each_s, base=base))
     return made
 

@@ -52,16 +52,16 @@ async def backends(ctx: Context) -> AsyncIterator[Row]:
         )
     async for made in _calls(ctx, names):
         yield made
-    for measure in (_cold_start, _scale_up):
-        samples = {name: [] for name in names}
+    for title, measure in (
+        ("cold start: nothing running to first answer", _cold_start),
+        (f"scale-up: 1 to {GROWN} containers, all answering", _scale_up),
+    ):
+        samples: dict[str, list[float]] = {name: [] for name in names}
         for number in range(ctx.n(5, least=2)):
             for name in names:
-                ctx.say(f"{measure.__name__.strip('_').replace('_', ' ')} on {name}, {number + 1}")
+                ctx.say(f"{title}, on {name}, {number + 1}")
                 samples[name].append(await measure(name))
         for name in names:
-            title = {"_cold_start": "cold start: nothing running to first answer"}.get(
-                measure.__name__, f"scale-up: 1 to {GROWN} containers, all answering"
-            )
             yield row(title, name, samples[name], unit="s", note=_against(samples, name))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 
@@ -49,10 +50,10 @@ async def sequential(ctx: Context) -> AsyncIterator[Row]:
                     add("swe-rex, its own client", (await rex.own_client(1, n))[0])
                     add("swe-rex, its own client, bash", (await rex.own_client(1, n, bash=True))[0])
                     add("atropos slot.exec", (await ours.closed_loop(direct, 1, n))[0])
-                    add("fork+exec bash", peers.timed(peers.fork_exec, n)[0])
-                    add("fork+exec sh", peers.timed(peers.fork_exec_sh, n)[0])
+                    add("fork+exec bash", peers.timed(peers.fork_exec, n))
+                    add("fork+exec sh", peers.timed(peers.fork_exec_sh, n))
                     if peers.bwrap_works():
-                        add("a fresh bwrap a call", peers.timed(peers.fresh_bwrap, n // 2)[0])
+                        add("a fresh bwrap a call", peers.timed(peers.fresh_bwrap, n // 2))
         await runner.release_trajectory("bench", reset_workspace=True)
     for subject, values in samples.items():
         yield row("sequential call", subject, values, base=subject == "atropos executor")
@@ -201,7 +202,7 @@ async def neighbour(ctx: Context) -> AsyncIterator[Row]:
             await asyncio.gather(task, return_exceptions=True)
             await runner.release_trajectory(f"noisy-{name}", reset_workspace=True)
             loud = row(f"neighbour: {name}", "atropos", samples, base=True)
-            yield Row(**{**loud.as_json(), "note": f"p99 {loud.p99 / quiet.p99:.2f}x of quiet"})
+            yield dataclasses.replace(loud, note=f"p99 {loud.p99 / quiet.p99:.2f}x of quiet")
 
 
 async def memory(ctx: Context) -> AsyncIterator[Row]:

@@ -10,14 +10,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import socket
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
+
+from examples.serve.processes import free_port, program
 
 from .stats import Row, row
 
@@ -62,21 +62,10 @@ class Watch:
 @contextlib.asynccontextmanager
 async def policy(spread: float) -> AsyncIterator[str]:
     """The scripted policy as a process; its base URL."""
-    argv = (
-        sys.executable,
-        "-m",
-        "examples.policy",
-        "--die-with-parent",
-        f"--delay={MODEL_S}",
-        f"--delay-spread={spread}",
-    )
-    process = await asyncio.create_subprocess_exec(*argv, stdout=asyncio.subprocess.PIPE)
-    try:
+    argv = ("-m", "examples.policy", f"--delay={MODEL_S}", f"--delay-spread={spread}")
+    async with program(*argv, output=asyncio.subprocess.PIPE) as process:
         assert process.stdout is not None
         yield json.loads(await process.stdout.readline())["base_url"]
-    finally:
-        process.terminate()
-        await process.wait()
 
 
 def make(url: str, path: Path, trajectories: int, **settings: Any) -> Any:
@@ -122,15 +111,9 @@ def make(url: str, path: Path, trajectories: int, **settings: Any) -> Any:
 @contextlib.asynccontextmanager
 async def looked_at() -> AsyncIterator[dict[str, Any]]:
     """Settings of an env with a dashboard, whose live page somebody has open: another process asks as the page does."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    process = await asyncio.create_subprocess_exec(sys.executable, "-c", LOOKING, f"http://127.0.0.1:{port}", TOKEN)
-    try:
+    port = free_port()
+    async with program("-c", LOOKING, f"http://127.0.0.1:{port}", TOKEN):
         yield {"dashboard_port": port, "dashboard_token": TOKEN}
-    finally:
-        process.terminate()
-        await process.wait()
 
 
 async def measure(

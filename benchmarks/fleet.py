@@ -200,17 +200,16 @@ def main(
     processes: Annotated[int, typer.Option(help="with --job: env processes")] = 5,
 ) -> None:
     """Print the curve, and write it when asked."""
+    console = Console()
     if job:
         from . import fleet_decisions
 
-        console = Console()
         phases = asyncio.run(fleet_decisions.measure(job, processes, console))
         fleet_decisions.show(console, job, SLOTS, processes, phases)
         if json_path:
             json_path.write_text(json.dumps({"machine": machine.describe(), "phases": phases}, indent=1))
         return
     if live:
-        console = Console()
         found = asyncio.run(measure(live, containers, rounds, console))
         show(console, found)
         if json_path:
@@ -227,7 +226,7 @@ def main(
         rows.append(row)
         numbers = f"{row['decision_us']:.1f}", f"{row['acquire_release_us']:.0f}", f"{row['reconcile_us']:.0f}"
         table.add_row(str(n), str(n * SLOTS), *numbers, f"{row['ready_s']:.2f}", f"{row['backend_asked']:.0f}")
-    Console().print(table)
+    console.print(table)
     if json_path:
         json_path.write_text(json.dumps(rows, indent=1))
 

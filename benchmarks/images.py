@@ -23,7 +23,6 @@ from .stats import Row, row
 MANY = 100
 PAUSE_S = 0.05
 """Between leases: the server starts the next sandbox ahead meanwhile."""
-LEASE = "lease, {}"
 
 
 async def images(ctx: Context) -> AsyncIterator[Row]:
@@ -65,7 +64,7 @@ async def _leases(ctx: Context, pool: SlotPool, work: Path) -> AsyncIterator[Row
     for kind, taken in samples.items():
         ratio = sorted(taken)[len(taken) // 2] / plain
         note = "" if kind == "plain" else f"p50 {ratio:.2f}x of plain"
-        yield row(LEASE.format(kind), "atropos", taken, base=True, note=note)
+        yield row(f"lease, {kind}", "atropos", taken, base=True, note=note)
 
 
 async def _builds(ctx: Context, pool: SlotPool, work: Path) -> AsyncIterator[Row]:

@@ -2,7 +2,8 @@
 
 Its nodes are addresses in 127.0.0.0/8, all served by one listener that answers health checks as sandbox servers do. Nodes
 vanish at once, are noticed after `HEARTBEAT_S`, and what they had is placed on the others, `PLACED_A_S` a second. Started by
-`fleet_decisions`; prints its port, then takes a line of JSON at a time: {"vanish": share}, {"churn": containers}, {"count": true}.
+`fleet_decisions`; prints its port, then takes a line of JSON at a time: {"vanish": share}, {"churn": containers, "pause_s": seconds}
+or {}, and answers how often what was asked since the last one.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ class Cluster:
 
     def __init__(self, containers: int) -> None:
         self.health_port = 0
-        self.count = 0
+        self.count = containers
         first = ipaddress.IPv4Address("127.1.0.0")
         self.nodes = [str(first + number) for number in range(max(2, containers // PER_NODE))]
         self.silent: set[str] = set()
@@ -135,11 +136,11 @@ class Cluster:
     async def events(self, request: web.Request) -> web.StreamResponse:
         response = web.StreamResponse()
         await response.prepare(request)
-        line = b'{"Events": [1]}\n'
+        news = line = b'{"Events": [1]}\n'
         with contextlib.suppress(ConnectionError):
             while True:
                 await response.write(line)
-                line = b'{"Events": [1]}\n'
+                line = news
                 try:
                     async with asyncio.timeout(HEARTBEAT_S / 2):
                         await self.news.wait()
@@ -190,7 +191,6 @@ async def main() -> None:
     loop = asyncio.get_running_loop()
     health = await loop.create_server(lambda: Health(cluster.silent), "0.0.0.0", 0, backlog=4096)
     cluster.health_port = health.sockets[0].getsockname()[1]
-    cluster.count = containers
     for index in range(containers):
         cluster.place(index)
     telling = loop.create_task(cluster.tell())
@@ -201,7 +201,7 @@ async def main() -> None:
             await cluster.vanish(order["vanish"])
         if "churn" in order:
             await cluster.churn(order["churn"], order["pause_s"])
-        print(json.dumps({"asked": dict(cluster.asked), "live": len(cluster.nodes)}), flush=True)
+        print(json.dumps({"asked": dict(cluster.asked)}), flush=True)
         cluster.asked.clear()
     telling.cancel()
     health.close()

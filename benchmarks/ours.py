@@ -16,11 +16,9 @@ from .peers import COMMAND
 
 
 @contextlib.asynccontextmanager
-async def pool(slots: int, containers: int = 1) -> AsyncIterator[SlotPool]:
-    """A pool of `containers` sandbox servers with `slots` slots each."""
-    config = SlotPoolConfig(
-        backend="local", slots_per_container=slots, min_containers=containers, max_containers=containers
-    )
+async def pool(slots: int) -> AsyncIterator[SlotPool]:
+    """A pool of one sandbox server with `slots` slots."""
+    config = SlotPoolConfig(backend="local", slots_per_container=slots, min_containers=1, max_containers=1)
     async with SlotPool(config) as made:
         yield made
 

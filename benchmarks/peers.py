@@ -66,14 +66,11 @@ def bwrap_works() -> bool:
     return subprocess.run([*_BWRAP, "/bin/true"], capture_output=True, check=False).returncode == 0
 
 
-def timed(function: Callable[[], None], n: int, warm_up: int = 10) -> tuple[list[float], float]:
-    """Seconds of each of `n` calls, and of all together."""
-    for _ in range(warm_up):
-        function()
+def timed(function: Callable[[], None], n: int) -> list[float]:
+    """Seconds of each of `n` calls, after ten that aren't measured."""
     samples: list[float] = []
-    began = time.perf_counter()
-    for _ in range(n):
+    for _ in range(10 + n):
         start = time.perf_counter()
         function()
         samples.append(time.perf_counter() - start)
-    return samples, time.perf_counter() - began
+    return samples[10:]

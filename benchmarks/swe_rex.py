@@ -12,7 +12,6 @@ import json
 import os
 import secrets
 import shutil
-import socket
 import subprocess
 import sys
 import time
@@ -21,6 +20,8 @@ from pathlib import Path
 from typing import Any, Self
 
 import aiohttp
+
+from examples.serve.processes import free_port
 
 from .peers import COMMAND
 
@@ -55,12 +56,6 @@ def install() -> Path:
             shutil.rmtree(HOME, ignore_errors=True)
             raise RuntimeError(f"SWE-ReX could not be installed: {done.stderr.strip()[-300:]}")
     return binaries
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 class SweRex:
@@ -144,7 +139,7 @@ class SweRex:
 async def running() -> AsyncIterator[SweRex]:
     """Start `swerex-remote` on loopback, and end it by its id whatever happens."""
     binaries = await asyncio.to_thread(install)
-    port, token = _free_port(), secrets.token_hex(16)
+    port, token = free_port(), secrets.token_hex(16)
     process = await asyncio.create_subprocess_exec(
         *(str(binaries / "swerex-remote"), "--host", "127.0.0.1", "--port", str(port), "--auth-token", token),
         stdin=asyncio.subprocess.DEVNULL,

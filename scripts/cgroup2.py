@@ -1,4 +1,4 @@
-"""A machine with cgroup v2 alone, and the tests of limits in it: `cgroup2.py [--kernel old] [--keep] [PYTEST ARGUMENTS]`.
+"""A machine with cgroup v2 alone, and the tests of limits in it: `cgroup2.py [--kernel old] [PYTEST ARGUMENTS]`.
 
 A Debian cloud kernel boots under qemu (by emulation where the host gives no KVM) on a root file system of Debian packages.
 Both are made once and kept in ~/.cache/atropos; the kernel's package is unpacked, never installed. The working tree goes
@@ -98,15 +98,8 @@ def machine() -> Path:
         say(f"making a Debian root file system from {MIRROR} (about two minutes)")
         # in namespaces of their own, what it mounts and starts ends with it
         alone = ("unshare", "--mount", "--pid", "--fork", "--kill-child")
-        quietly(
-            *alone,
-            "debootstrap",
-            "--variant=minbase",
-            f"--include={PACKAGES.replace(' ', ',')}",
-            "trixie",
-            root,
-            MIRROR,
-        )
+        options = ("--variant=minbase", f"--include={PACKAGES.replace(' ', ',')}")
+        quietly(*alone, "debootstrap", *options, "trixie", root, MIRROR)
         for kind, suite in KERNELS.items():
             say(f"unpacking {suite}'s cloud kernel")
             kernel(root, part, kind, suite)
@@ -273,8 +266,11 @@ def boot(made: Path, kind: str, disk: Path, folder: Path) -> int | None:
                 say(f"the machine has not come up in {BOOT_S} s" if waited < RUN_S else f"it has run for {RUN_S} s")
                 break
             time.sleep(0.05)
-    found = re.search(r"status (\d+)", told.read_text(errors="replace"))
-    return int(found[1]) if found else None if not told.stat().st_size else 1
+    said = told.read_text(errors="replace")
+    if not said:
+        return None
+    found = re.search(r"status (\d+)", said)
+    return int(found[1]) if found else 1
 
 
 @contextlib.contextmanager

@@ -2,10 +2,12 @@
 
 What already runs is used (DOCKER_HOST or the default socket, NOMAD_ADDR or localhost:4646). What doesn't is started in
 a folder of its own, with the sandbox image in it, and is stopped and removed when the command has ended, whatever ended
-it: by the process ids started here, nothing else. `engines.py --ahead` starts nothing that stays: it makes what a fresh
-machine lacks and what takes minutes, Nomad's binary and the slow half of the image, both kept. The command finds the engines in DOCKER_HOST and NOMAD_ADDR, and in
+it: by the process ids started here, nothing else. The command finds the engines in DOCKER_HOST and NOMAD_ADDR, and in
 ATROPOS_BACKENDS the backends that there are. One that can't be had is left out with its reason printed, unless
 ATROPOS_REQUIRE_BACKENDS=1.
+
+`engines.py --ahead` starts nothing that stays: it makes what a fresh machine lacks and what takes minutes, Nomad's binary
+and the slow half of the image, both kept.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = {"dockerd": "docker.io", "docker": "docker.io", "iptables": "iptables", "debootstrap": "debootstrap"}
@@ -47,15 +50,17 @@ def answers(url: str) -> bool:
         return False
 
 
-def ask(url: str, method: str = "GET") -> object:
+def ask(url: str, method: str = "GET") -> Any:
     with urllib.request.urlopen(urllib.request.Request(url, method=method), timeout=10) as answer:
         return json.loads(answer.read())
 
 
-def wait_until(what: str, ready: object, process: subprocess.Popen[bytes], log: Path, seconds: float) -> None:
+def wait_until(
+    what: str, ready: Callable[[], bool], process: subprocess.Popen[bytes], log: Path, seconds: float
+) -> None:
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
-        if ready():  # type: ignore[operator]
+        if ready():
             return
         if process.poll() is not None:
             break
@@ -181,23 +186,13 @@ class Engines:
             log = self.folder / "nomad.log"
             say("starting a Nomad development agent")
             (self.folder / "nomad").mkdir()
-            self.nomad = self.spawn(
-                [
-                    binary,
-                    "agent",
-                    "-dev",
-                    "-config",
-                    f"{ROOT}/nomad/dev-agent.hcl",
-                    "-data-dir",
-                    f"{self.folder}/nomad",
-                ],
-                log,
-            )
+            settings = ["-config", f"{ROOT}/nomad/dev-agent.hcl", "-data-dir", f"{self.folder}/nomad"]
+            self.nomad = self.spawn([binary, "agent", "-dev", *settings], log)
 
             def ready() -> bool:
                 with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
                     nodes = ask(f"{address}/v1/nodes?resources=false")
-                    return any(n["Status"] == "ready" and n["Drivers"]["docker"]["Healthy"] for n in nodes)  # type: ignore[attr-defined]
+                    return any(n["Status"] == "ready" and n["Drivers"]["docker"]["Healthy"] for n in nodes)
                 return False
 
             wait_until("the Nomad agent", ready, self.nomad, log, 90)
@@ -221,7 +216,7 @@ class Engines:
         """End the agent's jobs, so that their containers end, then the agent."""
         address = self.env.get("NOMAD_ADDR", "http://127.0.0.1:4646")
         with contextlib.suppress(OSError, ValueError, TypeError):
-            for job in ask(f"{address}/v1/jobs?namespace=*"):  # type: ignore[attr-defined]
+            for job in ask(f"{address}/v1/jobs?namespace=*"):
                 say(f"job {job['ID']} was left: purging it")
                 ask(f"{address}/v1/job/{job['ID']}?purge=true&namespace={job['Namespace']}", "DELETE")
                 time.sleep(1)

@@ -171,7 +171,7 @@ class AtroposEnvironment(BaseEnvironment):
             concurrent=True,
         )
         if result.timed_out:
-            raise RuntimeError(f"Command timed out after {time_limit(timeout_s)}")
+            raise RuntimeError(f"Command timed out after {time_limit(result, timeout_s)}")
         if result.exit_code is None:
             return ExecResult(stdout="", stderr=result.output, return_code=126)
         return ExecResult(stdout=result.stdout, stderr=result.stderr, return_code=shell_code(result.exit_code))

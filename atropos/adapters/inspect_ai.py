@@ -145,7 +145,7 @@ class AtroposSandbox(SandboxEnvironment):
                 concurrent=True,
             )
         if result.timed_out:
-            late = TimeoutError(f"Command timed out after {time_limit(timeout)}")
+            late = TimeoutError(f"Command timed out after {time_limit(result, timeout)}")
             late.truncated_output = result.output  # type: ignore[attr-defined]  # pyright: ignore[reportAttributeAccessIssue]
             raise late
         if result.error is not None:

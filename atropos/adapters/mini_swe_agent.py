@@ -25,7 +25,7 @@ from minisweagent.run.utilities import mini_extra
 from minisweagent.utils.serialize import recursive_merge
 from pydantic import Field
 
-from atropos.adapters.sharing import HeldSlot, SlotRequest, infrastructure, shell_code
+from atropos.adapters.sharing import HeldSlot, SlotRequest, infrastructure, shell_code, time_limit
 from atropos.slots import ExecResult
 
 T = TypeVar("T")
@@ -155,7 +155,7 @@ class AtroposEnvironment(LocalEnvironment):
         result = self._run([*self.config.interpreter, action.get("command", "")], limit, cwd or self.config.cwd or ".")
         output: dict[str, Any] = {"output": result.output, "exception_info": ""}
         if result.timed_out:
-            output |= not_ended("TimeoutExpired", f"the command timed out after {limit} seconds")
+            output |= not_ended("TimeoutExpired", f"the command timed out after {time_limit(result, limit)}")
         elif result.exit_code is None:
             output |= {"output": "", **not_ended("OSError", result.error or "the command could not be started")}
         else:

@@ -30,11 +30,10 @@ class Terminal:
         closed: whether `close` has run.
     """
 
-    def __init__(self, held: HeldSlot, process: Process, mode: str) -> None:
+    def __init__(self, process: Process, mode: str) -> None:
         self.session_id = process.id
         self.mode: str | None = mode
         self.closed = False
-        self._held = held
         self._process = process
 
     @classmethod
@@ -58,7 +57,7 @@ class Terminal:
                 )
             except OSError as error:
                 raise SandboxPtyError(f"{spec.command or '/bin/bash'}: {error}") from error
-        return cls(held, process, "pty" if spec.pty else "pipe")
+        return cls(process, "pty" if spec.pty else "pipe")
 
     async def read(self, *, timeout_s: float | None = None) -> bytes:
         """What it printed since the last time, its errors as well on a terminal; empty once it has ended.

@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from atropos.config import SlotLimits
 from atropos.errors import SandboxError
-from atropos.slots import Slot, SlotPool, SlotPoolConfig
+from atropos.slots import ExecResult, Slot, SlotPool, SlotPoolConfig
 
 WAIT_FOR_SLOT_S = 3600.0
 """How long an environment waits for a slot, where `acquire_timeout_s` doesn't say."""
@@ -176,9 +176,11 @@ def shell_code(exit_code: int) -> int:
     return exit_code if exit_code >= 0 else 128 - exit_code
 
 
-def time_limit(timeout_s: float | None) -> str:
-    """The limit of a command that took too long, for a message."""
-    return "the slot's limits.wall_s" if timeout_s is None else f"{timeout_s:g} seconds"
+def time_limit(result: ExecResult, timeout_s: float | None) -> str:
+    """What ended a command that took too long, for a message: its own time-out, or the slot's limit before it."""
+    if timeout_s is None or result.duration_s < timeout_s:
+        return "the slot's limits.wall_s"
+    return f"{timeout_s:g} seconds"
 
 
 @contextmanager

@@ -183,7 +183,7 @@ def response_of(result: ExecResult, command: Command) -> CommandResponse:
         OSError: it never ran.
     """
     if result.timed_out:
-        raise CommandTimeoutError(f"Timeout ({time_limit(command.timeout)}) exceeded while running command")
+        raise CommandTimeoutError(f"Timeout ({time_limit(result, command.timeout)}) exceeded while running command")
     if result.error is not None:
         code, _, message = result.error.partition(": ")
         raise {"not_found": FileNotFoundError, "permission": PermissionError}.get(code, OSError)(message)

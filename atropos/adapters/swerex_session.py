@@ -224,7 +224,7 @@ class BashSession:
             self._pending += self._decoder.decode(data)
 
     def _taken(self, following: str = "") -> str:
-        """The end of what was searched and what follows it."""
+        """Take what was searched, with what follows it: its end, as much as is kept."""
         text, self._searched = self._searched.getvalue() + following, io.StringIO()
         self._dropped += max(0, len(text) - MAX_OUTPUT_CHARS)
         return text[-MAX_OUTPUT_CHARS:]

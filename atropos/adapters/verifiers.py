@@ -127,10 +127,10 @@ class AtroposRuntime(Runtime):
                 if self._held is not None:
                     return
                 held = self._held = await HeldSlot.lease(self._request, f"verifiers {self.name}")
-            self._folder = held.path(self.config.workdir or ".")
-            self.config = self.config.model_copy(update={"workdir": self._folder})
-            self._info.id, self._info.workdir = held.slot.lease.lease_id, self._folder
-            await held.slot.exec(["mkdir", "-p", self._folder], user=held.user)
+                self._folder = held.path(self.config.workdir or ".")
+                self.config = self.config.model_copy(update={"workdir": self._folder})
+                self._info.id, self._info.workdir = held.slot.lease.lease_id, self._folder
+                await held.slot.exec(["mkdir", "-p", self._folder], user=held.user)
 
     @override
     async def teardown(self) -> None:
@@ -176,7 +176,7 @@ class AtroposRuntime(Runtime):
                 concurrent=True,
             )
         if result.timed_out:
-            raise SandboxError(f"{argv[0]} took longer than {time_limit(None)}")
+            raise SandboxError(f"{argv[0]} took longer than {time_limit(result, None)}")
         if result.exit_code is None:
             error = result.error or "it never ran"
             return ProgramResult(NOT_FOUND if error.startswith("not_found") else CANNOT_EXECUTE, "", error)
@@ -241,8 +241,9 @@ class AtroposRuntime(Runtime):
     async def expose(self, port: int) -> str:
         with infrastructure(SandboxError):
             held = await self._slot()
-            if ("to slot", port) not in self._forwards:
-                self._forwards["to slot", port] = await PortForward.to_slot(held.slot, port)
+            async with self._forwarding:
+                if ("to slot", port) not in self._forwards:
+                    self._forwards["to slot", port] = await PortForward.to_slot(held.slot, port)
         return f"http://127.0.0.1:{self._forwards['to slot', port].port}"
 
     @override

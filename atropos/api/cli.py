@@ -6,6 +6,7 @@ import json
 import os
 import tomllib
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Annotated, cast
 
@@ -84,14 +85,9 @@ def tool_server(
         settings = settings.model_copy(update={"search": search_from_environment()})
     settings.check_listening()
     app = create_app(settings)
-    tool_host = app.state.host
-
-    async def drain() -> None:
-        await tool_host.drain(settings.drain_s)
-
+    drain = partial(app.state.host.drain, settings.drain_s)
     code = run(app, host=settings.host, port=settings.port, name="ToolServer", token=settings.token, drain=drain)
-    if code:
-        raise typer.Exit(code)
+    raise typer.Exit(code)
 
 
 EXECUTOR_TOKEN_VARIABLE = "ATROPOS_EXECUTOR_TOKEN"
@@ -138,5 +134,4 @@ def executor_server(
         token_headers=TOKEN_HEADERS,
         drain=drain,
     )
-    if code:
-        raise typer.Exit(code)
+    raise typer.Exit(code)

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import hashlib
 from collections.abc import AsyncGenerator, AsyncIterator
-from typing import TYPE_CHECKING, Annotated, Any, cast
+from typing import TYPE_CHECKING, Annotated, Any
 
 from fastapi import FastAPI, Header, Path, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
@@ -35,7 +35,6 @@ from atropos.tools.models import ToolResult
 from atropos.wire import ImageState, Problem
 
 if TYPE_CHECKING:
-    from atropos.slots import SlotPool
     from atropos.tools import ToolExecutor
 
 _ERRORS: dict[int | str, dict[str, Any]] = {
@@ -75,10 +74,9 @@ def create_executor_app(settings: ExecutorServerSettings, *, executor: ToolExecu
                 traces = tracing.start(settings.otlp_endpoint, "atropos executor")
                 stack.push_async_callback(asyncio.to_thread, traces.close)
             ready = executor or await stack.enter_async_context(_made(settings))
-            pool = cast("SlotPool", getattr(ready, "pool", None))
-            trajectories, sandboxes = Trajectories(ready, pool, settings), Sandboxes(pool, settings)
+            trajectories, sandboxes = Trajectories(ready, ready.pool, settings), Sandboxes(ready.pool, settings)
             app.state.trajectories, app.state.sandboxes, app.state.executor = trajectories, sandboxes, ready
-            app.state.images = images = PreparedImages(pool)
+            app.state.images = images = PreparedImages(ready.pool)
             reapers = [asyncio.create_task(trajectories.reap()), asyncio.create_task(sandboxes.reap())]
             try:
                 yield

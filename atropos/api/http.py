@@ -113,8 +113,7 @@ def _safe(value: object) -> str:
 
 
 def _explain(error: RequestValidationError) -> str:
-    parts = [f"{_safe('.'.join(str(p) for p in e['loc']))}: {_safe(e['msg'])}" for e in error.errors()[:10]]
-    return "; ".join(parts) or "the request is malformed"
+    return "; ".join(f"{_safe('.'.join(str(p) for p in e['loc']))}: {_safe(e['msg'])}" for e in error.errors()[:10])
 
 
 def describe_auth(app: FastAPI) -> None:

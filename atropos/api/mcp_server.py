@@ -90,13 +90,7 @@ async def serve(backend: str, toolsets: list[str], *, network: bool) -> None:
     from atropos.tools import ToolExecutor, ToolExecutorConfig, build_tool_registry
 
     tools = build_tool_registry(toolsets)
-    settings: dict[str, object] = {
-        "backend": backend,
-        "slots_per_container": 1,
-        "max_containers": 1,
-        "allow_network": network,
-    }
-    config = SlotPoolConfig(**settings)
+    config = SlotPoolConfig(backend=backend, slots_per_container=1, max_containers=1, allow_network=network)
     this = asyncio.current_task()
     assert this is not None
     for number in (signal.SIGTERM, signal.SIGINT):

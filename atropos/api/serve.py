@@ -30,7 +30,7 @@ class _Server(uvicorn.Server):
         self,
         config: uvicorn.Config,
         admission: Admission,
-        drain: Callable[[], Awaitable[None]] | None,
+        drain: Callable[[], Awaitable[None]],
         ready: str,
     ) -> None:
         super().__init__(config)
@@ -54,7 +54,7 @@ class _Server(uvicorn.Server):
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """SIGINT or SIGTERM: drain; again: end now."""
-        if self._draining is not None or self._drain is None:
+        if self._draining is not None:
             super().handle_exit(sig, frame)
             self.force_exit = True
             return
@@ -67,8 +67,7 @@ class _Server(uvicorn.Server):
 
     async def _drained(self) -> None:
         try:
-            if self._drain is not None:
-                await self._drain()
+            await self._drain()
         finally:
             self.should_exit = True
 
@@ -105,7 +104,7 @@ def run(
     name: str,
     token: SecretStr | None,
     token_headers: Iterable[bytes] = (),
-    drain: Callable[[], Awaitable[None]] | None = None,
+    drain: Callable[[], Awaitable[None]],
 ) -> int:
     """Serve until a signal ends it.
 

@@ -47,7 +47,7 @@ class SearchSettings(SettingsModel):
 class BrowserSettings(SettingsModel):
     """The browser behind the `browser_*` tools."""
 
-    executable: str | None = Field(default=None, description="Chromium's path; None: found on PATH, else Playwright's")
+    executable: str | None = Field(default=None, description="Chromium's path; None: found on PATH")
     max_contexts: int = Field(default=32, ge=1, description="trajectories that may have a browser open at once")
     max_pages: int = Field(default=8, ge=1, description="pages (pop-ups included) of one trajectory")
     navigation_timeout_s: float = Field(default=30, gt=0)

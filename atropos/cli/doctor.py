@@ -11,7 +11,6 @@ import shutil
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -150,29 +149,41 @@ async def probe(base: str | None = None) -> Capabilities:
 
 OPTIONAL = ("docker", "nomad", "skopeo")
 """What slots on this host's own root do without."""
+DOCKER_PORT = 2375
+"""Of a remote engine whose address has none, as Docker's own client takes it."""
 
 
 def engines() -> list[DoctorFinding]:
     """Whether the other backends could be used from here; neither is needed for the local one."""
-    import socket
-
-    docker = os.environ.get("DOCKER_HOST", "unix:///var/run/docker.sock")
-    reached = False
-    if docker.startswith("unix://"):
-        with socket.socket(socket.AF_UNIX) as connection:
-            connection.settimeout(2)
-            reached = Path(docker[7:]).exists() and connection.connect_ex(docker[7:]) == 0
-    address = os.environ.get("NOMAD_ADDR", "http://localhost:4646")
     return [
-        DoctorFinding(
-            "docker",
-            reached,
-            needed=False,
-            detail=docker,
-            fix="" if reached else "start a Docker engine (only for backend docker)",
-        ),
-        nomad(address),
+        docker(os.environ.get("DOCKER_HOST") or "unix:///var/run/docker.sock"),
+        nomad(os.environ.get("NOMAD_ADDR", "http://localhost:4646")),
     ]
+
+
+def docker(address: str) -> DoctorFinding:
+    """Whether something listens at a Docker engine's `address`."""
+    import socket
+    from urllib.parse import urlsplit
+
+    try:
+        parts = urlsplit(address)
+        if parts.scheme == "unix":
+            with socket.socket(socket.AF_UNIX) as connection:
+                connection.settimeout(2)
+                connection.connect(parts.path)
+        else:
+            socket.create_connection((parts.hostname or "", parts.port or DOCKER_PORT), timeout=2).close()
+        reached = True
+    except (OSError, ValueError):
+        reached = False
+    return DoctorFinding(
+        "docker",
+        reached,
+        needed=False,
+        detail=address,
+        fix="" if reached else "start a Docker engine (only for backend docker)",
+    )
 
 
 def nomad(address: str) -> DoctorFinding:

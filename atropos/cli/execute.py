@@ -43,8 +43,7 @@ def execute(
     }
     stdin = None if sys.stdin is None or sys.stdin.isatty() else sys.stdin.buffer
     data = stdin.read() if stdin is not None and not _is_empty(stdin) else None
-    with contextlib.suppress(asyncio.CancelledError):
-        raise typer.Exit(asyncio.run(_run(command, timeout_s, settings, image, upload, data, as_json=as_json)))
+    raise typer.Exit(asyncio.run(_run(command, timeout_s, settings, image, upload, data, as_json=as_json)))
 
 
 def _is_empty(stream: BinaryIO) -> bool:

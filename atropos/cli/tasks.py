@@ -8,7 +8,7 @@ import json
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, cast, get_args
 
 import typer
 from rich.console import Console
@@ -25,7 +25,6 @@ from atropos.tasks.format.task import Task
 from atropos.wire import ImageState
 
 tasks_app = typer.Typer(help="Task folders in the Harbor and terminal-bench layouts.", no_args_is_help=True)
-_AGENTS: dict[str, Agent] = {"oracle": "oracle", "nop": "nop", "script": "script"}
 _STYLE = {"sound": "green", "unsound": "red", "broken": "red", "refused": "yellow"}
 _HEADINGS = ("task", "status", "image", "prepared", "size", "verifier", "remarks")
 
@@ -140,9 +139,9 @@ class _PreparingRows:
 
 
 def _agent(text: str) -> Agent:
-    if text not in _AGENTS:
-        raise ConfigError(f"--agent {text}: is none of {', '.join(_AGENTS)}")
-    return _AGENTS[text]
+    if text not in get_args(Agent):
+        raise ConfigError(f"--agent {text}: is none of {', '.join(get_args(Agent))}")
+    return cast("Agent", text)
 
 
 def _pair(text: str) -> tuple[str, str]:

@@ -206,17 +206,7 @@ def _container(name: str, status: Status) -> ContainerSlots:
 
 
 def _leases(status: Status) -> list[InFlight]:
-    return [
-        InFlight(
-            each.trajectory_id,
-            each.slot,
-            each.age_s,
-            each.state,
-            0.0,
-            each.calls,
-        )
-        for each in status.leases
-    ]
+    return [InFlight(each.trajectory_id, each.slot, each.age_s, each.state, 0.0, each.calls) for each in status.leases]
 
 
 # ------------------------------------------------------------------------------------------------------------- drawing
@@ -244,8 +234,8 @@ class Screen:
             yield _line(f"{count} x {kind}: {visible(code)}", width, "yellow")
 
     def _head(self, view: LiveView, width: int) -> list[RenderableType]:
-        leased, total = (sum(getattr(c, name) for c in view.containers) for name in ("leased", "free"))
-        total += sum(c.leased + c.retired + c.others for c in view.containers)
+        leased = sum(each.leased for each in view.containers)
+        total = sum(each.leased + each.free + each.retired + each.others for each in view.containers)
         lines: list[RenderableType] = [
             _line(
                 f"{visible(self._look.title)}: {len(view.containers)} containers, {leased} of {total} slots leased, "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
@@ -97,7 +97,7 @@ def stats(
     items: Counter[str] = Counter()
     stops: Counter[str] = Counter()
     tools: Counter[str] = Counter()
-    phases: Counter[str] = Counter()
+    phases: defaultdict[str, float] = defaultdict(float)
     failed = 0
     for _, entry, details in _chosen(jsonl, Query(item=item, least=least, most=most, error=error, tool=tool)):
         scores.append(entry.score)
@@ -106,7 +106,7 @@ def stats(
         failed += entry.tool_errors
         tools.update(part.name for message in details.messages for part in message.parts if part.name)
         for phase, seconds in entry.phases.items():
-            phases[phase] += seconds  # type: ignore[assignment]
+            phases[phase] += seconds
     found = {
         "trajectories": len(scores),
         "items": len(items),
@@ -114,7 +114,7 @@ def stats(
         "failed_calls": failed,
         "endings": dict(stops.most_common()),
         "calls_by_tool": dict(tools.most_common()),
-        "seconds_by_phase": {name: round(float(seconds), 3) for name, seconds in phases.items()},
+        "seconds_by_phase": {name: round(seconds, 3) for name, seconds in phases.items()},
     }
     if as_json:
         typer.echo(json.dumps(found, indent=2))

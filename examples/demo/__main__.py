@@ -97,8 +97,7 @@ async def demo(args: argparse.Namespace, console: Any, lifetimes: list[Any]) -> 
     async with policy(args.tasks, args.mistakes) as server:
         env = build(args, server, jsonl)
         lifetimes.append(env.lifetime)
-        display = Display(console, env.config.total_steps, args.group_size)
-        display.env = env
+        display = Display(console, env)
         env.observers.append(display.see)
         try:
             with display:

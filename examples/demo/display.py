@@ -25,13 +25,12 @@ def colour(score: float) -> str:
 class Display:
     """Collects an env's events; shows them live on a terminal, else one line a group."""
 
-    def __init__(self, console: Console, total: int, group_size: int) -> None:
+    def __init__(self, console: Console, env: Any) -> None:
         self.console = console
-        self.total = total
+        self.env = env
         self.rollouts: dict[str, list[Any]] = defaultdict(list)
         self.dropped: dict[str, str] = {}
         self.retries = 0
-        self.env: Any = None
         self.pool: Any = None
         """The pool's last numbers, for the table, which is made when the pool has ended."""
         self.started = time.perf_counter()
@@ -45,7 +44,7 @@ class Display:
             TimeElapsedColumn(),
             console=console,
         )
-        self._task = self._progress.add_task("trajectories", total=total * group_size)
+        self._task = self._progress.add_task("trajectories", total=env.config.total_steps * env.config.group_size)
         self._live: Live | None = None
 
     def __enter__(self) -> Self:
@@ -64,14 +63,13 @@ class Display:
 
     def sample(self) -> None:
         """Keep the pool's numbers while there is one."""
-        if self.env is not None and self.env.pool is not None:
+        if self.env.pool is not None:
             self.pool = self.env.pool.stats()
 
     def _situation(self) -> str:
-        calls = self.env.metrics.calls if self.env is not None else 0
-        if self.pool is None:
+        calls, pool = self.env.metrics.calls, self.pool
+        if pool is None:
             return "starting containers"
-        pool = self.pool
         seconds = max(1e-9, time.perf_counter() - (self.first or self.started))
         return (
             f"{pool.ready} containers, {pool.leased} of {pool.slots} slots leased, {pool.waiting} waiting · "
@@ -148,9 +146,8 @@ def show(console: Console, numbers: dict[str, Any], mistakes: float) -> None:
     for name, row in numbers["tasks"].items():
         scores = Text(" ").join(Text(f"{score:.2f}", style=colour(score)) for score in row["scores"])
         table.add_row(name, scores, str(row["steps"]), str(row["calls"]), f"{row['seconds']:.2f}")
-    for name, detail in numbers["dropped"].items():
+    for name in numbers["dropped"]:
         table.add_row(name, Text("dropped", style="red"), "", "", "")
-        del detail
     console.print(table)
     console.print(
         f"{numbers['trajectories']} trajectories, mean score {numbers['mean_score']:.2f}, in {numbers['seconds']:.1f} s"

@@ -28,6 +28,8 @@ BROKEN_OFF: dict[str, str | None] = {"abort": "abort", "error": "error", "unfini
 """Faults that answer half of a generation, and the finish reason that comes with it."""
 FAULTS = ("none", "503", "400", "nonsense", "slow", "reset", *BROKEN_OFF)
 MODEL = "scripted-policy"
+SPLIT = 0.1
+"""Part of the tokens that are split into smaller ones."""
 _BROKEN_OFF = web.RequestKey("broken_off", str)
 
 
@@ -40,14 +42,12 @@ class Settings:
         fault_rate: how often, 0 to 1. Health and model listing are never hit.
         delay_s: time that an answer takes.
         delay_spread: part of it by which answers differ: 0.5 means from half of it to one and a half.
-        odd_tokens: how often a token is split into smaller ones.
     """
 
     fault: str = "none"
     fault_rate: float = 1.0
     delay_s: float = 0.0
     delay_spread: float = 0.0
-    odd_tokens: float = 0.1
 
 
 class PolicyServer:
@@ -260,7 +260,7 @@ class PolicyServer:
         ids: list[int] = []
         for token in self._plain.encode(text, add_special_tokens=False).ids:
             piece = self.tokenizer.id_to_token(token)
-            if len(piece) > 1 and token not in (self.start_id, self.end_id) and rng.random() < self.settings.odd_tokens:
+            if len(piece) > 1 and token not in (self.start_id, self.end_id) and rng.random() < SPLIT:
                 cut = rng.randrange(1, len(piece))
                 parts = [self.tokenizer.token_to_id(piece[:cut]), self.tokenizer.token_to_id(piece[cut:])]
                 if None not in parts:

@@ -262,9 +262,22 @@ async def test_contexts_are_bounded_and_all_are_closed(site: Site, world: tuple[
         await Person(host, "late")("navigate", url=site.url("/"))
     for person in people:
         await person.leave()
-    assert host.sessions == 0
+    assert not host._sessions
     assert host._browser is not None
     assert host._browser.contexts == []
+
+
+async def test_calls_of_one_trajectory_that_run_at_once_share_a_context(
+    world: tuple[BrowserHost, Site, Site], ada: Person
+):
+    host, state = world[0], ada.scope.state
+    first, second = await asyncio.gather(*(host.session(state, opening=True) for _ in range(2)))
+    assert first is second is state["browser"]
+    assert host._sessions == {first}
+    first.alive = False
+    third, fourth = await asyncio.gather(*(host.session(state, opening=True) for _ in range(2)))
+    assert third is fourth is state["browser"]
+    assert host._sessions == {third}
 
 
 def processes(word: str, but: str = "\0") -> list[int]:
@@ -297,10 +310,10 @@ async def test_trajectories_leave_no_context_page_process_or_connection(
         assert host._browser is not None
         assert host._proxy is not None
         return {
-            "sessions": host.sessions,
+            "sessions": len(host._sessions),
             "contexts": len(host._browser.contexts),
             "renderers": len(processes("--type=renderer")),
-            "connections": host._proxy.connections,
+            "connections": len(host._proxy._tasks),
             "tasks": len(asyncio.all_tasks()),
             "descriptors": len(os.listdir("/proc/self/fd")),
         }

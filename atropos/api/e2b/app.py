@@ -11,7 +11,7 @@ from typing import cast
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -149,8 +149,9 @@ def _answered(handler: Callable[[Request], Awaitable[Response]]) -> Callable[[Re
     async def answered(request: Request) -> Response:
         try:
             return await handler(request)
-        except RpcError as error:
-            return _problem(error.status, str(error))
+        except (RpcError, ClientDisconnect) as error:
+            refused = connect.rpc_error(error)
+            return _problem(refused.status, str(refused))
         except (ConfigError, NotSupported, ImageUnavailable) as error:
             return _problem(400, str(error))
         except (NoCapacity, SandboxError) as error:
@@ -287,7 +288,7 @@ def _streamed(
         try:
             message = messages.parse(kind, await connect.first_message(request))
             user = {"user": _user_of(request)} if as_user else {}
-        except RpcError as error:
+        except (RpcError, ClientDisconnect) as error:
             return connect.failed(error)
         times = {"deadline_s": connect.deadline_s(request), "ping_s": _ping_s(request)}
         return connect.stream(handler(sandbox, message, **user, **times))

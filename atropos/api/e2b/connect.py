@@ -9,7 +9,7 @@ import json
 import struct
 from collections.abc import AsyncGenerator, Awaitable, Callable
 
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from atropos.errors import AcquireTimeout, ConfigError, NotSupported, SandboxError
@@ -24,12 +24,11 @@ _HEAD = struct.Struct(">BI")
 _END = 2
 _STATUS = {
     "invalid_argument": 400,
-    "unauthenticated": 401,
     "permission_denied": 403,
     "not_found": 404,
     "already_exists": 409,
     "resource_exhausted": 429,
-    "unimplemented": 501,
+    "canceled": 499,
     "unavailable": 503,
     "deadline_exceeded": 504,
 }
@@ -69,6 +68,8 @@ def rpc_error(error: Exception) -> RpcError:
     match error:
         case RpcError():
             return error
+        case ClientDisconnect():
+            return RpcError("canceled", "the client went away")
         case TimeoutError() if not error.errno:
             return RpcError("deadline_exceeded", "the call's deadline has passed")
         case OSError():

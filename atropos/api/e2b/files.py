@@ -22,6 +22,7 @@ _FIELDS = ("%i", "%y", "%Y", "%m", "%s", "%u", "%g", "%T@", "%l", "%p")
 _FORMAT = "".join(rf"{field}\0" for field in _FIELDS)
 _TYPES = {"f": "FILE_TYPE_FILE", "d": "FILE_TYPE_DIRECTORY", "l": "FILE_TYPE_SYMLINK"}
 _EXISTS = 17
+_GZIP = 16 + zlib.MAX_WBITS
 
 
 class Entry:
@@ -199,17 +200,19 @@ async def write(sandbox: Sandbox, path: str, content: AsyncIterable[bytes], user
 
 
 async def unzipped(content: AsyncIterable[bytes]) -> AsyncGenerator[bytes]:
-    """What a gzip stream holds, in pieces of bounded size.
+    """What a gzip stream of one member or several holds, in pieces of bounded size.
 
     Raises:
         RpcError: it is none.
     """
-    stream = zlib.decompressobj(wbits=31)
+    stream = zlib.decompressobj(wbits=_GZIP)
     try:
         async for chunk in content:
             while chunk:
+                if stream.eof:
+                    stream = zlib.decompressobj(wbits=_GZIP)
                 yield stream.decompress(chunk, PIECE_BYTES)
-                chunk = stream.unconsumed_tail  # noqa: PLW2901
+                chunk = stream.unconsumed_tail or stream.unused_data  # noqa: PLW2901
         yield stream.flush()
         if not stream.eof:
             raise RpcError("invalid_argument", "the body is cut off: its gzip stream has no end")

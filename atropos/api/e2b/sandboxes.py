@@ -137,15 +137,13 @@ class Sandboxes:
         sandbox.end = max(sandbox.end, end) if later else end
         self._moved.set()
 
-    async def kill(self, sandbox_id: str) -> bool:
-        """End a sandbox with all that runs in it; whether there was one."""
-        running = self.find(sandbox_id) is not None
+    async def kill(self, sandbox_id: str) -> None:
+        """End a sandbox, if there is one, with all that runs in it."""
         sandbox = self._open.pop(sandbox_id, None)
         if sandbox is not None:
             for task in sandbox.tasks:
                 task.cancel()
             await sandbox.slot.release()
-        return running
 
     async def reap(self) -> None:
         """End sandboxes whose time is over or whose slot is gone. Runs until cancelled."""

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from atropos.api.http import Refusal
 from atropos.errors import ConfigError, SandboxError
 from atropos.images.reference import SERVERS_OWN, ImageSource
 from atropos.wire import ImageInfo, ImageState
+
+if TYPE_CHECKING:
+    from atropos.slots import SlotPool
 
 MAX_STATES = 1000
 """Images whose states are remembered; the oldest finished ones are forgotten."""
@@ -30,16 +32,6 @@ def checked_source(image: str) -> str:
     if source.transport not in SERVERS_OWN:
         raise Refusal(422, "invalid", f"image: {source.transport}: names files of the server; name a registry's image")
     return image
-
-
-class ImagePool(Protocol):
-    """The part of `SlotPool` that prepares images."""
-
-    async def prepare(
-        self, image: str, *, progress: Callable[[str, ImageState], None] | None = None
-    ) -> ImageInfo | None:
-        """Have an image ready in every container; None: no container is up."""
-        ...
 
 
 @dataclass
@@ -68,7 +60,7 @@ class _Preparation:
 class PreparedImages:
     """The images that clients asked for. `pool`: the executor's."""
 
-    def __init__(self, pool: ImagePool) -> None:
+    def __init__(self, pool: SlotPool) -> None:
         self._pool = pool
         self._all: OrderedDict[str, _Preparation] = OrderedDict()
 

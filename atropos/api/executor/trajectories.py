@@ -8,9 +8,9 @@ import time
 import uuid
 from collections import OrderedDict
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING, cast
 
-from atropos.api.executor.images import ImagePool, checked_source
+from atropos.api.executor.images import checked_source
 from atropos.api.executor.models import CallBody, ExecutorServerSettings, OpenTrajectory, TrajectoryInfo
 from atropos.api.http import Refusal
 from atropos.errors import (
@@ -24,6 +24,10 @@ from atropos.errors import (
     SlotLost,
 )
 from atropos.tools.models import ToolCall, ToolResult, fingerprint
+
+if TYPE_CHECKING:
+    from atropos.slots import SlotPool
+    from atropos.tools import ToolExecutor
 
 _log = logging.getLogger(__name__)
 _STATUS: dict[type[SandboxError], int] = {
@@ -41,22 +45,6 @@ def refusal_of(error: SandboxError) -> Refusal:
     """The HTTP answer for an infrastructure failure."""
     status = next((code for kind, code in _STATUS.items() if isinstance(error, kind)), 503)
     return Refusal(status, error.code, str(error), retry_after_s=1 if status in {429, 503} else None)
-
-
-class Executor(Protocol):
-    """The part of `ToolExecutor` that is used here."""
-
-    async def execute(self, trajectory_id: str, call: ToolCall) -> ToolResult:
-        """Run a call."""
-        ...
-
-    async def slot(self, trajectory_id: str, *, image: str | None = None) -> object:
-        """Lease the slot."""
-        ...
-
-    async def release_trajectory(self, trajectory_id: str, reset_workspace: bool = True) -> None:
-        """End the trajectory."""
-        ...
 
 
 @dataclass
@@ -103,7 +91,7 @@ class Trajectory:
 class Trajectories:
     """All open trajectories. A lease ends with its trajectory, and a trajectory at the latest with its TTL."""
 
-    def __init__(self, executor: Executor, pool: ImagePool, settings: ExecutorServerSettings) -> None:
+    def __init__(self, executor: ToolExecutor, pool: SlotPool, settings: ExecutorServerSettings) -> None:
         self._executor = executor
         self._pool = pool
         self._settings = settings
@@ -209,7 +197,7 @@ class Trajectories:
         if body.id is not None and key is not None and body.id != key:
             raise Refusal(409, "ids_differ", "id and the header Idempotency-Key differ: give one of them")
         call_id = body.id or key or f"c-{uuid.uuid4().hex}"
-        arguments: dict[str, object] | str = body.arguments if isinstance(body.arguments, str) else {**body.arguments}
+        arguments = cast("dict[str, object] | str", body.arguments)
         content = fingerprint(body.name, arguments)
         known = trajectory.calls.get(call_id)
         if known is not None:

@@ -54,7 +54,7 @@ _ARGUMENTS = (
 
 
 def find_chromium(settings: BrowserSettings) -> str | None:
-    """The browser's path; None: Playwright's own download, if there is one."""
+    """The browser's path; None: there is none."""
     if settings.executable:
         return settings.executable
     for name in ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable"):
@@ -203,11 +203,6 @@ class BrowserHost:
         """Whether Chromium runs."""
         return self._browser is not None and self._browser.is_connected()
 
-    @property
-    def sessions(self) -> int:
-        """Contexts open now."""
-        return len(self._sessions)
-
     def forget(self, session: Session) -> None:
         """Remove a closed session."""
         self._sessions.discard(session)
@@ -228,15 +223,17 @@ class BrowserHost:
         if found is not None and found.alive:
             return found
         if found is not None:
-            await found.aclose()
             del state["browser"]
+            await found.aclose()
         if not opening:
             raise ToolError(CRASHED if found is not None else "no page is open yet: use browser_navigate first")
         made = await self._new()
-        state["browser"] = made
-        if found is not None:
+        kept = cast("Session", state.setdefault("browser", made))
+        if kept is not made:  # a call that ran beside this one was quicker
+            await made.aclose()
+        elif found is not None:
             made.note("the browser had crashed and was restarted: earlier logins are gone")
-        return made
+        return kept
 
     async def _new(self) -> Session:
         if len(self._sessions) + self._opening >= self.settings.max_contexts:

@@ -52,7 +52,7 @@ async def fetch(client: httpx.AsyncClient, guard: Guard, url: str, *, max_bytes:
         raise FetchError(str(error)) from None
     except httpx.TimeoutException:
         raise FetchError("the server did not answer in time") from None
-    except (httpx.HTTPError, httpx.InvalidURL, UnicodeError, ValueError) as error:
+    except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
         raise FetchError(f"{type(error).__name__}: {str(error)[:300] or 'no connection'}") from None
     finally:
         client.cookies.clear()

@@ -15,6 +15,7 @@ import httpx
 from atropos.net.egress_policy import Address, EgressRefused, Policy, Rule, own_addresses, parse
 
 _RESOLVE_S = 10.0
+_TIMEOUT_S = 20.0
 _MAX_ADDRESSES = 8
 PAGE_PORTS = frozenset({80, 443, 8000, 8080, 8443})
 """Ports of web pages. Others (mail, databases, management) need an entry in the allow-list."""
@@ -123,12 +124,12 @@ class _GuardedBackend(httpcore.AsyncNetworkBackend):
 class _GuardedTransport(httpx.AsyncHTTPTransport):
     """httpx's own transport on a guarded network."""
 
-    def __init__(self, guard: Guard, *, connections: int) -> None:
+    def __init__(self, guard: Guard) -> None:
         super().__init__(trust_env=False)
         # httpx has no argument for the network backend, so its pool is replaced
         self._pool = httpcore.AsyncConnectionPool(
             ssl_context=httpx.create_ssl_context(trust_env=False),
-            max_connections=connections,
+            max_connections=100,
             max_keepalive_connections=20,
             keepalive_expiry=15,
             http1=True,
@@ -136,11 +137,11 @@ class _GuardedTransport(httpx.AsyncHTTPTransport):
         )
 
 
-def guarded_client(guard: Guard, *, timeout_s: float = 20, connections: int = 100) -> httpx.AsyncClient:
+def guarded_client(guard: Guard) -> httpx.AsyncClient:
     """An HTTP client that reaches only what the guard allows, redirects included; no cookies kept, no proxy read."""
     return httpx.AsyncClient(
-        transport=_GuardedTransport(guard, connections=connections),
-        timeout=httpx.Timeout(timeout_s),
+        transport=_GuardedTransport(guard),
+        timeout=_TIMEOUT_S,
         follow_redirects=False,
         trust_env=False,
         headers={

@@ -214,7 +214,7 @@ class McpTool(Tool):
         try:
             answer = await client.call_tool(self._described.name, arguments.model_dump())
         except MCPError as error:
-            if _connection_lost(error):
+            if error.code == types.CONNECTION_CLOSED:
                 await self._connection.lost(client)
                 raise self._broken(error) from error
             if error.code == types.REQUEST_TIMEOUT:
@@ -236,13 +236,6 @@ class McpTool(Tool):
     def _broken(self, error: Exception) -> Exception:
         message = f"MCP server {self._connection.server.name!r}: the connection was lost: {_reason(error)}"
         return ToolServerUnavailable(message) if self.read_only else OutcomeUnknown(message)
-
-
-def _connection_lost(error: object) -> bool:
-    from mcp import types
-
-    code = getattr(getattr(error, "error", None), "code", None)
-    return code is not None and code == getattr(types, "CONNECTION_CLOSED", -32000)
 
 
 def _text(part: Any) -> str:

@@ -33,11 +33,6 @@ class GuardedProxy:
         assert self._server is not None
         return f"http://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
 
-    @property
-    def connections(self) -> int:
-        """Open ones."""
-        return len(self._tasks)
-
     async def start(self) -> None:
         """Listen on a free port of loopback."""
         self._server = await asyncio.start_server(self._accept, "127.0.0.1", 0, limit=CHUNK_BYTES)

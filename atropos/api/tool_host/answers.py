@@ -65,8 +65,6 @@ async def bounded(value: object, *, result_bytes: int, data_bytes: int) -> tuple
 
 async def cut(text: str, most: int) -> tuple[str, int]:
     """Head and tail of a text in `most` bytes of UTF-8, and how many bytes were left out."""
-    if len(text) <= most and text.isascii():
-        return text, 0
     length = len(text)
     if not text.isascii():
         length = 0

@@ -27,15 +27,12 @@ _CLOSE_S = 10.0
 """Timeout of closing one piece of a trajectory's state."""
 _QUEUE_S = 60.0
 """Longest that a call waits for its turn before it is refused with Retry-After."""
-_BUSY = 429
-"""Status of a call that never got its turn."""
 
 
 class HostedTrajectory:
     """The state of one trajectory between its calls."""
 
-    def __init__(self, owner: Owner, turnstile: Turnstile) -> None:
-        self.owner = owner
+    def __init__(self, turnstile: Turnstile) -> None:
         self.state_id = uuid.uuid4().hex
         self.turnstile = turnstile
         self.state: dict[str, object] = {}
@@ -184,23 +181,23 @@ class ToolHost:
                     f"{len(self._trajectories)} trajectories are open; end one with DELETE /trajectories/ID",
                     retry_after_s=5,
                 )
-            found = HostedTrajectory(owner, Turnstile("this trajectory", self.settings.trajectory_bounds))
+            found = HostedTrajectory(Turnstile("this trajectory", self.settings.trajectory_bounds))
             self._trajectories[owner] = found
         found.last_used = time.monotonic()
         return found
 
     def _forget_one(self) -> bool:
         """Forget a trajectory without state. Whether there was one."""
-        for trajectory in self._trajectories.values():
+        for owner, trajectory in self._trajectories.items():
             if not trajectory.running and not trajectory.state and trajectory.turnstile.idle:
-                del self._trajectories[trajectory.owner]
+                del self._trajectories[owner]
                 return True
         return False
 
     async def _in_turn(
         self, call: ExternalCall, tool: Tool, arguments: object, trajectory: HostedTrajectory, turn: TurnstilePass
     ) -> ToolResult:
-        """Run a call when it is its trajectory's turn, then the tool's: one that waits for its own trajectory takes no place."""
+        """Run a call at its trajectory's turn, then the tool's: while it waits for the first it takes no place of the tool."""
         with contextlib.ExitStack() as places:
             try:
                 async with asyncio.timeout(_QUEUE_S):
@@ -210,7 +207,7 @@ class ToolHost:
                     await place.ready()
             except TimeoutError:
                 message = f"no turn within {_QUEUE_S:g} s: the calls before it still run; retry later"
-                raise Refusal(_BUSY, "busy", message, retry_after_s=5) from None
+                raise Refusal(429, "busy", message, retry_after_s=5) from None
             scope = ToolScope(trajectory_id=call.trajectory_id, call_id=call.call_id, state=trajectory.state)
             return await self._run(call, tool, arguments, scope)
 
@@ -325,9 +322,10 @@ class ToolHost:
         while True:
             await asyncio.sleep(min(30.0, ttl / 4))
             oldest = time.monotonic() - ttl
-            for trajectory in list(self._trajectories.values()):
-                if not trajectory.running and trajectory.last_used < oldest:
-                    await self._end(trajectory.owner)
+            for owner in list(self._trajectories):
+                trajectory = self._trajectories.get(owner)  # as it is now: closing the one before took its time
+                if trajectory is not None and not trajectory.running and trajectory.last_used < oldest:
+                    await self._end(owner)
 
     async def drain(self, timeout_s: float) -> None:
         """Refuse new calls, and wait for running ones, up to the timeout."""

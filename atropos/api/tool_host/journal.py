@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections import OrderedDict
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ class ToolCallEntry:
     fingerprint: bytes
     task: asyncio.Task[ToolResult]
     bytes: int = 500
-    finished: float | None = None
+    finished: float = math.inf
 
 
 class ToolCallJournal:
@@ -37,7 +38,7 @@ class ToolCallJournal:
         self._finished: OrderedDict[Key, ToolCallEntry] = OrderedDict()
         self._bytes = 0
         self._lost: float | None = None
-        self._of: dict[Owner, set[Key]] = {}
+        self._finished_of: dict[Owner, set[Key]] = {}
         self._ended: OrderedDict[Owner, float] = OrderedDict()
 
     def __repr__(self) -> str:
@@ -89,7 +90,7 @@ class ToolCallJournal:
             return  # the call did not run, or may run again
         entry.finished = time.monotonic()
         self._finished[key] = entry
-        self._of.setdefault(key[0], set()).add(key)
+        self._finished_of.setdefault(key[0], set()).add(key)
         self._bytes += entry.bytes
         self._forget_old()
 
@@ -98,20 +99,20 @@ class ToolCallJournal:
         while self._ended and (len(self._ended) > self._calls or next(iter(self._ended.values())) < oldest):
             self._ended.popitem(last=False)
         while self._finished:
-            entry = next(iter(self._finished.values()))
-            expired = entry.finished is not None and entry.finished < oldest
+            key, entry = next(iter(self._finished.items()))
+            expired = entry.finished < oldest
             if not (expired or len(self._finished) > self._calls or self._bytes > self._max_bytes):
                 return
-            self._drop(next(iter(self._finished)))
+            self._drop(key)
             if not expired:
                 self._lost = time.monotonic()
 
     def _drop(self, key: Key) -> None:
         self._bytes -= self._finished.pop(key).bytes
-        left = self._of.get(key[0], set())
+        left = self._finished_of.get(key[0], set())
         left.discard(key)
         if not left:
-            self._of.pop(key[0], None)
+            self._finished_of.pop(key[0], None)
 
     def forget(self, owner: Owner) -> list[asyncio.Task[ToolResult]]:
         """Forget the calls of a trajectory that ended: a later one of that name is a new trajectory.
@@ -119,7 +120,7 @@ class ToolCallJournal:
         Returns:
             The calls that still run.
         """
-        for key in list(self._of.get(owner, ())):
+        for key in list(self._finished_of.get(owner, ())):
             self._drop(key)
         running = [key for key in self._running if key[0] == owner]
         return [self._running.pop(key).task for key in running]

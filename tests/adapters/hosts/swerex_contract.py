@@ -116,8 +116,9 @@ async def test_a_command_at_the_limit_of_its_slot_says_so():
     deployment = AtroposDeployment(pool={**POOL, "limits": {"wall_s": 0.5}})
     await deployment.start()
     try:
-        with pytest.raises(CommandTimeoutError, match=r"limits\.wall_s"):
-            await deployment.runtime.execute(Command(command=["sleep", "60"]))
+        for timeout in (None, 50):
+            with pytest.raises(CommandTimeoutError, match=r"limits\.wall_s"):
+                await deployment.runtime.execute(Command(command=["sleep", "60"], timeout=timeout))
     finally:
         await deployment.stop()
 

@@ -34,6 +34,7 @@ class HeldExecutor:
         self.error: Exception | None = None
         self.changed = asyncio.Condition()
         self.tools = build_tool_registry()
+        self.pool = None
 
     async def slot(self, trajectory_id: str) -> object:
         async with self.changed:

@@ -339,6 +339,27 @@ async def test_idle_state_ends_after_its_ttl(bench: Workbench):
         assert client.host.stats()["trajectories"] == 0
 
 
+async def test_a_trajectory_that_began_anew_does_not_end_for_its_forerunners_idleness(bench: Workbench):
+    closing, closed = asyncio.Event(), asyncio.Event()
+
+    async def close() -> None:
+        closing.set()
+        await closed.wait()
+
+    async with served(bench, trajectory_ttl_s=0.1) as client:
+        await client.post("/execute", json=call("keep", "slow", item="a"))
+        await client.post("/execute", json=call("keep", "t", "c1", item="b"))
+        bench.jars[0].aclose = close
+        await closing.wait()  # until both are idle, and the first one is being closed
+        await client.delete("/trajectories/t")
+        running = asyncio.create_task(client.post("/execute", json=call("hang", "t", "c2", text="c")))
+        await bench.started.wait()
+        closed.set()
+        await asyncio.sleep(0.1)
+        bench.hold.set()
+        assert (await running).json().get("result", {}).get("output") == "held c"
+
+
 async def test_ending_a_trajectory_cancels_its_calls(bench: Workbench):
     async with served(bench) as client:
         running = asyncio.create_task(client.post("/execute", json=call("hang", "a/b c")))

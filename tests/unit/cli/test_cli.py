@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 
@@ -11,6 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from atropos.cli import pool as pool_commands
+from atropos.cli.doctor import engines
 from atropos.errors import ConfigError
 from atropos.slots.backends.base import Container
 from atropos.slots.backends.survey import Survey
@@ -93,6 +95,13 @@ def test_doctor_names_a_missing_bwrap(tmp_path: object) -> None:
     bwrap = next(item for item in json.loads(done.stdout)["findings"] if item["name"] == "bwrap")
     assert not bwrap["ok"]
     assert "bubblewrap" in bwrap["fix"]
+
+
+def test_doctor_finds_a_docker_engine_at_a_port(monkeypatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as engine:
+        monkeypatch.setenv("DOCKER_HOST", f"tcp://127.0.0.1:{engine.getsockname()[1]}")
+        assert engines()[0].ok
+    assert not engines()[0].ok
 
 
 @pytest.mark.parametrize(

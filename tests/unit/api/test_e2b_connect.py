@@ -1,0 +1,19 @@
+"""The Connect protocol's answers to clients that misbehave."""
+
+from __future__ import annotations
+
+from starlette.requests import Request
+from starlette.types import Message
+
+from atropos.api.e2b import connect
+
+
+async def test_a_client_that_goes_away_within_its_message_is_no_bug() -> None:
+    async def receive() -> Message:
+        return {"type": "http.disconnect"}
+
+    async def handler(message: bytes) -> connect.Json:
+        raise AssertionError(message)
+
+    request = Request({"type": "http", "method": "POST", "headers": []}, receive)
+    assert (await connect.unary(request, handler)).status_code == 499
