@@ -197,13 +197,14 @@ class Slot(SlotFiles):
             env: added to the slot's environment.
             user: one of the slot's own users, as `name`, `uid`, `name:group` or `uid:gid`, with its groups, HOME, USER
                 and LOGNAME; None: root. For one that the slot doesn't have, the result's `error` says so.
-            stdin: what it reads, of any length: beyond 8 MiB it is a file of the slot's /tmp until the command has
+            stdin: what it reads, of any length: beyond 4 MiB it is a file of the slot's /tmp until the command has
                 ended. None: nothing.
             split: give stdout and stderr apart as well.
             clean_env: start from the slot's first environment and PATH alone.
             max_output_bytes: keep less output than the slot's limit.
-            concurrent: run it now, beside the slot's other calls, which don't wait for it. The slot runs 64 of these at once;
-                further ones wait. A `snapshot` or `view` waits until none runs.
+            concurrent: run it now, beside the slot's other calls, which don't wait for it; after those before it where
+                `stdin` is longer than 4 MiB. The slot runs 64 of these at once; further ones wait. A `snapshot` or `view`
+                waits until none runs.
         """
         data = stdin.encode() if isinstance(stdin, str) else stdin
         operation = wire.Exec(
@@ -229,7 +230,7 @@ class Slot(SlotFiles):
             return refused
         changes = {"command": reading(path, operation.command), "stdin": None}
         result = await self.run(operation.model_copy(update=changes))
-        await self.run(wire.Exec(command=("rm", "-f", path), user="0:0"))
+        await self.run(wire.Exec(command=("rm", "-f", path), user="0:0", concurrent=operation.concurrent))
         return result
 
     async def start(
