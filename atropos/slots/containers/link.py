@@ -5,15 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Awaitable, Callable, Sequence
-from typing import Protocol, Self
+from collections.abc import Awaitable, Callable
+from typing import Protocol
 
 from atropos import wire
 from atropos.aio import Backoff
 from atropos.errors import IsolationUnavailable, LeaseExpired, SandboxError, SlotLost, from_code
 from atropos.slots.backends.base import Container
-from atropos.slots.client.file_streams import FileClient
-from atropos.slots.client.server_images import ServerImages
+from atropos.slots.client import SandboxClient
 from atropos.slots.containers.fleet import Seat
 from atropos.slots.containers.state import SharedState
 
@@ -28,60 +27,8 @@ CLOSE_S = 3.0
 RELEASE_TRIES = 6
 """Attempts to release a slot before its container counts as broken."""
 
-
-class ContainerClient(FileClient, Protocol):
-    """What the pool needs of `SandboxClient`; tests put a model of a server in its place."""
-
-    lost: asyncio.Event
-
-    @property
-    def images(self) -> ServerImages:
-        """The images of the container's host."""
-        ...
-
-    async def connect(self) -> None:
-        """Open the stream, once."""
-        ...
-
-    async def close(self) -> None:
-        """End the stream and everything that waits on it."""
-        ...
-
-    async def acquire(self, request: wire.LeaseRequest) -> wire.Lease:
-        """Lease a slot. A lease whose answer is lost, or whose caller was cancelled, is released."""
-        ...
-
-    async def release(self, lease: wire.Lease) -> wire.ReleaseResult:
-        """Give a slot back; returns when it is reset."""
-        ...
-
-    async def view(self, lease: wire.Lease, folders: Sequence[str]) -> None:
-        """As `SandboxClient.view`."""
-        ...
-
-    async def snapshot(self, lease: wire.Lease, *, beside: bool = False) -> wire.SnapshotInfo:
-        """As `SandboxClient.snapshot`."""
-        ...
-
-    async def drop_snapshot(self, snapshot_id: str) -> None:
-        """As `SandboxClient.drop_snapshot`."""
-        ...
-
-    async def copy_snapshot(self, snapshot_id: str, to: Self) -> wire.SnapshotInfo:
-        """As `SandboxClient.copy_snapshot`."""
-        ...
-
-    async def capabilities(self) -> wire.Capabilities:
-        """As `SandboxClient.capabilities`."""
-        ...
-
-    async def status(self) -> wire.Status:
-        """The server's own count."""
-        ...
-
-
-ClientFactory = Callable[[Container, Callable[[wire.LeaseEnded], None], Callable[[int], None]], ContainerClient]
-"""Makes the client of a container, from callbacks for ended leases and for free memory, in MiB."""
+ClientFactory = Callable[[Container, Callable[[wire.LeaseEnded], None], Callable[[int], None]], SandboxClient]
+"""Makes the client of a container, from callbacks for ended leases and for free memory, in MiB; tests put a model in its place."""
 
 
 class HeldSlot(Protocol):
