@@ -264,7 +264,7 @@ async def test_a_close_that_is_cut_short_closes_its_connections_all_the_same():
         before = open_sessions()
         client = client_of(running)
         await client.connect()
-        client._spawn(asyncio.sleep(60))
+        client._tasks.spawn(asyncio.sleep(60), "sleep")
         closing = asyncio.create_task(client.close())
         await asyncio.sleep(0.05)
         closing.cancel()
