@@ -7,13 +7,10 @@ import json
 import os
 import socket
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from atropos.config import ServerConfig
 from atropos.errors import BackendUnavailable, ConfigError, IsolationUnavailable
-
-if TYPE_CHECKING:
-    from atropos.slots.config import SlotPoolConfig
+from atropos.slots.config import SlotPoolConfig
 
 SERVER_MEMORY_MIB = 256
 """Memory of a container in addition to its slots', for the server and warm sandboxes, in MiB."""
@@ -33,7 +30,7 @@ HOPELESS_CRASHES = 3
 """Containers that ended, one after the other, with no server ever ready, after which no more are tried."""
 IMAGE_FOLDER = "/var/cache/atropos/images"
 """The image store of a server in a container, where a shared folder or volume of the host is mounted."""
-_PLACED_BY_ENGINE = {"host", "port", "token", "tls", "die_with_parent", "state_dir", "base"}
+_PLACED_BY_ENGINE = {"host", "port", "token", "tls", "die_with_parent", "state_dir"}
 
 
 @dataclass(frozen=True)
@@ -57,8 +54,6 @@ class ContainerSpec:
         """The server's settings for ATROPOS_CONFIG: those that differ from the defaults."""
         config = self.server.model_dump(mode="json", exclude_defaults=True, exclude=_PLACED_BY_ENGINE)
         config.get("image_store", {}).pop("folder", None)  # mounted at the server's own default
-        if self.server.base is not None:
-            config["base"] = self.server.base
         return {**config, "slots": self.server.slots}
 
     @property

@@ -11,9 +11,11 @@ import asyncio
 import logging
 import re
 import secrets
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from typing import Any, Self
+
+from docker.types import CancellableStream
 
 from atropos.aio import Backoff
 from atropos.errors import BackendUnavailable, ConfigError
@@ -22,14 +24,9 @@ from atropos.slots.backends.docker.engine import REMOVED, DockerEngine, Ending, 
 from atropos.slots.backends.server_http import ServerHttp
 from atropos.slots.backends.spec import ContainerSpec, hopeless, owner
 from atropos.slots.backends.supervise import BlockingCalls, ChangeFlag, Outage, persist
-
-if TYPE_CHECKING:
-    from docker.types import CancellableStream
-
-    from atropos.slots.config import SlotPoolConfig
+from atropos.slots.config import SlotPoolConfig
 
 log = logging.getLogger(__name__)
-T = TypeVar("T")
 READY_S = 60.0
 """How long a server may take to answer after its container started, in seconds."""
 POLL_S = 15.0
@@ -114,19 +111,18 @@ class DockerBackend(Backend):
     def from_pool(cls, config: SlotPoolConfig) -> Self:
         """The backend that a pool's configuration describes."""
         spec = ContainerSpec.from_pool(config)
-        host = config.docker_host
         return cls(
             spec,
             pool=config.job_id,
-            docker_host=host,
+            docker_host=config.docker_host,
             purge_on_start=config.purge_job_on_start,
             outage_s=config.outage_s,
         )
 
     async def start(self) -> None:
         """Connect, find the image, adopt or remove containers of an earlier run."""
-        await self._blocking(self._engine.connect)
-        self._image_id = await self._blocking(lambda: self._engine.image_id(self._spec.image))
+        await self._calls.run(self._engine.connect)
+        self._image_id = await self._calls.run(lambda: self._engine.image_id(self._spec.image))
         if self._purge_on_start:
             await self._purge()
         await self._adopt_or_remove()
@@ -199,9 +195,6 @@ class DockerBackend(Backend):
 
     # --------------------------------------------------------------------------------------------------- reconciliation
 
-    async def _blocking(self, call: Callable[[], T]) -> T:
-        return await self._calls.run(call)
-
     def _live(self) -> list[_Member]:
         return [member for member in self._members.values() if member.container.state != "ending"]
 
@@ -241,7 +234,7 @@ class DockerBackend(Backend):
         try:
             while True:
                 try:
-                    await self._blocking(lambda: self._engine.watch(on_event, on_open))
+                    await self._calls.run(lambda: self._engine.watch(on_event, on_open))
                     backoff.worked()
                 except BackendUnavailable as error:
                     # the next list shows whether the engine answers
@@ -256,7 +249,7 @@ class DockerBackend(Backend):
         unreachable = Backoff(first_s=0.2, longest_s=5)
         while True:
             try:
-                found = await self._blocking(self._engine.found)
+                found = await self._calls.run(self._engine.found)
                 unreachable.worked()
                 if self._outage.over():
                     self._changed.set()
@@ -301,7 +294,7 @@ class DockerBackend(Backend):
         name = member.container.id
         if item is not None:
             try:
-                ending = await self._blocking(lambda: self._engine.ending(item.id))
+                ending = await self._calls.run(lambda: self._engine.ending(item.id))
             except BackendUnavailable as error:
                 ending = Ending(None, str(error))
         log.warning("container %s ended: %s", name, ending.reason)
@@ -385,7 +378,7 @@ class DockerBackend(Backend):
         return False
 
     async def _find(self, name: str) -> ListedContainer | None:
-        found = await self._blocking(self._engine.found)
+        found = await self._calls.run(self._engine.found)
         return next((item for item in found if item.name == name), None)
 
     async def _drain(self, member: _Member) -> None:
@@ -411,7 +404,7 @@ class DockerBackend(Backend):
 
     async def _remove(self, name: str, *, within_s: float = 0) -> None:
         try:
-            await self._blocking(lambda: self._engine.end(name, within_s=within_s))
+            await self._calls.run(lambda: self._engine.end(name, within_s=within_s))
             self._unremoved.pop(name, None)
         except BackendUnavailable as error:
             self._unremoved[name] = str(error)
@@ -420,7 +413,7 @@ class DockerBackend(Backend):
 
     async def _adopt_or_remove(self) -> None:
         """Apply the rules of the module's docstring to the containers that exist at the start."""
-        for item in await self._blocking(self._engine.found):
+        for item in await self._calls.run(self._engine.found):
             if item.state == "running":
                 await self._adopt(item)
             elif item.state != "created" or item.age_s > CREATION_S:
@@ -428,7 +421,7 @@ class DockerBackend(Backend):
 
     async def _adopt(self, item: ListedContainer) -> None:
         """Adopt a running container, or remove it; one that may still be starting, or is in use, is kept."""
-        token = await self._blocking(lambda: self._engine.token(item.id))
+        token = await self._calls.run(lambda: self._engine.token(item.id))
         same = item.spec == self._spec.fingerprint(self._image_id)
         if token and item.url and same and await self._http.healthy(item.url):
             container = Container(item.name, item.index, item.url, token, "running", "adopted")
@@ -445,7 +438,7 @@ class DockerBackend(Backend):
         """Remove every container of the pool that no live client uses."""
 
         async def one(item: ListedContainer) -> None:
-            token = await self._blocking(lambda: self._engine.token(item.id)) if item.url else None
+            token = await self._calls.run(lambda: self._engine.token(item.id)) if item.url else None
             if token and item.url and await self._http.used_by_others(item.url, token, self.client_id):
                 log.warning("container %s is in use by another client: not purged", item.name)
                 return
@@ -453,7 +446,7 @@ class DockerBackend(Backend):
             drained = bool(token and item.url) and await self._http.drain(item.url or "", token or "", 0)
             await self._remove(item.name, within_s=self._spec.stop_s if drained else 0)
 
-        found = await self._blocking(self._engine.found)
+        found = await self._calls.run(self._engine.found)
         names = {item.name for item in found}
         self._unremoved = {name: why for name, why in self._unremoved.items() if name in names}
         mine = (

@@ -12,16 +12,14 @@ import sys
 from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Self
+from typing import Self
 
 import atropos
 from atropos import cgroup_paths
+from atropos.config import ServerConfig
 from atropos.errors import BackendUnavailable, ConfigError, IsolationUnavailable
 from atropos.slots.backends.spec import BAD_CONFIG, NO_ISOLATION
 from atropos.slots.config import server_json
-
-if TYPE_CHECKING:
-    from atropos.config import ServerConfig
 
 log = logging.getLogger("atropos.slots.server")
 

@@ -8,19 +8,16 @@ import json
 import secrets
 from collections.abc import Generator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import modal
 from modal import exception
 
+from atropos.config import ServerConfig
 from atropos.errors import BackendUnavailable, ConfigError, IsolationUnavailable
 from atropos.slots.backends.local.server_process import SHOWN_CHARS
+from atropos.slots.backends.server_http import ServerHttp
 from atropos.slots.backends.spec import BAD_CONFIG, NO_ISOLATION
 from atropos.slots.config import server_json
-
-if TYPE_CHECKING:
-    from atropos.config import ServerConfig
-    from atropos.slots.backends.server_http import ServerHttp
 
 PORT = 8787
 """Port of the server in its sandbox; Modal's tunnel terminates TLS."""

@@ -13,7 +13,7 @@ import re
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Self
+from typing import Self
 
 from atropos.aio import Backoff
 from atropos.errors import BackendUnavailable, ConfigError
@@ -29,9 +29,7 @@ from atropos.slots.backends.nomad.view import GROUP, TASK, Allocation, JobSecret
 from atropos.slots.backends.server_http import ServerHttp
 from atropos.slots.backends.spec import ContainerSpec
 from atropos.slots.backends.supervise import ChangeFlag, Outage, Pace, persist
-
-if TYPE_CHECKING:
-    from atropos.slots.config import SlotPoolConfig
+from atropos.slots.config import SlotPoolConfig
 
 log = logging.getLogger("atropos.slots.nomad")
 

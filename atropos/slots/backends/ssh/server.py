@@ -9,18 +9,15 @@ import re
 import secrets
 import shlex
 from collections.abc import Generator
-from typing import TYPE_CHECKING
 
 import asyncssh
 from asyncssh.constants import OPEN_ADMINISTRATIVELY_PROHIBITED
 
+from atropos.config import ServerConfig
 from atropos.errors import BackendUnavailable, ConfigError, IsolationUnavailable
 from atropos.slots.backends.local.server_process import SHOWN_CHARS
 from atropos.slots.backends.spec import BAD_CONFIG, NO_ISOLATION
 from atropos.slots.config import server_json
-
-if TYPE_CHECKING:
-    from atropos.config import ServerConfig
 
 KEEPALIVE_S, KEEPALIVES = 5.0, 3
 """Seconds between keepalive requests, and how many without an answer end the connection."""
