@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import socket
 from dataclasses import dataclass
 
 from atropos.config import ServerConfig
@@ -16,6 +14,8 @@ SERVER_MEMORY_MIB = 256
 """Memory of a container in addition to its slots', for the server and warm sandboxes, in MiB."""
 SERVER_PIDS = 512
 """Processes and threads of a container in addition to its slots': the server, bubblewrap and the runners."""
+SERVER_COMMAND = ("python3", "-P", "-m", "atropos.sandbox", "--config", "-")
+"""Starts the server in an image, its settings on stdin."""
 CONTAINER_PORT = 8787
 """Port of the server inside a container that has a network of its own."""
 HOSTNAME = "atropos"
@@ -88,10 +88,3 @@ def hopeless(code: int | None, reason: str, failures: int) -> Exception | None:
     if code == NO_ISOLATION:
         return IsolationUnavailable(reason)
     return BackendUnavailable(reason) if failures >= HOPELESS_CRASHES else None
-
-
-def owner() -> str:
-    """This process for labels: host, pid and start time."""
-    with open("/proc/self/stat", encoding="ascii") as file:
-        started = file.read().rpartition(")")[2].split()[19]
-    return f"{socket.gethostname()}:{os.getpid()}:{started}"

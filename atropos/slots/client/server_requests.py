@@ -23,7 +23,9 @@ REQUEST_S = 60.0
 MAX_REQUESTS = 100
 """HTTP requests under way at once; more wait for these."""
 CONNECT_S = 5.0
+"""Longest an attempt to connect may take."""
 SLICE_BYTES = 1 << 18
+"""Part of a body that the loop handles at once."""
 
 
 class NotFound(SandboxError):
@@ -144,7 +146,7 @@ class ServerRequests:
             put = target.put(
                 to.url + path.partition("?")[0],
                 params=query,
-                data=archive.content.iter_chunked(1 << 18),
+                data=archive.content.iter_chunked(SLICE_BYTES),
                 headers={"Content-Type": kind},
                 timeout=timeout,
             )

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import re
 import secrets
+import socket
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Self
@@ -21,8 +23,9 @@ from atropos.aio import Backoff
 from atropos.errors import BackendUnavailable, ConfigError
 from atropos.slots.backends.base import Backend, Container
 from atropos.slots.backends.docker.engine import REMOVED, DockerEngine, Ending, ListedContainer
+from atropos.slots.backends.local.server_process import start_time
 from atropos.slots.backends.server_http import ServerHttp
-from atropos.slots.backends.spec import ContainerSpec, hopeless, owner
+from atropos.slots.backends.spec import ContainerSpec, hopeless
 from atropos.slots.backends.supervise import BlockingCalls, ChangeFlag, Outage, persist
 from atropos.slots.config import SlotPoolConfig
 
@@ -88,7 +91,7 @@ class DockerBackend(Backend):
         self._strangers: set[str] = set()
         self._target = 0
         self._image_id = ""
-        self._owner = owner()
+        self._owner = f"{socket.gethostname()}:{os.getpid()}:{start_time(os.getpid())}"
         self._ever_ready = False
         self._failure: Exception | None = None
         self._trouble = ""

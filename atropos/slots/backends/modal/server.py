@@ -16,12 +16,11 @@ from atropos.config import ServerConfig
 from atropos.errors import BackendUnavailable, ConfigError, IsolationUnavailable
 from atropos.slots.backends.local.server_process import SHOWN_CHARS
 from atropos.slots.backends.server_http import ServerHttp
-from atropos.slots.backends.spec import BAD_CONFIG, NO_ISOLATION
+from atropos.slots.backends.spec import BAD_CONFIG, NO_ISOLATION, SERVER_COMMAND
 from atropos.slots.config import server_json
 
 PORT = 8787
 """Port of the server in its sandbox; Modal's tunnel terminates TLS."""
-COMMAND = ("python3", "-P", "-m", "atropos.sandbox", "--config", "-")
 LIFETIME_S = 86_400
 """Longest life of a sandbox at Modal, after which it is replaced."""
 GONE_S = 4.0
@@ -121,7 +120,7 @@ class ModalServer:
     async def _create(self) -> modal.Sandbox:
         wanted = self._wanted
         return await modal.Sandbox.create.aio(
-            *COMMAND,
+            *SERVER_COMMAND,
             app=await modal.App.lookup.aio(wanted.app, create_if_missing=True),
             image=modal.Image.from_registry(wanted.image).entrypoint(
                 []
