@@ -31,7 +31,7 @@ ClientFactory = Callable[[Container, Callable[[wire.LeaseEnded], None], Callable
 """Makes the client of a container, from callbacks for ended leases and for free memory, in MiB; tests put a model in its place."""
 
 
-class HeldSlot(Protocol):
+class LeasedSlot(Protocol):
     """A slot of this pool, as its container's link sees it."""
 
     @property
@@ -53,7 +53,7 @@ class HeldSlot(Protocol):
         ...
 
 
-class HeldSnapshot(Protocol):
+class KeptSnapshot(Protocol):
     """A snapshot of this pool, as the link of a container that has it sees it."""
 
     @property
@@ -93,8 +93,8 @@ class ContainerLink:
         self.container = container
         self.client = make_client(container, self._lease_ended, self._capacity)
         self.seat = Seat(container.id, container.index)
-        self.slots: dict[str, HeldSlot] = {}
-        self.snapshots: set[HeldSnapshot] = set()
+        self.slots: dict[str, LeasedSlot] = {}
+        self.snapshots: set[KeptSnapshot] = set()
         self.gone: str | None = None
         self.task: asyncio.Task[None] | None = None
         self._condemn = condemn

@@ -10,7 +10,7 @@ import os
 import signal
 import sys
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Self
 
@@ -52,6 +52,12 @@ def start_time(pid: int) -> int | None:
         return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
     except (OSError, IndexError, ValueError):
         return None
+
+
+def last_line(lines: Iterable[str]) -> str:
+    """What a server printed last, as an error says it."""
+    printed = [line.strip() for line in lines if line.strip()]
+    return printed[-1][-SHOWN_CHARS:] if printed else "it printed nothing"
 
 
 class ServerProcess:
@@ -139,10 +145,7 @@ class ServerProcess:
     @property
     def last(self) -> str:
         """The last line of its log."""
-        return next(
-            (line.strip().removeprefix("error: ")[-SHOWN_CHARS:] for line in reversed(self._lines) if line.strip()),
-            "it printed nothing",
-        )
+        return last_line(self._lines).removeprefix("error: ")
 
     @property
     def returncode(self) -> int | None:
