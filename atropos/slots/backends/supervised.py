@@ -14,7 +14,7 @@ from typing import Protocol
 from atropos.aio import Backoff
 from atropos.errors import BackendUnavailable, ConfigError, IsolationUnavailable
 from atropos.slots.backends.base import Backend, Container
-from atropos.slots.backends.supervise import ChangeFlag
+from atropos.slots.backends.engines import ChangeFlag
 from atropos.slots.config import SlotPoolConfig
 from atropos.slots.task_owner import Tasks
 

@@ -105,11 +105,6 @@ class SandboxClient:
         self.boot_id: str | None = None
         self.lost = self._requests.lost
 
-    @property
-    def lost_reason(self) -> str:
-        """Why the server is gone; empty while it isn't."""
-        return self._requests.lost_reason
-
     def __repr__(self) -> str:
         new = "new" if self._stream is None else "open"
         state = "closed" if self._requests.closed else "lost" if self.lost.is_set() else new
@@ -193,7 +188,7 @@ class SandboxClient:
                 await self.images.prepare(request.image)
                 lease = await self._requests.ask("POST", "/v1/leases", Lease, request)
             if self.lost.is_set() or lease.boot_id != self.boot_id:
-                raise SlotLost(self.lost_reason or "the sandbox server was restarted meanwhile")
+                raise SlotLost(self._requests.lost_reason or "the sandbox server was restarted meanwhile")
             if (over := self._ended.get(name)) is not None:
                 raise over
         except (PoolFull, LeaseExpired):

@@ -79,12 +79,7 @@ class SlotPool:
         self._stopping: asyncio.Task[None] | None = None
 
     def __repr__(self) -> str:
-        s = self._counts()
-        text = (
-            f"<SlotPool {self.config.backend} {self._state.phase}: {s.ready} of {s.containers} containers ready, "
-            f"{s.slots} slots ({s.free} free, {s.leased} leased, {s.retired} retired), {s.waiting} waiting"
-        )
-        return f"{text}; {s.trouble}>" if s.trouble else f"{text}>"
+        return f"<SlotPool {self.config.backend} {self._state.phase}: {self._situation()}>"
 
     # ------------------------------------------------------------------------------------------------------- life
 

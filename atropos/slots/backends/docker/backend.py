@@ -23,10 +23,10 @@ from atropos.aio import Backoff
 from atropos.errors import BackendUnavailable, ConfigError
 from atropos.slots.backends.base import Backend, Container
 from atropos.slots.backends.docker.engine import REMOVED, DockerEngine, Ending, ListedContainer
+from atropos.slots.backends.engines import BlockingCalls, ChangeFlag, Outage, persist
 from atropos.slots.backends.local.server_process import start_time
 from atropos.slots.backends.server_http import ServerHttp
 from atropos.slots.backends.spec import ContainerSpec, hopeless
-from atropos.slots.backends.supervise import BlockingCalls, ChangeFlag, Outage, persist
 from atropos.slots.config import SlotPoolConfig
 
 log = logging.getLogger(__name__)

@@ -19,6 +19,7 @@ from atropos.aio import Backoff
 from atropos.errors import BackendUnavailable, ConfigError
 from atropos.net.tls import read_pair
 from atropos.slots.backends.base import Backend, Container
+from atropos.slots.backends.engines import ChangeFlag, Outage, Pace, persist
 from atropos.slots.backends.nomad import job as nomad_job
 from atropos.slots.backends.nomad.api import NomadApi
 from atropos.slots.backends.nomad.job_view import READY_S, JobView
@@ -28,7 +29,6 @@ from atropos.slots.backends.nomad.shrinking import CHANGES, DOUBT_S, Shrinker
 from atropos.slots.backends.nomad.view import GROUP, TASK, Allocation, JobSecret, newest, placement_failures
 from atropos.slots.backends.server_http import ServerHttp
 from atropos.slots.backends.spec import ContainerSpec
-from atropos.slots.backends.supervise import ChangeFlag, Outage, Pace, persist
 from atropos.slots.config import SlotPoolConfig
 
 log = logging.getLogger("atropos.slots.nomad")
