@@ -178,6 +178,8 @@ class ServerRequests:
                 return await self._ask_once(method, path, kind, body)
             except TimeoutError as error:
                 if not patient:
+                    if isinstance(error, aiohttp.ServerTimeoutError):  # no connection within CONNECT_S
+                        raise BackendUnavailable(f"{self.url} can't be reached: {error}") from error
                     raise BackendUnavailable(f"{self.url}{path} did not answer within {REQUEST_S:g} s") from error
             except (aiohttp.ClientError, OSError) as error:
                 # From the first failure on: an answer that took long to come, and was cut off, is asked for again as well.
