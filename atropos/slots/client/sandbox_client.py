@@ -12,7 +12,7 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Self, TypeVar
 
 import aiohttp
-from pydantic import BaseModel, SecretStr
+from pydantic import BaseModel
 
 from atropos import tracing
 from atropos.aio import outlive
@@ -79,7 +79,7 @@ class SandboxClient:
     def __init__(
         self,
         url: str,
-        token: str | SecretStr,
+        token: str,
         *,
         client_id: str,
         frames: FrameLimit | None = None,

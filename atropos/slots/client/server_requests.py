@@ -9,7 +9,7 @@ from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Any, TypeVar
 
 import aiohttp
-from pydantic import BaseModel, SecretStr, ValidationError
+from pydantic import BaseModel, ValidationError
 
 from atropos.aio import Backoff
 from atropos.errors import BackendUnavailable, PoolFull, SandboxError, SlotLost, from_code
@@ -49,12 +49,12 @@ class ServerRequests:
         closed: nothing is asked any more.
     """
 
-    def __init__(self, url: str, token: str | SecretStr, *, certificate: str | None, patience_s: float) -> None:
+    def __init__(self, url: str, token: str, *, certificate: str | None, patience_s: float) -> None:
         self.url = url.rstrip("/")
         self.lost = asyncio.Event()
         self.lost_reason = ""
         self.closed = False
-        self._token = token.get_secret_value() if isinstance(token, SecretStr) else token
+        self._token = token
         self._tls = True if certificate is None else client_context(certificate)
         self._patience_s = patience_s
         self._short: aiohttp.ClientSession | None = None
