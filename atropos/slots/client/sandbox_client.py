@@ -12,7 +12,6 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Self, TypeVar
 
 import aiohttp
-from pydantic import BaseModel
 
 from atropos import tracing
 from atropos.aio import outlive
@@ -46,7 +45,6 @@ from atropos.wire import (
 )
 
 log = logging.getLogger(__name__)
-T = TypeVar("T", bound=BaseModel)
 R = TypeVar("R")
 CLOSE_S = 2.0
 """Longest `close` waits for what is under way."""
