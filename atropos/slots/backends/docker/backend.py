@@ -10,17 +10,16 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import re
 import secrets
 import socket
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Self
+from typing import Any
 
 from docker.types import CancellableStream
 
 from atropos.aio import Backoff
-from atropos.errors import BackendUnavailable, ConfigError
+from atropos.errors import BackendUnavailable
 from atropos.slots.backends.base import Backend, Container
 from atropos.slots.backends.docker.engine import REMOVED, DockerEngine, Ending, ListedContainer
 from atropos.slots.backends.engines import BlockingCalls, ChangeFlag, Outage, persist
@@ -46,7 +45,6 @@ PURGE_S = 45.0
 """Longest purge in all, in seconds: an engine that hangs must not delay the end for longer."""
 SETTLE_S = 10.0
 """How long to wait for the creation of containers that is under way, so that the purge finds them, in seconds."""
-NAME = re.compile(r"^[a-zA-Z0-9][a-zA-Z0-9_.-]{0,99}$")
 
 
 @dataclass
@@ -70,21 +68,11 @@ class DockerBackend(Backend):
 
     name = "docker"
 
-    def __init__(
-        self,
-        spec: ContainerSpec,
-        *,
-        pool: str,
-        docker_host: str | None = None,
-        purge_on_start: bool = False,
-        outage_s: float = 900.0,
-    ) -> None:
-        if not NAME.match(pool):
-            raise ConfigError(f"sandbox_job_id {pool!r} must be letters, digits, '.', '_' and '-', at most 100")
-        self._spec = spec
-        self._pool = pool
-        self._purge_on_start = purge_on_start
-        self._engine = DockerEngine(pool, docker_host)
+    def __init__(self, config: SlotPoolConfig) -> None:
+        self._pool = config.job_id
+        self._spec = ContainerSpec.from_pool(config)
+        self._purge_on_start = config.purge_job_on_start
+        self._engine = DockerEngine(self._pool, config.docker_host)
         self._calls = BlockingCalls("docker", at_once=8)
         self._http = ServerHttp()
         self._members: dict[str, _Member] = {}
@@ -95,7 +83,7 @@ class DockerBackend(Backend):
         self._ever_ready = False
         self._failure: Exception | None = None
         self._trouble = ""
-        self._outage = Outage(outage_s)
+        self._outage = Outage(config.outage_s)
         self._unremoved: dict[str, str] = {}
         """Containers whose removal failed, by name, and why."""
         self._crashes = Backoff(first_s=0.5, longest_s=15)
@@ -109,18 +97,6 @@ class DockerBackend(Backend):
         return f"DockerBackend({self._pool}: {len(self._live())} of {self._target} containers; {self.trouble() or 'no trouble'})"
 
     # ------------------------------------------------------------------------------------------------------ contract
-
-    @classmethod
-    def from_pool(cls, config: SlotPoolConfig) -> Self:
-        """The backend that a pool's configuration describes."""
-        spec = ContainerSpec.from_pool(config)
-        return cls(
-            spec,
-            pool=config.job_id,
-            docker_host=config.docker_host,
-            purge_on_start=config.purge_job_on_start,
-            outage_s=config.outage_s,
-        )
 
     async def start(self) -> None:
         """Connect, find the image, adopt or remove containers of an earlier run."""
