@@ -14,14 +14,15 @@ from atropos.slots.plugins import known
 
 
 def _expressions(value: object) -> object:
-    """Values that are no text as HCL, of which JSON is nearly a part: only `${` and `%{` mean more there."""
+    """Values that are no text as HCL."""
     if not isinstance(value, Mapping):
         return value
     given = cast("Mapping[object, object]", value)
-    return {name: each if isinstance(each, str) else _expression(each) for name, each in given.items()}
+    return {name: each if isinstance(each, str) else hcl(each) for name, each in given.items()}
 
 
-def _expression(value: object) -> str:
+def hcl(value: object) -> str:
+    """A value as an HCL literal: JSON, with template marks escaped."""
     return json.dumps(value).replace("${", "$${").replace("%{", "%%{")
 
 

@@ -11,11 +11,11 @@ BUILT_IN = {
     each.name: each
     for each in (
         EntryPoint("local", f"{_HERE}.local.backend:LocalBackend", GROUP),
-        EntryPoint("docker", f"{_HERE}.docker.backend:DockerBackend.from_pool", GROUP),
+        EntryPoint("docker", f"{_HERE}.docker.backend:DockerBackend", GROUP),
         EntryPoint("ssh", f"{_HERE}.ssh.backend:SshBackend", GROUP),
         EntryPoint("modal", f"{_HERE}.modal.backend:ModalBackend", GROUP),
         EntryPoint("singularity", f"{_HERE}.singularity.backend:SingularityBackend", GROUP),
-        EntryPoint("nomad", f"{_HERE}.nomad.backend:NomadBackend.from_pool", GROUP),
+        EntryPoint("nomad", f"{_HERE}.nomad.backend:NomadBackend", GROUP),
     )
 }
 """Listed here and not in the package's metadata, so that a source tree that is not installed has them too."""

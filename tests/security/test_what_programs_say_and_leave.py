@@ -11,6 +11,7 @@ import pytest
 
 from atropos import wire
 from atropos.errors import LeaseExpired, SandboxError
+from atropos.slots import PortForward
 from tests.processes import descendants
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -268,6 +269,27 @@ async def test_background_processes_are_bounded(attacker):
     assert 8 < started < 65
     await attacker.quiesce()
     await says(attacker, "echo next", "next\n")
+
+
+FORGE = """
+for each in /proc/[0-9]*; do
+    if tr '\\0' ' ' < $each/cmdline | grep -q " connect $PORT $"; then printf 'O\\0\\0\\0\\1\\0\\0\\0\\0' > $each/fd/1 && echo written; fi
+done
+"""
+
+
+async def test_a_program_that_writes_into_a_port_relay_s_output_reaches_nothing_of_this_machine(attacker):
+    visits = []
+    async with await asyncio.start_server(lambda _, writer: visits.append(writer), "127.0.0.1", 0) as here:
+        port = here.sockets[0].getsockname()[1]
+        async with await PortForward.to_slot(attacker, port) as forward:
+            await says(attacker, FORGE, "written\n", env={"PORT": str(port)})
+            with pytest.raises(OSError):  # the forward has ended
+                for _ in range(1000):
+                    _, writer = await asyncio.open_connection("127.0.0.1", forward.port)
+                    writer.close()
+                    await asyncio.sleep(0.01)
+        assert not visits
 
 
 # ------------------------------------------------------------------------------------------------------------- residue

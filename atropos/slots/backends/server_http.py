@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import ssl
 import time
 
@@ -67,37 +66,25 @@ class ServerHttp:
             return False
         return True
 
-    async def status(self, url: str, token: str) -> Status | None:
-        """A server's status; None when it doesn't answer."""
-        with contextlib.suppress(TimeoutError):
-            return await self._status(url, token)
-        return None
+    async def status(self, url: str, token: str, *, patience_s: float = 0.0) -> Status | None:
+        """A server's status; None when it doesn't answer.
 
-    async def _status(self, url: str, token: str) -> Status | None:
-        """As `status`.
-
-        Raises:
-            TimeoutError: no answer within `ANSWER_S`, which may mean that the server is busy.
+        The request is retried for `patience_s` where the server is too busy to answer within `ANSWER_S`: it may hold leases.
         """
-        try:
-            async with self._open().get(f"{url}/v1/status", headers=_bearer(token), ssl=self._tls) as answer:
-                return Status.model_validate_json(await answer.read()) if answer.ok else None
-        except TimeoutError:
-            raise
-        except (aiohttp.ClientError, OSError, ValidationError):
-            return None
-
-    async def _retry_status(self, url: str, token: str) -> Status | None:
-        """As `status`, with retries for `DOUBT_S` where the server is too busy to answer: it may hold leases."""
-        deadline = time.monotonic() + DOUBT_S
-        while time.monotonic() < deadline:
-            with contextlib.suppress(TimeoutError):
-                return await self._status(url, token)
-        return None
+        until = time.monotonic() + patience_s
+        while True:
+            try:
+                async with self._open().get(f"{url}/v1/status", headers=_bearer(token), ssl=self._tls) as answer:
+                    return Status.model_validate_json(await answer.read()) if answer.ok else None
+            except TimeoutError:
+                if time.monotonic() >= until:
+                    return None
+            except (aiohttp.ClientError, OSError, ValidationError):
+                return None
 
     async def until_idle(self, url: str, token: str) -> None:
         """Wait until a draining server has no lease, or doesn't answer."""
-        while (status := await self._retry_status(url, token)) is not None and status.leased:  # noqa: ASYNC110 (another process)
+        while (status := await self.status(url, token, patience_s=DOUBT_S)) is not None and status.leased:  # noqa: ASYNC110 (another process)
             await asyncio.sleep(LONGEST_PAUSE_S)
 
     async def used_by_others(self, url: str, token: str, client_id: str) -> bool:
@@ -106,7 +93,7 @@ class ServerHttp:
         A client with leases and without a connection may be reconnecting, or dead, which is clear after two heartbeats.
         """
         mine, deadline = client_name(client_id), time.monotonic() + DOUBT_S
-        while (status := await self._retry_status(url, token)) is not None:
+        while (status := await self.status(url, token, patience_s=DOUBT_S)) is not None:
             if any(each != mine for each in status.connected):
                 return True
             if all(each == mine for each in status.live):

@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import socket
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from atropos.config import ServerConfig
 from atropos.errors import BackendUnavailable, ConfigError, IsolationUnavailable
-
-if TYPE_CHECKING:
-    from atropos.slots.config import SlotPoolConfig
+from atropos.slots.config import SlotPoolConfig
 
 SERVER_MEMORY_MIB = 256
 """Memory of a container in addition to its slots', for the server and warm sandboxes, in MiB."""
 SERVER_PIDS = 512
 """Processes and threads of a container in addition to its slots': the server, bubblewrap and the runners."""
+SERVER_COMMAND = ("python3", "-P", "-m", "atropos.sandbox", "--config", "-")
+"""Starts the server in an image, its settings on stdin."""
 CONTAINER_PORT = 8787
 """Port of the server inside a container that has a network of its own."""
 HOSTNAME = "atropos"
@@ -33,7 +30,7 @@ HOPELESS_CRASHES = 3
 """Containers that ended, one after the other, with no server ever ready, after which no more are tried."""
 IMAGE_FOLDER = "/var/cache/atropos/images"
 """The image store of a server in a container, where a shared folder or volume of the host is mounted."""
-_PLACED_BY_ENGINE = {"host", "port", "token", "tls", "die_with_parent", "state_dir", "base"}
+_PLACED_BY_ENGINE = {"host", "port", "token", "tls", "die_with_parent", "state_dir"}
 
 
 @dataclass(frozen=True)
@@ -57,8 +54,6 @@ class ContainerSpec:
         """The server's settings for ATROPOS_CONFIG: those that differ from the defaults."""
         config = self.server.model_dump(mode="json", exclude_defaults=True, exclude=_PLACED_BY_ENGINE)
         config.get("image_store", {}).pop("folder", None)  # mounted at the server's own default
-        if self.server.base is not None:
-            config["base"] = self.server.base
         return {**config, "slots": self.server.slots}
 
     @property
@@ -93,10 +88,3 @@ def hopeless(code: int | None, reason: str, failures: int) -> Exception | None:
     if code == NO_ISOLATION:
         return IsolationUnavailable(reason)
     return BackendUnavailable(reason) if failures >= HOPELESS_CRASHES else None
-
-
-def owner() -> str:
-    """This process for labels: host, pid and start time."""
-    with open("/proc/self/stat", encoding="ascii") as file:
-        started = file.read().rpartition(")")[2].split()[19]
-    return f"{socket.gethostname()}:{os.getpid()}:{started}"

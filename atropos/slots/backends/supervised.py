@@ -9,16 +9,14 @@ import secrets
 from abc import abstractmethod
 from collections.abc import Coroutine, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from atropos.aio import Backoff
 from atropos.errors import BackendUnavailable, ConfigError, IsolationUnavailable
 from atropos.slots.backends.base import Backend, Container
-from atropos.slots.backends.supervise import ChangeFlag
+from atropos.slots.backends.engines import ChangeFlag
+from atropos.slots.config import SlotPoolConfig
 from atropos.slots.task_owner import Tasks
-
-if TYPE_CHECKING:
-    from atropos.slots.config import SlotPoolConfig
 
 log = logging.getLogger("atropos.slots.servers")
 

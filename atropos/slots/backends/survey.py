@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import Self
 
 from atropos.errors import ConfigError
+from atropos.slots.backends.base import Container
 from atropos.slots.backends.server_http import ServerHttp
-
-if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Sequence
-
-    from atropos.slots.backends.base import Container
-    from atropos.wire import Status
+from atropos.wire import Status
 
 
 @dataclass(frozen=True)
@@ -131,7 +128,6 @@ async def open_survey(backend: str, job_id: str, *, address: str | None) -> Surv
 
 
 async def _docker(pool: str, address: str | None) -> Survey:
-    from atropos.slots.backends.base import Container
     from atropos.slots.backends.docker.engine import DockerEngine
 
     engine = DockerEngine(pool, address)

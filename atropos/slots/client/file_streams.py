@@ -11,16 +11,14 @@ import asyncio
 import contextlib
 import secrets
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator
-from typing import Protocol
 
 from atropos.aio import Backoff, backoff_s
 from atropos.errors import BackendUnavailable, OutcomeUnknown
-from atropos.wire import Done, Lease, Operation, OpResult, ReadStream, WriteStream
+from atropos.slots.client.sandbox_client import SandboxClient
+from atropos.wire import Done, Lease, OpResult, ReadStream, WriteStream
 
 PAUSE_S = (0.02, 1.0)
 """First and longest pause between attempts to send a piece; each is drawn from half to all of it."""
-
-
 READ_TRIES = 5
 """Attempts to read what breaks off, each from where a file's last one ended."""
 
@@ -30,23 +28,7 @@ def new_id() -> str:
     return secrets.token_urlsafe(12)
 
 
-class FileClient(Protocol):
-    """What streams need of `SandboxClient`."""
-
-    async def call(self, lease: Lease, operation: Operation, *, call_id: str | None = None) -> OpResult:
-        """Run one operation."""
-        ...
-
-    async def put_piece(self, lease: Lease, stream: str, offset: int, piece: bytes, *, last: bool) -> None:
-        """As `SandboxClient.put_piece`."""
-        ...
-
-    def get_stream(self, lease: Lease, stream: str) -> AsyncGenerator[bytes]:
-        """As `SandboxClient.get_stream`."""
-        ...
-
-
-async def send(client: FileClient, lease: Lease, operation: WriteStream, pieces: Iterator[bytes]) -> OpResult:
+async def send(client: SandboxClient, lease: Lease, operation: WriteStream, pieces: Iterator[bytes]) -> OpResult:
     """Write a stream; `pieces` are read in a thread, at most two ahead.
 
     Raises:
@@ -60,7 +42,7 @@ async def send(client: FileClient, lease: Lease, operation: WriteStream, pieces:
         return await call
 
 
-async def _send(client: FileClient, lease: Lease, stream: str, pieces: Iterator[bytes]) -> None:
+async def _send(client: SandboxClient, lease: Lease, stream: str, pieces: Iterator[bytes]) -> None:
     """Send all pieces. The caller cancels this when the call has ended."""
 
     async def following() -> bytes:
@@ -77,7 +59,7 @@ async def _send(client: FileClient, lease: Lease, stream: str, pieces: Iterator[
     await _put(client, lease, stream, offset, piece, last=True)
 
 
-async def _put(client: FileClient, lease: Lease, stream: str, offset: int, piece: bytes, *, last: bool) -> None:
+async def _put(client: SandboxClient, lease: Lease, stream: str, offset: int, piece: bytes, *, last: bool) -> None:
     """One piece, until the server has it."""
     backoff = Backoff(*PAUSE_S)
     while True:
@@ -88,7 +70,7 @@ async def _put(client: FileClient, lease: Lease, stream: str, offset: int, piece
 
 
 async def receive_all(
-    client: FileClient, lease: Lease, wanted: Callable[[], ReadStream], write: Callable[[bytes], object]
+    client: SandboxClient, lease: Lease, wanted: Callable[[], ReadStream], write: Callable[[bytes], object]
 ) -> OpResult:
     """Read what `wanted` says, and again what it then says when the connection breaks off.
 
@@ -104,7 +86,7 @@ async def receive_all(
 
 
 async def receive(
-    client: FileClient, lease: Lease, operation: ReadStream, write: Callable[[bytes], object]
+    client: SandboxClient, lease: Lease, operation: ReadStream, write: Callable[[bytes], object]
 ) -> OpResult | None:
     """Read a stream into `write`, once. None: it broke off, after what was written.
 

@@ -8,11 +8,10 @@ import itertools
 import logging
 import uuid
 from collections import OrderedDict
-from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Self, TypeVar
 
 import aiohttp
-from pydantic import BaseModel, SecretStr
 
 from atropos import tracing
 from atropos.aio import outlive
@@ -28,6 +27,7 @@ from atropos.errors import (
 from atropos.slots.client.call_stream import CallStream, FrameLimit, StreamEvents
 from atropos.slots.client.server_images import ServerImages
 from atropos.slots.client.server_requests import NotFound, ServerRequests, slices
+from atropos.slots.task_owner import Tasks
 from atropos.wire import (
     Call,
     Capabilities,
@@ -45,7 +45,6 @@ from atropos.wire import (
 )
 
 log = logging.getLogger(__name__)
-T = TypeVar("T", bound=BaseModel)
 R = TypeVar("R")
 CLOSE_S = 2.0
 """Longest `close` waits for what is under way."""
@@ -78,7 +77,7 @@ class SandboxClient:
     def __init__(
         self,
         url: str,
-        token: str | SecretStr,
+        token: str,
         *,
         client_id: str,
         frames: FrameLimit | None = None,
@@ -98,16 +97,11 @@ class SandboxClient:
         self._held: dict[str, Lease] = {}
         self._asking: set[str] = set()
         self._ended: OrderedDict[str, SandboxError] = OrderedDict()
-        self._tasks: set[asyncio.Task[object]] = set()
+        self._tasks = Tasks("sandbox client")
         self._prefix = uuid.uuid4().hex[:12]
         self._count = itertools.count(1)
         self.boot_id: str | None = None
         self.lost = self._requests.lost
-
-    @property
-    def lost_reason(self) -> str:
-        """Why the server is gone; empty while it isn't."""
-        return self._requests.lost_reason
 
     def __repr__(self) -> str:
         new = "new" if self._stream is None else "open"
@@ -139,8 +133,7 @@ class SandboxClient:
         try:
             await stream.open()
         except BaseException:
-            if not self._tasks:
-                await outlive(self._requests.close_sessions())
+            await outlive(self._requests.close_sessions())
             raise
         self._stream = stream
         self.boot_id = stream.boot_id
@@ -151,14 +144,9 @@ class SandboxClient:
             return
         self._requests.closed = True
         try:
-            if self._tasks:
-                await asyncio.wait(self._tasks, timeout=CLOSE_S)
+            await self._tasks.settle(CLOSE_S)
             if self._stream is not None:
                 await self._stream.close("the client was closed")
-            for task in list(self._tasks):
-                task.cancel()
-            if self._tasks:
-                await asyncio.wait(self._tasks, timeout=1)
         finally:
             await outlive(self._requests.close_sessions())
 
@@ -198,7 +186,7 @@ class SandboxClient:
                 await self.images.prepare(request.image)
                 lease = await self._requests.ask("POST", "/v1/leases", Lease, request)
             if self.lost.is_set() or lease.boot_id != self.boot_id:
-                raise SlotLost(self.lost_reason or "the sandbox server was restarted meanwhile")
+                raise SlotLost(self._requests.lost_reason or "the sandbox server was restarted meanwhile")
             if (over := self._ended.get(name)) is not None:
                 raise over
         except (PoolFull, LeaseExpired):
@@ -221,7 +209,7 @@ class SandboxClient:
             with contextlib.suppress(SandboxError):
                 await self._requests.ask("DELETE", f"/v1/leases/{lease_id}", ReleaseResult)
 
-        self._spawn(work())
+        self._tasks.spawn(work(), f"give {lease_id} back")
 
     async def release(self, lease: Lease) -> ReleaseResult:
         """Give a slot back; returns when it is reset. What runs in it ends as `LeaseExpired`.
@@ -359,7 +347,7 @@ class SandboxClient:
                 return SnapshotInfo.model_validate_json(raw)
             except (aiohttp.ClientError, OSError) as error:
                 if attempt + 1 == COPY_TRIES or self.lost.is_set() or to.lost.is_set():
-                    to._spawn(to._forget(snapshot_id))
+                    to._tasks.spawn(to._forget(snapshot_id), f"forget {snapshot_id}")
                     raise BackendUnavailable(
                         f"the snapshot could not be copied to {to._requests.url}: {error!r}"
                     ) from error
@@ -381,11 +369,6 @@ class SandboxClient:
         return await self._requests.ask("GET", "/v1/health", Health)
 
     # ---------------------------------------------------------------------------------------------------------- inside
-
-    def _spawn(self, work: Coroutine[object, object, object]) -> None:
-        task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
 
     def _end(self, lease_id: str, error: SandboxError) -> None:
         self._ended[lease_id] = error

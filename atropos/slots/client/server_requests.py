@@ -9,7 +9,7 @@ from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Any, TypeVar
 
 import aiohttp
-from pydantic import BaseModel, SecretStr, ValidationError
+from pydantic import BaseModel, ValidationError
 
 from atropos.aio import Backoff
 from atropos.errors import BackendUnavailable, PoolFull, SandboxError, SlotLost, from_code
@@ -23,7 +23,9 @@ REQUEST_S = 60.0
 MAX_REQUESTS = 100
 """HTTP requests under way at once; more wait for these."""
 CONNECT_S = 5.0
+"""Longest an attempt to connect may take."""
 SLICE_BYTES = 1 << 18
+"""Part of a body that the loop handles at once."""
 
 
 class NotFound(SandboxError):
@@ -47,12 +49,12 @@ class ServerRequests:
         closed: nothing is asked any more.
     """
 
-    def __init__(self, url: str, token: str | SecretStr, *, certificate: str | None, patience_s: float) -> None:
+    def __init__(self, url: str, token: str, *, certificate: str | None, patience_s: float) -> None:
         self.url = url.rstrip("/")
         self.lost = asyncio.Event()
         self.lost_reason = ""
         self.closed = False
-        self._token = token.get_secret_value() if isinstance(token, SecretStr) else token
+        self._token = token
         self._tls = True if certificate is None else client_context(certificate)
         self._patience_s = patience_s
         self._short: aiohttp.ClientSession | None = None
@@ -144,7 +146,7 @@ class ServerRequests:
             put = target.put(
                 to.url + path.partition("?")[0],
                 params=query,
-                data=archive.content.iter_chunked(1 << 18),
+                data=archive.content.iter_chunked(SLICE_BYTES),
                 headers={"Content-Type": kind},
                 timeout=timeout,
             )
@@ -176,6 +178,8 @@ class ServerRequests:
                 return await self._ask_once(method, path, kind, body)
             except TimeoutError as error:
                 if not patient:
+                    if isinstance(error, aiohttp.ServerTimeoutError):  # no connection within CONNECT_S
+                        raise BackendUnavailable(f"{self.url} can't be reached: {error}") from error
                     raise BackendUnavailable(f"{self.url}{path} did not answer within {REQUEST_S:g} s") from error
             except (aiohttp.ClientError, OSError) as error:
                 # From the first failure on: an answer that took long to come, and was cut off, is asked for again as well.

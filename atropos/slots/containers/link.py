@@ -5,15 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Awaitable, Callable, Sequence
-from typing import Protocol, Self
+from collections.abc import Awaitable, Callable
+from typing import Protocol
 
 from atropos import wire
 from atropos.aio import Backoff
 from atropos.errors import IsolationUnavailable, LeaseExpired, SandboxError, SlotLost, from_code
 from atropos.slots.backends.base import Container
-from atropos.slots.client.file_streams import FileClient
-from atropos.slots.client.server_images import ServerImages
+from atropos.slots.client import SandboxClient
 from atropos.slots.containers.fleet import Seat
 from atropos.slots.containers.state import SharedState
 
@@ -28,63 +27,11 @@ CLOSE_S = 3.0
 RELEASE_TRIES = 6
 """Attempts to release a slot before its container counts as broken."""
 
-
-class ContainerClient(FileClient, Protocol):
-    """What the pool needs of `SandboxClient`; tests put a model of a server in its place."""
-
-    lost: asyncio.Event
-
-    @property
-    def images(self) -> ServerImages:
-        """The images of the container's host."""
-        ...
-
-    async def connect(self) -> None:
-        """Open the stream, once."""
-        ...
-
-    async def close(self) -> None:
-        """End the stream and everything that waits on it."""
-        ...
-
-    async def acquire(self, request: wire.LeaseRequest) -> wire.Lease:
-        """Lease a slot. A lease whose answer is lost, or whose caller was cancelled, is released."""
-        ...
-
-    async def release(self, lease: wire.Lease) -> wire.ReleaseResult:
-        """Give a slot back; returns when it is reset."""
-        ...
-
-    async def view(self, lease: wire.Lease, folders: Sequence[str]) -> None:
-        """As `SandboxClient.view`."""
-        ...
-
-    async def snapshot(self, lease: wire.Lease, *, beside: bool = False) -> wire.SnapshotInfo:
-        """As `SandboxClient.snapshot`."""
-        ...
-
-    async def drop_snapshot(self, snapshot_id: str) -> None:
-        """As `SandboxClient.drop_snapshot`."""
-        ...
-
-    async def copy_snapshot(self, snapshot_id: str, to: Self) -> wire.SnapshotInfo:
-        """As `SandboxClient.copy_snapshot`."""
-        ...
-
-    async def capabilities(self) -> wire.Capabilities:
-        """As `SandboxClient.capabilities`."""
-        ...
-
-    async def status(self) -> wire.Status:
-        """The server's own count."""
-        ...
+ClientFactory = Callable[[Container, Callable[[wire.LeaseEnded], None], Callable[[int], None]], SandboxClient]
+"""Makes the client of a container, from callbacks for ended leases and for free memory, in MiB; tests put a model in its place."""
 
 
-ClientFactory = Callable[[Container, Callable[[wire.LeaseEnded], None], Callable[[int], None]], ContainerClient]
-"""Makes the client of a container, from callbacks for ended leases and for free memory, in MiB."""
-
-
-class HeldSlot(Protocol):
+class LeasedSlot(Protocol):
     """A slot of this pool, as its container's link sees it."""
 
     @property
@@ -106,7 +53,7 @@ class HeldSlot(Protocol):
         ...
 
 
-class HeldSnapshot(Protocol):
+class KeptSnapshot(Protocol):
     """A snapshot of this pool, as the link of a container that has it sees it."""
 
     @property
@@ -146,8 +93,8 @@ class ContainerLink:
         self.container = container
         self.client = make_client(container, self._lease_ended, self._capacity)
         self.seat = Seat(container.id, container.index)
-        self.slots: dict[str, HeldSlot] = {}
-        self.snapshots: set[HeldSnapshot] = set()
+        self.slots: dict[str, LeasedSlot] = {}
+        self.snapshots: set[KeptSnapshot] = set()
         self.gone: str | None = None
         self.task: asyncio.Task[None] | None = None
         self._condemn = condemn

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 from collections.abc import Coroutine
 from typing import Literal
@@ -14,8 +13,6 @@ from atropos.slots.config import SlotPoolConfig
 from atropos.slots.containers.counters import Counters
 from atropos.slots.containers.fleet import Fleet, Ticket
 from atropos.slots.task_owner import Tasks
-
-log = logging.getLogger("atropos.slots")
 
 
 class SharedState:

@@ -22,7 +22,7 @@ from atropos.slots.client import SandboxClient
 from atropos.slots.client.call_stream import FrameLimit
 from atropos.slots.config import SlotPoolConfig
 from atropos.slots.containers.keeper import Keeper
-from atropos.slots.containers.link import ClientFactory, ContainerClient, ContainerLink
+from atropos.slots.containers.link import ClientFactory, ContainerLink
 from atropos.slots.containers.state import SharedState
 from atropos.slots.pool.grants import Grants
 from atropos.slots.pool.images import PoolImages, Progress
@@ -79,12 +79,7 @@ class SlotPool:
         self._stopping: asyncio.Task[None] | None = None
 
     def __repr__(self) -> str:
-        s = self._counts()
-        text = (
-            f"<SlotPool {self.config.backend} {self._state.phase}: {s.ready} of {s.containers} containers ready, "
-            f"{s.slots} slots ({s.free} free, {s.leased} leased, {s.retired} retired), {s.waiting} waiting"
-        )
-        return f"{text}; {s.trouble}>" if s.trouble else f"{text}>"
+        return f"<SlotPool {self.config.backend} {self._state.phase}: {self._situation()}>"
 
     # ------------------------------------------------------------------------------------------------------- life
 
@@ -435,7 +430,7 @@ class SlotPool:
         container: Container,
         on_lease_ended: Callable[[wire.LeaseEnded], None],
         on_capacity: Callable[[int], None],
-    ) -> ContainerClient:
+    ) -> SandboxClient:
         assert container.url is not None
         return SandboxClient(
             container.url,

@@ -12,6 +12,7 @@ import sys
 HEAD_BYTES = 9
 READ_BYTES = 65_536
 MAX_WAITING_BYTES = 4 * 1024 * 1024
+MAX_CONNECTIONS = 1024
 LOOPBACK = "127.0.0.1"
 
 
@@ -136,7 +137,7 @@ class Relay:
             poll = select.poll()
             if sum(len(connection.waiting) for connection in self.by_number.values()) < MAX_WAITING_BYTES:
                 poll.register(0, select.POLLIN)
-            if self.listener is not None:
+            if self.listener is not None and len(self.by_number) < MAX_CONNECTIONS:
                 poll.register(self.listener.fileno(), select.POLLIN)
             for file, connection in self.by_file.items():
                 events = (0 if connection.ended_here else select.POLLIN) | (select.POLLOUT if connection.waiting else 0)

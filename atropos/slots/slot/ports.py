@@ -23,6 +23,9 @@ HEAD_BYTES = 9
 READ_BYTES = 64 * 1024
 BUFFER_BYTES = 1024 * 1024
 """Output of the relay that waits in the slot; beyond half of it, the slot's connections wait."""
+MAX_CONNECTIONS = 4096
+"""More than the relay has open at once, those that have ended there and not here among them."""
+FORGED = "a program of the slot has written into the port relay's output, and the forward has ended"
 _PROGRAM = Path(__file__).with_name("port_relay.py").read_text()
 
 
@@ -41,7 +44,7 @@ class PortForward:
         port: the listening one, on a loopback.
     """
 
-    def __init__(self, process: Process, target: int) -> None:
+    def __init__(self, process: Process, target: int | None) -> None:
         self.port = 0
         self._process = process
         self._target = target
@@ -66,7 +69,7 @@ class PortForward:
             SandboxError: the slot is gone.
             OSError: the port can't be listened on.
         """
-        self = await cls._start(slot, "connect", port, port)
+        self = await cls._start(slot, "connect", port, None)
         try:
             self._server = await asyncio.start_server(self._accept, LOOPBACK, listen)
         except BaseException:
@@ -93,7 +96,7 @@ class PortForward:
         return self
 
     @classmethod
-    async def _start(cls, slot: Slot, mode: Literal["listen", "connect"], port: int, target: int) -> Self:
+    async def _start(cls, slot: Slot, mode: Literal["listen", "connect"], port: int, target: int | None) -> Self:
         command = (*SLOT_PYTHON, "-c", _PROGRAM, mode, str(port))
         process = await slot.start(command, user="0:0", split=True, hold=True, buffer_bytes=BUFFER_BYTES)
         self = cls(process, target)
@@ -136,9 +139,16 @@ class PortForward:
         await self._emit(b"O", number)
         self._carry(number, connection, reader, writer)
 
-    async def _connect(self, number: int, connection: _Connection) -> None:
+    def _opened(self, number: int) -> None:
+        """A program of the slot has connected to the port."""
+        if self._target is None or number in self._connections or len(self._connections) >= MAX_CONNECTIONS:
+            raise SandboxError(FORGED)
+        connection = self._connections[number] = _Connection()
+        self._tasks.spawn(self._connect(number, connection, self._target), f"connection {number}")
+
+    async def _connect(self, number: int, connection: _Connection, target: int) -> None:
         try:
-            reader, connection.writer = await asyncio.open_connection(LOOPBACK, self._target)
+            reader, connection.writer = await asyncio.open_connection(LOOPBACK, target)
         except OSError:
             await self._emit(b"C", number)
             self._drop(number)
@@ -197,14 +207,13 @@ class PortForward:
             await self._process.write(kind + number.to_bytes(4) + len(data).to_bytes(4) + data)
 
     async def _hear(self) -> None:
-        """Frames of the slot's end, until that is gone."""
+        """Frames of the slot's end, until that is gone, or a program of the slot has forged one."""
         try:
             async for kind, number, data in _frames(self._process.output()):
                 if kind == b"L":
                     self._listens.set()
                 elif kind == b"O":
-                    connection = self._connections[number] = _Connection()
-                    self._tasks.spawn(self._connect(number, connection), f"connection {number}")
+                    self._opened(number)
                 elif (connection := self._connections.get(number)) is not None:
                     await connection.incoming.put({b"D": data, b"E": b""}.get(kind))
         except SandboxError as error:
@@ -221,6 +230,8 @@ async def _frames(pieces: AsyncIterator[bytes]) -> AsyncIterator[tuple[bytes, in
         waiting += piece
         while len(waiting) >= HEAD_BYTES:
             end = HEAD_BYTES + int.from_bytes(waiting[5:9])
+            if end > HEAD_BYTES + READ_BYTES:
+                raise SandboxError(FORGED)
             if len(waiting) < end:
                 break
             yield bytes(waiting[:1]), int.from_bytes(waiting[1:5]), bytes(waiting[HEAD_BYTES:end])

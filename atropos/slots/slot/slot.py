@@ -40,11 +40,11 @@ class Slot(SlotFiles):
 
     __slots__ = (
         "_due",
-        "_lease",
-        "_link",
         "_over",
         "_releasing",
+        "lease",
         "limits",
+        "link",
         "mib",
         "network",
         "profile",
@@ -52,8 +52,10 @@ class Slot(SlotFiles):
     )
 
     def __init__(self, link: ContainerLink, lease: wire.Lease, request: wire.LeaseRequest, mib: int) -> None:
-        self._link = link
-        self._lease = lease
+        self.link = link
+        """The container that it is in; for the pool alone."""
+        self.lease = lease
+        """The lease: its id, slot, epoch and the server's boot id."""
         self.network = request.network
         """Whether the lease has egress; see `set_network`."""
         self.limits = request.limits
@@ -69,29 +71,19 @@ class Slot(SlotFiles):
         """What later operations start with where they don't say: folder, variables, user."""
 
     @property
-    def lease(self) -> wire.Lease:
-        """The lease: its id, slot, epoch and the server's boot id."""
-        return self._lease
-
-    @property
-    def link(self) -> ContainerLink:
-        """The container that it is in; for the pool alone."""
-        return self._link
-
-    @property
     def name(self) -> str:
         """The slot's name on its server."""
-        return self._lease.slot
+        return self.lease.slot
 
     @property
     def image(self) -> wire.ImageInfo | None:
         """Its image; None: the pool's base, or a snapshot's."""
-        return self._lease.image
+        return self.lease.image
 
     @property
     def container(self) -> str:
         """The backend's id of the container that the slot is in."""
-        return self._link.container.id
+        return self.link.container.id
 
     @property
     def lost(self) -> SandboxError | None:
@@ -100,7 +92,7 @@ class Slot(SlotFiles):
 
     def __repr__(self) -> str:
         state = "held" if self._over is None else type(self._over).__name__
-        return f"<Slot {self.name} epoch {self._lease.epoch} of {self.container} for {self.trajectory_id!r}: {state}>"
+        return f"<Slot {self.name} epoch {self.lease.epoch} of {self.container} for {self.trajectory_id!r}: {state}>"
 
     async def __aenter__(self) -> Self:
         return self
@@ -118,14 +110,12 @@ class Slot(SlotFiles):
         """Give the slot back in the background; for the pool alone. None: there is nothing to give back."""
         if self._releasing is None and self._over is None:
             self.end(LeaseExpired(f"slot {self.name} was released"))
-            self._releasing = self._link.state.give_back(
-                self._link.release(self._lease, self.mib), f"release {self.name}"
-            )
+            self._releasing = self.link.state.give_back(self.link.release(self.lease, self.mib), f"release {self.name}")
         return self._releasing
 
     async def capabilities(self) -> wire.Capabilities:
         """What the slot's container can isolate, as its start-up probe found it."""
-        return await self._link.client.capabilities()
+        return await self.link.client.capabilities()
 
     # ------------------------------------------------------------------------------------------------- operations
 
@@ -145,7 +135,7 @@ class Slot(SlotFiles):
             self._measured(operation.op) as outcome,
             tracing.span(operation.op, "client", atropos__container=self.container, atropos__slot=self.name) as span,
         ):
-            answer = await self._link.client.call(self._lease, operation, call_id=call_id)
+            answer = await self.link.client.call(self.lease, operation, call_id=call_id)
             outcome.result = wire.outcome(answer)
             span.set(atropos__result=outcome.result)
         return answer
@@ -153,7 +143,7 @@ class Slot(SlotFiles):
     @contextlib.contextmanager
     def _measured(self, op: str) -> Generator[Outcome]:
         self._due += 1
-        with self._link.state.counters.measure_operation(op) as outcome:
+        with self.link.state.counters.measure_operation(op) as outcome:
             yield outcome
         self._due -= 1
 
@@ -197,13 +187,14 @@ class Slot(SlotFiles):
             env: added to the slot's environment.
             user: one of the slot's own users, as `name`, `uid`, `name:group` or `uid:gid`, with its groups, HOME, USER
                 and LOGNAME; None: root. For one that the slot doesn't have, the result's `error` says so.
-            stdin: what it reads, of any length: beyond 8 MiB it is a file of the slot's /tmp until the command has
+            stdin: what it reads, of any length: beyond 4 MiB it is a file of the slot's /tmp until the command has
                 ended. None: nothing.
             split: give stdout and stderr apart as well.
             clean_env: start from the slot's first environment and PATH alone.
             max_output_bytes: keep less output than the slot's limit.
-            concurrent: run it now, beside the slot's other calls, which don't wait for it. The slot runs 64 of these at once;
-                further ones wait. A `snapshot` or `view` waits until none runs.
+            concurrent: run it now, beside the slot's other calls, which don't wait for it; after those before it where
+                `stdin` is longer than 4 MiB. The slot runs 64 of these at once; further ones wait. A `snapshot` or `view`
+                waits until none runs.
         """
         data = stdin.encode() if isinstance(stdin, str) else stdin
         operation = wire.Exec(
@@ -229,7 +220,7 @@ class Slot(SlotFiles):
             return refused
         changes = {"command": reading(path, operation.command), "stdin": None}
         result = await self.run(operation.model_copy(update=changes))
-        await self.run(wire.Exec(command=("rm", "-f", path), user="0:0"))
+        await self.run(wire.Exec(command=("rm", "-f", path), user="0:0", concurrent=operation.concurrent))
         return result
 
     async def start(
@@ -311,7 +302,7 @@ class Slot(SlotFiles):
     ) -> None:
         """Read a stream that `wanted` asks for, again after each break; `path` is what an error names."""
         with self._measured("read_stream") as outcome:
-            result = await file_streams.receive_all(self._link.client, self._lease, wanted, write)
+            result = await file_streams.receive_all(self.link.client, self.lease, wanted, write)
             outcome.result = wire.outcome(result)
         if isinstance(result, wire.OpError):
             raise file_error(result, path)
@@ -321,7 +312,7 @@ class Slot(SlotFiles):
     ) -> wire.OpError | None:
         operation = wire.WriteStream(path=self.profile.path(path), stream=file_streams.new_id(), tar=tar, mode=mode)
         with self._measured(operation.op) as outcome:
-            result = await file_streams.send(self._link.client, self._lease, operation, pieces)
+            result = await file_streams.send(self.link.client, self.lease, operation, pieces)
             outcome.result = wire.outcome(result)
         return result if isinstance(result, wire.OpError) else None
 
@@ -342,7 +333,7 @@ class Slot(SlotFiles):
     async def _snapshot(self, *, beside: bool = False) -> Snapshot:
         if self._over is not None:
             raise type(self._over)(*self._over.args)
-        task = self._link.state.tasks.spawn(self._freeze(beside=beside), f"snapshot {self.name}", awaited=True)
+        task = self.link.state.tasks.spawn(self._freeze(beside=beside), f"snapshot {self.name}", awaited=True)
         self._due += 1
         try:
             snapshot = await asyncio.shield(task)
@@ -366,7 +357,7 @@ class Slot(SlotFiles):
         """
         if self._over is not None:
             raise type(self._over)(*self._over.args)
-        await self._link.client.view(self._lease, folders)
+        await self.link.client.view(self.lease, folders)
 
     async def settle(self) -> None:
         """Make the slot's present files part of its views' root; before untrusted programs run in it.
@@ -385,8 +376,8 @@ class Slot(SlotFiles):
         await settled.drop()
 
     async def _freeze(self, *, beside: bool) -> Snapshot:
-        info = await self._link.client.snapshot(self._lease, beside=beside)
-        return Snapshot(self._link, info, self.limits)
+        info = await self.link.client.snapshot(self.lease, beside=beside)
+        return Snapshot(self.link, info, self.limits)
 
     async def keep(self, key: str, settings: wire.ImageSettings | None = None) -> wire.ImageInfo:
         """Keep the workspace as an image of the host, a layer on the lease's; then release the slot.
@@ -404,7 +395,7 @@ class Slot(SlotFiles):
         """
         async with await self.snapshot() as snapshot:
             wanted = wire.KeepRequest(key=key, **(settings or wire.ImageSettings()).model_dump())
-            image = await self._link.client.images.keep(snapshot.id, wanted)
+            image = await self.link.client.images.keep(snapshot.id, wanted)
         await self.release()
         return image
 

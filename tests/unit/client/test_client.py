@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import itertools
+import socket
 
 import aiohttp
 import pytest
@@ -264,7 +266,7 @@ async def test_a_close_that_is_cut_short_closes_its_connections_all_the_same():
         before = open_sessions()
         client = client_of(running)
         await client.connect()
-        client._spawn(asyncio.sleep(60))
+        client._tasks.spawn(asyncio.sleep(60), "sleep")
         closing = asyncio.create_task(client.close())
         await asyncio.sleep(0.05)
         closing.cancel()
@@ -307,6 +309,24 @@ async def test_an_answer_that_is_long_in_coming_and_cut_off_is_asked_for_again(c
         lease = await client.acquire(request())
         assert (await client.call(lease, Exec(command="echo on"))).output == b"on"
         assert running.core.state.table.free == 3
+
+
+async def test_a_server_whose_host_takes_no_connection_can_not_be_reached(monkeypatch):
+    monkeypatch.setattr("atropos.slots.client.server_requests.CONNECT_S", 0.1)
+    with socket.socket() as listener, contextlib.ExitStack() as others:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen(0)
+        for _ in range(4):  # more than wait for `accept`
+            other = others.enter_context(socket.socket())
+            other.setblocking(False)
+            other.connect_ex(listener.getsockname())
+        requests = ServerRequests(
+            f"http://127.0.0.1:{listener.getsockname()[1]}", TOKEN, certificate=None, patience_s=10
+        )
+        requests.open()
+        with pytest.raises(BackendUnavailable, match="can't be reached"):
+            await requests.ask("DELETE", "/v1/snapshots/x", None)
+        await requests.close_sessions()
 
 
 async def test_a_stream_comes_back_though_as_many_requests_wait_as_there_may_be(monkeypatch):

@@ -166,7 +166,7 @@ async def test_containers_that_stop_answering_all_at_once_are_stopped_at_a_pace_
             | {"ClientStatus": "running", "TaskStates": {"server": task}}
             for n in range(30)
         ]
-        backend = NomadBackend.from_pool(SlotPoolConfig(backend="nomad", nomad_address=nomad.url))
+        backend = NomadBackend(SlotPoolConfig(backend="nomad", nomad_address=nomad.url))
         await backend.start()
         retiring = asyncio.gather(*(backend.retire(container) for container in backend.containers()))
         await until(lambda: nomad.asked["stop"] >= 20, "a burst of stops")

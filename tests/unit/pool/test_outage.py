@@ -11,7 +11,7 @@ import time
 import pytest
 
 from atropos.errors import BackendUnavailable
-from atropos.slots.backends.supervise import BlockingCalls, Outage, persist
+from atropos.slots.backends.engines import BlockingCalls, Outage, persist
 from tests.unit.pool.model import model_pool, until
 
 GONE = "Nomad does not answer at http://nomad:4646"
@@ -102,7 +102,7 @@ async def test_a_purge_is_tried_for_as_long_as_its_refusal_allows():
 def test_a_call_that_an_engine_never_answers_does_not_hold_up_the_end_of_the_process():
     program = (
         "import asyncio, time\n"
-        "from atropos.slots.backends.supervise import BlockingCalls\n"
+        "from atropos.slots.backends.engines import BlockingCalls\n"
         "async def main():\n"
         "    calls = BlockingCalls('test', at_once=1)\n"
         "    try:\n"

@@ -18,6 +18,7 @@ from atropos.errors import (
     SandboxError,
     SlotLost,
 )
+from atropos.slots.slot.uploads import PIECE_BYTES
 from atropos.wire import ReleaseResult
 from tests.unit.pool.model import SLOT_MIB, ModelClient, model_pool, pool_tasks, settled, until
 
@@ -33,6 +34,22 @@ async def test_a_slot_is_leased_used_and_given_back():
             await slot.exec("true")
     assert backend.closed is True
     assert not pool_tasks()
+
+
+async def test_a_concurrent_command_with_a_long_input_ends_without_waiting_for_other_commands(monkeypatch):
+    commands = []
+    call = ModelClient.call
+
+    async def recorded(client, lease, operation, **options):
+        if operation.op == "exec":
+            commands.append(operation)
+        return await call(client, lease, operation, **options)
+
+    monkeypatch.setattr(ModelClient, "call", recorded)
+    pool, _ = model_pool()
+    async with pool, pool.lease("t") as slot:
+        await slot.exec("wc -c", stdin=bytes(PIECE_BYTES + 1), user="1:1", concurrent=True)
+    assert [(each.command[0], each.concurrent) for each in commands] == [("/bin/sh", True), ("rm", True)]
 
 
 async def test_a_second_release_does_nothing():

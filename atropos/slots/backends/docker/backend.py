@@ -9,27 +9,26 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import re
+import os
 import secrets
-from collections.abc import Callable, Iterable, Sequence
+import socket
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from typing import Any
+
+from docker.types import CancellableStream
 
 from atropos.aio import Backoff
-from atropos.errors import BackendUnavailable, ConfigError
+from atropos.errors import BackendUnavailable
 from atropos.slots.backends.base import Backend, Container
 from atropos.slots.backends.docker.engine import REMOVED, DockerEngine, Ending, ListedContainer
+from atropos.slots.backends.engines import BlockingCalls, ChangeFlag, Outage, persist
+from atropos.slots.backends.local.server_process import start_time
 from atropos.slots.backends.server_http import ServerHttp
-from atropos.slots.backends.spec import ContainerSpec, hopeless, owner
-from atropos.slots.backends.supervise import BlockingCalls, ChangeFlag, Outage, persist
-
-if TYPE_CHECKING:
-    from docker.types import CancellableStream
-
-    from atropos.slots.config import SlotPoolConfig
+from atropos.slots.backends.spec import ContainerSpec, hopeless
+from atropos.slots.config import SlotPoolConfig
 
 log = logging.getLogger(__name__)
-T = TypeVar("T")
 READY_S = 60.0
 """How long a server may take to answer after its container started, in seconds."""
 POLL_S = 15.0
@@ -46,7 +45,6 @@ PURGE_S = 45.0
 """Longest purge in all, in seconds: an engine that hangs must not delay the end for longer."""
 SETTLE_S = 10.0
 """How long to wait for the creation of containers that is under way, so that the purge finds them, in seconds."""
-NAME = re.compile(r"^[a-zA-Z0-9][a-zA-Z0-9_.-]{0,99}$")
 
 
 @dataclass
@@ -70,32 +68,22 @@ class DockerBackend(Backend):
 
     name = "docker"
 
-    def __init__(
-        self,
-        spec: ContainerSpec,
-        *,
-        pool: str,
-        docker_host: str | None = None,
-        purge_on_start: bool = False,
-        outage_s: float = 900.0,
-    ) -> None:
-        if not NAME.match(pool):
-            raise ConfigError(f"sandbox_job_id {pool!r} must be letters, digits, '.', '_' and '-', at most 100")
-        self._spec = spec
-        self._pool = pool
-        self._purge_on_start = purge_on_start
-        self._engine = DockerEngine(pool, docker_host)
+    def __init__(self, config: SlotPoolConfig) -> None:
+        self._pool = config.job_id
+        self._spec = ContainerSpec.from_pool(config)
+        self._purge_on_start = config.purge_job_on_start
+        self._engine = DockerEngine(self._pool, config.docker_host)
         self._calls = BlockingCalls("docker", at_once=8)
         self._http = ServerHttp()
         self._members: dict[str, _Member] = {}
         self._strangers: set[str] = set()
         self._target = 0
         self._image_id = ""
-        self._owner = owner()
+        self._owner = f"{socket.gethostname()}:{os.getpid()}:{start_time(os.getpid())}"
         self._ever_ready = False
         self._failure: Exception | None = None
         self._trouble = ""
-        self._outage = Outage(outage_s)
+        self._outage = Outage(config.outage_s)
         self._unremoved: dict[str, str] = {}
         """Containers whose removal failed, by name, and why."""
         self._crashes = Backoff(first_s=0.5, longest_s=15)
@@ -110,23 +98,10 @@ class DockerBackend(Backend):
 
     # ------------------------------------------------------------------------------------------------------ contract
 
-    @classmethod
-    def from_pool(cls, config: SlotPoolConfig) -> Self:
-        """The backend that a pool's configuration describes."""
-        spec = ContainerSpec.from_pool(config)
-        host = config.docker_host
-        return cls(
-            spec,
-            pool=config.job_id,
-            docker_host=host,
-            purge_on_start=config.purge_job_on_start,
-            outage_s=config.outage_s,
-        )
-
     async def start(self) -> None:
         """Connect, find the image, adopt or remove containers of an earlier run."""
-        await self._blocking(self._engine.connect)
-        self._image_id = await self._blocking(lambda: self._engine.image_id(self._spec.image))
+        await self._calls.run(self._engine.connect)
+        self._image_id = await self._calls.run(lambda: self._engine.image_id(self._spec.image))
         if self._purge_on_start:
             await self._purge()
         await self._adopt_or_remove()
@@ -199,9 +174,6 @@ class DockerBackend(Backend):
 
     # --------------------------------------------------------------------------------------------------- reconciliation
 
-    async def _blocking(self, call: Callable[[], T]) -> T:
-        return await self._calls.run(call)
-
     def _live(self) -> list[_Member]:
         return [member for member in self._members.values() if member.container.state != "ending"]
 
@@ -241,7 +213,7 @@ class DockerBackend(Backend):
         try:
             while True:
                 try:
-                    await self._blocking(lambda: self._engine.watch(on_event, on_open))
+                    await self._calls.run(lambda: self._engine.watch(on_event, on_open))
                     backoff.worked()
                 except BackendUnavailable as error:
                     # the next list shows whether the engine answers
@@ -256,7 +228,7 @@ class DockerBackend(Backend):
         unreachable = Backoff(first_s=0.2, longest_s=5)
         while True:
             try:
-                found = await self._blocking(self._engine.found)
+                found = await self._calls.run(self._engine.found)
                 unreachable.worked()
                 if self._outage.over():
                     self._changed.set()
@@ -301,7 +273,7 @@ class DockerBackend(Backend):
         name = member.container.id
         if item is not None:
             try:
-                ending = await self._blocking(lambda: self._engine.ending(item.id))
+                ending = await self._calls.run(lambda: self._engine.ending(item.id))
             except BackendUnavailable as error:
                 ending = Ending(None, str(error))
         log.warning("container %s ended: %s", name, ending.reason)
@@ -385,7 +357,7 @@ class DockerBackend(Backend):
         return False
 
     async def _find(self, name: str) -> ListedContainer | None:
-        found = await self._blocking(self._engine.found)
+        found = await self._calls.run(self._engine.found)
         return next((item for item in found if item.name == name), None)
 
     async def _drain(self, member: _Member) -> None:
@@ -411,7 +383,7 @@ class DockerBackend(Backend):
 
     async def _remove(self, name: str, *, within_s: float = 0) -> None:
         try:
-            await self._blocking(lambda: self._engine.end(name, within_s=within_s))
+            await self._calls.run(lambda: self._engine.end(name, within_s=within_s))
             self._unremoved.pop(name, None)
         except BackendUnavailable as error:
             self._unremoved[name] = str(error)
@@ -420,7 +392,7 @@ class DockerBackend(Backend):
 
     async def _adopt_or_remove(self) -> None:
         """Apply the rules of the module's docstring to the containers that exist at the start."""
-        for item in await self._blocking(self._engine.found):
+        for item in await self._calls.run(self._engine.found):
             if item.state == "running":
                 await self._adopt(item)
             elif item.state != "created" or item.age_s > CREATION_S:
@@ -428,7 +400,7 @@ class DockerBackend(Backend):
 
     async def _adopt(self, item: ListedContainer) -> None:
         """Adopt a running container, or remove it; one that may still be starting, or is in use, is kept."""
-        token = await self._blocking(lambda: self._engine.token(item.id))
+        token = await self._calls.run(lambda: self._engine.token(item.id))
         same = item.spec == self._spec.fingerprint(self._image_id)
         if token and item.url and same and await self._http.healthy(item.url):
             container = Container(item.name, item.index, item.url, token, "running", "adopted")
@@ -445,7 +417,7 @@ class DockerBackend(Backend):
         """Remove every container of the pool that no live client uses."""
 
         async def one(item: ListedContainer) -> None:
-            token = await self._blocking(lambda: self._engine.token(item.id)) if item.url else None
+            token = await self._calls.run(lambda: self._engine.token(item.id)) if item.url else None
             if token and item.url and await self._http.used_by_others(item.url, token, self.client_id):
                 log.warning("container %s is in use by another client: not purged", item.name)
                 return
@@ -453,7 +425,7 @@ class DockerBackend(Backend):
             drained = bool(token and item.url) and await self._http.drain(item.url or "", token or "", 0)
             await self._remove(item.name, within_s=self._spec.stop_s if drained else 0)
 
-        found = await self._blocking(self._engine.found)
+        found = await self._calls.run(self._engine.found)
         names = {item.name for item in found}
         self._unremoved = {name: why for name, why in self._unremoved.items() if name in names}
         mine = (

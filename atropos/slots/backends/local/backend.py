@@ -9,15 +9,13 @@ import re
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Self
+from typing import Self
 
+from atropos.config import ServerConfig
 from atropos.errors import BackendUnavailable
 from atropos.slots.backends.local.server_process import COMMAND, ServerProcess, start_time
 from atropos.slots.backends.supervised import DRAIN_S, Server, SupervisedBackend
-
-if TYPE_CHECKING:
-    from atropos.config import ServerConfig
-    from atropos.slots.config import SlotPoolConfig
+from atropos.slots.config import SlotPoolConfig
 
 
 class LocalBackend(SupervisedBackend):

@@ -10,18 +10,16 @@ import os
 import signal
 import sys
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Self
+from typing import Self
 
 import atropos
 from atropos import cgroup_paths
+from atropos.config import ServerConfig
 from atropos.errors import BackendUnavailable, ConfigError, IsolationUnavailable
 from atropos.slots.backends.spec import BAD_CONFIG, NO_ISOLATION
 from atropos.slots.config import server_json
-
-if TYPE_CHECKING:
-    from atropos.config import ServerConfig
 
 log = logging.getLogger("atropos.slots.server")
 
@@ -54,6 +52,12 @@ def start_time(pid: int) -> int | None:
         return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
     except (OSError, IndexError, ValueError):
         return None
+
+
+def last_line(lines: Iterable[str]) -> str:
+    """What a server printed last, as an error says it."""
+    printed = [line.strip() for line in lines if line.strip()]
+    return printed[-1][-SHOWN_CHARS:] if printed else "it printed nothing"
 
 
 class ServerProcess:
@@ -141,10 +145,7 @@ class ServerProcess:
     @property
     def last(self) -> str:
         """The last line of its log."""
-        return next(
-            (line.strip().removeprefix("error: ")[-SHOWN_CHARS:] for line in reversed(self._lines) if line.strip()),
-            "it printed nothing",
-        )
+        return last_line(self._lines).removeprefix("error: ")
 
     @property
     def returncode(self) -> int | None:

@@ -8,23 +8,19 @@ import json
 import secrets
 from collections.abc import Generator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import modal
 from modal import exception
 
+from atropos.config import ServerConfig
 from atropos.errors import BackendUnavailable, ConfigError, IsolationUnavailable
-from atropos.slots.backends.local.server_process import SHOWN_CHARS
-from atropos.slots.backends.spec import BAD_CONFIG, NO_ISOLATION
+from atropos.slots.backends.local.server_process import SHOWN_CHARS, last_line
+from atropos.slots.backends.server_http import ServerHttp
+from atropos.slots.backends.spec import BAD_CONFIG, NO_ISOLATION, SERVER_COMMAND
 from atropos.slots.config import server_json
-
-if TYPE_CHECKING:
-    from atropos.config import ServerConfig
-    from atropos.slots.backends.server_http import ServerHttp
 
 PORT = 8787
 """Port of the server in its sandbox; Modal's tunnel terminates TLS."""
-COMMAND = ("python3", "-P", "-m", "atropos.sandbox", "--config", "-")
 LIFETIME_S = 86_400
 """Longest life of a sandbox at Modal, after which it is replaced."""
 GONE_S = 4.0
@@ -91,7 +87,7 @@ class ModalServer:
         self._config = config.model_copy(update={"host": "0.0.0.0", "port": PORT})
         self._http = http
         self._creating: asyncio.Task[modal.Sandbox] | None = None
-        self._last = ""
+        self._last = last_line(())
 
     async def ready(self, timeout_s: float) -> None:
         """Create the sandbox, start the server in it, and wait until it answers through its tunnel."""
@@ -124,7 +120,7 @@ class ModalServer:
     async def _create(self) -> modal.Sandbox:
         wanted = self._wanted
         return await modal.Sandbox.create.aio(
-            *COMMAND,
+            *SERVER_COMMAND,
             app=await modal.App.lookup.aio(wanted.app, create_if_missing=True),
             image=modal.Image.from_registry(wanted.image).entrypoint(
                 []
@@ -143,19 +139,17 @@ class ModalServer:
         sandbox = await self._creating
         with contextlib.suppress(exception.Error, OSError):
             await sandbox.wait.aio(raise_on_termination=False)
-            lines = (await sandbox.stderr.read.aio()).split("\n")
-            self._last = next((line.strip()[-SHOWN_CHARS:] for line in reversed(lines) if line.strip()), "")
+            self._last = last_line((await sandbox.stderr.read.aio()).split("\n"))
 
     def failure(self) -> Exception:
         """Why it ended."""
         assert self._creating is not None
         code = self._creating.result().returncode
-        last = self._last or "it printed nothing"
         if code == BAD_CONFIG:
-            return ConfigError(f"in Modal's sandbox: {last}")
+            return ConfigError(f"in Modal's sandbox: {self._last}")
         if code == NO_ISOLATION:
-            return IsolationUnavailable(f"in Modal's sandbox: {last}")
-        return BackendUnavailable(f"Modal's sandbox ended ({code}): {last}")
+            return IsolationUnavailable(f"in Modal's sandbox: {self._last}")
+        return BackendUnavailable(f"Modal's sandbox ended ({code}): {self._last}")
 
     async def stop(self, grace_s: float) -> None:
         """Ask the server to end, and after `grace_s` end the sandbox; returns when it is gone."""

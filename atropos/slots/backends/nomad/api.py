@@ -16,6 +16,7 @@ from nomad.api import exceptions
 from requests.adapters import HTTPAdapter
 
 from atropos.errors import BackendUnavailable, ConfigError
+from atropos.slots.backends.engines import BlockingCalls
 from atropos.slots.backends.nomad.refusals import (
     NomadRefused,
     denied,
@@ -25,7 +26,6 @@ from atropos.slots.backends.nomad.refusals import (
 )
 from atropos.slots.backends.nomad.settings import NomadSettings
 from atropos.slots.backends.nomad.view import JobSecret, Json
-from atropos.slots.backends.supervise import BlockingCalls
 
 log = logging.getLogger("atropos.slots.nomad")
 T = TypeVar("T")

@@ -9,16 +9,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import re
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Self
 
 from atropos.aio import Backoff
 from atropos.errors import BackendUnavailable, ConfigError
 from atropos.net.tls import read_pair
 from atropos.slots.backends.base import Backend, Container
+from atropos.slots.backends.engines import ChangeFlag, Outage, Pace, persist
 from atropos.slots.backends.nomad import job as nomad_job
 from atropos.slots.backends.nomad.api import NomadApi
 from atropos.slots.backends.nomad.job_view import READY_S, JobView
@@ -28,10 +27,7 @@ from atropos.slots.backends.nomad.shrinking import CHANGES, DOUBT_S, Shrinker
 from atropos.slots.backends.nomad.view import GROUP, TASK, Allocation, JobSecret, newest, placement_failures
 from atropos.slots.backends.server_http import ServerHttp
 from atropos.slots.backends.spec import ContainerSpec
-from atropos.slots.backends.supervise import ChangeFlag, Outage, Pace, persist
-
-if TYPE_CHECKING:
-    from atropos.slots.config import SlotPoolConfig
+from atropos.slots.config import SlotPoolConfig
 
 log = logging.getLogger("atropos.slots.nomad")
 
@@ -59,43 +55,38 @@ class NomadBackend(Backend):
 
     name = "nomad"
 
-    def __init__(
-        self,
-        spec: ContainerSpec,
-        *,
-        settings: NomadSettings,
-        job_id: str,
-        purge_on_start: bool = False,
-        extra: Mapping[str, str] | None = None,
-        pair: tuple[str, str] | None = None,
-        placement_s: float = 5.0,
-        outage_s: float = 900.0,
-    ) -> None:
-        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_-]{0,100}", job_id):  # Nomad takes no '.' in a variable's path
-            raise ConfigError(f"sandbox_job_id {job_id!r} must be letters, digits, '_' and '-', at most 100")
-        self._spec = spec
-        self._job_id = job_id
-        self._purge_on_start = purge_on_start
-        self._extra = dict(extra or {})
-        self._pair = pair
-        self._settings = settings
+    def __init__(self, config: SlotPoolConfig) -> None:
+        self._settings = settings = NomadSettings.from_environment(config.nomad_address)
+        self._spec = ContainerSpec.from_pool(config.model_copy(update={"unattended_s": None}))  # Nomad would restart it
+        if config.allow_network and not settings.local:  # Nomad's API may have a public address
+            deny = (*self._spec.server.egress_deny, settings.host)
+            server = self._spec.server.model_copy(update={"egress_deny": deny})
+            self._spec = replace(self._spec, server=server)
+        self._pair = read_pair(config.tls_certificate, config.tls_key)
+        self._job_id = config.job_id
+        if "." in self._job_id:  # Nomad takes none in a variable's path
+            raise ConfigError(f"sandbox_job_id {self._job_id!r} must be letters, digits, '_' and '-', at most 100")
+        self._purge_on_start = config.purge_job_on_start
+        self._extra = config.nomad_variables
         self._api = NomadApi(settings)
         self._http = ServerHttp()
         self._secret = JobSecret()
         self._changing = False
         """Whether this process has changed something in Nomad, or has tried to."""
-        self._view = JobView(placement_s)
+        self._view = JobView(config.placement_s)
         self._waiting: set[str] = set()
         """Runs whose first answer is awaited."""
         self._first_answers = asyncio.Semaphore(FIRST_ANSWERS)
-        self._outage = Outage(outage_s)
+        self._outage = Outage(config.outage_s)
         self._cluster: frozenset[str] = frozenset()
         """Signing keys of the cluster that the job is registered in; empty where they are not published."""
         self._left_behind = False
         """Whether the job was registered in another cluster before, which can't be reached any more."""
         self._changed = ChangeFlag()
         self._wake = ChangeFlag()
-        self._shrinker = Shrinker(job_id, self._api, self._http, self._view, lambda: self._secret.token, self._changed)
+        self._shrinker = Shrinker(
+            self._job_id, self._api, self._http, self._view, lambda: self._secret.token, self._changed
+        )
         self._lists, self._stops = Pace(LIST_S, burst=LIST_BURST), Pace(STOP_S, burst=STOP_BURST)
         self._streams = True
         """Whether Nomad reports changes by its event stream."""
@@ -106,25 +97,6 @@ class NomadBackend(Backend):
         states = [c.state for c in self.containers()]
         counts = ", ".join(f"{states.count(state)} {state}" for state in ("running", "starting", "ending"))
         return f"<NomadBackend {self._job_id} at {self._settings.address}: {counts}; {self.trouble() or 'no trouble'}>"
-
-    @classmethod
-    def from_pool(cls, config: SlotPoolConfig) -> Self:
-        """The backend that a pool's configuration describes."""
-        settings = NomadSettings.from_environment(config.nomad_address)
-        spec = ContainerSpec.from_pool(config.model_copy(update={"unattended_s": None}))  # Nomad would restart it
-        if config.allow_network and not settings.local:  # Nomad's API may have a public address
-            deny = (*spec.server.egress_deny, settings.host)
-            spec = replace(spec, server=spec.server.model_copy(update={"egress_deny": deny}))
-        return cls(
-            spec,
-            settings=settings,
-            job_id=config.job_id,
-            purge_on_start=config.purge_job_on_start,
-            extra=config.nomad_variables,
-            pair=read_pair(config.tls_certificate, config.tls_key),
-            placement_s=config.placement_s,
-            outage_s=config.outage_s,
-        )
 
     # ------------------------------------------------------------------------------------------------------ contract
 

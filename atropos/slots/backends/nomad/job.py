@@ -12,6 +12,7 @@ from atropos.slots.backends.assets import asset
 from atropos.slots.backends.nomad.settings import NomadSettings
 from atropos.slots.backends.nomad.view import GROUP, TASK, Json
 from atropos.slots.backends.spec import ContainerSpec
+from atropos.slots.config import hcl
 
 DEFINITION = "nomad/sandbox.nomad.hcl"
 PROFILE = "docker/sandbox/seccomp.json"
@@ -61,21 +62,21 @@ def variables(
     if limits:
         config["limits"] = limits
     chosen = {
-        "job_id": quoted(job_id),
+        "job_id": hcl(job_id),
         "count": str(count),
-        "namespace": quoted(settings.namespace),
-        "image": quoted(spec.image),
+        "namespace": hcl(settings.namespace),
+        "image": hcl(spec.image),
         "slots": str(spec.server.slots),
         "slot_memory_mib": str(spec.server.limits.memory_mib),
         "slot_pids": str(spec.server.limits.pids),
         "memory_mib": str(spec.container_memory_mib),
         "pids": str(spec.container_pids),
-        "config": quoted(json.dumps(config)),
+        "config": hcl(json.dumps(config)),
     }
     if settings.region:
-        chosen["region"] = quoted(settings.region)
+        chosen["region"] = hcl(settings.region)
     if settings.local:
-        chosen["seccomp_profile"] = quoted(str(asset(PROFILE)))
+        chosen["seccomp_profile"] = hcl(str(asset(PROFILE)))
     return chosen | {name: expression(value) for name, value in extra.items() if name != "config"}
 
 
@@ -130,11 +131,6 @@ def _server_settings(text: str) -> dict[str, object]:
     return cast("dict[str, object]", found)
 
 
-def quoted(text: str) -> str:
-    """A string as an HCL literal, with template marks escaped."""
-    return json.dumps(text).replace("${", "$${").replace("%{", "%%{")
-
-
 def expression(text: str) -> str:
     """A value of `-var name=` as HCL: numbers, booleans, lists and quoted text as they are, other text quoted."""
     stripped = text.strip()
@@ -143,5 +139,5 @@ def expression(text: str) -> str:
     try:
         float(stripped)
     except ValueError:
-        return quoted(text)
+        return hcl(text)
     return stripped

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import ssl
-from collections.abc import Mapping
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
@@ -32,17 +31,13 @@ class NomadSettings:
         return f"NomadSettings({self.address}, namespace={self.namespace}, region={self.region})"
 
     @classmethod
-    def from_environment(
-        cls, address: str | None = None, environment: Mapping[str, str] | None = None
-    ) -> NomadSettings:
+    def from_environment(cls, address: str | None) -> NomadSettings:
         """Settings from the environment; `address` takes precedence over NOMAD_ADDR.
 
         Raises:
             ConfigError: the address is no http(s) URL, or a certificate can't be read.
         """
-        env = {
-            k: v.strip() for k, v in (os.environ if environment is None else environment).items() if k[:6] == "NOMAD_"
-        }
+        env = {name: value.strip() for name, value in os.environ.items() if name.startswith("NOMAD_")}
         address = (address or env.get("NOMAD_ADDR") or DEFAULT_ADDRESS).rstrip("/")
         parts = urlsplit(address)
         if parts.scheme not in {"http", "https"} or not parts.hostname:

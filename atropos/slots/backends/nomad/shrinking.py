@@ -11,11 +11,11 @@ import logging
 from collections.abc import Callable
 
 from atropos.errors import BackendUnavailable
+from atropos.slots.backends.engines import ChangeFlag
 from atropos.slots.backends.nomad import job as nomad_job
 from atropos.slots.backends.nomad.api import Json, NomadApi
 from atropos.slots.backends.nomad.job_view import JobView
 from atropos.slots.backends.server_http import ServerHttp
-from atropos.slots.backends.supervise import ChangeFlag
 
 log = logging.getLogger("atropos.slots.nomad")
 

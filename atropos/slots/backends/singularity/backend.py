@@ -8,10 +8,10 @@ from pathlib import Path
 
 from atropos.errors import ConfigError
 from atropos.slots.backends.local.backend import LocalBackend
+from atropos.slots.backends.spec import SERVER_COMMAND
 from atropos.slots.config import SlotPoolConfig
 
 PROGRAMS = ("apptainer", "singularity")
-SERVER = ("python3", "-P", "-m", "atropos.sandbox", "--config", "-")
 
 
 class SingularityBackend(LocalBackend):
@@ -42,7 +42,7 @@ class SingularityBackend(LocalBackend):
             *_privileges(),
             *binds,
             os.path.abspath(image),
-            *SERVER,
+            *SERVER_COMMAND,
         )
 
 

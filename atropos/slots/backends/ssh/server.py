@@ -9,18 +9,15 @@ import re
 import secrets
 import shlex
 from collections.abc import Generator
-from typing import TYPE_CHECKING
 
 import asyncssh
 from asyncssh.constants import OPEN_ADMINISTRATIVELY_PROHIBITED
 
+from atropos.config import ServerConfig
 from atropos.errors import BackendUnavailable, ConfigError, IsolationUnavailable
-from atropos.slots.backends.local.server_process import SHOWN_CHARS
+from atropos.slots.backends.local.server_process import last_line
 from atropos.slots.backends.spec import BAD_CONFIG, NO_ISOLATION
 from atropos.slots.config import server_json
-
-if TYPE_CHECKING:
-    from atropos.config import ServerConfig
 
 KEEPALIVE_S, KEEPALIVES = 5.0, 3
 """Seconds between keepalive requests, and how many without an answer end the connection."""
@@ -94,7 +91,7 @@ class SshServer:
         self._config = config
         self._connection: asyncssh.SSHClientConnection | None = None
         self._process: asyncssh.SSHClientProcess[bytes] | None = None
-        self._last = ""
+        self._last = last_line(())
 
     async def ready(self, timeout_s: float) -> None:
         """Connect, start the server, wait until it listens, and forward its port."""
@@ -139,15 +136,14 @@ class SshServer:
         """Wait until the server has ended, or the connection is lost."""
         assert self._process is not None
         with contextlib.suppress(asyncssh.Error, OSError):
-            lines = (await self._process.stderr.read()).decode(errors="replace").split("\n")
-            self._last = next((line.strip()[-SHOWN_CHARS:] for line in reversed(lines) if line.strip()), "")
+            self._last = last_line((await self._process.stderr.read()).decode(errors="replace").split("\n"))
         await self._process.wait_closed()
 
     def failure(self) -> Exception:
         """Why it ended."""
         assert self._process is not None
         code = self._process.exit_status
-        last = self._last or "it printed nothing"
+        last = self._last
         if code in NO_PYTHON or "No module named" in last:
             return ConfigError(f"ssh_python: {self._python!r} on {self._host}: {last}")
         if code == BAD_CONFIG:

@@ -1,4 +1,4 @@
-"""What backends share: a flag for `changed()`, a rate limit, outages of an engine, blocking calls."""
+"""What backends of engines share: a flag for `changed()`, a rate limit, outages, blocking calls, retries."""
 
 from __future__ import annotations
 

@@ -1,0 +1,100 @@
+"""What a program of the slot can do by writing into a port relay's output, which it may: both run as the slot's root."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+
+from atropos.slots.slot.ports import READ_BYTES, PortForward
+from tests.waiting import SLOWNESS, until
+
+
+class Relay:
+    """A relay whose output a hostile program writes."""
+
+    errors = None
+
+    def __init__(self, *output: bytes) -> None:
+        self.says: asyncio.Queue[bytes | None] = asyncio.Queue()
+        self.hears = b""
+        self.killed = False
+        for piece in output:
+            self.says.put_nowait(piece)
+
+    async def output(self):
+        while (piece := await self.says.get()) is not None:
+            yield piece
+
+    async def write(self, data: bytes) -> None:
+        self.hears += data
+
+    async def kill(self) -> None:
+        self.killed = True
+
+
+class OneRelay:
+    """As much of a slot as a forward needs."""
+
+    def __init__(self, relay: Relay) -> None:
+        self.relay = relay
+
+    async def start(self, *_: object, **__: object) -> Relay:
+        return self.relay
+
+
+def frame(kind: bytes, number: int, data: bytes = b"") -> bytes:
+    return kind + number.to_bytes(4) + len(data).to_bytes(4) + data
+
+
+LISTENS = frame(b"L", 0)
+
+
+@contextlib.asynccontextmanager
+async def service():
+    """A service of this machine's loopback, and how many have connected to it."""
+    visits: list[object] = []
+
+    def visited(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        visits.append(writer)
+
+    async with await asyncio.start_server(visited, "127.0.0.1", 0) as server:
+        yield server.sockets[0].getsockname()[1], visits
+        for writer in visits:
+            writer.close()
+
+
+async def ended(forward: PortForward) -> None:
+    async with asyncio.timeout(10 * SLOWNESS):
+        with contextlib.suppress(OSError):
+            while True:
+                _, writer = await asyncio.open_connection("127.0.0.1", forward.port)
+                writer.close()
+                await asyncio.sleep(0.01)
+
+
+async def test_a_forward_to_the_slot_leads_no_program_of_it_to_this_machine():
+    async with service() as (port, visits):
+        relay = Relay(LISTENS)
+        async with await PortForward.to_slot(OneRelay(relay), port) as forward:
+            relay.says.put_nowait(frame(b"O", 1))
+            await ended(forward)
+            await asyncio.sleep(0.1)
+        assert not visits
+
+
+async def test_a_forward_from_the_slot_leads_to_its_target_but_not_twice_by_one_number():
+    async with service() as (port, visits):
+        relay = Relay(LISTENS, frame(b"O", 1))
+        async with await PortForward.from_slot(OneRelay(relay), 9, port):
+            await until(lambda: visits)
+            relay.says.put_nowait(frame(b"O", 1))
+            relay.says.put_nowait(frame(b"O", 2))
+            await asyncio.sleep(0.1)
+        assert len(visits) == 1
+
+
+async def test_a_frame_longer_than_any_of_the_relay_s_ends_the_forward():
+    relay = Relay(LISTENS)
+    async with await PortForward.to_slot(OneRelay(relay), 9) as forward:
+        relay.says.put_nowait(b"D" + bytes(4) + (READ_BYTES + 1).to_bytes(4))
+        await ended(forward)
