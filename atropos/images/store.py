@@ -362,7 +362,7 @@ class ImageStore:
         except FileNotFoundError:
             return True
         try:
-            if not try_lock(fd):
+            if not (try_lock(fd) and is_still(tree, fd)):
                 return False
             removed = self._root / "work" / f"removed-{image_id[:12]}-{os.urandom(4).hex()}"
             os.rename(tree, removed)

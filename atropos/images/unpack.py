@@ -23,6 +23,7 @@ import stat
 import subprocess
 import sys
 import tarfile
+import zlib
 from collections.abc import Generator
 from typing import IO, cast
 
@@ -346,7 +347,7 @@ def unpack(folder: str, max_bytes: int, max_members: int, ids: int, layers: list
             try:
                 tree.apply(cast("IO[bytes]", stream))
                 found = stream.finish()
-            except (tarfile.TarError, EOFError, gzip.BadGzipFile, ValueError) as error:
+            except (tarfile.TarError, EOFError, gzip.BadGzipFile, zlib.error, ValueError) as error:
                 raise ImageRefused(f"layer {wanted[:12]} is no tar: {error}") from None
         if found != wanted:
             raise ImageRefused(f"layer {wanted[:12]} is not the one that the image names ({found[:12]})")

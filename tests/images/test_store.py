@@ -19,6 +19,9 @@ import pytest
 
 from atropos.config import ImageStoreSettings
 from atropos.errors import ImageUnavailable
+from atropos.images.layout import MAX_JSON_BYTES
+from atropos.images.locks import try_lock
+from atropos.images.programs import run
 from atropos.images.reference import ImageSource
 from atropos.images.store import ImageStore
 from atropos.wire import ImageInfo
@@ -292,6 +295,22 @@ def test_an_image_whose_parent_is_gone_makes_room_too(tmp_path, images):
     assert list((tmp_path / "store/trees").iterdir()) == []
 
 
+def test_an_image_that_was_just_replaced_is_not_removed_for_the_former(tmp_path, images, monkeypatch):
+    one = store_at(tmp_path, images, quota_mib=16)
+    put(one, "b" * 64, 8, parent="a" * 64)
+
+    def lock_late(fd: int) -> bool:
+        """Another server drops the image without a parent, and keeps it anew, before this one has the lock."""
+        monkeypatch.undo()
+        assert store_at(tmp_path, images)._drop("b" * 64)
+        put(one, "b" * 64, 8)
+        return try_lock(fd)
+
+    monkeypatch.setattr("atropos.images.store.try_lock", lock_late)
+    assert not one._drop("b" * 64)
+    assert [image.id for image in one.images()] == ["b" * 64]
+
+
 async def test_two_that_are_unpacked_at_once_share_the_room(tmp_path, images):
     first, second = (store_at(tmp_path, images, quota_mib=16) for _ in range(2))
     put(first, "a" * 64, 4)
@@ -324,6 +343,13 @@ async def test_servers_that_start_at_once_clean_up_together(tmp_path, images):
     (left / "registries-of-an-earlier-version.conf").touch()
     await asyncio.gather(*(asyncio.to_thread(store_at, tmp_path, images) for _ in range(4)))
     assert [path.name for path in left.iterdir()] == ["registries-of-an-earlier-version.conf"]
+
+
+@pytest.mark.parametrize("size", [70_000, 1_000_000, MAX_JSON_BYTES + 1])
+async def test_a_program_may_print_more_than_a_pipe_holds(tmp_path, size):
+    program = [sys.executable, "-c", f"import sys; sys.stdout.write('x' * {size})"]
+    said = await run(program, "printing", folder=tmp_path, deadline_s=60)
+    assert said == "x" * min(size, MAX_JSON_BYTES)
 
 
 @contextlib.contextmanager
