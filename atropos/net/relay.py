@@ -267,7 +267,10 @@ class _Forwarding:
     async def _down(self) -> None:
         client, origin = self._client, self._origin
         while True:
-            event = origin.next_event()
+            try:
+                event = origin.next_event()
+            except h11.RemoteProtocolError as error:
+                raise ConnectionResetError(f"the origin's answer is not HTTP: {error}") from None
             if event is h11.NEED_DATA:
                 origin.receive_data(await self._remote.read(CHUNK_BYTES))
             elif isinstance(event, h11.Response):
@@ -303,10 +306,11 @@ def _authority(name: str, port: int) -> bytes:
 
 async def _answer(connection: h11.Connection, writer: asyncio.StreamWriter, status: int, text: str) -> None:
     """Answer the program with an error. In the middle of an answer or a tunnel, reset: an end would look like theirs."""
+    if writer.is_closing():
+        return
     if connection.our_state not in {h11.IDLE, h11.SEND_RESPONSE}:
         writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
         writer.transport.abort()
-    if writer.is_closing():
         return
     body = text.encode()
     # in the reason, too: it is all that many programs show of a refused CONNECT
