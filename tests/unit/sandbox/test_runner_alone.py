@@ -32,6 +32,16 @@ try:
 except OpFailed as failed:
     print(failed.error, failed.limit)
 """
+ORPHANS = """
+import os, resource
+from atropos.sandbox.programs.runner.processes import orphan_pipes
+resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))  # a slot's, long after the runner was loaded
+for _ in range(100):
+    read, write = os.pipe()
+    os.close(write)
+    orphan_pipes.adopt(read)
+print(len(orphan_pipes.orphan_pipes))
+"""
 
 
 def said(*command: str) -> str:
@@ -46,6 +56,10 @@ def test_a_large_file_that_may_have_changed_is_not_read_into_memory_whole(tmp_pa
     with file.open("wb") as opened:
         opened.truncate(48 << 20)
     assert said(sys.executable, "-c", CHANGED, str(file)) == "changed None\n"
+
+
+def test_pipes_that_background_children_hold_leave_most_descriptors_of_a_small_slot():
+    assert said(sys.executable, "-c", ORPHANS) == "16\n"
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root to mount terminals")

@@ -115,13 +115,15 @@ def target_of(path: str) -> tuple[int, str, os.stat_result | None]:
     try:
         old = os.stat(name, dir_fd=folder, follow_symlinks=False)
         kind = old.st_mode & 0o170000
+        if kind == 0o040000:
+            raise OpFailed("is_directory", f"is a directory: {text(path)}")
         if kind != 0o100000:
-            os.close(folder)
-            if kind == 0o040000:
-                raise OpFailed("is_directory", f"is a directory: {text(path)}")
             raise OpFailed("not_regular", f"is not a regular file: {text(path)}")
     except FileNotFoundError:
         old = None
+    except BaseException:
+        os.close(folder)
+        raise
     return folder, name, old
 
 
@@ -138,29 +140,29 @@ def make_parents(path: str) -> None:
 def folder_of(path: str) -> tuple[int, str]:
     """(descriptor of the parent folder, name), symbolic links in the last place followed, and never into /proc."""
     at, name = None, path
-    for _ in range(40):
-        parent, _, last = name.rpartition("/")
-        if last in ("", ".", ".."):
+    try:
+        for _ in range(40):
+            parent, _, last = name.rpartition("/")
+            if last in ("", ".", ".."):
+                raise OpFailed("is_directory", f"is a directory: {text(path)}")
+            folder = parent or ("/" if name.startswith("/") else ".")
+            below = os.open(folder, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=at)
             if at is not None:
                 os.close(at)
-            raise OpFailed("is_directory", f"is a directory: {text(path)}")
-        opened = os.open(
-            parent or ("/" if name.startswith("/") else "."), os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=at
-        )
+            at = below
+            if is_special(os.fstat(at).st_dev):
+                raise OpFailed(
+                    "bad_path", f"files under /proc, /dev and /.atropos are not written this way: {text(path)}"
+                )
+            try:
+                name = os.readlink(last, dir_fd=at)
+            except OSError:
+                return at, last
+        raise OpFailed("bad_path", f"too many symbolic links: {text(path)}")
+    except BaseException:
         if at is not None:
             os.close(at)
-        at = opened
-        if is_special(os.fstat(at).st_dev):
-            os.close(at)
-            raise OpFailed("bad_path", f"files under /proc, /dev and /.atropos are not written this way: {text(path)}")
-        try:
-            target = os.readlink(last, dir_fd=at)
-        except OSError:
-            return at, last
-        name = target
-    if at is not None:
-        os.close(at)
-    raise OpFailed("bad_path", f"too many symbolic links: {text(path)}")
+        raise
 
 
 def write_all(fd: int, data: bytes, mode: int | None) -> None:
