@@ -26,7 +26,7 @@ def kill_stopped_children(pid: int) -> int:
     if found is None or found[1] != "D":
         return 0
     released = 0
-    for child in _children(pid):
+    for child in children_of(pid):
         with contextlib.suppress(ProcessLookupError, PermissionError):
             handle = os.pidfd_open(child)
             try:
@@ -50,7 +50,8 @@ def _stat(pid: int) -> tuple[bytes, str, int] | None:
     return head.partition(b"(")[2], state.decode(), int(parent)
 
 
-def _children(pid: int) -> list[int]:
+def children_of(pid: int) -> list[int]:
+    """The children of a process of one thread, the adopted ones among them."""
     try:
         with open(f"/proc/{pid}/task/{pid}/children", "rb") as file:
             return [int(child) for child in file.read().split()]

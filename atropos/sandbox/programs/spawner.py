@@ -23,6 +23,7 @@ if __name__ == "__main__":
     sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))))
 
 from atropos.sandbox.linux import syscalls
+from atropos.sandbox.linux.stopped_children import children_of
 from atropos.sandbox.programs import first_process
 from atropos.sandbox.programs.first_process import FirstProcessRequest
 
@@ -170,7 +171,7 @@ class Spawner:
     def end_all(self) -> None:
         """Kill every child: the server is gone."""
         for _ in range(5000):
-            for pid in _children():
+            for pid in children_of(os.getpid()):
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
             try:
@@ -225,21 +226,6 @@ class Spawner:
         self._makers[said_r] = (os.pidfd_open(pid), go_w)
         self._poll.register(said_r, select.POLLIN)
         return int(first)
-
-
-def _children() -> list[int]:
-    """This process's children, the adopted ones among them."""
-    try:
-        with open(f"/proc/self/task/{os.getpid()}/children", "rb") as file:
-            return [int(pid) for pid in file.read().split()]
-    except OSError:  # a kernel without CONFIG_PROC_CHILDREN
-        found: list[int] = []
-        for name in os.listdir("/proc"):
-            if name.isdigit():
-                with contextlib.suppress(OSError), open(f"/proc/{name}/stat", "rb") as file:
-                    if int(file.read().rpartition(b")")[2].split()[1]) == os.getpid():
-                        found.append(int(name))
-        return found
 
 
 def _child(request: StartRequest, fds: list[int], said: int, go: int) -> None:
