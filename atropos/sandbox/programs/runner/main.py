@@ -24,12 +24,9 @@ from atropos.sandbox.programs.runner.processes.background import (
 from atropos.sandbox.programs.runner.processes.commands import op_exec
 from atropos.sandbox.programs.runner.signals import signals
 from atropos.sandbox.programs.runner.state import WORKSPACE, block_of, state
-from atropos.sandbox.programs.runner.syscalls import deny_tracing, end_process
+from atropos.sandbox.programs.runner.syscalls import deny_tracing
 
-NO_HANDLER = (
-    *(signals.SIGINT, signals.SIGPIPE, signals.SIGXFSZ),
-    *(signals.SIGTERM, signals.SIGHUP, signals.SIGUSR1),
-)
+NO_HANDLER = (signals.SIGINT, signals.SIGPIPE, signals.SIGXFSZ, signals.SIGTERM, signals.SIGHUP, signals.SIGUSR1)
 """Without a handler here, which every program started inherits; the kernel drops such a signal where PID 1 gets it."""
 
 
@@ -71,7 +68,7 @@ def ignore_signal(number: int, frame: object) -> None:
 def main() -> None:
     """Serve the slot until the server goes."""
     if not deny_tracing():  # before anything else runs in this slot
-        end_process(3)
+        os._exit(3)
     for number in NO_HANDLER:
         # a signal from inside that has no handler is dropped for PID 1; Python has one for SIGINT, which would end it
         signals.signal(number, signals.SIG_DFL)

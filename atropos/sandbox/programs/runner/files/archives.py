@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from atropos.sandbox.programs.runner.failures import OpFailed
 from atropos.sandbox.programs.runner.files.tar_headers import CONTENT_END, TAR_END, tar_header
 from atropos.sandbox.programs.runner.opening import open_at_once
-from atropos.sandbox.programs.runner.paths import is_folder, path_of
+from atropos.sandbox.programs.runner.paths import path_of
 from atropos.sandbox.programs.runner.state import is_special
 from atropos.sandbox.programs.runner.work import Work
 
@@ -66,7 +66,7 @@ def write_archive(out: BoundedBuffer, path: str) -> None:
     """Write the archive."""
     found = os.lstat(path)
     packer = Packer(out)
-    if is_folder(path):
+    if os.path.isdir(path):
         packer.add_folders(path)
     else:
         packer.add(None, path, path.rstrip("/").rpartition("/")[2], link=found.st_mode & 0o170000 == 0o120000)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from atropos.sandbox.programs.runner.failures import OpFailed, text
 from atropos.sandbox.programs.runner.frames import link
 from atropos.sandbox.programs.runner.opening import open_at_once, open_regular, read_all
-from atropos.sandbox.programs.runner.paths import is_folder, make_folders, path_of
+from atropos.sandbox.programs.runner.paths import make_folders, path_of
 from atropos.sandbox.programs.runner.state import is_special
 from atropos.sandbox.programs.runner.users import identity_of
 from atropos.sandbox.programs.runner.work import Work
@@ -78,14 +78,18 @@ def op_write_file(
     """Write a file, making its parents; a user's is written in place, with what the user may."""
     path = path_of(path)
     identity = identity_of(user) if user else None
-    how = os.O_APPEND if append else os.O_TRUNC if identity else 0
+
+    def job() -> Outcome:
+        how = os.O_APPEND if append else os.O_TRUNC if identity else 0
+        return write_file(path, data, mode, if_sha256, in_place=how)
+
     if identity:
-        Work(call, lambda: identity.perform(lambda: write_file(path, data, mode, if_sha256, in_place=how)))
+        Work(call, lambda: identity.perform(job))
     elif len(data) <= SMALL_FILE:
-        kind, fields, blobs = write_file(path, data, mode, if_sha256, in_place=how)
+        kind, fields, blobs = job()
         link.answer(call, kind, fields, **blobs)
     else:
-        Work(call, lambda: write_file(path, data, mode, if_sha256, in_place=how))
+        Work(call, job)
 
 
 def write_file(path: str, data: bytes, mode: int | None, if_sha256: str | None, *, in_place: int) -> Outcome:
@@ -130,7 +134,7 @@ def target_of(path: str) -> tuple[int, str, os.stat_result | None]:
 def make_parents(path: str) -> None:
     """The folders above a path."""
     parent = path.rpartition("/")[0]
-    if parent and not is_folder(parent):
+    if parent and not os.path.isdir(parent):
         try:
             make_folders(parent)
         except FileExistsError:

@@ -7,7 +7,7 @@ import os
 from atropos.sandbox.programs.runner.children import KILL_PATIENCE_S, children, session_members, signal_session
 from atropos.sandbox.programs.runner.frames import link
 from atropos.sandbox.programs.runner.loop import CHUNK, loop, now
-from atropos.sandbox.programs.runner.paths import is_folder, path_of
+from atropos.sandbox.programs.runner.paths import path_of
 from atropos.sandbox.programs.runner.processes.head_tail import HeadTail
 from atropos.sandbox.programs.runner.processes.orphan_pipes import adopt
 from atropos.sandbox.programs.runner.processes.spawn import give, memory_file, program_of, spawn, start_command
@@ -93,8 +93,6 @@ class Command:
 
     def close(self, fd: int) -> None:
         """Close a pipe: its last writer is gone."""
-        if fd < 0:
-            return
         loop.unwatch(fd)
         os.close(fd)
         if fd == self.fd:
@@ -253,7 +251,7 @@ def op_exec(
 def not_started(task: Command, error: OSError, where: str, program: str | None) -> None:
     """Answer for a command that never ran: exit code None, and the reason as its output."""
     failed = start_failure(error, where, program)
-    if program is not None or failed.error == "not_supported" or not is_folder(where):
+    if program is not None or failed.error == "not_supported" or not os.path.isdir(where):
         raise failed
     task.limit = failed.limit
     task.all.add(f"the command could not be started: {failed.message}\n".encode())
