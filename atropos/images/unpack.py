@@ -260,7 +260,7 @@ class ImageTree:
         for key, value in member.pax_headers.items():
             name = key.removeprefix(XATTR)
             kept = name == CAPABILITY or (name.startswith("user.") and not name.startswith("user.overlay."))
-            if name is not key and kept:
+            if key.startswith(XATTR) and kept:
                 with contextlib.suppress(OSError):  # a file system without such attributes
                     os.setxattr(fd, name, value.encode("utf-8", "surrogateescape"))
         if not member.isdir():
