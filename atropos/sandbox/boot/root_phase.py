@@ -217,7 +217,7 @@ def _first_stage(config: RootPhaseSettings, parent: int) -> NoReturn:
     root = _capable()
     scratch = folders.scratch(config.state_dir, root=root)
     for path in config.base_paths:
-        if Path(scratch).is_relative_to(os.path.realpath(path)):
+        if Path(os.path.realpath(scratch)).is_relative_to(os.path.realpath(path)):
             raise ConfigError(
                 f"base: {path} holds the server's own folder {scratch}; give a root file system in a folder of its own"
             )
