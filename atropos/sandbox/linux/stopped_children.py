@@ -2,7 +2,7 @@
 
 PID 1 starts programs with vfork and waits in the kernel for the exec. A program of the slot that stops all processes
 (SIGSTOP) may stop a child just then, and PID 1, which waits, can't kill it: the program could turn the results of its own
-calls into faults of the infrastructure. So could one with a lease (F_SETLEASE) on the file to be executed, whose open
+calls into faults of the infrastructure. So could one with a lease (F_SETLEASE) on the file to be executed: opening it
 sleeps for up to 45 s (`fs.lease-break-time`).
 """
 

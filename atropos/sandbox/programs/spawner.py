@@ -91,8 +91,8 @@ class Spawner:
         self._running: dict[int, int] = {}
         """The number of the request, by PID 1."""
         self._makers: dict[int, tuple[int, int]] = {}
-        """A bubblewrap that makes a root (pidfd), and what tells PID 1 that this process is its parent now; by a pipe of which PID 1
-        holds the other end until it has entered the root."""
+        """By a pipe that PID 1 keeps open until it has entered its root: the bubblewrap that makes the root (pidfd), and the pipe
+        that tells PID 1 that this process is its parent."""
         self._poll = select.poll()
         self._wake, notify = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         signal.set_wakeup_fd(notify, warn_on_full_buffer=False)

@@ -42,7 +42,7 @@ class BoundedBuffer:
         self.parts.append(bytes(data))
 
     def copy(self, fd: int, size: int) -> int:
-        """Add what an open file has, at most so many bytes; how many there were."""
+        """Add at most `size` bytes of an open file; returns how many there were."""
         left = size
         while left and (data := os.read(fd, min(left, PACK_BYTES))):
             self.write(data)
@@ -50,7 +50,7 @@ class BoundedBuffer:
         return size - left
 
     def claim(self, size: int) -> None:
-        """Raises `OpFailed` where so many bytes more are too many."""
+        """Raises `OpFailed` where `size` more bytes would exceed the bound."""
         if self.size + size > self.limit:
             raise OpFailed("too_large", f"the archive is larger than {self.limit} bytes", "output")
 
@@ -75,7 +75,7 @@ def write_archive(out: BoundedBuffer, path: str) -> None:
 
 
 class Packer:
-    """What writes one archive. Its own, as tarfile takes ten times as long for a small file.
+    """Writes one archive; tarfile would take ten times as long for a small file.
 
     Programs of the slot may move things meanwhile: below the top no link is followed, nothing of /proc is read, and what
     vanishes, or becomes something else, is left out.

@@ -55,7 +55,7 @@ def op_read_stream(call: int, path: str, tar: bool, offset: int, max_bytes: int)
 
 
 class Incoming:
-    """What the server sends: chunks with their length before them; an empty one is the end, and its lack a break."""
+    """What the server sends: chunks, each after its length. An empty one is the end; a stream without it broke off."""
 
     def __init__(self) -> None:
         self.buffer = b""
@@ -92,7 +92,7 @@ class Incoming:
         return data
 
     def read(self, size: int) -> bytes:
-        """So many bytes; fewer at the end alone."""
+        """`size` bytes; fewer at the end alone."""
         data = self.buffer[self.at : self.at + size]
         self.at += len(data)
         if len(data) == size:

@@ -7,7 +7,7 @@ import os
 from atropos.sandbox.programs.runner.loop import CHUNK, loop
 
 MAX_ORPHAN_PIPES = 256
-"""And a quarter of all descriptors that this slot may have."""
+"""Most of them; a quarter of this slot's descriptors where that is less."""
 orphan_pipes: dict[int, bool] = {}
 
 

@@ -40,7 +40,7 @@ def spawn(
     """Start a program in a session of its own, by the C part of `subprocess`.
 
     For root and without a terminal it uses vfork: nothing of this process is copied, and by the time vfork returns, the
-    child has become the program or written its report. Otherwise it forks, and the end of a pipe says so much.
+    child has become the program or written its report. Otherwise it forks, and a pipe is closed when the child has done so.
     """
     if identity is not None and identity.uid == identity.gid == 0:
         identity = None  # as this process is
@@ -179,7 +179,7 @@ def start_shell(command: str, where: str, start: Start) -> int:
 
 
 def give(pipes: list[int], identity: Identity) -> None:
-    """Give a user the pipes and files of its program, which may reopen them through /dev/stdout."""
+    """Give a user the pipes and files of its program, which may open them again through /dev/stdout."""
     for fd in pipes:
         try:
             os.fchown(fd, identity.uid, identity.gid)
