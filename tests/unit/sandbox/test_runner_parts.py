@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from atropos.sandbox.programs.runner import users
 from atropos.sandbox.programs.runner.failures import OpFailed
-from atropos.sandbox.programs.runner.files.files import write_file
+from atropos.sandbox.programs.runner.files.files import read_apart, write_file
 from atropos.sandbox.programs.runner.processes.head_tail import HeadTail
 
 
@@ -71,3 +71,10 @@ def test_a_file_that_cant_be_written_costs_no_descriptor(tmp_path, name) -> None
     with pytest.raises((OpFailed, OSError)):
         write_file(str(tmp_path / name), b"x", None, None, in_place=0)
     assert set(os.listdir("/proc/self/fd")) <= before
+
+
+@pytest.mark.parametrize("offset", [0, 4, 5, 100])
+def test_a_file_has_its_size_wherever_it_is_read(tmp_path, offset) -> None:
+    (tmp_path / "file").write_bytes(b"hello")
+    _, fields, blobs = read_apart(str(tmp_path / "file"), offset, 1000)
+    assert (fields["size"], blobs["data"]) == (5, b"hello"[offset:])
